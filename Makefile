@@ -35,7 +35,7 @@ BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
 .PHONY: help demo test test-all test-hosts test-arm64 notebooks build core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
-	faults faults-slice fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
+	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -43,7 +43,7 @@ help: ## List the targets.
 demo: install ## Install, then run the demo: real Core ML packages, no Core ML needed.
 	@$(RUN) -m mlstate demo --force
 
-test: $(STAMP)-test $(MPI) install ## Run the tests: C, Python, torch, coremltools and both MPIs.
+test: $(STAMP)-test $(MPI) install ## Run the tests: C, Python, torch, coremltools, Core AI and both MPIs.
 	@$(RUN) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(STAMP)-test $(MPI) install ## Run the rest: more ranks and engines, leaks, faults.
@@ -89,6 +89,9 @@ faults: $(STAMP)-test install ## Fail every call of a save, kill it, cut the pow
 
 faults-slice: $(STAMP)-test install ## Run the part of `faults` that fits a change's check.
 	@tools/faults.sh $(RUN) slice
+
+faults-store: $(STAMP)-test install ## Disturb each request to an object store, and race writers.
+	@tools/faults.sh $(RUN) store
 
 fuzz: ## Fuzz each parser for FUZZ_SECONDS (60).
 	@tools/fuzz.sh "$(FUZZ_SECONDS)"

@@ -25,6 +25,9 @@ from harness import Candidate, MemoryLimit, Report, Row, measure, rows_of
 
 import mlstate
 from mlstate.kv import (
+    CacheEntry,
+    CacheSpec,
+    CacheState,
     KVState,
     RollingKVState,
     compact_kv_state,
@@ -477,6 +480,94 @@ def rotating(report: Report, repeats: int) -> None:
         )
 
 
+def cache_of(length: int) -> CacheState:
+    """Make a full cache of 28 layers in float16."""
+    layers, heads, positions, head_dim = LARGE
+    spec = CacheSpec(
+        CacheEntry(f"{i}.{role}", "full", (1, heads, positions, head_dim), np.float16, layer=i)
+        for i in range(layers)
+        for role in ("keys", "values")
+    )
+    arrays = {entry.name: random_cache(entry.shape, np.float16) for entry in spec}
+    return CacheState(spec, arrays, length)
+
+
+def caches(report: Report, repeats: int) -> None:
+    """Time operations on the 56 arrays of a cache."""
+    whole = cache_of(LARGE[2])
+    arrays, length = dict(whole.arrays), whole.length
+    title = f"{len(arrays)} arrays {whole.spec[0].shape}, float16: {mib(whole.nbytes)}"
+
+    def resize() -> CacheState:
+        state = CacheState(whole.spec, arrays, length)
+        state.resize(4096)
+        return state
+
+    candidates = [
+        Candidate(
+            "NumPy: zeros + copy, array by array",
+            partial(peers.numpy_resize, arrays, 4096, length),
+            baseline=True,
+        ),
+        *mlstate_rows("CacheState.resize", lambda: resize),
+    ]
+    report.table(f"resize a cache to 4096, {title}", measure(candidates, repeats))
+
+    def cropped() -> dict[str, np.ndarray]:
+        return {name: array[:, :, : length - 8] for name, array in arrays.items()}
+
+    def trim() -> None:
+        whole.trim(8)
+        whole.advance(8)
+
+    candidates = [
+        Candidate("NumPy: a slice of each array", repeated(cropped), baseline=True),
+        Candidate("CacheState.trim and advance", repeated(trim)),
+    ]
+    report.table(f"trim a cache, {title}", measure(candidates, repeats, unit=1e-5), unit="us")
+    for bits in (8, 4):
+        quantizing(report, repeats, bits)
+
+
+def quantizing(report: Report, repeats: int, bits: int) -> None:
+    """Time a cache of one array in 8 or 4 bits, and back."""
+    keys = random_cache((1, 8, 16384, 128), np.float16)
+    spec = CacheSpec([CacheEntry("keys", "full", keys.shape, keys.dtype)])
+    coded = CacheState(spec, {"keys": keys}, keys.shape[2])
+    coded.quantize(bits)
+
+    def quantize() -> CacheState:
+        state = CacheState(spec, {"keys": keys}, keys.shape[2])
+        state.quantize(bits)
+        return state
+
+    def dequantize() -> CacheState:
+        state = CacheState(coded.spec, coded.arrays, keys.shape[2])
+        state.dequantize()
+        return state
+
+    parts = peers.numpy_quantize(keys, bits, 64)
+    for part, array in zip(parts, coded.arrays.values(), strict=True):
+        assert np.array_equal(part, array)
+    out = np.ones_like(keys)
+    limit = Candidate(
+        "limit: memcpy, touched memory", MemoryLimit(keys, out, out.nbytes), limit=True
+    )
+    for name, call, peer in (
+        ("quantize", quantize, partial(peers.numpy_quantize, keys, bits, 64)),
+        ("dequantize", dequantize, partial(peers.numpy_dequantize, *parts, bits, 64)),
+    ):
+        candidates = [
+            Candidate("NumPy: whole arrays", peer, baseline=True),
+            limit,
+            *mlstate_rows(f"CacheState.{name}", partial(lambda call: call, call)),
+        ]
+        report.table(
+            f"{name}, {bits} bits, groups of 64, float16 {keys.shape}: {mib(keys.nbytes)}",
+            measure(candidates, repeats),
+        )
+
+
 PARTS: dict[str, Callable[[Report, int], None]] = {
     "expand": expanding,
     "layouts": layouts,
@@ -486,6 +577,7 @@ PARTS: dict[str, Callable[[Report, int], None]] = {
     "mask": masks,
     "roll": rolling,
     "rotate": rotating,
+    "caches": caches,
     "cold": cold,
     "import": importing,
 }

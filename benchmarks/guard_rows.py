@@ -25,6 +25,7 @@ from mlstate.kv import (
     compact_kv_state,
     create_attention_size_mask,
     create_decode_mask,
+    rotate_keys,
     transition_kv_state,
 )
 from mlstate.state import diff, load_into
@@ -163,6 +164,32 @@ def compacting(how: str, nbytes: int, tensors: int) -> Case:
         partial(peers.numpy_zeros, source, length, used, HALF),
         partial(compact_kv_state, source, length, used),
     )
+
+
+def innermost_into(source: Any, position: int, out: Any) -> None:
+    """Copy the tokens into a target with the sequence innermost, and clear the rest."""
+    out[..., :position] = source[..., :position]
+    out[..., position:] = 0
+
+
+def innermost(nbytes: int, tensors: int) -> Case:
+    """Double the length of a float16 cache whose sequence is the last axis, into a target."""
+    layers, heads, length, dim = cache_shape(nbytes)
+    used = length // 2
+    source = random_cache((layers, 1, heads * dim, 1, used), HALF)
+    simple_out = touched(np.empty((layers, 1, heads * dim, 1, length), HALF))
+    out = touched(simple_out)
+    return Case(
+        partial(innermost_into, source, used, simple_out),
+        partial(transition_kv_state, source, length, used, out=out, seq_axis=-1),
+    )
+
+
+def rotating(dtype: Any, nbytes: int, tensors: int) -> Case:
+    """Move keys to other positions."""
+    layers, heads, length, dim = cache_shape(nbytes * 2 // np.dtype(dtype).itemsize)
+    keys = random_cache((layers, heads, length, dim), dtype)
+    return Case(partial(peers.numpy_rotate, keys, -256), partial(rotate_keys, keys, -256))
 
 
 def torch_expanding(dtype: str, nbytes: int, tensors: int) -> Case:
@@ -410,6 +437,8 @@ def starting(nbytes: int, tensors: int) -> Case:
 
 ZEROS = "new = np.zeros(...); new[:, :, :n] = cache"
 INTO = "out[:, :, :n] = cache[:, :, :n]; out[:, :, n:] = 0"
+INNERMOST = "out[..., :n] = cache[..., :n]; out[..., n:] = 0"
+ROTATE = "x, y = keys halves as f32; np.concatenate((x * cos - y * sin, y * cos + x * sin))"
 TORCH_INTO = "the same two lines on torch tensors, as many threads"
 COPYTO = "for each tensor: np.copyto(target, source)"
 NUMPY_DIFF = "for each tensor: d = np.abs(a - b); np.nanmax(d); np.count_nonzero(d)"
@@ -454,6 +483,9 @@ MEMORY = (
         UP_TO_256,
         needs=torch,
     ),
+    Operation("kv.expand innermost out=", INNERMOST, innermost, UP_TO_256),
+    Operation("kv.rotate_keys f16", ROTATE, partial(rotating, HALF), UP_TO_256),
+    Operation("kv.rotate_keys f32", ROTATE, partial(rotating, SINGLE), UP_TO_256[1:]),
     Operation("kv.compact fresh", ZEROS, partial(compacting, "fresh"), UP_TO_256),
     Operation("kv.compact out=", INTO, partial(compacting, "out="), UP_TO_256),
     Operation("kv.KVState.from_array", MAPPED, from_array),

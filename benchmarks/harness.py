@@ -94,9 +94,17 @@ class Row:
 
 
 def measure(
-    candidates: list[Candidate], repeats: int, *, unit: float = 1e-6, warm_up: int = 2
+    candidates: list[Candidate],
+    repeats: int,
+    *,
+    unit: float = 1e-6,
+    warm_up: int = 2,
+    clock: Callable[[], int] = time.perf_counter_ns,
 ) -> list[Row]:
-    """Time every candidate `repeats` times; `unit` turns nanoseconds into the table's unit."""
+    """Time every candidate `repeats` times; `unit` turns nanoseconds into the table's unit.
+
+    `clock` may be `time.thread_time_ns`, for work of one thread on a busy machine.
+    """
     samples: dict[str, list[float]] = {c.name: [] for c in candidates}
     order = random.Random(20)
     gc.collect()
@@ -106,9 +114,9 @@ def measure(
             for candidate in order.sample(candidates, len(candidates)):
                 candidate.before()
                 settle()
-                start = time.perf_counter_ns()
+                start = clock()
                 candidate.call()
-                elapsed = time.perf_counter_ns() - start
+                elapsed = clock() - start
                 if turn >= warm_up:
                     samples[candidate.name].append(elapsed * unit)
     finally:
@@ -255,7 +263,7 @@ def processors() -> int:
 def versions() -> str:
     """Python and the packages that take part."""
     found = [f"Python {platform.python_version()}"]
-    for name in ("mlstate", "numpy", "torch", "safetensors", "ml_dtypes"):
+    for name in ("mlstate", "numpy", "torch", "safetensors", "transformers", "ml_dtypes"):
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -59,6 +59,48 @@ def numpy_into(source: Any, position: int, out: Any) -> None:
     out[:, :, position:] = 0
 
 
+def numpy_resize(arrays: Any, length: int, position: int) -> Any:
+    """Move every array of a cache to another length, as a careful NumPy user does."""
+    return {name: numpy_zeros_of(array, length, position) for name, array in arrays.items()}
+
+
+def numpy_zeros_of(source: Any, length: int, position: int) -> Any:
+    """Do it for one array, with the sequence before the last axis."""
+    target = np.zeros(longer(source.shape, length), source.dtype)
+    target[..., :position, :] = source[..., :position, :]
+    return target
+
+
+def numpy_quantize(values: Any, bits: int, group: int) -> tuple[Any, Any, Any]:
+    """Make groups of codes with a scale and a bias each, in NumPy's operations on whole arrays."""
+    levels = np.float32(2**bits - 1)
+    x = values.astype(np.float32).reshape(*values.shape[:-1], -1, group)
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    scales = np.maximum((high - low) / levels, np.float32(1e-7))
+    scales = np.where(np.abs(low) > np.abs(high), scales, -scales)
+    edges = np.where(np.abs(low) > np.abs(high), low, high)
+    steps = np.rint(edges / scales)
+    scales = np.where(steps != 0, edges / np.where(steps != 0, steps, 1), scales)
+    biases = np.where(steps != 0, edges, np.float32(0))
+    codes = np.clip(np.rint((x - biases) / scales), 0, levels).astype(np.uint8)
+    codes = codes.reshape(*values.shape[:-1], -1)
+    if bits == 4:
+        codes = codes[..., ::2] | codes[..., 1::2] << 4
+    parts = scales[..., 0].astype(values.dtype), biases[..., 0].astype(values.dtype)
+    return codes.view("<u4"), *parts
+
+
+def numpy_dequantize(codes: Any, scales: Any, biases: Any, bits: int, group: int) -> Any:
+    """Compute the values of codes."""
+    wide = codes.view(np.uint8)
+    if bits == 4:
+        wide = np.stack([wide & 15, wide >> 4], -1)
+    x = wide.reshape(*scales.shape, group).astype(np.float32)
+    x *= scales[..., None].astype(np.float32)
+    x += biases[..., None].astype(np.float32)
+    return x.astype(scales.dtype).reshape(*scales.shape[:-1], -1)
+
+
 def numpy_ring(ring: Any, tokens: Any, axis: int, times: int = 100) -> None:
     """Store one token in each of the first slots of a ring, with NumPy."""
     slots = np.moveaxis(ring, axis, 0)

@@ -22,7 +22,7 @@ TYPE_CHECKING = False  # importing typing takes milliseconds
 if TYPE_CHECKING:
     from typing import Any
 
-    from . import checkpoint, collectives, coreml, errors, kv, state
+    from . import checkpoint, collectives, coreai, coreml, errors, kv, state
     from ._info import info
     from .checkpoint import TieredState, load, load_file, save, save_file, verify
     from .errors import (
@@ -58,6 +58,7 @@ __all__ = [
     "checkpoint",
     "collectives",
     "compact_kv_state",
+    "coreai",
     "coreml",
     "errors",
     "get_num_threads",
@@ -78,6 +79,7 @@ _MODULES = (
     "activation",
     "checkpoint",
     "collectives",
+    "coreai",
     "coreml",
     "distributed",
     "errors",

@@ -121,7 +121,16 @@ def rotate_keys(
     out: Any,
     /,
 ) -> Any: ...
-def kv_axis(shape: Sequence[int], seq_axis: int, /) -> int: ...
+def kv_quantized_lengths(length: int, bits: int, group: int, /) -> tuple[int, int]: ...
+def kv_quantize(
+    values: Any, codes: Any, scales: Any, biases: Any, bits: int, group: int, /
+) -> None: ...
+def kv_dequantize(
+    values: Any, codes: Any, scales: Any, biases: Any, bits: int, group: int, /
+) -> None: ...
+def kv_ring_positions(capacity: int, sinks: int, length: int, /) -> NDArray[np.int64]: ...
+def kv_ring_ordered(array: Any, seq_axis: int, sinks: int, length: int, /) -> NDArray[Any]: ...
+def kv_axis(shape: Sequence[int], seq_axis: int, what: str, /) -> int: ...
 def kv_check(
     shape: Sequence[int], target_length: int, position: int, compact: bool, seq_axis: int, /
 ) -> None: ...
@@ -132,10 +141,11 @@ def kv_mask(
     seq_length: int,
     attention_size: int,
     position: int,
+    sinks: int,
+    rows: tuple[int, int] | bool | None,
     dtype: Any,
     fill: float,
     out: Any,
-    decode: bool,
     /,
 ) -> Any: ...
 def file_save(
@@ -203,7 +213,7 @@ def shards_collect(
     ranks: tuple[int, int],
     states: tuple[_Dict | None, ...],
     shard_type: type,
-    mine: tuple[frozenset[str], frozenset[str]] | None,
+    mine: tuple[frozenset[str], ...] | None,
     layout: _Steps,
     /,
 ) -> tuple[Any, int]: ...
@@ -222,6 +232,20 @@ def shards_write(
     /,
 ) -> dict[str, Any]: ...
 def shards_plan(generation: str, items: Any, pack_below: int, /) -> bytes: ...
+def safetensors_layout(
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...], format: str, crcs: Any, /
+) -> tuple[bytes | None, int, int, list[tuple[int, int]]]: ...
+def parts_write(
+    items: Any,
+    folder: str,
+    files: tuple[str, ...],
+    places: _Dict,
+    crcs: Any,
+    written: Any,
+    sync: bool,
+    progress: _Progress,
+    /,
+) -> None: ...
 def json_checksum_set(text: bytes, /) -> bytes: ...
 def json_checksum_check(data: bytes, path: Any, /) -> None: ...
 def json_check(data: bytes, depth: int, path: Any, /) -> None: ...

@@ -27,7 +27,9 @@ PACKAGES = (
     "matplotlib",
     "mpi4py",
     "zstandard",
+    "obstore",
     "coremltools",
+    "coreai-core",
 )
 _CPUINFO = Path("/proc/cpuinfo")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")

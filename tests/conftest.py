@@ -22,8 +22,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # If it is set, `print` writes the line end separately, and lines of ranks that share a pipe mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
+# No deadline: pytest limits the time of each test, and an example may take long on a busy machine.
 hypothesis.settings.register_profile(
-    "mlstate", max_examples=tries(hypothesis.settings.default.max_examples)
+    "mlstate", max_examples=tries(hypothesis.settings.default.max_examples), deadline=None
 )
 hypothesis.settings.load_profile("mlstate")
 

@@ -13,7 +13,7 @@ export PYTHONPATH=$PWD # the copy, also in subprocesses of the tests
 export COVERAGE_FILE=$PWD/build/python-coverage # also for processes in other folders
 status=0 # a failing test is reported after the coverage
 "$python" -m coverage erase
-"$python" -m coverage run -m pytest -q --ignore=tests/lint \
+"$python" -m coverage run -m pytest -n auto --dist loadfile -q --ignore=tests/lint \
     --ignore=tests/package/test_core_c.py ${PYTEST_ARGS:-} || status=$?
 "$python" -m gcovr --root . --filter 'csrc/' --gcov-ignore-parse-errors=negative_hits.warn \
     --merge-mode-functions=merge-use-line-min --txt build/summary.txt --txt-summary \

@@ -12,11 +12,9 @@ import math
 from dataclasses import asdict, dataclass
 
 import torch
+from demo_text import VOCABULARY
 from torch import nn
 from torch.nn import functional
-
-# : Printable ASCII and the newline: a character's index is its token.
-VOCABULARY = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# faults.sh PYTHON all|slice: saves under injected faults, power failures and failing
+# faults.sh PYTHON all|slice|store: saves under injected faults, power failures and failing
 # allocations (tests/faults).  The ordinary test run tries a few of each; `slice` takes up to a
-# minute; `all` fails every call of every kind.
+# minute; `all` fails every call of every kind; `store` disturbs the requests to an object store
+# (tests/remote).
 set -euo pipefail
 python=$1
+if [ "$2" = store ]; then
+    MLSTATE_FAULTS=all exec "$python" -m pytest -q --timeout 3600 \
+        tests/remote/test_store_faults.py ${PYTEST_ARGS:-}
+fi
 [ "$(uname -s)" = Linux ] ||
     { echo "faults: needs Linux: the faults come from a preloaded library" >&2; exit 1; }
 export MLSTATE_FAULTS=$2

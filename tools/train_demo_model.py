@@ -10,18 +10,15 @@ and processor give the same file; the version of both is written into it.
 from __future__ import annotations
 
 import argparse
-import ast
-import io
 import json
 import math
 import platform
-import sysconfig
 import time
-import tokenize
 from pathlib import Path
 
 import torch
-from demo_torch_model import VOCABULARY, CharTransformer, Config
+from demo_text import VOCABULARY, load_text
+from demo_torch_model import CharTransformer, Config
 from safetensors.torch import save_file
 from torch.nn import functional
 
@@ -32,59 +29,6 @@ SCHEDULE = ((0.45, 128), (0.25, 256), (0.30, 512))
 MUON_RATE = 0.02
 ADAM_RATE = 0.006
 WARMUP_STEPS = 60
-SOURCES = (
-    "argparse.py", "base64.py", "bisect.py", "calendar.py", "cmd.py", "code.py", "codecs.py",
-    "collections/__init__.py", "configparser.py", "contextlib.py", "copy.py", "csv.py",
-    "dataclasses.py", "difflib.py", "fnmatch.py", "fractions.py", "functools.py", "glob.py",
-    "gzip.py", "heapq.py", "json/decoder.py", "json/encoder.py", "logging/__init__.py",
-    "pathlib.py", "pprint.py", "queue.py", "random.py", "sched.py", "shelve.py", "shlex.py",
-    "shutil.py", "statistics.py", "string.py", "subprocess.py", "tarfile.py", "tempfile.py",
-    "textwrap.py", "threading.py", "timeit.py", "tokenize.py", "traceback.py", "weakref.py",
-    "zipfile.py",
-)  # fmt: skip
-
-
-def docstring_lines(source: str) -> set[int]:
-    """Return the numbers of all lines that belong to a docstring."""
-    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    lines: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, owners) and ast.get_docstring(node) is not None:
-            text = node.body[0]
-            lines.update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
-    return lines
-
-
-def code_only(source: str) -> str:
-    """Return ``source`` without docstrings and comments, at most one blank line in a row."""
-    cut = {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            cut[token.start[0]] = token.start[1]
-    dropped = docstring_lines(source)
-    kept: list[str] = []
-    for number, line in enumerate(source.splitlines(), start=1):
-        text = line[: cut[number]] if number in cut else line
-        text = text.rstrip().expandtabs(4)
-        foreign = not all(character in VOCABULARY for character in text)
-        if number in dropped or foreign or (number in cut and not text):
-            continue
-        if text or (kept and kept[-1]):
-            kept.append(text)
-    return "\n".join(kept) + "\n"
-
-
-def load_text() -> tuple[str, list[str]]:
-    """Return the training text and the names of the library files in it."""
-    library = Path(sysconfig.get_path("stdlib"))
-    names = [name for name in SOURCES if (library / name).is_file()]
-    if len(names) < len(SOURCES) // 2:
-        raise SystemExit(
-            f"found only {len(names)} of {len(SOURCES)} library sources; is the "
-            "standard library of this Python installed as plain .py files?"
-        )
-    text = "".join(code_only((library / name).read_text(encoding="utf-8")) for name in names)
-    return text, names
 
 
 def rate(step: int, steps: int) -> float:

@@ -30,6 +30,7 @@ class DtypeInfo(NamedTuple):
 
 
 DTYPES = tuple(DtypeInfo(*row) for row in _core.dtypes())
+_NAMES = frozenset(info.name for info in DTYPES)
 FILE_DTYPES = {info.file_name: info for info in DTYPES}
 FLOATS, FLOAT8S, INTEGERS = (
     frozenset(info.name for info in DTYPES if info.kind in kinds)
@@ -65,6 +66,19 @@ def name_of(dtype: Any) -> str:
     return label_of(dtype) or _plain_name(dtype)  # equal dtypes may differ in metadata
 
 
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype argument, of NumPy, ml_dtypes or torch; "" if it is none."""
+    name = label_of(dtype) or str(dtype).removeprefix("torch.")
+    if name in _NAMES:
+        return name
+    if dtype is None:  # NumPy's default is float64
+        return ""
+    try:
+        return name_of(np.dtype(dtype))
+    except (TypeError, ValueError):
+        return ""
+
+
 def text_of(dtype: NumpyDType) -> str:
     """Return a text that identifies a NumPy dtype, the same for both byte orders."""
     return label_of(dtype) or str(dtype.newbyteorder("="))
@@ -92,6 +106,11 @@ def stored_dtype(name: str) -> NumpyDType:
             raise  # ml_dtypes is installed but broken
     dtype: NumpyDType = np.dtype(f"u{EXTENSIONS[name]}", metadata={LABEL: name})
     return dtype
+
+
+def numpy_dtype(name: str) -> NumpyDType:
+    """Return the dtype of loaded arrays: NumPy's own, or the one of `stored_dtype`."""
+    return stored_dtype(name) if name in EXTENSIONS else np.dtype(name)
 
 
 def as_numbers(array: Any) -> Any:

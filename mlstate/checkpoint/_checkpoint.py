@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.local_path import local_folder
 from .._common.set_module import set_module
 from .._common.text import bytes_text, table_text
 from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
 from ._load import LoadedState, load_checkpoint
+from ._remote.remote_folder import checkpoint_folder
 from ._store import folder as _folder
+from ._store.folder import SECTIONS
 from ._store.manifest import build, parse
 from ._verify import VerifyReport, verify_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ._store.manifest import Manifest
 
 _ROWS = 20
@@ -35,9 +38,9 @@ class TensorRecord(NamedTuple):
     Attributes
     ----------
     section : str
-        ``"params"`` or ``"optim_state"``.
+        ``"params"``, ``"optim_state"`` or ``"states"``.
     key : str
-        Key of the tensor in a state dict.
+        Key of the tensor in a state dict; for a named state ``"<state>/<key>"``.
     parameter : str
         Name of the parameter that this tensor is, or is a state of.
     state : str or None
@@ -183,7 +186,9 @@ class Checkpoint:
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint.
+        Folder of the checkpoint, or its URL in an object store.
+    storage_options : mapping, optional
+        As for `save`. Copies by pickle do not have them: they may hold credentials.
 
     Raises
     ------
@@ -195,7 +200,7 @@ class Checkpoint:
     Attributes
     ----------
     path : str
-        Absolute path of the folder.
+        Absolute path of the folder, or the URL.
     written : dict or None
         For a checkpoint returned by `save`: what this rank wrote (``new_shards``,
         ``new_bytes``, ``new_files``), and ``shards`` and ``data_bytes``, the totals of this rank.
@@ -213,11 +218,14 @@ class Checkpoint:
         self,
         path: str | os.PathLike[str],
         *,
+        storage_options: Mapping[str, Any] | None = None,
         _root: str = _folder.MANIFEST,
         _manifest: Manifest | None = None,
     ) -> None:
-        # a caller that passes the manifest passes an absolute path
-        self.path = local_folder(path) if _manifest is None else os.fspath(path)
+        # a caller that passes the manifest passes an absolute path or a folder in a store
+        self.path = (
+            checkpoint_folder(path, storage_options) if _manifest is None else os.fspath(path)
+        )
         self._root = _folder.current_root(self.path, _root) if _manifest is None else _root
         self._manifest = _manifest or _folder.read_manifest(self.path, self._root)
         self._read_index: Any = None
@@ -247,9 +255,14 @@ class Checkpoint:
         return self._read_index
 
     @classmethod
-    def _opened(cls, path: str | os.PathLike[str], root: str = _folder.MANIFEST) -> Checkpoint:
+    def _opened(
+        cls,
+        path: str | os.PathLike[str],
+        root: str = _folder.MANIFEST,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
         """Read the indexes at once, so that a writer cannot delete them before their first use."""
-        folder = local_folder(path)
+        folder = checkpoint_folder(path, storage_options)
         root = _folder.current_root(folder, root)
 
         def read(manifest: Manifest) -> Checkpoint:
@@ -306,6 +319,11 @@ class Checkpoint:
     def optimizer(self) -> dict[str, Any] | None:
         """Kind and attributes of the optimizer's state; None if no optimizer was saved."""
         return self._manifest.optimizer
+
+    @property
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Kind and attributes of each named state; the kind ``tree`` is a nested value."""
+        return dict(self._manifest.states or {})
 
     @property
     def nbytes(self) -> int:
@@ -397,7 +415,7 @@ class Checkpoint:
         return verify_checkpoint(self.path, root=self._root, **keywords)
 
     def _title(self) -> str:
-        tensors = len(self._merged_index.keys(0)) + len(self._merged_index.keys(1))
+        tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
         is_own = self._manifest.weights is None
         parts = [
             f"{'Checkpoint' if is_own else 'Hugging Face folder'}: {tensors:,} "
@@ -433,14 +451,19 @@ class Checkpoint:
 
 
 @set_module("mlstate.checkpoint")
-def inspect(path: str | os.PathLike[str]) -> Checkpoint:
+def inspect(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> Checkpoint:
     """
     Read the manifest and all indexes of a checkpoint.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or of a Hugging Face model, whose headers are read instead.
+        Folder of the checkpoint, or of a Hugging Face model, whose headers are read instead; or
+        the URL of a checkpoint in an object store.
+    storage_options : mapping, optional
+        As for `save`.
 
     Returns
     -------
@@ -462,4 +485,4 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
     tensor  state  dtype    shape   shards  bytes  version
     w              float32  (4, 2)  1       32 B   1
     """
-    return Checkpoint._opened(path)
+    return Checkpoint._opened(path, storage_options=storage_options)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import _core
 from .._common.log import log
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
+from ._remote.remote_folder import RemoteFolder
 from ._replica_assignment import check_copies
 from ._store import folder as _folder
 from ._store.garbage import Generation, delete_own_files, generations_to_delete, read_all_roots
@@ -29,10 +30,14 @@ from ._store.writer_lock import WriterLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
+    from ._remote.root_claim import RootClaim
     from ._save import GatheredShards, SaveTarget
+
+    _Lock: TypeAlias = WriterLock | RootClaim
 
 _MESSAGE_BYTES = 1024  # largest fixed-size message between ranks
 
@@ -167,8 +172,17 @@ def _delete_unfinished(folder: str, generation: str, before: Manifest | None) ->
         _folder.discard(folder, generation)
 
 
-def open_folder(target: SaveTarget, lock: WriterLock) -> Start:
+def _lock_of(target: SaveTarget) -> _Lock:
+    """Return the lock of a folder, or the claim to the root of a checkpoint in a store."""
+    if isinstance(target.folder, RemoteFolder):
+        return target.folder.claim(_folder.MANIFEST)
+    return WriterLock(target.folder, timeout=target.lock_timeout)
+
+
+def open_folder(target: SaveTarget, lock: _Lock, *, states: bool = False) -> Start:
     """Take the lock and choose a generation; record the generation in the lock's file.
+
+    `states` tells whether the save has named states, which need their own subfolder.
 
     Raises
     ------
@@ -179,7 +193,7 @@ def open_folder(target: SaveTarget, lock: WriterLock) -> Start:
         The manifest is of a newer format.
     """
     folder = target.folder
-    _folder.create(folder)
+    _folder.create(folder, states=states)
     lock.acquire()
     refuse_manager_folder(target)
     before = _read_replaced(folder)
@@ -192,7 +206,7 @@ def open_folder(target: SaveTarget, lock: WriterLock) -> Start:
     return start
 
 
-def close_folder(lock: WriterLock | None, *, is_clean: bool) -> None:
+def close_folder(lock: _Lock | None, *, is_clean: bool) -> None:
     """Release the lock; if not `is_clean`, its file keeps naming the unfinished generation."""
     if lock is None:
         return
@@ -203,7 +217,7 @@ def close_folder(lock: WriterLock | None, *, is_clean: bool) -> None:
         lock.release()
 
 
-def _begin(target: SaveTarget, lock: WriterLock | None) -> Start:
+def _begin(target: SaveTarget, lock: _Lock | None, *, states: bool) -> Start:
     """Agree on a generation: return it on every rank, or raise on every rank."""
     start: Start | None = None
     error: BaseException | None = None
@@ -211,7 +225,7 @@ def _begin(target: SaveTarget, lock: WriterLock | None) -> Start:
     try:
         if lock is not None:  # on rank 0
             try:
-                start = open_folder(target, lock)
+                start = open_folder(target, lock, states=states)
                 message = _pack({"generation": start.generation})
             except BaseException as caught:
                 error = caught
@@ -237,7 +251,12 @@ def record_of(written: dict[str, Any]) -> IndexRecord:
 
 
 def _previous_index(target: SaveTarget, start: Start) -> Any:
-    """Return this rank's committed index, whose unchanged shards are kept; None if unreadable."""
+    """Return this rank's committed index, whose unchanged shards are kept; None if unreadable.
+
+    In an object store nothing is kept: comparing bytes would mean to read all of them.
+    """
+    if isinstance(target.folder, RemoteFolder):
+        return None
     try:
         before = start.before
         if target.rank > 0:
@@ -275,6 +294,15 @@ class WriteResult(NamedTuple):
         return _pack({"written": {**(self.written or {}), **self.pattern}})
 
 
+def _new_files(
+    folder: str, progress: Callable[[int], object] | None
+) -> AbstractContextManager[str]:
+    """Return the context in whose folder new files are written; its end makes them visible."""
+    if isinstance(folder, RemoteFolder):
+        return folder.new_files((*_folder.SECTIONS, "index"), progress)
+    return nullcontext(folder)
+
+
 def _write_shards(
     target: SaveTarget,
     start: Start,
@@ -287,16 +315,17 @@ def _write_shards(
         return WriteResult(None, {}, gathered.error)
     try:
         shards, gathered.shards = gathered.shards, None
-        written = _core.shards_write(
-            target.folder,
-            start.generation,
-            shards,
-            _previous_index(target, start),
-            target.how,
-            progress,
-            freed,
-            _folder.new_file_mode(target.folder),
-        )
+        with _new_files(target.folder, progress) as folder:
+            written = _core.shards_write(
+                folder,
+                start.generation,
+                shards,
+                _previous_index(target, start),
+                target.how,
+                progress,
+                freed,
+                _folder.new_file_mode(folder),
+            )
         pattern: dict[str, Any] = {}
         if target.group is not None:
             pattern = pattern_of(_folder.load_index(target.folder, record_of(written)))
@@ -310,15 +339,19 @@ def _write_shards(
 # ---- the commit: rank 0 replaces the manifest if every rank succeeded ----
 
 
-def commit_manifest(folder: str, manifest: Manifest, *, keep_root: bool = False) -> Committed:
+def commit_manifest(
+    folder: str, manifest: Manifest, lock: _Lock, *, keep_root: bool = False
+) -> Committed:
     """Read back the text and, with a single rank, its index; then replace the manifest.
 
-    With several ranks, each rank has read back its index before.
+    With several ranks, each rank has read back its index before. The caller holds `lock`.
 
     Raises
     ------
     FormatError, ChecksumError
         The manifest or the index is invalid. The old checkpoint is unchanged.
+    StoreError
+        The operating system or the store refused, or another writer won (EBUSY).
     """
     data = build(manifest)
     path = os.path.join(folder, _folder.MANIFEST)
@@ -327,9 +360,7 @@ def commit_manifest(folder: str, manifest: Manifest, *, keep_root: bool = False)
     if manifest.world_size == 1:
         merged_indexes[manifest.generation] = _folder.load_merged_index(folder, parsed)
     mode = _folder.new_file_mode(folder)
-    if keep_root:
-        _core.file_replace(os.path.join(folder, _folder.root_path(manifest)), data, mode)
-    _core.file_replace(path, data, mode)
+    lock.commit(data, mode, _folder.root_path(manifest) if keep_root else None)
     return Committed(parsed, merged_indexes)
 
 
@@ -354,7 +385,11 @@ def creation_time() -> str:
 
 
 def _commit_ranks(
-    target: SaveTarget, start: Start, header: dict[str, Any], reports: list[tuple[Any, bytes]]
+    target: SaveTarget,
+    start: Start,
+    header: dict[str, Any],
+    reports: list[tuple[Any, bytes]],
+    lock: _Lock,
 ) -> Committed:
     """Check that the ranks' files make one complete checkpoint, and commit it."""
     written = [report["written"] for report, _ in reports]
@@ -368,7 +403,7 @@ def _commit_ranks(
     if target.world_size > 1:
         manifest, merged = with_patterns(target.folder, manifest, written)
         check_copies(merged, (copies for _, copies in reports))
-    return commit_manifest(target.folder, manifest, keep_root=target.keep_root)
+    return commit_manifest(target.folder, manifest, lock, keep_root=target.keep_root)
 
 
 def _refusal(reports: list[tuple[Any, bytes]]) -> dict[str, Any] | None:
@@ -410,23 +445,27 @@ class Outcome(NamedTuple):
 
 
 def _conclude(
-    target: SaveTarget, start: Start, gathered: GatheredShards, result: WriteResult
+    target: SaveTarget,
+    start: Start,
+    gathered: GatheredShards,
+    result: WriteResult,
+    lock: _Lock | None,
 ) -> Outcome:
     """Commit if every rank wrote its shards; otherwise delete this rank's files."""
     committed: Committed | None = None
     error = result.error
     decided: dict[str, Any] | None = None
     messages = _gather(target.group, result.message() + b"\n" + gathered.copies, root=0)
-    if target.rank == 0:
+    if lock is not None:  # on rank 0
         parted = [message.partition(b"\n") for message in messages]
         reports = [(_unpack(report), copies) for report, _, copies in parted]
         decided = _refusal(reports)
         try:
             if decided is None:
-                committed = _commit_ranks(target, start, gathered.header, reports)
+                committed = _commit_ranks(target, start, gathered.header, reports, lock)
         except BaseException as caught:
             error = caught
-            unsure = is_committed(target.folder, start.generation)
+            unsure = lock.is_unsure or is_committed(target.folder, start.generation)
             text = _error_text(caught)
             decided = {"committed": False, "unsure": unsure, "error": text, "rank": 0}
     decided = _unpack(_broadcast(target.group, _pack(decided or {"committed": True})))
@@ -448,8 +487,11 @@ def delete_replaced(
     """After a commit, delete the files that no root needs; return the text of a warning.
 
     A failure here costs only disk space. Warnings may be configured to raise, so the caller
-    issues the warning last.
+    issues the warning last. In an object store, other writers' new objects are not known, so only
+    objects of replaced checkpoints are deleted.
     """
+    if isinstance(target.folder, RemoteFolder):
+        return _delete_own_replaced(target, _plan_deletions(target, committed, before)) or None
     try:
         roots: Mapping[str, Manifest] = {_folder.MANIFEST: committed.manifest}
         if target.retain is not None:
@@ -543,15 +585,15 @@ def write_and_commit(
     """
     from ._checkpoint import Checkpoint
 
-    lock = WriterLock(target.folder, timeout=target.lock_timeout) if target.rank == 0 else None
+    lock = _lock_of(target) if target.rank == 0 else None
     is_clean = False
     warning: str | None = None
     result: WriteResult | None = None
     outcome: Outcome | None = None
     try:
-        start = _begin(target, lock)
+        start = _begin(target, lock, states=bool(gathered.header.get("states")))
         result = _write_shards(target, start, gathered, progress, freed)
-        outcome = _conclude(target, start, gathered, result)
+        outcome = _conclude(target, start, gathered, result, lock)
         if outcome.error is not None:
             # another rank may have left files, so the next save must look for them
             is_clean = outcome.is_clean and target.group is None

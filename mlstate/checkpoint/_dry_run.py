@@ -7,18 +7,19 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.local_path import local_folder
 from .._common.set_module import set_module
 from .._sharding.layout import Layout, Shard, steps_of
-from ._load import chosen_keys, ranks_of
+from ._load import chosen_names, ranks_of
+from ._remote.remote_folder import checkpoint_folder
 from ._replica_assignment import by_section, whole_names
-from ._save import PACK_BELOW, states_of
+from ._save import PACK_BELOW, refuse_nothing, states_of
+from ._sections import STATES
 from ._store import folder as _folder
 from ._store.name_globs import listed_names
 from ._store.rank_indexes import Indexes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from ._store.manifest import Manifest
 
@@ -223,12 +224,13 @@ def plan_save(
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size} does not exist")
+    refuse_nothing(model, optimizer)
     states = states_of(model, optimizer, world_size)
-    dicts = (_shapes_only(states[0]), _shapes_only(states[1]))
+    dicts = (_shapes_only(states[0]), _shapes_only(states[1]), None)
     steps = steps_of(layout, world_size) or ()
     mine = None
     if world_size > 1 and not steps:
-        names = whole_names(*dicts)[rank::world_size]
+        names = whole_names(dicts)[rank::world_size]
         mine = by_section(names)
     gathered, nbytes = _core.shards_collect((rank, world_size), dicts, Shard, mine, steps)
     text = _core.shards_plan(_GENERATION, gathered, pack_below_bytes)
@@ -254,6 +256,7 @@ def plan_load(
     layout: Layout | str | None = None,
     verify: bool = True,
     root: str = _folder.MANIFEST,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
     """
     Return the files and bytes that a load would read, without reading them.
@@ -264,13 +267,15 @@ def plan_load(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint.
+        Folder of the checkpoint, or its URL in an object store.
     names, rank, world_size, layout
         As for `load`.
     verify : bool, default True
         Whether the load verifies checksums: then whole blocks of 1 MiB are read.
     root : str, optional
         Path of another root in the folder. Default: the newest checkpoint.
+    storage_options : mapping, optional
+        As for `save`.
 
     Returns
     -------
@@ -299,14 +304,17 @@ def plan_load(
     >>> plan.reads[0].begin, plan.reads[0].end, len(plan.indexes)
     (4128, 4160, 1)
     """
-    folder = local_folder(path)
+    folder = checkpoint_folder(path, storage_options)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)
     root = _folder.current_root(folder, root)
 
     def plan(manifest: Manifest) -> LoadPlan:
         indexes = Indexes(folder, manifest, rank)
-        chosen = list(enumerate(chosen_keys(indexes.merged_index, listed, folder)[1]))
+        sections = [indexes.merged_index.keys(section) for section in range(len(_folder.SECTIONS))]
+        chosen = list(enumerate(chosen_names(sections[:2], listed, folder)[1]))
+        if listed is None:
+            chosen.append((STATES, sections[STATES]))
         read = set(indexes.ranks)
         indexes.need((section, keys, cutting) for section, keys in chosen)
         read.update(indexes.ranks)
@@ -317,7 +325,7 @@ def plan_load(
         ]
         records = [manifest.indexes[number] for number in sorted(read)]
         return LoadPlan(
-            os.stat(os.path.join(folder, root)).st_size if manifest.weights is None else 0,
+            len(_folder.read_bytes(folder, root)) if manifest.weights is None else 0,
             {record.path: record.bytes for record in records},
             reads,
         )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.local_path import local_folder
 from .._common.set_module import set_module
 from .._common.text import bytes_text
 from ..errors import FormatError, MLStateError
 from ._manager import CheckpointManager
+from ._remote.remote_folder import RemoteFolder, checkpoint_folder
 from ._store import folder as _folder
 from ._store.writer_lock import WriterLock, check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 
 @set_module("mlstate.checkpoint")
@@ -91,6 +91,44 @@ def _sort_out(
     return old, [steps[root] for root in old], kept
 
 
+def _is_dead(name: str, changed: float, generations: set[str], before: float) -> bool:
+    """Return whether an unneeded object is of a deleted generation, or is old enough."""
+    parts = os.path.basename(name).split(".")
+    return changed <= before or any(part.partition("-")[0] in generations for part in parts)
+
+
+def _prune_store(folder: RemoteFolder, keep: int | None, dry_run: bool) -> PruneReport:
+    """Delete old steps, and unneeded objects that are older than ``orphan_seconds``."""
+    age = folder.orphan_seconds
+    if age is None and keep is None:
+        raise ValueError(
+            f"{folder}: objects of a killed writer look like those of a running one: pass "
+            "storage_options={'orphan_seconds': N} to delete those older than the longest save, "
+            "or keep= to delete old steps"
+        )
+    before = float("-inf") if age is None else folder.current_time(local=dry_run) - age
+    old, steps, kept = _sort_out(folder, keep)
+    found = {
+        os.path.join(part, name): info
+        for part in ("", *_folder.FOLDERS)
+        for name, info in folder.store.list_folder(part).items()
+    }
+    known = _folder.known_files(folder) - _folder.needed_files(folder, old)
+    known.update(_folder.temporary_files(folder))
+    generations = {root.generation for root in old}
+    dead = [
+        name
+        for name in sorted(known.intersection(found))
+        if _is_dead(name, found[name].changed, generations, before)
+    ]
+    if not dry_run:
+        _folder.delete_roots(folder, old)
+        _folder.remove_files(folder, dead)
+    dead += [root.path for root in old]
+    sizes = {name: found[name].nbytes for name in sorted(dead) if name in found}
+    return PruneReport(folder, dry_run, steps, kept, sizes)
+
+
 @set_module("mlstate.checkpoint")
 def prune(
     path: str | os.PathLike[str],
@@ -98,6 +136,7 @@ def prune(
     keep: int | None = None,
     dry_run: bool = False,
     lock_timeout: float = 0,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> PruneReport:
     """
     Delete the files of a checkpoint's folder that no checkpoint needs.
@@ -108,7 +147,8 @@ def prune(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or of a `CheckpointManager`.
+        Folder of the checkpoint, or of a `CheckpointManager`, or its URL in an object store.
+    keep : int, optional
         Number of newest steps to keep. Older steps are deleted, and so are damaged ones whose
         step number cannot be read. Steps with missing files, or files of another length, do
         not count. Default: all steps are kept.
@@ -116,6 +156,9 @@ def prune(
         Delete nothing, and return what would be deleted.
     lock_timeout : float, default 0
         Seconds to wait for another process that is writing in the folder.
+    storage_options : mapping, optional
+        As for `save`. In a store, unneeded objects are deleted only if they belong to a deleted
+        step or are older than ``orphan_seconds``, which must exceed the time of the longest save.
 
     Returns
     -------
@@ -125,7 +168,7 @@ def prune(
     Raises
     ------
     ValueError
-        `keep` is less than 1.
+        `keep` is less than 1. Or the path is a URL without `keep` and ``orphan_seconds``.
     StoreError
         There is no checkpoint, another process is writing (EBUSY), or the operating system
         refused.
@@ -149,9 +192,11 @@ def prune(
     >>> report.steps, report.kept, manager.steps()
     ([1, 2], [3], [3])
     """
-    folder = local_folder(path)
+    folder = checkpoint_folder(path, storage_options)
     timeout = check_timeout(lock_timeout)
     _folder.read_manifest(folder)  # raises if there is no checkpoint: no file would be needed
+    if isinstance(folder, RemoteFolder):
+        return _prune_store(folder, keep, dry_run)
     lock = None if dry_run else WriterLock(folder, timeout=timeout)
     with nullcontext() if lock is None else lock.acquire():
         old, steps, kept = _sort_out(folder, keep)

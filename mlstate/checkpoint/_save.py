@@ -21,7 +21,6 @@ from .. import _core
 from .._common.arrays import refuse_given_away
 from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.json_values import check_json_values
-from .._common.local_path import local_folder
 from .._common.set_module import set_module
 from .._sharding.layout import Layout, Shard, Steps, steps_of
 from .._version import __version__
@@ -31,7 +30,9 @@ from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._commit import refuse_manager_folder, write_and_commit
+from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._replica_assignment import Assignment, assign_replicas
+from ._states.collect import NO_STATES, NamedStates, take_states
 from ._store import codecs as _codecs
 from ._store import folder as _folder
 from ._store.writer_lock import check_timeout
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from ._checkpoint import Checkpoint
     from ._store.manifest import Manifest
 
-    _Dicts: TypeAlias = tuple[dict[str, Any] | None, dict[str, Any] | None]
+    _Dict: TypeAlias = dict[str, Any] | None
+    _Dicts: TypeAlias = tuple[_Dict, _Dict, _Dict]
 
 PACK_BELOW = 262144
 WRITER = f"mlstate {__version__}"
@@ -59,7 +61,7 @@ class SaveTarget(NamedTuple):
     Attributes
     ----------
     folder : str
-        Absolute path of the checkpoint.
+        Absolute path of the checkpoint, or a `RemoteFolder`.
     group : ProcessGroup or None
         None if this process saves alone.
     rank, world_size : int
@@ -110,6 +112,7 @@ def check_target(
     replace_steps: bool = False,
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None,
     lock_timeout: float = 0.0,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
     """Check the arguments that describe where and how to save.
 
@@ -123,12 +126,16 @@ def check_target(
             "the path of a checkpoint must be a str or os.PathLike, got "
             f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
         )
-    folder = local_folder(path)
+    folder = checkpoint_folder(path, storage_options)
     if not isinstance(folder, str):
         raise TypeError("the path of a checkpoint must be a str")
     for name, value in (("sparse", sparse), ("incremental", incremental)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    if incremental:
+        refuse_remote(folder, "incremental=True", "save whole shards")
+    if isinstance(folder, RemoteFolder):
+        _ = folder.store  # imports the engine, which checks the options
     if compress is not None:
         _codecs.check(compress)
     if replace_steps:
@@ -214,10 +221,13 @@ def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
     ranks is refused.
     """
     model, optimizer = _torch_states(model, optimizer, ranks)
-    model, optimizer = _mapping_of("model", model), _mapping_of("optimizer", optimizer)
-    if model is None and optimizer is None:
-        raise ValueError("nothing to save: give a model, an optimizer or both")
-    return model, optimizer
+    return _mapping_of("model", model), _mapping_of("optimizer", optimizer)
+
+
+def refuse_nothing(*states: Any) -> None:
+    """Raise ValueError if there is nothing to save."""
+    if all(state is None for state in states):
+        raise ValueError("nothing to save: give a model, an optimizer, states or several of them")
 
 
 def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
@@ -289,22 +299,29 @@ class SaveContent:
 
     Attributes
     ----------
-    dicts : tuple of two dicts or None
-        The arrays of model and optimizer; `gather_shards` takes and clears them.
+    dicts : tuple of three dicts or None
+        The arrays of model, optimizer and named states; `gather_shards` takes and clears them.
     header : dict
         Description of the state in the manifest.
     error : BaseException or None
         Reason why this rank cannot save, if it saves with others.
+    named : NamedStates
+        The named states. `gather_shards` adds the arrays of its trees to `dicts`.
     """
 
-    __slots__ = ("dicts", "error", "header")
+    __slots__ = ("dicts", "error", "header", "named")
 
     def __init__(
-        self, dicts: _Dicts, header: dict[str, Any], error: BaseException | None = None
+        self,
+        dicts: _Dicts,
+        header: dict[str, Any],
+        error: BaseException | None = None,
+        named: NamedStates = NO_STATES,
     ) -> None:
         self.dicts = dicts
         self.header = header
         self.error = error
+        self.named = named
 
 
 def _refuse_manager_folder_early(target: SaveTarget) -> None:
@@ -322,34 +339,40 @@ def take_content(
     optimizer: Any,
     metadata: Mapping[str, Any] | None,
     step: int | None,
+    states: Mapping[str, Any] | None = None,
     *,
     in_thread: bool = False,
 ) -> SaveContent:
     """Check the states without copying any array.
 
-    If `in_thread`, a thread does the rest, so a manager's folder is refused here. Errors are
-    raised if this process saves alone; otherwise the result carries them.
+    If `in_thread`, a thread does the rest, so a manager's folder is refused here, but in an
+    object store this would delay the caller. Errors are raised if this process saves alone;
+    otherwise the result carries them.
     """
     try:
-        if in_thread and target.rank == 0:
+        if in_thread and target.rank == 0 and not isinstance(target.folder, RemoteFolder):
             _refuse_manager_folder_early(target)
-        states = states_of(model, optimizer, target.world_size)
-        dicts = (_as_dict(states[0], "params"), _as_dict(states[1], "optim_state"))
+        refuse_nothing(model, optimizer, states)
+        named = take_states(states, model, target.world_size)
+        pair = states_of(model, optimizer, target.world_size)
+        refuse_nothing(*pair, states)
+        dicts = (_as_dict(pair[0], "params"), _as_dict(pair[1], "optim_state"), named.arrays)
         header = {
             "writer": WRITER,
-            "step": _step_of(step, states[1]),
+            "step": _step_of(step, pair[1]),
             "world_size": target.world_size,
-            "model": kind_of(states[0]),
-            "optimizer": kind_of(states[1]),
+            "model": kind_of(pair[0]),
+            "optimizer": kind_of(pair[1]),
             "metadata": _checked_metadata(metadata),
+            "states": named.kinds or None,
         }
         if target.layout is not None:
             steps_of(target.layout, 1)
     except BaseException as error:
         if target.group is None:
             raise
-        return SaveContent((None, None), {}, error)
-    return SaveContent(dicts, header)
+        return SaveContent((None, None, None), {}, error)
+    return SaveContent(dicts, header, None, named)
 
 
 # ---- the shards that this rank writes ----
@@ -407,11 +430,12 @@ def gather_shards(
         steps = _layout_steps(target, content)
         assigned = Assignment()
         if target.group is not None:
-            assigned = assign_replicas(target.group, *content.dicts, steps, content.error)
+            assigned = _assign_replicas(target.group, steps, content)
         gathered.copies, gathered.error = assigned.copies, assigned.error
         if gathered.error is None:
             dicts, mine = content.dicts, assigned.mine
-            _copy_to_host(dicts, mine or (None, None), copy)
+            content.named.add_trees(target.group, assigned.digests)
+            _copy_to_host(dicts, mine or (None, None, None), copy)
             ranks = (target.rank, target.world_size)
             gathered.shards, gathered.nbytes = _core.shards_collect(
                 ranks, dicts, Shard, mine, steps
@@ -424,13 +448,25 @@ def gather_shards(
         gathered.fail(error)
     finally:
         # drop references to arrays, including references in the error's traceback
-        content.dicts, content.error = (None, None), None
+        content.dicts, content.error = (None, None, None), None
+        content.named.trees.clear()
     return gathered
+
+
+def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) -> Assignment:
+    """Agree on which rank writes what; every rank calls it, even after a failure."""
+    digests: list[bytes] = []
+    try:
+        digests = content.named.digests()
+    except BaseException as error:  # must not raise here: other ranks wait for a message
+        content.error = content.error or error
+    names = content.named.summary()
+    return assign_replicas(group, content.dicts, steps, content.error, names, digests)
 
 
 def _copy_to_host(
     dicts: _Dicts,
-    mine: tuple[frozenset[str] | None, frozenset[str] | None],
+    mine: tuple[frozenset[str] | None, ...],
     copy: Callable[[Any], Any] | None,
 ) -> None:
     """Replace tensors on devices that this rank stores by copies in main memory."""
@@ -455,11 +491,12 @@ def write_checkpoint(
     metadata: Mapping[str, Any] | None,
     step: int | None,
     progress: Callable[[int], object] | None,
+    states: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Checkpoint:
     """Save one generation; see `mlstate.save`. `options` are passed to `check_target`."""
     target = check_target(path, **options)
-    content = take_content(target, model, optimizer, metadata, step)
+    content = take_content(target, model, optimizer, metadata, step, states)
     return write_and_commit(target, gather_shards(target, content), progress)
 
 
@@ -469,6 +506,7 @@ def save(
     model: Any = None,
     optimizer: Any = None,
     *,
+    states: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
     group: ProcessGroup | None = None,
@@ -479,9 +517,10 @@ def save(
     compress: str | None = None,
     progress: Callable[[int], object] | None = None,
     lock_timeout: float = 0,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """
-    Save the state of a model, of its optimizer, or both.
+    Save the state of a model, of its optimizer, and any other states.
 
     When `save` returns, the new checkpoint is on disk. Until then the old checkpoint in the
     folder stays complete, even if the save fails or the process is killed.
@@ -489,8 +528,9 @@ def save(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint; created if it does not exist. An existing checkpoint is
-        replaced; unchanged shards are not written again.
+        Folder of the checkpoint, or a URL in an object store such as ``"s3://bucket/run"``;
+        created if it does not exist. An existing checkpoint is replaced; in a folder, unchanged
+        shards are not written again.
     model : mapping of str to array or Shard, or torch.nn.Module, optional
         A `ModelStateDict`, a plain dict, a module (its ``state_dict()``), or an object with
         ``get_state_dict()``. Arrays are NumPy arrays (dtypes of ml_dtypes included) or torch
@@ -500,6 +540,14 @@ def save(
     optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
         An `OptimizerStateDict`, a dict with keys ``"<parameter>.<state name>"``, or a torch
         optimizer. The names of its parameters come from the module given as `model`.
+    states : mapping of str to object, optional
+        Further states by name: models, optimizers and mappings of arrays, stored like `model` and
+        `optimizer`; random generators (``random.Random``, NumPy's and torch's, or the modules
+        ``random``, ``numpy.random``, ``torch.random``, ``torch.cuda`` for their shared ones);
+        objects with ``state_dict()``; and None, numbers, str, bytes, arrays, and lists, tuples,
+        sets and dicts of all these. Nothing is pickled. With a group, each rank stores its own
+        values of a state that differs between ranks; models, optimizers and mappings of arrays
+        are shared, as for `model`.
     metadata : mapping, optional
         JSON values: str, finite numbers, lists, dicts with str keys, at most 100 levels deep.
     step : int, optional
@@ -529,7 +577,11 @@ def save(
         Called repeatedly with the number of bytes processed since the last call. An exception
         from it stops the save.
     lock_timeout : float, default 0
-        Seconds to wait for another process that is writing this checkpoint.
+        Seconds to wait for another process that is writing this checkpoint. Stores have no
+        locks: with a URL, the writer that commits second raises.
+    storage_options : mapping, optional
+        Options of the object store for a URL: credentials, region, endpoint, and those that
+        the page on object stores lists.
 
     Returns
     -------
@@ -539,7 +591,7 @@ def save(
     Raises
     ------
     ImportError
-        The package that `compress` needs is not installed.
+        The package that `compress` or a URL needs is not installed.
     TypeError, ValueError
         An argument is wrong, ranks save different states, the ranks together lack a part of a
         tensor, or a shard's version decreases. The old checkpoint is unchanged.
@@ -597,6 +649,7 @@ def save(
         path,
         model,
         optimizer,
+        states=states,
         metadata=metadata,
         step=step,
         group=group,
@@ -607,4 +660,5 @@ def save(
         compress=compress,
         progress=progress,
         lock_timeout=lock_timeout,
+        storage_options=storage_options,
     )

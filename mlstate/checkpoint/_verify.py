@@ -8,17 +8,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.local_path import local_folder
 from .._common.log import log
 from .._common.set_module import set_module
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError
+from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._store import folder as _folder
 from ._store.weight_files import ROOTS, check_total, hub_hint, unlisted_files
 from ._store.writer_lock import WriterLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ._store.manifest import Manifest
 
@@ -175,7 +175,7 @@ def verify_files(
 ) -> tuple[int, list[Problem]]:
     """Read and verify all files of a root; return the number of bytes, and the problems."""
     if manifest.weights is None:
-        count, problems = merged.verify(folder, progress)
+        count, problems = _folder.verify_shard_files(folder, merged, progress)
         return count, [Problem(*problem) for problem in problems]
     count, found = _verify_weight_files(folder, manifest, progress)
     try:
@@ -391,11 +391,18 @@ def verify_checkpoint(
     root: str = _folder.MANIFEST,
     repair: bool = False,
     progress: Callable[[int], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Read and verify all of a checkpoint; see `mlstate.verify`."""
-    folder = local_folder(path)
+    folder = checkpoint_folder(path, storage_options)
+    if repair:
+        refuse_remote(folder, "repair=True", "copy the checkpoint to a local folder to repair it")
     report = VerifyReport(folder)
-    if not os.path.isdir(folder):
+    if isinstance(folder, RemoteFolder):
+        folder.forget()
+        if not _folder.exists(folder, root) and not _folder.list_roots(folder):
+            _folder.read_manifest(folder)  # raises the error of a missing checkpoint
+    elif not os.path.isdir(folder):
         reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(folder)}")
         if os.path.isfile(folder):
             text = "it is a file, and a checkpoint is a folder; load_file compares what it reads, "
@@ -432,6 +439,7 @@ def verify(
     *,
     repair: bool = False,
     progress: Callable[[int], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """
     Read every byte of a checkpoint, and report all damage.
@@ -439,8 +447,9 @@ def verify(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or of a Hugging Face model. Of files that another program wrote
-        without checksums, only the structure is checked.
+        Folder of the checkpoint, or of a Hugging Face model; or the URL of a checkpoint in an
+        object store. Of files that another program wrote without checksums, only the structure
+        is checked.
     repair : bool, default False
         Rewrite damaged headers of shard files. If tensors are damaged, replace the checkpoint by
         the newest older one whose tensors are all good (`CheckpointManager` keeps older ones).
@@ -448,6 +457,8 @@ def verify(
         before with ``verify=False``.
     progress : callable, optional
         Called with the number of bytes read since the last call.
+    storage_options : mapping, optional
+        As for `save`.
 
     Returns
     -------
@@ -477,4 +488,6 @@ def verify(
     >>> [(p.kind, p.name, p.offset) for p in mlstate.verify(path).problems]
     [('altered', 'w', 4096)]
     """
-    return verify_checkpoint(path, repair=repair, progress=progress)
+    return verify_checkpoint(
+        path, repair=repair, progress=progress, storage_options=storage_options
+    )

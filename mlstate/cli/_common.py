@@ -13,6 +13,8 @@ from ..checkpoint import Checkpoint
 from ..checkpoint._files.convert import FORMATS
 from ..checkpoint._load import LoadedState, load_checkpoint
 from ..checkpoint._manager import find_root
+from ..checkpoint._remote.options import split_url
+from ..checkpoint._remote.remote_folder import checkpoint_folder
 from ..checkpoint._store import folder as _folder
 from ..checkpoint._store.weight_files import ROOTS, hub_hint
 from ..errors import MLStateError
@@ -99,6 +101,9 @@ def stat_path(path: str) -> None:
 
 def find(path: str, step: int | None) -> Folder | None:
     """Return the checkpoint for a path and step; None if `path` is a plain file."""
+    if split_url(path) is not None:
+        store = checkpoint_folder(path)
+        return Folder(store, _folder.MANIFEST if step is None else find_root(store, step))
     place = Path(local_path(path))
     if not place.is_dir():
         stat_path(path)
@@ -126,6 +131,8 @@ def _reader_hint(place: Path) -> str | None:
     suffix = place.suffix.lower()
     if suffix in (".mlpackage", ".mlmodel"):
         return f"mlstate coreml states reads a {suffix}"
+    if suffix == ".aimodel":
+        return "mlstate coreai reads an .aimodel"
     if place.is_dir():
         is_dcp = (place / ".metadata").exists()
         return "mlstate convert reads a torch distributed checkpoint" if is_dcp else None

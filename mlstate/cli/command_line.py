@@ -16,7 +16,7 @@ from .._common.text import names_hint
 from .._version import __version__
 from ..errors import MLStateError
 from . import convert as checkpoint_convert
-from . import coreml, demo, info
+from . import coreai, coreml, demo, info
 from . import diff as checkpoint_diff
 from . import inspect as checkpoint_inspect
 from . import prune as checkpoint_prune
@@ -37,6 +37,7 @@ _COMMANDS = (
     checkpoint_convert,
     checkpoint_prune,
     coreml,
+    coreai,
     demo,
     info,
 )

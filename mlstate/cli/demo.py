@@ -35,4 +35,5 @@ def run_demo(arguments: argparse.Namespace) -> int:
     report = run(arguments.picture or None)
     same = report.identical and report.untouched and report.reduced.identical
     same = same and report.planned.identical and report.trained.identical
+    same = same and report.rolled.agrees and report.rolled.ordered
     return 0 if same and report.kept.repaired else 1

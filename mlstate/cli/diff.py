@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._files.convert import read_file
+from ..checkpoint._remote.remote_folder import RemoteFolder
 from ..checkpoint._store import folder as _folder
 from ..state import diff
 from ..state._diff import StateDiff, table_of
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
-_SECTIONS = ("model", "optimizer")
+_SECTIONS = ("model", "optimizer", "states")
 _BATCH_BYTES = 64 << 20  # of tensors that must be assembled in memory
 _BATCH_TENSORS = 1024
 
@@ -53,8 +54,9 @@ class _CheckpointSide:
         )
         self.step, self._generation = manifest.step, manifest.generation
         self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
+        self._mmap = not isinstance(self.path, RemoteFolder)
         for record in map(TensorRecord._make, self._merged_index.tensors()):
-            in_memory = record.shards > 1 or record.sparse_shards or record.codec
+            in_memory = record.shards > 1 or record.sparse_shards or record.codec or not self._mmap
             self._sizes[record.section, record.key] = record.nbytes, record.nbytes * bool(in_memory)
 
     def is_replaced(self) -> bool:
@@ -62,7 +64,7 @@ class _CheckpointSide:
         return _folder.is_replaced(self.path, self._root, self._generation)
 
     def keys(self, section: int) -> list[str]:
-        """Return the names of the tensors of the model (0) or the optimizer (1)."""
+        """Return the names of the tensors of the model (0), the optimizer (1) or the states (2)."""
         return self._merged_index.keys(section)  # type: ignore[no-any-return]
 
     def size(self, section: int, key: str) -> tuple[int, int]:
@@ -72,10 +74,15 @@ class _CheckpointSide:
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`."""
         have = [key for key in keys if (_folder.SECTIONS[section], key) in self._sizes]
-        whole = (None, 0, 0)
-        return self._merged_index.load(  # type: ignore[no-any-return]
-            self.path, section, have, whole, False, True, None
-        )
+        arrays: dict[str, NDArray] = {}
+
+        def read(folder: str, some: list[str], cuts: Any) -> None:
+            merged = self._merged_index
+            arrays.update(merged.load(folder, section, some, cuts, verify, self._mmap, None))
+
+        verify, whole = not self._mmap, (None, 0, 0)  # mapped arrays are not verified
+        _folder.read_batches(self.path, self._merged_index, section, have, whole, verify, read)
+        return arrays
 
 
 class _FileSide:
@@ -86,7 +93,7 @@ class _FileSide:
     def __init__(self, path: str) -> None:
         self.path = str(Path(path).absolute())
         model, optimizer, _ = read_file(Path(path), mmap=True)
-        self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}))
+        self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}), {})
 
     def is_replaced(self) -> bool:
         """Return False: a mapped file cannot be replaced."""
@@ -173,13 +180,14 @@ def _diff_data(found: StateDiff) -> dict[str, Any]:
 
 
 def _compare_all(sides: list[Any]) -> list[StateDiff]:
-    """Compare models, then optimizers."""
+    """Compare models, then optimizers, then named states."""
 
     def size() -> int:
-        return sum(sides[0].size(s, key)[0] for s in (0, 1) for key in sides[0].keys(s))
+        sections = range(len(_SECTIONS))
+        return sum(sides[0].size(s, key)[0] for s in sections for key in sides[0].keys(s))
 
     with progress_of("compare", size) as progress:
-        return [_compare(section, sides, progress) for section in (0, 1)]
+        return [_compare(section, sides, progress) for section in range(len(_SECTIONS))]
 
 
 def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDiff]]:

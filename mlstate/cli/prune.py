@@ -32,6 +32,12 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="only list the files that would be deleted"
     )
+    parser.add_argument(
+        "--orphan-seconds",
+        type=float,
+        metavar="N",
+        help="in an object store: delete unneeded objects of this age (longer than any save)",
+    )
     add_lock_timeout(parser)
     parser.set_defaults(run=run_prune)
 
@@ -42,11 +48,15 @@ def run_prune(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.path} is a file: there is nothing to prune")
     if arguments.keep is not None and arguments.keep < 1:
         raise ValueError(f"--keep must be 1 or more, got {arguments.keep}")
+    options = None
+    if arguments.orphan_seconds is not None:
+        options = {"orphan_seconds": arguments.orphan_seconds}
     report = prune(
         arguments.path,
         keep=arguments.keep,
         dry_run=arguments.dry_run,
         lock_timeout=arguments.lock_timeout,
+        storage_options=options,
     )
     if arguments.json:
         data = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.text import bytes_text, shorten
@@ -95,7 +94,7 @@ def _verify_all(folder: str) -> tuple[list[_Verified], VerifyReport]:
             name = names.pop(0)
             report = VerifyReport(folder)
             verify_root(folder, name, report, progress, {})
-            if name == _folder.MANIFEST or Path(folder, name).exists():
+            if name == _folder.MANIFEST or _folder.exists(folder, name):
                 found.append(_Verified(name, report))
             elif not names and not found:  # a writer has deleted all steps for newer ones
                 names = [_folder.MANIFEST]

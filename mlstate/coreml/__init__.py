@@ -7,7 +7,8 @@ a family of models with several context sizes, and moves it between them. `FakeM
 state object on machines without Core ML.
 """
 
-from ._plan import StateMove, TransitionPlan, plan_transition
+from ..kv._transition_plan import StateMove, TransitionPlan
+from ._plan import plan_transition
 from ._specs import StateShapeWarning, StateSpec, StateSpecs, state_specs
 from ._state_manager import StateManager
 from ._transfer import FakeMLState, compact_coreml_state, transition_coreml_state

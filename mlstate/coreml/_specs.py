@@ -13,12 +13,13 @@ import numpy as np
 from .. import _core
 from .._common.local_path import local_path
 from .._common.set_module import set_module
-from .._common.text import names_hint, shorten
-from ..errors import CapacityError, CompatibilityError
+from .._common.text import shorten
+from ..kv._model_states import FunctionStates, choose_function
+from ..kv._transition_plan import AXES, SEQUENCE
 from ._compiled import metadata_path, read_compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from .._types import NumpyDType
 
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 # On the Neural Engine, Core ML needs multiples of this for the two innermost dimensions of a
 # state.
 _ENGINE_MULTIPLE = 32
-
-AXES = ("layers", "heads", "sequence", "head dimension")
-SEQUENCE = 2
 
 
 @set_module("mlstate.coreml")
@@ -71,7 +69,7 @@ class StateSpec(NamedTuple):
 
 
 @set_module("mlstate.coreml")
-class StateSpecs(dict[str, StateSpec]):
+class StateSpecs(FunctionStates[StateSpec]):
     """The states of one function of a model: name to `StateSpec`, in declared order.
 
     Attributes
@@ -84,36 +82,6 @@ class StateSpecs(dict[str, StateSpec]):
     default_function : str or None
         The function that Core ML runs by default.
     """
-
-    functions: dict[str, dict[str, StateSpec]]
-    function: str
-    default_function: str | None
-
-    def __init__(
-        self,
-        functions: Mapping[str, Mapping[str, StateSpec]],
-        function: str,
-        *,
-        default_function: str | None = None,
-    ) -> None:
-        super().__init__(functions[function])
-        self.functions = {name: dict(states) for name, states in functions.items()}
-        self.function = function
-        self.default_function = default_function
-
-    def _repr_html_(self) -> str:
-        from .._common.text import bytes_text, table_html
-
-        count = f"{len(self):,} state{'' if len(self) == 1 else 's'}"
-        title = f"StateSpecs: {count} of function {shorten(self.function, 100)!r}"
-        others = [name for name in self.functions if name != self.function]
-        if others:
-            title += f"; other functions: {quoted(others)}"
-        rows = [
-            (name, shape_text(spec.shape), str(spec.dtype), bytes_text(spec.nbytes))
-            for name, spec in self.items()
-        ]
-        return table_html(title, ("state", "shape", "dtype", "bytes"), rows)
 
 
 def as_spec(name: str, given: Any) -> StateSpec:
@@ -174,32 +142,6 @@ def _read(source: Source) -> _Read:
     return _core.parse_mlspec(serialized)
 
 
-def quoted(names: Iterable[str], limit: int = 8) -> str:
-    """Return names for a message, at most `limit` of them."""
-    listed = list(names)
-    text = ", ".join(map(repr, listed[:limit])) or "none"
-    return text if len(listed) <= limit else f"{text} and {len(listed) - limit} more"
-
-
-def shape_text(shape: tuple[int, ...] | None) -> str:
-    """Return a shape as text such as 2x1x256x32."""
-    return "-" if shape is None else "x".join(map(str, shape))
-
-
-def incompatible(message: str, name: str, expected: object, got: object) -> CompatibilityError:
-    """Return the exception for states or functions that do not match."""
-    error = CompatibilityError(message)
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error
-
-
-def too_small(message: str, name: str | None, expected: object, got: object) -> CapacityError:
-    """Return the exception for states that do not fit."""
-    error = CapacityError(message)
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error
-
-
 def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str | None]:
     """Return the states of every function, and the name of the default function."""
     get_spec = getattr(source, "get_spec", None)
@@ -226,22 +168,9 @@ def choose(source: Source, function: str | None) -> StateSpecs:
     else:
         functions, default_function = read_functions(source)
         wanted = function or getattr(source, "function_name", None) or default_function
-    if not isinstance(wanted, str):
-        raise incompatible(
-            f"the model has {len(functions)} functions and names no default: "
-            f"choose one with function= ({quoted(functions)})",
-            "function",
-            "a function's name",
-            None,
-        )
-    if wanted not in functions:
-        raise incompatible(
-            f"the model has no function {wanted!r}{names_hint(wanted, functions)}",
-            wanted,
-            quoted(functions),
-            wanted,
-        )
-    return StateSpecs(functions, wanted, default_function=default_function)
+    return StateSpecs(
+        functions, choose_function(functions, wanted), default_function=default_function
+    )
 
 
 # Failures were observed for the innermost axis. The rule is also applied to the axis before it,

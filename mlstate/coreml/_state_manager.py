@@ -6,8 +6,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .._common.set_module import set_module
+from ..kv._model_states import incompatible
 from ..kv._state_manager import StateManagerBase
-from ._specs import StateSpec, choose, incompatible
+from ._specs import StateSpec, choose
 from ._transfer import compact_coreml_state, copy_coreml_state, transition_coreml_state
 
 if TYPE_CHECKING:

@@ -11,9 +11,16 @@ from .._common.dtypes import label_of, name_of
 from .._common.set_module import set_module
 from .._common.text import names_hint, shorten
 from ..kv._axis import valid_axis
+from ..kv._model_states import incompatible, quoted
 from ..kv._transition import compact_kv_state, transition_kv_state
-from ._plan import Fault, as_position, layout_fault, position_fault, shape_fault
-from ._specs import StateSpec, as_spec, incompatible, quoted
+from ..kv._transition_plan import (
+    Fault,
+    as_position,
+    layout_fault,
+    position_fault,
+    shape_fault,
+)
+from ._specs import StateSpec, as_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

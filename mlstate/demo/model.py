@@ -116,13 +116,13 @@ class CharModel:
         self._epsilon = np.float32(self.config["norm_epsilon"])
         self._scale = np.float32(self._head_dim**-0.5)
         self._weights = _take_weights(arrays, self.config)
-        self._cosine, self._sine = self._rotary_tables()
+        self._cosine, self._sine = self._rotary_tables(0, self.max_context)
 
-    def _rotary_tables(self) -> tuple[Floats, Floats]:
-        """Return cosines and sines, each (max_context, head_dim)."""
+    def _rotary_tables(self, start: int, stop: int) -> tuple[Floats, Floats]:
+        """Return cosines and sines of positions, each (stop - start, head_dim)."""
         half = self._head_dim // 2
         frequency = float(self.config["rope_base"]) ** (-np.arange(half) / half)
-        angle = np.arange(self.max_context)[:, None] * frequency
+        angle = np.arange(start, stop)[:, None] * frequency
         angle = np.concatenate((angle, angle), axis=-1)
         return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
@@ -197,7 +197,15 @@ class CharModel:
             )
         return np.zeros((2 * self._layers, self._heads, context, self._head_dim), np.float16)
 
-    def prefill(self, tokens: Tokens, cache: Halves, *, position: int = 0) -> Floats:
+    def prefill(
+        self,
+        tokens: Tokens,
+        cache: Halves,
+        *,
+        position: int = 0,
+        mask: Reals | None = None,
+        every: bool = False,
+    ) -> Floats:
         """Run several tokens at once, and return the logits for the character after the last.
 
         Parameters
@@ -208,10 +216,15 @@ class CharModel:
             Keys and values of the new positions are written to it, in place.
         position : int, optional
             Number of positions that the cache already holds.
+        mask : ndarray, optional
+            The rows of the tokens of a mask of `mlstate.kv`, shape
+            ``(1, 1, len(tokens), at least position + len(tokens))``. Default: full attention.
+        every : bool, optional
+            Whether to return the logits of all tokens instead of the last.
 
         Returns
         -------
-        ndarray of float32, shape (vocabulary,)
+        ndarray of float32, shape (vocabulary,) or (len(tokens), vocabulary)
             A new array.
 
         Raises
@@ -230,12 +243,25 @@ class CharModel:
         places = self._check_tokens(tokens)
         self._check_cache(cache, position, len(places))
         end = position + len(places)
-        ahead = np.arange(end) > np.arange(position, end)[:, None]
-        mask = np.where(ahead, np.float32(-np.inf), np.float32(0.0))
-        logits: Floats = self._forward(places, position, cache, mask)[-1]
-        return logits
+        if mask is None:
+            ahead = np.arange(end) > np.arange(position, end)[:, None]
+            rows = np.where(ahead, np.float32(-np.inf), np.float32(0.0))
+        else:
+            rows = self._check_mask(mask, len(places), end)
+        written, attended = slice(position, end), slice(0, end)
+        logits = self._forward(places, position, cache, rows, written, attended, every=every)
+        return logits if every else logits[-1]
 
-    def step(self, token: int, position: int, cache: Halves) -> Floats:
+    def step(
+        self,
+        token: int,
+        position: int,
+        cache: Halves,
+        *,
+        mask: Reals | None = None,
+        attention_size: int | None = None,
+        sinks: int = 0,
+    ) -> Floats:
         """Run one token, and return the logits for the character after it.
 
         Parameters
@@ -247,23 +273,79 @@ class CharModel:
         cache : ndarray of float16, shape (2 * layers, heads, context, head_dim)
             Read before ``position``; the token's key and value are written at ``position``, in
             place. Later positions are neither read nor written.
+        mask : ndarray, optional
+            A row of `mlstate.kv.create_decode_mask`. All positions are read, and masked ones
+            have no weight.
+        attention_size : int, optional
+            Number of earlier tokens to attend to: only their keys and values are read. Default:
+            all of them.
+        sinks : int, optional
+            With `attention_size`: the number of first tokens that are read too.
 
         Returns
         -------
         ndarray of float32, shape (vocabulary,)
-            A new array, bit-identical for every context and memory layout of the cache.
+            A new array, bit-identical for every context and memory layout of the cache. A mask
+            and the same `attention_size` agree up to rounding.
 
         Raises
         ------
         TypeError
             ``cache`` is not a float16 array.
         ValueError
-            A shape is wrong, the token is unknown, or the cache is full. The cache is unchanged
-            then.
+            A shape is wrong, the token is unknown, the cache is full, or both `mask` and
+            `attention_size` are given. The cache is unchanged then.
         """
         places = self._check_tokens([token])
         self._check_cache(cache, position, 1)
-        logits: Floats = self._forward(places, position, cache, None)[0]
+        if mask is not None and attention_size is not None:
+            raise ValueError("mask and attention_size exclude each other: pass one of them")
+        rows = None if mask is None else self._check_mask(mask, 1, position + 1)
+        attended: slice | Tokens = slice(0, position + 1)
+        if attention_size is not None and position - attention_size > sinks:
+            window = range(position - attention_size, position + 1)
+            attended = [*range(sinks), *window] if sinks else slice(window.start, window.stop)
+        written = slice(position, position + 1)
+        logits: Floats = self._forward(places, position, cache, rows, written, attended)[0]
+        return logits
+
+    def step_in_slot(
+        self, token: int, position: int, cache: Halves, *, slot: int, slots: int
+    ) -> Floats:
+        """Run one token of a cache whose slots are in any order, such as a ring.
+
+        Parameters
+        ----------
+        token : int
+            The token at ``position``.
+        position : int
+            Position of the token, which may exceed the model's context: keys depend on the
+            distance between tokens only.
+        cache : ndarray of float16, shape (2 * layers, heads, slots, head_dim)
+            Keys that were rotated to their positions, and values, in any order. The token's key
+            and value are written to ``slot``, in place.
+        slot : int
+            The slot of the token, below ``slots``.
+        slots : int
+            Number of first slots to attend to.
+
+        Returns
+        -------
+        ndarray of float32, shape (vocabulary,)
+            A new array.
+
+        Raises
+        ------
+        TypeError
+            ``cache`` is not a float16 array.
+        ValueError
+            A shape is wrong, the token is unknown, or the cache does not have the slots.
+        """
+        places = self._check_tokens([token])
+        self._check_cache(cache, slot, 1)
+        self._check_cache(cache, slots - 1, 1)
+        written, attended = slice(slot, slot + 1), slice(0, slots)
+        logits: Floats = self._forward(places, position, cache, None, written, attended)[0]
         return logits
 
     def sample(
@@ -298,23 +380,37 @@ class CharModel:
         drawn = int(np.searchsorted(chances, generator.random() * chances[-1], side="right"))
         return min(drawn, len(self.vocabulary) - 1)
 
+    def _angles(self, position: int, end: int) -> tuple[Floats, Floats]:
+        """Return cosines and sines of some positions."""
+        if end <= self.max_context:
+            return self._cosine[position:end], self._sine[position:end]
+        return self._rotary_tables(position, end)
+
     def _forward(
-        self, tokens: np.ndarray[Any, Any], position: int, cache: Halves, mask: Floats | None
+        self,
+        tokens: np.ndarray[Any, Any],
+        position: int,
+        cache: Halves,
+        mask: Floats | None,
+        written: slice,
+        attended: slice | Tokens,
+        *,
+        every: bool = False,
     ) -> Floats:
-        """Write keys and values of ``tokens``; return the last logits, (1, vocabulary)."""
+        """Write keys and values of ``tokens``; return the last logits, (1, vocabulary), or all."""
         length, end = len(tokens), position + len(tokens)
         weights, layers = self._weights, self._layers
-        cosine, sine = self._cosine[position:end], self._sine[position:end]
+        cosine, sine = self._angles(position, end)
         x = _contiguous(weights["embed.weight"][tokens])
         for index in range(layers):
             name = f"layers.{index}."
             joint = self._norm(x, name + "attn_norm.weight") @ weights[name + "qkv.weight"].T
             shape = (length, 3, self._heads, self._head_dim)
             query, key, value = joint.reshape(shape).transpose(1, 2, 0, 3)
-            cache[index, :, position:end] = _rotate(key, cosine, sine)
-            cache[layers + index, :, position:end] = value
-            keys = _contiguous(cache[index, :, :end])
-            values = _contiguous(cache[layers + index, :, :end])
+            cache[index, :, written] = _rotate(key, cosine, sine)
+            cache[layers + index, :, written] = value
+            keys = _contiguous(cache[index][:, attended])
+            values = _contiguous(cache[layers + index][:, attended])
             rotated = _contiguous(_rotate(query, cosine, sine))
             scores = _contiguous(rotated @ keys.transpose(0, 2, 1)) * self._scale
             if mask is not None:
@@ -326,7 +422,9 @@ class CharModel:
             gate, up = np.split(inner, 2, axis=-1)
             hidden = _contiguous(gate / (1 + np.exp(-gate)) * up)
             x = x + hidden @ weights[name + "down.weight"].T
-        logits: Floats = self._norm(x[-1:], "norm.weight") @ weights["embed.weight"].T
+        logits: Floats = (
+            self._norm(x if every else x[-1:], "norm.weight") @ weights["embed.weight"].T
+        )
         return logits
 
     def _norm(self, x: Floats, name: str) -> Floats:
@@ -351,6 +449,14 @@ class CharModel:
                 f"expected 0 to {size - 1}"
             )
         return places
+
+    def _check_mask(self, mask: Reals, length: int, end: int) -> Floats:
+        """Return the rows of a mask for the first ``end`` positions; raise if they do not fit."""
+        if mask.ndim != 4 or mask.shape[:3] != (1, 1, length) or mask.shape[3] < end:
+            raise ValueError(
+                f"mask: got shape {mask.shape}; expected (1, 1, {length}, at least {end})"
+            )
+        return mask[0, 0, :, :end].astype(np.float32)
 
     def _check_cache(self, cache: Halves, position: int, length: int) -> None:
         """Raise unless ``length`` more tokens can be written at ``position``."""

@@ -5,7 +5,8 @@ between the states of two real Core ML packages as on a Mac: prefill with contex
 256, generate until that is full, expand to 512, continue. Then the model's weights are loaded from
 a checkpoint with other names, and saved in a checkpoint that survives a flipped bit. Two ranks
 reduce gradients, some of them bad, and a network runs within a memory budget. Finally experts are
-trained while their checkpoints are written, and one of them moves to a file.
+trained while their checkpoints are written, and one of them moves to a file. At last the language
+model generates with reduced attention, and with a rolling cache beyond its context.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .activations import Planned, show_activations
 from .checkpoints import Kept, show_checkpoints
 from .gradients import Reduced, show_gradients
 from .model import CharModel
+from .rolling import Rolled, show_rolling
 from .training import Trained, show_training
 from .weights import show_weights
 
@@ -80,6 +82,8 @@ class Report(NamedTuple):
         Memory of a network within a budget, and whether its gradients were bit-identical.
     trained : Trained
         Results of training with checkpoints, and whether all bits were correct.
+    rolled : Rolled
+        Results of reduced attention and of a rolling cache, and whether both were as expected.
     """
 
     text: str
@@ -92,6 +96,7 @@ class Report(NamedTuple):
     reduced: Reduced
     planned: Planned
     trained: Trained
+    rolled: Rolled
 
 
 class _Story:
@@ -266,7 +271,7 @@ def run(
     Report
         Text, whether every transition left the logits bit-identical, the error message, the
         stages, the plot's path (None without matplotlib), and the results of the parts on
-        checkpoints, gradients, the memory budget and experts.
+        checkpoints, gradients, the memory budget, experts and rolling caches.
 
     Examples
     --------
@@ -288,6 +293,7 @@ def run(
         reduced = show_gradients(story.model, loaded.state["embed.weight"], say)
         planned = show_activations(story.model, loaded.state["embed.weight"], say)
         trained = show_training(story.model, loaded.state["embed.weight"], say)
+        rolled = show_rolling(story.model, story.prompt, say)
     drawn = _draw(story.stages, None if picture is None else Path(local_path(picture)), say)
     untouched = loaded.untouched
     return Report(
@@ -301,4 +307,5 @@ def run(
         reduced,
         planned,
         trained,
+        rolled,
     )

@@ -24,8 +24,13 @@ from ._transition import (
 
 if TYPE_CHECKING:
     from ..coreml import compact_coreml_state, transition_coreml_state
+    from ._cache_spec import CacheEntry, CacheSpec
+    from ._cache_state import CacheState
 
 __all__ = [
+    "CacheEntry",
+    "CacheSpec",
+    "CacheState",
     "CombinedStrategy",
     "ContextLadder",
     "KVState",
@@ -44,17 +49,21 @@ __all__ = [
     "validate_state_shapes",
 ]
 
+_OF_CACHES = ("CacheEntry", "CacheSpec", "CacheState")
 _OF_COREML = ("compact_coreml_state", "transition_coreml_state")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_COREML:  # coreml imports this package, so it is imported on first use
+    home: Any
+    if name in _OF_CACHES:  # dataclasses takes a few milliseconds to import
+        from . import _cache_state as home
+    elif name in _OF_COREML:  # coreml imports this package
+        from .. import coreml as home
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .. import coreml
-
-    globals()[name] = getattr(coreml, name)
+    globals()[name] = getattr(home, name)
     return globals()[name]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OF_COREML})
+    return sorted({*globals(), *_OF_CACHES, *_OF_COREML})

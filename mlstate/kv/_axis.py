@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def sequence_axis(shape: Sequence[int], seq_axis: int) -> int:
+def sequence_axis(shape: Sequence[int], seq_axis: int, what: str = "source_state") -> int:
     """Return the sequence axis of a cache, counted from 0, or raise the core's error.
 
-    torch.compile can trace this function if the axis is valid.
+    `what` names the cache in errors. torch.compile can trace this function if the axis is valid.
     """
     rank = len(shape)
     if type(seq_axis) is int and 2 <= rank <= 8 and -rank <= seq_axis < rank:
         return seq_axis % rank
-    return _core.kv_axis(tuple(shape), seq_axis)
+    return _core.kv_axis(tuple(shape), seq_axis, what)
 
 
 def valid_axis(seq_axis: int) -> int:

@@ -304,6 +304,7 @@ class CombinedStrategy:
         new_tokens: int = 1,
         *,
         attention_size: int | None = None,
+        sinks: int = 0,
         dtype: DType = np.float16,
         fill: float = _MINUS_INFINITY,
     ) -> NDArray:
@@ -316,13 +317,15 @@ class CombinedStrategy:
         attention_size : int, optional
             Replaces the attention size of `generate` for this call, so that attention can widen
             or narrow during the generation. At most `size`, which is full attention.
+        sinks : int
+            Number of first tokens that the next tokens attend to in any case.
         dtype, fill
             As for `create_decode_mask`.
 
         Returns
         -------
         ndarray, shape (1, 1, new_tokens, size)
-            A read-only view if `new_tokens` exceeds 1.
+            A read-only view if `new_tokens` exceeds 1 and there are no sinks.
 
         Raises
         ------
@@ -345,7 +348,8 @@ class CombinedStrategy:
         """
         if attention_size is None:
             attention_size = self._generate[1]
-        return self._mask(position, size, new_tokens, attention_size, dtype, fill)
+        sinks = as_count("sinks", sinks)
+        return self._mask(position, size, new_tokens, attention_size, dtype, fill, sinks)
 
     def _mask(
         self,
@@ -355,13 +359,14 @@ class CombinedStrategy:
         attention_size: int | None,
         dtype: Any,
         fill: float,
+        sinks: int = 0,
     ) -> NDArray:
         position = as_count("position", position)
         new_tokens = as_count("new_tokens", new_tokens, 1)
         size = as_size(self._ladder.sizes, size)
         check_room(position, size, new_tokens)
         attention_size = _as_attention("attention_size", attention_size, size)
-        return mask_rows(position, size, new_tokens, attention_size, dtype, fill)
+        return mask_rows(position, size, new_tokens, attention_size, dtype, fill, sinks)
 
     def _settings(self) -> tuple[Any, ...]:
         return self._prefill, self._generate, self._expand_at

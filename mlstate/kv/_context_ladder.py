@@ -10,7 +10,7 @@ import numpy as np
 
 from .._common.set_module import set_module
 from ..errors import CapacityError
-from ._mask import create_causal_mask, create_decode_mask
+from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -89,13 +89,29 @@ def _ranges(*ranges: range) -> tuple[range, ...]:
 
 
 def mask_rows(
-    position: int, size: int, count: int, attention_size: int | None, dtype: Any, fill: float
+    position: int,
+    size: int,
+    count: int,
+    attention_size: int | None,
+    dtype: Any,
+    fill: float,
+    sinks: int = 0,
 ) -> NDArray:
-    """Return `count` rows of the causal mask for a cache of `size` positions, a view if several."""
+    """Return `count` rows of the causal mask for a cache of `size` positions.
+
+    Several rows without sinks are a view.
+    """
+    rows: NDArray
+    reach = size if attention_size is None else attention_size
     if count == 1:
-        reach = size if attention_size is None else attention_size
-        row: NDArray = create_decode_mask(size, reach, position, dtype=dtype, fill=fill)
-        return row
+        rows = create_decode_mask(size, reach, position, sinks=sinks, dtype=dtype, fill=fill)
+        return rows
+    if sinks > 0:
+        part = (position, position + count)
+        rows = create_attention_size_mask(
+            size, reach, 0, sinks=sinks, rows=part, dtype=dtype, fill=fill
+        )
+        return rows
     mask = create_causal_mask(size, attention_size, dtype=dtype, fill=fill)
     return mask[:, :, position : position + count]
 

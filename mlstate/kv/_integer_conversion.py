@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import _core
 from .._common.arrays import is_torch
-from .._common.dtypes import FLOATS, INTEGERS, as_numbers, ml_dtype, name_of
+from .._common.dtypes import FLOATS, INTEGERS, as_numbers, dtype_name, ml_dtype, name_of
 from ._axis import along, sequence_axis
 
 if TYPE_CHECKING:
@@ -39,13 +39,7 @@ def result_dtype(dtype: Any, out: Any) -> str:
     """Return the name of the result's dtype, or "" if unknown."""
     if out is not None:
         return str(name_of(out.dtype)) if hasattr(out, "dtype") else ""
-    name = str(dtype).removeprefix("torch.")
-    if name in INTEGERS | FLOATS:
-        return name
-    try:
-        return name_of(np.dtype(dtype))
-    except TypeError:  # the core raises the error
-        return ""
+    return dtype_name(dtype)  # the core raises the error if there is none
 
 
 def in_range(

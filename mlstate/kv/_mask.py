@@ -22,15 +22,16 @@ def _mask(
     seq_length: int,
     attention_size: int,
     position: int,
+    sinks: int,
+    rows: tuple[int, int] | bool | None,
     dtype: Any,
     fill: float,
     out: Any,
-    decode: bool,
 ) -> Any:
-    """Create a mask in the core."""
+    """Create a mask in the core. `rows` is True for the row of `position`."""
 
     def run(target: Any) -> Any:
-        return _core.kv_mask(seq_length, attention_size, position, dtype, fill, target, decode)
+        return _core.kv_mask(seq_length, attention_size, position, sinks, rows, dtype, fill, target)
 
     return run(None) if out is None else write_into(out, run)
 
@@ -41,24 +42,34 @@ def create_attention_size_mask(
     attention_size: int,
     current_position: int,
     *,
+    sinks: int = 0,
+    rows: tuple[int, int] | None = None,
     dtype: DType = np.float16,
     fill: float = _MINUS_INFINITY,
     out: Array | None = None,
 ) -> Any:
     """Create the mask that limits attention to a number of earlier tokens.
 
-    Row ``i`` is 0 at columns ``max(0, i - attention_size) .. i`` and `fill` elsewhere.
+    Row ``i`` is 0 at columns ``max(0, i - attention_size) .. i`` and at the columns below `sinks`
+    up to ``i``. It is `fill` elsewhere.
 
     Parameters
     ----------
     seq_length : int
-        Rows and columns.
+        Columns, and rows unless `rows` is given.
     attention_size : int
         Number of earlier tokens that each token attends to, in addition to itself. So a full
-        row has ``attention_size + 1`` zeros, as in the formula of the reference.
+        row has ``attention_size + 1`` zeros, as in the formula of the reference. For a sliding
+        window of ``w`` tokens that includes the token itself, pass ``w - 1``.
     current_position : int
         Must be in ``0..seq_length``; the mask does not depend on it. `create_decode_mask`
         returns the row of one position.
+    sinks : int
+        Number of first tokens that every later token attends to, in addition to its window
+        (attention sinks).
+    rows : (int, int), optional
+        First row and the row after the last one: the positions of the tokens of a prefill
+        batch, such as an item of `LadderStep.batches`. Default: all rows.
     dtype : dtype
         float16, bfloat16, float32 or float64.
     fill : float
@@ -70,24 +81,29 @@ def create_attention_size_mask(
     Returns
     -------
     ndarray or torch.Tensor, shape (1, 1, seq_length, seq_length)
-        `out` if given, else a new array.
+        `out` if given, else a new array. With `rows`, the shape is
+        ``(1, 1, stop - start, seq_length)``, and only these rows take memory and time.
 
     Raises
     ------
     CapacityError
-        A length or size is negative, or the position is outside ``0..seq_length``.
+        A number is negative, the position is outside ``0..seq_length``, or `rows` are outside
+        of it or stop before they start.
     CompatibilityError
         `out` has another shape, or the dtype is not a float.
+    TypeError
+        `rows` is not a pair, or a number is not an integer.
     ValueError
         `fill` is finite but outside the dtype's range, or `out` is read-only.
 
     See Also
     --------
-    create_causal_mask : the same mask as a view that takes O(seq_length) memory.
+    create_causal_mask : a mask without sinks as a view that takes O(seq_length) memory.
 
     References
     ----------
-    ANEMLL's "State Transition Experiments", implementation approach of experiment 2.
+    ANEMLL's "State Transition Experiments", implementation approach of experiment 2. Xiao et al.,
+    "Efficient Streaming Language Models with Attention Sinks", ICLR 2024.
 
     Examples
     --------
@@ -98,8 +114,22 @@ def create_attention_size_mask(
            [  0.,   0., -inf, -inf],
            [-inf,   0.,   0., -inf],
            [-inf, -inf,   0.,   0.]], dtype=float32)
+
+    The rows of a batch of two tokens, with one sink:
+
+    >>> create_attention_size_mask(6, 1, 0, sinks=1, rows=(3, 5), dtype=np.float32)[0, 0]
+    array([[  0., -inf,   0.,   0., -inf, -inf],
+           [  0., -inf, -inf,   0.,   0., -inf]], dtype=float32)
     """
-    return _mask(seq_length, attention_size, current_position, dtype, fill, out, False)
+    pair = None if rows is None else _as_pair(rows)
+    return _mask(seq_length, attention_size, current_position, sinks, pair, dtype, fill, out)
+
+
+def _as_pair(rows: Any) -> tuple[int, int]:
+    """Return `rows` as a tuple; the core checks its items."""
+    if not isinstance(rows, tuple | list) or len(rows) != 2:
+        raise TypeError(f"rows must be a pair (start, stop), got {rows!r}")
+    return rows[0], rows[1]
 
 
 @set_module("mlstate.kv")
@@ -108,6 +138,7 @@ def create_decode_mask(
     attention_size: int,
     current_position: int,
     *,
+    sinks: int = 0,
     dtype: DType = np.float16,
     fill: float = _MINUS_INFINITY,
     out: Array | None = None,
@@ -116,7 +147,7 @@ def create_decode_mask(
 
     Parameters
     ----------
-    seq_length, attention_size, dtype, fill
+    seq_length, attention_size, sinks, dtype, fill
         As for `create_attention_size_mask`.
     current_position : int
         Position of the token and index of the row, in ``0..seq_length - 1``.
@@ -131,7 +162,7 @@ def create_decode_mask(
     Raises
     ------
     CapacityError
-        A length or size is negative, or the position is outside ``0..seq_length - 1``.
+        A number is negative, or the position is outside ``0..seq_length - 1``.
     CompatibilityError, ValueError
         As for `create_attention_size_mask`.
 
@@ -140,6 +171,8 @@ def create_decode_mask(
     >>> from mlstate.kv import create_decode_mask
     >>> create_decode_mask(6, 2, 4, dtype="float32").tolist()
     [[[[-inf, -inf, 0.0, 0.0, 0.0, -inf]]]]
+    >>> create_decode_mask(6, 2, 4, sinks=1, dtype="float32").tolist()
+    [[[[0.0, -inf, 0.0, 0.0, 0.0, -inf]]]]
     """
     if current_position == seq_length:
         error = CapacityError(
@@ -148,7 +181,7 @@ def create_decode_mask(
         )
         error.expected, error.got = f"below {seq_length}", str(current_position)
         raise error
-    return _mask(seq_length, attention_size, current_position, dtype, fill, out, True)
+    return _mask(seq_length, attention_size, current_position, sinks, True, dtype, fill, out)
 
 
 @set_module("mlstate.kv")
@@ -170,6 +203,7 @@ def create_causal_mask(
         Rows and columns.
     attention_size : int, optional
         As for `create_attention_size_mask`. Default: each token attends to all earlier ones.
+        Sinks have no such view, because their columns do not shift with the rows.
     dtype, fill
         As for `create_attention_size_mask`.
 
@@ -200,8 +234,8 @@ def create_causal_mask(
     # Row `seq_length - 1` of a mask of width `2 * seq_length - 1`: it contains the last row of
     # this mask, and the shifted columns that the other rows show.
     last = max(seq_length - 1, 0)
-    width = seq_length + last
-    row = _core.kv_mask(width, reach, last if seq_length > 0 else 0, dtype, fill, None, True)
+    width = seq_length + last if seq_length != 0 else 1
+    row = _core.kv_mask(width, reach, last, 0, True, dtype, fill, None)
     item = row.itemsize
     return np.lib.stride_tricks.as_strided(
         row[0, 0, 0, last:], (1, 1, seq_length, seq_length), (0, 0, -item, item), writeable=False

@@ -67,6 +67,14 @@ def _total_bytes(specs: tuple[Specs, ...]) -> int:
     return sum(prod(spec.shape) * spec.dtype.itemsize for group in specs for spec in group.values())
 
 
+def _differ_in_sequence(shape: tuple[int, ...], new_shape: tuple[int, ...], axis: int) -> bool:
+    """Return whether two shapes differ in the sequence axis only."""
+    rank = len(shape)
+    if len(new_shape) != rank or not 2 <= rank <= 8 or not -rank <= axis < rank:
+        return False
+    return with_length(shape, axis % rank, new_shape[axis]) == new_shape
+
+
 def _select(tokens: Any, parts: tuple[range, ...]) -> Any:
     """Return the tokens of some ranges: an array for an array, else a list."""
     slices = [tokens[part.start : part.stop] for part in parts]
@@ -162,6 +170,14 @@ class StateManagerBase:
         """Create an empty state object for one model."""
         raise NotImplementedError
 
+    def _make_target(self, model: Any, specs: Specs) -> Any:
+        """Create the state object that a move writes every state of `specs` into."""
+        return self._make_state(model, specs)
+
+    def _axis_of(self, spec: Any) -> int:
+        """Return the sequence axis of a state; it may not have this axis."""
+        return self._seq_axis
+
     def _resize_state(
         self, source: Any, target: Any, name: str, spec: Any, position: int, compact: bool
     ) -> None:
@@ -211,16 +227,18 @@ class StateManagerBase:
 
     def _grows(self, size: int, spec: Any) -> bool:
         """Return whether the sequence axis of a state has the length of the context."""
-        shape, axis = spec.shape, self._seq_axis
+        shape, axis = spec.shape, self._axis_of(spec)
         return -len(shape) <= axis < len(shape) and shape[axis] == size
 
     def _check_growing(self, size: int, specs: tuple[Specs, ...]) -> None:
-        if any(self._grows(size, spec) for declared in specs for spec in declared.values()):
+        declared = [spec for group in specs for spec in group.values()]
+        if any(self._grows(size, spec) for spec in declared):
             return
+        axis = self._axis_of(declared[0]) if declared else self._seq_axis
         states = "; ".join(map(_listed, specs))
         raise _mismatch(
-            f"the model of {size} positions has no state of {size} positions at axis "
-            f"{self._seq_axis}; its states: {states}. Pass the size of its states, or seq_axis=",
+            f"the model of {size} positions has no state of {size} positions at axis {axis}; "
+            f"its states: {states}. Pass the size of its states, or seq_axis=",
             "models",
             size,
             states,
@@ -260,29 +278,21 @@ class StateManagerBase:
         (size, spec), (new_size, new_spec) = known, new
         shapes = tuple(spec.shape), tuple(new_spec.shape)
         expected, got = f"{spec.dtype} {shapes[0]}", f"{new_spec.dtype} {shapes[1]}"
-        fault = None
+        axis, fault = self._axis_of(spec), None
         if spec.dtype.kind != new_spec.dtype.kind:
             fault = "; convert them with the same dtype"
-        elif shapes[0] != shapes[1] and not self._differ_in_sequence(*shapes):
+        elif shapes[0] != shapes[1] and not _differ_in_sequence(*shapes, axis):
             fault = (
-                f": only the sequence, axis {self._seq_axis}, may differ; convert them from the "
-                "same weights"
+                f": only the sequence, axis {axis}, may differ; convert them from the same weights"
             )
         elif shapes[0] != shapes[1] and not (
             self._grows(size, spec) and self._grows(new_size, new_spec)
         ):
-            fault = f": pass the lengths of axis {self._seq_axis} as the sizes of the models"
+            fault = f": pass the lengths of axis {axis} as the sizes of the models"
         if fault is not None:
             raise _mismatch(
                 f"{models}state {name!r} is {expected} and {got}{fault}", name, expected, got
             )
-
-    def _differ_in_sequence(self, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> bool:
-        """Return whether two shapes differ in the sequence axis only."""
-        rank, axis = len(shape), self._seq_axis
-        if len(new_shape) != rank or not 2 <= rank <= 8 or not -rank <= axis < rank:
-            return False
-        return with_length(shape, axis % rank, new_shape[axis]) == new_shape
 
     @property
     def ladder(self) -> ContextLadder:
@@ -346,11 +356,14 @@ class StateManagerBase:
 
     # ---- states ----
 
-    def _make_states(self, size: int) -> tuple[Any, ...]:
-        """Create empty states; None for a chunk model that declares none."""
+    def _make_states(
+        self, size: int, make: Callable[[Any, Specs], Any] | None = None
+    ) -> tuple[Any, ...]:
+        """Create empty states, or those of `make`; None for a chunk model that declares none."""
         context = self._context(size)
+        make = make or self._make_state
         return tuple(
-            self._make_state(owner, specs) if specs else None
+            make(owner, specs) if specs else None
             for owner, specs in zip(context.owners, context.specs, strict=True)
         )
 
@@ -378,7 +391,7 @@ class StateManagerBase:
                 0,
                 position,
             )
-        targets = self._make_states(size)
+        targets = self._make_states(size, self._make_target)
         specs = self._specs[self._size], self._specs[size]
         for source, target, have, want in zip(self._states, targets, *specs, strict=True):
             for name, spec in want.items():
@@ -514,6 +527,17 @@ class StateManagerBase:
         During the calls, `model`, `size` and `state` belong to the new state. If `prefill`
         raises, the former state is the current one again, unchanged.
         """
+        step, batches = self._plan_refill(tokens, prefill, size)
+        if batches:
+            with self._replacing_state(step.size) as state:
+                for batch, start in batches:
+                    prefill(batch, start, state)
+        return step
+
+    def _plan_refill(
+        self, tokens: Sequence[int], prefill: object, size: int | None
+    ) -> tuple[LadderStep, list[tuple[Any, int]]]:
+        """Check the arguments of `refill`; return the step, and the batches with their starts."""
         if not callable(prefill):
             raise TypeError(
                 f"prefill must be a callable (tokens, position, state), got "
@@ -526,12 +550,10 @@ class StateManagerBase:
                 f"{type(tokens).__name__}{shape}"
             )
         step = self._ladder.refill(len(tokens), size)
-        if step.action == "refill":
-            kept = _select(tokens, step.kept)
-            with self._replacing_state(step.size) as state:
-                for start, stop in step.batches:
-                    prefill(kept[start:stop], start, state)
-        return step
+        if step.action != "refill":
+            return step, []
+        kept = _select(tokens, step.kept)
+        return step, [(kept[start:stop], start) for start, stop in step.batches]
 
     @contextmanager
     def _replacing_state(self, size: int) -> Iterator[Any]:

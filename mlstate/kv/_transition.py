@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import contextmanager
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,11 @@ from .._common.arrays import is_torch, write_into
 from .._common.backend import backend_of
 from .._common.set_module import set_module
 from .._common.text import names_hint
-from ..errors import CapacityError, CompatibilityError
+from ..errors import CompatibilityError, MLStateError
 from ._integer_conversion import in_range
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from .._types import Array, ArrayT, DType
 
@@ -305,6 +306,18 @@ def validate_state_shapes(
     return True
 
 
+@contextmanager
+def name_errors(name: str) -> Iterator[None]:
+    """Add the name of a state to errors of the core."""
+    try:
+        yield
+    except ValueError as error:
+        error.args = (f"{name}: {error}",)
+        if isinstance(error, MLStateError):
+            error.name = name
+        raise
+
+
 def _check_named(name: str, source: Any, targets: Mapping[str, Any], seq_axis: int) -> None:
     if name not in targets:
         hint = names_hint(name, targets)
@@ -312,14 +325,10 @@ def _check_named(name: str, source: Any, targets: Mapping[str, Any], seq_axis: i
         error.name = name
         raise error
     target = targets[name]
-    try:
+    with name_errors(name):
         _core.kv_check_shapes(
             getattr(source, "shape", source), getattr(target, "shape", target), False, seq_axis
         )
-    except (CompatibilityError, CapacityError) as error:
-        error.args = (f"{name}: {error}",)
-        error.name = name
-        raise
 
 
 @set_module("mlstate.kv")

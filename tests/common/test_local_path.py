@@ -1,7 +1,8 @@
-"""Every function that takes a path refuses URLs before it creates anything."""
+"""Every function that takes a local path refuses URLs before it creates anything."""
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -38,20 +39,27 @@ CALLS = {
     "write a checkpoint": lambda: write_any(URL, STATE),
     "format_of": lambda: format_of(URL),
     "state_specs": lambda: mlstate.coreml.state_specs(URL),
+    "state_specs of Core AI": lambda: mlstate.coreai.state_specs(URL),
+    "verify of Core AI": lambda: mlstate.coreai.verify(URL),
 }
-COMMANDS = [
+OF_STORES = ["save", "save_async", "load", "plan_load", "verify", "inspect", "prune", "manager"]
+COMMANDS_OF_STORES = [
     ["inspect", URL],
     ["verify", URL],
     ["prune", URL],
     ["diff", URL, "here"],
     ["diff", "here", URL],
+]
+LOCAL_COMMANDS = [
     ["reshard", URL, "cut", "--layout", "rows=2"],
     ["reshard", "here", URL, "--layout", "rows=2"],
     ["convert", URL, "x.npz"],
     ["convert", "here", URL],
     ["convert", "here", f"{URL}.safetensors"],
     ["coreml", "states", URL],
+    ["coreai", "verify", URL],
 ]
+COMMANDS = COMMANDS_OF_STORES + LOCAL_COMMANDS
 
 
 @pytest.fixture
@@ -62,18 +70,41 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_every_function_refuses_a_url(place, name):
-    with pytest.raises(ValueError, match=r"s3:.*remote stores are not supported yet"):
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in OF_STORES])
+def test_every_other_function_refuses_a_url(place, name):
+    with pytest.raises(ValueError, match=r"s3:.*a URL is not a local path"):
         CALLS[name]()
     assert [path.name for path in place.iterdir()] == ["here"]
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_command_refuses_a_url(place, capsys, words):
+@pytest.mark.parametrize("words", LOCAL_COMMANDS, ids=" ".join)
+def test_every_other_command_refuses_a_url(place, capsys, words):
     assert main(words) == 2
-    assert "remote stores are not supported yet" in capsys.readouterr().err
+    assert "a URL is not a local path" in capsys.readouterr().err
     assert [path.name for path in place.iterdir()] == ["here"]
+
+
+@pytest.fixture
+def without_engine(monkeypatch):
+    """Make obstore look as if it were not installed."""
+    for name in ("obstore", "obstore.store"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize("name", OF_STORES)
+def test_a_url_without_the_extra_is_an_import_error(place, without_engine, name):
+    call = CALLS[name]
+    if name == "manager":
+        call = CheckpointManager(URL).steps
+    with pytest.raises(ImportError, match=r"s3://bucket/run: .*pip install 'mlstate\[remote\]'"):
+        call()
+    assert [path.name for path in place.iterdir()] == ["here"]
+
+
+@pytest.mark.parametrize("words", COMMANDS_OF_STORES, ids=" ".join)
+def test_a_command_with_a_url_without_the_extra_says_so(place, without_engine, capsys, words):
+    assert main(words) == 2
+    assert "pip install 'mlstate[remote]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -81,7 +112,7 @@ def test_every_command_refuses_a_url(place, capsys, words):
     ["s3://b", "gs://b/a", "file:///a", "HTTPS://h/x", "abfs+x.y-z://a", b"s3://b", Path("hf://a")],
 )
 def test_anything_with_a_scheme_is_a_url(url):
-    with pytest.raises(ValueError, match="remote stores"):
+    with pytest.raises(ValueError, match="not a local path"):
         local_path(url)
 
 

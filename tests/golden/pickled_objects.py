@@ -25,6 +25,7 @@ PUBLIC = (
     "mlstate.activation",
     "mlstate.checkpoint",
     "mlstate.collectives",
+    "mlstate.coreai",
     "mlstate.coreml",
     "mlstate.distributed",
     "mlstate.errors",
@@ -99,6 +100,22 @@ def transition_manager():
 def context_ladder():
     made = kv.ContextLadder([512, 4096], overflow="shift_refill", batch_size=64, prompt_tokens=9)
     return [made, made.next_step(4096, 4096)]
+
+
+def cache_state():
+    spec = kv.CacheSpec(
+        [
+            kv.CacheEntry("0.keys", "quantized", (1, 2, 8), "float32", bits=8, group=8, layer=0),
+            kv.CacheEntry("0.state", "recurrent", (3,), "float32", layer=0, role="state"),
+            kv.CacheEntry("1.keys", "sliding", (1, 2, 4), "float16", window=3, sinks=1),
+        ]
+    )
+    arrays = {
+        name: np.full(shape, 3, dtype)
+        for entry in spec
+        for name, (shape, dtype) in entry.arrays.items()
+    }
+    return kv.CacheState(spec, arrays, 2)
 
 
 def combined_strategy():
@@ -231,6 +248,7 @@ OBJECTS = {
     "transition_plan": transition_plan,
     "context_ladder": context_ladder,
     "combined_strategy": combined_strategy,
+    "cache_state": cache_state,
     "transition_manager": transition_manager,
     "fake_state": lambda: coreml.FakeMLState({"kv_cache": (1, 1, 2, 4)}),
     "state_shape_warning": lambda: coreml.StateShapeWarning("text"),

@@ -107,6 +107,19 @@ def test_attention_widens_and_narrows():
     assert full.prefill_mask(0).dtype == np.float16
 
 
+@pytest.mark.parametrize("count", [1, 9])
+def test_sinks_are_attended_in_addition(count):
+    for position in (3, 200):
+        mask = STRATEGY.generate_mask(position, 256, count, attention_size=30, sinks=5)
+        assert mask.dtype == np.float16
+        wanted = formula_rows(256, 30, position, position + count)
+        for row in range(count):
+            wanted[0, 0, row, : min(5, position + row + 1)] = 0
+        assert np.array_equal(mask, wanted)
+        none = STRATEGY.generate_mask(position, 256, count, sinks=0)
+        assert np.array_equal(none, STRATEGY.generate_mask(position, 256, count))
+
+
 def test_sizes_of_models():
     STRATEGY.check_sizes([256, 512])
     STRATEGY.check_sizes(ContextLadder([128, 256, 512, 1024]).sizes)
@@ -172,6 +185,8 @@ def test_stages_that_are_refused(arguments, error, text):
             CapacityError,
             "attention_size 300 exceeds the 256 positions of the cache: pass at most 256",
         ),
+        (lambda x: x.generate_mask(1, 256, sinks=-1), CapacityError, "sinks must be at least 0"),
+        (lambda x: x.generate_mask(1, 256, sinks=1.5), TypeError, "sinks must be an integer"),
         (
             lambda x: x.generate_mask(1, 256, attention_size=0),
             CapacityError,

@@ -2,13 +2,20 @@
 
 import itertools
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from kv_model import assert_same_bits, dtype_of
 from kv_model import layout as lay_out
 
 from mlstate import CapacityError, CompatibilityError
-from mlstate.kv import create_attention_size_mask, create_causal_mask, create_decode_mask
+from mlstate.kv import (
+    ContextLadder,
+    create_attention_size_mask,
+    create_causal_mask,
+    create_decode_mask,
+)
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 
@@ -100,6 +107,74 @@ def test_numpy_integers_are_lengths(integer):
         assert_same_bits(create_causal_mask(integer(100)).copy(), wanted)
         assert_same_bits(create_causal_mask(integer(100), integer(7)).copy(), formula(100, 7))
         assert create_causal_mask(integer(0)).shape == (1, 1, 0, 0)
+
+
+# ---- sinks, and rows on demand ----
+
+
+def attends(seq_length, attention_size, sinks, rows):
+    """The definition, by a comparison for each element."""
+    i, j = np.arange(*rows)[:, None], np.arange(seq_length)
+    return (j <= i) & ((i - j <= attention_size) | (j < sinks))
+
+
+@hypothesis.given(st.data(), st.integers(0, 40), st.integers(0, 50), st.integers(0, 50))
+def test_any_rows_with_sinks(data, seq_length, attention_size, sinks):
+    start = data.draw(st.integers(0, seq_length))
+    stop = data.draw(st.integers(start, seq_length))
+    dtype = data.draw(st.sampled_from(["f2", "f4", ">f4", "f8"]))
+    rows = data.draw(st.sampled_from([(start, stop), [start, stop], (np.int8(start), stop)]))
+    visible = attends(seq_length, attention_size, sinks, (start, stop))
+    wanted = np.where(visible, 0.0, -3.0).astype(dtype)[None, None]
+    options = {"sinks": sinks, "fill": -3, "dtype": dtype}
+    mask = create_attention_size_mask(seq_length, attention_size, 0, rows=rows, **options)
+    assert_same_bits(mask, wanted)
+    out = lay_out("backwards", np.ones(wanted.shape, wanted.dtype))
+    create_attention_size_mask(
+        seq_length, attention_size, 0, rows=rows, sinks=sinks, fill=-3, out=out
+    )
+    assert_same_bits(out, wanted)
+    for position in range(start, stop):
+        row = create_decode_mask(seq_length, attention_size, position, **options)
+        assert_same_bits(row, wanted[:, :, position - start : position - start + 1])
+
+
+def test_the_rows_of_prefill_batches_make_the_full_mask():
+    for options in ({}, {"sinks": 3}):
+        whole = create_attention_size_mask(150, 40, 0, **options)
+        batches = ContextLadder([150], batch_size=64).prefill_batches(150)
+        parts = [create_attention_size_mask(150, 40, 0, rows=b, **options) for b in batches]
+        assert [part.shape[2] for part in parts] == [64, 64, 22]
+        assert_same_bits(np.concatenate(parts, axis=2), whole)
+
+
+def test_rows_of_a_long_context_take_their_own_memory_only():
+    rows = (1 << 20, (1 << 20) + 3)
+    mask = create_attention_size_mask(1 << 21, 100, 0, sinks=4, rows=rows)
+    assert mask.shape == (1, 1, 3, 1 << 21)
+    assert (mask == 0).sum(axis=-1).ravel().tolist() == [105] * 3
+
+
+def test_rows_and_sinks_that_make_no_sense():
+    for rows in ((-1, 2), (3, 2), (0, 5), (5, 5)):
+        with pytest.raises(CapacityError, match="must be a start and a stop in 0") as caught:
+            create_attention_size_mask(4, 2, 0, rows=rows)
+        assert caught.value.got == str(rows)
+    for rows in (3, True, "01", (1,), (1, 2, 3), range(2), np.arange(2)):
+        with pytest.raises(TypeError, match=r"rows must be a pair \(start, stop\), got"):
+            create_attention_size_mask(4, 2, 0, rows=rows)
+    with pytest.raises(TypeError, match=r"rows\[1\] must be an integer, got float"):
+        create_attention_size_mask(4, 2, 0, rows=(1, 2.0))
+    with pytest.raises(CapacityError, match=r"rows\[0\] does not fit"):
+        create_attention_size_mask(4, 2, 0, rows=(2**64, 2))
+    for make in (create_attention_size_mask, create_decode_mask):
+        with pytest.raises(CapacityError, match="sinks -1 is negative"):
+            make(4, 2, 0, sinks=-1)
+        with pytest.raises(TypeError, match="sinks must be an integer, got str"):
+            make(4, 2, 0, sinks="1")
+    with pytest.raises(CompatibilityError) as shape:
+        create_attention_size_mask(6, 2, 0, rows=(1, 3), out=np.ones((1, 1, 6, 6)))
+    assert shape.value.expected == "(1, 1, 2, 6)"
 
 
 # ---- out ----

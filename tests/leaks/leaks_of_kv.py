@@ -133,6 +133,54 @@ def rotate_keys(_):
 
 
 @case(
+    "CacheEntry",
+    "CacheSpec",
+    "CacheSpec.entry_of",
+    "CacheState",
+    *(f"CacheState.{n}" for n in ("view", "positions", "ordered", "advance", "resize", "trim")),
+    "CacheState.crop",
+)
+def cache_state(_):
+    array, ring = cache(), np.ones((2, 4, 4), np.float32)
+
+    def run():
+        spec = kv.CacheSpec(
+            [
+                kv.CacheEntry("keys", "full", array.shape, array.dtype, 2, layer=0),
+                kv.CacheEntry("ring", "sliding", ring.shape, ring.dtype, sinks=1, window=4),
+            ]
+        )
+        spec.entry_of("keys")
+        state = kv.CacheState(spec, {"keys": array, "ring": ring}, 2)
+        state.advance(1)
+        state.resize(16)
+        state.trim(1)
+        state.crop(1)
+        raises(ValueError, state.quantize)()  # a last axis of 4 elements
+        for name in state.arrays:
+            state.view(name), state.positions(name), state.ordered(name)
+        raises(errors.CapacityError, state.resize, 0)()
+        raises(ValueError, kv.CacheState, spec, {"keys": array}, 2)()
+        raises(errors.TensorNotFoundError, state.view, "values")()
+
+    return run, [array, ring]
+
+
+@case("CacheState.quantize", "CacheState.dequantize")
+def quantized_cache_state(_):
+    array, bad = np.ones((2, 5, 16), np.float32), np.full((2, 5, 16), np.nan, np.float32)
+    spec = kv.CacheSpec([kv.CacheEntry("keys", "full", array.shape, array.dtype)])
+
+    def run():
+        state = kv.CacheState(spec, {"keys": array}, 5)
+        state.quantize(4, 8)
+        state.dequantize()
+        raises(ValueError, kv.CacheState(spec, {"keys": bad}, 5).quantize, 8, 8)()
+
+    return run, [array, bad, spec]
+
+
+@case(
     "StateTransitionManager",
     "StateTransitionManager.register_model",
     "StateTransitionManager.transition",

@@ -20,6 +20,7 @@ import warnings
 from pathlib import Path
 from threading import Thread
 
+import leaks_of_coreai  # noqa: F401 - its cases
 import leaks_of_coreml  # noqa: F401 - its cases
 import leaks_of_gradients  # noqa: F401 - its cases
 import leaks_of_operators  # noqa: F401 - its cases
@@ -38,6 +39,7 @@ from mlstate import (
     activation,
     checkpoint,
     collectives,
+    coreai,
     coreml,
     distributed,
     errors,
@@ -55,6 +57,7 @@ MODULES = (
     activation,
     checkpoint,
     collectives,
+    coreai,
     coreml,
     distributed,
     errors,

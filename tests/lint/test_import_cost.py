@@ -12,15 +12,15 @@ import pytest
 FORBIDDEN = [
     "argparse", "asyncio", "concurrent.futures", "dataclasses", "http", "importlib.metadata",
     "logging", "multiprocessing", "sqlite3", "ssl", "unittest", "xml",
-    "coremltools", "matplotlib", "ml_dtypes", "mpi4py", "pandas", "rich", "safetensors", "scipy",
-    "shtab", "torch", "tqdm",
+    "coreai", "coremltools", "matplotlib", "ml_dtypes", "mpi4py", "pandas", "rich", "safetensors",
+    "scipy", "shtab", "torch", "tqdm",
 ]
 # fmt: on
 
 MEASURE = """
 import time, numpy
 start = time.perf_counter()
-from mlstate import coreml, errors, kv, state, threads
+from mlstate import coreai, coreml, errors, kv, state, threads
 print((time.perf_counter() - start) * 1e3)
 """
 
@@ -40,7 +40,7 @@ def test_import_loads_nothing_that_is_slow():
 
 def test_modules_load_only_numpy():
     loaded = "import sys, numpy; before = set(sys.modules); "
-    loaded += "from mlstate import coreml, errors, kv, state, threads; "
+    loaded += "from mlstate import coreai, coreml, errors, kv, state, threads; "
     names = run(loaded + "print(*(set(sys.modules) - before))").split()
     heavy = [n for n in names if any(n == f or n.startswith(f + ".") for f in FORBIDDEN)]
     assert not heavy, f"import these where they are used: {sorted(heavy)}"

@@ -45,7 +45,8 @@ PACKAGE_ORDER = (
     ("errors",),
     ("_common",),
     ("threads", "_sharding", "state", "kv", "activation", "collectives", "_info"),
-    ("coreml", "fsdp", "_safetensors"),
+    ("coreai", "coreml", "fsdp", "_safetensors"),
+    ("checkpoint/_remote",),
     ("checkpoint/_store",),
     ("distributed",),
     ("checkpoint",),
@@ -54,6 +55,7 @@ PACKAGE_ORDER = (
     ("integrations/torch/_activation", "integrations/torch/_checkpoint"),
     ("integrations/torch/_collectives", "integrations/torch/_gradients"),
     ("integrations/torch", "integrations/mpi", "integrations"),
+    ("integrations/lightning", "integrations/transformers"),
     ("demo",),
     ("cli",),
     ("__main__",),
@@ -66,14 +68,17 @@ ALLOWED_BACK = {
 OPTIONAL = {
     "torch",
     "coremltools",
+    "coreai",
     "matplotlib",
     "zstandard",
+    "obstore",
     "ml_dtypes",
     "safetensors",
     "mpi4py",
     "tqdm",
     "rich",
     "shtab",
+    "transformers",
 }
 ALLOWED = {"numpy"}
 

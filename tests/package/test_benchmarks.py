@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -256,6 +257,42 @@ def test_both_ways_of_each_operation_run_at_its_smallest_size(module, tmp_path):
             call()
             after()
         case.close()
+
+
+# ---- attention sizes ----
+
+
+def test_the_window_with_sinks_is_the_attention_of_the_mask(module):
+    bench, np = module("bench_attention"), module("numpy")
+    kv = module("mlstate.kv")
+    keys, values = np.random.default_rng(1).standard_normal((2, 3, 50, 8))
+    query = np.random.default_rng(2).standard_normal((3, 1, 8))
+    for sinks in (0, 4):
+        mask = kv.create_decode_mask(50, 12, 49, sinks=sinks, dtype="f8")[0]
+        window = bench.attend_window(query, keys, values, 49 - 12, sinks)
+        np.testing.assert_allclose(bench.attend(query, keys, values, mask), window, rtol=1e-12)
+
+
+def test_prompts_have_full_attention_and_the_rest_a_reduced_one(module):
+    bench = module("bench_attention")
+    rows = bench.reduced_rows(16, 4)[0, 0]
+    seen = (rows == 0).sum(axis=1)
+    assert seen[: bench.PROMPT].tolist() == list(range(1, bench.PROMPT + 1))
+    assert set(seen[bench.PROMPT :].tolist()) == {17 + 4}
+    assert bench.same_start([1, 2, 3], [1, 2, 4]) == 2 and bench.same_start([1], [1]) == 1
+
+
+def test_the_page_on_attention_shows_the_stored_results(module):
+    """Run ``python benchmarks/attention_figures.py --write`` after results were stored."""
+    figures, stored = module("attention_figures"), module("stored")
+    document, tables = figures.find_tables(stored.stored_files())
+    page = figures.PAGE.read_text(encoding="utf-8")
+    assert page == figures.filled_in(page, tables)
+    assert document["date"] in page
+    for name in re.findall(r"figures/(\w+\.svg)", page):
+        text = (figures.FIGURES / name).read_text(encoding="utf-8")
+        ink = figures.INKS[name.removesuffix(".svg").rpartition("_")[2]]
+        assert "<svg" in text and f"fill: {ink}" in text
 
 
 # ---- stored results ----

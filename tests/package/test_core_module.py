@@ -223,6 +223,9 @@ def test_the_names_of_the_design():
         "KVState",
         "ContextLadder",
         "CombinedStrategy",
+        "CacheEntry",
+        "CacheSpec",
+        "CacheState",
         "RollingKVState",
         "rotate_keys",
     ]:
@@ -238,11 +241,16 @@ def test_the_names_of_the_design():
     ("name", "count"),
     [
         ("kv_move", 9),
-        ("kv_axis", 2),
+        ("kv_axis", 3),
         ("kv_check", 5),
         ("kv_check_shapes", 4),
-        ("kv_mask", 7),
+        ("kv_mask", 8),
         ("rotate_keys", 8),
+        ("kv_quantized_lengths", 3),
+        ("kv_quantize", 6),
+        ("kv_dequantize", 6),
+        ("kv_ring_positions", 3),
+        ("kv_ring_ordered", 4),
     ],
 )
 def test_functions_count_their_arguments(name, count):
@@ -339,7 +347,7 @@ def test_no_wrong_argument_is_a_system_error_or_a_crash(tmp_path, tries):
 def test_a_tuple_inside_an_argument_is_checked():
     for wrong in (None, 5, [0, 1]):
         with pytest.raises(TypeError, match="ranks must be a tuple"):
-            _core.shards_collect(wrong, ({}, {}), checkpoint.Shard, None, ())
+            _core.shards_collect(wrong, ({}, {}, None), checkpoint.Shard, None, ())
         with pytest.raises(TypeError, match="states must be a tuple"):
             _core.shards_collect((0, 1), wrong, checkpoint.Shard, None, ())
         with pytest.raises(TypeError, match="a section must be a tuple"):

@@ -8,7 +8,8 @@ import pytest
 import mlstate
 import mlstate.plot
 from mlstate.cli import main
-from mlstate.demo import activations, checkpoints, gradients, story, training
+from mlstate.demo import activations, checkpoints, gradients, rolling, story, training
+from mlstate.kv import CombinedStrategy, rotate_keys
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +128,15 @@ def test_without_matplotlib_the_demo_says_so_and_succeeds(tmp_path, capsys, monk
 
 
 def test_a_change_that_must_not_be_fails_the_command(capsys, monkeypatch):
-    for bad in (None, 0, 1, 2, 3, 4, 5):
-        good = [number != bad for number in range(6)]
+    for bad in (None, *range(8)):
+        good = [number != bad for number in range(8)]
         kept = story.Kept("", good[2])
         reduced = story.Reduced((1.0, 0.0), good[3], [], [])
         planned = story.Planned({}, {}, good[4], "")
         trained = story.Trained((1.0, 0.0), [], good[5], [])
-        report = story.Report("", good[0], "", [], None, good[1], kept, reduced, planned, trained)
+        rolled = rolling.Rolled([], "", good[6], "", good[7], 0)
+        parts = kept, reduced, planned, trained, rolled
+        report = story.Report("", good[0], "", [], None, good[1], *parts)
         monkeypatch.setattr(story, "run", lambda picture, report=report: report)
         assert main(["demo", "--picture", ""]) == (bad is not None)
 
@@ -275,7 +278,7 @@ def test_experts_learn_while_they_are_saved_and_training_resumes(told):
 def test_one_expert_goes_to_the_disk_and_comes_back(told):
     report, printed = told
     assert report.trained.tiers == ["warm", "warm", "cold", "warm"]
-    part = printed[printed.index("\n17. ") :]
+    part = printed[printed.index("\n17. ") : printed.index("\n18. ")]
     assert "demoted: digit.weight with m and v, to a file of" in part
     assert "digit: cold" in part and part.count("cold") == 1
     assert part.rstrip().endswith("promoted: bit-identical; the other experts: untouched")
@@ -308,3 +311,74 @@ def test_other_bits_of_an_expert_would_be_noticed(monkeypatch, embedded, victim)
     monkeypatch.setattr(training.TieredState, "demote", damaging)
     assert not training.show_training(model, embedding, lines.append).identical
     assert sum("DIFFERENT" in line for line in lines) == 1
+
+
+# ---- reduced attention and rolling caches ----
+
+
+def test_the_combined_strategy_is_followed_with_reduced_attention(told):
+    report, printed = told
+    assert report.rolled.actions == [(184, "shrink", 256), (256, "grow", 512)]
+    assert report.rolled.agrees and len(report.rolled.reduced) == 300 - 184
+    part = printed[printed.index("\n18. ") : printed.index("\n19. ")]
+    assert "at 184 tokens: shrink to 256" in part and "at 256 tokens: grow to 512" in part
+
+
+def test_the_rolling_cache_writes_beyond_the_context_in_constant_memory(told):
+    report, printed = told
+    assert report.rolled.ordered and len(report.rolled.rolled) == 640 - 184
+    assert report.rolled.nbytes == 2 * 4 * 2 * 256 * 32 * 2
+    part = printed[printed.index("\n19. ") :]
+    assert "256 tokens held, 384 evicted, 4 sinks; positions 0 to 3 and 388 to 639" in part
+    assert "256 KiB at any length" in part
+
+
+def test_attention_to_other_positions_would_be_noticed(embedded):
+    model = embedded[0]
+    real = model.step
+
+    def other(token, position, cache, *, attention_size=None, **options):
+        size = None if attention_size is None else attention_size - 60
+        return real(token, position, cache, attention_size=size, **options)
+
+    strategy = CombinedStrategy(prefill=512, generate=(256, 128))
+    prompt = model.encode("def read(self, size):\n    return self." * 6)
+    for step, agrees in ((real, True), (other, False)):
+        model.step = step
+        generator = np.random.default_rng(1)
+        done = rolling.generate_reduced(model, list(prompt), strategy, 240, generator)
+        assert done == ([(len(prompt), "shrink", 256)], agrees)
+    del model.step
+
+
+def test_a_rolling_cache_that_is_not_full_gives_the_logits_of_a_plain_one(embedded):
+    model = embedded[0]
+    tokens = model.encode("class Ring:\n    def __init__(self):\n")
+    for sinks in (0, 4):
+        context, cache = rolling.RollingContext(model, 64, sinks), model.new_cache(64)
+        for position, token in enumerate(tokens):
+            got = context.step(token)
+            assert got.tobytes() == model.step(token, position, cache).tobytes()
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 4])
+def test_a_full_ring_gives_the_logits_of_its_tokens_next_to_each_other(embedded, sinks):
+    """The same entries in order, at positions from 0 on: keys depend on distances only."""
+    model, capacity = embedded[0], 32
+    layers = model.config["layers"]
+    text = "def copy(self):\n    return type(self)(self.items, self.size)\n\n    def get"
+    context = rolling.RollingContext(model, capacity, sinks)
+    for token in model.encode(text):
+        logits = context.step(token)
+    state = context.state
+    cache, last = state.ordered(), capacity - 1
+    held = np.sort(state.positions())
+    assert held.tolist() == [*range(sinks), *range(len(text) - capacity + sinks, len(text))]
+    # sinks were moved next to the others already; now all move to 0 .. capacity - 1
+    rotate_keys(cache[:layers], np.full(capacity, -state.evicted), out=cache[:layers])
+    wanted = model.step_in_slot(model.encode(text)[-1], last, cache, slot=last, slots=capacity)
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=2e-2)
+    plain = rolling.RollingContext(model, capacity, sinks, shift_sinks=False)
+    for token in model.encode(text):
+        unshifted = plain.step(token)
+    assert np.array_equal(unshifted, logits) == (sinks == 0)

@@ -19,6 +19,7 @@ safetensors = pytest.importorskip("safetensors", reason="reads the fixture indep
 
 import mlstate.demo  # noqa: E402
 from mlstate.demo.model import CharModel  # noqa: E402
+from mlstate.kv import create_attention_size_mask, create_decode_mask  # noqa: E402
 
 DATA = Path(mlstate.demo.__file__).parent / "data"
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -132,6 +133,23 @@ def test_prefill_agrees_with_single_steps(model, prompt):
     np.testing.assert_allclose(in_two, stepped, rtol=2e-3, atol=1e-2)
     np.testing.assert_allclose(whole, single, rtol=5e-3, atol=5e-3)
     assert not whole[:, :, len(tokens) :].any()
+
+
+@pytest.mark.parametrize(("size", "sinks"), [(0, 0), (1, 3), (20, 0), (20, 4), (500, 4)])
+def test_a_window_agrees_with_its_mask(model, prompt, size, sinks):
+    """Reading the window alone, a mask in each step, and the rows of a mask in one prefill."""
+    tokens = model.encode(prompt)[:60]
+    windowed, masked, whole = (model.new_cache(64) for _ in range(3))
+    rows = create_attention_size_mask(64, size, 0, sinks=sinks, rows=(0, 60), dtype=np.float32)
+    at_once = model.prefill(tokens, whole, mask=rows, every=True)
+    for place, token in enumerate(tokens):
+        mask = create_decode_mask(64, size, place, sinks=sinks)
+        wanted = model.step(token, place, masked, mask=mask)
+        got = model.step(token, place, windowed, attention_size=size, sinks=sinks)
+        np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=1e-2)
+        np.testing.assert_allclose(at_once[place], wanted, rtol=2e-3, atol=1e-2)
+    full = model.prefill(tokens, model.new_cache(64))
+    assert np.allclose(got, full, rtol=2e-3, atol=1e-2) == (size == 500)
 
 
 # -- bits ----------------------------------------------------------------------------
@@ -291,6 +309,31 @@ def test_a_wrong_weights_file_is_refused(change, text):
         CharModel(arrays, metadata)
 
 
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda m, c: m.step(1, 5, c, mask=np.zeros((1, 1, 1, 5))),
+            "mask: got shape .* at least 6",
+        ),
+        (lambda m, c: m.step(1, 5, c, mask=np.zeros((1, 6))), "mask: got shape"),
+        (lambda m, c: m.prefill([1, 2], c, mask=np.zeros((1, 1, 1, 8))), "mask: got shape"),
+        (
+            lambda m, c: m.step(1, 5, c, mask=np.zeros((1, 1, 1, 8)), attention_size=2),
+            "exclude each other",
+        ),
+        (lambda m, c: m.step_in_slot(1, 900, c, slot=8, slots=8), "do not fit its 8 positions"),
+        (lambda m, c: m.step_in_slot(1, 900, c, slot=0, slots=9), "do not fit its 8 positions"),
+        (lambda m, c: m.step_in_slot(1, 900, c, slot=0, slots=0), "do not fit its 8 positions"),
+    ],
+)
+def test_bad_masks_and_slots_are_refused_and_change_nothing(model, call, text):
+    cache = model.new_cache(8)
+    with pytest.raises(ValueError, match=text):
+        call(model, cache)
+    assert not cache.any()
+
+
 # -- the fixtures --------------------------------------------------------------------
 
 
@@ -333,3 +376,13 @@ def test_packages_hold_the_weights_of_the_file(package_tool, name):
     damaged.layers[3].down.weight.data[0, 0] += 1
     with pytest.raises(SystemExit, match=r"layers\.3\.down"):
         package_tool.check_weights(DATA / name, damaged)
+
+
+@pytest.mark.long
+def test_texts_that_the_model_has_not_seen_are_code_of_other_files(model):
+    tool = import_tool("demo_text")
+    texts = tool.load_unseen(20, 300)
+    seen, _ = tool.load_text()
+    assert len(set(texts)) == 20 and {len(text) for text in texts} == {300}
+    assert all(model.decode(model.encode(text)) == text for text in texts)
+    assert not [text for text in texts if text in seen]

@@ -144,6 +144,28 @@ def test_coreml_transition_shows_what_it_says(tmp_path):
 
 @needs_notebooks
 @pytest.mark.slow
+@pytest.mark.coreai
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_coreai_shows_what_it_says(tmp_path):
+    if not importlib.util.find_spec("coreai_torch"):
+        pytest.skip("coreai-torch converts its model")
+    process, cells = execute(EXAMPLES / "coreai.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    specs, fits, too_long, growing, static = outputs(cells, "text/html")
+    assert "2x1x2x?x8" in specs
+    assert "100 tokens: fits" in fits and "100 tokens: does not fit" in too_long
+    assert "state of 512 positions, in use" in growing and "empty" in static
+    printed = "".join(outputs(cells, "stdout"))
+    for position in (64, 128, 256):
+        assert f"position {position}: grow to {2 * position}\n" in printed
+    assert "refill\n48 kept, dropped range(4, 21)\n" in printed
+    assert "half.aimodel/main.mlirb True" in printed
+
+
+@needs_notebooks
+@pytest.mark.slow
 @pytest.mark.skipif(
     "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
 )
@@ -268,6 +290,28 @@ def test_training_shows_what_it_says(tmp_path):
     assert printed.endswith("cold warm\n")
     if importlib.util.find_spec("matplotlib"):
         assert len(outputs(cells, "image/png")) == 1
+
+
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_rolling_cache_shows_what_it_says(tmp_path):
+    pytest.importorskip("matplotlib", reason="its plots")
+    process, cells = execute(EXAMPLES / "rolling_cache.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    ring, rolled, strategy, ladder = outputs(cells, "text/html")
+    assert "RollingKVState: 8 of 8 positions" in ring
+    assert "RollingKVState: 256 of 256 positions" in rolled and "744" in rolled
+    assert "CombinedStrategy: prefill 512, generate 256" in strategy
+    assert "grow to 128" in ladder
+    printed = "".join(outputs(cells, "stdout"))
+    assert "positions [ 0  1  8  9 10  5  6  7]" in printed
+    assert "256 tokens held, 744 evicted, 256 KiB" in printed
+    assert "(1, 1, 64, 512) 65536 bytes" in printed
+    assert "below 0.001: True" in printed
+    assert len(outputs(cells, "image/png")) == 3
 
 
 @pytest.mark.slow

@@ -162,10 +162,10 @@ def test_blocks_of_a_plan_are_drawn_when_they_run():
     chain = Chain([4] * 4, [8] * 4, [1] * 5, [4] * 4, names=CHAIN.names, **rates)
     figure = plot_plan(Plan(chain, [*steps, ("drop", 1), ("load", 0), ("backward", 0)]))
     lower = figure.axes[1]
-    assert rows_of(lower, plot._USED) == [(0, 0, 4), (2, 12, 16), (3, 16, 20)]
-    assert rows_of(lower, plot._LIGHT) == [(1, 8, 12)]
-    assert rows_of(lower, plot._AGAIN) == [(1, 36, 40)]
-    assert rows_of(lower, plot._AWAY) == [(0, 4, 8), (0, 48, 50)]
+    assert rows_of(lower, plot.USED) == [(0, 0, 4), (2, 12, 16), (3, 16, 20)]
+    assert rows_of(lower, plot.LIGHT) == [(1, 8, 12)]
+    assert rows_of(lower, plot.AGAIN) == [(1, 36, 40)]
+    assert rows_of(lower, plot.AWAY) == [(0, 4, 8), (0, 48, 50)]
     assert [label.get_text() for label in lower.get_yticklabels()] == list(CHAIN.names)
     assert lower.get_title(loc="left") == "2 kept, 1 recomputed, 1 offloaded"
     assert lower.yaxis_inverted()

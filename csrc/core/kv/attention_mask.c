@@ -1,33 +1,53 @@
 /* attention_mask: fill the rows of an attention mask.
  *
- * A row has at most three parts: masked positions too far back, visible positions, and
- * masked future positions. Each part is one run of equal elements, so a row takes three
- * fills and no comparison for each column.
+ * A row has at most four parts: visible sinks, masked positions too far back, visible
+ * positions, and masked future positions. Each part is one run of equal elements, so a
+ * row takes four fills and no comparison for each column.
  */
 #include "kv/attention_mask.h"
 
 #include <inttypes.h>
 
-/* The checks follow the order of the caller's arguments. */
-mls_code mls_mask_check(int64_t seq_length, int64_t attention_size, int64_t position,
-                        const mls_mask_names *names, mls_status *st)
+/* MLS_E_CAPACITY if a number is negative. */
+static mls_code check_sign(const char *name, int64_t number, mls_status *st)
 {
-    if (seq_length < 0) {
-        return mls_fail(st, MLS_E_CAPACITY, "%s %" PRId64 " is negative",
-                        names->seq_length, seq_length);
+    if (number >= 0) {
+        return MLS_OK;
     }
-    if (attention_size < 0) {
-        return mls_fail(st, MLS_E_CAPACITY, "%s %" PRId64 " is negative",
-                        names->attention_size, attention_size);
+    return mls_fail(st, MLS_E_CAPACITY, "%s %" PRId64 " is negative", name, number);
+}
+
+/* The checks follow the order of the caller's arguments. */
+mls_code mls_mask_check(const mls_mask_request *request, const mls_mask_names *names,
+                        mls_status *st)
+{
+    const int64_t length = request->seq_length, position = request->position;
+    const int64_t first = request->first_row, end = request->end_row;
+    mls_code code = check_sign(names->seq_length, length, st);
+    if (code == MLS_OK) {
+        code = check_sign(names->attention_size, request->attention_size, st);
     }
-    if (position < 0 || position > seq_length) {
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (position < 0 || position > length) {
         mls_fail(st, MLS_E_CAPACITY, "%s %" PRId64 " is outside 0..%" PRId64 ", the %s",
-                 names->position, position, seq_length, names->seq_length);
-        mls_status_expected(st, "0..%" PRId64, seq_length);
+                 names->position, position, length, names->seq_length);
+        mls_status_expected(st, "0..%" PRId64, length);
         mls_status_got(st, "%" PRId64, position);
         return MLS_E_CAPACITY;
     }
-    return MLS_OK;
+    code = check_sign(names->sinks, request->sinks, st);
+    if (code == MLS_OK && (first < 0 || end < first || end > length)) {
+        mls_fail(st, MLS_E_CAPACITY,
+                 "%s (%" PRId64 ", %" PRId64 ") must be a start and a stop in 0..%" PRId64
+                 ", the %s",
+                 names->rows, first, end, length, names->seq_length);
+        mls_status_expected(st, "0 <= start <= stop <= %" PRId64, length);
+        mls_status_got(st, "(%" PRId64 ", %" PRId64 ")", first, end);
+        return MLS_E_CAPACITY;
+    }
+    return code;
 }
 
 /* Fill columns start .. end-1 of a row. */
@@ -40,9 +60,14 @@ static void fill_columns(const mls_kernels *kernels, const mls_tensor *row, size
     }
 }
 
+static size_t smaller_of(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
 /* A row may be beyond the last column; its parts are then clipped to the columns. */
 void mls_mask_rows(const mls_kernels *kernels, const mls_tensor *dst, size_t first_row,
-                   size_t attention_size, mls_element fill)
+                   size_t attention_size, size_t sinks, mls_element fill)
 {
     const mls_element zero = {.size = fill.size};
     const size_t columns = dst->shape[dst->rank - 1];
@@ -50,9 +75,11 @@ void mls_mask_rows(const mls_kernels *kernels, const mls_tensor *dst, size_t fir
         const mls_tensor row = mls_tensor_slice(dst, dst->rank - 2, i, 1);
         const size_t position = first_row + i;
         const size_t earliest = position > attention_size ? position - attention_size : 0;
-        const size_t start = earliest < columns ? earliest : columns;
+        const size_t start = smaller_of(earliest, columns);
+        const size_t sunk = smaller_of(sinks, start);
         const size_t end = position < columns ? position + 1 : columns;
-        fill_columns(kernels, &row, 0, start, fill);
+        fill_columns(kernels, &row, 0, sunk, zero);
+        fill_columns(kernels, &row, sunk, start, fill);
         fill_columns(kernels, &row, start, end, zero);
         fill_columns(kernels, &row, end, columns, fill);
     }

@@ -53,7 +53,7 @@ size_t mls_kv_ring_length(const mls_kv_ring *ring)
     return held_sinks(ring) + held_others(ring);
 }
 
-/* Check rank, capacity and sinks. */
+/* Check rank and sinks. */
 static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
                            mls_status *st)
 {
@@ -64,13 +64,7 @@ static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
         return code;
     }
     const size_t capacity = slots->shape[axis];
-    if (capacity == 0) {
-        mls_fail(st, MLS_E_CAPACITY, "capacity must be at least 1 position, got 0");
-        mls_status_expected(st, "at least 1");
-        mls_status_got(st, "0");
-        return MLS_E_CAPACITY;
-    }
-    if (sinks >= capacity) {
+    if (sinks > 0 && sinks >= capacity) {
         mls_fail(
             st, MLS_E_CAPACITY,
             "%zu sinks leave no room for other tokens in a capacity of %zu: use fewer "
@@ -89,6 +83,12 @@ mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
     size_t bytes = 0;
     mls_kv_ring ring = {.axis = axis, .sinks = sinks, .oldest = sinks};
     mls_code code = check_ring(slots, axis, sinks, st);
+    if (code == MLS_OK && slots->shape[axis] == 0) {
+        mls_fail(st, MLS_E_CAPACITY, "capacity must be at least 1 position, got 0");
+        mls_status_expected(st, "at least 1");
+        mls_status_got(st, "0");
+        code = MLS_E_CAPACITY;
+    }
     if (code == MLS_OK) {
         code = mls_tensor_init(&ring.slots, NULL, slots->dtype, slots->rank, slots->shape,
                                st);
@@ -114,6 +114,24 @@ void mls_kv_ring_fini(mls_kv_ring *ring)
 {
     mls_pages_fini(&ring->pages);
     *ring = (mls_kv_ring){0};
+}
+
+mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
+                            size_t sinks, size_t length, mls_status *st)
+{
+    const mls_code code = check_ring(slots, axis, sinks, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    const size_t window = slots->shape[axis] - sinks;
+    const size_t others = length > sinks ? length - sinks : 0;
+    *out = (mls_kv_ring){
+        .slots = *slots, .axis = axis, .sinks = sinks, .oldest = sinks, .next = length};
+    if (others > window) {
+        out->evicted = others - window;
+        out->oldest = length - window;
+    }
+    return MLS_OK;
 }
 
 /* Check that tokens have the ring's dtype, and its shape except for the sequence. */

@@ -35,6 +35,12 @@ mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
 
 void mls_kv_ring_fini(mls_kv_ring *ring); /* accepts a zeroed struct */
 
+/* Describe `slots` in borrowed memory as the ring after `length` appended tokens, none of
+ * them trimmed. It owns no memory, so it needs no fini. It may have 0 slots.
+ * MLS_E_SHAPE, MLS_E_CAPACITY: as for mls_kv_ring_init. */
+mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
+                            size_t sinks, size_t length, mls_status *st);
+
 /* Return the number of tokens held. */
 size_t mls_kv_ring_length(const mls_kv_ring *ring);
 

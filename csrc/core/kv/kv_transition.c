@@ -403,29 +403,40 @@ static bool has_row_kernel(const job *j, size_t row)
            row % 16 == 0 && (uintptr_t)j->dst->data % 16 == 0;
 }
 
-/* Move the rows of a part past the cache, if measurements have chosen so; otherwise
- * return false and move nothing. */
-static bool stream_rows(const job *j, const mls_tensor *to, const mls_tensor *from,
-                        size_t bytes)
+/* Move the rows of a part with the kernel, as measurements have chosen to store them; if
+ * they are in progress, return false and move nothing. */
+static bool move_rows(const job *j, const mls_tensor *to, const mls_tensor *from,
+                      size_t bytes)
 {
     const size_t rows = count_rows(to, j->axis);
     const size_t row = bytes / rows, step = row / to->shape[j->axis];
     const mls_store_trial trial =
         mls_store_begin(j->kernels->choices, MLS_STORING_COPY, j->kernels->copy_variants,
                         j->destination, bytes);
-    if (trial.choice != NULL || trial.store == MLS_STORE_PLAIN) {
+    if (trial.choice != NULL) {
         return false;
     }
     j->kernels->pad_rows(to->data, from->data, step * j->src->shape[j->axis],
                          step * j->position, row, rows,
-                         j->pad == NULL ? 0 : mls_element_pattern(*j->pad));
+                         j->pad == NULL ? 0 : mls_element_pattern(*j->pad), trial.store);
     return true;
 }
 
-/* Move short rows: assemble the rows of a part in a buffer, which has their padding
- * already, and copy it in one run. A copy past the cache ends with a fence, which takes
- * longer than a short row. With one fence for each row, innermost sequences took 2.5 to
- * 10 times as long as others (AMD EPYC family 25 model 17). */
+/* Fill the padding of a buffer for rows. */
+static void pad_stage(const job *j, mls_tensor padding)
+{
+    const size_t length = padding.shape[j->axis];
+    if (j->position < length) {
+        narrow_axis(&padding, j->axis, j->position, length - j->position);
+        mls_fill(j->kernels, &padding, *j->pad, mls_cached());
+    }
+}
+
+/* Move short rows, with the kernel if there is one. Otherwise assemble the rows of a part
+ * in a buffer, which has their padding already, and copy it in one run. A copy past the
+ * cache ends with a fence, which takes longer than a short row. With one fence for each
+ * row, innermost sequences took 2.5 to 10 times as long as others (AMD EPYC family 25
+ * model 17). */
 static void move_staged_parts(void *context, size_t task)
 {
     const job *j = context;
@@ -440,19 +451,19 @@ static void move_staged_parts(void *context, size_t task)
     for (int axis = 0; axis <= j->division.axis; axis++) {
         stage.shape[axis] = axis < j->division.axis ? 1 : j->division.step;
     }
-    const size_t length = stage.shape[j->axis];
-    if (j->position < length) {
-        mls_tensor padding = stage;
-        narrow_axis(&padding, j->axis, j->position, length - j->position);
-        mls_fill(j->kernels, &padding, *j->pad, mls_cached());
-    }
+    const mls_tensor whole = stage;
+    bool is_padded = false;
     for (size_t turn = range.first; turn < range.end; turn++) {
         mls_tensor to = *j->dst, from = *j->src;
         size_t positions, bytes = 0;
         (void)select_part(j, part_at(j, turn), &to, &from, &positions);
         (void)mls_tensor_bytes(&to, &bytes);
-        if (j->has_kernel && stream_rows(j, &to, &from, bytes)) {
+        if (j->has_kernel && move_rows(j, &to, &from, bytes)) {
             continue;
+        }
+        if (!is_padded) {
+            pad_stage(j, whole);
+            is_padded = true;
         }
         stage.shape[j->division.axis] = to.shape[j->division.axis];
         stage.shape[j->axis] = j->position;
@@ -463,7 +474,8 @@ static void move_staged_parts(void *context, size_t task)
 }
 
 /* Return whether the rows of a target are so short that staging them is faster. It is not
- * if the result stays in the level 2 cache, or if the rows of both sides form one run. */
+ * if the rows of both sides form one run. If the result stays in the level 2 cache, only
+ * the kernel is faster. */
 static bool are_rows_staged(const job *j, size_t bytes)
 {
     const mls_store_choices *choices = j->kernels->choices;
@@ -472,7 +484,7 @@ static bool are_rows_staged(const job *j, size_t bytes)
     const bool is_one_run =
         j->position == length && j->position == j->src->shape[j->axis];
     return is_written && !is_one_run && j->axis > 0 && choices != NULL &&
-           bytes >= choices->least[MLS_STORING_WITHIN] &&
+           (bytes >= choices->least[MLS_STORING_WITHIN] || j->has_kernel) &&
            bytes / count_rows(j->dst, j->axis) <= STAGE_BYTES / 4 &&
            mls_tensor_is_contiguous(j->dst);
 }
@@ -499,8 +511,8 @@ void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *d
              .destination = {.bytes = bytes, .is_fresh = memory != MLS_KV_TOUCHED},
              .populate = memory == MLS_KV_SPARSE,
              .inner_huge = count_rows(dst, axis) <= MOST_ADVISED};
+    j.has_kernel = has_row_kernel(&j, bytes / count_rows(dst, axis));
     const bool is_staged = are_rows_staged(&j, bytes);
-    j.has_kernel = is_staged && has_row_kernel(&j, bytes / count_rows(dst, axis));
     const bool stay_whole = shared == NULL || memory == MLS_KV_SPARSE;
     j.division = divide_rows(dst, axis, bytes, stay_whole ? SIZE_MAX : task_bytes,
                              is_staged ? STAGE_BYTES : PART_BYTES);

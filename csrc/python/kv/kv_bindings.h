@@ -25,6 +25,7 @@ int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char 
 
 /* Method tables, NULL-terminated. */
 extern PyMethodDef mlspy_kv_methods[];
+extern PyMethodDef mlspy_kv_cache_methods[];
 extern PyMethodDef mlspy_mlpackage_methods[];
 
 /* Add the types of py_kv_buffer.c, and the type and the functions of py_kv_rolling.c.

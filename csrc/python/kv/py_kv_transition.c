@@ -57,7 +57,9 @@ static const mls_kv_names parameter_names = {
     .if_shared = "pass another buffer, or use KVState to change a cache in place"};
 static const mls_mask_names mask_parameter_names = {.seq_length = "seq_length",
                                                     .attention_size = "attention_size",
-                                                    .position = "current_position"};
+                                                    .sinks = "sinks",
+                                                    .position = "current_position",
+                                                    .rows = "rows"};
 
 /* Read a sequence axis. A bool is not one, although it has __index__. Returns -1 with
  * TypeError or CapacityError set. */
@@ -397,15 +399,18 @@ int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char 
     return 0;
 }
 
-/* kv_axis(shape, seq_axis) -> the sequence axis, counted from 0 */
+/* kv_axis(shape, seq_axis, what) -> the sequence axis, counted from 0. `what` names the
+ * cache in errors. */
 static PyObject *kv_axis(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
     size_t shape[MLS_KV_MAX_RANK];
+    mls_str what;
     int rank, axis;
-    if (mlspy_take_count("kv_axis", 2, count) < 0 ||
-        mlspy_take_kv_shape(state, args[0], args[1], parameter_names.source, &rank, shape,
-                            &axis) < 0) {
+    if (mlspy_take_count("kv_axis", 3, count) < 0 ||
+        mlspy_take_text(args[2], "what", &what) < 0 ||
+        mlspy_take_kv_shape(state, args[0], args[1], what.data, &rank, shape, &axis) <
+            0) {
         return NULL;
     }
     return PyLong_FromLong(axis);
@@ -470,32 +475,45 @@ static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
 
 /* ---- masks ---- */
 
-/* Arguments of a mask call. */
-typedef struct mask_request {
-    int64_t seq_length, attention_size, position;
-    size_t rows, first_row; /* rows to write: all, or the one of `position` */
-    double fill;            /* at masked positions */
-} mask_request;
-
-/* Read and check the numbers of a mask. `decode` requests only the row `position`. */
-static int take_mask(const mlspy_state *state, PyObject *const *args, mask_request *m)
+/* Read the rows of a mask: a pair, None for all, or True for the row of the position. */
+static int take_mask_rows(const mlspy_state *state, PyObject *rows, mls_mask_request *m)
 {
-    mls_status st;
-    const bool decode = args[6] == Py_True;
-    if (mlspy_take_int64(state, args[0], "seq_length", &m->seq_length) < 0 ||
-        mlspy_take_int64(state, args[1], "attention_size", &m->attention_size) < 0 ||
-        mlspy_take_int64(state, args[2], "current_position", &m->position) < 0) {
+    m->end_row = m->seq_length;
+    if (rows == Py_None) {
+        return 0;
+    }
+    if (rows == Py_True) {
+        m->first_row = m->position;
+        m->end_row = m->position < INT64_MAX ? m->position + 1 : m->position;
+        return 0;
+    }
+    if (!PyTuple_Check(rows) || PyTuple_GET_SIZE(rows) != 2) {
+        PyErr_SetString(PyExc_TypeError, "rows must be a pair (start, stop)");
         return -1;
     }
-    if (mls_mask_check(m->seq_length, m->attention_size, m->position,
-                       &mask_parameter_names, &st) != MLS_OK) {
+    PyObject *start = PyTuple_GET_ITEM(rows, 0), *stop = PyTuple_GET_ITEM(rows, 1);
+    if (mlspy_take_int64(state, start, "rows[0]", &m->first_row) < 0) {
+        return -1;
+    }
+    return mlspy_take_int64(state, stop, "rows[1]", &m->end_row);
+}
+
+/* Read and check the numbers of a mask. */
+static int take_mask(const mlspy_state *state, PyObject *const *args, mls_mask_request *m)
+{
+    mls_status st;
+    if (mlspy_take_int64(state, args[0], "seq_length", &m->seq_length) < 0 ||
+        mlspy_take_int64(state, args[1], "attention_size", &m->attention_size) < 0 ||
+        mlspy_take_int64(state, args[2], "current_position", &m->position) < 0 ||
+        mlspy_take_int64(state, args[3], "sinks", &m->sinks) < 0 ||
+        take_mask_rows(state, args[4], m) < 0) {
+        return -1;
+    }
+    if (mls_mask_check(m, &mask_parameter_names, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
         return -1;
     }
-    /* decoding produces one token at a time and needs its row only */
-    m->rows = decode ? 1 : (size_t)m->seq_length;
-    m->first_row = decode ? (size_t)m->position : 0;
-    return mlspy_take_double(args[4], "fill", &m->fill);
+    return 0;
 }
 
 /* Return a new array for a mask, or fail if it exceeds the address space. The two leading
@@ -520,9 +538,10 @@ static PyObject *new_mask(const mlspy_state *state, PyObject *dtype, npy_intp *s
 /* Return a new reference to the mask to write: `out` after a check, or a new array. On
  * failure `view` is released. */
 static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject *out,
-                             const mask_request *m, mlspy_view *view)
+                             const mls_mask_request *m, mlspy_view *view)
 {
-    npy_intp shape[4] = {1, 1, (npy_intp)m->rows, (npy_intp)m->seq_length};
+    npy_intp shape[4] = {1, 1, (npy_intp)(m->end_row - m->first_row),
+                         (npy_intp)m->seq_length};
     PyObject *result;
     if (out == Py_None) {
         result = new_mask(state, dtype, shape);
@@ -553,34 +572,37 @@ static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject
     return result;
 }
 
-/* kv_mask(seq_length, attention_size, position, dtype, fill, out | None, decode)
+/* kv_mask(seq_length, attention_size, position, sinks, (start, stop) | None | True,
+ *         dtype, fill, out | None)
  *
  * The fill is encoded before the first element is written, so `out` is unchanged if the
  * dtype cannot hold it. */
 static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
-    mask_request m = {0};
+    mls_mask_request m = {0};
+    double number;
     mlspy_view view = {0};
     mls_element fill;
     mls_status st;
-    if (mlspy_take_count("kv_mask", 7, count) < 0) {
+    if (mlspy_take_count("kv_mask", 8, count) < 0) {
         return NULL;
     }
-    if (take_mask(state, args, &m) < 0) {
+    if (take_mask(state, args, &m) < 0 ||
+        mlspy_take_double(args[6], "fill", &number) < 0) {
         return NULL;
     }
-    PyObject *result = mask_target(state, args[3], args[5], &m, &view);
+    PyObject *result = mask_target(state, args[5], args[7], &m, &view);
     if (result == NULL) {
         return NULL;
     }
-    if (mls_element_encode(m.fill, &view.tensor, &fill, &st) != MLS_OK) {
+    if (mls_element_encode(number, &view.tensor, &fill, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
         Py_CLEAR(result);
     } else {
         Py_BEGIN_ALLOW_THREADS
-            mls_mask_rows(state->kernels, &view.tensor, m.first_row,
-                          (size_t)m.attention_size, fill);
+            mls_mask_rows(state->kernels, &view.tensor, (size_t)m.first_row,
+                          (size_t)m.attention_size, (size_t)m.sinks, fill);
         Py_END_ALLOW_THREADS
     }
     mlspy_view_release(&view);
@@ -592,7 +614,7 @@ PyMethodDef mlspy_kv_methods[] = {
      "kv_move(source, target_length, position, pad_value, dtype, out, low_memory, "
      "compact, seq_axis, /)\n--\n\nExpand or compact a KV cache; see mlstate.kv."},
     {"kv_axis", MLSPY_FASTCALL(kv_axis),
-     "kv_axis(shape, seq_axis, /)\n--\n\nThe sequence axis, counted from 0."},
+     "kv_axis(shape, seq_axis, what, /)\n--\n\nThe sequence axis, counted from 0."},
     {"kv_check", MLSPY_FASTCALL(kv_check),
      "kv_check(shape, target_length, position, compact, seq_axis, /)\n--\n\nRaise what "
      "kv_move "
@@ -602,7 +624,7 @@ PyMethodDef mlspy_kv_methods[] = {
      "of one "
      "shape can become one of the other."},
     {"kv_mask", MLSPY_FASTCALL(kv_mask),
-     "kv_mask(seq_length, attention_size, position, dtype, fill, out, decode, "
-     "/)\n--\n\nAn attention mask, or its row `position`."},
+     "kv_mask(seq_length, attention_size, position, sinks, rows, dtype, fill, out, "
+     "/)\n--\n\nAn attention mask, or some of its rows."},
     {NULL, NULL, 0, NULL},
 };

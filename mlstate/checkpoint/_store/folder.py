@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.log import is_logged, log
+from ..._common.store_error import store_error as store_error
 from ...errors import FormatError, MLStateError, StoreError
+from .._remote.remote_folder import RemoteFolder
 from .manifest import MOST_SEQUENCE, IndexRecord, Manifest, parse
 from .weight_files import INDEX, ROOTS, hub_hint, read_merged_index, read_weights, weights_root
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 _NONE: Mapping[str, Any] = {}
 _MOST_BYTES = 512 << 20  # of a manifest or an index
-SECTIONS = ("params", "optim_state")
+SECTIONS = ("params", "optim_state", "states")
 FOLDERS = (*SECTIONS, "index", "roots")
 TRIES = 20  # attempts to read a checkpoint that writers keep replacing
 _ROOT = re.compile(r"(\d{8}|[1-9]\d{8,18})\.([0-9a-f]{16})\.json\Z", re.ASCII)
@@ -39,18 +41,6 @@ class Root(NamedTuple):
     sequence: int
     generation: str
     path: str  # relative to the folder
-
-
-def store_error(error: OSError, what: str, path: Any) -> StoreError:
-    """Return an OSError as a StoreError, of the subclass for its errno."""
-    cls: Any = StoreError
-    if isinstance(error, FileNotFoundError):
-        cls = _core.StoreNotFoundError
-    elif isinstance(error, PermissionError):
-        cls = _core.StorePermissionError
-    made = cls(error.errno, f"{what}: {error.strerror}", path)
-    made.path = path
-    return made  # type: ignore[no-any-return]
 
 
 def _read_descriptor(descriptor: int, path: str) -> bytes:
@@ -73,6 +63,13 @@ def _read_descriptor(descriptor: int, path: str) -> bytes:
 def read_bytes(folder: str, name: str) -> bytes:
     """Read a small regular file of the folder."""
     path = os.path.join(folder, name)
+    if isinstance(folder, RemoteFolder):
+        try:
+            return folder.read(name)
+        except ValueError as error:
+            wrong = FormatError(f"{path}: {error}")
+            wrong.path = path
+            raise wrong from None
     try:
         with _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
             return _read_descriptor(descriptor.fileno(), path)
@@ -86,7 +83,7 @@ def read_bytes(folder: str, name: str) -> bytes:
 
 def current_root(folder: str, root: str = MANIFEST) -> str:
     """Return `root`, or the root of a Hugging Face folder if it has no manifest."""
-    if root != MANIFEST or os.path.lexists(os.path.join(folder, MANIFEST)):
+    if isinstance(folder, RemoteFolder) or root != MANIFEST or exists(folder, MANIFEST):
         return root
     return weights_root(folder) or root
 
@@ -110,6 +107,8 @@ def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
         data = read_bytes(folder, name)
     except StoreError as error:
         if name != MANIFEST or error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        if isinstance(folder, RemoteFolder):  # object or bucket: the store knows
             raise
         raise _no_checkpoint(folder, error.errno) from None
     manifest = parse(data, os.path.join(folder, name))
@@ -202,6 +201,8 @@ def _refuse_link(path: str) -> None:
 
 def list_names(folder: str, part: str) -> list[str]:
     """Return the names in a subfolder; an empty list if it does not exist."""
+    if isinstance(folder, RemoteFolder):
+        return folder.list_names(part)
     try:
         with _opened(folder, part) as descriptor:
             return os.listdir(descriptor.fileno())
@@ -224,6 +225,12 @@ def _root_of(name: str) -> Root | None:
 def list_roots(folder: str) -> list[Root]:
     """Return the roots under ``roots/``, oldest first."""
     return sorted(filter(None, map(_root_of, list_names(folder, "roots"))))
+
+
+def prefetch(folder: str, roots: list[Root]) -> None:
+    """Read roots in an object store at the same time; otherwise do nothing."""
+    if isinstance(folder, RemoteFolder):
+        folder.prefetch(root.path for root in roots)
 
 
 def next_sequence(folder: str, newest: Manifest | None) -> int:
@@ -324,6 +331,8 @@ def make_path(folder: str) -> None:
 def new_file_mode(folder: str) -> int:
     """Return the mode of new files: no more access than the folder and its manifest allow."""
     mode = 0o666
+    if isinstance(folder, RemoteFolder):  # objects have no mode
+        return mode
     for path in (folder, os.path.join(folder, MANIFEST)):
         try:
             mode &= os.stat(path).st_mode | 0o600
@@ -334,12 +343,17 @@ def new_file_mode(folder: str) -> int:
     return mode
 
 
-def create(folder: str) -> None:
-    """Create the folder and its subfolders durably; subfolders have the folder's mode."""
+def create(folder: str, *, states: bool = False) -> None:
+    """Create the folder and its subfolders durably; subfolders have the folder's mode.
+
+    The subfolder of named states is created only if `states` is true.
+    """
+    if isinstance(folder, RemoteFolder):  # the names of objects need no folders
+        return
     try:
         make_path(folder)
         made = False
-        for part in FOLDERS:
+        for part in FOLDERS if states else (one for one in FOLDERS if one != "states"):
             path = os.path.join(folder, part)
             _refuse_link(path)
             if not _is_folder(path):
@@ -369,6 +383,8 @@ def _belongs(part: str, name: str) -> bool:
 def remove_files(folder: str, names: list[str]) -> list[str]:
     """Delete files by their paths in the folder; return the paths of those that existed.
 
+    Of objects in a store, all paths are returned.
+
     Raises
     ------
     StoreError
@@ -383,9 +399,52 @@ def remove_files(folder: str, names: list[str]) -> list[str]:
             reason = OSError(errno.EINVAL, "it is not a file of this checkpoint")
             raise store_error(reason, "cannot delete the file", os.path.join(folder, path))
         by_part.setdefault(part, []).append(name)
+    if isinstance(folder, RemoteFolder):
+        folder.store.delete(names)
+        for name in names if is_logged("DEBUG") else ():
+            log("DEBUG", "%s: deleted the object %s", folder, name)
+        return names
     for part, inside in by_part.items():
         removed += _remove_from(folder, part, inside)
     return removed
+
+
+def sync(folder: str, part: str) -> None:
+    """Make deletions in a subfolder durable; deletions of objects are durable already."""
+    if not isinstance(folder, RemoteFolder):
+        _core.folder_sync(os.path.join(folder, part))
+
+
+def exists(folder: str, path: str) -> bool:
+    """Return whether a file of the folder exists, even as a broken link."""
+    if isinstance(folder, RemoteFolder):
+        return folder.exists(path)
+    return os.path.lexists(os.path.join(folder, path))
+
+
+def read_batches(
+    folder: str,
+    merged: Any,
+    section: int,
+    keys: list[str],
+    cuts: Any,
+    verify: bool,
+    read: Callable[[str, list[str], Any], None],
+) -> None:
+    """Call `read` with a local folder, keys and cuts; for a store, batch by batch."""
+    if isinstance(folder, RemoteFolder):
+        folder.read_batches(merged, section, keys, cuts, verify, read)
+    else:
+        read(folder, keys, cuts)
+
+
+def verify_shard_files(
+    folder: str, merged: Any, progress: Callable[[int], object] | None
+) -> tuple[int, list[Any]]:
+    """Read and verify the files of a merged index; return bytes read and fields of problems."""
+    if isinstance(folder, RemoteFolder):
+        return folder.verify(merged, progress)
+    return merged.verify(folder, progress)  # type: ignore[no-any-return]
 
 
 def _remove_from(folder: str, part: str, names: list[str]) -> list[str]:
@@ -471,7 +530,9 @@ def known_files(folder: str) -> set[str]:
 
 def foreign_files(folder: str) -> list[str]:
     """Return the paths of files that mlstate did not write, and of linked subfolders."""
-    linked = [part for part in FOLDERS if os.path.islink(os.path.join(folder, part))]
+    linked = []
+    if not isinstance(folder, RemoteFolder):
+        linked = [part for part in FOLDERS if os.path.islink(os.path.join(folder, part))]
     foreign = [
         f"{part}/{name}"
         for part in FOLDERS
@@ -584,6 +645,8 @@ def has_files(folder: str, sizes: Mapping[str, int]) -> bool:
     """Return whether files of the folder exist with these sizes; the files are not opened."""
     import stat
 
+    if isinstance(folder, RemoteFolder):
+        return folder.has_files(sizes)
     for path, size in sizes.items():
         try:
             found = os.lstat(os.path.join(folder, path))
@@ -631,7 +694,7 @@ def needed_files(
             else:
                 read_root(folder, name, add_files)
         except FileNotFoundError:
-            if os.path.lexists(os.path.join(folder, name)):
+            if exists(folder, name):
                 raise
     return needed
 
@@ -655,7 +718,7 @@ def delete_roots(folder: str, roots: list[Root]) -> None:
     """Delete roots durably; `prune` may delete the files that they needed only afterwards."""
     steps = _steps_of_roots(folder, roots) if is_logged("INFO") else []
     if remove_files(folder, [root.path for root in roots]):
-        _core.folder_sync(os.path.join(folder, "roots"))
+        sync(folder, "roots")
     for step, root in zip(steps, roots, strict=False):
         log("INFO", "%s: deleted step %s (%s)", folder, step, root.path)
 

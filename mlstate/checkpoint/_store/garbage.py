@@ -73,6 +73,18 @@ def _index_files(folder: str, which: Generation, rank: int) -> tuple[str, set[st
     return path, set(merged.files())
 
 
+def delete_generations(folder: str, manifests: list[Manifest]) -> None:
+    """Delete the files of deleted roots that no other root needs, of all ranks.
+
+    Raises
+    ------
+    FormatError, StoreError
+        A root or an index cannot be read.
+    """
+    plan = generations_to_delete(manifests, read_all_roots(folder))
+    delete_own_files(folder, 0, 1, plan["gone"], plan["kept"])
+
+
 def delete_own_files(
     folder: str, rank: int, world_size: int, gone: list[Generation], kept: list[Generation]
 ) -> list[str]:
@@ -105,5 +117,5 @@ def delete_own_files(
         deleted += _folder.remove_files(folder, dead)
     # no later save looks for files that reappear after a power failure
     for part in sorted({os.path.dirname(name) for name in deleted}):
-        _core.folder_sync(os.path.join(folder, part))
+        _folder.sync(folder, part)
     return deleted

@@ -20,7 +20,7 @@ from typing import Any
 
 from ... import _core
 from ...errors import StoreError
-from .folder import new_file_mode, store_error
+from .folder import MANIFEST, new_file_mode, store_error
 
 _NAME = "lock"
 _TRIES = 64
@@ -121,14 +121,24 @@ def check_timeout(seconds: float) -> float:
 
 
 class WriterLock:
-    """The lock of a writing process; `unfinished` is the generation of a writer that died.
+    """The lock of a writing process.
 
     `timeout` is the caller's ``lock_timeout``, or None if the caller has no such parameter.
+
+    Attributes
+    ----------
+    unfinished : str or None
+        Generation of a writer that died.
+    is_unsure : bool
+        False: whether a `commit` succeeded can always be read from the folder.
     """
+
+    is_unsure = False
 
     def __init__(self, folder: str, what: str = "checkpoint", timeout: float | None = None) -> None:
         self._timeout = timeout
         self._what = what
+        self._folder = folder
         self._path = os.path.join(folder, _NAME)
         self._descriptor: _core.Descriptor | None = None  # dropping it closes and unlocks
         self._is_new = False
@@ -272,6 +282,12 @@ class WriterLock:
                     self._is_new = False
         except OSError as error:
             raise store_error(error, "cannot write the lock", self._path) from None
+
+    def commit(self, data: bytes, mode: int, root: str | None = None) -> None:
+        """Replace the manifest durably; write the second copy `root`, a path, before it."""
+        if root is not None:
+            _core.file_replace(os.path.join(self._folder, root), data, mode)
+        _core.file_replace(os.path.join(self._folder, MANIFEST), data, mode)
 
     def release(self) -> None:
         """Unlock and close the file; in a forked child the parent keeps its lock."""

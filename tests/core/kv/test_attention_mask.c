@@ -1,26 +1,48 @@
 #include "kv/attention_mask.h"
 #include "support/runner.h"
 
-static const mls_mask_names names = {"length", "size", "row"};
+static const mls_mask_names names = {"length", "size", "sinks", "row", "rows"};
+
+static mls_code check(mls_mask_request request, mls_status *st)
+{
+    return mls_mask_check(&request, &names, st);
+}
 
 static void numbers_are_checked(void)
 {
     mls_status st;
-    CHECK(mls_mask_check(4, 2, 0, &names, &st) == MLS_OK);
-    CHECK(mls_mask_check(4, 2, 4, &names, &st) == MLS_OK);
-    CHECK(mls_mask_check(4, 2, 5, &names, &st) == MLS_E_CAPACITY);
+    /* length, size, sinks, position, first and end row */
+    CHECK(check((mls_mask_request){4, 2, 0, 0, 0, 4}, &st) == MLS_OK);
+    CHECK(check((mls_mask_request){4, 2, 9, 4, 4, 4}, &st) == MLS_OK);
+    CHECK(check((mls_mask_request){4, 2, 0, 5, 0, 4}, &st) == MLS_E_CAPACITY);
     CHECK_TEXT(st.expected, "0..4");
-    CHECK(mls_mask_check(4, 2, -1, &names, &st) == MLS_E_CAPACITY);
+    CHECK(check((mls_mask_request){4, 2, 0, -1, 0, 4}, &st) == MLS_E_CAPACITY);
     CHECK_TEXT(st.text, "row -1 is outside 0..4, the length");
-    CHECK(mls_mask_check(-4, 2, 0, &names, &st) == MLS_E_CAPACITY);
-    CHECK(mls_mask_check(4, -2, 0, &names, &st) == MLS_E_CAPACITY);
+    CHECK(check((mls_mask_request){-4, 2, 0, 0, 0, 0}, &st) == MLS_E_CAPACITY);
+    CHECK(check((mls_mask_request){4, -2, 0, 0, 0, 4}, &st) == MLS_E_CAPACITY);
+    CHECK(check((mls_mask_request){4, 2, -1, 0, 0, 4}, &st) == MLS_E_CAPACITY);
+    CHECK_TEXT(st.text, "sinks -1 is negative");
 }
 
-/* The formula of the source document. */
-static float formula(size_t row, size_t column, size_t attention_size)
+static void rows_are_checked(void)
+{
+    static const int64_t bad[][2] = {{-1, 2}, {3, 2}, {0, 5}, {5, 5}, {INT64_MAX, 4}};
+    mls_status st;
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        const mls_mask_request request = {4, 2, 0, 0, bad[i][0], bad[i][1]};
+        CHECK(check(request, &st) == MLS_E_CAPACITY);
+        CHECK_TEXT(st.expected, "0 <= start <= stop <= 4");
+    }
+    CHECK(check((mls_mask_request){4, 2, 0, 0, 3, 2}, &st) == MLS_E_CAPACITY);
+    CHECK_TEXT(st.text, "rows (3, 2) must be a start and a stop in 0..4, the length");
+    CHECK_TEXT(st.got, "(3, 2)");
+}
+
+/* The formula of the source document, with sinks. */
+static float formula(size_t row, size_t column, size_t attention_size, size_t sinks)
 {
     const size_t start = row > attention_size ? row - attention_size : 0;
-    return column >= start && column <= row ? 0.0F : -5.0F;
+    return column <= row && (column >= start || column < sinks) ? 0.0F : -5.0F;
 }
 
 static void rows_follow_the_formula(void)
@@ -33,12 +55,13 @@ static void rows_follow_the_formula(void)
     const size_t shape[] = {SIZE, SIZE};
     REQUIRE(mls_tensor_init(&t, mask, MLS_F32, 2, shape, &st) == MLS_OK);
     REQUIRE(mls_element_encode(-5, &t, &fill, &st) == MLS_OK);
-    for (size_t attention = 0; attention < 12; attention++) {
+    for (size_t number = 0; number < (size_t)12 * 12; number++) {
+        const size_t attention = number / 12, sinks = number % 12;
         memset(mask, 0x77, sizeof mask);
-        mls_mask_rows(mls_kernels_of(MLS_CPU_SCALAR), &t, 0, attention, fill);
+        mls_mask_rows(mls_kernels_of(MLS_CPU_SCALAR), &t, 0, attention, sinks, fill);
         for (size_t i = 0; i < SIZE; i++) {
             for (size_t j = 0; j < SIZE; j++) {
-                const float want = formula(i, j, attention);
+                const float want = formula(i, j, attention, sinks);
                 CHECK(memcmp(&mask[i][j], &want, sizeof want) == 0);
             }
         }
@@ -54,16 +77,17 @@ static void a_row_past_the_end_is_cut(void)
     const size_t shape[] = {1, 4};
     REQUIRE(mls_tensor_init(&t, row, MLS_F32, 2, shape, &st) == MLS_OK);
     REQUIRE(mls_element_encode(-5, &t, &fill, &st) == MLS_OK);
-    mls_mask_rows(mls_kernels_of(MLS_CPU_SCALAR), &t, 4, 2, fill);
+    mls_mask_rows(mls_kernels_of(MLS_CPU_SCALAR), &t, 4, 2, 0, fill);
     static const float two_seen[] = {-5, -5, 0, 0};
     CHECK(memcmp(row, two_seen, sizeof row) == 0);
-    mls_mask_rows(mls_kernels_of(MLS_CPU_SCALAR), &t, 40, 2, fill);
-    static const float none_seen[] = {-5, -5, -5, -5};
-    CHECK(memcmp(row, none_seen, sizeof row) == 0);
+    mls_mask_rows(mls_kernels_of(MLS_CPU_SCALAR), &t, 40, 2, 1, fill);
+    static const float sink_seen[] = {0, -5, -5, -5};
+    CHECK(memcmp(row, sink_seen, sizeof row) == 0);
 }
 
 static const test_case tests[] = {
     TEST(numbers_are_checked),
+    TEST(rows_are_checked),
     TEST(rows_follow_the_formula),
     TEST(a_row_past_the_end_is_cut),
 };

@@ -244,11 +244,50 @@ static void long_rows_and_rows_with_gaps_are_copied(void)
     }
 }
 
+/* A ring over the slots of another one has its positions, at every length. */
+static void borrowed_slots_are_the_same_ring(void)
+{
+    static int32_t memory[20];
+    mls_status st;
+    mls_tensor slots, tokens;
+    const size_t shape[] = {1, 7, 1}, all[] = {1, 20, 1};
+    for (int32_t i = 0; i < 20; i++) {
+        memory[i] = i;
+    }
+    REQUIRE(mls_tensor_init(&slots, NULL, MLS_I32, 3, shape, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&tokens, memory, MLS_I32, 3, all, &st) == MLS_OK);
+    for (size_t sinks = 0; sinks < 7; sinks += 2) {
+        for (size_t length = 0; length <= 20; length++) {
+            mls_kv_ring ring = {0}, borrowed;
+            int64_t wanted[7], got[7];
+            REQUIRE(mls_kv_ring_init(&ring, &slots, 1, sinks, &st) == MLS_OK);
+            tokens.shape[1] = length;
+            CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_OK);
+            REQUIRE(mls_kv_ring_borrow(&borrowed, &ring.slots, 1, sinks, length, &st) ==
+                    MLS_OK);
+            mls_kv_ring_positions(&ring, wanted);
+            mls_kv_ring_positions(&borrowed, got);
+            CHECK(memcmp(wanted, got, sizeof got) == 0);
+            CHECK(borrowed.evicted == ring.evicted && borrowed.oldest == ring.oldest);
+            CHECK(mls_kv_ring_length(&borrowed) == mls_kv_ring_length(&ring));
+            mls_kv_ring_fini(&ring);
+        }
+    }
+    mls_kv_ring empty = {0}, refused = {0};
+    slots.shape[1] = 0;
+    CHECK(mls_kv_ring_borrow(&empty, &slots, 1, 0, 3, &st) == MLS_OK);
+    CHECK(mls_kv_ring_length(&empty) == 0);
+    slots.shape[1] = 7;
+    CHECK(mls_kv_ring_borrow(&refused, &slots, 1, 7, 0, &st) == MLS_E_CAPACITY);
+    CHECK(refused.slots.rank == 0);
+}
+
 static const test_case tests[] = {
     TEST(random_steps_agree_with_the_model),
     TEST(bad_requests_change_nothing),
     TEST(positions_do_not_wrap),
     TEST(long_rows_and_rows_with_gaps_are_copied),
+    TEST(borrowed_slots_are_the_same_ring),
 };
 
 int main(void)

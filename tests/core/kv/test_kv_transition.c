@@ -257,6 +257,100 @@ static void targets_are_checked_before_anything_is_written(void)
     CHECK(mls_kv_check_target(&dst, &src, request, &st) == MLS_E_DTYPE);
 }
 
+/* Fill bytes with a pattern that no padding of the tests has. */
+static void number_bytes(unsigned char *bytes, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        bytes[i] = (unsigned char)(i * 37 + 11);
+    }
+}
+
+enum { MOST_ROW = 96, MOST_ROWS = 5, MARGIN = 32 };
+
+/* Whether the kernel writes the rows as the scalar loops would, and nothing around them.
+ */
+static bool rows_are_padded(const mls_kernels *kernels, size_t used, size_t row,
+                            size_t rows, size_t src_step, size_t src_shift, mls_store how)
+{
+    static unsigned char from[MOST_ROWS * (MOST_ROW + 8) + 16];
+    static _Alignas(64) unsigned char got[MARGIN + MOST_ROWS * MOST_ROW + MARGIN];
+    static unsigned char want[sizeof got];
+    const uint64_t pattern = 0x8877665544332211U;
+    number_bytes(from, sizeof from);
+    memset(got, 0xEE, sizeof got);
+    memset(want, 0xEE, sizeof want);
+    for (size_t i = 0; i < rows; i++) {
+        unsigned char *const to = want + MARGIN + i * row;
+        memcpy(to, from + src_shift + i * src_step, used);
+        for (size_t at = used; at < row; at++) {
+            to[at] = ((const unsigned char *)&pattern)[at % 8];
+        }
+    }
+    kernels->pad_rows(got + MARGIN, from + src_shift, src_step, used, row, rows, pattern,
+                      how);
+    return memcmp(got, want, sizeof got) == 0;
+}
+
+/* Every number of token bytes and every row length, at any alignment of the source. The
+ * pattern of the padding stays aligned to the row: an element is not torn. */
+static void row_kernels_copy_tokens_and_pad(void)
+{
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        const mls_kernels *kernels = mls_kernels_of((mls_cpu)cpu);
+        if (!mls_cpu_offers((mls_cpu)cpu) || kernels->pad_rows == NULL) {
+            continue;
+        }
+        for (size_t row = 16; row <= MOST_ROW; row += 16) {
+            for (size_t used = 0; used <= row; used += EVERY(3)) {
+                for (size_t rows = 1; rows <= MOST_ROWS; rows += 2) {
+                    for (int i = MLS_STORE_PLAIN; i <= MLS_STORE_STREAM1; i++) {
+                        const mls_store how = (mls_store)i;
+                        CHECK(rows_are_padded(kernels, used, row, rows, used, used % 16,
+                                              how));
+                        CHECK(
+                            rows_are_padded(kernels, used, row, rows, used + 8, 0, how));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* The sequence is innermost and stores go past the cache, so rows take the kernel if the
+ * processor has one; a length that is not a multiple of 16 bytes takes the other way. */
+static void innermost_rows_move_past_the_cache(void)
+{
+    enum { ROWS = 6000, LONGEST = 400, WORDS = ROWS * LONGEST };
+    static uint16_t from[WORDS], to[WORDS];
+    static mls_store_choices choices;
+    static const char *const stores[] = {"plain", "stream1", "stream4"};
+    static const size_t lengths[][2] = {
+        {40, 80}, {33, 96}, {50, 101}, {104, 400}, {300, 304}};
+    mls_status st;
+    mls_cpu best = MLS_CPU_SCALAR;
+    REQUIRE(mls_cpu_choose(NULL, &best, &st) == MLS_OK);
+    for (size_t i = 0; i < sizeof stores / sizeof stores[0]; i++) {
+        mls_kernels kernels = *mls_kernels_of(best);
+        REQUIRE(mls_store_choices_init(&choices, stores[i], &st) == MLS_OK);
+        choices.least[MLS_STORING_WITHIN] = 1; /* stage the rows of small results too */
+        kernels.choices = &choices;
+        for (size_t j = 0; j < sizeof lengths / sizeof lengths[0]; j++) {
+            const size_t before[] = {2, ROWS / 2, lengths[j][0]};
+            const size_t after[] = {2, ROWS / 2, lengths[j][1]};
+            const mls_tensor src = numbered(from, 3, before);
+            const mls_tensor dst = numbered(to, 3, after);
+            const size_t positions[] = {0, 7, before[2]};
+            for (int k = 0; k < 3; k++) {
+                mls_element pad;
+                REQUIRE(mls_element_encode(9, &dst, &pad, &st) == MLS_OK);
+                mls_kv_move(&kernels, NULL, &dst, &src, 2, positions[k], &pad,
+                            MLS_KV_TOUCHED);
+                CHECK(is_moved(&dst, &src, 2, positions[k]));
+            }
+        }
+    }
+}
+
 static const test_case tests[] = {
     TEST(requests_that_cannot_work_are_refused),
     TEST(axes_are_counted_from_both_ends),
@@ -264,6 +358,8 @@ static const test_case tests[] = {
     TEST(tokens_move_and_the_rest_is_padded),
     TEST(threads_give_the_same_bytes),
     TEST(every_axis_moves_with_threads_too),
+    TEST(row_kernels_copy_tokens_and_pad),
+    TEST(innermost_rows_move_past_the_cache),
     TEST(targets_are_checked_before_anything_is_written),
 };
 

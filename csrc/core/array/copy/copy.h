@@ -31,10 +31,10 @@ typedef struct mls_kernels {
     void (*fill)(void *dst, uint64_t pattern, size_t bytes, mls_store store);
     /* Copy `rows` rows of `used` bytes, `src_step` bytes apart, and fill each up to `row`
      * bytes with the pattern; `dst` has the rows without gaps. `dst` and `row` are
-     * multiples of 16. Stores past the cache, with one fence for all rows. NULL: this
+     * multiples of 16. Stores past the cache end with one fence for all rows. NULL: this
      * instruction set has no such kernel. */
     void (*pad_rows)(void *dst, const void *src, size_t src_step, size_t used, size_t row,
-                     size_t rows, uint64_t pattern);
+                     size_t rows, uint64_t pattern, mls_store store);
     /* Convert `count` elements; [from][to] for the convertible dtypes. Runs may be
      * unaligned and must not overlap. NULL on the diagonal. */
     mls_convert_run convert[MLS_CONVERTIBLE][MLS_CONVERTIBLE];

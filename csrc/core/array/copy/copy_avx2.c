@@ -306,33 +306,60 @@ TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store
     mls_kernels_scalar.fill(to, turned, bytes, how);
 }
 
-/* Vectors of 16 bytes, because arrays of NumPy are aligned to no more. The vector with
- * the end of the tokens is assembled on the stack. */
-TARGET static void pad_rows(void *dst, const void *src, size_t src_step, size_t used,
-                            size_t row, size_t rows, uint64_t pattern)
+/* Store 16 aligned bytes. */
+TARGET MLS_INLINED void put_small(unsigned char *to, __m128i value, bool streams)
+{
+    if (streams) {
+        _mm_stream_si128((__m128i *)(void *)to, value);
+    } else {
+        _mm_store_si128((__m128i *)(void *)to, value);
+    }
+}
+
+/* Vectors of 16 bytes, because arrays of NumPy are aligned to no more. Through the cache,
+ * unaligned larger ones are faster. The vector with the end of the tokens is assembled on
+ * the stack. */
+TARGET MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from,
+                                    size_t src_step, size_t used, size_t row, size_t rows,
+                                    uint64_t pattern, bool streams)
 {
     enum { SMALL = 16 };
-    unsigned char *to = dst;
-    const unsigned char *from = src;
     const __m128i padding = _mm_set1_epi64x((long long)pattern);
+    const vector filled = repeat_pattern(pattern);
     const size_t whole = used / SMALL * SMALL;
     for (; rows > 0; rows--, to += row, from += src_step) {
         size_t at = 0;
+        for (; !streams && at + WIDTH <= whole; at += WIDTH) {
+            store(to + at, load(from + at));
+        }
         for (; at < whole; at += SMALL) {
             const __m128i *const next = (const __m128i *)(const void *)(from + at);
-            _mm_stream_si128((__m128i *)(void *)(to + at), _mm_loadu_si128(next));
+            put_small(to + at, _mm_loadu_si128(next), streams);
         }
         if (used > whole) {
             __m128i edge = padding;
             memcpy(&edge, from + whole, used - whole);
-            _mm_stream_si128((__m128i *)(void *)(to + at), edge);
+            put_small(to + at, edge, streams);
             at += SMALL;
         }
+        for (; !streams && at + WIDTH <= row; at += WIDTH) {
+            store(to + at, filled);
+        }
         for (; at < row; at += SMALL) {
-            _mm_stream_si128((__m128i *)(void *)(to + at), padding);
+            put_small(to + at, padding, streams);
         }
     }
-    _mm_sfence();
+}
+
+TARGET static void pad_rows(void *dst, const void *src, size_t src_step, size_t used,
+                            size_t row, size_t rows, uint64_t pattern, mls_store how)
+{
+    if (how == MLS_STORE_PLAIN) {
+        pad_rows_by(dst, src, src_step, used, row, rows, pattern, false);
+    } else {
+        pad_rows_by(dst, src, src_step, used, row, rows, pattern, true);
+        _mm_sfence();
+    }
 }
 
 #    define MLS_TABLE_OF(set)                                                            \

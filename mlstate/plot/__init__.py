@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
 
-from ._common.text import bytes_text, shorten
+from .._common.text import bytes_text, shorten
+from ._caches import plot_cache, plot_cache_memory, plot_mask, plot_occupancy
+from ._figure import (
+    AGAIN,
+    AWAY,
+    BUDGET,
+    FREE,
+    LIGHT,
+    STATES,
+    TEXT,
+    USED,
+    bytes_unit,
+    new_figure,
+    seconds_unit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -13,15 +26,18 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from ._types import NDArray
-    from .activation import CheckpointStrategy, Pareto, Plan
-    from .checkpoint import Checkpoint, SaveHandle, SaveTimes
-    from .checkpoint._table import Group
-    from .fsdp import BackwardReport, FSDPShardingUnit
+    from .._types import NDArray
+    from ..activation import CheckpointStrategy, Pareto, Plan
+    from ..checkpoint import Checkpoint, SaveHandle, SaveTimes
+    from ..checkpoint._table import Group
+    from ..fsdp import BackwardReport, FSDPShardingUnit
 
 __all__ = [
     "plot_backward",
+    "plot_cache",
+    "plot_cache_memory",
     "plot_checkpoint",
+    "plot_mask",
     "plot_occupancy",
     "plot_pareto",
     "plot_plan",
@@ -29,93 +45,8 @@ __all__ = [
     "plot_shards",
 ]
 
-_USED, _FREE, _TEXT = "#2b6cb0", "#e2e8f0", "#1a202c"
-_STATES = ("#2b6cb0", "#dd8a2c", "#38a169", "#8e5bb8", "#c94f63", "#4a9c9c", "#8a8f98")
-_AGAIN, _AWAY, _BUDGET, _LIGHT = "#dd8a2c", "#8e5bb8", "#c94f63", "#90b4dc"
 _MARKS = "osD^v<>"
 _BARS = 30
-
-
-def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "pictures need matplotlib: pip install 'mlstate[plot]'", name="matplotlib"
-        ) from error
-
-    class Picture(Figure):
-        """A figure that notebooks display without pyplot, whose import takes a second."""
-
-        def _repr_png_(self) -> bytes:
-            buffer = io.BytesIO()
-            self.savefig(buffer, format="png")
-            return buffer.getvalue()
-
-    return Picture(figsize=(width, height), layout="constrained")
-
-
-def _unit(most: float) -> tuple[float, str]:
-    """Return the unit of an axis whose largest value is `most` bytes."""
-    power = next((p for p in (3, 2, 1) if most >= 1024**p), 0)
-    return 1024.0**power, ("bytes", "KiB", "MiB", "GiB")[power]
-
-
-def _seconds_unit(most: float) -> tuple[float, str]:
-    """Return the unit of an axis whose largest value is `most` seconds."""
-    return next((u for u in ((1.0, "s"), (1e-3, "ms")) if most >= u[0]), (1e-6, "µs"))
-
-
-def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
-    """Plot the occupancy of a KV cache at several stages.
-
-    Parameters
-    ----------
-    stages : sequence of (str, int, int)
-        Label, tokens in the cache, and its sequence length; plotted from top to bottom.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Save it with ``figure.savefig("cache.png")``; a notebook displays it.
-
-    Raises
-    ------
-    ImportError
-        matplotlib is not installed (``pip install 'mlstate[plot]'``).
-    ValueError
-        There are no stages, or a stage has more tokens than positions.
-
-    Examples
-    --------
-    >>> from mlstate.plot import plot_occupancy
-    >>> figure = plot_occupancy([("prefill", 180, 512), ("compact", 180, 256)])
-    >>> len(figure.axes)
-    1
-    """
-    if not stages:
-        raise ValueError("there are no stages to draw")
-    for label, tokens, length in stages:
-        if not 0 <= tokens <= length:
-            raise ValueError(f"'{label}' holds {tokens} tokens in {length} positions")
-    rows = range(len(stages))
-    figure = _figure(8, 1.3 + 0.45 * len(stages))
-    axes = figure.add_subplot()
-    axes.barh(rows, [stage[2] for stage in stages], color=_FREE, label="free")
-    axes.barh(rows, [stage[1] for stage in stages], color=_USED, label="tokens")
-    for row, (_, tokens, length) in enumerate(stages):
-        share = 100 * tokens / length if length else 0
-        axes.text(length, row, f"  {tokens} of {length}  ({share:.0f} %)", va="center", color=_TEXT)
-    axes.set_yticks(list(rows), [stage[0] for stage in stages])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(max(stage[2] for stage in stages), 1))
-    axes.set_xticks(sorted({0, *(stage[2] for stage in stages)}))
-    axes.set_xlabel("positions of the cache")
-    axes.set_title("How full the KV cache is", loc="left")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
-    figure.legend(loc="outside lower right", ncols=2, frameon=False)
-    return figure
 
 
 def _shortened(groups: list[Group]) -> list[tuple[str, dict[str, int]]]:
@@ -139,7 +70,7 @@ def _stack(
 ) -> None:
     """Draw horizontal bars, one colour for each column, with the first of `space` rows on top."""
     starts = [0.0] * len(rows)
-    for column, colour in zip(columns, _STATES, strict=False):
+    for column, colour in zip(columns, STATES, strict=False):
         widths = [nbytes.get(column, 0) / unit for _, nbytes in rows]
         axes.barh(range(len(rows)), widths, left=starts, color=colour, label=column)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
@@ -192,7 +123,7 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     >>> len(plot_checkpoint(checkpoint).axes)
     2
     """
-    from .checkpoint._table import Group, column_of, columns_of, groups_of
+    from ..checkpoint._table import Group, column_of, columns_of, groups_of
 
     records = checkpoint.tensors()
     columns = columns_of(records)
@@ -205,9 +136,9 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     stored = _shortened(ranks)
 
     most = max((sum(n.values()) for _, n in layers + stored), default=0)
-    unit, label = _unit(most)
+    unit, label = bytes_unit(most)
     space = max(len(layers), len(stored), 3)
-    figure = _figure(10, 1.6 + 0.27 * space)
+    figure = new_figure(10, 1.6 + 0.27 * space)
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     _stack(left, layers, columns, unit, space)
     _stack(right, stored, columns, unit, space)
@@ -243,7 +174,7 @@ def plot_saves(
     ImportError
         matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
-        There are no saves.
+        `saves` is empty.
 
     Examples
     --------
@@ -255,7 +186,7 @@ def plot_saves(
     >>> len(plot_saves([handle]).axes)
     1
     """
-    from .checkpoint._save_times import SaveTimes
+    from ..checkpoint._save_times import SaveTimes
 
     if not saves:
         raise ValueError("there are no saves to draw")
@@ -263,9 +194,9 @@ def plot_saves(
     known = [at for t in times for at in (t.began, t.staged, t.ended, *sum(t.waits, ())) if at]
     known += [at for step in steps for at in step]
     first, last = min(known), max(known)
-    scale, label = _seconds_unit(last - first)
+    scale, label = seconds_unit(last - first)
     rows = len(times)
-    figure = _figure(10, 1.6 + 0.3 * min(max(rows, 2), 2 * _BARS))
+    figure = new_figure(10, 1.6 + 0.3 * min(max(rows, 2), 2 * _BARS))
     axes = figure.subplots()
 
     def draw(at: Any, spans: Sequence[tuple[float, float]], color: str, **style: Any) -> None:
@@ -278,17 +209,17 @@ def plot_saves(
     free = [end if t.staged is None else t.staged for t, end in zip(times, ends, strict=True)]
     waits = [wait for t in times for wait in t.waits]
     if steps:
-        draw([0] * len(steps), steps, _FREE, label="training steps", edgecolor="white", height=0.8)
-    draw([0] * len(waits), waits, _BUDGET, label="caller held up", height=0.5)
-    draw(below, [(t.began, at) for t, at in zip(times, free, strict=True)], _AGAIN, label="staged")
-    draw(below, list(zip(free, ends, strict=True)), _USED, label="written and synced")
+        draw([0] * len(steps), steps, FREE, label="training steps", edgecolor="white", height=0.8)
+    draw([0] * len(waits), waits, BUDGET, label="caller held up", height=0.5)
+    draw(below, [(t.began, at) for t, at in zip(times, free, strict=True)], AGAIN, label="staged")
+    draw(below, list(zip(free, ends, strict=True)), USED, label="written and synced")
     shown = _ticks(rows)
     axes.set_yticks([0, *(n + 1 for n in shown)], ["training", *(f"save {n + 1}" for n in shown)])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.01 * (last - first) / scale)
     axes.set_xlabel(label)
     held = sum(t.blocked_seconds for t in times)
-    unit, short = _seconds_unit(held)
+    unit, short = seconds_unit(held)
     axes.set_title(
         f"The caller was held up for {held / unit:.3g} {short} of "
         f"{(last - first) / scale:.3g} {label} ({held / (last - first):.1%})",
@@ -345,18 +276,18 @@ def plot_backward(report: BackwardReport) -> Figure:
         1.2 + 0.24 * min(max(rows, 3), 2 * _BARS),
         0.8 + 0.25 * min(len(waited), 2 * _BARS),
     ]
-    figure = _figure(10, heights[0] + (heights[1] if several else 0) + 0.3)
+    figure = new_figure(10, heights[0] + (heights[1] if several else 0) + 0.3)
     if several:
         upper, lower = figure.subplots(2, 1, height_ratios=heights)
     else:
         upper = figure.subplots()
-    upper.barh(-1, report.backward * 1e3, color=_FREE, height=0.7)
+    upper.barh(-1, report.backward * 1e3, color=FREE, height=0.7)
     times = [at * 1e3 for _, at in report.gradients]
-    upper.vlines(times, -1.35, -0.65, color=_TEXT, linewidth=0.7)
+    upper.vlines(times, -1.35, -0.65, color=TEXT, linewidth=0.7)
     for label, color, height, spans in (
-        ("full, until its turn comes", _FREE, 0.3, [(b.ready, b.started) for b in report.buckets]),
-        ("waits for ranks", _STATES[1], 0.7, [(b.started, b.agreed) for b in report.buckets]),
-        ("sums are made", _USED, 0.7, [(b.agreed, b.ended) for b in report.buckets]),
+        ("full, until its turn comes", FREE, 0.3, [(b.ready, b.started) for b in report.buckets]),
+        ("waits for ranks", STATES[1], 0.7, [(b.started, b.agreed) for b in report.buckets]),
+        ("sums are made", USED, 0.7, [(b.agreed, b.ended) for b in report.buckets]),
     ):
         lengths = [(end - start) * 1e3 for start, end in spans]
         starts = [start * 1e3 for start, _ in spans]
@@ -374,7 +305,7 @@ def plot_backward(report: BackwardReport) -> Figure:
     upper.spines[["top", "right"]].set_visible(False)
     if several:
         late = report.straggler
-        lower.barh(range(len(waited)), [t * 1e3 for t in waited], color=_STATES[1], height=0.6)
+        lower.barh(range(len(waited)), [t * 1e3 for t in waited], color=STATES[1], height=0.6)
         shown = _ticks(len(waited))
         lower.set_yticks(shown, [f"rank {rank}" for rank in shown])
         lower.invert_yaxis()
@@ -404,7 +335,7 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
     ImportError
         matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
-        The world size of a unit is unknown, or differs from that of another unit.
+        The world size of a unit is unknown, or differs from another unit.
 
     Examples
     --------
@@ -414,10 +345,10 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
     >>> len(plot_shards({"w": unit}).axes)
     1
     """
-    from .checkpoint._table import Group
+    from ..checkpoint._table import Group
 
     units = sorted(sharding_units.values(), key=lambda unit: -unit.full_bytes)
-    columns = [unit.parameter_name for unit in units[: len(_STATES) - 1]]
+    columns = [unit.parameter_name for unit in units[: len(STATES) - 1]]
     others = f"{len(units) - len(columns)} others"
     for unit in units:
         if len(unit.counts) != len(units[0].counts):
@@ -436,8 +367,8 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
         columns.append(others)
     kept = _shortened(ranks)
     most = max((sum(n.values()) for _, n in kept), default=0)
-    scale, label = _unit(most)
-    figure = _figure(10, 1.6 + 0.27 * max(len(kept), 3))
+    scale, label = bytes_unit(most)
+    figure = new_figure(10, 1.6 + 0.27 * max(len(kept), 3))
     axes = figure.subplots()
     _stack(axes, kept, columns, scale, max(len(kept), 3))
     axes.set_title("Gradients kept by each rank", loc="left")
@@ -460,7 +391,7 @@ def _clock(plan: Plan) -> tuple[NDArray, float, str]:
     if not seconds.any():
         return np.arange(len(seconds) + 1), 1.0, "steps"
     ends = np.concatenate([[0.0], np.cumsum(seconds)])
-    unit, label = _seconds_unit(float(ends[-1]))
+    unit, label = seconds_unit(float(ends[-1]))
     return ends, unit, f"predicted time, {label}"
 
 
@@ -468,9 +399,9 @@ def _draw_memory(axes: Any, plan: Plan, plain: Plan, unit: float) -> None:
     """Plot the peak memory of each step over time, with and without the plan, and the budget."""
     import numpy as np
 
-    from .activation._plan import _DROP
+    from ..activation._plan import _DROP
 
-    colours = ((plain, "#a0aec0", "without a plan", 0.0), (plan, _USED, "with the plan", 0.35))
+    colours = ((plain, "#a0aec0", "without a plan", 0.0), (plan, USED, "with the plan", 0.35))
     for each, colour, label, alpha in colours:
         at, scale, _ = _clock(each)
         lasting = (each._steps[:, 0] != _DROP) | (at[1:] > at[:-1])  # hide steps without duration
@@ -480,7 +411,7 @@ def _draw_memory(axes: Any, plan: Plan, plain: Plan, unit: float) -> None:
             axes.stairs(heights, edges, fill=True, color=colour, alpha=alpha, linewidth=0)
         axes.stairs(heights, edges, color=colour, linewidth=1.3, label=label, baseline=0)
     if plan.budget_bytes is not None:
-        axes.axhline(plan.budget_bytes / unit, color=_BUDGET, linestyle="--", label="budget")
+        axes.axhline(plan.budget_bytes / unit, color=BUDGET, linestyle="--", label="budget")
     highest = max(plan.predicted_peak_bytes, plain.predicted_peak_bytes, plan.budget_bytes or 0)
     axes.set_ylim(0, 1.06 * max(highest / unit, 1e-9))
     axes.spines[["top", "right"]].set_visible(False)
@@ -499,11 +430,11 @@ def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
     first[np.flatnonzero(forward)[np.unique(rows[forward], return_index=True)[1]]] = True
     handles = []
     for label, colour, chosen in (
-        ("forward, all saved", _USED, first & (kinds == 1)),
-        ("forward, output only", _LIGHT, first & (kinds == 0)),
-        ("forward again", _AGAIN, forward & ~first),
+        ("forward, all saved", USED, first & (kinds == 1)),
+        ("forward, output only", LIGHT, first & (kinds == 0)),
+        ("forward again", AGAIN, forward & ~first),
         ("backward", "#8a8f98", kinds == 2),
-        ("to the host and back", _AWAY, kinds >= 4),
+        ("to the host and back", AWAY, kinds >= 4),
     ):
         steps = np.flatnonzero(chosen)
         if not len(steps):
@@ -517,7 +448,7 @@ def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
             PolyCollection(shapes, facecolors=colour, edgecolors=colour, linewidths=width)
         )
         handles.append(Patch(color=colour, label=label))
-    for blocks, colour in ((plan.recomputed, _AGAIN), (plan.offloaded, _AWAY)):
+    for blocks, colour in ((plan.recomputed, AGAIN), (plan.offloaded, AWAY)):
         for block in blocks if plan.chain.blocks <= 20 * _BARS else ():
             axes.axhspan(block - 0.5, block + 0.5, color=colour, alpha=0.12, linewidth=0, zorder=0)
     axes.set_xlim(0, at[-1] / scale)
@@ -561,10 +492,10 @@ def plot_plan(plan: Plan) -> Figure:
     """
     plain = type(plan).from_recomputed(plan.chain, [])
     most = max(plan.predicted_peak_bytes, plain.predicted_peak_bytes, plan.budget_bytes or 0)
-    unit, label = _unit(most)
+    unit, label = bytes_unit(most)
     blocks = plan.chain.blocks
     lower_height = 0.9 + 0.2 * min(max(blocks, 4), _BARS)
-    figure = _figure(10, 3.6 + lower_height)
+    figure = new_figure(10, 3.6 + lower_height)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, lower_height])
     _draw_memory(upper, plan, plain, unit)
     upper.set_ylabel(label)
@@ -594,7 +525,7 @@ def plot_plan(plan: Plan) -> Figure:
 
 def _points(chain: Any, strategies: Any) -> dict[tuple[int, float], tuple[str, Plan]]:
     """Return the plans of strategies by memory and time; names at the same point are joined."""
-    from .activation._plan import Plan
+    from ..activation._plan import Plan
 
     named = strategies.items() if hasattr(strategies, "items") else ((None, s) for s in strategies)
     found: dict[tuple[int, float], tuple[str, Plan]] = {}
@@ -650,16 +581,16 @@ def plot_pareto(
     points = _points(curve.chain, strategies)
     plain_seconds = curve.chain.plain_seconds
     most = max(curve.chain.plain_peak_bytes, *(peak for peak, _ in points), 0)
-    unit, label = _unit(most)
-    second, second_label = _seconds_unit(max(curve[0][1], plain_seconds))
-    figure = _figure(9, 4.6 + 0.2 * (len(points) // 2))
+    unit, label = bytes_unit(most)
+    second, second_label = seconds_unit(max(curve[0][1], plain_seconds))
+    figure = new_figure(9, 4.6 + 0.2 * (len(points) // 2))
     axes = figure.add_subplot()
     budgets = [*curve.budget_bytes.tolist(), max(1.04 * most, curve[-1][0])]
     seconds = [*curve.seconds.tolist(), curve[-1][1]]
     axes.plot(
         [b / unit for b in budgets],
         [s / second for s in seconds],
-        color=_USED,
+        color=USED,
         drawstyle="steps-post",
         linewidth=1.8,
         label=f"fastest plan of each budget{'' if curve.exact else f', {curve.method}'}",
@@ -668,7 +599,7 @@ def plot_pareto(
         axes.plot(
             peak / unit,
             time / second,
-            color=_STATES[1:][number % (len(_STATES) - 1)],
+            color=STATES[1:][number % (len(STATES) - 1)],
             marker=_MARKS[number % len(_MARKS)],
             markersize=9,
             markeredgecolor="white",

@@ -1,0 +1,415 @@
+/* kv_quantize: groups of 4- or 8-bit codes with a scale and a bias for each group.
+ *
+ * Values are handled in tiles of whole groups of consecutive rows: a tile is converted to
+ * floats in a buffer on the stack and quantized there, so that any strides, byte order
+ * and dtype need one loop only.
+ */
+#include "kv/kv_quantize.h"
+
+#include "kv/quantize_kernels.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <string.h>
+
+enum {
+    TILE = MLS_QUANTIZE_MOST_GROUP, /* elements of a tile */
+    MOST_GROUPS = TILE / MLS_QUANTIZE_UNIT
+};
+
+/* ---- checks ---- */
+
+mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_t *words,
+                               size_t *groups, mls_status *st)
+{
+    if (bits != 4 && bits != 8) {
+        mls_fail(st, MLS_E_VALUE, "bits must be 4 or 8, got %u", bits);
+        mls_status_expected(st, "4 or 8");
+        mls_status_got(st, "%u", bits);
+        return MLS_E_VALUE;
+    }
+    if (group == 0 || group % MLS_QUANTIZE_UNIT != 0 || group > MLS_QUANTIZE_MOST_GROUP) {
+        mls_fail(st, MLS_E_VALUE, "group must be a multiple of %d up to %d, got %zu",
+                 MLS_QUANTIZE_UNIT, MLS_QUANTIZE_MOST_GROUP, group);
+        mls_status_expected(st, "a multiple of %d up to %d", MLS_QUANTIZE_UNIT,
+                            MLS_QUANTIZE_MOST_GROUP);
+        mls_status_got(st, "%zu", group);
+        return MLS_E_VALUE;
+    }
+    if (length % group != 0) {
+        mls_fail(st, MLS_E_SHAPE,
+                 "the last axis has %zu elements, which are not whole groups of %zu: use "
+                 "a group that divides it",
+                 length, group);
+        mls_status_expected(st, "a multiple of %zu", group);
+        mls_status_got(st, "%zu", length);
+        return MLS_E_SHAPE;
+    }
+    *words = length / (32 / bits);
+    *groups = length / group;
+    return MLS_OK;
+}
+
+/* Check a view against the shape of the values, with another last axis, and a dtype. */
+static mls_code check_view(const char *what, const mls_tensor *view,
+                           const mls_tensor *values, size_t last, mls_dtype dtype,
+                           mls_status *st)
+{
+    char text[MLS_FACT_BYTES], wanted[MLS_FACT_BYTES];
+    size_t shape[MLS_MAX_RANK];
+    memcpy(shape, values->shape, sizeof shape);
+    shape[values->rank - 1] = last;
+    const size_t bytes = sizeof(size_t) * (size_t)values->rank;
+    if (view->rank != values->rank || memcmp(view->shape, shape, bytes) != 0) {
+        mls_shape_text(text, sizeof text, view->rank, view->shape);
+        mls_shape_text(wanted, sizeof wanted, values->rank, shape);
+        mls_fail(st, MLS_E_SHAPE, "%s have shape %s instead of %s", what, text, wanted);
+        mls_status_expected(st, "%s", wanted);
+        mls_status_got(st, "%s", text);
+        return MLS_E_SHAPE;
+    }
+    if (view->dtype != dtype) {
+        const char *got = mls_dtype_of(view->dtype)->name;
+        const char *expected = mls_dtype_of(dtype)->name;
+        mls_fail(st, MLS_E_DTYPE, "%s are %s instead of %s", what, got, expected);
+        mls_status_expected(st, "%s", expected);
+        mls_status_got(st, "%s", got);
+        return MLS_E_DTYPE;
+    }
+    return MLS_OK;
+}
+
+mls_code mls_quantize_check(const mls_tensor *values, const mls_quantized *quantized,
+                            mls_status *st)
+{
+    size_t words, groups;
+    if (values->dtype != MLS_F16 && values->dtype != MLS_BF16 &&
+        values->dtype != MLS_F32) {
+        const char *name = mls_dtype_of(values->dtype)->name;
+        mls_fail(st, MLS_E_DTYPE,
+                 "the values are %s: only float16, bfloat16 and float32 are quantized",
+                 name);
+        mls_status_expected(st, "float16, bfloat16 or float32");
+        mls_status_got(st, "%s", name);
+        return MLS_E_DTYPE;
+    }
+    if (values->rank == 0) {
+        return mls_fail(st, MLS_E_SHAPE, "the values have no axis to make groups of");
+    }
+    const size_t length = values->shape[values->rank - 1];
+    mls_code code = mls_quantized_lengths(length, quantized->bits, quantized->group,
+                                          &words, &groups, st);
+    if (code == MLS_OK) {
+        code = check_view("codes", &quantized->codes, values, words, MLS_U32, st);
+    }
+    if (code == MLS_OK) {
+        code =
+            check_view("scales", &quantized->scales, values, groups, values->dtype, st);
+    }
+    if (code == MLS_OK) {
+        code =
+            check_view("biases", &quantized->biases, values, groups, values->dtype, st);
+    }
+    return code;
+}
+
+/* ---- one group ---- */
+
+static mls_group_range measure(const float *x, size_t count)
+{
+    mls_group_range range = {.low = x[0], .high = x[0]};
+    float not_finite = 0; /* becomes NaN once an element is infinite or NaN */
+    for (size_t i = 0; i < count; i++) {
+        range.low = x[i] < range.low ? x[i] : range.low;
+        range.high = x[i] > range.high ? x[i] : range.high;
+        not_finite += x[i] - x[i];
+    }
+    range.is_finite = !isnan(not_finite);
+    return range;
+}
+
+static void encode(const float *x, size_t count, float scale, float bias, float levels,
+                   unsigned char *codes)
+{
+    const float round = 0x1.8p23F; /* adding it rounds to an integer, ties to even */
+    for (size_t i = 0; i < count; i++) {
+        float code = (x[i] - bias) / scale;
+        code = code > 0 ? code : 0;
+        code = code < levels ? code : levels;
+        codes[i] = (unsigned char)(int32_t)((code + round) - round);
+    }
+}
+
+static void decode(const unsigned char *codes, size_t count, float scale, float bias,
+                   float *x)
+{
+    for (size_t i = 0; i < count; i++) {
+        x[i] = scale * (float)codes[i] + bias;
+    }
+}
+
+static void join(const unsigned char *from, size_t count, unsigned char *to)
+{
+    for (size_t i = 0; i < count / 2; i++) {
+        to[i] = (unsigned char)(from[2 * i] | from[2 * i + 1] << 4);
+    }
+}
+
+static void split(const unsigned char *from, size_t count, unsigned char *to)
+{
+    for (size_t i = 0; i < count / 2; i++) {
+        to[2 * i] = from[i] & 15;
+        to[2 * i + 1] = from[i] >> 4;
+    }
+}
+
+static const mls_group_kernels plain_kernels = {measure, encode, decode, join, split};
+
+/* Return the functions of an instruction set. */
+static const mls_group_kernels *group_kernels_of(mls_cpu cpu)
+{
+#if defined(__x86_64__)
+    if (cpu == MLS_CPU_AVX2 || cpu == MLS_CPU_AVX512) {
+        return &mls_group_kernels_avx2;
+    }
+#endif
+    (void)cpu;
+    return &plain_kernels;
+}
+
+/* Choose scale and bias of a group. The bias is the extreme with the larger absolute
+ * value, and 0 is a whole number of steps from it. mlx does the same operations in the
+ * same order.
+ * Returns false if an element or the range is not finite. */
+static bool choose_affine(mls_group_range r, float levels, float *scale, float *bias)
+{
+    const bool from_low = fabsf(r.low) > fabsf(r.high);
+    const float step = (r.high - r.low) / levels, least = 1e-7F;
+    const float size = step > least ? step : least;
+    const float edge = from_low ? r.low : r.high;
+    *scale = from_low ? size : -size;
+    *bias = 0;
+    const float steps = rintf(edge / *scale); /* from 0 to the edge */
+    if (fabsf(steps) > 0) {
+        *scale = edge / steps;
+        *bias = edge;
+    }
+    return r.is_finite && isfinite(r.high - r.low);
+}
+
+/* ---- words ---- */
+
+/* Convert between bytes and words, the first byte in the lowest bits. */
+static void words_of_bytes(const unsigned char *bytes, size_t words, uint32_t *out)
+{
+    for (size_t i = 0; i < words; i++) {
+        const unsigned char *b = bytes + 4 * i;
+        out[i] = (uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 |
+                 (uint32_t)b[3] << 24;
+    }
+}
+
+static void bytes_of_words(const uint32_t *words, size_t count, unsigned char *out)
+{
+    for (size_t i = 0; i < count; i++) {
+        out[4 * i] = (unsigned char)words[i];
+        out[4 * i + 1] = (unsigned char)(words[i] >> 8);
+        out[4 * i + 2] = (unsigned char)(words[i] >> 16);
+        out[4 * i + 3] = (unsigned char)(words[i] >> 24);
+    }
+}
+
+/* ---- tiles ---- */
+
+/* The work, the same for all tiles. */
+typedef struct job {
+    const mls_kernels *kernels;
+    const mls_group_kernels *groups;
+    const mls_tensor *values;
+    const mls_quantized *quantized;
+    size_t rows, columns;           /* of a tile; columns are whole groups */
+    size_t row_tiles, column_tiles; /* at one index of the outer axes */
+    float levels;                   /* the largest code */
+    atomic_bool is_finite;          /* of all values so far */
+} job;
+
+/* Elements, codes, scales and biases of a tile, packed. */
+typedef struct buffer {
+    float values[TILE];
+    unsigned char codes[TILE], joined[TILE / 2]; /* one or two codes in each byte */
+    uint32_t words[TILE / 4];
+    float scales[MOST_GROUPS], biases[MOST_GROUPS];
+} buffer;
+
+/* The place of a tile: the index of the outer axes, and rows and groups there. */
+typedef struct tile {
+    size_t outer, row, rows, group, groups;
+} tile;
+
+/* Return a view of a tile whose groups have `width` elements each in `whole`. */
+static mls_tensor tile_view(const mls_tensor *whole, const tile *t, size_t width)
+{
+    const int last = whole->rank - 1;
+    mls_tensor view = {.data = whole->data,
+                       .dtype = whole->dtype,
+                       .swapped = whole->swapped,
+                       .rank = 2,
+                       .shape = {t->rows, t->groups * width}};
+    view.strides[1] = whole->strides[last];
+    view.data += (ptrdiff_t)(t->group * width) * view.strides[1];
+    if (last > 0) {
+        view.strides[0] = whole->strides[last - 1];
+        view.data += (ptrdiff_t)t->row * view.strides[0];
+    }
+    size_t index = t->outer;
+    for (int axis = last - 2; axis >= 0; axis--) {
+        view.data += (ptrdiff_t)(index % whole->shape[axis]) * whole->strides[axis];
+        index /= whole->shape[axis];
+    }
+    return view;
+}
+
+/* Return a packed view with the shape of `like`. */
+static mls_tensor packed_view(const mls_tensor *like, void *data, mls_dtype dtype)
+{
+    const size_t item = mls_dtype_of(dtype)->item_bytes;
+    return (mls_tensor){.data = data,
+                        .dtype = dtype,
+                        .rank = 2,
+                        .shape = {like->shape[0], like->shape[1]},
+                        .strides = {(ptrdiff_t)(like->shape[1] * item), (ptrdiff_t)item}};
+}
+
+/* Copy a tile of `whole` to packed memory, or back if `store`. */
+static void copy_tile(const job *j, const mls_tensor *whole, const tile *t, size_t width,
+                      void *packed, mls_dtype dtype, bool store)
+{
+    const mls_tensor view = tile_view(whole, t, width);
+    const mls_tensor other = packed_view(&view, packed, dtype);
+    if (store) {
+        mls_copy(j->kernels, &view, &other, mls_cached());
+    } else {
+        mls_copy(j->kernels, &other, &view, mls_cached());
+    }
+}
+
+/* Return the place of a tile. */
+static tile tile_at(const job *j, size_t index)
+{
+    const mls_tensor *values = j->values;
+    const int last = values->rank - 1;
+    const size_t all_rows = last > 0 ? values->shape[last - 1] : 1;
+    const size_t group = j->quantized->group;
+    tile t;
+    const size_t column = index % j->column_tiles * j->columns;
+    index /= j->column_tiles;
+    t.row = index % j->row_tiles * j->rows;
+    t.outer = index / j->row_tiles;
+    t.rows = all_rows - t.row < j->rows ? all_rows - t.row : j->rows;
+    const size_t columns = values->shape[last] - column;
+    t.group = column / group;
+    t.groups = (columns < j->columns ? columns : j->columns) / group;
+    return t;
+}
+
+/* Quantize tile number `index`, as a task for the pool. */
+static void quantize_tile(void *context, size_t index)
+{
+    job *j = context;
+    const mls_quantized *q = j->quantized;
+    const size_t words = q->group * q->bits / 32;
+    const tile t = tile_at(j, index);
+    buffer b;
+    bool is_finite = true;
+    copy_tile(j, j->values, &t, q->group, b.values, MLS_F32, false);
+    const size_t count = t.rows * t.groups;
+    for (size_t i = 0; i < count; i++) {
+        const float *x = b.values + i * q->group;
+        if (!choose_affine(j->groups->measure(x, q->group), j->levels, &b.scales[i],
+                           &b.biases[i])) {
+            is_finite = false;
+        }
+        j->groups->encode(x, q->group, b.scales[i], b.biases[i], j->levels,
+                          b.codes + i * q->group);
+    }
+    if (!is_finite) {
+        atomic_store_explicit(&j->is_finite, false, memory_order_relaxed);
+        return;
+    }
+    if (q->bits == 4) {
+        j->groups->join(b.codes, count * q->group, b.joined);
+    }
+    words_of_bytes(q->bits == 4 ? b.joined : b.codes, count * words, b.words);
+    copy_tile(j, &q->codes, &t, words, b.words, MLS_U32, true);
+    copy_tile(j, &q->scales, &t, 1, b.scales, MLS_F32, true);
+    copy_tile(j, &q->biases, &t, 1, b.biases, MLS_F32, true);
+}
+
+/* Dequantize tile number `index`, as a task for the pool. */
+static void dequantize_tile(void *context, size_t index)
+{
+    const job *j = context;
+    const mls_quantized *q = j->quantized;
+    const size_t words = q->group * q->bits / 32;
+    const tile t = tile_at(j, index);
+    buffer b;
+    copy_tile(j, &q->codes, &t, words, b.words, MLS_U32, false);
+    copy_tile(j, &q->scales, &t, 1, b.scales, MLS_F32, false);
+    copy_tile(j, &q->biases, &t, 1, b.biases, MLS_F32, false);
+    const size_t count = t.rows * t.groups;
+    bytes_of_words(b.words, count * words, q->bits == 4 ? b.joined : b.codes);
+    if (q->bits == 4) {
+        j->groups->split(b.joined, count * q->group, b.codes);
+    }
+    for (size_t i = 0; i < count; i++) {
+        j->groups->decode(b.codes + i * q->group, q->group, b.scales[i], b.biases[i],
+                          b.values + i * q->group);
+    }
+    copy_tile(j, j->values, &t, q->group, b.values, MLS_F32, true);
+}
+
+/* Divide the values into tiles and run `task` on each of them. */
+static void run_tiles(job *j, mls_pool *pool, mls_task task)
+{
+    const int last = j->values->rank - 1;
+    const size_t length = j->values->shape[last], group = j->quantized->group;
+    const size_t all_rows = last > 0 ? j->values->shape[last - 1] : 1;
+    size_t bytes = 0, outer = 1;
+    (void)mls_tensor_bytes(j->values, &bytes); /* the view exists: no overflow */
+    if (bytes == 0) {
+        return;
+    }
+    for (int axis = 0; axis < last - 1; axis++) {
+        outer *= j->values->shape[axis]; /* smaller than the values */
+    }
+    j->columns = length < TILE ? length : TILE / group * group;
+    j->rows = TILE / j->columns;
+    j->column_tiles = length / j->columns + (length % j->columns != 0);
+    j->row_tiles = all_rows / j->rows + (all_rows % j->rows != 0);
+    j->groups = group_kernels_of(j->kernels->cpu);
+    j->levels = j->quantized->bits == 4 ? 15 : 255;
+    mls_pool_run(bytes >= MLS_POOL_COPY_BYTES ? pool : NULL, task, j,
+                 outer * j->row_tiles * j->column_tiles);
+}
+
+mls_code mls_quantize(const mls_kernels *kernels, mls_pool *pool,
+                      const mls_quantized *dst, const mls_tensor *values, mls_status *st)
+{
+    job j = {.kernels = kernels, .values = values, .quantized = dst};
+    atomic_init(&j.is_finite, true);
+    run_tiles(&j, pool, quantize_tile);
+    if (!atomic_load_explicit(&j.is_finite, memory_order_relaxed)) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "a value is NaN or infinite, or the values of a group are too "
+                        "far apart: such groups have no scale");
+    }
+    return MLS_OK;
+}
+
+void mls_dequantize(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *values,
+                    const mls_quantized *src)
+{
+    job j = {.kernels = kernels, .values = values, .quantized = src};
+    atomic_init(&j.is_finite, true);
+    run_tiles(&j, pool, dequantize_tile);
+}

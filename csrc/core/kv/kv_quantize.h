@@ -1,0 +1,56 @@
+/* kv_quantize: groups of 4- or 8-bit codes with a scale and a bias for each group.
+ *
+ * A group is `group` adjacent elements of the last axis. Its elements are approximated by
+ * scale * code + bias, with a code of 0 .. 2**bits - 1. The codes of the last axis are
+ * packed into 32-bit words, the first code in the lowest bits.
+ *
+ * mlx.core.quantize in affine mode on a CPU gives the same layout and the same bits:
+ * arithmetic in float, and codes that are computed before scale and bias are rounded to
+ * the dtype of the values.
+ */
+#ifndef MLS_KV_QUANTIZE_H
+#define MLS_KV_QUANTIZE_H
+
+#include "array/copy/copy.h"
+#include "runtime/thread_pool.h"
+
+enum {
+    MLS_QUANTIZE_UNIT = 8,         /* a group is a multiple of this */
+    MLS_QUANTIZE_MOST_GROUP = 4096 /* a tile on the stack holds at least one group */
+};
+
+/* Codes with their scales and biases. The views have the shape of the values, except for
+ * the last axis: see mls_quantized_lengths. The memory is borrowed. */
+typedef struct mls_quantized {
+    mls_tensor codes;          /* uint32 */
+    mls_tensor scales, biases; /* the dtype of the values */
+    unsigned bits;             /* 4 or 8 */
+    size_t group;
+} mls_quantized;
+
+/* Compute the lengths of the last axis of codes, and of scales and biases, for values of
+ * `length` elements.
+ * MLS_E_VALUE: bits are not 4 or 8, or the group is not a multiple of 8 up to 4096.
+ * MLS_E_SHAPE: the group does not divide the length. */
+mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_t *words,
+                               size_t *groups, mls_status *st);
+
+/* Check that the views belong together; both functions below require it.
+ * MLS_E_SHAPE, MLS_E_VALUE: as above; a rank of 0; a view of another shape.
+ * MLS_E_DTYPE: values that are not float16, bfloat16 or float32, or a view of another
+ * dtype. */
+mls_code mls_quantize_check(const mls_tensor *values, const mls_quantized *quantized,
+                            mls_status *st);
+
+/* Quantize `values`, which must not overlap `dst`.
+ * MLS_E_VALUE: a value is not finite, or a group spans more than float can hold; the
+ * content of `dst` is undefined then. */
+mls_code mls_quantize(const mls_kernels *kernels, mls_pool *pool,
+                      const mls_quantized *dst, const mls_tensor *values, mls_status *st);
+
+/* Write scale * code + bias, computed in float and rounded once, to `values`, which must
+ * not overlap `src`. Cannot fail. */
+void mls_dequantize(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *values,
+                    const mls_quantized *src);
+
+#endif

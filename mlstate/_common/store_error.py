@@ -1,0 +1,19 @@
+"""Errors of files and objects that a system or a store refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import StoreError, StoreNotFoundError, StorePermissionError
+
+
+def store_error(error: OSError, what: str, path: Any) -> StoreError:
+    """Return an OSError as a StoreError, of the subclass for its errno."""
+    cls: Any = StoreError
+    if isinstance(error, FileNotFoundError):
+        cls = StoreNotFoundError
+    elif isinstance(error, PermissionError):
+        cls = StorePermissionError
+    made = cls(error.errno, f"{what}: {error.strerror}", path)
+    made.path = path
+    return made  # type: ignore[no-any-return]

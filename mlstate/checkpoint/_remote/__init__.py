@@ -1,0 +1,1 @@
+"""Checkpoints in object stores: S3, Google Cloud Storage, Azure."""

@@ -1,0 +1,232 @@
+"""One interface to the objects of a store: S3, Google Cloud Storage, Azure; through obstore.
+
+Keys are relative to the checkpoint's URL. Requests that change nothing, or that may be repeated,
+are repeated until the total timeout. Conditional writes are not repeated here: the caller settles
+their outcome (root_claim.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..._common.store_error import store_error
+from .engine_errors import RETRIED, engine_reason, is_engine_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import TypeVar
+
+    from .options import StoreOptions
+
+    _Result = TypeVar("_Result")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts
+_BROKEN = "the answer was not complete"
+
+
+class Tag(NamedTuple):
+    """The identity of an object's content: its ETag, its version, or both."""
+
+    e_tag: str | None
+    version: str | None
+
+
+class ObjectInfo(NamedTuple):
+    """Size in bytes, time of the last change (seconds since 1970) and tag of an object."""
+
+    nbytes: int
+    changed: float
+    tag: Tag
+
+
+def _info_of(found: Any) -> ObjectInfo:
+    tag = Tag(found["e_tag"], found["version"])
+    return ObjectInfo(found["size"], found["last_modified"].timestamp(), tag)
+
+
+def retry_pauses() -> Iterable[float]:
+    """Yield the seconds to wait before each further attempt: growing, with jitter."""
+    import random
+
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause * random.uniform(0.5, 1.0)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+class ObjectStore:
+    """The objects below one URL.
+
+    Parameters
+    ----------
+    url : str
+        Base of the keys, such as ``"s3://bucket/run"``; also used in errors.
+    options : StoreOptions
+        Checked options.
+
+    Raises
+    ------
+    ImportError
+        obstore is not installed.
+    ValueError
+        The engine refuses an option.
+    """
+
+    def __init__(self, url: str, options: StoreOptions) -> None:
+        self.url = url
+        self.timeout = options.timeout_seconds
+        self._options = options
+        self._engine, self._store = options.open_engine(url)
+        self._pid = os.getpid()
+
+    # ---- requests ----
+
+    def _call(self, what: str, key: str, request: Callable[[], _Result]) -> _Result:
+        """Send one request; raise the engine's error as a StoreError without credentials."""
+        path = f"{self.url}/{key}" if key else self.url
+        if self._pid != os.getpid():
+            text = "this process is a fork, where the engine does not work: start it by spawn"
+            raise store_error(OSError(errno.EINVAL, text), what, path)
+        failed = None
+        try:
+            return request()
+        except Exception as error:
+            if not is_engine_error(error):
+                raise
+            failed = store_error(engine_reason(error), what, path)
+        raise failed  # outside the handler, so that the engine's text is not its context
+
+    def _repeat(self, what: str, key: str, request: Callable[[], _Result]) -> _Result:
+        """Send a request that may be repeated, until it succeeds or the timeout is over."""
+        end = time.monotonic() + self.timeout
+        for pause in retry_pauses():
+            try:
+                return self._call(what, key, request)
+            except OSError as error:
+                if error.errno not in RETRIED or time.monotonic() + pause > end:
+                    raise
+            time.sleep(pause)
+        raise AssertionError
+
+    # ---- reading ----
+
+    def get(self, key: str, most: int) -> tuple[bytes, Tag]:
+        """Return a whole object and the tag of exactly this content.
+
+        Raises
+        ------
+        ValueError
+            It has more than `most` bytes; nothing was read.
+        """
+
+        def request() -> tuple[bytes, Tag] | None:
+            found = self._engine.get(self._store, key)
+            info = _info_of(found.meta)
+            if info.nbytes > most:
+                return None
+            data = bytes(found.bytes())
+            if len(data) != info.nbytes:
+                raise OSError(errno.EIO, _BROKEN)
+            return data, info.tag
+
+        got = self._repeat("cannot read the object", key, request)
+        if got is None:
+            raise ValueError("too long")
+        return got
+
+    def get_range(self, key: str, begin: int, end: int) -> tuple[Any, int | None]:
+        """Return bytes `begin` .. `end` as a buffer, and the size of the whole object.
+
+        The buffer is shorter if the object ends earlier, and empty, without a size, if it ends
+        at `begin` or before.
+        """
+
+        def request() -> tuple[Any, int]:
+            found = self._engine.get(self._store, key, options={"range": (begin, end)})
+            data, nbytes = found.bytes(), found.meta["size"]
+            if len(data) != min(end, nbytes) - begin:
+                raise OSError(errno.EIO, _BROKEN)
+            return data, nbytes
+
+        try:
+            return self._repeat("cannot read the object", key, request)
+        except OSError as error:
+            if error.errno != errno.ERANGE:
+                raise
+        return b"", None
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """Return size and tag of an object; None if it does not exist."""
+        try:
+            return self._repeat(
+                "cannot find the object",
+                key,
+                lambda: _info_of(self._engine.head(self._store, key)),
+            )
+        except FileNotFoundError:
+            return None
+
+    def list_folder(self, folder: str) -> dict[str, ObjectInfo]:
+        """Return the objects directly in a folder (``""``: the URL itself) by name."""
+
+        def request() -> Any:
+            return self._engine.list_with_delimiter(self._store, folder or None)["objects"]
+
+        found = self._repeat("cannot list the objects", folder, request)
+        return {one["path"].rpartition("/")[2]: _info_of(one) for one in found}
+
+    # ---- writing ----
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object whose name no other content ever has, so that it may be repeated."""
+        self._repeat(
+            "cannot write the object",
+            key,
+            lambda: self._engine.put(self._store, key, data, use_multipart=False),
+        )
+
+    def put_file(self, key: str, path: str, concurrency: int) -> None:
+        """The same for a local file; of a large one, `concurrency` parts at a time."""
+        from pathlib import Path
+
+        part = self._options.part_bytes
+        large = os.path.getsize(path) > part
+        self._repeat(
+            "cannot write the object",
+            key,
+            lambda: self._engine.put(
+                self._store,
+                key,
+                Path(path),
+                use_multipart=large,
+                chunk_size=part,
+                max_concurrency=concurrency,
+            ),
+        )
+
+    def put_if(self, key: str, data: bytes, tag: Tag | None) -> None:
+        """Write an object if it still has `tag`, or, with None, if it does not exist.
+
+        One attempt. Raises StoreError: EEXIST if the condition does not hold. After any other
+        error the outcome may be unknown.
+        """
+        mode: Any = "create"
+        if tag is not None:
+            mode = {name: value for name, value in tag._asdict().items() if value is not None}
+        self._call(
+            "cannot write the object",
+            key,
+            lambda: self._engine.put(self._store, key, data, mode=mode, use_multipart=False),
+        )
+
+    def delete(self, keys: list[str]) -> None:
+        """Delete objects; a missing object is not an error."""
+        if keys:
+            self._repeat(
+                "cannot delete objects",
+                keys[0] if len(keys) == 1 else "",
+                lambda: self._engine.delete(self._store, keys),
+            )

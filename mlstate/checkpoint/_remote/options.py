@@ -1,0 +1,208 @@
+"""The options of an object store: checked, and passed to the engine."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .engine_errors import engine_reason, is_engine_error
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SCHEMES = ("s3", "gs", "az")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)\Z", re.DOTALL)
+_PASSED = ("client_options", "retry_config", "credential_provider")
+_LEAST_PART = 5 << 20  # of S3, except for the last part
+# The engine repeats failed parts of large objects; this package repeats everything else.
+_ENGINE_RETRIES = 3
+
+
+class StoreOptions(NamedTuple):
+    """The checked `storage_options` of a store.
+
+    Attributes
+    ----------
+    config : dict
+        Configuration of the engine for the scheme: credentials, region, endpoint.
+    passed : dict
+        Other keywords of the engine: ``client_options``, ``retry_config``,
+        ``credential_provider``.
+    timeout_seconds : float
+        Total time for one request with its repetitions.
+    part_bytes : int
+        Size of the parts of large objects, which are written and read separately.
+    max_concurrency : int
+        Number of simultaneous requests.
+    scratch_folder : str or None
+        Local folder for temporary files; None: the system's.
+    orphan_seconds : float or None
+        `prune` deletes unneeded objects of this age; None: none of them.
+    """
+
+    config: dict[str, Any]
+    passed: dict[str, Any]
+    timeout_seconds: float = 120.0
+    part_bytes: int = 8 << 20
+    max_concurrency: int = 8
+    scratch_folder: str | None = None
+    orphan_seconds: float | None = None
+
+    def __repr__(self) -> str:  # the configuration holds credentials
+        return f"StoreOptions(timeout_seconds={self.timeout_seconds}, ...)"
+
+    def open_engine(self, url: str) -> tuple[Any, Any]:
+        """Import the engine; return it and a store for a URL.
+
+        Raises
+        ------
+        ImportError
+            obstore is not installed.
+        ValueError
+            The engine refuses the configuration; the text has no values of it.
+        """
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError:
+            raise ImportError(
+                f"{url}: object stores need the package obstore: pip install 'mlstate[remote]'"
+            ) from None
+        from datetime import timedelta
+
+        keywords = dict(self.passed)
+        keywords["retry_config"] = {
+            "max_retries": _ENGINE_RETRIES,
+            "retry_timeout": timedelta(seconds=self.timeout_seconds),
+            "backoff": {"init_backoff": timedelta(milliseconds=50)},
+            **keywords.get("retry_config", {}),
+        }
+        failed = None
+        try:
+            open_store: Any = from_url
+            return obstore, open_store(url, config=self.config, **keywords)
+        except Exception as error:
+            if not is_engine_error(error) and not isinstance(error, TypeError):
+                raise
+            failed = ValueError(f"{url}: {_refusal_text(error)}")
+        raise failed
+
+
+def _refusal_text(error: Exception) -> str:
+    """Return why the engine refuses a configuration, without any of its values."""
+    key = re.search(r"Configuration key: '([A-Za-z_0-9]{1,60})' is not valid", str(error))
+    if key is not None:
+        return f"storage_options has an unknown key: {key[1]!r}"
+    if "MissingAccount" in str(error):
+        return (
+            "the account is missing: pass storage_options={'account_name': ...} or set "
+            "AZURE_STORAGE_ACCOUNT_NAME"
+        )
+    if "MissingRegion" in str(error):
+        return "the region is missing: pass storage_options={'region': ...} or set AWS_REGION"
+    return (
+        f"the store's engine refuses the URL or storage_options ({type(error).__name__}: "
+        f"{engine_reason(error).strerror if not isinstance(error, TypeError) else 'wrong type'})"
+    )
+
+
+def _number(given: dict[str, Any], name: str, least: float, default: Any) -> Any:
+    value = given.pop(name, default)
+    if isinstance(value, bool) or not isinstance(value, type(default) | int):
+        kind = "an int" if isinstance(default, int) else "a number"
+        raise TypeError(f"storage_options[{name!r}] must be {kind}, got {type(value).__name__}")
+    if not value >= least:
+        raise ValueError(f"storage_options[{name!r}] must be {least} or more, got {value}")
+    return value
+
+
+def take_options(given: Mapping[str, Any] | None) -> StoreOptions:
+    """Check `storage_options`; keys that mlstate does not know belong to the engine.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An option is wrong. The text names the key, and no value of the engine's keys.
+    """
+    if given is not None and not hasattr(given, "keys"):
+        raise TypeError(f"storage_options must be a mapping, got {type(given).__name__}")
+    left = {} if given is None else dict(given)
+    wrong = [key for key in left if not isinstance(key, str)]
+    if wrong:
+        raise TypeError(f"keys of storage_options must be str, got {type(wrong[0]).__name__}")
+    default = StoreOptions({}, {})
+    scratch = left.pop("scratch_folder", None)
+    numbers = {
+        name: _number(left, name, least, getattr(default, name))
+        for name, least in (
+            ("timeout_seconds", 0.0),
+            ("part_bytes", _LEAST_PART),
+            ("max_concurrency", 1),
+        )
+    }
+    if left.get("orphan_seconds", 0) is None:
+        del left["orphan_seconds"]
+    if "orphan_seconds" in left:
+        numbers["orphan_seconds"] = _number(left, "orphan_seconds", 0.0, 0.0)
+    passed = {name: left.pop(name) for name in _PASSED if name in left}
+    return StoreOptions(
+        left, passed, scratch_folder=None if scratch is None else os.fspath(scratch), **numbers
+    )
+
+
+def split_url(text: str) -> tuple[str, str] | None:
+    """Return the lower-case scheme and the rest of a URL; None if a text is not a URL."""
+    match = _URL.match(text)
+    return None if match is None else (match[1].lower(), match[2])
+
+
+def check_url(text: str) -> str:
+    """Return the URL of a checkpoint without a slash at the end.
+
+    Raises
+    ------
+    ValueError
+        The scheme is unknown, or the bucket or a name is one that stores do not accept.
+    """
+    found = split_url(text)
+    assert found is not None
+    scheme, rest = found
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{one}://" for one in SCHEMES)
+        raise ValueError(
+            f"{_shown(text)}: unknown scheme {scheme!r}; object stores have {known}, and all "
+            "other checkpoints are local folders"
+        )
+    bucket, _, path = rest.rstrip("/").partition("/")
+    where = "storage_options, the environment or the engine's configuration"
+    if "@" in bucket or "?" in rest or "#" in rest:
+        raise ValueError(
+            f"{_shown(text)}: a URL of a checkpoint has no user, query or fragment; credentials "
+            f"belong in {where}"
+        )
+    if not bucket or not path:
+        raise ValueError(
+            f"{text}: the URL must name a bucket and a path in it, such as {scheme}://bucket/run"
+        )
+    for name in path.split("/"):
+        if name in ("", ".", "..") or not name.isprintable() or "\\" in name or "%" in name:
+            raise ValueError(
+                f"{text}: the name {name!r} in the path is not possible in a store: names are not "
+                r"empty, . or .., and have no control characters, % or \ "
+            )
+    if len(path.encode()) > _LONGEST_PATH:
+        raise ValueError(
+            f"{text[:80]}...: the path has {len(path.encode())} bytes, and a store accepts "
+            f"{_LONGEST_PATH} before the names of a checkpoint"
+        )
+    return f"{scheme}://{bucket}/{path}"
+
+
+_LONGEST_PATH = 1024 - 256  # names of a checkpoint have at most 240 bytes, and keys 1024
+
+
+def _shown(text: str) -> str:
+    """Return a URL for a message, without a part that may hold credentials."""
+    start, _, rest = text.partition("://")
+    return f"{start}://{re.split('[?#]', rest)[0].rpartition('@')[2]}"

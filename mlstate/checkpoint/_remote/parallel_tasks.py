@@ -1,0 +1,70 @@
+"""Run tasks in threads, also while the interpreter exits and an asynchronous save still runs.
+
+`concurrent.futures` refuses new tasks then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_PAUSE = 0.05  # seconds between two calls of `progress`
+
+
+class ParallelTasks:
+    """Started tasks; a context manager whose end drops the tasks that have not begun.
+
+    Parameters
+    ----------
+    tasks : iterable of callable
+        Called without arguments.
+    threads : int
+        Number of tasks that run at a time.
+    """
+
+    def __init__(self, tasks: Iterable[Callable[[], object]], threads: int) -> None:
+        self._left = deque(tasks)
+        self._errors: list[BaseException] = []
+        count = min(threads, len(self._left))
+        self._threads = [
+            threading.Thread(target=self._work, name="mlstate store") for _ in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        while self._left:
+            try:
+                task = self._left.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                task()
+            except BaseException as error:
+                self._errors.append(error)
+                self._left.clear()
+
+    def wait(self, progress: Callable[[int], object] | None = None) -> None:
+        """Wait until all tasks have ended; raise the first error of a task.
+
+        `progress` is called with 0 about 20 times a second. An exception from it stops the wait.
+        """
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(None if progress is None else _PAUSE)
+                if progress is not None:
+                    progress(0)
+        if self._errors:
+            raise self._errors[0]
+
+    def __enter__(self) -> ParallelTasks:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._left.clear()
+        for thread in self._threads:
+            thread.join()

@@ -1,0 +1,433 @@
+"""The folder of a checkpoint in an object store.
+
+The core reads and writes files. So the byte ranges that a load needs are copied to sparse local
+files first, at the same offsets, and new files are written locally and then uploaded. The local
+copies are temporary, and a load copies at most two batches at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ... import _core
+from ..._common.local_path import local_folder
+from ..._common.store_error import store_error
+from ...errors import FormatError, MLStateError, StoreError
+from .options import check_url, split_url, take_options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from .object_store import ObjectStore
+    from .parallel_tasks import ParallelTasks
+    from .root_claim import RootClaim
+
+_MOST_BYTES = 512 << 20  # of a manifest or an index
+_BATCH = 128 << 20  # bytes of a load or a verification that are copied together
+_GAP = 4096  # unneeded bytes between two ranges that one request reads
+
+_Range = tuple[str, int, int]  # path, begin, end
+
+
+class RemoteFolder(str):
+    """URL of a checkpoint in an object store, with its options.
+
+    As a text it is the URL, so that errors name it. Pickles have no options, because these may
+    hold credentials.
+
+    Attributes
+    ----------
+    has_conditions : bool
+        Whether the endpoint is known to honour conditions of writes.
+    """
+
+    has_conditions = False
+
+    def __new__(cls, url: str, storage_options: Mapping[str, Any] | None = None) -> RemoteFolder:
+        """Check the URL and the options; no request is sent."""
+        made = super().__new__(cls, check_url(url))
+        made._options = take_options(storage_options)
+        made._store = None
+        made._roots = {}
+        return made
+
+    _options: Any
+    _store: ObjectStore | None
+    _roots: dict[str, bytes]  # texts of roots under ``roots/``, which never change
+
+    def __reduce__(self) -> Any:
+        return RemoteFolder, (str(self),)
+
+    def __copy__(self) -> RemoteFolder:
+        return self
+
+    def __deepcopy__(self, memo: object) -> RemoteFolder:
+        return self
+
+    @property
+    def store(self) -> ObjectStore:
+        """The open store; opened on first use."""
+        if self._store is None:
+            from .object_store import ObjectStore
+
+            self._store = ObjectStore(str(self), self._options)
+        return self._store
+
+    @property
+    def orphan_seconds(self) -> float | None:
+        """Least age of unneeded objects that `prune` deletes; None: it deletes none."""
+        found: float | None = self._options.orphan_seconds
+        return found
+
+    def claim(self, root: str) -> RootClaim:
+        """Return a writer's claim to a root."""
+        from .root_claim import RootClaim
+
+        return RootClaim(self, root)
+
+    # ---- objects ----
+
+    def read(self, path: str) -> bytes:
+        """Return a manifest or an index; roots of steps are kept in memory.
+
+        Raises
+        ------
+        ValueError
+            The object is too long.
+        """
+        found = self._roots.get(path)
+        if found is None:
+            found = self.store.get(path, _MOST_BYTES)[0]
+            if path.startswith("roots/"):
+                with suppress(FormatError):
+                    _core.json_checksum_check(found, path)
+                    self._roots[path] = found
+        return found
+
+    def prefetch(self, paths: Iterable[str]) -> None:
+        """Read roots at the same time; errors are left to the later `read` of each."""
+
+        def read(path: str) -> None:
+            with suppress(MLStateError, ValueError):
+                self.read(path)
+
+        missing = [path for path in paths if path not in self._roots]
+        with self._start_tasks(partial(read, path) for path in missing) as tasks:
+            tasks.wait()
+
+    def forget(self) -> None:
+        """Read roots again when they are needed."""
+        self._roots.clear()
+
+    def list_names(self, part: str) -> list[str]:
+        """Return the names of the objects in a subfolder."""
+        names = list(self.store.list_folder(part))
+        if part == "roots":  # drop deleted ones
+            existing = {f"roots/{name}" for name in names}
+            known = self._roots.copy().items()  # other threads may add some
+            self._roots = {path: text for path, text in known if path in existing}
+        return names
+
+    def exists(self, path: str) -> bool:
+        """Return whether an object exists."""
+        return self.store.info(path) is not None
+
+    def has_files(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether objects exist with these sizes."""
+        folders = {os.path.dirname(path) for path in sizes}
+        found = {folder: self.store.list_folder(folder) for folder in folders}
+        for path, nbytes in sizes.items():
+            folder, name = os.path.split(path)
+            if name not in found[folder] or found[folder][name].nbytes != nbytes:
+                return False
+        return True
+
+    def current_time(self, *, local: bool) -> float:
+        """Return the store's time in seconds since 1970, or this machine's, without a write."""
+        import time
+
+        if local:
+            return time.time()
+        name = temporary_name()
+        self.store.put(name, b"{}")
+        try:
+            info = self.store.info(name)
+        finally:
+            self.store.delete([name])
+        return time.time() if info is None else info.changed
+
+    # ---- local copies ----
+
+    @contextmanager
+    def _scratch(self, folders: Iterable[str] = ()) -> Iterator[str]:
+        """Yield a temporary local folder with subfolders; errors name the URL instead of it."""
+        import shutil
+        import tempfile
+
+        try:
+            local = tempfile.mkdtemp(prefix="mlstate-", dir=self._options.scratch_folder)
+        except OSError as error:
+            what = "cannot create a temporary local folder"
+            raise store_error(error, what, self._options.scratch_folder or self) from None
+        try:
+            for name in folders:
+                os.mkdir(os.path.join(local, name))
+            yield local
+        except MLStateError as error:
+            if isinstance(error, StoreError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                folder = os.path.dirname(local)
+                error.add_note(
+                    f"Temporary files are in {folder}: storage_options={{'scratch_folder': ...}} "
+                    "selects another folder."
+                )
+            _name_url(error, local, str(self))
+            raise
+        finally:
+            shutil.rmtree(local, ignore_errors=True)
+
+    def _copy_range(self, local: str, path: str, begin: int, end: int) -> None:
+        """Copy a range of an object to the same place of a local file of the object's size."""
+        data, nbytes = self.store.get_range(path, begin, end)
+        name = os.path.join(local, path)
+        try:
+            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                if nbytes is not None:
+                    os.ftruncate(descriptor, nbytes)
+                view, at = memoryview(data), begin
+                while len(view):
+                    written = os.pwrite(descriptor, view, at)
+                    view, at = view[written:], at + written
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise store_error(error, "cannot write the temporary local file", name) from None
+
+    def _start_tasks(self, tasks: Iterable[Callable[[], object]]) -> ParallelTasks:
+        from .parallel_tasks import ParallelTasks
+
+        return ParallelTasks(tasks, self._options.max_concurrency)
+
+    def _start_copies(
+        self,
+        local: str,
+        ranges: Sequence[_Range],
+        copy: Callable[[str, str, int, int], None] | None = None,
+    ) -> ParallelTasks:
+        """Start to copy ranges to a new local folder in parallel parts, by `copy`."""
+        copy = copy or self._copy_range
+        step = self._options.part_bytes
+        for folder in {"", *(os.path.dirname(path) for path, *_ in ranges)}:
+            os.makedirs(os.path.join(local, folder), exist_ok=True)
+        return self._start_tasks(
+            partial(copy, local, path, at, min(at + step, end))
+            for path, begin, end in ranges
+            for at in range(begin, end, step)
+        )
+
+    def _copy_existing(self, local: str, path: str, begin: int, end: int) -> None:
+        """Copy a range unless the object does not exist."""
+        with suppress(FileNotFoundError):
+            self._copy_range(local, path, begin, end)
+
+    def read_batches(
+        self,
+        merged: Any,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        verify: bool,
+        read: Callable[[str, list[str], Any], object],
+    ) -> None:
+        """Call `read` with local folders that hold the bytes of some keys, until all are read.
+
+        Its arguments are the folder, the keys and their cuts. The bytes of the next batch are
+        copied meanwhile.
+
+        Raises
+        ------
+        StoreError
+            An object cannot be read; `StoreNotFoundError` if it does not exist.
+        """
+        import shutil
+
+        batches = list(_plan_batches(merged, str(self), section, keys, cuts, verify))
+        with self._scratch() as base, ExitStack() as started:
+            places = [os.path.join(base, str(number)) for number in range(len(batches))]
+
+            def start(number: int) -> ParallelTasks:
+                return started.enter_context(self._start_copies(places[number], batches[number][2]))
+
+            copies = start(0)
+            for number, (some, some_cuts, _) in enumerate(batches):
+                copies.wait()
+                if number + 1 < len(batches):
+                    copies = start(number + 1)
+                try:
+                    read(places[number], some, some_cuts)
+                except MLStateError as error:
+                    _name_url(error, places[number], str(self))
+                    raise
+                shutil.rmtree(places[number], ignore_errors=True)
+
+    def verify(
+        self, merged: Any, progress: Callable[[int], object] | None
+    ) -> tuple[int, list[Any]]:
+        """Read and verify all files of an index, some at a time; as `MergedIndex.verify`.
+
+        Raises
+        ------
+        StoreError
+            The store refused a request. A missing object is a problem in the result instead.
+        """
+        total, problems = 0, []
+        for files in _file_batches(merged.files()):
+            with self._scratch() as local:
+                ranges = [(path, 0, nbytes) for path, nbytes in files.items()]
+                with self._start_copies(local, ranges, self._copy_existing) as copies:
+                    copies.wait()
+                count, found = merged.verify(local, progress)
+            total += count
+            for problem in found:
+                kind, path, *middle, text = problem
+                if path in files:
+                    problems.append((kind, path, *middle, text.replace(local, str(self))))
+        return total, problems
+
+    @contextmanager
+    def new_files(
+        self, folders: Sequence[str], progress: Callable[[int], object] | None
+    ) -> Iterator[str]:
+        """Yield a local folder for new files, and upload these when the block ends.
+
+        `progress` is called with 0 during the uploads, and may raise to stop.
+
+        Raises
+        ------
+        StoreError
+            An upload failed, or an uploaded object has another size.
+        """
+        with self._scratch(folders) as local:
+            yield local
+            sizes = {
+                f"{folder}/{name}": os.path.getsize(os.path.join(local, folder, name))
+                for folder in folders
+                for name in sorted(os.listdir(os.path.join(local, folder)))
+            }
+            parts = max(1, self._options.max_concurrency // max(1, len(sizes)))
+            tasks = (
+                partial(self.store.put_file, path, os.path.join(local, path), parts)
+                for path in sizes
+            )
+            with self._start_tasks(tasks) as uploads:
+                uploads.wait(progress)
+            if not self.has_files(sizes):
+                text = "an uploaded object is missing or has another size"
+                raise store_error(OSError(errno.EIO, text), "cannot save", self)
+
+
+def temporary_name() -> str:
+    """Return a new name of a temporary object."""
+    return f".mlstate-{os.urandom(8).hex()}.tmp"
+
+
+def _name_url(error: MLStateError, local: str, url: str) -> None:
+    """Replace a local folder by the URL in the texts and paths of an error."""
+    error.args = tuple(
+        value.replace(local, url) if isinstance(value, str) else value for value in error.args
+    )
+    if isinstance(error.path, str):
+        error.path = error.path.replace(local, url)
+    if isinstance(error, StoreError):
+        if isinstance(error.filename, str):
+            error.filename = error.filename.replace(local, url)
+        if isinstance(error.strerror, str):
+            error.strerror = error.strerror.replace(local, url)
+
+
+# ---- planning ----
+
+
+def _file_batches(files: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield the sizes of files by path in batches; a large file has its own batch."""
+    batch: dict[str, int] = {}
+    total = 0
+    for path, nbytes in sorted(files.items()):
+        if batch and total + nbytes > _BATCH:
+            yield batch
+            batch, total = {}, 0
+        batch[path] = nbytes
+        total += nbytes
+    if batch:
+        yield batch
+
+
+def _joined(ranges: list[_Range]) -> list[_Range]:
+    """Sort ranges, and join ranges of one file that touch or have a small gap."""
+    joined: list[_Range] = []
+    for path, begin, end in sorted(ranges):
+        if joined:
+            last, first, until = joined[-1]
+            gap = begin - until
+            if last == path and gap <= max(_GAP, (until - first) // 20):
+                joined[-1] = (path, first, max(until, end))
+                continue
+        joined.append((path, begin, end))
+    return joined
+
+
+def _plan_batches(
+    merged: Any, folder: str, section: int, keys: list[str], cuts: Any, verify: bool
+) -> Iterator[tuple[list[str], Any, list[_Range]]]:
+    """Yield keys, cuts and byte ranges of batches; a large tensor has its own batch."""
+    first, nbytes = 0, 0
+    ranges: list[_Range] = []
+    for at, key in enumerate(keys):
+        own = cuts[at : at + 1] if isinstance(cuts, list) else cuts
+        reads = merged.reads(folder, section, [key], own, verify)
+        needed = [(path, begin, end) for path, begin, end, count in reads if count]
+        more = sum(end - begin for _, begin, end in needed)
+        if at > first and nbytes + more > _BATCH:
+            some = cuts[first:at] if isinstance(cuts, list) else cuts
+            yield keys[first:at], some, _joined(ranges)
+            first, nbytes, ranges = at, 0, []
+        nbytes += more
+        ranges += needed
+    some = cuts[first:] if isinstance(cuts, list) else cuts
+    yield keys[first:], some, _joined(ranges)
+
+
+# ---- the path of a caller ----
+
+
+def checkpoint_folder(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> str:
+    """Return the folder of a checkpoint: an absolute path, or a `RemoteFolder` for a URL.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The URL or an option is wrong, or a local path has `storage_options`.
+    """
+    if isinstance(path, RemoteFolder) and storage_options is None:
+        return path
+    if isinstance(path, str) and split_url(path) is not None:
+        return RemoteFolder(path, storage_options)
+    folder = local_folder(path)
+    if storage_options is not None:
+        raise ValueError(
+            f"{folder}: storage_options are for URLs such as s3://bucket/run, and this is a "
+            "local folder"
+        )
+    return folder
+
+
+def refuse_remote(folder: str, what: str, remedy: str) -> None:
+    """Raise ValueError if a folder is in an object store and `what` needs local files."""
+    if isinstance(folder, RemoteFolder):
+        raise ValueError(f"{folder}: {what} is not possible in an object store: {remedy}")

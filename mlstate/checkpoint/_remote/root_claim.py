@@ -1,0 +1,184 @@
+"""The claim of a writer to the root of a checkpoint in an object store.
+
+Stores have no locks. A writer notes the tag of the root before it reads anything, writes new
+objects under new names, and then replaces the root only if it still has this tag. Of writers
+that began with the same root one wins, and the others raise. Every root has a random generation,
+so equal tags mean the same root.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..._common.store_error import store_error
+from ...errors import StoreError
+from .engine_errors import RETRIED
+from .object_store import Tag, retry_pauses
+from .remote_folder import temporary_name
+
+if TYPE_CHECKING:
+    from .remote_folder import RemoteFolder
+
+_NO_TAG = Tag('"mlstate"', "1")  # no object has it
+_MOST_BYTES = 1 << 40
+
+
+class RootClaim:
+    """The claim of one writer; used like `WriterLock`.
+
+    Attributes
+    ----------
+    unfinished : None
+        A writer that died leaves the same objects as a running one: `prune` deletes them by
+        their age.
+    is_unsure : bool
+        `commit` raised, but the root may have been replaced by this writer, or may still be: no
+        object may be deleted.
+    """
+
+    unfinished: str | None = None
+
+    def __init__(self, folder: RemoteFolder, root: str) -> None:
+        self._folder = folder
+        self._root = root
+        self._tag: Tag | None = None
+        self.is_unsure = False
+
+    def acquire(self) -> RootClaim:
+        """Note the tag of the current root.
+
+        Raises
+        ------
+        StoreError
+            The store does not answer, or ignores conditions of requests (ENOTSUP).
+        """
+        if not self._folder.has_conditions:
+            _check_conditions(self._folder)
+            self._folder.has_conditions = True
+        info = self._folder.store.info(self._root)
+        self._tag = None if info is None else info.tag
+        return self
+
+    def note(self, generation: str | None) -> None:
+        """Do nothing: no object names the generation before the commit."""
+
+    def release(self) -> None:
+        """Do nothing: a claim ends when another writer replaces the root."""
+
+    def commit(self, data: bytes, mode: int, root: str | None = None) -> None:
+        """Replace the manifest unless another writer replaced it since `acquire`.
+
+        `root` is the path for a second copy, written before; deleted again after a conflict.
+        `mode` is not used: objects have no permissions.
+
+        Raises
+        ------
+        StoreError
+            EBUSY: another writer has replaced the root. Other errors: see `is_unsure`.
+        """
+        store = self._folder.store
+        if root is not None:
+            store.put(root, data)
+        try:
+            self._replace(data)
+        except StoreError:
+            if root is not None and not self.is_unsure:
+                with suppress(StoreError):  # it remains as a complete step
+                    store.delete([root])
+            raise
+
+    def _replace(self, data: bytes) -> None:
+        """Write the root; a conflict after a lost answer is settled by reading the root."""
+        store = self._folder.store
+        end = time.monotonic() + store.timeout
+        was_lost = False  # an earlier request may have replaced the root
+        self.is_unsure = True
+        for pause in retry_pauses():
+            try:
+                store.put_if(self._root, data, self._tag)
+                break
+            except StoreError as error:
+                if error.errno == errno.EEXIST:
+                    if self._is_ours(data):
+                        break
+                elif error.errno not in RETRIED:
+                    self.is_unsure = was_lost
+                    raise
+                else:
+                    was_lost = True
+                if time.monotonic() + pause > end:
+                    raise
+            time.sleep(pause)
+        self.is_unsure = False
+
+    def _is_ours(self, data: bytes) -> bool:
+        """Return whether the root is `data`; False if it is still the old one.
+
+        Raises
+        ------
+        StoreError
+            EBUSY: it is another one.
+        """
+        tag: Tag | None
+        try:
+            found, tag = self._folder.store.get(self._root, _MOST_BYTES)
+        except FileNotFoundError:
+            if self._tag is None:
+                return False
+            found, tag = b"{}", None
+        if found == data:
+            return True
+        if tag is not None and tag == self._tag:
+            return False
+        # A root that follows ours has a larger sequence, and may use our files.
+        self.is_unsure = _sequence_of(found) != _sequence_of(data)
+        text = "another writer has replaced the checkpoint meanwhile: load it, and save again"
+        if self.is_unsure:
+            text += "; it may have replaced it after this save had succeeded"
+        path = f"{self._folder}/{self._root}"
+        raise store_error(OSError(errno.EBUSY, text), "cannot commit the checkpoint", path)
+
+
+def _sequence_of(root: bytes) -> object:
+    try:
+        return json.loads(root)["sequence"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _check_conditions(folder: RemoteFolder) -> None:
+    """Raise StoreError (ENOTSUP) if the endpoint ignores the conditions of writes."""
+    store = folder.store
+    name = temporary_name()
+    store.put(name, b"{}")
+    try:
+        for tag in (None, _NO_TAG):
+            _expect_refusal(folder, name, tag)
+    finally:
+        store.delete([name])
+
+
+def _expect_refusal(folder: RemoteFolder, name: str, tag: Tag | None) -> None:
+    """Write an object under a condition that does not hold; raise if that succeeds."""
+    end = time.monotonic() + folder.store.timeout
+    for pause in retry_pauses():
+        try:
+            folder.store.put_if(name, b"{}", tag)
+            break
+        except StoreError as error:
+            if error.errno == errno.EEXIST:
+                return
+            if error.errno not in RETRIED or time.monotonic() + pause > end:
+                raise
+        time.sleep(pause)
+    header = "If-None-Match" if tag is None else "If-Match"
+    reason = OSError(
+        errno.ENOTSUP,
+        f"the endpoint ignores conditions of writes ({header}), so writers could overwrite each "
+        "other's checkpoints: use a store that supports them",
+    )
+    raise store_error(reason, "cannot save", folder)

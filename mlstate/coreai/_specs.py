@@ -1,0 +1,412 @@
+"""Read the states that a Core AI model declares; public through `mlstate.coreai`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from .._common.dtypes import DTYPES, EXTENSIONS, ml_dtype
+from .._common.set_module import set_module
+from .._common.text import shorten
+from ..errors import FormatError
+from ..kv._axis import valid_axis
+from ..kv._model_states import FunctionStates, choose_function, incompatible, shape_text
+from ._asset import asset_folder, import_coreai, verify
+
+if TYPE_CHECKING:
+    from .._types import NumpyDType
+
+    Source: TypeAlias = "str | os.PathLike[str] | StateSpecs | Mapping[str, Any] | Any"
+    Shape: TypeAlias = tuple[int | None, ...]
+    _Functions: TypeAlias = dict[str, dict[str, "StateSpec"]]
+
+# A state in a summary: its dtype, and its dimensions with multiplication signs between them, such
+# as "NDArray (Float16, 2 x 1 x 2 x ? x 8)".
+_STATE = re.compile(
+    r"NDArray \((\w+), ((?:\d{1,18}|\?)(?: [\u00d7x] (?:\d{1,18}|\?))*)\)", re.ASCII
+)
+_DIMENSION = re.compile(r"\d+|\?", re.ASCII)
+_MAIN = "main"  # the function that the converters write
+
+
+@set_module("mlstate.coreai")
+class StateSpec(NamedTuple):
+    """A state that a model declares.
+
+    Attributes
+    ----------
+    name : str
+        Name of the state in calls of the function.
+    shape : tuple of int or None
+        For a KV cache such as (layers, batch, heads, seq, head_dim). A dynamic dimension is
+        None.
+    dtype : numpy.dtype
+        float16, float32, int8, or bfloat16 of ml_dtypes, for example.
+    seq_axis : int or None
+        The sequence axis, counted from 0. None: not known, or a state without a sequence.
+    """
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: NumpyDType
+    seq_axis: int | None = None
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the state; None if a dimension is dynamic."""
+        size = self.dtype.itemsize
+        for length in self.shape:
+            if length is None:
+                return None
+            size *= length
+        return size
+
+    @property
+    def seq_length(self) -> int | None:
+        """Number of positions; None if the axis is not known or is dynamic."""
+        return None if self.seq_axis is None else self.shape[self.seq_axis]
+
+    def with_size(self, size: int) -> StateSpec:
+        """Return the state for a number of positions; a state with a fixed shape is returned as is.
+
+        Raises
+        ------
+        CompatibilityError
+            A dimension other than the sequence is dynamic. A ValueError.
+        ValueError
+            `size` is less than 1.
+        TypeError
+            `size` is not an integer.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.coreai import StateSpec
+        >>> StateSpec("k", (2, 1, 2, None, 8), np.dtype(np.float16), 3).with_size(64).shape
+        (2, 1, 2, 64, 8)
+        """
+        dynamic = [axis for axis, length in enumerate(self.shape) if length is None]
+        if not dynamic:
+            return self
+        if dynamic != [self.seq_axis]:
+            raise incompatible(
+                f"{self.name}: the dimensions {dynamic} of {shape_text(self.shape)} are dynamic, "
+                "and only the sequence can be: convert the model with fixed other dimensions",
+                self.name,
+                "one dynamic dimension, the sequence",
+                shape_text(self.shape),
+            )
+        length = as_size(size)
+        return self._replace(
+            shape=(*self.shape[: dynamic[0]], length, *self.shape[dynamic[0] + 1 :])
+        )
+
+
+def as_size(size: int) -> int:
+    """Return a number of positions as an int."""
+    try:
+        number = index(size)
+    except TypeError:
+        raise TypeError(f"size must be an integer, got {type(size).__name__}") from None
+    if number < 1:
+        raise ValueError(f"size must be at least 1 position, got {number}")
+    return number
+
+
+@set_module("mlstate.coreai")
+class StateSpecs(FunctionStates[StateSpec]):
+    """The states of one function of a model: name to `StateSpec`, in declared order.
+
+    Attributes
+    ----------
+    functions : dict
+        States by name, for every function of the model.
+    function : str
+        The function of these states.
+    default_function : str or None
+        The only function of the model, else ``main`` if it exists.
+    """
+
+
+# ---- reading ----
+
+
+def _as_dtype(name: str, given: str) -> NumpyDType:
+    """Return the dtype for Core AI's name of it, such as Float16 or bfloat16."""
+    dtype = {"bool": "bool", "boolean": "bool"}.get(given.lower(), given.lower())
+    if dtype in EXTENSIONS:
+        return ml_dtype(dtype)
+    if dtype not in {info.name for info in DTYPES}:
+        raise incompatible(
+            f"{name}: states of dtype {given} are not supported; known: "
+            f"{', '.join(info.name for info in DTYPES)}",
+            name,
+            "a dtype of whole bytes",
+            given,
+        )
+    return np.dtype(dtype)
+
+
+def _spec(name: str, shape: Shape, dtype: NumpyDType) -> StateSpec:
+    """Return a spec; the only dynamic dimension is the sequence."""
+    dynamic = [axis for axis, length in enumerate(shape) if length is None]
+    return StateSpec(name, shape, dtype, dynamic[0] if len(dynamic) == 1 else None)
+
+
+def _spec_of_text(path: str, name: str, text: str) -> StateSpec:
+    """Return the spec for a line of a summary."""
+    match = _STATE.fullmatch(text)
+    if match is None:
+        error = FormatError(
+            f"{path}: state {name!r}: expected a text such as 'NDArray (Float16, 2 x ? x 8)', got "
+            f"{shorten(repr(text), 100)}"
+        )
+        error.path, error.name = path, name
+        raise error
+    lengths = _DIMENSION.findall(match[2])
+    shape = tuple(None if length == "?" else int(length) for length in lengths)
+    return _spec(name, shape, _as_dtype(name, match[1]))
+
+
+def _read_asset(path: str, asset: Any) -> _Functions:
+    """Read the summary of an AIModelAsset."""
+    try:
+        summary = asset.summary(include_statistics=False)
+    except RuntimeError as error:
+        raise _asset_error(path, str(error)) from error
+    if summary is None or not summary.function_names:
+        raise _asset_error(path, "the model has no functions")
+    return {
+        function: {
+            name: _spec_of_text(path, name, text)
+            for name, text in summary.function_states(function)
+        }
+        for function in summary.function_names
+    }
+
+
+def _asset_error(path: str, text: str) -> FormatError:
+    error = FormatError(f"{path}: {text}; convert the model again, or copy it again")
+    error.path = path
+    return error
+
+
+def _load_asset(path: str) -> Any:
+    try:
+        return import_coreai("authoring.asset").AIModelAsset.load(path)
+    except RuntimeError as error:
+        raise _asset_error(path, str(error)) from error
+
+
+def _read_function(function: Any) -> dict[str, StateSpec]:
+    """Read the descriptor of an InferenceFunction."""
+    states = {}
+    for name in function.desc.state_names:
+        descriptor = function.desc.state_descriptor(name)
+        shape = tuple(None if n is None or n < 0 else int(n) for n in descriptor.shape)
+        states[name] = _spec(name, shape, _as_dtype(name, descriptor.dtype))
+    return states
+
+
+def _as_spec(name: str, given: Any) -> StateSpec:
+    """Return a state's spec; a shape is converted to a spec with dtype float16."""
+    if isinstance(given, StateSpec):
+        return given
+    try:
+        shape = tuple(None if length is None else index(length) for length in given)
+    except TypeError:
+        raise TypeError(
+            f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 2, None, 8), got "
+            f"{type(given).__name__} {shorten(repr(given), 60)}"
+        ) from None
+    return _spec(name, shape, np.dtype(np.float16))
+
+
+def read_functions(source: Source, *, verified: bool = True) -> tuple[_Functions, str | None]:
+    """Return the states of every function, and the name of the default function."""
+    functions: _Functions
+    if isinstance(source, StateSpecs):
+        return source.functions, source.function
+    if isinstance(source, Mapping):
+        functions = {_MAIN: {name: _as_spec(name, given) for name, given in source.items()}}
+    elif isinstance(source, (str, os.PathLike)):
+        path = asset_folder(source)
+        if verified:
+            verify(path)
+        functions = _read_asset(path, _load_asset(path))
+    elif hasattr(source, "desc"):  # InferenceFunction
+        functions = {source.desc.name: _read_function(source)}
+    elif hasattr(source, "load_function"):  # AIModel
+        functions = {
+            name: _read_function(source.load_function(name)) for name in source.function_names
+        }
+    elif hasattr(source, "summary"):  # AIModelAsset
+        functions = _read_asset(str(source.path), source)
+    else:
+        raise TypeError(
+            "source must be a path to an .aimodel, an AIModelAsset, AIModel or InferenceFunction "
+            f"of Core AI, or a mapping of names to shapes, got {type(source).__name__}"
+        )
+    return functions, next(iter(functions)) if len(functions) == 1 else (
+        _MAIN if _MAIN in functions else None
+    )
+
+
+def choose(
+    source: Source,
+    function: str | None,
+    seq_axis: int | None = None,
+    *,
+    verified: bool = True,
+) -> StateSpecs:
+    """Return the states of a function, with the given sequence axis."""
+    functions, default = read_functions(source, verified=verified)
+    wanted = choose_function(functions, function or default)
+    if seq_axis is not None:
+        axis = valid_axis(seq_axis)
+        functions = {name: _with_axis(states, axis) for name, states in functions.items()}
+    return StateSpecs(functions, wanted, default_function=default)
+
+
+def _with_axis(states: dict[str, StateSpec], axis: int) -> dict[str, StateSpec]:
+    """Set the sequence axis of the states that have it; dynamic states keep theirs."""
+    changed = {}
+    for name, spec in states.items():
+        rank = len(spec.shape)
+        if -rank <= axis < rank and spec.shape.count(None) != 1:
+            spec = spec._replace(seq_axis=axis % rank)
+        changed[name] = spec
+    if states and all(spec.seq_axis is None for spec in changed.values()):
+        listed = ", ".join(f"{name} {shape_text(spec.shape)}" for name, spec in states.items())
+        raise incompatible(
+            f"no state has the axis {axis}: {listed}; pass the axis of the sequence",
+            "seq_axis",
+            "an axis of a state",
+            axis,
+        )
+    return changed
+
+
+# ---- the sequence axis of two models ----
+
+
+def usual_axis(shape: Shape) -> int:
+    """Return the sequence axis in the layouts of Apple's models, counted from the end.
+
+    It is the last axis if the axis before it has length 1, as in (layers, batch, heads *
+    head_dim, 1, seq), else the axis before the last, as in (layers, batch, heads, seq, head_dim).
+    """
+    return -1 if len(shape) > 1 and shape[-2] == 1 else -2
+
+
+def find_axis(one: StateSpec, other: StateSpec) -> int | None:
+    """Return the sequence axis of a state from its shapes in two models.
+
+    None if the shapes are equal and neither has a known axis: the state has no sequence, or the
+    context size is the same.
+
+    Raises
+    ------
+    CompatibilityError
+        The shapes differ in another axis than the sequence in one of the usual layouts.
+    """
+    known = one.seq_axis if one.seq_axis is not None else other.seq_axis
+    if known is not None or one.shape == other.shape:
+        return known
+    rank = len(one.shape)
+    axis = usual_axis(one.shape) + rank
+    if rank != len(other.shape):
+        return axis
+    pairs = zip(one.shape, other.shape, strict=True)
+    differing = [i for i, (length, other_length) in enumerate(pairs) if length != other_length]
+    if differing != [axis]:
+        raise incompatible(
+            f"{one.name}: the sequence axis is unknown: {shape_text(one.shape)} and "
+            f"{shape_text(other.shape)} differ in the axes {differing}, and not in axis {axis} "
+            "only; use models that were converted from the same weights, or pass seq_axis=",
+            one.name,
+            shape_text(one.shape),
+            shape_text(other.shape),
+        )
+    return axis
+
+
+@set_module("mlstate.coreai")
+def state_specs(
+    source: Source,
+    other: Source | None = None,
+    *,
+    function: str | None = None,
+    seq_axis: int | None = None,
+    verify: bool = True,
+) -> StateSpecs:
+    """Read the states that a Core AI model declares.
+
+    The sequence axis of a state is its dynamic dimension. In a model with fixed shapes it is the
+    axis that differs in `other`, else `seq_axis`, else it is not known.
+
+    Parameters
+    ----------
+    source : str or path-like, AIModelAsset, AIModel, InferenceFunction, or mapping
+        An ``.aimodel`` folder, or an object of Core AI. Or a mapping of names to `StateSpec` or
+        to shapes (with dtype float16; None is a dynamic dimension).
+    other : like `source`, optional
+        The same model for another context size, to find the sequence axis.
+    function : str, optional
+        Function of a model with several. Default: the only one, else ``main``.
+    seq_axis : int, optional
+        The sequence axis of states with fixed shapes; negative values count from the end.
+    verify : bool
+        Whether `mlstate.coreai.verify` checks an ``.aimodel`` folder before it is read.
+
+    Returns
+    -------
+    StateSpecs
+        The states of that function by name; ``functions`` has those of all functions.
+
+    Raises
+    ------
+    ChecksumError, FormatError, StoreError
+        As for `mlstate.coreai.verify`. Also FormatError if Core AI cannot read the model.
+    CompatibilityError
+        The function does not exist, or there are several and none is ``main``; the dtype of a
+        state is not supported; no state has `seq_axis`; or the shapes of a state in `other`
+        differ in another axis than the sequence. A ValueError.
+    ImportError
+        `source` is a folder and coreai-core is not installed.
+    TypeError
+        `source` has another type.
+
+    Notes
+    -----
+    Verification reads all of ``main.mlirb``; reading the states does not load the weights. Core
+    AI's reader can end the process for a file that was crafted to have the right hash.
+
+    The last axis but one is taken for the sequence in `other`, as in (layers, batch, heads, seq,
+    head_dim), or the last axis if the one before it has length 1, as in (layers, batch, heads *
+    head_dim, 1, seq). Other layouts need `seq_axis`.
+
+    Examples
+    --------
+    >>> from mlstate.coreai import state_specs
+    >>> state_specs({"k_cache": (2, 1, 2, None, 8)})["k_cache"].seq_axis
+    3
+    >>> small, large = {"k_cache": (2, 1, 16, 1, 64)}, {"k_cache": (2, 1, 16, 1, 128)}
+    >>> state_specs(small, large)["k_cache"].seq_axis
+    4
+    """
+    specs = choose(source, function, seq_axis, verified=verify)
+    if other is None:
+        return specs
+    others = choose(other, function, seq_axis, verified=verify)
+    found = {
+        name: spec._replace(seq_axis=find_axis(spec, others[name])) if name in others else spec
+        for name, spec in specs.items()
+    }
+    functions = {**specs.functions, specs.function: found}
+    return StateSpecs(functions, specs.function, default_function=specs.default_function)

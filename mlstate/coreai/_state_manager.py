@@ -1,0 +1,267 @@
+"""The states of Core AI models with several context sizes; public through `mlstate.coreai`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._common.set_module import set_module
+from ..kv._axis import with_length
+from ..kv._context_ladder import ContextLadder
+from ..kv._model_states import incompatible
+from ..kv._state_manager import StateManagerBase
+from ..kv._transition import compact_kv_state, transition_kv_state
+from ._asset import import_coreai
+from ._specs import StateSpec, choose, usual_axis
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from ..kv._context_ladder import LadderStep, Overflow
+
+
+@set_module("mlstate.coreai")
+class StateManager(StateManagerBase):
+    """Holds the states of a Core AI model with several context sizes, and moves them.
+
+    Parameters
+    ----------
+    models : model, callable, or mapping of int to them
+        One model whose sequence is dynamic, for all `sizes`. Or the models of each context size,
+        smallest size first. A model is an InferenceFunction, in any form that `state_specs`
+        accepts, or a list or tuple of chunk models. A callable without arguments returns a
+        model; it is called when the model is first needed, and, in a mapping, again after
+        `release`.
+    sizes : sequence of int, optional
+        The context sizes of a single model, smallest size first.
+    specs : mapping of int, optional
+        The states of the models of some sizes, in any form that `state_specs` accepts.
+    shared_state : bool
+        Whether the chunk models of a size share one set of states, or have one each. With one
+        each, `state` is a tuple, with None for a chunk model without states.
+    seq_axis : int, optional
+        The sequence axis of states with fixed shapes. Default: the last axis if the axis before
+        it has length 1, else the axis before the last. A dynamic dimension is the sequence.
+    overflow, batch_size, reserve_batches, prompt_tokens
+        As for `ContextLadder`.
+
+    Raises
+    ------
+    ValueError
+        The sizes are empty or do not rise, or an argument of `ContextLadder` is wrong.
+    CompatibilityError
+        The states of two models differ in name, kind of dtype, or in a dimension other than the
+        sequence; a dimension other than the sequence is dynamic; chunk models that share states
+        declare other states; or no state of a model has the positions of its size. A ValueError.
+    TypeError
+        `sizes` is missing or superfluous, or a value is neither a model nor a callable.
+    ImportError
+        coreai-core is not installed; also when the first state is created.
+
+    See Also
+    --------
+    ContextLadder : decides when the states grow, and what to keep at the largest size.
+    plan_transition : computes the effect of a move.
+
+    Notes
+    -----
+    `state` is a dict of Core AI's NDArrays by name, as a call of the function takes it. The call
+    changes the arrays. Between calls you can replace an array in the dict, for example after
+    rolling the cache.
+
+    Models are checked when they are passed or loaded, before anything changes. States whose shape
+    is the same in every model, such as those of convolutions, keep their array. A move of the
+    others creates new arrays; the manager keeps the former states until all are moved: after an
+    error it is unchanged. An empty state (position 0) is not moved: a new one is created.
+
+    Memory of a move: the states of both sizes, and, for one state at a time, an array of each
+    size: Core AI copies arrays that enter and leave it.
+
+    Not thread-safe: use one manager for each conversation, and do not move its states while a
+    call of the model runs.
+
+    Examples
+    --------
+    A decode loop with one dynamic model; `manager.model` is the function::
+
+        async with AIModelAsset.load("m.aimodel").executable() as model:
+            manager = StateManager(model.load_function("main"), sizes=(256, 512, 1024))
+            for position, token in enumerate(tokens):
+                manager.grow_if_needed(position)
+                inputs = {"token": NDArray(np.array([token], np.int32)), ...}
+                outputs = await manager.model(inputs, manager.state)
+
+    The declared states are enough to decide, and to move an empty state:
+
+    >>> from mlstate.coreai import StateManager
+    >>> manager = StateManager({256: {"k": (2, 1, 4, 256, 64)}, 512: {"k": (2, 1, 4, 512, 64)}})
+    >>> manager.grow_if_needed(0, 300).action, manager.size
+    ('grow', 512)
+    """
+
+    def __init__(
+        self,
+        models: Any,
+        sizes: Sequence[int] | None = None,
+        *,
+        specs: Mapping[int, Any] | None = None,
+        shared_state: bool = True,
+        seq_axis: int | None = None,
+        overflow: Overflow = "stop",
+        batch_size: int | None = None,
+        reserve_batches: int = 2,
+        prompt_tokens: int = 0,
+    ) -> None:
+        is_mapping = isinstance(models, Mapping)
+        if is_mapping and sizes is not None and not all(isinstance(key, str) for key in models):
+            raise TypeError("sizes is for a single model: a mapping of models has its sizes")
+        if not is_mapping or sizes is not None:  # a mapping of names to shapes is a model
+            models, specs = self._for_sizes(models, sizes, specs, seq_axis)
+        self._given_axis = seq_axis
+        super().__init__(
+            models,
+            specs=specs,
+            shared_state=shared_state,
+            seq_axis=-2 if seq_axis is None else seq_axis,
+            overflow=overflow,
+            batch_size=batch_size,
+            reserve_batches=reserve_batches,
+            prompt_tokens=prompt_tokens,
+        )
+
+    def _for_sizes(
+        self,
+        model: Any,
+        sizes: Sequence[int] | None,
+        specs: Mapping[int, Any] | None,
+        seq_axis: int | None,
+    ) -> tuple[dict[int, Any], Mapping[int, Any] | None]:
+        """Return a single model for each size, and its states, which are read once."""
+        if sizes is None:
+            raise TypeError(
+                "sizes is missing: pass the context sizes of the model, such as sizes=(256, 512), "
+                "or a mapping of sizes to models"
+            )
+        sizes = ContextLadder(sizes).sizes
+        if self._is_loader(model):
+            model = cache(model)
+        elif specs is None and not isinstance(model, list | tuple):
+            specs = dict.fromkeys(sizes, choose(model, None, seq_axis))
+        return dict.fromkeys(sizes, model), specs
+
+    def _is_loader(self, given: Any) -> bool:
+        return callable(given) and not hasattr(given, "desc")
+
+    def _read_specs(self, size: int, model: Any) -> Mapping[str, StateSpec]:
+        specs = choose(self._given_specs.get(size, model), None, self._given_axis)
+        return {name: spec.with_size(size) for name, spec in specs.items()}
+
+    def _axis_of(self, spec: StateSpec) -> int:
+        return usual_axis(spec.shape) if spec.seq_axis is None else spec.seq_axis
+
+    def _make_state(self, model: Any, specs: Mapping[str, Any]) -> Any:
+        array = import_coreai("runtime").NDArray
+        return {name: array(np.zeros(spec.shape, spec.dtype)) for name, spec in specs.items()}
+
+    def _make_target(self, model: Any, specs: Mapping[str, StateSpec]) -> Any:
+        return {}
+
+    def _resize_state(
+        self, source: Any, target: Any, name: str, spec: Any, position: int, compact: bool
+    ) -> None:
+        axis = self._axis_of(spec)
+        length, rank = spec.shape[axis], len(spec.shape)
+        value = source[name].numpy()
+        expected = with_length(spec.shape, axis % rank, self._size)
+        if value.shape != expected:
+            raise incompatible(
+                f"{name}: the array in the state has the shape {value.shape}, expected {expected}",
+                name,
+                expected,
+                value.shape,
+            )
+        if compact:
+            moved = compact_kv_state(value, length, position, spec.dtype, seq_axis=axis)
+        else:
+            moved = transition_kv_state(value, length, position, 0.0, spec.dtype, seq_axis=axis)
+        target[name] = import_coreai("runtime").NDArray(moved)
+
+    def _copy_state(self, source: Any, target: Any, name: str, spec: Any) -> None:
+        target[name] = source[name]
+
+    def refill(
+        self,
+        tokens: Sequence[int],
+        prefill: Callable[[Any, int, Any], object],
+        size: int | None = None,
+    ) -> LadderStep:
+        """Choose the tokens to keep, and prefill them into a new, empty state.
+
+        As `mlstate.coreml.StateManager.refill`. Calls of Core AI's functions are awaited, so
+        `refill_async` is the usual form.
+
+        Raises
+        ------
+        ValueError, CompatibilityError
+            As for `mlstate.coreml.StateManager.refill`.
+        TypeError
+            Also if `prefill` returns an awaitable, as a coroutine function does.
+        """
+        import inspect
+
+        def prefill_now(tokens: Any, position: int, state: Any) -> None:
+            result = prefill(tokens, position, state)
+            if inspect.isawaitable(result):
+                if inspect.iscoroutine(result):
+                    result.close()
+                raise TypeError("prefill returned an awaitable: use refill_async, and await it")
+
+        return super().refill(tokens, prefill_now if callable(prefill) else prefill, size)
+
+    async def refill_async(
+        self,
+        tokens: Sequence[int],
+        prefill: Callable[[Any, int, Any], Awaitable[object]],
+        size: int | None = None,
+    ) -> LadderStep:
+        """Choose the tokens to keep, and await their prefill into a new, empty state.
+
+        Parameters
+        ----------
+        tokens : sequence of int, or one-dimensional array
+            All tokens, including those that did not fit.
+        prefill : callable
+            Awaited as ``prefill(tokens, position, state)`` for each batch: its tokens (an array
+            if `tokens` is one, else a list), the position of the first, and the new `state`.
+        size : int, optional
+            Size of the new state. Default: the largest size.
+
+        Returns
+        -------
+        LadderStep
+            "refill"; its ``kept_tokens`` is the next position. "stop" if no token would be
+            dropped; then nothing was changed.
+
+        Raises
+        ------
+        ValueError
+            No `batch_size` was passed, or `size` is unknown.
+        CompatibilityError
+            The states of the model do not match.
+        TypeError
+            `tokens` or `prefill` has another type, or a callable did not return a model.
+
+        Notes
+        -----
+        During the calls, `model`, `size` and `state` belong to the new state. If `prefill`
+        raises or the task is cancelled, the former state is the current one again, unchanged.
+        """
+        step, batches = self._plan_refill(tokens, prefill, size)
+        if batches:
+            with self._replacing_state(step.size) as state:
+                for batch, start in batches:
+                    await prefill(batch, start, state)
+        return step

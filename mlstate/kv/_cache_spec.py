@@ -1,0 +1,432 @@
+"""The arrays of a cache and how each depends on the sequence; public through `mlstate.kv`."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+
+from .. import _core
+from .._common.dtypes import DTYPES, dtype_name
+from .._common.set_module import set_module
+from .._common.text import bytes_text, names_hint, shorten, table_html
+from ..errors import CompatibilityError, TensorNotFoundError
+from ._axis import sequence_axis, with_length
+from ._context_ladder import as_count
+from ._transition import name_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+CacheKind: TypeAlias = Literal["full", "sliding", "recurrent", "conv", "quantized", "opaque"]
+
+KINDS = ("full", "sliding", "recurrent", "conv", "quantized", "opaque")
+SEQUENCE_KINDS = ("full", "sliding", "quantized")  # the array has an axis of positions
+_ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
+
+
+def entry_error(name: str, text: str, expected: object, got: object) -> CompatibilityError:
+    """Return the exception for an entry that does not fit."""
+    error = CompatibilityError(f"{name}: {text}")
+    error.name, error.expected, error.got = name, str(expected), str(got)
+    return error
+
+
+@set_module("mlstate.kv")
+@dataclass(frozen=True)
+class CacheEntry:
+    """One array of a cache, such as the keys of a layer: its shape and its kind.
+
+    An entry is validated on creation and immutable; `dataclasses.replace` creates a changed copy.
+
+    Parameters
+    ----------
+    name : str
+        Name of the array in a `CacheState`.
+    kind : {"full", "sliding", "recurrent", "conv", "quantized", "opaque"}
+        - "full": one position for each token; the first ones hold tokens.
+        - "sliding": only the newest tokens, stored in a ring as in `RollingKVState`.
+        - "recurrent", "conv": a state of constant size that every token changes.
+        - "quantized": as "full", but groups of 4- or 8-bit codes with a scale and a bias each.
+        - "opaque": an array of unknown layout, such as the bytes of another program.
+    shape : sequence of int
+        Shape of the array with all its positions; of a quantized entry, of its values. Kinds with
+        a sequence have 2 to 8 dimensions.
+    dtype : dtype or str
+        Dtype of the array, also of torch; of a quantized entry, of its values, scales and biases.
+    seq_axis : int
+        The sequence axis; a negative number counts from the last axis. Kinds without a sequence
+        do not use it.
+    layer : int, optional
+        Index of the layer.
+    role : str, optional
+        Purpose of the array, such as "keys" or "values".
+    window : int, optional
+        Of a sliding entry: the most tokens that it keeps, sinks included. Default: its positions.
+        The array has fewer positions as long as the cache is smaller than the window.
+    sinks : int
+        Of a sliding entry: number of first tokens that are never evicted, below `window`.
+    bits : {4, 8}, optional
+        Of a quantized entry: bits of a code.
+    group : int, optional
+        Of a quantized entry: elements of the last axis with the same scale and bias, a multiple of
+        8 up to 4096.
+
+    Attributes
+    ----------
+    dtype : str
+        The name of the dtype, such as "float16".
+    seq_axis : int or None
+        The sequence axis, counted from 0; None for kinds without a sequence.
+
+    Raises
+    ------
+    CompatibilityError
+        `kind` or `dtype` is unknown, the shape has no axis `seq_axis`, a parameter does not belong
+        to the kind or is missing, or the group does not divide the last axis. A ValueError.
+    CapacityError
+        A number is negative, or a sliding entry has no position. A ValueError.
+    ValueError
+        `name` is empty, or `bits` or `group` is not supported.
+    TypeError
+        A parameter has another type.
+
+    Examples
+    --------
+    >>> from mlstate.kv import CacheEntry
+    >>> entry = CacheEntry("0.keys", "quantized", (1, 8, 512, 64), "float16", bits=8, group=64)
+    >>> for name, (shape, dtype) in entry.arrays.items():
+    ...     print(name, shape, dtype)
+    0.keys (1, 8, 512, 16) uint32
+    0.keys.scales (1, 8, 512, 1) float16
+    0.keys.biases (1, 8, 512, 1) float16
+    """
+
+    name: str
+    kind: CacheKind
+    shape: tuple[int, ...]
+    dtype: Any
+    seq_axis: int | None = -2
+    _: KW_ONLY
+    layer: int | None = None
+    role: str | None = None
+    window: int | None = None
+    sinks: int = 0
+    bits: int | None = None
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_names(self)
+        put = object.__setattr__  # the instance is frozen
+        shape = _shape_of(self.name, self.shape)
+        put(self, "shape", shape)
+        put(self, "dtype", _checked_dtype(self.name, self.dtype))
+        if self.layer is not None:
+            put(self, "layer", as_count(f"{self.name}: layer", self.layer))
+        put(self, "seq_axis", _checked_axis(self))
+        put(self, "window", _checked_window(self))
+        _check_quantization(self)
+
+    @property
+    def seq_length(self) -> int | None:
+        """Number of positions of the array; None for kinds without a sequence."""
+        return None if self.seq_axis is None else self.shape[self.seq_axis]
+
+    @property
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of each array by name: one array, or three of a quantized entry."""
+        if self.bits is None or self.group is None:
+            return {self.name: (self.shape, self.dtype)}
+        words, groups = _core.kv_quantized_lengths(self.shape[-1], self.bits, self.group)
+        outer = self.shape[:-1]
+        return {
+            self.name: ((*outer, words), "uint32"),
+            f"{self.name}.scales": ((*outer, groups), self.dtype),
+            f"{self.name}.biases": ((*outer, groups), self.dtype),
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in self.arrays.values())
+
+    def _resized(self, capacity: int) -> CacheEntry:
+        """Return the entry for a cache of another capacity."""
+        if self.seq_axis is None:
+            return self
+        length = capacity if self.window is None else min(capacity, self.window)
+        if length == self.seq_length:
+            return self
+        return replace(self, shape=with_length(self.shape, self.seq_axis, length))
+
+    def _facts(self) -> tuple[str, str]:
+        """Return the kind and its parameters as text, for tables."""
+        facts = []
+        if self.window is not None:
+            facts.append(f"window {self.window:,}")
+        if self.sinks:
+            facts.append(f"{self.sinks:,} sinks")
+        if self.bits is not None:
+            facts.append(f"{self.bits} bits, groups of {self.group:,}")
+        return self.kind, ", ".join(facts)
+
+
+def _check_names(entry: CacheEntry) -> None:
+    """Raise unless name, kind and role are valid."""
+    if not isinstance(entry.name, str):
+        raise TypeError(f"name must be a str, got {type(entry.name).__name__}")
+    if not entry.name:
+        raise ValueError("name is empty: pass a name such as '0.keys'")
+    if entry.role is not None and not isinstance(entry.role, str):
+        raise TypeError(f"{entry.name}: role must be a str, got {type(entry.role).__name__}")
+    if entry.kind not in KINDS:
+        text = f"kind {entry.kind!r} is unknown{names_hint(str(entry.kind), KINDS)}"
+        raise entry_error(entry.name, text, ", ".join(KINDS), entry.kind)
+
+
+def _shape_of(name: str, shape: Any) -> tuple[int, ...]:
+    """Return a shape as a tuple of int."""
+    if isinstance(shape, str | bytes) or not hasattr(shape, "__iter__"):
+        raise TypeError(f"{name}: shape must be a sequence of integers, got {type(shape).__name__}")
+    return tuple(as_count(f"{name}: shape[{i}]", size) for i, size in enumerate(shape))
+
+
+def _checked_dtype(name: str, dtype: Any) -> str:
+    """Return the name of a dtype of NumPy, ml_dtypes or torch."""
+    found = dtype_name(dtype)
+    if found not in _ITEM_BYTES:
+        text = f"dtype {dtype!r} is not supported"
+        raise entry_error(name, text, "a dtype of NumPy, ml_dtypes or torch", dtype)
+    return found
+
+
+def _checked_axis(entry: CacheEntry) -> int | None:
+    """Return the sequence axis, counted from 0; None for kinds without a sequence."""
+    if entry.kind not in SEQUENCE_KINDS:
+        return None
+    if entry.seq_axis is None:
+        raise entry_error(entry.name, f"kind {entry.kind!r} needs seq_axis", "an axis", None)
+    return sequence_axis(entry.shape, entry.seq_axis, entry.name)
+
+
+def _checked_window(entry: CacheEntry) -> int | None:
+    """Return the window of a sliding entry, with default applied; None for another kind."""
+    name = entry.name
+    sinks = as_count(f"{name}: sinks", entry.sinks)
+    if entry.kind != "sliding":
+        if entry.window is not None or sinks:
+            text = f"window and sinks belong to kind 'sliding', not to {entry.kind!r}"
+            raise entry_error(name, text, "sliding", entry.kind)
+        return None
+    positions = as_count(f"{name}: positions", entry.seq_length, 1)
+    wanted = positions if entry.window is None else entry.window
+    window = as_count(f"{name}: window", wanted, 1)
+    if sinks >= window:
+        text = f"{sinks} sinks leave no position for other tokens in a window of {window}"
+        raise entry_error(name, text, f"0..{window - 1}", sinks)
+    if positions > window:
+        text = f"the array has {positions} positions, more than the window of {window}"
+        raise entry_error(name, text, f"1..{window}", positions)
+    return window
+
+
+def _check_quantization(entry: CacheEntry) -> None:
+    """Raise unless bits and group belong to the kind and fit the shape."""
+    name, bits, group = entry.name, entry.bits, entry.group
+    if entry.kind != "quantized":
+        if bits is not None or group is not None:
+            text = f"bits and group belong to kind 'quantized', not to {entry.kind!r}"
+            raise entry_error(name, text, "quantized", entry.kind)
+        return
+    if bits is None or group is None:
+        raise entry_error(name, "a quantized entry needs bits and group", "both", (bits, group))
+    if entry.dtype not in ("float16", "bfloat16", "float32"):
+        text = f"only float16, bfloat16 and float32 are quantized, not {entry.dtype}"
+        raise entry_error(name, text, "float16, bfloat16 or float32", entry.dtype)
+    if entry.seq_axis == len(entry.shape) - 1:
+        text = (
+            "the sequence axis is the last one, and groups are adjacent elements of the last axis"
+        )
+        raise entry_error(name, text, "another sequence axis", entry.seq_axis)
+    with name_errors(name):
+        _core.kv_quantized_lengths(entry.shape[-1], bits, group)
+
+
+@set_module("mlstate.kv")
+class CacheSpec:
+    """All entries of a cache, in order.
+
+    Parameters
+    ----------
+    entries : iterable of CacheEntry
+        At least one. Full and quantized entries have the same number of positions.
+
+    Attributes
+    ----------
+    entries : tuple of CacheEntry
+        The entries that were passed.
+
+    Raises
+    ------
+    CompatibilityError
+        Entries disagree on their positions: full and quantized entries differ, or a sliding entry
+        has fewer positions than the cache although its window is not full. A ValueError.
+    ValueError
+        `entries` is empty, or two arrays have the same name.
+    TypeError
+        An element of `entries` is not a `CacheEntry`.
+
+    Notes
+    -----
+    A spec is immutable, and equal to another one with equal entries. ``spec["0.keys"]`` and
+    ``spec[0]`` return an entry; ``len(spec)`` and iteration refer to entries.
+
+    Examples
+    --------
+    >>> from mlstate.kv import CacheEntry, CacheSpec
+    >>> spec = CacheSpec(
+    ...     CacheEntry(f"{i}.{role}", "full", (1, 8, 512, 64), "float16", layer=i, role=role)
+    ...     for i in range(4)
+    ...     for role in ("keys", "values")
+    ... )
+    >>> spec
+    CacheSpec(8 entries: 8 full; 4 layers, 512 positions)
+    >>> spec["3.values"].shape
+    (1, 8, 512, 64)
+    """
+
+    __slots__ = ("_by_name", "_capacity", "entries")
+
+    entries: tuple[CacheEntry, ...]
+
+    def __init__(self, entries: Iterable[CacheEntry]) -> None:
+        if isinstance(entries, CacheEntry) or not hasattr(entries, "__iter__"):
+            raise TypeError(
+                f"entries must be an iterable of CacheEntry, got {type(entries).__name__}"
+            )
+        self.entries = tuple(entries)
+        for i, entry in enumerate(self.entries):
+            if not isinstance(entry, CacheEntry):
+                raise TypeError(f"entries[{i}] must be a CacheEntry, got {type(entry).__name__}")
+        if not self.entries:
+            raise ValueError("entries is empty: pass one CacheEntry for each array")
+        self._by_name: dict[str, CacheEntry] = {}
+        for entry in self.entries:
+            for name in entry.arrays:
+                if name in self._by_name:
+                    raise ValueError(f"two arrays have the name {name!r}: names must differ")
+                self._by_name[name] = entry
+        self._capacity = _common_capacity(self.entries)
+
+    @property
+    def capacity(self) -> int | None:
+        """Most tokens that the full and quantized entries hold; None if there are none."""
+        return self._capacity
+
+    @property
+    def layer_count(self) -> int:
+        """Number of different layers; entries without a layer do not count."""
+        return len({entry.layer for entry in self.entries} - {None})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    def entry_of(self, name: str) -> CacheEntry:
+        """Return the entry of an array; a quantized entry has three arrays.
+
+        Parameters
+        ----------
+        name : str
+            Name of an array, such as ``"0.keys"`` or ``"0.keys.scales"``.
+
+        Returns
+        -------
+        CacheEntry
+            The entry, not a copy.
+
+        Raises
+        ------
+        TensorNotFoundError
+            No array has this name. A KeyError.
+        """
+        entry = self._by_name.get(name) if isinstance(name, str) else None
+        if entry is None:
+            hint = names_hint(str(name), self._by_name)
+            error = TensorNotFoundError(f"the cache has no array {name!r}{hint}")
+            error.name = str(name)
+            raise error
+        return entry
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[CacheEntry]:
+        return iter(self.entries)
+
+    @overload
+    def __getitem__(self, key: str | int) -> CacheEntry: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[CacheEntry, ...]: ...
+    def __getitem__(self, key: str | int | slice) -> CacheEntry | tuple[CacheEntry, ...]:
+        return self.entry_of(key) if isinstance(key, str) else self.entries[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CacheSpec, (self.entries,)
+
+    def __eq__(self, other: object) -> bool:
+        return self.entries == other.entries if isinstance(other, CacheSpec) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.entries)
+
+    def _title(self) -> str:
+        counts = [(kind, sum(e.kind == kind for e in self.entries)) for kind in KINDS]
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts if count)
+        count = f"{len(self):,} {'entry' if len(self) == 1 else 'entries'}"
+        layers = f"{self.layer_count:,} layer{'' if self.layer_count == 1 else 's'}"
+        room = "" if self.capacity is None else f", {self.capacity:,} positions"
+        return f"{count}: {kinds}; {layers}{room}"
+
+    def __repr__(self) -> str:
+        return f"CacheSpec({self._title()})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (e.name, *e._facts(), str(e.shape), _axis_text(e), e.dtype, bytes_text(e.nbytes))
+            for e in self.entries
+        ]
+        headers = ["name", "kind", "parameters", "shape", "sequence axis", "dtype", "memory"]
+        title = f"CacheSpec: {self._title()}, {bytes_text(self.nbytes)}"
+        return table_html(title, headers, rows, collapse=True)
+
+
+def _axis_text(entry: CacheEntry) -> str:
+    return "-" if entry.seq_axis is None else str(entry.seq_axis)
+
+
+def _common_capacity(entries: tuple[CacheEntry, ...]) -> int | None:
+    """Return the positions of full and quantized entries, or raise if entries disagree."""
+    limited = [entry for entry in entries if entry.kind in ("full", "quantized")]
+    if not limited:
+        return None
+    first = limited[0]
+    capacity = first.seq_length or 0
+    for entry in limited:
+        if entry.seq_length != capacity:
+            text = (
+                f"{entry.seq_length} positions, but {shorten(first.name, 100)} has {capacity}: "
+                "full and quantized entries of one cache have the same number"
+            )
+            raise entry_error(entry.name, text, capacity, entry.seq_length)
+    for entry in entries:
+        if entry.window is not None and entry.seq_length is not None:
+            least = min(capacity, entry.window)
+            if entry.seq_length < least:
+                text = (
+                    f"{entry.seq_length} positions are too few for a cache of {capacity} and a "
+                    f"window of {entry.window}: at least {least}"
+                )
+                raise entry_error(entry.name, text, f"{least}..{entry.window}", entry.seq_length)
+    return capacity

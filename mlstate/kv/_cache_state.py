@@ -1,0 +1,626 @@
+"""A cache of several arrays that change together; public through `mlstate.kv`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .. import _core
+from .._common.arrays import is_torch
+from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
+from .._common.set_module import set_module
+from .._common.text import bytes_text, shorten, table_html
+from ..errors import CompatibilityError
+from ._axis import along
+from ._cache_spec import CacheEntry, CacheSpec, entry_error
+from ._context_ladder import as_count, capacity_error
+from ._transition import compact_kv_state, name_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .._types import Array, NDArray
+
+_LISTED = 4  # names in an error
+
+# Why an entry cannot go back to an earlier token.
+_NO_TRIM = {
+    "recurrent": "a recurrent state cannot be trimmed: every token changed all of it",
+    "conv": "a convolution state cannot be trimmed: it keeps the last inputs only",
+    "opaque": "an opaque entry cannot be trimmed: its layout is unknown",
+}
+# Why an entry is not quantized.
+_NO_QUANTIZE = {
+    "sliding": "a sliding entry is not quantized: kind 'quantized' has no window",
+    "recurrent": "a recurrent state is not quantized: every token changes it, so errors add up",
+    "conv": "a convolution state is not quantized: every token changes it",
+    "quantized": "the entry is quantized already",
+    "opaque": "an opaque entry is not quantized: its layout is unknown",
+}
+
+
+class _Cache(NamedTuple):
+    """Everything that an operation replaces, so that readers see all of it or nothing."""
+
+    spec: CacheSpec
+    arrays: dict[str, Any]
+    length: int
+
+
+@set_module("mlstate.kv")
+class CacheState:
+    """The arrays of a cache and its number of tokens, which change together.
+
+    Every operation checks all entries first. If one entry refuses, the operation raises and no
+    entry changes.
+
+    Parameters
+    ----------
+    spec : CacheSpec
+        The entries.
+    arrays : mapping of str to ndarray or torch.Tensor
+        The arrays by name, as `CacheEntry.arrays` lists them. Used without copying; they may be
+        read-only and have any strides and byte order.
+    length : int
+        Number of tokens seen so far. Full and quantized entries hold all of them, sliding entries
+        the newest.
+
+    Raises
+    ------
+    CompatibilityError
+        An array is missing or not in the spec, for example because the number of layers differs;
+        or its rank, shape or dtype differs from its entry. A ValueError.
+    CapacityError
+        `length` is negative or exceeds the positions of an entry. A ValueError.
+    TypeError
+        A parameter has another type.
+
+    Notes
+    -----
+    What each kind supports:
+
+    ==============  ======  ==============  =========  ===============
+    operation       full    sliding         quantized  recurrent, conv
+    ==============  ======  ==============  =========  ===============
+    `resize`        yes     to the window   yes        unchanged
+    `trim`, `crop`  yes     until it wraps  yes        no
+    `quantize`      yes     no              no         no
+    `positions`     yes     yes             yes        no
+    ==============  ======  ==============  =========  ===============
+
+    Opaque entries support none of them. A state is not thread-safe: use one lock for the state and
+    the arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.kv import CacheEntry, CacheSpec, CacheState
+    >>> spec = CacheSpec(
+    ...     [
+    ...         CacheEntry("0.keys", "full", (1, 2, 256, 64), "float16"),
+    ...         CacheEntry("1.keys", "sliding", (1, 2, 128, 64), "float16", sinks=4),
+    ...     ]
+    ... )
+    >>> arrays = {entry.name: np.zeros(entry.shape, entry.dtype) for entry in spec}
+    >>> state = CacheState(spec, arrays, length=100)
+    >>> state.resize(1024)
+    >>> state
+    CacheState(100 of 1,024 positions; 2 entries: 1 full, 1 sliding)
+    >>> state.trim(20)
+    >>> state.length, state.arrays["0.keys"].shape, state.view("0.keys").shape
+    (80, (1, 2, 1024, 64), (1, 2, 80, 64))
+    """
+
+    __slots__ = ("_cache",)
+
+    def __init__(self, spec: CacheSpec, arrays: Mapping[str, Array], length: int) -> None:
+        if not isinstance(spec, CacheSpec):
+            raise TypeError(f"spec must be a CacheSpec, got {type(spec).__name__}")
+        if not isinstance(arrays, Mapping):
+            raise TypeError(
+                f"arrays must be a mapping of names to arrays, got {type(arrays).__name__}"
+            )
+        tokens = as_count("length", length)
+        _check_names(spec, arrays)
+        for entry in spec:
+            for name, (shape, dtype) in entry.arrays.items():
+                _check_array(entry, name, arrays[name], shape, dtype)
+        _check_length(spec, tokens)
+        ordered = {name: arrays[name] for entry in spec for name in entry.arrays}
+        self._cache = _Cache(spec, ordered, tokens)
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The entries; `resize`, `quantize` and `dequantize` replace the spec."""
+        return self._cache.spec
+
+    @property
+    def arrays(self) -> Mapping[str, Any]:
+        """The arrays by name, in the order of the spec: a read-only mapping, not a copy."""
+        return MappingProxyType(self._cache.arrays)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens seen so far."""
+        return self._cache.length
+
+    @property
+    def capacity(self) -> int | None:
+        """Most tokens that the full and quantized entries hold; None if there are none."""
+        return self._cache.spec.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return self._cache.spec.nbytes
+
+    def view(self, name: str) -> Any:
+        """Return the positions of an array that hold tokens.
+
+        Parameters
+        ----------
+        name : str
+            Name of an array. Without a sequence, all of it is returned.
+
+        Returns
+        -------
+        ndarray or torch.Tensor
+            A view, not a copy, in storage order: see `ordered` for a sliding entry that has
+            wrapped.
+
+        Raises
+        ------
+        TensorNotFoundError
+            No array has this name. A KeyError.
+        """
+        spec, arrays, length = self._cache
+        entry = spec.entry_of(name)
+        if entry.seq_axis is None or entry.seq_length is None:
+            return arrays[name]
+        return arrays[name][along(entry.seq_axis, 0, min(length, entry.seq_length))]
+
+    def positions(self, name: str) -> NDArray:
+        """Return the absolute position of the token at each index of the sequence axis.
+
+        Parameters
+        ----------
+        name : str
+            Name of an array with a sequence.
+
+        Returns
+        -------
+        ndarray of int64
+            A new array with -1 for an index without a token, as `RollingKVState.positions`.
+
+        Raises
+        ------
+        TensorNotFoundError
+            No array has this name. A KeyError.
+        CompatibilityError
+            The entry has no sequence. A ValueError.
+        """
+        spec, _, length = self._cache
+        entry = spec.entry_of(name)
+        _sequence_of(entry)
+        size, sinks = _ring_of(entry)
+        return _core.kv_ring_positions(size, sinks, length)
+
+    def ordered(self, name: str) -> NDArray:
+        """Return a copy of the tokens of an array by increasing position.
+
+        Parameters
+        ----------
+        name : str
+            Name of an array with a sequence.
+
+        Returns
+        -------
+        ndarray
+            A new C-contiguous array, also for a torch tensor on the CPU.
+
+        Raises
+        ------
+        TensorNotFoundError
+            No array has this name. A KeyError.
+        CompatibilityError
+            The entry has no sequence. A ValueError.
+        """
+        spec, arrays, length = self._cache
+        entry = spec.entry_of(name)
+        axis = _sequence_of(entry)
+        return _core.kv_ring_ordered(arrays[name], axis, _ring_of(entry)[1], length)
+
+    def advance(self, n: int) -> None:
+        """Count tokens that a model has written to the arrays.
+
+        Parameters
+        ----------
+        n : int
+            Number of tokens, stored at the positions after the last one.
+
+        Raises
+        ------
+        CapacityError
+            `n` is negative, or the tokens exceed the positions of an entry. Nothing is changed
+            then. A ValueError.
+        """
+        spec, arrays, length = self._cache
+        length += as_count("n", n)
+        _check_length(spec, length)
+        self._cache = _Cache(spec, arrays, length)
+
+    def resize(self, capacity: int) -> None:
+        """Move the tokens to arrays of another number of positions.
+
+        Parameters
+        ----------
+        capacity : int
+            New positions of full and quantized entries. A sliding entry gets as many, up to its
+            window. Recurrent and convolution states stay as they are.
+
+        Raises
+        ------
+        CapacityError
+            The tokens of an entry do not fit. Nothing is changed then. A ValueError.
+        CompatibilityError
+            An opaque entry cannot be resized. Nothing is changed then. A ValueError.
+        MemoryError
+            The memory cannot be allocated. Nothing is changed then.
+
+        Notes
+        -----
+        Arrays whose number of positions changes are replaced by new ones, as by
+        `compact_kv_state`; positions without a token are zero. The old arrays are not written. The
+        peak is the size of the old and the new arrays.
+        """
+        positions = as_count("capacity", capacity, 1)
+        spec, arrays, length = self._cache
+        resized = CacheSpec(entry._resized(positions) for entry in spec)
+        if resized == spec:
+            return
+        _check_resize(spec, resized, positions, length)
+        moved = dict(arrays)
+        for old, new in zip(spec, resized, strict=True):
+            if old.seq_axis is None or old.seq_length is None or new.seq_length is None:
+                continue
+            held = min(length, old.seq_length)
+            for name in old.arrays if new is not old else ():
+                moved[name] = compact_kv_state(
+                    arrays[name], new.seq_length, held, seq_axis=old.seq_axis
+                )
+        self._cache = _Cache(resized, moved, length)
+
+    def trim(self, n: int) -> None:
+        """Drop the last `n` tokens, for example rejected tokens of speculative decoding.
+
+        Parameters
+        ----------
+        n : int
+            Number of tokens to drop. `trim` of mlx counts in the same way.
+
+        Raises
+        ------
+        CapacityError
+            `n` is negative or more than `length`. Nothing is changed then. A ValueError.
+        CompatibilityError
+            An entry cannot drop tokens: a recurrent, convolution or opaque entry, or a sliding
+            entry that has evicted tokens, which its window would need again. Nothing is changed
+            then. A ValueError.
+
+        Notes
+        -----
+        Only `length` changes. The arrays are not written, so the positions of dropped tokens keep
+        their content; `resize` to another capacity zeroes them.
+        """
+        dropped, length = as_count("n", n), self._cache.length
+        if dropped > length:
+            raise capacity_error(
+                f"cannot drop {dropped} tokens: the cache has {length}", f"0..{length}", dropped
+            )
+        self._cut(length - dropped)
+
+    def crop(self, n: int) -> None:
+        """Keep the first `n` tokens and drop the others.
+
+        Parameters
+        ----------
+        n : int
+            Number of tokens to keep. `crop` of transformers counts in the same way.
+
+        Raises
+        ------
+        CapacityError, CompatibilityError
+            As for `trim`.
+        """
+        kept, length = as_count("n", n), self._cache.length
+        if kept > length:
+            raise capacity_error(
+                f"cannot keep {kept} tokens: the cache has {length}", f"0..{length}", kept
+            )
+        self._cut(kept)
+
+    def _cut(self, kept: int) -> None:
+        """Keep the first tokens, or raise if an entry cannot drop the others."""
+        spec, arrays, length = self._cache
+        for entry in spec if kept < length else ():
+            text = _NO_TRIM.get(entry.kind)
+            if entry.window is not None and entry.seq_length is not None:
+                evicted = length - entry.seq_length
+                if evicted > 0:
+                    text = f"a sliding entry cannot be trimmed: it has evicted {evicted} tokens"
+            if text is not None:
+                remedy = f"restore an earlier copy of it, or prefill the first {kept} tokens again"
+                raise entry_error(
+                    entry.name, f"{text}; {remedy}", f"{length} tokens", f"{kept} tokens"
+                )
+        self._cache = _Cache(spec, arrays, kept)
+
+    def quantize(
+        self, bits: int = 8, group: int = 64, *, names: Iterable[str] | None = None
+    ) -> None:
+        """Replace full entries by quantized ones.
+
+        Parameters
+        ----------
+        bits : {8, 4}
+            Bits of a code.
+        group : int
+            Elements of the last axis with the same scale and bias: a multiple of 8 up to 4096 that
+            divides the axis.
+        names : iterable of str, optional
+            The entries to quantize. Default: all of kind "full".
+
+        Raises
+        ------
+        CompatibilityError
+            An entry in `names` has another kind, no entry is full, the group does not divide the
+            last axis, the sequence axis is the last one, or the dtype is not float16, bfloat16 or
+            float32. Nothing is changed then. A ValueError.
+        ValueError
+            A value is NaN or infinite, or `bits` or `group` is not supported. Nothing is changed
+            then.
+        TensorNotFoundError
+            A name is unknown. A KeyError.
+        TypeError
+            A tensor is not on the CPU, or `names` is a str.
+
+        Notes
+        -----
+        The result consists of new NumPy arrays, also for torch tensors on the CPU. Their bits
+        equal the result of ``mlx.core.quantize`` on a CPU: word ``i`` of the codes has elements
+        ``i * 32 / bits`` and following, the first in the lowest bits; a value is
+        ``scale * code + bias``. Its error is at most one ``scale``, plus the rounding of scale and
+        bias to the dtype. Positions without a token become 0. The old arrays are not written. The
+        GIL is released for arrays of at least 64 KiB.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.kv import CacheEntry, CacheSpec, CacheState
+        >>> spec = CacheSpec([CacheEntry("keys", "full", (1, 8, 512, 64), "float16")])
+        >>> state = CacheState(spec, {"keys": np.ones((1, 8, 512, 64), np.float16)}, 200)
+        >>> before = state.nbytes
+        >>> state.quantize(bits=4)
+        >>> list(state.arrays), before / state.nbytes
+        (['keys', 'keys.scales', 'keys.biases'], 3.5555555555555554)
+        """
+        self._convert(names, "full", _NO_QUANTIZE, {"bits": bits, "group": group})
+
+    def dequantize(self, *, names: Iterable[str] | None = None) -> None:
+        """Replace quantized entries by full ones.
+
+        Parameters
+        ----------
+        names : iterable of str, optional
+            The entries. Default: all of kind "quantized".
+
+        Raises
+        ------
+        CompatibilityError
+            An entry in `names` has another kind, or no entry is quantized. A ValueError.
+        TensorNotFoundError
+            A name is unknown. A KeyError.
+
+        Notes
+        -----
+        The result consists of new NumPy arrays, computed in float32 and rounded once. mlx rounds
+        the product too, so its last bit may differ.
+        """
+        self._convert(names, "quantized", {}, {"bits": None, "group": None})
+
+    def _convert(
+        self,
+        names: Iterable[str] | None,
+        kind: str,
+        reasons: Mapping[str, str],
+        parameters: Mapping[str, Any],
+    ) -> None:
+        """Quantize entries of kind "full", or dequantize entries of kind "quantized"."""
+        spec, arrays, length = self._cache
+        chosen = _chosen_entries(spec, names, kind, reasons)
+        other: Any = "full" if kind == "quantized" else "quantized"
+        entries = [
+            replace(entry, kind=other, **parameters) if entry.name in chosen else entry
+            for entry in spec
+        ]
+        converted = CacheSpec(entries)  # checks every entry before the first one is converted
+        made: dict[str, Any] = {}
+        for old, new in zip(spec, converted, strict=True):
+            if old is new:
+                made |= {name: arrays[name] for name in old.arrays}
+                continue
+            made |= {
+                name: np.zeros(shape, stored_dtype(dtype) if dtype in EXTENSIONS else dtype)
+                for name, (shape, dtype) in new.arrays.items()
+            }
+            full, coded = (arrays, made) if kind == "full" else (made, arrays)
+            _run_quantization(old, new, full, coded, length)
+        self._cache = _Cache(converted, made, length)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CacheState, tuple(self._cache)
+
+    def __repr__(self) -> str:
+        spec, _, length = self._cache
+        return f"CacheState({_tokens_text(spec, length)}; {spec._title().split(';')[0]})"
+
+    def _repr_html_(self) -> str:
+        spec, _, length = self._cache
+        rows = []
+        for entry in spec:
+            tokens = "-" if entry.seq_length is None else f"{min(length, entry.seq_length):,}"
+            shape = str(entry.shape)
+            rows.append(
+                (entry.name, *entry._facts(), tokens, shape, entry.dtype, bytes_text(entry.nbytes))
+            )
+        headers = ["name", "kind", "parameters", "tokens held", "shape", "dtype", "memory"]
+        title = f"CacheState: {_tokens_text(spec, length)}, {bytes_text(spec.nbytes)}"
+        return table_html(title, headers, rows, collapse=True)
+
+
+def _tokens_text(spec: CacheSpec, length: int) -> str:
+    if spec.capacity is None:
+        return f"{length:,} token{'' if length == 1 else 's'}"
+    return f"{length:,} of {spec.capacity:,} positions"
+
+
+def _check_names(spec: CacheSpec, arrays: Mapping[str, Any]) -> None:
+    """Raise unless the arrays have the names of the spec."""
+    wanted = [(name, entry) for entry in spec for name in entry.arrays]
+    missing = [(name, entry) for name, entry in wanted if name not in arrays]
+    known = {name for name, _ in wanted}
+    strange = [str(name) for name in arrays if name not in known]
+    if not missing and not strange:
+        return
+    parts = []
+    if missing:
+        parts.append(f"the arrays lack {_names_text([name for name, _ in missing])}")
+    if strange:
+        parts.append(f"the spec does not have {_names_text(strange)}")
+    found = {entry.layer for name, entry in wanted if name in arrays} - {None}
+    if missing and len(found) != spec.layer_count:
+        parts.append(f"the spec has {spec.layer_count} layers, the arrays {len(found)}")
+    error = CompatibilityError("; ".join(parts))
+    error.name = missing[0][0] if missing else strange[0]
+    error.expected, error.got = f"{len(wanted)} arrays", f"{len(arrays)} arrays"
+    raise error
+
+
+def _names_text(names: list[str]) -> str:
+    shown = ", ".join(repr(shorten(name, 100)) for name in names[:_LISTED])
+    hidden = len(names) - _LISTED
+    return shown + (f" and {hidden:,} more" if hidden > 0 else "")
+
+
+def _check_array(
+    entry: CacheEntry, name: str, array: Any, shape: tuple[int, ...], dtype: str
+) -> None:
+    """Raise unless an array has the shape and the dtype of its entry."""
+    if not isinstance(array, np.ndarray) and not is_torch(array):
+        raise TypeError(
+            f"{name} must be a NumPy array or a torch tensor, got {type(array).__name__}"
+        )
+    got = tuple(array.shape)
+    if len(got) != len(shape):
+        text = f"the array has {len(got)} dimensions, shape {got}; the spec has {shape}"
+        raise entry_error(name, text, shape, got)
+    for axis, (size, wanted) in enumerate(zip(got, shape, strict=True)):
+        if size != wanted:
+            which = "the sequence axis" if axis == entry.seq_axis else "axis"
+            text = f"{which} {axis} has length {size}, in the spec {wanted}: shape {got}"
+            raise entry_error(name, text, shape, got)
+    if name_of(array.dtype) != dtype:
+        text = f"the array is {name_of(array.dtype)}, in the spec {dtype}"
+        raise entry_error(name, text, dtype, name_of(array.dtype))
+
+
+def _check_length(spec: CacheSpec, length: int) -> None:
+    """Raise unless every entry can hold the tokens of a sequence."""
+    for entry in spec:
+        size = entry.seq_length
+        if size is None or length <= size or entry.window == size:
+            continue
+        error = capacity_error(
+            f"{entry.name}: {length} tokens do not fit into {size} positions: resize the cache to "
+            f"at least {length}",
+            f"0..{size}",
+            length,
+        )
+        error.name = entry.name
+        raise error
+
+
+def _check_resize(spec: CacheSpec, resized: CacheSpec, capacity: int, length: int) -> None:
+    """Raise unless every entry can have another capacity and holds its tokens then."""
+    for old, new in zip(spec, resized, strict=True):
+        if old.kind == "opaque":
+            text = "an opaque entry cannot be resized: its layout is unknown"
+            raise entry_error(old.name, text, spec.capacity, capacity)
+        if old.seq_length is None or new.seq_length is None:
+            continue
+        held = min(length, old.seq_length)
+        if held > new.seq_length:
+            error = capacity_error(
+                f"{old.name}: {held} tokens do not fit into {new.seq_length} positions: use a "
+                f"capacity of at least {held}",
+                f"{held} or more",
+                capacity,
+            )
+            error.name = old.name
+            raise error
+
+
+def _sequence_of(entry: CacheEntry) -> int:
+    """Return the sequence axis of an entry, or raise if it has none."""
+    if entry.seq_axis is None:
+        text = f"a {entry.kind} entry has no positions"
+        raise entry_error(entry.name, text, "full, sliding or quantized", entry.kind)
+    return entry.seq_axis
+
+
+def _ring_of(entry: CacheEntry) -> tuple[int, int]:
+    """Return positions and sinks of the ring; an array below its window never wraps."""
+    size = entry.seq_length or 0
+    return size, entry.sinks if size == entry.window else 0
+
+
+def _chosen_entries(
+    spec: CacheSpec, names: Iterable[str] | None, kind: str, reasons: Mapping[str, str]
+) -> set[str]:
+    """Return the names of the entries to convert, or raise if one has another kind."""
+    if isinstance(names, str):
+        raise TypeError(f"names must be an iterable of names, got the str {names!r}")
+    if names is None:
+        chosen = [entry for entry in spec if entry.kind == kind]
+        if not chosen:
+            kinds = ", ".join(dict.fromkeys(entry.kind for entry in spec))
+            error = CompatibilityError(f"no entry has kind {kind!r}: the kinds are {kinds}")
+            error.expected, error.got = kind, kinds
+            raise error
+    else:
+        chosen = [spec.entry_of(name) for name in names]
+    for entry in chosen:
+        if entry.kind != kind:
+            text = reasons.get(entry.kind, f"the entry has kind {entry.kind!r}, not {kind!r}")
+            raise entry_error(entry.name, text, kind, entry.kind)
+    return {entry.name for entry in chosen}
+
+
+def _run_quantization(
+    old: CacheEntry,
+    new: CacheEntry,
+    full: Mapping[str, Any],
+    coded: Mapping[str, Any],
+    length: int,
+) -> None:
+    """Convert the tokens of one entry between an array of `full` and three of `coded`."""
+    run = _core.kv_quantize if new.kind == "quantized" else _core.kv_dequantize
+    entry = new if new.kind == "quantized" else old
+    tokens = along(_sequence_of(entry), 0, length)
+    codes, scales, biases = (coded[name][tokens] for name in entry.arrays)
+    with name_errors(entry.name):
+        run(full[entry.name][tokens], codes, scales, biases, entry.bits or 0, entry.group or 0)

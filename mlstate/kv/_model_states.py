@@ -1,0 +1,100 @@
+"""The states that a model declares; shared by `mlstate.coreml` and `mlstate.coreai`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .._common.text import bytes_text, names_hint, shorten, table_html
+from ..errors import CapacityError, CompatibilityError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Spec = TypeVar("Spec")  # has a name, shape, dtype and nbytes
+
+
+class FunctionStates(dict[str, Spec]):
+    """The states of one function of a model by name; `functions` has those of all functions."""
+
+    functions: dict[str, dict[str, Spec]]
+    function: str
+    default_function: str | None
+
+    def __init__(
+        self,
+        functions: Mapping[str, Mapping[str, Spec]],
+        function: str,
+        *,
+        default_function: str | None = None,
+    ) -> None:
+        super().__init__(functions[function])
+        self.functions = {name: dict(states) for name, states in functions.items()}
+        self.function = function
+        self.default_function = default_function
+
+    def _repr_html_(self) -> str:
+        count = f"{len(self):,} state{'' if len(self) == 1 else 's'}"
+        title = f"{type(self).__name__}: {count} of function {shorten(self.function, 100)!r}"
+        others = [name for name in self.functions if name != self.function]
+        if others:
+            title += f"; other functions: {quoted(others)}"
+        headings = ("state", "shape", "dtype", "bytes")
+        return table_html(title, headings, [state_row(spec) for spec in self.values()])
+
+
+def choose_function(functions: Mapping[str, Any], wanted: str | None) -> str:
+    """Return the name of a function that exists, or raise CompatibilityError."""
+    if not isinstance(wanted, str):
+        raise incompatible(
+            f"the model has {len(functions)} functions and names no default: "
+            f"choose one with function= ({quoted(functions)})",
+            "function",
+            "a function's name",
+            None,
+        )
+    if wanted not in functions:
+        raise incompatible(
+            f"the model has no function {wanted!r}{names_hint(wanted, functions)}",
+            wanted,
+            quoted(functions),
+            wanted,
+        )
+    return wanted
+
+
+# ---- text and errors ----
+
+
+def quoted(names: Iterable[str], limit: int = 8) -> str:
+    """Return names for a message, at most `limit` of them."""
+    listed = list(names)
+    text = ", ".join(map(repr, listed[:limit])) or "none"
+    return text if len(listed) <= limit else f"{text} and {len(listed) - limit} more"
+
+
+def shape_text(shape: Sequence[int | None] | None) -> str:
+    """Return a shape as text such as 2x1x256x32; a dynamic dimension is ``?``."""
+    if shape is None:
+        return "-"
+    return "x".join("?" if length is None else str(length) for length in shape)
+
+
+def state_row(spec: Any) -> tuple[str, str, str, str]:
+    """Return name, shape, dtype and bytes of a state as text."""
+    nbytes = "?" if spec.nbytes is None else bytes_text(spec.nbytes)
+    return spec.name, shape_text(spec.shape), str(spec.dtype), nbytes
+
+
+def incompatible(message: str, name: str, expected: object, got: object) -> CompatibilityError:
+    """Return the exception for states or functions that do not match."""
+    error = CompatibilityError(message)
+    error.name, error.expected, error.got = name, str(expected), str(got)
+    return error
+
+
+def too_small(message: str, name: str | None, expected: object, got: object) -> CapacityError:
+    """Return the exception for states that do not fit."""
+    error = CapacityError(message)
+    error.name, error.expected, error.got = name, str(expected), str(got)
+    return error

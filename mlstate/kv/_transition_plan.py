@@ -1,0 +1,324 @@
+"""Plan the transition of states between two models.
+
+Shared by `mlstate.coreml`, which exports the classes, and `mlstate.coreai`.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from .._common.set_module import set_module
+from .._common.text import bytes_text, table_html
+from ._model_states import incompatible, shape_text, too_small
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ..errors import CapacityError, CompatibilityError
+
+AXES = ("layers", "heads", "sequence", "head dimension")
+SEQUENCE = 2
+
+
+@set_module("mlstate.coreml")
+class StateMove(NamedTuple):
+    """The effect of a transition on one state.
+
+    Attributes
+    ----------
+    name : str
+        Name of the state.
+    direction : {"expand", "compact", "same", "none"}
+        "none" if the state cannot move.
+    source_shape, target_shape : tuple of int or None
+        None if the model has no state with this name.
+    copied_bytes, zeroed_bytes : int
+        Bytes of the target, in its dtype; both 0 if the state cannot move.
+    problem : str or None
+        Why the state cannot move, and the remedy.
+    """
+
+    name: str
+    direction: Literal["expand", "compact", "same", "none"]
+    source_shape: tuple[int, ...] | None
+    target_shape: tuple[int, ...] | None
+    copied_bytes: int
+    zeroed_bytes: int
+    problem: str | None
+
+
+@set_module("mlstate.coreml")
+class TransitionPlan(NamedTuple):
+    """The effect of moving every state from one model to another; see `plan_transition`.
+
+    It prints as a table, in notebooks as HTML.
+
+    Attributes
+    ----------
+    position : int
+        Number of tokens in the cache.
+    moves : tuple of StateMove
+        One for each state of either model: the target's states in order, then the states that
+        only the source has.
+    source_bytes, target_bytes : int
+        Bytes of all states of each model.
+    """
+
+    position: int
+    moves: tuple[StateMove, ...]
+    source_bytes: int
+    target_bytes: int
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One message for each state that cannot move."""
+        return tuple(move.problem for move in self.moves if move.problem is not None)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every state can move."""
+        return not self.problems
+
+    @property
+    def copied_bytes(self) -> int:
+        """Copied bytes of all states."""
+        return sum(move.copied_bytes for move in self.moves)
+
+    @property
+    def zeroed_bytes(self) -> int:
+        """Zero-padded bytes of all states."""
+        return sum(move.zeroed_bytes for move in self.moves)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data that the json module can write."""
+        return {
+            "position": self.position,
+            "fits": self.fits,
+            "source_bytes": self.source_bytes,
+            "target_bytes": self.target_bytes,
+            "copied_bytes": self.copied_bytes,
+            "zeroed_bytes": self.zeroed_bytes,
+            "problems": list(self.problems),
+            "moves": [move._asdict() for move in self.moves],
+        }
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                move.name,
+                move.direction,
+                shape_text(move.source_shape),
+                shape_text(move.target_shape),
+                bytes_text(move.copied_bytes),
+                bytes_text(move.zeroed_bytes),
+            )
+            for move in self.moves
+        ]
+
+    def _summary(self) -> str:
+        verdict = "fits" if self.fits else "does not fit"
+        return (
+            f"{self.position} tokens: {verdict}; {bytes_text(self.copied_bytes)} copied, "
+            f"{bytes_text(self.zeroed_bytes)} zeroed; states take "
+            f"{bytes_text(self.source_bytes)} -> {bytes_text(self.target_bytes)}"
+        )
+
+    def __str__(self) -> str:
+        rows = [_HEADINGS, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
+        lines = []
+        for row in rows:
+            left = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=False)]
+            right = [cell.rjust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
+            lines.append("  ".join([*left, *right]).rstrip())
+        lines.append(self._summary())
+        lines += [f"problem: {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        table = table_html(self._summary(), _HEADINGS, self._rows())
+        problems = "".join(f"<li>{escape(text[:500])}</li>" for text in self.problems[:_HTML_ROWS])
+        return table + (f"<ul>{problems}</ul>" if problems else "")
+
+
+_HEADINGS = ("state", "move", "source", "target", "copied", "zeroed")
+_HTML_ROWS = 50
+
+
+class Fault:
+    """Why a state cannot move: message, expected and actual value, and the kind of error."""
+
+    __slots__ = ("capacity", "expected", "got", "message")
+
+    def __init__(
+        self, message: str, expected: object, got: object, *, capacity: bool = False
+    ) -> None:
+        self.message = message
+        self.expected = expected
+        self.got = got
+        self.capacity = capacity
+
+    def error(self, name: str) -> CapacityError | CompatibilityError:
+        """Return the exception for the state called `name`."""
+        if self.capacity:
+            return too_small(self.message, name, self.expected, self.got)
+        return incompatible(self.message, name, self.expected, self.got)
+
+
+def layout_fault(name: str, label: str, shape: tuple[int, ...], seq_axis: int) -> Fault | None:
+    """Return the fault if the `label` state has a wrong rank or no such sequence axis."""
+    rank = len(shape)
+    if not 2 <= rank <= 8:
+        return Fault(
+            f"{name}: the {label} state has the shape {shape}; a KV state has 2 to 8 dimensions, "
+            "such as (layers, heads, sequence, head dimension)",
+            "2 to 8 dimensions",
+            f"{rank} dimensions",
+        )
+    if not -rank <= seq_axis < rank:
+        return Fault(
+            f"{name}: seq_axis {seq_axis} is outside {-rank}..{rank - 1}: the {label} state has "
+            f"the shape {shape}",
+            f"{-rank}..{rank - 1}",
+            seq_axis,
+        )
+    return None
+
+
+def _is_named(rank: int, seq_axis: int) -> bool:
+    """Return whether `AXES` names the axes of a state."""
+    return rank == len(AXES) and seq_axis % rank == SEQUENCE
+
+
+def shape_fault(
+    name: str, source: tuple[int, ...], target: tuple[int, ...], seq_axis: int
+) -> Fault | None:
+    """Return the fault if the shapes of two states differ in more than the sequence."""
+    fault = layout_fault(name, "source", source, seq_axis) or layout_fault(
+        name, "target", target, seq_axis
+    )
+    if fault is not None:
+        return fault
+    states = (
+        f"the source state is {source}, the target state {target}; use models that were converted "
+        "from the same weights"
+    )
+    rank = len(source)
+    if rank != len(target):
+        return Fault(
+            f"{name}: numbers of dimensions differ: {states}",
+            f"{len(target)} dimensions",
+            f"{rank} dimensions",
+        )
+    for axis in range(rank):
+        if axis != seq_axis % rank and source[axis] != target[axis]:
+            is_named = _is_named(rank, seq_axis)
+            label = AXES[axis] if is_named else f"lengths of axis {axis}"
+            return Fault(
+                f"{name}: {label} differ{'s' if is_named and axis == 3 else ''}: {states}",
+                f"{label} {target[axis]}",
+                f"{label} {source[axis]}",
+            )
+    return None
+
+
+def position_fault(
+    name: str,
+    source: tuple[int, ...] | None,
+    target: tuple[int, ...],
+    position: int,
+    seq_axis: int,
+) -> Fault | None:
+    """Return the fault if the tokens do not fit one of two shapes; None: it is not known yet."""
+    if source is not None and position > source[seq_axis]:
+        return Fault(
+            f"{name}: position {position} is beyond the source state's {source[seq_axis]} "
+            f"positions{_axis_note(source, seq_axis)}; pass the number of tokens that were "
+            "processed",
+            f"0..{source[seq_axis]}",
+            position,
+            capacity=True,
+        )
+    if position > target[seq_axis]:
+        return Fault(
+            f"{name}: {position} tokens do not fit the target state's {target[seq_axis]} "
+            f"positions{_axis_note(target, seq_axis)}; choose a model with at least {position}",
+            f"0..{target[seq_axis]}",
+            position,
+            capacity=True,
+        )
+    return None
+
+
+def _axis_note(shape: tuple[int, ...], seq_axis: int) -> str:
+    """Return which axis is the sequence, except for the usual layout."""
+    rank = len(shape)
+    return "" if _is_named(rank, seq_axis) else f" (sequence axis {seq_axis % rank} of {shape})"
+
+
+def as_position(position: int) -> int:
+    try:
+        number = index(position)
+    except TypeError:
+        raise TypeError(f"position must be an integer, got {type(position).__name__}") from None
+    if number < 0:
+        raise too_small(
+            f"position {number} is negative; pass the number of tokens in the cache",
+            "position",
+            "0 or more",
+            number,
+        )
+    return number
+
+
+def _plan_state(
+    name: str, source: Any | None, target: Any | None, position: int, seq_axis: int | None
+) -> StateMove:
+    shapes = (source and source.shape, target and target.shape)
+    problem = None
+    if source is None or target is None:
+        which = "source" if source is None else "target"
+        problem = f"{name}: the {which} model has no state of this name"
+    elif source.dtype.kind != target.dtype.kind:
+        problem = f"{name}: {source.dtype} in the source model, {target.dtype} in the target"
+    elif seq_axis is not None:
+        fault = shape_fault(name, source.shape, target.shape, seq_axis) or position_fault(
+            name, source.shape, target.shape, position, seq_axis
+        )
+        problem = fault.message if fault else None
+    if source is None or target is None or problem is not None:
+        return StateMove(name, "none", *shapes, 0, 0, problem)
+    if seq_axis is None:
+        return StateMove(name, "same", *shapes, target.nbytes, 0, None)
+    lengths = source.shape[seq_axis], target.shape[seq_axis]
+    direction: Literal["expand", "compact", "same"] = (
+        "expand" if lengths[0] < lengths[1] else "compact" if lengths[0] > lengths[1] else "same"
+    )
+    copied = target.nbytes // lengths[1] * position if position else 0
+    return StateMove(name, direction, *shapes, copied, target.nbytes - copied, None)
+
+
+def plan_states(
+    have: Mapping[str, Any],
+    want: Mapping[str, Any],
+    position: int,
+    axis_of: Callable[[str], int | None],
+) -> TransitionPlan:
+    """Plan the move of the source's states to the target's.
+
+    `axis_of` returns the sequence axis of a state; None for a state that has the same shape in
+    both models and is copied as it is.
+    """
+    names = [*want, *(name for name in have if name not in want)]
+    return TransitionPlan(
+        position,
+        tuple(
+            _plan_state(name, have.get(name), want.get(name), position, axis_of(name))
+            for name in names
+        ),
+        sum(spec.nbytes for spec in have.values()),
+        sum(spec.nbytes for spec in want.values()),
+    )

@@ -1,0 +1,333 @@
+#include "kv/kv_quantize.h"
+#include "support/runner.h"
+
+#include "array/float_convert.h"
+
+#include <math.h>
+
+enum { HEADS = 3, ROWS = 37, MOST_DIM = 4160, MOST = HEADS * ROWS * MOST_DIM };
+
+/* Values with their codes, scales and biases, each with one guard element at the end. */
+typedef struct store {
+    float values[MOST + 1];
+    uint32_t codes[MOST / 4 + 1];
+    float scales[MOST / 8 + 1], biases[MOST / 8 + 1];
+    mls_tensor t;
+    mls_quantized q;
+} store;
+
+/* Make views of `heads` x `rows` x `dim` values. */
+static void make(store *s, mls_dtype dtype, size_t heads, size_t rows, size_t dim,
+                 unsigned bits, size_t group)
+{
+    mls_status st;
+    size_t shape[] = {heads, rows, dim}, words = 0, groups = 0;
+    s->q = (mls_quantized){.bits = bits, .group = group};
+    (void)mls_quantized_lengths(dim, bits, group, &words, &groups, &st);
+    (void)mls_tensor_init(&s->t, s->values, dtype, 3, shape, &st);
+    shape[2] = words;
+    (void)mls_tensor_init(&s->q.codes, s->codes, MLS_U32, 3, shape, &st);
+    shape[2] = groups;
+    (void)mls_tensor_init(&s->q.scales, s->scales, dtype, 3, shape, &st);
+    (void)mls_tensor_init(&s->q.biases, s->biases, dtype, 3, shape, &st);
+}
+
+/* Read or write one element of a packed view. */
+static float read(const mls_tensor *t, size_t index)
+{
+    uint16_t half;
+    float single;
+    if (t->dtype == MLS_F32) {
+        memcpy(&single, t->data + index * sizeof single, sizeof single);
+        return single;
+    }
+    memcpy(&half, t->data + index * sizeof half, sizeof half);
+    return t->dtype == MLS_F16 ? mls_f32_from_f16(half) : mls_f32_from_bf16(half);
+}
+
+static void write(const mls_tensor *t, size_t index, float value)
+{
+    const uint16_t half =
+        t->dtype == MLS_F16 ? mls_f16_from_f32(value) : mls_bf16_from_f32(value);
+    if (t->dtype == MLS_F32) {
+        memcpy(t->data + index * sizeof value, &value, sizeof value);
+    } else {
+        memcpy(t->data + index * sizeof half, &half, sizeof half);
+    }
+}
+
+/* Return the number of elements. */
+static size_t count_of(const mls_tensor *t)
+{
+    size_t count = 0;
+    (void)mls_tensor_count(t, &count);
+    return count;
+}
+
+/* Fill the values with numbers between -4 and 4; every fifth group is constant, and every
+ * seventh positive. */
+static void fill(store *s)
+{
+    uint32_t seed = 11;
+    for (size_t i = 0; i < count_of(&s->t); i++) {
+        const size_t group = i / s->q.group;
+        seed = seed * 1664525 + 1013904223;
+        float value = (float)(int32_t)seed * 0x1p-29F;
+        value = group % 5 == 0 ? (float)(group % 3) : value;
+        write(&s->t, i, group % 7 == 0 ? fabsf(value) : value);
+    }
+}
+
+/* Return code number `index` of a row-major array of packed codes. */
+static uint32_t code_at(const store *s, size_t index)
+{
+    const size_t per_word = 32 / s->q.bits;
+    const uint32_t word = s->codes[index / per_word];
+    return word >> (index % per_word * s->q.bits) & (s->q.bits == 4 ? 15 : 255);
+}
+
+/* Every value is within one step of its code: half a step if the codes cover the range of
+ * the group, and one if the scale became smaller because 0 is a code. Scales and biases
+ * are rounded to the dtype, by at most `rounding`. */
+static void check_codes(const store *s, float rounding)
+{
+    const size_t group = s->q.group;
+    for (size_t g = 0; g < count_of(&s->q.scales); g++) {
+        const float scale = read(&s->q.scales, g), bias = read(&s->q.biases, g);
+        float low = INFINITY, high = -INFINITY;
+        for (size_t i = g * group; i < (g + 1) * group; i++) {
+            low = fminf(low, read(&s->t, i));
+            high = fmaxf(high, read(&s->t, i));
+        }
+        const float most = fmaxf(fabsf(low), fabsf(high));
+        for (size_t i = g * group; i < (g + 1) * group; i++) {
+            const float got = scale * (float)code_at(s, i) + bias;
+            CHECK(fabsf(got - read(&s->t, i)) <=
+                  1.001F * fabsf(scale) + rounding * (high - low) + rounding * most);
+        }
+    }
+}
+
+/* Every dtype, width of codes, size of groups and instruction set, with tiles of many
+ * rows and of parts of a row. */
+static void codes_are_within_a_step(void)
+{
+    static const size_t sizes[][2] = {
+        {8, 8}, {64, 64}, {192, 32}, {4160, 64}, {4096, 4096}};
+    static store scalar, got;
+    for (int dtype = MLS_F16; dtype <= MLS_F32; dtype++) {
+        for (size_t kind = 0; kind < 10; kind += EVERY(3)) {
+            const size_t *size = sizes[kind / 2];
+            const unsigned bits = kind % 2 == 0 ? 4 : 8;
+            mls_status st;
+            make(&scalar, (mls_dtype)dtype, HEADS, ROWS, size[0], bits, size[1]);
+            fill(&scalar);
+            REQUIRE(mls_quantize_check(&scalar.t, &scalar.q, &st) == MLS_OK);
+            const mls_kernels *plain = mls_kernels_of(MLS_CPU_SCALAR);
+            REQUIRE(mls_quantize(plain, NULL, &scalar.q, &scalar.t, &st) == MLS_OK);
+            const float tiny = dtype == MLS_F32   ? 1e-6F
+                               : dtype == MLS_F16 ? 1e-3F
+                                                  : 8e-3F;
+            check_codes(&scalar, tiny);
+            for (int cpu = MLS_CPU_SCALAR; cpu < MLS_CPU_COUNT; cpu++) {
+                if (!mls_cpu_offers((mls_cpu)cpu)) {
+                    continue;
+                }
+                const mls_kernels *kernels = mls_kernels_of((mls_cpu)cpu);
+                make(&got, (mls_dtype)dtype, HEADS, ROWS, size[0], bits, size[1]);
+                fill(&got);
+                const size_t words = count_of(&got.q.codes);
+                got.codes[words] = 0xA5A5A5A5;
+                CHECK(mls_quantize(kernels, NULL, &got.q, &got.t, &st) == MLS_OK);
+                CHECK(memcmp(got.codes, scalar.codes, words * 4) == 0);
+                CHECK(got.codes[words] == 0xA5A5A5A5); /* not written past the end */
+                const size_t item = mls_tensor_item_bytes(&got.t);
+                const size_t bytes = count_of(&got.q.scales) * item;
+                CHECK(memcmp(got.scales, scalar.scales, bytes) == 0);
+                CHECK(memcmp(got.biases, scalar.biases, bytes) == 0);
+            }
+        }
+    }
+}
+
+/* scale * code + bias in float, rounded once. */
+static void values_are_computed_from_codes(void)
+{
+    static store s;
+    mls_status st;
+    for (int cpu = MLS_CPU_SCALAR; cpu < MLS_CPU_COUNT; cpu++) {
+        for (int dtype = MLS_F16; dtype <= MLS_F32 && mls_cpu_offers((mls_cpu)cpu);
+             dtype++) {
+            const mls_kernels *kernels = mls_kernels_of((mls_cpu)cpu);
+            make(&s, (mls_dtype)dtype, 2, 5, 64, dtype == MLS_F16 ? 4 : 8, 16);
+            fill(&s);
+            REQUIRE(mls_quantize(kernels, NULL, &s.q, &s.t, &st) == MLS_OK);
+            memset(s.values, 0xA5, sizeof s.values);
+            mls_dequantize(kernels, NULL, &s.t, &s.q);
+            for (size_t i = 0; i < count_of(&s.t); i++) {
+                const float wanted = read(&s.q.scales, i / 16) * (float)code_at(&s, i) +
+                                     read(&s.q.biases, i / 16);
+                mls_tensor one = s.t;
+                float rounded = 0;
+                one.data = (unsigned char *)&rounded;
+                write(&one, 0, wanted);
+                CHECK(read(&s.t, i) == read(&one, 0));
+            }
+            CHECK(s.t.data[count_of(&s.t) * mls_tensor_item_bytes(&s.t)] == 0xA5);
+        }
+    }
+}
+
+/* The numbers that mlx 0.32.4 computes for these values. */
+static void bits_are_those_of_mlx(void)
+{
+    static const uint32_t four[] = {0xe0368adf, 0xacf2469c, 0x68be0258, 0x247ace14},
+                          eight[] = {0x84add6ff, 0xe708325b, 0x426b94be, 0xa5cef819,
+                                     0x0029527c, 0x638cb6df, 0xc6ef103a, 0x214a749d};
+    static store s;
+    mls_status st;
+    for (unsigned bits = 4; bits <= 8; bits += 4) {
+        make(&s, MLS_F32, 1, 1, 32, bits, 32);
+        for (size_t i = 0; i < 32; i++) {
+            s.values[i] = (float)((int)(i * 37 % 32) - 11) * 0.375F;
+        }
+        REQUIRE(mls_quantize(mls_kernels_of(MLS_CPU_SCALAR), NULL, &s.q, &s.t, &st) ==
+                MLS_OK);
+        CHECK(memcmp(s.codes, bits == 4 ? four : eight, bits * 4) == 0);
+        CHECK(s.scales[0] == (bits == 4 ? -0.75F : -0x1.745d18p-5F));
+        CHECK(s.biases[0] == 7.5F);
+    }
+}
+
+/* Arrays with gaps, negative strides, the other byte order and one dimension. */
+static void views_may_have_any_strides(void)
+{
+    static store packed, spread;
+    mls_status st;
+    const mls_kernels *kernels = mls_kernels_of(MLS_CPU_SCALAR);
+    make(&packed, MLS_F32, 2, 6, 16, 8, 8);
+    fill(&packed);
+    REQUIRE(mls_quantize(kernels, NULL, &packed.q, &packed.t, &st) == MLS_OK);
+    make(&spread, MLS_F32, 2, 6, 32, 8, 8);
+    spread.t.shape[2] = 16;
+    spread.t.strides[2] = -8;
+    spread.t.data += 15 * 8;
+    spread.t.swapped = true;
+    spread.q.codes.shape[2] = 4;
+    spread.q.scales.shape[2] = spread.q.biases.shape[2] = 2;
+    spread.q.codes.swapped = true;
+    mls_copy(kernels, &spread.t, &packed.t, mls_cached());
+    REQUIRE(mls_quantize_check(&spread.t, &spread.q, &st) == MLS_OK);
+    CHECK(mls_quantize(kernels, NULL, &spread.q, &spread.t, &st) == MLS_OK);
+    const uint32_t word = spread.codes[8];
+    CHECK((word >> 24 | (word >> 8 & 0xFF00) | (word << 8 & 0xFF0000) | word << 24) ==
+          packed.codes[4]);
+    CHECK(spread.scales[5 * 4 + 1] == packed.scales[5 * 2 + 1]);
+    mls_dequantize(kernels, NULL, &packed.t, &packed.q);
+    mls_dequantize(kernels, NULL, &spread.t, &spread.q);
+    memset(spread.scales, 0, sizeof spread.scales);
+    mls_tensor back = packed.t;
+    back.data = (unsigned char *)spread.scales;
+    mls_copy(kernels, &back, &spread.t, mls_cached());
+    CHECK(memcmp(spread.scales, packed.values, 2 * 6 * 16 * 4) == 0);
+    fill(&packed);
+    packed.t.rank = packed.q.codes.rank = packed.q.scales.rank = packed.q.biases.rank = 1;
+    packed.t.shape[0] = 16;
+    packed.t.strides[0] = 4;
+    packed.q.codes.shape[0] = 4;
+    packed.q.codes.strides[0] = 4;
+    packed.q.scales.shape[0] = packed.q.biases.shape[0] = 2;
+    packed.q.scales.strides[0] = packed.q.biases.strides[0] = 4;
+    const uint32_t first = packed.codes[0];
+    packed.codes[0] = 0;
+    REQUIRE(mls_quantize_check(&packed.t, &packed.q, &st) == MLS_OK);
+    CHECK(mls_quantize(kernels, NULL, &packed.q, &packed.t, &st) == MLS_OK);
+    CHECK(packed.codes[0] == first);
+}
+
+/* Empty values have nothing to quantize. */
+static void empty_views_are_left_alone(void)
+{
+    static store s;
+    mls_status st;
+    make(&s, MLS_F16, 2, 0, 64, 4, 64);
+    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_OK);
+    CHECK(mls_quantize(mls_kernels_of(MLS_CPU_SCALAR), NULL, &s.q, &s.t, &st) == MLS_OK);
+    mls_dequantize(mls_kernels_of(MLS_CPU_SCALAR), NULL, &s.t, &s.q);
+    CHECK(s.codes[0] == 0 && s.values[0] <= 0);
+}
+
+static void values_without_a_scale_are_refused(void)
+{
+    static const float bad[][2] = {
+        {NAN, 0}, {INFINITY, 0}, {-INFINITY, 0}, {3e38F, -3e38F}};
+    static store s;
+    mls_status st;
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        for (int cpu = MLS_CPU_SCALAR; cpu < MLS_CPU_COUNT; cpu++) {
+            if (!mls_cpu_offers((mls_cpu)cpu)) {
+                continue;
+            }
+            make(&s, MLS_F32, 1, 4, 64, 8, 32);
+            fill(&s);
+            s.values[100] = bad[i][0];
+            s.values[101] = bad[i][1];
+            CHECK(mls_quantize(mls_kernels_of((mls_cpu)cpu), NULL, &s.q, &s.t, &st) ==
+                  MLS_E_VALUE);
+        }
+    }
+}
+
+static void bad_arguments_are_refused(void)
+{
+    static store s;
+    mls_status st;
+    make(&s, MLS_F16, 2, 3, 64, 4, 32);
+    const store good = {.t = s.t, .q = s.q};
+    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_OK);
+    static const unsigned bits[] = {0, 2, 5, 16};
+    for (size_t i = 0; i < sizeof bits / sizeof bits[0]; i++) {
+        s.q.bits = bits[i];
+        CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_VALUE);
+    }
+    s.q = good.q;
+    static const size_t groups[] = {0, 4, 12, 4104, SIZE_MAX};
+    for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {
+        s.q.group = groups[i];
+        CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_VALUE);
+    }
+    s.q.group = 48;
+    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_SHAPE);
+    s.q = good.q;
+    s.q.codes.shape[2] = 9;
+    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_SHAPE);
+    CHECK_TEXT(st.text, "codes have shape (2, 3, 9) instead of (2, 3, 8)");
+    s.q = good.q;
+    s.q.scales.rank = 2;
+    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_SHAPE);
+    s.q = good.q;
+    s.q.biases.dtype = MLS_F32;
+    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_DTYPE);
+    CHECK_TEXT(st.text, "biases are float32 instead of float16");
+    s.q = good.q;
+    s.q.codes.dtype = MLS_I32;
+    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_DTYPE);
+    s.q = good.q;
+    s.t.dtype = MLS_F64;
+    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_DTYPE);
+    s.t = good.t;
+    s.t.rank = 0;
+    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_SHAPE);
+}
+
+static const test_case tests[] = {
+    TEST(codes_are_within_a_step),    TEST(values_are_computed_from_codes),
+    TEST(bits_are_those_of_mlx),      TEST(views_may_have_any_strides),
+    TEST(empty_views_are_left_alone), TEST(values_without_a_scale_are_refused),
+    TEST(bad_arguments_are_refused),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

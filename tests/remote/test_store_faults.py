@@ -1,0 +1,266 @@
+"""Faulty networks and racing writers: the old checkpoint or the new one, never a mixture.
+
+The ordinary run injects a share of the faults; `make faults-store` injects all of them.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+from store_server import KINDS, at, at_random, since
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager, prune
+from mlstate.checkpoint._remote.remote_folder import RemoteFolder
+from mlstate.errors import FormatError, StoreError
+
+pytestmark = pytest.mark.filterwarnings("ignore:keep=2 deletes steps")
+
+FULL = os.environ.get("MLSTATE_FAULTS") == "all"
+STRIDE = 1 if FULL else 9  # of the requests that a test disturbs
+RANDOM_FAULTS = 1200 if FULL else 12
+RACES = 1000 if FULL else 2
+WRITERS = 8
+
+
+def state_of(number):
+    """Return tensors whose elements all are `number`: parts of two states are a mixture."""
+    return {"a": np.full(50, number), "b": np.full((300, 9), float(number))}
+
+
+def number_of(state):
+    """Return the number of a state; raise if it is a mixture."""
+    found = {value for array in state.values() for value in np.unique(array).tolist()}
+    assert len(found) == 1, f"a mixture of {found}"
+    return int(found.pop())
+
+
+class Case:
+    """One checkpoint, an operation on it, and the number of its requests without a fault."""
+
+    def __init__(self, url, store, run):
+        self.url, self.store, self.run = url, store, run
+        self.number = self.step = 0
+        self.save(store.options(direct=True))
+
+    def save(self, options):
+        mlstate.save(self.url, state_of(self.number), storage_options=options)
+
+    def current(self):
+        """Return the number of the stored state, read past the proxy."""
+        self.store.settle()
+        options = self.store.options(direct=True)
+        return number_of(mlstate.load(self.url, storage_options=options).model)
+
+    def check_good(self):
+        """Check that the checkpoint is complete, and that no orphan is left."""
+        report = mlstate.verify(self.url, storage_options=self.store.options(direct=True))
+        assert report and not report.leftover and not report.strange, report
+
+    def count(self):
+        """Return the number of requests of an undisturbed run."""
+        self.store.faults.reset()
+        self.run(self, self.store.options())
+        return self.store.faults.requests
+
+
+def save_again(case, options):
+    case.number += 1
+    case.save(options)
+
+
+def save_step(case, options):
+    case.step += 1
+    with CheckpointManager(f"{case.url}/steps", keep=2, storage_options=options) as manager:
+        manager.save_async(case.step, state_of(case.step)).wait()
+        assert number_of(manager.restore_latest().model) == case.step
+        assert manager.steps() == [case.step - 1, case.step][-case.step :]
+
+
+def load_all(case, options):
+    assert number_of(mlstate.load(case.url, storage_options=options).model) == case.number
+
+
+def load_rows(case, options):
+    part = {"names": "b", "layout": "rows", "rank": 1, "world_size": 3}
+    loaded = mlstate.load(case.url, storage_options=options, **part).model
+    assert loaded["b"].shape == (100, 9)
+    assert number_of(loaded) == case.number
+
+
+def verify_all(case, options):
+    assert mlstate.verify(case.url, storage_options=options)
+
+
+def save_large(case, options):
+    """Save a state whose file is uploaded in two parts."""
+    large = {"w": np.full(800_000, float(case.number))}
+    mlstate.save(f"{case.url}/large", large, storage_options={**options, "part_bytes": 5 << 20})
+    loaded = mlstate.load(f"{case.url}/large", storage_options=options)
+    assert number_of(loaded.model) == case.number
+
+
+OPERATIONS = (save_again, save_step, load_all, load_rows, verify_all, save_large)
+CASES = [(run, kind) for run in OPERATIONS for kind in KINDS]
+if not FULL:  # every kind for saves, and one kind for each other operation
+    CASES = CASES[: len(KINDS)] + CASES[len(KINDS) :: len(KINDS) + 1]
+
+
+@pytest.mark.parametrize(("run", "kind"), CASES, ids=lambda one: getattr(one, "__name__", one))
+def test_one_fault_at_any_request_does_no_harm(url, store, run, kind):
+    case = Case(url, store, run)
+    turn = OPERATIONS.index(run) + 5 * KINDS.index(kind)
+    for number in range(turn % STRIDE, case.count(), STRIDE):
+        store.faults.reset(at(number, kind))
+        run(case, store.options())
+        store.faults.reset()
+        assert case.current() == case.number
+    case.check_good()
+
+
+@pytest.mark.parametrize("kind", ["drop", "500"])
+def test_an_outage_leaves_the_old_or_the_new_checkpoint(url, store, kind):
+    case = Case(url, store, save_again)
+    for number in range(0, case.count(), STRIDE):
+        before = case.number
+        store.faults.reset(since(number, kind))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # old objects were not deleted
+                save_again(case, store.options(timeout=0.1))
+            expected = {before + 1}
+        except StoreError:
+            expected = {before, before + 1}  # the answer to the commit may be lost
+        store.faults.reset()
+        assert case.current() in expected
+        save_again(case, store.options())
+        assert case.current() == case.number
+    prune(case.url, storage_options={**store.options(), "orphan_seconds": 0})
+    case.check_good()
+
+
+def test_many_random_faults_do_no_harm(url, store):
+    case = Case(url, store, save_again)
+    before, seed = sum(store.faults.counts.values()), 0
+    while sum(store.faults.counts.values()) - before < RANDOM_FAULTS:
+        store.faults.reset(at_random(seed, 0.15))
+        for run in (save_again, load_all, save_step, verify_all):
+            run(case, store.options(timeout=60.0))
+        store.faults.reset()
+        assert case.current() == case.number
+        seed += 1
+    case.check_good()
+
+
+def test_no_flipped_bit_is_returned(url, store):
+    case = Case(url, store, load_all)
+    for number in range(case.count()):
+        store.faults.reset(at(number, "flipped"))
+        with pytest.raises(FormatError):
+            load_all(case, store.options())
+    store.faults.reset()
+    load_all(case, store.options())
+
+
+CHILD = """
+import sys, numpy as np, mlstate
+mlstate.save(sys.argv[1], {"a": np.full(50, 9), "b": np.full((300, 9), 9.0)},
+             storage_options=eval(sys.argv[2]))
+"""
+
+
+def test_a_killed_writer_leaves_the_old_checkpoint(url, store):
+    case = Case(url, store, save_again)
+    count = case.count()
+    for number in range(count - 1 if FULL else count // 2, 0, -1 if FULL else -count):
+        child = subprocess.Popen([sys.executable, "-c", CHILD, url, repr(store.options())])
+
+        def kill(got, method, path, child=child, number=number):
+            if got == number:
+                child.send_signal(signal.SIGKILL)
+                return "drop"
+            return None
+
+        store.faults.reset(kill)
+        assert child.wait(60) == -signal.SIGKILL
+        committed = any(
+            method == "PUT" and path.endswith("/manifest.json")
+            for method, path in store.faults.log[:number]
+        )
+        store.faults.reset()
+        assert case.current() == (9 if committed else case.number)
+        save_again(case, store.options())
+        assert case.current() == case.number
+    prune(case.url, storage_options={**store.options(), "orphan_seconds": 0})
+    case.check_good()
+
+
+def test_readers_never_see_a_mixture(url, store):
+    case = Case(url, store, save_again)
+    options = store.options(direct=True)
+    stop = threading.Event()
+    seen, errors = [], []
+
+    def read():
+        try:
+            while not stop.is_set():
+                seen.append(number_of(mlstate.load(url, storage_options=options).model))
+        except Exception as error:  # the test fails with it below
+            errors.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for _ in range(100 if FULL else 5):
+        save_again(case, options)
+    stop.set()
+    for reader in readers:
+        reader.join(60)
+    assert not errors
+    assert len(set(seen)) > 1 or not FULL
+
+
+def test_of_racing_writers_none_overwrites_another(url, store):
+    """Each save that returns follows another: the sequence counts the successful saves."""
+    folders = [RemoteFolder(url, store.options(timeout=60.0)) for _ in range(WRITERS)]
+    mlstate.save(folders[0], state_of(0))
+    won = 1
+    conflicts = 0
+    for race in range(RACES):
+        if race % 2:  # answers to some conditional writes are lost, or these arrive twice
+            store.faults.reset(at_random(race, 0.02, ("lost", "duplicate", "failed")))
+        start = threading.Barrier(WRITERS)
+        results = [None] * WRITERS
+
+        def write(rank, start=start, results=results, race=race):
+            start.wait(60)
+            try:
+                results[rank] = mlstate.save(folders[rank], state_of(race * WRITERS + rank))
+            except StoreError as caught:
+                results[rank] = caught
+
+        writers = [threading.Thread(target=write, args=(rank,)) for rank in range(WRITERS)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(120)
+        store.faults.reset()
+        saved = {r.sequence: i for i, r in enumerate(results) if not isinstance(r, StoreError)}
+        lost = [r for r in results if isinstance(r, StoreError)]
+        assert all("another writer has replaced" in str(error) for error in lost), lost
+        # a writer that another one followed before it read the outcome cannot know that it won
+        unsure = sum("after this save had succeeded" in str(error) for error in lost)
+        newest = mlstate.checkpoint.inspect(folders[0])
+        assert won + len(saved) <= newest.sequence <= won + len(saved) + unsure
+        assert len(saved) + len(lost) == WRITERS  # no two saves have the same sequence
+        current = number_of(mlstate.load(folders[0]).model)
+        if newest.sequence in saved:
+            assert current == race * WRITERS + saved[newest.sequence]
+        won, conflicts = newest.sequence, conflicts + len(lost)
+    assert conflicts
+    assert mlstate.verify(folders[0])

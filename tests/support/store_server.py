@@ -1,0 +1,235 @@
+"""A local object store: moto's S3 server behind a proxy that injects faults into requests.
+
+The proxy counts requests and faults by kind. It forwards conditional PUTs one at a time, because
+the check and the write of moto are not atomic.
+"""
+
+import collections
+import contextlib
+import http.client
+import random
+import socketserver
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+
+BUCKET = "bucket"
+ERROR_BODY = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>injected</Message></Error>"
+HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "server", "date"}
+CLIENT_TIMEOUT = 0.4  # seconds until a client gives up on a delayed answer
+
+# drop: the request is lost; lost: the answer is lost; late: the request arrives after the client
+# has given up; 500, 503: refused; failed: done, but answered by 500; truncated: half of the
+# answer's body; duplicate: the request arrives twice
+KINDS = ("drop", "lost", "late", "500", "503", "failed", "truncated", "duplicate")
+
+
+class Faults:
+    """Decides which requests fail, and counts them.
+
+    Attributes
+    ----------
+    requests : int
+        Number of requests since `reset`.
+    counts : Counter
+        Number of injected faults by kind.
+    """
+
+    def __init__(self):
+        self.counts = collections.Counter()
+        self.lock = threading.Lock()
+        self.reset()
+
+    def reset(self, choose=lambda number, method, path: None):
+        """Start to count requests; `choose` returns the kind of a request's fault, or None."""
+        with self.lock:
+            self.requests, self.choose = 0, choose
+            self.log = []
+
+    def take(self, method, path):
+        with self.lock:
+            self.log.append((method, path))
+            number, self.requests = self.requests, self.requests + 1
+        kind = self.choose(number, method, path)
+        if kind is not None:
+            with self.lock:
+                self.counts[kind] += 1
+        return kind
+
+
+def at(number, kind):
+    """Inject one fault, into the request with this number."""
+    return lambda got, method, path: kind if got == number else None
+
+
+def since(number, kind):
+    """Inject a fault into this and every later request."""
+    return lambda got, method, path: kind if got >= number else None
+
+
+def at_random(seed, rate, kinds=KINDS):
+    """Inject faults of random kinds into a share of the requests."""
+    source = random.Random(seed)
+    return lambda got, method, path: source.choice(kinds) if source.random() < rate else None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_):
+        pass
+
+    def forward(self, body):
+        """Send the request to the store; return status, headers and body of its answer."""
+        headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+        if self.server.drops_conditions:
+            for name in ("If-Match", "If-None-Match"):
+                headers.pop(name.lower(), headers.pop(name, None))
+        conditional = self.command == "PUT" and {"if-match", "if-none-match"}.intersection(
+            name.lower() for name in headers
+        )
+        lock = self.server.conditional if conditional else threading.Lock()
+        with lock:
+            upstream = http.client.HTTPConnection(*self.server.target, timeout=60)
+            try:
+                upstream.request(self.command, self.path, body, headers)
+                answer = upstream.getresponse()
+                return answer.status, answer.getheaders(), answer.read()
+            finally:
+                upstream.close()
+
+    def answer(self, status, headers, body, keep=None):
+        """Send an answer; with `keep`, only so many bytes of its body."""
+        self.send_response_only(status)
+        length = str(len(body))
+        for name, value in headers:
+            if name.lower() == "content-length" and self.command == "HEAD":
+                length = value
+            if name.lower() not in HOP_HEADERS:
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        self.wfile.write(body if keep is None else body[:keep])
+
+    def refuse(self, status, code):
+        self.answer(status, [("Content-Type", "application/xml")], ERROR_BODY % code)
+
+    def handle_one(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        kind = self.server.faults.take(self.command, self.path.partition("?")[0])
+        if kind == "late":
+            with self.server.late:
+                time.sleep(self.server.late_seconds)
+                self.forward(body)
+        if kind in ("drop", "late"):
+            self.close_connection = True
+            return
+        if kind in ("500", "503", "403"):
+            codes = {"500": b"InternalError", "503": b"SlowDown", "403": b"AccessDenied"}
+            self.refuse(int(kind), codes[kind])
+            return
+        answered = self.forward(body)
+        if kind == "duplicate":
+            answered = self.forward(body)
+        if kind == "lost":
+            self.close_connection = True
+        elif kind == "failed":
+            self.refuse(500, b"InternalError")
+        elif kind == "truncated" and answered[2]:
+            self.answer(*answered, keep=len(answered[2]) // 2)
+            self.close_connection = True
+        elif kind == "flipped" and answered[2]:
+            status, headers, data = answered
+            middle = len(data) // 2
+            data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+            self.answer(status, headers, data)
+        else:
+            self.answer(*answered)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_one
+
+    def handle(self):
+        with contextlib.suppress(ConnectionError, TimeoutError, ValueError):  # the client left
+            super().handle()
+
+
+class _Proxy(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
+
+
+class StoreServer:
+    """The running store with its proxy; a context manager."""
+
+    def __init__(self):
+        server = pytest.importorskip("moto.server", reason="needs moto[server]")
+        pytest.importorskip("obstore", reason="needs obstore: mlstate[remote]")
+        self.moto = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        self.faults = Faults()
+
+    def __enter__(self):
+        import logging
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self.moto.start()
+        target = self.moto.get_host_and_port()
+        setup = http.client.HTTPConnection(*target, timeout=60)
+        setup.request("PUT", f"/{BUCKET}")
+        assert setup.getresponse().status == 200
+        setup.close()
+        self.proxy = _Proxy(("127.0.0.1", 0), _Handler)
+        self.proxy.target, self.proxy.faults = target, self.faults
+        self.proxy.conditional = threading.Lock()
+        self.proxy.drops_conditions = False
+        self.proxy.late, self.proxy.late_seconds = threading.Lock(), 2 * CLIENT_TIMEOUT
+        threading.Thread(target=self.proxy.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.proxy.shutdown()
+        self.proxy.server_close()
+        self.moto.stop()
+
+    def settle(self):
+        """Wait until delayed requests have arrived."""
+        with self.proxy.late:
+            pass
+
+    def options(self, *, direct=False, timeout=30.0, **more):
+        """Return storage_options for the proxy or, with `direct`, for the store itself."""
+        host, port = self.moto.get_host_and_port() if direct else self.proxy.server_address
+        return {
+            "endpoint": f"http://{host}:{port}",
+            "region": "us-east-1",
+            "access_key_id": "key-of-tests",
+            "secret_access_key": "secret-of-tests",
+            "client_options": {"allow_http": True, "timeout": f"{int(CLIENT_TIMEOUT * 1000)}ms"},
+            "timeout_seconds": timeout,
+            **more,
+        }
+
+    def direct(self):
+        """Return obstore's own view of the bucket, past the proxy."""
+        from obstore.store import S3Store
+
+        options = self.options(direct=True)
+        names = ("endpoint", "region", "access_key_id", "secret_access_key")
+        config = {name: options[name] for name in names}
+        return S3Store(BUCKET, config=config, client_options={"allow_http": True})
+
+    def keys(self, prefix=""):
+        """Return the sizes of all objects below a prefix by key."""
+        found = self.direct().list(prefix or None).collect()
+        return {one["path"]: one["size"] for one in found}
+
+    def put(self, key, data):
+        """Write an object."""
+        self.direct().put(key, data)
+
+    def get(self, key):
+        """Return the bytes of an object."""
+        return bytes(self.direct().get(key).bytes())
