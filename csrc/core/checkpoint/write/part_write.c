@@ -15,6 +15,10 @@ typedef struct writing {
     size_t item_bytes;
     size_t bytes; /* of the whole tensor */
     size_t unreported;
+    size_t end;          /* end of the last bytes of the tensor that were written */
+    uint32_t share;      /* of the checksum of the bytes up to `end` in their block */
+    uint64_t zero_count; /* mls_crc_zeros(zero_count) is `zeros`: runs repeat lengths */
+    uint32_t zeros;
 } writing;
 
 /* Return bytes `at` .. of the item, packed into the buffer if its memory is strided. */
@@ -29,27 +33,43 @@ static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t co
     return w->writer->buffer;
 }
 
-/* XOR the share of bytes `to` .. `to + count` of the tensor, which are in one block, to
- * its checksum. */
-static void add_block_share(const writing *w, const unsigned char *data, size_t to,
-                            size_t count)
+/* Append zeros to the share. */
+static void append_zeros(writing *w, size_t count)
 {
-    const size_t block = to / MLS_SAFETENSORS_BLOCK;
-    const size_t left = w->bytes - block * MLS_SAFETENSORS_BLOCK;
-    const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
-    const size_t behind = length - (to % MLS_SAFETENSORS_BLOCK + count);
-    const uint32_t crc = w->writer->crc->update(0, data, count);
-    w->place->crcs[block] ^= behind == 0 ? crc : mls_crc_combine(crc, 0, behind);
+    if (w->share != 0 && w->zero_count != count) {
+        w->zeros = mls_crc_zeros(count);
+        w->zero_count = count;
+    }
+    w->share = w->share == 0 ? 0 : mls_crc_append(w->share, w->zeros);
 }
 
-/* The same for bytes of any blocks. */
-static void add_share(const writing *w, const unsigned char *data, size_t to,
-                      size_t count)
+/* XOR the share of the current block to its checksum. The bytes up to the end of the
+ * block count as zeros. */
+static void finish_block(writing *w)
+{
+    if (w->share != 0) {
+        const size_t block = (w->end - 1) / MLS_SAFETENSORS_BLOCK;
+        const size_t next = (block + 1) * MLS_SAFETENSORS_BLOCK;
+        const size_t end = next < w->bytes ? next : w->bytes;
+        w->place->crcs[block] ^= mls_crc_combine(w->share, 0, end - w->end);
+        w->share = 0;
+    }
+}
+
+/* Add bytes `to` .. `to + count` of the tensor to the shares of their blocks. Bytes
+ * between them and the last ones count as zeros. Calls ascend. */
+static void add_share(writing *w, const unsigned char *data, size_t to, size_t count)
 {
     while (count > 0) {
         const size_t room = MLS_SAFETENSORS_BLOCK - to % MLS_SAFETENSORS_BLOCK;
         const size_t step = count < room ? count : room;
-        add_block_share(w, data, to, step);
+        if (w->end > 0 &&
+            to / MLS_SAFETENSORS_BLOCK != (w->end - 1) / MLS_SAFETENSORS_BLOCK) {
+            finish_block(w);
+        }
+        append_zeros(w, to + step - w->end);
+        w->share ^= w->writer->crc->update(0, data, step);
+        w->end = to + step;
         data += step;
         to += step;
         count -= step;
@@ -121,6 +141,7 @@ mls_code mls_part_write(const mls_part_writer *writer, const mls_shard_item *ite
     while (code == MLS_OK && mls_overlap_next(&overlap, &run)) {
         code = write_run(&w, run.a * size, run.b * size, run.count * size, st);
     }
+    finish_block(&w);
     return code;
 }
 
