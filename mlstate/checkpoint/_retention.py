@@ -119,6 +119,9 @@ class Retention(NamedTuple):
         return kept
 
 
+NO_RULES = Retention(None, None, "min", None, None)
+
+
 def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: Any) -> Retention:
     """Return the rules of a manager's arguments.
 
@@ -143,9 +146,9 @@ def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: A
 
 
 class SaveTimer:
-    """Decides when to save: after a number of steps, after a time, or both, whichever is first.
+    """Decides when to save: after a number of steps or a time.
 
-    Without both, every step is saved.
+    With both, the first that is due counts. Without both, every step is saved.
     """
 
     def __init__(self, steps: Any, interval: Any) -> None:
