@@ -16,7 +16,7 @@ from ..errors import FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._load import LoadedState, load_checkpoint
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder
-from ._retention import SaveTimer, check_retention
+from ._retention import NO_RULES, Retention, SaveTimer, check_retention
 from ._save import PACK_BELOW, write_checkpoint
 from ._step_roots import OTHER, agreed_roots, gather_bytes, holds_no_steps, if_alone, try_root
 from ._store import folder as _folder
@@ -143,8 +143,18 @@ class CheckpointManager:
         self._lock, self._pid = threading.RLock(), os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        # `_turn` creates a new lock; signals belong to a process
-        return {**self.__dict__, "_lock": None, "_pid": None, "_signals": None}
+        # `_turn` creates a new lock; signals belong to a process; no private class is named
+        left_out = {"_lock": None, "_pid": None, "_signals": None}
+        timer = (self._timer.steps, self._timer.interval)
+        return {**self.__dict__, **left_out, "_rules": tuple(self._rules), "_timer": timer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # attributes that pickles of older versions lack
+        added = {"_rules": NO_RULES, "_timer": (None, None)}
+        added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
+        self.__dict__.update({**added, **state})
+        self._rules = Retention(*self._rules)
+        self._timer = SaveTimer(*self.__dict__["_timer"])
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -195,9 +195,9 @@ def _exchange_digests(
 ) -> tuple[list[int], bool, tuple[set[bytes], ...]]:
     """Return each rank's first rank with an equal summary, and whether to report replicas.
 
-    The first of several ranks with the same replicas reports them. Also return, for each digest
-    of `own_states`, those of all ranks; they are valid if all ranks save the same states, which
-    the summaries tell.
+    The first of several ranks with the same replicas reports them. Also return the digests
+    of all ranks for each one in `own_states`; they are valid if all ranks save the same states,
+    which the summaries show.
     """
     import hashlib
 

@@ -119,6 +119,9 @@ class Retention(NamedTuple):
         return kept
 
 
+NO_RULES = Retention(None, None, "min", None, None)
+
+
 def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: Any) -> Retention:
     """Return the rules of a manager's arguments.
 

@@ -30,6 +30,7 @@ NEVER_PICKLED = {
     ),
     *("FSDP", "FSDPBackwardHook", "GradientAccumulator", "ReduceScatterOperation"),
     *("ActivationManager", "MPIGroup", "PlannedModel", "TorchGroup"),
+    *("MLStateCallback", "MLStateCheckpointIO"),
     *("CheckpointStrategy", "ProcessGroup", "Stateful"),  # protocols
 }
 
