@@ -213,7 +213,7 @@ def shards_collect(
     ranks: tuple[int, int],
     states: tuple[_Dict | None, ...],
     shard_type: type,
-    mine: tuple[frozenset[str], frozenset[str]] | None,
+    mine: tuple[frozenset[str], ...] | None,
     layout: _Steps,
     /,
 ) -> tuple[Any, int]: ...

@@ -99,6 +99,9 @@ class Backend(Protocol):
     def tensors_of(self, state: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
         """Return tensors that share the memory of arrays."""
 
+    def device_of(self, device: Any) -> Any:
+        """Return the device that a user named; raise ValueError if there is none."""
+
     def why_not_plain(self, tensor: Any) -> str:
         """Return why a tensor is not plain memory, or an empty string."""
 
@@ -328,6 +331,17 @@ def backend_named(name: str) -> Backend:
         import_module(_INTEGRATIONS[name])
         found = _registered[name]
     return found
+
+
+def torch_backend(what: str) -> Backend:
+    """Return torch's backend; an ImportError names `what` needs torch, and the extra."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise ImportError(
+            f"{what} need torch: pip install 'mlstate[torch]'", name="torch"
+        ) from None
+    return backend_named("torch")
 
 
 def backend_of(value: object) -> Backend:

@@ -108,6 +108,11 @@ def stored_dtype(name: str) -> NumpyDType:
     return dtype
 
 
+def numpy_dtype(name: str) -> NumpyDType:
+    """Return the dtype of loaded arrays: NumPy's own, or the one of `stored_dtype`."""
+    return stored_dtype(name) if name in EXTENSIONS else np.dtype(name)
+
+
 def as_numbers(array: Any) -> Any:
     """Return an array to compute with; labelled integers get their true dtype, or ImportError."""
     label = label_of(array.dtype)

@@ -12,6 +12,7 @@ from ..errors import FormatError, StoreError
 from ._load import LoadedState, load_checkpoint
 from ._remote.remote_folder import checkpoint_folder
 from ._store import folder as _folder
+from ._store.folder import SECTIONS
 from ._store.manifest import build, parse
 from ._verify import VerifyReport, verify_checkpoint
 
@@ -37,9 +38,9 @@ class TensorRecord(NamedTuple):
     Attributes
     ----------
     section : str
-        ``"params"`` or ``"optim_state"``.
+        ``"params"``, ``"optim_state"`` or ``"states"``.
     key : str
-        Key of the tensor in a state dict.
+        Key of the tensor in a state dict; for a named state ``"<state>/<key>"``.
     parameter : str
         Name of the parameter that this tensor is, or is a state of.
     state : str or None
@@ -320,6 +321,11 @@ class Checkpoint:
         return self._manifest.optimizer
 
     @property
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Kind and attributes of each named state; the kind ``tree`` is a nested value."""
+        return dict(self._manifest.states or {})
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all shards."""
         if self._manifest.weights is not None:
@@ -409,7 +415,7 @@ class Checkpoint:
         return verify_checkpoint(self.path, root=self._root, **keywords)
 
     def _title(self) -> str:
-        tensors = len(self._merged_index.keys(0)) + len(self._merged_index.keys(1))
+        tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
         is_own = self._manifest.weights is None
         parts = [
             f"{'Checkpoint' if is_own else 'Hugging Face folder'}: {tensors:,} "

@@ -179,8 +179,10 @@ def _lock_of(target: SaveTarget) -> _Lock:
     return WriterLock(target.folder, timeout=target.lock_timeout)
 
 
-def open_folder(target: SaveTarget, lock: _Lock) -> Start:
+def open_folder(target: SaveTarget, lock: _Lock, *, states: bool = False) -> Start:
     """Take the lock and choose a generation; record the generation in the lock's file.
+
+    `states` tells whether the save has named states, which need their own subfolder.
 
     Raises
     ------
@@ -191,7 +193,7 @@ def open_folder(target: SaveTarget, lock: _Lock) -> Start:
         The manifest is of a newer format.
     """
     folder = target.folder
-    _folder.create(folder)
+    _folder.create(folder, states=states)
     lock.acquire()
     refuse_manager_folder(target)
     before = _read_replaced(folder)
@@ -215,7 +217,7 @@ def close_folder(lock: _Lock | None, *, is_clean: bool) -> None:
         lock.release()
 
 
-def _begin(target: SaveTarget, lock: _Lock | None) -> Start:
+def _begin(target: SaveTarget, lock: _Lock | None, *, states: bool) -> Start:
     """Agree on a generation: return it on every rank, or raise on every rank."""
     start: Start | None = None
     error: BaseException | None = None
@@ -223,7 +225,7 @@ def _begin(target: SaveTarget, lock: _Lock | None) -> Start:
     try:
         if lock is not None:  # on rank 0
             try:
-                start = open_folder(target, lock)
+                start = open_folder(target, lock, states=states)
                 message = _pack({"generation": start.generation})
             except BaseException as caught:
                 error = caught
@@ -589,7 +591,7 @@ def write_and_commit(
     result: WriteResult | None = None
     outcome: Outcome | None = None
     try:
-        start = _begin(target, lock)
+        start = _begin(target, lock, states=bool(gathered.header.get("states")))
         result = _write_shards(target, start, gathered, progress, freed)
         outcome = _conclude(target, start, gathered, result, lock)
         if outcome.error is not None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _core
 from .._common.set_module import set_module
 from .._sharding.layout import Layout, Shard, steps_of
-from ._load import chosen_keys, ranks_of
+from ._load import chosen_names, ranks_of
 from ._remote.remote_folder import checkpoint_folder
 from ._replica_assignment import by_section, whole_names
-from ._save import PACK_BELOW, states_of
+from ._save import PACK_BELOW, refuse_nothing, states_of
+from ._sections import STATES
 from ._store import folder as _folder
 from ._store.name_globs import listed_names
 from ._store.rank_indexes import Indexes
@@ -223,12 +224,13 @@ def plan_save(
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size} does not exist")
+    refuse_nothing(model, optimizer)
     states = states_of(model, optimizer, world_size)
-    dicts = (_shapes_only(states[0]), _shapes_only(states[1]))
+    dicts = (_shapes_only(states[0]), _shapes_only(states[1]), None)
     steps = steps_of(layout, world_size) or ()
     mine = None
     if world_size > 1 and not steps:
-        names = whole_names(*dicts)[rank::world_size]
+        names = whole_names(dicts)[rank::world_size]
         mine = by_section(names)
     gathered, nbytes = _core.shards_collect((rank, world_size), dicts, Shard, mine, steps)
     text = _core.shards_plan(_GENERATION, gathered, pack_below_bytes)
@@ -309,7 +311,10 @@ def plan_load(
 
     def plan(manifest: Manifest) -> LoadPlan:
         indexes = Indexes(folder, manifest, rank)
-        chosen = list(enumerate(chosen_keys(indexes.merged_index, listed, folder)[1]))
+        sections = [indexes.merged_index.keys(section) for section in range(len(_folder.SECTIONS))]
+        chosen = list(enumerate(chosen_names(sections[:2], listed, folder)[1]))
+        if listed is None:
+            chosen.append((STATES, sections[STATES]))
         read = set(indexes.ranks)
         indexes.need((section, keys, cutting) for section, keys in chosen)
         read.update(indexes.ranks)

@@ -1,25 +1,30 @@
-"""Load a sharded checkpoint; public through `mlstate.checkpoint`."""
+"""Load a sharded checkpoint; public through `mlstate.checkpoint`.
+
+load -> LoadRequest        the arguments, checked
+-> Loader             a root, and its sections of tensors
+-> _load_new_state    new arrays, or
+prepare, fill      targets; see _load_targets.py
+"""
 
 from __future__ import annotations
 
 import os
-import re
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import _core
-from .._common.arrays import is_torch
-from .._common.backend import OptimizerRecord, backend_of, is_module, is_optimizer
+from .._common.backend import torch_backend
+from .._common.dtypes import numpy_dtype
 from .._common.set_module import set_module
 from .._common.text import names_hint
 from .._sharding.layout import Layout, Steps, steps_of
 from ..collectives._arguments import check_group
 from ..collectives._consensus import agree
-from ..errors import CompatibilityError, MLStateError, StoreError, TensorNotFoundError
-from ..state._compatibility import SHOWN, join, rename_hint
+from ..errors import MLStateError, StoreError, TensorNotFoundError
 from ..state._kind import restore_kind
-from ..state._optimizer_state import OptimizerStateDict
+from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
 from ._remote.remote_folder import checkpoint_folder, refuse_remote
+from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
+from ._states.restore import apply_all, load_tree, undo_all
 from ._store import folder as _folder
 from ._store.name_globs import Names, listed_names
 from ._store.rank_indexes import Indexes
@@ -30,13 +35,11 @@ if TYPE_CHECKING:
 
     from ..collectives import ProcessGroup
     from ..state._state_dict import StateDict
+    from ._load_targets import Prepared
+    from ._sections import Section
     from ._store.manifest import Manifest
 
-    _Ready: TypeAlias = tuple[int, Any, list[str], Any]  # section, filling, keys, cuts
-
-_NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer saved without its module
 MISSING = ("skip", "zeros", "error")
-_ALL_NAMES = Names(None)
 
 
 @set_module("mlstate.checkpoint")
@@ -54,25 +57,42 @@ class LoadedState:
         The saved metadata after a JSON round trip: tuples become lists, dict keys become str.
     step : int or None
         The saved step.
+    states : dict of str to object
+        The named states: a `StateDict` or `OptimizerStateDict` for models, optimizers and
+        mappings of arrays; otherwise the saved value, for a generator or an object its state. If
+        ``into["states"]`` has the name, that object. A value that differed between the ranks that
+        saved is a list with one item per rank, unless `load` was given a rank.
 
     Examples
     --------
     >>> import tempfile, numpy as np, mlstate
     >>> path = tempfile.mkdtemp() + "/ckpt"
-    >>> _ = mlstate.save(path, {"w": np.arange(3.0)}, metadata={"run": "a"})
-    >>> mlstate.load(path).metadata
-    {'run': 'a'}
+    >>> _ = mlstate.save(path, {"w": np.arange(3.0)}, metadata={"run": "a"}, states={"seen": 5})
+    >>> loaded = mlstate.load(path)
+    >>> loaded.metadata, loaded.states
+    ({'run': 'a'}, {'seen': 5})
     """
 
-    __slots__ = ("metadata", "model", "optimizer", "step")
+    __slots__ = ("metadata", "model", "optimizer", "states", "step")
 
     def __init__(
-        self, model: Any, optimizer: Any, metadata: dict[str, Any], step: int | None = None
+        self,
+        model: Any,
+        optimizer: Any,
+        metadata: dict[str, Any],
+        step: int | None = None,
+        states: dict[str, Any] | None = None,
     ) -> None:
+        self.states = {} if states is None else states
         self.model = model
         self.optimizer = optimizer
         self.metadata = metadata
         self.step = step
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        self.states = {}  # pickles of older versions lack it
+        for name, value in state[1].items():
+            setattr(self, name, value)
 
     def __repr__(self) -> str:
         def shown(state: Any) -> str:
@@ -85,7 +105,8 @@ class LoadedState:
 
         return (
             f"LoadedState(model={shown(self.model)}, optimizer={shown(self.optimizer)}, "
-            f"metadata={self.metadata!r}, step={self.step})"
+            f"metadata={self.metadata!r}, step={self.step}"
+            f"{f', states={sorted(self.states)}' if self.states else ''})"
         )
 
     def _repr_html_(self) -> str:
@@ -97,13 +118,12 @@ class LoadedState:
 # ---- selecting tensors ----
 
 
-def chosen_keys(
-    merged: Any, listed: list[str] | None, folder: str
+def chosen_names(
+    sections: list[list[str]], listed: list[str] | None, folder: str
 ) -> tuple[Names, list[list[str]]]:
-    """Return the name matcher, and the matching keys of both sections."""
-    sections = [merged.keys(section) for section in (0, 1)]
+    """Return the name matcher, and the matching names of model and optimizer."""
     if listed is None:
-        return _ALL_NAMES, sections
+        return ALL_NAMES, sections
     names = Names(listed, *sections)
     chosen = []
     used: set[str] = set()
@@ -118,70 +138,6 @@ def chosen_keys(
         error.name, error.path = unused[0], folder
         raise error
     return names, chosen
-
-
-# ---- targets ----
-
-
-def _target(into: Any, name: str) -> Any:
-    """Return the object in `into` that receives one section."""
-    return into.get(name) if hasattr(into, "get") else getattr(into, name, None)
-
-
-def _check_into(into: Any) -> None:
-    if hasattr(into, "get"):
-        unknown = [key for key in into if key not in ("model", "optimizer")]
-        if unknown:
-            raise TypeError(
-                f"into= takes {{'model': ..., 'optimizer': ...}}, got the key {unknown[0]!r}"
-            )
-    elif not (hasattr(into, "model") and hasattr(into, "optimizer")):
-        raise TypeError(
-            "into= takes {'model': ..., 'optimizer': ...} or something with these attributes, "
-            f"got {type(into).__name__}"
-        )
-
-
-class _ArrayTarget:
-    """Arrays of the caller that receive one section."""
-
-    optional: frozenset[str] = frozenset()  # names that the checkpoint may lack
-
-    def __init__(self, target: Any) -> None:
-        arrays = dict(target)
-        self.tensors = [value for value in arrays.values() if is_torch(value)]
-        if self.tensors:
-            arrays = backend_of(self.tensors[0]).arrays_of(arrays)
-        self.arrays = arrays
-        self.known = arrays.keys()
-        self.zeros: list[str] = []
-
-    def zero(self, name: str) -> None:
-        self.zeros.append(name)
-
-    def done(self) -> None:
-        for name in self.zeros:
-            self.arrays[name][...] = 0
-        if self.tensors:
-            backend_of(self.tensors[0]).note_written(self.tensors)
-
-
-def _names_error(
-    missing: list[str], unexpected: list[str], unfilled: list[str], path: str
-) -> CompatibilityError:
-    """Return an error, in torch's words, that lists mismatched names and suggests a rename."""
-    lines = [f"Error(s) in loading {path}:"]
-    for words, names in (("Missing", missing), ("Unexpected", unexpected)):
-        if names:
-            quoted = join([f'"{name}"' for name in names[:SHOWN]])
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
-    hint = rename_hint(dict.fromkeys(unexpected), dict.fromkeys(unfilled), unexpected, unfilled)[1]
-    lines += [f"{hint}."] if hint else []
-    error = CompatibilityError("\n    ".join(lines))
-    error.name = (missing or unexpected)[0]
-    error.path = path
-    return error
 
 
 # ---- loading ----
@@ -206,6 +162,10 @@ class LoadRequest(NamedTuple):
         Whether torch objects determine which part of a tensor they receive.
     mmap, verify, missing, progress
         As for `load`.
+    world_size : int or None
+        Number of ranks that load, if `rank` is given.
+    strict, cast, device, rename
+        As for `load`.
     """
 
     folder: str
@@ -219,6 +179,11 @@ class LoadRequest(NamedTuple):
     verify: bool | str
     missing: str
     progress: Callable[[int], object] | None
+    world_size: int | None = None
+    strict: bool = True
+    cast: bool = False
+    device: Any = None
+    rename: Mapping[str, str] | None = None
 
 
 class Loader:
@@ -230,6 +195,11 @@ class Loader:
         What to load.
     manifest : Manifest
         The root's manifest.
+
+    Attributes
+    ----------
+    sections : list of Section
+        Model, optimizer, and the named states that are not nested values.
 
     Raises
     ------
@@ -243,6 +213,9 @@ class Loader:
         self.folder = request.folder
         self.verify = bool(request.verify)
         self.indexes = Indexes(request.folder, manifest, request.rank)
+        self.sections = sections_of(self.merged_index, manifest)
+        if request.rename is not None:
+            rename_sections(self.sections, request.rename)
         if self.verify:
             check_total(request.folder, manifest, self.merged_index)
         if request.verify == "first":
@@ -252,13 +225,40 @@ class Loader:
 
     @property
     def merged_index(self) -> Any:
-        """The merged index of the ranks read so far; call `Indexes.need` before loading."""
+        """The merged index of the ranks read so far; call `need` before loading."""
         return self.indexes.merged_index
 
-    def load_new(self, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
-        """Return new arrays or, with mmap, views of the files."""
-        mmap, progress = self.request.mmap, self.request.progress
-        verify = self.verify and not mmap
+    @property
+    def named(self) -> dict[str, Section]:
+        """The named states that are not nested values."""
+        tensors = (name for name, kind in self.states.items() if kind["kind"] != "tree")
+        return dict(zip(tensors, self.sections[STATES:], strict=True))
+
+    @property
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Descriptions of the named states."""
+        return self.manifest.states or {}
+
+    def merged_index_name(self, section: Section) -> str:
+        """Return the name of a section in the index."""
+        return _folder.SECTIONS[section.number]
+
+    def chosen(self) -> tuple[Names, list[list[str]]]:
+        """Return the name matcher, and the selected names of model and optimizer."""
+        names = [section.names for section in self.sections[:STATES]]
+        return chosen_names(names, self.request.names, self.folder)
+
+    def need(self, wanted: Iterable[tuple[Section, list[str], Any]]) -> None:
+        """Read the indexes that list the requested parts, given as section, names and cutting."""
+        self.indexes.need((each.number, each.keys(names), cuts) for each, names, cuts in wanted)
+
+    def load_keys(self, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
+        """Return new arrays of tensors that `need` was not called for, by their keys."""
+        self.indexes.need([(section, keys, cutting)])
+        return self._load(section, keys, cutting, mmap=False)
+
+    def _load(self, section: int, keys: list[str], cutting: Any, *, mmap: bool) -> dict[str, Any]:
+        progress, verify = self.request.progress, self.verify and not mmap
         arrays: dict[str, Any] = {}
 
         def read(folder: str, some: list[str], cuts: Any) -> None:
@@ -269,96 +269,43 @@ class Loader:
         _folder.read_batches(self.folder, self.merged_index, section, keys, cutting, verify, read)
         return arrays
 
-    def names_fit(self, section: int, keys: list[str], filling: Any, names: Names) -> list[str]:
-        """Return the keys to read into a target; raise if names do not match.
+    def load_new(self, section: Section, names: list[str], cutting: Any) -> dict[str, Any]:
+        """Return new arrays or, with mmap, views of the files."""
+        keys = section.keys(names)
+        arrays = self._load(section.number, keys, cutting, mmap=self.request.mmap)
+        return {name: arrays[key] for name, key in zip(names, keys, strict=True)}
 
-        With `names`, each selected name must exist in the checkpoint and in the target.
-        """
-        have = set(keys)
-        known = filling.known
-        unfilled = [name for name in known if name not in have and name not in filling.optional]
-        lacking, _ = names.select(self.without_tied(unfilled, keys, filling), section)
-        unexpected = [name for name in keys if name not in known]
-        lenient = section == 1 and self.request.missing != "error"
-        if unexpected or (lacking and not lenient):
-            raise _names_error([] if lenient else lacking, unexpected, unfilled, self.folder)
-        if self.request.missing == "zeros":
-            for name in lacking:
-                filling.zero(name)
-        return [name for name in keys if name in filling.arrays]
+    def load_state(self, section: Section, names: list[str], extra: dict[str, Any]) -> Any:
+        """Return a new state of the class that was saved; `extra` has further arrays."""
+        arrays = {**self.load_new(section, names, self.request.cutting), **extra}
+        if self.request.device is not None:
+            tensors = torch_backend("tensors on a device=").tensors_of(arrays)
+            arrays = {name: each.to(self.request.device) for name, each in tensors.items()}
+        return _restore(section.kind, arrays, self.folder)
 
-    def without_tied(self, unfilled: list[str], keys: list[str], filling: Any) -> list[str]:
-        """Return the names whose arrays receive no value under another name.
-
-        Hugging Face folders store tied weights under one of their names.
-        """
-        if not unfilled or self.manifest.weights is None:
-            return unfilled
-        arrays = filling.arrays
-        order = [name for name in (*unfilled, *keys) if name in arrays]
-        [tied] = _core.targets_tied([(order, arrays)])
-        left_out = set(tied) - set(keys)
-        return [name for name in unfilled if name not in left_out]
-
-    def shape_of(
-        self, shape: tuple[int, ...], layout: Steps, axes: tuple[int | None, ...] | None
-    ) -> tuple[int, ...]:
-        """Return the shape to load into a target that does not know its part of the tensor."""
-        steps, index, world = self.request.cutting
-        if self.request.own or (steps is None and (world == 0 or len(layout) != 1)):
-            return shape
-        if steps is None:
-            steps = ((layout[0][0], world),)
-        else:
-            steps, index = _core.layout_project(steps, index, len(shape), axes)
-        return Layout._of(steps).shape(shape, index)
-
-    def cuts(self, filling: Any, keys: list[str]) -> Any:
-        """Return how tensors are cut, for the core: one cut for all keys, or a list by key."""
-        if isinstance(filling, _ArrayTarget):
-            return self.request.cutting
-        if self.request.own:
-            return filling.cuts(keys)
-        filling.whole()
-        return self.request.cutting
-
-    def check(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
-        """Raise the errors of `fill` about shapes and dtypes, before anything is changed."""
-        self.merged_index.fits(self.folder, section, keys, cuts, filling.arrays)
-
-    def fill(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
-        """Read into arrays; shapes and dtypes are checked before the first byte is written."""
-        progress = self.request.progress
-
-        def read(folder: str, some: list[str], some_cuts: Any) -> None:
-            self.merged_index.load_into(
-                folder, section, some, some_cuts, filling.arrays, self.verify, progress
-            )
-
-        merged = self.merged_index
-        _folder.read_batches(self.folder, merged, section, keys, cuts, self.verify, read)
-        filling.done()
-
-    def lacking(self, keys: list[list[str]]) -> dict[str, tuple[str, str]]:
+    def lacking(self, names: list[list[str]]) -> dict[str, tuple[str, str]]:
         """Return the optimizer states that the checkpoint lacks.
 
         A parameter lacks a state if another parameter has it, with that parameter's shape. The
         result maps the lacking key to its parameter and to the key of an existing state of that
-        name. `keys` are the loaded keys of both sections. If the saved optimizer lists the
+        name. `names` are the loaded names of both sections. If the saved optimizer lists the
         parameters that it trains, only these are considered.
         """
-        saved = _restore(self.manifest.optimizer, {}, self.folder)
+        saved = _restore(self.sections[OPTIMIZER].kind, {}, self.folder)
         groups = getattr(saved, "param_groups", ())
         trained = {str(name) for group in groups for name in group.get("params", ())}
-        chosen = set(keys[1])
+        chosen = set(names[OPTIMIZER])
+        known = [section.names_by_key() for section in self.sections[:STATES]]
         shapes: dict[str, tuple[int, ...]] = {}
         states: dict[str, str] = {}
-        for section, key, parameter, state, _, shape, _, axes, *_ in self.merged_index.tensors():
+        for section, key, _, state, _, shape, _, axes, *_ in self.merged_index.tensors():
             if section == "params":
-                shapes[key] = shape
-            elif state and axes is None and shapes.get(parameter) == shape and key in chosen:
-                states.setdefault(state, key)
-        parameters = [name for name in keys[0] if shapes[name]]
+                shapes[known[0][key]] = shape
+            elif section == "optim_state" and state and axes is None:
+                name = known[OPTIMIZER][key]
+                if name in chosen and shapes.get(name.rpartition(".")[0]) == shape:
+                    states.setdefault(state, name)
+        parameters = [name for name in names[0] if shapes[name]]
         parameters = [name for name in parameters if name in trained] or parameters
         return {
             f"{name}.{state}": (name, like)
@@ -367,162 +314,81 @@ class Loader:
             if f"{name}.{state}" not in chosen
         }
 
-    def refuse_lacking(self, keys: list[list[str]]) -> None:
+    def refuse_lacking(self, names: list[list[str]]) -> None:
         """With ``missing="error"``, raise if the checkpoint lacks optimizer states."""
-        lacking = list(self.lacking(keys)) if self.request.missing == "error" else []
+        lacking = list(self.lacking(names)) if self.request.missing == "error" else []
         if lacking:
-            raise _names_error(lacking, [], [], self.folder)
+            raise names_error(lacking, [], [], self.folder)
 
-    def add_zeros(self, keys: list[list[str]], parameters: Any, arrays: dict[str, Any]) -> None:
-        """Add the lacking states of parameters as zeros."""
+    def zeros(self, names: list[list[str]], parameters: Any) -> dict[str, Any]:
+        """Return the lacking states of parameters as zeros."""
         import numpy as np
 
-        for key, (name, like) in self.lacking(keys).items():
-            arrays[key] = np.zeros(parameters[name].shape, arrays[like].dtype)
+        facts = {name: tuple(parameters[name].shape) for name in names[0]}
+        dtypes = {}
+        by_key = self.sections[OPTIMIZER].names_by_key()
+        for section, key, _, _, dtype, *_ in self.merged_index.tensors():
+            if section == "optim_state":
+                dtypes[by_key[key]] = numpy_dtype(dtype)
+        return {
+            key: np.zeros(facts[name], dtypes[like])
+            for key, (name, like) in self.lacking(names).items()
+        }
 
 
 def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> StateDict | None:
     return None if kind is None else restore_kind(arrays, kind, path)
 
 
-def _is_numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> bool:
-    """Return whether optimizer states are identified by parameter order instead of names."""
-    every = loader.merged_index.keys(1)
-    if every and all(map(_NUMBERED.match, every)):
-        # the module's parameter order is then also torch's order
-        return module is not None or any("param_names" in g for g in optimizer.param_groups)
-    if keys and module is None and not all("param_names" in g for g in optimizer.param_groups):
-        raise CompatibilityError(
-            f"{loader.folder} stores optimizer states under names of parameters, such as "
-            f"{keys[0]!r}: pass the module too, "
-            "into={'model': module, 'optimizer': optimizer}"
-        )
-    return False
-
-
-def _optimizer_target(
-    loader: Loader, keys: list[str], optimizer: Any, module: Any, chosen_names: Names
-) -> Any:
-    """Return the states of a torch optimizer as targets; create those that do not exist yet."""
-    chosen = set(keys)
-    found = loader.merged_index.tensors()
-    records = {
-        key: OptimizerRecord(parameter, state, loader.shape_of(shape, layout, axes), dtype, axes)
-        for section, key, parameter, state, dtype, shape, layout, axes, *_ in found
-        if section == "optim_state" and key in chosen
-    }
-    names = module
-    if _is_numbered(loader, keys, optimizer, module):
-        names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
-
-    def read(wanted: list[str]) -> dict[str, Any]:
-        whole = (None, 0, 0)
-        loader.indexes.need([(1, wanted, whole)])
-        return loader.load_new(1, wanted, whole)
-
-    saved: Any = _restore(loader.manifest.optimizer, {}, loader.folder)
-    if not hasattr(saved, "param_groups"):  # the optimizer was saved as a plain dict
-        saved = OptimizerStateDict()
-
-    def meant(others: list[str]) -> list[str]:
-        return chosen_names.select(others, 1)[0]
-
-    fill = backend_of(optimizer).fill_optimizer
-    return fill(optimizer, module, records, saved, read, names, meant)
-
-
-def _prepare_targets(loader: Loader, targets: list[Any]) -> list[_Ready]:
-    """Return section, target, keys and cuts of each target; raise if one does not match."""
-    ready: list[_Ready] = []
-    names, keys = chosen_keys(loader.merged_index, loader.request.names, loader.folder)
-    module = targets[0] if is_module(targets[0]) else None
-    for section, target in enumerate(targets):
-        if target is None:
-            continue
-        filling: Any
-        if module is not None and target is module:
-            filling = backend_of(module).fill_module(module)
-        elif is_optimizer(target):
-            filling = _optimizer_target(loader, keys[section], target, module, names)
-        else:
-            filling = _ArrayTarget(target)
-        chosen = loader.names_fit(section, keys[section], filling, names)
-        ready.append((section, filling, chosen, loader.cuts(filling, chosen)))
-    if targets[1] is not None:
-        loader.refuse_lacking(keys)
-    loader.indexes.need((section, chosen, cuts) for section, _, chosen, cuts in ready)
-    for section, filling, chosen, cuts in ready:
-        loader.check(section, filling, chosen, cuts)
-    return _drop_tied_keys(ready)
-
-
-def _drop_tied_keys(ready: list[_Ready]) -> list[_Ready]:
-    """Drop keys whose array shares memory with a later key: one read fills both."""
-    tied = _core.targets_tied([(keys, filling.arrays) for _, filling, keys, _ in ready])
-    found = []
-    for (section, filling, keys, cuts), others in zip(ready, tied, strict=True):
-        left_out = set(others)
-        kept = [i for i, key in enumerate(keys) if key not in left_out]
-        if isinstance(cuts, list):  # one for each key
-            cuts = [cuts[i] for i in kept]
-        found.append((section, filling, [keys[i] for i in kept], cuts))
-    return found
-
-
-def _targets(manifest: Manifest, into: Any, folder: str) -> list[Any]:
-    """Return the targets of the two sections; raise if a target's section was not saved."""
-    found: list[Any] = []
-    for name, kind in (("model", manifest.model), ("optimizer", manifest.optimizer)):
-        found.append(_target(into, name))
-        if found[-1] is not None and kind is None:
-            lacking = CompatibilityError(f"{folder} holds no {name}")
-            lacking.path = folder
-            raise lacking
-    return found
-
-
 def _load_into_targets(loader: Loader) -> LoadedState:
-    """Check all arrays of ``into``, then fill them."""
+    """Check all targets of ``into``, then fill them."""
+    prepared = prepare(loader)
+    apply_all(prepared.actions)
+    try:
+        prepared.fill(loader)
+    except BaseException:
+        undo_all(prepared.actions)
+        raise
+    return _result(loader, prepared)
+
+
+def _result(loader: Loader, prepared: Prepared) -> LoadedState:
     manifest = loader.manifest
-    targets = _targets(manifest, loader.request.into, loader.folder)
-    for one in _prepare_targets(loader, targets):
-        loader.fill(*one)
-    return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
+    return LoadedState(
+        prepared.model, prepared.optimizer, manifest.metadata, manifest.step, prepared.states
+    )
 
 
 def _load_new_state(loader: Loader) -> LoadedState:
     """Load new arrays or, with mmap, views of the files."""
-    manifest = loader.manifest
-    _, chosen = chosen_keys(loader.merged_index, loader.request.names, loader.folder)
+    manifest, request = loader.manifest, loader.request
+    _, chosen = loader.chosen()
     loader.refuse_lacking(chosen)
-    results: list[Any] = [None, None]
-    kinds = (manifest.model, manifest.optimizer)
-    loader.indexes.need(
-        (section, chosen[section], loader.request.cutting)
-        for section, kind in enumerate(kinds)
-        if kind is not None
-    )
-    for section, kind in enumerate(kinds):
-        if kind is None:
-            continue
-        arrays = loader.load_new(section, chosen[section], loader.request.cutting)
-        if section == 1 and loader.request.missing == "zeros" and results[0] is not None:
-            loader.add_zeros(chosen, results[0], arrays)
-        results[section] = _restore(kind, arrays, loader.folder)
-    return LoadedState(results[0], results[1], manifest.metadata, manifest.step)
-
-
-def _has_torch(into: Any) -> bool:
-    return into is not None and any(
-        is_module(target) or is_optimizer(target)
-        for target in (_target(into, "model"), _target(into, "optimizer"))
-    )
+    named = {} if request.names is not None else loader.named
+    wanted = [*zip(loader.sections, chosen, strict=False)]
+    wanted += [(section, section.names) for section in named.values()]
+    loader.need((each, names, request.cutting) for each, names in wanted if each.kind is not None)
+    results: list[Any] = []
+    for section, names in wanted:
+        extra: dict[str, Any] = {}
+        if section.number == OPTIMIZER and request.missing == "zeros" and results[0] is not None:
+            extra = loader.zeros(chosen, results[0])
+        state = loader.load_state(section, names, extra) if section.kind is not None else None
+        results.append(state)
+    states: dict[str, Any] = dict(zip(named, results[STATES:], strict=True))
+    if request.names is None and loader.states:
+        for name, kind in loader.states.items():
+            if kind["kind"] == "tree":
+                states[name] = load_tree(loader, name, kind)
+        states = {name: states[name] for name in loader.states}
+    return LoadedState(results[0], results[1], manifest.metadata, manifest.step, states)
 
 
 def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
-    """Fill the torch objects of all ranks from one checkpoint, or raise on all ranks.
+    """Fill the torch objects and named states of all ranks, or raise on all ranks.
 
-    No rank changes anything before every rank has checked its targets.
+    No rank changes anything before every rank has checked its targets. If an object of one rank
+    refuses its state, every rank undoes its changes.
     """
 
     def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:
@@ -537,28 +403,36 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
         return agree(group, generation, error, again=again)
 
     for attempt in range(_folder.TRIES):
-        loader = manifest = None
+        loader = manifest = prepared = None
         error: BaseException | None = None
-        targets: list[Any] = []
-        ready: list[_Ready] = []
         try:
             manifest = _folder.read_manifest(request.folder, request.root)
             loader = Loader(request, manifest)
-            targets = _targets(manifest, request.into, request.folder)
-            ready = _prepare_targets(loader, targets)
+            prepared = prepare(loader)
         except BaseException as caught:
             error = caught
         if not agree_on(manifest, error, attempt):
             continue
         assert loader is not None
-        assert manifest is not None
+        assert prepared is not None
+        is_applied = False
         try:
-            for one in ready:
-                loader.fill(*one)
+            apply_all(prepared.actions)
+            is_applied = True
         except BaseException as caught:
             error = caught
-        if agree_on(manifest, error, attempt):
-            return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
+        try:
+            agree_on(manifest, error, _folder.TRIES)  # raises if a rank failed
+            try:
+                prepared.fill(loader)
+            except BaseException as caught:
+                error = caught
+            if agree_on(manifest, error, attempt):
+                return _result(loader, prepared)
+        except BaseException:
+            if is_applied:
+                undo_all(prepared.actions)
+            raise
     raise StoreError(f"the checkpoint was replaced at each of {_folder.TRIES} attempts to load it")
 
 
@@ -593,6 +467,18 @@ def ranks_of(
     return steps, rank, world_size
 
 
+def _checked_device(device: Any, *, mmap: bool) -> Any:
+    """Return ``device=`` as a device of torch, or None; raise if it is not one."""
+    if device is None:
+        return None
+    if mmap:
+        raise ValueError(
+            "mmap=True returns read-only views of the files, which are NumPy arrays: pass either "
+            "mmap=True or device="
+        )
+    return torch_backend("tensors on a device=").device_of(device)
+
+
 def _verify_all(folder: str, manifest: Manifest, merged: Any) -> None:
     """Read and verify all files; raise the first problem."""
     from ._verify import verify_files
@@ -616,6 +502,10 @@ def load_checkpoint(
     mmap: bool = False,
     verify: bool | str = True,
     missing: str = "skip",
+    strict: bool = True,
+    cast: bool = False,
+    device: Any = None,
+    rename: Mapping[str, str] | None = None,
     progress: Callable[[int], object] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedState:
@@ -630,8 +520,9 @@ def load_checkpoint(
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
     if missing not in MISSING:
         raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
+    device = _checked_device(device, mmap=mmap)
     if into is not None:
-        _check_into(into)
+        check_into(into)
         if mmap:
             raise ValueError(
                 "mmap=True returns views of the files and cannot fill into=: pass only one of them"
@@ -648,8 +539,13 @@ def load_checkpoint(
         verify,
         missing,
         progress,
+        world_size if group is None else group.world_size,
+        strict,
+        cast,
+        device,
+        rename,
     )
-    if group is not None and group.world_size > 1 and _has_torch(into):
+    if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets
 
@@ -672,6 +568,10 @@ def load(
     mmap: bool = False,
     verify: bool | str = True,
     missing: str = "skip",
+    strict: bool = True,
+    cast: bool = False,
+    device: Any = None,
+    rename: Mapping[str, str] | None = None,
     progress: Callable[[int], object] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedState:
@@ -700,14 +600,19 @@ def load(
         anything is changed, they check together that every target matches and that all read
         the same checkpoint.
     into : mapping or object, optional
-        ``{"model": state, "optimizer": state}``, or an object with these attributes. Existing
+        ``{"model": state, "optimizer": state, "states": {name: state}}``, or an object with these
+        attributes. Existing
         arrays of the right shape and dtype are filled, and no new ones are made. Torch modules
         and optimizers are filled in place, including DDP, FSDP2 and FSDP1 modules. Sharded modules
         know their part of each tensor, so `group`, `rank` and `layout` do not cut for them; a
         given `rank` or `layout` cuts for modules that are not sharded. Optimizer states that do
         not exist yet are created, and the optimizer's groups receive the saved values. A
         section without a target is not loaded. With `names`, the selected names must exist in
-        the checkpoint and in `into`; everything else in `into` is unchanged.
+        the checkpoint and in `into`; everything else in `into` is unchanged. Named states may
+        also be random generators, objects with ``load_state_dict``, and dicts and lists, whose
+        content is replaced; generators and objects in a dict are restored themselves. All
+        objects are restored before the arrays, or none: if one refuses its state, those before
+        it get their old states back, and no array is changed.
     mmap : bool, default False
         Return read-only arrays over memory-mapped files: data is read on first access. Tensors
         whose part spans several shards, or a sparse or compressed one, are assembled in new
@@ -722,14 +627,27 @@ def load(
         these are considered. With `into`, states that exist in `into` and were not saved are
         lacking too: ``"skip"`` leaves such arrays unchanged, and removes such states from a
         torch optimizer, which then creates them anew.
+    strict : bool, default True
+        Require the same names in the checkpoint and in each target of `into`. If False, fill
+        only the tensors that both have. A shape mismatch always raises.
+    cast : bool, default False
+        Convert between float16, bfloat16, float32 and float64 if a target of `into` has another
+        dtype, rounding to nearest. This needs memory for these tensors.
+    device : torch.device or str, optional
+        Return torch tensors on this device instead of NumPy arrays. Targets in `into` keep their
+        own devices; objects with ``load_state_dict`` get their tensors on this one. Needs
+        ``mlstate[torch]``.
+    rename : mapping of str to str, optional
+        Rules of `mlstate.state.rename`, applied to the stored names of model, optimizer and named
+        states; `names`, `into` and the result have the new names. Each rule must match a name.
     progress, storage_options
         As for `save`.
 
     Returns
     -------
     LoadedState
-        ``model``, ``optimizer``, ``metadata``, ``step``. Each state has the class that was
-        saved. Arrays below 4 MiB may be views of shared blocks of 4 to 20 MiB; a block stays
+        ``model``, ``optimizer``, ``metadata``, ``step``, ``states``. Each state has the class that
+        was saved. Arrays below 4 MiB may be views of shared blocks of 4 to 20 MiB; a block stays
         allocated as long as any of its arrays exists. bfloat16 and 8-bit floats have the dtypes
         that `load_file` returns.
 
@@ -744,7 +662,8 @@ def load(
     TensorNotFoundError
         One of `names` matches no tensor. (A `KeyError`.)
     CompatibilityError
-        `into` has other names, shapes or dtypes. `into` is unchanged.
+        `into` has other names, shapes or dtypes, or an object refuses its state; or two names
+        would become the same by `rename`. `into` is unchanged.
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of
         `into` are read-only or overlap without being the same array. `into` is unchanged.
@@ -779,6 +698,10 @@ def load(
         mmap=mmap,
         verify=verify,
         missing=missing,
+        strict=strict,
+        cast=cast,
+        device=device,
+        rename=rename,
         progress=progress,
         storage_options=storage_options,
     )

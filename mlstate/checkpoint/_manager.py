@@ -6,17 +6,19 @@ import errno
 import os
 import threading
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._common.log import log
 from .._common.set_module import set_module
 from .._common.text import steps_text
-from ..errors import CollectiveError, FormatError, MLStateError, StoreError
+from ..errors import FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._load import LoadedState, load_checkpoint
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder
+from ._retention import SaveTimer, check_retention
 from ._save import PACK_BELOW, write_checkpoint
+from ._step_roots import OTHER, agreed_roots, gather_bytes, holds_no_steps, if_alone, try_root
 from ._store import folder as _folder
 from ._store.garbage import delete_generations
 from ._store.writer_lock import WriterLock, check_timeout
@@ -24,10 +26,12 @@ from ._store.writer_lock import WriterLock, check_timeout
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
+    from datetime import timedelta
 
     from .._common.budget import MemorySize
     from .._sharding.layout import Layout
     from ..collectives import ProcessGroup
+    from ._preemption import SignalWatch
     from ._save_async import SaveHandle
     from ._staging import Staging
     from ._store.manifest import Manifest
@@ -50,9 +54,27 @@ class CheckpointManager:
         The folder, or a URL in an object store; the first save creates it.
     keep : int or None, default None
         Number of newest steps to keep; `save` and `save_async` delete older ones. None keeps
-        every step. A damaged step does not count: files are missing or have another length, or
-        `restore` or `restore_latest` of this manager found damage. It stays until `keep` newer
-        steps can be loaded.
+        every step, or with other `keep_` rules the newest one. A damaged step does not count:
+        files are missing or have another length, or `restore` or `restore_latest` of this manager
+        found damage. It stays until `keep` newer steps can be loaded.
+    keep_best : int, optional
+        Keep also this number of steps with the best metric. Steps without a metric, or with NaN,
+        are not among the best.
+    monitor : str, optional
+        Key of the metric in ``metadata=``, such as ``"loss"``.
+    mode : {"min", "max"}, default "min"
+        Whether a lower or a higher metric is better.
+    keep_period : int, optional
+        Keep also the steps that are multiples of this number.
+    keep_time_interval : float or timedelta, optional
+        Keep also one step for each interval of this many seconds: the first step, and then each
+        step that was saved at least this long after the last one kept by this rule.
+    save_interval_steps : int, optional
+        `should_save` returns true for multiples of this number.
+    save_time_interval : float or timedelta, optional
+        `should_save` returns true if the last save began at least this many seconds ago.
+    warn_unchanged : bool, default True
+        Warn once if two successive steps store a model with the same bytes.
     storage_options : mapping, optional
         As for `mlstate.save`.
 
@@ -60,12 +82,15 @@ class CheckpointManager:
     -----
     UserWarning
         `keep` will delete steps that this manager did not save. The warning is issued once,
-        before the first such deletion, and names the steps; every rank of a group warns.
+        before the first such deletion, and names the steps; every rank of a group warns. Or the
+        model did not change between two steps: then another object may be trained than the one
+        that is saved.
 
     Raises
     ------
-    ValueError
-        `keep` is less than 1.
+    TypeError, ValueError
+        A number is less than 1, a time is not positive, `mode` is unknown, or `keep_best` is
+        given without `monitor`.
 
     Notes
     -----
@@ -88,14 +113,27 @@ class CheckpointManager:
         directory: str | os.PathLike[str],
         keep: int | None = None,
         *,
+        keep_best: int | None = None,
+        monitor: str | None = None,
+        mode: str = "min",
+        keep_period: int | None = None,
+        keep_time_interval: float | timedelta | None = None,
+        save_interval_steps: int | None = None,
+        save_time_interval: float | timedelta | None = None,
+        warn_unchanged: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if keep is not None and not hasattr(keep, "__index__"):
             raise TypeError(f"keep must be an int, or None for all, got {type(keep).__name__}")
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
+        self._rules = check_retention(keep_best, monitor, mode, keep_period, keep_time_interval)
+        self._timer = SaveTimer(save_interval_steps, save_time_interval)
+        self._signals: SignalWatch | None = None
+        self._warns_unchanged = warn_unchanged
+        self._last_model: int | None = None  # step of the last save with a model
         self.directory = checkpoint_folder(directory, storage_options)
-        self.keep = keep
+        self.keep = 1 if keep is None and not self._rules.is_empty() else keep
         self._own: set[int] = set()  # steps that this manager saved
         self._damaged: set[str] = set()  # generations that this manager could not restore
         self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path
@@ -105,7 +143,8 @@ class CheckpointManager:
         self._lock, self._pid = threading.RLock(), os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_pid": None}  # `_turn` creates a new lock
+        # `_turn` creates a new lock; signals belong to a process
+        return {**self.__dict__, "_lock": None, "_pid": None, "_signals": None}
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -120,7 +159,7 @@ class CheckpointManager:
             raised.add_note(f"a save that was under way has failed, too: {text}")
 
     def close(self) -> None:
-        """Wait for a running save, and free the memory for copies.
+        """Wait for a running save, free the memory for copies, and stop watching signals.
 
         Raises
         ------
@@ -132,6 +171,8 @@ class CheckpointManager:
         >>> from mlstate.checkpoint import CheckpointManager
         >>> CheckpointManager("run").close()
         """
+        if self._signals is not None:
+            self._signals.close()
         with self._turn(None):
             self._staging = None
             self._settle()
@@ -155,6 +196,9 @@ class CheckpointManager:
         if under_way is not None:
             under_way._settle()
             self._under_way = None
+            saved = under_way._job.result
+            if saved is not None:
+                self._warn_if_unchanged(saved, under_way._job.target.rank)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.directory!r}, keep={self.keep}): steps {self.steps()}"
@@ -215,6 +259,22 @@ class CheckpointManager:
         steps = self.steps()
         return steps[-1] if steps else None
 
+    def best_step(self) -> int | None:
+        """Return the step with the best metric, or None if no step has one.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager(tempfile.mkdtemp(), keep_best=1, monitor="loss")
+        >>> for step, loss in enumerate([0.5, 0.2, 0.4, 0.3]):
+        ...     _ = manager.save(step, model={"w": np.full(2, step)}, metadata={"loss": loss})
+        >>> manager.best_step(), manager.steps()
+        (1, [1, 3])
+        """
+        found = self._rules.ranked([one for one in self._roots() if one[1].step is not None])
+        return found[0][1].step if found else None
+
     def checkpoint(self, step: int) -> Checkpoint:
         """Return the checkpoint of a step.
 
@@ -243,7 +303,7 @@ class CheckpointManager:
             if manifest.step == step:
                 return Checkpoint(self.directory, _root=root.path, _manifest=manifest)
         have = steps_text(self.steps())
-        have += f"; {_OTHER}" if _holds_no_steps(self.directory) else ""
+        have += f"; {OTHER}" if holds_no_steps(self.directory) else ""
         raise _folder.store_error(
             FileNotFoundError(2, f"step {step} does not exist (steps: {have})"),
             "cannot find the step",
@@ -258,6 +318,7 @@ class CheckpointManager:
         model: Any = None,
         optimizer: Any = None,
         *,
+        states: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         group: ProcessGroup | None = None,
         layout: Layout | str | None = None,
@@ -274,7 +335,9 @@ class CheckpointManager:
         ----------
         step : int
             The step. Saving a step again replaces it when the new one is committed.
-        model, optimizer, metadata, group, layout, pack_below_bytes, progress, lock_timeout
+        model, optimizer, states, metadata, group, layout, pack_below_bytes
+            As for `mlstate.save`.
+        progress, lock_timeout
             As for `mlstate.save`.
         sparse, incremental, compress
             As for `mlstate.save`. Steps share layers in the same way as files: files that a
@@ -302,12 +365,14 @@ class CheckpointManager:
         """
         with self._turn(group):
             self._settle()
+            self._timer.note()
             self._refuse_other(group)
             self._warn_of_deletions(step, group)
             saved = write_checkpoint(
                 self.directory,
                 model,
                 optimizer,
+                states=states,
                 metadata=metadata,
                 step=step,
                 group=group,
@@ -322,6 +387,7 @@ class CheckpointManager:
                 lock_timeout=lock_timeout,
             )
             self._own.add(step)
+            self._warn_if_unchanged(saved, 0 if group is None else group.rank)
         return saved
 
     def save_async(
@@ -331,6 +397,7 @@ class CheckpointManager:
         optimizer: Any = None,
         *,
         max_staging_bytes: MemorySize | None = None,
+        states: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         group: ProcessGroup | None = None,
         layout: Layout | str | None = None,
@@ -350,6 +417,8 @@ class CheckpointManager:
         ----------
         step, model, optimizer, metadata, layout, pack_below_bytes, sparse, incremental, compress
             As for `save`.
+        states : mapping of str to object, optional
+            As for `mlstate.checkpoint.save_async`.
         max_staging_bytes, group, progress, lock_timeout
             As for `mlstate.checkpoint.save_async`.
 
@@ -382,6 +451,7 @@ class CheckpointManager:
 
         with self._turn(group):
             self._settle()
+            self._timer.note()
             self._refuse_other(group)
             self._warn_of_deletions(step, group)
             if self._staging is None:
@@ -396,6 +466,7 @@ class CheckpointManager:
                 self.directory,
                 model,
                 optimizer,
+                states=states,
                 metadata=metadata,
                 step=step,
                 max_staging_bytes=max_staging_bytes,
@@ -413,14 +484,124 @@ class CheckpointManager:
                 keep=keep,
             )
 
+    # -- when to save
+
+    def should_save(self, step: int, *, group: ProcessGroup | None = None) -> bool:
+        """Return whether to save a step: it is due, or a watched signal has arrived.
+
+        Parameters
+        ----------
+        step : int
+            The step.
+        group : ProcessGroup, optional
+            The ranks that save together. All of them call this and get the same answer: true if
+            it is true for any rank. They exchange one byte.
+
+        Returns
+        -------
+        bool
+            Without `save_interval_steps` and `save_time_interval`, true for every step.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager("run", save_interval_steps=10)
+        >>> [step for step in range(1, 31) if manager.should_save(step)]
+        [10, 20, 30]
+        """
+        due = self._timer.is_due(step) or self._has_signal()
+        return any(answer == b"1" for answer in gather_bytes(group, b"1" if due else b"0"))
+
+    def watch_signals(self, *signals: int) -> None:
+        """Watch for signals that announce the end of the job, until `close`.
+
+        The signal only sets a flag: `should_save` then returns true, and `reached_preemption`
+        too. A second signal of the same number has its old effect.
+
+        Parameters
+        ----------
+        *signals : int
+            Signals, such as ``signal.SIGUSR1``. Default: ``signal.SIGTERM``.
+
+        Raises
+        ------
+        ValueError
+            This is not the main thread, or the system has no such signal.
+
+        Examples
+        --------
+        >>> import os, signal, tempfile
+        >>> import numpy as np
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> with CheckpointManager(tempfile.mkdtemp() + "/run", save_interval_steps=100) as manager:
+        ...     manager.watch_signals()
+        ...     for step in range(1, 1000):
+        ...         if step == 3:
+        ...             os.kill(os.getpid(), signal.SIGTERM)
+        ...         if manager.should_save(step):
+        ...             _ = manager.save(step, model={"w": np.full(2, step)})
+        ...         if manager.reached_preemption():
+        ...             break
+        ...     manager.steps()
+        [3]
+        """
+        import signal
+
+        from ._preemption import SignalWatch
+
+        if self._signals is not None:
+            self._signals.close()
+        self._signals = SignalWatch(signals or (signal.SIGTERM,))
+
+    def _has_signal(self) -> bool:
+        return self._signals is not None and self._signals.received is not None
+
+    def reached_preemption(self, *, group: ProcessGroup | None = None) -> bool:
+        """Return whether a watched signal has arrived.
+
+        Parameters
+        ----------
+        group : ProcessGroup, optional
+            As for `should_save`.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> CheckpointManager("run").reached_preemption()
+        False
+        """
+        found = gather_bytes(group, b"1" if self._has_signal() else b"0")
+        return any(answer == b"1" for answer in found)
+
+    def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
+        """Warn once if no file with the model's tensors is new since the last save."""
+        before, self._last_model = self._last_model, saved.step if saved.model else None
+        if not self._warns_unchanged or rank > 0 or None in (before, self._last_model):
+            return
+        if isinstance(self.directory, RemoteFolder):  # every save writes all objects
+            return
+        mark = f".{saved.generation}-"
+        if before == saved.step or any(
+            mark in name for name in _folder.list_names(self.directory, "params")
+        ):
+            return
+        self._warns_unchanged = False
+        warnings.warn(
+            f"the model of step {saved.step} has the same bytes as that of step {before}: is this "
+            "the model that is trained? warn_unchanged=False allows it",
+            stacklevel=3,
+        )
+
+    # -- deleting
+
     def _refuse_other(self, group: ProcessGroup | None) -> None:
         """Refuse a folder whose checkpoint is not a step; each rank gets the same result."""
         found = False
-        with _if_alone(group):
-            found = _holds_no_steps(self.directory)
+        with if_alone(group):
+            found = holds_no_steps(self.directory)
         if found:
             raise _folder.store_error(
-                FileExistsError(errno.EEXIST, f"{_OTHER}: save steps into another folder"),
+                FileExistsError(errno.EEXIST, f"{OTHER}: save steps into another folder"),
                 "cannot save the step",
                 self.directory,
             )
@@ -430,18 +611,19 @@ class CheckpointManager:
         if self.keep is None or self._has_warned:
             return
         found: list[int | None] = []
-        count = 0
+        later: list[int | None] = []
         # only rank 0 looks at files, when it deletes: reads must not multiply with the ranks
         look = group is None or group.world_size == 1
-        with _if_alone(group):
+        with if_alone(group):
             roots = [root for root in self._roots(FormatError) if root[1].step != step]
             count = self._count_old(roots, self.keep - 1, look=look)
-            found = [manifest.step for _, manifest in roots]
-        deleted = found[:count]
-        foreign = [one for one in deleted if one not in self._own]
+            rules = self._rules.without_one()  # the new step may become one of the best
+            ruled = rules.kept(roots, lambda manifest: not look or self._can_load(manifest))
+            found = [m.step for _, m in roots[:count] if m.generation not in ruled]
+            later = [m.step for _, m in roots[count:] if m.step not in self._own]
+        foreign = [one for one in found if one not in self._own]
         if not foreign:
             return
-        later = [one for one in found[len(deleted) :] if one not in self._own]
         more = f", and {steps_text(later, _SHOWN)} with later saves" if later else ""
         warnings.warn(
             f"keep={self.keep} deletes steps that this manager did not save: "
@@ -466,7 +648,15 @@ class CheckpointManager:
         """Return the roots to delete, without generation `newest`, and the kept ones."""
         keep = len(roots) if self.keep is None else self.keep
         count = self._count_old(roots, keep, newest)
-        kept = {root.path: manifest for root, manifest in roots[count:]}
+        ruled = self._rules.kept(
+            roots if count else [],
+            lambda manifest: manifest.generation == newest or self._can_load(manifest),
+        )
+        kept = {
+            root.path: manifest
+            for number, (root, manifest) in enumerate(roots)
+            if number >= count or manifest.generation in ruled
+        }
         old = [root for root in _folder.list_roots(self.directory) if root.path not in kept]
         old = [root for root in old if root.generation != newest]
         for root in old:
@@ -638,10 +828,10 @@ class CheckpointManager:
         first: MLStateError | None = None
         tried: list[str] | None = None
         # a writer may have deleted all of these roots and committed newer ones
-        while (roots := _agreed_roots(self.directory, group)) != tried:
+        while (roots := agreed_roots(self.directory, group)) != tried:
             tried, first = roots, None
             for root in reversed(roots):
-                state, error = _try_root(self.directory, root, keywords)
+                state, error = try_root(self.directory, root, keywords)
                 if state is not None:
                     return state
                 self._damaged.add(root.split(".")[-2])
@@ -653,23 +843,9 @@ class CheckpointManager:
         if first is not None:
             raise first
         what = "no checkpoint there"
-        if _holds_no_steps(self.directory):
-            what = f"{_OTHER}: mlstate.load loads it"
+        if holds_no_steps(self.directory):
+            what = f"{OTHER}: mlstate.load loads it"
         raise _folder.store_error(FileNotFoundError(2, what), "cannot restore", self.directory)
-
-
-_OTHER = "the folder holds a checkpoint of mlstate.save, which is not a step"
-
-
-def _if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
-    """Suppress the folder's errors if there are several ranks: these must first communicate."""
-    alone = group is None or group.world_size == 1
-    return nullcontext() if alone else suppress(StoreError)
-
-
-def _holds_no_steps(folder: str) -> bool:
-    """Return whether a folder has a checkpoint, but no steps of a manager."""
-    return _folder.exists(folder, _folder.MANIFEST) and not _folder.list_roots(folder)
 
 
 def find_root(folder: str, step: int) -> str:
@@ -677,52 +853,3 @@ def find_root(folder: str, step: int) -> str:
     if not _folder.list_roots(folder) and _folder.read_manifest(folder).step == step:
         return _folder.MANIFEST
     return CheckpointManager(folder).checkpoint(step)._root
-
-
-def _tell(group: ProcessGroup | None, text: bytes) -> list[bytes]:
-    """Gather a text from every rank."""
-    if group is None or group.world_size == 1:
-        return [text]
-    return list(group.gather_bytes(text))
-
-
-def _agreed_roots(folder: str, group: ProcessGroup | None) -> list[str]:
-    """Return the roots that rank 0 lists; ranks that list at other times may differ."""
-    names: list[str] = []
-    error: MLStateError | None = None
-    if group is None or group.rank == 0:
-        try:
-            names = [root.path for root in _folder.list_roots(folder)]
-        except MLStateError as caught:
-            error = caught
-    said = _tell(group, b"" if error is not None else " ".join(["roots", *names]).encode())[0]
-    if error is not None:
-        raise error
-    if not said:
-        failed = CollectiveError("rank 0 cannot list the checkpoints; see the error on that rank")
-        failed.rank = 0
-        raise failed
-    return said.decode().split(" ")[1:]
-
-
-def _try_root(
-    folder: str, root: str, keywords: dict[str, Any]
-) -> tuple[LoadedState | None, MLStateError | None]:
-    """Load a root on all ranks; if one rank cannot read it, every rank skips it."""
-    group = keywords.get("group")
-    state: LoadedState | None = None
-    error: MLStateError | None = None
-    try:
-        state = load_checkpoint(folder, root=root, **keywords)
-    except (FormatError, StoreError) as caught:
-        error = caught
-    except BaseException:
-        _tell(group, b"stop")  # trying other roots would not help: the others must not wait
-        raise
-    answers = _tell(group, b"good" if error is None else b"bad")
-    if b"stop" in answers:
-        rank = answers.index(b"stop")
-        failed = CollectiveError(f"rank {rank} cannot restore; see the error on that rank")
-        failed.rank = rank
-        raise failed
-    return (None if b"bad" in answers else state), error

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from .._common.dtypes import label_of, name_of
 from .._sharding.layout import Layout, Shard, Steps
 from ..errors import CollectiveError
+from ._store.folder import SECTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ..collectives import ProcessGroup
 
-    _Dict: TypeAlias = "dict[str, Any] | None"
+    _Dicts: TypeAlias = "Sequence[dict[str, Any] | None]"
     _Summary: TypeAlias = dict[str, Any]
 
 _DIGEST_BYTES = 32
-_SECTIONS = ("params", "optim_state")
 
 
 class Assignment(NamedTuple):
@@ -30,52 +30,55 @@ class Assignment(NamedTuple):
 
     Attributes
     ----------
-    mine : two frozensets of str, or None
+    mine : tuple of frozenset of str, or None
         Names of the whole arrays that this rank writes, by section; None for all of them.
     copies : bytes
         Names of shards that another rank must write, if this rank must report them.
     error : BaseException, optional
         Reason why the ranks cannot save: this rank's error, or one that names another rank.
+    digests : tuple of set of bytes
+        The digests that all ranks sent, for each of this rank's.
     """
 
-    mine: tuple[frozenset[str], frozenset[str]] | None = None
+    mine: tuple[frozenset[str], ...] | None = None
     copies: bytes = b""
     error: BaseException | None = None
+    digests: tuple[set[bytes], ...] = ()
 
 
 # ---- names ----
 
 
-def _entries(model: _Dict, optimizer: _Dict) -> Iterator[tuple[str, Any]]:
+def _entries(dicts: _Dicts) -> Iterator[tuple[str, Any]]:
     """Yield all arrays with their qualified names, such as ``0/w``: section and key."""
-    for section, state in ((0, model), (1, optimizer)):
+    for section, state in enumerate(dicts):
         for name, value in () if state is None else state.items():
             yield f"{section}/{name}", value
 
 
-def whole_names(model: _Dict, optimizer: _Dict) -> list[str]:
+def whole_names(dicts: _Dicts) -> list[str]:
     """Return the sorted qualified names of all arrays that are not a `Shard`."""
-    return sorted(name for name, v in _entries(model, optimizer) if not isinstance(v, Shard))
+    return sorted(name for name, v in _entries(dicts) if not isinstance(v, Shard))
 
 
-def _replica_names(model: _Dict, optimizer: _Dict) -> list[str]:
+def _replica_names(dicts: _Dicts) -> list[str]:
     """Return the sorted qualified names of all shards that another rank writes."""
-    entries = _entries(model, optimizer)
+    entries = _entries(dicts)
     return sorted(name for name, v in entries if isinstance(v, Shard) and v.replica > 0)
 
 
-def by_section(names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Split qualified names into the names of the two sections."""
+def by_section(names: Iterable[str]) -> tuple[frozenset[str], ...]:
+    """Split qualified names into the names of the sections."""
     names = list(names)
-    return (
-        frozenset(name[2:] for name in names if name[0] == "0"),
-        frozenset(name[2:] for name in names if name[0] == "1"),
+    return tuple(
+        frozenset(name[2:] for name in names if name[0] == str(section))
+        for section in range(len(SECTIONS))
     )
 
 
 def _quote_name(name: str) -> str:
     """Return a qualified name in the form for error messages."""
-    return f"{_SECTIONS[int(name[0])]} {name[2:]!r}"
+    return f"{SECTIONS[int(name[0])]} {name[2:]!r}"
 
 
 # ---- summaries: the properties that must agree between ranks ----
@@ -96,14 +99,15 @@ def _array_facts(value: Any, known: dict[Any, str]) -> str:
     return text
 
 
-def _summarize(model: _Dict, optimizer: _Dict, steps: Steps) -> _Summary:
+def _summarize(dicts: _Dicts, steps: Steps, states: Sequence[str]) -> _Summary:
     """Return the summary of this rank's states for other ranks."""
     known: dict[Any, str] = {}
-    entries = sorted(_entries(model, optimizer), key=itemgetter(0))
+    entries = sorted(_entries(dicts), key=itemgetter(0))
     whole = {name: _array_facts(v, known) for name, v in entries if not isinstance(v, Shard)}
     return {
-        "model": model is not None,
-        "optimizer": optimizer is not None,
+        "model": dicts[0] is not None,
+        "optimizer": dicts[1] is not None,
+        "states": list(states),
         "layout": None if not steps else repr(Layout._of(steps)),
         "whole": whole,
     }
@@ -116,6 +120,14 @@ def _compare_sections(rank: int, first: _Summary, other: int, found: _Summary) -
         if found[what] != first[what]:
             has, lacks = (rank, other) if first[what] else (other, rank)
             raise ValueError(f"{both} rank {has} gives {what}=, and rank {lacks} does not")
+    lacking = set(found["states"]) ^ set(first["states"])
+    if lacking:
+        name = min(lacking)
+        has, lacks = (rank, other) if name in first["states"] else (other, rank)
+        what, _, name = name.partition(" ")
+        raise ValueError(
+            f"{both} states= has {name!r} ({what}) on rank {has}, and not on rank {lacks}"
+        )
     if found["layout"] != first["layout"]:
         raise ValueError(
             f"{both} layout= cuts by {first['layout']} on rank {rank}, and by "
@@ -161,15 +173,15 @@ def _compare(summaries: dict[int, _Summary], *, has_layout: bool) -> None:
 
 
 def _pack_local(
-    model: _Dict, optimizer: _Dict, steps: Steps, error: BaseException | None
+    dicts: _Dicts, steps: Steps, states: Sequence[str], error: BaseException | None
 ) -> tuple[_Summary, bytes, BaseException | None]:
     """Return this rank's summary, the names of its replicas as a message, and its error."""
     replicas: list[str] = []
     summary: _Summary = {}
     if error is None:
         try:
-            summary = _summarize(model, optimizer, steps)
-            replicas = _replica_names(model, optimizer)
+            summary = _summarize(dicts, steps, states)
+            replicas = _replica_names(dicts)
         except Exception as caught:  # must not raise here: other ranks wait for a message
             error = caught
     if error is not None:
@@ -179,23 +191,30 @@ def _pack_local(
 
 
 def _exchange_digests(
-    group: ProcessGroup, summary: bytes, replicas: bytes
-) -> tuple[list[int], bool]:
+    group: ProcessGroup, summary: bytes, replicas: bytes, own_states: Sequence[bytes]
+) -> tuple[list[int], bool, tuple[set[bytes], ...]]:
     """Return each rank's first rank with an equal summary, and whether to report replicas.
 
-    The first of several ranks with the same replicas reports them.
+    The first of several ranks with the same replicas reports them. Also return, for each digest
+    of `own_states`, those of all ranks; they are valid if all ranks save the same states, which
+    the summaries tell.
     """
     import hashlib
 
     own = hashlib.sha256(summary, usedforsecurity=False).digest()
     if replicas:
         own += hashlib.sha256(replicas, usedforsecurity=False).digest()
-    digests = list(group.gather_bytes(own) or [])
+    tail = sum(map(len, own_states))
+    digests = list(group.gather_bytes(own + b"".join(own_states)) or [])
     kinds = [each[:_DIGEST_BYTES] for each in digests]
     first = {kind: kinds.index(kind) for kind in set(kinds)}
-    same = [each[_DIGEST_BYTES:] for each in digests]
+    same = [each[_DIGEST_BYTES : len(each) - tail] for each in digests]
     is_reporter = bool(replicas) and same.index(own[_DIGEST_BYTES:]) == group.rank
-    return [first[kind] for kind in kinds], is_reporter
+    columns = []
+    for state in own_states:
+        columns.append({each[len(each) - tail :][: len(state)] for each in digests})
+        tail -= len(state)
+    return [first[kind] for kind in kinds], is_reporter, tuple(columns)
 
 
 def _exchange_summaries(group: ProcessGroup, text: bytes) -> dict[int, _Summary]:
@@ -229,15 +248,17 @@ def _names_of_first_owner(rank: int, own: _Summary, summaries: dict[int, _Summar
 
 def assign_replicas(
     group: ProcessGroup,
-    model: _Dict,
-    optimizer: _Dict,
+    dicts: _Dicts,
     steps: Steps,
     error: BaseException | None,
+    states: Sequence[str] = (),
+    digests: Sequence[bytes] = (),
 ) -> Assignment:
     """Agree on which rank writes what; every rank calls it, even after an `error`.
 
     If all ranks have the same whole arrays, these are divided round-robin. Otherwise the first
-    rank that has an array writes it.
+    rank that has an array writes it. `states` describes the named states, which must agree, and
+    `digests` the content of some of them, which may differ.
 
     Raises
     ------
@@ -246,23 +267,25 @@ def assign_replicas(
     """
     import json
 
-    summary, replicas, error = _pack_local(model, optimizer, steps, error)
+    summary, replicas, error = _pack_local(dicts, steps, states, error)
     text = json.dumps(summary).encode()
-    first, is_reporter = _exchange_digests(group, text, replicas)
+    first, is_reporter, found = _exchange_digests(group, text, replicas, digests)
     copies = replicas if is_reporter else b""
     rank = group.rank
     if len(set(first)) == 1:
         if error is not None or steps:
-            return Assignment(None, copies, error)
-        return Assignment(by_section([*summary["whole"]][rank :: group.world_size]), copies)
+            return Assignment(None, copies, error, found)
+        mine = by_section([*summary["whole"]][rank :: group.world_size])
+        return Assignment(mine, copies, None, found)
     summaries = _exchange_summaries(group, text if first[rank] == rank else b"")
     failed = _peer_error(summaries) if error is None else error
     if failed is not None:
         return Assignment(error=failed)
     _compare(summaries, has_layout=bool(steps))
     if steps:
-        return Assignment(None, copies)
-    return Assignment(by_section(_names_of_first_owner(rank, summary, summaries)), copies)
+        return Assignment(None, copies, None, found)
+    mine = by_section(_names_of_first_owner(rank, summary, summaries))
+    return Assignment(mine, copies, None, found)
 
 
 def check_copies(merged: Any, reports: Iterable[bytes]) -> None:
@@ -272,7 +295,11 @@ def check_copies(merged: Any, reports: Iterable[bytes]) -> None:
         if not text:
             continue
         if stored is None:
-            stored = {f"{section}/{key}" for section in (0, 1) for key in merged.keys(section)}
+            stored = {
+                f"{section}/{key}"
+                for section in range(len(SECTIONS))
+                for key in merged.keys(section)
+            }
         for name in text.decode("utf-8", "surrogatepass").split("\0"):
             if name not in stored:
                 raise ValueError(

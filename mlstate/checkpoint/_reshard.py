@@ -22,6 +22,7 @@ from ._commit import (
 )
 from ._manager import find_root
 from ._save import PACK_BELOW, WRITER, SaveTarget, check_target
+from ._sections import STATES
 from ._store import folder as _folder
 from ._store.index_patterns import pattern_of, with_patterns
 from ._store.writer_lock import WriterLock
@@ -63,7 +64,7 @@ def _write_rank(
     target: SaveTarget,
     generation: str,
     ranks: tuple[int, int],
-    states: tuple[Any, Any],
+    states: tuple[Any, Any, Any],
     progress: Callable[[int], object] | None,
 ) -> dict[str, Any]:
     """Write the shards of one rank; return the result of `shards_write` and its pattern."""
@@ -102,7 +103,7 @@ def _commit_all_ranks(
 def _write_all_ranks(
     target: SaveTarget,
     world_size: int,
-    states: Callable[[int], tuple[Any, Any]],
+    states: Callable[[int], tuple[Any, Any, Any]],
     like: Manifest,
     progress: Callable[[int], object] | None,
 ) -> Checkpoint:
@@ -111,7 +112,7 @@ def _write_all_ranks(
     start: Start | None = None
     is_clean = False
     try:
-        start = open_folder(target, lock)
+        start = open_folder(target, lock, states=like.states is not None)
         written = [
             _write_rank(target, start.generation, (rank, world_size), states(rank), progress)
             for rank in range(world_size)
@@ -226,18 +227,28 @@ def reshard(
         if problems:
             raise problems[0].as_error(source)
         cut = _ShardAssigner(merged, steps)
+        listed = manifest.states or {}
+        trees = tuple(f"{name}/" for name, kind in listed.items() if kind["kind"] == "tree")
+        whole = {key for key in merged.keys(STATES) if key.startswith(trees)}
 
-        def states(rank: int) -> tuple[Any, Any]:
+        def states(rank: int) -> tuple[Any, Any, Any]:
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 
-            def shards(section: int, kind: Any) -> Any:
-                if kind is None:
-                    return None
-                keys = merged.keys(section)  # of this root, not of a newer one in the folder
+            def shards(section: int, keys: list[str]) -> dict[str, Shard]:
                 arrays = merged.load(source, section, keys, cutting, False, True, None)
                 return cut.shards(_folder.SECTIONS[section], arrays, rank)
 
-            return shards(0, manifest.model), shards(1, manifest.optimizer)
+            # the keys of this root, not of a newer one in the folder
+            kinds = (manifest.model, manifest.optimizer, manifest.states)
+            found = [
+                None if kind is None else shards(section, sorted(set(merged.keys(section)) - whole))
+                for section, kind in enumerate(kinds)
+            ]
+            if whole and rank == 0:
+                kept = merged.load(source, STATES, sorted(whole), (None, 0, 0), False, True, None)
+                whole_shards = {key: Shard(array) for key, array in kept.items()}
+                found[STATES] = {**(found[STATES] or {}), **whole_shards}
+            return found[0], found[1], found[2]
 
         records = [TensorRecord(*record) for record in merged.tensors()]
         sparse = any(record.sparse_shards for record in records)

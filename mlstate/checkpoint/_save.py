@@ -32,6 +32,7 @@ from ..state._state_dict import StateDict
 from ._commit import refuse_manager_folder, write_and_commit
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._replica_assignment import Assignment, assign_replicas
+from ._states.collect import NO_STATES, NamedStates, take_states
 from ._store import codecs as _codecs
 from ._store import folder as _folder
 from ._store.writer_lock import check_timeout
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from ._checkpoint import Checkpoint
     from ._store.manifest import Manifest
 
-    _Dicts: TypeAlias = tuple[dict[str, Any] | None, dict[str, Any] | None]
+    _Dict: TypeAlias = dict[str, Any] | None
+    _Dicts: TypeAlias = tuple[_Dict, _Dict, _Dict]
 
 PACK_BELOW = 262144
 WRITER = f"mlstate {__version__}"
@@ -219,10 +221,13 @@ def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
     ranks is refused.
     """
     model, optimizer = _torch_states(model, optimizer, ranks)
-    model, optimizer = _mapping_of("model", model), _mapping_of("optimizer", optimizer)
-    if model is None and optimizer is None:
-        raise ValueError("nothing to save: give a model, an optimizer or both")
-    return model, optimizer
+    return _mapping_of("model", model), _mapping_of("optimizer", optimizer)
+
+
+def refuse_nothing(*states: Any) -> None:
+    """Raise ValueError if there is nothing to save."""
+    if all(state is None for state in states):
+        raise ValueError("nothing to save: give a model, an optimizer, states or several of them")
 
 
 def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
@@ -294,22 +299,29 @@ class SaveContent:
 
     Attributes
     ----------
-    dicts : tuple of two dicts or None
-        The arrays of model and optimizer; `gather_shards` takes and clears them.
+    dicts : tuple of three dicts or None
+        The arrays of model, optimizer and named states; `gather_shards` takes and clears them.
     header : dict
         Description of the state in the manifest.
     error : BaseException or None
         Reason why this rank cannot save, if it saves with others.
+    named : NamedStates
+        The named states. `gather_shards` adds the arrays of its trees to `dicts`.
     """
 
-    __slots__ = ("dicts", "error", "header")
+    __slots__ = ("dicts", "error", "header", "named")
 
     def __init__(
-        self, dicts: _Dicts, header: dict[str, Any], error: BaseException | None = None
+        self,
+        dicts: _Dicts,
+        header: dict[str, Any],
+        error: BaseException | None = None,
+        named: NamedStates = NO_STATES,
     ) -> None:
         self.dicts = dicts
         self.header = header
         self.error = error
+        self.named = named
 
 
 def _refuse_manager_folder_early(target: SaveTarget) -> None:
@@ -327,6 +339,7 @@ def take_content(
     optimizer: Any,
     metadata: Mapping[str, Any] | None,
     step: int | None,
+    states: Mapping[str, Any] | None = None,
     *,
     in_thread: bool = False,
 ) -> SaveContent:
@@ -339,23 +352,27 @@ def take_content(
     try:
         if in_thread and target.rank == 0 and not isinstance(target.folder, RemoteFolder):
             _refuse_manager_folder_early(target)
-        states = states_of(model, optimizer, target.world_size)
-        dicts = (_as_dict(states[0], "params"), _as_dict(states[1], "optim_state"))
+        refuse_nothing(model, optimizer, states)
+        named = take_states(states, model, target.world_size)
+        pair = states_of(model, optimizer, target.world_size)
+        refuse_nothing(*pair, states)
+        dicts = (_as_dict(pair[0], "params"), _as_dict(pair[1], "optim_state"), named.arrays)
         header = {
             "writer": WRITER,
-            "step": _step_of(step, states[1]),
+            "step": _step_of(step, pair[1]),
             "world_size": target.world_size,
-            "model": kind_of(states[0]),
-            "optimizer": kind_of(states[1]),
+            "model": kind_of(pair[0]),
+            "optimizer": kind_of(pair[1]),
             "metadata": _checked_metadata(metadata),
+            "states": named.kinds or None,
         }
         if target.layout is not None:
             steps_of(target.layout, 1)
     except BaseException as error:
         if target.group is None:
             raise
-        return SaveContent((None, None), {}, error)
-    return SaveContent(dicts, header)
+        return SaveContent((None, None, None), {}, error)
+    return SaveContent(dicts, header, None, named)
 
 
 # ---- the shards that this rank writes ----
@@ -413,11 +430,12 @@ def gather_shards(
         steps = _layout_steps(target, content)
         assigned = Assignment()
         if target.group is not None:
-            assigned = assign_replicas(target.group, *content.dicts, steps, content.error)
+            assigned = _assign_replicas(target.group, steps, content)
         gathered.copies, gathered.error = assigned.copies, assigned.error
         if gathered.error is None:
             dicts, mine = content.dicts, assigned.mine
-            _copy_to_host(dicts, mine or (None, None), copy)
+            content.named.add_trees(target.group, assigned.digests)
+            _copy_to_host(dicts, mine or (None, None, None), copy)
             ranks = (target.rank, target.world_size)
             gathered.shards, gathered.nbytes = _core.shards_collect(
                 ranks, dicts, Shard, mine, steps
@@ -430,13 +448,25 @@ def gather_shards(
         gathered.fail(error)
     finally:
         # drop references to arrays, including references in the error's traceback
-        content.dicts, content.error = (None, None), None
+        content.dicts, content.error = (None, None, None), None
+        content.named.trees.clear()
     return gathered
+
+
+def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) -> Assignment:
+    """Agree on which rank writes what; every rank calls it, even after a failure."""
+    digests: list[bytes] = []
+    try:
+        digests = content.named.digests()
+    except BaseException as error:  # must not raise here: other ranks wait for a message
+        content.error = content.error or error
+    names = content.named.summary()
+    return assign_replicas(group, content.dicts, steps, content.error, names, digests)
 
 
 def _copy_to_host(
     dicts: _Dicts,
-    mine: tuple[frozenset[str] | None, frozenset[str] | None],
+    mine: tuple[frozenset[str] | None, ...],
     copy: Callable[[Any], Any] | None,
 ) -> None:
     """Replace tensors on devices that this rank stores by copies in main memory."""
@@ -461,11 +491,12 @@ def write_checkpoint(
     metadata: Mapping[str, Any] | None,
     step: int | None,
     progress: Callable[[int], object] | None,
+    states: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Checkpoint:
     """Save one generation; see `mlstate.save`. `options` are passed to `check_target`."""
     target = check_target(path, **options)
-    content = take_content(target, model, optimizer, metadata, step)
+    content = take_content(target, model, optimizer, metadata, step, states)
     return write_and_commit(target, gather_shards(target, content), progress)
 
 
@@ -475,6 +506,7 @@ def save(
     model: Any = None,
     optimizer: Any = None,
     *,
+    states: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
     group: ProcessGroup | None = None,
@@ -488,7 +520,7 @@ def save(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """
-    Save the state of a model, of its optimizer, or both.
+    Save the state of a model, of its optimizer, and any other states.
 
     When `save` returns, the new checkpoint is on disk. Until then the old checkpoint in the
     folder stays complete, even if the save fails or the process is killed.
@@ -508,6 +540,14 @@ def save(
     optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
         An `OptimizerStateDict`, a dict with keys ``"<parameter>.<state name>"``, or a torch
         optimizer. The names of its parameters come from the module given as `model`.
+    states : mapping of str to object, optional
+        Further states by name: models, optimizers and mappings of arrays, stored like `model` and
+        `optimizer`; random generators (``random.Random``, NumPy's and torch's, or the modules
+        ``random``, ``numpy.random``, ``torch.random``, ``torch.cuda`` for their shared ones);
+        objects with ``state_dict()``; and None, numbers, str, bytes, arrays, and lists, tuples,
+        sets and dicts of all these. Nothing is pickled. With a group, each rank stores its own
+        values of a state that differs between ranks; models, optimizers and mappings of arrays
+        are shared, as for `model`.
     metadata : mapping, optional
         JSON values: str, finite numbers, lists, dicts with str keys, at most 100 levels deep.
     step : int, optional
@@ -609,6 +649,7 @@ def save(
         path,
         model,
         optimizer,
+        states=states,
         metadata=metadata,
         step=step,
         group=group,

@@ -674,6 +674,7 @@ def begin_save(
     max_staging_bytes: MemorySize | None,
     staging: Staging | None,
     progress: Callable[[int], object] | None,
+    states: Mapping[str, Any] | None = None,
     keep: Callable[[SaveHandle], object] | None = None,
     **options: Any,
 ) -> SaveHandle:
@@ -687,7 +688,7 @@ def begin_save(
     memory = OwnStaging(kept=False) if staging is None else staging
     target = check_target(path, **options)
     _refuse_default_group(target.group)
-    content = take_content(target, model, optimizer, metadata, step, in_thread=True)
+    content = take_content(target, model, optimizer, metadata, step, states, in_thread=True)
     devices = _devices(content)
     job = _Job(target, content, memory, budget, progress, began)
     if target.group is None and not devices:
@@ -717,6 +718,7 @@ def save_async(
     *,
     max_staging_bytes: MemorySize | None = None,
     staging: Staging | None = None,
+    states: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
     group: ProcessGroup | None = None,
@@ -740,6 +742,10 @@ def save_async(
     ----------
     path, model, optimizer, metadata, step, layout, pack_below_bytes, sparse, incremental, compress
         As for `save`. Tensors on a device are always copied.
+    states : mapping of str to object, optional
+        As for `save`. ``state_dict()`` is called, and values other than arrays are copied, before
+        `save_async` returns.
+    max_staging_bytes : int or str, optional
         Limit for the save's memory, in bytes or as a size such as ``"6GiB"``. It includes 2 MiB
         for each writer thread and about 500 bytes per shard; 0: no copies. Shards that do not
         fit are written from the caller's memory before `staged` returns. Default: copies of the
@@ -800,6 +806,7 @@ def save_async(
         path,
         model,
         optimizer,
+        states=states,
         metadata=metadata,
         step=step,
         max_staging_bytes=max_staging_bytes,

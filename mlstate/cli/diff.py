@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
-_SECTIONS = ("model", "optimizer")
+_SECTIONS = ("model", "optimizer", "states")
 _BATCH_BYTES = 64 << 20  # of tensors that must be assembled in memory
 _BATCH_TENSORS = 1024
 
@@ -64,7 +64,7 @@ class _CheckpointSide:
         return _folder.is_replaced(self.path, self._root, self._generation)
 
     def keys(self, section: int) -> list[str]:
-        """Return the names of the tensors of the model (0) or the optimizer (1)."""
+        """Return the names of the tensors of the model (0), the optimizer (1) or the states (2)."""
         return self._merged_index.keys(section)  # type: ignore[no-any-return]
 
     def size(self, section: int, key: str) -> tuple[int, int]:
@@ -93,7 +93,7 @@ class _FileSide:
     def __init__(self, path: str) -> None:
         self.path = str(Path(path).absolute())
         model, optimizer, _ = read_file(Path(path), mmap=True)
-        self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}))
+        self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}), {})
 
     def is_replaced(self) -> bool:
         """Return False: a mapped file cannot be replaced."""
@@ -180,13 +180,14 @@ def _diff_data(found: StateDiff) -> dict[str, Any]:
 
 
 def _compare_all(sides: list[Any]) -> list[StateDiff]:
-    """Compare models, then optimizers."""
+    """Compare models, then optimizers, then named states."""
 
     def size() -> int:
-        return sum(sides[0].size(s, key)[0] for s in (0, 1) for key in sides[0].keys(s))
+        sections = range(len(_SECTIONS))
+        return sum(sides[0].size(s, key)[0] for s in sections for key in sides[0].keys(s))
 
     with progress_of("compare", size) as progress:
-        return [_compare(section, sides, progress) for section in (0, 1)]
+        return [_compare(section, sides, progress) for section in range(len(_SECTIONS))]
 
 
 def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDiff]]:

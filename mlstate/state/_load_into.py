@@ -136,7 +136,13 @@ def load_into(
         backend_of(written[0]).note_written(written)
 
 
-def _unused_rules(state: Mapping[str, Any], rules: list[str]) -> ValueError:
+def check_rules(rules: object) -> None:
+    """Raise TypeError if the rules of a rename are not a mapping."""
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"rules must be a mapping of str to str, got {type(rules).__name__}")
+
+
+def unused_rules(state: Mapping[str, Any], rules: list[str]) -> ValueError:
     """Return an error that lists the rules without a match and a name they may be meant for."""
     old = rules[0].removeprefix("*")
     near = next((name for name in state if old and old in name), None) or next(iter(state), None)
@@ -195,13 +201,12 @@ def rename(
     >>> list(rename({"module.a": np.ones(1), "module.b": np.ones(1)}, {"module.": ""}))
     ['a', 'b']
     """
-    if not isinstance(rules, Mapping):
-        raise TypeError(f"rules must be a mapping of str to str, got {type(rules).__name__}")
+    check_rules(rules)
     if unused not in ("error", "ignore"):
         raise ValueError(f"unused must be 'error' or 'ignore', got {unused!r}")
     renamed, numbers = _core.state_rename(as_dict(state), tuple(rules.items()))
     if numbers and unused == "error":
-        raise _unused_rules(as_dict(state), [list(rules)[number] for number in numbers])
+        raise unused_rules(as_dict(state), [list(rules)[number] for number in numbers])
     if not isinstance(state, StateDict):
         return StateDict(renamed)
     result = state.copy()

@@ -231,7 +231,9 @@ def test_a_manager_shows_its_steps_the_newest_first(tmp_path):
     with mlstate.checkpoint.CheckpointManager(str(tmp_path / "<b>run")) as manager:
         assert "0 steps" in page(manager).text
         for step in (10, 20):
-            manager.save(step, model={"w": np.ones(256)}, metadata={"loss": 1 / step, "<i>": "&"})
+            manager.save(
+                step, model={"w": np.full(256, step)}, metadata={"loss": 1 / step, "<i>": "&"}
+            )
         found = page(manager)
         assert found.texts[0].endswith("<b>run', keep=None): 2 steps") and "b" not in found.tags
         assert found.texts.index("20") < found.texts.index("10")

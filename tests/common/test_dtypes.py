@@ -201,7 +201,7 @@ def test_saves_of_every_kind_keep_dtypes(tmp_path, state, without, options):
 def test_async_saves_and_managers_keep_dtypes(tmp_path, state, without):
     save_async(tmp_path / "c", state).wait()
     assert mlstate.load(tmp_path / "c").model == state
-    manager = CheckpointManager(tmp_path / "run")
+    manager = CheckpointManager(tmp_path / "run", warn_unchanged=False)
     manager.save(1, state)
     manager.save(2, state)
     assert true_names(manager.restore_latest().model) == TRUE

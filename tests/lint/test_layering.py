@@ -55,6 +55,7 @@ PACKAGE_ORDER = (
     ("integrations/torch/_activation", "integrations/torch/_checkpoint"),
     ("integrations/torch/_collectives", "integrations/torch/_gradients"),
     ("integrations/torch", "integrations/mpi", "integrations"),
+    ("integrations/lightning", "integrations/transformers"),
     ("demo",),
     ("cli",),
     ("__main__",),
@@ -77,6 +78,7 @@ OPTIONAL = {
     "tqdm",
     "rich",
     "shtab",
+    "transformers",
 }
 ALLOWED = {"numpy"}
 

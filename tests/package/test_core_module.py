@@ -347,7 +347,7 @@ def test_no_wrong_argument_is_a_system_error_or_a_crash(tmp_path, tries):
 def test_a_tuple_inside_an_argument_is_checked():
     for wrong in (None, 5, [0, 1]):
         with pytest.raises(TypeError, match="ranks must be a tuple"):
-            _core.shards_collect(wrong, ({}, {}), checkpoint.Shard, None, ())
+            _core.shards_collect(wrong, ({}, {}, None), checkpoint.Shard, None, ())
         with pytest.raises(TypeError, match="states must be a tuple"):
             _core.shards_collect((0, 1), wrong, checkpoint.Shard, None, ())
         with pytest.raises(TypeError, match="a section must be a tuple"):

@@ -545,3 +545,25 @@ def test_a_torch_module_and_its_optimizer_resume(url, options):
         assert torch.equal(other.state_dict()[name], tensor)
     for mine, theirs in zip(optimizer.state.values(), of_other.state.values(), strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# ---- named states ----
+
+
+def test_named_states_are_stored_in_objects(url, options):
+    rng, ema = np.random.default_rng(3), {"w": np.arange(6.0).reshape(2, 3)}
+    states = {"rng": rng, "ema": ema, "n": {"a": [1, np.ones(3)]}}
+    mlstate.save(url, ema, states=states, storage_options=options)
+    expected = rng.random()
+    found = mlstate.load(url, storage_options=options).states
+    np.testing.assert_array_equal(found["ema"]["w"], ema["w"])
+    assert found["n"]["a"][0] == 1
+    mlstate.load(url, into={"states": {"rng": rng}}, storage_options=options)
+    assert rng.random() == expected
+    assert mlstate.verify(url, storage_options=options)
+    rules = {"keep_best": 1, "monitor": "loss", "storage_options": options}
+    with CheckpointManager(url + "/steps", **rules) as manager:
+        for step, loss in enumerate([0.2, 0.1, 0.3]):
+            manager.save(step, ema, states={"n": step}, metadata={"loss": loss})  # no warning
+        assert manager.steps() == [1, 2] and manager.best_step() == 1
+        assert manager.restore(1).states == {"n": 1}

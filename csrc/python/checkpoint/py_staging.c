@@ -44,9 +44,9 @@ static int take_arguments(mlspy_shard_items *g, PyObject *const *args, PyObject 
     int64_t rank, world_size;
     mls_status st;
     if (mlspy_take_tuple(args[0], "ranks", "LL", &rank, &world_size) < 0 ||
-        mlspy_take_tuple(args[1], "states", "OO", &dicts[0], &dicts[1]) < 0 ||
-        (args[3] != Py_None &&
-         mlspy_take_tuple(args[3], "mine", "OO", &g->mine[0], &g->mine[1]) < 0) ||
+        mlspy_take_tuple(args[1], "states", "OOO", &dicts[0], &dicts[1], &dicts[2]) < 0 ||
+        (args[3] != Py_None && mlspy_take_tuple(args[3], "mine", "OOO", &g->mine[0],
+                                                &g->mine[1], &g->mine[2]) < 0) ||
         mlspy_take_layout(g->state, args[4], &g->layout) < 0) {
         return -1;
     }
@@ -61,10 +61,10 @@ static int take_arguments(mlspy_shard_items *g, PyObject *const *args, PyObject 
     return 0;
 }
 
-/* shards_collect((rank, world_size), (model, optimizer), Shard, mine, layout)
+/* shards_collect((rank, world_size), (model, optimizer, states), Shard, mine, layout)
  *     -> (items, bytes)
  *
- * `mine` is two sets of names of whole arrays that this rank stores, or None for all of
+ * `mine` is three sets of names of whole arrays that this rank stores, or None for all of
  * them. Invalid arrays, and a layout that does not fit them, raise here, before any
  * folder is modified. `bytes` is the packed size of all shards. */
 static PyObject *shards_collect(PyObject *module, PyObject *const *args, Py_ssize_t count)

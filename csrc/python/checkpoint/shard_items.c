@@ -4,7 +4,7 @@
  * Whole states are passed as dicts, so that no Python code loops over names. Each value
  * is an array, which the rank holds whole, or a Shard, whose attributes are read here.
  *
- * mlspy_shard_items_add   copies both dicts, and adds items
+ * mlspy_shard_items_add   copies the dicts, and adds items
  *   -> add_whole          an array: the parts that this rank stores
  *   -> add_shard          a Shard: its part
  * mlspy_shard_items_fini  releases all references */

@@ -29,8 +29,8 @@ typedef struct mlspy_shard_items {
     Py_buffer staging; /* memory of the items' copies; `obj` is NULL if there is none */
 } mlspy_shard_items;
 
-/* Fill the list from `dicts`: those of model and optimizer, each may be None. Both
- * dicts are copied at the start; foreign code, such as an array's own methods, may change
+/* Fill the list from `dicts`: one for each section, each may be None. The dicts are
+ * copied at the start; foreign code, such as an array's own methods, may change
  * them later. Returns -1 with an exception set on failure. Release the list in both
  * cases. */
 int mlspy_shard_items_add(mlspy_shard_items *g, PyObject *const *dicts);

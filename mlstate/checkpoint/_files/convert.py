@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._common.backend import torch_backend
 from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
@@ -42,7 +43,6 @@ from .._store.weight_files import weights_root
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from ..._common.backend import Backend
     from ..._types import NDArray
     from .._load import LoadedState
 
@@ -442,6 +442,14 @@ def parts_of(found: LoadedState) -> Parts:
     """Return a loaded checkpoint in the form of `read_any`."""
     metadata = dict(found.metadata or {})
     optimizer = found.optimizer
+    if found.states:
+        import warnings
+
+        warnings.warn(
+            f"named states are not converted: {', '.join(sorted(found.states))}; only checkpoints "
+            "of mlstate.save hold them",
+            stacklevel=3,
+        )
     if optimizer is None and found.step is not None:
         metadata.setdefault("step", found.step)
     if not (optimizer is None or isinstance(optimizer, OptimizerStateDict)):
@@ -490,20 +498,8 @@ def _write_huggingface(
     export(path, model, overwrite=overwrite)
 
 
-def _torch_backend() -> Backend:
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise ImportError(
-            "files of torch need torch: pip install 'mlstate[torch]'", name="torch"
-        ) from None
-    from ..._common.backend import backend_named
-
-    return backend_named("torch")
-
-
 def _read_torch(path: Path) -> Parts:
-    return _torch_backend().read_pt(path)
+    return torch_backend("files of torch").read_pt(path)
 
 
 def _write_torch(
@@ -513,15 +509,15 @@ def _write_torch(
     metadata: dict[str, Any],
     _overwrite: bool,
 ) -> None:
-    _torch_backend().write_pt(path, model, optimizer, metadata)
+    torch_backend("files of torch").write_pt(path, model, optimizer, metadata)
 
 
 def _read_dcp(path: Path) -> Parts:
-    return _torch_backend().read_dcp(path)
+    return torch_backend("files of torch").read_dcp(path)
 
 
 def _write_dcp(path: Path, *parts: Any) -> None:
-    _torch_backend().write_dcp(path, *parts)
+    torch_backend("files of torch").write_dcp(path, *parts)
 
 
 FORMATS = {

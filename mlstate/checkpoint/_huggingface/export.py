@@ -100,12 +100,12 @@ def _take_state(
                 unused = "error" if target.group is None else "ignore"
                 kept = dict(rename_state(kept, rename, unused=unused))
                 tied = set()  # the old names are gone
-            content.dicts = (kept, None)
+            content.dicts = (kept, None, None)
             table = table_of(kept, tied)
     except BaseException as error:
         if target.group is None:
             raise
-        content = SaveContent((None, None), {}, error)
+        content = SaveContent((None, None, None), {}, error)
     return content, table
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 _NONE: Mapping[str, Any] = {}
 _MOST_BYTES = 512 << 20  # of a manifest or an index
-SECTIONS = ("params", "optim_state")
+SECTIONS = ("params", "optim_state", "states")
 FOLDERS = (*SECTIONS, "index", "roots")
 TRIES = 20  # attempts to read a checkpoint that writers keep replacing
 _ROOT = re.compile(r"(\d{8}|[1-9]\d{8,18})\.([0-9a-f]{16})\.json\Z", re.ASCII)
@@ -343,14 +343,17 @@ def new_file_mode(folder: str) -> int:
     return mode
 
 
-def create(folder: str) -> None:
-    """Create the folder and its subfolders durably; subfolders have the folder's mode."""
+def create(folder: str, *, states: bool = False) -> None:
+    """Create the folder and its subfolders durably; subfolders have the folder's mode.
+
+    The subfolder of named states is created only if `states` is true.
+    """
     if isinstance(folder, RemoteFolder):  # the names of objects need no folders
         return
     try:
         make_path(folder)
         made = False
-        for part in FOLDERS:
+        for part in FOLDERS if states else (one for one in FOLDERS if one != "states"):
             path = os.path.join(folder, part)
             _refuse_link(path)
             if not _is_folder(path):

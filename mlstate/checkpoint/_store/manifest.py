@@ -54,6 +54,7 @@ class Manifest(NamedTuple):
     metadata: dict[str, Any]
     indexes: tuple[IndexRecord, ...]
     patterns: tuple[Pattern, ...] | None = None
+    states: dict[str, dict[str, Any]] | None = None  # kinds of the named states
     weights: WeightFiles | None = None  # of a Hugging Face folder, which has no manifest file
 
 
@@ -70,6 +71,8 @@ def build(manifest: Manifest) -> bytes:
         "shards": [record.shards for record in indexes],
         "data_bytes": [record.data_bytes for record in indexes],
     }
+    if manifest.states is None:
+        del content["states"]
     if manifest.patterns is None:
         del content["patterns"]
     else:
@@ -113,6 +116,19 @@ def _kind(found: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str,
     if value is not None and _member(value, "kind", str) not in kinds:
         raise _WrongError(f'"{name}" has an unknown kind: {value["kind"]!r}')
     return value  # type: ignore[no-any-return]
+
+
+def _states(found: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
+    if "states" not in found:
+        return None
+    listed = _member(found, "states", dict)
+    for name in listed:
+        kind = _kind(listed, name, ("state", "model", "optimizer", "tree"))
+        if kind is None or not name or "/" in name:
+            raise _WrongError(f'"states" has an invalid entry {name[:80]!r}')
+        if "ranks" in kind:
+            _number(kind, "ranks", 1, _MOST_RANKS)
+    return dict(listed)
 
 
 def _numbers(found: dict[str, Any], name: str, count: int, least: int = 0) -> list[int]:
@@ -189,6 +205,7 @@ def _read(found: Any) -> Manifest:
         metadata=_member(found, "metadata", dict),
         indexes=_indexes(found, generation, world_size),
         patterns=_patterns(found, world_size),
+        states=_states(found),
     )
 
 

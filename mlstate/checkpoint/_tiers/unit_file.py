@@ -23,11 +23,12 @@ from ...distributed._byte_ranges import dtype_of, plain_of
 from ...errors import FormatError, MLStateError, StoreError
 from ...state._state_dict import StateDict
 from .._files.safetensors_verify import verify_file
-from .._store.folder import SECTIONS
+from .._store.folder import SECTIONS as ALL_SECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+SECTIONS = ALL_SECTIONS[:2]  # units have no named states
 KEY = "tiers.unit"
 SUFFIX = ".safetensors"
 _CUT = "=~"  # marks a shortened file name

@@ -328,7 +328,7 @@ def test_force_replaces_only_hugging_face_folders(tmp_path, capsys):
 
 
 def test_the_core_refuses_places_outside_the_files(tmp_path):
-    state = ({"w": np.ones(4)}, None)
+    state = ({"w": np.ones(4)}, None, None)
     items, _ = _core.shards_collect((0, 1), state, mlstate.checkpoint.Shard, None, ())
     (tmp_path / "f").touch()
     crcs, written = np.zeros(1, np.uint32), np.zeros(1, np.uint64)

@@ -178,7 +178,7 @@ def held(holder, tmp_path, monkeypatch):
     mlstate.save("plain", {"w": np.zeros(8)})
     manager = CheckpointManager("run")
     for step in (1, 2):
-        manager.save(step, {"w": np.zeros(8)})
+        manager.save(step, {"w": np.full(8, step)})
     released = []
 
     def release():

@@ -25,9 +25,14 @@
 #include <stdint.h>
 
 /* The section of a tensor; also the name of the folder that stores its files. */
-typedef enum mls_section { MLS_PARAMS, MLS_OPTIM_STATE, MLS_SECTION_COUNT } mls_section;
+typedef enum mls_section {
+    MLS_PARAMS,
+    MLS_OPTIM_STATE,
+    MLS_STATES,
+    MLS_SECTION_COUNT
+} mls_section;
 
-/* Returns "params" or "optim_state". */
+/* Returns "params", "optim_state" or "states". */
 const char *mls_section_name(mls_section section);
 
 /* Storage tier of the tensor when it was saved. It does not affect the stored bytes. */

@@ -13,8 +13,10 @@ enum { SHOWN_NAME = 100 }; /* bytes of a name in a message */
 
 const char *mls_section_name(mls_section section)
 {
-    static const char *const names[MLS_SECTION_COUNT] = {
-        [MLS_PARAMS] = "params", [MLS_OPTIM_STATE] = "optim_state"};
+    static const char *const names[MLS_SECTION_COUNT] = {[MLS_PARAMS] = "params",
+                                                         [MLS_OPTIM_STATE] =
+                                                             "optim_state",
+                                                         [MLS_STATES] = "states"};
     return names[section];
 }
 
@@ -35,7 +37,7 @@ mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key)
     while (section == MLS_OPTIM_STATE && dot > 0 && key.data[dot - 1] != '.') {
         dot--;
     }
-    if (section == MLS_PARAMS || dot == 0) {
+    if (section != MLS_OPTIM_STATE || dot == 0) {
         return (mls_tensor_id){.section = section, .name = key};
     }
     return (mls_tensor_id){.section = section,

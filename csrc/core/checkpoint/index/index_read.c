@@ -212,9 +212,9 @@ static mls_code read_state(reader *r, const member *m, shard_kind *kind)
     if (!kind->has_state) {
         return MLS_OK;
     }
-    if (kind->section == MLS_PARAMS) {
+    if (kind->section != MLS_OPTIM_STATE) {
         return mls_index_fail_value(&r->in, m->node, "state",
-                                    "in the section \"params\"");
+                                    "outside the section \"optim_state\"");
     }
     kind->state = mls_json_text(r->in.json, m->node);
     return kind->state.length > 0 &&
@@ -230,7 +230,7 @@ static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
     int section, tier = -1;
     mls_code code = mls_index_read_word(
         &r->in, m[SECTION].node, "section", section_of, MLS_SECTION_COUNT,
-        "is neither \"params\" nor \"optim_state\"", &section);
+        "is not \"params\", \"optim_state\" or \"states\"", &section);
     if (code != MLS_OK) {
         return code;
     }

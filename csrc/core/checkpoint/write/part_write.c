@@ -93,7 +93,7 @@ static mls_code report(writing *w, size_t count, mls_status *st)
 }
 
 /* Write bytes `at` .. `at + count` of the item to byte `to` of the tensor. Steps end at
- * file offsets that are multiples of a step, as in safetensors_write.c, and so of
+ * file offsets that are multiples of a step, as in safetensors_write.c, and therefore of
  * the item size: the header aligns tensors to it. */
 static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_status *st)
 {

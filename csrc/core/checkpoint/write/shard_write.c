@@ -59,7 +59,7 @@ typedef struct task {
 } task;
 
 /* Folders of a checkpoint that receive files: one for each section, and one for indexes.
- */
+ * The folder of MLS_STATES exists only if the caller created it. */
 enum { INDEX_FOLDER = MLS_SECTION_COUNT, FOLDER_COUNT };
 
 typedef struct writer {
@@ -313,7 +313,7 @@ static mls_code open_folders(writer *w, mls_status *st)
             w->folders[i] = openat(w->job->folder, folder_name(i),
                                    O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
         } while (w->folders[i] < 0 && errno == EINTR);
-        if (w->folders[i] < 0) {
+        if (w->folders[i] < 0 && !(i == MLS_STATES && errno == ENOENT)) {
             return mls_fail_os(st, errno, "cannot open the folder %s", folder_name(i));
         }
     }
@@ -689,7 +689,7 @@ static mls_code make_durable(const writer *w, mls_status *st)
 #    endif
     /* a file is lost if its data is durable but its name is not */
     for (int i = 0; i < FOLDER_COUNT; i++) {
-        const int reason = mls_folder_sync(w->folders[i]);
+        const int reason = w->folders[i] < 0 ? 0 : mls_folder_sync(w->folders[i]);
         if (reason != 0) {
             return mls_fail_os(st, reason, "cannot sync the folder %s to disk",
                                folder_name(i));

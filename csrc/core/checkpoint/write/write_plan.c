@@ -172,7 +172,7 @@ static void set_state_axes(mls_write_plan *plan)
     size_t parameter = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         mls_index_shard *s = &shards[i];
-        if (s->id.section == MLS_PARAMS) {
+        if (s->id.section != MLS_OPTIM_STATE) {
             continue;
         }
         /* stops at the first state at the latest */

@@ -66,18 +66,22 @@ def _leaves(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]
             yield name, value
 
 
-def _state_from(tree: Mapping[Any, Any], path: Path) -> StateDict:
-    """Return the tensors and numbers of a tree as arrays, under flat names."""
+def _state_from(tree: Mapping[Any, Any], path: Path) -> tuple[StateDict, dict[str, Any]]:
+    """Return the tensors and numbers of a tree as arrays, and None and str, under flat names."""
     import torch
 
     taken: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     strange: list[str] = []
     try:
         for name, value in _leaves(tree, ""):
-            if name in taken:
+            if name in taken or name in plain:
                 raise _format_error(
                     path, f"two entries have the name {name!r} once levels are joined"
                 )
+            if value is None or isinstance(value, str):
+                plain[name] = value
+                continue
             taken[name] = as_array(value) if is_number(value) else value
             if not isinstance(taken[name], torch.Tensor | np.ndarray | np.generic):
                 strange.append(f"{name!r} (a {type(value).__name__})")
@@ -87,9 +91,9 @@ def _state_from(tree: Mapping[Any, Any], path: Path) -> StateDict:
         raise _format_error(
             path,
             f"a state cannot hold {join(strange)}: remove everything from the file that is neither "
-            "tensor nor number",
+            "a tensor nor a number, str or None",
         )
-    return StateDict(arrays_of(taken))
+    return StateDict(arrays_of(taken)), plain
 
 
 def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
@@ -198,12 +202,21 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
-def _restore_part(value: Any, kind: str, texts: Mapping[str, Any], path: Path) -> Any:
-    """Return a model or optimizer as a state, of the class recorded in the file."""
+def _restore_model(
+    value: Any, texts: Mapping[str, Any], path: Path
+) -> tuple[StateDict, dict[str, Any]]:
+    """Return a model as a state of the class recorded in the file, and its plain values."""
     if isinstance(value, StateDict):
+        return value, {}
+    state, plain = _state_from(value, path)
+    return restore(state, texts.get("model"), str(path)), plain
+
+
+def _restore_optimizer(value: Any, texts: Mapping[str, Any], path: Path) -> OptimizerStateDict:
+    """Return an optimizer as a state, with the attributes recorded in the file."""
+    if isinstance(value, OptimizerStateDict):
         return value
-    if kind == "model":
-        return restore(_state_from(value, path), texts.get(kind), str(path))
+    kind = "optimizer"
     made = _optimizer_from(value, path)
     if kind in texts:
         known = restore({}, texts[kind], str(path))
@@ -212,6 +225,31 @@ def _restore_part(value: Any, kind: str, texts: Mapping[str, Any], path: Path) -
             made.learning_rate = known.learning_rate
             made.param_groups = known.param_groups
     return made
+
+
+def _find_parts(tree: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
+    """Return the keys of models and of optimizers in a tree."""
+    return (
+        [key for key in _MODEL_KEYS if isinstance(tree.get(key), Mapping)],
+        [key for key in _OPTIMIZER_KEYS if _is_optimizer(tree.get(key))],
+    )
+
+
+def _unwrap(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a tree whose model and optimizer are at the top.
+
+    torch's tutorials wrap both in one entry, as in ``{"app": AppState(…)}``.
+    """
+    if any(_find_parts(tree)):
+        return tree
+    found = [
+        key
+        for key, value in tree.items()
+        if isinstance(value, Mapping) and not _is_optimizer(value) and any(_find_parts(value))
+    ]
+    if len(found) != 1 or tree.keys() & tree[found[0]].keys():
+        return tree
+    return {**{key: v for key, v in tree.items() if key != found[0]}, **tree[found[0]]}
 
 
 def parts_of(tree: Any, path: Path) -> Parts:
@@ -242,11 +280,12 @@ def parts_of(tree: Any, path: Path) -> Parts:
     if not isinstance(tree, Mapping):
         raise _format_error(path, f"holds a {type(tree).__name__}, not a dict of tensors")
     if _is_optimizer(tree):
-        return None, _restore_part(tree, "optimizer", {}, path), {}
-    models = [key for key in _MODEL_KEYS if isinstance(tree.get(key), Mapping)]
-    optimizers = [key for key in _OPTIMIZER_KEYS if _is_optimizer(tree.get(key))]
+        return None, _restore_optimizer(tree, {}, path), {}
+    tree = _unwrap(tree)
+    models, optimizers = _find_parts(tree)
     if not models and not optimizers:
-        return _state_from(tree, path), None, {}
+        state, plain = _state_from(tree, path)
+        return state, None, plain
     used = {*models[:1], *optimizers[:1]}
     rest = {key: value for key, value in tree.items() if key not in used}
     texts = rest.pop(_RECORD, {})
@@ -254,9 +293,10 @@ def parts_of(tree: Any, path: Path) -> Parts:
         raise _format_error(path, f"entry {_RECORD!r} does not describe the file")
     if "metadata" in rest and texts:
         rest = dict(rest["metadata"])
-    model = _restore_part(tree[models[0]], "model", texts, path) if models else None
-    optimizer = _restore_part(tree[optimizers[0]], "optimizer", texts, path) if optimizers else None
-    return model, optimizer, _metadata_from(rest, path)
+    model, plain = _restore_model(tree[models[0]], texts, path) if models else (None, {})
+    optimizer = _restore_optimizer(tree[optimizers[0]], texts, path) if optimizers else None
+    named = {f"{models[0]}.{name}": value for name, value in plain.items()}
+    return model, optimizer, {**_metadata_from(rest, path), **named}
 
 
 # ---- states to trees ----

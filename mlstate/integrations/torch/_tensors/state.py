@@ -151,6 +151,16 @@ def arrays_of(state: torch.nn.Module | Mapping[str, Any]) -> dict[str, Any]:
 # ---- arrays to tensors ----
 
 
+def device_of(device: Any) -> torch.device:
+    """Return the device that a user named; raise ValueError if torch knows no such device."""
+    import torch
+
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is not a device of torch: {error}") from None
+
+
 class _Writable:
     """Array interface of an array's memory, without the read-only flag.
 

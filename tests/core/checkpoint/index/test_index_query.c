@@ -156,6 +156,7 @@ static void a_key_of_an_optimizer_ends_with_the_state(void)
     check_key(MLS_OPTIM_STATE, ".m", "", "m");
     check_key(MLS_OPTIM_STATE, "w.", "w", "");
     check_key(MLS_OPTIM_STATE, "", "", NULL);
+    check_key(MLS_STATES, "critic/layer.0.weight", "critic/layer.0.weight", NULL);
 }
 
 static const test_case tests[] = {

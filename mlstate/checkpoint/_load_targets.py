@@ -1,0 +1,442 @@
+"""Targets of a load: arrays, torch modules and optimizers, and named objects.
+
+prepare        checks all targets -> Prepared
+apply_all      restores the objects; see _states/restore.py
+Prepared.fill  reads the tensors into their targets
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .. import _core
+from .._common.arrays import is_torch
+from .._common.backend import OptimizerRecord, backend_of, is_module, is_optimizer
+from .._common.dtypes import FLOATS, name_of, numpy_dtype
+from .._sharding.layout import Layout, Steps
+from ..errors import CompatibilityError
+from ..state._compatibility import SHOWN, join, rename_hint
+from ..state._kind import restore_kind
+from ..state._load_into import load_into
+from ..state._optimizer_state import OptimizerStateDict
+from ._sections import OPTIMIZER
+from ._states.collect import modules_of, owner_of
+from ._states.restore import prepare_object, prepare_tree
+from ._store import folder as _folder
+from ._store.name_globs import Names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ._load import Loader
+    from ._sections import Section
+    from ._states.restore import Action
+
+_NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer saved without its module
+ALL_NAMES = Names(None)
+
+
+class _Ready(NamedTuple):
+    """A target of tensors, checked: names to read, and how their tensors are cut."""
+
+    section: Section
+    filling: Any
+    names: list[str]
+    cuts: Any
+    casts: dict[str, Any]  # targets of another dtype, by name
+
+
+class Prepared:
+    """The checked targets of a load.
+
+    Attributes
+    ----------
+    model, optimizer : object or None
+        The targets.
+    states : dict of str to object
+        The targets of named states.
+    actions : list of Action
+        Restores the objects among the named states.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, states: Mapping[str, Any]) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.states = dict(states)
+        self.actions: list[Action] = []
+        self.ready: list[_Ready] = []
+
+    def fill(self, loader: Loader) -> None:
+        """Read all tensors into their targets."""
+        for one in self.ready:
+            _fill(loader, one)
+
+
+def _target(into: Any, name: str) -> Any:
+    """Return the object in `into` that receives one section."""
+    return into.get(name) if hasattr(into, "get") else getattr(into, name, None)
+
+
+def check_into(into: Any) -> None:
+    if hasattr(into, "get"):
+        unknown = [key for key in into if key not in ("model", "optimizer", "states")]
+        if unknown:
+            raise TypeError(
+                "into= takes {'model': ..., 'optimizer': ..., 'states': ...}, got the key "
+                f"{unknown[0]!r}"
+            )
+    elif not (hasattr(into, "model") and hasattr(into, "optimizer")):
+        raise TypeError(
+            "into= takes {'model': ..., 'optimizer': ...} or something with these attributes, "
+            f"got {type(into).__name__}"
+        )
+
+
+class _ArrayTarget:
+    """Arrays of the caller that receive one section."""
+
+    optional: frozenset[str] = frozenset()  # names that the checkpoint may lack
+
+    def __init__(self, target: Any) -> None:
+        arrays = dict(target)
+        self.tensors = [value for value in arrays.values() if is_torch(value)]
+        if self.tensors:
+            arrays = backend_of(self.tensors[0]).arrays_of(arrays)
+        self.arrays = arrays
+        self.known = arrays.keys()
+        self.zeros: list[str] = []
+
+    def zero(self, name: str) -> None:
+        self.zeros.append(name)
+
+    def done(self) -> None:
+        for name in self.zeros:
+            self.arrays[name][...] = 0
+        if self.tensors:
+            backend_of(self.tensors[0]).note_written(self.tensors)
+
+
+def names_error(
+    missing: list[str], unexpected: list[str], unfilled: list[str], path: str
+) -> CompatibilityError:
+    """Return an error, in torch's words, that lists mismatched names and suggests a rename."""
+    lines = [f"Error(s) in loading {path}:"]
+    for words, names in (("Missing", missing), ("Unexpected", unexpected)):
+        if names:
+            quoted = join([f'"{name}"' for name in names[:SHOWN]])
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
+    hint = rename_hint(dict.fromkeys(unexpected), dict.fromkeys(unfilled), unexpected, unfilled)[1]
+    lines += [f"{hint}."] if hint else []
+    error = CompatibilityError("\n    ".join(lines))
+    error.name = (missing or unexpected)[0]
+    error.path = path
+    return error
+
+
+# ---- names, parts and dtypes ----
+
+
+def _fit_names(
+    loader: Loader, section: Section, selected: list[str], filling: Any, names: Names
+) -> list[str]:
+    """Return the names to read into a target; raise if names do not match.
+
+    With `names`, each selected name must exist in the checkpoint and in the target.
+    """
+    request = loader.request
+    have = set(selected)
+    known = filling.known
+    unfilled = [name for name in known if name not in have and name not in filling.optional]
+    missing = _without_tied(loader, unfilled, selected, filling)
+    lacking, _ = names.select(missing, min(section.number, OPTIMIZER))
+    unexpected = [name for name in selected if name not in known]
+    lenient = section.is_optimizer and request.missing != "error"
+    if request.strict and (unexpected or (lacking and not lenient)):
+        raise names_error([] if lenient else lacking, unexpected, unfilled, loader.folder)
+    if request.missing == "zeros" and section.is_optimizer:
+        for name in lacking:
+            filling.zero(name)
+    return [name for name in selected if name in filling.arrays]
+
+
+def _without_tied(
+    loader: Loader, unfilled: list[str], selected: list[str], filling: Any
+) -> list[str]:
+    """Return the names whose arrays receive no value under another name.
+
+    Hugging Face folders store tied weights under one of their names.
+    """
+    if not unfilled or loader.manifest.weights is None:
+        return unfilled
+    arrays = filling.arrays
+    order = [name for name in (*unfilled, *selected) if name in arrays]
+    [tied] = _core.targets_tied([(order, arrays)])
+    left_out = set(tied) - set(selected)
+    return [name for name in unfilled if name not in left_out]
+
+
+def _shape_of(
+    loader: Loader, shape: tuple[int, ...], layout: Steps, axes: tuple[int | None, ...] | None
+) -> tuple[int, ...]:
+    """Return the shape to load into a target that does not know its part of the tensor."""
+    steps, index, world = loader.request.cutting
+    if loader.request.own or (steps is None and (world == 0 or len(layout) != 1)):
+        return shape
+    if steps is None:
+        steps = ((layout[0][0], world),)
+    else:
+        steps, index = _core.layout_project(steps, index, len(shape), axes)
+    return Layout._of(steps).shape(shape, index)
+
+
+def _cuts(loader: Loader, filling: Any, names: list[str]) -> Any:
+    """Return how tensors are cut, for the core: one cut for all names, or a list by name."""
+    if isinstance(filling, _ArrayTarget):
+        return loader.request.cutting
+    if loader.request.own:
+        return filling.cuts(names)
+    filling.whole()
+    return loader.request.cutting
+
+
+def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> dict[str, Any]:
+    """Replace targets of another float dtype by new arrays of the stored one; return them."""
+    found: dict[str, Any] = {}
+    if not loader.request.cast:
+        return found
+    by_key = section.names_by_key()
+    wanted = set(names)
+    folder_name = loader.merged_index_name(section)
+    for where, key, _, _, dtype, *_ in loader.merged_index.tensors():
+        name = by_key.get(key) if where == folder_name else None
+        if name not in wanted:
+            continue
+        target = filling.arrays[name]
+        if name_of(target.dtype) != dtype and {name_of(target.dtype), dtype} <= FLOATS:
+            found[name] = target
+            filling.arrays[name] = np.empty(tuple(target.shape), numpy_dtype(dtype))
+    return found
+
+
+def _check(loader: Loader, one: _Ready) -> None:
+    """Raise the errors of `_fill` about shapes and dtypes, before anything is changed."""
+    section = one.section
+    keys, arrays = section.keys(one.names), section.by_key(one.filling.arrays, one.names)
+    loader.merged_index.fits(loader.folder, section.number, keys, one.cuts, arrays)
+
+
+def _fill(loader: Loader, one: _Ready) -> None:
+    """Read into arrays; shapes and dtypes are checked before the first byte is written."""
+    section, filling, merged = one.section, one.filling, loader.merged_index
+    keys, arrays = section.keys(one.names), section.by_key(filling.arrays, one.names)
+    verify, progress = loader.verify, loader.request.progress
+
+    def read(folder: str, some: list[str], cuts: Any) -> None:
+        merged.load_into(folder, section.number, some, cuts, arrays, verify, progress)
+
+    _folder.read_batches(loader.folder, merged, section.number, keys, one.cuts, verify, read)
+    if one.casts:
+        stored = {name: filling.arrays[name] for name in one.casts}
+        filling.arrays.update(one.casts)
+        load_into(one.casts, stored, cast=True)
+    filling.done()
+
+
+def _restored(section: Section, folder: str) -> Any:
+    """Return the saved state without its arrays."""
+    return None if section.kind is None else restore_kind({}, section.kind, folder)
+
+
+# ---- optimizers ----
+
+
+def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> bool:
+    """Return whether optimizer states are identified by parameter order instead of names."""
+    if section.names and all(map(_NUMBERED.match, section.names)):
+        # the module's parameter order is then also torch's order
+        return module is not None or any("param_names" in g for g in optimizer.param_groups)
+    has_names = all("param_names" in g for g in optimizer.param_groups)
+    if section.names and module is None and not has_names:
+        raise CompatibilityError(
+            f"{folder} stores optimizer states under names of parameters, such as "
+            f"{section.names[0]!r}: pass the module too, "
+            "into={'model': module, 'optimizer': optimizer}"
+        )
+    return False
+
+
+def _known_parameters(optimizer: Any, module: Any, names: Any) -> set[str]:
+    """Return the names of an optimizer's parameters."""
+    if module is not None and names is module:
+        return set(backend_of(module).fill_module(module).known)
+    listed = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    return {*listed, *(f"param_{i}" for i in range(count))}
+
+
+def _optimizer_target(
+    loader: Loader,
+    section: Section,
+    selected: list[str],
+    optimizer: Any,
+    module: Any,
+    chosen_names: Names,
+) -> Any:
+    """Return the states of a torch optimizer as targets; create those that do not exist yet."""
+    names = module
+    if _is_numbered(section, loader.folder, optimizer, module):
+        names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
+    chosen = set(selected)
+    if not loader.request.strict:
+        known = _known_parameters(optimizer, module, names)
+        chosen = {name for name in chosen if name.rpartition(".")[0] in known}
+    by_key = section.names_by_key()
+    where = loader.merged_index_name(section)
+    records = {}
+    for number, key, _, _, dtype, shape, layout, axes, *_ in loader.merged_index.tensors():
+        name = by_key.get(key, "") if number == where else ""
+        if name in chosen:
+            parameter, dot, state = name.rpartition(".")
+            fitting = _shape_of(loader, shape, layout, axes)
+            whole = (parameter, state) if dot else (name, None)
+            records[name] = OptimizerRecord(whole[0], whole[1], fitting, dtype, axes)
+
+    def read(wanted: list[str]) -> dict[str, Any]:
+        arrays = loader.load_keys(section.number, section.keys(wanted), (None, 0, 0))
+        return dict(zip(wanted, (arrays[key] for key in section.keys(wanted)), strict=True))
+
+    saved = _restored(section, loader.folder)
+    if not hasattr(saved, "param_groups"):  # the optimizer was saved as a plain dict
+        saved = OptimizerStateDict()
+
+    def meant(others: list[str]) -> list[str]:
+        return chosen_names.select(others, OPTIMIZER)[0]
+
+    fill = backend_of(optimizer).fill_optimizer
+    return fill(optimizer, module, records, saved, read, names, meant)
+
+
+# ---- all targets ----
+
+
+def _prepare_tensors(
+    loader: Loader, section: Section, selected: list[str], target: Any, module: Any, names: Names
+) -> _Ready:
+    """Return a target of tensors, checked except for shapes and dtypes."""
+    filling: Any
+    if is_module(target) and not section.is_optimizer:
+        filling = backend_of(target).fill_module(target)
+    elif is_optimizer(target):
+        filling = _optimizer_target(loader, section, selected, target, module, names)
+    else:
+        filling = _ArrayTarget(target)
+    chosen = _fit_names(loader, section, selected, filling, names)
+    cuts = _cuts(loader, filling, chosen)
+    return _Ready(section, filling, chosen, cuts, _casts(loader, section, filling, chosen))
+
+
+def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
+    """Drop names whose array shares memory with a later name: one read fills both."""
+    tied = _core.targets_tied([(one.names, one.filling.arrays) for one in ready])
+    found = []
+    for one, others in zip(ready, tied, strict=True):
+        left_out = set(others)
+        kept = [i for i, name in enumerate(one.names) if name not in left_out]
+        cuts = [one.cuts[i] for i in kept] if isinstance(one.cuts, list) else one.cuts
+        found.append(one._replace(names=[one.names[i] for i in kept], cuts=cuts))
+    return found
+
+
+def _targets(loader: Loader) -> Prepared:
+    """Return the targets; raise if the state of a target was not saved."""
+    into, folder = loader.request.into, loader.folder
+    states = _target(into, "states")
+    if states is not None and not hasattr(states, "keys"):
+        raise TypeError(
+            f"into['states'] must be a mapping of names to objects, got {type(states).__name__}"
+        )
+    prepared = Prepared(_target(into, "model"), _target(into, "optimizer"), states or {})
+    lacking = [
+        section.label
+        for section, target in zip(
+            loader.sections, (prepared.model, prepared.optimizer), strict=False
+        )
+        if target is not None and section.kind is None
+    ]
+    absent = [name for name in prepared.states if name not in loader.states]
+    if loader.request.strict and absent:
+        have = ", ".join(map(repr, loader.states)) or "none"
+        lacking.append(f"state {absent[0]!r} (named states: {have})")
+    if lacking:
+        error = CompatibilityError(f"{folder} holds no {lacking[0]}")
+        error.path, error.name = folder, absent[0] if absent else None
+        raise error
+    for name in absent:
+        del prepared.states[name]
+    return prepared
+
+
+def _prepare_state(
+    loader: Loader, prepared: Prepared, name: str, target: Any, modules: list[Any]
+) -> None:
+    """Prepare the target of one named state."""
+    section = loader.named.get(name)
+    if section is None:
+        prepared.actions += prepare_tree(loader, name, loader.states[name], target)
+        return
+    tensors = is_module(target) or is_optimizer(target) or hasattr(target, "keys")
+    if not tensors and not callable(getattr(target, "load_state_dict", None)):
+        raise TypeError(
+            f"into={{'states': ...}}: {section.label} has tensors, and cannot be restored into a "
+            f"{type(target).__name__}: pass a module, an optimizer, a mapping of arrays, or an "
+            "object with load_state_dict()"
+        )
+    if tensors:
+        module = owner_of(target, modules) if is_optimizer(target) else None
+        try:
+            one = _prepare_tensors(loader, section, section.names, target, module, ALL_NAMES)
+        except (CompatibilityError, TypeError, ValueError) as error:
+            error.args = (f"{section.label}: {error}",)
+            raise
+        prepared.ready.append(one)
+    else:
+        loader.need([(section, section.names, loader.request.cutting)])
+        state = loader.load_state(section, section.names, {})
+        prepared.actions.append(prepare_object(section.label, target, state))
+
+
+def prepare(loader: Loader) -> Prepared:
+    """Check all targets of ``into``, and read the nested values; raise if one does not match."""
+    prepared = _targets(loader)
+    names, chosen = loader.chosen()
+    module = prepared.model if is_module(prepared.model) else None
+    for section, target in zip(loader.sections, (prepared.model, prepared.optimizer), strict=False):
+        if target is not None:
+            selected = chosen[section.number]
+            one = _prepare_tensors(loader, section, selected, target, module, names)
+            prepared.ready.append(one)
+    modules = modules_of(prepared.model, prepared.states)
+    for name, target in prepared.states.items():
+        _prepare_state(loader, prepared, name, target, modules)
+    if prepared.optimizer is not None:
+        loader.refuse_lacking(chosen)
+    loader.need((one.section, one.names, one.cuts) for one in prepared.ready)
+    for one in prepared.ready:
+        _check(loader, one)
+    prepared.ready = _drop_tied_names(prepared.ready)
+    return prepared
+
+
+def needs_all_ranks(into: Any) -> bool:
+    """Return whether the ranks of a group must load together."""
+    if into is None:
+        return False
+    states = _target(into, "states")
+    return bool(states) or any(
+        is_module(target) or is_optimizer(target)
+        for target in (_target(into, "model"), _target(into, "optimizer"))
+    )

@@ -1,0 +1,166 @@
+"""Which steps of a run a manager keeps, and when it saves."""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime, timedelta
+
+    from ._store.folder import Root
+    from ._store.manifest import Manifest
+
+MODES = ("min", "max")
+
+
+def _count(name: str, value: Any) -> int | None:
+    """Return a number of steps from 1, or None."""
+    if value is None:
+        return None
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}") from None
+    if number < 1:
+        raise ValueError(f"{name} must be 1 or more, or None, got {value}")
+    return number
+
+
+def _seconds(name: str, value: float | timedelta | None) -> float | None:
+    """Return a time in seconds, or None."""
+    if value is None:
+        return None
+    seconds = value.total_seconds() if hasattr(value, "total_seconds") else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"{name} must be seconds, a timedelta or None, got {type(value).__name__}")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+    return float(seconds)
+
+
+def _created(manifest: Manifest) -> datetime:
+    from datetime import UTC, datetime
+
+    try:
+        return datetime.fromisoformat(manifest.created.replace("Z", "+00:00"))
+    except ValueError:  # written by another program
+        return datetime.fromtimestamp(0, UTC)
+
+
+class Retention(NamedTuple):
+    """Rules for steps that a manager keeps in addition to the newest ones.
+
+    Attributes
+    ----------
+    best : int or None
+        Number of steps with the best metric.
+    monitor : str or None
+        Key of the metric in the metadata of a step.
+    mode : {"min", "max"}
+        Whether a lower or a higher metric is better.
+    period : int or None
+        Steps that are multiples of it are kept.
+    interval : float or None
+        Seconds; a step is kept if the last step kept by this rule is older by this time.
+    """
+
+    best: int | None
+    monitor: str | None
+    mode: str
+    period: int | None
+    interval: float | None
+
+    def is_empty(self) -> bool:
+        """Return whether no rule is set."""
+        return self.best is None and self.period is None and self.interval is None
+
+    def without_one(self) -> Retention:
+        """Return rules that keep one of the best steps less."""
+        return self if self.best is None else self._replace(best=self.best - 1)
+
+    def metric(self, manifest: Manifest) -> float | None:
+        """Return the metric of a step; None if it has none, or NaN."""
+        value = manifest.metadata.get(self.monitor) if self.monitor is not None else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+            return None
+        return value
+
+    def ranked(self, roots: list[tuple[Root, Manifest]]) -> list[tuple[Root, Manifest]]:
+        """Return the steps with a metric, the best one first; of equal ones the newer first."""
+        found = [(self.metric(one[1]), number, one) for number, one in enumerate(roots)]
+        sign = 1 if self.mode == "min" else -1
+        known = [(sign * value, -number, one) for value, number, one in found if value is not None]
+        return [one for *_, one in sorted(known, key=lambda each: each[:2])]
+
+    def kept(
+        self, roots: list[tuple[Root, Manifest]], can_load: Callable[[Manifest], bool]
+    ) -> set[str]:
+        """Return the generations of the steps that the rules keep; `roots` are oldest first."""
+        kept: set[str] = set()
+        left = self.best or 0
+        for _, manifest in self.ranked(roots) if left else ():
+            if left and can_load(manifest):
+                kept.add(manifest.generation)
+                left -= 1
+        last: datetime | None = None
+        for _, manifest in roots:
+            step = manifest.step
+            if self.period is not None and step is not None and step % self.period == 0:
+                kept.add(manifest.generation)
+            if self.interval is not None:
+                made = _created(manifest)
+                if last is None or (made - last).total_seconds() >= self.interval:
+                    kept.add(manifest.generation)
+                    last = made
+        return kept
+
+
+def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: Any) -> Retention:
+    """Return the rules of a manager's arguments.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is wrong; the message names it.
+    """
+    if monitor is not None and not isinstance(monitor, str):
+        raise TypeError(f"monitor must be a key of metadata, got {type(monitor).__name__}")
+    if mode not in MODES:
+        raise ValueError(f"mode must be 'min' or 'max', got {mode!r}")
+    if best is not None and monitor is None:
+        raise ValueError("keep_best= needs monitor=, the key of the metric in metadata=")
+    return Retention(
+        _count("keep_best", best),
+        monitor,
+        mode,
+        _count("keep_period", period),
+        _seconds("keep_time_interval", interval),
+    )
+
+
+class SaveTimer:
+    """Decides when to save: after a number of steps or after a time, whichever comes first.
+
+    Without these limits, every step is saved.
+    """
+
+    def __init__(self, steps: Any, interval: Any) -> None:
+        self.steps = _count("save_interval_steps", steps)
+        self.interval = _seconds("save_time_interval", interval)
+        self.last = time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step is to be saved."""
+        if self.steps is None and self.interval is None:
+            return True
+        if self.steps is not None and step % self.steps == 0:
+            return True
+        return self.interval is not None and time.monotonic() - self.last >= self.interval
+
+    def note(self) -> None:
+        """Record that a save begins."""
+        self.last = time.monotonic()

@@ -1,0 +1,129 @@
+"""The tensors of one state of a checkpoint, by the names that a load uses for them.
+
+The names are the stored keys, except after a rename, and without the prefix of a named state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ..errors import CompatibilityError
+from ..state._load_into import check_rules, unused_rules
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ._store.manifest import Manifest
+
+OPTIMIZER = 1  # number of the optimizer's section
+STATES = 2  # number of the section of named states
+
+
+class Section:
+    """The tensors of the model, the optimizer, or one named state.
+
+    Attributes
+    ----------
+    label : str
+        Name in errors: ``model``, ``optimizer`` or ``states['...']``.
+    number : int
+        Section of the index.
+    kind : dict or None
+        Description in the manifest; None if it was not saved.
+    names : list of str
+        Names of the tensors.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        number: int,
+        kind: dict[str, Any] | None,
+        keys: Iterable[str],
+        prefix: str = "",
+    ) -> None:
+        self.label = label
+        self.number = number
+        self.kind = kind
+        self.names = [key[len(prefix) :] for key in keys]
+        self._prefix = prefix
+        self._stored: dict[str, str] = {}  # stored names by names, if they differ
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether the tensors are states of an optimizer."""
+        return self.number == OPTIMIZER or (self.kind or {}).get("kind") == "optimizer"
+
+    def keys(self, names: Iterable[str]) -> list[str]:
+        """Return the keys of tensors in the index."""
+        if not self._stored and not self._prefix:
+            return list(names)
+        return [self._prefix + self._stored.get(name, name) for name in names]
+
+    def by_key(self, arrays: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+        """Return arrays by the keys of their tensors."""
+        if not self._stored and not self._prefix:
+            return arrays
+        names = list(names)
+        return dict(zip(self.keys(names), (arrays[name] for name in names), strict=True))
+
+    def names_by_key(self) -> dict[str, str]:
+        """Return the names by their keys in the index."""
+        return dict(zip(self.keys(self.names), self.names, strict=True))
+
+    def rename(self, rules: Mapping[str, str]) -> set[int]:
+        """Rename the tensors; return the numbers of the rules that match no name.
+
+        Raises
+        ------
+        CompatibilityError
+            Two names would become the same.
+        """
+        try:
+            renamed, unused = _core.state_rename({n: n for n in self.names}, tuple(rules.items()))
+        except CompatibilityError as error:
+            error.args = (f"{self.label}: {error}",)
+            raise
+        self._stored = {name: old for name, old in renamed.items() if name != old}
+        self.names = list(renamed)
+        if self.kind is not None and "param_groups" in self.kind:
+            groups = [dict(group) for group in self.kind["param_groups"]]
+            for group in groups:
+                listed = {str(name): str(name) for name in group.get("params", ())}
+                group["params"] = list(_core.state_rename(listed, tuple(rules.items()))[0])
+            self.kind = {**self.kind, "param_groups": groups}
+        return set(unused)
+
+
+def sections_of(merged: Any, manifest: Manifest) -> list[Section]:
+    """Return the sections of model and optimizer, and of named states that are not nested."""
+    found = [
+        Section("model", 0, manifest.model, merged.keys(0)),
+        Section("optimizer", OPTIMIZER, manifest.optimizer, merged.keys(OPTIMIZER)),
+    ]
+    if manifest.states is None:
+        return found
+    keys = merged.keys(STATES)
+    for name, kind in manifest.states.items():
+        if kind["kind"] != "tree":
+            own = [key for key in keys if key.startswith(f"{name}/")]
+            found.append(Section(f"states[{name!r}]", STATES, kind, own, f"{name}/"))
+    return found
+
+
+def rename_sections(sections: list[Section], rules: Mapping[str, str]) -> None:
+    """Rename the tensors of all sections.
+
+    Raises
+    ------
+    ValueError
+        A rule matches no name of any section.
+    """
+    check_rules(rules)
+    before = {name: None for section in sections for name in section.names}
+    unused = set(range(len(rules)))
+    for section in sections:
+        unused &= section.rename(rules)
+    if unused:
+        raise unused_rules(before, [list(rules)[number] for number in sorted(unused)])

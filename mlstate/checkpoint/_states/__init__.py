@@ -1,0 +1,1 @@
+"""Named states of a checkpoint: the arguments ``states=`` of saves and loads."""

@@ -1,0 +1,202 @@
+"""Take the named states of a save: tensors of models and optimizers, and nested values.
+
+A *flat* state is a model or an optimizer: it has tensors by name, which ranks may share or hold
+in parts. Any other state is a *tree*: a nested value. Several ranks may have different trees of
+one name, for example generators. Trees that are equal on all ranks are stored once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..._common.arrays import is_torch, refuse_given_away
+from ..._common.backend import backend_of, is_module, is_optimizer
+from ..._sharding.layout import Layout, Shard
+from ...state._kind import kind_of
+from ...state._optimizer_state import OptimizerStateDict
+from ...state._state_dict import StateDict
+from .tree import RANKS, TEXT, Tree, encode, pack, pack_header, whole_arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ...collectives import ProcessGroup
+
+_DIGEST_BYTES = 32
+
+
+class NamedStates(NamedTuple):
+    """The named states of a save, checked; arrays are not copied.
+
+    Attributes
+    ----------
+    arrays : dict of str to array, or None
+        Tensors of flat states, by ``"<state>/<name>"``; None without named states.
+    trees : dict of str to Tree
+        The other states.
+    kinds : dict of str to dict
+        Description of each state in the manifest.
+    """
+
+    arrays: dict[str, Any] | None
+    trees: dict[str, Tree]
+    kinds: dict[str, dict[str, Any]]
+
+    def summary(self) -> list[str]:
+        """Return kinds and names of the states, which must agree between ranks."""
+        return sorted(
+            f"{'tree' if name in self.trees else 'tensors'} {name}" for name in self.kinds
+        )
+
+    def digests(self) -> list[bytes]:
+        """Return digest and packed length of each tree, in the order of the names."""
+        return [_digest(self.trees[name]) for name in sorted(self.trees)]
+
+    def add_trees(self, group: ProcessGroup | None, digests: Sequence[set[bytes]]) -> None:
+        """Add the trees' arrays that this rank stores, as shards, and clear the trees.
+
+        For each tree, `digests` has the digests of all ranks. A tree that is equal on all ranks is
+        stored once. Other trees are packed, and each rank stores a row of one tensor, so that
+        the tensors of a checkpoint do not grow with the ranks.
+        """
+        if self.arrays is None:
+            return
+        rank, ranks = (0, 1) if group is None else (group.rank, group.world_size)
+        for number, name in enumerate(sorted(self.trees)):
+            tree = self.trees[name]
+            for key, array in tree.arrays.items():
+                if isinstance(array, Shard):
+                    self.arrays[f"{name}/{key}"] = array
+            if ranks > 1 and len(digests[number]) > 1:
+                self.kinds[name]["ranks"] = ranks
+                most = max(int.from_bytes(one[_DIGEST_BYTES:], "little") for one in digests[number])
+                row = pack(tree, most).reshape(1, -1)
+                layout = Layout.rows(ranks)
+                shard = Shard(row, layout, rank, shape=(ranks, most))
+                self.arrays[f"{name}/{RANKS}"] = shard
+            elif number % ranks == rank:
+                for key, array in {**tree.arrays, TEXT: np.frombuffer(tree.text, np.uint8)}.items():
+                    self.arrays[f"{name}/{key}"] = (
+                        array if isinstance(array, Shard) else Shard(array)
+                    )
+        self.trees.clear()
+
+
+def _digest(tree: Tree) -> bytes:
+    """Return a digest of a tree without its shards, and the length of the packed tree."""
+    import hashlib
+
+    arrays = whole_arrays(tree)
+    header = pack_header(tree, arrays)
+    made = hashlib.blake2b(header, digest_size=_DIGEST_BYTES, usedforsecurity=False)
+    for array in arrays.values():
+        made.update(array.reshape(-1).view(np.uint8).data)
+    nbytes = len(header) + sum(array.nbytes for array in arrays.values())
+    return made.digest() + nbytes.to_bytes(8, "little")
+
+
+NO_STATES = NamedStates(None, {}, {})
+
+
+def check_names(states: Any) -> Mapping[str, Any]:
+    """Return the argument ``states=``; raise if it is not a mapping of valid names."""
+    if not hasattr(states, "keys"):
+        raise TypeError(f"states must be a mapping of names to states, got {type(states).__name__}")
+    for name in states:
+        if not isinstance(name, str):
+            raise TypeError(f"names of states must be str, got {name!r}")
+        if not name or "/" in name or name.startswith("."):
+            raise ValueError(
+                f"states has the name {name!r}: names must not be empty, start with a dot or "
+                "contain '/'"
+            )
+    return states  # type: ignore[no-any-return]
+
+
+def owner_of(optimizer: Any, modules: Sequence[Any]) -> Any:
+    """Return the module that has all parameters of a torch optimizer; None if no module has."""
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for module in modules:
+        if wanted <= {id(parameter) for parameter in module.parameters()}:
+            return module
+    return None
+
+
+def modules_of(model: Any, states: Mapping[str, Any]) -> list[Any]:
+    """Return the torch modules among a model and named states."""
+    return [value for value in (model, *states.values()) if is_module(value)]
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Shard) or (
+        hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, np.generic)
+    )
+
+
+def _part(name: str, value: Any) -> Any:
+    sharded = is_torch(value) and hasattr(value, "device_mesh")
+    return backend_of(value).part_of(name, value) if sharded else value
+
+
+def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
+    """Return the tensors of a model or an optimizer by name, or None for other values."""
+    if is_module(value):
+        return StateDict(backend_of(value).saved_module(value, ranks))
+    if is_optimizer(value):
+        owner = owner_of(value, modules)
+        states, keywords = backend_of(value).saved_optimizer(value, owner, ranks)
+        state = OptimizerStateDict(**keywords)
+        state.update(states)
+        return state
+    if hasattr(value, "get_state_dict"):
+        value = value.get_state_dict()
+    if isinstance(value, StateDict):
+        return value
+    plain = isinstance(value, dict) and bool(value)
+    if plain and all(isinstance(key, str) and _is_array(value[key]) for key in value):
+        return {key: _part(key, inner) for key, inner in value.items()}
+    return None
+
+
+def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
+    """Check the named states of a save without copying any array.
+
+    Parameters
+    ----------
+    states : mapping or None
+        The argument of `save`.
+    model : object
+        Its model; a torch optimizer among the states may belong to it.
+    ranks : int
+        Number of ranks that save together.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A name or a value cannot be stored; the message has the name and the path.
+    """
+    if states is None:
+        return NO_STATES
+    states = check_names(states)
+    modules = modules_of(model, states)
+    taken = NamedStates({}, {}, {})
+    assert taken.arrays is not None
+    for name, value in states.items():
+        where = f"states[{name!r}]"
+        try:
+            flat = _flat_state(value, modules, ranks)
+        except (TypeError, ValueError) as error:
+            error.args = (f"{where}: {error}",)
+            raise
+        if flat is None:
+            taken.trees[name] = encode(value, where)
+            taken.kinds[name] = {"kind": "tree"}
+        else:
+            refuse_given_away(dict(flat))
+            taken.arrays.update({f"{name}/{key}": inner for key, inner in flat.items()})
+            kind = kind_of(flat)
+            assert kind is not None
+            taken.kinds[name] = kind
+    return taken

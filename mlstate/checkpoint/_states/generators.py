@@ -1,0 +1,104 @@
+"""Random generators of Python, NumPy and torch: read their states, and set them.
+
+A generator is an object, or one of the modules whose functions share a generator: ``random``,
+``numpy.random``, ``torch.random`` (main memory) and ``torch.cuda`` (all devices). torch is used
+only if it is imported already.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ...errors import CompatibilityError
+
+
+def library_of(value: object) -> str | None:
+    """Return ``python``, ``numpy``, ``torch`` or ``torch.cuda`` for a generator, or None."""
+    known = sys.modules.get
+    if (random := known("random")) is not None and (
+        value is random
+        or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom))
+    ):
+        return "python"
+    if (numbers := known("numpy.random")) is not None and (
+        value is numbers
+        or isinstance(value, numbers.Generator | numbers.RandomState | numbers.BitGenerator)
+    ):
+        return "numpy"
+    torch = known("torch")
+    if torch is None:
+        return None
+    if value is torch.random or isinstance(value, torch.Generator):
+        return "torch"
+    return "torch.cuda" if value is torch.cuda else None
+
+
+def _is_legacy(value: Any) -> bool:
+    """Return whether this is NumPy's RandomState, or the module with its own one."""
+    return hasattr(value, "get_state")
+
+
+def _bit_generator(value: Any) -> Any:
+    return getattr(value, "bit_generator", value)
+
+
+def state_of(value: Any, library: str) -> Any:
+    """Return a copy of a generator's state, as arrays and plain values."""
+    if library == "python":
+        import numpy as np
+
+        version, numbers, gauss = value.getstate()
+        return {"version": version, "state": np.array(numbers, np.uint32), "gauss": gauss}
+    if library == "numpy":
+        if _is_legacy(value):
+            return value.get_state(legacy=False)
+        return _bit_generator(value).state
+    if library == "torch.cuda":
+        return value.get_rng_state_all()
+    return value.get_state() if hasattr(value, "get_state") else value.get_rng_state()
+
+
+def restored(state: Any, library: str) -> Any:
+    """Return a loaded state in the form that the generator's own functions take."""
+    if library == "python":
+        numbers = tuple(int(number) for number in state["state"])
+        return state["version"], numbers, state["gauss"]
+    return state
+
+
+def set_state(value: Any, library: str, state: Any) -> None:
+    """Set the state of a generator; `state` is a result of `restored`."""
+    if library == "python":
+        value.setstate(state)
+    elif library == "numpy":
+        if _is_legacy(value):
+            value.set_state(state)
+        else:
+            _bit_generator(value).state = state
+    elif library == "torch.cuda":
+        value.set_rng_state_all(state)
+    elif hasattr(value, "set_state"):
+        value.set_state(state)
+    else:
+        value.set_rng_state(state)
+
+
+def check_fits(value: Any, library: str, saved: str, state: Any, where: str) -> None:
+    """Raise CompatibilityError if a saved state belongs to another kind of generator."""
+    expected, got = library, saved
+    if library == saved == "numpy":
+        expected = state_of(value, library)["bit_generator"]
+        got = state["bit_generator"]
+    elif library == saved and library.startswith("torch"):
+        own = state_of(value, library)
+        expected, got = (
+            f"{len(s)} devices" if isinstance(s, list) else f"{s.numel()} bytes"
+            for s in (own, state)
+        )
+    if expected != got:
+        error = CompatibilityError(
+            f"{where} is the state of another generator: saved {got}, expected {expected}"
+        )
+        error.name, error.expected, error.got = where, expected, got
+        raise error

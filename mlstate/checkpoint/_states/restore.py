@@ -1,0 +1,351 @@
+"""Load nested values of a checkpoint, and restore objects from them.
+
+    load_tree       a named state -> its value
+    prepare_tree    a named state and a target -> actions; everything is checked and read
+    apply_all       runs the actions; if one fails, undoes those before it
+
+An action changes one object, and can undo its change.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..._common.arrays import is_torch
+from ..._common.backend import backend_of, torch_backend
+from ..._sharding.layout import Layout, Shard
+from ...errors import CompatibilityError
+from .._sections import STATES
+from .generators import check_fits, library_of, set_state, state_of
+from .tree import RANKS, TEXT, Decoder, leaves_of, malformed, parse, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from .._load import Loader
+
+_WHOLE: Any = (None, 0, 0)
+_MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class Action(NamedTuple):
+    """A change of one object; `undo` restores its state before."""
+
+    label: str
+    apply: Callable[[], object]
+    undo: Callable[[], object]
+
+
+class _StoredTree(NamedTuple):
+    """A nested value in a checkpoint: its JSON form and its arrays, without shards."""
+
+    node: Any
+    arrays: dict[str, Any]
+
+
+# ---- reading ----
+
+
+def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
+    """Return the rank whose value to load, or None for all ranks."""
+    rank, world_size = loader.request.rank, loader.request.world_size
+    if rank is None and loader.request.into is None:
+        return None
+    if rank is None or world_size != ranks:
+        got = "none" if rank is None else f"rank {rank} of {world_size}"
+        error = CompatibilityError(
+            f"{label} differs between the {ranks} ranks that saved it, so it can be loaded only by "
+            f"as many ranks: pass group=, or rank= and world_size={ranks} (got {got}), or leave "
+            "this state out of into="
+        )
+        error.name, error.expected, error.got = label, f"{ranks} ranks", got
+        raise error
+    return rank
+
+
+def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTree]:
+    """Return the stored value; one for each rank if these differ and no rank was given."""
+    label = f"states[{name!r}]"
+    ranks = kind.get("ranks")
+    if ranks is not None:
+        rank = _own_rank(loader, label, ranks)
+        cut = _WHOLE if rank is None else (Layout.rows(ranks)._steps, rank, ranks)
+        key = f"{name}/{RANKS}"
+        rows = loader.load_keys(STATES, [key], cut)[key]
+        return [_StoredTree(*unpack(row, label)) for row in rows]
+    text = f"{name}/{TEXT}"
+    node = parse(loader.load_keys(STATES, [text], _WHOLE)[text].tobytes(), label)
+    try:
+        leaves = [leaf.key for leaf in leaves_of(node) if not leaf.is_sharded]
+    except _MALFORMED as error:
+        raise malformed(label, error) from None
+    known = set(loader.merged_index.keys(STATES))
+    absent = [key for key in leaves if f"{name}/{key}" not in known]
+    if absent:
+        raise malformed(label, f"it names the array {absent[0]!r}, which is not stored")
+    arrays = loader.load_keys(STATES, [f"{name}/{key}" for key in leaves], _WHOLE)
+    return [_StoredTree(node, {key: arrays[f"{name}/{key}"] for key in leaves})]
+
+
+def _tensor_of(device: Any) -> Callable[[Any], Any]:
+    """Return a function that makes torch tensors of arrays."""
+    backend = torch_backend("states that were saved with tensors of torch")
+
+    def convert(array: Any) -> Any:
+        tensor = backend.tensors_of({"": array})[""]
+        return tensor if device is None else tensor.to(device)
+
+    return convert
+
+
+def _leaf(template: Any, path: Iterable[str]) -> Any:
+    """Return the value at a path of another nested value, or None."""
+    for part in path:
+        if isinstance(template, dict):
+            template = next((v for k, v in template.items() if str(k) == part), None)
+        elif isinstance(template, list | tuple) and int(part) < len(template):
+            template = template[int(part)]
+        else:
+            return None
+    return template
+
+
+def _shards(loader: Loader, name: str, node: Any, template: Any) -> dict[str, Any]:
+    """Return the sharded arrays: parts as in a template, or as the load cuts other tensors."""
+    found = {}
+    for leaf in leaves_of(node):
+        if not leaf.is_sharded:
+            continue
+        key = f"{name}/{leaf.key}"
+        like = _leaf(template, leaf.path)
+        if not (is_torch(like) and hasattr(like, "device_mesh")):
+            cut = _WHOLE if template is not None else loader.request.cutting
+            found[leaf.key] = loader.load_keys(STATES, [key], cut)[key]
+            continue
+        made = like.detach().clone()
+        part = backend_of(made).part_of(key, made)
+        if not isinstance(part, Shard):
+            part = Shard(part)
+        cut = (part._steps, part.index, part.layout.parts) if part._steps else _WHOLE
+        array = loader.load_keys(STATES, [key], cut)[key]
+        part.array.copy_(_tensor_of(None)(array).reshape(part.array.shape))
+        found[leaf.key] = made
+    return found
+
+
+def _decode(
+    loader: Loader, name: str, stored: _StoredTree, node: Any, template: Any, *, tensors: bool
+) -> Any:
+    """Return the value of a JSON form that belongs to a stored tree."""
+    device = loader.request.device
+    convert = _tensor_of(device) if tensors or device is not None else None
+    arrays = {**stored.arrays, **_shards(loader, name, node, template)}
+    try:
+        return Decoder(arrays, convert).value(node)
+    except _MALFORMED as error:
+        raise malformed(f"states[{name!r}]", error) from None
+
+
+def load_tree(loader: Loader, name: str, kind: Mapping[str, Any]) -> Any:
+    """Return the value of a named state; a list with one value per rank if these differ."""
+    found = _read(loader, name, kind)
+    values = [_decode(loader, name, each, each.node, None, tensors=False) for each in found]
+    return values if "ranks" in kind and loader.request.rank is None else values[0]
+
+
+# ---- restoring ----
+
+
+class _Restorer:
+    """Prepares the actions that restore the targets of one named state."""
+
+    def __init__(self, loader: Loader, name: str, stored: _StoredTree) -> None:
+        self.loader = loader
+        self.name = name
+        self.stored = stored
+        self.actions: list[Action] = []
+
+    def decode(self, node: Any, template: Any = None, *, tensors: bool = False) -> Any:
+        return _decode(self.loader, self.name, self.stored, node, template, tensors=tensors)
+
+    def add(self, target: Any, node: Any, where: str) -> None:
+        """Add the actions for a target."""
+        library = library_of(target)
+        if library is not None:
+            self.add_generator(target, library, node, where)
+        elif callable(getattr(target, "load_state_dict", None)):
+            self.add_object(target, node, where)
+        elif type(target) is dict:
+            self.add_dict(target, node, where)
+        elif type(target) is list:
+            value = self.decode(node)
+            if not isinstance(value, list):
+                raise _mismatch(where, "a list", type(value).__name__)
+            before = list(target)
+            self.actions.append(_replacement(where, target, value, before))
+        else:
+            raise TypeError(
+                f"into={{'states': ...}}: {where} is a {type(target).__name__}, which cannot be "
+                "restored in place: pass a generator, an object with load_state_dict(), a dict or "
+                "a list; or leave it out, and take the value from LoadedState.states of load("
+                "path) without into="
+            )
+
+    def add_generator(self, target: Any, library: str, node: Any, where: str) -> None:
+        if not (isinstance(node, dict) and node.get("$") == "generator"):
+            raise _mismatch(where, "the state of a generator", "another value")
+        saved = str(node.get("library"))
+        state = _decode_generator(self, node, library)
+        check_fits(target, library, saved, state, where)
+        before = _as_set(state_of(target, library), library)
+        self.actions.append(
+            Action(
+                where,
+                lambda: set_state(target, library, state),
+                lambda: set_state(target, library, before),
+            )
+        )
+
+    def add_object(self, target: Any, node: Any, where: str) -> None:
+        import copy
+
+        if isinstance(node, dict) and node.get("$") == "generator":
+            raise _mismatch(where, "the state of an object", "that of a generator")
+        before = copy.deepcopy(target.state_dict()) if hasattr(target, "state_dict") else None
+        value = self.decode(node, {} if before is None else before, tensors=_has_torch(node))
+        self.actions.append(_load_action(where, target, value, before))
+
+    def add_dict(self, target: dict[Any, Any], node: Any, where: str) -> None:
+        """Add the actions for a dict, whose generators and objects are restored themselves."""
+        if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
+            raise _mismatch(where, "a dict", "another value")
+        pairs = dict(node["items"]) if "$" in node else node
+        strict = self.loader.request.strict
+        if strict and target.keys() != pairs.keys():
+            key = min(target.keys() ^ pairs.keys(), key=str)
+            missing = key in target
+            raise _mismatch(
+                f"{where}[{key!r}]",
+                "no such key" if not missing else "this key",
+                "nothing" if missing else "it",
+            )
+        new = {}
+        for key, inner in pairs.items():
+            if key not in target:
+                continue
+            own = target[key]
+            if _is_restorable(own):
+                self.add(own, inner, f"{where}[{key!r}]")
+                new[key] = own
+            else:
+                new[key] = self.decode(inner)
+        self.actions.append(_replacement(where, target, new, dict(target)))
+
+
+def _is_restorable(value: Any) -> bool:
+    """Return whether a value inside of a target is restored itself, and not replaced."""
+    return (
+        library_of(value) is not None
+        or callable(getattr(value, "load_state_dict", None))
+        or (type(value) is dict and any(map(_is_restorable, value.values())))
+    )
+
+
+def _has_torch(node: Any) -> bool:
+    return any(leaf.form == "torch" for leaf in leaves_of(node))
+
+
+def _as_set(state: Any, library: str) -> Any:
+    """Return a state from `state_of` in the form that `set_state` takes."""
+    from .generators import restored
+
+    return restored(state, library)
+
+
+def _decode_generator(restorer: _Restorer, node: dict[str, Any], library: str) -> Any:
+    """Return the state of a generator; torch's generators take tensors in main memory."""
+    if not library.startswith("torch") or not _has_torch(node):
+        return restorer.decode(node)
+    try:
+        return Decoder(restorer.stored.arrays, _tensor_of(None)).value(node)
+    except _MALFORMED as error:
+        raise malformed(f"states[{restorer.name!r}]", error) from None
+
+
+def _mismatch(where: str, expected: str, got: str) -> CompatibilityError:
+    error = CompatibilityError(f"{where}: the target is {expected}, the checkpoint has {got}")
+    error.name, error.expected, error.got = where, expected, got
+    return error
+
+
+def _replacement(where: str, target: Any, new: Any, before: Any) -> Action:
+    """Return an action that replaces the content of a dict or a list."""
+
+    def fill(content: Any) -> None:
+        target.clear()
+        (target.update if isinstance(target, dict) else target.extend)(content)
+
+    return Action(where, lambda: fill(new), lambda: fill(before))
+
+
+def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
+    """Return an action that calls ``load_state_dict``."""
+
+    def undo() -> None:
+        if before is not None:
+            target.load_state_dict(before)
+
+    return Action(where, lambda: target.load_state_dict(value), undo)
+
+
+def prepare_tree(loader: Loader, name: str, kind: Mapping[str, Any], target: Any) -> list[Action]:
+    """Read a named state, and return the actions that restore its target.
+
+    Raises
+    ------
+    CompatibilityError
+        The target is of another kind than the saved value; the message names state and key.
+    TypeError
+        The target cannot be restored in place.
+    """
+    [stored] = _read(loader, name, kind)
+    restorer = _Restorer(loader, name, stored)
+    restorer.add(target, stored.node, f"states[{name!r}]")
+    return restorer.actions
+
+
+def prepare_object(label: str, target: Any, state: Any) -> Action:
+    """Return the action that passes a state of tensors to ``load_state_dict``."""
+    import copy
+
+    before = copy.deepcopy(target.state_dict()) if hasattr(target, "state_dict") else None
+    return _load_action(label, target, state, before)
+
+
+def undo_all(actions: list[Action]) -> None:
+    """Undo actions, the last one first."""
+    for action in reversed(actions):
+        action.undo()
+
+
+def apply_all(actions: list[Action]) -> None:
+    """Run the actions; if one fails, undo it and those before it.
+
+    Raises
+    ------
+    CompatibilityError
+        An object refused its state. All objects have their states of before.
+    """
+    for number, action in enumerate(actions):
+        try:
+            action.apply()
+        except BaseException as error:
+            undo_all(actions[: number + 1])
+            if not isinstance(error, Exception):
+                raise
+            refused = CompatibilityError(
+                f"{action.label}: the target refused the saved state, and nothing was restored: "
+                f"{type(error).__name__}: {error}"
+            )
+            refused.name = action.label
+            raise refused from error

@@ -1,0 +1,379 @@
+"""Nested values as JSON text and arrays, without pickle.
+
+Plain values (None, bool, int, finite float, str), lists, and dicts with str keys are themselves
+in the JSON text. Every other value is an object whose member ``"$"`` names its kind:
+
+    array                   an array of the checkpoint: key, form (numpy, scalar, torch)
+    bytes, bytearray        a uint8 array: key
+    dict                    key-value pairs, for other keys; class (dict, OrderedDict, Counter)
+    tuple, set, frozenset   items
+    deque                   items, maxlen
+    float, int, complex     values that JSON cannot hold
+    generator               library, state
+    object                  state: the result of ``state_dict()``
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict, deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..._common.arrays import is_torch
+from ..._common.backend import backend_of
+from ..._common.dtypes import name_of, numpy_dtype
+from ..._common.json_values import DEEPEST
+from ..._sharding.layout import Shard
+from ...errors import FormatError
+from .generators import library_of, restored, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from ..._types import NDArray
+
+TEXT = ".tree"  # key of the JSON text, a uint8 array
+RANKS = ".ranks"  # key of the packed trees of several ranks: uint8, a row for each rank
+_HEADER = 8  # bytes of the length before a packed tree
+_DICTS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
+_MOST_BITS = 64  # of an int in the JSON text; larger ones are hexadecimal
+
+
+class Tree(NamedTuple):
+    """A nested value: its JSON text, and its arrays by key."""
+
+    text: bytes
+    arrays: dict[str, Any]
+
+
+class Leaf(NamedTuple):
+    """An array in the JSON text."""
+
+    key: str
+    form: str
+    is_sharded: bool
+    path: tuple[str, ...]  # of a sharded array, from the value
+
+
+# ---- to JSON ----
+
+
+class _Encoder:
+    """Converts one value; `where` in errors is the path from the state's name."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Any] = {TEXT: None}
+
+    def store(self, array: Any, path: tuple[str, ...]) -> str:
+        """Keep an array under a key made from its path, and return the key."""
+        key = name = ".".join(path) or "value"
+        number = 1
+        while key in self.arrays:
+            number += 1
+            key = f"{name}~{number}"
+        self.arrays[key] = array
+        return key
+
+    def node(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
+        """Return the JSON form of a value."""
+        if value is None or type(value) in (bool, str):
+            if isinstance(value, str):
+                _check_text(value, where)
+            return value
+        if type(value) is int:
+            small = value.bit_length() <= _MOST_BITS
+            return value if small else {"$": "int", "value": hex(value)}
+        if type(value) is float:
+            finite = math.isfinite(value)
+            return value if finite else {"$": "float", "value": str(value)}
+        if levels == 0:
+            raise ValueError(f"{where}: nested more than {DEEPEST} levels deep, or contains itself")
+        found = self.array(value, where, path)
+        if found is None:
+            found = self.container(value, where, path, levels - 1)
+        if found is None:
+            found = self.object(value, where, path, levels - 1)
+        return found
+
+    def array(self, value: Any, where: str, path: tuple[str, ...]) -> Any:
+        """Return the JSON form of an array, a NumPy scalar or bytes; None for other values."""
+        if isinstance(value, bytes | bytearray):
+            array = np.frombuffer(bytes(value), np.uint8)
+            return {"$": type(value).__name__, "key": self.store(array, path)}
+        form = "numpy"
+        if isinstance(value, np.generic):
+            form, value = "scalar", np.asarray(value)
+        elif is_torch(value):
+            form = "torch"
+            if hasattr(value, "device_mesh"):
+                value = backend_of(value).part_of(where, value)
+            else:
+                reason = backend_of(value).why_not_plain(value)
+                if reason:
+                    raise TypeError(f"{where} is {reason}")
+                value = value.detach()
+        elif not isinstance(value, np.ndarray | Shard) and not (
+            hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__")
+        ):
+            return None
+        kind = getattr(value.dtype, "kind", "f")
+        if kind in "OSUMm":
+            raise TypeError(f"{where} is an array of {value.dtype}: store numbers or text instead")
+        node = {"$": "array", "key": self.store(value, path), "form": form}
+        return {**node, "sharded": list(path)} if isinstance(value, Shard) else node
+
+    def items(
+        self, values: Iterable[Any], where: str, path: tuple[str, ...], levels: int
+    ) -> list[Any]:
+        return [
+            self.node(item, f"{where}[{i}]", (*path, str(i)), levels)
+            for i, item in enumerate(values)
+        ]
+
+    def container(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
+        """Return the JSON form of a container, or None for other values."""
+        if isinstance(value, dict):
+            return self.mapping(value, where, path, levels)
+        if isinstance(value, set | frozenset):
+            items = self.items(value, where, path, levels)
+            return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
+        if isinstance(value, deque):
+            items = self.items(value, where, path, levels)
+            return {"$": "deque", "items": items, "maxlen": value.maxlen}
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            return {"$": "tuple", "items": self.items(value, where, path, levels)}
+        if isinstance(value, list):
+            return self.items(value, where, path, levels)
+        if type(value) is complex:
+            parts = [self.node(part, where, path, levels) for part in (value.real, value.imag)]
+            return {"$": "complex", "parts": parts}
+        return None
+
+    def mapping(self, value: dict[Any, Any], where: str, path: tuple[str, ...], levels: int) -> Any:
+        kind = next((name for name, cls in _DICTS.items() if type(value) is cls), "dict")
+        pairs = []
+        for key, inner in value.items():
+            if key is not None and type(key) not in (str, int, bool):
+                raise TypeError(
+                    f"{where} has the key {key!r} of type {type(key).__name__}: keys of nested "
+                    "dicts must be str, int or None"
+                )
+            if isinstance(key, str):
+                _check_text(key, where)
+            node = self.node(inner, f"{where}[{key!r}]", (*path, str(key)), levels)
+            pairs.append([key, node])
+        if kind == "dict" and all(isinstance(key, str) and key != "$" for key, _ in pairs):
+            return dict(pairs)
+        return {"$": "dict", "class": kind, "items": pairs}
+
+    def object(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
+        """Return the JSON form of a generator, or of an object with ``state_dict()``."""
+        library = library_of(value)
+        if library is not None:
+            state = self.node(state_of(value, library), where, path, levels)
+            return {"$": "generator", "library": library, "state": state}
+        method = getattr(value, "state_dict", None)
+        if not callable(method) or isinstance(value, type):
+            cls = type(value)
+            raise TypeError(
+                f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored "
+                "without pickle: give numbers, str, bytes, arrays, random generators, objects "
+                "with state_dict(), or lists, tuples, sets and dicts of these"
+            )
+        return {"$": "object", "state": self.node(method(), where, path, levels)}
+
+
+def _check_text(text: str, where: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+
+def encode(value: Any, where: str) -> Tree:
+    """Convert a nested value.
+
+    Parameters
+    ----------
+    value : object
+        The value. Its arrays are not copied.
+    where : str
+        Name of the value in errors.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A value or a key of a dict cannot be stored; the message has its path.
+    """
+    encoder = _Encoder()
+    node = encoder.node(value, where, (), DEEPEST)
+    text = json.dumps(node, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    arrays = encoder.arrays
+    del arrays[TEXT]
+    return Tree(text.encode(), arrays)
+
+
+# ---- one array of bytes, for a tree that differs between ranks ----
+
+
+def whole_arrays(tree: Tree) -> dict[str, NDArray]:
+    """Return the arrays of a tree that are not shards, in main memory."""
+    found = {}
+    for key, value in tree.arrays.items():
+        if isinstance(value, Shard):
+            continue
+        array = value
+        if is_torch(value):
+            tree.arrays[key] = array = value.cpu()
+            array = backend_of(array).arrays_of({key: array})[key]
+        found[key] = np.ascontiguousarray(array).reshape(np.shape(array))
+    return found
+
+
+def pack_header(tree: Tree, arrays: Mapping[str, NDArray]) -> bytes:
+    """Return the start of a packed tree: its length, and JSON with the text and the arrays."""
+    facts = [[key, name_of(each.dtype), list(each.shape)] for key, each in arrays.items()]
+    header = json.dumps({"arrays": facts, "tree": tree.text.decode()}, ensure_ascii=False).encode()
+    return len(header).to_bytes(_HEADER, "little") + header
+
+
+def pack(tree: Tree, nbytes: int) -> NDArray:
+    """Return a tree without its shards as `nbytes` bytes; the rest is zero."""
+    arrays = whole_arrays(tree)
+    header = pack_header(tree, arrays)
+    packed = np.zeros(nbytes, np.uint8)
+    at = len(header)
+    packed[:at] = np.frombuffer(header, np.uint8)
+    for array in arrays.values():
+        packed[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+        at += array.nbytes
+    return packed
+
+
+def unpack(packed: NDArray, where: str) -> tuple[Any, dict[str, NDArray]]:
+    """Return the JSON form and the arrays of a packed tree; raise FormatError if malformed."""
+    try:
+        at = _HEADER + int.from_bytes(packed[:_HEADER].tobytes(), "little")
+        header = json.loads(packed[_HEADER:at].tobytes())
+        arrays = {}
+        for key, dtype, shape in header["arrays"]:
+            made = np.empty(shape, numpy_dtype(dtype))
+            made.reshape(-1).view(np.uint8)[...] = packed[at : at + made.nbytes]
+            arrays[key] = made
+            at += made.nbytes
+        return parse(header["tree"].encode(), where), arrays
+    except (AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError) as e:
+        raise malformed(where, e) from None
+
+
+# ---- from JSON ----
+
+
+def leaves_of(node: Any) -> list[Leaf]:
+    """Return the arrays of a JSON form, in order."""
+    found: list[Leaf] = []
+    stack = [node]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, list):
+            stack += reversed(one)
+        elif isinstance(one, dict):
+            if one.get("$") in ("array", "bytes", "bytearray"):
+                path = one.get("sharded")
+                form = str(one.get("form", one["$"]))
+                found.append(Leaf(str(one["key"]), form, path is not None, tuple(path or ())))
+            else:
+                stack += reversed(list(one.values()))
+    return found
+
+
+class Decoder:
+    """Makes values from a JSON form.
+
+    Parameters
+    ----------
+    arrays : mapping of str to array
+        The arrays, by key.
+    tensor_of : callable or None
+        Converts an array that was saved from a torch tensor; None leaves it a NumPy array.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, Any], tensor_of: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.arrays = arrays
+        self.tensor_of = tensor_of
+
+    def value(self, node: Any) -> Any:
+        """Return the value of a JSON form."""
+        if isinstance(node, list):
+            return [self.value(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        kind = node.get("$")
+        if kind is None:
+            return {key: self.value(inner) for key, inner in node.items()}
+        if kind == "array":
+            return self.array(node)
+        if kind in ("bytes", "bytearray"):
+            return (bytes if kind == "bytes" else bytearray)(self.arrays[node["key"]].tobytes())
+        if kind == "dict":
+            pairs = {key: self.value(inner) for key, inner in node["items"]}
+            return _DICTS[node["class"]](pairs)
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind]([self.value(item) for item in node["items"]])
+        return self.special(kind, node)
+
+    def array(self, node: dict[str, Any]) -> Any:
+        array = self.arrays[node["key"]]
+        if node["form"] == "scalar":
+            return array[()]
+        if node["form"] == "torch" and self.tensor_of is not None:
+            return self.tensor_of(array)
+        return array
+
+    def special(self, kind: str, node: dict[str, Any]) -> Any:
+        """Return the value of a kind that is neither an array nor a plain container."""
+        if kind == "deque":
+            return deque((self.value(item) for item in node["items"]), node["maxlen"])
+        if kind == "float":
+            return float(node["value"])
+        if kind == "int":
+            return int(node["value"], 16)
+        if kind == "complex":
+            return complex(*(self.value(part) for part in node["parts"]))
+        if kind == "object":
+            return self.value(node["state"])
+        if kind == "generator":
+            return restored(self.value(node["state"]), node["library"])
+        raise KeyError(kind)
+
+
+def parse(text: bytes, where: str) -> Any:
+    """Return the JSON form in a text.
+
+    Raises
+    ------
+    FormatError
+        The text is not JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except (RecursionError, ValueError) as reason:
+        raise malformed(where, reason) from None
+
+
+def malformed(where: str, reason: object) -> FormatError:
+    """Return the error for a text that does not describe a nested value."""
+    error = FormatError(f"{where}: the stored text does not describe a value: {reason}")
+    error.name = where
+    return error

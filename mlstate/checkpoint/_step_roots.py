@@ -1,0 +1,78 @@
+"""The roots of a manager's steps, as several ranks see them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CollectiveError, FormatError, MLStateError, StoreError
+from ._load import LoadedState, load_checkpoint
+from ._store import folder as _folder
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from ..collectives import ProcessGroup
+
+OTHER = "the folder holds a checkpoint of mlstate.save, which is not a step"
+
+
+def if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
+    """Suppress the folder's errors if there are several ranks: these must first communicate."""
+    alone = group is None or group.world_size == 1
+    return nullcontext() if alone else suppress(StoreError)
+
+
+def holds_no_steps(folder: str) -> bool:
+    """Return whether a folder has a checkpoint, but no steps of a manager."""
+    return _folder.exists(folder, _folder.MANIFEST) and not _folder.list_roots(folder)
+
+
+def gather_bytes(group: ProcessGroup | None, text: bytes) -> list[bytes]:
+    """Gather a text from every rank."""
+    if group is None or group.world_size == 1:
+        return [text]
+    return list(group.gather_bytes(text))
+
+
+def agreed_roots(folder: str, group: ProcessGroup | None) -> list[str]:
+    """Return the roots that rank 0 lists; ranks that list at other times may differ."""
+    names: list[str] = []
+    error: MLStateError | None = None
+    if group is None or group.rank == 0:
+        try:
+            names = [root.path for root in _folder.list_roots(folder)]
+        except MLStateError as caught:
+            error = caught
+    text = "" if error is not None else " ".join(["roots", *names])
+    said = gather_bytes(group, text.encode())[0]
+    if error is not None:
+        raise error
+    if not said:
+        failed = CollectiveError("rank 0 cannot list the checkpoints; see the error on that rank")
+        failed.rank = 0
+        raise failed
+    return said.decode().split(" ")[1:]
+
+
+def try_root(
+    folder: str, root: str, keywords: dict[str, Any]
+) -> tuple[LoadedState | None, MLStateError | None]:
+    """Load a root on all ranks; if one rank cannot read it, every rank skips it."""
+    group = keywords.get("group")
+    state: LoadedState | None = None
+    error: MLStateError | None = None
+    try:
+        state = load_checkpoint(folder, root=root, **keywords)
+    except (FormatError, StoreError) as caught:
+        error = caught
+    except BaseException:
+        gather_bytes(group, b"stop")  # trying other roots would not help: the others must not wait
+        raise
+    answers = gather_bytes(group, b"good" if error is None else b"bad")
+    if b"stop" in answers:
+        rank = answers.index(b"stop")
+        failed = CollectiveError(f"rank {rank} cannot restore; see the error on that rank")
+        failed.rank = rank
+        raise failed
+    return (None if b"bad" in answers else state), error

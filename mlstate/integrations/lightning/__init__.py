@@ -1,0 +1,8 @@
+"""Lightning: checkpoints of a Trainer, saved and loaded by mlstate.
+
+The modules of this package import lightning inside functions.
+"""
+
+from ._checkpoint_io import MLStateCheckpointIO
+
+__all__ = ["MLStateCheckpointIO"]

@@ -1,0 +1,8 @@
+"""transformers: state of a Trainer, saved and restored by mlstate.
+
+The modules of this package import transformers inside functions.
+"""
+
+from ._trainer import MLStateCallback
+
+__all__ = ["MLStateCallback"]

@@ -1,0 +1,140 @@
+"""Folders of torch.distributed.checkpoint as torch's own tutorial writes and reads them."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+import mlstate  # noqa: E402
+from mlstate.checkpoint._files.convert import read_any, write_any  # noqa: E402
+from mlstate.cli import main  # noqa: E402
+
+if not torch.distributed.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore"),  # torch warns that there is only one process
+]
+
+
+class ToyModel(torch.nn.Module):
+    """The model of the tutorial."""
+
+    def __init__(self):
+        super().__init__()
+        self.net1 = torch.nn.Linear(16, 16)
+        self.relu = torch.nn.ReLU()
+        self.net2 = torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.net2(self.relu(self.net1(x)))
+
+
+class AppState:
+    """The wrapper of the tutorial: an object of torch's Stateful protocol."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state):
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+
+
+def trained(seed, steps):
+    torch.manual_seed(seed)
+    model = ToyModel()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.rand(8, 16)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def assert_same_run(run, other):
+    """Parameters, states and hyperparameters are equal, and so is the next step."""
+    for (model, optimizer), (model2, optimizer2) in ((run, other),):
+        for p, q in zip(model.parameters(), model2.parameters(), strict=True):
+            assert torch.equal(p, q)
+            for name, value in optimizer.state[p].items():
+                assert torch.equal(value, optimizer2.state[q][name]), name
+        assert optimizer.param_groups[0]["lr"] == optimizer2.param_groups[0]["lr"]
+        for each, opt in ((model, optimizer), (model2, optimizer2)):
+            opt.zero_grad()
+            each(torch.ones(4, 16)).sum().backward()
+            opt.step()
+        assert all(map(torch.equal, model.parameters(), model2.parameters()))
+
+
+def test_the_tutorials_folder_converts_and_resumes(tmp_path):
+    run = trained(0, 3)
+    dcp.save({"app": AppState(*run)}, checkpoint_id=tmp_path / "a.dcp")
+    assert main(["convert", str(tmp_path / "a.dcp"), str(tmp_path / "ckpt")]) == 0
+    other = trained(1, 1)
+    mlstate.load(tmp_path / "ckpt", into={"model": other[0], "optimizer": other[1]})
+    assert_same_run(run, other)
+
+
+def test_plain_values_beside_the_application_are_metadata(tmp_path):
+    more = {"epoch": 3, "name": "x", "none": None, "list": [1, "b", None], "flag": True}
+    dcp.save({"app": AppState(*trained(0, 1)), **more}, checkpoint_id=tmp_path / "a.dcp")
+    model, optimizer, metadata = read_any(tmp_path / "a.dcp")
+    assert len(model) == 4 and len(optimizer) == 12 and metadata == more
+
+
+def test_none_and_str_among_tensors_are_metadata(tmp_path):
+    tree = {"w": torch.ones(2), "note": "text", "deep": {"none": None, "n": 2}}
+    for path in (tmp_path / "a.dcp", tmp_path / "a.pt"):
+        if path.suffix == ".pt":
+            torch.save(tree, path)
+        else:
+            dcp.save(tree, checkpoint_id=path)
+        model, optimizer, metadata = read_any(path)
+        assert sorted(model) == ["deep.n", "w"] and optimizer is None
+        assert metadata == {"note": "text", "deep.none": None}
+
+
+def test_two_applications_are_not_mixed(tmp_path):
+    tree = {"a": {"model": {"w": torch.ones(1)}}, "b": {"model": {"w": torch.zeros(1)}}}
+    dcp.save(tree, checkpoint_id=tmp_path / "a.dcp")
+    model, _, _ = read_any(tmp_path / "a.dcp")
+    assert sorted(model) == ["a.model.w", "b.model.w"]
+
+
+def test_torch_reads_the_converted_folder_with_its_own_functions(tmp_path):
+    run = trained(0, 3)
+    mlstate.save(tmp_path / "ckpt", *run, metadata={"epoch": 3})
+    assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "out.dcp")]) == 0
+    other = trained(1, 1)
+    model, optimizer = get_state_dict(*other)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=tmp_path / "out.dcp")
+    set_state_dict(*other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert_same_run(run, other)
+
+
+def test_a_conversion_tells_that_named_states_are_left_out(tmp_path):
+    mlstate.save(tmp_path / "c", {"w": np.ones(2)}, states={"rng": np.random.default_rng(0)})
+    with pytest.warns(UserWarning, match="named states are not converted: rng"):
+        parts = read_any(tmp_path / "c")
+    write_any(tmp_path / "a.dcp", *parts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mlstate.save(tmp_path / "d", {"w": np.ones(2)})
+        read_any(tmp_path / "d")

@@ -1,0 +1,183 @@
+"""Named states of torch: models, optimizers, schedulers, generators; strict, cast, device."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rank_jobs
+
+torch = pytest.importorskip("torch")
+
+import mlstate  # noqa: E402
+from mlstate import CompatibilityError  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
+
+RANKS = Path(__file__).with_name("states_ranks.py")
+WANTED = {2: rank_jobs.scenarios(RANKS)}
+outcomes = rank_jobs.jobs(RANKS, WANTED, limit_seconds=150)
+
+
+@pytest.mark.parametrize(("world", "name"), rank_jobs.cases(WANTED))
+def test_ranks_agree(outcomes, world, name):
+    rank_jobs.check(outcomes(world), name)
+
+
+class Ema:
+    """A moving average as libraries write it: tensors, and a plain count."""
+
+    def __init__(self, module):
+        self.count = 0
+        self.shadow = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def update(self, module):
+        self.count += 1
+        for name, p in module.named_parameters():
+            self.shadow[name].mul_(0.9).add_(p.detach(), alpha=0.1)
+
+    def state_dict(self):
+        return {"shadow": self.shadow, "count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+        for name, value in state["shadow"].items():
+            assert isinstance(value, torch.Tensor)
+            self.shadow[name].copy_(value)
+
+
+class Run:
+    """Actor, critic, two optimizers, a scheduler, an average and three generators."""
+
+    def __init__(self, seed):
+        torch.manual_seed(seed)
+        self.actor, self.critic = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        self.actor_opt = torch.optim.AdamW(self.actor.parameters(), lr=0.1)
+        self.critic_opt = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.actor_opt, [2, 4])
+        self.swa = torch.optim.swa_utils.AveragedModel(self.actor)
+        self.ema = Ema(self.actor)
+        self.numpy = np.random.default_rng(seed)
+        self.own = torch.Generator().manual_seed(seed)
+        self.losses = []
+
+    def states(self):
+        return {
+            "critic": self.critic,
+            "critic_opt": self.critic_opt,
+            "schedule": self.schedule,
+            "swa": self.swa,
+            "ema": self.ema,
+            "rng": {"numpy": self.numpy, "own": self.own, "torch": torch.random},
+            "losses": self.losses,
+        }
+
+    def step(self):
+        x = torch.randn(8, 4) + torch.randn(8, 4, generator=self.own)
+        x += torch.from_numpy(self.numpy.normal(size=(8, 4)).astype(np.float32))
+        loss = self.critic(torch.tanh(self.actor(x))).square().mean()
+        loss.backward()
+        for optimizer in (self.actor_opt, self.critic_opt):
+            optimizer.step()
+            optimizer.zero_grad()
+        self.schedule.step()
+        self.swa.update_parameters(self.actor)
+        self.ema.update(self.actor)
+        self.losses.append(loss.item())
+
+
+def test_a_whole_run_resumes_with_the_same_bits(tmp_path):
+    run = Run(0)
+    for _ in range(3):
+        run.step()
+    mlstate.save(tmp_path / "c", run.actor, run.actor_opt, states=run.states())
+    for _ in range(3):
+        run.step()
+    other = Run(1)
+    other.step()
+    mlstate.load(
+        tmp_path / "c",
+        into={"model": other.actor, "optimizer": other.actor_opt, "states": other.states()},
+    )
+    for _ in range(3):
+        other.step()
+    assert other.losses == run.losses
+    assert other.ema.count == run.ema.count
+    for a, b in ((run.actor, other.actor), (run.critic, other.critic), (run.swa, other.swa)):
+        assert all(map(torch.equal, a.state_dict().values(), b.state_dict().values()))
+    assert all(map(torch.equal, run.ema.shadow.values(), other.ema.shadow.values()))
+    assert run.actor_opt.param_groups[0]["lr"] == other.actor_opt.param_groups[0]["lr"]
+
+
+def test_an_optimizer_has_the_names_of_the_module_with_its_parameters(tmp_path):
+    run = Run(0)
+    run.step()
+    both = torch.optim.AdamW([*run.actor.parameters(), *run.critic.parameters()])
+    mlstate.save(tmp_path / "c", run.actor, states={**run.states(), "both": both})
+    found = mlstate.load(tmp_path / "c").states
+    assert set(found["critic_opt"]) == {"bias.momentum_buffer", "weight.momentum_buffer"}
+    assert set(found["both"].param_groups[0]["params"]) == {f"param_{i}" for i in range(4)}
+
+
+def test_a_module_that_lacks_a_name_leaves_everything_unchanged(tmp_path):
+    run, other = Run(0), Run(1)
+    run.step()
+    mlstate.save(tmp_path / "c", run.actor, states=run.states())
+    before = {name: value.clone() for name, value in other.actor.state_dict().items()}
+    states = {**other.states(), "critic": torch.nn.Linear(3, 1)}
+    del states["critic_opt"]
+    generator = other.own.get_state().clone()
+    with pytest.raises(CompatibilityError, match="critic/weight"):
+        mlstate.load(tmp_path / "c", into={"model": other.actor, "states": states})
+    assert all(torch.equal(before[name], value) for name, value in other.actor.state_dict().items())
+    assert torch.equal(generator, other.own.get_state()) and other.losses == []
+
+
+def test_device_returns_tensors(tmp_path):
+    values = {"w": torch.arange(4, dtype=torch.bfloat16), "n": torch.tensor(3)}
+    mlstate.save(
+        tmp_path / "c", values, {"w.m": torch.ones(4)}, states={"ema": values, "x": [values]}
+    )
+    found = mlstate.load(tmp_path / "c", device="cpu")
+    for state in (found.model, found.states["ema"], found.states["x"][0]):
+        assert torch.equal(state["w"], values["w"]) and state["w"].dtype == torch.bfloat16
+    assert isinstance(found.optimizer, mlstate.StateDict)
+    assert torch.equal(found.optimizer["w.m"], torch.ones(4))
+    assert not isinstance(mlstate.load(tmp_path / "c").states["x"][0]["w"], torch.Tensor)
+    with pytest.raises(ValueError, match="is not a device of torch"):
+        mlstate.load(tmp_path / "c", device="nowhere")
+
+
+def test_modules_are_filled_with_rename_cast_and_without_strict(tmp_path):
+    source = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)).double()
+    optimizer = torch.optim.AdamW(source.parameters(), lr=0.5)
+    source(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    mlstate.save(tmp_path / "c", source, optimizer)
+    target = torch.nn.ModuleDict({"first": torch.nn.Linear(3, 2), "new": torch.nn.Linear(2, 2)})
+    theirs = torch.optim.AdamW(target.parameters(), lr=0.1)
+    before = target["new"].weight.detach().clone()
+    into = {"model": target, "optimizer": theirs}
+    with pytest.raises(CompatibilityError):
+        mlstate.load(tmp_path / "c", into=into, rename={"0": "first"}, cast=True)
+    mlstate.load(tmp_path / "c", into=into, rename={"0": "first"}, cast=True, strict=False)
+    assert torch.equal(target["first"].weight, source[0].weight.float())
+    assert torch.equal(target["new"].weight, before)
+    own, saved = theirs.state[target["first"].weight], optimizer.state[source[0].weight]
+    assert torch.equal(own["exp_avg"].double(), saved["exp_avg"])
+    assert target["new"].weight not in theirs.state
+    with pytest.raises(CompatibilityError, match="float64"):
+        mlstate.load(tmp_path / "c", into={"model": target}, rename={"0": "first"}, strict=False)
+
+
+def test_a_tensor_that_is_not_plain_is_named(tmp_path):
+    sparse = torch.eye(2).to_sparse()
+    with pytest.raises(TypeError, match=r"states\['x'\]\[0\]\['s'\] is torch.sparse_coo"):
+        mlstate.save(tmp_path / "c", states={"x": [{"s": sparse}]})
+
+
+def test_generators_of_torch_do_not_mix(tmp_path):
+    mlstate.save(tmp_path / "c", states={"rng": torch.Generator()})
+    with pytest.raises(CompatibilityError, match="saved torch, expected numpy"):
+        mlstate.load(tmp_path / "c", into={"states": {"rng": np.random.default_rng(0)}})
+    state = mlstate.load(tmp_path / "c", device="cpu").states["rng"]
+    torch.Generator().set_state(state)
