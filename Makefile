@@ -81,7 +81,7 @@ tsan: ## Run the C tests that use threads under ThreadSanitizer.
 tsan-slice: ## Run the part of `tsan` that fits a change's check.
 	@tools/tsan.sh slice
 
-coverage: dev ## Report what the tests reach: build/coverage/index.html, python/index.html.
+coverage: dev ## Report what the tests reach: build/coverage/index.html and python/index.html.
 	@tools/coverage.sh $(RUN)
 
 faults: $(STAMP)-test install ## Fail every call of a save, kill it, cut the power, in turn.

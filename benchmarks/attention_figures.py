@@ -65,14 +65,14 @@ def time_table(tables: list[Table]) -> list[str]:
     """The time of one token's attention in a layer, by length."""
     lengths = layer_lengths(tables)
     lines = [
-        "| us | " + " | ".join(f"{length:,} positions" for length, _ in lengths) + " |",
+        "| µs | " + " | ".join(f"{length:,} positions" for length, _ in lengths) + " |",
         "| --- |" + " --- |" * len(lengths),
     ]
     for name in lengths[0][1]:
         cells = [f"{rows[name]['median']:,.0f}" for _, rows in lengths]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     (model,) = select(tables, "a step of the demo's model")
-    lines += ["", f"| {model['title']} | us |", "| --- | --- |"]
+    lines += ["", f"| {model['title']} | µs |", "| --- | --- |"]
     lines += [f"| {row['name']} | {row['median']:,.0f} |" for row in model["rows"]]
     return lines
 
@@ -146,9 +146,7 @@ def draw_effect(tables: list[Table]) -> Any:
     left, right = figure.subplots(1, 2)
     left.plot(sizes, [float(r["mean"]) for r in plain], color=USED, marker="o", linewidth=1.8)
     left.axhline(float(full["mean"]), color=BUDGET, linestyle="--")
-    left.text(
-        sizes[-1], float(full["mean"]), "full attention", color=BUDGET, va="bottom", ha="right"
-    )
+    left.text(sizes[0], float(full["mean"]), "full attention", color=BUDGET, va="bottom", ha="left")
     left.set_title("Bits for a character of the real text", loc="left", fontsize="medium")
     right.plot(sizes, [percent(r["next agrees"]) for r in plain], color=USED, marker="o")
     right.set_title("Same next character, %", loc="left", fontsize="medium")

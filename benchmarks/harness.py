@@ -263,7 +263,7 @@ def processors() -> int:
 def versions() -> str:
     """Python and the packages that take part."""
     found = [f"Python {platform.python_version()}"]
-    for name in ("mlstate", "numpy", "torch", "safetensors", "ml_dtypes"):
+    for name in ("mlstate", "numpy", "torch", "safetensors", "transformers", "ml_dtypes"):
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:

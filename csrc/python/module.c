@@ -143,7 +143,8 @@ static int core_exec(PyObject *module)
         mlspy_staging_methods,   mlspy_bucket_methods, mlspy_wire_methods,
         mlspy_reduce_methods,    mlspy_local_methods,  mlspy_chain_methods,
         mlspy_plan_methods,      mlspy_search_methods, mlspy_activation_methods,
-        mlspy_info_methods,      mlspy_dtype_methods,  mlspy_kv_cache_methods};
+        mlspy_info_methods,      mlspy_dtype_methods,  mlspy_kv_cache_methods,
+        mlspy_part_methods};
     if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||
         mlspy_state_init(mlspy_state_of(module)) < 0 || mlspy_errors_add(module) < 0 ||
         mlspy_kv_buffer_add(module) < 0 || mlspy_kv_rolling_add(module) < 0 ||

@@ -130,6 +130,9 @@ class Backend(Protocol):
     def saved_module(self, module: Any, ranks: int) -> dict[str, Any]:
         """Return the tensors of a module that this rank stores."""
 
+    def tied_names(self, module: Any) -> set[str]:
+        """Return the names of a module's state whose tensor has an earlier name."""
+
     def saved_optimizer(
         self, optimizer: Any, module: Any, ranks: int
     ) -> tuple[dict[str, Any], dict[str, Any]]:

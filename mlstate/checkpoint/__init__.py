@@ -25,6 +25,7 @@ from .._safetensors import load_file, load_metadata, save_file
 from .._sharding.layout import Layout, Shard, Tier
 from ._checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord, inspect
 from ._dry_run import FileRead, LoadPlan, SavePlan, plan_load, plan_save
+from ._huggingface.export import export_huggingface
 from ._load import LoadedState, load
 from ._manager import CheckpointManager
 from ._prune import PruneReport, prune
@@ -63,6 +64,7 @@ __all__ = [
     "TieredUnit",
     "Traffic",
     "VerifyReport",
+    "export_huggingface",
     "inspect",
     "load",
     "load_file",

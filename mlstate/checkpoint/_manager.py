@@ -74,7 +74,7 @@ class CheckpointManager:
     save_time_interval : float or timedelta, optional
         `should_save` returns true if the last save began at least this many seconds ago.
     warn_unchanged : bool, default True
-        Warn once if two steps saved one after the other have the same bytes of the model.
+        Warn once if two successive steps store a model with the same bytes.
     storage_options : mapping, optional
         As for `mlstate.save`.
 

@@ -146,9 +146,9 @@ def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: A
 
 
 class SaveTimer:
-    """Decides when to save: after a number of steps or a time.
+    """Decides when to save: after a number of steps or after a time, whichever comes first.
 
-    With both, the first that is due counts. Without both, every step is saved.
+    Without these limits, every step is saved.
     """
 
     def __init__(self, steps: Any, interval: Any) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .._common.local_path import local_path
 from .._common.text import bytes_text
 from ..checkpoint._files.convert import FORMATS, format_of, parts_of, read_any, write_any
+from ..checkpoint._huggingface.export import export
 from ..checkpoint._store.folder import refuse_existing
 from ._common import FORCE_HELP, add_command, count_text, find, path_text, stat_path
 
@@ -23,7 +24,7 @@ __all__ = ["add"]
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``convert``."""
     suffixes = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
-    help_text = "convert between checkpoints, .safetensors, .npz, and torch's files and folders"
+    help_text = "convert between checkpoints, .safetensors, .npz, Hugging Face and torch's files"
     parser = add_command(commands, "convert", help_text)
     parser.add_argument("source", help=f"a folder, or a file: {suffixes}")
     parser.add_argument("target", help="target; its suffix selects the format (none: a checkpoint)")
@@ -32,7 +33,38 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--to", dest="target_format", choices=names, help="whatever the suffix")
     parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
     parser.add_argument("--force", action="store_true", help=FORCE_HELP)
+    folder = parser.add_argument_group("--to huggingface")
+    folder.add_argument(
+        "--files-from", metavar="FOLDER", help="copy its config and tokenizer files too"
+    )
+    folder.add_argument(
+        "--max-shard-bytes", type=int, metavar="N", help="of a file (default: 5 GiB)"
+    )
     parser.set_defaults(run=run_convert)
+
+
+def _export_options(arguments: argparse.Namespace, write: str) -> dict[str, Any]:
+    """Return the options of an export; raise ValueError if they are given for another format."""
+    names = ("files_from", "max_shard_bytes")
+    given = {name: getattr(arguments, name) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and write != "huggingface":
+        option = next(iter(given)).replace("_", "-")
+        raise ValueError(f"--{option} requires --to huggingface: the target's format is {write}")
+    return given
+
+
+def _export(arguments: argparse.Namespace, read: str, options: dict[str, Any]) -> StateDict:
+    """Export the model of the source; checkpoints are verified, then mapped."""
+    where = find(arguments.source, arguments.step) if read in ("mlstate", "huggingface") else None
+    if where is None:
+        model = _read(arguments.source, read, arguments.step)[0]
+    else:
+        model = where.load(mmap=True, verify="first").model
+    if model is None:
+        raise ValueError(f"{arguments.source} holds no model to export")
+    export(arguments.target, model, overwrite=arguments.force, **options)
+    return model  # type: ignore[no-any-return]
 
 
 def _read(path: str, name: str, step: int | None) -> Any:
@@ -57,8 +89,12 @@ def run_convert(arguments: argparse.Namespace) -> int:
     refuse_existing(target, arguments.force)
     read = arguments.source_format or format_of(source)
     write = arguments.target_format or format_of(target)
-    model, optimizer, metadata = _read(arguments.source, read, arguments.step)
-    write_any(target, model, optimizer, metadata, format=write, overwrite=arguments.force)
+    options = _export_options(arguments, write)
+    if write == "huggingface":
+        model, optimizer = _export(arguments, read, options), None
+    else:
+        model, optimizer, metadata = _read(arguments.source, read, arguments.step)
+        write_any(target, model, optimizer, metadata, format=write, overwrite=arguments.force)
     parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {

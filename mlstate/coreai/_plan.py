@@ -15,42 +15,48 @@ if TYPE_CHECKING:
     from ._specs import Source, StateSpec
 
 
-def with_size(
-    specs: StateSpecs, which: str, size: int | None, seq_axis: Mapping[str, int | None]
+def _with_size(
+    specs: StateSpecs, which: str, size: int | None, axes: Mapping[str, int | None]
 ) -> dict[str, StateSpec]:
-    """Return the states of a model for a context size.
+    """Return the states of the source or target model for a context size.
 
     Raises CompatibilityError if a dynamic state has no size, or if `size` is not the size of a
     model with fixed shapes.
     """
-    dynamic = [spec for spec in specs.values() if None in spec.shape]
+    dynamic = next((spec for spec in specs.values() if None in spec.shape), None)
     if size is None:
-        if dynamic:
+        if dynamic is not None:
             raise incompatible(
-                f"{dynamic[0].name}: the {which} model is dynamic "
-                f"({shape_text(dynamic[0].shape)}): pass {which}_size=",
+                f"{dynamic.name}: the {which} model is dynamic ({shape_text(dynamic.shape)}): "
+                f"pass {which}_size=",
                 f"{which}_size",
                 "a number of positions",
                 None,
             )
         return dict(specs)
     size = as_size(size)
-    if not dynamic and specs:
-        lengths = {
-            spec.shape[axis]
-            for name, spec in specs.items()
-            if (axis := seq_axis.get(name)) is not None
-        }
+    if dynamic is None:
+        lengths = _fixed_lengths(specs, axes)
         if lengths and size not in lengths:
             raise incompatible(
                 f"{which}_size is {size}, but the states of the {which} model have "
-                f"{', '.join(map(str, sorted(filter(None, lengths))))} positions: pass a dynamic "
-                "model, or the model of this size",
+                f"{', '.join(map(str, lengths))} positions: pass a dynamic model, or the model of "
+                "this size",
                 f"{which}_size",
-                sorted(filter(None, lengths)),
+                lengths,
                 size,
             )
     return {name: spec.with_size(size) for name, spec in specs.items()}
+
+
+def _fixed_lengths(specs: StateSpecs, axes: Mapping[str, int | None]) -> list[int | None]:
+    """Return the different sequence lengths of states with fixed shapes."""
+    lengths = dict[int | None, None]()
+    for name, spec in specs.items():
+        axis = axes.get(name)
+        if axis is not None and axis < len(spec.shape):
+            lengths[spec.shape[axis]] = None
+    return list(lengths)
 
 
 @set_module("mlstate.coreai")
@@ -112,22 +118,12 @@ def plan_transition(
     number = as_position(position)
     have = choose(source, source_function, seq_axis)
     want = choose(target, target_function, seq_axis)
-    axes = {
-        name: find_axis(spec, want[name]) if name in want else spec.seq_axis
-        for name, spec in {**want, **have}.items()
-        if name in have
-    }
-    sized = (
-        with_size(have, "source", source_size, axes),
-        with_size(want, "target", target_size, axes),
-    )
-    is_resized = any(
-        spec.shape != sized[1][name].shape for name, spec in sized[0].items() if name in sized[1]
-    )
+    axes = {name: find_axis(spec, want[name]) for name, spec in have.items() if name in want}
+    source_states = _with_size(have, "source", source_size, axes)
+    target_states = _with_size(want, "target", target_size, axes)
+    resized = {name for name in axes if source_states[name].shape != target_states[name].shape}
 
     def axis_of(name: str) -> int | None:
-        pair = sized[0].get(name), sized[1].get(name)
-        is_equal = pair[0] is not None and pair[1] is not None and pair[0].shape == pair[1].shape
-        return None if is_equal and is_resized else axes.get(name)
+        return axes.get(name) if name in resized or not resized else None
 
-    return plan_states(*sized, number, axis_of)
+    return plan_states(source_states, target_states, number, axis_of)

@@ -174,7 +174,7 @@ def plot_saves(
     ImportError
         matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
-        There are no saves.
+        `saves` is empty.
 
     Examples
     --------
@@ -335,7 +335,7 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
     ImportError
         matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
-        The world size of a unit is unknown, or differs from that of another unit.
+        The world size of a unit is unknown, or differs from another unit.
 
     Examples
     --------

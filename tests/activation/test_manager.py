@@ -1,9 +1,8 @@
 """The manager: which strategies it asks, its counters and its repr."""
 
-import threading
-
 import numpy as np
 import pytest
+from thread_team import run_in_threads
 
 from mlstate.activation import (
     ActivationManager,
@@ -137,23 +136,14 @@ def test_reports_of_many_layers_are_short():
 
 def test_threads_share_a_manager():
     manager = ActivationManager(IntervalStrategy(3))
-    raised = []
 
-    def work():
-        try:
-            for i in range(600):
-                manager.decide(f"layers.{i % 60}", KIB, i)
-                if i % 50 == 0:
-                    manager.report(), manager.layers()
-        except Exception as error:
-            raised.append(error)
+    def work(number):
+        for i in range(600):
+            manager.decide(f"layers.{i % 60}", KIB, i)
+            if i % 50 == 0:
+                manager.report(), manager.layers()
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not raised
+    run_in_threads(work, 8)
     assert manager.decisions == 4800 and manager.checkpointed == 1600
     assert manager.dropped_bytes == 1600 * 1024
     assert manager.strategy.checkpointed_count == 1600

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from thread_team import run_in_threads
 
 from mlstate.activation import MemoryAwareStrategy, MemoryStats, MemoryTracker
 
@@ -127,13 +128,7 @@ def test_threads_share_a_tracker():
             return next(numbers)
 
     tracker = MemoryTracker(source)
-    threads = [
-        threading.Thread(target=lambda: [tracker.get_stats() for _ in range(500)]) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_in_threads(lambda _: [tracker.get_stats() for _ in range(500)], 8)
     assert tracker.get_stats().peak_memory_used == 4000
 
 

@@ -5,7 +5,6 @@ import gc
 import inspect
 import pickle
 import sys
-import threading
 import weakref
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import strategy_model as model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_team import run_in_threads
 
 from mlstate import _core
 from mlstate.activation import (
@@ -732,27 +732,12 @@ def test_cycles_through_a_clock_are_collected():
 
 
 def in_threads(work):
-    raised, start = [], threading.Barrier(THREADS)
-
-    def run(number):
-        start.wait()
-        try:
-            work(number)
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(THREADS)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        run_in_threads(work, THREADS)
     finally:
         sys.setswitchinterval(interval)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not raised
 
 
 def test_threads_share_a_strategy():

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from thread_team import run_in_threads
 from tries import tries
 
 import mlstate
@@ -583,24 +584,13 @@ def test_the_mapping_may_change_while_it_is_saved(tmp_path):
 
 
 def test_threads_save_to_one_path(tmp_path):
-    barrier = threading.Barrier(4)
-    errors = []
-
     def work(number):
-        barrier.wait()
-        try:
-            for _ in range(10):
-                save_file({"a": np.full(20_000, number)}, tmp_path / "f")
-                assert len(set(load_file(tmp_path / "f")["a"])) == 1
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(10):
+            save_file({"a": np.full(20_000, number)}, tmp_path / "f")
+            assert len(set(load_file(tmp_path / "f")["a"])) == 1
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == [] and [p.name for p in tmp_path.iterdir()] == ["f"]
+    run_in_threads(work, 4)
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
 # ---- faults: the old file stays and no other file remains ----

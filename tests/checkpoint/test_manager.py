@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_model import same
+from thread_team import run_in_threads
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Staging, prune, save_async
@@ -448,33 +449,23 @@ def test_steps_and_keep_that_are_no_numbers_are_refused(manager):
 
 
 def test_threads_save_one_after_the_other(tmp_path):
-    errors = []
-
     def work(number):
-        try:
-            for step in range(number, 40, 8):
-                state = {"w": np.full(2000, step)}
-                if (step // 8 + number) % 2:
-                    manager.save(step, state)
-                else:
-                    manager.save_async(step, state).wait()
-        except BaseException as error:
-            errors.append(error)
+        for step in range(number, 40, 8):
+            state = {"w": np.full(2000, step)}
+            if (step // 8 + number) % 2:
+                manager.save(step, state)
+            else:
+                manager.save_async(step, state).wait()
 
     with CheckpointManager(tmp_path / "run") as manager:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert errors == []
+        run_in_threads(work, 8)
         assert sorted(manager.steps()) == list(range(40))
         for step in range(40):
             assert (manager.restore(step).model["w"] == step).all()
 
 
 def test_threads_share_neither_staging_memory_nor_a_group(tmp_path, monkeypatch):
-    staging, start, results = Staging(8000), threading.Barrier(8), []
+    staging = Staging(8000)
     real = mlstate._core.shards_write
 
     def slow(*given):
@@ -482,21 +473,15 @@ def test_threads_share_neither_staging_memory_nor_a_group(tmp_path, monkeypatch)
         return real(*given)
 
     def work(number):
-        start.wait(20)
         try:
             handle = save_async(tmp_path / f"{number}", {"w": np.ones(1000)}, staging=staging)
-            results.append(handle.wait())
+            return handle.wait()
         except ValueError as error:
-            results.append(str(error))
+            return str(error)
 
     monkeypatch.setattr(mlstate._core, "shards_write", slow)
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    refused = [one for one in results if isinstance(one, str)]
-    assert len(results) == 8 and 1 <= len(refused) <= 7
+    refused = [one for one in run_in_threads(work, 8) if isinstance(one, str)]
+    assert 1 <= len(refused) <= 7
     assert all("in use by another save" in text for text in refused)
 
 

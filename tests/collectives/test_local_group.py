@@ -22,6 +22,7 @@ from group_model import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
+from thread_team import run_in_threads
 from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError
@@ -465,18 +466,10 @@ def test_several_threads_share_one_rank():
     """Operations do not mix. Their order depends on the threads, so all are alike."""
 
     def work(group):
-        found = []
+        def add(number):
+            return [group.all_reduce(np.full(100, group.rank + 1))[99] for _ in range(20)]
 
-        def add():
-            for _ in range(20):
-                found.append(group.all_reduce(np.full(100, group.rank + 1))[99])
-
-        threads = [threading.Thread(target=add, daemon=True) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SECONDS)
-        assert found == [3] * 80
+        assert run_in_threads(add, 4) == [[3] * 20] * 4
 
     ranks(work, 2)
 

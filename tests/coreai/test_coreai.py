@@ -295,6 +295,8 @@ def test_sizes_of_a_plan_are_checked():
     with pytest.raises(CompatibilityError, match=r"target_size is 99, but .* have 128 pos"):
         plan_transition(sized(64), sized(128), 5, target_size=99)
     assert plan_transition(sized(64), sized(128), 5, source_size=64, target_size=128).fits
+    flat = plan_transition(sized(None), {"k_cache": (2, 64, 8)}, 5, source_size=9, target_size=64)
+    assert "seq_axis 3 is outside -3..2" in flat.problems[0]
     for size, error in ((0, ValueError), (1.5, TypeError)):
         with pytest.raises(error, match="size must be"):
             plan_transition(sized(None), sized(64), 5, source_size=size)

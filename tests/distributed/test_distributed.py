@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_team import thread_outcomes
 from tries import tries
 
 import mlstate
@@ -66,25 +67,16 @@ class Threads:
 def run(function, world_size=2):
     """The result or exception of `function` with the collector of each rank."""
     world = ([None] * world_size, threading.Barrier(world_size, timeout=SECONDS))
-    results = [None] * world_size
 
     def work(rank):
         try:
-            results[rank] = function(DistributedStateCollector(Threads(world, rank)))
+            return function(DistributedStateCollector(Threads(world, rank)))
         except BaseException as error:
-            results[rank] = error
             if not isinstance(error, ValueError | TypeError | KeyError | RuntimeError):
                 world[1].abort()
+            raise
 
-    threads = [
-        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world_size)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * SECONDS)
-        assert not thread.is_alive()
-    return results
+    return thread_outcomes(work, world_size)
 
 
 def good(results):

@@ -1,12 +1,12 @@
 """GradientAccumulator against plain NumPy and the specification's cloning algorithm."""
 
-import threading
 from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_team import run_in_threads
 from tries import tries
 
 from mlstate.errors import CompatibilityError
@@ -326,16 +326,12 @@ def test_threads_add_without_losing_any():
     accumulator = GradientAccumulator(8 * 25)
     gradient = {"w": np.ones(40000, np.float32), "v": np.ones((), np.int64)}
 
-    def work():
+    def work(number):
         for _ in range(25):
             accumulator.add_gradients(gradient)
             assert accumulator.norm > 0
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_in_threads(work, 8)
     assert accumulator.is_complete
     sums = accumulator.get_and_clear_gradients()
     assert (sums["w"] == 200).all() and sums["v"] == 200

@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 from gradient_model import Model, assert_same, check_parts, gradients_of, run, units_of
+from thread_team import run_in_threads
 
 from mlstate import CollectiveError
 from mlstate.collectives import LocalGroup, SingleGroup
@@ -289,15 +290,11 @@ def test_gradients_may_come_from_several_threads():
         hook = FSDPBackwardHook(FSDP(group, bucket_bytes=50))
         hook.use_units(units)
 
-        def add(some):
-            for name in some:
+        def add(number):
+            for name in names[number::4]:
                 hook.add_gradient(name, np.full(6, int(name[1:]), np.float32))
 
-        threads = [threading.Thread(target=add, args=(names[i::4],)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(add, 4)
         hook.finish()
         return [unit.local_gradient.tolist() for unit in units.values()]
 

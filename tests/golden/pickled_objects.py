@@ -242,7 +242,7 @@ OBJECTS = {
     "errors": lambda: [
         error_of(getattr(errors, name))
         for name in errors.__all__
-        if name != "GradientMismatchError"
+        if name != "GradientMismatchError"  # added later
     ],
     "gradient_mismatch_error": lambda: error_of(errors.GradientMismatchError),
     # mlstate.kv and mlstate.coreml

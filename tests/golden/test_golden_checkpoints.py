@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden import make_checkpoints as golden
+from json_checksums import renew_checksum
 
 import mlstate
 from mlstate import _core
@@ -118,8 +119,7 @@ def test_the_same_input_is_written_in_the_same_bytes(name, tmp_path):
 def test_other_versions_are_refused(version, tmp_path):
     [path] = (FOLDER / "shard-3" / "index").iterdir()
     text = path.read_bytes().replace(b'"format_version":3', b'"format_version":%d' % version)
-    text = _core.json_checksum_set(text[:13] + b"0" * 8 + text[21:])
     message = f'"format_version" {version} is not supported: this mlstate reads version 3'
     with pytest.raises(mlstate.FormatError, match=message) as caught:
-        _core.MergedIndex((text,), ("index/x.json",))
+        _core.MergedIndex((renew_checksum(text),), ("index/x.json",))
     assert (caught.value.expected, caught.value.got) == ("3", str(version))

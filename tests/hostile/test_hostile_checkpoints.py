@@ -9,7 +9,8 @@ import copy
 
 import numpy as np
 import pytest
-from checkpoint_victim import START, refused, resealed, sealed
+from checkpoint_victim import refused
+from json_checksums import START, renew_checksum, text_with_checksum
 
 import mlstate
 from mlstate.checkpoint import inspect
@@ -527,10 +528,10 @@ def test_what_is_no_text_of_ours_is_refused(one):
         one.put_index(data)
         refused(one, f"index {data[:40]!r}")
     for data in filter(lambda data: data.startswith(START), TEXTS):
-        one.put("manifest.json", resealed(data))
-        refused(one, f"sealed manifest {data[:40]!r}")
-        one.put_index(resealed(data))
-        refused(one, f"sealed index {data[:40]!r}")
+        one.put("manifest.json", renew_checksum(data))
+        refused(one, f"manifest with a correct checksum {data[:40]!r}")
+        one.put_index(renew_checksum(data))
+        refused(one, f"index with a correct checksum {data[:40]!r}")
 
 
 @pytest.mark.parametrize("name", INSIDE)
@@ -539,8 +540,8 @@ def test_json_that_is_none_is_refused(name, one):
         (one.manifest, lambda data: one.put("manifest.json", data)),
         (one.index(), one.put_index),
     ):
-        data = sealed(document)
-        put(resealed(data[:23] + INSIDE[name] + data[23:]))
+        data = text_with_checksum(document)
+        put(renew_checksum(data[:23] + INSIDE[name] + data[23:]))
         refused(one, name)
 
 
@@ -559,7 +560,7 @@ def test_every_byte_of_the_texts_flipped(one):
         one.put(name, good)
 
 
-def test_every_byte_of_the_texts_flipped_and_sealed(one):
+def test_every_byte_of_the_texts_flipped_with_a_correct_checksum(one):
     """Each changed text is refused with our exception, or is another valid text."""
     for name, put in (
         ("manifest.json", lambda data: one.put("manifest.json", data)),
@@ -570,7 +571,7 @@ def test_every_byte_of_the_texts_flipped_and_sealed(one):
         for at in range(22, len(good)):
             data = bytearray(good)
             data[at] ^= 0x01
-            put(resealed(bytes(data)))
+            put(renew_checksum(bytes(data)))
             try:
                 inspect(str(one)).tensors()
             except MLStateError as error:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_victim import Victim, refused, resealed, saved, sealed, ways
+from checkpoint_victim import Victim, refused, saved, ways
 from index_tables import tables_of
+from json_checksums import renew_checksum, text_with_checksum
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, inspect, reshard
@@ -348,8 +349,8 @@ print(1024 * (peak() - before))
 @pytest.mark.parametrize("kind", COSTLY)
 def test_memory_and_time_grow_with_the_text(kind, part, one):
     document = one.manifest if part == "manifest" else tables_of(one.index())
-    good = sealed(document)
-    data = resealed(good[:23] + COSTLY[kind](2_000_000) + b"," + good[23:])
+    good = text_with_checksum(document)
+    data = renew_checksum(good[:23] + COSTLY[kind](2_000_000) + b"," + good[23:])
     if part == "manifest":
         one.put("manifest.json", data)
     else:

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_model import LAYOUTS, PLAIN, REGISTERED, assert_same_bits, dtype_of, random_bits
+from thread_team import run_in_threads
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError
@@ -425,31 +426,21 @@ TestGrowing.settings = settings(deadline=None, max_examples=tries(60), stateful_
 @pytest.mark.timeout(60)
 def test_eight_threads_share_one_state():
     state = filled(8, 64)
-    start, errors = threading.Barrier(8), []
 
     def work(which):
-        try:
-            start.wait()
-            for i in range(300):
-                if which % 4 == 0:
-                    state.resize(8 + i % 57)
-                elif which % 4 == 1:
-                    array = state.array
-                    assert (array[:, :, :8] == 7).all()
-                elif which % 4 == 2:
-                    copy = state.contiguous()
-                    assert (copy[:, :, :8] == 7).all() and not copy[:, :, 8:].any()
-                else:
-                    assert 8 <= state.seq_length <= 64 and len(repr(state)) > 20
-        except BaseException as error:
-            errors.append(error)
+        for i in range(300):
+            if which % 4 == 0:
+                state.resize(8 + i % 57)
+            elif which % 4 == 1:
+                array = state.array
+                assert (array[:, :, :8] == 7).all()
+            elif which % 4 == 2:
+                copy = state.contiguous()
+                assert (copy[:, :, :8] == 7).all() and not copy[:, :, 8:].any()
+            else:
+                assert 8 <= state.seq_length <= 64 and len(repr(state)) > 20
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    run_in_threads(work, 8)
     state.reserve(100)
 
 

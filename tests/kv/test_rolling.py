@@ -4,7 +4,6 @@ import copy
 import gc
 import os
 import pickle
-import threading
 
 import child
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_model import LAYOUTS, PLAIN, REGISTERED, assert_same_bits, dtype_of, random_bits
+from thread_team import run_in_threads
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError
@@ -406,32 +406,22 @@ TestRolling.settings = settings(deadline=None, max_examples=tries(60), stateful_
 def test_eight_threads_append_to_one_state():
     """Every token is whole, and the number of tokens is exact."""
     state = RollingKVState((4, 2, 32, 64), sinks=2)
-    start, errors = threading.Barrier(8), []
 
     def work(which):
-        try:
-            start.wait()
-            for i in range(200):
-                if which < 5:
-                    state.append(np.full((4, 2, 1 + i % 3, 64), which + 1, np.float16))
-                elif which == 5:
-                    found = state.ordered()
-                    assert (found == found[:1, :1, :, :1]).all(), "a torn token"
-                elif which == 6:
-                    positions = np.sort(state.positions())
-                    later = positions[positions >= 2]
-                    assert (np.diff(later) == 1).all()
-                else:
-                    assert 0 <= state.length <= 32 and len(repr(state)) > 20
-        except BaseException as error:
-            errors.append(error)
+        for i in range(200):
+            if which < 5:
+                state.append(np.full((4, 2, 1 + i % 3, 64), which + 1, np.float16))
+            elif which == 5:
+                found = state.ordered()
+                assert (found == found[:1, :1, :, :1]).all(), "a torn token"
+            elif which == 6:
+                positions = np.sort(state.positions())
+                later = positions[positions >= 2]
+                assert (np.diff(later) == 1).all()
+            else:
+                assert 0 <= state.length <= 32 and len(repr(state)) > 20
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    run_in_threads(work, 8)
     total = 5 * sum(1 + i % 3 for i in range(200))
     assert (state.next_position, state.evicted) == (total, total - 32)
 

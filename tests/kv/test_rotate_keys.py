@@ -1,13 +1,13 @@
 """Moving keys with RoPE to other positions, compared with the definition in NumPy."""
 
 import re
-import threading
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_model import LAYOUTS, assert_same_bits, dtype_of
+from thread_team import run_in_threads
 from tries import tries
 
 from mlstate import CompatibilityError
@@ -265,18 +265,10 @@ def test_out_that_is_read_only_or_overlaps():
 @pytest.mark.timeout(60)
 def test_threads_rotate_at_once():
     keys = normal((4, 4, 256, 64), np.float16)
-    wanted, errors = rotate_keys(keys, 5), []
+    wanted = rotate_keys(keys, 5)
 
-    def work():
-        try:
-            for _ in range(20):
-                assert_same_bits(rotate_keys(keys, 5), wanted)
-        except BaseException as error:
-            errors.append(error)
+    def work(number):
+        for _ in range(20):
+            assert_same_bits(rotate_keys(keys, 5), wanted)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    run_in_threads(work, 8)

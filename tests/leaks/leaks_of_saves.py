@@ -1,6 +1,7 @@
-"""Leak cases of asynchronous saves."""
+"""Leak cases of asynchronous and planned saves, and of exports."""
 
 import itertools
+import shutil
 
 import numpy as np
 from leak_cases import case, each, raises
@@ -83,3 +84,33 @@ def planned_saves_and_loads(tmp_path):
         raises(errors.TensorNotFoundError, checkpoint.plan_load, path, names=["nothing"]),
         raises(errors.StoreError, checkpoint.plan_load, tmp_path / "nowhere"),
     ), [model, state]
+
+
+@case("export_huggingface", calls=FEW)
+def hugging_face_folders(tmp_path):
+    model = {f"layers.{i}.w": np.ones((9, 5 + i), np.float32) for i in range(4)}
+    model["columns"] = np.ones((6, 4), np.float16).T
+    numbers = itertools.count()
+    source = tmp_path / "source"
+    checkpoint.export_huggingface(source, model, max_shard_bytes=400)
+    wrong = tmp_path / "wrong"
+    checkpoint.export_huggingface(wrong, model, max_shard_bytes=400)
+    index = wrong / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("layers.1.w", "layers.9.w"))
+
+    def run():
+        target = tmp_path / str(next(numbers))
+        checkpoint.export_huggingface(target, model, files_from=source, max_shard_bytes=400)
+        checkpoint.load(target, rank=1, world_size=2, layout="rows")
+        checkpoint.load(target, into={"model": {"columns": np.ones((4, 6), np.float16)}},
+                        names="columns")  # fmt: skip
+        repr(checkpoint.inspect(target)), checkpoint.verify(target)
+        checkpoint.load(target, mmap=True)
+        shutil.rmtree(target)
+
+    return each(
+        run,
+        raises(errors.StoreError, checkpoint.export_huggingface, source, model),
+        raises(TypeError, checkpoint.export_huggingface, tmp_path / "m", {"a": [1]}),
+        raises(errors.FormatError, checkpoint.load, wrong),
+    ), [model]

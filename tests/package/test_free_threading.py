@@ -3,37 +3,16 @@
 import contextlib
 import subprocess
 import sys
-import threading
 from importlib import resources
 
 import numpy as np
 import pytest
+from thread_team import run_in_threads
 
 import mlstate
 from mlstate.kv import KVState, RollingKVState, create_attention_size_mask
 
 THREADS = 8
-
-
-def together(work):
-    """Run ``work(number)`` in eight threads that start together; return their exceptions."""
-    start = threading.Barrier(THREADS)
-    raised = []
-
-    def run(number):
-        start.wait()
-        try:
-            work(number)
-        except Exception as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    return raised
 
 
 @pytest.mark.skipif(
@@ -55,7 +34,7 @@ def test_one_rolling_cache_takes_tokens_of_every_thread():
             ordered = state.ordered()
             assert (ordered == ordered[:1, :1, :, :1]).all()  # every token is whole
 
-    assert not together(work)
+    run_in_threads(work, THREADS)
     assert state.next_position == THREADS * sum(1 + turn % 3 for turn in range(100))
 
 
@@ -73,7 +52,7 @@ def test_one_cache_changes_length_under_many_readers():
                 with contextlib.suppress(BufferError):  # another thread may export an array
                     state.reserve(state.capacity)
 
-    assert together(work) == []
+    run_in_threads(work, THREADS)
     state.reserve(1024)  # no export remains
     assert state.capacity == 1024
 
@@ -92,7 +71,7 @@ def test_a_dict_is_saved_while_another_thread_changes_it(tmp_path):
             read = mlstate.load_file(path)
             assert all((read[f"w{i}"] == i).all() for i in range(40))
 
-    assert together(work) == []
+    run_in_threads(work, THREADS)
 
 
 def test_packages_and_masks_are_read_and_made_side_by_side():
@@ -104,7 +83,7 @@ def test_packages_and_masks_are_read_and_made_side_by_side():
             assert mlstate.coreml.state_specs(package)["kv_cache"].shape == (8, 2, 256, 32)
             assert np.array_equal(create_attention_size_mask(64, 9, 0), expected)
 
-    assert together(work) == []
+    run_in_threads(work, THREADS)
 
 
 def test_one_state_dict_is_changed_read_and_compared_at_once():
@@ -140,6 +119,6 @@ def test_one_state_dict_is_changed_read_and_compared_at_once():
         for turn in range(60):
             (change, read, compare, change, read, compare, change, read)[number](number, turn)
 
-    assert together(work) == []
+    run_in_threads(work, THREADS)
     assert shared == start
     assert all(np.array_equal(target[name], array) for name, array in start.items())

@@ -10,6 +10,7 @@ import child
 import numpy as np
 import pytest
 from kv_model import assert_same_bits, expand
+from thread_team import run_in_threads
 
 import mlstate
 from mlstate import get_num_threads, set_num_threads
@@ -66,26 +67,6 @@ def test_a_number_is_an_integer():
     assert get_num_threads() == 2
 
 
-def run_threads(count, work):
-    """Run `work(i)` in threads that start together; raise the first error."""
-    start, errors = threading.Barrier(count), []
-
-    def body(i):
-        try:
-            start.wait()
-            work(i)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=body, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 @pytest.mark.timeout(120)
 def test_eight_threads_share_one_source():
     shared = source()
@@ -105,7 +86,7 @@ def test_eight_threads_share_one_source():
             with pytest.raises(mlstate.CapacityError):
                 compact_kv_state(shared, 3, 4)
 
-    run_threads(8, work)
+    run_in_threads(work, 8)
     assert_same_bits(shared, source())
 
 
@@ -121,7 +102,7 @@ def test_changing_the_number_while_others_work():
             else:
                 assert (transition_kv_state(shared, LENGTH, 900) == wanted).all()
 
-    run_threads(6, work)
+    run_in_threads(work, 6)
 
 
 @pytest.mark.skipif(

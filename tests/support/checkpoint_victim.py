@@ -10,24 +10,12 @@ import time
 
 import numpy as np
 from index_tables import records_of, tables_of
+from json_checksums import text_with_checksum
 
 import mlstate
 from mlstate import _core
 from mlstate.checkpoint import inspect, reshard
 from mlstate.errors import FormatError, MLStateError, StoreError
-
-START = b'{"checksum":"00000000"'
-
-
-def sealed(document):
-    """The text of a document with a correct checksum."""
-    rest = {name: value for name, value in document.items() if name != "checksum"}
-    return _core.json_checksum_set(START + b"," + json.dumps(rest).encode()[1:])
-
-
-def resealed(text):
-    """A text unchanged, except for a correct checksum."""
-    return _core.json_checksum_set(text[:13] + b"0" * 8 + text[21:])
 
 
 class Victim:
@@ -67,12 +55,12 @@ class Victim:
             file.truncate()
 
     def put_manifest(self, document):
-        self.put("manifest.json", sealed(document))
+        self.put("manifest.json", text_with_checksum(document))
 
     def put_index(self, data, rank=0):
         """Store an index, from records or text, and a manifest that describes it."""
         shards = data.get("shards") if isinstance(data, dict) else None
-        data = sealed(tables_of(data)) if isinstance(data, dict) else data
+        data = text_with_checksum(tables_of(data)) if isinstance(data, dict) else data
         manifest = self.manifest
         record = {"bytes": max(len(data), 1)}
         if isinstance(shards, list):

@@ -1,10 +1,10 @@
 """Expected results of scattered gradients in NumPy; ranks and gradients to test with."""
 
-import threading
 from math import ceil, prod
 
 import numpy as np
 from rank_threads import run_ranks
+from thread_team import thread_outcomes
 
 from mlstate.collectives import LocalGroup
 from mlstate.fsdp import FSDPShardingUnit
@@ -126,23 +126,15 @@ class Handle:
 def run_local(function, world_size=2):
     """As `run_ranks`, with threads that reduce buckets in place in the core."""
     groups = LocalGroup.threads(world_size)
-    results = [None] * world_size
 
     def work(rank):
         try:
-            results[rank] = function(groups[rank])
-        except BaseException as error:
-            results[rank] = error
+            return function(groups[rank])
+        except BaseException:
             groups[rank].abort()  # so that the other ranks need not wait
+            raise
 
-    threads = [
-        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world_size)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    results = thread_outcomes(work, world_size)
     for group in groups:
         group.close()
     return results

@@ -38,7 +38,7 @@ def scenarios(file):
     ]
 
 
-def run(program, arguments, limit_seconds):
+def run(program, arguments, limit_seconds, modules=MODULES):
     """Run a program that imports the same mlstate as many processes; see `forked.run`."""
     paths = [
         str(Path(mlstate.__file__).parents[1]),
@@ -47,10 +47,10 @@ def run(program, arguments, limit_seconds):
     ]
     path = os.pathsep.join(filter(None, paths))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return forked.run(program, arguments, environment, limit_seconds, MODULES)
+    return forked.run(program, arguments, environment, limit_seconds, modules)
 
 
-def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS):
+def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS, modules=MODULES):
     """Run scenarios on `world` processes; return each rank's outcomes by name, and its log.
 
     Every process has ended when this returns: those that take too long are killed.
@@ -58,7 +58,7 @@ def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS):
     arguments = [(store, rank, world, *names) for rank in range(world)]
     outcomes = []
     # when the first rank ends, the input of the next one ends, and it stops waiting
-    for status, out, err in run(file, arguments, limit_seconds):
+    for status, out, err in run(file, arguments, limit_seconds, modules):
         found = {}
         for line in out.splitlines():
             if line.startswith("{"):
@@ -74,7 +74,7 @@ def check(outcomes, name):
         assert log.startswith("exit 0"), log
 
 
-def jobs(file, wanted, limit_seconds=LIMIT_SECONDS):
+def jobs(file, wanted, limit_seconds=LIMIT_SECONDS, modules=MODULES):
     """A fixture that returns the outcomes of a job by its number of ranks.
 
     `wanted` has the names of scenarios for each number of ranks. A job runs once, when a test
@@ -89,7 +89,7 @@ def jobs(file, wanted, limit_seconds=LIMIT_SECONDS):
         def of(world):
             if world not in done:
                 store = tmp_path_factory.mktemp("store") / "ranks"
-                done[world] = run_ranks(file, world, wanted[world], store, limit_seconds)
+                done[world] = run_ranks(file, world, wanted[world], store, limit_seconds, modules)
             return done[world]
 
         return of

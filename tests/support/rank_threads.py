@@ -2,6 +2,8 @@
 
 import threading
 
+from thread_team import thread_outcomes
+
 from mlstate import CollectiveError
 
 SECONDS = 20
@@ -66,20 +68,4 @@ def run_ranks(function, world_size=2, *, seconds=SECONDS, groups=None):
     world = ([None] * world_size, threading.Barrier(world_size, timeout=seconds))
     if groups is None:
         groups = [Threads(world, rank) for rank in range(world_size)]
-    results = [None] * len(groups)
-
-    def work(rank):
-        try:
-            results[rank] = function(groups[rank])
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [
-        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(groups))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * seconds)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    return results
+    return thread_outcomes(lambda rank: function(groups[rank]), len(groups), seconds=3 * seconds)

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-from checkpoint_victim import sealed
 from index_tables import PLACE, records_of, tables_of
+from json_checksums import text_with_checksum
 
 from mlstate import _core
 
@@ -124,13 +124,13 @@ def index_path(manifest, rank):
 
 def put_index(folder, manifest, rank, index):
     """Replace an index by one made from records, and describe it in its manifest."""
-    text = sealed(tables_of(index))
+    text = text_with_checksum(tables_of(index))
     (folder / index_path(manifest, rank)).write_bytes(text)
     columns = manifest["indexes"]
     columns["bytes"][rank] = len(text)
     crcs = columns["crc32c"]
     columns["crc32c"] = f"{crcs[: 8 * rank]}{_core.crc32c(text):08x}{crcs[8 * rank + 8 :]}"
-    (folder / "manifest.json").write_bytes(sealed(manifest))
+    (folder / "manifest.json").write_bytes(text_with_checksum(manifest))
 
 
 def merged_index(shape, item, layers, file_bytes):

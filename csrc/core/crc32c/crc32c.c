@@ -128,17 +128,27 @@ uint32_t mls_crc_copy(const mls_crc_kernels *crc32c, mls_store_choices *choices,
     return crc;
 }
 
-/* Each byte of the second range multiplies the first checksum by x**8. Repeated squaring
+/* Each zero byte multiplies the checksum by x**8. Repeated squaring
  * computes the power, so the time grows with the logarithm of the length. */
-uint32_t mls_crc_combine(uint32_t first, uint32_t second, uint64_t second_bytes)
+uint32_t mls_crc_zeros(uint64_t bytes)
 {
     uint32_t shift = MLS_CRC_X_TO_THE_0;
     uint32_t power = X_TO_THE_8;
-    for (uint64_t left = second_bytes; left != 0; left >>= 1) {
+    for (uint64_t left = bytes; left != 0; left >>= 1) {
         if ((left & 1U) != 0) {
             shift = mls_crc_multiply(shift, power);
         }
         power = mls_crc_multiply(power, power);
     }
-    return mls_crc_multiply(shift, first) ^ second;
+    return shift;
+}
+
+uint32_t mls_crc_append(uint32_t crc, uint32_t zeros)
+{
+    return mls_crc_multiply(zeros, crc);
+}
+
+uint32_t mls_crc_combine(uint32_t first, uint32_t second, uint64_t second_bytes)
+{
+    return mls_crc_append(first, mls_crc_zeros(second_bytes)) ^ second;
 }

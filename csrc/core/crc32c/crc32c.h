@@ -41,6 +41,12 @@ uint32_t mls_crc_copy(const mls_crc_kernels *crc32c, mls_store_choices *choices,
  * length of the second. */
 uint32_t mls_crc_combine(uint32_t first, uint32_t second, uint64_t second_bytes);
 
+/* The same in two steps, for many ranges of one length: mls_crc_append(crc,
+ * mls_crc_zeros(bytes)) is the checksum of the bytes that gave `crc` followed by `bytes`
+ * zeros, and mls_crc_combine(crc, 0, bytes). */
+uint32_t mls_crc_zeros(uint64_t bytes);
+uint32_t mls_crc_append(uint32_t crc, uint32_t zeros);
+
 /* The tables that mls_crc_of chooses from. */
 extern const mls_crc_kernels mls_crc_scalar;
 #if defined(__x86_64__)

@@ -467,18 +467,16 @@ done:
     return code;
 }
 
-/* Start writing the new bytes to the disk, so that the final sync has little left to do.
- * Only a hint. */
-static void start_writeback(mls_atomic_file *file, uint64_t end)
+void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end)
 {
 #    if defined(__linux__)
-    if (end >= file->started + START_STEP) {
-        (void)sync_file_range(file->fd, (off_t)file->started,
-                              (off_t)(end - file->started), SYNC_FILE_RANGE_WRITE);
-        file->started = end;
+    if (end >= *started + START_STEP) {
+        (void)sync_file_range(fd, (off_t)*started, (off_t)(end - *started),
+                              SYNC_FILE_RANGE_WRITE);
+        *started = end;
     }
 #    else
-    (void)file, (void)end;
+    (void)fd, (void)started, (void)end;
 #    endif
 }
 
@@ -489,7 +487,7 @@ mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
 {
     const mls_code code = mls_file_write_at(file->fd, data, bytes, offset, st);
     if (code == MLS_OK) {
-        start_writeback(file, offset + bytes);
+        mls_file_start_writeback(file->fd, &file->started, offset + bytes);
     }
     return code;
 }

@@ -44,6 +44,10 @@ mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
 mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offset,
                            mls_status *st);
 
+/* Start to write bytes `*started` .. `end` of a file to the disk if there are enough of
+ * them, and advance `*started`. A hint, so that the final sync has little left to do. */
+void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end);
+
 /* Make a file, or the names in a folder, durable. Returns 0 or errno. Do not retry after
  * a failure: the system may have dropped the pages that it could not write, and would
  * then report success. */

@@ -8,6 +8,7 @@
 /* Tables of functions, NULL-terminated. */
 extern PyMethodDef mlspy_file_methods[];
 extern PyMethodDef mlspy_layout_methods[];
+extern PyMethodDef mlspy_part_methods[];
 extern PyMethodDef mlspy_shards_methods[];
 extern PyMethodDef mlspy_staging_methods[];
 

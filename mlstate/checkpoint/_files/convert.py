@@ -480,8 +480,22 @@ def _write_mlstate(
     )
 
 
-def _write_huggingface(path: Path, *_: Any) -> None:
-    raise ValueError(f"{path}: Hugging Face folders cannot be written yet")
+def _write_huggingface(
+    path: Path,
+    model: StateDict | None,
+    optimizer: OptimizerStateDict | None,
+    _metadata: dict[str, Any],
+    overwrite: bool,
+) -> None:
+    """Write the weights; such a folder has no place for metadata."""
+    from .._huggingface.export import export
+
+    if optimizer is not None or model is None:
+        raise CompatibilityError(
+            f"{path}: a Hugging Face folder holds the weights of a model only: pass model=, "
+            "without optimizer="
+        )
+    export(path, model, overwrite=overwrite)
 
 
 def _read_torch(path: Path) -> Parts:

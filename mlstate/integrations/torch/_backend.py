@@ -17,7 +17,13 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
     from ._activation.profile_chain import profile_chain
     from ._activation.recompute_check import check_recompute
     from ._activation.strategies import apply_strategy, cuda_memory
-    from ._checkpoint.dtensor_shards import module_state, needs_all_ranks, optimizer_parts, part_of
+    from ._checkpoint.dtensor_shards import (
+        module_state,
+        needs_all_ranks,
+        optimizer_parts,
+        part_of,
+        tied_names,
+    )
     from ._checkpoint.files import read_dcp, read_pt, write_dcp, write_pt
     from ._checkpoint.load_targets import fill_module, fill_optimizer, saved_module, saved_optimizer
     from ._checkpoint.optimizer import optimizer_dict, optimizer_state
@@ -68,7 +74,9 @@ _NAMES = {
     "_gradients.accumulate": (
         "add_gradient", "copy_of", "item_bytes", "norm_partial", "readable", "tensor_in",
     ),
-    "_checkpoint.dtensor_shards": ("module_state", "needs_all_ranks", "optimizer_parts", "part_of"),
+    "_checkpoint.dtensor_shards": (
+        "module_state", "needs_all_ranks", "optimizer_parts", "part_of", "tied_names",
+    ),
     "_tensors.state": ("arrays_of", "device_of", "tensors_of", "why_not_plain"),
     "_checkpoint.tiers": (
         "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",

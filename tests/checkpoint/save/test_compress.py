@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 import zlib
 
 import child
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
 from sparse_checkpoint import as_pairs, checksums, merged_index
+from thread_team import run_in_threads
 from tries import tries
 
 import mlstate
@@ -408,20 +408,13 @@ def test_reading_is_reported_whole(made):
 
 def test_threads_load_at_once(made):
     path, state = made
-    wrong = []
 
     def work(number):
         for _ in range(2):
             found = load(path, verify=number % 2 == 0).model
-            wrong.extend(n for n, a in state.items() if found[n].tobytes() != a.tobytes())
+            assert not [n for n, a in state.items() if found[n].tobytes() != a.tobytes()]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not wrong
+    run_in_threads(work, 5)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")

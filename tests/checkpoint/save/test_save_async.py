@@ -15,6 +15,7 @@ import child
 import numpy as np
 import pytest
 from test_save import every_kind, native, random
+from thread_team import run_in_threads
 
 import mlstate
 from mlstate import CollectiveError, CompatibilityError, OptimizerStateDict, StoreError, _core
@@ -644,17 +645,11 @@ def check_ranks(path, step=2):
 @pytest.mark.parametrize("budget", [None, 5000, 0])
 def test_ranks_that_are_threads(path, budget):
     groups = LocalGroup.threads(2)
-    ends = [None, None]
 
-    def work(group):
-        ends[group.rank] = save_as_rank(group, path, budget)
+    def work(rank):
+        return save_as_rank(groups[rank], path, budget)
 
-    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * SECONDS)
-    assert ends == ["good", "good"]
+    assert run_in_threads(work, 2, seconds=2 * SECONDS) == ["good", "good"]
     check_ranks(path)
     for group in groups:
         group.close()

@@ -1,7 +1,6 @@
 """The codecs alone: round trips, and rejection of invalid input."""
 
 import sys
-import threading
 import tracemalloc
 import zlib
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_team import run_in_threads
 from tries import tries
 
 from mlstate.checkpoint._store import codecs as _codecs
@@ -129,17 +129,9 @@ def test_what_is_not_installed_is_said(monkeypatch):
 
 @both
 def test_threads_do_not_disturb_each_other(name):
-    wrong = []
-
     def work(seed):
         data = np.random.default_rng(seed).integers(0, 4, 100_000, np.uint8).tobytes()
         for _ in range(5):
-            if _codecs.decode(name, coded(name, data), len(data)) != data:
-                wrong.append(seed)
+            assert _codecs.decode(name, coded(name, data), len(data)) == data
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    run_in_threads(work, 6)

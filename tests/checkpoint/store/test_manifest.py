@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from json_checksums import renew_checksum
 
 from mlstate import _core
 from mlstate.checkpoint._store import manifest as _manifest
@@ -25,12 +26,6 @@ def manifest(records, patterns=None, **changed):
         GENERATION, 3, "2026-01-01T00:00:00Z", "mlstate", 5, len(records), {"kind": "state"}, None,
         METADATA, tuple(records), patterns,
     )._replace(**changed)  # fmt: skip
-
-
-def sealed(text):
-    """The same text with a correct checksum."""
-    start = b'{"checksum":"'
-    return _core.json_checksum_set(start + b"0" * 8 + text[len(start) + 8 :])
 
 
 def with_patterns(count):
@@ -64,10 +59,10 @@ def test_columns_of_anything_else_are_refused(name, value):
     document = json.loads(_manifest.build(with_patterns(3)))
     document["indexes"][name] = value
     with pytest.raises(FormatError, match=f'"{name}"'):
-        _manifest.parse(sealed(json.dumps(document, separators=(",", ":")).encode()))
+        _manifest.parse(renew_checksum(json.dumps(document, separators=(",", ":")).encode()))
     del document["indexes"][name]
     with pytest.raises(FormatError, match=f'"{name}" is missing'):
-        _manifest.parse(sealed(json.dumps(document, separators=(",", ":")).encode()))
+        _manifest.parse(renew_checksum(json.dumps(document, separators=(",", ":")).encode()))
 
 
 def patterns(*pairs):
@@ -100,7 +95,7 @@ def test_patterns_of_anything_else_are_refused(value, what):
     document = json.loads(_manifest.build(with_patterns(3)))
     document["patterns"] = value
     with pytest.raises(FormatError, match=what):
-        _manifest.parse(sealed(json.dumps(document, separators=(",", ":")).encode()))
+        _manifest.parse(renew_checksum(json.dumps(document, separators=(",", ":")).encode()))
 
 
 def nested(depth):
@@ -129,9 +124,9 @@ def test_texts_that_are_not_such_json_are_refused():
     ]:
         assert text.count(old) == 1
         with pytest.raises(FormatError, match=what) as caught:
-            _manifest.parse(sealed(text.replace(old, new).encode()), "here")
+            _manifest.parse(renew_checksum(text.replace(old, new).encode()), "here")
         assert caught.value.path == "here"
-    _manifest.parse(sealed(text.replace('"sequence": 3', nested(127)).encode()))
+    _manifest.parse(renew_checksum(text.replace('"sequence": 3', nested(127)).encode()))
     with pytest.raises(FormatError, match="JSON ends, expected a value"):
         _core.json_check(b"", 1, "here")
     for wrong in (("text", 1, "here"), (b"1", "1", "here"), (b"1", -1, "here")):
@@ -147,7 +142,7 @@ def test_any_bytes_are_a_manifest_or_refused():
         bad = bytearray(good)
         bad[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
         try:
-            found = _manifest.parse(sealed(bytes(bad)), "here")
+            found = _manifest.parse(renew_checksum(bytes(bad)), "here")
         except FormatError as error:
             assert error.path == "here"
             assert error.offset is None or error.offset <= len(bad)

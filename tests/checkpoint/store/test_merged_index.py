@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from checkpoint_model import same
 from index_tables import records_of, tables_of
+from json_checksums import START, renew_checksum
 
 import mlstate
 from mlstate import _core
@@ -48,7 +49,7 @@ def test_an_index_that_another_program_wrote_reads_the_same(saved, state):
     ours = merged_of(text)
     for indent in (None, 1):
         body = json.dumps(members, indent=indent)[1:]
-        other = merged_of(_core.json_checksum_set(b'{"checksum":"00000000",' + body.encode()))
+        other = merged_of(renew_checksum(START + b"," + body.encode()))
         assert other.tensors() == ours.tensors()
         assert other.shards() == ours.shards()
         assert other.files() == ours.files()
@@ -57,15 +58,14 @@ def test_an_index_that_another_program_wrote_reads_the_same(saved, state):
 
 def test_an_index_with_one_wrong_value_is_reported_with_tensor_and_offset(saved):
     _, text = saved
-    wrong = text.replace(b'"shape":"10;13;', b'"shape":"10;14;', 1)
-    sealed = _core.json_checksum_set(wrong[:13] + b"00000000" + wrong[21:])
+    wrong = renew_checksum(text.replace(b'"shape":"10;13;', b'"shape":"10;14;', 1))
     with pytest.raises(mlstate.FormatError, match="bytes") as caught:
-        merged_of(sealed)
+        merged_of(wrong)
     assert caught.value.name == "block.1.weight"
-    column = sealed.index(b'"bytes":"40,')
+    column = wrong.index(b'"bytes":"40,')
     assert caught.value.offset == column + len('"bytes":"40,')
     assert (caught.value.expected, caught.value.got) == ("56", "52")
-    assert sealed[caught.value.offset :].startswith(b"52,")
+    assert wrong[caught.value.offset :].startswith(b"52,")
 
 
 @pytest.mark.parametrize("verify", [False, True])

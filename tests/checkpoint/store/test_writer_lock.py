@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from thread_team import thread_outcomes
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune, reshard, save_async
@@ -62,21 +63,8 @@ def test_only_one_of_several_takes_over_what_a_dead_owner_left(tmp_path):
     with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         locks = [WriterLock(str(tmp_path)) for _ in range(8)]
-        start = threading.Barrier(len(locks))
-        refused = []
-
-        def take(lock):
-            start.wait(20)
-            try:
-                lock.acquire()
-            except mlstate.StoreError as error:
-                refused.append(error.errno)
-
-        threads = [threading.Thread(target=take, args=(lock,)) for lock in locks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
+        found = thread_outcomes(lambda number: locks[number].acquire(), len(locks))
+    refused = [error.errno for error in found if isinstance(error, mlstate.StoreError)]
     assert refused == [errno.EBUSY] * 7
     for lock in locks:
         lock.release()

@@ -6,33 +6,33 @@
 
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
 
-static const char sealed_text[] =
+static const char zeroed_text[] =
     MLS_JSON_CHECKSUM_START ",\n\"a\": [1, 2.5, \"\xc3\xa9\"]}\n";
 
-enum { LENGTH = sizeof sealed_text - 1, DIGITS_AT = 13 };
+enum { LENGTH = sizeof zeroed_text - 1, DIGITS_AT = 13 };
 
 /* A copy of the text above. */
 static void make(char *text)
 {
-    memcpy(text, sealed_text, sizeof sealed_text);
+    memcpy(text, zeroed_text, sizeof zeroed_text);
     (void)mls_json_checksum_set(text, LENGTH, crc);
 }
 
 static void the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place(void)
 {
-    char text[sizeof sealed_text];
+    char text[sizeof zeroed_text];
     char digits[MLS_CRC_DIGITS];
-    memcpy(text, sealed_text, sizeof sealed_text);
+    memcpy(text, zeroed_text, sizeof zeroed_text);
     const uint32_t sum = mls_json_checksum_set(text, LENGTH, crc);
-    CHECK(sum == crc->update(0, sealed_text, LENGTH));
+    CHECK(sum == crc->update(0, zeroed_text, LENGTH));
     mls_crc_to_digits(sum, digits);
     CHECK(memcmp(text + DIGITS_AT, digits, sizeof digits) == 0);
     /* no other byte changed */
     memset(text + DIGITS_AT, '0', MLS_CRC_DIGITS);
-    CHECK_TEXT(text, sealed_text);
+    CHECK_TEXT(text, zeroed_text);
 }
 
-static void a_known_text_has_a_known_seal(void)
+static void a_known_text_has_a_known_checksum(void)
 {
     /* computed without this library, as a reference for other implementations */
     char text[] = "{\"checksum\":\"00000000\",\"format\":\"mlstate.index\"}\n";
@@ -42,9 +42,9 @@ static void a_known_text_has_a_known_seal(void)
     CHECK(mls_json_checksum_check(text, strlen(text), crc, &st) == MLS_OK);
 }
 
-static void what_was_sealed_passes(void)
+static void a_text_passes_with_its_checksum(void)
 {
-    char text[sizeof sealed_text];
+    char text[sizeof zeroed_text];
     char least[] = MLS_JSON_CHECKSUM_START "}";
     mls_status st;
     make(text);
@@ -53,10 +53,9 @@ static void what_was_sealed_passes(void)
     CHECK(mls_json_checksum_check(least, strlen(least), crc, &st) == MLS_OK);
 }
 
-static void sealing_again_needs_zeros_first(void)
+static void setting_the_checksum_twice_changes_nothing(void)
 {
-    /* the old digits are ignored: setting the checksum twice gives the same text */
-    char text[sizeof sealed_text], again[sizeof sealed_text];
+    char text[sizeof zeroed_text], again[sizeof zeroed_text];
     make(text);
     memcpy(again, text, sizeof text);
     (void)mls_json_checksum_set(again, LENGTH, crc);
@@ -65,7 +64,7 @@ static void sealing_again_needs_zeros_first(void)
 
 static void every_flipped_bit_is_found(void)
 {
-    char text[sizeof sealed_text];
+    char text[sizeof zeroed_text];
     make(text);
     for (size_t bit = 0; bit < 8 * LENGTH; bit++) {
         mls_status st;
@@ -81,7 +80,7 @@ static void every_flipped_bit_is_found(void)
 
 static void every_other_length_is_found(void)
 {
-    char text[sizeof sealed_text + 1] = "";
+    char text[sizeof zeroed_text + 1] = "";
     mls_status st;
     make(text);
     for (size_t length = 0; length < LENGTH; length++) {
@@ -95,7 +94,7 @@ static void every_other_length_is_found(void)
     CHECK(mls_json_checksum_check(text, LENGTH + 1, crc, &st) == MLS_E_CHECKSUM);
 }
 
-static void a_text_without_a_seal_says_so(void)
+static void a_text_without_a_checksum_is_refused(void)
 {
     static const char *const texts[] = {
         "",
@@ -123,9 +122,9 @@ static void a_text_without_a_seal_says_so(void)
     }
 }
 
-static void damage_is_told_with_both_checksums(void)
+static void damage_is_reported_with_both_checksums(void)
 {
-    char text[sizeof sealed_text];
+    char text[sizeof zeroed_text];
     char digits[MLS_CRC_DIGITS + 1] = "";
     mls_status st;
     make(text);
@@ -168,13 +167,13 @@ static void only_lower_case_digits_are_digits(void)
 
 static const test_case tests[] = {
     TEST(the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place),
-    TEST(a_known_text_has_a_known_seal),
-    TEST(what_was_sealed_passes),
-    TEST(sealing_again_needs_zeros_first),
+    TEST(a_known_text_has_a_known_checksum),
+    TEST(a_text_passes_with_its_checksum),
+    TEST(setting_the_checksum_twice_changes_nothing),
     TEST(every_flipped_bit_is_found),
     TEST(every_other_length_is_found),
-    TEST(a_text_without_a_seal_says_so),
-    TEST(damage_is_told_with_both_checksums),
+    TEST(a_text_without_a_checksum_is_refused),
+    TEST(damage_is_reported_with_both_checksums),
     TEST(digits_are_read_as_they_are_written),
     TEST(only_lower_case_digits_are_digits),
 };

@@ -1,4 +1,5 @@
 #include "state/load_into.h"
+#include "support/random_bytes.h"
 #include "support/runner.h"
 
 #include <stdint.h>
@@ -8,22 +9,6 @@ enum { SMALL = 4096, LARGE = 4 << 20, MANY = 3000, MOST_THREADS = 4 };
 
 static unsigned char small[SMALL], before[SMALL];
 static unsigned char from_bytes[2 * LARGE], to_bytes[2 * LARGE], wanted_bytes[2 * LARGE];
-
-/* A small generator with a fixed seed: every execution tests the same values. */
-static uint64_t next_random(uint64_t *seed)
-{
-    *seed ^= *seed << 13;
-    *seed ^= *seed >> 7;
-    *seed ^= *seed << 17;
-    return *seed;
-}
-
-static void fill_random(unsigned char *bytes, size_t count, uint64_t seed)
-{
-    for (size_t i = 0; i < count; i++) {
-        bytes[i] = (unsigned char)(next_random(&seed) >> 24);
-    }
-}
 
 static mls_str text(const char *chars)
 {
@@ -384,12 +369,12 @@ static void many_tensors_in_any_order_arrive(void)
     uint64_t seed = 8;
     fill_random(from_bytes, sizeof from_bytes, 9);
     for (size_t i = 0; i < MANY; i++) { /* in random order */
-        const size_t other = next_random(&seed) % (i + 1);
+        const size_t other = random_next(&seed) % (i + 1);
         place[i] = place[other];
         place[other] = i;
     }
     for (size_t i = 0; i < MANY; i++) {
-        const size_t columns = i % 50 == 0 ? 0 : 1 + next_random(&seed) % SLOT;
+        const size_t columns = i % 50 == 0 ? 0 : 1 + random_next(&seed) % SLOT;
         views[2 * i] = view(to_bytes + place[i] * SLOT, MLS_U8, 1, columns);
         views[2 * i + 1] = view(from_bytes + i * SLOT, MLS_U8, 1, columns);
         pairs[i] = pair("some", &views[2 * i], &views[2 * i + 1]);
@@ -432,17 +417,17 @@ static void the_sweep_agrees_with_comparing_all(void)
     for (int round = 0; round < 20000; round++) {
         mls_tensor targets[FEW], sources[FEW];
         mls_load_into_pair pairs[FEW];
-        const size_t count = 1 + next_random(&seed) % FEW;
+        const size_t count = 1 + random_next(&seed) % FEW;
         unsigned char wanted[SMALL];
         mls_status st;
         mls_load_into *plan = NULL;
         for (size_t i = 0; i < count; i++) {
-            const size_t bytes = next_random(&seed) % 40;
+            const size_t bytes = random_next(&seed) % 40;
             /* even rounds keep targets and sources apart */
             const size_t shift = round % 2 == 0 ? 512 : 120;
-            targets[i] = view(small + next_random(&seed) % 400, MLS_U8, 1, bytes);
+            targets[i] = view(small + random_next(&seed) % 400, MLS_U8, 1, bytes);
             sources[i] =
-                view(small + shift + 1 + next_random(&seed) % 400, MLS_U8, 1, bytes);
+                view(small + shift + 1 + random_next(&seed) % 400, MLS_U8, 1, bytes);
             pairs[i] = pair("x", &targets[i], &sources[i]);
             if (targets[i].data == sources[i].data) {
                 sources[i].data += 401;

@@ -3,6 +3,7 @@
 #define MLS_RANDOM_CHAIN_H
 
 #include "activation/chain.h"
+#include "support/random_bytes.h"
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -16,15 +17,6 @@ typedef struct random_chain {
     int64_t activation[CHAIN_MOST + 1], gradient[CHAIN_MOST + 1], saved[CHAIN_MOST];
     int64_t temporary[3][CHAIN_MOST];
 } random_chain;
-
-/* xorshift64 (Marsaglia, 2003): the same numbers on every machine. */
-static inline uint64_t random_next(uint64_t *state)
-{
-    *state ^= *state << 13;
-    *state ^= *state >> 7;
-    *state ^= *state << 17;
-    return *state;
-}
 
 static inline int64_t random_below(uint64_t *state, uint64_t bound)
 {

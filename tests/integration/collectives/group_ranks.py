@@ -2,7 +2,6 @@
 
 import json
 import sys
-import threading
 import time
 import warnings
 from datetime import timedelta
@@ -19,6 +18,7 @@ from group_model import (
     reduced,
     same_bits,
 )
+from thread_team import run_in_threads
 from torch_processes import SCENARIOS, main, scenario
 
 with warnings.catch_warnings():
@@ -224,18 +224,11 @@ def async_operations_keep_their_order(group):
 @scenario
 def several_threads_use_one_group(group):
     """Operations do not mix. Their order depends on the ranks, so all are alike."""
-    found = []
 
-    def work():
-        for _ in range(10):
-            found.append(group.all_reduce(np.full(100, group.rank, np.int64))[0])
+    def work(number):
+        return [group.all_reduce(np.full(100, group.rank, np.int64))[0] for _ in range(10)]
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == [sum(range(group.world_size))] * 40
+    assert run_in_threads(work, 4) == [[sum(range(group.world_size))] * 10] * 4
 
 
 @scenario

@@ -1,10 +1,10 @@
 """States of ranks connected by MPI or shared memory; torch.distributed has other tests."""
 
-import threading
 from pathlib import Path
 
 import collect_ranks
 import pytest
+from thread_team import run_in_threads
 
 from mlstate.collectives import LocalGroup
 
@@ -30,18 +30,10 @@ def test_states_are_collected_over_shared_memory():
 
 
 def test_states_of_threads_are_collected():
-    found = [None] * 3
+    groups = LocalGroup.threads(3, timeout=30)
 
-    def work(group):
-        with group:
-            found[group.rank] = collect_ranks.collect(group)
+    def work(rank):
+        with groups[rank]:
+            return collect_ranks.collect(groups[rank])
 
-    threads = [
-        threading.Thread(target=work, args=(group,), daemon=True)
-        for group in LocalGroup.threads(3, timeout=30)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == EXPECTED
+    assert run_in_threads(work, 3) == EXPECTED

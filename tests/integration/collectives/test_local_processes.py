@@ -22,6 +22,7 @@ import mpi_jobs
 import numpy as np
 import pytest
 from group_model import inputs, raises, reduced, same_bits
+from thread_team import run_in_threads
 
 import mlstate
 from mlstate import CollectiveError
@@ -133,16 +134,10 @@ def test_forked_children_are_no_members():
 
 
 def test_several_groups_at_once():
-    found = [None] * 3
-
     def work(number):
-        found[number] = run(local_ranks.every_operation, number + 1, world=2)
+        return run(local_ranks.every_operation, number + 1, world=2)
 
-    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
+    found = run_in_threads(work, 3, seconds=LIMIT)
     assert [[rank for rank, _ in one] for one in found] == [[0, 1]] * 3
     assert len({process for one in found for _, process in one}) == 6
 

@@ -1,13 +1,13 @@
 """Gradients of torch models by hooks: ranks as threads, and as processes over gloo."""
 
 import importlib
-import threading
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import rank_jobs
+from thread_team import thread_outcomes
 
 from mlstate import _core
 from mlstate.collectives import LocalGroup
@@ -29,23 +29,17 @@ SECONDS = 60
 def in_threads(function, world):
     """Run a scenario in threads, the ranks of a LocalGroup; raise the error of a rank."""
     groups = LocalGroup.threads(world, timeout=SECONDS)
-    errors = [None] * world
 
     def work(rank):
         try:
             function(groups[rank])
-        except BaseException as error:
-            errors[rank] = error
+        except BaseException:
             groups[rank].abort()  # the others need not wait
+            raise
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = [error for error in thread_outcomes(work, world, seconds=220) if error is not None]
     for group in groups:
         group.close()
-    found = [error for error in errors if error is not None]
     for error in found:
         raise next((e for e in found if isinstance(e, AssertionError)), error)
 

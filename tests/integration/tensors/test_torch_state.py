@@ -4,13 +4,13 @@ import io
 import pickle
 import subprocess
 import sys
-import threading
 import warnings
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_team import run_in_threads
 from tries import tries
 
 from mlstate import CompatibilityError, ModelStateDict, OptimizerStateDict, StateDict
@@ -262,22 +262,13 @@ def test_read_only_arrays_are_shared_without_a_warning_in_any_thread():
     state = StateDict({f"w{i}": np.frombuffer(bytes(64), np.float32) for i in range(50)})
     state["expanded"] = np.broadcast_to(np.float32(2), (3, 3))
     before = list(warnings.filters)
-    failures = []
 
-    def work():
-        try:
-            for _ in range(20):
-                tensors = state.to_torch()
-                assert tensors["expanded"].stride() == (0, 0)
-        except Exception as error:  # a warning is an error here
-            failures.append(error)
+    def work(number):  # a warning is an error here
+        for _ in range(20):
+            tensors = state.to_torch()
+            assert tensors["expanded"].stride() == (0, 0)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    run_in_threads(work, 8)
     assert warnings.filters == before
 
 

@@ -276,6 +276,30 @@ def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
     return f"of an optimizer of FSDP1, {states} states"
 
 
+def tied_names(module: torch.nn.Module) -> set[str]:
+    """Return the names of a module's state whose tensor has an earlier name.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        With or without wrappers.
+
+    Returns
+    -------
+    set of str
+        Names without the prefixes of wrappers, such as ``lm_head.weight`` of a language model.
+        Ranks of a sharded module agree on it, also if they hold no element of a tensor.
+    """
+    seen: set[int] = set()
+    tied = set()
+    for named in (module.named_parameters, module.named_buffers):
+        for name, value in named(remove_duplicate=False):
+            if id(value) in seen:
+                tied.add(unwrapped_name(module, name))
+            seen.add(id(value))
+    return tied
+
+
 def _replica_of(wrappers: list[Any]) -> int:
     """Return this rank's replica number if FSDP1 shards only within nodes, else 0."""
     import torch.distributed as dist

@@ -238,7 +238,7 @@ def _find_parts(tree: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
 def _unwrap(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return a tree whose model and optimizer are at the top.
 
-    torch's tutorials put them into one more entry, as in ``{"app": AppState(…)}``.
+    torch's tutorials wrap both in one entry, as in ``{"app": AppState(…)}``.
     """
     if any(_find_parts(tree)):
         return tree

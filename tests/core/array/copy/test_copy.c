@@ -1,5 +1,6 @@
 /* Kernels compared with the oracle, strided copies with a plain loop. */
 #include "array/copy/copy.h"
+#include "support/random_bytes.h"
 #include "support/runner.h"
 
 #include <math.h>
@@ -8,22 +9,6 @@
 enum { LONGEST = 40000, ROOM = LONGEST * 8 + 256 };
 
 static unsigned char source[ROOM], expected[ROOM], result[ROOM];
-
-/* A small generator with a fixed seed: every execution tests the same values. */
-static uint64_t next_random(uint64_t *seed)
-{
-    *seed ^= *seed << 13;
-    *seed ^= *seed >> 7;
-    *seed ^= *seed << 17;
-    return *seed;
-}
-
-static void fill_random(unsigned char *bytes, size_t count, uint64_t seed)
-{
-    for (size_t i = 0; i < count; i++) {
-        bytes[i] = (unsigned char)(next_random(&seed) >> 24);
-    }
-}
 
 static size_t item(int dtype)
 {

@@ -406,7 +406,7 @@ static void ids_are_ordered_by_section_name_and_state(void)
 /* ---- texts of other writers ---- */
 
 /* `body` after the start of an index, with a correct checksum; the caller frees it. */
-static char *sealed(const char *body)
+static char *text_with_checksum(const char *body)
 {
     const size_t room = sizeof MLS_JSON_CHECKSUM_START + strlen(body);
     char *out = malloc(room);
@@ -419,7 +419,7 @@ static char *sealed(const char *body)
 
 static void unknown_members_spaces_escapes_and_any_order_are_read(void)
 {
-    char *other = sealed(
+    char *other = text_with_checksum(
         " , "
         "\"later\":[{\"a\":[[[[1e400]]]]}],\n\"layers\":{\"crc32c\":\"0000000100000002\","
         "\"later\":[true],\"bytes\":\"4,4\",\"offset\":\"4100,4096\",\"file\":\"0,"

@@ -10,6 +10,7 @@ int main(void)
 
 #    include "checkpoint/read/shard_read.h"
 #    include "safetensors/safetensors.h"
+#    include "support/random_bytes.h"
 
 #    include <errno.h>
 #    include <fcntl.h>
@@ -96,12 +97,8 @@ static void leave_folder(void)
 static unsigned char *noise(size_t bytes)
 {
     unsigned char *data = malloc(bytes + 1);
-    uint64_t state = 0x9E3779B97F4A7C15U;
-    for (size_t i = 0; data != NULL && i < bytes; i++) {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        data[i] = (unsigned char)(state >> 32);
+    if (data != NULL) {
+        fill_random(data, bytes, 0x9E3779B97F4A7C15U);
     }
     return data;
 }

@@ -2,6 +2,7 @@
  * oracle, norm partials for any division of an array, and views with a plain loop. */
 #include "array/float_convert.h"
 #include "gradients/reduce/reduce.h"
+#include "support/random_bytes.h"
 #include "support/runner.h"
 
 #include <math.h>
@@ -10,21 +11,6 @@
 enum { LONGEST = 9000, SOURCES = 5, ROOM = LONGEST * 8 + 128 };
 
 static unsigned char input[SOURCES][ROOM], wanted[ROOM], found[ROOM];
-
-static uint64_t next_random(uint64_t *seed)
-{
-    *seed ^= *seed << 13;
-    *seed ^= *seed >> 7;
-    *seed ^= *seed << 17;
-    return *seed;
-}
-
-static void fill_random(unsigned char *bytes, size_t count, uint64_t seed)
-{
-    for (size_t i = 0; i < count; i++) {
-        bytes[i] = (unsigned char)(next_random(&seed) >> 24);
-    }
-}
 
 static size_t item(mls_dtype dtype)
 {
@@ -90,7 +76,7 @@ static void fill_items(mls_dtype dtype, unsigned char *at, size_t n, uint64_t se
 {
     fill_random(at, n * item(dtype), seed);
     for (size_t i = 0; tame && i < n; i++) {
-        const float value = (float)(next_random(&seed) % 8192) / 1024 - 4;
+        const float value = (float)(random_next(&seed) % 8192) / 1024 - 4;
         const double wide = (double)value;
         const uint16_t half =
             dtype == MLS_F16 ? mls_f16_from_f32(value) : mls_bf16_from_f32(value);
@@ -441,7 +427,7 @@ static void norm_partials_do_not_depend_on_who_did_what(void)
     REQUIRE(x != NULL && y != NULL && mls_pool_new(3, &pool, &st) == MLS_OK);
     (void)mls_cpu_choose(NULL, &cpu, &st);
     for (size_t i = 0; i < n; i++) {
-        x[i] = (float)(next_random(&seed) % 100000) * 0.001F;
+        x[i] = (float)(random_next(&seed) % 100000) * 0.001F;
         y[i] = 0;
     }
     x[n - 1] = INFINITY;

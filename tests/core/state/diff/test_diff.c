@@ -2,6 +2,7 @@
  * oracle, and pairs of views with a plain loop. */
 #include "array/float_convert.h"
 #include "state/diff/diff.h"
+#include "support/random_bytes.h"
 #include "support/runner.h"
 
 #include <fenv.h>
@@ -11,21 +12,6 @@
 enum { LONGEST = 5000, ROOM = LONGEST * 8 + 256 };
 
 static unsigned char left[ROOM], right[ROOM];
-
-static uint64_t next_random(uint64_t *seed)
-{
-    *seed ^= *seed << 13;
-    *seed ^= *seed >> 7;
-    *seed ^= *seed << 17;
-    return *seed;
-}
-
-static void fill_random(unsigned char *bytes, size_t count, uint64_t seed)
-{
-    for (size_t i = 0; i < count; i++) {
-        bytes[i] = (unsigned char)(next_random(&seed) >> 24);
-    }
-}
 
 static size_t item(mls_dtype dtype)
 {
@@ -282,7 +268,7 @@ static void every_set_agrees_where_little_changed(void)
     fill_random(left, sizeof left, 44);
     memcpy(right, left, sizeof right);
     for (int i = 0; i < TRIES(6); i++) {
-        right[next_random(&seed) % ROOM] ^= 1;
+        right[random_next(&seed) % ROOM] ^= 1;
         check_all_sets();
     }
 }
@@ -295,7 +281,7 @@ static void every_set_agrees_on_small_changes(void)
     for (size_t r = 0; r < sizeof ratios / sizeof ratios[0]; r++) {
         uint64_t seed = 100 + r;
         for (size_t i = 0; i < ROOM / 4; i++) {
-            const float x = (float)(next_random(&seed) >> 40) * 0x1p-24F - 0.5F;
+            const float x = (float)(random_next(&seed) >> 40) * 0x1p-24F - 0.5F;
             const float y = x * ratios[r];
             memcpy(left + 4 * i, &x, 4);
             memcpy(right + 4 * i, &y, 4);
@@ -304,7 +290,7 @@ static void every_set_agrees_on_small_changes(void)
     }
     for (size_t i = 0; i < ROOM / 2; i++) { /* 16-bit numbers, no NaN */
         uint64_t seed = 9 + i;
-        const uint16_t x = (uint16_t)(next_random(&seed) & 0xBBFFU);
+        const uint16_t x = (uint16_t)(random_next(&seed) & 0xBBFFU);
         const uint16_t y = (uint16_t)(x ^ 1U);
         memcpy(left + 2 * i, &x, 2);
         memcpy(right + 2 * i, &y, 2);
@@ -319,11 +305,11 @@ static void every_set_agrees_behind_equal_ratios(void)
     uint64_t seed = 31;
     for (int i = 0; i < TRIES(60); i++) {
         for (size_t at = 0; at < LONGEST; at++) {
-            const float x = (float)(next_random(&seed) % 1024 + 1), y = 1.5F * x;
+            const float x = (float)(random_next(&seed) % 1024 + 1), y = 1.5F * x;
             memcpy(left + 4 * at, &x, 4);
             memcpy(right + 4 * at, &y, 4);
         }
-        const size_t place = 4 * (next_random(&seed) % LONGEST);
+        const size_t place = 4 * (random_next(&seed) % LONGEST);
         float y;
         memcpy(&y, right + place, 4);
         y = nextafterf(y, INFINITY);
@@ -366,8 +352,8 @@ static void every_set_agrees_on_special_numbers(void)
     enum { N = sizeof specials / sizeof specials[0] };
     uint64_t seed = 77;
     for (size_t i = 0; i < ROOM / 4; i++) {
-        uint32_t x = (uint32_t)next_random(&seed) & 0xBFFFFFFFU, y = x;
-        const uint64_t which = next_random(&seed);
+        uint32_t x = (uint32_t)random_next(&seed) & 0xBFFFFFFFU, y = x;
+        const uint64_t which = random_next(&seed);
         if (which % 8 == 0) {
             x = specials[which / 8 % N];
         }
@@ -385,14 +371,14 @@ static uint16_t near_float(uint64_t *seed, unsigned digits, unsigned exponent,
                            unsigned spread)
 {
     const unsigned most = (0x8000U >> digits) - 2;
-    const unsigned lower = (unsigned)(next_random(seed) % spread);
+    const unsigned lower = (unsigned)(random_next(seed) % spread);
     const unsigned place = lower > exponent ? 0 : exponent - lower;
-    const unsigned few = (unsigned)(next_random(seed) % 4); /* so that ties occur */
-    const unsigned rest = (unsigned)next_random(seed) & ((1U << digits) - 1);
+    const unsigned few = (unsigned)(random_next(seed) % 4); /* so that ties occur */
+    const unsigned rest = (unsigned)random_next(seed) & ((1U << digits) - 1);
     const unsigned mantissa = few == 0 ? 0 : few == 1 ? (1U << digits) - 1 : rest;
-    const unsigned sign = (unsigned)(next_random(seed) & 0x8000U);
+    const unsigned sign = (unsigned)(random_next(seed) & 0x8000U);
     const unsigned bits = (place > most ? most : place) << digits | mantissa;
-    return (uint16_t)(next_random(seed) % 9 == 0 ? sign : bits | sign);
+    return (uint16_t)(random_next(seed) % 9 == 0 ? sign : bits | sign);
 }
 
 /* Many short ranges around each exponent: with differences that float32 rounds, tied with
@@ -404,12 +390,12 @@ static void every_set_agrees_on_close_calls_of_sixteen_bits(void)
         const int dtype = run % 2 == 0 ? MLS_F16 : MLS_BF16;
         const unsigned digits = dtype == MLS_F16 ? 10 : 7;
         const unsigned exponent = run / 2 % (0x8000U >> digits);
-        const unsigned kind = (unsigned)(next_random(&seed) % 4);
+        const unsigned kind = (unsigned)(random_next(&seed) % 4);
         for (size_t i = 0; i < 192; i++) {
             const uint16_t x = near_float(&seed, digits, exponent, kind < 2 ? 2 : 4);
             uint16_t y = near_float(&seed, digits, exponent, kind < 2 ? 16 : 30);
             if (kind == 3) { /* neighbours */
-                y = (uint16_t)(x ^ (next_random(&seed) & 1U));
+                y = (uint16_t)(x ^ (random_next(&seed) & 1U));
             }
             memcpy(left + 2 * i, &x, 2);
             memcpy(right + 2 * i, &y, 2);
@@ -518,8 +504,8 @@ static void every_set_agrees_on_ratios_next_to_each_other(void)
     for (unsigned run = 0; run < TRIES(2000); run++) {
         const mls_dtype dtype = run % 2 == 0 ? MLS_F16 : MLS_BF16;
         const unsigned least = dtype == MLS_F16 ? 1024 : 128;
-        const unsigned below = least + (unsigned)(next_random(&seed) % least);
-        const unsigned above = 1 + (unsigned)(next_random(&seed) % (below / 3));
+        const unsigned below = least + (unsigned)(random_next(&seed) % least);
+        const unsigned above = 1 + (unsigned)(random_next(&seed) % (below / 3));
         check_next_ratio(dtype, above, below, -10);
         check_next_ratio(dtype, above, below, dtype == MLS_F16 ? -24 : -133);
     }
@@ -538,7 +524,7 @@ static void every_set_agrees_on_tiny_doubles(void)
 {
     uint64_t seed = 3;
     for (size_t i = 0; i < ROOM / 8; i++) {
-        const uint64_t x = next_random(&seed) % 50, y = next_random(&seed) % 50;
+        const uint64_t x = random_next(&seed) % 50, y = random_next(&seed) % 50;
         memcpy(left + 8 * i, &x, 8);
         memcpy(right + 8 * i, &y, 8);
     }

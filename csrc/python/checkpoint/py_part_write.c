@@ -1,0 +1,377 @@
+/* py_part_write: safetensors files that several ranks write together.
+ *
+ * Headers follow from names, dtypes and shapes, so every rank computes the offsets
+ * (safetensors_layout) and writes its parts (parts_write). One rank collects the shares
+ * of the checksums and writes the headers (safetensors_layout again). */
+#include "checkpoint/checkpoint_bindings.h"
+#include "checkpoint/checkpoint_folder.h"
+#include "checkpoint/py_layout.h"
+#include "checkpoint/shard_items.h"
+#include "common/args.h"
+#include "common/errors.h"
+#include "common/module_state.h"
+#include "common/progress.h"
+
+#include "base/memory.h"
+#include "checkpoint/write/part_write.h"
+#include "io/file.h"
+#include "safetensors/safetensors_header.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum { ALIGNMENT = 64 };
+
+/* ---- headers ---- */
+
+/* The tensors of one file, in the caller's order until the header sorts them. */
+typedef struct file_layout {
+    mls_header_tensor *tensors;
+    size_t *shapes; /* MLS_LAYOUT_RANK for each tensor */
+    size_t count;
+    mls_header header;
+} file_layout;
+
+static void layout_fini(file_layout *f)
+{
+    mls_header_fini(&f->header);
+    mls_free(f->tensors);
+    mls_free(f->shapes);
+}
+
+/* Convert (name, dtype, shape). */
+static int take_tensor(const mlspy_state *state, PyObject *object, size_t *shape,
+                       mls_header_tensor *out)
+{
+    PyObject *name, *dtype, *dims;
+    mls_str text;
+    mls_status st;
+    if (mlspy_take_tuple(object, "tensor", "OOO", &name, &dtype, &dims) < 0 ||
+        mlspy_take_text(name, "tensor name", &out->name) < 0 ||
+        mlspy_take_text(dtype, "dtype", &text) < 0) {
+        return -1;
+    }
+    if (!mls_dtype_from_name(text.data, text.length, &out->dtype)) {
+        PyErr_Format(state->errors[MLSPY_ERROR_COMPATIBILITY],
+                     "%R has dtype %U, for which safetensors has no name", name, dtype);
+        return -1;
+    }
+    out->rank = mlspy_take_shape(state, dims, shape);
+    if (out->rank < 0) {
+        return -1;
+    }
+    out->shape = shape;
+    mls_tensor whole;
+    if (mls_tensor_init(&whole, NULL, out->dtype, out->rank, shape, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    (void)mls_tensor_bytes(&whole, &out->bytes); /* fits: the shape was checked */
+    return 0;
+}
+
+/* Convert the tensors, and build the header with checksums of 0. */
+static int take_layout(const mlspy_state *state, PyObject *tensors, PyObject *text,
+                       file_layout *f)
+{
+    mls_str value;
+    mls_status st;
+    f->count = (size_t)PyTuple_GET_SIZE(tensors);
+    f->tensors = mls_alloc(f->count, sizeof *f->tensors);
+    f->shapes = mls_alloc(f->count * MLS_LAYOUT_RANK, sizeof *f->shapes);
+    if (f->tensors == NULL || f->shapes == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (mlspy_take_text(text, "format", &value) < 0) {
+        return -1;
+    }
+    for (size_t i = 0; i < f->count; i++) {
+        f->tensors[i].number = i;
+        if (take_tensor(state, PyTuple_GET_ITEM(tensors, (Py_ssize_t)i),
+                        f->shapes + i * MLS_LAYOUT_RANK, &f->tensors[i]) < 0) {
+            return -1;
+        }
+    }
+    const mls_str_pair format = {{"format", strlen("format")}, value};
+    if (mls_header_init(&f->header, f->tensors, f->count, &format, 1, ALIGNMENT, &st) !=
+        MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    return 0;
+}
+
+/* Return [(offset, first block), ...] in the caller's order. */
+static PyObject *places_list(const file_layout *f)
+{
+    PyObject *list = PyList_New((Py_ssize_t)f->count);
+    for (size_t i = 0; list != NULL && i < f->count; i++) {
+        const mls_header_tensor *t = &f->tensors[i];
+        PyObject *place =
+            Py_BuildValue("(Kn)", (unsigned long long)t->offset,
+                          t->crcs == NULL ? 0 : (Py_ssize_t)(t->crcs - f->header.crcs));
+        if (place == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, (Py_ssize_t)t->number, place);
+        }
+    }
+    return list;
+}
+
+/* safetensors_layout(((name, dtype, shape), ...), format, crcs or None)
+ *     -> (header, file bytes, blocks, [(offset, first block), ...])
+ *
+ * `crcs` is a buffer of uint32, one for each block; without it, the header is None. */
+static PyObject *safetensors_layout(PyObject *module, PyObject *const *args,
+                                    Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    file_layout f = {0};
+    Py_buffer crcs = {0};
+    PyObject *result = NULL, *header = NULL, *places = NULL;
+    if (mlspy_take_count("safetensors_layout", 3, count) < 0) {
+        return NULL;
+    }
+    if (!PyTuple_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "tensors must be a tuple");
+        return NULL;
+    }
+    if (take_layout(state, args[0], args[1], &f) < 0 ||
+        (args[2] != Py_None && PyObject_GetBuffer(args[2], &crcs, PyBUF_SIMPLE) < 0)) {
+        goto done;
+    }
+    if (crcs.obj == NULL) {
+        header = Py_NewRef(Py_None);
+    } else if ((size_t)crcs.len != f.header.block_count * sizeof(uint32_t)) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes of checksums for %zu blocks", crcs.len,
+                     f.header.block_count);
+        goto done;
+    } else {
+        memcpy(f.header.crcs, crcs.buf, (size_t)crcs.len);
+        mls_header_finish(&f.header, mls_crc_of(state->kernels->cpu));
+        header = PyBytes_FromStringAndSize(f.header.text.data,
+                                           (Py_ssize_t)f.header.text.length);
+    }
+    places = header == NULL ? NULL : places_list(&f);
+    if (places != NULL) {
+        result = Py_BuildValue("(OKnO)", header, (unsigned long long)f.header.file_bytes,
+                               (Py_ssize_t)f.header.block_count, places);
+    }
+done:
+    if (crcs.obj != NULL) {
+        PyBuffer_Release(&crcs);
+    }
+    layout_fini(&f);
+    Py_XDECREF(header);
+    Py_XDECREF(places);
+    return result;
+}
+
+/* ---- parts ---- */
+
+/* An item and its place. */
+typedef struct placed_item {
+    const mls_shard_item *item;
+    int64_t file, offset, block, number;
+} placed_item;
+
+/* Arguments of parts_write, converted. */
+typedef struct parts_job {
+    placed_item *items;
+    size_t count;
+    PyObject *files; /* a tuple of str, borrowed */
+    const char **names;
+    size_t file_count;
+    Py_buffer crcs, written;
+    int folder;
+    bool syncs;
+    size_t failed; /* file that an error is about */
+} parts_job;
+
+static void job_fini(parts_job *job)
+{
+    if (job->crcs.obj != NULL) {
+        PyBuffer_Release(&job->crcs);
+    }
+    if (job->written.obj != NULL) {
+        PyBuffer_Release(&job->written);
+    }
+    if (job->folder >= 0) {
+        (void)close(job->folder);
+    }
+    mls_free(job->items);
+    mls_free((void *)job->names);
+}
+
+/* Look up the place of an item, and check that it is inside the buffers. */
+static int take_place(parts_job *job, const mls_shard_item *item, PyObject *places,
+                      placed_item *out)
+{
+    PyObject *name = mlspy_str_of(item->id.name);
+    PyObject *place = name == NULL ? NULL : PyDict_GetItemWithError(places, name);
+    out->item = item;
+    if (place == NULL) {
+        if (name != NULL && !PyErr_Occurred()) {
+            PyErr_SetObject(PyExc_KeyError, name);
+        }
+        Py_XDECREF(name);
+        return -1;
+    }
+    Py_DECREF(name);
+    if (mlspy_take_tuple(place, "place", "LLLL", &out->file, &out->offset, &out->block,
+                         &out->number) < 0) {
+        return -1;
+    }
+    size_t bytes = mls_dtype_of(item->dtype)->item_bytes;
+    for (int i = 0; i < item->rank; i++) {
+        bytes *= item->shape[i]; /* fits: checked when the item was made */
+    }
+    const size_t blocks = (size_t)job->crcs.len / sizeof(uint32_t);
+    if (out->file < 0 || (size_t)out->file >= job->file_count || out->offset < 0 ||
+        out->block < 0 || (size_t)out->block > blocks ||
+        mls_safetensors_blocks(bytes) > blocks - (size_t)out->block || out->number < 0 ||
+        (size_t)out->number >= (size_t)job->written.len / sizeof(uint64_t)) {
+        PyErr_SetString(PyExc_ValueError, "a place is outside the files");
+        return -1;
+    }
+    return 0;
+}
+
+/* For qsort: by file and offset. */
+static int compare_places(const void *a, const void *b)
+{
+    const placed_item *x = a, *y = b;
+    return x->file != y->file       ? (x->file < y->file ? -1 : 1)
+           : x->offset != y->offset ? (x->offset < y->offset ? -1 : 1)
+                                    : 0;
+}
+
+/* Convert all arguments but `progress`. */
+static int take_job(const mlspy_state *state, PyObject *const *args, parts_job *job)
+{
+    const mlspy_shard_items *g = mlspy_shard_items_of(args[0]);
+    if (g == NULL) {
+        return -1;
+    }
+    if (!PyTuple_Check(args[2]) || mlspy_take_dict(args[3], "places") < 0) {
+        PyErr_SetString(PyExc_TypeError, "files must be a tuple, and places a dict");
+        return -1;
+    }
+    job->files = args[2];
+    job->file_count = (size_t)PyTuple_GET_SIZE(job->files);
+    job->count = g->list.count;
+    job->items = mls_alloc(job->count, sizeof *job->items);
+    job->names = mls_alloc(job->file_count, sizeof *job->names);
+    if (job->items == NULL || job->names == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (PyObject_GetBuffer(args[4], &job->crcs, PyBUF_WRITABLE) < 0 ||
+        PyObject_GetBuffer(args[5], &job->written, PyBUF_WRITABLE) < 0) {
+        return -1;
+    }
+    for (size_t i = 0; i < job->file_count; i++) {
+        mls_str text;
+        if (mlspy_take_text(PyTuple_GET_ITEM(job->files, (Py_ssize_t)i), "file name",
+                            &text) < 0) {
+            return -1;
+        }
+        job->names[i] = text.data;
+    }
+    for (size_t i = 0; i < job->count; i++) {
+        if (take_place(job, &g->list.items[i], args[3], &job->items[i]) < 0) {
+            return -1;
+        }
+    }
+    qsort(job->items, job->count, sizeof *job->items, compare_places);
+    return mlspy_open_folder(state, args[1], &job->folder);
+}
+
+/* Close a file that is complete on this rank, and sync it before if `syncs`. */
+static mls_code close_file(int fd, bool syncs, mls_code code, mls_status *st)
+{
+    const int reason = syncs && code == MLS_OK ? mls_file_sync(fd) : 0;
+    (void)close(fd);
+    return reason == 0 ? code : mls_fail_os(st, reason, "cannot sync the file to disk");
+}
+
+/* Write all items, file by file. */
+static mls_code write_items(parts_job *job, const mls_part_writer *writer, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    uint64_t started = 0;
+    int fd = -1;
+    for (size_t i = 0; code == MLS_OK && i < job->count; i++) {
+        const placed_item *p = &job->items[i];
+        if (fd < 0) {
+            job->failed = (size_t)p->file;
+            started = (uint64_t)p->offset;
+            fd = openat(job->folder, job->names[p->file],
+                        O_WRONLY | O_CLOEXEC | O_NOFOLLOW);
+            if (fd < 0) {
+                return mls_fail_os(st, errno, "cannot open the file");
+            }
+        }
+        const mls_tensor_place place = {
+            fd, (uint64_t)p->offset, (uint32_t *)job->crcs.buf + p->block,
+            (uint64_t *)job->written.buf + p->number, &started};
+        code = mls_part_write(writer, p->item, &place, st);
+        if (code != MLS_OK || i + 1 == job->count || p[1].file != p->file) {
+            code = close_file(fd, job->syncs, code, st);
+            fd = -1;
+        }
+    }
+    return code;
+}
+
+/* parts_write(items, folder, files, places, crcs, written, sync, progress)
+ *
+ * Write the items of shards_collect into existing files, and sync these if `sync`.
+ * `places` maps each name to (file, offset, first block, number). Shares of checksums are
+ * XORed to `crcs`, a buffer of uint32, and `written`, of uint64, counts bytes by number.
+ */
+static PyObject *parts_write(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mlspy_progress progress;
+    parts_job job = {.folder = -1};
+    mls_status st;
+    PyObject *result = NULL;
+    if (mlspy_take_count("parts_write", 8, count) < 0 ||
+        mlspy_progress_init(&progress, args[7]) < 0) {
+        return NULL;
+    }
+    const int syncs = PyObject_IsTrue(args[6]);
+    unsigned char *buffer = mls_alloc(MLS_PART_STEP, 1);
+    job.syncs = syncs > 0;
+    if (syncs >= 0 && buffer == NULL) {
+        PyErr_NoMemory();
+    } else if (syncs >= 0 && take_job(state, args, &job) == 0) {
+        const mls_part_writer writer = {state->kernels, mls_crc_of(state->kernels->cpu),
+                                        &progress.core, buffer};
+        mlspy_progress_begin(&progress);
+        const mls_code code = write_items(&job, &writer, &st);
+        mlspy_progress_end(&progress);
+        if (code != MLS_OK) {
+            mlspy_raise_under(state, &st, args[1], job.names[job.failed]);
+        } else if (mlspy_progress_finish(&progress) == 0) {
+            result = Py_NewRef(Py_None);
+        }
+    }
+    job_fini(&job);
+    mls_free(buffer);
+    return result;
+}
+
+PyMethodDef mlspy_part_methods[] = {
+    {"safetensors_layout", MLSPY_FASTCALL(safetensors_layout),
+     "safetensors_layout(tensors, format, crcs, /)\n--\n\nHeader and offsets of a file."},
+    {"parts_write", MLSPY_FASTCALL(parts_write),
+     "parts_write(items, folder, files, places, crcs, written, sync, progress, "
+     "/)\n--\n\nWrite parts of tensors into existing files."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,1 @@
+"""Write folders of Hugging Face models."""

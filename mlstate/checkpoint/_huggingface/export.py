@@ -1,0 +1,416 @@
+"""Export a model as a Hugging Face folder; public through `mlstate.checkpoint`.
+
+    export -> _take_state      every rank: its part of the state, without tied names
+           -> _begin           rank 0 creates a temporary folder, and files of their final length
+           -> _write_parts     every rank writes its parts at their final offsets
+           -> _finish          rank 0 writes headers and the index, and renames the folder
+
+After each step the ranks agree that all succeeded; otherwise all raise.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from ... import _core
+from ..._common.backend import backend_of, is_module
+from ..._common.set_module import set_module
+from ..._sharding.layout import Shard
+from ...collectives._consensus import agree
+from ...errors import StoreError
+from ...state import rename as rename_state
+from .._save import SaveContent, check_target, gather_shards, take_content
+from .._store import folder as _folder
+from .._store.weight_files import INDEX, weights_root
+from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ...collectives import ProcessGroup
+    from .._save import SaveTarget
+    from .export_plan import ExportPlan
+
+_MAX_SHARD_BYTES = 5 * 2**30
+# Files of weights, which are not copied from `files_from`.
+_WEIGHTS = (
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx",
+    ".gguf", ".ot",
+)  # fmt: skip
+
+
+def _together(group: ProcessGroup | None, error: BaseException | None) -> None:
+    """Raise this rank's error, or another rank's; every rank calls it."""
+    if group is not None:
+        agree(group, "", error)
+    elif error is not None:
+        raise error
+
+
+# ---- the state ----
+
+
+def _memory_of(value: Any) -> Any:
+    """Return a key for the memory of an array; None if it has no bytes."""
+    import numpy as np
+
+    array = value.array if isinstance(value, Shard) else value
+    if hasattr(array, "data_ptr"):
+        place, steps, size = array.data_ptr(), tuple(array.stride()), array.numel()
+    elif isinstance(array, np.ndarray):
+        place, steps, size = array.__array_interface__["data"][0], array.strides, array.size
+    else:  # such as NumPy scalars, whose memory is temporary
+        return None
+    return (place, tuple(array.shape), steps, str(array.dtype)) if size else None
+
+
+def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
+    """Return the names whose memory an earlier name has."""
+    if is_module(model):
+        return set(backend_of(model).tied_names(model))
+    seen: set[Any] = set()
+    tied = set()
+    for name, value in state.items():
+        key = _memory_of(value)
+        if key in seen:
+            tied.add(name)
+        elif key is not None:
+            seen.add(key)
+    return tied
+
+
+def _take_state(
+    target: SaveTarget, model: Any, rename: Mapping[str, str] | None
+) -> tuple[SaveContent, StateTable]:
+    """Return this rank's part of the state, and its table; with a group, errors are kept."""
+    content = take_content(target, model, None, None, None)
+    table = StateTable({}, [])
+    try:
+        state = content.dicts[0]
+        if content.error is None:
+            assert state is not None
+            tied = _tied_names(model, state)
+            kept = {name: value for name, value in state.items() if name not in tied}
+            if rename is not None:
+                # with several ranks, a rule may concern tensors of another rank only
+                unused = "error" if target.group is None else "ignore"
+                kept = dict(rename_state(kept, rename, unused=unused))
+                tied = set()  # the old names are gone
+            content.dicts = (kept, None, None)
+            table = table_of(kept, tied)
+    except BaseException as error:
+        if target.group is None:
+            raise
+        content = SaveContent((None, None, None), {}, error)
+    return content, table
+
+
+# ---- the folder ----
+
+
+def _refuse_existing(folder: str, overwrite: bool) -> None:
+    if not os.path.lexists(folder):
+        return
+    is_folder = os.path.isdir(folder)
+    if is_folder and not os.listdir(folder):
+        return
+    if overwrite and is_folder and weights_root(folder) is not None:
+        return
+    text = (
+        "it exists already, and is not a Hugging Face folder"
+        if overwrite
+        else "it exists already: choose another path, or delete it first"
+    )
+    raise _folder.store_error(FileExistsError(errno.EEXIST, text), "cannot export", folder)
+
+
+def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
+    """Return the paths of the files that are not weights, such as config.json."""
+    if source is None:
+        return []
+    folder = os.fspath(source)
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                entry.path
+                for entry in entries
+                if entry.is_file()
+                and not entry.name.startswith(".")
+                and not entry.name.endswith(_WEIGHTS)
+            )
+    except OSError as error:
+        raise _folder.store_error(error, "cannot list files_from=", folder) from None
+
+
+def _begin(folder: str, plan: ExportPlan, overwrite: bool) -> str:
+    """Create a temporary folder with files of their final length; return its path."""
+    import secrets
+
+    _refuse_existing(folder, overwrite)
+    parent, name = os.path.split(folder)
+    made = os.path.join(parent, f".{name}.mlstate-{secrets.token_hex(8)}.tmp")
+    try:
+        _folder.make_path(parent)
+        os.mkdir(made)
+        for file, size in zip(plan.files, plan.sizes, strict=True):
+            path = os.path.join(made, file)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                os.truncate(descriptor, size)
+            finally:
+                os.close(descriptor)
+    except BaseException as error:
+        shutil.rmtree(made, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _folder.store_error(error, "cannot create the folder", made) from None
+        raise
+    return made
+
+
+def _copy_file(source: str, folder: str) -> None:
+    """Copy a file durably."""
+    path = os.path.join(folder, os.path.basename(source))
+    with open(source, "rb") as read, open(path, "xb") as write:
+        shutil.copyfileobj(read, write)
+        write.flush()
+        os.fsync(write.fileno())
+
+
+def _finish(made: str, folder: str, plan: ExportPlan, crcs: Any, copied: list[str]) -> None:
+    """Write the headers and the index, copy other files, and rename the folder."""
+    import json
+
+    for number, file in enumerate(plan.files):
+        _folder.overwrite_start(made, file, plan.header(number, crcs))
+    if len(plan.files) > 1:
+        text = json.dumps(plan.index_data(), indent=2, ensure_ascii=False) + "\n"
+        _core.file_replace(os.path.join(made, INDEX), text.encode(), 0o666)
+    try:
+        for source in copied:
+            _copy_file(source, made)
+        _core.folder_sync(made)
+        old = f"{made}.old"
+        replaces = os.path.isdir(folder) and bool(os.listdir(folder))
+        if replaces:
+            os.rename(folder, old)
+        try:
+            os.rename(made, folder)
+        except BaseException:
+            if replaces:
+                os.rename(old, folder)
+            raise
+    except StoreError:
+        raise
+    except OSError as error:
+        raise _folder.store_error(error, "cannot write the folder", folder) from None
+    _core.folder_sync(os.path.dirname(folder))
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+# ---- parts ----
+
+
+def _pack(values: Any, dtype: str) -> bytes:
+    """Return the positions and values other than 0, after their number."""
+    import numpy as np
+
+    at = np.flatnonzero(values)
+    parts = (np.array([len(at)], "<u8"), at.astype("<u8"), values[at].astype(dtype))
+    return b"".join(part.tobytes() for part in parts)
+
+
+def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
+    """Return positions, values, and the rest of the data; the inverse of `_pack`."""
+    import numpy as np
+
+    count = int(np.frombuffer(data[:8], "<u8")[0])
+    item = np.dtype(dtype).itemsize
+    middle, end = 8 + 8 * count, 8 + (8 + item) * count
+    at = np.frombuffer(data[8:middle], "<u8").astype(np.intp)
+    return at, np.frombuffer(data[middle:end], dtype), data[end:]
+
+
+def _write_parts(made: str, plan: ExportPlan, shards: Any, sync: bool) -> bytes:
+    """Write this rank's parts; return its shares of checksums, and bytes written by tensor.
+
+    Rank 0 need not sync the files: it does so after it has written their headers.
+    """
+    import numpy as np
+
+    crcs = np.zeros(plan.starts[-1], np.uint32)
+    written = np.zeros(len(plan.places), np.uint64)
+    _core.parts_write(shards, made, plan.files, plan.places, crcs, written, sync, None)
+    return _pack(crcs, "<u4") + _pack(written, "<u8")
+
+
+def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
+    """Return the checksums of all blocks; raise ValueError if ranks left out a part."""
+    import numpy as np
+
+    crcs = np.zeros(plan.starts[-1], np.uint32)
+    written = np.zeros(len(plan.places), np.uint64)
+    for data in shares:
+        at, found, rest = _unpack(memoryview(data), "<u4")
+        crcs[at] ^= found
+        at, found, _ = _unpack(rest, "<u8")
+        written[at] += found
+    for name, (*_, number) in plan.places.items():
+        if written[number] != plan.nbytes[number]:
+            raise ValueError(
+                f"{name!r} is incomplete: the ranks hold {int(written[number]):,} of its "
+                f"{plan.nbytes[number]:,} bytes; pass the group of all ranks that share the model, "
+                "and replica=0 for one copy of each part"
+            )
+    return crcs
+
+
+# ---- the whole export ----
+
+
+def _write_and_commit(
+    target: SaveTarget,
+    plan: ExportPlan,
+    shards: Any,
+    files_from: str | os.PathLike[str] | None,
+    overwrite: bool,
+) -> None:
+    """Write the parts of all ranks; rank 0 commits. After a failure no folder remains."""
+    group, folder = target.group, os.path.realpath(target.folder)
+    made, copied = "", list[str]()
+    error: BaseException | None = None
+    is_first = target.rank == 0
+    try:
+        if is_first:
+            copied = _files_to_copy(files_from)
+            made = _begin(folder, plan, overwrite)
+    except BaseException as caught:
+        error = caught
+    try:
+        if group is not None:
+            made = os.fsdecode(next(iter(group.gather_bytes(os.fsencode(made)))))
+        _together(group, error)
+        shares = b""
+        try:
+            shares = _write_parts(made, plan, shards, not is_first)
+        except BaseException as caught:
+            error = caught
+        _together(group, error)
+        gathered = [shares] if group is None else list(group.gather_bytes(shares))
+        try:
+            if is_first:
+                _finish(made, folder, plan, _checksums(plan, gathered), copied)
+        except BaseException as caught:
+            error = caught
+        _together(group, error)
+    except BaseException:
+        if is_first and made:
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def export(
+    path: str | os.PathLike[str],
+    model: Any,
+    *,
+    group: ProcessGroup | None = None,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    rename: Mapping[str, str] | None = None,
+    files_from: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Export a model; see `export_huggingface`. `overwrite` replaces a Hugging Face folder."""
+    target = check_target(path, group=group)
+    most = index(max_shard_bytes)
+    if most < 1:
+        raise ValueError(f"max_shard_bytes must be 1 or more, got {max_shard_bytes}")
+    content, own = _take_state(target, model, rename)
+    _together(target.group, content.error)
+    table = exchange_tables(target.group, own, [os.path.realpath(target.folder), most])
+    state = content.dicts[0]
+    assert state is not None
+    for name in table.tied:
+        state.pop(name, None)
+    drop_copies(target.group, table.tensors, state)
+    gathered = gather_shards(target, content)
+    _together(target.group, gathered.error)
+    plan = make_plan(table.tensors, most)
+    _write_and_commit(target, plan, gathered.shards, files_from, overwrite)
+
+
+@set_module("mlstate.checkpoint")
+def export_huggingface(
+    path: str | os.PathLike[str],
+    model: Any,
+    *,
+    group: ProcessGroup | None = None,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    rename: Mapping[str, str] | None = None,
+    files_from: str | os.PathLike[str] | None = None,
+) -> None:
+    """
+    Write the weights of a model as a Hugging Face folder.
+
+    The folder has ``model.safetensors``, or several files
+    ``model-0000x-of-0000y.safetensors`` and ``model.safetensors.index.json``. Every rank writes
+    its own part of each tensor directly to its final place: no rank gathers tensors, and no pass
+    over the data follows. ``from_pretrained`` of transformers loads the folder.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Folder to write. It must be empty or not exist. All ranks need access to its parent.
+    model : torch.nn.Module or mapping of str to array
+        The model, as for `save`: a plain, DDP, FSDP1 or FSDP2 module, with or without tensor
+        parallelism, or a state dict of arrays and `Shard` objects.
+    group : ProcessGroup, optional
+        The ranks that hold the model. All of them must call this function.
+    max_shard_bytes : int, default 5 * 2**30
+        Largest size of a file's tensors in bytes. A larger tensor has its own file.
+    rename : mapping of str to str, optional
+        Prefixes of names to replace, as for `mlstate.state.rename`.
+    files_from : str or os.PathLike, optional
+        Folder whose files are copied, such as ``config.json`` and the tokenizer's files. Hidden
+        files, subfolders and files of weights are not copied.
+
+    Raises
+    ------
+    StoreError
+        `path` exists and is not empty (EEXIST), or the operating system refused.
+    ValueError
+        The ranks pass different arguments, or do not hold all parts of a tensor.
+    TypeError, CompatibilityError
+        As for `save`. Every rank raises if any rank does.
+
+    Notes
+    -----
+    The export is atomic: files are written to a folder ``.NAME.mlstate-*.tmp`` in the target's
+    parent, synced and renamed. After an error this folder is deleted; a process that is killed
+    leaves it behind, and it can be deleted.
+
+    Tied weights are stored under the first of their names, as ``save_pretrained`` does. The files
+    have the checksums of `save_file`, which `load` and `verify` compare. A rank's memory does not
+    grow with the number of ranks: it needs 256 KiB, and 12 bytes for each MiB of the model.
+    Tensors on a device are copied to main memory first.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> from mlstate.checkpoint import export_huggingface
+    >>> path = tempfile.mkdtemp() + "/model"
+    >>> export_huggingface(path, {"a": np.ones(4), "b": np.ones(4)}, max_shard_bytes=32)
+    >>> sorted(mlstate.checkpoint.inspect(path).files())
+    ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    export(
+        path,
+        model,
+        group=group,
+        max_shard_bytes=max_shard_bytes,
+        rename=rename,
+        files_from=files_from,
+    )

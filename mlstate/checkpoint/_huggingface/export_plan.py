@@ -1,0 +1,289 @@
+"""The files of an exported folder, and the place of each tensor in them.
+
+Every rank computes the same plan, from the names, dtypes and shapes of all tensors.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ... import _core
+from ..._common.dtypes import DTYPES, name_of
+from ..._sharding.layout import Shard
+from .._store.weight_files import SINGLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import TypeAlias
+
+    from ...collectives import ProcessGroup
+
+    # dtype and shape of a whole tensor, and how it is cut: the steps of a layout, or None
+    Facts: TypeAlias = tuple[str, tuple[int, ...], Any]
+
+_ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
+FORMAT = "pt"  # the "format" in the metadata, which transformers requires
+
+
+class StateTable(NamedTuple):
+    """The tensors that ranks export.
+
+    Attributes
+    ----------
+    tensors : dict of str to (str, tuple of int, tuple or None)
+        Dtype, shape and layout of each tensor, in the order of the files.
+    tied : list of str
+        Names that are not written, because an earlier name has the same memory.
+    """
+
+    tensors: dict[str, Facts]
+    tied: list[str]
+
+
+class ExportPlan(NamedTuple):
+    """The files to write.
+
+    Attributes
+    ----------
+    files : tuple of str
+        Names of the files.
+    tensors : list of tuple
+        Name, dtype and shape of each file's tensors.
+    places : dict of str to tuple of int
+        For each tensor: its file, the offset of its first byte there, its first block of all
+        files, and its number.
+    sizes : list of int
+        Bytes of each file.
+    starts : list of int
+        First block of each file, and the number of all blocks.
+    nbytes : list of int
+        Bytes of each tensor, by number.
+    """
+
+    files: tuple[str, ...]
+    tensors: list[tuple[tuple[str, str, tuple[int, ...]], ...]]
+    places: dict[str, tuple[int, int, int, int]]
+    sizes: list[int]
+    starts: list[int]
+    nbytes: list[int]
+
+    def header(self, file: int, crcs: Any) -> bytes:
+        """Return the header of a file, with the checksums of all blocks of all files."""
+        own = crcs[self.starts[file] : self.starts[file + 1]]
+        text, *_ = _core.safetensors_layout(self.tensors[file], FORMAT, own)
+        assert text is not None
+        return text
+
+    def index_data(self) -> dict[str, Any]:
+        """Return the content of the folder's index."""
+        return {
+            "metadata": {"total_size": sum(self.nbytes)},
+            "weight_map": {name: self.files[place[0]] for name, place in self.places.items()},
+        }
+
+
+# ---- the tensors of all ranks ----
+
+
+def table_of(state: Mapping[str, Any], tied: Iterable[str]) -> StateTable:
+    """Return the table of one rank's state; arrays and shards have a dtype and a whole shape."""
+    left_out = set(tied)
+    tensors = {
+        name: (
+            name_of(getattr(value, "array", value).dtype),
+            tuple(map(int, value.shape)),
+            value.layout.steps if isinstance(value, Shard) else None,
+        )
+        for name, value in state.items()
+        if name not in left_out
+    }
+    return StateTable(tensors, sorted(left_out))
+
+
+def _facts_text(facts: Facts) -> str:
+    dtype, shape, steps = facts
+    return f"{dtype} {shape}" + ("" if steps is None else f" cut by {list(steps)}")
+
+
+def _merge(tables: dict[int, Any]) -> StateTable:
+    """Merge the tables of some ranks, the lowest rank first."""
+    tensors: dict[str, Facts] = {}
+    holders: dict[str, int] = {}
+    for rank, (found, _, _) in tables.items():
+        for name, (dtype, shape, steps) in found.items():
+            cut = None if steps is None else tuple(map(tuple, steps))
+            facts = (dtype, tuple(shape), cut)
+            if tensors.setdefault(name, facts) != facts:
+                raise ValueError(
+                    f"{name!r} is {_facts_text(tensors[name])} on rank {holders[name]}, and "
+                    f"{_facts_text(facts)} on rank {rank}: pass parts of a tensor as Shard, with "
+                    "the same layout on all ranks"
+                )
+            holders.setdefault(name, rank)
+    tied = sorted({name for _, names, _ in tables.values() for name in names})
+    for name in tied:
+        tensors.pop(name, None)
+    return StateTable(tensors, tied)
+
+
+def exchange_tables(group: ProcessGroup | None, own: StateTable, about: list[Any]) -> StateTable:
+    """Return the tensors of all ranks; every rank calls it.
+
+    Ranks exchange digests of their tables, and send a table only if no lower rank has it. `about`
+    are arguments that must be equal on all ranks.
+
+    Raises
+    ------
+    ValueError
+        The ranks pass different arguments or tensors. Every rank raises it.
+    """
+    import hashlib
+    import json
+
+    if group is None:
+        return own
+    text = json.dumps([own.tensors, own.tied, about]).encode()
+    digests = list(group.gather_bytes(hashlib.sha256(text, usedforsecurity=False).digest()))
+    if len(set(digests)) == 1:
+        return own
+    is_first = digests.index(digests[group.rank]) == group.rank
+    texts = enumerate(group.gather_bytes(text if is_first else b""))
+    tables = {rank: json.loads(found) for rank, found in texts if found}
+    (first, (_, _, expected)), *others = tables.items()
+    for rank, (_, _, found) in others:
+        if found != expected:
+            raise ValueError(
+                f"ranks {first} and {rank} do not export the same: {expected} and {found}"
+            )
+    return _merge(tables)
+
+
+# ---- parts that several ranks hold ----
+
+
+def _own_part(state: Mapping[str, Any], name: str) -> Shard | None:
+    """Return the shard of a tensor that this rank would write."""
+    value = state.get(name)
+    return value if isinstance(value, Shard) and value.replica == 0 else None
+
+
+def _mix(parts: Any) -> Any:
+    """Return a pseudo-random number for each part number (splitmix64); sums may wrap."""
+    import numpy as np
+
+    mixed = (parts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _irregular_names(
+    group: ProcessGroup, tensors: dict[str, Facts], state: Mapping[str, Any]
+) -> list[str]:
+    """Return the tensors with a part that no rank holds, or several ranks hold.
+
+    The sum of the numbers of all held parts must be the sum over all parts of the layout.
+    """
+    import numpy as np
+
+    held = np.zeros(len(tensors), np.uint64)
+    wanted = np.zeros(len(tensors), np.uint64)
+    sums: dict[int, Any] = {}
+    for number, (name, (*_, steps)) in enumerate(tensors.items()):
+        if steps is None:
+            continue
+        parts = prod(step[1] for step in steps)
+        if parts not in sums:
+            sums[parts] = _mix(np.arange(parts)).sum(dtype=np.uint64)
+        wanted[number] = sums[parts]
+        part = _own_part(state, name)
+        if part is not None:
+            held[number] = _mix(np.array([part.index]))[0]
+    is_irregular = group.all_reduce(held) != wanted
+    return [name for name, wrong in zip(tensors, is_irregular, strict=True) if wrong]
+
+
+def _part_keys(names: list[str], state: Mapping[str, Any]) -> Any:
+    """Return a number for the part that this rank holds of each tensor; 0 for none.
+
+    Equal parts have equal numbers on all ranks.
+    """
+    import hashlib
+
+    import numpy as np
+
+    keys = np.zeros(len(names), "<u8")
+    for number, name in enumerate(names):
+        part = _own_part(state, name)
+        if part is not None:
+            text = repr((part.layout.steps, part.index)).encode()
+            digest = hashlib.blake2b(text, digest_size=8).digest()
+            keys[number] = int.from_bytes(digest, "little") | 1
+    return keys
+
+
+def drop_copies(
+    group: ProcessGroup | None, tensors: dict[str, Facts], state: dict[str, Any]
+) -> None:
+    """Remove the shards that another rank writes; every rank calls it.
+
+    Tensor parallelism under FSDP2 is such a case: a parameter that it does not shard has a
+    separate mesh in each FSDP2 group, with replica numbers of 0. The holders of a part take turns.
+    """
+    import numpy as np
+
+    names = [] if group is None else _irregular_names(group, tensors, state)
+    if group is None or not names:
+        return
+    own = _part_keys(names, state)
+    holders = np.zeros(len(own), np.int64)
+    before = np.zeros(len(own), np.int64)
+    for rank, row in enumerate(group.gather_bytes(own.tobytes())):
+        same = np.frombuffer(row, "<u8") == own
+        holders += same
+        before += same * (rank < group.rank)
+    is_copy = (own != 0) & (before != np.arange(len(own)) % np.maximum(holders, 1))
+    for name, copy in zip(names, is_copy, strict=True):
+        if copy:
+            del state[name]
+
+
+# ---- the files ----
+
+
+def _divide(
+    tensors: dict[str, Facts], sizes: dict[str, int], most: int
+) -> list[list[tuple[str, str, tuple[int, ...]]]]:
+    """Divide the tensors, in their order, over files of at most `most` bytes."""
+    files: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    room = most
+    for name, (dtype, shape, _) in tensors.items():
+        if files[-1] and sizes[name] > room:
+            files.append([])
+            room = most
+        files[-1].append((name, dtype, shape))
+        room -= sizes[name]
+    return files
+
+
+def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
+    """Plan the files; a tensor larger than `max_shard_bytes` has its own file.
+
+    Raises
+    ------
+    CompatibilityError
+        Safetensors has no name for a dtype.
+    """
+    sizes = {n: prod(shape) * _ITEM_BYTES.get(dtype, 0) for n, (dtype, shape, _) in tensors.items()}
+    divided = [tuple(file) for file in _divide(tensors, sizes, max_shard_bytes)]
+    count = len(divided)
+    files = tuple(f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1))
+    plan = ExportPlan(files if count > 1 else (SINGLE,), divided, {}, [], [0], [*sizes.values()])
+    for number, file in enumerate(divided):
+        _, size, blocks, places = _core.safetensors_layout(file, FORMAT, None)
+        for (name, *_), (offset, block) in zip(file, places, strict=True):
+            plan.places[name] = (number, offset, plan.starts[-1] + block, len(plan.places))
+        plan.sizes.append(size)
+        plan.starts.append(plan.starts[-1] + blocks)
+    return plan

@@ -1,0 +1,271 @@
+"""The ranks of test_export_ranks.py."""
+
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+from group_model import raises
+from torch_processes import main, scenario
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # warnings about torch's internals
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    from torch.nn.parallel import DistributedDataParallel
+
+import mlstate
+from mlstate import _core
+from mlstate.checkpoint import Layout, export_huggingface, inspect
+from mlstate.checkpoint._huggingface import export as export_module
+
+
+def folder_of(group):
+    """A new folder that all ranks know."""
+    made = tempfile.mkdtemp() if group.rank == 0 else ""
+    return Path(next(iter(group.gather_bytes(made.encode()))).decode())
+
+
+def names_in(folder):
+    return [path.name for path in folder.iterdir()]
+
+
+def remove(group, folder):
+    group.barrier()
+    if group.rank == 0:
+        shutil.rmtree(folder)
+
+
+class Tied(torch.nn.Module):
+    """An embedding that is also the head, layers of two dtypes, and a buffer."""
+
+    def __init__(self, rows=16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(rows, 8)
+        self.up = torch.nn.Linear(8, 2 * rows)
+        self.down = torch.nn.Linear(2 * rows, 8, bias=False, dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(8, rows, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.arange(3.0))
+
+
+def expected(model=None):
+    state = (Tied() if model is None else model).state_dict()
+    return {name: value for name, value in state.items() if name != "head.weight"}
+
+
+def check(group, module, wanted=None, files=3, **keywords):
+    """Export, and compare the folder with the unsharded state on every rank."""
+    folder = folder_of(group)
+    export_huggingface(folder / "out", module, group=group, max_shard_bytes=1200, **keywords)
+    wanted = expected() if wanted is None else wanted
+    found = mlstate.load(folder / "out").model
+    assert set(found) == set(wanted), (set(found), set(wanted))
+    for name, value in wanted.items():
+        tensor = mlstate.integrations.torch.tensors_of({name: found[name]})[name]
+        assert tensor.dtype == value.dtype, (name, tensor.dtype)
+        assert torch.equal(tensor, value), (name, tensor, value)
+    assert mlstate.verify(folder / "out")
+    assert len(inspect(folder / "out").files()) == files, inspect(folder / "out").files()
+    assert names_in(folder) == ["out"]
+    remove(group, folder)
+
+
+def shard_linears(model, mesh):
+    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+# ---- one dimension ----
+
+
+@scenario
+def fsdp2_is_exported(group):
+    check(group, fully_shard(Tied()))
+
+
+@scenario
+def uneven_rows_of_fsdp2_are_exported(group):
+    check(group, fully_shard(Tied(5)), expected(Tied(5)), files=1)
+
+
+@scenario
+def fsdp1_is_exported(group):
+    plain = Tied().float()  # FSDP1 takes one dtype
+    wanted = {name: value.clone() for name, value in expected(plain).items()}
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    check(group, FullyShardedDataParallel(plain, **options), wanted)
+
+
+@scenario
+def tensor_parallel_is_exported(group):
+    mesh = init_device_mesh("cpu", (group.world_size,))
+    model = shard_linears(Tied(), mesh)
+    assert model.down.weight.placements == (Shard(1),)
+    check(group, model)
+
+
+@scenario
+def replicas_are_exported_once(group):
+    check(group, DistributedDataParallel(Tied()))
+    check(group, Tied())
+
+
+@scenario
+def shards_of_a_state_dict_are_exported(group):
+    arrays = {"a": np.arange(35.0).reshape(7, 5), "b": np.arange(24).reshape(2, 3, 4)}
+    for layout in (Layout.rows(group.world_size), Layout.flat(group.world_size)):
+        state = {name: layout.shard(array, group.rank) for name, array in arrays.items()}
+        state["whole"] = np.ones(3)
+        folder = folder_of(group)
+        export_huggingface(
+            folder / "out", state, group=group, rename={"a": "first.a"}, max_shard_bytes=300
+        )
+        found = mlstate.load(folder / "out").model
+        assert set(found) == {"first.a", "b", "whole"}
+        np.testing.assert_array_equal(found["first.a"], arrays["a"])
+        np.testing.assert_array_equal(found["b"], arrays["b"])
+        remove(group, folder)
+
+
+@scenario
+def ranks_with_different_tensors_are_merged(group):
+    state = {f"stage{group.rank}.w": np.full(3, group.rank), "both": np.ones(2)}
+    folder = folder_of(group)
+    export_huggingface(folder / "out", state, group=group)
+    found = mlstate.load(folder / "out").model
+    assert set(found) == {"both", *(f"stage{r}.w" for r in range(group.world_size))}
+    assert all((found[f"stage{r}.w"] == r).all() for r in range(group.world_size))
+    remove(group, folder)
+
+
+# ---- failures ----
+
+
+@scenario
+def a_failure_of_any_rank_leaves_nothing(group):
+    folder = folder_of(group)
+    module = fully_shard(Tied())
+    write, finish = _core.parts_write, export_module._finish
+
+    def fails(*args):
+        raise mlstate.StoreError(28, "No space left on device")
+
+    for rank in range(group.world_size):
+        if rank == group.rank:
+            export_module._core = type("Core", (), {**vars(_core), "parts_write": fails})
+        raises(OSError, "No space", export_huggingface, folder / "out", module, group=group)
+        export_module._core = _core
+        group.barrier()
+        assert names_in(folder) == []
+    export_module._finish = fails
+    raises(OSError, "No space", export_huggingface, folder / "out", module, group=group)
+    export_module._finish = finish
+    group.barrier()
+    assert names_in(folder) == []
+    assert _core.parts_write is write
+    remove(group, folder)
+
+
+@scenario
+def wrong_arguments_of_one_rank_are_an_error_on_all(group):
+    folder = folder_of(group)
+    state = {"a": np.ones(3)}
+    last = group.world_size - 1
+    size = 100 if group.rank == last else 200
+    raises(ValueError, "do not export the same", export_huggingface, folder / "out", state,
+           group=group, max_shard_bytes=size)  # fmt: skip
+    wrong = {"a": np.ones(4 if group.rank == last else 3)}
+    raises(ValueError, "'a' is float64 (3,) on rank 0", export_huggingface, folder / "out", wrong,
+           group=group)  # fmt: skip
+    bad = {"a": None} if group.rank == last else state
+    raises((TypeError, mlstate.CollectiveError), "'a' must be", export_huggingface,
+           folder / "out", bad, group=group)  # fmt: skip
+    part = Layout.rows(3).shard(np.ones((3, 2)), 0)  # the same on every rank
+    raises((ValueError, mlstate.CollectiveError), "'a' is incomplete: the ranks hold 16 of its 48",
+           export_huggingface, folder / "out", {"a": part}, group=group)  # fmt: skip
+    layout = Layout.rows(2) if group.rank == last else Layout.axis(1, 2)
+    part = layout.shard(np.ones((4, 4)), 0)
+    raises(ValueError, "'a' is float64 (4, 4) cut by [(1, 2)] on rank 0", export_huggingface,
+           folder / "out", {"a": part}, group=group)  # fmt: skip
+    group.barrier()
+    if group.rank == 0:
+        (folder / "out").mkdir()
+        (folder / "out" / "mine").touch()
+    group.barrier()
+    raises(mlstate.StoreError, "exists already", export_huggingface, folder / "out", state,
+           group=group)  # fmt: skip
+    assert names_in(folder) == ["out"]
+    remove(group, folder)
+
+
+# ---- memory ----
+
+
+def peak_growth(call):
+    """Growth of the process's peak memory in bytes during a call."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(field):
+        [line] = [
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(field)
+        ]
+        return int(line.split()[1]) << 10
+
+    before = peak("VmRSS")
+    call()
+    return peak("VmHWM") - before
+
+
+@scenario
+def memory_does_not_grow_with_the_ranks(group):
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        return
+    folder = folder_of(group)
+    mesh = init_device_mesh("cpu", (group.world_size,))
+    tensors = {f"w{i}": torch.randn(4096, 1024) for i in range(4)}  # 64 MiB
+    layers = torch.nn.ParameterDict({
+        name: torch.nn.Parameter(distribute_tensor(value, mesh, [Shard(int(name[1]) % 2)]))
+        for name, value in tensors.items()
+    })  # fmt: skip
+    del tensors
+    export_huggingface(folder / "first", layers, group=group)
+    grown = peak_growth(lambda: export_huggingface(folder / "out", layers, group=group))
+    assert grown < 4 << 20, grown  # of 64 MiB; the same for any number of ranks
+    remove(group, folder)
+
+
+# ---- two dimensions: four ranks ----
+
+
+@scenario
+def fsdp2_over_tensor_parallel_is_exported(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = shard_linears(Tied(), mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    kinds = {type(placement).__name__ for placement in model.up.weight.placements}
+    assert "_StridedShard" in kinds, kinds
+    check(group, model)
+
+
+@scenario
+def hsdp_is_exported_once(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Tied(), mesh=mesh)
+    assert model.up.weight.placements == (Replicate(), Shard(0))
+    check(group, model)
+
+
+if __name__ == "__main__":
+    main(default=True)

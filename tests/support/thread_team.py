@@ -1,0 +1,35 @@
+"""Call a function in several threads that start together."""
+
+import threading
+
+SECONDS = 60
+
+
+def thread_outcomes(work, count, *, seconds=SECONDS):
+    """The result or error of ``work(number)`` in each of `count` threads."""
+    start = threading.Barrier(count)
+    found = [None] * count
+
+    def run(number):
+        try:
+            start.wait(seconds)
+            found[number] = work(number)
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    return found
+
+
+def run_in_threads(work, count, *, seconds=SECONDS):
+    """The result of ``work(number)`` in each of `count` threads; raises the first error."""
+    found = thread_outcomes(work, count, seconds=seconds)
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error
+    return found
