@@ -150,7 +150,7 @@ class CheckpointManager:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # attributes that pickles of older versions lack
-        added = {"_rules": NO_RULES, "_timer": (None, None)}
+        added: dict[str, Any] = {"_rules": NO_RULES, "_timer": (None, None)}
         added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
         self.__dict__.update({**added, **state})
         self._rules = Retention(*self._rules)

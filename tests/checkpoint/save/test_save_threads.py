@@ -10,8 +10,7 @@ from rank_threads import run_ranks as run
 
 import mlstate
 from mlstate import _core
-from mlstate.checkpoint import CheckpointManager, Layout, Shard
-from mlstate.checkpoint import _manager as _checkpoint_manager
+from mlstate.checkpoint import CheckpointManager, Layout, Shard, _step_roots
 from mlstate.checkpoint._store import folder as _folder
 from mlstate.checkpoint._store import writer_lock as _lock
 
@@ -254,7 +253,7 @@ def test_a_rank_that_asks_for_what_cannot_be_lets_no_other_wait(manager):
 def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
     manager, monkeypatch
 ):
-    load = _checkpoint_manager.load_checkpoint
+    load = _step_roots.load_checkpoint
     pending = [4]
 
     def late(*arguments, **keywords):
@@ -263,7 +262,7 @@ def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
             newer.save(pending.pop(), model={"w": np.full(4, 4.0)})
         return load(*arguments, **keywords)
 
-    monkeypatch.setattr(_checkpoint_manager, "load_checkpoint", late)
+    monkeypatch.setattr(_step_roots, "load_checkpoint", late)
     assert manager.restore_latest().step == 4
 
 
