@@ -13,10 +13,11 @@ def code_lines(text):
 def test_the_page_counts_lines_right():
     text = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"```python [^\n]*lines=(\d+)\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 7
     counted = [len(code_lines(block)) for _, block in blocks]
     assert counted == [int(stated) for stated, _ in blocks]
-    dcp, ours, lightning, plugin, manager = counted
+    dcp, ours, safetensors, ours_of_files, lightning, plugin, manager = counted
     assert f"| lines | {dcp} | {ours} |" in text
+    assert f"| lines | {safetensors} | {ours_of_files} |" in text
     row = f"| lines for the rules | {lightning} | {lightning}, and {plugin} for the Trainer |"
     assert f"{row} {manager}, with the loop |" in text
