@@ -239,10 +239,6 @@ class Loader:
         """Descriptions of the named states."""
         return self.manifest.states or {}
 
-    def merged_index_name(self, section: Section) -> str:
-        """Return the name of a section in the index."""
-        return _folder.SECTIONS[section.number]
-
     def chosen(self) -> tuple[Names, list[list[str]]]:
         """Return the name matcher, and the selected names of model and optimizer."""
         names = [section.names for section in self.sections[:STATES]]

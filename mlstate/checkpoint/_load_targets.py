@@ -26,6 +26,7 @@ from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
 from ._states.restore import prepare_object, prepare_tree
 from ._store import folder as _folder
+from ._store.folder import SECTIONS
 from ._store.name_globs import Names
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
         return found
     by_key = section.names_by_key()
     wanted = set(names)
-    folder_name = loader.merged_index_name(section)
+    folder_name = SECTIONS[section.number]
     for where, key, _, _, dtype, *_ in loader.merged_index.tensors():
         name = by_key.get(key) if where == folder_name else None
         if name not in wanted:
@@ -295,7 +296,7 @@ def _optimizer_target(
         known = _known_parameters(optimizer, module, names)
         chosen = {name for name in chosen if name.rpartition(".")[0] in known}
     by_key = section.names_by_key()
-    where = loader.merged_index_name(section)
+    where = SECTIONS[section.number]
     records = {}
     for number, key, _, _, dtype, shape, layout, axes, *_ in loader.merged_index.tensors():
         name = by_key.get(key, "") if number == where else ""

@@ -16,7 +16,7 @@ from ..._common.backend import backend_of, torch_backend
 from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
 from .._sections import STATES
-from .generators import check_fits, library_of, set_state, state_of
+from .generators import check_fits, library_of, restored, set_state, state_of
 from .tree import RANKS, TEXT, Decoder, leaves_of, malformed, parse, unpack
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class _Restorer:
         saved = str(node.get("library"))
         state = _decode_generator(self, node, library)
         check_fits(target, library, saved, state, where)
-        before = _as_set(state_of(target, library), library)
+        before = restored(state_of(target, library), library)
         self.actions.append(
             Action(
                 where,
@@ -253,13 +253,6 @@ def _is_restorable(value: Any) -> bool:
 
 def _has_torch(node: Any) -> bool:
     return any(leaf.form == "torch" for leaf in leaves_of(node))
-
-
-def _as_set(state: Any, library: str) -> Any:
-    """Return a state from `state_of` in the form that `set_state` takes."""
-    from .generators import restored
-
-    return restored(state, library)
 
 
 def _decode_generator(restorer: _Restorer, node: dict[str, Any], library: str) -> Any:
