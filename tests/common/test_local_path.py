@@ -28,6 +28,8 @@ CALLS = {
     "prune": lambda: checkpoint.prune(URL),
     "reshard from": lambda: checkpoint.reshard(URL, "here", layout="rows", world_size=2),
     "reshard to": lambda: checkpoint.reshard("here", URL, layout="rows", world_size=2),
+    "export": lambda: checkpoint.export_huggingface(URL, STATE),
+    "export_async": lambda: checkpoint.export_huggingface_async(URL, STATE),
     "manager": lambda: CheckpointManager(URL),
     "save_file": lambda: mlstate.save_file(STATE, URL),
     "save_file, bytes": lambda: mlstate.save_file(STATE, URL.encode()),

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.backend import backend_of, is_module
+from ..._common.local_path import local_path
 from ..._common.set_module import set_module
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
 from ...errors import StoreError
 from ...state import rename as rename_state
-from .._remote.remote_folder import refuse_remote
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._store import folder as _folder
 from .._store.weight_files import INDEX, weights_root
@@ -359,8 +359,7 @@ def take_export(
     rename: Mapping[str, str] | None,
 ) -> Export:
     """Check the arguments without copying any array; with a group, errors are kept."""
-    target = check_target(path, group=group)
-    refuse_remote(target.folder, "an export", "export to a local folder, and upload it")
+    target = check_target(local_path(path), group=group)
     most = index(max_shard_bytes)
     if most < 1:
         raise ValueError(f"max_shard_bytes must be 1 or more, got {max_shard_bytes}")
