@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from ..._common.local_path import local_folder
 from ..._common.set_module import set_module
 from .._checkpoint import inspect
 from .._save_async import SaveJob, devices_of, refuse_default_group, staging_of, start_job
@@ -33,7 +34,7 @@ class _ExportJob(SaveJob):
         self,
         taken: Export,
         staging: Staging,
-        files_from: str | os.PathLike[str] | None,
+        files_from: str | None,
         began: float,
     ) -> None:
         super().__init__(taken.target, taken.content, staging, None, None, began)
@@ -43,7 +44,10 @@ class _ExportJob(SaveJob):
 
     def collect(self, copy: Callable[[Any], Any] | None) -> GatheredShards:
         """Return this rank's parts, and keep the plan of the files."""
-        gathered, self.plan = gather_parts(self.taken, copy)
+        try:
+            gathered, self.plan = gather_parts(self.taken, copy)
+        finally:
+            self.content.dicts = (None, None, None)  # after a failure it still has the arrays
         return gathered
 
     def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Checkpoint:
@@ -128,5 +132,6 @@ def export_huggingface_async(
     memory = staging_of(staging)
     refuse_default_group(group)
     taken = take_export(path, model, group, max_shard_bytes, rename)
-    job = _ExportJob(taken, memory, files_from, began)
+    source = None if files_from is None else local_folder(files_from)  # the thread reads it
+    job = _ExportJob(taken, memory, source, began)
     return start_job(job, devices_of(taken.content), until_staged=True)

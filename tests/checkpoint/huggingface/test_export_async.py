@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import weakref
 
 import child
 import numpy as np
@@ -227,7 +228,12 @@ def test_a_rank_that_fails_before_it_writes_stops_all(tmp_path, path, monkeypatc
         if group.rank == 1:
             state, staging = ({"w": [1]}, staging) if stage == "state" else (state, Staging(99))
         handle = export_huggingface_async(path, state, group=group, staging=staging)
-        handle.wait(SECONDS)
+        array = weakref.ref(getattr(state["w"], "array", group))
+        del state
+        try:
+            handle.wait(SECONDS)
+        finally:
+            assert group.rank == 1 or array() is None  # the handle holds no arrays
 
     first, second = rank_threads.run_ranks(save, groups=LocalGroup.threads(2))
     assert isinstance(first, mlstate.CollectiveError)
