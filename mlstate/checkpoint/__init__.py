@@ -26,6 +26,7 @@ from .._sharding.layout import Layout, Shard, Tier
 from ._checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord, inspect
 from ._dry_run import FileRead, LoadPlan, SavePlan, plan_load, plan_save
 from ._huggingface.export import export_huggingface
+from ._huggingface.export_async import export_huggingface_async
 from ._load import LoadedState, load
 from ._manager import CheckpointManager
 from ._prune import PruneReport, prune
@@ -65,6 +66,7 @@ __all__ = [
     "Traffic",
     "VerifyReport",
     "export_huggingface",
+    "export_huggingface_async",
     "inspect",
     "load",
     "load_file",

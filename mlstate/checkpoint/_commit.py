@@ -172,7 +172,7 @@ def _delete_unfinished(folder: str, generation: str, before: Manifest | None) ->
         _folder.discard(folder, generation)
 
 
-def _lock_of(target: SaveTarget) -> _Lock:
+def lock_of(target: SaveTarget) -> _Lock:
     """Return the lock of a folder, or the claim to the root of a checkpoint in a store."""
     if isinstance(target.folder, RemoteFolder):
         return target.folder.claim(_folder.MANIFEST)
@@ -294,9 +294,7 @@ class WriteResult(NamedTuple):
         return _pack({"written": {**(self.written or {}), **self.pattern}})
 
 
-def _new_files(
-    folder: str, progress: Callable[[int], object] | None
-) -> AbstractContextManager[str]:
+def new_files(folder: str, progress: Callable[[int], object] | None) -> AbstractContextManager[str]:
     """Return the context in whose folder new files are written; its end makes them visible."""
     if isinstance(folder, RemoteFolder):
         return folder.new_files((*_folder.SECTIONS, "index"), progress)
@@ -315,7 +313,7 @@ def _write_shards(
         return WriteResult(None, {}, gathered.error)
     try:
         shards, gathered.shards = gathered.shards, None
-        with _new_files(target.folder, progress) as folder:
+        with new_files(target.folder, progress) as folder:
             written = _core.shards_write(
                 folder,
                 start.generation,
@@ -585,7 +583,7 @@ def write_and_commit(
     """
     from ._checkpoint import Checkpoint
 
-    lock = _lock_of(target) if target.rank == 0 else None
+    lock = lock_of(target) if target.rank == 0 else None
     is_clean = False
     warning: str | None = None
     result: WriteResult | None = None

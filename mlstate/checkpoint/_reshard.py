@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from .._common.local_path import local_folder
 from .._common.set_module import set_module
 from .._sharding.layout import Layout, Shard, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
@@ -16,23 +15,28 @@ from ._commit import (
     creation_time,
     delete_replaced,
     is_committed,
+    lock_of,
+    new_files,
     open_folder,
     record_of,
     warn_of_files,
 )
 from ._manager import find_root
+from ._remote.options import split_url
+from ._remote.remote_folder import RemoteFolder, checkpoint_folder
 from ._save import PACK_BELOW, WRITER, SaveTarget, check_target
 from ._sections import STATES
 from ._store import folder as _folder
 from ._store.index_patterns import pattern_of, with_patterns
-from ._store.writer_lock import WriterLock
 from ._verify import verify_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ._commit import Committed, Start
+    from ._remote.root_claim import RootClaim
     from ._store.manifest import Manifest
+    from ._store.writer_lock import WriterLock
 
 
 class _ShardAssigner:
@@ -69,10 +73,11 @@ def _write_rank(
 ) -> dict[str, Any]:
     """Write the shards of one rank; return the result of `shards_write` and its pattern."""
     gathered, _ = _core.shards_collect(ranks, states, Shard, None, ())
-    mode = _folder.new_file_mode(target.folder)
-    written = _core.shards_write(
-        target.folder, generation, gathered, None, target.how, progress, None, mode
-    )
+    with new_files(target.folder, progress) as folder:
+        mode = _folder.new_file_mode(folder)
+        written = _core.shards_write(
+            folder, generation, gathered, None, target.how, progress, None, mode
+        )
     index = _folder.load_index(target.folder, record_of(written))
     return {**written, **pattern_of(index)}
 
@@ -82,7 +87,7 @@ def _commit_all_ranks(
     start: Start,
     like: Manifest,
     written: list[dict[str, Any]],
-    lock: WriterLock,
+    lock: WriterLock | RootClaim,
 ) -> Committed:
     """Commit the written ranks, with the description of the state in `like`."""
     manifest = like._replace(
@@ -108,7 +113,7 @@ def _write_all_ranks(
     progress: Callable[[int], object] | None,
 ) -> Checkpoint:
     """Save all ranks of a world, one after the other; `states` returns a rank's dicts."""
-    lock = WriterLock(target.folder, timeout=target.lock_timeout)
+    lock = lock_of(target)
     start: Start | None = None
     is_clean = False
     try:
@@ -131,6 +136,34 @@ def _write_all_ranks(
     return Checkpoint(target.folder, _manifest=committed.manifest)
 
 
+def _folders(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+) -> tuple[str, str]:
+    """Return the folders of two paths; `storage_options` are those of the URLs among them."""
+    is_url = [isinstance(path, str) and split_url(path) is not None for path in (source, target)]
+    given = [storage_options if url or not any(is_url) else None for url in is_url]
+    found = checkpoint_folder(source, given[0]), checkpoint_folder(target, given[1])
+    is_local = not any(isinstance(folder, RemoteFolder) for folder in found)
+    if found[0] == found[1] or (is_local and os.path.exists(found[1]) and os.path.samefile(*found)):
+        raise ValueError("the target must be another folder than the source")
+    return found
+
+
+def _load(folder: str, merged: Any, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
+    """Return parts of verified tensors: views of mapped files, or copies of objects."""
+    arrays: dict[str, Any] = {}
+    mmap = not isinstance(folder, RemoteFolder)
+
+    def read(local: str, some: list[str], cuts: Any) -> None:
+        arrays.update(merged.load(local, section, some, cuts, not mmap, mmap, None))
+
+    # objects may be replaced after the verification, so their checksums are compared again
+    _folder.read_batches(folder, merged, section, keys, cutting, not mmap, read)
+    return arrays
+
+
 @set_module("mlstate.checkpoint")
 def reshard(
     source: str | os.PathLike[str],
@@ -143,6 +176,7 @@ def reshard(
     overwrite: bool = False,
     progress: Callable[[int], object] | None = None,
     lock_timeout: float = 0,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """
     Write a copy of a checkpoint with another layout.
@@ -153,9 +187,9 @@ def reshard(
     Parameters
     ----------
     source : str or os.PathLike
-        Folder of the checkpoint, or of a Hugging Face model.
+        Folder of the checkpoint, or of a Hugging Face model, or a URL in an object store.
     target : str or os.PathLike
-        Folder of the new checkpoint. It must not be `source`. Unless `overwrite` is true, it
+        Folder or URL of the new checkpoint. It must not be `source`. Unless `overwrite` is true, it
         must be empty or not exist.
     layout : Layout, "rows", "flat" or "whole"
         How to cut tensors. A tensor that lacks an axis of the layout is not cut along it.
@@ -172,6 +206,8 @@ def reshard(
         Called with the number of bytes written since the last call.
     lock_timeout : float, default 0
         Seconds to wait for another process that is writing in `target`.
+    storage_options : mapping, optional
+        As for `save`, for `source` and `target` if they are URLs.
 
     Returns
     -------
@@ -190,7 +226,8 @@ def reshard(
     Notes
     -----
     Tensors are read through memory-mapped files. Parts that span several places are assembled
-    in memory, for one rank at a time. If any tensor of the source is sparse, zeros are omitted
+    in memory, for one rank at a time. From a store, a rank's part is read into memory, after a
+    verification that reads everything. If any tensor of the source is sparse, zeros are omitted
     in the target too. The codec of the source also compresses the target.
 
     With `overwrite`, the new checkpoint atomically replaces the newest one of `target`; then
@@ -215,9 +252,7 @@ def reshard(
     if steps and isinstance(layout, Layout) and layout.parts != world_size:
         raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
     assert steps is not None
-    source, target = local_folder(source), local_folder(target)
-    if os.path.exists(target) and os.path.samefile(source, target):
-        raise ValueError("the target must be another folder than the source")
+    source, target = _folders(source, target, storage_options)
     _folder.refuse_existing(target, overwrite)
     root = _folder.current_root(source) if step is None else find_root(source, step)
 
@@ -235,7 +270,7 @@ def reshard(
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 
             def shards(section: int, keys: list[str]) -> dict[str, Shard]:
-                arrays = merged.load(source, section, keys, cutting, False, True, None)
+                arrays = _load(source, merged, section, keys, cutting)
                 return cut.shards(_folder.SECTIONS[section], arrays, rank)
 
             # the keys of this root, not of a newer one in the folder
@@ -245,7 +280,7 @@ def reshard(
                 for section, kind in enumerate(kinds)
             ]
             if whole and rank == 0:
-                kept = merged.load(source, STATES, sorted(whole), (None, 0, 0), False, True, None)
+                kept = _load(source, merged, STATES, sorted(whole), (None, 0, 0))
                 whole_shards = {key: Shard(array) for key, array in kept.items()}
                 found[STATES] = {**(found[STATES] or {}), **whole_shards}
             return found[0], found[1], found[2]

@@ -1,7 +1,7 @@
 """Save in the background while training continues; public through `mlstate.checkpoint`.
 
     save_async -> check_target, take_content   see _save.py
-               -> _Job.work, in a thread
+               -> SaveJob.work, in a thread
                     -> gather_shards     this rank's shards (ranks exchange names)
                     -> shards_stage      copies, within the budget: small shards first
                     -> write_and_commit  see _commit.py
@@ -47,11 +47,14 @@ if TYPE_CHECKING:
     from ._checkpoint import Checkpoint
     from ._save import GatheredShards, SaveContent, SaveTarget
 
-_groups: dict[int, _Job] = {}  # running saves of several ranks, by the id of their group
+_groups: dict[int, SaveJob] = {}  # running saves of several ranks, by the id of their group
 
 
-class _Job:
-    """A running save: the state shared by its thread and its handle."""
+class SaveJob:
+    """A running save: the state shared by its thread and its handle.
+
+    A subclass replaces `collect` and `commit` to write another format.
+    """
 
     def __init__(
         self,
@@ -139,9 +142,13 @@ class _Job:
     def gather(self, copy: Callable[[Any], Any] | None = None) -> GatheredShards:
         """Gather the shards on the first call, and return them."""
         if self.gathered is None:
-            self.gathered = gather_shards(self.target, self.content, copy)
+            self.gathered = self.collect(copy)
             self.bytes_total = self.gathered.nbytes
         return self.gathered
+
+    def collect(self, copy: Callable[[Any], Any] | None) -> GatheredShards:
+        """Return this rank's shards; every rank calls it, even after a failure."""
+        return gather_shards(self.target, self.content, copy)
 
     def fail(self, error: BaseException) -> None:
         """Raise the error if this process saves alone; else report it to the other ranks."""
@@ -204,6 +211,10 @@ class _Job:
                     self.set_staged()
         except BaseException as error:
             self.fail(error)
+        return self.commit(gathered, freed)
+
+    def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Checkpoint:
+        """Write and commit; every rank calls it. `freed`, if given, marks the job as staged."""
         return write_and_commit(self.target, gathered, self.advance, freed)
 
     def memory(self, wanted: int, overhead: int = 0) -> Any:
@@ -350,7 +361,7 @@ class _Job:
 class _Copies:
     """Copies of tensors on devices, at the beginning of the staging memory."""
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: SaveJob) -> None:
         self._job = job
         self.memory: Any = None
         self.used = 0
@@ -389,7 +400,7 @@ def _bytes_of(value: Any) -> int:
 
 @set_module("mlstate.checkpoint")
 class SaveHandle:
-    """A running save, returned by `save_async`.
+    """A running save, returned by `save_async` or `export_huggingface_async`.
 
     Notes
     -----
@@ -412,10 +423,10 @@ class SaveHandle:
     (True, (24, 24))
     """
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: SaveJob) -> None:
         import weakref
 
-        if not isinstance(job, _Job):
+        if not isinstance(job, SaveJob):
             raise TypeError("a SaveHandle cannot be constructed: call save_async")
         self._job = job
         job.watch = weakref.finalize(self, job.abandon)
@@ -457,7 +468,8 @@ class SaveHandle:
         Returns
         -------
         Checkpoint
-            The checkpoint, as `save` returns it; the same object for every call.
+            The checkpoint, as `save` returns it, or the exported folder, as `inspect` returns
+            it; the same object for every call.
 
         Raises
         ------
@@ -616,14 +628,14 @@ class SaveHandle:
 # ---- start of a save ----
 
 
-def _reserve_group(job: _Job) -> None:
+def _reserve_group(job: SaveJob) -> None:
     """Reserve the group for this save: messages of two saves would mix."""
     group = job.target.group
     if group is not None and _groups.setdefault(id(group), job) is not job:
         raise ValueError("another save uses this group: wait for it, or pass a separate group")
 
 
-def _refuse_default_group(group: ProcessGroup | None) -> None:
+def refuse_default_group(group: ProcessGroup | None) -> None:
     """Refuse torch's default group, because training uses it during the save."""
     if group is not None and getattr(group, "is_default", False):
         raise ValueError(
@@ -642,7 +654,7 @@ def _staging_budget(most: MemorySize | None) -> Budget | None:
     return budget
 
 
-def _devices(content: SaveContent) -> list[Any]:
+def devices_of(content: SaveContent) -> list[Any]:
     """Return the devices of the state's tensors, except the CPU."""
     values = [v for state in content.dicts if state is not None for v in state.values()]
     arrays = (v.array if isinstance(v, Shard) else v for v in values if is_on_device(v))
@@ -657,11 +669,50 @@ def _event(device: Any) -> Any:
     return module.current_stream(device).record_event()
 
 
-def _check_arguments(staging: object, progress: object) -> None:
-    if staging is not None and not isinstance(staging, Staging):
+def staging_of(staging: object) -> Staging:
+    """Return the argument `staging`; if it is None, memory for one save."""
+    if staging is None:
+        return OwnStaging(kept=False)
+    if not isinstance(staging, Staging):
         raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
+    return staging
+
+
+def _check_progress(progress: object) -> None:
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be callable, got {type(progress).__name__}")
+
+
+def start_job(
+    job: SaveJob,
+    devices: list[Any],
+    keep: Callable[[SaveHandle], object] | None = None,
+    *,
+    until_staged: bool = False,
+) -> SaveHandle:
+    """Start a job, and return its handle; if `until_staged`, when the state may change.
+
+    `devices` hold tensors of the state. `keep` is called with the handle before the start.
+    """
+    if job.target.group is None and not devices:
+        job.gather()  # raises errors about the arrays here instead of in the thread
+    try:
+        _reserve_group(job)
+        job.staging._begin(job)
+        job.ready = [event for event in map(_event, devices) if event is not None]
+        handle = SaveHandle(job)
+        if keep is not None:
+            keep(handle)
+        job.start()
+        if until_staged:
+            job.reached("staged")
+        now = time.perf_counter()
+        with job.guard:
+            add_wait(job.waits, job.began, now)
+        return handle
+    except BaseException:
+        job.give_up()
+        raise
 
 
 def begin_save(
@@ -683,31 +734,14 @@ def begin_save(
     `keep` is called with the handle before the save starts.
     """
     began = time.perf_counter()
-    _check_arguments(staging, progress)
+    memory = staging_of(staging)
+    _check_progress(progress)
     budget = _staging_budget(max_staging_bytes)
-    memory = OwnStaging(kept=False) if staging is None else staging
     target = check_target(path, **options)
-    _refuse_default_group(target.group)
+    refuse_default_group(target.group)
     content = take_content(target, model, optimizer, metadata, step, states, in_thread=True)
-    devices = _devices(content)
-    job = _Job(target, content, memory, budget, progress, began)
-    if target.group is None and not devices:
-        job.gather()  # raises errors about the arrays here instead of in the thread
-    try:
-        _reserve_group(job)
-        memory._begin(job)
-        job.ready = [event for event in map(_event, devices) if event is not None]
-        handle = SaveHandle(job)
-        if keep is not None:
-            keep(handle)
-        job.start()
-        now = time.perf_counter()
-        with job.guard:
-            add_wait(job.waits, began, now)
-        return handle
-    except BaseException:
-        job.give_up()
-        raise
+    job = SaveJob(target, content, memory, budget, progress, began)
+    return start_job(job, devices_of(content), keep)
 
 
 @set_module("mlstate.checkpoint")

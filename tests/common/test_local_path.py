@@ -26,8 +26,10 @@ CALLS = {
     "verify": lambda: mlstate.verify(URL),
     "inspect": lambda: checkpoint.inspect(URL),
     "prune": lambda: checkpoint.prune(URL),
-    "reshard from": lambda: checkpoint.reshard(URL, "here", layout="rows", world_size=2),
+    "reshard from": lambda: checkpoint.reshard(URL, "there", layout="rows", world_size=2),
     "reshard to": lambda: checkpoint.reshard("here", URL, layout="rows", world_size=2),
+    "export": lambda: checkpoint.export_huggingface(URL, STATE),
+    "export_async": lambda: checkpoint.export_huggingface_async(URL, STATE),
     "manager": lambda: CheckpointManager(URL),
     "save_file": lambda: mlstate.save_file(STATE, URL),
     "save_file, bytes": lambda: mlstate.save_file(STATE, URL.encode()),
@@ -42,17 +44,18 @@ CALLS = {
     "state_specs of Core AI": lambda: mlstate.coreai.state_specs(URL),
     "verify of Core AI": lambda: mlstate.coreai.verify(URL),
 }
-OF_STORES = ["save", "save_async", "load", "plan_load", "verify", "inspect", "prune", "manager"]
+OF_STORES = ["save", "save_async", "load", "plan_load", "verify", "inspect", "prune", "manager",
+             "reshard from", "reshard to"]  # fmt: skip
 COMMANDS_OF_STORES = [
     ["inspect", URL],
     ["verify", URL],
     ["prune", URL],
     ["diff", URL, "here"],
     ["diff", "here", URL],
-]
-LOCAL_COMMANDS = [
     ["reshard", URL, "cut", "--layout", "rows=2"],
     ["reshard", "here", URL, "--layout", "rows=2"],
+]
+LOCAL_COMMANDS = [
     ["convert", URL, "x.npz"],
     ["convert", "here", URL],
     ["convert", "here", f"{URL}.safetensors"],

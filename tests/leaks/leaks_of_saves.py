@@ -86,7 +86,7 @@ def planned_saves_and_loads(tmp_path):
     ), [model, state]
 
 
-@case("export_huggingface", calls=FEW)
+@case("export_huggingface", "export_huggingface_async", calls=FEW)
 def hugging_face_folders(tmp_path):
     model = {f"layers.{i}.w": np.ones((9, 5 + i), np.float32) for i in range(4)}
     model["columns"] = np.ones((6, 4), np.float16).T
@@ -107,10 +107,16 @@ def hugging_face_folders(tmp_path):
         repr(checkpoint.inspect(target)), checkpoint.verify(target)
         checkpoint.load(target, mmap=True)
         shutil.rmtree(target)
+        checkpoint.export_huggingface_async(target, model).wait()
+        shutil.rmtree(target)
 
     return each(
         run,
         raises(errors.StoreError, checkpoint.export_huggingface, source, model),
         raises(TypeError, checkpoint.export_huggingface, tmp_path / "m", {"a": [1]}),
+        raises(
+            errors.StoreError, lambda: checkpoint.export_huggingface_async(source, model).wait()
+        ),
+        raises(TypeError, checkpoint.export_huggingface_async, tmp_path / "m", {"a": [1]}),
         raises(errors.FormatError, checkpoint.load, wrong),
     ), [model]

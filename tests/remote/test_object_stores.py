@@ -200,15 +200,20 @@ def test_a_manager_keeps_the_newest_steps(url, store, options):
         mlstate.save(url, {"w": np.ones(1)}, storage_options=options)
 
 
+def flip(store, url, shard):
+    """Change a bit of a stored shard."""
+    key = f"{url.removeprefix('s3://bucket/')}/{shard.path}"
+    data = bytearray(store.get(key))
+    data[shard.offset] ^= 1
+    store.put(key, bytes(data))
+
+
 def test_a_damaged_step_is_skipped(url, store, options):
     manager = CheckpointManager(url, storage_options=options)
     for step in (1, 2):
         manager.save(step, {"w": np.full(300, step)})
     [shard] = manager.checkpoint(2).shards()
-    key = f"{url.removeprefix('s3://bucket/')}/{shard.path}"
-    data = bytearray(store.get(key))
-    data[shard.offset] ^= 1
-    store.put(key, bytes(data))
+    flip(store, url, shard)
     with pytest.raises(ChecksumError, match=re.escape(shard.path)) as caught:
         manager.restore(2)
     assert caught.value.name == "w" and "mlstate-" not in f"{caught.value} {caught.value.path}"
@@ -287,6 +292,51 @@ def test_prune_deletes_old_steps(url, store, options):
     assert (report.steps, report.kept, len(report.files)) == ([1, 2], [3], 6)
     assert len(store.keys(url.removeprefix("s3://bucket/"))) == 3 + 1
     assert mlstate.verify(url, storage_options=options)
+
+
+# ---- reshard ----
+
+
+@pytest.mark.parametrize("source", ["local", "store"])
+@pytest.mark.parametrize("target", ["local", "store"])
+def test_a_checkpoint_is_cut_anew_from_or_to_a_store(url, options, tmp_path, source, target):
+    if (source, target) == ("local", "local"):
+        with pytest.raises(ValueError, match="storage_options are for URLs"):
+            checkpoint.reshard("a", "b", layout="rows", world_size=2, storage_options=options)
+        return
+    state, moments = state_of(1), {f"{name}.m": array + 1 for name, array in state_of(2).items()}
+    paths = {"local": str(tmp_path / "c"), "store": f"{url}/c"}
+    begin, end = (f"{paths[kind]}-{number}" for number, kind in enumerate((source, target)))
+    keywords = {"storage_options": options}
+    own = keywords if source == "store" else {}
+    mlstate.save(begin, state, moments, states={"rates": [1, np.arange(3)]}, step=4, **own)
+    for layout, world in (("rows", 3), ("flat", 2), ("whole", 1)):
+        overwrite = layout != "rows"
+        made = checkpoint.reshard(
+            begin, end, layout=layout, world_size=world, overwrite=overwrite, **keywords
+        )
+        assert (made.path, made.step, made.world_size) == (end, 4, world)
+        found = made.load()
+        check_equal(dict(sorted(found.model.items())), dict(sorted(state.items())))
+        check_equal(dict(sorted(found.optimizer.items())), dict(sorted(moments.items())))
+        assert found.states["rates"][0] == 1
+        report = mlstate.verify(end, **(keywords if target == "store" else {}))
+        assert report and not report.leftover and not report.strange
+    with pytest.raises(StoreError) as caught:
+        checkpoint.reshard(begin, end, layout="rows", world_size=2, **keywords)
+    assert caught.value.errno == errno.EEXIST
+    with pytest.raises(ValueError, match="another folder than the source"):
+        checkpoint.reshard(begin, begin, layout="rows", world_size=2, **own)
+
+
+def test_a_damaged_source_in_a_store_is_not_cut_anew(url, store, options, tmp_path):
+    shard = mlstate.save(url, state_of(1), storage_options=options).shards()[0]
+    flip(store, url, shard)
+    with pytest.raises(ChecksumError):
+        checkpoint.reshard(
+            url, tmp_path / "cut", layout="rows", world_size=2, storage_options=options
+        )
+    assert not (tmp_path / "cut").exists()
 
 
 # ---- refusals ----
@@ -461,6 +511,8 @@ def test_commands_take_urls(url, environment, capsys):
     assert main(["prune", url, "--keep", "1", "--orphan-seconds", "0"]) == 0
     assert manager.steps() == [2]
     assert main(["verify", url, "--repair"]) == 2
+    assert main(["reshard", url, f"{url}/cut", "--layout", "rows=2", "--step", "2"]) == 0
+    assert mlstate.load(f"{url}/cut").model["w"].tolist() == [2, 2, 2]
     assert main(["inspect", f"{url}/none"]) == 2
     assert "manifest.json" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ import pytest
 from store_server import KINDS, at, at_random, since
 
 import mlstate
-from mlstate.checkpoint import CheckpointManager, prune
+from mlstate.checkpoint import CheckpointManager, prune, reshard
 from mlstate.checkpoint._remote.remote_folder import RemoteFolder
 from mlstate.errors import FormatError, StoreError
 
@@ -105,7 +105,17 @@ def save_large(case, options):
     assert number_of(loaded.model) == case.number
 
 
-OPERATIONS = (save_again, save_step, load_all, load_rows, verify_all, save_large)
+def reshard_again(case, options):
+    """Replace a checkpoint by one that is cut for two ranks."""
+    target = f"{case.url}/cut"
+    made = reshard(case.url, target, layout="rows", world_size=2, overwrite=True,
+                   storage_options=options)  # fmt: skip
+    assert number_of(made.load().model) == case.number
+    report = mlstate.verify(target, storage_options=case.store.options(direct=True))
+    assert report and not report.leftover, report
+
+
+OPERATIONS = (save_again, save_step, load_all, load_rows, verify_all, save_large, reshard_again)
 CASES = [(run, kind) for run in OPERATIONS for kind in KINDS]
 if not FULL:  # every kind for saves, and one kind for each other operation
     CASES = CASES[: len(KINDS)] + CASES[len(KINDS) :: len(KINDS) + 1]

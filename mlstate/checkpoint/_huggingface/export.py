@@ -1,9 +1,11 @@
 """Export a model as a Hugging Face folder; public through `mlstate.checkpoint`.
 
-    export -> _take_state      every rank: its part of the state, without tied names
-           -> _begin           rank 0 creates a temporary folder, and files of their final length
-           -> _write_parts     every rank writes its parts at their final offsets
-           -> _finish          rank 0 writes headers and the index, and renames the folder
+    export -> take_export      every rank: its part of the state, without tied names
+           -> gather_parts     every rank: the parts to write, and the plan of the files
+           -> write_folder
+                -> _begin        rank 0 creates a temporary folder, and files of their final length
+                -> _write_parts  every rank writes its parts at their final offsets
+                -> _finish       rank 0 writes headers and the index, and renames the folder
 
 After each step the ranks agree that all succeeded; otherwise all raise.
 """
@@ -14,10 +16,11 @@ import errno
 import os
 import shutil
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.backend import backend_of, is_module
+from ..._common.local_path import local_path
 from ..._common.set_module import set_module
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
@@ -29,13 +32,13 @@ from .._store.weight_files import INDEX, weights_root
 from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ...collectives import ProcessGroup
-    from .._save import SaveTarget
+    from .._save import GatheredShards, SaveTarget
     from .export_plan import ExportPlan
 
-_MAX_SHARD_BYTES = 5 * 2**30
+MAX_SHARD_BYTES = 5 * 2**30
 # Files of weights, which are not copied from `files_from`.
 _WEIGHTS = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx",
@@ -43,7 +46,28 @@ _WEIGHTS = (
 )  # fmt: skip
 
 
-def _together(group: ProcessGroup | None, error: BaseException | None) -> None:
+class Export(NamedTuple):
+    """The checked arguments of an export.
+
+    Attributes
+    ----------
+    target : SaveTarget
+        Folder and ranks.
+    max_shard_bytes : int
+        Largest size of a file's tensors.
+    content : SaveContent
+        This rank's part of the state, and its error if it exports with others.
+    table : StateTable
+        The tensors in it.
+    """
+
+    target: SaveTarget
+    max_shard_bytes: int
+    content: SaveContent
+    table: StateTable
+
+
+def together(group: ProcessGroup | None, error: BaseException | None) -> None:
     """Raise this rank's error, or another rank's; every rank calls it."""
     if group is not None:
         agree(group, "", error)
@@ -235,7 +259,13 @@ def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
     return at, np.frombuffer(data[middle:end], dtype), data[end:]
 
 
-def _write_parts(made: str, plan: ExportPlan, shards: Any, sync: bool) -> bytes:
+def _write_parts(
+    made: str,
+    plan: ExportPlan,
+    shards: Any,
+    sync: bool,
+    progress: Callable[[int], object] | None,
+) -> bytes:
     """Write this rank's parts; return its shares of checksums, and bytes written by tensor.
 
     Rank 0 need not sync the files: it does so after it has written their headers.
@@ -244,7 +274,7 @@ def _write_parts(made: str, plan: ExportPlan, shards: Any, sync: bool) -> bytes:
 
     crcs = np.zeros(plan.starts[-1], np.uint32)
     written = np.zeros(len(plan.places), np.uint64)
-    _core.parts_write(shards, made, plan.files, plan.places, crcs, written, sync, None)
+    _core.parts_write(shards, made, plan.files, plan.places, crcs, written, sync, progress)
     return _pack(crcs, "<u4") + _pack(written, "<u8")
 
 
@@ -272,14 +302,20 @@ def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
 # ---- the whole export ----
 
 
-def _write_and_commit(
+def write_folder(
     target: SaveTarget,
     plan: ExportPlan,
     shards: Any,
     files_from: str | os.PathLike[str] | None,
-    overwrite: bool,
+    overwrite: bool = False,
+    progress: Callable[[int], object] | None = None,
+    written: Callable[[], object] | None = None,
 ) -> None:
-    """Write the parts of all ranks; rank 0 commits. After a failure no folder remains."""
+    """Write the parts of all ranks; rank 0 commits. After a failure no folder remains.
+
+    `written` is called when this rank's shards are no longer needed; if it raises, the export
+    fails.
+    """
     group, folder = target.group, os.path.realpath(target.folder)
     made, copied = "", list[str]()
     error: BaseException | None = None
@@ -293,24 +329,61 @@ def _write_and_commit(
     try:
         if group is not None:
             made = os.fsdecode(next(iter(group.gather_bytes(os.fsencode(made)))))
-        _together(group, error)
+        together(group, error)
         shares = b""
         try:
-            shares = _write_parts(made, plan, shards, not is_first)
+            shares = _write_parts(made, plan, shards, not is_first, progress)
+            if written is not None:
+                written()
         except BaseException as caught:
             error = caught
-        _together(group, error)
+        together(group, error)
         gathered = [shares] if group is None else list(group.gather_bytes(shares))
         try:
             if is_first:
                 _finish(made, folder, plan, _checksums(plan, gathered), copied)
         except BaseException as caught:
             error = caught
-        _together(group, error)
+        together(group, error)
     except BaseException:
         if is_first and made:
             shutil.rmtree(made, ignore_errors=True)
         raise
+
+
+def take_export(
+    path: str | os.PathLike[str],
+    model: Any,
+    group: ProcessGroup | None,
+    max_shard_bytes: int,
+    rename: Mapping[str, str] | None,
+) -> Export:
+    """Check the arguments without copying any array; with a group, errors are kept."""
+    target = check_target(local_path(path), group=group)
+    most = index(max_shard_bytes)
+    if most < 1:
+        raise ValueError(f"max_shard_bytes must be 1 or more, got {max_shard_bytes}")
+    return Export(target, most, *_take_state(target, model, rename))
+
+
+def gather_parts(
+    taken: Export, copy: Callable[[Any], Any] | None = None
+) -> tuple[GatheredShards, ExportPlan]:
+    """Gather this rank's parts, and plan the files; every rank calls it.
+
+    `copy` copies tensors on a device. If any rank fails, all raise.
+    """
+    target, most, content, own = taken
+    together(target.group, content.error)
+    table = exchange_tables(target.group, own, [os.path.realpath(target.folder), most])
+    state = content.dicts[0]
+    assert state is not None
+    for name in table.tied:
+        state.pop(name, None)
+    drop_copies(target.group, table.tensors, state)
+    gathered = gather_shards(target, content, copy)
+    together(target.group, gathered.error)
+    return gathered, make_plan(table.tensors, most)
 
 
 def export(
@@ -318,28 +391,15 @@ def export(
     model: Any,
     *,
     group: ProcessGroup | None = None,
-    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     rename: Mapping[str, str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Export a model; see `export_huggingface`. `overwrite` replaces a Hugging Face folder."""
-    target = check_target(path, group=group)
-    most = index(max_shard_bytes)
-    if most < 1:
-        raise ValueError(f"max_shard_bytes must be 1 or more, got {max_shard_bytes}")
-    content, own = _take_state(target, model, rename)
-    _together(target.group, content.error)
-    table = exchange_tables(target.group, own, [os.path.realpath(target.folder), most])
-    state = content.dicts[0]
-    assert state is not None
-    for name in table.tied:
-        state.pop(name, None)
-    drop_copies(target.group, table.tensors, state)
-    gathered = gather_shards(target, content)
-    _together(target.group, gathered.error)
-    plan = make_plan(table.tensors, most)
-    _write_and_commit(target, plan, gathered.shards, files_from, overwrite)
+    taken = take_export(path, model, group, max_shard_bytes, rename)
+    gathered, plan = gather_parts(taken)
+    write_folder(taken.target, plan, gathered.shards, files_from, overwrite)
 
 
 @set_module("mlstate.checkpoint")
@@ -348,7 +408,7 @@ def export_huggingface(
     model: Any,
     *,
     group: ProcessGroup | None = None,
-    max_shard_bytes: int = _MAX_SHARD_BYTES,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     rename: Mapping[str, str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
 ) -> None:
@@ -382,7 +442,8 @@ def export_huggingface(
     StoreError
         `path` exists and is not empty (EEXIST), or the operating system refused.
     ValueError
-        The ranks pass different arguments, or do not hold all parts of a tensor.
+        `path` is a URL, or the ranks pass different arguments or do not hold all parts of a
+        tensor.
     TypeError, CompatibilityError
         As for `save`. Every rank raises if any rank does.
 

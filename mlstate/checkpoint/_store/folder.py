@@ -274,12 +274,17 @@ def holds_steps(folder: str) -> bool:
 
 def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
     """Raise StoreError (EEXIST) if a path exists, except an empty folder or with `overwrite`."""
-    if overwrite or not os.path.lexists(path):
+    if overwrite:
         return
-    try:
-        is_empty = os.path.isdir(path) and not os.listdir(path)
-    except OSError as error:
-        raise store_error(error, "cannot list the folder", os.fspath(path)) from None
+    if isinstance(path, RemoteFolder):
+        is_empty = not exists(path, MANIFEST) and not list_roots(path)
+    elif not os.path.lexists(path):
+        return
+    else:
+        try:
+            is_empty = os.path.isdir(path) and not os.listdir(path)
+        except OSError as error:
+            raise store_error(error, "cannot list the folder", os.fspath(path)) from None
     if not is_empty:
         raise store_error(
             FileExistsError(

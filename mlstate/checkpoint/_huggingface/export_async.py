@@ -1,0 +1,137 @@
+"""Export a Hugging Face folder in the background; public through `mlstate.checkpoint`.
+
+The thread, the copies and the handle are those of `save_async`; see _save_async.py.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..._common.local_path import local_folder
+from ..._common.set_module import set_module
+from .._checkpoint import inspect
+from .._save_async import SaveJob, devices_of, refuse_default_group, staging_of, start_job
+from .export import MAX_SHARD_BYTES, gather_parts, take_export, together, write_folder
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+
+    from ...collectives import ProcessGroup
+    from .._checkpoint import Checkpoint
+    from .._save import GatheredShards
+    from .._save_async import SaveHandle
+    from .._staging import Staging
+    from .export import Export
+    from .export_plan import ExportPlan
+
+
+class _ExportJob(SaveJob):
+    """A running export."""
+
+    def __init__(
+        self,
+        taken: Export,
+        staging: Staging,
+        files_from: str | None,
+        began: float,
+    ) -> None:
+        super().__init__(taken.target, taken.content, staging, None, None, began)
+        self.taken = taken
+        self.files_from = files_from
+        self.plan: ExportPlan | None = None
+
+    def collect(self, copy: Callable[[Any], Any] | None) -> GatheredShards:
+        """Return this rank's parts, and keep the plan of the files."""
+        try:
+            gathered, self.plan = gather_parts(self.taken, copy)
+        finally:
+            self.content.dicts = (None, None, None)  # after a failure it still has the arrays
+        return gathered
+
+    def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Checkpoint:
+        """Write the folder; return it as `inspect` does."""
+        together(self.target.group, gathered.error)
+        assert self.plan is not None
+
+        def written() -> None:
+            self.check()
+            if freed is not None:
+                freed()
+
+        write_folder(
+            self.target,
+            self.plan,
+            gathered.shards,
+            self.files_from,
+            progress=self.advance,
+            written=written,
+        )
+        return inspect(self.path)
+
+
+@set_module("mlstate.checkpoint")
+def export_huggingface_async(
+    path: str | os.PathLike[str],
+    model: Any,
+    *,
+    group: ProcessGroup | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    rename: Mapping[str, str] | None = None,
+    files_from: str | os.PathLike[str] | None = None,
+    staging: Staging | None = None,
+) -> SaveHandle:
+    """
+    Copy the weights of a model, and write them as a Hugging Face folder in the background.
+
+    When it returns, the model may change. When the handle's `wait` returns, the folder exists,
+    with the same bytes as `export_huggingface` writes.
+
+    Parameters
+    ----------
+    path, model, max_shard_bytes, rename, files_from
+        As for `export_huggingface`. Files of `files_from` are read during the export.
+    group : ProcessGroup, optional
+        The ranks that hold the model; all of them must call this function, which returns when
+        the slowest rank has called it. Use the group for nothing else until the export has
+        ended, because a thread sends messages through it.
+    staging : Staging, optional
+        Preallocated memory for the copies. Arrays that do not fit are written before the
+        function returns. Default: allocated by this call and freed at the end.
+
+    Returns
+    -------
+    SaveHandle
+        `SaveHandle.wait` returns the folder as `inspect` does, or raises the export's error.
+
+    Raises
+    ------
+    TypeError, ValueError, CompatibilityError, BufferError
+        As for `export_huggingface`, about the arguments; with a `group`, the handle raises
+        errors about the model. Also ValueError if another save uses `group` or `staging`, or if
+        `group` is torch's default group.
+
+    Notes
+    -----
+    Extra memory: the parts that this rank writes, and that of `export_huggingface`. The
+    interpreter waits for the export at exit. A failed or cancelled export leaves no folder; its
+    error is printed if `wait` is not called.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.checkpoint import export_huggingface_async
+    >>> state = {"w": np.zeros(3)}
+    >>> handle = export_huggingface_async(tempfile.mkdtemp() + "/model", state)
+    >>> state["w"] += 1  # while it is written
+    >>> handle.wait().load().model["w"]
+    array([0., 0., 0.])
+    """
+    began = time.perf_counter()
+    memory = staging_of(staging)
+    refuse_default_group(group)
+    taken = take_export(path, model, group, max_shard_bytes, rename)
+    source = None if files_from is None else local_folder(files_from)  # the thread reads it
+    job = _ExportJob(taken, memory, source, began)
+    return start_job(job, devices_of(taken.content), until_staged=True)
