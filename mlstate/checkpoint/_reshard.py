@@ -71,7 +71,7 @@ def _write_rank(
     gathered, _ = _core.shards_collect(ranks, states, Shard, None, ())
     mode = _folder.new_file_mode(target.folder)
     written = _core.shards_write(
-        target.folder, generation, gathered, None, target.how, progress, None, mode
+        target.folder, generation, gathered, None, target.how, progress, None, mode, False
     )
     index = _folder.load_index(target.folder, record_of(written))
     return {**written, **pattern_of(index)}
