@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def loading(report: Report, ways: dict[str, Any], server: RemoteServer, rounds: 
 
 
 def loading_rows(report: Report, ways: dict[str, Any], server: RemoteServer, rounds: int) -> None:
-    """Compare reads of one eighth of the rows, and their bytes with those of the rows."""
+    """Compare reads of one eighth of the rows, and the bytes read with the rows' size."""
     ours = ways["mlstate"]
     part = part_of(ours.state)
     nbytes = sum(array.nbytes for array in part.values())
@@ -163,6 +164,11 @@ def kinds_of(report: Report) -> list[type[Way]]:
     return found
 
 
+def server_missing() -> str:
+    """Return the packages without which nothing can be measured, if they are not installed."""
+    return ", ".join(name for name in ("moto", "flask", "obstore") if find_spec(name) is None)
+
+
 def measure_size(
     report: Report, kinds: list[type[Way]], server: RemoteServer, mib: int, rounds: int
 ) -> None:
@@ -187,6 +193,10 @@ def main() -> None:
     report = Report(title, options.json, "remote" if options.store else None)
     warnings.filterwarnings("ignore", module="torch")
     kinds = kinds_of(report)
+    missing = server_missing()
+    if missing:
+        report.say(f"nothing was measured: not installed: {missing}")
+        return
     try:
         with RemoteServer() as server:
             for mib, rounds in ({16: 1} if options.quick else ROUNDS).items():

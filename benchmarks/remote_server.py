@@ -1,6 +1,6 @@
-"""A local S3 server in a process of its own that counts requests and their bytes.
+"""A local S3 server (moto) in another process, which counts requests and bytes.
 
-The server is moto's. Bytes are those of the bodies of requests and answers, without headers.
+Bytes are counted in the bodies of requests and answers, without headers.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class RemoteServer:
         self.process.close()
 
     def take(self) -> dict[str, int]:
-        """Return requests by method, and the bytes ``sent`` and ``received``, since the last call.
+        """Return the requests by method, and the bytes that clients sent and received.
 
-        Sent and received are meant from the client's side.
+        The counts begin at the last call.
         """
         counts: dict[str, int] = self.process.ask("take")[0]
         return counts
