@@ -31,7 +31,7 @@ from remote_ways import RANKS, Arrays, Boto3, Dcp, Mlstate, Obstore, Way, expect
 from resident import forget_peak, peak, trim
 
 MIB = 1 << 20
-ROUNDS = {64: 5, 256: 3}  # rounds by MiB of the state
+ROUNDS = {64: 4, 256: 2}  # rounds by MiB of the state
 MOST_READ = 1.1  # times the bytes of the rows
 METHODS = ("PUT", "GET", "POST")
 STAGED = ", until the arrays may change"
