@@ -229,6 +229,7 @@ def shards_write(
     progress: _Progress,
     freed: Callable[[], object] | None,
     mode: int,
+    temporary: bool,
     /,
 ) -> dict[str, Any]: ...
 def shards_plan(generation: str, items: Any, pack_below: int, /) -> bytes: ...

@@ -308,7 +308,7 @@ def _write_shards(
     progress: Callable[[int], object] | None,
     freed: Callable[[], object] | None,
 ) -> WriteResult:
-    """Write this rank's shards durably; call `freed` when the arrays may change."""
+    """Write this rank's shards, to local disk durably; call `freed` when arrays may change."""
     if gathered.error is not None:
         return WriteResult(None, {}, gathered.error)
     try:
@@ -323,6 +323,7 @@ def _write_shards(
                 progress,
                 freed,
                 _folder.new_file_mode(folder),
+                isinstance(target.folder, RemoteFolder),
             )
         pattern: dict[str, Any] = {}
         if target.group is not None:

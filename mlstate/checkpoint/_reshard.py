@@ -75,8 +75,9 @@ def _write_rank(
     gathered, _ = _core.shards_collect(ranks, states, Shard, None, ())
     with new_files(target.folder, progress) as folder:
         mode = _folder.new_file_mode(folder)
+        is_remote = isinstance(target.folder, RemoteFolder)
         written = _core.shards_write(
-            folder, generation, gathered, None, target.how, progress, None, mode
+            folder, generation, gathered, None, target.how, progress, None, mode, is_remote
         )
     index = _folder.load_index(target.folder, record_of(written))
     return {**written, **pattern_of(index)}

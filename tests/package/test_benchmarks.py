@@ -259,6 +259,38 @@ def test_both_ways_of_each_operation_run_at_its_smallest_size(module, tmp_path):
         case.close()
 
 
+# ---- object stores ----
+
+
+def test_the_benchmark_of_object_stores_counts_bytes_and_requests():
+    for package in ("moto.server", "obstore"):
+        pytest.importorskip(package)
+    command = [sys.executable, str(FOLDER / "bench_remote.py"), "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    save, load, part = json.loads(done.stdout)["tables"]
+    for table, moved, requests in ((save, "sent MiB", "PUT"), (load, "received MiB", "GET")):
+        counted = [row for row in table["rows"] if moved in row]
+        assert {row["name"].split()[0] for row in counted} >= {"mlstate", "obstore"}
+        for row in counted:
+            assert float(row[moved]) >= 16 and row[requests] >= 1, row
+    assert len(part["aims"]) == 2
+    assert all(aim.endswith(", met") for aim in part["aims"])
+
+
+def test_a_way_to_an_object_store_without_its_package_is_left_out(module, monkeypatch, capsys):
+    bench, ways, harness = module("bench_remote"), module("remote_ways"), module("harness")
+    monkeypatch.setattr(ways.Obstore, "needs", ("json",))
+    monkeypatch.setattr(ways.Mlstate, "needs", ())
+    monkeypatch.setattr(ways.Boto3, "needs", ("json", "no_such_package"))
+    monkeypatch.setattr(ways.Dcp, "needs", ("no_such_package", "nor_this"))
+    found = bench.kinds_of(harness.Report("test", as_json=False))
+    assert found == [ways.Mlstate, ways.Obstore]
+    printed = capsys.readouterr().out
+    assert "boto3 does not take part: not installed: no_such_package\n" in printed
+    assert "torch DCP does not take part: not installed: no_such_package, nor_this\n" in printed
+
+
 # ---- attention sizes ----
 
 

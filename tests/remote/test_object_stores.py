@@ -90,6 +90,17 @@ def test_parts_of_a_state_read_only_their_bytes(url, store, options):
         mlstate.load(url, names="u", storage_options=options)
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_an_eighth_of_the_rows_receives_at_most_a_tenth_more(url, store, options, verify):
+    state = {"w": np.random.default_rng(0).normal(size=(8192, 128))}
+    mlstate.save(url, state, storage_options=options)
+    store.faults.reset()
+    part = {"rank": 3, "world_size": 8, "layout": "rows", "verify": verify}
+    rows = mlstate.load(url, storage_options=options, **part).model["w"]
+    np.testing.assert_array_equal(rows, state["w"][3072:4096])
+    assert rows.nbytes <= sum(store.faults.nbytes.values()) <= 1.1 * rows.nbytes
+
+
 def test_a_load_in_many_batches_and_parts_equals_the_state(url, store, monkeypatch):
     state = {f"w{i}": np.random.default_rng(i).normal(size=(90_000,)) for i in range(5)}
     state["large"] = np.random.default_rng(9).normal(size=(900_000,))

@@ -35,6 +35,8 @@ class Faults:
         Number of requests since `reset`.
     counts : Counter
         Number of injected faults by kind.
+    nbytes : Counter
+        Bytes of the forwarded requests' answers by method, since `reset`; without headers.
     """
 
     def __init__(self):
@@ -47,6 +49,11 @@ class Faults:
         with self.lock:
             self.requests, self.choose = 0, choose
             self.log = []
+            self.nbytes = collections.Counter()
+
+    def add_bytes(self, method, nbytes):
+        with self.lock:
+            self.nbytes[method] += nbytes
 
     def take(self, method, path):
         with self.lock:
@@ -97,7 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 upstream.request(self.command, self.path, body, headers)
                 answer = upstream.getresponse()
-                return answer.status, answer.getheaders(), answer.read()
+                data = answer.read()
+                self.server.faults.add_bytes(self.command, len(data))
+                return answer.status, answer.getheaders(), data
             finally:
                 upstream.close()
 

@@ -173,18 +173,20 @@ static int take_how(const mlspy_state *state, PyObject *how, mls_shard_job *job)
     return take_codec(PyTuple_GET_ITEM(how, 3), job);
 }
 
-/* shards_write(folder, generation, items, before, how, progress, freed, mode) -> dict
+/* shards_write(folder, generation, items, before, how, progress, freed, mode, temporary)
+ * -> dict
  *
  * `before` is a MergedIndex of the committed checkpoint, or None to write everything.
  * `progress` is called with bytes. `freed` is called once, without arguments, after the
  * last read of the arrays of the list; if it is set, the save has its own threads.
+ * `temporary`: the files are read soon and then deleted, so they are not synced.
  */
 static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
     mls_shard_job job = {0};
     mls_str generation;
-    if (mlspy_take_count("shards_write", 8, count) < 0 ||
+    if (mlspy_take_count("shards_write", 9, count) < 0 ||
         take_mode(state, args[7], &job.mode) < 0 ||
         mlspy_take_text(args[1], "generation", &generation) < 0 ||
         take_how(state, args[4], &job) < 0) {
@@ -203,6 +205,7 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
         mlspy_merged_index_index(state, args[3], (int64_t)g->rank, &job.before) < 0) {
         return NULL;
     }
+    job.temporary = args[8] == Py_True;
     return write_gathered(g, args[0], &job, args[5], args[6]);
 }
 
@@ -407,7 +410,7 @@ static PyObject *folder_sync(PyObject *module, PyObject *path)
 PyMethodDef mlspy_shards_methods[] = {
     {"shards_write", MLSPY_FASTCALL(shards_write),
      "shards_write(folder, generation, items, before, how, progress, freed, mode, "
-     "/)\n--\n\nStore one rank's shards, durably."},
+     "temporary, /)\n--\n\nStore one rank's shards; durably unless temporary."},
     {"shards_plan", MLSPY_FASTCALL(shards_plan),
      "shards_plan(generation, items, pack_below, /)\n--\n\nThe index that "
      "shards_write would make."},

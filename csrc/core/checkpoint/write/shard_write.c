@@ -72,6 +72,7 @@ typedef struct writer {
     size_t first_count;   /* tasks that read the caller's memory; they run first */
     size_t begun;         /* first task of the current pool run */
     bool sync_once;       /* sync the whole file system at the end */
+    bool sync_each;       /* sync each file and its folder */
     bool indexed;         /* the index has its final name */
     pthread_mutex_t lock; /* protects all below, and outputs except their bytes */
     mls_pages buffers[MLS_POOL_MAX_THREADS]; /* unused buffers */
@@ -413,7 +414,9 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
     out->created = true;
     const mls_code code = reserve_space(out, st);
 #    if defined(O_DIRECT)
-    if (code == MLS_OK && out->planned->header.file_bytes >= DIRECT_LEAST) {
+    /* the next reader of a temporary file finds it in the page cache */
+    if (code == MLS_OK && !w->job->temporary &&
+        out->planned->header.file_bytes >= DIRECT_LEAST) {
         const int flags = fcntl(out->fd, F_GETFL);
         out->direct = flags >= 0 && fcntl(out->fd, F_SETFL, flags | O_DIRECT) == 0;
     }
@@ -468,7 +471,7 @@ static mls_code finish_output(sink *s)
     if (out->direct && ftruncate(out->fd, (off_t)out->planned->header.file_bytes) != 0) {
         return mls_fail_os(s->st, errno, "cannot set the length of a file");
     }
-    const int reason = s->w->sync_once ? 0 : mls_file_sync(out->fd);
+    const int reason = s->w->sync_each ? mls_file_sync(out->fd) : 0;
     if (reason != 0) {
         return mls_fail_os(s->st, reason, "cannot sync a file to disk");
     }
@@ -674,7 +677,7 @@ static bool can_sync_once(int folder)
     return false;
 }
 
-/* Make all renamed files durable. */
+/* Make all renamed files durable, unless they are temporary. */
 static mls_code make_durable(const writer *w, mls_status *st)
 {
 #    if defined(__linux__)
@@ -688,7 +691,7 @@ static mls_code make_durable(const writer *w, mls_status *st)
     }
 #    endif
     /* a file is lost if its data is durable but its name is not */
-    for (int i = 0; i < FOLDER_COUNT; i++) {
+    for (int i = 0; w->sync_each && i < FOLDER_COUNT; i++) {
         const int reason = w->folders[i] < 0 ? 0 : mls_folder_sync(w->folders[i]);
         if (reason != 0) {
             return mls_fail_os(st, reason, "cannot sync the folder %s to disk",
@@ -727,7 +730,7 @@ static mls_code write_small(const writer *w, const char *path,
         return mls_fail_os(st, errno, "cannot create the index");
     }
     mls_code code = mls_file_write_at(fd, text->data, text->length, 0, st);
-    const int reason = code == MLS_OK && !w->sync_once ? mls_file_sync(fd) : 0;
+    const int reason = code == MLS_OK && w->sync_each ? mls_file_sync(fd) : 0;
     if (reason != 0) {
         code = mls_fail_os(st, reason, "cannot sync the index to disk");
     }
@@ -823,7 +826,9 @@ static mls_code write_files(writer *w, mls_status *st)
         return code;
     }
     /* decided before writing, since it determines whether each file is synced */
-    w->sync_once = w->plan.file_count > FEW_FILES && can_sync_once(w->job->folder);
+    w->sync_once = !w->job->temporary && w->plan.file_count > FEW_FILES &&
+                   can_sync_once(w->job->folder);
+    w->sync_each = !w->job->temporary && !w->sync_once;
     /* two pool runs: after the first one no thread reads the caller's memory */
     mls_pool_run(w->job->pool, write_task, w, w->first_count);
     if (w->job->freed != NULL && w->failed == SIZE_MAX) {

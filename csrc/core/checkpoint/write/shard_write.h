@@ -41,6 +41,7 @@ typedef struct mls_shard_item {
 typedef struct mls_shard_job {
     int folder;             /* descriptor of the pool; its folders exist */
     unsigned mode;          /* mode of new files, before the umask */
+    bool temporary;         /* the files are soon read and deleted: do not sync them */
     const char *generation; /* MLS_GENERATION_DIGITS digits and NUL */
     uint64_t rank, world_size;
     const mls_shard_item *items;

@@ -1,0 +1,76 @@
+"""A local S3 server (moto) in another process, which counts requests and bytes.
+
+Bytes are counted in the bodies of requests and answers, without headers.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+from spawned import Spawned, answer
+
+BUCKET = "bucket"
+
+
+class CountingApplication:
+    """A WSGI application that counts another one's requests and bytes."""
+
+    def __init__(self, application: Callable[..., Any]) -> None:
+        self.application = application
+        self.lock = threading.Lock()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def add(self, **more: int) -> None:
+        with self.lock:
+            self.counts.update(more)
+
+    def take(self) -> dict[str, int]:
+        """Return the counts since the last call."""
+        with self.lock:
+            taken, self.counts = self.counts, collections.Counter()
+        return dict(taken)
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterator[bytes]:
+        self.add(**{environ["REQUEST_METHOD"]: 1})
+        self.add(sent=int(environ.get("CONTENT_LENGTH") or 0))
+        for data in self.application(environ, start):
+            self.add(received=len(data))
+            yield data
+
+
+def serve(pipe: Connection) -> None:
+    """Serve until the pipe is closed."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    application = CountingApplication(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, application, threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    answer(pipe, {"port": lambda: server.server_port, "take": application.take})
+
+
+class RemoteServer:
+    """The running server; a context manager."""
+
+    def __enter__(self) -> RemoteServer:
+        self.process = Spawned(serve, [()])
+        (port,) = self.process.ask("port")
+        self.endpoint = f"http://127.0.0.1:{port}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.close()
+
+    def take(self) -> dict[str, int]:
+        """Return the requests by method, and the bytes that clients sent and received.
+
+        The counts begin at the last call.
+        """
+        counts: dict[str, int] = self.process.ask("take")[0]
+        return counts
