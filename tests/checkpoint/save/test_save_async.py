@@ -63,7 +63,7 @@ def held(monkeypatch):
     write = _core.shards_write
 
     def write_later(*given):
-        *first, freed, mode = given
+        *first, freed, mode, temporary = given
 
         def free():
             freed()
@@ -74,7 +74,7 @@ def held(monkeypatch):
         if freed is None:
             assert go.wait(SECONDS)
             return write(*given)
-        return write(*first, free, mode)
+        return write(*first, free, mode, temporary)
 
     monkeypatch.setattr(_core, "shards_write", write_later)
     yield go
