@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import peers
 from first_call import CALLS
-from harness import Candidate, MemoryLimit, Report, Row, measure, rows_of
+from harness import Candidate, MemoryLimit, Report, Row, measure, note_memory, rows_of
 
 import mlstate
 from mlstate.kv import (
@@ -383,26 +383,36 @@ def layouts(report: Report, repeats: int) -> None:
     """Time the same bytes with five dimensions and with the sequence innermost."""
     for shape, times in ((SMALL, 5), (LARGE, 1)):
         layers, heads, length, head_dim = shape
-        calls = []
+        calls: list[Candidate] = []
         for name, other, axis in (
-            ("(layers, heads, sequence, head_dim)", shape, -2),
-            ("(layers, 1, heads, sequence, head_dim)", (layers, 1, *shape[1:]), -2),
-            (
-                "(layers, 1, heads * head_dim, 1, sequence)",
-                (layers, 1, heads * head_dim, 1, length),
-                -1,
-            ),
+            ("4-D", shape, -2),
+            ("5-D", (layers, 1, *shape[1:]), -2),
+            ("innermost", (layers, 1, heads * head_dim, 1, length), -1),
         ):
             source = random_cache(other, np.float16)
             out = np.ones(peers.longer(other, 2 * length, axis), np.float16)
             call = partial(transition_kv_state, source, 2 * length, out=out, seq_axis=axis)
-            prepare = partial(use_threads, THREADS)
-            calls.append(Candidate(name, call, prepare, baseline=axis == -2 and other == shape))
+            is_first = other == shape
+            calls += [
+                Candidate(f"{name}: mlstate", call, partial(use_threads, THREADS), is_first),
+                Candidate(f"{name}: NumPy", partial(peers.numpy_onto, source, out.copy(), axis)),
+            ]
+            if torch is not None:
+                tensors = torch.from_numpy(source), torch.from_numpy(out.copy())
+                prepare = partial(use_torch_threads, TORCH_THREADS)
+                calls.append(
+                    Candidate(f"{name}: torch", partial(peers.torch_onto, *tensors, axis), prepare)
+                )
+        limit = MemoryLimit(source, out.copy(), source.nbytes)
+        calls.append(Candidate("limit: memcpy + memset, touched memory", limit, limit=True))
+        rows = measure(calls, times * repeats)
+        note_memory(rows, calls)
         report.table(
             f"expand float16 into out=, {shape} -> {2 * length}, {count_threads(THREADS)}",
-            measure(calls, times * repeats),
-            note="to reach: at most 1.1 times the first line's time for five dimensions, at most "
-            "1.3 times for the sequence innermost",
+            rows,
+            note="4-D is (layers, heads, sequence, head_dim), 5-D (layers, 1, heads, sequence, "
+            "head_dim), innermost (layers, 1, heads * head_dim, 1, sequence). To reach: at most "
+            "1.1 times the first line's time for 5-D, at most 1.3 times for innermost",
         )
 
 
@@ -440,9 +450,10 @@ def rolling(report: Report, repeats: int) -> None:
                     repeated(partial(state.append, tokens)),
                 ),
             ]
-            rows += measure(candidates, repeats, unit=1e-5)
-        ratio = rows[3].median / rows[1].median
-        rows[3].extra = {"of 1,024": f"{ratio:.2f}"}
+            measured = measure(candidates, repeats, unit=1e-5)
+            note_memory(measured, candidates)
+            rows += measured
+        rows[3].extra["of 1,024"] = f"{rows[3].median / rows[1].median:.2f}"
         report.table(
             f"append one token of {tokens.nbytes / 1024:g} KiB, sequence axis {axis}",
             rows,
@@ -474,9 +485,12 @@ def rotating(report: Report, repeats: int) -> None:
         ]
         for name, call in calls.items():
             candidates += mlstate_rows(name, partial(lambda call: call, call))
+        rows = measure(candidates, repeats)
+        note_memory(rows, candidates)
         report.table(
             f"rotate keys, {np.dtype(dtype).name} {LARGE}: {mib(keys.nbytes)}",
-            measure(candidates, repeats),
+            rows,
+            note="results go into out=",
         )
 
 

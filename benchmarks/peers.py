@@ -59,6 +59,20 @@ def numpy_into(source: Any, position: int, out: Any) -> None:
     out[:, :, position:] = 0
 
 
+def numpy_onto(source: Any, out: Any, axis: int) -> None:
+    """Copy a cache into a longer one along any axis, with NumPy."""
+    target, length = np.moveaxis(out, axis, 0), source.shape[axis]
+    target[:length] = np.moveaxis(source, axis, 0)
+    target[length:] = 0
+
+
+def torch_onto(source: Any, out: Any, axis: int) -> None:
+    """Copy a cache into a longer one along any axis, with torch."""
+    length = source.shape[axis]
+    out.narrow(axis, 0, length).copy_(source)
+    out.narrow(axis, length, out.shape[axis] - length).zero_()
+
+
 def numpy_resize(arrays: Any, length: int, position: int) -> Any:
     """Move every array of a cache to another length, as a careful NumPy user does."""
     return {name: numpy_zeros_of(array, length, position) for name, array in arrays.items()}

@@ -325,7 +325,7 @@ class CombinedStrategy:
         Returns
         -------
         ndarray, shape (1, 1, new_tokens, size)
-            A read-only view if `new_tokens` exceeds 1 and there are no sinks.
+            A read-only view if `new_tokens` exceeds 1 and `sinks` is 0.
 
         Raises
         ------

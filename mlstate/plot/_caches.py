@@ -60,7 +60,7 @@ def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
     1
     """
     if not stages:
-        raise ValueError("there are no stages to draw")
+        raise ValueError("stages is empty: pass at least one (label, tokens, length)")
     for label, tokens, length in stages:
         if not 0 <= tokens <= length:
             raise ValueError(f"'{label}' holds {tokens} tokens in {length} positions")
@@ -259,7 +259,7 @@ def plot_cache_memory(
     ['512', '256, then 512']
     """
     if not curves:
-        raise ValueError("there are no curves to draw")
+        raise ValueError("curves is empty: pass at least one label with its (token, bytes) points")
     for label, points in curves.items():
         places = [place for place, _ in points]
         if not places or places != sorted(places):
