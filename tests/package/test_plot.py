@@ -40,7 +40,7 @@ def test_a_notebook_shows_the_picture_without_pyplot():
 
 @pytest.mark.parametrize(
     ("stages", "message"),
-    [([], "no stages"), ([("x", 5, 4)], "'x' holds 5"), ([("x", -1, 4)], "'x' holds -1")],
+    [([], "stages is empty"), ([("x", 5, 4)], "'x' holds 5"), ([("x", -1, 4)], "'x' holds -1")],
 )
 def test_impossible_stages_are_refused(stages, message):
     with pytest.raises(ValueError, match=message):
