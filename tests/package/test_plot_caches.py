@@ -135,7 +135,11 @@ def test_memory_is_a_step_for_each_change():
 
 @pytest.mark.parametrize(
     ("curves", "text"),
-    [({}, "curves is empty"), ({"a": []}, "'a' needs points"), ({"b": [(5, 1), (4, 1)]}, r"\[5, 4\]")],
+    [
+        ({}, "curves is empty"),
+        ({"a": []}, "'a' needs points"),
+        ({"b": [(5, 1), (4, 1)]}, r"\[5, 4\]"),
+    ],
 )
 def test_impossible_curves_are_refused(curves, text):
     with pytest.raises(ValueError, match=text):
