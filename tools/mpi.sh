@@ -10,5 +10,5 @@ cd "$(dirname "$0")/.."
 prefix=build/mpi/$name
 rm -rf "$prefix"
 mkdir -p "$prefix"
-"$python" -m pip --disable-pip-version-check install -qq --ignore-installed \
+"$python" -m pip --disable-pip-version-check install -qq --no-compile --ignore-installed \
     --no-warn-script-location --prefix "$PWD/$prefix" -r "requirements/mpi-$name.txt"

@@ -12,7 +12,7 @@ rm -rf "$work"
 mkdir -p "$work"
 "$python" -m venv "$work/venv"
 clean=$PWD/$work/venv/bin/python
-install=("$clean" -m pip --disable-pip-version-check install -qq)
+install=("$clean" -m pip --disable-pip-version-check install -qq --no-compile)
 numpy=$(grep '^numpy==' requirements/demo.txt)
 "${install[@]}" "$numpy" dist/mlstate-*.whl
 
