@@ -134,7 +134,11 @@ def dtype_name(array: Any) -> str:
 
 def kind_of(array: Any) -> str:
     """Return the dtype and row shape of an array as text."""
-    kind = dtype_name(array) if is_torch(array) else label_of(array.dtype) or str(array.dtype)
+    dtype = array.dtype
+    if is_torch(array) or dtype.isbuiltin == 1:  # for others, the name omits the byte order
+        kind = name_of(dtype)
+    else:
+        kind = label_of(dtype) or str(dtype)
     return f"{kind} {tuple(array.shape[1:])}"
 
 
@@ -313,8 +317,7 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
             )
     if not is_torch(plain) and not plain.flags.writeable:
         raise ValueError(f"{operation}: out is read-only")
-    in_place = plain.shape == array.shape and _same_place(plain, array)
-    if not in_place and _overlap(plain, array):
+    if _overlap(plain, array) and not (plain.shape == array.shape and _same_place(plain, array)):
         raise ValueError(
             f"{operation}: out shares memory with the input; pass the input itself if the shapes "
             "are equal, or a separate array"
