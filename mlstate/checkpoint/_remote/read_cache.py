@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ... import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 _IMMUTABLE = re.compile(r"(.+[./])?[0-9a-f]{16}(-\d+\.safetensors|\.\d+\.json)\Z", re.ASCII)
 _FOLDER = re.compile(r"[0-9a-f]{32}\Z")
@@ -109,9 +109,7 @@ class ReadCache:
         return None
 
     def _header(self, path: str, entry: _Entry, nbytes: int, checksum: int) -> bytes:
-        found = _HEADER.pack(
-            _MAGIC, self._digest(path), entry.begin, entry.end, nbytes, checksum
-        )
+        found = _HEADER.pack(_MAGIC, self._digest(path), entry.begin, entry.end, nbytes, checksum)
         return found + _CHECKSUM.pack(_core.crc32c(found))
 
     def get(self, path: str, begin: int, end: int) -> tuple[list[_Part], int] | None:
@@ -244,9 +242,12 @@ def _write(path: str, header: bytes, data: Any) -> None:
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     temporary = os.path.join(folder, f".mlstate-{os.urandom(8).hex()}.tmp")
-    only_user: Callable[[str, int], int] = lambda name, flags: os.open(name, flags, 0o600)
+
+    def open_private(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600)
+
     try:
-        with open(temporary, "xb", opener=only_user) as file:
+        with open(temporary, "xb", opener=open_private) as file:
             file.write(header)
             file.write(data)
         os.replace(temporary, path)
