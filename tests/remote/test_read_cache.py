@@ -54,7 +54,7 @@ def test_a_second_load_requests_only_the_root(url, store, options):
     names, loaded = requested(store, lambda: load(url, options))
     assert names == ["manifest.json"]
     check_equal(loaded)
-    for rank in range(4):  # parts of what was read as a whole
+    for rank in range(4):  # parts of the whole in the cache
         part = {"rank": rank, "world_size": 4, "layout": "rows", "names": "w"}
         names, loaded = requested(store, lambda part=part: load(url, options, **part))
         assert names == ["manifest.json"]
@@ -213,6 +213,23 @@ def test_the_entries_of_the_oldest_loads_are_deleted(url, store, options):
     assert foreign.read_text() == "mine" and not left.exists()
     options["cache_bytes"] = 0
     assert load(f"{url}/b", options)["w"].all()
+
+
+def test_a_full_cache_whose_entries_cannot_be_deleted_stays_as_it_is(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    path = "index/0123456789abcdef.0.json"
+    monkeypatch.setattr(read_cache, "_LEAST_FREE", 0)
+    cache = read_cache.ReadCache(str(tmp_path), 1000, "s3://bucket/run")
+    cache.put(path, 0, bytes(800), 2000)
+    monkeypatch.setattr(read_cache.os, "unlink", refuse)
+    cache.put(path, 800, bytes(800), 2000)
+    cache.finish()
+    assert cache.problem() is None
+    assert cache.get(path, 0, 800) is not None and cache.get(path, 800, 801) is None
+    assert not cache.accepts("manifest.json")
+    assert not cache.accepts("roots/00000001.0123456789abcdef.json")
 
 
 def test_names_and_entries_have_no_credentials(url, store, options):

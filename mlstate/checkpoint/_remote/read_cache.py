@@ -1,4 +1,4 @@
-"""A local folder that keeps what was read from a store, so that the next load reads the disk.
+"""A local folder that keeps bytes read from a store, so that the next load reads the disk.
 
 Each object has a subfolder, named by a hash of its URL, and each range that was read is an entry
 in it: a file named ``begin-end``, with a header and the bytes. Only objects whose names contain a
@@ -159,7 +159,8 @@ class ReadCache:
         header = self._header(path, entry, nbytes, _core.crc32c(data))
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            self._make_room(size)
+            if not self._make_room(size):
+                return
             try:
                 _write(entry.path, header, data)
             except FileNotFoundError:  # another process deleted the empty subfolder
@@ -167,7 +168,8 @@ class ReadCache:
         except OSError as error:
             self._problem = error
 
-    def _make_room(self, size: int) -> None:
+    def _make_room(self, size: int) -> bool:
+        """Delete entries if a new one needs their space; return whether it may be written."""
         import shutil
 
         if shutil.disk_usage(self._folder).free < size + _LEAST_FREE:
@@ -175,10 +177,13 @@ class ReadCache:
         with self._lock:
             self._has_new = True
             if self._most is None:
-                return
+                return True
             if self._total is None or self._total + size > self._most:
                 self._total = self._trim(size)
+            if self._total + size > self._most:
+                return False
             self._total += size
+            return True
 
     def discard(self, path: str) -> None:
         """Delete all entries of an object."""
@@ -193,7 +198,7 @@ class ReadCache:
                 self._total, self._has_new = self._trim(0), False
 
     def problem(self) -> str | None:
-        """Return, once, why there are no new entries; None if there is no reason."""
+        """Return, once, why new entries cannot be written; None if they can."""
         if self._problem is None or self._is_reported:
             return None
         self._is_reported = True
@@ -219,8 +224,12 @@ class ReadCache:
         for _, size, path in sorted(found):
             if total + room <= self._most - self._most // 8:  # so that this is rarely repeated
                 break
-            with suppress(FileNotFoundError):
+            try:
                 os.unlink(path)
+            except FileNotFoundError:  # another process deleted it
+                pass
+            except OSError:
+                continue
             total -= size
             with suppress(OSError):
                 os.rmdir(os.path.dirname(path))

@@ -92,7 +92,7 @@ class RemoteFolder(str):
         return self._cache
 
     def without_cache(self) -> RemoteFolder:
-        """Return the same folder, from which everything is read again, and always the store."""
+        """Return the same folder, with nothing in memory and without the local cache."""
         self.forget()
         if self._options.cache_folder is None:
             return self
@@ -116,7 +116,7 @@ class RemoteFolder(str):
     # ---- objects ----
 
     def read(self, path: str) -> bytes:
-        """Return a manifest or an index; roots of steps are kept in memory.
+        """Return a manifest or an index; roots of steps are kept in memory, indexes in the cache.
 
         Raises
         ------
@@ -127,17 +127,19 @@ class RemoteFolder(str):
         if found is not None:
             return found
         cache = self.cache
-        if cache is not None and cache.accepts(path):
-            found = cache.get_whole(path)
-            if found is not None:
-                return found
+        if cache is not None and not cache.accepts(path):
+            cache = None
+        if cache is not None and (kept := cache.get_whole(path)) is not None:
+            return kept
         found = self.store.get(path, _MOST_BYTES)[0]
-        with suppress(FormatError):
-            _core.json_checksum_check(found, path)
-            if path.startswith("roots/"):
-                self._roots[path] = found
-            elif cache is not None and cache.accepts(path):
-                cache.put(path, 0, found, len(found))
+        is_root = path.startswith("roots/")
+        if is_root or cache is not None:
+            with suppress(FormatError):
+                _core.json_checksum_check(found, path)
+                if is_root:
+                    self._roots[path] = found
+                elif cache is not None:
+                    cache.put(path, 0, found, len(found))
         return found
 
     def prefetch(self, paths: Iterable[str]) -> None:
