@@ -397,9 +397,10 @@ def verify_checkpoint(
     folder = checkpoint_folder(path, storage_options)
     if repair:
         refuse_remote(folder, "repair=True", "copy the checkpoint to a local folder to repair it")
+    if isinstance(folder, RemoteFolder):
+        folder = folder.without_cache()
     report = VerifyReport(folder)
     if isinstance(folder, RemoteFolder):
-        folder.forget()
         if not _folder.exists(folder, root) and not _folder.list_roots(folder):
             _folder.read_manifest(folder)  # raises the error of a missing checkpoint
     elif not os.path.isdir(folder):

@@ -6,6 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._common.local_path import local_folder
 from .engine_errors import engine_reason, is_engine_error
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class StoreOptions(NamedTuple):
         Local folder for temporary files; None: the system's.
     orphan_seconds : float or None
         `prune` deletes unneeded objects of this age; None: none of them.
+    cache_folder : str or None
+        Local folder that keeps what loads read; None: nothing is kept.
+    cache_bytes : int or None
+        Maximum size of all files in `cache_folder`; None: no limit.
     """
 
     config: dict[str, Any]
@@ -48,6 +53,8 @@ class StoreOptions(NamedTuple):
     max_concurrency: int = 8
     scratch_folder: str | None = None
     orphan_seconds: float | None = None
+    cache_folder: str | None = None
+    cache_bytes: int | None = None
 
     def __repr__(self) -> str:  # the configuration holds credentials
         return f"StoreOptions(timeout_seconds={self.timeout_seconds}, ...)"
@@ -141,13 +148,21 @@ def take_options(given: Mapping[str, Any] | None) -> StoreOptions:
             ("max_concurrency", 1),
         )
     }
-    if left.get("orphan_seconds", 0) is None:
-        del left["orphan_seconds"]
-    if "orphan_seconds" in left:
-        numbers["orphan_seconds"] = _number(left, "orphan_seconds", 0.0, 0.0)
+    for name, least in (("orphan_seconds", 0.0), ("cache_bytes", 0)):
+        if left.get(name, 0) is None:
+            del left[name]
+        if name in left:
+            numbers[name] = _number(left, name, least, least)
+    cache = left.pop("cache_folder", None)
+    if cache is None and "cache_bytes" in numbers:
+        raise ValueError("storage_options['cache_bytes'] needs 'cache_folder'")
     passed = {name: left.pop(name) for name in _PASSED if name in left}
     return StoreOptions(
-        left, passed, scratch_folder=None if scratch is None else os.fspath(scratch), **numbers
+        left,
+        passed,
+        scratch_folder=None if scratch is None else os.fspath(scratch),
+        cache_folder=None if cache is None else local_folder(cache),
+        **numbers,
     )
 
 

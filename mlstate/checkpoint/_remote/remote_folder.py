@@ -2,7 +2,8 @@
 
 The core reads and writes files. So the byte ranges that a load needs are copied to sparse local
 files first, at the same offsets, and new files are written locally and then uploaded. The local
-copies are temporary, and a load copies at most two batches at a time.
+copies are temporary, and a load copies at most two batches at a time. Loads, but no verifications,
+read through the cache of `cache_folder`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ... import _core
 from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
-from ...errors import FormatError, MLStateError, StoreError
+from ...errors import ChecksumError, FormatError, MLStateError, StoreError
 from .options import check_url, split_url, take_options
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from .object_store import ObjectStore
     from .parallel_tasks import ParallelTasks
+    from .read_cache import ReadCache
     from .root_claim import RootClaim
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
@@ -53,10 +55,12 @@ class RemoteFolder(str):
         made._options = take_options(storage_options)
         made._store = None
         made._roots = {}
+        made._cache = None
         return made
 
     _options: Any
     _store: ObjectStore | None
+    _cache: ReadCache | None
     _roots: dict[str, bytes]  # texts of roots under ``roots/``, which never change
 
     def __reduce__(self) -> Any:
@@ -78,6 +82,26 @@ class RemoteFolder(str):
         return self._store
 
     @property
+    def cache(self) -> ReadCache | None:
+        """The local cache of objects; None without `cache_folder`."""
+        if self._cache is None and self._options.cache_folder is not None:
+            from .read_cache import ReadCache
+
+            options = self._options
+            self._cache = ReadCache(options.cache_folder, options.cache_bytes, str(self))
+        return self._cache
+
+    def without_cache(self) -> RemoteFolder:
+        """Return the same folder, with nothing in memory and without the local cache."""
+        self.forget()
+        if self._options.cache_folder is None:
+            return self
+        made = RemoteFolder(self)
+        made._options = self._options._replace(cache_folder=None)
+        made._store = self._store
+        return made
+
+    @property
     def orphan_seconds(self) -> float | None:
         """Least age of unneeded objects that `prune` deletes; None: it deletes none."""
         found: float | None = self._options.orphan_seconds
@@ -92,7 +116,7 @@ class RemoteFolder(str):
     # ---- objects ----
 
     def read(self, path: str) -> bytes:
-        """Return a manifest or an index; roots of steps are kept in memory.
+        """Return a manifest or an index; roots of steps are kept in memory, indexes in the cache.
 
         Raises
         ------
@@ -100,12 +124,22 @@ class RemoteFolder(str):
             The object is too long.
         """
         found = self._roots.get(path)
-        if found is None:
-            found = self.store.get(path, _MOST_BYTES)[0]
-            if path.startswith("roots/"):
-                with suppress(FormatError):
-                    _core.json_checksum_check(found, path)
+        if found is not None:
+            return found
+        cache = self.cache
+        if cache is not None and not cache.accepts(path):
+            cache = None
+        if cache is not None and (kept := cache.get_whole(path)) is not None:
+            return kept
+        found = self.store.get(path, _MOST_BYTES)[0]
+        is_root = path.startswith("roots/")
+        if is_root or cache is not None:
+            with suppress(FormatError):
+                _core.json_checksum_check(found, path)
+                if is_root:
                     self._roots[path] = found
+                elif cache is not None:
+                    cache.put(path, 0, found, len(found))
         return found
 
     def prefetch(self, paths: Iterable[str]) -> None:
@@ -192,6 +226,25 @@ class RemoteFolder(str):
     def _copy_range(self, local: str, path: str, begin: int, end: int) -> None:
         """Copy a range of an object to the same place of a local file of the object's size."""
         data, nbytes = self.store.get_range(path, begin, end)
+        self._write_range(local, path, begin, data, nbytes)
+
+    def _copy_cached(self, cache: ReadCache, local: str, path: str, begin: int, end: int) -> None:
+        """Copy a range from the cache or, if a byte is missing there, from the store."""
+        found = cache.get(path, begin, end) if cache.accepts(path) else None
+        if found is not None:
+            parts, nbytes = found
+            for at, view in parts:
+                self._write_range(local, path, at, view, nbytes)
+            return
+        data, of_object = self.store.get_range(path, begin, end)
+        self._write_range(local, path, begin, data, of_object)
+        if of_object is not None and len(data) == end - begin and cache.accepts(path):
+            cache.put(path, begin, data, of_object)
+
+    def _write_range(
+        self, local: str, path: str, begin: int, data: Any, nbytes: int | None
+    ) -> None:
+        """Write bytes of an object of `nbytes` bytes to its local file."""
         name = os.path.join(local, path)
         try:
             descriptor = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -256,23 +309,51 @@ class RemoteFolder(str):
         import shutil
 
         batches = list(_plan_batches(merged, str(self), section, keys, cuts, verify))
+        cache = self.cache
+        copy = None if cache is None else partial(self._copy_cached, cache)
         with self._scratch() as base, ExitStack() as started:
+            if cache is not None:
+                started.callback(_finish, cache)
             places = [os.path.join(base, str(number)) for number in range(len(batches))]
 
             def start(number: int) -> ParallelTasks:
-                return started.enter_context(self._start_copies(places[number], batches[number][2]))
+                ranges = batches[number][2]
+                return started.enter_context(self._start_copies(places[number], ranges, copy))
 
             copies = start(0)
-            for number, (some, some_cuts, _) in enumerate(batches):
+            for number, (some, some_cuts, ranges) in enumerate(batches):
                 copies.wait()
                 if number + 1 < len(batches):
                     copies = start(number + 1)
                 try:
-                    read(places[number], some, some_cuts)
+                    if cache is None:
+                        read(places[number], some, some_cuts)
+                    else:
+                        call = partial(read, places[number], some, some_cuts)
+                        self._read_cached(cache, places[number], ranges, call)
                 except MLStateError as error:
                     _name_url(error, places[number], str(self))
                     raise
                 shutil.rmtree(places[number], ignore_errors=True)
+
+    def _read_cached(
+        self, cache: ReadCache, local: str, ranges: list[_Range], read: Callable[[], object]
+    ) -> None:
+        """Call `read` with local copies; if they are damaged, copy them from the store again.
+
+        The cache then forgets the objects, because it may have kept a damaged answer.
+        """
+        import shutil
+
+        with suppress(ChecksumError, FormatError):
+            read()
+            return
+        for path in {path for path, *_ in ranges}:
+            cache.discard(path)
+        shutil.rmtree(local, ignore_errors=True)
+        with self._start_copies(local, ranges) as copies:
+            copies.wait()
+        read()
 
     def verify(
         self, merged: Any, progress: Callable[[int], object] | None
@@ -333,6 +414,16 @@ class RemoteFolder(str):
 def temporary_name() -> str:
     """Return a new name of a temporary object."""
     return f".mlstate-{os.urandom(8).hex()}.tmp"
+
+
+def _finish(cache: ReadCache) -> None:
+    """End the use of a cache by a load; warn once if it cannot be written."""
+    import warnings
+
+    cache.finish()
+    problem = cache.problem()
+    if problem is not None:
+        warnings.warn(problem, stacklevel=2)
 
 
 def _name_url(error: MLStateError, local: str, url: str) -> None:
