@@ -46,9 +46,9 @@ def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
     text = os.fsdecode(plain)
     if pattern.match(text):
         raise ValueError(
-            f"{text}: a URL is not a local path: only save, load, verify, inspect, reshard and "
-            "prune of checkpoints, and CheckpointManager, take URLs of object stores, as str; use "
-            "a local or mounted folder here"
+            f"{text}: a URL is not a local path: only save, load, verify, inspect, reshard, prune "
+            "and mlstate convert of checkpoints, and CheckpointManager, take URLs of object "
+            "stores, as str; use a local or mounted folder here"
         )
     if not os.path.isabs(text):
         _check_working_folder(text)
