@@ -99,12 +99,14 @@ def _is_same(source: Place, target: Place) -> bool:
 
 
 def _absolute(place: Place) -> str:
-    return str(place.absolute() if isinstance(place, Path) else place)
+    if isinstance(place, Path):
+        return str(place.absolute())
+    return f"{place}/{place.file}" if place.file else str(place)
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
     """Read the source, write the target, and print a summary."""
-    source, target = place_of(arguments.source), place_of(arguments.target)
+    source, target = place_of(arguments.source, reads=True), place_of(arguments.target)
     if isinstance(source, Path):
         stat_path(arguments.source)
     if _is_same(source, target):

@@ -13,7 +13,8 @@ format          path                        holds
 ``huggingface`` a directory                 weights of a Hugging Face model
 ==============  ==========================  ====================================================
 
-A URL of an object store is a checkpoint of mlstate, as source and as target.
+A URL of an object store is a checkpoint of mlstate. As a source, it may also be a ``.safetensors``
+file, or the index file of a Hugging Face folder.
 
 Safetensors and npz files have one flat level of names. If such a file holds a model and an
 optimizer, their names have the prefixes ``model.`` and ``optimizer.``, and the metadata entry
@@ -36,13 +37,13 @@ from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
 from ...errors import CompatibilityError, FormatError, MLStateError, StoreError, StoreNotFoundError
-from ...state._kind import describe, restore
+from ...state._kind import KEY, describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._remote.options import split_url
 from .._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from .._store.folder import refuse_existing
-from .._store.weight_files import weights_root
+from .._store.weight_files import INDEX, weights_root
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -70,9 +71,12 @@ class Format(NamedTuple):
 
 
 def place_of(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    reads: bool = False,
 ) -> Place:
-    """Return a local path, or the folder in an object store for a URL.
+    """Return a local path, or the folder in an object store for a URL; see `checkpoint_folder`.
 
     Raises
     ------
@@ -81,7 +85,7 @@ def place_of(
     """
     is_url = isinstance(path, str) and split_url(path) is not None
     if is_url or storage_options is not None:
-        folder = checkpoint_folder(path, storage_options)
+        folder = checkpoint_folder(path, storage_options, reads=reads)
         assert isinstance(folder, RemoteFolder)  # options of a local path are refused
         return folder
     return Path(local_path(path))
@@ -99,7 +103,8 @@ def format_of(path: str | os.PathLike[str]) -> str:
     -------
     str
         A name of `FORMATS`. A path without suffix is an mlstate checkpoint, and so is a URL
-        without a suffix of another format.
+        without a suffix of another format. The index file of a Hugging Face folder at a URL
+        is the folder.
 
     Raises
     ------
@@ -112,8 +117,10 @@ def format_of(path: str | os.PathLike[str]) -> str:
     >>> format_of("model.safetensors"), format_of("runs/a"), format_of("weights.PT")
     ('safetensors', 'mlstate', 'torch')
     """
-    place = place_of(path)
+    place = place_of(path, reads=True)
     if isinstance(place, RemoteFolder):
+        if place.file:
+            return "huggingface" if place.file == INDEX else "safetensors"
         suffix = os.path.splitext(place)[1].lower()
         return next((name for name, one in FORMATS.items() if suffix in one.suffixes), "mlstate")
     if place.is_dir():
@@ -146,8 +153,8 @@ def _find_format(format: str | None, path: Place) -> Format:
 
 
 def check_format(path: Place, name: str) -> None:
-    """Raise ValueError for a URL whose format is not mlstate's."""
-    if isinstance(path, RemoteFolder) and name != "mlstate":
+    """Raise ValueError for a URL whose format cannot be in a store."""
+    if isinstance(path, RemoteFolder) and not (path.file or name == "mlstate"):
         remedy = "copy it from or to a local path by the store's own tool, and convert there"
         refuse_remote(path, f"the format {name}", remedy)
 
@@ -220,7 +227,7 @@ def read_any(
     >>> model["w"], optimizer, metadata
     (array([0., 1., 2.]), None, {})
     """
-    place = place_of(path, storage_options)
+    place = place_of(path, storage_options, reads=True)
     found = _find_format(format, place)
     with _store_errors(place):
         if isinstance(place, Path):
@@ -404,8 +411,16 @@ def _write_safetensors(
     save_file(state, path, texts)
 
 
-def _read_safetensors(path: Path) -> Parts:
-    return read_file(path, mmap=False)
+def _read_safetensors(path: Place) -> Parts:
+    if isinstance(path, Path):
+        return read_file(path, mmap=False)
+    from ... import checkpoint
+
+    found = checkpoint.load(path)
+    texts = dict(found.metadata or {})
+    assert found.model is not None
+    state = _restore_state(Path(path.file), dict(found.model), texts.pop(KEY, None))
+    return _parts_of_texts(Path(path.file), state, texts)
 
 
 def read_file(path: Path, *, mmap: bool) -> Parts:
@@ -413,7 +428,11 @@ def read_file(path: Path, *, mmap: bool) -> Parts:
     from .. import load_file, load_metadata
 
     metadata: dict[str, Any] = dict(load_metadata(path))
-    state = load_file(path, mmap=mmap)
+    return _parts_of_texts(path, load_file(path, mmap=mmap), metadata)
+
+
+def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> Parts:
+    """Split the state of a file as its metadata describe it."""
     record: Any = {}
     try:
         record = json.loads(metadata.pop(PARTS, "{}"))
