@@ -160,14 +160,14 @@ def _verify_object(
     folder: RemoteFolder, name: str, progress: Callable[[int], object] | None
 ) -> VerifyReport:
     """Verify a safetensors file in a store: its header, and a local copy if it has checksums."""
-    from ._files.safetensors_verify import CHECKSUMS, verify_file
+    from ._files.safetensors_verify import read_header, verify_file
 
     report, local = VerifyReport(folder), str(folder)
     try:
         with folder.header_copies((name,)) as local:
             path, has_checksums = os.path.join(local, name), False
             with suppress(FormatError):
-                has_checksums = CHECKSUMS in _core.file_metadata(path, True)
+                has_checksums = read_header(path).has_checksums
             if not has_checksums:
                 report = verify_file(path)[0]
             nbytes = os.path.getsize(path)

@@ -201,11 +201,14 @@ def _generation(
 
 
 def _read_texts(folder: str, name: str) -> dict[str, str]:
-    """Return the metadata of a file; {} if it is damaged, which reading its tensors reports."""
+    """Return the metadata of a file.
+
+    {} if it is damaged or was replaced, which reading its tensors reports.
+    """
     try:
         with _headers(folder, (name,)) as local:
             return _core.file_metadata(os.path.join(local, name), True)
-    except FormatError:
+    except (FormatError, StoreNotFoundError):
         return {}
 
 
