@@ -187,7 +187,8 @@ class Checkpoint:
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or its URL in an object store.
+        Folder of the checkpoint, or its URL in an object store; there it may also be a
+        ``.safetensors`` file.
     storage_options : mapping, optional
         As for `save`. Copies by pickle do not have them: they may hold credentials.
 
@@ -201,7 +202,7 @@ class Checkpoint:
     Attributes
     ----------
     path : str
-        Absolute path of the folder, or the URL.
+        Absolute path of the folder, or its URL.
     written : dict or None
         For a checkpoint returned by `save`: what this rank wrote (``new_shards``,
         ``new_bytes``, ``new_files``), and ``shards`` and ``data_bytes``, the totals of this rank.

@@ -480,9 +480,9 @@ def verify(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or of a Hugging Face model; or the URL of a checkpoint in an
-        object store. Of files that another program wrote without checksums, only the structure
-        is checked.
+        Folder of the checkpoint, or of a Hugging Face model; or the URL of one of these, or of
+        one ``.safetensors`` file, in an object store. Of files that another program wrote without
+        checksums, only the structure is checked.
     repair : bool, default False
         Rewrite damaged headers of shard files. If tensors are damaged, replace the checkpoint by
         the newest older one whose tensors are all good (`CheckpointManager` keeps older ones).

@@ -86,6 +86,7 @@ def test_a_file_is_inspected_planned_and_verified(file, options):
     }
     assert "model-a.safetensors: 3 tensors" in repr(found)
     check_equal(found.load().model, MODEL)
+    check_equal(mlstate.load(found.path, storage_options=options).model, MODEL)
     text = pickle.dumps(found)
     assert b"of-tests" not in text and pickle.loads(text).path.file == "model-a.safetensors"
     report = mlstate.verify(url, storage_options=options)
@@ -111,7 +112,7 @@ def test_a_damaged_file_is_found_and_named(file, store, options):
     with pytest.raises(ChecksumError, match=r"model-a\.safetensors") as caught:
         mlstate.load(url, storage_options=options)
     assert caught.value.path == url
-    for length in (0, 5, 100, len(data) - 1):
+    for length in (5, len(data) - 1):
         store.put(key_of(url), bytes(data[:length]))
         with pytest.raises(FormatError, match=r"model-a\.safetensors"):
             mlstate.load(url, storage_options=options)
@@ -119,7 +120,7 @@ def test_a_damaged_file_is_found_and_named(file, store, options):
         assert "/mlstate-" not in problem.text
 
 
-@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize("number", range(1, 4))
 def test_a_file_that_is_replaced_while_it_is_read_is_never_mixed(file, store, options, number):
     url, _ = file
     old, data = dict(MODEL), bytearray(store.get(key_of(url)))
@@ -203,7 +204,7 @@ def test_a_folder_with_a_missing_file_names_it(folder, store, options):
 
 
 def test_the_commands_read_files_and_folders(file, folder, environment, tmp_path, capsys):
-    url, write = file
+    url, _ = file
     assert main(["inspect", url]) == 0
     assert "file, 3 tensors" in capsys.readouterr().out
     for path, kind in ((url, "safetensors"), (folder, "huggingface")):
@@ -241,3 +242,5 @@ def test_other_files_at_a_url_are_refused_with_the_remedy(url, options):
             read_any(f"{url}/model.{suffix}", storage_options=options)
     with pytest.raises(StoreError):
         read_any(f"{url}/model", storage_options=options)
+    with pytest.raises(ValueError, match=r"mlstate\.load and mlstate convert read such a file"):
+        mlstate.load_file(f"{url}/model.safetensors")

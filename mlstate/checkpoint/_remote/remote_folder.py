@@ -489,6 +489,8 @@ def checkpoint_folder(
         if path.file and not reads:
             raise ValueError(f"{path}/{path.file}: {_ONLY_READ}")
         return path
+    if isinstance(path, RemoteFolder) and path.file:
+        path = f"{path}/{path.file}"
     if isinstance(path, str) and split_url(path) is not None:
         is_file = path.lower().endswith(_FILES)
         if is_file and not reads:
