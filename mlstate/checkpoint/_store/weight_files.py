@@ -151,7 +151,7 @@ def _check_files(folder: str, found: WeightFiles, infos: Mapping[str, Any] | Non
             f"{_listed(missing)}; download or copy the folder again",
             os.path.join(folder, missing[0]),
         )
-    if infos is not None and found.tensors is None:  # other objects beside one file are normal
+    if infos is not None and found.tensors is None:  # the folder may hold anything else
         return
     sets = {match.groups() for name in found.files if (match := _NUMBERED.match(name))}
     unnamed = [
