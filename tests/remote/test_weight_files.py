@@ -156,6 +156,7 @@ def test_a_file_is_never_written_as_a_checkpoint(file, store, options):
     before = store.keys(key_of(url).rpartition("/")[0])
     for call in (
         lambda: mlstate.save(url, MODEL, storage_options=options),
+        lambda: mlstate.save(f"{url}/", MODEL, storage_options=options),
         lambda: mlstate.save(found.path, MODEL),
         lambda: CheckpointManager(url, storage_options=options),
         lambda: checkpoint.prune(url, storage_options=options),

@@ -492,7 +492,7 @@ def checkpoint_folder(
     if isinstance(path, RemoteFolder) and path.file:
         path = f"{path}/{path.file}"
     if isinstance(path, str) and split_url(path) is not None:
-        is_file = path.lower().endswith(_FILES)
+        is_file = path.rstrip("/").endswith(_FILES)
         if is_file and not reads:
             check_url(path)
             raise ValueError(f"{path}: {_ONLY_READ}")
