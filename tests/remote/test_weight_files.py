@@ -172,16 +172,16 @@ def test_a_file_is_never_written_as_a_checkpoint(file, store, options):
 # ---- a Hugging Face folder ----
 
 
-@pytest.mark.parametrize("name", ["", "/model.safetensors.index.json"])
-def test_a_folder_is_read_as_a_checkpoint(folder, options, tmp_path, name):
-    url = folder + name
+def test_a_folder_is_read_as_a_checkpoint(folder, options, tmp_path):
+    url = f"{folder}/model.safetensors.index.json"  # as well as the folder
+    check_equal(mlstate.load(folder, storage_options=options).model, MODEL)
     check_equal(mlstate.load(url, storage_options=options).model, MODEL)
     found = checkpoint.inspect(url, storage_options=options)
     assert repr(found).startswith("Hugging Face folder: 3 tensors") and len(found.files()) > 1
-    report = mlstate.verify(url, storage_options=options)
+    report = mlstate.verify(folder, storage_options=options)
     assert report and not report.strange and report.bytes > found.nbytes
     made = checkpoint.reshard(
-        url, tmp_path / "cut", layout="rows", world_size=2, storage_options=options
+        folder, tmp_path / "cut", layout="rows", world_size=2, storage_options=options
     )
     check_equal(made.load().model, MODEL)
 
