@@ -45,10 +45,13 @@ def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
     pattern = _URL if isinstance(path, str | bytes) else _URL_OF_PATHLIB
     text = os.fsdecode(plain)
     if pattern.match(text):
+        hint = ""
+        if text.lower().endswith(".safetensors"):
+            hint = "; mlstate.load and mlstate convert read such a file at a URL"
         raise ValueError(
-            f"{text}: a URL is not a local path: only save, load, verify, inspect, reshard and "
-            "prune of checkpoints, and CheckpointManager, take URLs of object stores, as str; use "
-            "a local or mounted folder here"
+            f"{text}: a URL is not a local path: only save, load, verify, inspect, reshard, prune "
+            "and mlstate convert of checkpoints, and CheckpointManager, take URLs of object "
+            f"stores, as str; use a local or mounted folder here{hint}"
         )
     if not os.path.isabs(text):
         _check_working_folder(text)

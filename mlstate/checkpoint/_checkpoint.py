@@ -14,6 +14,7 @@ from ._remote.remote_folder import checkpoint_folder
 from ._store import folder as _folder
 from ._store.folder import SECTIONS
 from ._store.manifest import build, parse
+from ._store.weight_files import ROOTS
 from ._verify import VerifyReport, verify_checkpoint
 
 if TYPE_CHECKING:
@@ -186,7 +187,8 @@ class Checkpoint:
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or its URL in an object store.
+        Folder of the checkpoint, or its URL in an object store; there it may also be a
+        ``.safetensors`` file.
     storage_options : mapping, optional
         As for `save`. Copies by pickle do not have them: they may hold credentials.
 
@@ -200,7 +202,7 @@ class Checkpoint:
     Attributes
     ----------
     path : str
-        Absolute path of the folder, or the URL.
+        Absolute path of the folder, or its URL.
     written : dict or None
         For a checkpoint returned by `save`: what this rank wrote (``new_shards``,
         ``new_bytes``, ``new_files``), and ``shards`` and ``data_bytes``, the totals of this rank.
@@ -224,9 +226,13 @@ class Checkpoint:
     ) -> None:
         # a caller that passes the manifest passes an absolute path or a folder in a store
         self.path = (
-            checkpoint_folder(path, storage_options) if _manifest is None else os.fspath(path)
+            checkpoint_folder(path, storage_options, reads=True)
+            if _manifest is None
+            else os.fspath(path)
         )
-        self._root = _folder.current_root(self.path, _root) if _manifest is None else _root
+        if _manifest is None:
+            _root, _manifest = _folder.open_root(self.path, _root)
+        self._root = _root
         self._manifest = _manifest or _folder.read_manifest(self.path, self._root)
         self._read_index: Any = None
         self.written: dict[str, Any] | None = None
@@ -262,8 +268,8 @@ class Checkpoint:
         storage_options: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Read the indexes at once, so that a writer cannot delete them before their first use."""
-        folder = checkpoint_folder(path, storage_options)
-        root = _folder.current_root(folder, root)
+        folder = checkpoint_folder(path, storage_options, reads=True)
+        root, known = _folder.open_root(folder, root)
 
         def read(manifest: Manifest) -> Checkpoint:
             found = cls(folder, _root=root, _manifest=manifest)
@@ -271,7 +277,7 @@ class Checkpoint:
             return found
 
         try:
-            return _folder.read_root(folder, root, read)
+            return _folder.read_root(folder, root, read, known)
         except (FormatError, StoreError):  # of an index; the manifest may be readable
             return cls(folder, _root=root)
 
@@ -416,10 +422,11 @@ class Checkpoint:
 
     def _title(self) -> str:
         tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
-        is_own = self._manifest.weights is None
+        what = "Checkpoint"
+        if self._manifest.weights is not None:
+            what = "Hugging Face folder" if self._root in ROOTS else self._root
         parts = [
-            f"{'Checkpoint' if is_own else 'Hugging Face folder'}: {tensors:,} "
-            f"tensor{'' if tensors == 1 else 's'}",
+            f"{what}: {tensors:,} tensor{'' if tensors == 1 else 's'}",
             stored_text(self.nbytes, self.stored_nbytes),
             f"{len(self.files()):,} file{'' if len(self.files()) == 1 else 's'}",
             f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",

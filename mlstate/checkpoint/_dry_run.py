@@ -304,10 +304,10 @@ def plan_load(
     >>> plan.reads[0].begin, plan.reads[0].end, len(plan.indexes)
     (4128, 4160, 1)
     """
-    folder = checkpoint_folder(path, storage_options)
+    folder = checkpoint_folder(path, storage_options, reads=True)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)
-    root = _folder.current_root(folder, root)
+    root, known = _folder.open_root(folder, root)
 
     def plan(manifest: Manifest) -> LoadPlan:
         indexes = Indexes(folder, manifest, rank)
@@ -330,4 +330,4 @@ def plan_load(
             reads,
         )
 
-    return _folder.read_root(folder, root, plan)
+    return _folder.read_root(folder, root, plan, known)

@@ -506,10 +506,9 @@ def load_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedState:
     """Load one root; see `mlstate.load`. `_manifest` is its manifest if already read."""
-    folder = checkpoint_folder(path, storage_options)
+    folder = checkpoint_folder(path, storage_options, reads=True)
     if mmap:
         refuse_remote(folder, "mmap=True", "load without it")
-    root = _folder.current_root(folder, root)
     cutting = ranks_of(rank, world_size, layout, group)
     listed = None if names is None else listed_names(names)
     if verify not in (True, False, "first"):
@@ -523,6 +522,8 @@ def load_checkpoint(
             raise ValueError(
                 "mmap=True returns views of the files and cannot fill into=: pass only one of them"
             )
+    if _manifest is None:
+        root, _manifest = _folder.open_root(folder, root)
     request = LoadRequest(
         folder,
         root,
@@ -578,8 +579,8 @@ def load(
     ----------
     path : str or os.PathLike
         Folder of the checkpoint, or of a Hugging Face model (``model.safetensors``, or
-        ``model.safetensors.index.json`` with its files); or the URL of a checkpoint in an object
-        store.
+        ``model.safetensors.index.json`` with its files); or the URL of one of these, or of one
+        ``.safetensors`` file, in an object store.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any

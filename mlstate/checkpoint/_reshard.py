@@ -145,7 +145,10 @@ def _folders(
     """Return the folders of two paths; `storage_options` are those of the URLs among them."""
     is_url = [isinstance(path, str) and split_url(path) is not None for path in (source, target)]
     given = [storage_options if url or not any(is_url) else None for url in is_url]
-    found = checkpoint_folder(source, given[0]), checkpoint_folder(target, given[1])
+    found = (
+        checkpoint_folder(source, given[0], reads=True),
+        checkpoint_folder(target, given[1]),
+    )
     is_local = not any(isinstance(folder, RemoteFolder) for folder in found)
     if found[0] == found[1] or (is_local and os.path.exists(found[1]) and os.path.samefile(*found)):
         raise ValueError("the target must be another folder than the source")
@@ -255,7 +258,11 @@ def reshard(
     assert steps is not None
     source, target = _folders(source, target, storage_options)
     _folder.refuse_existing(target, overwrite)
-    root = _folder.current_root(source) if step is None else find_root(source, step)
+    known: Manifest | None = None
+    if step is None:
+        root, known = _folder.open_root(source)
+    else:
+        root = find_root(source, step)
 
     def write(manifest: Manifest) -> Checkpoint:
         merged = _folder.load_merged_index(source, manifest)
@@ -299,4 +306,4 @@ def reshard(
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 
-    return _folder.read_root(source, root, write)
+    return _folder.read_root(source, root, write, known)

@@ -14,7 +14,7 @@ from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._store import folder as _folder
-from ._store.weight_files import ROOTS, check_total, hub_hint, unlisted_files
+from ._store.weight_files import check_total, hub_hint, is_weights_root, unlisted_files
 from ._store.writer_lock import WriterLock
 
 if TYPE_CHECKING:
@@ -156,15 +156,44 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
     return Problem(kind, path, None, None, rank, error.offset or 0, 0, str(error))
 
 
+def _verify_object(
+    folder: RemoteFolder, name: str, progress: Callable[[int], object] | None
+) -> VerifyReport:
+    """Verify a safetensors file in a store: its header, and a local copy if it has checksums."""
+    from ._files.safetensors_verify import read_header, verify_file
+
+    report, local = VerifyReport(folder), str(folder)
+    try:
+        with folder.header_copies((name,)) as local:
+            path, has_checksums = os.path.join(local, name), False
+            with suppress(FormatError):
+                has_checksums = read_header(path).has_checksums
+            if not has_checksums:
+                report = verify_file(path)[0]
+            nbytes = os.path.getsize(path)
+        if has_checksums:
+            with folder.file_copy(name, nbytes) as local:
+                report = verify_file(os.path.join(local, name), progress)[0]
+    except MLStateError as error:
+        report.problems.append(_root_problem("unreadable", name, 0, error))
+    report.problems = [
+        problem._replace(text=problem.text.replace(local, folder)) for problem in report.problems
+    ]
+    return report
+
+
 def _verify_weight_files(
     folder: str, manifest: Manifest, progress: Callable[[int], object] | None
 ) -> tuple[int, list[Problem]]:
-    """Verify the files of a Hugging Face folder, as `verify_files` does."""
+    """Verify the files of a Hugging Face folder, or one file, as `verify_files` does."""
     from ._files.safetensors_verify import verify_file
 
     assert manifest.weights is not None
     reports = [
-        verify_file(os.path.join(folder, name), progress)[0] for name in manifest.weights.files
+        _verify_object(folder, name, progress)
+        if isinstance(folder, RemoteFolder)
+        else verify_file(os.path.join(folder, name), progress)[0]
+        for name in manifest.weights.files
     ]
     problems = [problem for report in reports for problem in report.problems]
     return sum(report.bytes for report in reports), problems
@@ -394,15 +423,20 @@ def verify_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Read and verify all of a checkpoint; see `mlstate.verify`."""
-    folder = checkpoint_folder(path, storage_options)
+    folder = checkpoint_folder(path, storage_options, reads=True)
+    root = _folder.current_root(folder, root)
     if repair:
         refuse_remote(folder, "repair=True", "copy the checkpoint to a local folder to repair it")
     if isinstance(folder, RemoteFolder):
         folder = folder.without_cache()
     report = VerifyReport(folder)
     if isinstance(folder, RemoteFolder):
-        if not _folder.exists(folder, root) and not _folder.list_roots(folder):
-            _folder.read_manifest(folder)  # raises the error of a missing checkpoint
+        is_lost = not _folder.exists(folder, root)
+        if is_lost and root == _folder.MANIFEST:
+            root = _folder.weights_in_store(folder) or root
+            is_lost = root == _folder.MANIFEST
+        if is_lost and (is_weights_root(root) or not _folder.list_roots(folder)):
+            _folder.read_manifest(folder, root)  # raises the error of a missing checkpoint
     elif not os.path.isdir(folder):
         reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(folder)}")
         if os.path.isfile(folder):
@@ -410,14 +444,13 @@ def verify_checkpoint(
             reason = NotADirectoryError(errno.ENOTDIR, text + "mlstate verify reads files too")
         raise _folder.store_error(reason, "cannot verify the checkpoint", folder)
     known: dict[str, Any] = {}
-    root = _folder.current_root(folder, root)
-    if root in ROOTS and repair:
+    if is_weights_root(root) and repair:
         raise ValueError(
             f"{folder} is a Hugging Face folder: it has no older step to return to; download or "
             "export the damaged files again"
         )
     verify_root(folder, root, report, progress, known)
-    if root in ROOTS:
+    if is_weights_root(root):
         with suppress(MLStateError):  # the problems give the reason
             weights = _folder.read_manifest(folder, root).weights
             report.strange = [] if weights is None else unlisted_files(folder, weights)
@@ -448,9 +481,9 @@ def verify(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or of a Hugging Face model; or the URL of a checkpoint in an
-        object store. Of files that another program wrote without checksums, only the structure
-        is checked.
+        Folder of the checkpoint, or of a Hugging Face model; or the URL of one of these, or of
+        one ``.safetensors`` file, in an object store. Of files that another program wrote without
+        checksums, only the structure is checked.
     repair : bool, default False
         Rewrite damaged headers of shard files. If tensors are damaged, replace the checkpoint by
         the newest older one whose tensors are all good (`CheckpointManager` keeps older ones).

@@ -16,7 +16,7 @@ from ..checkpoint._manager import find_root
 from ..checkpoint._remote.options import split_url
 from ..checkpoint._remote.remote_folder import checkpoint_folder
 from ..checkpoint._store import folder as _folder
-from ..checkpoint._store.weight_files import ROOTS, hub_hint
+from ..checkpoint._store.weight_files import hub_hint, is_weights_root
 from ..errors import MLStateError
 
 if TYPE_CHECKING:
@@ -78,8 +78,11 @@ class Folder(NamedTuple):
 
     @property
     def is_huggingface(self) -> bool:
-        """Whether the folder has no manifest, but the weights of a Hugging Face model."""
-        return self.root in ROOTS
+        """Whether the folder has no manifest, but the weights of a Hugging Face model.
+
+        So has the folder of one safetensors file in a store.
+        """
+        return is_weights_root(self.root)
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint and read its indexes."""
@@ -102,8 +105,15 @@ def stat_path(path: str) -> None:
 def find(path: str, step: int | None) -> Folder | None:
     """Return the checkpoint for a path and step; None if `path` is a plain file."""
     if split_url(path) is not None:
-        store = checkpoint_folder(path)
-        return Folder(store, _folder.MANIFEST if step is None else find_root(store, step))
+        store = checkpoint_folder(path, reads=True)
+        root = _folder.MANIFEST
+        with suppress(MLStateError):  # reading the checkpoint reports the reason
+            root = _folder.open_root(store)[0]
+        if step is None:
+            return Folder(store, root)
+        if root != _folder.MANIFEST:
+            raise ValueError(f"{path} holds weights of another program: it has no steps")
+        return Folder(store, find_root(store, step))
     place = Path(local_path(path))
     if not place.is_dir():
         stat_path(path)

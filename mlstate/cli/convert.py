@@ -6,16 +6,25 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._common.local_path import local_path
 from .._common.text import bytes_text
-from ..checkpoint._files.convert import FORMATS, format_of, parts_of, read_any, write_any
+from ..checkpoint._files.convert import (
+    FORMATS,
+    check_format,
+    format_of,
+    parts_of,
+    place_of,
+    read_any,
+    write_any,
+)
 from ..checkpoint._huggingface.export import export
+from ..checkpoint._remote.remote_folder import RemoteFolder
 from ..checkpoint._store.folder import refuse_existing
 from ._common import FORCE_HELP, add_command, count_text, find, path_text, stat_path
 
 if TYPE_CHECKING:
     import argparse
 
+    from ..checkpoint._files.convert import Place
     from ..state import StateDict
 
 __all__ = ["add"]
@@ -26,7 +35,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     suffixes = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
     help_text = "convert between checkpoints, .safetensors, .npz, Hugging Face and torch's files"
     parser = add_command(commands, "convert", help_text)
-    parser.add_argument("source", help=f"a folder, or a file: {suffixes}")
+    parser.add_argument("source", help=f"a folder, a URL, or a file: {suffixes}")
     parser.add_argument("target", help="target; its suffix selects the format (none: a checkpoint)")
     names = tuple(FORMATS)
     parser.add_argument("--from", dest="source_format", choices=names, help="whatever the suffix")
@@ -55,10 +64,12 @@ def _export_options(arguments: argparse.Namespace, write: str) -> dict[str, Any]
 
 
 def _export(arguments: argparse.Namespace, read: str, options: dict[str, Any]) -> StateDict:
-    """Export the model of the source; checkpoints are verified, then mapped."""
+    """Export the model of the source; local checkpoints are verified, then mapped."""
     where = find(arguments.source, arguments.step) if read in ("mlstate", "huggingface") else None
     if where is None:
         model = _read(arguments.source, read, arguments.step)[0]
+    elif isinstance(where.path, RemoteFolder):
+        model = where.load().model
     else:
         model = where.load(mmap=True, verify="first").model
     if model is None:
@@ -80,15 +91,31 @@ def _part_data(state: StateDict | None) -> dict[str, int] | None:
     return None if state is None else {"tensors": len(state), "bytes": state.nbytes}
 
 
+def _is_same(source: Place, target: Place) -> bool:
+    """Return whether two paths are the same file or folder, or two URLs the same checkpoint."""
+    if isinstance(source, Path) and isinstance(target, Path):
+        return target.exists() and source.samefile(target)
+    return source == target
+
+
+def _absolute(place: Place) -> str:
+    if isinstance(place, Path):
+        return str(place.absolute())
+    return f"{place}/{place.file}" if place.file else str(place)
+
+
 def run_convert(arguments: argparse.Namespace) -> int:
     """Read the source, write the target, and print a summary."""
-    source, target = Path(local_path(arguments.source)), Path(local_path(arguments.target))
-    stat_path(arguments.source)
-    if target.exists() and source.samefile(target):
+    source, target = place_of(arguments.source, reads=True), place_of(arguments.target)
+    if isinstance(source, Path):
+        stat_path(arguments.source)
+    if _is_same(source, target):
         raise ValueError("the target must be another path than the source")
-    refuse_existing(target, arguments.force)
     read = arguments.source_format or format_of(source)
     write = arguments.target_format or format_of(target)
+    check_format(source, read)
+    check_format(target, write)
+    refuse_existing(target, arguments.force)
     options = _export_options(arguments, write)
     if write == "huggingface":
         model, optimizer = _export(arguments, read, options), None
@@ -98,9 +125,9 @@ def run_convert(arguments: argparse.Namespace) -> int:
     parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {
-            "source": str(source.absolute()),
+            "source": _absolute(source),
             "source_format": read,
-            "target": str(target.absolute()),
+            "target": _absolute(target),
             "target_format": write,
             **parts,
         }

@@ -10,7 +10,7 @@ from .._common.text import bytes_text, shorten
 from ..checkpoint import CheckpointManager, load_metadata
 from ..checkpoint._checkpoint import stored_text
 from ..checkpoint._files.safetensors_verify import read_header
-from ..checkpoint._store.weight_files import ROOTS
+from ..checkpoint._store.weight_files import ROOTS, is_weights_root
 from ._common import (
     PATH_HELP,
     add_command,
@@ -86,19 +86,29 @@ def _shard_rows(record: ShardRecord) -> list[list[str]]:
 
 
 def _is_huggingface(found: Checkpoint) -> bool:
-    return found._root in ROOTS
+    return is_weights_root(found._root)
+
+
+def _steps(found: Checkpoint) -> list[int]:
+    return [] if _is_huggingface(found) else sorted(CheckpointManager(found.path).steps())
+
+
+def _format_of(found: Checkpoint) -> str:
+    if not _is_huggingface(found):
+        return "checkpoint"
+    return "huggingface" if found._root in ROOTS else "safetensors"
 
 
 def _checkpoint_data(found: Checkpoint, shards: bool) -> dict[str, Any]:
     data = {
         "path": found.path,
-        "format": "huggingface" if _is_huggingface(found) else "checkpoint",
+        "format": _format_of(found),
         "bytes": found.nbytes,
         "stored_bytes": found.stored_nbytes,
         "generation": found.generation,
         "sequence": found.sequence,
         "step": found.step,
-        "steps": sorted(CheckpointManager(found.path).steps()),
+        "steps": _steps(found),
         "created": found.created,
         "writer": found.writer,
         "world_size": found.world_size,
@@ -121,7 +131,8 @@ def _print_value(what: str, value: Any) -> None:
 
 def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
     tensors = found.tensors()
-    what = "Hugging Face folder" if _is_huggingface(found) else "checkpoint"
+    kinds = {"huggingface": "Hugging Face folder", "safetensors": "file"}
+    what = kinds.get(_format_of(found), "checkpoint")
     parts = [
         what if found.step is None else f"step {found.step}",
         count_text(len(tensors), "tensor"),
@@ -135,7 +146,7 @@ def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
     for what, kind in (("model", found.model), ("optimizer", found.optimizer)):
         _print_value(what, kind if kind != {"kind": "state"} else None)
     _print_value("metadata", found.metadata)
-    steps = CheckpointManager(found.path).steps()
+    steps = _steps(found)
     if steps:
         print(f"steps: {steps_text(steps)}")
     rows = [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._common.text import bytes_text, shorten
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._store import folder as _folder
-from ..checkpoint._store.weight_files import ROOTS
+from ..checkpoint._store.weight_files import ROOTS, is_weights_root
 from ..checkpoint._verify import VerifyReport, verify_checkpoint, verify_root
 from ..errors import MLStateError
 from ._common import (
@@ -138,7 +138,9 @@ def _problem_data(problem: Problem) -> dict[str, Any]:
 def _format_of(root: str | None) -> str:
     if root is None:
         return "safetensors"
-    return "huggingface" if root in ROOTS else "checkpoint"
+    if root in ROOTS:
+        return "huggingface"
+    return "safetensors" if is_weights_root(root) else "checkpoint"
 
 
 def _data(
@@ -239,7 +241,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
         found, rest = [one], one.report
     elif where.is_huggingface:
         if arguments.all_steps:
-            raise ValueError(f"{arguments.path} is a Hugging Face folder: it has no steps")
+            what = "a Hugging Face folder" if where.root in ROOTS else "one file"
+            raise ValueError(f"{arguments.path} is {what}: it has no steps")
         checksums = _has_checksums(where)
         found, rest = _verify_one(where, arguments.repair)
     elif arguments.all_steps:

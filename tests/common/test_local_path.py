@@ -12,7 +12,7 @@ import mlstate
 from mlstate import checkpoint
 from mlstate._common.local_path import local_folder, local_path
 from mlstate.checkpoint import CheckpointManager, TieredState
-from mlstate.checkpoint._files.convert import format_of, read_any, write_any
+from mlstate.checkpoint._files.convert import read_any, write_any
 from mlstate.cli import main
 
 URL = "s3://bucket/run"
@@ -37,15 +37,13 @@ CALLS = {
     "load_metadata": lambda: checkpoint.load_metadata(URL),
     "tiers": lambda: TieredState(STATE, None, URL),
     "read": lambda: read_any(URL),
-    "write": lambda: write_any(f"{URL}.npz", STATE),
     "write a checkpoint": lambda: write_any(URL, STATE),
-    "format_of": lambda: format_of(URL),
     "state_specs": lambda: mlstate.coreml.state_specs(URL),
     "state_specs of Core AI": lambda: mlstate.coreai.state_specs(URL),
     "verify of Core AI": lambda: mlstate.coreai.verify(URL),
 }
 OF_STORES = ["save", "save_async", "load", "plan_load", "verify", "inspect", "prune", "manager",
-             "reshard from", "reshard to"]  # fmt: skip
+             "reshard from", "reshard to", "read", "write a checkpoint"]  # fmt: skip
 COMMANDS_OF_STORES = [
     ["inspect", URL],
     ["verify", URL],
@@ -54,11 +52,10 @@ COMMANDS_OF_STORES = [
     ["diff", "here", URL],
     ["reshard", URL, "cut", "--layout", "rows=2"],
     ["reshard", "here", URL, "--layout", "rows=2"],
-]
-LOCAL_COMMANDS = [
     ["convert", URL, "x.npz"],
     ["convert", "here", URL],
-    ["convert", "here", f"{URL}.safetensors"],
+]
+LOCAL_COMMANDS = [
     ["coreml", "states", URL],
     ["coreai", "verify", URL],
 ]

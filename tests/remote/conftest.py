@@ -24,6 +24,23 @@ def url(store, request):
     store.faults.reset()
 
 
+@pytest.fixture
+def options(store):
+    """Return the `storage_options` of the store."""
+    return store.options()
+
+
+@pytest.fixture
+def environment(store, monkeypatch):
+    """Give the commands the store by the engine's environment variables."""
+    options = store.options()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint"])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret_access_key"])
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+
+
 def pytest_terminal_summary(terminalreporter):
     """Print the number of injected faults by kind, as one test injects many."""
     for kind, count in sorted(COUNTS.items()):

@@ -50,11 +50,6 @@ def check_equal(got, want):
         np.testing.assert_array_equal(got[name], array)
 
 
-@pytest.fixture
-def options(store):
-    return store.options()
-
-
 # ---- saving and loading ----
 
 
@@ -496,17 +491,6 @@ def test_options_belong_to_urls(tmp_path):
 
 
 # ---- commands ----
-
-
-@pytest.fixture
-def environment(store, monkeypatch):
-    """Give the commands the store by the engine's environment variables."""
-    options = store.options()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint"])
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["access_key_id"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret_access_key"])
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
 
 
 def test_commands_take_urls(url, environment, capsys):

@@ -13,6 +13,9 @@ format          path                        holds
 ``huggingface`` a directory                 weights of a Hugging Face model
 ==============  ==========================  ====================================================
 
+A URL of an object store is a checkpoint of mlstate. As a source, it may also be a ``.safetensors``
+file, or the index file of a Hugging Face folder.
+
 Safetensors and npz files have one flat level of names. If such a file holds a model and an
 optimizer, their names have the prefixes ``model.`` and ``optimizer.``, and the metadata entry
 ``mlstate_parts`` records this. A single state has no prefix. A file without that entry is from
@@ -34,11 +37,13 @@ from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
 from ...errors import CompatibilityError, FormatError, MLStateError, StoreError, StoreNotFoundError
-from ...state._kind import describe, restore
+from ...state._kind import KEY, describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
+from .._remote.options import split_url
+from .._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from .._store.folder import refuse_existing
-from .._store.weight_files import weights_root
+from .._store.weight_files import INDEX, weights_root
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
     from .._load import LoadedState
 
     Parts: TypeAlias = tuple[StateDict | None, OptimizerStateDict | None, dict[str, Any]]
+    Place: TypeAlias = Path | RemoteFolder
 
 # Metadata entry that describes the parts of a flat file; it is not part of the user's metadata.
 PARTS = "mlstate_parts"
@@ -59,9 +65,30 @@ _PREFIXES = {"model": "model.", "optimizer": "optimizer."}
 class Format(NamedTuple):
     """Reader, writer and path suffixes of one file format."""
 
-    read: Callable[[Path], Parts]
-    write: Callable[[Path, StateDict | None, OptimizerStateDict | None, dict[str, Any], bool], None]
+    read: Callable[[Any], Parts]
+    write: Callable[[Any, StateDict | None, OptimizerStateDict | None, dict[str, Any], bool], None]
     suffixes: tuple[str, ...]
+
+
+def place_of(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    reads: bool = False,
+) -> Place:
+    """Return a local path, or the folder in an object store for a URL; see `checkpoint_folder`.
+
+    Raises
+    ------
+    ValueError
+        The URL or an option is wrong, or a local path has `storage_options`.
+    """
+    is_url = isinstance(path, str) and split_url(path) is not None
+    if is_url or storage_options is not None:
+        folder = checkpoint_folder(path, storage_options, reads=reads)
+        assert isinstance(folder, RemoteFolder)  # options of a local path are refused
+        return folder
+    return Path(local_path(path))
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
@@ -70,12 +97,14 @@ def format_of(path: str | os.PathLike[str]) -> str:
     Parameters
     ----------
     path : str or os.PathLike
-        The path; it need not exist.
+        The path or URL; it need not exist.
 
     Returns
     -------
     str
-        A name of `FORMATS`. A path without suffix is an mlstate checkpoint.
+        A name of `FORMATS`. A path without suffix is an mlstate checkpoint, and so is a URL
+        without a suffix of another format. The index file of a Hugging Face folder at a URL
+        is the folder.
 
     Raises
     ------
@@ -88,7 +117,12 @@ def format_of(path: str | os.PathLike[str]) -> str:
     >>> format_of("model.safetensors"), format_of("runs/a"), format_of("weights.PT")
     ('safetensors', 'mlstate', 'torch')
     """
-    place = Path(local_path(path))
+    place = place_of(path, reads=True)
+    if isinstance(place, RemoteFolder):
+        if place.file:
+            return "huggingface" if place.file == INDEX else "safetensors"
+        suffix = os.path.splitext(place)[1].lower()
+        return next((name for name, one in FORMATS.items() if suffix in one.suffixes), "mlstate")
     if place.is_dir():
         if (place / ".metadata").exists():
             return "dcp"
@@ -110,18 +144,26 @@ def format_of(path: str | os.PathLike[str]) -> str:
     return "mlstate"
 
 
-def _find_format(format: str | None, path: Path) -> Format:
+def _find_format(format: str | None, path: Place) -> Format:
     name = format_of(path) if format is None else format
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    check_format(path, name)
     return FORMATS[name]
+
+
+def check_format(path: Place, name: str) -> None:
+    """Raise ValueError for a URL whose format cannot be in a store."""
+    if isinstance(path, RemoteFolder) and not (path.file or name == "mlstate"):
+        remedy = "copy it from or to a local path by the store's own tool, and convert there"
+        refuse_remote(path, f"the format {name}", remedy)
 
 
 # ---- reading and writing ----
 
 
 @contextmanager
-def _store_errors(path: Path) -> Iterator[None]:
+def _store_errors(path: Place) -> Iterator[None]:
     """Convert OSError to StoreError, as the other functions of mlstate do."""
     try:
         yield
@@ -134,16 +176,23 @@ def _store_errors(path: Path) -> Iterator[None]:
         raise kind(error.errno, error.strerror, str(shown)) from error
 
 
-def read_any(path: str | os.PathLike[str], *, format: str | None = None) -> Parts:
+def read_any(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Parts:
     """
-    Read a state from a file or directory of any known format.
+    Read a state from a file or directory of any known format, or a checkpoint at a URL.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Path to read.
+        Path to read, or URL of a checkpoint in an object store.
     format : str, optional
         A name of `FORMATS`. Default: the result of `format_of`.
+    storage_options : mapping, optional
+        As for `save`.
 
     Returns
     -------
@@ -162,9 +211,9 @@ def read_any(path: str | os.PathLike[str], *, format: str | None = None) -> Part
         The file is damaged, has another format, or holds objects that a state cannot hold; the
         message names them.
     ValueError
-        The suffix or format is unknown.
+        The suffix or format is unknown, or not possible in an object store.
     StoreError
-        The operating system refused.
+        The operating system or the store refused.
     ImportError
         A torch file without torch installed, or a dtype such as int4 without ml_dtypes.
 
@@ -178,10 +227,11 @@ def read_any(path: str | os.PathLike[str], *, format: str | None = None) -> Part
     >>> model["w"], optimizer, metadata
     (array([0., 1., 2.]), None, {})
     """
-    place = Path(local_path(path))
+    place = place_of(path, storage_options, reads=True)
     found = _find_format(format, place)
     with _store_errors(place):
-        place.stat()  # a missing path raises FileNotFoundError for every format
+        if isinstance(place, Path):
+            place.stat()  # a missing path raises FileNotFoundError for every format
         return found.read(place)
 
 
@@ -193,16 +243,17 @@ def write_any(
     *,
     format: str | None = None,
     overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """
-    Write a state to a file or directory of any known format.
+    Write a state to a file or directory of any known format, or to a checkpoint at a URL.
 
     The write is atomic: after a failure the old files are unchanged.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Path to write.
+        Path to write, or URL of a checkpoint in an object store.
     model, optimizer : mapping of str to array, optional
         At least one of them is needed.
     metadata : mapping of str to plain values, optional
@@ -212,6 +263,8 @@ def write_any(
     overwrite : bool, default False
         Replace an existing file, checkpoint or torch directory of the same format, including
         all steps of a `CheckpointManager`.
+    storage_options : mapping, optional
+        As for `save`.
 
     Raises
     ------
@@ -221,10 +274,11 @@ def write_any(
     TypeError
         A value is not an array, or a metadata value is not a plain value.
     ValueError
-        There is nothing to write, the suffix or format is unknown, or a torch directory
-        contains other files.
+        There is nothing to write, the suffix or format is unknown or not possible in an object
+        store, or a torch directory contains other files.
     StoreError
-        The operating system refused, or `path` exists (EEXIST). An empty directory is replaced.
+        The operating system or the store refused, or `path` exists (EEXIST). An empty directory is
+        replaced.
 
     Examples
     --------
@@ -238,7 +292,7 @@ def write_any(
     """
     if model is None and optimizer is None:
         raise ValueError(f"{path}: there is neither a model nor an optimizer to write")
-    place = Path(local_path(path))
+    place = place_of(path, storage_options)
     found = _find_format(format, place)
     weights = model if model is None or isinstance(model, StateDict) else StateDict(model)
     moments = optimizer
@@ -357,8 +411,16 @@ def _write_safetensors(
     save_file(state, path, texts)
 
 
-def _read_safetensors(path: Path) -> Parts:
-    return read_file(path, mmap=False)
+def _read_safetensors(path: Place) -> Parts:
+    if isinstance(path, Path):
+        return read_file(path, mmap=False)
+    from ... import checkpoint
+
+    found = checkpoint.load(path)
+    texts = dict(found.metadata or {})
+    assert found.model is not None
+    state = _restore_state(Path(path.file), dict(found.model), texts.pop(KEY, None))
+    return _parts_of_texts(Path(path.file), state, texts)
 
 
 def read_file(path: Path, *, mmap: bool) -> Parts:
@@ -366,7 +428,11 @@ def read_file(path: Path, *, mmap: bool) -> Parts:
     from .. import load_file, load_metadata
 
     metadata: dict[str, Any] = dict(load_metadata(path))
-    state = load_file(path, mmap=mmap)
+    return _parts_of_texts(path, load_file(path, mmap=mmap), metadata)
+
+
+def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> Parts:
+    """Split the state of a file as its metadata describe it."""
     record: Any = {}
     try:
         record = json.loads(metadata.pop(PARTS, "{}"))
@@ -432,7 +498,7 @@ def _read_npz(path: Path) -> Parts:
 # ---- mlstate checkpoints and torch files ----
 
 
-def _read_mlstate(path: Path) -> Parts:
+def _read_mlstate(path: Place) -> Parts:
     from ... import checkpoint
 
     return parts_of(checkpoint.load(path))
@@ -458,7 +524,7 @@ def parts_of(found: LoadedState) -> Parts:
 
 
 def _write_mlstate(
-    path: Path,
+    path: Place,
     model: StateDict | None,
     optimizer: OptimizerStateDict | None,
     metadata: dict[str, Any],

@@ -137,26 +137,37 @@ class ObjectStore:
             raise ValueError("too long")
         return got
 
-    def get_range(self, key: str, begin: int, end: int) -> tuple[Any, int | None]:
+    def get_range(
+        self, key: str, begin: int, end: int, tag: Tag | None = None
+    ) -> tuple[Any, int | None]:
         """Return bytes `begin` .. `end` as a buffer, and the size of the whole object.
 
         The buffer is shorter if the object ends earlier, and empty, without a size, if it ends
         at `begin` or before.
+
+        Raises
+        ------
+        StoreNotFoundError
+            The object does not exist, or no longer has the ETag of `tag`.
         """
 
-        def request() -> tuple[Any, int]:
+        def request() -> tuple[Any, int, str | None]:
             found = self._engine.get(self._store, key, options={"range": (begin, end)})
             data, nbytes = found.bytes(), found.meta["size"]
             if len(data) != min(end, nbytes) - begin:
                 raise OSError(errno.EIO, _BROKEN)
-            return data, nbytes
+            return data, nbytes, found.meta["e_tag"]
 
         try:
-            return self._repeat("cannot read the object", key, request)
+            data, nbytes, e_tag = self._repeat("cannot read the object", key, request)
         except OSError as error:
             if error.errno != errno.ERANGE:
                 raise
-        return b"", None
+            return b"", None
+        if tag is not None and e_tag != tag.e_tag:
+            reason = FileNotFoundError(errno.ENOENT, "it was replaced while it was read")
+            raise store_error(reason, "cannot read the object", f"{self.url}/{key}")
+        return data, nbytes
 
     def info(self, key: str) -> ObjectInfo | None:
         """Return size and tag of an object; None if it does not exist."""

@@ -23,13 +23,14 @@ from .options import check_url, split_url, take_options
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from .object_store import ObjectStore
+    from .object_store import ObjectInfo, ObjectStore, Tag
     from .parallel_tasks import ParallelTasks
     from .read_cache import ReadCache
     from .root_claim import RootClaim
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 _BATCH = 128 << 20  # bytes of a load or a verification that are copied together
+_HEADER = 64 << 10  # bytes of a safetensors file that are read first
 _GAP = 4096  # unneeded bytes between two ranges that one request reads
 
 _Range = tuple[str, int, int]  # path, begin, end
@@ -45,25 +46,44 @@ class RemoteFolder(str):
     ----------
     has_conditions : bool
         Whether the endpoint is known to honour conditions of writes.
+    file : str
+        Name of the file in the folder that the caller's URL names, to be read only; empty for the
+        folder of a checkpoint.
     """
 
     has_conditions = False
 
-    def __new__(cls, url: str, storage_options: Mapping[str, Any] | None = None) -> RemoteFolder:
+    def __new__(
+        cls,
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        is_file: bool = False,
+    ) -> RemoteFolder:
         """Check the URL and the options; no request is sent."""
-        made = super().__new__(cls, check_url(url))
+        checked, file = check_url(url), ""
+        if is_file:
+            checked, _, file = checked.rpartition("/")
+        made = super().__new__(cls, checked)
+        made.file = file
         made._options = take_options(storage_options)
         made._store = None
         made._roots = {}
         made._cache = None
+        made._tags = {}
         return made
+
+    file: str
 
     _options: Any
     _store: ObjectStore | None
     _cache: ReadCache | None
     _roots: dict[str, bytes]  # texts of roots under ``roots/``, which never change
+    _tags: dict[str, Tag]  # of files that other programs may replace
 
     def __reduce__(self) -> Any:
+        if self.file:
+            return partial(RemoteFolder, is_file=True), (f"{self}/{self.file}",)
         return RemoteFolder, (str(self),)
 
     def __copy__(self) -> RemoteFolder:
@@ -97,6 +117,7 @@ class RemoteFolder(str):
         if self._options.cache_folder is None:
             return self
         made = RemoteFolder(self)
+        made.file = self.file
         made._options = self._options._replace(cache_folder=None)
         made._store = self._store
         return made
@@ -156,6 +177,18 @@ class RemoteFolder(str):
     def forget(self) -> None:
         """Read roots again when they are needed."""
         self._roots.clear()
+
+    def note_files(self, names: Iterable[str]) -> dict[str, ObjectInfo | None]:
+        """Return the facts of files of another program; later reads require the same content."""
+        found: dict[str, ObjectInfo | None] = {}
+
+        def note(name: str) -> None:
+            found[name] = self.store.info(name)
+
+        with self._start_tasks(partial(note, name) for name in names) as tasks:
+            tasks.wait()
+        self._tags = {name: info.tag for name, info in found.items() if info is not None}
+        return found
 
     def list_names(self, part: str) -> list[str]:
         """Return the names of the objects in a subfolder."""
@@ -225,12 +258,15 @@ class RemoteFolder(str):
 
     def _copy_range(self, local: str, path: str, begin: int, end: int) -> None:
         """Copy a range of an object to the same place of a local file of the object's size."""
-        data, nbytes = self.store.get_range(path, begin, end)
+        data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
         self._write_range(local, path, begin, data, nbytes)
 
     def _copy_cached(self, cache: ReadCache, local: str, path: str, begin: int, end: int) -> None:
         """Copy a range from the cache or, if a byte is missing there, from the store."""
-        found = cache.get(path, begin, end) if cache.accepts(path) else None
+        if path in self._tags or not cache.accepts(path):
+            self._copy_range(local, path, begin, end)
+            return
+        found = cache.get(path, begin, end)
         if found is not None:
             parts, nbytes = found
             for at, view in parts:
@@ -238,7 +274,7 @@ class RemoteFolder(str):
             return
         data, of_object = self.store.get_range(path, begin, end)
         self._write_range(local, path, begin, data, of_object)
-        if of_object is not None and len(data) == end - begin and cache.accepts(path):
+        if of_object is not None and len(data) == end - begin:
             cache.put(path, begin, data, of_object)
 
     def _write_range(
@@ -259,6 +295,33 @@ class RemoteFolder(str):
                 os.close(descriptor)
         except OSError as error:
             raise store_error(error, "cannot write the temporary local file", name) from None
+
+    def _copy_header(self, local: str, name: str) -> None:
+        """Copy the header of a safetensors file to a sparse local file of the object's size."""
+        self._copy_range(local, name, 0, _HEADER)
+        with open(os.path.join(local, name), "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            nbytes = os.fstat(file.fileno()).st_size
+        end = min(8 + length, nbytes, _MOST_BYTES)
+        if end > _HEADER:
+            self._copy_range(local, name, _HEADER, end)
+
+    @contextmanager
+    def header_copies(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield a local folder with sparse copies of safetensors files, which have only headers."""
+        with self._scratch() as local:
+            tasks = (partial(self._copy_header, local, name) for name in names)
+            with self._start_tasks(tasks) as copies:
+                copies.wait()
+            yield local
+
+    @contextmanager
+    def file_copy(self, name: str, nbytes: int) -> Iterator[str]:
+        """Yield a temporary local folder with a copy of a whole file."""
+        with self._scratch() as local:
+            with self._start_copies(local, [(name, 0, nbytes)]) as copies:
+                copies.wait()
+            yield local
 
     def _start_tasks(self, tasks: Iterable[Callable[[], object]]) -> ParallelTasks:
         from .parallel_tasks import ParallelTasks
@@ -494,11 +557,23 @@ def _plan_batches(
 
 # ---- the path of a caller ----
 
+_FILES = (".safetensors", "/model.safetensors.index.json")
+_ONLY_READ = (
+    "this URL names one file, which load, plan_load, inspect, verify, diff, reshard and convert "
+    "read; a checkpoint in a store needs a URL without that suffix"
+)
+
 
 def checkpoint_folder(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    reads: bool = False,
 ) -> str:
     """Return the folder of a checkpoint: an absolute path, or a `RemoteFolder` for a URL.
+
+    With `reads`, a URL may name a safetensors file, or the index of a Hugging Face folder; its
+    folder has the attribute `file` then.
 
     Raises
     ------
@@ -506,9 +581,17 @@ def checkpoint_folder(
         The URL or an option is wrong, or a local path has `storage_options`.
     """
     if isinstance(path, RemoteFolder) and storage_options is None:
+        if path.file and not reads:
+            raise ValueError(f"{path}/{path.file}: {_ONLY_READ}")
         return path
+    if isinstance(path, RemoteFolder) and path.file:
+        path = f"{path}/{path.file}"
     if isinstance(path, str) and split_url(path) is not None:
-        return RemoteFolder(path, storage_options)
+        is_file = path.rstrip("/").endswith(_FILES)
+        if is_file and not reads:
+            check_url(path)
+            raise ValueError(f"{path}: {_ONLY_READ}")
+        return RemoteFolder(path, storage_options, is_file=is_file)
     folder = local_folder(path)
     if storage_options is not None:
         raise ValueError(

@@ -14,7 +14,15 @@ from ..._common.store_error import store_error as store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .._remote.remote_folder import RemoteFolder
 from .manifest import MOST_SEQUENCE, IndexRecord, Manifest, parse
-from .weight_files import INDEX, ROOTS, hub_hint, read_merged_index, read_weights, weights_root
+from .weight_files import (
+    INDEX,
+    ROOTS,
+    hub_hint,
+    is_weights_root,
+    read_merged_index,
+    read_weights,
+    weights_root,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -82,21 +90,54 @@ def read_bytes(folder: str, name: str) -> bytes:
 
 
 def current_root(folder: str, root: str = MANIFEST) -> str:
-    """Return `root`, or the root of a Hugging Face folder if it has no manifest."""
-    if isinstance(folder, RemoteFolder) or root != MANIFEST or exists(folder, MANIFEST):
+    """Return `root`, or the root of a Hugging Face folder if it has no manifest.
+
+    Of a URL that names one file, it is this file.
+    """
+    if isinstance(folder, RemoteFolder):
+        return folder.file if folder.file and root == MANIFEST else root
+    if root != MANIFEST or exists(folder, MANIFEST):
         return root
     return weights_root(folder) or root
 
 
+def weights_in_store(folder: RemoteFolder) -> str | None:
+    """Return the root of a Hugging Face folder in a store; None if there is none."""
+    names = folder.list_names("")
+    return next((name for name in ROOTS if name in names), None)
+
+
+def open_root(folder: str, root: str = MANIFEST) -> tuple[str, Manifest | None]:
+    """Return what `current_root` does, and the manifest if that took reading it, in a store.
+
+    Raises
+    ------
+    FormatError, StoreError
+        The manifest in a store is damaged, or there is none, and no Hugging Face folder either.
+    """
+    if not isinstance(folder, RemoteFolder) or folder.file or root != MANIFEST:
+        return current_root(folder, root), None
+    try:
+        return root, read_manifest(folder, root)
+    except FileNotFoundError:
+        with suppress(StoreError):
+            weights = weights_in_store(folder)
+            if weights is not None:
+                return weights, None
+        raise
+
+
 def _read_index(folder: str, name: str) -> bytes:
     """Read the index of a Hugging Face folder; a symbolic link, as in a cache, is followed."""
+    if isinstance(folder, RemoteFolder):
+        return read_bytes(folder, name)
     path = os.path.realpath(os.path.join(folder, name))
     return read_bytes(*os.path.split(path))
 
 
 def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
     """Read a root; raise FormatError if a file under ``roots/`` does not match its own name."""
-    if name in ROOTS:
+    if is_weights_root(name):
         try:
             return read_weights(folder, name, _read_index(folder, name) if name == INDEX else None)
         except StoreError:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
+from ..._common.store_error import store_error
 from ..._common.text import names_hint
 from ...errors import FormatError, StoreNotFoundError
+from .._remote.remote_folder import RemoteFolder
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from .manifest import Manifest
 
 SINGLE = "model.safetensors"
@@ -46,6 +51,11 @@ class WeightFiles(NamedTuple):
     files: tuple[str, ...]
     tensors: dict[str, str] | None
     total_bytes: int | None
+
+
+def is_weights_root(root: str) -> bool:
+    """Return whether a root is a file of another program, not a manifest of mlstate."""
+    return root == INDEX or root.endswith(_SUFFIX)
 
 
 def weights_root(folder: str) -> str | None:
@@ -122,9 +132,18 @@ def _parse(folder: str, data: bytes) -> WeightFiles:
     return WeightFiles(tuple(sorted(named)), tensors, total)
 
 
-def _check_files(folder: str, found: WeightFiles) -> None:
-    """Raise if files are missing, or the index leaves out files of the set that it names."""
-    missing = [name for name in found.files if not os.path.exists(os.path.join(folder, name))]
+def _check_files(folder: str, found: WeightFiles, infos: Mapping[str, Any] | None) -> None:
+    """Raise if files are missing, or the index leaves out files of the set that it names.
+
+    `infos` are the facts of the files in a store.
+    """
+    if infos is None:
+        missing = [name for name in found.files if not os.path.exists(os.path.join(folder, name))]
+    else:
+        missing = [name for name in found.files if infos[name] is None]
+    if missing and found.tensors is None:
+        reason = FileNotFoundError(2, "there is no such file")
+        raise store_error(reason, "cannot read the file", os.path.join(folder, missing[0]))
     if missing:
         raise StoreNotFoundError(
             2,
@@ -132,6 +151,8 @@ def _check_files(folder: str, found: WeightFiles) -> None:
             f"{_listed(missing)}; download or copy the folder again",
             os.path.join(folder, missing[0]),
         )
+    if infos is not None and found.tensors is None:  # the folder may hold anything else
+        return
     sets = {match.groups() for name in found.files if (match := _NUMBERED.match(name))}
     unnamed = [
         name
@@ -149,36 +170,57 @@ def _check_files(folder: str, found: WeightFiles) -> None:
 
 def unlisted_files(folder: str, found: WeightFiles) -> list[str]:
     """Return the safetensors files of the folder that the weights do not include."""
-    return sorted(
-        name for name in os.listdir(folder) if name.endswith(_SUFFIX) and name not in found.files
-    )
+    if isinstance(folder, RemoteFolder):
+        names = folder.list_names("") if found.tensors is not None else []
+    else:
+        names = os.listdir(folder)
+    return sorted(name for name in names if name.endswith(_SUFFIX) and name not in found.files)
 
 
 # ---- as a checkpoint ----
 
 
-def _generation(folder: str, names: list[str]) -> tuple[str, float]:
+def _generation(
+    folder: str, names: list[str], infos: Mapping[str, Any] | None
+) -> tuple[str, float]:
     """Return a text that changes if any file is replaced, and the time of the newest file."""
     import hashlib
 
-    facts = []
+    facts: list[tuple[Any, ...]] = []
+    times = []
     for name in names:
+        if infos is not None:
+            facts.append((name, *infos[name].tag, infos[name].nbytes))
+            times.append(infos[name].changed)
+            continue
         found = os.stat(os.path.join(folder, name))
         facts.append((name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+        times.append(found.st_mtime_ns / 1e9)
     digest = hashlib.sha256(repr(facts).encode(), usedforsecurity=False).hexdigest()
-    return digest[:16], max(fact[4] for fact in facts) / 1e9
+    return digest[:16], max(times)
 
 
-def _read_texts(path: str) -> dict[str, str]:
-    """Return the metadata of a file; {} if it is damaged, which reading its tensors reports."""
+def _read_texts(folder: str, name: str) -> dict[str, str]:
+    """Return the metadata of a file.
+
+    {} if it is damaged or was replaced, which reading its tensors reports.
+    """
     try:
-        return _core.file_metadata(path, True)
-    except FormatError:
+        with _headers(folder, (name,)) as local:
+            return _core.file_metadata(os.path.join(local, name), True)
+    except (FormatError, StoreNotFoundError):
         return {}
 
 
+def _headers(folder: str, names: tuple[str, ...]) -> AbstractContextManager[str]:
+    """Return a context with a local folder that has at least the headers of files."""
+    if isinstance(folder, RemoteFolder):
+        return folder.header_copies(names)
+    return nullcontext(folder)
+
+
 def read_weights(folder: str, root: str, data: bytes | None) -> Manifest:
-    """Return the manifest of a Hugging Face folder; `data` is the content of its index.
+    """Return the manifest of files of another program; `data` is the content of their index.
 
     Raises
     ------
@@ -191,9 +233,11 @@ def read_weights(folder: str, root: str, data: bytes | None) -> Manifest:
 
     from .manifest import IndexRecord, Manifest
 
-    found = WeightFiles((SINGLE,), None, None) if data is None else _parse(folder, data)
-    _check_files(folder, found)
-    generation, changed = _generation(folder, sorted({root, *found.files}))
+    found = WeightFiles((root,), None, None) if data is None else _parse(folder, data)
+    names = sorted({root, *found.files})
+    infos = folder.note_files(names) if isinstance(folder, RemoteFolder) else None
+    _check_files(folder, found, infos)
+    generation, changed = _generation(folder, names, infos)
     created = datetime.datetime.fromtimestamp(changed, datetime.UTC)
     return Manifest(
         generation=generation,
@@ -204,7 +248,7 @@ def read_weights(folder: str, root: str, data: bytes | None) -> Manifest:
         world_size=1,
         model={"kind": "state"},
         optimizer=None,
-        metadata=_read_texts(os.path.join(folder, found.files[0])),
+        metadata=_read_texts(folder, found.files[0]),
         indexes=(IndexRecord(root, 0 if data is None else len(data), "00000000", 0, 0),),
         weights=found,
     )
@@ -220,7 +264,8 @@ def read_merged_index(folder: str, manifest: Manifest) -> Any:
     """
     weights = manifest.weights
     assert weights is not None
-    merged = _core.MergedIndex.of_files(folder, weights.files)
+    with _headers(folder, weights.files) as local:
+        merged = _core.MergedIndex.of_files(local, weights.files)
     if weights.tensors is not None:
         held = {shard[1]: shard[5] for shard in merged.shards()}
         if held != weights.tensors:

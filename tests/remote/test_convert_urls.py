@@ -1,0 +1,93 @@
+"""Conversion from and to checkpoints in an object store."""
+
+import errno
+import json
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager
+from mlstate.checkpoint._files.convert import format_of, read_any, write_any
+from mlstate.checkpoint._huggingface.export import export
+from mlstate.cli import main
+from mlstate.errors import StoreError, StoreNotFoundError
+
+MODEL = {"w": np.arange(600.0).reshape(30, 20), "b": np.ones(3, np.float32)}
+MOMENTS = {"w.m": np.full((30, 20), 2.0)}
+
+
+def check_equal(got, want):
+    assert dict(sorted(got.items())).keys() == dict(sorted(want.items())).keys()
+    for name, array in want.items():
+        assert got[name].dtype == array.dtype
+        np.testing.assert_array_equal(got[name], array)
+
+
+def sources(folder):
+    """Write the model in some local formats; return the paths."""
+    paths = {name: str(folder / name) for name in ("checkpoint", "huggingface")}
+    paths["safetensors"] = str(folder / "model.safetensors")
+    mlstate.save(paths["checkpoint"], MODEL)
+    export(paths["huggingface"], MODEL)
+    write_any(paths["safetensors"], MODEL)
+    return paths
+
+
+def test_the_command_converts_local_paths_to_a_url_and_back(url, environment, tmp_path, capsys):
+    for name, path in sources(tmp_path).items():
+        assert main(["convert", path, url, "--force", "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert (data["target"], data["target_format"]) == (url, "mlstate")
+        assert data["model"] == {"tensors": 2, "bytes": 4812}
+        check_equal(mlstate.load(url).model, MODEL)
+        back = f"{path}-back" if name == "checkpoint" else str(tmp_path / f"back.{name}")
+        if name == "huggingface":
+            assert main(["convert", url, back, "--to", name]) == 0
+            check_equal(mlstate.load(back).model, MODEL)
+        else:
+            assert main(["convert", url, back]) == 0
+            check_equal(read_any(back)[0], MODEL)
+        capsys.readouterr()
+    assert mlstate.verify(url)
+    assert main(["convert", url, f"{url}/copy"]) == 0
+    check_equal(mlstate.load(f"{url}/copy").model, MODEL)
+
+
+def test_both_states_and_the_metadata_pass_through_a_url(url, options):
+    write_any(url, MODEL, MOMENTS, {"run": [1, None]}, storage_options=options)
+    model, optimizer, metadata = read_any(url, storage_options=options)
+    check_equal(model, MODEL)
+    check_equal(optimizer, MOMENTS)
+    assert metadata == {"run": [1, None]}
+    with pytest.raises(StoreError, match="overwrite=True") as caught:
+        write_any(url, MODEL, storage_options=options)
+    assert caught.value.errno == errno.EEXIST and url in str(caught.value)
+
+
+def test_a_step_at_a_url_is_converted(url, environment, tmp_path):
+    manager = CheckpointManager(url)
+    for step in (1, 2):
+        manager.save(step, {"w": np.full(3, step)})
+    assert main(["convert", url, str(tmp_path / "one.npz"), "--step", "1"]) == 0
+    assert read_any(tmp_path / "one.npz")[0]["w"].tolist() == [1, 1, 1]
+
+
+def test_what_a_url_cannot_be_is_refused_before_any_request(url, store, environment, capsys):
+    here = f"{url}/model.npz"
+    for arguments, text in (
+        (["convert", url, url], "another path than the source"),
+        (["convert", url, here], "the format npz is not possible in an object store"),
+        (["convert", url, f"{url}/hf", "--to", "huggingface"], "the format huggingface"),
+    ):
+        assert main(arguments) == 2
+        assert text in capsys.readouterr().err
+    assert store.faults.requests == 0
+    with pytest.raises(ValueError, match="storage_options are for URLs"):
+        read_any("a.npz", storage_options={})
+    assert format_of(url) == format_of(f"{url}/v1.5") == "mlstate"
+
+
+def test_a_missing_source_at_a_url_is_one_error(url, options):
+    with pytest.raises(StoreNotFoundError, match="manifest"):
+        read_any(url, storage_options=options)

@@ -1,0 +1,247 @@
+"""Safetensors files and Hugging Face folders in an object store: read by ranges, never written."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate import checkpoint
+from mlstate.checkpoint import CheckpointManager
+from mlstate.checkpoint._files.convert import read_any, write_any
+from mlstate.checkpoint._huggingface.export import export
+from mlstate.cli import main
+from mlstate.errors import (
+    ChecksumError,
+    FormatError,
+    StoreError,
+    StoreNotFoundError,
+    StorePermissionError,
+)
+
+MODEL = {
+    "embed": np.random.default_rng(0).normal(size=(4096, 32)),
+    "head": np.arange(7, dtype=np.float32),
+    "empty": np.zeros((0, 3)),
+}
+
+
+def check_equal(got, want):
+    assert set(got) == set(want)
+    for name, array in want.items():
+        assert got[name].dtype == array.dtype
+        np.testing.assert_array_equal(got[name], array)
+
+
+def key_of(url):
+    return url.removeprefix("s3://bucket/")
+
+
+@pytest.fixture
+def file(url, store, tmp_path):
+    """Return the URL of a safetensors file with checksums, and a function that writes another."""
+
+    def write(state, metadata=None, to=f"{url}/model-a.safetensors"):
+        mlstate.save_file(state, tmp_path / "file", metadata)
+        store.put(key_of(to), (tmp_path / "file").read_bytes())
+        return to
+
+    return write(MODEL, {"epoch": "3"}), write
+
+
+@pytest.fixture
+def folder(url, store, tmp_path):
+    """Return the URL of a Hugging Face folder of several files."""
+    export(tmp_path / "hf", MODEL, max_shard_bytes=1 << 19)
+    for path in (tmp_path / "hf").iterdir():
+        store.put(f"{key_of(url)}/hf/{path.name}", path.read_bytes())
+    return f"{url}/hf"
+
+
+# ---- one file ----
+
+
+def test_a_file_is_loaded_whole_by_name_and_by_rows(file, store, options):
+    url, _ = file
+    loaded = mlstate.load(url, storage_options=options)
+    check_equal(loaded.model, MODEL)
+    assert loaded.metadata["epoch"] == "3"
+    assert list(mlstate.load(url, names="head", storage_options=options).model) == ["head"]
+    store.faults.reset()
+    part = {"rank": 1, "world_size": 4, "layout": "rows", "verify": False}
+    rows = mlstate.load(url, names="embed", storage_options=options, **part).model["embed"]
+    np.testing.assert_array_equal(rows, MODEL["embed"][1024:2048])
+    assert sum(store.faults.nbytes.values()) < 1.1 * rows.nbytes + 3 * (64 << 10)
+    target = {"model": {name: np.zeros_like(array) for name, array in MODEL.items()}}
+    mlstate.load(url, into=target, storage_options=options)
+    check_equal(target["model"], MODEL)
+
+
+def test_a_file_is_inspected_planned_and_verified(file, options):
+    url, _ = file
+    found = checkpoint.inspect(url, storage_options=options)
+    assert {record.key: record.shape for record in found.tensors()} == {
+        name: array.shape for name, array in MODEL.items()
+    }
+    assert "model-a.safetensors: 3 tensors" in repr(found)
+    check_equal(found.load().model, MODEL)
+    check_equal(mlstate.load(found.path, storage_options=options).model, MODEL)
+    text = pickle.dumps(found)
+    assert b"of-tests" not in text and pickle.loads(text).path.file == "model-a.safetensors"
+    report = mlstate.verify(url, storage_options=options)
+    assert report and not report.strange and report.bytes == found.nbytes
+    plan = checkpoint.plan_load(url, names="head", storage_options=options)
+    assert {read.path for read in plan.reads} == {"model-a.safetensors"}
+
+
+def test_a_file_at_the_top_of_a_bucket_is_read(file, options):
+    _, write = file
+    url = write({"w": np.ones(3)}, None, "s3://bucket/top.safetensors")
+    check_equal(mlstate.load(url, storage_options=options).model, {"w": np.ones(3)})
+    assert mlstate.verify(url, storage_options=options)
+
+
+def test_a_damaged_file_is_found_and_named(file, store, options):
+    url, _ = file
+    data = bytearray(store.get(key_of(url)))
+    data[-1] ^= 1
+    store.put(key_of(url), bytes(data))
+    [problem] = mlstate.verify(url, storage_options=options).problems
+    assert (problem.kind, problem.path) == ("altered", "model-a.safetensors")
+    with pytest.raises(ChecksumError, match=r"model-a\.safetensors") as caught:
+        mlstate.load(url, storage_options=options)
+    assert caught.value.path == url
+    for length in (5, len(data) - 1):
+        store.put(key_of(url), bytes(data[:length]))
+        with pytest.raises(FormatError, match=r"model-a\.safetensors"):
+            mlstate.load(url, storage_options=options)
+        [problem] = mlstate.verify(url, storage_options=options).problems
+        assert "/mlstate-" not in problem.text
+
+
+@pytest.mark.parametrize("number", range(1, 4))
+def test_a_file_that_is_replaced_while_it_is_read_is_never_mixed(file, store, options, number):
+    url, _ = file
+    old, data = dict(MODEL), bytearray(store.get(key_of(url)))
+    other = {name: array + 1 for name, array in MODEL.items()}
+    file[1](other)  # without metadata, so that the tensors have other offsets
+    new = store.get(key_of(url))
+    store.put(key_of(url), bytes(data))
+    assert len(new) != len(data)
+
+    def replace(count, method, path):
+        if count == number:
+            store.put(key_of(url), new)
+
+    store.faults.reset(replace)
+    got = mlstate.load(url, verify=False, storage_options=options).model
+    check_equal(got, old if np.array_equal(got["head"], old["head"]) else other)
+
+
+def test_a_missing_file_is_one_error_with_its_url(url, store, options):
+    there = f"{url}/no.safetensors"
+    for call in (mlstate.load, mlstate.verify, checkpoint.inspect, checkpoint.plan_load):
+        with pytest.raises(StoreNotFoundError, match="no such file") as caught:
+            call(there, storage_options=options)
+        assert there in str(caught.value)
+    store.faults.reset(lambda number, method, path: "403")
+    with pytest.raises(StorePermissionError, match="access denied"):
+        mlstate.load(there, storage_options=options)
+
+
+def test_a_file_is_never_written_as_a_checkpoint(file, store, options):
+    url, _ = file
+    found = checkpoint.inspect(url, storage_options=options)
+    before = store.keys(key_of(url).rpartition("/")[0])
+    for call in (
+        lambda: mlstate.save(url, MODEL, storage_options=options),
+        lambda: mlstate.save(f"{url}/", MODEL, storage_options=options),
+        lambda: mlstate.save(found.path, MODEL),
+        lambda: CheckpointManager(url, storage_options=options),
+        lambda: checkpoint.prune(url, storage_options=options),
+        lambda: write_any(url, MODEL, storage_options=options),
+    ):
+        with pytest.raises(ValueError, match="this URL names one file"):
+            call()
+    with pytest.raises(ValueError, match="not possible in an object store"):
+        mlstate.load(url, mmap=True, storage_options=options)
+    assert store.keys(key_of(url).rpartition("/")[0]) == before
+
+
+# ---- a Hugging Face folder ----
+
+
+def test_a_folder_is_read_as_a_checkpoint(folder, options, tmp_path):
+    url = f"{folder}/model.safetensors.index.json"  # as well as the folder
+    check_equal(mlstate.load(folder, storage_options=options).model, MODEL)
+    check_equal(mlstate.load(url, storage_options=options).model, MODEL)
+    found = checkpoint.inspect(url, storage_options=options)
+    assert repr(found).startswith("Hugging Face folder: 3 tensors") and len(found.files()) > 1
+    report = mlstate.verify(folder, storage_options=options)
+    assert report and not report.strange and report.bytes > found.nbytes
+    made = checkpoint.reshard(
+        folder, tmp_path / "cut", layout="rows", world_size=2, storage_options=options
+    )
+    check_equal(made.load().model, MODEL)
+
+
+def test_a_folder_of_one_file_is_found(url, store, options, file):
+    _, write = file
+    write({"w": np.ones(3)}, {"format": "pt"}, f"{url}/one/model.safetensors")
+    check_equal(mlstate.load(f"{url}/one", storage_options=options).model, {"w": np.ones(3)})
+    assert mlstate.verify(f"{url}/one", storage_options=options)
+
+
+def test_a_folder_with_a_missing_file_names_it(folder, store, options):
+    name = sorted(key for key in store.keys(key_of(folder)) if key.endswith(".safetensors"))[0]
+    store.direct().delete(name)
+    with pytest.raises(StoreNotFoundError, match=name.rpartition("/")[2]):
+        mlstate.load(folder, storage_options=options)
+    assert not mlstate.verify(folder, storage_options=options)
+
+
+# ---- commands ----
+
+
+def test_the_commands_read_files_and_folders(file, folder, environment, tmp_path, capsys):
+    url, _ = file
+    assert main(["inspect", url]) == 0
+    assert "file, 3 tensors" in capsys.readouterr().out
+    for path, kind in ((url, "safetensors"), (folder, "huggingface")):
+        for command in ("inspect", "verify"):
+            assert main([command, path, "--json"]) == 0
+            assert json.loads(capsys.readouterr().out)["format"] == kind
+        assert main(["inspect", path, "--step", "1"]) == 2
+        assert main(["convert", path, str(tmp_path / kind)]) == 0
+        check_equal(mlstate.load(tmp_path / kind).model, MODEL)
+        capsys.readouterr()
+    assert main(["diff", url, folder]) == 0
+    assert main(["diff", url, str(tmp_path / "huggingface")]) == 0
+    assert main(["convert", url, f"{folder}/copy"]) == 0
+    check_equal(mlstate.load(f"{folder}/copy").model, MODEL)
+    assert main(["convert", folder, url]) == 2
+    assert "this URL names one file" in capsys.readouterr().err
+
+
+def test_both_states_in_a_file_are_split_as_they_were_joined(url, store, options, tmp_path):
+    moments = {"head.m": np.ones(7)}
+    write_any(tmp_path / "both.safetensors", MODEL, moments, {"run": [1]})
+    there = f"{url}/both.safetensors"
+    store.put(key_of(there), (tmp_path / "both.safetensors").read_bytes())
+    model, optimizer, metadata = read_any(there, storage_options=options)
+    check_equal(model, MODEL)
+    check_equal(optimizer, moments)
+    local = read_any(tmp_path / "both.safetensors")
+    assert metadata == local[2] == {"run": [1]}
+    assert (type(model), type(optimizer)) == (type(local[0]), type(local[1]))
+
+
+def test_other_files_at_a_url_are_refused_with_the_remedy(url, options):
+    for suffix in ("npz", "pt"):
+        with pytest.raises(ValueError, match="copy it from or to a local path"):
+            read_any(f"{url}/model.{suffix}", storage_options=options)
+    with pytest.raises(StoreError):
+        read_any(f"{url}/model", storage_options=options)
+    with pytest.raises(ValueError, match=r"mlstate\.load and mlstate convert read such a file"):
+        mlstate.load_file(f"{url}/model.safetensors")
