@@ -3,12 +3,14 @@
 The ordinary run injects a share of the faults; `make faults-store` injects all of them.
 """
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import warnings
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -175,6 +177,52 @@ def test_no_flipped_bit_is_returned(url, store):
             load_all(case, store.options())
     store.faults.reset()
     load_all(case, store.options())
+
+
+PART = 5 << 20
+SMALL = 1 << 16  # more than all other requests of a save send
+
+
+def save_in_parts(url, store, choose):
+    """Save a file of three parts, one request at a time; return the sent bytes without it."""
+    quick = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5)}
+    options = store.options(
+        part_bytes=PART, max_concurrency=1, timeout=10.0, retry_config={"backoff": quick}
+    )
+    state = {"w": np.arange(3 * PART // 8 - 1000, dtype=np.float64)}
+    store.faults.reset(choose)
+    mlstate.save(url, state, storage_options=options)
+    sent = sum(store.faults.sent.values()) - state["w"].nbytes
+    store.faults.reset()
+    loaded = mlstate.load(url, storage_options=store.options(direct=True)).model
+    np.testing.assert_array_equal(loaded["w"], state["w"])
+    return sent
+
+
+def of_upload(method, numbers, kind):
+    """Inject a fault into some requests with this method for a file of shards."""
+    count = itertools.count()
+
+    def choose(number, got, path):
+        is_upload = got == method and path.endswith(".safetensors")
+        return kind if is_upload and next(count) in numbers else None
+
+    return choose
+
+
+@pytest.mark.parametrize("kind", ["500", "drop"])
+def test_a_failed_part_is_sent_again_alone(url, store, kind):
+    failures = 6  # more than the engine's repetitions of other requests
+    sent = save_in_parts(url, store, of_upload("PUT", range(1, 1 + failures), kind))
+    assert failures * PART <= sent <= failures * PART + SMALL
+    sent = save_in_parts(url, store, of_upload("PUT", (1,), kind))
+    assert PART <= sent <= PART + SMALL
+
+
+@pytest.mark.parametrize("kind", ["lost", "failed", "truncated"])
+def test_a_completed_object_is_not_sent_again(url, store, kind):
+    # the first POST begins the upload, the second one completes it
+    assert save_in_parts(url, store, of_upload("POST", (1,), kind)) <= SMALL
 
 
 CHILD = """
