@@ -208,6 +208,22 @@ class ObjectStore:
             lambda: self._engine.put(self._store, key, pathlib.Path(path), use_multipart=False),
         )
 
+    def copy(self, source: str, key: str, nbytes: int) -> bool:
+        """Copy an object inside the store to a new name; return whether that succeeded.
+
+        After a failure the caller uploads the object: the source may be deleted, or larger than
+        the store copies in one request.
+        """
+        try:
+            self._call(
+                "cannot copy the object",
+                source,
+                lambda: self._engine.copy(self._store, source, key),
+            )
+        except OSError:
+            return False
+        return self._has_size(key, nbytes)
+
     def _put_parts(self, key: str, path: pathlib.Path, nbytes: int, concurrency: int) -> None:
         """Write a large file in parts. If the answer to the completion was lost, look for it.
 
