@@ -297,7 +297,7 @@ class WriteResult(NamedTuple):
 def new_files(folder: str, progress: Callable[[int], object] | None) -> AbstractContextManager[str]:
     """Return the context in whose folder new files are written; its end makes them visible."""
     if isinstance(folder, RemoteFolder):
-        return folder.new_files((*_folder.SECTIONS, "index"), progress)
+        return folder.new_files((*_folder.SECTIONS, "index"), _folder.MANIFEST, progress)
     return nullcontext(folder)
 
 

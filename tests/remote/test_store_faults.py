@@ -3,12 +3,14 @@
 The ordinary run injects a share of the faults; `make faults-store` injects all of them.
 """
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import warnings
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -175,6 +177,96 @@ def test_no_flipped_bit_is_returned(url, store):
             load_all(case, store.options())
     store.faults.reset()
     load_all(case, store.options())
+
+
+PART = 5 << 20
+SMALL = 1 << 16  # more than all other requests of a save send
+
+
+def save_in_parts(url, store, choose):
+    """Save a file of three parts, one request at a time; return the sent bytes without it."""
+    quick = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5)}
+    options = store.options(
+        part_bytes=PART, max_concurrency=1, timeout=10.0, retry_config={"backoff": quick}
+    )
+    state = {"w": np.arange(3 * PART // 8 - 1000, dtype=np.float64)}
+    store.faults.reset(choose)
+    mlstate.save(url, state, storage_options=options)
+    sent = sum(store.faults.sent.values()) - state["w"].nbytes
+    store.faults.reset()
+    loaded = mlstate.load(url, storage_options=store.options(direct=True)).model
+    np.testing.assert_array_equal(loaded["w"], state["w"])
+    return sent
+
+
+def of_upload(method, numbers, kind):
+    """Inject a fault into some requests with this method for a file of shards."""
+    count = itertools.count()
+
+    def choose(number, got, path):
+        is_upload = got == method and path.endswith(".safetensors")
+        return kind if is_upload and next(count) in numbers else None
+
+    return choose
+
+
+@pytest.mark.parametrize(("kind", "failures"), [("500", 6), ("drop", 1)])
+def test_a_failed_part_is_sent_again_alone(url, store, kind, failures):
+    # 6 is more than the engine's repetitions of other requests
+    sent = save_in_parts(url, store, of_upload("PUT", range(1, 1 + failures), kind))
+    assert failures * PART <= sent <= failures * PART + SMALL
+
+
+@pytest.mark.parametrize("kind", ["lost", "truncated"])
+def test_a_completed_object_is_not_sent_again(url, store, kind):
+    # the first POST begins the upload, the second one completes it
+    assert save_in_parts(url, store, of_upload("POST", (1,), kind)) <= SMALL
+
+
+def test_an_interrupted_save_is_continued_by_the_next_one(url, store):
+    """Two writers of different states are cut off after one of three objects."""
+    state = {name: np.full(1 << 17, float(at)) for at, name in enumerate("abc")}
+    nbytes = state["a"].nbytes
+    options = store.options(max_concurrency=1, timeout=0.1)
+
+    def interrupt(state):
+        is_cut = False
+
+        def choose(number, method, path):
+            nonlocal is_cut
+            is_cut = is_cut or (method == "PUT" and "/params/b." in path)
+            return "drop" if is_cut else None
+
+        store.faults.reset(choose)
+        with pytest.raises(StoreError):
+            mlstate.save(url, state, storage_options=options)
+
+    def save_and_count():
+        store.faults.reset()
+        mlstate.save(url, state, storage_options=store.options())
+        return sum(store.faults.sent.values())
+
+    interrupt(state)
+    interrupt({**state, "a": state["a"] + 1})
+    keys = store.keys(url.removeprefix("s3://bucket/"))
+    assert sum("/params/a." in key for key in keys) == 2
+    assert 2 * nbytes <= save_and_count() <= 2 * nbytes + SMALL
+    direct = store.options(direct=True, orphan_seconds=0)
+    prune(url, storage_options=direct)  # the new checkpoint needs no older object
+    loaded = mlstate.load(url, storage_options=direct).model
+    assert all((loaded[name] == state[name]).all() for name in state)
+    report = mlstate.verify(url, storage_options=direct)
+    assert report and not report.leftover
+    # after a commit nothing is interrupted
+    assert save_and_count() >= 3 * nbytes
+
+
+def test_an_object_that_cannot_be_copied_is_uploaded(url, store):
+    folder = RemoteFolder(url, store.options())
+    assert not folder.store.copy("params/missing", "params/new", 5)
+    store.put(f"{url.removeprefix('s3://bucket/')}/params/old", b"12345")
+    assert not folder.store.copy("params/old", "params/new", 6)
+    assert folder.store.copy("params/old", "params/new", 5)
 
 
 CHILD = """

@@ -37,6 +37,8 @@ class Faults:
         Number of injected faults by kind.
     nbytes : Counter
         Bytes of the forwarded requests' answers by method, since `reset`; without headers.
+    sent : Counter
+        Bytes of the requests by method, since `reset`; without headers, also of failed requests.
     """
 
     def __init__(self):
@@ -49,15 +51,16 @@ class Faults:
         with self.lock:
             self.requests, self.choose = 0, choose
             self.log = []
-            self.nbytes = collections.Counter()
+            self.nbytes, self.sent = collections.Counter(), collections.Counter()
 
     def add_bytes(self, method, nbytes):
         with self.lock:
             self.nbytes[method] += nbytes
 
-    def take(self, method, path):
+    def take(self, method, path, nbytes):
         with self.lock:
             self.log.append((method, path))
+            self.sent[method] += nbytes
             number, self.requests = self.requests, self.requests + 1
         kind = self.choose(number, method, path)
         if kind is not None:
@@ -128,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle_one(self):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        kind = self.server.faults.take(self.command, self.path.partition("?")[0])
+        kind = self.server.faults.take(self.command, self.path.partition("?")[0], len(body))
         if kind == "late":
             with self.server.late:
                 time.sleep(self.server.late_seconds)

@@ -16,6 +16,7 @@ from ..._common.store_error import store_error
 from .engine_errors import RETRIED, engine_reason, is_engine_error
 
 if TYPE_CHECKING:
+    import pathlib
     from collections.abc import Callable, Iterable
     from typing import TypeVar
 
@@ -80,6 +81,7 @@ class ObjectStore:
         self.timeout = options.timeout_seconds
         self._options = options
         self._engine, self._store = options.open_engine(url)
+        self._parts: Any = None
         self._pid = os.getpid()
 
     # ---- requests ----
@@ -200,23 +202,76 @@ class ObjectStore:
         )
 
     def put_file(self, key: str, path: str, concurrency: int) -> None:
-        """The same for a local file; of a large one, `concurrency` parts at a time."""
-        from pathlib import Path
+        """The same for a local file; of a large one, `concurrency` parts at a time.
 
+        A failed part is repeated alone.
+        """
+        import pathlib
+
+        nbytes = os.path.getsize(path)
         part = self._options.part_bytes
-        large = os.path.getsize(path) > part
+        if nbytes > part:
+            self._put_parts(key, pathlib.Path(path), nbytes, concurrency)
+            return
         self._repeat(
             "cannot write the object",
             key,
-            lambda: self._engine.put(
-                self._store,
-                key,
-                Path(path),
-                use_multipart=large,
-                chunk_size=part,
-                max_concurrency=concurrency,
-            ),
+            lambda: self._engine.put(self._store, key, pathlib.Path(path), use_multipart=False),
         )
+
+    def copy(self, source: str, key: str, nbytes: int) -> bool:
+        """Copy an object inside the store to a new name; return whether that succeeded.
+
+        After a failure the caller uploads the object: the source may be deleted, or larger than
+        the store copies in one request.
+        """
+        try:
+            self._call(
+                "cannot copy the object",
+                source,
+                lambda: self._engine.copy(self._store, source, key),
+            )
+        except OSError:
+            return False
+        return self._has_size(key, nbytes)
+
+    def _put_parts(self, key: str, path: pathlib.Path, nbytes: int, concurrency: int) -> None:
+        """Write a large file in parts. If the answer to the completion was lost, look for it.
+
+        The object exists only after the completion, and only this call writes to its name. So
+        an object of this size is the whole file.
+        """
+
+        def request() -> None:
+            try:
+                self._engine.put(
+                    self._part_store(),
+                    key,
+                    path,
+                    use_multipart=True,
+                    chunk_size=self._options.part_bytes,
+                    max_concurrency=concurrency,
+                )
+            except Exception as error:
+                if not is_engine_error(error) or not self._has_size(key, nbytes):
+                    raise
+
+        self._repeat("cannot write the object", key, request)
+
+    def _has_size(self, key: str, nbytes: int) -> bool:
+        """Return whether an object is known to exist with this size."""
+        try:
+            return bool(self._engine.head(self._store, key)["size"] == nbytes)
+        except Exception as error:
+            if not is_engine_error(error):
+                raise
+            return False
+
+    def _part_store(self) -> Any:
+        """Return the engine's store that repeats failed parts; opened on first use."""
+        if self._parts is None:
+            self._parts = self._options.open_engine(self.url, for_parts=True)[1]
+        return self._parts
 
     def put_if(self, key: str, data: bytes, tag: Tag | None) -> None:
         """Write an object if it still has `tag`, or, with None, if it does not exist.

@@ -16,8 +16,10 @@ SCHEMES = ("s3", "gs", "az")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)\Z", re.DOTALL)
 _PASSED = ("client_options", "retry_config", "credential_provider")
 _LEAST_PART = 5 << 20  # of S3, except for the last part
-# The engine repeats failed parts of large objects; this package repeats everything else.
+# The engine repeats failed parts of large objects until the timeout; this package repeats
+# everything else.
 _ENGINE_RETRIES = 3
+_PART_RETRIES = 1 << 20
 
 
 class StoreOptions(NamedTuple):
@@ -59,8 +61,10 @@ class StoreOptions(NamedTuple):
     def __repr__(self) -> str:  # the configuration holds credentials
         return f"StoreOptions(timeout_seconds={self.timeout_seconds}, ...)"
 
-    def open_engine(self, url: str) -> tuple[Any, Any]:
+    def open_engine(self, url: str, *, for_parts: bool = False) -> tuple[Any, Any]:
         """Import the engine; return it and a store for a URL.
+
+        With `for_parts`, the store repeats failed requests until `timeout_seconds`.
 
         Raises
         ------
@@ -80,9 +84,12 @@ class StoreOptions(NamedTuple):
 
         keywords = dict(self.passed)
         keywords["retry_config"] = {
-            "max_retries": _ENGINE_RETRIES,
+            "max_retries": _PART_RETRIES if for_parts else _ENGINE_RETRIES,
             "retry_timeout": timedelta(seconds=self.timeout_seconds),
-            "backoff": {"init_backoff": timedelta(milliseconds=50)},
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=50),
+                "max_backoff": timedelta(seconds=5),
+            },
             **keywords.get("retry_config", {}),
         }
         failed = None

@@ -19,6 +19,7 @@ from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
 from ...errors import ChecksumError, FormatError, MLStateError, StoreError
 from .options import check_url, split_url, take_options
+from .resumption import INDEX_FOLDER, find_uploaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -444,10 +445,12 @@ class RemoteFolder(str):
 
     @contextmanager
     def new_files(
-        self, folders: Sequence[str], progress: Callable[[int], object] | None
+        self, folders: Sequence[str], root: str, progress: Callable[[int], object] | None
     ) -> Iterator[str]:
         """Yield a local folder for new files, and upload these when the block ends.
 
+        Objects that the same save has uploaded before an interruption, since the last change of
+        `root`, are copied in the store.
         `progress` is called with 0 during the uploads, and may raise to stop.
 
         Raises
@@ -462,13 +465,20 @@ class RemoteFolder(str):
                 for folder in folders
                 for name in sorted(os.listdir(os.path.join(local, folder)))
             }
+            uploaded = find_uploaded(self.store, root, local, sizes)
             parts = max(1, self._options.max_concurrency // max(1, len(sizes)))
-            tasks = (
-                partial(self.store.put_file, path, os.path.join(local, path), parts)
-                for path in sizes
-            )
-            with self._start_tasks(tasks) as uploads:
-                uploads.wait(progress)
+
+            def put(path: str) -> None:
+                source = uploaded.get(path)
+                if source is None or not self.store.copy(source, path, sizes[path]):
+                    self.store.put_file(path, os.path.join(local, path), parts)
+
+            # the index first: it describes the objects of an interrupted save
+            indexes = [path for path in sizes if os.path.dirname(path) == INDEX_FOLDER]
+            shards = [path for path in sizes if os.path.dirname(path) != INDEX_FOLDER]
+            for paths in (indexes, shards):
+                with self._start_tasks(partial(put, path) for path in paths) as uploads:
+                    uploads.wait(progress)
             if not self.has_files(sizes):
                 text = "an uploaded object is missing or has another size"
                 raise store_error(OSError(errno.EIO, text), "cannot save", self)

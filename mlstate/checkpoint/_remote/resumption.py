@@ -1,0 +1,99 @@
+"""Find the objects of an interrupted save, so that the same save need not upload them again.
+
+A writer uploads its index before its shards. The index has the size and the CRC32C of each block
+of every shard. If a later writer's index differs only in the generation, the store copies the
+older objects to the new names. The older objects are only read: a running writer, a sweep or a
+commit cannot be disturbed, and the new checkpoint needs none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from .object_store import ObjectStore
+
+INDEX_FOLDER = "index"
+_INDEX_NAME = re.compile(r"([0-9a-f]{16})(\..*)", re.DOTALL)  # generation, rank and extension
+_LEAST_BYTES = 1 << 20  # of a copied object: an upload of less is as fast as a copy
+_MOST_ATTEMPTS = 3  # interrupted saves that are compared
+
+
+def _older_indexes(
+    store: ObjectStore, root: str, sizes: Mapping[str, int]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield index path, own and older generation for indexes since the last commit."""
+    listed = store.list_folder(INDEX_FOLDER)
+    since: float | None = None
+    for path, nbytes in sizes.items():
+        folder, name = os.path.split(path)
+        own = _INDEX_NAME.fullmatch(name)
+        if folder != INDEX_FOLDER or own is None:
+            continue
+        older = {
+            match[1]: listed[name].changed
+            for name in listed
+            if listed[name].nbytes == nbytes
+            and (match := _INDEX_NAME.fullmatch(name))
+            and match[2] == own[2]
+        }
+        if older and since is None:  # the index of a commit is older than its manifest
+            commit = store.list_folder("").get(root)
+            since = float("-inf") if commit is None else commit.changed
+        newest = sorted(older, key=older.__getitem__, reverse=True)[:_MOST_ATTEMPTS]
+        for generation in newest:
+            if since is not None and older[generation] > since:
+                yield path, own[1], generation
+
+
+def _content_of(text: bytes) -> bytes:
+    """Return the text of an index without its first line, the checksum."""
+    return text.partition(b"\n")[2]
+
+
+def find_uploaded(
+    store: ObjectStore, root: str, local: str, sizes: Mapping[str, int]
+) -> dict[str, str]:
+    """Return objects of interrupted saves with the bytes of new files, by path of the new file.
+
+    Parameters
+    ----------
+    store : ObjectStore
+        The checkpoint's store.
+    root : str
+        Name of the manifest; saves before its last change were not interrupted, or are obsolete.
+    local : str
+        Local folder with the new files.
+    sizes : mapping
+        Sizes of the new files in bytes, by path.
+
+    Raises
+    ------
+    StoreError
+        The store refused a request.
+    """
+    large = {path: nbytes for path, nbytes in sizes.items() if nbytes >= _LEAST_BYTES}
+    found: dict[str, str] = {}
+    if not large:
+        return found
+    for path, own, older in _older_indexes(store, root, sizes):
+        with open(os.path.join(local, path), "rb") as file:
+            wanted = file.read()
+        try:
+            text, _ = store.get(path.replace(own, older), len(wanted))
+        except (FileNotFoundError, ValueError):  # deleted meanwhile
+            continue
+        if _content_of(text).replace(older.encode(), own.encode()) != _content_of(wanted):
+            continue
+        for folder in sorted({os.path.dirname(path) for path in large}):
+            listed = store.list_folder(folder)
+            for new, nbytes in large.items():
+                name = os.path.basename(new).replace(own, older)
+                is_other = os.path.dirname(new) != folder or name == os.path.basename(new)
+                if not is_other and name in listed and listed[name].nbytes == nbytes:
+                    found.setdefault(new, f"{folder}/{name}")
+    return found
