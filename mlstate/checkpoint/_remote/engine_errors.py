@@ -21,6 +21,10 @@ _CONFLICTS = ("AlreadyExistsError", "PreconditionError")
 _UNSUPPORTED = ("NotSupportedError", "NotImplementedError")
 # Without credentials, the engine asks the metadata service of a virtual machine for a token.
 _ASKS_FOR_TOKEN = ("169.254.169.254", "/latest/api/token", "token request")
+_VARIABLES = {
+    "Generic GCS error": "GOOGLE_SERVICE_ACCOUNT",
+    "Generic MicrosoftAzure error": "AZURE_STORAGE_ACCOUNT_KEY",
+}
 _IN_PROGRESS = ("ConditionalRequestConflict", "OperationAborted")
 
 
@@ -75,10 +79,13 @@ def engine_reason(error: Exception) -> OSError:
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, f"the object does not exist{note}")
     if any(part in text.partition("Debug source")[0] for part in _ASKS_FOR_TOKEN):
+        names = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        for start, variable in _VARIABLES.items():
+            names = variable if text.startswith(start) else names
         return PermissionError(
             errno.EACCES,
-            "no credentials found: set the store's environment variables, such as "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass them in storage_options",
+            f"no credentials found: set the store's environment variables, such as {names}, or "
+            "pass them in storage_options",
         )
     if kind in _DENIED or answer.startswith(("HTTP 401", "HTTP 403")):
         return PermissionError(errno.EACCES, f"access denied{note}: check the credentials")
