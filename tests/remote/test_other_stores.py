@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 import pytest
+from azure_server import AzureServer
 from gcs_server import GcsServer
 
 import mlstate
@@ -16,7 +17,7 @@ from mlstate.errors import StoreError, StoreNotFoundError, StorePermissionError
 
 pytest.importorskip("obstore", reason="needs obstore: mlstate[remote]")
 
-SERVERS = {"gcs": GcsServer}
+SERVERS = {"gcs": GcsServer, "azure": AzureServer}
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -144,16 +145,26 @@ def test_missing_objects_may_be_deleted(server, url):
     assert not server.objects
 
 
+def test_refused_deletions_raise_at_once(server, url, monkeypatch):
+    monkeypatch.setattr(server, "refuses_deletions", True)
+    store = RemoteFolder(url, server.options()).store
+    for name in ("a", "b"):
+        store.put(name, b"x")
+    for names in (["a"], ["a", "b"]):
+        with pytest.raises(StorePermissionError, match=r"cannot delete .*access denied"):
+            store.delete(names)
+
+
 def test_refused_credentials_raise_without_secrets(server, url):
-    options = server.options(**server.refused)
-    [secret] = server.refused.values()
+    name, secret = server.refused
+    options = server.options(**{name: secret})
     mlstate.save(url, {"w": np.zeros(3)}, storage_options=server.options())
     for call in (
         lambda: mlstate.load(url, storage_options=options),
         lambda: mlstate.save(url, {"w": np.ones(3)}, storage_options=options),
         lambda: RemoteFolder(url, options).store.delete(["manifest.json", "index"]),
     ):
-        with pytest.raises(StorePermissionError, match="access denied.*HTTP 403") as caught:
+        with pytest.raises(StorePermissionError, match=r"access denied.*HTTP 403") as caught:
             call()
         assert secret not in f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
     assert not mlstate.load(url, storage_options=server.options()).model["w"].any()
@@ -167,8 +178,9 @@ def test_missing_credentials_name_the_variables_of_the_store(store, key):
 
 
 def test_credentials_that_cannot_be_read_are_refused_without_them(server, url):
+    name, value = server.unreadable
     with pytest.raises(ValueError, match="a credential cannot be read") as caught:
-        mlstate.load(url, storage_options=server.options(**server.unreadable))
+        mlstate.load(url, storage_options=server.options(**{name: value}))
     assert "hidden" not in str(caught.value)
 
 

@@ -5,7 +5,7 @@ https://cloud.google.com/storage/docs/xml-api/reference-methods
 
 import hashlib
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from object_server import ObjectHandler, ObjectServer, RefusalError, xml
 
@@ -38,6 +38,8 @@ class GcsHandler(ObjectHandler):
         if method in ("GET", "HEAD"):
             return self.read() if self.key else self.list()
         if method == "DELETE":
+            if self.server.refuses_deletions:
+                raise RefusalError(403, "AccessDenied")
             self.found()  # a missing object is an error: 404
             del self.server.objects[self.key]
             return 204, {}, b""
@@ -59,9 +61,7 @@ class GcsHandler(ObjectHandler):
             parts.append(f"<NextContinuationToken>{following}</NextContinuationToken>")
         for key in keys:
             one = self.server.objects[key]
-            changed = datetime.fromtimestamp(one.changed, timezone.utc).isoformat(
-                "T", "milliseconds"
-            )
+            changed = datetime.fromtimestamp(one.changed, UTC).isoformat("T", "milliseconds")
             parts.append(
                 f"<Contents><Key>{key}</Key><Generation>{one.number}</Generation>"
                 f"<LastModified>{changed}</LastModified><ETag>{one.e_tag}</ETag>"
@@ -102,8 +102,8 @@ class GcsHandler(ObjectHandler):
 
 class GcsServer(ObjectServer):
     handler = GcsHandler
-    scheme, refused = "gs", {"bearer_token": DENIED_TOKEN}
-    unreadable = {"service_account_key": "hidden"}
+    scheme, refused = "gs", ("bearer_token", DENIED_TOKEN)
+    unreadable = ("service_account_key", "hidden")
 
     def options(self, **more):
         """Return storage_options for this server."""

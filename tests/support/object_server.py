@@ -128,11 +128,14 @@ class ObjectServer(ThreadingHTTPServer):
         The stored objects by key.
     log : list
         Method and key of each request.
+    refuses_deletions : bool
+        Whether deletions, also within a batch, are refused by 403.
     """
 
     daemon_threads = True
     request_queue_size = 128
     handler: type
+    refuses_deletions = False
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), self.handler)

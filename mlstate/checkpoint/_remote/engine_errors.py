@@ -12,7 +12,8 @@ import re
 # of the reasons below: a later attempt may succeed
 RETRIED = {errno.EIO, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.EAGAIN}
 
-_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+# of an answer, or of one deletion in a batch
+_STATUS = re.compile(r"non-2xx status code: (\d{3})|request failed for key .*\(code: (\d{3})\)")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>|\"code\": ?\"([A-Za-z]{1,60})\"")
 _THROTTLED = ("SlowDown", "ServerBusy", "TooManyRequests", "Throttling")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
@@ -32,7 +33,7 @@ def _answer_text(text: str) -> tuple[str, str]:
     """Return the error code of the server's answer, and a short text with status and code."""
     status, found = _STATUS.search(text), _CODE.search(text)
     code = "" if found is None else found[1] or found[2]
-    parts = ["HTTP", status[1] if status else "", code]
+    parts = ["HTTP", status[1] or status[2] if status else "", code]
     return code, " ".join(filter(None, parts)) if status or code else ""
 
 
@@ -93,6 +94,12 @@ def engine_reason(error: Exception) -> OSError:
         return FileExistsError(errno.EEXIST, f"the object was changed by another writer{note}")
     if kind == "InvalidPathError" or isinstance(error, ValueError):
         return OSError(errno.EINVAL, "the store does not accept this name")
+    if "required for conditional update" in text:
+        return OSError(
+            errno.EINVAL,
+            "the endpoint gives no version (ETag or generation) of an object, which conditional "
+            "writes need",
+        )
     if kind in _UNSUPPORTED:
         return OSError(errno.EINVAL, f"the endpoint does not support the request{note}")
     number, reason = _failure_of(text, answer, code)
