@@ -36,6 +36,17 @@ CASES = [
     (answered(416, "InvalidRange"), errno.ERANGE, "ends before the requested range"),
     (answered(400, "KeyTooLongError"), errno.EINVAL, "refused the request (HTTP 400 KeyTooLong"),
     (answered(501, "x", "NotImplementedError"), errno.EINVAL, "does not support the request"),
+    (
+        named("E", "Bulk delete request failed for key a: Denied (code: 403)"),
+        errno.EACCES,
+        "HTTP 403",
+    ),
+    (
+        named("E", "Bulk delete request failed for key a: Busy (code: 503)"),
+        errno.EAGAIN,
+        "HTTP 503",
+    ),
+    (named("E", "Version required for conditional update"), errno.EINVAL, "gives no version"),
     (named("GenericError", "kind: Connect"), errno.ECONNREFUSED, "cannot connect"),
     (named("GenericError", "operation timed out"), errno.ETIMEDOUT, "did not answer in time"),
     (named("GenericError", "builder error"), errno.EINVAL, "allow_http"),

@@ -12,7 +12,8 @@ import re
 # of the reasons below: a later attempt may succeed
 RETRIED = {errno.EIO, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.EAGAIN}
 
-_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+# of an answer, or of one deletion in a batch
+_STATUS = re.compile(r"non-2xx status code: (\d{3})|request failed for key .*\(code: (\d{3})\)")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>|\"code\": ?\"([A-Za-z]{1,60})\"")
 _THROTTLED = ("SlowDown", "ServerBusy", "TooManyRequests", "Throttling")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
@@ -21,6 +22,10 @@ _CONFLICTS = ("AlreadyExistsError", "PreconditionError")
 _UNSUPPORTED = ("NotSupportedError", "NotImplementedError")
 # Without credentials, the engine asks the metadata service of a virtual machine for a token.
 _ASKS_FOR_TOKEN = ("169.254.169.254", "/latest/api/token", "token request")
+_VARIABLES = {
+    "Generic GCS error": "GOOGLE_SERVICE_ACCOUNT",
+    "Generic MicrosoftAzure error": "AZURE_STORAGE_ACCOUNT_KEY",
+}
 _IN_PROGRESS = ("ConditionalRequestConflict", "OperationAborted")
 
 
@@ -28,7 +33,7 @@ def _answer_text(text: str) -> tuple[str, str]:
     """Return the error code of the server's answer, and a short text with status and code."""
     status, found = _STATUS.search(text), _CODE.search(text)
     code = "" if found is None else found[1] or found[2]
-    parts = ["HTTP", status[1] if status else "", code]
+    parts = ["HTTP", status[1] or status[2] if status else "", code]
     return code, " ".join(filter(None, parts)) if status or code else ""
 
 
@@ -75,10 +80,13 @@ def engine_reason(error: Exception) -> OSError:
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, f"the object does not exist{note}")
     if any(part in text.partition("Debug source")[0] for part in _ASKS_FOR_TOKEN):
+        names = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        for start, variable in _VARIABLES.items():
+            names = variable if text.startswith(start) else names
         return PermissionError(
             errno.EACCES,
-            "no credentials found: set the store's environment variables, such as "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass them in storage_options",
+            f"no credentials found: set the store's environment variables, such as {names}, or "
+            "pass them in storage_options",
         )
     if kind in _DENIED or answer.startswith(("HTTP 401", "HTTP 403")):
         return PermissionError(errno.EACCES, f"access denied{note}: check the credentials")
@@ -86,6 +94,12 @@ def engine_reason(error: Exception) -> OSError:
         return FileExistsError(errno.EEXIST, f"the object was changed by another writer{note}")
     if kind == "InvalidPathError" or isinstance(error, ValueError):
         return OSError(errno.EINVAL, "the store does not accept this name")
+    if "required for conditional update" in text:
+        return OSError(
+            errno.EINVAL,
+            "the endpoint gives no version (ETag or generation) of an object, which conditional "
+            "writes need",
+        )
     if kind in _UNSUPPORTED:
         return OSError(errno.EINVAL, f"the endpoint does not support the request{note}")
     number, reason = _failure_of(text, answer, code)

@@ -290,9 +290,13 @@ class ObjectStore:
 
     def delete(self, keys: list[str]) -> None:
         """Delete objects; a missing object is not an error."""
-        if keys:
-            self._repeat(
-                "cannot delete objects",
-                keys[0] if len(keys) == 1 else "",
-                lambda: self._engine.delete(self._store, keys),
-            )
+        if not keys:
+            return
+        what, named = "cannot delete objects", keys[0] if len(keys) == 1 else ""
+        try:
+            self._repeat(what, named, lambda: self._engine.delete(self._store, keys))
+        except FileNotFoundError:
+            # Only S3 answers a deletion of a missing object by a success. Of the others, some may
+            # not have been deleted.
+            for key in keys if len(keys) > 1 else ():
+                self.delete([key])

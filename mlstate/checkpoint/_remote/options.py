@@ -115,6 +115,11 @@ def _refusal_text(error: Exception) -> str:
         )
     if "MissingRegion" in str(error):
         return "the region is missing: pass storage_options={'region': ...} or set AWS_REGION"
+    if re.search(r"GCP credential error: |Azure error: Invalid Access Key", str(error)):
+        return (
+            "a credential cannot be read: check the key, token or file of the store in "
+            "storage_options and the environment"
+        )
     return (
         f"the store's engine refuses the URL or storage_options ({type(error).__name__}: "
         f"{engine_reason(error).strerror if not isinstance(error, TypeError) else 'wrong type'})"

@@ -23,7 +23,7 @@ from .remote_folder import temporary_name
 if TYPE_CHECKING:
     from .remote_folder import RemoteFolder
 
-_NO_TAG = Tag('"mlstate"', "1")  # no object has it
+_NO_TAG = Tag('"0x1"', "1")  # in the form of Azure and of Google; no object has it
 _MOST_BYTES = 1 << 40
 
 
