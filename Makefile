@@ -22,6 +22,7 @@ export CC FUZZ_SECONDS
 
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Python compiles the modules that are imported, in less time than pip compiles all of them.
 PIP := $(RUN) -m pip --disable-pip-version-check install -qq --no-compile
 # A stamp's name contains a checksum of the folder, so a copied or moved checkout is rebuilt.
 HERE := $(shell pwd | cksum | cut -d' ' -f1)

@@ -139,6 +139,18 @@ def test_a_file_that_is_replaced_while_it_is_read_is_never_mixed(file, store, op
     check_equal(got, old if np.array_equal(got["head"], old["head"]) else other)
 
 
+def test_a_replaced_file_with_a_name_like_ours_is_not_read_from_the_cache(
+    url, store, file, tmp_path
+):
+    cached = store.options(cache_folder=tmp_path / "cache")
+    other = {name: array + 1 for name, array in MODEL.items()}
+    for state in (MODEL, other):  # files of equal size
+        path = file[1](state, {"epoch": "3"}, f"{url}/0123456789abcdef-0.safetensors")
+        check_equal(mlstate.load(path, verify=False, storage_options=cached).model, state)
+        assert mlstate.verify(path, storage_options=cached)
+    assert not list(tmp_path.glob("cache/*/*"))
+
+
 def test_a_missing_file_is_one_error_with_its_url(url, store, options):
     there = f"{url}/no.safetensors"
     for call in (mlstate.load, mlstate.verify, checkpoint.inspect, checkpoint.plan_load):

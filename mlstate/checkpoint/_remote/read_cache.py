@@ -65,7 +65,7 @@ class ReadCache:
         self._lock = threading.Lock()
         self._total: int | None = None  # bytes of all entries, if counted
         self._has_new = False
-        self._problem: OSError | None = None  # why there are no more new entries
+        self._problem: OSError | None = None  # the error that ended writing
         self._is_reported = False
 
     @staticmethod
