@@ -142,7 +142,7 @@ def _check_files(folder: str, found: WeightFiles, infos: Mapping[str, Any] | Non
     else:
         missing = [name for name in found.files if infos[name] is None]
     if missing and found.tensors is None:
-        reason = FileNotFoundError(2, "the file does not exist")
+        reason = FileNotFoundError(2, "no such file")
         raise store_error(reason, "cannot read the file", os.path.join(folder, missing[0]))
     if missing:
         raise StoreNotFoundError(
