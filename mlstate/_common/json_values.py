@@ -9,25 +9,10 @@ DEEPEST = 100  # a manifest may be nested 128 deep, and the value starts a few l
 
 
 def check_json_values(value: Any, where: str, *, finite: bool = True) -> None:
-    """
-    Raise for a value that JSON cannot represent, or that changes in a round trip.
+    """Raise for a value that JSON cannot represent, or that changes in a round trip.
 
-    Parameters
-    ----------
-    value : object
-        The value.
-    where : str
-        Name of the value, such as ``metadata``; errors show the path from there.
-    finite : bool, default True
-        Refuse NaN and infinities, which JSON does not support.
-
-    Raises
-    ------
-    TypeError
-        A value is not a str, number, list or dict, or a key of a dict is not a str.
-    ValueError
-        A number is not finite, a str is not valid UTF-8, or the value is nested more than
-        ``DEEPEST`` deep.
+    `where` names the value in errors, which show the path from there. With `finite`, NaN and
+    infinities are refused, which JSON does not support.
     """
     try:
         _check(value, where, finite, DEEPEST)

@@ -76,13 +76,7 @@ def place_of(
     *,
     reads: bool = False,
 ) -> Place:
-    """Return a local path, or the folder in an object store for a URL; see `checkpoint_folder`.
-
-    Raises
-    ------
-    ValueError
-        The URL or an option is wrong, or a local path has `storage_options`.
-    """
+    """Return a local path, or the folder in an object store for a URL; see `checkpoint_folder`."""
     is_url = isinstance(path, str) and split_url(path) is not None
     if is_url or storage_options is not None:
         folder = checkpoint_folder(path, storage_options, reads=reads)
@@ -94,28 +88,8 @@ def place_of(
 def format_of(path: str | os.PathLike[str]) -> str:
     """Return the format of a path, from an existing directory's content or the suffix.
 
-    Parameters
-    ----------
-    path : str or os.PathLike
-        The path or URL; it need not exist.
-
-    Returns
-    -------
-    str
-        A name of `FORMATS`. A path without suffix is an mlstate checkpoint, and so is a URL
-        without a suffix of another format. The index file of a Hugging Face folder at a URL
-        is the folder.
-
-    Raises
-    ------
-    ValueError
-        The suffix is unknown.
-
-    Examples
-    --------
-    >>> from mlstate.checkpoint._files.convert import format_of
-    >>> format_of("model.safetensors"), format_of("runs/a"), format_of("weights.PT")
-    ('safetensors', 'mlstate', 'torch')
+    A path without suffix is an mlstate checkpoint, and so is a URL without a suffix of another
+    format. The index file of a Hugging Face folder at a URL is the folder.
     """
     place = place_of(path, reads=True)
     if isinstance(place, RemoteFolder):
@@ -182,50 +156,11 @@ def read_any(
     format: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Parts:
-    """
-    Read a state from a file or directory of any known format, or a checkpoint at a URL.
+    """Read a state from a file or directory of any known format, or a checkpoint at a URL.
 
-    Parameters
-    ----------
-    path : str or os.PathLike
-        Path to read, or URL of a checkpoint in an object store.
-    format : str, optional
-        A name of `FORMATS`. Default: the result of `format_of`.
-    storage_options : mapping, optional
-        As for `save`.
-
-    Returns
-    -------
-    model : StateDict or None
-        Arrays; those of torch files may be views of the memory-mapped file.
-    optimizer : OptimizerStateDict or None
-        Keys ``"<parameter>.<state name>"``. If a file numbers its parameters, as
-        ``optimizer.state_dict()`` does, the names are the ``param_names`` of its groups, else
-        ``param_0``, ``param_1``, ...
-    metadata : dict
-        Other plain values in the file.
-
-    Raises
-    ------
-    FormatError
-        The file is damaged, has another format, or holds objects that a state cannot hold; the
-        message names them.
-    ValueError
-        The suffix or format is unknown, or not possible in an object store.
-    StoreError
-        The operating system or the store refused.
-    ImportError
-        A torch file without torch installed, or a dtype such as int4 without ml_dtypes.
-
-    Examples
-    --------
-    >>> import tempfile, numpy as np
-    >>> from mlstate.checkpoint._files.convert import read_any
-    >>> path = tempfile.mkdtemp() + "/weights.npz"
-    >>> np.savez(path, w=np.arange(3.0))
-    >>> model, optimizer, metadata = read_any(path)
-    >>> model["w"], optimizer, metadata
-    (array([0., 1., 2.]), None, {})
+    Arrays of torch files may be views of the memory-mapped file. If a file numbers the parameters
+    of an optimizer, as ``optimizer.state_dict()`` does, the names are the ``param_names`` of its
+    groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file.
     """
     place = place_of(path, storage_options, reads=True)
     found = _find_format(format, place)
@@ -245,50 +180,10 @@ def write_any(
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """
-    Write a state to a file or directory of any known format, or to a checkpoint at a URL.
+    """Write a state to a file or directory of any known format, or to a checkpoint at a URL.
 
-    The write is atomic: after a failure the old files are unchanged.
-
-    Parameters
-    ----------
-    path : str or os.PathLike
-        Path to write, or URL of a checkpoint in an object store.
-    model, optimizer : mapping of str to array, optional
-        At least one of them is needed.
-    metadata : mapping of str to plain values, optional
-        JSON values: numbers, str, None, and lists and dicts of these.
-    format : str, optional
-        As for `read_any`.
-    overwrite : bool, default False
-        Replace an existing file, checkpoint or torch directory of the same format, including
-        all steps of a `CheckpointManager`.
-    storage_options : mapping, optional
-        As for `save`.
-
-    Raises
-    ------
-    CompatibilityError
-        The format does not support a dtype, or a value is a `Shard` and the format is not
-        mlstate's.
-    TypeError
-        A value is not an array, or a metadata value is not a plain value.
-    ValueError
-        There is nothing to write, the suffix or format is unknown or not possible in an object
-        store, or a torch directory contains other files.
-    StoreError
-        The operating system or the store refused, or `path` exists (EEXIST). An empty directory is
-        replaced.
-
-    Examples
-    --------
-    >>> import tempfile, numpy as np
-    >>> from mlstate import load_file
-    >>> from mlstate.checkpoint._files.convert import write_any
-    >>> path = tempfile.mkdtemp() + "/both.safetensors"
-    >>> write_any(path, {"w": np.ones(2)}, {"w.m": np.zeros(2)}, {"step": 3})
-    >>> list(load_file(path))
-    ['model.w', 'optimizer.w.m']
+    The write is atomic. `overwrite` replaces an existing file, checkpoint or torch directory of the
+    same format, including all steps of a `CheckpointManager`.
     """
     if model is None and optimizer is None:
         raise ValueError(f"{path}: there is neither a model nor an optimizer to write")

@@ -47,19 +47,7 @@ _WEIGHTS = (
 
 
 class Export(NamedTuple):
-    """The checked arguments of an export.
-
-    Attributes
-    ----------
-    target : SaveTarget
-        Folder and ranks.
-    max_shard_bytes : int
-        Largest size of a file's tensors.
-    content : SaveContent
-        This rank's part of the state, and its error if it exports with others.
-    table : StateTable
-        The tensors in it.
-    """
+    """The checked arguments of an export, this rank's part of the state, and its tensors."""
 
     target: SaveTarget
     max_shard_bytes: int

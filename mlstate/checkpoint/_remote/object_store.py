@@ -59,22 +59,7 @@ def retry_pauses() -> Iterable[float]:
 
 
 class ObjectStore:
-    """The objects below one URL.
-
-    Parameters
-    ----------
-    url : str
-        Base of the keys, such as ``"s3://bucket/run"``; also used in errors.
-    options : StoreOptions
-        Checked options.
-
-    Raises
-    ------
-    ImportError
-        obstore is not installed.
-    ValueError
-        The engine refuses an option.
-    """
+    """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it."""
 
     def __init__(self, url: str, options: StoreOptions) -> None:
         self.url = url
@@ -118,10 +103,7 @@ class ObjectStore:
     def get(self, key: str, most: int) -> tuple[bytes, Tag]:
         """Return a whole object and the tag of exactly this content.
 
-        Raises
-        ------
-        ValueError
-            It has more than `most` bytes; nothing was read.
+        Raises ValueError, and reads nothing, if it has more than `most` bytes.
         """
 
         def request() -> tuple[bytes, Tag] | None:
@@ -145,12 +127,8 @@ class ObjectStore:
         """Return bytes `begin` .. `end` as a buffer, and the size of the whole object.
 
         The buffer is shorter if the object ends earlier, and empty, without a size, if it ends
-        at `begin` or before.
-
-        Raises
-        ------
-        StoreNotFoundError
-            The object does not exist, or no longer has the ETag of `tag`.
+        at `begin` or before. Raises StoreNotFoundError if the object no longer has the ETag of
+        `tag`.
         """
 
         def request() -> tuple[Any, int, str | None]:

@@ -200,20 +200,7 @@ def _check_text(text: str, where: str) -> None:
 
 
 def encode(value: Any, where: str) -> Tree:
-    """Convert a nested value.
-
-    Parameters
-    ----------
-    value : object
-        The value. Its arrays are not copied.
-    where : str
-        Name of the value in errors.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A value or a key of a dict cannot be stored; the message has its path.
-    """
+    """Convert a nested value, whose arrays are not copied; errors have the path from `where`."""
     encoder = _Encoder()
     node = encoder.node(value, where, (), DEEPEST)
     text = json.dumps(node, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
@@ -297,14 +284,9 @@ def leaves_of(node: Any) -> list[Leaf]:
 
 
 class Decoder:
-    """Makes values from a JSON form.
+    """Makes values from a JSON form, with arrays by key.
 
-    Parameters
-    ----------
-    arrays : mapping of str to array
-        The arrays, by key.
-    tensor_of : callable or None
-        Converts an array that was saved from a torch tensor; None leaves it a NumPy array.
+    `tensor_of` converts an array that was saved from a torch tensor; None leaves it a NumPy array.
     """
 
     def __init__(
@@ -359,13 +341,7 @@ class Decoder:
 
 
 def parse(text: bytes, where: str) -> Any:
-    """Return the JSON form in a text.
-
-    Raises
-    ------
-    FormatError
-        The text is not JSON, or is nested too deeply.
-    """
+    """Return the JSON form in a text; raise FormatError if it is not JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except (RecursionError, ValueError) as reason:
