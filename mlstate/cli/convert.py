@@ -16,7 +16,7 @@ from ..checkpoint._files.convert import (
     read_any,
     write_any,
 )
-from ..checkpoint._huggingface.export import export
+from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._remote.remote_folder import RemoteFolder
 from ..checkpoint._store.folder import refuse_existing
 from ._common import FORCE_HELP, add_command, count_text, find, path_text, stat_path
@@ -74,7 +74,8 @@ def _export(arguments: argparse.Namespace, read: str, options: dict[str, Any]) -
         model = where.load(mmap=True, verify="first").model
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
-    export(arguments.target, model, overwrite=arguments.force, **options)
+    files_from = options.pop("files_from", None)
+    export(take_export(arguments.target, model, **options), files_from, arguments.force)
     return model  # type: ignore[no-any-return]
 
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import mlstate
-from mlstate.checkpoint import CheckpointManager
+from mlstate.checkpoint import CheckpointManager, export_huggingface
 from mlstate.checkpoint._files.convert import format_of, read_any, write_any
-from mlstate.checkpoint._huggingface.export import export
 from mlstate.cli import main
 from mlstate.errors import StoreError, StoreNotFoundError
 
@@ -29,7 +28,7 @@ def sources(folder):
     paths = {name: str(folder / name) for name in ("checkpoint", "huggingface")}
     paths["safetensors"] = str(folder / "model.safetensors")
     mlstate.save(paths["checkpoint"], MODEL)
-    export(paths["huggingface"], MODEL)
+    export_huggingface(paths["huggingface"], MODEL)
     write_any(paths["safetensors"], MODEL)
     return paths
 

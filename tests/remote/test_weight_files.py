@@ -8,9 +8,8 @@ import pytest
 
 import mlstate
 from mlstate import checkpoint
-from mlstate.checkpoint import CheckpointManager
+from mlstate.checkpoint import CheckpointManager, export_huggingface
 from mlstate.checkpoint._files.convert import read_any, write_any
-from mlstate.checkpoint._huggingface.export import export
 from mlstate.cli import main
 from mlstate.errors import (
     ChecksumError,
@@ -53,7 +52,7 @@ def file(url, store, tmp_path):
 @pytest.fixture
 def folder(url, store, tmp_path):
     """Return the URL of a Hugging Face folder of several files."""
-    export(tmp_path / "hf", MODEL, max_shard_bytes=1 << 19)
+    export_huggingface(tmp_path / "hf", MODEL, max_shard_bytes=1 << 19)
     for path in (tmp_path / "hf").iterdir():
         store.put(f"{key_of(url)}/hf/{path.name}", path.read_bytes())
     return f"{url}/hf"

@@ -66,7 +66,7 @@ class Format(NamedTuple):
     """Reader, writer and path suffixes of one file format."""
 
     read: Callable[[Any], Parts]
-    write: Callable[[Any, StateDict | None, OptimizerStateDict | None, dict[str, Any], bool], None]
+    write: Callable[[Any, Parts, bool], None]
     suffixes: tuple[str, ...]
 
 
@@ -197,7 +197,7 @@ def write_any(
     if found is not FORMATS["mlstate"]:
         _refuse_parts(weights, moments)
     with _store_errors(place):
-        found.write(place, weights, moments, _checked_metadata(metadata), overwrite)
+        found.write(place, (weights, moments, _checked_metadata(metadata)), overwrite)
 
 
 def _refuse_parts(*states: StateDict | None) -> None:
@@ -284,16 +284,11 @@ def _description_error(path: Path, what: str) -> FormatError:
 # ---- safetensors ----
 
 
-def _write_safetensors(
-    path: Path,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    metadata: dict[str, Any],
-    _overwrite: bool,
-) -> None:
+def _write_safetensors(path: Path, parts: Parts, _overwrite: bool) -> None:
     """Write a safetensors file; metadata values other than str are stored as JSON."""
     from .. import save_file
 
+    model, optimizer, metadata = parts
     state, record = _join_states(model, optimizer)
     plain = {key: value for key, value in metadata.items() if not isinstance(value, str)}
     if plain:
@@ -365,15 +360,10 @@ def _as_arrays(state: StateDict) -> dict[str, NDArray]:
     return arrays
 
 
-def _write_npz(
-    path: Path,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    metadata: dict[str, Any],
-    _overwrite: bool,
-) -> None:
+def _write_npz(path: Path, parts: Parts, _overwrite: bool) -> None:
     from .npz import write_npz
 
+    model, optimizer, metadata = parts
     state, record = _join_states(model, optimizer)
     kind = describe(state)
     write_npz(path, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
@@ -418,15 +408,10 @@ def parts_of(found: LoadedState) -> Parts:
     return found.model, optimizer, metadata
 
 
-def _write_mlstate(
-    path: Place,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    metadata: dict[str, Any],
-    overwrite: bool,
-) -> None:
+def _write_mlstate(path: Place, parts: Parts, overwrite: bool) -> None:
     from .._save import PACK_BELOW, write_checkpoint
 
+    model, optimizer, metadata = parts
     write_checkpoint(
         path,
         model,
@@ -441,44 +426,33 @@ def _write_mlstate(
     )
 
 
-def _write_huggingface(
-    path: Path,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    _metadata: dict[str, Any],
-    overwrite: bool,
-) -> None:
+def _write_huggingface(path: Path, parts: Parts, overwrite: bool) -> None:
     """Write the weights; such a folder has no place for metadata."""
-    from .._huggingface.export import export
+    from .._huggingface.export import export, take_export
 
+    model, optimizer, _ = parts
     if optimizer is not None or model is None:
         raise CompatibilityError(
             f"{path}: a Hugging Face folder holds the weights of a model only: pass model=, "
             "without optimizer="
         )
-    export(path, model, overwrite=overwrite)
+    export(take_export(path, model), overwrite=overwrite)
 
 
 def _read_torch(path: Path) -> Parts:
     return torch_backend("files of torch").read_pt(path)
 
 
-def _write_torch(
-    path: Path,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    metadata: dict[str, Any],
-    _overwrite: bool,
-) -> None:
-    torch_backend("files of torch").write_pt(path, model, optimizer, metadata)
+def _write_torch(path: Path, parts: Parts, _overwrite: bool) -> None:
+    torch_backend("files of torch").write_pt(path, *parts)
 
 
 def _read_dcp(path: Path) -> Parts:
     return torch_backend("files of torch").read_dcp(path)
 
 
-def _write_dcp(path: Path, *parts: Any) -> None:
-    torch_backend("files of torch").write_dcp(path, *parts)
+def _write_dcp(path: Path, parts: Parts, overwrite: bool) -> None:
+    torch_backend("files of torch").write_dcp(path, *parts, overwrite)
 
 
 FORMATS = {

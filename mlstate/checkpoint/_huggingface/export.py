@@ -342,9 +342,9 @@ def write_folder(
 def take_export(
     path: str | os.PathLike[str],
     model: Any,
-    group: ProcessGroup | None,
-    max_shard_bytes: int,
-    rename: Mapping[str, str] | None,
+    group: ProcessGroup | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    rename: Mapping[str, str] | None = None,
 ) -> Export:
     """Check the arguments without copying any array; with a group, errors are kept."""
     target = check_target(local_path(path), group=group)
@@ -375,17 +375,9 @@ def gather_parts(
 
 
 def export(
-    path: str | os.PathLike[str],
-    model: Any,
-    *,
-    group: ProcessGroup | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    rename: Mapping[str, str] | None = None,
-    files_from: str | os.PathLike[str] | None = None,
-    overwrite: bool = False,
+    taken: Export, files_from: str | os.PathLike[str] | None = None, overwrite: bool = False
 ) -> None:
     """Export a model; see `export_huggingface`. `overwrite` replaces a Hugging Face folder."""
-    taken = take_export(path, model, group, max_shard_bytes, rename)
     gathered, plan = gather_parts(taken)
     write_folder(taken.target, plan, gathered.shards, files_from, overwrite)
 
@@ -455,11 +447,4 @@ def export_huggingface(
     >>> sorted(mlstate.checkpoint.inspect(path).files())
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    export(
-        path,
-        model,
-        group=group,
-        max_shard_bytes=max_shard_bytes,
-        rename=rename,
-        files_from=files_from,
-    )
+    export(take_export(path, model, group, max_shard_bytes, rename), files_from)

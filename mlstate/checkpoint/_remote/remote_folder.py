@@ -478,13 +478,10 @@ def _name_url(error: MLStateError, local: str, url: str) -> None:
     error.args = tuple(
         value.replace(local, url) if isinstance(value, str) else value for value in error.args
     )
-    if isinstance(error.path, str):
-        error.path = error.path.replace(local, url)
-    if isinstance(error, StoreError):
-        if isinstance(error.filename, str):
-            error.filename = error.filename.replace(local, url)
-        if isinstance(error.strerror, str):
-            error.strerror = error.strerror.replace(local, url)
+    for name in ("path", "filename", "strerror"):  # the last two of a StoreError only
+        value = getattr(error, name, None)
+        if isinstance(value, str):
+            setattr(error, name, value.replace(local, url))
 
 
 # ---- planning ----
