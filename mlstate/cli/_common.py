@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.local_path import local_path
-from .._common.text import steps_text, table_text
+from .._common.text import table_text
 from ..checkpoint import Checkpoint
 from ..checkpoint._files.convert import FORMATS
 from ..checkpoint._load import LoadedState, load_checkpoint
@@ -16,29 +17,11 @@ from ..checkpoint._manager import find_root
 from ..checkpoint._remote.options import split_url
 from ..checkpoint._remote.remote_folder import checkpoint_folder
 from ..checkpoint._store import folder as _folder
-from ..checkpoint._store.weight_files import hub_hint, is_weights_root
+from ..checkpoint._store.weight_files import ROOTS, hub_hint, is_weights_root
 from ..errors import MLStateError
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterator, Sequence
-
-__all__ = [
-    "EPILOG",
-    "FORCE_HELP",
-    "PATH_HELP",
-    "Folder",
-    "add_command",
-    "add_lock_timeout",
-    "check_is_safetensors",
-    "count_text",
-    "find",
-    "path_text",
-    "print_table",
-    "progress_of",
-    "stat_path",
-    "steps_text",
-]
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
 PATH_HELP = "a checkpoint, the folder of a run or of a Hugging Face model, or a .safetensors file"
@@ -47,13 +30,20 @@ _WIDTH = 120  # characters of a cell
 
 
 def add_command(
-    commands: argparse._SubParsersAction[Any], name: str, help_text: str, no: str | None = None
+    commands: argparse._SubParsersAction[Any],
+    name: str,
+    help_text: str,
+    run: Callable[[argparse.Namespace], int],
+    no: str | None = None,
 ) -> argparse.ArgumentParser:
     """Add a parser with the option ``--json``; `no` describes exit status 1 in the help."""
     epilog = EPILOG.format(no="" if no is None else f"1 {no}, ")
-    parser = commands.add_parser(name, help=help_text, description=help_text, epilog=epilog)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help_text, description=help_text, epilog=epilog
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser  # type: ignore[no-any-return]
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +81,13 @@ class Folder(NamedTuple):
     def load(self, **keywords: Any) -> LoadedState:
         """Load the checkpoint."""
         return load_checkpoint(self.path, root=self.root, **keywords)
+
+
+def kind_of(root: str) -> str:
+    """Return what a root describes: ``checkpoint``, ``huggingface``, or one file in a store."""
+    if root in ROOTS:
+        return "huggingface"
+    return "safetensors" if is_weights_root(root) else "checkpoint"
 
 
 def stat_path(path: str) -> None:
@@ -175,11 +172,6 @@ def check_is_safetensors(path: str) -> None:
 
 
 # ---- text ----
-
-
-def count_text(count: int, what: str) -> str:
-    """Return a count with a noun, which must have a regular plural."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def path_text(path: str) -> str:

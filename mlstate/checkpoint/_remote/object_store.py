@@ -251,16 +251,17 @@ class ObjectStore:
             self._parts = self._options.open_engine(self.url, for_parts=True)[1]
         return self._parts
 
-    def put_if(self, key: str, data: bytes, tag: Tag | None) -> None:
+    def put_if(self, key: str, data: bytes, tag: Tag | None, *, repeats: bool = False) -> None:
         """Write an object if it still has `tag`, or, with None, if it does not exist.
 
-        One attempt. Raises StoreError: EEXIST if the condition does not hold. After any other
-        error the outcome may be unknown.
+        One attempt, unless `repeats`. Raises StoreError: EEXIST if the condition does not hold.
+        After any other error the outcome may be unknown.
         """
         mode: Any = "create"
         if tag is not None:
             mode = {name: value for name, value in tag._asdict().items() if value is not None}
-        self._call(
+        send = self._repeat if repeats else self._call
+        send(
             "cannot write the object",
             key,
             lambda: self._engine.put(self._store, key, data, mode=mode, use_multipart=False),

@@ -145,17 +145,12 @@ def _check_conditions(folder: RemoteFolder) -> None:
 
 def _expect_refusal(folder: RemoteFolder, name: str, tag: Tag | None) -> None:
     """Write an object under a condition that does not hold; raise if that succeeds."""
-    end = time.monotonic() + folder.store.timeout
-    for pause in retry_pauses():
-        try:
-            folder.store.put_if(name, b"{}", tag)
-            break
-        except StoreError as error:
-            if error.errno == errno.EEXIST:
-                return
-            if error.errno not in RETRIED or time.monotonic() + pause > end:
-                raise
-        time.sleep(pause)
+    try:
+        folder.store.put_if(name, b"{}", tag, repeats=True)
+    except StoreError as error:
+        if error.errno == errno.EEXIST:
+            return
+        raise
     header = "If-None-Match" if tag is None else "If-Match"
     reason = OSError(
         errno.ENOTSUP,
