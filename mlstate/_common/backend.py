@@ -61,20 +61,11 @@ class ModuleHooks(Protocol):
     is_full: bool
     unsent: set[str]
 
-    def take(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]:
-        """Remove a parameter's gradient and return it, with a function that puts it back."""
-
-    def take_missing(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]:
-        """Do the same as `take`, for a parameter without a gradient in this pass."""
-
-    def gather_full(self, buckets: Iterable[Any], group: Any, timeout: float | None) -> None:
-        """Add the reduced full gradients to ``parameter.grad``."""
-
-    def drop_full(self) -> None:
-        """Remove all gradients, because not all of them were reduced."""
-
-    def remove(self) -> None:
-        """Remove the hooks."""
+    def take(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]: ...
+    def take_missing(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]: ...
+    def gather_full(self, buckets: Iterable[Any], group: Any, timeout: float | None) -> None: ...
+    def drop_full(self) -> None: ...
+    def remove(self) -> None: ...
 
 
 class Backend(Protocol):

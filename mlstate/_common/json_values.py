@@ -43,11 +43,7 @@ def _check(value: Any, where: str, finite: bool, levels: int) -> None:
             if type(inner) is not int:  # fast path for long lists, such as a generator's state
                 _check(inner, f"{where}[{number}]", finite, levels - 1)
     elif isinstance(value, str):
-        if not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"{where}: {error}") from None
+        check_text(value, where)
     elif isinstance(value, float):
         if finite and not math.isfinite(value):
             raise ValueError(
@@ -59,6 +55,15 @@ def _check(value: Any, where: str, finite: bool, levels: int) -> None:
         name = cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
         hint = _hint(value)
         raise TypeError(f"{where} is a {name}{hint and f': give {hint}'}")
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise ValueError for a text that is not valid UTF-8."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: {error}") from None
 
 
 def _hint(value: Any) -> str:

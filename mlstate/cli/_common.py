@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._common.local_path import local_path
 from .._common.text import table_text
 from ..checkpoint import Checkpoint
-from ..checkpoint._files.convert import FORMATS
+from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._load import LoadedState, load_checkpoint
 from ..checkpoint._manager import find_root
 from ..checkpoint._remote.options import split_url
@@ -143,10 +143,8 @@ def _reader_hint(place: Path) -> str | None:
     if place.is_dir():
         is_dcp = (place / ".metadata").exists()
         return "mlstate convert reads a torch distributed checkpoint" if is_dcp else None
-    for name, one in FORMATS.items():
-        if suffix in one.suffixes:
-            return f"mlstate convert reads a {suffix} file (format {name})"
-    return None
+    name = SUFFIXES.get(suffix)
+    return name and f"mlstate convert reads a {suffix} file (format {name})"
 
 
 def _has_safetensors_header(place: Path) -> bool:
@@ -166,8 +164,7 @@ def check_is_safetensors(path: str) -> None:
     if place.suffix.lower() == ".safetensors" or not place.is_file():
         return
     if not _has_safetensors_header(place):
-        known = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
-        hint = f"mlstate convert reads {known}, and with --from any suffix"
+        hint = f"mlstate convert reads {' '.join(SUFFIXES)}, and with --from any suffix"
         raise ValueError(f"{path} is not a .safetensors file: {_reader_hint(place) or hint}")
 
 

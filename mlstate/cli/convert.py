@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .._common.text import bytes_text, count_text
 from ..checkpoint._files.convert import (
     FORMATS,
+    SUFFIXES,
     check_format,
     format_of,
     parts_of,
@@ -29,10 +30,9 @@ if TYPE_CHECKING:
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``convert``."""
-    suffixes = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
     help_text = "convert between checkpoints, .safetensors, .npz, Hugging Face and torch's files"
     parser = add_command(commands, "convert", help_text, run_convert)
-    parser.add_argument("source", help=f"a folder, a URL, or a file: {suffixes}")
+    parser.add_argument("source", help=f"a folder, a URL, or a file: {' '.join(SUFFIXES)}")
     parser.add_argument("target", help="target; its suffix selects the format (none: a checkpoint)")
     names = tuple(FORMATS)
     parser.add_argument("--from", dest="source_format", choices=names, help="whatever the suffix")

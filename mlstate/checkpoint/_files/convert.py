@@ -95,8 +95,7 @@ def format_of(path: str | os.PathLike[str]) -> str:
     if isinstance(place, RemoteFolder):
         if place.file:
             return "huggingface" if place.file == INDEX else "safetensors"
-        suffix = os.path.splitext(place)[1].lower()
-        return next((name for name, one in FORMATS.items() if suffix in one.suffixes), "mlstate")
+        return SUFFIXES.get(os.path.splitext(place)[1].lower(), "mlstate")
     if place.is_dir():
         if (place / ".metadata").exists():
             return "dcp"
@@ -104,18 +103,14 @@ def format_of(path: str | os.PathLike[str]) -> str:
             return "mlstate"
         if weights_root(str(place)) is not None:
             return "huggingface"
-    for name, one in FORMATS.items():
-        if place.suffix.lower() in one.suffixes:
-            return name
-    if place.suffix and not place.is_dir():
-        known = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
+    suffix = place.suffix.lower()
+    if suffix and suffix not in SUFFIXES and not place.is_dir():
         raise ValueError(
-            f"{place}: the suffix {place.suffix!r} belongs to no known format; known are {known}, "
-            "and folders of mlstate and torch. Otherwise pass format= "
-            "(--from or --to on the command line)"
-            f"{names_hint(place.suffix.lower(), known.split(), listed=False)}"
+            f"{place}: the suffix {place.suffix!r} belongs to no known format; known are "
+            f"{' '.join(SUFFIXES)}, and folders of mlstate and torch. Otherwise pass format= "
+            f"(--from or --to on the command line){names_hint(suffix, SUFFIXES, listed=False)}"
         )
-    return "mlstate"
+    return SUFFIXES.get(suffix, "mlstate")
 
 
 def _find_format(format: str | None, path: Place) -> Format:
@@ -463,3 +458,4 @@ FORMATS = {
     "dcp": Format(_read_dcp, _write_dcp, (".dcp",)),
     "huggingface": Format(_read_mlstate, _write_huggingface, ()),
 }
+SUFFIXES = {suffix: name for name, one in FORMATS.items() for suffix in one.suffixes}

@@ -19,6 +19,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
+from ..._common.atomic_file import replace_folder
 from ..._common.backend import backend_of, is_module
 from ..._common.local_path import local_path
 from ..._common.set_module import set_module
@@ -205,23 +206,11 @@ def _finish(made: str, folder: str, plan: ExportPlan, crcs: Any, copied: list[st
         for source in copied:
             _copy_file(source, made)
         _core.folder_sync(made)
-        old = f"{made}.old"
-        replaces = os.path.isdir(folder) and bool(os.listdir(folder))
-        if replaces:
-            os.rename(folder, old)
-        try:
-            os.rename(made, folder)
-        except BaseException:
-            if replaces:
-                os.rename(old, folder)
-            raise
+        replace_folder(made, folder)
     except StoreError:
         raise
     except OSError as error:
         raise _folder.store_error(error, "cannot write the folder", folder) from None
-    _core.folder_sync(os.path.dirname(folder))
-    if replaces:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 # ---- parts ----

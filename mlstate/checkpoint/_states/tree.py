@@ -25,7 +25,7 @@ import numpy as np
 from ..._common.arrays import is_torch
 from ..._common.backend import backend_of
 from ..._common.dtypes import name_of, numpy_dtype
-from ..._common.json_values import DEEPEST
+from ..._common.json_values import DEEPEST, check_text
 from ..._sharding.layout import Shard
 from ...errors import FormatError
 from .generators import library_of, restored, state_of
@@ -86,7 +86,7 @@ class _Encoder:
         """Return the JSON form of a value."""
         if value is None or type(value) in (bool, str):
             if isinstance(value, str):
-                _check_text(value, where)
+                check_text(value, where)
             return value
         if type(value) is int:
             small = value.bit_length() <= _MOST_BITS
@@ -167,7 +167,7 @@ class _Encoder:
                     "dicts must be str, int or None"
                 )
             if isinstance(key, str):
-                _check_text(key, where)
+                check_text(key, where)
             node = self.node(inner, f"{where}[{key!r}]", (*path, str(key)), levels)
             pairs.append([key, node])
         if kind == "dict" and all(isinstance(key, str) and key != "$" for key, _ in pairs):
@@ -189,14 +189,6 @@ class _Encoder:
                 "with state_dict(), or lists, tuples, sets and dicts of these"
             )
         return {"$": "object", "state": self.node(method(), where, path, levels)}
-
-
-def _check_text(text: str, where: str) -> None:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where}: {error}") from None
 
 
 def encode(value: Any, where: str) -> Tree:

@@ -71,7 +71,9 @@ def test_each_rank_loads_its_part(folder, layout, mmap):
     mlstate.save(folder.parent / "own", arrays_of())
     for rank in range(world):
         how = {"rank": rank, "world_size": world, "layout": layout, "mmap": mmap}
-        assert same(mlstate.load(folder, **how).model, mlstate.load(folder.parent / "own", **how).model)
+        assert same(
+            mlstate.load(folder, **how).model, mlstate.load(folder.parent / "own", **how).model
+        )
 
 
 def test_existing_arrays_are_filled(folder):
