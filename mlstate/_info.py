@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from ._common.copy_choices import Choices, choice_lines, read_choices
 from ._common.set_module import set_module
 from ._common.text import bytes_text, table_html
 from ._version import __version__
@@ -31,8 +30,17 @@ PACKAGES = (
     "coremltools",
     "coreai-core",
 )
+_OPERATIONS = {
+    "copy": "copies",
+    "fill": "fills",
+    "narrow": "narrowing",
+    "widen": "widening",
+    "checksum": "checksums",
+}
 _CPUINFO = Path("/proc/cpuinfo")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+
+_Choices = dict[str, Any]  # result of `_core.copy_choices`
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,7 +80,7 @@ class SystemInfo:
     offered_instruction_sets: tuple[str, ...]
     threads: int
     processors: int
-    copies: Choices
+    copies: _Choices
     huge_pages: dict[str, Any] | None
     packages: dict[str, str | None]
 
@@ -93,7 +101,7 @@ class SystemInfo:
             ("processor", self.processor + caches),
             ("instructions", f"{self.instruction_set} (offered: {offered})"),
             ("threads", f"{self.threads} (processors: {self.processors})"),
-            *choice_lines(self.copies),
+            *_choice_lines(self.copies),
             ("huge pages", _huge_pages_text(self.huge_pages)),
             *((name, version or "not installed") for name, version in self.packages.items()),
         ]
@@ -176,6 +184,57 @@ def _huge_pages() -> dict[str, Any] | None:
     return {"enabled": enabled, "defrag": _setting("defrag"), "bytes": nbytes}
 
 
+# ---- the choice of stores ----
+
+
+def _is_measured(choice: dict[str, Any]) -> bool:
+    return any(speed is not None for speed in choice["gigabytes_per_second"].values())
+
+
+def _read_choices() -> _Choices:
+    """Return the core's choices.
+
+    If the process has not copied enough to measure anything, this measures for less than
+    100 ms, unless ``MLSTATE_COPY`` forces a strategy.
+    """
+    found = _core.copy_choices()
+    can_choose = found["forced"] == "auto" and found["variants"] > 1
+    if can_choose and not any(map(_is_measured, found["choices"])):
+        _core.measure_copies()
+        found = _core.copy_choices()
+    return found
+
+
+def _choice_text(choice: dict[str, Any]) -> str:
+    """Return a choice as text: ``stream1 (plain 7.6, stream1 11.1, stream4 2.8 GB/s)``."""
+    speeds = choice["gigabytes_per_second"]
+    shown = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items() if speed is not None)
+    text: str = choice["chosen"] or "not decided"
+    return f"{text} ({shown} GB/s)" if shown else text
+
+
+def _choice_lines(choices: _Choices) -> list[tuple[str, str]]:
+    """Return (label, text) for copies and for each other measured operation."""
+    forced = choices["forced"]
+    if forced != "auto":
+        return [("copies", f"{forced}, forced by MLSTATE_COPY")]
+    if choices["variants"] == 1:
+        return [("copies", "plain, the only way of this instruction set")]
+    least = {size: bytes_text(nbytes) for size, nbytes in choices["least_bytes"].items()}
+    texts: dict[str, list[str]] = {"copy": []}
+    for choice in choices["choices"]:
+        if _is_measured(choice):
+            fresh = "fresh memory " if choice["destination"] == "fresh" else ""
+            place = f"{fresh}from {least[choice['cache']]}"
+            line = f"{place}: {_choice_text(choice)}"
+            texts.setdefault(choice["operation"], []).append(line)
+    texts["copy"] = [
+        *(texts["copy"] or [f"from {least['within']}: not measured"]),
+        "smaller: plain",
+    ]
+    return [(_OPERATIONS.get(name, name), "; ".join(some)) for name, some in texts.items()]
+
+
 # ---- versions ----
 
 
@@ -241,7 +300,7 @@ def info() -> SystemInfo:
         offered_instruction_sets=_core.cpu_offered(),
         threads=_core.get_num_threads(),
         processors=_processor_count(),
-        copies=read_choices(),
+        copies=_read_choices(),
         huge_pages=_huge_pages(),
         packages={name: _package_version(name) for name in PACKAGES},
     )

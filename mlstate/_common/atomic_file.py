@@ -1,8 +1,7 @@
-"""Atomic replacement of files, for formats of other programs."""
+"""Atomic replacement of files and folders, for formats of other programs."""
 
 from __future__ import annotations
 
-import errno
 import os
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,18 +12,6 @@ from .local_path import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, if the system supports syncing folders."""
-    if os.name == "nt":
-        return
-    with _core.Descriptor(folder, os.O_RDONLY) as descriptor:
-        try:
-            os.fsync(descriptor.fileno())
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
 
 
 def temporary_name(target: Path) -> Path:
@@ -57,4 +44,27 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         with suppress(FileNotFoundError):
             temporary.unlink()
         raise
-    sync_folder(target.parent)
+    _core.folder_sync(str(target.parent))
+
+
+def replace_folder(new: str | Path, target: str | Path) -> None:
+    """Rename a folder to `target`, durably; an older folder there is deleted after that.
+
+    Between two renames, `target` does not exist. If the second one fails, the old folder is
+    renamed back.
+    """
+    import shutil
+
+    old = f"{new}.old"
+    replaces = os.path.isdir(target) and bool(os.listdir(target))
+    if replaces:
+        os.rename(target, old)
+    try:
+        os.rename(new, target)
+    except BaseException:
+        if replaces:
+            os.rename(old, target)
+        raise
+    _core.folder_sync(os.path.dirname(target))
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)

@@ -61,56 +61,33 @@ class ModuleHooks(Protocol):
     is_full: bool
     unsent: set[str]
 
-    def take(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]:
-        """Remove a parameter's gradient and return it, with a function that puts it back."""
-
-    def take_missing(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]:
-        """Do the same as `take`, for a parameter without a gradient in this pass."""
-
-    def gather_full(self, buckets: Iterable[Any], group: Any, timeout: float | None) -> None:
-        """Add the reduced full gradients to ``parameter.grad``."""
-
-    def drop_full(self) -> None:
-        """Remove all gradients, because not all of them were reduced."""
-
-    def remove(self) -> None:
-        """Remove the hooks."""
+    def take(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]: ...
+    def take_missing(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]: ...
+    def gather_full(self, buckets: Iterable[Any], group: Any, timeout: float | None) -> None: ...
+    def drop_full(self) -> None: ...
+    def remove(self) -> None: ...
 
 
 class Backend(Protocol):
-    """Operations on one framework's tensors, modules and optimizers."""
+    """Operations on one framework's tensors, modules and optimizers.
+
+    The functions of torch that `integrations/torch/_backend.py` lists describe each.
+    """
 
     # ---- recognition ----
 
-    def is_module(self, value: object) -> bool:
-        """Return whether a value is a module of the framework."""
-
-    def is_optimizer(self, value: object) -> bool:
-        """Return whether a value is an optimizer of the framework."""
-
-    def is_mine(self, value: object) -> bool:
-        """Return whether a value is a tensor, module or optimizer of the framework."""
+    def is_module(self, value: object) -> bool: ...
+    def is_optimizer(self, value: object) -> bool: ...
+    def is_mine(self, value: object) -> bool: ...
 
     # ---- tensors ----
 
-    def arrays_of(self, state: Any) -> dict[str, Any]:
-        """Return NumPy arrays that share the memory of tensors."""
-
-    def tensors_of(self, state: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
-        """Return tensors that share the memory of arrays."""
-
-    def device_of(self, device: Any) -> Any:
-        """Return the device that a user named; raise ValueError if there is none."""
-
-    def why_not_plain(self, tensor: Any) -> str:
-        """Return why a tensor is not plain memory, or an empty string."""
-
-    def write_into_tensor(self, out: Any, write: Callable[[Any], Any]) -> Any:
-        """Let `write` fill a tensor, and record the write for automatic differentiation."""
-
-    def note_written(self, tensors: Iterable[Any]) -> None:
-        """Record that tensors were written to, for automatic differentiation."""
-
+    def arrays_of(self, state: Any) -> dict[str, Any]: ...
+    def tensors_of(self, state: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]: ...
+    def device_of(self, device: Any) -> Any: ...
+    def why_not_plain(self, tensor: Any) -> str: ...
+    def write_into_tensor(self, out: Any, write: Callable[[Any], Any]) -> Any: ...
+    def note_written(self, tensors: Iterable[Any]) -> None: ...
     def move_kv(
         self,
         source: Any,
@@ -122,25 +99,16 @@ class Backend(Protocol):
         low_memory: bool,
         compact: bool,
         seq_axis: int,
-    ) -> Any:
-        """Move a KV cache to another length; see `mlstate.kv.transition_kv_state`."""
+    ) -> Any: ...
 
     # ---- states of modules and optimizers ----
 
-    def saved_module(self, module: Any, ranks: int) -> dict[str, Any]:
-        """Return the tensors of a module that this rank stores."""
-
-    def tied_names(self, module: Any) -> set[str]:
-        """Return the names of a module's state whose tensor has an earlier name."""
-
+    def saved_module(self, module: Any, ranks: int) -> dict[str, Any]: ...
+    def tied_names(self, module: Any) -> set[str]: ...
     def saved_optimizer(
         self, optimizer: Any, module: Any, ranks: int
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the optimizer states that this rank stores, and the attributes."""
-
-    def fill_module(self, module: Any) -> Any:
-        """Return this rank's memory for a module's parameters and buffers."""
-
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+    def fill_module(self, module: Any) -> Any: ...
     def fill_optimizer(
         self,
         optimizer: Any,
@@ -150,45 +118,28 @@ class Backend(Protocol):
         read: Callable[[list[str]], dict[str, Any]],
         names: Any,
         meant: Callable[[list[str]], list[str]],
-    ) -> Any:
-        """Return this rank's memory for an optimizer's states."""
-
-    def optimizer_state(self, optimizer: Any, names: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return an optimizer's states, and the attributes of an `OptimizerStateDict`."""
-
+    ) -> Any: ...
+    def optimizer_state(
+        self, optimizer: Any, names: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
     def optimizer_dict(
         self, osd: Any, optimizer: Any, names: Any, *, copy: bool = False
-    ) -> dict[str, Any]:
-        """Return the argument of ``optimizer.load_state_dict``."""
-
-    def reduce_state(self, state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return the pickled form of a state dict in the framework's own files."""
-
-    def part_of(self, name: str, value: Any, replica: int = 0) -> Any:
-        """Return this rank's part of a value of a state."""
-
-    def module_state(self, module: Any) -> tuple[dict[str, Any], Callable[[], None] | None]:
-        """Return this rank's parts of a module's state, and a function that stores them."""
-
+    ) -> dict[str, Any]: ...
+    def reduce_state(self, state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]: ...
+    def part_of(self, name: str, value: Any, replica: int = 0) -> Any: ...
+    def module_state(self, module: Any) -> tuple[dict[str, Any], Callable[[], None] | None]: ...
     def optimizer_parts(
         self, optimizer: Any, module: Any, *, fill: bool = False
-    ) -> tuple[dict[str, Any], dict[str, Any], Callable[[], None] | None]:
-        """Return this rank's parts of an optimizer's states, attributes, and a store function."""
-
-    def needs_all_ranks(self, source: Any, module: Any) -> str:
-        """Return why all ranks must collect a state together, or an empty string."""
+    ) -> tuple[dict[str, Any], dict[str, Any], Callable[[], None] | None]: ...
+    def needs_all_ranks(self, source: Any, module: Any) -> str: ...
 
     # ---- files ----
 
-    def read_pt(self, path: Path) -> Parts:
-        """Read a file of ``torch.save``."""
-
-    def write_pt(self, path: Path, model: Any, optimizer: Any, metadata: Mapping[str, Any]) -> None:
-        """Write a file for ``torch.load``."""
-
-    def read_dcp(self, path: Path) -> Parts:
-        """Read a checkpoint of torch.distributed.checkpoint."""
-
+    def read_pt(self, path: Path) -> Parts: ...
+    def write_pt(
+        self, path: Path, model: Any, optimizer: Any, metadata: Mapping[str, Any]
+    ) -> None: ...
+    def read_dcp(self, path: Path) -> Parts: ...
     def write_dcp(
         self,
         path: Path,
@@ -196,63 +147,31 @@ class Backend(Protocol):
         optimizer: Any,
         metadata: Mapping[str, Any],
         overwrite: bool = False,
-    ) -> None:
-        """Write a checkpoint of torch.distributed.checkpoint."""
+    ) -> None: ...
 
     # ---- tiers ----
 
-    def accelerator(self, values: Iterable[Any], device: Any) -> Any:
-        """Return the device of the hot tier, or None for main memory."""
-
-    def on_device(self, array: Any, device: Any) -> Any:
-        """Copy an array or a tensor to new memory of a device."""
-
-    def in_memory(self, tensor: Any) -> Any:
-        """Copy a tensor to new main memory."""
-
-    def give_memory(self, tensor: Any, source: Any) -> None:
-        """Replace a tensor's memory by that of another one; None leaves it without elements."""
-
-    def has_given_away(self) -> bool:
-        """Return whether `give_memory` left any tensor of this process without elements."""
-
-    def is_given_away(self, tensor: Any) -> bool:
-        """Return whether `give_memory` left a tensor without elements."""
-
-    def tensors_of_optimizer(self, optimizer: Any, module: Any) -> dict[str, Any]:
-        """Return an optimizer's state tensors, by ``"<parameter>.<state>"``."""
+    def accelerator(self, values: Iterable[Any], device: Any) -> Any: ...
+    def on_device(self, array: Any, device: Any) -> Any: ...
+    def in_memory(self, tensor: Any) -> Any: ...
+    def give_memory(self, tensor: Any, source: Any) -> None: ...
+    def has_given_away(self) -> bool: ...
+    def is_given_away(self, tensor: Any) -> bool: ...
+    def tensors_of_optimizer(self, optimizer: Any, module: Any) -> dict[str, Any]: ...
 
     # ---- gradients ----
 
-    def readable(self, tensor: Any) -> Any:
-        """Return a gradient as plain main memory, or None if only the framework can add it."""
-
-    def copy_of(self, tensor: Any, dtype: str | None) -> Any:
-        """Return a copy of a gradient to add to."""
-
-    def item_bytes(self, dtype: str, like: Any) -> int:
-        """Return the size of an element of a dtype."""
-
-    def tensor_in(self, memory: Any, dtype: str, like: Any) -> Any:
-        """Return a tensor of another one's shape over the bytes of an array."""
-
-    def add_gradient(self, total: Any, tensor: Any) -> None:
-        """Add a gradient to a sum, in place."""
-
-    def norm_partial(self, tensor: Any) -> tuple[float, int]:
-        """Return the sum of squares, and the number of elements that are infinite or NaN."""
-
-    def why_not_reduced(self, tensor: Any) -> str:
-        """Return why a parameter or gradient cannot be reduced, or an empty string."""
-
-    def parameters_of(self, module: Any) -> Mapping[str, Any]:
-        """Return the parameters of a module by name; shared ones have one name."""
-
+    def readable(self, tensor: Any) -> Any: ...
+    def copy_of(self, tensor: Any, dtype: str | None) -> Any: ...
+    def item_bytes(self, dtype: str, like: Any) -> int: ...
+    def tensor_in(self, memory: Any, dtype: str, like: Any) -> Any: ...
+    def add_gradient(self, total: Any, tensor: Any) -> None: ...
+    def norm_partial(self, tensor: Any) -> tuple[float, int]: ...
+    def why_not_reduced(self, tensor: Any) -> str: ...
+    def parameters_of(self, module: Any) -> Mapping[str, Any]: ...
     def reduce_on_device(
         self, group: Any, entry: Any, terms: Any, timeout: float | None
-    ) -> tuple[float, int]:
-        """Reduce a gradient outside main memory; return the result of `norm_partial`."""
-
+    ) -> tuple[float, int]: ...
     def hook_module(
         self,
         module: Any,
@@ -261,11 +180,8 @@ class Backend(Protocol):
         *,
         is_full: bool,
         keep: bool,
-    ) -> ModuleHooks:
-        """Call `receive` with the name and parameter of each gradient that is complete."""
-
-    def begin_pass(self, on_end: Callable[[], None], rank: int) -> Any:
-        """Call `on_end` at the end of the running backward pass; return a reference to it."""
+    ) -> ModuleHooks: ...
+    def begin_pass(self, on_end: Callable[[], None], rank: int) -> Any: ...
 
     # ---- activations ----
 
@@ -277,9 +193,7 @@ class Backend(Protocol):
         blocks: Any = None,
         repeats: int = 5,
         offload: bool | str | os.PathLike[str] = False,
-    ) -> Chain:
-        """Measure the blocks of a model."""
-
+    ) -> Chain: ...
     def apply_plan(
         self,
         plan: Any,
@@ -288,34 +202,17 @@ class Backend(Protocol):
         blocks: Any = None,
         offload_to: str | os.PathLike[str] | None = None,
         observe: Callable[[str, int], None] | None = None,
-    ) -> Any:
-        """Run the blocks of a model by a plan's steps."""
-
-    def apply_strategy(self, manager: Any, module: Any, blocks: Any) -> AppliedStrategy:
-        """Let a manager decide for blocks of a model."""
-
+    ) -> Any: ...
+    def apply_strategy(self, manager: Any, module: Any, blocks: Any) -> AppliedStrategy: ...
     def check_recompute(
         self, module: Any, plan: Any, sample: Any, *, blocks: Any = None
-    ) -> RecomputeReport:
-        """Run blocks again and compare the results."""
-
-    def operator_contexts(self, saved: Iterable[str]) -> tuple[Any, Any]:
-        """Return the contexts of a checkpointed call that keeps some operators' outputs."""
-
-    def cuda_memory(self, source: str) -> tuple[int, int, int, str]:
-        """Read the memory of a CUDA device, for `MemoryTracker`."""
+    ) -> RecomputeReport: ...
+    def operator_contexts(self, saved: Iterable[str]) -> tuple[Any, Any]: ...
+    def cuda_memory(self, source: str) -> tuple[int, int, int, str]: ...
 
 
 def register(name: str, backend: Backend) -> None:
-    """Register the backend of a framework.
-
-    Parameters
-    ----------
-    name : str
-        Module of the framework, such as ``"torch"``.
-    backend : Backend
-        Object or module with the operations.
-    """
+    """Register the backend of a framework, by the module that users import."""
     _registered[name] = backend
 
 
@@ -345,14 +242,9 @@ def torch_backend(what: str) -> Backend:
 
 
 def backend_of(value: object) -> Backend:
-    """Return the backend of a tensor, module or optimizer.
+    """Return the backend of a tensor, module or optimizer; raise TypeError if there is none.
 
     Only imported frameworks are asked, because no other can have created the value.
-
-    Raises
-    ------
-    TypeError
-        The value belongs to no known framework.
     """
     for name in _INTEGRATIONS:
         if sys.modules.get(name) is not None:

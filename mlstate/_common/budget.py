@@ -27,24 +27,12 @@ _DIGITS = 4
 
 
 class Budget(NamedTuple):
-    """A number of bytes, and the unit in which messages show it.
-
-    Attributes
-    ----------
-    nbytes : int
-        The bytes, rounded down.
-    unit_bytes : int
-        Bytes of the unit; 0 for plain bytes.
-    unit_name : str
-        Name of the unit in messages.
-    given : str
-        The number as the caller wrote it.
-    """
+    """A number of bytes, rounded down, and the unit in which messages show it."""
 
     nbytes: int
-    unit_bytes: int
+    unit_bytes: int  # 0 for plain bytes
     unit_name: str
-    given: str
+    given: str  # the number as the caller wrote it
 
     def text(self, nbytes: int) -> str:
         """Return a number of bytes as text in the unit, rounded up to four digits."""
@@ -82,31 +70,11 @@ class Budget(NamedTuple):
 
 
 def parse_budget(name: str, value: Any, whole: int | None = None, of: str = "") -> Budget:
-    """Parse a memory budget.
+    """Parse a memory budget, rounded down to whole bytes.
 
-    Parameters
-    ----------
-    name : str
-        Name of the parameter, for messages.
-    value : int, float or str
-        Bytes as an int, or as a float above 1; a size such as ``"6GiB"`` or ``"1.5 GB"``; or a
-        float up to 1, a fraction of `whole`.
-    whole : int, optional
-        Number of bytes of which a fraction is taken. Default: fractions are refused.
-    of : str
-        Description of `whole`, for messages.
-
-    Returns
-    -------
-    Budget
-        The budget, rounded down to whole bytes.
-
-    Raises
-    ------
-    ValueError
-        The text is not a size, the number is not finite, or a fraction is not allowed.
-    TypeError
-        `value` is neither a number nor a str.
+    It is bytes as an int, or as a float above 1; a size such as ``"6GiB"`` or ``"1.5 GB"``; or a
+    float up to 1, a fraction of `whole`. Without `whole`, fractions are refused. `name` is that of
+    the parameter, and `of` describes `whole`, for messages.
     """
     if isinstance(value, str):
         return _parse_text(name, value)

@@ -9,25 +9,10 @@ DEEPEST = 100  # a manifest may be nested 128 deep, and the value starts a few l
 
 
 def check_json_values(value: Any, where: str, *, finite: bool = True) -> None:
-    """
-    Raise for a value that JSON cannot represent, or that changes in a round trip.
+    """Raise for a value that JSON cannot represent, or that changes in a round trip.
 
-    Parameters
-    ----------
-    value : object
-        The value.
-    where : str
-        Name of the value, such as ``metadata``; errors show the path from there.
-    finite : bool, default True
-        Refuse NaN and infinities, which JSON does not support.
-
-    Raises
-    ------
-    TypeError
-        A value is not a str, number, list or dict, or a key of a dict is not a str.
-    ValueError
-        A number is not finite, a str is not valid UTF-8, or the value is nested more than
-        ``DEEPEST`` deep.
+    `where` names the value in errors, which show the path from there. With `finite`, NaN and
+    infinities are refused, which JSON does not support.
     """
     try:
         _check(value, where, finite, DEEPEST)
@@ -58,11 +43,7 @@ def _check(value: Any, where: str, finite: bool, levels: int) -> None:
             if type(inner) is not int:  # fast path for long lists, such as a generator's state
                 _check(inner, f"{where}[{number}]", finite, levels - 1)
     elif isinstance(value, str):
-        if not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"{where}: {error}") from None
+        check_text(value, where)
     elif isinstance(value, float):
         if finite and not math.isfinite(value):
             raise ValueError(
@@ -74,6 +55,15 @@ def _check(value: Any, where: str, finite: bool, levels: int) -> None:
         name = cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
         hint = _hint(value)
         raise TypeError(f"{where} is a {name}{hint and f': give {hint}'}")
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise ValueError for a text that is not valid UTF-8."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: {error}") from None
 
 
 def _hint(value: Any) -> str:

@@ -26,20 +26,8 @@ def local_path(
 def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str | bytes:
     """Return a path as str or bytes; all paths of callers pass through this or `local_folder`.
 
-    Raises
-    ------
-    ValueError
-        The path is a URL.
-    TypeError
-        `path` is not a path.
-    StoreNotFoundError
-        The path is relative, and the working folder was deleted.
-
-    Examples
-    --------
-    >>> from mlstate._common.local_path import local_path
-    >>> local_path("run/a")
-    'run/a'
+    Raises ValueError for a URL, and StoreNotFoundError for a relative path whose base, the working
+    folder, was deleted.
     """
     plain = os.fspath(path)
     pattern = _URL if isinstance(path, str | bytes) else _URL_OF_PATHLIB
@@ -74,12 +62,5 @@ def _check_working_folder(path: str) -> None:
 
 
 def local_folder(path: str | os.PathLike[str]) -> str:
-    """Return a path as an absolute str; see `local_path`.
-
-    Examples
-    --------
-    >>> from mlstate._common.local_path import local_folder
-    >>> local_folder("/run/../a")
-    '/a'
-    """
+    """Return a path as an absolute str; see `local_path`."""
     return os.path.abspath(local_path(path))

@@ -12,28 +12,12 @@ Thing = TypeVar("Thing", bound="Callable[..., Any]")
 
 
 def set_module(module: str) -> Callable[[Thing], Thing]:
-    """Return a decorator that sets ``__module__`` of a class or function.
+    """Return a decorator that sets ``__module__`` of a class, its methods and nested classes.
 
     Pickles name a class or function by its module. A public name that is defined in a private
     file needs this decorator, so that pickles still load after the file is renamed. The
-    decorator comes first, above `dataclass` and others.
-
-    Parameters
-    ----------
-    module : str
-        Public module that exports the name. If several do, the one that documents it: never
-        the top level, unless no other module exports the name.
-
-    Returns
-    -------
-    callable
-        Sets the module of a class, its methods and its nested classes.
-
-    Examples
-    --------
-    >>> from mlstate.state._state_dict import StateDict
-    >>> StateDict
-    <class 'mlstate.state.StateDict'>
+    decorator comes first, above `dataclass` and others. If several modules export the name, pass
+    the one that documents it: never the top level, unless no other module exports the name.
     """
 
     def decorate(thing: Thing) -> Thing:

@@ -35,6 +35,11 @@ def bytes_text(count: int) -> str:
     return f"{size:.2f} {unit}"
 
 
+def count_text(count: int, noun: str) -> str:
+    """Return a count with a noun, which must have a regular plural."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def shorten(name: str, limit: int) -> str:
     """Shorten a name in the middle to `limit` characters, and escape unprintable characters."""
     if len(name) > limit:

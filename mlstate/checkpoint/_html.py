@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from .._common.text import bytes_text, shorten, table_html
+from .._common.text import bytes_text, count_text, shorten, table_html
 from ._table import columns_of, groups_of
 
 if TYPE_CHECKING:
@@ -64,10 +64,6 @@ def _name(text: str, limit: int = 80) -> str:
     return f"<code>{escape(shorten(text, limit))}</code>"
 
 
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 # ---- a checkpoint ----
 
 
@@ -96,7 +92,7 @@ def _row(parameter: Parameter, layer: str, columns: list[str]) -> str:
 
 def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: bool) -> str:
     label = _name(group.name) if group.name else "<em>without a layer</em>"
-    count = _count(len(group.parameters), "parameter")
+    count = count_text(len(group.parameters), "parameter")
     summary = (
         f"<summary>{_bar(group.nbytes, columns, largest)}{label}"
         f"<em>{bytes_text(group.total)}, {count}</em></summary>"
@@ -117,8 +113,9 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
 
 def _hidden_layers(groups: Sequence[Group]) -> str:
     size = bytes_text(sum(group.total for group in groups))
-    count = sum(len(group.parameters) for group in groups)
-    return f"<p>… {_count(len(groups), 'layer')} more<em>{size}, {_count(count, 'parameter')}</em>"
+    layers = count_text(len(groups), "layer")
+    parameters = count_text(sum(len(group.parameters) for group in groups), "parameter")
+    return f"<p>… {layers} more<em>{size}, {parameters}</em>"
 
 
 def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
@@ -160,7 +157,7 @@ def _files(label: str, names: Sequence[str]) -> str:
     hidden = len(names) - _LIST
     more = f"<br>… {hidden:,} more" if hidden > 0 else ""
     return (
-        f"<details><summary>{_count(len(names), 'file')} {label}</summary>"
+        f"<details><summary>{count_text(len(names), 'file')} {label}</summary>"
         f"<p>{listed}{more}</p></details>"
     )
 
@@ -261,7 +258,7 @@ def manager_html(title: str, manifests: Sequence[Manifest]) -> str:
         for manifest in manifests[: -_STEPS - 1 : -1]
     ]
     older = len(manifests) - len(rows)
-    count = _count(len(manifests), "step") + (f", the newest {_STEPS}" if older else "")
+    count = count_text(len(manifests), "step") + (f", the newest {_STEPS}" if older else "")
     return table_html(f"{title}: {count}", headers, rows)
 
 

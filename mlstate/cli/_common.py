@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.local_path import local_path
-from .._common.text import steps_text, table_text
+from .._common.text import table_text
 from ..checkpoint import Checkpoint
-from ..checkpoint._files.convert import FORMATS
+from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._load import LoadedState, load_checkpoint
 from ..checkpoint._manager import find_root
 from ..checkpoint._remote.options import split_url
 from ..checkpoint._remote.remote_folder import checkpoint_folder
 from ..checkpoint._store import folder as _folder
-from ..checkpoint._store.weight_files import hub_hint, is_weights_root
+from ..checkpoint._store.weight_files import ROOTS, hub_hint, is_weights_root
 from ..errors import MLStateError
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterator, Sequence
-
-__all__ = [
-    "EPILOG",
-    "FORCE_HELP",
-    "PATH_HELP",
-    "Folder",
-    "add_command",
-    "add_lock_timeout",
-    "check_is_safetensors",
-    "count_text",
-    "find",
-    "path_text",
-    "print_table",
-    "progress_of",
-    "stat_path",
-    "steps_text",
-]
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
 PATH_HELP = "a checkpoint, the folder of a run or of a Hugging Face model, or a .safetensors file"
@@ -47,13 +30,20 @@ _WIDTH = 120  # characters of a cell
 
 
 def add_command(
-    commands: argparse._SubParsersAction[Any], name: str, help_text: str, no: str | None = None
+    commands: argparse._SubParsersAction[Any],
+    name: str,
+    help_text: str,
+    run: Callable[[argparse.Namespace], int],
+    no: str | None = None,
 ) -> argparse.ArgumentParser:
     """Add a parser with the option ``--json``; `no` describes exit status 1 in the help."""
     epilog = EPILOG.format(no="" if no is None else f"1 {no}, ")
-    parser = commands.add_parser(name, help=help_text, description=help_text, epilog=epilog)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=help_text, description=help_text, epilog=epilog
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser  # type: ignore[no-any-return]
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +81,13 @@ class Folder(NamedTuple):
     def load(self, **keywords: Any) -> LoadedState:
         """Load the checkpoint."""
         return load_checkpoint(self.path, root=self.root, **keywords)
+
+
+def kind_of(root: str) -> str:
+    """Return what a root describes: ``checkpoint``, ``huggingface``, or one file in a store."""
+    if root in ROOTS:
+        return "huggingface"
+    return "safetensors" if is_weights_root(root) else "checkpoint"
 
 
 def stat_path(path: str) -> None:
@@ -146,10 +143,8 @@ def _reader_hint(place: Path) -> str | None:
     if place.is_dir():
         is_dcp = (place / ".metadata").exists()
         return "mlstate convert reads a torch distributed checkpoint" if is_dcp else None
-    for name, one in FORMATS.items():
-        if suffix in one.suffixes:
-            return f"mlstate convert reads a {suffix} file (format {name})"
-    return None
+    name = SUFFIXES.get(suffix)
+    return name and f"mlstate convert reads a {suffix} file (format {name})"
 
 
 def _has_safetensors_header(place: Path) -> bool:
@@ -169,17 +164,11 @@ def check_is_safetensors(path: str) -> None:
     if place.suffix.lower() == ".safetensors" or not place.is_file():
         return
     if not _has_safetensors_header(place):
-        known = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
-        hint = f"mlstate convert reads {known}, and with --from any suffix"
+        hint = f"mlstate convert reads {' '.join(SUFFIXES)}, and with --from any suffix"
         raise ValueError(f"{path} is not a .safetensors file: {_reader_hint(place) or hint}")
 
 
 # ---- text ----
-
-
-def count_text(count: int, what: str) -> str:
-    """Return a count with a noun, which must have a regular plural."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def path_text(path: str) -> str:

@@ -2,71 +2,84 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kv._model_states import state_row
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Mapping
 
     from ..kv._transition_plan import TransitionPlan
 
-__all__ = ["add_actions", "add_plan", "add_states", "print_plan", "print_states"]
+# keywords of the formats' plans, the last two of dynamic models only
+_PLAN_OPTIONS = ("source_function", "target_function", "seq_axis", "source_size", "target_size")
+
+
+class ModelFormat(NamedTuple):
+    """A command for the models of one format."""
+
+    command: str
+    model: str  # the word for a model, which names the argument of ``states``
+    path_help: str
+    read: Callable[[str], tuple[Mapping[str, Mapping[str, Any]], str | None]]
+    plan: Callable[..., TransitionPlan]
 
 
 def add_actions(
-    commands: argparse._SubParsersAction[Any], name: str, models: str
-) -> argparse._SubParsersAction[Any]:
-    """Add a command for models of one format; return the object that adds its actions."""
-    help_text = f"read the states of {models}, and plan moves between them"
-    parser = commands.add_parser(name, help=help_text, description=help_text)
-    return parser.add_subparsers(  # type: ignore[no-any-return]
-        title="actions", metavar="ACTION", required=True
-    )
-
-
-def add_states(
-    actions: argparse._SubParsersAction[Any],
-    model: str,
-    help_text: str,
-    run: Callable[[argparse.Namespace], int],
-) -> None:
-    """Add the parser of ``states``; `model` names its argument."""
-    text = f"list the states that a {model} declares, by function"
-    states = actions.add_parser("states", help=text, description=text)
-    states.add_argument(model, help=help_text)
-    states.add_argument("--json", action="store_true", help="print JSON")
-    states.set_defaults(run=run)
-
-
-def add_plan(
-    actions: argparse._SubParsersAction[Any],
-    model: str,
+    commands: argparse._SubParsersAction[Any],
+    which: ModelFormat,
+    models: str,
+    *,
     seq_axis: int | None,
     default: str,
-    run: Callable[[argparse.Namespace], int],
+) -> tuple[argparse._SubParsersAction[Any], argparse.ArgumentParser]:
+    """Add a command with the actions ``states`` and ``plan``.
+
+    Return the object that adds further actions, and the parser of ``plan`` for further options,
+    which become arguments of the format's plan.
+    """
+    text = f"read the states of {models}, and plan moves between them"
+    parser = commands.add_parser(which.command, help=text, description=text)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _add_states(actions, which)
+    return actions, _add_plan(actions, which, seq_axis, default)
+
+
+def _add_states(actions: argparse._SubParsersAction[Any], which: ModelFormat) -> None:
+    text = f"list the states that a {which.model} declares, by function"
+    states = actions.add_parser("states", help=text, description=text)
+    states.add_argument(which.model, help=which.path_help)
+    states.add_argument("--json", action="store_true", help="print JSON")
+    states.set_defaults(run=partial(_run_states, which))
+
+
+def _add_plan(
+    actions: argparse._SubParsersAction[Any],
+    which: ModelFormat,
+    seq_axis: int | None,
+    default: str,
 ) -> argparse.ArgumentParser:
-    """Add the parser of ``plan`` and return it, for options of one format only."""
-    text = f"show the effect of moving all states from one {model} to another"
-    plan = actions.add_parser(
+    text = f"show the effect of moving all states from one {which.model} to another"
+    plan: argparse.ArgumentParser = actions.add_parser(
         "plan",
         help=text,
         description=text,
         epilog="exit status: 0 all states fit, 1 some do not, 2 wrong usage or unreadable input",
     )
-    plan.add_argument("source", help=f"the {model} that holds the states")
-    plan.add_argument("target", help=f"the {model} that is to take them; may be the same")
+    plan.add_argument("source", help=f"the {which.model} that holds the states")
+    plan.add_argument("target", help=f"the {which.model} that is to take them; may be the same")
     plan.add_argument("--at", type=int, required=True, metavar="TOKENS", help="tokens in the cache")
     for option in ("--source-function", "--target-function"):
-        plan.add_argument(option, metavar="NAME", help=f"of a multi-function {model}")
+        plan.add_argument(option, metavar="NAME", help=f"of a multi-function {which.model}")
     plan.add_argument(
         "--seq-axis", type=int, default=seq_axis, metavar="AXIS", help=f"the sequence; {default}"
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.set_defaults(run=run)
-    return plan  # type: ignore[no-any-return]
+    plan.set_defaults(run=partial(_run_plan, which))
+    return plan
 
 
 def _state_data(spec: Any) -> dict[str, Any]:
@@ -81,13 +94,10 @@ def _state_data(spec: Any) -> dict[str, Any]:
     return data
 
 
-def print_states(
-    functions: Mapping[str, Mapping[str, Any]],
-    default: str | None,
-    as_json: bool,
-) -> int:
-    """Print the states of every function, and return 0."""
-    if as_json:
+def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
+    """Print the states of every function."""
+    functions, default = which.read(getattr(arguments, which.model))
+    if arguments.json:
         listed = {
             name: [_state_data(spec) for spec in states.values()]
             for name, states in functions.items()
@@ -105,7 +115,10 @@ def print_states(
     return 0
 
 
-def print_plan(plan: TransitionPlan, as_json: bool) -> int:
+def _run_plan(which: ModelFormat, arguments: argparse.Namespace) -> int:
     """Print the plan; return 1 if the states do not fit."""
-    print(json.dumps(plan.to_dict(), indent=2) if as_json else plan)
+    given = vars(arguments)
+    options = {name: given[name] for name in _PLAN_OPTIONS if name in given}
+    plan = which.plan(arguments.source, arguments.target, arguments.at, **options)
+    print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan)
     return 0 if plan.fits else 1

@@ -27,8 +27,6 @@ from .completion import PrintCompletion
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["run_command_line"]
-
 _COMMANDS = (
     checkpoint_inspect,
     checkpoint_verify,

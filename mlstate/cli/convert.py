@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._common.text import bytes_text
+from .._common.text import bytes_text, count_text
 from ..checkpoint._files.convert import (
     FORMATS,
+    SUFFIXES,
     check_format,
     format_of,
     parts_of,
@@ -16,26 +18,21 @@ from ..checkpoint._files.convert import (
     read_any,
     write_any,
 )
-from ..checkpoint._huggingface.export import export
+from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._remote.remote_folder import RemoteFolder
 from ..checkpoint._store.folder import refuse_existing
-from ._common import FORCE_HELP, add_command, count_text, find, path_text, stat_path
+from ._common import FORCE_HELP, add_command, find, path_text, stat_path
 
 if TYPE_CHECKING:
-    import argparse
-
     from ..checkpoint._files.convert import Place
     from ..state import StateDict
-
-__all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``convert``."""
-    suffixes = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
     help_text = "convert between checkpoints, .safetensors, .npz, Hugging Face and torch's files"
-    parser = add_command(commands, "convert", help_text)
-    parser.add_argument("source", help=f"a folder, a URL, or a file: {suffixes}")
+    parser = add_command(commands, "convert", help_text, run_convert)
+    parser.add_argument("source", help=f"a folder, a URL, or a file: {' '.join(SUFFIXES)}")
     parser.add_argument("target", help="target; its suffix selects the format (none: a checkpoint)")
     names = tuple(FORMATS)
     parser.add_argument("--from", dest="source_format", choices=names, help="whatever the suffix")
@@ -49,7 +46,6 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     folder.add_argument(
         "--max-shard-bytes", type=int, metavar="N", help="of a file (default: 5 GiB)"
     )
-    parser.set_defaults(run=run_convert)
 
 
 def _export_options(arguments: argparse.Namespace, write: str) -> dict[str, Any]:
@@ -74,7 +70,8 @@ def _export(arguments: argparse.Namespace, read: str, options: dict[str, Any]) -
         model = where.load(mmap=True, verify="first").model
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
-    export(arguments.target, model, overwrite=arguments.force, **options)
+    files_from = options.pop("files_from", None)
+    export(take_export(arguments.target, model, **options), files_from, arguments.force)
     return model  # type: ignore[no-any-return]
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import argparse
+from typing import Any
 
 from ..checkpoint._store.folder import refuse_existing
-
-if TYPE_CHECKING:
-    import argparse
-
-__all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -16,13 +17,10 @@ from ..state._diff import StateDiff, table_of
 from ._common import PATH_HELP, add_command, check_is_safetensors, find, print_table, progress_of
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterator
 
     from .._types import NDArray
     from ._common import Folder
-
-__all__ = ["add"]
 
 _SECTIONS = ("model", "optimizer", "states")
 _BATCH_BYTES = 64 << 20  # of tensors that must be assembled in memory
@@ -32,13 +30,12 @@ _BATCH_TENSORS = 1024
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``diff``."""
     help_text = "compare two checkpoints or .safetensors files, tensor by tensor"
-    parser = add_command(commands, "diff", help_text, no="they differ")
+    parser = add_command(commands, "diff", help_text, run_diff, no="they differ")
     parser.add_argument("first", help=PATH_HELP)
     parser.add_argument("second", help="the same; may be the same run, for two of its steps")
     for name in ("first", "second"):
         text = f"of the {name} (default: the newest)"
         parser.add_argument(f"--{name}-step", type=int, metavar="N", help=text)
-    parser.set_defaults(run=run_diff)
 
 
 # ---- two sides ----

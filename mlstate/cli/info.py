@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ._common import add_command
-
-if TYPE_CHECKING:
-    import argparse
-
-__all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``info``."""
-    parser = add_command(commands, "info", "show versions, processor and choices, for bug reports")
-    parser.set_defaults(run=run_info)
+    text = "show versions, processor and choices, for bug reports"
+    add_command(commands, "info", text, run_info)
 
 
 def run_info(arguments: argparse.Namespace) -> int:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._common.text import bytes_text, shorten
+from .._common.text import bytes_text, count_text, shorten, steps_text
 from ..checkpoint import CheckpointManager, load_metadata
 from ..checkpoint._checkpoint import stored_text
 from ..checkpoint._files.safetensors_verify import read_header
-from ..checkpoint._store.weight_files import ROOTS, is_weights_root
 from ._common import (
     PATH_HELP,
     add_command,
     check_is_safetensors,
-    count_text,
     find,
+    kind_of,
     path_text,
     print_table,
-    steps_text,
 )
 
 if TYPE_CHECKING:
-    import argparse
-
     from ..checkpoint import Checkpoint, ShardRecord, TensorRecord
-
-__all__ = ["add"]
 
 _TENSORS = ("tensor", "state", "dtype", "shape", "shards", "bytes", "version")
 _SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
@@ -36,11 +31,12 @@ _TEXT = 200  # characters of a JSON value
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``inspect``."""
-    parser = add_command(commands, "inspect", "list what a checkpoint or a .safetensors file holds")
+    parser = add_command(
+        commands, "inspect", "list what a checkpoint or a .safetensors file holds", run_inspect
+    )
     parser.add_argument("path", help=PATH_HELP)
     parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
     parser.add_argument("--shards", action="store_true", help="list shards too")
-    parser.set_defaults(run=run_inspect)
 
 
 def _tensor_data(record: TensorRecord) -> dict[str, Any]:
@@ -85,24 +81,15 @@ def _shard_rows(record: ShardRecord) -> list[list[str]]:
     return rows
 
 
-def _is_huggingface(found: Checkpoint) -> bool:
-    return is_weights_root(found._root)
-
-
 def _steps(found: Checkpoint) -> list[int]:
-    return [] if _is_huggingface(found) else sorted(CheckpointManager(found.path).steps())
-
-
-def _format_of(found: Checkpoint) -> str:
-    if not _is_huggingface(found):
-        return "checkpoint"
-    return "huggingface" if found._root in ROOTS else "safetensors"
+    is_run = kind_of(found._root) == "checkpoint"
+    return sorted(CheckpointManager(found.path).steps()) if is_run else []
 
 
 def _checkpoint_data(found: Checkpoint, shards: bool) -> dict[str, Any]:
     data = {
         "path": found.path,
-        "format": _format_of(found),
+        "format": kind_of(found._root),
         "bytes": found.nbytes,
         "stored_bytes": found.stored_nbytes,
         "generation": found.generation,
@@ -131,8 +118,8 @@ def _print_value(what: str, value: Any) -> None:
 
 def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
     tensors = found.tensors()
-    kinds = {"huggingface": "Hugging Face folder", "safetensors": "file"}
-    what = kinds.get(_format_of(found), "checkpoint")
+    kind = kind_of(found._root)
+    what = {"huggingface": "Hugging Face folder", "safetensors": "file"}.get(kind, kind)
     parts = [
         what if found.step is None else f"step {found.step}",
         count_text(len(tensors), "tensor"),
@@ -141,10 +128,10 @@ def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
         count_text(found.world_size, "rank"),
     ]
     print(f"{path_text(shown)}: {', '.join(parts)}")
-    if not _is_huggingface(found):
+    if kind == "checkpoint":
         print(f"saved {found.created} by {found.writer}, generation {found.generation}")
-    for what, kind in (("model", found.model), ("optimizer", found.optimizer)):
-        _print_value(what, kind if kind != {"kind": "state"} else None)
+    for what, state in (("model", found.model), ("optimizer", found.optimizer)):
+        _print_value(what, state if state != {"kind": "state"} else None)
     _print_value("metadata", found.metadata)
     steps = _steps(found)
     if steps:

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .._common.text import bytes_text, sort_steps
+from .._common.text import bytes_text, count_text, sort_steps, steps_text
 from ..checkpoint import prune
-from ._common import (
-    add_command,
-    add_lock_timeout,
-    count_text,
-    find,
-    path_text,
-    print_table,
-    steps_text,
-)
-
-if TYPE_CHECKING:
-    import argparse
-
-__all__ = ["add"]
+from ._common import add_command, add_lock_timeout, find, path_text, print_table
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``prune``."""
     help_text = "delete old steps, and files that killed writers left behind"
-    parser = add_command(commands, "prune", help_text)
+    parser = add_command(commands, "prune", help_text, run_prune)
     parser.add_argument("path", help="a checkpoint, or the folder of a run")
     parser.add_argument("--keep", type=int, metavar="N", help="newest steps to keep (default: all)")
     parser.add_argument(
@@ -39,7 +27,6 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         help="in an object store: delete unneeded objects of this age (longer than any save)",
     )
     add_lock_timeout(parser)
-    parser.set_defaults(run=run_prune)
 
 
 def run_prune(arguments: argparse.Namespace) -> int:

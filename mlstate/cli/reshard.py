@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import _core
-from .._common.text import bytes_text, names_hint
+from .._common.text import bytes_text, count_text, names_hint
 from .._sharding.layout import LAYOUT_NAMES
 from ..checkpoint import Layout, reshard
 from ._common import (
     FORCE_HELP,
     add_command,
     add_lock_timeout,
-    count_text,
     find,
     path_text,
     progress_of,
 )
-
-if TYPE_CHECKING:
-    import argparse
-
-__all__ = ["add"]
 
 _NAMES = tuple(sorted(LAYOUT_NAMES, key="whole".__ne__))  # "whole" first
 
@@ -30,7 +25,7 @@ _NAMES = tuple(sorted(LAYOUT_NAMES, key="whole".__ne__))  # "whole" first
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``reshard``."""
     help_text = "write a checkpoint anew, cut in another way"
-    parser = add_command(commands, "reshard", help_text)
+    parser = add_command(commands, "reshard", help_text, run_reshard)
     parser.add_argument("source", help="a checkpoint, or a folder of a run or a Hugging Face model")
     parser.add_argument("target", help="the folder to write")
     parser.add_argument(
@@ -42,7 +37,6 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
     parser.add_argument("--force", action="store_true", help=FORCE_HELP)
     add_lock_timeout(parser)
-    parser.set_defaults(run=run_reshard)
 
 
 def _layout(text: str, world_size: int | None) -> Layout:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.text import bytes_text, shorten
+from .._common.text import bytes_text, count_text, shorten
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._store import folder as _folder
-from ..checkpoint._store.weight_files import ROOTS, is_weights_root
+from ..checkpoint._store.weight_files import ROOTS
 from ..checkpoint._verify import VerifyReport, verify_checkpoint, verify_root
 from ..errors import MLStateError
 from ._common import (
@@ -17,19 +18,15 @@ from ._common import (
     Folder,
     add_command,
     check_is_safetensors,
-    count_text,
     find,
+    kind_of,
     path_text,
     print_table,
     progress_of,
 )
 
 if TYPE_CHECKING:
-    import argparse
-
     from ..checkpoint import Problem
-
-__all__ = ["add"]
 
 _HEADERS = ("problem", "file", "tensor", "bytes", "what")
 _STEP_HEADERS = ("step", "result", "read", "manifest")
@@ -46,7 +43,7 @@ class _Verified(NamedTuple):
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``verify``."""
     help_text = "read every byte of a checkpoint, and report damage"
-    parser = add_command(commands, "verify", help_text, no="damaged")
+    parser = add_command(commands, "verify", help_text, run_verify, no="damaged")
     parser.add_argument("path", help=PATH_HELP)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
@@ -56,7 +53,6 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
         action="store_true",
         help="put the newest good step in the place of a damaged newest one; good if there is one",
     )
-    parser.set_defaults(run=run_verify)
 
 
 # ---- verification ----
@@ -131,24 +127,12 @@ def _verify_plain(path: str) -> tuple[_Verified, bool]:
 # ---- output ----
 
 
-def _problem_data(problem: Problem) -> dict[str, Any]:
-    return problem._asdict()
-
-
-def _format_of(root: str | None) -> str:
-    if root is None:
-        return "safetensors"
-    if root in ROOTS:
-        return "huggingface"
-    return "safetensors" if is_weights_root(root) else "checkpoint"
-
-
 def _data(
     found: list[_Verified], rest: VerifyReport, checksums: bool, good: bool
 ) -> dict[str, Any]:
     return {
         "path": rest.path,
-        "format": _format_of(found[0].root),
+        "format": "safetensors" if found[0].root is None else kind_of(found[0].root),
         "good": good,
         "checksums": checksums,
         "bytes": sum(verified.report.bytes for verified in found),
@@ -159,7 +143,7 @@ def _data(
                 "step": report.step,
                 "good": bool(report),
                 "bytes": report.bytes,
-                "problems": [_problem_data(problem) for problem in report.problems],
+                "problems": [problem._asdict() for problem in report.problems],
             }
             for root, report in found
         ],

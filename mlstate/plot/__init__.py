@@ -81,6 +81,22 @@ def _stack(
     axes.tick_params(left=False)
 
 
+def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: int) -> Figure:
+    """Plot the bytes of groups as bars, in one part of the figure for each title."""
+    shown = {title: _shortened(groups) for title, groups in panels.items()}
+    most = max((sum(nbytes.values()) for rows in shown.values() for _, nbytes in rows), default=0)
+    unit, label = bytes_unit(most)
+    space = max(3, *map(len, shown.values()))
+    figure = new_figure(10, 1.6 + 0.27 * space)
+    parts = figure.subplots(1, len(shown), width_ratios=(3, 2)[: len(shown)], squeeze=False)[0]
+    for axes, (title, rows) in zip(parts, shown.items(), strict=True):
+        _stack(axes, rows, columns, unit, space)
+        axes.set_title(title, loc="left")
+        axes.set_xlabel(label)
+    _legend(figure, parts[0], legend_columns)
+    return figure
+
+
 def _legend(figure: Figure, axes: Any, columns: int) -> None:
     """Add a legend below a figure; the labels may contain any text."""
     bars = axes.containers
@@ -132,22 +148,8 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     for shard in checkpoint.shards():
         nbytes, column = ranks[shard.rank].nbytes, kinds[shard.section, shard.key]
         nbytes[column] = nbytes.get(column, 0) + shard.nbytes
-    layers = _shortened(groups_of(records, columns))
-    stored = _shortened(ranks)
-
-    most = max((sum(n.values()) for _, n in layers + stored), default=0)
-    unit, label = bytes_unit(most)
-    space = max(len(layers), len(stored), 3)
-    figure = new_figure(10, 1.6 + 0.27 * space)
-    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
-    _stack(left, layers, columns, unit, space)
-    _stack(right, stored, columns, unit, space)
-    left.set_title("Bytes of each layer", loc="left")
-    right.set_title("Stored by each rank", loc="left")
-    for axes in (left, right):
-        axes.set_xlabel(label)
-    _legend(figure, left, 6)
-    return figure
+    layers = groups_of(records, columns)
+    return _stacks({"Bytes of each layer": layers, "Stored by each rank": ranks}, columns, 6)
 
 
 def plot_saves(
@@ -365,16 +367,7 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
             nbytes[column] = nbytes.get(column, 0) + count * unit.item_bytes
     if len(units) > len(columns):
         columns.append(others)
-    kept = _shortened(ranks)
-    most = max((sum(n.values()) for _, n in kept), default=0)
-    scale, label = bytes_unit(most)
-    figure = new_figure(10, 1.6 + 0.27 * max(len(kept), 3))
-    axes = figure.subplots()
-    _stack(axes, kept, columns, scale, max(len(kept), 3))
-    axes.set_title("Gradients kept by each rank", loc="left")
-    axes.set_xlabel(label)
-    _legend(figure, axes, 4)
-    return figure
+    return _stacks({"Gradients kept by each rank": ranks}, columns, 4)
 
 
 # ---- plans ----

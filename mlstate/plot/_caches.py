@@ -344,5 +344,4 @@ def plot_mask(mask: NDArray, *, first_row: int = 0) -> Figure:
     axes.set_xlabel("position")
     axes.set_ylabel("token")
     axes.set_title(f"Each token attends to {count} position{plural}", loc="left")
-    axes.spines[:].set_visible(False)
     return figure

@@ -1,8 +1,6 @@
 """The command line: output and exit status."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -138,6 +136,15 @@ def test_unreadable_input_is_one_line_and_status_2(tmp_path, capsys, fault, comm
         ["coreml", "plan", "a", "b"],
         ["coreml", "plan", "a", "b", "--at", "many"],
         ["coreml", "states"],
+        ["inspect"],
+        ["inspect", "a", "b"],
+        ["inspect", "a", "--step", "last"],
+        ["verify", "a", "--step", "1", "--all-steps"],
+        ["verify", "a", "--repair", "--all-steps"],
+        ["diff", "a"],
+        ["reshard", "a", "b"],
+        ["convert", "a"],
+        ["prune", "a", "--keep"],
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(capsys, arguments):
@@ -201,36 +208,3 @@ def test_help_is_good(capsys, arguments):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"mlstate {mlstate.__version__}\n"
-
-
-def run(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "mlstate", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        **options,
-    )
-
-
-def test_runs_as_a_module(packages):
-    done = run("coreml", "plan", packages["large"], packages["small"], "--at", "300")
-    assert done.returncode == 1
-    assert "does not fit" in done.stdout
-    assert done.stderr == ""
-
-
-def test_a_reader_that_leaves_early_is_no_error(tmp_path):
-    states = [state(f"kv_{i}", KV) for i in range(2000)]
-    package = write_package(tmp_path / "m", spec_bytes(*states))
-    command = f'"{sys.executable}" -m mlstate coreml states "{package}" | head -1'
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "main\n"
-    assert done.stderr == ""
-
-
-def test_a_closed_standard_output_leaves_the_exit_status(tmp_path):
-    package = write_package(tmp_path / "m", spec_bytes(state("kv", KV)))
-    command = f'"{sys.executable}" -m mlstate coreml states "{package}" >&-'
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")

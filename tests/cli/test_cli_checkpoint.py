@@ -770,26 +770,6 @@ def test_a_file_has_no_steps_and_a_run_not_any(place, run, command):
         assert text in err[0]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["inspect"],
-        ["inspect", "a", "b"],
-        ["inspect", "a", "--step", "last"],
-        ["verify", "a", "--step", "1", "--all-steps"],
-        ["verify", "a", "--repair", "--all-steps"],
-        ["diff", "a"],
-        ["reshard", "a", "b"],
-        ["convert", "a"],
-        ["prune", "a", "--keep"],
-    ],
-)
-def test_wrong_usage_is_one_line_and_status_2(run, arguments):
-    status, out, err = run(*arguments)
-    assert (status, out, len(err)) == (2, [], 1)
-    assert "--help" in err[0]
-
-
 @pytest.mark.parametrize("command", ["inspect", "verify", "diff", "reshard", "convert", "prune"])
 def test_help_tells_the_status(run, command):
     status, out, _ = run(command, "--help")

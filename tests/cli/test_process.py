@@ -202,6 +202,11 @@ def test_errors_do_not_go_to_standard_output(place):
     assert done.returncode == 2
 
 
+def test_a_closed_standard_output_leaves_the_exit_status(place):
+    done = shell("mlstate diff ckpt run >&-", place)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_names_that_standard_output_cannot_show_are_escaped(place):
     done = shell("mlstate convert ckpt ü.npz", place, PYTHONIOENCODING="ascii", PYTHONUTF8="1")
     assert (done.returncode, done.stderr) == (0, "")

@@ -13,7 +13,6 @@ import pytest
 
 import mlstate
 from mlstate import _core, _info
-from mlstate._common import copy_choices as _copy_choices
 from mlstate.cli import main
 
 STREAMS = ("plain", "stream1", "stream4")
@@ -29,10 +28,10 @@ def choice(operation, destination, chosen, *speeds, cache="past"):
     }
 
 
-def choices(*some, forced="auto", variants=3):
+def choices(*some):
     return {
-        "forced": forced,
-        "variants": variants,
+        "forced": "auto",
+        "variants": 3,
         "cache_bytes": 32 << 20,
         "least_bytes": {
             "within": 2 << 20,
@@ -152,16 +151,28 @@ def test_the_page_has_all_lines(core):
 # ---- the choice of stores ----
 
 
-def test_copies_as_the_core_chose_them(core):
-    made = core(KNOWN)
+@pytest.mark.parametrize(
+    ("before", "after", "text", "measured"),
+    [
+        (
+            KNOWN,
+            None,
+            "from 16.00 MiB: stream1 (plain 7.6, stream1 11.1, stream4 2.8 GB/s); smaller: plain",
+            0,
+        ),
+        (UNKNOWN, UNKNOWN, "from 2.00 MiB: not measured; smaller: plain", 1),
+        ({**UNKNOWN, "forced": "stream4"}, None, "stream4, forced by MLSTATE_COPY", 0),
+        ({**UNKNOWN, "variants": 1}, None, "plain, the only way of this instruction set", 0),
+    ],
+    ids=["known", "nothing found", "forced", "one"],
+)
+def test_copies_as_the_core_chose_them(core, before, after, text, measured):
+    made = core(before, after)
     found = mlstate.info()
-    assert str(found).splitlines()[7] == (
-        "copies        from 16.00 MiB: stream1 (plain 7.6, stream1 11.1, stream4 2.8 GB/s); "
-        "smaller: plain"
-    )
+    assert lines_of(found)["copies"] == text
     assert lines_of(found)["processor"].endswith(", cache of 32.00 MiB")
-    assert found.copies == KNOWN
-    assert made.measured == 0, "something was measured before"
+    assert found.copies == before
+    assert made.measured == measured
 
 
 def test_the_core_measures_once(core):
@@ -169,25 +180,6 @@ def test_the_core_measures_once(core):
     assert mlstate.info().copies == KNOWN
     assert mlstate.info().copies == KNOWN
     assert made.measured == 1
-
-
-def test_a_measurement_may_find_nothing(core):
-    made = core(UNKNOWN, UNKNOWN)
-    assert lines_of(mlstate.info())["copies"] == "from 2.00 MiB: not measured; smaller: plain"
-    assert made.measured == 1
-
-
-def test_a_forced_strategy_is_named_and_not_measured(core):
-    made = core(choices(choice("copy", "touched", None), forced="stream4"))
-    assert lines_of(mlstate.info())["copies"] == "stream4, forced by MLSTATE_COPY"
-    assert made.measured == 0
-
-
-def test_one_strategy_needs_no_choice(core):
-    made = core(choices(choice("copy", "touched", None), variants=1))
-    text = "plain, the only way of this instruction set"
-    assert lines_of(mlstate.info())["copies"] == text
-    assert made.measured == 0
 
 
 def test_other_operations_are_shown_once_measured():
@@ -200,7 +192,7 @@ def test_other_operations_are_shown_once_measured():
         choice("checksum", "fresh", "plain", 3.0, 2.0, None),
         choice("gather", "touched", "plain", 1.0, None, None),
     )
-    assert _copy_choices.choice_lines(some) == [
+    assert _info._choice_lines(some) == [
         (
             "copies",
             "from 2.00 MiB: plain (plain 9.0, stream1 8.0 GB/s); "
@@ -416,11 +408,6 @@ def test_the_command_prints_json(core, capsys):
         "huge_pages",
         "packages",
     ]
-
-
-def test_the_command_takes_no_path(capsys):
-    assert main(["info", "here"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_the_name_is_public():

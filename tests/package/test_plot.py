@@ -12,11 +12,12 @@ from mlstate.activation import Chain, IntervalStrategy, Plan, SelectiveStrategy,
 from mlstate.checkpoint import SaveTimes, reshard, save_async
 from mlstate.plot import plot_checkpoint, plot_occupancy, plot_pareto, plot_plan, plot_saves
 
+pytest.importorskip("matplotlib", reason="matplotlib draws")
+
 STAGES = [("prefill", 184, 512), ("compact", 184, 256), ("empty", 0, 0)]
 
 
 def test_every_stage_is_a_bar_of_its_length():
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     axes = plot_occupancy(STAGES).axes[0]
     free, tokens = axes.containers
     assert [bar.get_width() for bar in free] == [512, 256, 0]
@@ -27,14 +28,12 @@ def test_every_stage_is_a_bar_of_its_length():
 
 
 def test_the_picture_can_be_saved(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     path = tmp_path / "cache.png"
     plot_occupancy(STAGES).savefig(path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_notebook_shows_the_picture_without_pyplot():
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     assert plot_occupancy(STAGES)._repr_png_().startswith(b"\x89PNG")
 
 
@@ -73,7 +72,6 @@ def saved(tmp_path, layers, ranks=1):
 
 
 def test_bytes_of_layers_and_ranks_are_stacked_by_state(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     figure = plot_checkpoint(saved(tmp_path, 3, ranks=4))
     layers, ranks = figure.axes
     assert [bars.get_label() for bars in layers.containers] == ["weights", "m", "v"]
@@ -88,7 +86,6 @@ def test_bytes_of_layers_and_ranks_are_stacked_by_state(tmp_path):
 
 
 def test_the_middle_of_many_layers_is_one_bar(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     layers, ranks = plot_checkpoint(saved(tmp_path, 40)).axes
     labels = [label.get_text() for label in layers.get_yticklabels()]
     assert len(labels) == 30
@@ -98,7 +95,6 @@ def test_the_middle_of_many_layers_is_one_bar(tmp_path):
 
 
 def test_an_empty_checkpoint_and_odd_names_are_drawn(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     empty = mlstate.save(tmp_path / "empty", {})
     assert plot_checkpoint(empty)._repr_png_()
     odd = mlstate.save(tmp_path / "odd", {"$x_$^.w": np.ones(2), f"{'l' * 99}.w": np.ones(2)})
@@ -126,7 +122,6 @@ def heights(axes, label):
 
 
 def test_memory_of_a_plan_is_drawn_over_time():
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     made = Plan.from_recomputed(CHAIN, [1, 2], budget_bytes=12 << 10)
     upper, lower = plot_plan(made).axes
     edges, values = heights(upper, "without a plan")
@@ -155,7 +150,6 @@ def rows_of(axes, colour):
 
 
 def test_blocks_of_a_plan_are_drawn_when_they_run():
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     steps = [("save", 0), ("offload", 0), ("forward", 1), ("save", 2), ("save", 3)]
     steps += [("backward", 3), ("backward", 2), ("drop", 2), ("save", 1), ("backward", 1)]
     rates = {"offload_bytes_per_second": 1, "load_bytes_per_second": 2}
@@ -182,7 +176,6 @@ def test_blocks_of_a_plan_are_drawn_when_they_run():
 
 
 def test_long_plans_and_those_without_times_are_drawn():
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     long = Chain([1e-4] * 2000, [2e-4] * 2000, [1 << 20] * 2001, [4 << 20] * 2000)
     upper, lower = plot_plan(Plan.from_recomputed(long, range(0, 2000, 2))).axes
     assert len(lower.get_yticks()) <= 30
@@ -195,7 +188,6 @@ def test_long_plans_and_those_without_times_are_drawn():
 
 
 def test_strategies_are_points_on_the_curve_of_plans():
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     curve = pareto(CHAIN)
     strategies = [IntervalStrategy(2), SelectiveStrategy(["a", "$x_$^"]), IntervalStrategy(1)]
     figure = plot_pareto(curve, [*strategies, curve.plan(0)])
@@ -215,7 +207,6 @@ def test_strategies_are_points_on_the_curve_of_plans():
 
 
 def test_points_may_have_any_names_and_times():
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     timeless = Chain([0, 0], [0, 0], [1, 1, 1], [2, 2])
     figure = plot_pareto(pareto(timeless), {"$x_$^": IntervalStrategy()})
     assert figure.legends[0].get_texts()[1].get_text().startswith("$x_$^: ")
@@ -225,7 +216,6 @@ def test_points_may_have_any_names_and_times():
 
 
 def test_a_plan_of_another_chain_is_refused():
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     other = Plan.from_recomputed(Chain([1], [1], [1, 1], [1]), [])
     with pytest.raises(ValueError, match="'mine' is a plan of another chain"):
         plot_pareto(pareto(CHAIN), {"mine": other})
@@ -240,7 +230,6 @@ SAVES = [
 
 
 def test_saves_lie_beside_the_steps_and_waits():
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     axes = plot_saves(SAVES, [(99.0, 100.0), (100.5, 104.0)]).axes[0]
     spans = {
         bars.get_label(): [(bar.get_x(), bar.get_width()) for bar in bars]
@@ -262,7 +251,6 @@ def test_saves_lie_beside_the_steps_and_waits():
 
 
 def test_a_handle_is_drawn_as_its_times(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     handle = save_async(tmp_path / "ckpt", {"w": np.ones(3)})
     handle.wait()
     drawn, same = plot_saves([handle]).axes[0], plot_saves([handle.times()]).axes[0]
@@ -278,7 +266,6 @@ def test_no_saves_are_refused():
 
 
 def test_many_saves_fit_a_picture():
-    pytest.importorskip("matplotlib", reason="matplotlib draws")
     many = [SaveTimes(t, t + 0.1, t + 0.5, [(t, t + 0.1)]) for t in map(float, range(1, 400))]
     figure = plot_saves(many)
     assert figure.get_size_inches()[1] < 25

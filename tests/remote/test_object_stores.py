@@ -12,6 +12,7 @@ import warnings
 
 import numpy as np
 import pytest
+from checkpoint_model import same
 from rank_threads import run_ranks
 
 import mlstate
@@ -43,13 +44,6 @@ def state_of(seed, rows=64):
     }
 
 
-def check_equal(got, want):
-    assert list(got) == list(want)
-    for name, array in want.items():
-        assert got[name].dtype == array.dtype
-        np.testing.assert_array_equal(got[name], array)
-
-
 # ---- saving and loading ----
 
 
@@ -64,8 +58,8 @@ def test_a_state_survives_the_store_bit_for_bit(url, options, how):
         url, state, moments, step=3, metadata={"a": 1}, storage_options=options, **how
     )
     loaded = mlstate.load(url, storage_options=options)
-    check_equal(dict(sorted(loaded.model.items())), dict(sorted(state.items())))
-    check_equal(dict(sorted(loaded.optimizer.items())), dict(sorted(moments.items())))
+    assert same(loaded.model, state)
+    assert same(loaded.optimizer, moments)
     assert (loaded.step, loaded.metadata) == (3, {"a": 1})
     assert saved.path == url and saved.load().step == 3
     report = mlstate.verify(url, storage_options=options)
@@ -76,9 +70,9 @@ def test_a_state_survives_the_store_bit_for_bit(url, options, how):
 def test_parts_of_a_state_read_only_their_bytes(url, store, options):
     state = {"w": np.random.default_rng(0).normal(size=(6000, 128)), "v": np.ones((4, 4))}
     mlstate.save(url, state, storage_options=options)
-    check_equal(mlstate.load(url, names="v", storage_options=options).model, {"v": state["v"]})
+    assert same(mlstate.load(url, names="v", storage_options=options).model, {"v": state["v"]})
     part = {"rank": 1, "world_size": 3, "layout": "rows", "storage_options": options}
-    check_equal(mlstate.load(url, names="w", **part).model, {"w": state["w"][2000:4000]})
+    assert same(mlstate.load(url, names="w", **part).model, {"w": state["w"][2000:4000]})
     plan = checkpoint.plan_load(url, names="w", verify=False, **part)
     assert plan.nbytes == state["w"].nbytes // 3
     with pytest.raises(TensorNotFoundError, match="'u' not found"):
@@ -103,11 +97,11 @@ def test_a_load_in_many_batches_and_parts_equals_the_state(url, store, monkeypat
     mlstate.save(url, state, storage_options=options)
     monkeypatch.setattr(remote_folder, "_BATCH", 1 << 20)
     loaded = mlstate.load(url, storage_options=options)
-    check_equal(loaded.model, {name: state[name] for name in loaded.model})
+    assert same(loaded.model, state)
     assert len(loaded.model) == len(state)
     into = {"model": {name: np.zeros_like(array) for name, array in state.items()}}
     mlstate.load(url, into=into, storage_options=options)
-    check_equal(into["model"], state)
+    assert same(into["model"], state)
     assert mlstate.verify(url, storage_options=options)
 
 
@@ -145,7 +139,7 @@ def test_ranks_save_together(url, options):
     for _ in range(2):
         run_ranks(save, 3)
         loaded = mlstate.load(url, storage_options=options).model
-        check_equal(loaded, {name: state[name] for name in loaded})
+        assert same(loaded, state)
         report = mlstate.verify(url, storage_options=options)
         assert report and not report.leftover
 
@@ -323,8 +317,8 @@ def test_a_checkpoint_is_cut_anew_from_or_to_a_store(url, options, tmp_path, sou
         )
         assert (made.path, made.step, made.world_size) == (end, 4, world)
         found = made.load()
-        check_equal(dict(sorted(found.model.items())), dict(sorted(state.items())))
-        check_equal(dict(sorted(found.optimizer.items())), dict(sorted(moments.items())))
+        assert same(found.model, state)
+        assert same(found.optimizer, moments)
         assert found.states["rates"][0] == 1
         report = mlstate.verify(end, **(keywords if target == "store" else {}))
         assert report and not report.leftover and not report.strange
@@ -415,7 +409,7 @@ def test_an_endpoint_that_ignores_conditions_is_refused(url, store, options):
             mlstate.save(url, {"w": np.zeros(3)}, storage_options=options)
     finally:
         store.proxy.drops_conditions = False
-    check_equal(mlstate.load(url, storage_options=options).model, {"w": np.ones(3)})
+    assert same(mlstate.load(url, storage_options=options).model, {"w": np.ones(3)})
     assert not mlstate.verify(url, storage_options=options).leftover
 
 
@@ -428,7 +422,7 @@ def test_a_store_that_stays_down_is_an_error_after_the_timeout(url, store, kind)
         with pytest.raises(StoreError):
             CALLS[name](url, options)
     store.faults.reset()
-    check_equal(mlstate.load(url, storage_options=store.options()).model, {"w": np.ones(3)})
+    assert same(mlstate.load(url, storage_options=store.options()).model, {"w": np.ones(3)})
 
 
 @pytest.mark.parametrize(

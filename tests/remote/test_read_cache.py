@@ -8,6 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
+from checkpoint_model import same
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, inspect
@@ -40,20 +41,14 @@ def load(url, options, **more):
     return mlstate.load(url, storage_options=options, **more).model
 
 
-def check_equal(got, want=STATE):
-    assert got.keys() == want.keys()
-    for name, array in want.items():
-        np.testing.assert_array_equal(got[name], array)
-
-
 def test_a_second_load_requests_only_the_root(url, store, options):
     mlstate.save(url, STATE, storage_options=store.options())
     names, loaded = requested(store, lambda: load(url, options))
-    check_equal(loaded)
+    assert same(loaded, STATE)
     assert len(names) > 2
     names, loaded = requested(store, lambda: load(url, options))
     assert names == ["manifest.json"]
-    check_equal(loaded)
+    assert same(loaded, STATE)
     for rank in range(4):  # parts of the whole in the cache
         part = {"rank": rank, "world_size": 4, "layout": "rows", "names": "w"}
         names, loaded = requested(store, lambda part=part: load(url, options, **part))
@@ -62,7 +57,7 @@ def test_a_second_load_requests_only_the_root(url, store, options):
     into = {name: np.zeros_like(array) for name, array in STATE.items()}
     names, _ = requested(store, lambda: load(url, options, into={"model": into}))
     assert names == ["manifest.json"]
-    check_equal(into)
+    assert same(into, STATE)
 
 
 def test_parts_that_were_read_separately_make_up_the_whole(url, store, options):
@@ -71,7 +66,7 @@ def test_parts_that_were_read_separately_make_up_the_whole(url, store, options):
         load(url, options, rank=rank, world_size=2, layout="rows", verify=False)
     names, loaded = requested(store, lambda: load(url, options, verify=False))
     assert names == ["manifest.json"]
-    check_equal(loaded, {"w": STATE["w"]})
+    assert same(loaded, {"w": STATE["w"]})
 
 
 def test_a_new_save_and_other_checkpoints_are_read_from_the_store(url, store, options):
@@ -110,10 +105,10 @@ def test_a_damaged_entry_is_read_again_from_the_store(url, store, options, damag
         changed = {"truncate": text[:-1], "swap": other}
         path.write_bytes(changed.get(damage, flipped))
     names, loaded = requested(store, lambda: load(url, options, verify=verify))
-    check_equal(loaded)
+    assert same(loaded, STATE)
     assert len(names) > 2
     names, loaded = requested(store, lambda: load(url, options, verify=verify))
-    check_equal(loaded)
+    assert same(loaded, STATE)
     assert names == ["manifest.json"]
 
 
@@ -127,7 +122,7 @@ def test_a_damaged_answer_does_not_stay_in_the_cache(url, store, options):
 
     flipped = []
     store.faults.reset(flip_once)
-    check_equal(load(url, options))
+    assert same(load(url, options), STATE)
     store.faults.reset(lambda number, method, path: "flipped" if ".safetensors" in path else None)
     for path in entries(options):
         path.unlink()
@@ -136,7 +131,7 @@ def test_a_damaged_answer_does_not_stay_in_the_cache(url, store, options):
             load(url, options)
         assert "mlstate-" not in str(caught.value) and caught.value.__context__ is None
     store.faults.reset()
-    check_equal(load(url, options))
+    assert same(load(url, options), STATE)
 
 
 def test_a_verification_reads_the_store(url, store, options):
@@ -167,7 +162,7 @@ def test_a_cache_that_cannot_be_written_is_one_warning(url, store, options, prob
         monkeypatch.setattr(read_cache, "_LEAST_FREE", 1 << 60)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check_equal(load(url, options))
+        assert same(load(url, options), STATE)
     [text] = [str(one.message) for one in caught]
     assert "the cache cannot be written" in text and str(options["cache_folder"]) in text
     assert not entries(options)
@@ -190,7 +185,7 @@ def test_a_read_only_cache_is_still_read(url, store, options, monkeypatch):
     names, _ = requested(store, lambda: load(url, options, names="v"))
     assert names == ["manifest.json"]
     with pytest.warns(UserWarning, match="Permission denied"):
-        check_equal(load(url, options))
+        assert same(load(url, options), STATE)
     monkeypatch.undo()
     assert len([path for path in entries(options) if path.suffix != ".tmp"]) == before
 

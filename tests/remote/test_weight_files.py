@@ -5,12 +5,12 @@ import pickle
 
 import numpy as np
 import pytest
+from checkpoint_model import same
 
 import mlstate
 from mlstate import checkpoint
-from mlstate.checkpoint import CheckpointManager
+from mlstate.checkpoint import CheckpointManager, export_huggingface
 from mlstate.checkpoint._files.convert import read_any, write_any
-from mlstate.checkpoint._huggingface.export import export
 from mlstate.cli import main
 from mlstate.errors import (
     ChecksumError,
@@ -25,13 +25,6 @@ MODEL = {
     "head": np.arange(7, dtype=np.float32),
     "empty": np.zeros((0, 3)),
 }
-
-
-def check_equal(got, want):
-    assert set(got) == set(want)
-    for name, array in want.items():
-        assert got[name].dtype == array.dtype
-        np.testing.assert_array_equal(got[name], array)
 
 
 def key_of(url):
@@ -53,7 +46,7 @@ def file(url, store, tmp_path):
 @pytest.fixture
 def folder(url, store, tmp_path):
     """Return the URL of a Hugging Face folder of several files."""
-    export(tmp_path / "hf", MODEL, max_shard_bytes=1 << 19)
+    export_huggingface(tmp_path / "hf", MODEL, max_shard_bytes=1 << 19)
     for path in (tmp_path / "hf").iterdir():
         store.put(f"{key_of(url)}/hf/{path.name}", path.read_bytes())
     return f"{url}/hf"
@@ -65,7 +58,7 @@ def folder(url, store, tmp_path):
 def test_a_file_is_loaded_whole_by_name_and_by_rows(file, store, options):
     url, _ = file
     loaded = mlstate.load(url, storage_options=options)
-    check_equal(loaded.model, MODEL)
+    assert same(loaded.model, MODEL)
     assert loaded.metadata["epoch"] == "3"
     assert list(mlstate.load(url, names="head", storage_options=options).model) == ["head"]
     store.faults.reset()
@@ -75,7 +68,7 @@ def test_a_file_is_loaded_whole_by_name_and_by_rows(file, store, options):
     assert sum(store.faults.nbytes.values()) < 1.1 * rows.nbytes + 3 * (64 << 10)
     target = {"model": {name: np.zeros_like(array) for name, array in MODEL.items()}}
     mlstate.load(url, into=target, storage_options=options)
-    check_equal(target["model"], MODEL)
+    assert same(target["model"], MODEL)
 
 
 def test_a_file_is_inspected_planned_and_verified(file, options):
@@ -85,8 +78,8 @@ def test_a_file_is_inspected_planned_and_verified(file, options):
         name: array.shape for name, array in MODEL.items()
     }
     assert "model-a.safetensors: 3 tensors" in repr(found)
-    check_equal(found.load().model, MODEL)
-    check_equal(mlstate.load(found.path, storage_options=options).model, MODEL)
+    assert same(found.load().model, MODEL)
+    assert same(mlstate.load(found.path, storage_options=options).model, MODEL)
     text = pickle.dumps(found)
     assert b"of-tests" not in text and pickle.loads(text).path.file == "model-a.safetensors"
     report = mlstate.verify(url, storage_options=options)
@@ -98,7 +91,7 @@ def test_a_file_is_inspected_planned_and_verified(file, options):
 def test_a_file_at_the_top_of_a_bucket_is_read(file, options):
     _, write = file
     url = write({"w": np.ones(3)}, None, "s3://bucket/top.safetensors")
-    check_equal(mlstate.load(url, storage_options=options).model, {"w": np.ones(3)})
+    assert same(mlstate.load(url, storage_options=options).model, {"w": np.ones(3)})
     assert mlstate.verify(url, storage_options=options)
 
 
@@ -136,7 +129,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_never_mixed(file, store, op
 
     store.faults.reset(replace)
     got = mlstate.load(url, verify=False, storage_options=options).model
-    check_equal(got, old if np.array_equal(got["head"], old["head"]) else other)
+    assert same(got, old if np.array_equal(got["head"], old["head"]) else other)
 
 
 def test_a_replaced_file_with_a_name_like_ours_is_not_read_from_the_cache(
@@ -146,7 +139,7 @@ def test_a_replaced_file_with_a_name_like_ours_is_not_read_from_the_cache(
     other = {name: array + 1 for name, array in MODEL.items()}
     for state in (MODEL, other):  # files of equal size
         path = file[1](state, {"epoch": "3"}, f"{url}/0123456789abcdef-0.safetensors")
-        check_equal(mlstate.load(path, verify=False, storage_options=cached).model, state)
+        assert same(mlstate.load(path, verify=False, storage_options=cached).model, state)
         assert mlstate.verify(path, storage_options=cached)
     assert not list(tmp_path.glob("cache/*/*"))
 
@@ -186,8 +179,8 @@ def test_a_file_is_never_written_as_a_checkpoint(file, store, options):
 
 def test_a_folder_is_read_as_a_checkpoint(folder, options, tmp_path):
     url = f"{folder}/model.safetensors.index.json"  # as well as the folder
-    check_equal(mlstate.load(folder, storage_options=options).model, MODEL)
-    check_equal(mlstate.load(url, storage_options=options).model, MODEL)
+    assert same(mlstate.load(folder, storage_options=options).model, MODEL)
+    assert same(mlstate.load(url, storage_options=options).model, MODEL)
     found = checkpoint.inspect(url, storage_options=options)
     assert repr(found).startswith("Hugging Face folder: 3 tensors") and len(found.files()) > 1
     report = mlstate.verify(folder, storage_options=options)
@@ -195,13 +188,13 @@ def test_a_folder_is_read_as_a_checkpoint(folder, options, tmp_path):
     made = checkpoint.reshard(
         folder, tmp_path / "cut", layout="rows", world_size=2, storage_options=options
     )
-    check_equal(made.load().model, MODEL)
+    assert same(made.load().model, MODEL)
 
 
 def test_a_folder_of_one_file_is_found(url, store, options, file):
     _, write = file
     write({"w": np.ones(3)}, {"format": "pt"}, f"{url}/one/model.safetensors")
-    check_equal(mlstate.load(f"{url}/one", storage_options=options).model, {"w": np.ones(3)})
+    assert same(mlstate.load(f"{url}/one", storage_options=options).model, {"w": np.ones(3)})
     assert mlstate.verify(f"{url}/one", storage_options=options)
 
 
@@ -226,12 +219,12 @@ def test_the_commands_read_files_and_folders(file, folder, environment, tmp_path
             assert json.loads(capsys.readouterr().out)["format"] == kind
         assert main(["inspect", path, "--step", "1"]) == 2
         assert main(["convert", path, str(tmp_path / kind)]) == 0
-        check_equal(mlstate.load(tmp_path / kind).model, MODEL)
+        assert same(mlstate.load(tmp_path / kind).model, MODEL)
         capsys.readouterr()
     assert main(["diff", url, folder]) == 0
     assert main(["diff", url, str(tmp_path / "huggingface")]) == 0
     assert main(["convert", url, f"{folder}/copy"]) == 0
-    check_equal(mlstate.load(f"{folder}/copy").model, MODEL)
+    assert same(mlstate.load(f"{folder}/copy").model, MODEL)
     assert main(["convert", folder, url]) == 2
     assert "this URL names one file" in capsys.readouterr().err
 
@@ -242,8 +235,8 @@ def test_both_states_in_a_file_are_split_as_they_were_joined(url, store, options
     there = f"{url}/both.safetensors"
     store.put(key_of(there), (tmp_path / "both.safetensors").read_bytes())
     model, optimizer, metadata = read_any(there, storage_options=options)
-    check_equal(model, MODEL)
-    check_equal(optimizer, moments)
+    assert same(model, MODEL)
+    assert same(optimizer, moments)
     local = read_any(tmp_path / "both.safetensors")
     assert metadata == local[2] == {"run": [1]}
     assert (type(model), type(optimizer)) == (type(local[0]), type(local[1]))

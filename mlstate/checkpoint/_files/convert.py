@@ -66,7 +66,7 @@ class Format(NamedTuple):
     """Reader, writer and path suffixes of one file format."""
 
     read: Callable[[Any], Parts]
-    write: Callable[[Any, StateDict | None, OptimizerStateDict | None, dict[str, Any], bool], None]
+    write: Callable[[Any, Parts, bool], None]
     suffixes: tuple[str, ...]
 
 
@@ -76,13 +76,7 @@ def place_of(
     *,
     reads: bool = False,
 ) -> Place:
-    """Return a local path, or the folder in an object store for a URL; see `checkpoint_folder`.
-
-    Raises
-    ------
-    ValueError
-        The URL or an option is wrong, or a local path has `storage_options`.
-    """
+    """Return a local path, or the folder in an object store for a URL; see `checkpoint_folder`."""
     is_url = isinstance(path, str) and split_url(path) is not None
     if is_url or storage_options is not None:
         folder = checkpoint_folder(path, storage_options, reads=reads)
@@ -94,35 +88,14 @@ def place_of(
 def format_of(path: str | os.PathLike[str]) -> str:
     """Return the format of a path, from an existing directory's content or the suffix.
 
-    Parameters
-    ----------
-    path : str or os.PathLike
-        The path or URL; it need not exist.
-
-    Returns
-    -------
-    str
-        A name of `FORMATS`. A path without suffix is an mlstate checkpoint, and so is a URL
-        without a suffix of another format. The index file of a Hugging Face folder at a URL
-        is the folder.
-
-    Raises
-    ------
-    ValueError
-        The suffix is unknown.
-
-    Examples
-    --------
-    >>> from mlstate.checkpoint._files.convert import format_of
-    >>> format_of("model.safetensors"), format_of("runs/a"), format_of("weights.PT")
-    ('safetensors', 'mlstate', 'torch')
+    A path without suffix is an mlstate checkpoint, and so is a URL without a suffix of another
+    format. The index file of a Hugging Face folder at a URL is the folder.
     """
     place = place_of(path, reads=True)
     if isinstance(place, RemoteFolder):
         if place.file:
             return "huggingface" if place.file == INDEX else "safetensors"
-        suffix = os.path.splitext(place)[1].lower()
-        return next((name for name, one in FORMATS.items() if suffix in one.suffixes), "mlstate")
+        return SUFFIXES.get(os.path.splitext(place)[1].lower(), "mlstate")
     if place.is_dir():
         if (place / ".metadata").exists():
             return "dcp"
@@ -130,18 +103,14 @@ def format_of(path: str | os.PathLike[str]) -> str:
             return "mlstate"
         if weights_root(str(place)) is not None:
             return "huggingface"
-    for name, one in FORMATS.items():
-        if place.suffix.lower() in one.suffixes:
-            return name
-    if place.suffix and not place.is_dir():
-        known = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
+    suffix = place.suffix.lower()
+    if suffix and suffix not in SUFFIXES and not place.is_dir():
         raise ValueError(
-            f"{place}: the suffix {place.suffix!r} belongs to no known format; known are {known}, "
-            "and folders of mlstate and torch. Otherwise pass format= "
-            "(--from or --to on the command line)"
-            f"{names_hint(place.suffix.lower(), known.split(), listed=False)}"
+            f"{place}: the suffix {place.suffix!r} belongs to no known format; known are "
+            f"{' '.join(SUFFIXES)}, and folders of mlstate and torch. Otherwise pass format= "
+            f"(--from or --to on the command line){names_hint(suffix, SUFFIXES, listed=False)}"
         )
-    return "mlstate"
+    return SUFFIXES.get(suffix, "mlstate")
 
 
 def _find_format(format: str | None, path: Place) -> Format:
@@ -182,50 +151,11 @@ def read_any(
     format: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Parts:
-    """
-    Read a state from a file or directory of any known format, or a checkpoint at a URL.
+    """Read a state from a file or directory of any known format, or a checkpoint at a URL.
 
-    Parameters
-    ----------
-    path : str or os.PathLike
-        Path to read, or URL of a checkpoint in an object store.
-    format : str, optional
-        A name of `FORMATS`. Default: the result of `format_of`.
-    storage_options : mapping, optional
-        As for `save`.
-
-    Returns
-    -------
-    model : StateDict or None
-        Arrays; those of torch files may be views of the memory-mapped file.
-    optimizer : OptimizerStateDict or None
-        Keys ``"<parameter>.<state name>"``. If a file numbers its parameters, as
-        ``optimizer.state_dict()`` does, the names are the ``param_names`` of its groups, else
-        ``param_0``, ``param_1``, ...
-    metadata : dict
-        Other plain values in the file.
-
-    Raises
-    ------
-    FormatError
-        The file is damaged, has another format, or holds objects that a state cannot hold; the
-        message names them.
-    ValueError
-        The suffix or format is unknown, or not possible in an object store.
-    StoreError
-        The operating system or the store refused.
-    ImportError
-        A torch file without torch installed, or a dtype such as int4 without ml_dtypes.
-
-    Examples
-    --------
-    >>> import tempfile, numpy as np
-    >>> from mlstate.checkpoint._files.convert import read_any
-    >>> path = tempfile.mkdtemp() + "/weights.npz"
-    >>> np.savez(path, w=np.arange(3.0))
-    >>> model, optimizer, metadata = read_any(path)
-    >>> model["w"], optimizer, metadata
-    (array([0., 1., 2.]), None, {})
+    Arrays of torch files may be views of the memory-mapped file. If a file numbers the parameters
+    of an optimizer, as ``optimizer.state_dict()`` does, the names are the ``param_names`` of its
+    groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file.
     """
     place = place_of(path, storage_options, reads=True)
     found = _find_format(format, place)
@@ -245,50 +175,10 @@ def write_any(
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """
-    Write a state to a file or directory of any known format, or to a checkpoint at a URL.
+    """Write a state to a file or directory of any known format, or to a checkpoint at a URL.
 
-    The write is atomic: after a failure the old files are unchanged.
-
-    Parameters
-    ----------
-    path : str or os.PathLike
-        Path to write, or URL of a checkpoint in an object store.
-    model, optimizer : mapping of str to array, optional
-        At least one of them is needed.
-    metadata : mapping of str to plain values, optional
-        JSON values: numbers, str, None, and lists and dicts of these.
-    format : str, optional
-        As for `read_any`.
-    overwrite : bool, default False
-        Replace an existing file, checkpoint or torch directory of the same format, including
-        all steps of a `CheckpointManager`.
-    storage_options : mapping, optional
-        As for `save`.
-
-    Raises
-    ------
-    CompatibilityError
-        The format does not support a dtype, or a value is a `Shard` and the format is not
-        mlstate's.
-    TypeError
-        A value is not an array, or a metadata value is not a plain value.
-    ValueError
-        There is nothing to write, the suffix or format is unknown or not possible in an object
-        store, or a torch directory contains other files.
-    StoreError
-        The operating system or the store refused, or `path` exists (EEXIST). An empty directory is
-        replaced.
-
-    Examples
-    --------
-    >>> import tempfile, numpy as np
-    >>> from mlstate import load_file
-    >>> from mlstate.checkpoint._files.convert import write_any
-    >>> path = tempfile.mkdtemp() + "/both.safetensors"
-    >>> write_any(path, {"w": np.ones(2)}, {"w.m": np.zeros(2)}, {"step": 3})
-    >>> list(load_file(path))
-    ['model.w', 'optimizer.w.m']
+    The write is atomic. `overwrite` replaces an existing file, checkpoint or torch directory of the
+    same format, including all steps of a `CheckpointManager`.
     """
     if model is None and optimizer is None:
         raise ValueError(f"{path}: there is neither a model nor an optimizer to write")
@@ -302,7 +192,7 @@ def write_any(
     if found is not FORMATS["mlstate"]:
         _refuse_parts(weights, moments)
     with _store_errors(place):
-        found.write(place, weights, moments, _checked_metadata(metadata), overwrite)
+        found.write(place, (weights, moments, _checked_metadata(metadata)), overwrite)
 
 
 def _refuse_parts(*states: StateDict | None) -> None:
@@ -389,16 +279,11 @@ def _description_error(path: Path, what: str) -> FormatError:
 # ---- safetensors ----
 
 
-def _write_safetensors(
-    path: Path,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    metadata: dict[str, Any],
-    _overwrite: bool,
-) -> None:
+def _write_safetensors(path: Path, parts: Parts, _overwrite: bool) -> None:
     """Write a safetensors file; metadata values other than str are stored as JSON."""
     from .. import save_file
 
+    model, optimizer, metadata = parts
     state, record = _join_states(model, optimizer)
     plain = {key: value for key, value in metadata.items() if not isinstance(value, str)}
     if plain:
@@ -470,15 +355,10 @@ def _as_arrays(state: StateDict) -> dict[str, NDArray]:
     return arrays
 
 
-def _write_npz(
-    path: Path,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    metadata: dict[str, Any],
-    _overwrite: bool,
-) -> None:
+def _write_npz(path: Path, parts: Parts, _overwrite: bool) -> None:
     from .npz import write_npz
 
+    model, optimizer, metadata = parts
     state, record = _join_states(model, optimizer)
     kind = describe(state)
     write_npz(path, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
@@ -523,15 +403,10 @@ def parts_of(found: LoadedState) -> Parts:
     return found.model, optimizer, metadata
 
 
-def _write_mlstate(
-    path: Place,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    metadata: dict[str, Any],
-    overwrite: bool,
-) -> None:
+def _write_mlstate(path: Place, parts: Parts, overwrite: bool) -> None:
     from .._save import PACK_BELOW, write_checkpoint
 
+    model, optimizer, metadata = parts
     write_checkpoint(
         path,
         model,
@@ -546,44 +421,33 @@ def _write_mlstate(
     )
 
 
-def _write_huggingface(
-    path: Path,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    _metadata: dict[str, Any],
-    overwrite: bool,
-) -> None:
+def _write_huggingface(path: Path, parts: Parts, overwrite: bool) -> None:
     """Write the weights; such a folder has no place for metadata."""
-    from .._huggingface.export import export
+    from .._huggingface.export import export, take_export
 
+    model, optimizer, _ = parts
     if optimizer is not None or model is None:
         raise CompatibilityError(
             f"{path}: a Hugging Face folder holds the weights of a model only: pass model=, "
             "without optimizer="
         )
-    export(path, model, overwrite=overwrite)
+    export(take_export(path, model), overwrite=overwrite)
 
 
 def _read_torch(path: Path) -> Parts:
     return torch_backend("files of torch").read_pt(path)
 
 
-def _write_torch(
-    path: Path,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    metadata: dict[str, Any],
-    _overwrite: bool,
-) -> None:
-    torch_backend("files of torch").write_pt(path, model, optimizer, metadata)
+def _write_torch(path: Path, parts: Parts, _overwrite: bool) -> None:
+    torch_backend("files of torch").write_pt(path, *parts)
 
 
 def _read_dcp(path: Path) -> Parts:
     return torch_backend("files of torch").read_dcp(path)
 
 
-def _write_dcp(path: Path, *parts: Any) -> None:
-    torch_backend("files of torch").write_dcp(path, *parts)
+def _write_dcp(path: Path, parts: Parts, overwrite: bool) -> None:
+    torch_backend("files of torch").write_dcp(path, *parts, overwrite)
 
 
 FORMATS = {
@@ -594,3 +458,4 @@ FORMATS = {
     "dcp": Format(_read_dcp, _write_dcp, (".dcp",)),
     "huggingface": Format(_read_mlstate, _write_huggingface, ()),
 }
+SUFFIXES = {suffix: name for name, one in FORMATS.items() for suffix in one.suffixes}

@@ -61,16 +61,9 @@ def _is_ml_dtype(dtype: NumpyDType) -> bool:
 def write_npz(
     path: str | os.PathLike[str], arrays: Mapping[str, NDArray], record: Mapping[str, Any]
 ) -> None:
-    """Write arrays and a record of additional values, atomically.
+    """Write arrays without object dtypes, and a record of additional JSON values, atomically.
 
-    Parameters
-    ----------
-    path : str or os.PathLike
-        File to write.
-    arrays : mapping of str to ndarray
-        Arrays without object dtypes.
-    record : mapping
-        JSON values, without the keys ``names`` and ``dtypes``.
+    The keys ``names`` and ``dtypes`` of the record are reserved.
     """
     members = _member_names(list(arrays))
     dtypes = {name: name_of(a.dtype) for name, a in arrays.items() if _is_ml_dtype(a.dtype)}
@@ -93,19 +86,7 @@ def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:
 def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str, Any]]:
     """Read arrays, and the record of `write_npz`; the record is empty for files of others.
 
-    Parameters
-    ----------
-    path : str or os.PathLike
-        File to read, from any program. Object arrays are refused, because they are pickles.
-
-    Returns
-    -------
-    dict of str to ndarray, dict
-
-    Raises
-    ------
-    FormatError
-        The file is not an .npz file or is damaged; ``name`` is the array concerned.
+    Object arrays are refused, because they are pickles.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -44,13 +44,7 @@ class FileHeader(NamedTuple):
 
 
 def read_header(path: str) -> FileHeader:
-    """Read the header of a file after the core has validated it.
-
-    Raises
-    ------
-    FormatError, ChecksumError, StoreError
-        As for `mlstate.load_file`.
-    """
+    """Read the header of a file after the core has validated it; raises as `mlstate.load_file`."""
     import json
 
     _core.file_metadata(path, True)
@@ -110,41 +104,10 @@ def _merge_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
 def verify_file(
     path: str | os.PathLike[str], progress: Callable[[int], object] | None = None
 ) -> tuple[VerifyReport, bool]:
-    """
-    Read every byte of a plain file, and report bytes that changed since `save_file`.
+    """Read every byte of a plain file, and report bytes that changed since `save_file`.
 
-    Parameters
-    ----------
-    path : str or os.PathLike
-        The file.
-    progress : callable, optional
-        Called with the number of bytes read since the last call.
-
-    Returns
-    -------
-    report : VerifyReport
-        True if no problem was found; each damaged tensor is a separate problem.
-    has_checksums : bool
-        False if another program wrote the file: then only its structure was checked.
-
-    Raises
-    ------
-    StoreError
-        The operating system refused. Also a `FileNotFoundError` if the file does not exist.
-
-    Notes
-    -----
-    Extra memory: 1 MiB.
-
-    Examples
-    --------
-    >>> import tempfile, numpy as np, mlstate
-    >>> from mlstate.checkpoint._files.safetensors_verify import verify_file
-    >>> path = tempfile.mkdtemp() + "/w.safetensors"
-    >>> mlstate.save_file({"w": np.arange(3.0)}, path)
-    >>> report, has_checksums = verify_file(path)
-    >>> bool(report), has_checksums
-    (True, True)
+    Each damaged tensor is a problem. Also returns whether the file has checksums: without them,
+    only its structure was checked. `progress` is called with the bytes read since the last call.
     """
     place = local_folder(path)
     report = VerifyReport(place)

@@ -19,6 +19,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
+from ..._common.atomic_file import replace_folder
 from ..._common.backend import backend_of, is_module
 from ..._common.local_path import local_path
 from ..._common.set_module import set_module
@@ -47,19 +48,7 @@ _WEIGHTS = (
 
 
 class Export(NamedTuple):
-    """The checked arguments of an export.
-
-    Attributes
-    ----------
-    target : SaveTarget
-        Folder and ranks.
-    max_shard_bytes : int
-        Largest size of a file's tensors.
-    content : SaveContent
-        This rank's part of the state, and its error if it exports with others.
-    table : StateTable
-        The tensors in it.
-    """
+    """The checked arguments of an export, this rank's part of the state, and its tensors."""
 
     target: SaveTarget
     max_shard_bytes: int
@@ -217,23 +206,11 @@ def _finish(made: str, folder: str, plan: ExportPlan, crcs: Any, copied: list[st
         for source in copied:
             _copy_file(source, made)
         _core.folder_sync(made)
-        old = f"{made}.old"
-        replaces = os.path.isdir(folder) and bool(os.listdir(folder))
-        if replaces:
-            os.rename(folder, old)
-        try:
-            os.rename(made, folder)
-        except BaseException:
-            if replaces:
-                os.rename(old, folder)
-            raise
+        replace_folder(made, folder)
     except StoreError:
         raise
     except OSError as error:
         raise _folder.store_error(error, "cannot write the folder", folder) from None
-    _core.folder_sync(os.path.dirname(folder))
-    if replaces:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 # ---- parts ----
@@ -354,9 +331,9 @@ def write_folder(
 def take_export(
     path: str | os.PathLike[str],
     model: Any,
-    group: ProcessGroup | None,
-    max_shard_bytes: int,
-    rename: Mapping[str, str] | None,
+    group: ProcessGroup | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    rename: Mapping[str, str] | None = None,
 ) -> Export:
     """Check the arguments without copying any array; with a group, errors are kept."""
     target = check_target(local_path(path), group=group)
@@ -387,17 +364,9 @@ def gather_parts(
 
 
 def export(
-    path: str | os.PathLike[str],
-    model: Any,
-    *,
-    group: ProcessGroup | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    rename: Mapping[str, str] | None = None,
-    files_from: str | os.PathLike[str] | None = None,
-    overwrite: bool = False,
+    taken: Export, files_from: str | os.PathLike[str] | None = None, overwrite: bool = False
 ) -> None:
     """Export a model; see `export_huggingface`. `overwrite` replaces a Hugging Face folder."""
-    taken = take_export(path, model, group, max_shard_bytes, rename)
     gathered, plan = gather_parts(taken)
     write_folder(taken.target, plan, gathered.shards, files_from, overwrite)
 
@@ -467,11 +436,4 @@ def export_huggingface(
     >>> sorted(mlstate.checkpoint.inspect(path).files())
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
-    export(
-        path,
-        model,
-        group=group,
-        max_shard_bytes=max_shard_bytes,
-        rename=rename,
-        files_from=files_from,
-    )
+    export(take_export(path, model, group, max_shard_bytes, rename), files_from)

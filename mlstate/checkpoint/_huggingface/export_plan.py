@@ -27,46 +27,22 @@ FORMAT = "pt"  # the "format" in the metadata, which transformers requires
 
 
 class StateTable(NamedTuple):
-    """The tensors that ranks export.
+    """The tensors that ranks export."""
 
-    Attributes
-    ----------
-    tensors : dict of str to (str, tuple of int, tuple or None)
-        Dtype, shape and layout of each tensor, in the order of the files.
-    tied : list of str
-        Names that are not written, because an earlier name has the same memory.
-    """
-
-    tensors: dict[str, Facts]
-    tied: list[str]
+    tensors: dict[str, Facts]  # in the order of the files
+    tied: list[str]  # names that are not written: an earlier name has the same memory
 
 
 class ExportPlan(NamedTuple):
-    """The files to write.
-
-    Attributes
-    ----------
-    files : tuple of str
-        Names of the files.
-    tensors : list of tuple
-        Name, dtype and shape of each file's tensors.
-    places : dict of str to tuple of int
-        For each tensor: its file, the offset of its first byte there, its first block of all
-        files, and its number.
-    sizes : list of int
-        Bytes of each file.
-    starts : list of int
-        First block of each file, and the number of all blocks.
-    nbytes : list of int
-        Bytes of each tensor, by number.
-    """
+    """The files to write."""
 
     files: tuple[str, ...]
-    tensors: list[tuple[tuple[str, str, tuple[int, ...]], ...]]
+    tensors: list[tuple[tuple[str, str, tuple[int, ...]], ...]]  # name, dtype and shape, by file
+    # of each tensor: file, offset of the first byte, first block of all files, and number
     places: dict[str, tuple[int, int, int, int]]
-    sizes: list[int]
-    starts: list[int]
-    nbytes: list[int]
+    sizes: list[int]  # bytes of each file
+    starts: list[int]  # first block of each file, and the number of all blocks
+    nbytes: list[int]  # of each tensor, by number
 
     def header(self, file: int, crcs: Any) -> bytes:
         """Return the header of a file, with the checksums of all blocks of all files."""
@@ -130,13 +106,8 @@ def _merge(tables: dict[int, Any]) -> StateTable:
 def exchange_tables(group: ProcessGroup | None, own: StateTable, about: list[Any]) -> StateTable:
     """Return the tensors of all ranks; every rank calls it.
 
-    Ranks exchange digests of their tables, and send a table only if no lower rank has it. `about`
-    are arguments that must be equal on all ranks.
-
-    Raises
-    ------
-    ValueError
-        The ranks pass different arguments or tensors. Every rank raises it.
+    Ranks exchange digests of their tables, and send a table only if no lower rank has it. Every
+    rank raises ValueError if tensors or `about`, some arguments, differ between the ranks.
     """
     import hashlib
     import json
@@ -268,13 +239,7 @@ def _divide(
 
 
 def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
-    """Plan the files; a tensor larger than `max_shard_bytes` has its own file.
-
-    Raises
-    ------
-    CompatibilityError
-        Safetensors has no name for a dtype.
-    """
+    """Plan the files; a tensor larger than `max_shard_bytes` has its own file."""
     sizes = {n: prod(shape) * _ITEM_BYTES.get(dtype, 0) for n, (dtype, shape, _) in tensors.items()}
     divided = [tuple(file) for file in _divide(tensors, sizes, max_shard_bytes)]
     count = len(divided)

@@ -59,22 +59,7 @@ def retry_pauses() -> Iterable[float]:
 
 
 class ObjectStore:
-    """The objects below one URL.
-
-    Parameters
-    ----------
-    url : str
-        Base of the keys, such as ``"s3://bucket/run"``; also used in errors.
-    options : StoreOptions
-        Checked options.
-
-    Raises
-    ------
-    ImportError
-        obstore is not installed.
-    ValueError
-        The engine refuses an option.
-    """
+    """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it."""
 
     def __init__(self, url: str, options: StoreOptions) -> None:
         self.url = url
@@ -118,10 +103,7 @@ class ObjectStore:
     def get(self, key: str, most: int) -> tuple[bytes, Tag]:
         """Return a whole object and the tag of exactly this content.
 
-        Raises
-        ------
-        ValueError
-            It has more than `most` bytes; nothing was read.
+        Raises ValueError, and reads nothing, if it has more than `most` bytes.
         """
 
         def request() -> tuple[bytes, Tag] | None:
@@ -145,12 +127,8 @@ class ObjectStore:
         """Return bytes `begin` .. `end` as a buffer, and the size of the whole object.
 
         The buffer is shorter if the object ends earlier, and empty, without a size, if it ends
-        at `begin` or before.
-
-        Raises
-        ------
-        StoreNotFoundError
-            The object does not exist, or no longer has the ETag of `tag`.
+        at `begin` or before. Raises StoreNotFoundError if the object no longer has the ETag of
+        `tag`.
         """
 
         def request() -> tuple[Any, int, str | None]:
@@ -273,16 +251,17 @@ class ObjectStore:
             self._parts = self._options.open_engine(self.url, for_parts=True)[1]
         return self._parts
 
-    def put_if(self, key: str, data: bytes, tag: Tag | None) -> None:
+    def put_if(self, key: str, data: bytes, tag: Tag | None, *, repeats: bool = False) -> None:
         """Write an object if it still has `tag`, or, with None, if it does not exist.
 
-        One attempt. Raises StoreError: EEXIST if the condition does not hold. After any other
-        error the outcome may be unknown.
+        One attempt, unless `repeats`. Raises StoreError: EEXIST if the condition does not hold.
+        After any other error the outcome may be unknown.
         """
         mode: Any = "create"
         if tag is not None:
             mode = {name: value for name, value in tag._asdict().items() if value is not None}
-        self._call(
+        send = self._repeat if repeats else self._call
+        send(
             "cannot write the object",
             key,
             lambda: self._engine.put(self._store, key, data, mode=mode, use_multipart=False),

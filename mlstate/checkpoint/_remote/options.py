@@ -23,40 +23,17 @@ _PART_RETRIES = 1 << 20
 
 
 class StoreOptions(NamedTuple):
-    """The checked `storage_options` of a store.
+    """The checked `storage_options` of a store."""
 
-    Attributes
-    ----------
-    config : dict
-        Configuration of the engine for the scheme: credentials, region, endpoint.
-    passed : dict
-        Other keywords of the engine: ``client_options``, ``retry_config``,
-        ``credential_provider``.
-    timeout_seconds : float
-        Total time for one request with its repetitions.
-    part_bytes : int
-        Size of the parts of large objects, which are written and read separately.
-    max_concurrency : int
-        Number of simultaneous requests.
-    scratch_folder : str or None
-        Local folder for temporary files; None: the system's.
-    orphan_seconds : float or None
-        `prune` deletes unneeded objects of this age; None: none of them.
-    cache_folder : str or None
-        Local folder that keeps what loads read; None: nothing is kept.
-    cache_bytes : int or None
-        Maximum size of all files in `cache_folder`; None: no limit.
-    """
-
-    config: dict[str, Any]
-    passed: dict[str, Any]
-    timeout_seconds: float = 120.0
-    part_bytes: int = 8 << 20
-    max_concurrency: int = 8
-    scratch_folder: str | None = None
-    orphan_seconds: float | None = None
-    cache_folder: str | None = None
-    cache_bytes: int | None = None
+    config: dict[str, Any]  # of the engine, for the scheme: credentials, region, endpoint
+    passed: dict[str, Any]  # other keywords of the engine
+    timeout_seconds: float = 120.0  # for one request with its repetitions
+    part_bytes: int = 8 << 20  # of large objects, which are written and read in parts
+    max_concurrency: int = 8  # simultaneous requests
+    scratch_folder: str | None = None  # for temporary files; None: the system's
+    orphan_seconds: float | None = None  # age of unneeded objects that `prune` deletes
+    cache_folder: str | None = None  # keeps what loads read; None: nothing is kept
+    cache_bytes: int | None = None  # of all files in `cache_folder`; None: no limit
 
     def __repr__(self) -> str:  # the configuration holds credentials
         return f"StoreOptions(timeout_seconds={self.timeout_seconds}, ...)"
@@ -64,14 +41,8 @@ class StoreOptions(NamedTuple):
     def open_engine(self, url: str, *, for_parts: bool = False) -> tuple[Any, Any]:
         """Import the engine; return it and a store for a URL.
 
-        With `for_parts`, the store repeats failed requests until `timeout_seconds`.
-
-        Raises
-        ------
-        ImportError
-            obstore is not installed.
-        ValueError
-            The engine refuses the configuration; the text has no values of it.
+        With `for_parts`, the store repeats failed requests until `timeout_seconds`. The text of
+        an error has no values of the configuration.
         """
         try:
             import obstore
@@ -139,10 +110,7 @@ def _number(given: dict[str, Any], name: str, least: float, default: Any) -> Any
 def take_options(given: Mapping[str, Any] | None) -> StoreOptions:
     """Check `storage_options`; keys that mlstate does not know belong to the engine.
 
-    Raises
-    ------
-    TypeError, ValueError
-        An option is wrong. The text names the key, and no value of the engine's keys.
+    Texts of errors name the key, and no value of the engine's keys.
     """
     if given is not None and not hasattr(given, "keys"):
         raise TypeError(f"storage_options must be a mapping, got {type(given).__name__}")
@@ -185,13 +153,7 @@ def split_url(text: str) -> tuple[str, str] | None:
 
 
 def check_url(text: str) -> str:
-    """Return the URL of a checkpoint without a slash at the end.
-
-    Raises
-    ------
-    ValueError
-        The scheme is unknown, or the bucket or a name is one that stores do not accept.
-    """
+    """Return the URL of a checkpoint without a slash at the end; refuse wrong ones."""
     found = split_url(text)
     assert found is not None
     scheme, rest = found

@@ -16,15 +16,7 @@ _PAUSE = 0.05  # seconds between two calls of `progress`
 
 
 class ParallelTasks:
-    """Started tasks; a context manager whose end drops the tasks that have not begun.
-
-    Parameters
-    ----------
-    tasks : iterable of callable
-        Called without arguments.
-    threads : int
-        Number of tasks that run at a time.
-    """
+    """Started tasks; a context manager whose end drops the tasks that have not begun."""
 
     def __init__(self, tasks: Iterable[Callable[[], object]], threads: int) -> None:
         self._left = deque(tasks)

@@ -48,14 +48,7 @@ class _Entry(NamedTuple):
 class ReadCache:
     """Entries of the objects below one URL; threads and processes may share the folder.
 
-    Parameters
-    ----------
-    folder : str
-        Local folder, which is created when it is needed.
-    most_bytes : int or None
-        The entries that were not used for the longest time are deleted beyond this size.
-    url : str
-        URL of the checkpoint.
+    Beyond `most_bytes`, the entries that were not used for the longest time are deleted.
     """
 
     def __init__(self, folder: str, most_bytes: int | None, url: str) -> None:

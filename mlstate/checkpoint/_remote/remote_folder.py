@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from .object_store import ObjectInfo, ObjectStore, Tag
+    from .options import StoreOptions
     from .parallel_tasks import ParallelTasks
     from .read_cache import ReadCache
     from .root_claim import RootClaim
@@ -42,17 +43,15 @@ class RemoteFolder(str):
 
     As a text it is the URL, so that errors name it. Pickles have no options, because these may
     hold credentials.
-
-    Attributes
-    ----------
-    has_conditions : bool
-        Whether the endpoint is known to honour conditions of writes.
-    file : str
-        Name of the file in the folder that the caller's URL names, to be read only; empty for the
-        folder of a checkpoint.
     """
 
-    has_conditions = False
+    has_conditions = False  # whether the endpoint is known to honour conditions of writes
+    file: str  # name of a file that the caller's URL names, to be read only; else empty
+    _options: StoreOptions
+    _store: ObjectStore | None
+    _cache: ReadCache | None
+    _roots: dict[str, bytes]  # texts of roots under ``roots/``, which never change
+    _tags: dict[str, Tag]  # of files that other programs may replace
 
     def __new__(
         cls,
@@ -73,14 +72,6 @@ class RemoteFolder(str):
         made._cache = None
         made._tags = {}
         return made
-
-    file: str
-
-    _options: Any
-    _store: ObjectStore | None
-    _cache: ReadCache | None
-    _roots: dict[str, bytes]  # texts of roots under ``roots/``, which never change
-    _tags: dict[str, Tag]  # of files that other programs may replace
 
     def __reduce__(self) -> Any:
         if self.file:
@@ -105,11 +96,11 @@ class RemoteFolder(str):
     @property
     def cache(self) -> ReadCache | None:
         """The local cache of objects; None without `cache_folder`."""
-        if self._cache is None and self._options.cache_folder is not None:
+        folder = self._options.cache_folder
+        if self._cache is None and folder is not None:
             from .read_cache import ReadCache
 
-            options = self._options
-            self._cache = ReadCache(options.cache_folder, options.cache_bytes, str(self))
+            self._cache = ReadCache(folder, self._options.cache_bytes, str(self))
         return self._cache
 
     def without_cache(self) -> RemoteFolder:
@@ -126,8 +117,7 @@ class RemoteFolder(str):
     @property
     def orphan_seconds(self) -> float | None:
         """Least age of unneeded objects that `prune` deletes; None: it deletes none."""
-        found: float | None = self._options.orphan_seconds
-        return found
+        return self._options.orphan_seconds
 
     def claim(self, root: str) -> RootClaim:
         """Return a writer's claim to a root."""
@@ -140,10 +130,7 @@ class RemoteFolder(str):
     def read(self, path: str) -> bytes:
         """Return a manifest or an index; roots of steps are kept in memory, indexes in the cache.
 
-        Raises
-        ------
-        ValueError
-            The object is too long.
+        Raises ValueError if the object is too long.
         """
         found = self._roots.get(path)
         if found is not None:
@@ -364,11 +351,6 @@ class RemoteFolder(str):
 
         Its arguments are the folder, the keys and their cuts. The bytes of the next batch are
         copied meanwhile.
-
-        Raises
-        ------
-        StoreError
-            An object cannot be read; `StoreNotFoundError` if it does not exist.
         """
         import shutil
 
@@ -424,10 +406,7 @@ class RemoteFolder(str):
     ) -> tuple[int, list[Any]]:
         """Read and verify all files of an index, some at a time; as `MergedIndex.verify`.
 
-        Raises
-        ------
-        StoreError
-            The store refused a request. A missing object is a problem in the result instead.
+        A missing object is a problem in the result.
         """
         total, problems = 0, []
         for files in _file_batches(merged.files()):
@@ -452,11 +431,6 @@ class RemoteFolder(str):
         Objects that the same save has uploaded before an interruption, since the last change of
         `root`, are copied in the store.
         `progress` is called with 0 during the uploads, and may raise to stop.
-
-        Raises
-        ------
-        StoreError
-            An upload failed, or an uploaded object has another size.
         """
         with self._scratch(folders) as local:
             yield local
@@ -504,13 +478,10 @@ def _name_url(error: MLStateError, local: str, url: str) -> None:
     error.args = tuple(
         value.replace(local, url) if isinstance(value, str) else value for value in error.args
     )
-    if isinstance(error.path, str):
-        error.path = error.path.replace(local, url)
-    if isinstance(error, StoreError):
-        if isinstance(error.filename, str):
-            error.filename = error.filename.replace(local, url)
-        if isinstance(error.strerror, str):
-            error.strerror = error.strerror.replace(local, url)
+    for name in ("path", "filename", "strerror"):  # the last two of a StoreError only
+        value = getattr(error, name, None)
+        if isinstance(value, str):
+            setattr(error, name, value.replace(local, url))
 
 
 # ---- planning ----
@@ -584,11 +555,6 @@ def checkpoint_folder(
 
     With `reads`, a URL may name a safetensors file, or the index of a Hugging Face folder; its
     folder has the attribute `file` then.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The URL or an option is wrong, or a local path has `storage_options`.
     """
     if isinstance(path, RemoteFolder) and storage_options is None:
         if path.file and not reads:

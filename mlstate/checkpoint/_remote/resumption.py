@@ -60,21 +60,8 @@ def find_uploaded(
 ) -> dict[str, str]:
     """Return objects of interrupted saves with the bytes of new files, by path of the new file.
 
-    Parameters
-    ----------
-    store : ObjectStore
-        The checkpoint's store.
-    root : str
-        Name of the manifest; saves before its last change were not interrupted, or are obsolete.
-    local : str
-        Local folder with the new files.
-    sizes : mapping
-        Sizes of the new files in bytes, by path.
-
-    Raises
-    ------
-    StoreError
-        The store refused a request.
+    `sizes` has the sizes of the new files, in the folder `local`. Saves before the last change of
+    the manifest, `root`, were not interrupted, or are obsolete.
     """
     large = {path: nbytes for path, nbytes in sizes.items() if nbytes >= _LEAST_BYTES}
     found: dict[str, str] = {}

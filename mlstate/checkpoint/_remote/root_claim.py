@@ -30,16 +30,11 @@ _MOST_BYTES = 1 << 40
 class RootClaim:
     """The claim of one writer; used like `WriterLock`.
 
-    Attributes
-    ----------
-    unfinished : None
-        A writer that died leaves the same objects as a running one: `prune` deletes them by
-        their age.
-    is_unsure : bool
-        `commit` raised, but the root may have been replaced by this writer, or may still be: no
-        object may be deleted.
+    If `is_unsure` after `commit` raised, the root may have been replaced by this writer, or may
+    still be: no object may be deleted.
     """
 
+    # a writer that died leaves the same objects as a running one: `prune` deletes them by age
     unfinished: str | None = None
 
     def __init__(self, folder: RemoteFolder, root: str) -> None:
@@ -49,13 +44,7 @@ class RootClaim:
         self.is_unsure = False
 
     def acquire(self) -> RootClaim:
-        """Note the tag of the current root.
-
-        Raises
-        ------
-        StoreError
-            The store does not answer, or ignores conditions of requests (ENOTSUP).
-        """
+        """Note the tag of the current root; refuse a store that ignores conditions (ENOTSUP)."""
         if not self._folder.has_conditions:
             _check_conditions(self._folder)
             self._folder.has_conditions = True
@@ -70,15 +59,10 @@ class RootClaim:
         """Do nothing: a claim ends when another writer replaces the root."""
 
     def commit(self, data: bytes, mode: int, root: str | None = None) -> None:
-        """Replace the manifest unless another writer replaced it since `acquire`.
+        """Replace the manifest unless another writer replaced it since `acquire` (EBUSY).
 
         `root` is the path for a second copy, written before; deleted again after a conflict.
         `mode` is not used: objects have no permissions.
-
-        Raises
-        ------
-        StoreError
-            EBUSY: another writer has replaced the root. Other errors: see `is_unsure`.
         """
         store = self._folder.store
         if root is not None:
@@ -118,10 +102,7 @@ class RootClaim:
     def _is_ours(self, data: bytes) -> bool:
         """Return whether the root is `data`; False if it is still the old one.
 
-        Raises
-        ------
-        StoreError
-            EBUSY: it is another one.
+        Raises StoreError (EBUSY) if it is another one.
         """
         tag: Tag | None
         try:
@@ -164,17 +145,12 @@ def _check_conditions(folder: RemoteFolder) -> None:
 
 def _expect_refusal(folder: RemoteFolder, name: str, tag: Tag | None) -> None:
     """Write an object under a condition that does not hold; raise if that succeeds."""
-    end = time.monotonic() + folder.store.timeout
-    for pause in retry_pauses():
-        try:
-            folder.store.put_if(name, b"{}", tag)
-            break
-        except StoreError as error:
-            if error.errno == errno.EEXIST:
-                return
-            if error.errno not in RETRIED or time.monotonic() + pause > end:
-                raise
-        time.sleep(pause)
+    try:
+        folder.store.put_if(name, b"{}", tag, repeats=True)
+    except StoreError as error:
+        if error.errno == errno.EEXIST:
+            return
+        raise
     header = "If-None-Match" if tag is None else "If-Match"
     reason = OSError(
         errno.ENOTSUP,

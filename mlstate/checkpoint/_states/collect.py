@@ -28,21 +28,11 @@ _DIGEST_BYTES = 32
 
 
 class NamedStates(NamedTuple):
-    """The named states of a save, checked; arrays are not copied.
+    """The named states of a save, checked; arrays are not copied."""
 
-    Attributes
-    ----------
-    arrays : dict of str to array, or None
-        Tensors of flat states, by ``"<state>/<name>"``; None without named states.
-    trees : dict of str to Tree
-        The other states.
-    kinds : dict of str to dict
-        Description of each state in the manifest.
-    """
-
-    arrays: dict[str, Any] | None
-    trees: dict[str, Tree]
-    kinds: dict[str, dict[str, Any]]
+    arrays: dict[str, Any] | None  # of flat states, by "<state>/<name>"; None without states
+    trees: dict[str, Tree]  # the other states
+    kinds: dict[str, dict[str, Any]]  # description of each state in the manifest
 
     def summary(self) -> list[str]:
         """Return kinds and names of the states, which must agree between ranks."""
@@ -163,19 +153,7 @@ def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
 def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
     """Check the named states of a save without copying any array.
 
-    Parameters
-    ----------
-    states : mapping or None
-        The argument of `save`.
-    model : object
-        Its model; a torch optimizer among the states may belong to it.
-    ranks : int
-        Number of ranks that save together.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A name or a value cannot be stored; the message has the name and the path.
+    A torch optimizer among the states may belong to `model`. Errors have the name and the path.
     """
     if states is None:
         return NO_STATES

@@ -294,12 +294,8 @@ def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
 def prepare_tree(loader: Loader, name: str, kind: Mapping[str, Any], target: Any) -> list[Action]:
     """Read a named state, and return the actions that restore its target.
 
-    Raises
-    ------
-    CompatibilityError
-        The target is of another kind than the saved value; the message names state and key.
-    TypeError
-        The target cannot be restored in place.
+    Raises CompatibilityError if the target is of another kind than the saved value, and TypeError
+    if it cannot be restored in place.
     """
     [stored] = _read(loader, name, kind)
     restorer = _Restorer(loader, name, stored)
@@ -322,13 +318,7 @@ def undo_all(actions: list[Action]) -> None:
 
 
 def apply_all(actions: list[Action]) -> None:
-    """Run the actions; if one fails, undo it and those before it.
-
-    Raises
-    ------
-    CompatibilityError
-        An object refused its state. All objects have their states of before.
-    """
+    """Run the actions; if one fails, undo it and those before it, and raise CompatibilityError."""
     for number, action in enumerate(actions):
         try:
             action.apply()

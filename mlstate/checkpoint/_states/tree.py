@@ -25,7 +25,7 @@ import numpy as np
 from ..._common.arrays import is_torch
 from ..._common.backend import backend_of
 from ..._common.dtypes import name_of, numpy_dtype
-from ..._common.json_values import DEEPEST
+from ..._common.json_values import DEEPEST, check_text
 from ..._sharding.layout import Shard
 from ...errors import FormatError
 from .generators import library_of, restored, state_of
@@ -86,7 +86,7 @@ class _Encoder:
         """Return the JSON form of a value."""
         if value is None or type(value) in (bool, str):
             if isinstance(value, str):
-                _check_text(value, where)
+                check_text(value, where)
             return value
         if type(value) is int:
             small = value.bit_length() <= _MOST_BITS
@@ -167,7 +167,7 @@ class _Encoder:
                     "dicts must be str, int or None"
                 )
             if isinstance(key, str):
-                _check_text(key, where)
+                check_text(key, where)
             node = self.node(inner, f"{where}[{key!r}]", (*path, str(key)), levels)
             pairs.append([key, node])
         if kind == "dict" and all(isinstance(key, str) and key != "$" for key, _ in pairs):
@@ -191,29 +191,8 @@ class _Encoder:
         return {"$": "object", "state": self.node(method(), where, path, levels)}
 
 
-def _check_text(text: str, where: str) -> None:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{where}: {error}") from None
-
-
 def encode(value: Any, where: str) -> Tree:
-    """Convert a nested value.
-
-    Parameters
-    ----------
-    value : object
-        The value. Its arrays are not copied.
-    where : str
-        Name of the value in errors.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A value or a key of a dict cannot be stored; the message has its path.
-    """
+    """Convert a nested value, whose arrays are not copied; errors have the path from `where`."""
     encoder = _Encoder()
     node = encoder.node(value, where, (), DEEPEST)
     text = json.dumps(node, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
@@ -297,14 +276,9 @@ def leaves_of(node: Any) -> list[Leaf]:
 
 
 class Decoder:
-    """Makes values from a JSON form.
+    """Makes values from a JSON form, with arrays by key.
 
-    Parameters
-    ----------
-    arrays : mapping of str to array
-        The arrays, by key.
-    tensor_of : callable or None
-        Converts an array that was saved from a torch tensor; None leaves it a NumPy array.
+    `tensor_of` converts an array that was saved from a torch tensor; None leaves it a NumPy array.
     """
 
     def __init__(
@@ -359,13 +333,7 @@ class Decoder:
 
 
 def parse(text: bytes, where: str) -> Any:
-    """Return the JSON form in a text.
-
-    Raises
-    ------
-    FormatError
-        The text is not JSON, or is nested too deeply.
-    """
+    """Return the JSON form in a text; raise FormatError if it is not JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except (RecursionError, ValueError) as reason:

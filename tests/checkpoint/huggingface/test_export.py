@@ -240,7 +240,8 @@ def die(*args):
 steps = [(module, "_write_parts"), (module, "_checksums"), (module._folder, "overwrite_start"),
          (module, "_copy_file"), (os, "rename")]
 setattr(*steps[{step}], die)
-module.export({target!r}, {{"w": np.ones(9)}}, files_from={source!r}, overwrite={overwrite})
+taken = module.take_export({target!r}, {{"w": np.ones(9)}})
+module.export(taken, {source!r}, {overwrite})
 """
 
 
@@ -256,7 +257,7 @@ def test_a_kill_or_failure_at_any_step_leaves_the_target_as_it_was(
     owner, name = STEPS[step]
 
     def export():
-        export_module.export(target, state_of(), files_from=source, overwrite=overwrite)
+        export_module.export(export_module.take_export(target, state_of()), source, overwrite)
 
     def is_unchanged():
         if not overwrite:

@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from checkpoint_model import same
 from weight_folder import write_folder, write_index, write_weight_file
 
 import mlstate
@@ -36,14 +37,6 @@ def folder(request, tmp_path):
     return write_folder(tmp_path / "model", arrays_of(), request.param)
 
 
-def assert_same(found, wanted):
-    assert set(found) == set(wanted)
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array)
-        assert found[name].dtype == array.dtype
-        assert found[name].shape == array.shape
-
-
 # ---- every way of reading ----
 
 
@@ -51,7 +44,7 @@ def assert_same(found, wanted):
 @pytest.mark.parametrize("verify", [False, True, "first"])
 def test_load_returns_all_tensors(folder, mmap, verify):
     found = mlstate.load(folder, mmap=mmap, verify=verify)
-    assert_same(found.model, arrays_of())
+    assert same(found.model, arrays_of())
     assert found.optimizer is None
     assert found.metadata == {"format": "pt"}
     assert all(array.flags.writeable != mmap for name, array in found.model.items() if array.size)
@@ -78,7 +71,7 @@ def test_each_rank_loads_its_part(folder, layout, mmap):
     mlstate.save(folder.parent / "own", arrays_of())
     for rank in range(world):
         how = {"rank": rank, "world_size": world, "layout": layout, "mmap": mmap}
-        assert_same(
+        assert same(
             mlstate.load(folder, **how).model, mlstate.load(folder.parent / "own", **how).model
         )
 
@@ -88,7 +81,7 @@ def test_existing_arrays_are_filled(folder):
     targets["layers.0.weight"] = np.zeros((4, 6), np.float32).T
     kept = dict(targets)
     assert mlstate.load(folder, into={"model": targets}).model is targets
-    assert_same(targets, arrays_of())
+    assert same(targets, arrays_of())
     assert all(targets[name] is kept[name] for name in kept)
 
 
@@ -122,12 +115,12 @@ def test_inspect_lists_tensors_and_files(folder):
 def test_reshard_and_convert_read_it(folder, tmp_path):
     made = reshard(folder, tmp_path / "two", layout="rows", world_size=2)
     assert made.world_size == 2
-    assert_same(made.load().model, arrays_of())
+    assert same(made.load().model, arrays_of())
     model, optimizer, metadata = read_any(folder)
-    assert_same(model, arrays_of())
+    assert same(model, arrays_of())
     assert (optimizer, metadata) == (None, {"format": "pt"})
     write_any(tmp_path / "a.npz", model, None, metadata)
-    assert_same(read_any(tmp_path / "a.npz")[0], arrays_of())
+    assert same(read_any(tmp_path / "a.npz")[0], arrays_of())
 
 
 def test_a_save_into_the_folder_becomes_the_checkpoint(folder):
@@ -143,7 +136,7 @@ def test_links_as_in_a_cache_are_followed(folder, tmp_path):
         path.rename(blobs / str(number))
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     for mmap in (False, True):
-        assert_same(mlstate.load(snapshot, mmap=mmap).model, arrays_of())
+        assert same(mlstate.load(snapshot, mmap=mmap).model, arrays_of())
     assert mlstate.verify(snapshot)
 
 
@@ -271,7 +264,7 @@ def test_a_file_of_the_set_that_the_index_leaves_out_is_named(tmp_path):
 def test_other_safetensors_files_are_reported_by_verify_only(tmp_path):
     folder, _ = three_files(tmp_path)
     write_weight_file(folder / "consolidated.safetensors", {"x": np.ones(1, np.float32)})
-    assert_same(mlstate.load(folder).model, arrays_of())
+    assert same(mlstate.load(folder).model, arrays_of())
     report = mlstate.verify(folder)
     assert report
     assert report.strange == ["consolidated.safetensors"]
@@ -320,7 +313,7 @@ def test_a_wrong_total_is_an_error_unless_unverified(tmp_path):
         with pytest.raises(mlstate.errors.FormatError, match="total_size is 12, but the tensors"):
             call(folder)
     assert [p.kind for p in mlstate.verify(folder).problems] == ["index"]
-    assert_same(mlstate.load(folder, verify=False).model, arrays_of())
+    assert same(mlstate.load(folder, verify=False).model, arrays_of())
 
 
 def test_a_missing_folder_names_the_download_command(tmp_path, monkeypatch):

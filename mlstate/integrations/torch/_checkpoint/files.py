@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...._common.atomic_file import replacing, sync_folder, temporary_name
+from .... import _core
+from ...._common.atomic_file import replace_folder, replacing, temporary_name
 from ...._common.local_path import local_path
 from ....errors import CompatibilityError, FormatError
 from ....state._compatibility import join
@@ -568,8 +569,8 @@ def write_dcp(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that there is only one process
             dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
-        sync_folder(temporary)
-        _replace_folder(temporary, target)
+        _core.folder_sync(str(temporary))
+        replace_folder(temporary, target)
     except BaseException:
         import shutil
 
@@ -582,26 +583,3 @@ def _is_replaceable(target: Path, overwrite: bool) -> bool:
     if not target.is_dir():
         return False
     return not any(target.iterdir()) or (overwrite and (target / ".metadata").is_file())
-
-
-def _replace_folder(new: Path, target: Path) -> None:
-    """Rename `new` to `target`; an older folder there is deleted after that.
-
-    Between two renames, `target` does not exist. If the second one fails, the old folder is
-    renamed back.
-    """
-    if not target.exists():
-        new.rename(target)
-        sync_folder(target.parent)
-        return
-    old = temporary_name(target)
-    target.rename(old)
-    try:
-        new.rename(target)
-    except BaseException:
-        old.rename(target)
-        raise
-    sync_folder(target.parent)
-    import shutil
-
-    shutil.rmtree(old, ignore_errors=True)
