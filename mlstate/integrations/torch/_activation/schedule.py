@@ -25,13 +25,7 @@ _KINDS = ("forward", "save", "backward", "drop", "offload", "load")
 
 
 class Program:
-    """A schedule, with data derived for every step.
-
-    Parameters
-    ----------
-    steps : sequence of (str, int)
-        A valid schedule.
-    """
+    """A schedule, with data derived for every step."""
 
     def __init__(self, steps: Sequence[tuple[str, int]]) -> None:
         self.steps = [(str(kind), int(index)) for kind, index in steps]
@@ -204,19 +198,7 @@ def _outputs(out: Any) -> list[torch.Tensor]:
 
 
 class Run:
-    """One forward pass through the chain and its backward pass.
-
-    Parameters
-    ----------
-    program : Program
-        The schedule.
-    blocks : sequence of Block
-        The blocks, in order.
-    folder : str, optional
-        Folder for offloaded tensors.
-    observe : callable, optional
-        Called with kind and index before each step.
-    """
+    """One forward pass through the chain and its backward pass."""
 
     def __init__(
         self,

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 
 class AppliedStrategy:
-    """Blocks whose forward pass queries a manager, until `remove`.
-
-    Attributes
-    ----------
-    blocks : tuple of str
-        Names of the blocks, in index order.
-    """
+    """Blocks whose forward pass queries a manager, until `remove`."""
 
     def __init__(self, manager: ActivationManager, blocks: dict[str, torch.nn.Module]) -> None:
         self.blocks = tuple(blocks)

@@ -253,26 +253,7 @@ def _unwrap(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def parts_of(tree: Any, path: Path) -> Parts:
-    """Split a tree into model, optimizer, and plain values.
-
-    Parameters
-    ----------
-    tree : mapping
-        Contents of a torch file.
-    path : pathlib.Path
-        For errors.
-
-    Returns
-    -------
-    model : StateDict or None
-    optimizer : OptimizerStateDict or None
-    metadata : dict
-
-    Raises
-    ------
-    FormatError
-        If an entry is neither; the message names it.
-    """
+    """Split a tree into model, optimizer, and plain values; FormatError names any other entry."""
     if isinstance(tree, OptimizerStateDict):
         return None, tree, {}
     if isinstance(tree, StateDict):
@@ -371,19 +352,9 @@ def tree_of(
 ) -> dict[str, Any]:
     """Return a tree that torch can store, of a model, an optimizer and plain values.
 
-    Parameters
-    ----------
-    model : StateDict or None
-    optimizer : OptimizerStateDict or None
-    metadata : mapping
-        Plain values.
-
-    Returns
-    -------
-    dict
-        For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the
-        entries ``model``, ``optimizer``, ``metadata``, and ``mlstate``, which records the
-        classes of the states.
+    For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the entries
+    ``model``, ``optimizer``, ``metadata``, and ``mlstate``, which records the classes of the
+    states.
     """
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
@@ -403,20 +374,7 @@ def tree_of(
 def read_pt(path: Path) -> Parts:
     """Read a ``torch.save`` file without running code from it.
 
-    Parameters
-    ----------
-    path : pathlib.Path
-        The file. If its format allows, it is memory-mapped and the arrays share its memory.
-
-    Returns
-    -------
-    tuple
-        See `parts_of`.
-
-    Raises
-    ------
-    FormatError
-        If the file is damaged, or contains more than tensors and plain values.
+    If its format allows, it is memory-mapped and the arrays share its memory.
     """
     from pickle import UnpicklingError
 
@@ -464,14 +422,7 @@ def write_pt(
     optimizer: OptimizerStateDict | None,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Atomically write a file that ``torch.load`` reads with ``weights_only``.
-
-    Parameters
-    ----------
-    path : pathlib.Path
-    model, optimizer, metadata
-        See `tree_of`.
-    """
+    """Atomically write a file that ``torch.load`` reads with ``weights_only``."""
     import torch
 
     tree = tree_of(model, optimizer, metadata)
@@ -485,21 +436,7 @@ def write_pt(
 def read_dcp(path: Path) -> Parts:
     """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks.
 
-    Parameters
-    ----------
-    path : pathlib.Path
-        The directory.
-
-    Returns
-    -------
-    tuple
-        See `parts_of`.
-
-    Raises
-    ------
-    FormatError
-        If it is damaged, or contains more than tensors and plain values. No code from the files
-        is run.
+    No code from the files is run.
     """
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -538,22 +475,7 @@ def write_dcp(
     metadata: Mapping[str, Any],
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint that torch.distributed.checkpoint reads.
-
-    Parameters
-    ----------
-    path : pathlib.Path
-        A new path, or an empty directory.
-    model, optimizer, metadata
-        See `tree_of`.
-    overwrite : bool
-        Whether to replace an existing torch checkpoint.
-
-    Raises
-    ------
-    ValueError
-        If `path` contains something else.
-    """
+    """Write a checkpoint that torch.distributed.checkpoint reads."""
     import torch.distributed.checkpoint as dcp
 
     tree = tree_of(model, optimizer, metadata)

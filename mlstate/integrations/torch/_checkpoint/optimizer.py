@@ -238,17 +238,8 @@ def refuse_unfit(
 ) -> None:
     """Raise one error for all states that do not fit the optimizer's parameters.
 
-    Parameters
-    ----------
-    states : mapping of str to tuple of int
-        Shapes by ``"<parameter>.<state name>"``.
-    named : mapping of str to (tuple of int, mapping of str to value)
-        Shape and existing states of each parameter.
-
-    Raises
-    ------
-    CompatibilityError
-        If parameters are unknown, or shapes do not fit.
+    `states` has shapes by ``"<parameter>.<state name>"``, `named` the shape and the existing states
+    of each parameter.
     """
     unknown: dict[str, None] = {}
     shapes = []
@@ -306,22 +297,7 @@ def _cast_like(own: Any, value: Any) -> Any:
 def group_values(
     osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, members: list[list[str]]
 ) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each group: the saved ones if they fit, else its own.
-
-    Parameters
-    ----------
-    osd : OptimizerStateDict
-        The saved state, with groups and learning rate.
-    optimizer : torch.optim.Optimizer
-        The optimizer; it is not changed.
-    members : list of list of str
-        Parameter names of each of its groups.
-
-    Returns
-    -------
-    list of dict
-        Hyperparameters, without ``params``.
-    """
+    """Return the hyperparameters of each group: the saved ones if they fit, else its own."""
     saved = osd.param_groups
     fits = len(saved) == len(members) and all(
         set(group.get("params", ())) == set(own) for group, own in zip(saved, members, strict=True)
