@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from ...._sharding.layout import Layout, Shard
 from ....errors import CompatibilityError
 from .._tensors.state import why_not_plain
-from .optimizer import _collect_states, _kind_of, _name_parameters, as_array, groups_from, is_number
+from .optimizer import (
+    _collect_states,
+    _kind_of,
+    _name_parameters,
+    as_array,
+    groups_from,
+    is_number,
+    keywords_from,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,11 +172,10 @@ def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
     if len(shards) > 1:
         raise TypeError(f"{name!r} is a ShardedTensor with {len(shards)} shards on one rank")
     if not shards:
-        # an empty tensor with the dtype of the other shards
-        local = value.metadata().tensor_properties
         import torch
 
-        empty = torch.empty(wanted, dtype=local.dtype)
+        # an empty tensor with the dtype of the other shards
+        empty = torch.empty(wanted, dtype=value.metadata().tensor_properties.dtype)
         return Shard(empty, layout, index, shape=shape, replica=replica)
     placed = shards[0].metadata
     start = -(-shape[0] // parts) * index
@@ -207,11 +214,9 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
             f"{name!r} is a {type(value).__name__}, not a tensor: remove it from the state first, "
             "and store it separately"
         )
-    return (
-        _part_of_dtensor(name, value)
-        if hasattr(value, "device_mesh")
-        else _plain_memory(name, value)
-    )
+    if hasattr(value, "device_mesh"):
+        return _part_of_dtensor(name, value)
+    return _plain_memory(name, value)
 
 
 # ---- modules ----
@@ -336,7 +341,9 @@ def optimizer_parts(
             name, _, state = key.rpartition(".")
             optimizer.state[named[name]][state] = array.item()
 
-    return states, _keywords(optimizer, named, values), store if numbers else None
+    groups = groups_from(optimizer.param_groups, named, values)
+    keywords = keywords_from(_kind_of(optimizer), groups, values)
+    return states, keywords, store if numbers else None
 
 
 def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
@@ -352,19 +359,6 @@ def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
                     f"a parameter of shape {tuple(parameter.shape)}: let the optimizer keep "
                     "DTensors, as zeros_like(parameter) makes them"
                 )
-
-
-def _keywords(
-    optimizer: torch.optim.Optimizer, named: dict[str, Any], values: dict[str, Any]
-) -> dict[str, Any]:
-    groups = groups_from(optimizer, named, values)
-    steps = [int(value) for key, value in values.items() if key.endswith(".step")]
-    return {
-        "optimizer_type": _kind_of(optimizer),
-        "step": max(steps, default=0),
-        "learning_rate": float(groups[0].get("lr", 0.0)) if groups else 0.0,
-        "param_groups": groups,
-    }
 
 
 def _any_rank(here: bool, module: torch.nn.Module) -> bool:
@@ -395,11 +389,4 @@ def _parts_of_flat(
                 key = f"{name}.{state}"
                 states[key] = as_array(value) if is_number(value) else part_of(key, value, replica)
     groups = [dict(group) for group in found["param_groups"]]
-    steps = [int(value) for key, value in states.items() if key.endswith(".step")]
-    keywords = {
-        "optimizer_type": _kind_of(optimizer),
-        "step": max(steps, default=0),
-        "learning_rate": float(groups[0].get("lr", 0.0)) if groups else 0.0,
-        "param_groups": groups,
-    }
-    return states, keywords
+    return states, keywords_from(_kind_of(optimizer), groups, states)

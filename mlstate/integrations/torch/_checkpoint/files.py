@@ -13,7 +13,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from ....state._kind import describe, restore
 from ....state._optimizer_state import OptimizerStateDict
 from ....state._state_dict import StateDict
 from .._tensors.state import arrays_of, tensors_of
-from .optimizer import NUMBERS, as_array, groups_from, is_number
+from .optimizer import NUMBERS, as_array, groups_from, is_number, keywords_from, number_states
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -151,15 +150,9 @@ def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
                 )
             states[name] = value
     named = dict.fromkeys(names.values())
-    plain = groups_from(SimpleNamespace(param_groups=groups), named, states)  # type: ignore[arg-type]
-    steps = [int(value) for key, value in states.items() if key.endswith(".step")]
-    rate = plain[0].get("lr", 0.0) if plain else 0.0
-    return OptimizerStateDict(
-        arrays_of({k: as_array(v) if is_number(v) else v for k, v in states.items()}),
-        step=max(steps, default=0),
-        learning_rate=float(rate),
-        param_groups=plain,
-    )
+    arrays = arrays_of({k: as_array(v) if is_number(v) else v for k, v in states.items()})
+    plain = groups_from(groups, named, states)
+    return OptimizerStateDict(arrays, **keywords_from("other", plain, states))
 
 
 def _plain_values(value: Any, depth: int = 0) -> Any:
@@ -216,10 +209,9 @@ def _restore_optimizer(value: Any, texts: Mapping[str, Any], path: Path) -> Opti
     """Return an optimizer as a state, with the attributes recorded in the file."""
     if isinstance(value, OptimizerStateDict):
         return value
-    kind = "optimizer"
     made = _optimizer_from(value, path)
-    if kind in texts:
-        known = restore({}, texts[kind], str(path))
+    if "optimizer" in texts:
+        known = restore({}, texts["optimizer"], str(path))
         if isinstance(known, OptimizerStateDict):
             made.optimizer_type, made.step = known.optimizer_type, known.step
             made.learning_rate = known.learning_rate
@@ -326,12 +318,7 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
         raise error
     numbered = listed == [f"param_{i}" for i in range(len(listed))]
     order: dict[str, Any] = {name: i if numbered else name for i, name in enumerate(listed)}
-    numbers = {
-        f"{name}.{kind}"
-        for group in saved
-        for kind in group.get(NUMBERS, ())
-        for name in group.get("params", ())
-    }
+    numbers = number_states(saved)
     states: dict[Any, dict[str, Any]] = {}
     for key, tensor in _cpu_tensors(state).items():
         name, _, kind = key.rpartition(".")

@@ -23,7 +23,13 @@ from .dtensor_shards import (
     unwrapped_name,
 )
 from .fsdp1_flat import FlatRun, flat_runs, is_flattened, reshard_flat
-from .optimizer import NUMBERS, _name_parameters, group_values, is_number, refuse_unfit
+from .optimizer import (
+    _name_parameters,
+    group_values,
+    is_number,
+    number_states,
+    refuse_unfit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -334,27 +340,17 @@ class OptimizerFilling(Filling):
 
     def _sort_states(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
         """Return states to read in place, and scalar states to set; True: as a number."""
-        numbers = {
-            (name, state)
-            for group in saved.param_groups
-            for state in group.get(NUMBERS, ())
-            for name in group.get("params", ())
-        }
+        numbers = number_states(saved.param_groups)
         places: dict[str, Place] = {}
         alone: dict[str, bool] = {}
         for key, record in self.records.items():
             slot = self.slots[record.parameter]
             state = record.state or ""
             held = self._find_state(slot, state)
-            number = is_number(held) or (held is None and (record.parameter, state) in numbers)
-            if (
-                record.shape != slot.shape
-                and record.shape in ((), (1,))
-                and (number or slot.run or held is None)
-            ):
+            number = is_number(held) or (held is None and key in numbers)
+            is_scalar = record.shape != slot.shape and record.shape in ((), (1,))
+            if number or (is_scalar and (slot.run or held is None)):
                 alone[key] = number
-            elif number:
-                alone[key] = True
             else:
                 places[key] = self._place_of(key, slot, record, held)
         return places, alone

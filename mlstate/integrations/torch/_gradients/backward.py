@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...._common.text import names_hint
-from ....collectives._arguments import dtype_name
+from ....collectives._arguments import check_group, check_timeout, dtype_name
 from ....errors import CollectiveError
 from ....fsdp._hook_registry import Hooks
 
@@ -174,6 +174,14 @@ def _check_parameter(
 
 
 # ---- the backward pass ----
+
+
+def check_reduction(group: Any, nonfinite: str, timeout: float | None) -> float | None:
+    """Check the arguments of a reduction by a group; return the timeout in seconds."""
+    check_group(group)
+    if nonfinite not in ("error", "allow"):
+        raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
+    return check_timeout(timeout)
 
 
 def call_at_end(function: Callable[[], None]) -> None:
