@@ -1,16 +1,11 @@
 """The ranks of test_data_parallel.py: FSDP2 and DDP whose gradients mlstate reduces."""
 
-import warnings
-
+import torch
 from group_model import raises
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch_processes import main, scenario
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-    from torch.nn.parallel import DistributedDataParallel
 
 from mlstate import CollectiveError
 from mlstate.collectives import SingleGroup

@@ -8,15 +8,12 @@ import time
 import warnings
 import weakref
 
+import torch
 from group_model import raises
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch_processes import main, scenario
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import torch
-    from torch import nn
-    from torch.nn import functional
-    from torch.utils.checkpoint import checkpoint
 
 from mlstate import CollectiveError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, clip_grad_norm, sharding_units

@@ -1,7 +1,6 @@
 """Gradients of torch models by hooks: ranks as threads, and as processes over gloo."""
 
 import importlib
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,7 @@ from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(250)]
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="its models are what has gradients here")
+torch = pytest.importorskip("torch", reason="its models are what has gradients here")
 
 RANKS = Path(__file__).with_name("fsdp_torch_ranks.py")
 NAMES = rank_jobs.scenarios(RANKS)
