@@ -97,6 +97,16 @@ def jobs(file, wanted, limit_seconds=LIMIT_SECONDS, modules=MODULES):
     return outcomes
 
 
+def agreement(file, wanted, limit_seconds=LIMIT_SECONDS, modules=MODULES):
+    """A fixture `outcomes`, and a test that each scenario succeeds on every rank."""
+
+    @pytest.mark.parametrize(("world", "name"), cases(wanted))
+    def test_ranks_agree(outcomes, world, name):
+        check(outcomes(world), name)
+
+    return jobs(file, wanted, limit_seconds, modules), test_ranks_agree
+
+
 def cases(wanted):
     """Parameters (ranks, name) of a test; jobs of more than two ranks are marked long."""
     return [

@@ -49,13 +49,7 @@ _yield = getattr(os, "sched_yield", lambda: sleep(0))
 
 
 class Channel:
-    """A group's own communicator, with its state.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        Borrowed; the channel is its only user.
-    """
+    """A group's own communicator, which has no other user, with its state."""
 
     def __init__(self, comm: Any) -> None:
         from mpi4py import MPI

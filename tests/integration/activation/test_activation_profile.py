@@ -1,17 +1,14 @@
 """Measurements of a model's blocks: the predicted peak of a plan equals the measured peak."""
 
 import time
-import warnings
 from itertools import pairwise
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="its models are what is measured here")
+torch = pytest.importorskip("torch", reason="its models are what is measured here")
 
-import child
-from planned_models import (
+import child  # noqa: E402
+from planned_models import (  # noqa: E402
     Cache,
     Cached,
     Language,
@@ -21,11 +18,11 @@ from planned_models import (
     segments,
     transformer,
 )
-from torch import nn
+from torch import nn  # noqa: E402
 
-from mlstate.activation import Chain, Plan, plan
-from mlstate.integrations.torch import measure_peak, profile_chain
-from mlstate.integrations.torch._activation.block_calls import seed_of
+from mlstate.activation import Chain, Plan, plan  # noqa: E402
+from mlstate.integrations.torch import measure_peak, profile_chain  # noqa: E402
+from mlstate.integrations.torch._activation.block_calls import seed_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -51,14 +48,6 @@ MODELS = {
     "pyramid": large_pyramid,
     "perceptron": large_perceptron,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -9,9 +9,4 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(250)]
 
 RANKS = Path(__file__).with_name("activation_ranks.py")
 WANTED = {2: rank_jobs.scenarios(RANKS)}
-outcomes = rank_jobs.jobs(RANKS, WANTED, limit_seconds=220)
-
-
-@pytest.mark.parametrize(("world", "name"), rank_jobs.cases(WANTED))
-def test_ranks_agree(outcomes, world, name):
-    rank_jobs.check(outcomes(world), name)
+outcomes, test_ranks_agree = rank_jobs.agreement(RANKS, WANTED, limit_seconds=220)

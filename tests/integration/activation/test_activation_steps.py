@@ -1,19 +1,16 @@
 """Plans step by step: torch's memory is as predicted, and the report names differences."""
 
 import random
-import warnings
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="its models are what is measured here")
+torch = pytest.importorskip("torch", reason="its models are what is measured here")
 
-from planned_models import Cache, Cached, perceptron, pyramid, random_steps, segments, transformer
-from torch import nn
+from planned_models import Cache, Cached, perceptron, pyramid, random_steps, segments, transformer  # noqa: E402
+from torch import nn  # noqa: E402
 
-from mlstate.activation import Chain, Plan, plan
-from mlstate.integrations.torch import PlanUse, StepUse, measure_plan
+from mlstate.activation import Chain, Plan, plan  # noqa: E402
+from mlstate.integrations.torch import PlanUse, StepUse, measure_plan  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -34,14 +31,6 @@ MODELS = {
     "small perceptron": lambda: perceptron(6, width=64, batch=128),
     "perceptron": lambda: perceptron(8, width=128, batch=512),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -3,16 +3,14 @@
 import copy
 import gc
 import random
-import warnings
 import weakref
+from functools import partial
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="its models are what is planned here")
+torch = pytest.importorskip("torch", reason="its models are what is planned here")
 
-from planned_models import (
+from planned_models import (  # noqa: E402
     Cached,
     Language,
     TransformerBlock,
@@ -26,12 +24,12 @@ from planned_models import (
     segments,
     transformer,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from mlstate.activation import Plan
-from mlstate.errors import MLStateError
-from mlstate.integrations.torch import apply_plan, measure_peak
+from mlstate.activation import Plan  # noqa: E402
+from mlstate.errors import MLStateError  # noqa: E402
+from mlstate.integrations.torch import apply_plan, measure_peak  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -39,27 +37,21 @@ MODELS = {"transformer": transformer, "pyramid": pyramid, "perceptron": perceptr
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are too small for a second thread
-    yield
-    torch.set_num_threads(threads)
-
-
 def planned(steps, *, host=False):
     blocks = sum(kind == "backward" for kind, _ in steps)
     return Plan(chain_of(blocks, host=host), steps)
 
 
-def compare(make, steps, *, host=False, offload_to=None, blocks=None, **kwargs):
-    """Train a model with and without a plan; all bits must be equal."""
-    model, *inputs = make()
-    wanted = results(model, inputs, **kwargs)
+def compare(make, steps, *, host=False, offload_to=None, blocks=None, call=None, passes=2):
+    """Train a model with and without a plan; all bits must be equal. `call` runs the model."""
+
+    def trained(model, *inputs):
+        return results(model, inputs, partial(call, model) if call else None, passes)
+
+    wanted = trained(*make())
     model, *inputs = make()
     with planned(steps, host=host).apply(model, blocks=blocks, offload_to=offload_to):
-        got = results(model, inputs, **kwargs)
-    assert_same_bits(wanted, got)
+        assert_same_bits(wanted, trained(model, *inputs))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 100])
@@ -107,23 +99,11 @@ def test_offloading_to_a_file_frees_memory(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_autocast_is_there_when_a_block_runs_again(size):
-    def make():
-        model, x = transformer()
+    def call(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
 
-        def call(x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return model(x)
-
-        model.call = call
-        return model, x
-
-    model, x = make()
-    wanted = results(model, [x], call=model.call)
-    model, x = make()
-    with planned(segments(6, size)).apply(model):
-        got = results(model, [x], call=model.call)
-    assert got[0].dtype == wanted[0].dtype
-    assert_same_bits(wanted, got)
+    compare(transformer, segments(6, size), call=call)
 
 
 def test_a_model_finds_its_blocks_and_passes_other_arguments_on():
@@ -229,16 +209,7 @@ def test_a_block_that_is_called_twice_shares_its_parameters(size):
 
 
 def test_two_forward_passes_before_one_backward_pass():
-    def make():
-        model, x = perceptron()
-        model.call = lambda x: model(x) + model(2 * x)
-        return model, x
-
-    model, x = make()
-    wanted = results(model, [x], call=model.call)
-    model, x = make()
-    with planned(segments(5, 1)).apply(model):
-        assert_same_bits(wanted, results(model, [x], call=model.call))
+    compare(perceptron, segments(5, 1), call=lambda model, x: model(x) + model(2 * x))
 
 
 def test_batch_norm_counts_each_pass_once():
@@ -307,14 +278,9 @@ def test_blocks_that_need_no_gradient_are_let_be():
         model, x = perceptron()
         for parameter in model[:2].parameters():
             parameter.requires_grad_(False)
-        model.call = lambda x: model(x.detach())
         return model, x
 
-    model, x = make()
-    wanted = results(model, [x], call=model.call)
-    model, x = make()
-    with planned(segments(5, 1)).apply(model):
-        assert_same_bits(wanted, results(model, [x], call=model.call))
+    compare(make, segments(5, 1), call=lambda model, x: model(x.detach()))
 
 
 def test_gradients_of_a_part_are_enough():
@@ -370,25 +336,16 @@ def test_blocks_that_recompute_by_themselves(use_reentrant, seed):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_planned_model_inside_what_recomputes_it(use_reentrant):
-    model, x = transformer(4, width=16)
-    wanted = results(model, [x])
-    model, x = transformer(4, width=16)
-    with planned(segments(4, 1)).apply(model):
-        got = results(model, [x], call=lambda x: checkpoint(model, x, use_reentrant=use_reentrant))
-    assert_same_bits(wanted, got)
+    call = partial(checkpoint, use_reentrant=use_reentrant)
+    compare(lambda: transformer(4, width=16), segments(4, 1), call=call)
 
 
 def test_other_hooks_of_saved_tensors_stay_in_force():
-    model, x = perceptron()
-    wanted = results(model, [x])
-    model, x = perceptron()
-
-    def call(x):
+    def call(model, x):
         with torch.autograd.graph.save_on_cpu():
             return model(x)
 
-    with planned(segments(5, 2)).apply(model):
-        assert_same_bits(wanted, results(model, [x], call=call))
+    compare(perceptron, segments(5, 2), call=call)
 
 
 # unsupported models

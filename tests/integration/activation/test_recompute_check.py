@@ -1,16 +1,13 @@
 """The check finds and names the operators and modules that prevent exact recomputation."""
 
 import random
-import warnings
 
 import numpy as np
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="its models are what is checked here")
+torch = pytest.importorskip("torch", reason="its models are what is checked here")
 
-from planned_models import (
+from planned_models import (  # noqa: E402
     Cache,
     Cached,
     Language,
@@ -20,9 +17,9 @@ from planned_models import (
     segments,
     transformer,
 )
-from torch import nn
+from torch import nn  # noqa: E402
 
-from mlstate.activation import Plan, RecomputeReport, check
+from mlstate.activation import Plan, RecomputeReport, check  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

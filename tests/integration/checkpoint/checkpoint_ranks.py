@@ -8,11 +8,8 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 import torch_processes
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import torch.distributed as dist
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, save_async

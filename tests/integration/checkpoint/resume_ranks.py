@@ -18,22 +18,18 @@ import math
 import os
 import signal
 import sys
-import warnings
 from functools import partial
 from pathlib import Path
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import torch
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        get_optimizer_state_dict,
-    )
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
+import torch
 import torch_processes
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import mlstate
 from mlstate.checkpoint import save_async

@@ -3,31 +3,23 @@
 import pickle
 import sys
 import tracemalloc
-import warnings
 
 import numpy as np
+import torch
 from group_model import raises
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch_processes import main, scenario
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-    from torch.distributed.tensor import (
-        DTensor,
-        Partial,
-        Replicate,
-        Shard,
-        distribute_module,
-        distribute_tensor,
-    )
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-    from torch.nn.parallel import DistributedDataParallel
 
 import mlstate
 from mlstate import CollectiveError, CompatibilityError

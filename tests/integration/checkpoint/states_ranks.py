@@ -1,17 +1,13 @@
 """The ranks of test_torch_states.py."""
 
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch_processes import main, scenario
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
 import mlstate
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import rank_jobs
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(200)]
 
 RANKS = Path(__file__).with_name("training_ranks.py")
 NAMES = rank_jobs.scenarios(RANKS)
@@ -22,10 +22,4 @@ FOUR = [
     *MESHES,
 ]
 WANTED = {2: TWO, 4: FOUR}
-outcomes = rank_jobs.jobs(RANKS, WANTED, limit_seconds=170)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "name"), rank_jobs.cases(WANTED))
-def test_ranks_save_and_load(outcomes, world, name):
-    rank_jobs.check(outcomes(world), name)
+outcomes, test_ranks_save_and_load = rank_jobs.agreement(RANKS, WANTED, limit_seconds=170)

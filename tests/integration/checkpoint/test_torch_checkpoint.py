@@ -1,7 +1,6 @@
 """Checkpoints of torch modules and optimizers in one process."""
 
 import copy
-import warnings
 
 import numpy as np
 import pytest
@@ -11,9 +10,7 @@ from mlstate.checkpoint import CheckpointManager, Layout, inspect
 
 pytestmark = pytest.mark.torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="its modules are what is saved")
+torch = pytest.importorskip("torch", reason="its modules are what is saved")
 
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),

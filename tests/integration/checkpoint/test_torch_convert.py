@@ -24,10 +24,8 @@ from mlstate.checkpoint._files.convert import format_of, read_any, write_any
 
 pytestmark = pytest.mark.torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
-    dcp = pytest.importorskip("torch.distributed.checkpoint", reason="torch's own checkpoints")
+torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
+dcp = pytest.importorskip("torch.distributed.checkpoint", reason="torch's own checkpoints")
 pytest.importorskip("ml_dtypes", reason="torch has bfloat16")
 
 optim = torch.optim

@@ -1,7 +1,6 @@
 """State of torch optimizers: by name, without copies; training resumes bit for bit."""
 
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -10,9 +9,7 @@ from mlstate import CompatibilityError, OptimizerStateDict, StateDict
 
 pytestmark = pytest.mark.torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
+torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
 
 optim = torch.optim
 

@@ -13,9 +13,4 @@ FOUR = NAMES[NAMES.index("meshes_of_two_dimensions_are_layouts") :]
 TWO = [name for name in NAMES if name not in FOUR]
 FOUR = ["fsdp2_is_assembled", "fsdp1_is_assembled", *FOUR]  # a rank without rows
 WANTED = {2: TWO, 4: FOUR}
-outcomes = rank_jobs.jobs(RANKS, WANTED, limit_seconds=150)
-
-
-@pytest.mark.parametrize(("world", "name"), rank_jobs.cases(WANTED))
-def test_ranks_agree(outcomes, world, name):
-    rank_jobs.check(outcomes(world), name)
+outcomes, test_ranks_agree = rank_jobs.agreement(RANKS, WANTED, limit_seconds=150)

@@ -15,12 +15,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
 
 RANKS = Path(__file__).with_name("states_ranks.py")
 WANTED = {2: rank_jobs.scenarios(RANKS)}
-outcomes = rank_jobs.jobs(RANKS, WANTED, limit_seconds=150)
-
-
-@pytest.mark.parametrize(("world", "name"), rank_jobs.cases(WANTED))
-def test_ranks_agree(outcomes, world, name):
-    rank_jobs.check(outcomes(world), name)
+outcomes, test_ranks_agree = rank_jobs.agreement(RANKS, WANTED, limit_seconds=150)
 
 
 class Ema:

@@ -1,7 +1,5 @@
 """Loading into torch modules and optimizers, in one process."""
 
-import warnings
-
 import numpy as np
 import pytest
 
@@ -11,9 +9,7 @@ from mlstate.checkpoint import Layout
 
 pytestmark = pytest.mark.torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="its modules are what is filled")
+torch = pytest.importorskip("torch", reason="its modules are what is filled")
 
 
 def model(seed=0):

@@ -13,10 +13,8 @@ import warnings
 from argparse import Namespace
 from pathlib import Path
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import torch
-    import torch.distributed as dist
+import torch
+import torch.distributed as dist
 
 from mlstate.collectives import LocalGroup
 from mlstate.integrations.torch import TorchGroup, reduce_scatter_with

@@ -3,10 +3,11 @@
 import json
 import sys
 import time
-import warnings
 from datetime import timedelta
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from group_model import (
     FLOATS,
     INTEGERS,
@@ -20,11 +21,6 @@ from group_model import (
 )
 from thread_team import run_in_threads
 from torch_processes import SCENARIOS, main, scenario
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import torch
-    import torch.distributed as dist
 
 from mlstate import CollectiveError, CompatibilityError
 from mlstate.collectives import ProcessGroup, Work

@@ -3,15 +3,12 @@
 import ast
 import json
 import time
-import warnings
 from pathlib import Path
 
 import mpi_jobs
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    pytest.importorskip("torch", reason="ranks exchange tensors, too")
+pytest.importorskip("torch", reason="ranks exchange tensors, too")
 pytest.importorskip("ml_dtypes", reason="ranks compare bfloat16 in NumPy")
 
 LIMIT = 400  # seconds; jobs take a few, and many times that while others use the cores

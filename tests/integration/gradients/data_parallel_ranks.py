@@ -1,33 +1,16 @@
 """The ranks of test_data_parallel.py: FSDP2 and DDP whose gradients mlstate reduces."""
 
-import warnings
-
+import torch
 from group_model import raises
+from summed_gradients import in_rank_order, layers, rows_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch_processes import main, scenario
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-    from torch.nn.parallel import DistributedDataParallel
 
 from mlstate import CollectiveError
 from mlstate.collectives import SingleGroup
 from mlstate.integrations.torch import all_reduce_with, reduce_scatter_with
-
-
-def layers():
-    """Rows that do not divide evenly, and a rank without rows."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(6, 13), torch.nn.Tanh(), torch.nn.Linear(13, 7), torch.nn.Tanh(),
-        torch.nn.Linear(7, 1),
-    )  # fmt: skip
-
-
-def data(rank, step=0):
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def sharded(world, **keywords):
@@ -55,20 +38,16 @@ def full(module):
 def own_gradients(rank, step=0, dtype=torch.float32):
     """Gradients of one rank, before any reduction."""
     module = layers().to(dtype)
-    backward(module, data(rank, step).to(dtype))
+    backward(module, rows_of(rank, step).to(dtype))
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-def in_rank_order(group, dtype=torch.float32, step=0, divisor=None):
+def means(group, dtype=torch.float32, step=0, divisor=None):
     """Sums in the order of ranks, in float32, divided and rounded once."""
-    ranks = [own_gradients(rank, step, dtype) for rank in range(group.world_size)]
-    sums = {}
-    for name in ranks[0]:
-        total = ranks[0][name].float()
-        for of in ranks[1:]:
-            total = total + of[name].float()
-        sums[name] = (total / (divisor or group.world_size)).to(ranks[0][name].dtype)
-    return sums
+    world = group.world_size
+    return in_rank_order(
+        range(world), lambda rank: own_gradients(rank, step, dtype), divisor or world
+    )
 
 
 def same(found, expected):
@@ -76,6 +55,15 @@ def same(found, expected):
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, (name, found[name].dtype, value.dtype)
         assert torch.equal(found[name], value), (name, found[name], value)
+
+
+def same_but(layer, found, expected):
+    """Compare gradients; those of one layer must be NaN."""
+    for name, gradient in found.items():
+        if name.startswith(f"{layer}."):
+            assert gradient.isnan().all()
+        else:
+            assert torch.equal(gradient, expected[name])
 
 
 # ---- FSDP2 ----
@@ -86,8 +74,8 @@ def fsdp2_sums_in_the_order_of_ranks(group):
     module = sharded(group.world_size)
     reduce_scatter_with(module, group)
     for step in range(3):  # the memory is reused
-        backward(module, data(group.rank, step))
-        same(full(module), in_rank_order(group, step=step))
+        backward(module, rows_of(group.rank, step))
+        same(full(module), means(group, step=step))
 
 
 @scenario
@@ -104,7 +92,7 @@ def fsdp2_has_the_bits_of_torch(group):
         for module in (theirs, ours):
             for inner in fsdp_modules(module):
                 inner.set_force_sum_reduction_for_comms(policy.param_dtype == torch.float16)
-            backward(module, data(group.rank))
+            backward(module, rows_of(group.rank))
         if group.world_size == 2:
             same(full(ours), full(theirs))
         else:  # torch adds bfloat16 in another order, and rounds each sum
@@ -122,16 +110,15 @@ def fsdp2_sums_small_floats_in_float32(group):
         policy = MixedPrecisionPolicy(param_dtype=given, reduce_dtype=reduced)
         module = sharded(group.world_size, mp_policy=policy)
         reduce_scatter_with(module, group)
-        ranks = [own_gradients(rank, dtype=given) for rank in range(group.world_size)]
-        for step in range(2):
-            backward(module, data(group.rank))
-            for name, gradient in full(module).items():
-                total = ranks[0][name].float()
-                for of in ranks[1:]:
-                    total = total + of[name].float()
-                rounded = (total / group.world_size).to(reduced or given).float()
-                assert gradient.dtype == torch.float32
-                assert torch.equal(gradient, rounded), (name, step)
+
+        def wide(rank, given=given):
+            return {name: g.float() for name, g in own_gradients(rank, dtype=given).items()}
+
+        exact = in_rank_order(range(group.world_size), wide, group.world_size)
+        rounded = {name: mean.to(reduced or given).float() for name, mean in exact.items()}
+        for _ in range(2):
+            backward(module, rows_of(group.rank))
+            same(full(module), rounded)
 
 
 @scenario
@@ -139,14 +126,9 @@ def fsdp2_names_who_divides_otherwise(group):
     module = sharded(group.world_size)
     reduce_scatter_with(module, group)
     module[2].set_gradient_divide_factor(4.0 if group.rank else 8.0)
-    error = raises(CollectiveError, "'2': ", backward, module, data(group.rank))
+    error = raises(CollectiveError, "'2': ", backward, module, rows_of(group.rank))
     assert "rank 0: gradient_divide_factor=8.0" in str(error), str(error)
-    expected = in_rank_order(group)
-    for name, gradient in full(module).items():
-        if name.startswith("2."):
-            assert gradient.isnan().all()
-        else:
-            assert torch.equal(gradient, expected[name])
+    same_but("2", full(module), means(group))
 
 
 @scenario
@@ -169,16 +151,9 @@ def fsdp2_with_replicas_of_its_shards(group):
             if world > 2:
                 raises(ValueError, "is sharded among", reduce_scatter_with, module, group)
             reduce_scatter_with(module, mine)
-            backward(module, data(group.rank))
-            ranks = [own_gradients(rank) for rank in range(world)]
-            for name, gradient in full(module).items():
-                means = []
-                for half in halves:
-                    total = ranks[half[0]][name]
-                    for rank in half[1:]:
-                        total = total + ranks[rank][name]
-                    means.append(total / len(half))
-                assert torch.equal(gradient, (means[0] + means[1]) / 2), name
+            backward(module, rows_of(group.rank))
+            first, second = (in_rank_order(half, own_gradients, len(half)) for half in halves)
+            same(full(module), {name: (first[name] + second[name]) / 2 for name in first})
 
 
 @scenario
@@ -189,8 +164,8 @@ def fsdp2_divides_as_it_is_told(group):
         for inner in fsdp_modules(module):
             inner.set_gradient_divide_factor(factor)
             inner.set_force_sum_reduction_for_comms(force)
-        backward(module, data(group.rank))
-        same(full(module), in_rank_order(group, divisor=factor))
+        backward(module, rows_of(group.rank))
+        same(full(module), means(group, divisor=factor))
 
 
 @scenario
@@ -198,16 +173,16 @@ def fsdp2_accumulates(group):
     module = sharded(group.world_size)
     reduce_scatter_with(module, group)
     module.zero_grad()
-    module(data(group.rank)).square().sum().backward()
-    module(data(group.rank, 1)).square().sum().backward()
-    sums = in_rank_order(group)
-    more = in_rank_order(group, step=1)
+    module(rows_of(group.rank)).square().sum().backward()
+    module(rows_of(group.rank, 1)).square().sum().backward()
+    sums = means(group)
+    more = means(group, step=1)
     same(full(module), {name: sums[name] + more[name] for name in sums})
     module.zero_grad()
     module.set_requires_gradient_sync(False)
-    module(data(group.rank)).square().sum().backward()
+    module(rows_of(group.rank)).square().sum().backward()
     module.set_requires_gradient_sync(True)
-    module(data(group.rank, 1)).square().sum().backward()
+    module(rows_of(group.rank, 1)).square().sum().backward()
     for name, gradient in full(module).items():
         torch.testing.assert_close(gradient, sums[name] + more[name])
 
@@ -219,8 +194,8 @@ def fsdp2_under_activation_checkpointing(group):
     module = sharded(group.world_size)
     reduce_scatter_with(module, group)
     module.zero_grad()
-    checkpoint(module, data(group.rank), use_reentrant=False).square().sum().backward()
-    same(full(module), in_rank_order(group))
+    checkpoint(module, rows_of(group.rank), use_reentrant=False).square().sum().backward()
+    same(full(module), means(group))
 
 
 @scenario
@@ -229,7 +204,7 @@ def fsdp2_names_who_is_not_finite(group):
         here = group.rank == bad
         module = sharded(group.world_size)
         reduce_scatter_with(module, group)
-        inputs = data(group.rank)
+        inputs = rows_of(group.rank)
         handle = module[2].register_full_backward_hook(
             lambda m, given, made, here=here: (given[0] * torch.inf,) if here else None
         )
@@ -237,12 +212,8 @@ def fsdp2_names_who_is_not_finite(group):
         assert f"(rank {bad}: " in str(error), str(error)
         assert error.rank == bad
         handle.remove()
-        expected = in_rank_order(group)
-        for name, gradient in full(module).items():
-            if name.startswith("0."):
-                assert gradient.isnan().all()
-            else:
-                assert torch.equal(gradient, expected[name])
+        expected = means(group)
+        same_but("0", full(module), expected)
         backward(module, inputs)  # the group and FSDP2 still work
         same(full(module), expected)
         reduce_scatter_with(module, group, nonfinite="allow")
@@ -262,14 +233,14 @@ def fsdp2_names_what_ranks_do_not_have_in_common(group):
         module.zero_grad()
         if group.rank:
             module[2].bias.requires_grad_(False)
-        module(data(group.rank)).square().sum().backward()
+        module(rows_of(group.rank)).square().sum().backward()
 
     try:
         error = raises(CollectiveError, "'2': ", backward_without_a_bias)
     finally:
         module[2].bias.requires_grad_(True)
     assert "ranks do not reduce the same" in str(error), str(error)
-    expected = in_rank_order(group)
+    expected = means(group)
     assert torch.equal(module[0].weight.grad.full_tensor(), expected["0.weight"])
     assert torch.equal(module[4].bias.grad.full_tensor(), expected["4.bias"])
 
@@ -306,8 +277,8 @@ def ddp_sums_in_the_order_of_ranks_whatever_the_buckets(group):
         module = replicated(**keywords)
         all_reduce_with(module, group)
         for step in range(3):  # DDP rebuilds its buckets after the first step
-            backward(module, data(group.rank, step))
-            same(own(module), in_rank_order(group, step=step))
+            backward(module, rows_of(group.rank, step))
+            same(own(module), means(group, step=step))
 
 
 @scenario
@@ -317,8 +288,8 @@ def ddp_has_the_bits_of_torch(group):
         ours = DistributedDataParallel(layers().to(dtype))
         all_reduce_with(ours, group)
         for module in (theirs, ours):
-            backward(module, data(group.rank).to(dtype))
-        same(own(ours), in_rank_order(group, dtype))
+            backward(module, rows_of(group.rank).to(dtype))
+        same(own(ours), means(group, dtype))
         if group.world_size == 2:
             same(own(ours), own(theirs))
 
@@ -336,9 +307,12 @@ def ddp_with_parameters_that_one_rank_does_not_use(group):
             return self.layers(self.extra(rows) if extra else rows)
 
     def gradients(module, rank):
-        module(data(rank), extra=rank != last).square().sum().backward()
+        module(rows_of(rank), extra=rank != last).square().sum().backward()
         inner = getattr(module, "module", module)
-        return {name: p.grad for name, p in inner.named_parameters()}
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in inner.named_parameters()
+        }
 
     torch.manual_seed(1)
     start = Branches().state_dict()
@@ -350,15 +324,11 @@ def ddp_with_parameters_that_one_rank_does_not_use(group):
 
     module = DistributedDataParallel(make(), find_unused_parameters=True, bucket_cap_mb=1e-4)
     all_reduce_with(module, group)
-    ranks = [gradients(make(), rank) for rank in range(group.world_size)]
+    world = group.world_size
+    expected = in_rank_order(range(world), lambda rank: gradients(make(), rank), world)
     for _ in range(2):
         module.zero_grad()
-        found = gradients(module, group.rank)
-        for name, gradient in found.items():
-            total = torch.zeros_like(gradient)
-            for of in ranks:
-                total = total + (0 if of[name] is None else of[name])
-            assert torch.equal(gradient, total / group.world_size), name
+        same(gradients(module, group.rank), expected)
 
 
 @scenario
@@ -366,10 +336,10 @@ def ddp_passes_on_what_is_not_finite(group):
     bad = group.world_size - 1
     module = replicated(bucket_cap_mb=1e-4)
     all_reduce_with(module, group, nonfinite="allow")
-    backward(module, data(group.rank) * (torch.inf if group.rank == bad else 1))
+    backward(module, rows_of(group.rank) * (torch.inf if group.rank == bad else 1))
     assert all(gradient.isnan().any() for gradient in own(module).values())
-    backward(module, data(group.rank))
-    same(own(module), in_rank_order(group))
+    backward(module, rows_of(group.rank))
+    same(own(module), means(group))
 
 
 @scenario
@@ -378,17 +348,16 @@ def ddp_accumulates_without_synchronisation(group):
     all_reduce_with(module, group)
     module.zero_grad()
     with module.no_sync():
-        module(data(group.rank)).square().sum().backward()
+        module(rows_of(group.rank)).square().sum().backward()
     local = {name: gradient.clone() for name, gradient in own(module).items()}
     same(local, own_gradients(group.rank))
-    module(data(group.rank, 1)).square().sum().backward()
-    expected = {}
-    for rank in range(group.world_size):
-        first, second = own_gradients(rank), own_gradients(rank, 1)
-        for name in first:
-            both = first[name] + second[name]
-            expected[name] = expected[name] + both if name in expected else both
-    same(own(module), {name: total / group.world_size for name, total in expected.items()})
+    module(rows_of(group.rank, 1)).square().sum().backward()
+
+    def both(rank):
+        second = own_gradients(rank, 1)
+        return {name: first + second[name] for name, first in own_gradients(rank).items()}
+
+    same(own(module), in_rank_order(range(group.world_size), both, group.world_size))
 
 
 @scenario
@@ -396,19 +365,19 @@ def ddp_names_who_is_not_finite(group):
     bad = group.world_size - 1
     module = replicated(bucket_cap_mb=1e-4)
     all_reduce_with(module, group)
-    backward(module, data(group.rank))
-    backward(module, data(group.rank))
+    backward(module, rows_of(group.rank))
+    backward(module, rows_of(group.rank))
     handle = module.module[0].weight.register_hook(
         lambda gradient: gradient * torch.nan if group.rank == bad else None
     )
-    error = raises(CollectiveError, "'0.weight': ", backward, module, data(group.rank))
+    error = raises(CollectiveError, "'0.weight': ", backward, module, rows_of(group.rank))
     assert f"rank {bad}: NaN or infinite elements" in str(error), str(error)
     assert (error.name, error.rank) == ("0.weight", bad)
-    expected = in_rank_order(group)
+    expected = means(group)
     assert torch.equal(module.module[4].weight.grad, expected["4.weight"])
     assert torch.equal(module.module[2].weight.grad, expected["2.weight"])
     handle.remove()
-    backward(module, data(group.rank))
+    backward(module, rows_of(group.rank))
     same(own(module), expected)
 
 
@@ -417,14 +386,14 @@ def ddp_names_what_ranks_do_not_have_in_common(group):
     dtype = torch.float64 if group.rank == 0 else torch.float32
     module = DistributedDataParallel(layers().to(dtype), init_sync=False)
     all_reduce_with(module, group)
-    inputs = data(group.rank).to(dtype)
+    inputs = rows_of(group.rank).to(dtype)
     error = raises(CollectiveError, "'0.weight': ranks do not reduce", backward, module, inputs)
     assert "float64 (13, 6)" in str(error), str(error)
     same(own(module), own_gradients(group.rank, dtype=dtype))
     module = replicated()
     all_reduce_with(module, group)
-    backward(module, data(group.rank))
-    same(own(module), in_rank_order(group))
+    backward(module, rows_of(group.rank))
+    same(own(module), means(group))
 
 
 @scenario

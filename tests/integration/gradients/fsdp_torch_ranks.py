@@ -3,25 +3,22 @@
 Ranks are threads of one process or processes over gloo; both run the same functions.
 """
 
-import threading
 import time
 import warnings
 import weakref
 
+import summed_gradients
+import torch
 from group_model import raises
+from summed_gradients import SEEDED, layers, rows_of
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch_processes import main, scenario
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import torch
-    from torch import nn
-    from torch.nn import functional
-    from torch.utils.checkpoint import checkpoint
 
 from mlstate import CollectiveError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, clip_grad_norm, sharding_units
 
-SEEDED = threading.Lock()  # guards torch's default generator, which threads share
 FAULTS = (CollectiveError, "backward pass on rank")
 
 
@@ -69,13 +66,6 @@ def language(**keywords):
         return Language(**keywords)
 
 
-def layers():
-    with SEEDED:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 7), nn.Tanh(),
-                             nn.Linear(7, 1))  # fmt: skip
-
-
 def tokens_of(rank, step=0):
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randint(13, (3, 8), generator=generator)
@@ -87,24 +77,12 @@ def loss_of(model, rank, step=0, **keywords):
     return functional.cross_entropy(found[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def rows_of(rank):
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
-
-
 def square_of(model, rank):
     return model(rows_of(rank)).square().sum()
 
 
 def in_rank_order(group, own, divisor=1.0):
-    """The sums of ``own(rank)``, each rank's gradients, in the order of ranks; rounded once."""
-    ranks = [own(rank) for rank in range(group.world_size)]
-    sums = {}
-    for name, first in ranks[0].items():
-        total = first.float()
-        for of in ranks[1:]:
-            total = total + of[name].float()
-        sums[name] = (total / divisor).to(first.dtype)
-    return sums
+    return summed_gradients.in_rank_order(range(group.world_size), own, divisor)
 
 
 def own_gradients(loss, make=language):

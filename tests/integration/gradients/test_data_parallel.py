@@ -11,11 +11,4 @@ RANKS = Path(__file__).with_name("data_parallel_ranks.py")
 NAMES = rank_jobs.scenarios(RANKS)
 BITS = [name for name in NAMES if any(word in name for word in ("bits", "sums", "replicas"))]
 WANTED = {2: NAMES, 3: NAMES, 4: BITS}
-
-
-outcomes = rank_jobs.jobs(RANKS, WANTED, limit_seconds=220)
-
-
-@pytest.mark.parametrize(("world", "name"), rank_jobs.cases(WANTED))
-def test_ranks_agree(outcomes, world, name):
-    rank_jobs.check(outcomes(world), name)
+outcomes, test_ranks_agree = rank_jobs.agreement(RANKS, WANTED, limit_seconds=220)

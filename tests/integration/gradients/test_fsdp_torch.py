@@ -1,7 +1,6 @@
 """Gradients of torch models by hooks: ranks as threads, and as processes over gloo."""
 
 import importlib
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +14,13 @@ from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(250)]
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="its models are what has gradients here")
+torch = pytest.importorskip("torch", reason="its models are what has gradients here")
 
 RANKS = Path(__file__).with_name("fsdp_torch_ranks.py")
 NAMES = rank_jobs.scenarios(RANKS)
 WANTED = {2: NAMES, 3: [name for name in NAMES if "compiled" not in name]}
-outcomes = rank_jobs.jobs(RANKS, WANTED, limit_seconds=220)
+outcomes, test_ranks_that_are_processes = rank_jobs.agreement(RANKS, WANTED, limit_seconds=220)
+
 SECONDS = 60
 
 
@@ -48,11 +46,6 @@ def in_threads(function, world):
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_are_threads(world, name):
     in_threads(getattr(importlib.import_module(RANKS.stem), name), world)
-
-
-@pytest.mark.parametrize(("world", "name"), rank_jobs.cases(WANTED))
-def test_ranks_that_are_processes(outcomes, world, name):
-    rank_jobs.check(outcomes(world), name)
 
 
 # ---- tensors that the core reads directly ----

@@ -14,9 +14,4 @@ TWO = [name for name in NAMES if name not in FOUR]
 FOUR = ["fsdp2_is_exported", "uneven_rows_of_fsdp2_are_exported", *FOUR]
 FOUR += ["memory_does_not_grow_with_the_ranks", "a_failure_of_any_rank_leaves_nothing"]
 WANTED = {2: TWO, 4: FOUR}
-outcomes = rank_jobs.jobs(RANKS, WANTED, limit_seconds=150)
-
-
-@pytest.mark.parametrize(("world", "name"), rank_jobs.cases(WANTED))
-def test_ranks_agree(outcomes, world, name):
-    rank_jobs.check(outcomes(world), name)
+outcomes, test_ranks_agree = rank_jobs.agreement(RANKS, WANTED, limit_seconds=150)

@@ -14,9 +14,4 @@ RANKS = Path(__file__).with_name("llama_ranks.py")
 TWO, FOUR = rank_jobs.scenarios(RANKS)[:2], rank_jobs.scenarios(RANKS)[2:]
 WANTED = {2: TWO, 4: FOUR}
 MODULES = (*rank_jobs.MODULES, "transformers.models.llama.modeling_llama")
-outcomes = rank_jobs.jobs(RANKS, WANTED, limit_seconds=250, modules=MODULES)
-
-
-@pytest.mark.parametrize(("world", "name"), rank_jobs.cases(WANTED))
-def test_ranks_agree(outcomes, world, name):
-    rank_jobs.check(outcomes(world), name)
+outcomes, test_ranks_agree = rank_jobs.agreement(RANKS, WANTED, limit_seconds=250, modules=MODULES)

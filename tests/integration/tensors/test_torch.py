@@ -2,7 +2,6 @@
 
 import gc
 import multiprocessing
-import warnings
 
 import numpy as np
 import pytest
@@ -21,9 +20,7 @@ from mlstate.kv import (
 
 pytestmark = pytest.mark.torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
+torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
 
 OTHERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 FLOATS = ("float16", "bfloat16", "float32", "float64")

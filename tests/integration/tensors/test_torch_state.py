@@ -21,9 +21,7 @@ from mlstate.state import load_into
 
 pytestmark = pytest.mark.torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
+torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
 
 NATIVE = [info.name for info in DTYPES if info.in_numpy]
 ML_DTYPES = tuple(EXTENSIONS)

@@ -11,11 +11,9 @@ import sys
 import warnings
 from pathlib import Path
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import lightning
-    import torch
-    from lightning.pytorch.callbacks import ModelCheckpoint
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mlstate.integrations.lightning import MLStateCheckpointIO
 

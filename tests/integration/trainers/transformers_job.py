@@ -10,10 +10,8 @@ import sys
 import warnings
 from pathlib import Path
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # warnings about torch's internals
-    import torch
-    import transformers
+import torch
+import transformers
 
 from mlstate.integrations.transformers import MLStateCallback
 

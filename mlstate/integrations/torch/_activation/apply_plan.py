@@ -22,25 +22,7 @@ _HOOK = "_compiled_call_impl"  # torch.nn.Module.__call__ uses it before all hoo
 def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, Any]]:
     """Return the blocks of a model with their names, in order.
 
-    Parameters
-    ----------
-    module : torch.nn.Module, sequence of blocks, or None
-        The model.
-    blocks : str, sequence or None
-        A name pattern, or the blocks themselves. Default: the children of a Sequential or
-        ModuleList, or of the only one in the model that has `count` children.
-    count : int, optional
-        Required number of blocks.
-
-    Returns
-    -------
-    list of (str, module)
-        Names and blocks.
-
-    Raises
-    ------
-    ValueError
-        If the number of blocks differs from `count`, or the choice is ambiguous.
+    Raises ValueError if their number is not `count`, or the choice is ambiguous; see `apply_plan`.
     """
     import torch
 
@@ -96,12 +78,7 @@ class _Entry(partial[Any]):
 class Interceptor:
     """Intercepts the calls of modules, before their hooks, until `remove`.
 
-    Parameters
-    ----------
-    found : sequence of (str, module)
-        The blocks; a module may occur more than once.
-    enter : callable
-        Called with the positions of the called block, its original call, and the arguments.
+    Calls `enter` with the positions of the called block, its original call, and the arguments.
     """
 
     def __init__(self, found: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .apply_plan import Interceptor, run_blocks
+from .apply_plan import Interceptor, find_blocks, run_blocks
 from .rng_and_buffers import (
     copy_objects,
     devices_of,
@@ -14,20 +14,12 @@ from .rng_and_buffers import (
     generator_states,
     set_generator_states,
 )
+from .tensors import detach_all, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     import torch
-
-
-def arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the model arguments for a sample: a tensor, a tuple or a dict."""
-    args, kwargs = ((), sample) if isinstance(sample, dict) else (sample, {})
-    args = args if isinstance(args, tuple) else (args,)
-    if not tensors_in((args, kwargs)):
-        raise TypeError(f"sample has no tensor: {type(sample).__name__}")
-    return args, kwargs
 
 
 class BlockCall:
@@ -71,13 +63,6 @@ class BlockCall:
         return self.bind()()
 
 
-def tensors_in(out: Any) -> list[torch.Tensor]:
-    import torch
-    from torch.utils import _pytree
-
-    return [leaf for leaf in _pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-
-
 def seed_of(out: Any) -> torch.Tensor | None:
     """Return a loss whose gradients are ones, allocated when the backward pass needs them."""
     import torch
@@ -97,78 +82,76 @@ def seed_of(out: Any) -> torch.Tensor | None:
     return apply(*wanted) if wanted else None
 
 
-class Pass:
-    """One run of the model that measures each block when it is called."""
+class SampledModel:
+    """A model with its blocks in order, and arguments for a run: a tensor, a tuple or a dict."""
 
-    def __init__(self, names: Sequence[str], measure: Callable[[BlockCall], Any]) -> None:
-        self._names = names
-        self._measure = measure
-        self.next = 0
+    def __init__(self, module: Any, sample: Any, blocks: Any, count: int | None) -> None:
+        args, self.kwargs = ((), sample) if isinstance(sample, dict) else (sample, {})
+        self.args = args if isinstance(args, tuple) else (args,)
+        tensors = tensors_in((self.args, self.kwargs))
+        if not tensors:
+            raise TypeError(f"sample has no tensor: {type(sample).__name__}")
+        self.device = tensors[0].device
+        self.module = module
+        self.found = find_blocks(module, blocks, count)
+        self.names = [name for name, _ in self.found]
+        self.blocks = [block for _, block in self.found]
 
-    def run(
-        self, module: Any, modules: Sequence[Any], found: Sequence[Any], args: Any, kwargs: Any
-    ) -> None:
-        """Call the model once."""
+    def run(self, enter: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+        """Call the model, or its blocks in sequence through `enter`."""
         import torch
 
-        args, kwargs = copy_objects((args, kwargs))
-        interceptor = Interceptor(found, self.enter)
+        with torch.enable_grad():
+            if isinstance(self.module, torch.nn.Module):
+                return self.module(*args, **kwargs)
+            return run_blocks(self.blocks, enter, args, kwargs)
+
+    def measure_blocks(self, measure: Callable[[BlockCall], Any]) -> None:
+        """Call the model once, and measure each block when it is called."""
+        reached = 0
+
+        def enter(
+            positions: tuple[int, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            """Measure a block, run it, and return its detached output."""
+            nonlocal reached
+            if reached not in positions:
+                turn = self.names[reached] if reached < len(self.names) else "none"
+                raise ValueError(
+                    f"{self.names[positions[0]]} was called, expected {turn}: the blocks of a "
+                    "chain run in order, each once"
+                )
+            reached += 1
+            call = BlockCall(original, args, kwargs)
+            measure(call)
+            return detach_all(call.bind(copies=False)())
+
+        interceptor = Interceptor(self.found, enter)
         try:
-            with torch.enable_grad():
-                if isinstance(module, torch.nn.Module):
-                    module(*args, **kwargs)
-                else:
-                    run_blocks(modules, self.enter, args, kwargs)
+            self.run(enter, *copy_objects((self.args, self.kwargs)))
         finally:
             interceptor.remove()
-        if self.next < len(self._names):
-            raise ValueError(f"the model did not call {self._names[self.next]}")
+        if reached < len(self.names):
+            raise ValueError(f"the model did not call {self.names[reached]}")
 
-    def enter(
-        self, positions: tuple[int, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Measure a block, run it, and return its detached output."""
-        from torch.utils import _pytree
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Restore generators, buffers and gradients at exit; gradients are zeros inside."""
+        import torch
 
-        if self.next not in positions:
-            turn = self._names[self.next] if self.next < len(self._names) else "none"
-            raise ValueError(
-                f"{self._names[positions[0]]} was called, expected {turn}: the blocks of a chain "
-                "run in order, each once"
-            )
-        self.next += 1
-        call = BlockCall(original, args, kwargs)
-        self._measure(call)
-        out = call.bind(copies=False)()
-        leaves, spec = _pytree.tree_flatten(out)
-        return _pytree.tree_unflatten([_leaf(leaf) for leaf in leaves], spec)
-
-
-def _leaf(value: Any) -> Any:
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
-
-
-@contextmanager
-def untouched(modules: Sequence[Any], args: Any, kwargs: Any) -> Iterator[None]:
-    """Restore generators, buffers and gradients at exit; gradients are zeros inside."""
-    import torch
-
-    states = generator_states(devices_of(tensors_in((args, kwargs))))
-    real = [module for module in modules if isinstance(module, torch.nn.Module)]
-    buffers = {id(b): (b, b.detach().clone()) for m in real for b in m.buffers()}
-    parameters = {id(p): p for m in real for p in m.parameters() if p.requires_grad}
-    gradients = [(p, p.grad) for p in parameters.values()]
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = torch.zeros_like(parameter)
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for buffer, before in buffers.values():
-            buffer.data.copy_(before)
-        set_generator_states(states)
+        states = generator_states(devices_of(tensors_in((self.args, self.kwargs))))
+        modules = [self.module, *self.blocks]
+        real = [module for module in modules if isinstance(module, torch.nn.Module)]
+        buffers = {id(b): (b, b.detach().clone()) for m in real for b in m.buffers()}
+        parameters = {id(p): p for m in real for p in m.parameters() if p.requires_grad}
+        gradients = [(p, p.grad) for p in parameters.values()]
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = torch.zeros_like(parameter)
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for buffer, before in buffers.values():
+                buffer.data.copy_(before)
+            set_generator_states(states)

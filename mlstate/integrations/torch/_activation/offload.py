@@ -25,11 +25,7 @@ class Offloaded(NamedTuple):
 class Host:
     """Copies of the memory of one block's saved tensors; tensors of one storage share a copy.
 
-    Parameters
-    ----------
-    folder : str, optional
-        Folder for unnamed files, which vanish with the process. Default: main memory, pinned for
-        accelerators.
+    Copies are in unnamed files in a folder, or in main memory, which is pinned for accelerators.
     """
 
     def __init__(self, folder: str | None) -> None:

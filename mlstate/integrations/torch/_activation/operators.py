@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,9 +11,13 @@ import numpy as np
 from ...._common.set_module import set_module
 from ...._common.text import bytes_text, table_html, table_text
 from ....activation._operator_selection import OperatorSelection, select_operators
+from .rng_and_buffers import generator_states
+from .tensors import storage_bytes, tensors_in, time_after_work
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import torch
 
     from ...._common.budget import MemorySize
     from ...._types import NDArray
@@ -35,14 +38,8 @@ class _Call(NamedTuple):
 def _storages(values: Any) -> dict[int, int]:
     """Return the size of each storage of the tensors in nested values."""
     import torch
-    from torch.utils._pytree import tree_leaves
 
-    found = {}
-    for value in tree_leaves(values):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            storage = value.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return found
+    return storage_bytes(t for t in tensors_in(values) if t.layout is torch.strided)
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -55,25 +52,13 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     ]
 
 
-def _random_states(device: Any) -> list[Any]:
-    import torch
-
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def _make_recorder(device: Any, look: bool) -> Any:
+def _make_recorder(device: torch.device, look: bool) -> Any:
     """Return a mode that records each call; `look` also determines which outputs can be kept."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-    def wait() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
+    devices = [device] if device.type == "cuda" else []
 
     class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __init__(self) -> None:
@@ -99,15 +84,15 @@ def _make_recorder(device: Any, look: bool) -> Any:
             kwargs = kwargs or {}
             if func in SAC_IGNORED_OPS:
                 return func(*args, **kwargs)
-            before = _random_states(device) if look else []
-            began = wait()
+            before = generator_states(devices) if look else {}
+            began = time_after_work(device)
             out = func(*args, **kwargs)
-            seconds = wait() - began
+            seconds = time_after_work(device) - began
             made, can_keep = 0, False
             if look:
                 made, can_keep = self._look(func, args, kwargs, out)
-                after = _random_states(device)  # random numbers must be drawn again
-                can_keep &= all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+                after = generator_states(devices)  # random numbers must be drawn again
+                can_keep &= all(torch.equal(before[source], after[source]) for source in after)
             name = str(func)
             self.calls.append(_Call(f"{name} {self._numbers[name]}", seconds, made, can_keep))
             self._numbers[name] += 1
@@ -284,15 +269,12 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
     (('aten.gelu.default 0',), [32], [True])
     """
     import torch
-    from torch.utils._pytree import tree_leaves
 
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}: choose at least 1")
     arguments = sample if isinstance(sample, tuple) else (sample,)
-    device = next(
-        (t.device for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)),
-        torch.device("cpu"),
-    )
+    tensors = tensors_in(arguments)
+    device = tensors[0].device if tensors else torch.device("cpu")
     runs = []
     devices = [device] if device.type == "cuda" else []
     for number in range(repeats + 1):

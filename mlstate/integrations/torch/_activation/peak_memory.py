@@ -74,11 +74,6 @@ class Allocations:
     torch's profiler: all tensors, and temporaries that operators allocate as tensors, but not
     memory that libraries such as oneDNN allocate directly. On CUDA they come from the allocator's
     statistics, in blocks of 512 bytes.
-
-    Parameters
-    ----------
-    device : torch.device
-        The CPU, or a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -10,26 +9,19 @@ import numpy as np
 
 from ...._common.set_module import set_module
 from ....activation._chain import Chain
-from .apply_plan import find_blocks
-from .block_calls import BlockCall, Pass, arguments, seed_of, tensors_in, untouched
+from .block_calls import BlockCall, SampledModel, seed_of
 from .offload import Host
 from .peak_memory import Allocations
+from .tensors import storage_bytes, tensors_in, time_after_work
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
 
     import torch
 
     from ...._types import NDArray
 
 _RATE_BYTES = 64 << 20
-
-
-def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return the total size of the tensors' storages, each counted once."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
 
 
 def _call_key(call: BlockCall) -> tuple[Any, ...]:
@@ -57,26 +49,19 @@ class _Times:
         self._runs: list[list[tuple[float, float]]] = []  # by block: forward, backward
         self._keys: list[tuple[Any, ...]] = []
 
-    def _now(self) -> float:
-        import torch
-
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
     def __call__(self, call: BlockCall) -> None:
         runs = []
         for _ in range(self._repeats + 1):
             run = call.bind()
-            began = self._now()
+            began = time_after_work(self._device)
             out = run()
-            ran = self._now()
+            ran = time_after_work(self._device)
             loss = seed_of(out)
             del out
-            again = self._now()
+            again = time_after_work(self._device)
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
-            runs.append((ran - began, self._now() - again))
+            runs.append((ran - began, time_after_work(self._device) - again))
         self._runs.append(runs[1:])  # without the warm-up run
         self._keys.append(_call_key(call))
 
@@ -113,7 +98,7 @@ class _Bytes:
 
         if not self.activations:
             entering = call.tensors()
-            self.activations.append(_storage_bytes([tensor for tensor, _ in entering]))
+            self.activations.append(sum(storage_bytes(t for t, _ in entering).values()))
             self.gradients.append(sum(t.nbytes for t, flag in entering if flag))
         mark = self._watched.mark
         torch.clear_autocast_cache()
@@ -123,7 +108,7 @@ class _Bytes:
         tensors = [tensor.detach() for tensor in tensors_in(out)]
         del out
         mark()
-        self.activations.append(_storage_bytes(tensors))
+        self.activations.append(sum(storage_bytes(tensors).values()))
         del tensors
         torch.clear_autocast_cache()
         mark()
@@ -168,15 +153,11 @@ def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
     seconds: list[tuple[float, float]] = []
     for _ in range(4):
         host = Host(folder)
-        began = time.perf_counter()
+        began = time_after_work(device)
         away = host.put(tensor)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        gone = time.perf_counter()
+        gone = time_after_work(device)
         host.get(away)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append((gone - began, time.perf_counter() - gone))
+        seconds.append((gone - began, time_after_work(device) - gone))
     out, back = (median(column) for column in zip(*seconds[1:], strict=True))
     return {
         "offload_bytes_per_second": _RATE_BYTES / out,
@@ -251,20 +232,16 @@ def profile_chain(
     """
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
-    args, kwargs = arguments(sample)
-    device = tensors_in((args, kwargs))[0].device
-    found = find_blocks(module, blocks, None)
-    names = [name for name, _ in found]
-    modules = [block for _, block in found]
-    times = _Times(repeats, device)
-    with untouched([module, *modules], args, kwargs):
-        Pass(names, times).run(module, modules, found, args, kwargs)
-        with Allocations(device) as watched:
+    model = SampledModel(module, sample, blocks, None)
+    times = _Times(repeats, model.device)
+    with model.untouched():
+        model.measure_blocks(times)
+        with Allocations(model.device) as watched:
             memory = _Bytes(watched)
-            Pass(names, memory).run(module, modules, found, args, kwargs)
+            model.measure_blocks(memory)
     saved, forward, saving, backward = memory.of_blocks()
     measured = zip(saved, forward, saving, backward, strict=True)
-    keys = [(_block_key(b), *bytes_) for b, bytes_ in zip(modules, measured, strict=True)]
+    keys = [(_block_key(b), *bytes_) for b, bytes_ in zip(model.blocks, measured, strict=True)]
     forward_seconds, backward_seconds, spread = times.of_blocks(keys)
     return Chain(
         forward_seconds,
@@ -276,6 +253,6 @@ def profile_chain(
         saving_temporary_bytes=saving,
         backward_temporary_bytes=backward,
         seconds_spread=spread,
-        names=names,
-        **(_measure_rates(offload, device) if offload else {}),
+        names=model.names,
+        **(_measure_rates(offload, model.device) if offload else {}),
     )

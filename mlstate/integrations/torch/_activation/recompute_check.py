@@ -10,13 +10,12 @@ import numpy as np
 from ...._common.set_module import set_module
 from ....activation._recompute_check import Finding, RecomputeReport
 from ....errors import MLStateError
-from .apply_plan import apply_plan, find_blocks, run_blocks
-from .block_calls import BlockCall, Pass, arguments, seed_of, tensors_in, untouched
+from .apply_plan import apply_plan
+from .block_calls import BlockCall, SampledModel, seed_of
 from .rng_and_buffers import Buffers, Surroundings, copy_objects
+from .tensors import detach_all, tensors_in, version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
 _INDICES = ("topk", "argmax", "argmin", "sort", "argsort", "multinomial", "nonzero", "max", "min")
@@ -100,15 +99,13 @@ class _Run:
         def pack(tensor: torch.Tensor) -> None:
             self.saved.append(tensor.detach())
             self.places.append(where.now())
-            versions.append(_version(tensor))
+            versions.append(version_of(tensor))
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
             self.out = [tensor.detach() for tensor in tensors_in(call())]
-        self.written = [k for k, tensor in enumerate(self.saved) if _version(tensor) != versions[k]]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+        self.written = [
+            k for k, tensor in enumerate(self.saved) if version_of(tensor) != versions[k]
+        ]
 
 
 def _refuse(_: Any) -> Any:
@@ -118,10 +115,9 @@ def _refuse(_: Any) -> Any:
 class _Checker:
     """Runs each block twice when it is called, and records differences."""
 
-    def __init__(self, names: Sequence[str], modules: Sequence[Any], wanted: set[int]) -> None:
+    def __init__(self, model: SampledModel, wanted: set[int]) -> None:
         self.findings: list[Finding] = []
-        self._names = names
-        self._modules = modules
+        self._model = model
         self._wanted = wanted
         self._next = 0
 
@@ -130,7 +126,7 @@ class _Checker:
         self._next += 1
         if i not in self._wanted:
             return
-        name, module = self._names[i], self._modules[i]
+        name, module = self._model.found[i]
         where = _Where(module)
         try:
             self._check(name, module, call, where)
@@ -243,12 +239,6 @@ def _find_difference(first: _Run, second: _Run) -> tuple[str, str, str] | None:
     return None
 
 
-def _trace_mode() -> Any:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    return TorchDispatchMode
-
-
 class _Trace:
     """Records the results of operators, or compares them with a record."""
 
@@ -264,9 +254,11 @@ class _Trace:
         self._mode: Any = None
 
     def __enter__(self) -> _Trace:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
         trace = self
 
-        class Mode(_trace_mode()):  # type: ignore[misc]
+        class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             def __torch_dispatch__(
                 self, func: Any, types: Any, args: Any = (), kwargs: Any = None
             ) -> Any:
@@ -274,7 +266,7 @@ class _Trace:
                 trace.record_result(func, out)
                 return out
 
-        self._mode = Mode()
+        self._mode = Mode()  # type: ignore[no-untyped-call]
         self._mode.__enter__()
         return self
 
@@ -338,82 +330,60 @@ def check_recompute(module: Any, plan: Any, sample: Any, *, blocks: Any = None) 
     >>> bool(check_recompute(torch.nn.Sequential(torch.nn.Tanh()), None, torch.ones(2)))
     True
     """
-    args, kwargs = arguments(sample)
-    found = find_blocks(module, blocks, None if plan is None else plan.chain.blocks)
-    names = [name for name, _ in found]
-    modules = [block for _, block in found]
-    wanted = set(range(len(found)) if plan is None else plan.recomputed)
-    checker = _Checker(names, modules, wanted)
-    with untouched([module, *modules], args, kwargs):
-        Pass(names, checker).run(module, modules, found, args, kwargs)
+    model = SampledModel(module, sample, blocks, None if plan is None else plan.chain.blocks)
+    wanted = set(range(len(model.found)) if plan is None else plan.recomputed)
+    checker = _Checker(model, wanted)
+    with model.untouched():
+        model.measure_blocks(checker)
     findings = checker.findings
     if plan is not None:
-        with untouched([module, *modules], args, kwargs):
-            findings = [*findings, *_compare_gradients(module, plan, found, args, kwargs)]
-    return RecomputeReport(findings, [names[i] for i in sorted(wanted)])
+        findings = [*findings, *_compare_gradients(model, plan)]
+    return RecomputeReport(findings, [model.names[i] for i in sorted(wanted)])
 
 
-def _gradients_of(
-    module: Any, found: Sequence[tuple[str, Any]], args: Any, kwargs: Any, planned: Any = None
-) -> dict[str, torch.Tensor]:
+def _gradients_of(model: SampledModel, planned: Any = None) -> dict[str, torch.Tensor]:
     """Run the model forward and backward; return gradients and outputs by name."""
-    import torch
-    from torch.utils import _pytree
-
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.detach().requires_grad_(value.requires_grad)
-
-    args, kwargs = _pytree.tree_map(leaf, copy_objects((args, kwargs)))
-    with torch.enable_grad():
-        if isinstance(module, torch.nn.Module):
-            out = module(*args, **kwargs)
-        else:
-            enter = None if planned is None else planned._enter
-            out = run_blocks([block for _, block in found], enter, args, kwargs)
+    args, kwargs = detach_all(copy_objects((model.args, model.kwargs)))
+    out = model.run(None if planned is None else planned._enter, args, kwargs)
     loss = seed_of(out)
     if loss is not None:
         loss.backward()  # type: ignore[no-untyped-call]
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad is not None]
     made = {f"input {k}": tensor.grad for k, tensor in enumerate(inputs)}
     made.update({f"output {k}": tensor.detach() for k, tensor in enumerate(tensors_in(out))})
-    for name, parameter in _parameters(module, found).items():
+    for name, parameter in _parameters(model).items():
         if parameter.grad is not None:
             made[name] = parameter.grad
             parameter.grad = None
     return made  # type: ignore[return-value]
 
 
-def _parameters(module: Any, found: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    if hasattr(module, "named_parameters"):
-        return dict(module.named_parameters())
+def _parameters(model: SampledModel) -> dict[str, Any]:
+    if hasattr(model.module, "named_parameters"):
+        return dict(model.module.named_parameters())
     return {
         f"{name}.{key}": parameter
-        for name, block in found
+        for name, block in model.found
         if hasattr(block, "named_parameters")
         for key, parameter in block.named_parameters()
     }
 
 
-def _compare_gradients(
-    module: Any, plan: Any, found: Sequence[tuple[str, Any]], args: Any, kwargs: Any
-) -> list[Finding]:
+def _compare_gradients(model: SampledModel, plan: Any) -> list[Finding]:
     """Compare gradients of a run by the plan with gradients of a plain run."""
-    modules = [module, *(block for _, block in found)]
 
     def run(planned: Any = None) -> dict[str, torch.Tensor]:
-        with untouched(modules, args, kwargs):
-            return _gradients_of(module, found, args, kwargs, planned)
+        with model.untouched():
+            return _gradients_of(model, planned)
 
     first, second = run(), run()
     other = [name for name in first if not _has_same_bits(first[name], second[name])]
     if other:
         text = f"two plain runs differ: {_describe_difference(first[other[0]], second[other[0]])}"
         return [Finding("model", other[0], "gradients", text)]
-    blocks = [block for _, block in found]
+    module = model.module if hasattr(model.module, "modules") else None
     try:
-        with apply_plan(plan, module if hasattr(module, "modules") else None, blocks=blocks) as on:
+        with apply_plan(plan, module, blocks=model.blocks) as on:
             planned = run(on)
     except (MLStateError, ValueError, RuntimeError) as error:
         return [Finding("model", "with the plan", "error", str(error))]

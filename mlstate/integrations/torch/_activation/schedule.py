@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....errors import MLStateError
 from .offload import Host, Offloaded
 from .rng_and_buffers import Buffers, Surroundings, copy_objects, refusal
+from .tensors import tensors_in, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -25,13 +26,7 @@ _KINDS = ("forward", "save", "backward", "drop", "offload", "load")
 
 
 class Program:
-    """A schedule, with data derived for every step.
-
-    Parameters
-    ----------
-    steps : sequence of (str, int)
-        A valid schedule.
-    """
+    """A schedule, with data derived for every step."""
 
     def __init__(self, steps: Sequence[tuple[str, int]]) -> None:
         self.steps = [(str(kind), int(index)) for kind, index in steps]
@@ -132,17 +127,14 @@ class _SavedSlot:
         self.value: Any = None  # _Held, _InputAlias, Offloaded, or None
 
 
-class _InputAlias:
+class _InputAlias(NamedTuple):
     """A saved tensor that is a view of the block's input."""
 
-    __slots__ = ("geometry", "leaf")
-
-    def __init__(self, leaf: int, geometry: tuple[Any, ...]) -> None:
-        self.leaf = leaf
-        self.geometry = geometry
+    leaf: int
+    geometry: tuple[Any, ...]
 
 
-class _StopRecompute(Exception):  # noqa: N818 (ends a run early; not an error)
+class StopRecompute(Exception):  # noqa: N818 (ends a run early; not an error)
     """All saved tensors were recomputed."""
 
 
@@ -152,7 +144,8 @@ class _Call:
     def __init__(self) -> None:
         self.slots: list[weakref.ref[_SavedSlot]] = []
         self.spec: Any = None
-        self.leaves: list[_Link | _Held | None] = []  # leaves of its arguments; None: an object
+        # leaves of its arguments: the number of a tensor in the activation, or None for an object
+        self.leaves: list[int | _Held | None] = []
         self.objects: dict[int, Any] = {}  # copies from before the first run
         self.flags: list[bool] = []
         self.surroundings: Surroundings | None = None
@@ -168,10 +161,6 @@ def _meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _text(looks: tuple[Any, ...]) -> str:
     dtype, shape, device = looks
     return f"{str(dtype).removeprefix('torch.')} {shape} on {device}"
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -193,30 +182,8 @@ def _unflatten(leaves: list[Any], spec: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _outputs(out: Any) -> list[torch.Tensor]:
-    """Return the tensors in a block's output."""
-    import torch
-    from torch.utils import _pytree
-
-    if isinstance(out, torch.Tensor):
-        return [out]
-    return [leaf for leaf in _pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-
-
 class Run:
-    """One forward pass through the chain and its backward pass.
-
-    Parameters
-    ----------
-    program : Program
-        The schedule.
-    blocks : sequence of Block
-        The blocks, in order.
-    folder : str, optional
-        Folder for offloaded tensors.
-    observe : callable, optional
-        Called with kind and index before each step.
-    """
+    """One forward pass through the chain and its backward pass."""
 
     def __init__(
         self,
@@ -256,7 +223,7 @@ class Run:
         links = self._link_arguments(i, leaves) if again or program.input_leaves[i] or not i else []
         if again:
             self._record_call(call, block, leaves, spec, links)
-        versions = [_version(leaf) for leaf in self._tensors(leaves)] if again else []
+        versions = [version_of(leaf) for leaf in self._tensors(leaves)] if again else []
         out = self._run_first(i, call, leaves, args, kwargs)
         if call.surroundings is not None:
             call.surroundings.drop_unused()
@@ -295,7 +262,7 @@ class Run:
 
     def _refuse_between(self, i: int, tensor: torch.Tensor, version: int) -> None:
         """Raise if an activation was changed in place before the next block."""
-        if _version(tensor) != version and self._program.runs[i - 1] > 1:
+        if version_of(tensor) != version and self._program.runs[i - 1] > 1:
             name, before = self._blocks[i].name, self._blocks[i - 1].name
             raise refusal(
                 name,
@@ -315,7 +282,7 @@ class Run:
             is_tensor = isinstance(leaf, torch.Tensor)
             call.flags.append(is_tensor and leaf.requires_grad)
             if link is not None:
-                call.leaves.append(_Link(link))
+                call.leaves.append(link)
             else:
                 call.leaves.append(_Held(leaf) if is_tensor else None)
                 if not is_tensor:
@@ -350,7 +317,7 @@ class Run:
         changed = [
             k
             for k, (tensor, version) in enumerate(zip(self._tensors(leaves), versions, strict=True))
-            if _version(tensor) != version
+            if version_of(tensor) != version
         ]
         if changed:
             raise refusal(
@@ -362,10 +329,10 @@ class Run:
 
     def _keep_output(self, i: int, out: Any, call: _Call) -> None:
         """Keep a block's output if the schedule needs it, and watch its gradient."""
-        tensors = _outputs(out)
+        tensors = tensors_in(out)
         if not tensors:
             raise TypeError(f"{self._blocks[i].name} returned no tensor: {type(out).__name__}")
-        self._came_out = [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
+        self._came_out = [(weakref.ref(tensor), version_of(tensor)) for tensor in tensors]
         if self._program.runs[i] > 1:
             call.made = [_meta_of(tensor) for tensor in tensors]
         watched = self._program.acts_before[i] or self._observe is not None
@@ -415,7 +382,7 @@ class Run:
         leaves = self._arguments(i, call)
         places = {}
         if save and self._program.input_leaves[i]:
-            links = (one.number if isinstance(one, _Link) else None for one in call.leaves)
+            links = (one if isinstance(one, int) else None for one in call.leaves)
             places = _map_storages(zip(leaves, links, strict=True))
         packer = _Packer(block.name, call.slots if save else None, keep, places)
         hooks = torch.autograd.graph.saved_tensors_hooks(packer, partial(_refuse_inner, block.name))
@@ -425,12 +392,12 @@ class Run:
         try:
             with call.surroundings.restored(block.name, block.module), torch.enable_grad(), hooks:
                 out = block.call(*args, **kwargs)
-        except _StopRecompute:
+        except StopRecompute:
             return
         finally:
             del args, kwargs
         packer.finish()
-        tensors = _outputs(out)
+        tensors = tensors_in(out)
         made = [_meta_of(tensor) for tensor in tensors]
         if made != call.made:
             equal = [a == b for a, b in zip(made, call.made, strict=False)]
@@ -445,10 +412,10 @@ class Run:
         made = []
         for k, (leaf, flag) in enumerate(zip(call.leaves, call.flags, strict=True)):
             value = objects.get(k)
-            if isinstance(leaf, _Link):
+            if isinstance(leaf, int):
                 assert held is not None
-                value = held[leaf.number].tensor(self._blocks[i].name).requires_grad_(flag)
-            elif isinstance(leaf, _Held):
+                leaf = held[leaf]
+            if leaf is not None:
                 value = leaf.tensor(self._blocks[i].name).requires_grad_(flag)
             made.append(value)
         return made
@@ -561,11 +528,11 @@ class _Held:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.value = tensor.detach()
-        self.version = _version(tensor)
+        self.version = version_of(tensor)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor for a block; raise if it was changed in place."""
-        if _version(self.value) != self.version:
+        if version_of(self.value) != self.version:
             raise refusal(
                 name,
                 f"{name}: a tensor that its recomputation or its backward pass needs, "
@@ -586,15 +553,6 @@ def _keep_tensor(tensor: torch.Tensor, places: dict[int, int]) -> _Held | _Input
     if leaf is None:
         return _Held(tensor)
     return _InputAlias(leaf, (tensor.shape, tensor.stride(), tensor.storage_offset()))
-
-
-class _Link:
-    """An argument that is a tensor of the activation, by number."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 class _Packer:
@@ -625,7 +583,7 @@ class _Packer:
                 raise _difference_error(self._name, f"saved tensor {k}", [slot.looks], [looks])
             slot.value = _keep_tensor(tensor, self._places)
         if k + 1 == len(self._slots) and not self._keep:
-            raise _StopRecompute
+            raise StopRecompute
 
     def finish(self) -> None:
         """Raise if the number of saved tensors differs from the first run's."""

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.set_module import set_module
 from ...._common.text import bytes_text, table_text
-from .apply_plan import find_blocks
-from .block_calls import BlockCall, Pass, arguments, seed_of, tensors_in, untouched
+from .block_calls import BlockCall, SampledModel, seed_of
 from .peak_memory import Allocations
 from .rng_and_buffers import copy_objects
-from .schedule import Program
+from .schedule import Program, StopRecompute
+from .tensors import storage_bytes, tensors_in
 
 if TYPE_CHECKING:
     import torch
@@ -132,10 +132,6 @@ class _Recompute(NamedTuple):
     keeps_output: bool
 
 
-class _StopRecompute(Exception):  # noqa: N818 (ends a run early; not an error)
-    """The last tensor was saved."""
-
-
 class _Recomputation:
     """Measures recomputations of blocks; `of_blocks` returns the results afterwards."""
 
@@ -150,26 +146,22 @@ class _Recomputation:
         saved: list[torch.Tensor] = []
         with hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None):
             out = call()
-        count, lies = len(saved), {t.untyped_storage()._cdata for t in saved}
-        self._keeps.append(
-            (
-                any(t.untyped_storage()._cdata in lies for t, _ in call.tensors()),
-                any(t.untyped_storage()._cdata in lies for t in tensors_in(out)),
-            )
-        )
+        count, kept = len(saved), storage_bytes(saved).keys()
+        keeps_input = not kept.isdisjoint(storage_bytes(t for t, _ in call.tensors()))
+        self._keeps.append((keeps_input, not kept.isdisjoint(storage_bytes(tensors_in(out)))))
         del out
         saved.clear()
 
         def pack(tensor: torch.Tensor) -> None:
             saved.append(tensor.detach())
             if len(saved) == count:
-                raise _StopRecompute
+                raise StopRecompute
 
         self._watched.mark()
         try:
             with hooks(pack, lambda _: None):
                 call()
-        except _StopRecompute:
+        except StopRecompute:
             pass
         self._watched.mark()
 
@@ -348,10 +340,7 @@ def measure_plan(plan: Plan, module: Any, sample: Any, *, blocks: Any = None) ->
     >>> abs(use.measured_bytes / use.expected_bytes - 1) < 0.02
     True
     """
-    args, kwargs = arguments(sample)
-    device = tensors_in((args, kwargs))[0].device
-    found = find_blocks(module, blocks, plan.chain.blocks)
-    modules = [block for _, block in found]
+    model = SampledModel(module, sample, blocks, plan.chain.blocks)
     marks: list[Allocations] = []
 
     def observe(*_: Any) -> None:
@@ -359,18 +348,18 @@ def measure_plan(plan: Plan, module: Any, sample: Any, *, blocks: Any = None) ->
             watched.mark()
 
     def step() -> None:
-        positional, named = copy_objects((args, kwargs))
+        positional, named = copy_objects((model.args, model.kwargs))
         loss = seed_of(planned(*positional, **named))
         if loss is not None:
             loss.backward()  # type: ignore[no-untyped-call]
 
-    with untouched([module, *modules], args, kwargs):
-        with Allocations(device) as watched:
+    with model.untouched():
+        with Allocations(model.device) as watched:
             again = _Recomputation(watched)
-            Pass([name for name, _ in found], again).run(module, modules, found, args, kwargs)
+            model.measure_blocks(again)
         with plan.apply(module, blocks=blocks, observe=observe) as planned:
             step()  # warm-up: the first run of a plan copies all buffers
-            with Allocations(device) as watched:
+            with Allocations(model.device) as watched:
                 marks.append(watched)
                 watched.mark()
                 step()

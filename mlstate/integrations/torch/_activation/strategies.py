@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
 from .module_patterns import modules_named, refuse_overlap
+from .tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from types import TracebackType
+    from collections.abc import Iterable
 
     import torch
 
@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 
 class AppliedStrategy:
-    """Blocks whose forward pass queries a manager, until `remove`.
-
-    Attributes
-    ----------
-    blocks : tuple of str
-        Names of the blocks, in index order.
-    """
+    """Blocks whose forward pass queries a manager, until `remove`."""
 
     def __init__(self, manager: ActivationManager, blocks: dict[str, torch.nn.Module]) -> None:
         self.blocks = tuple(blocks)
@@ -46,12 +40,7 @@ class AppliedStrategy:
     def __enter__(self) -> AppliedStrategy:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -67,24 +56,11 @@ class _Forward:
 
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
-        activation = next(_tensors((args, kwargs)), None)
+        activation = next(iter(tensors_in((args, kwargs))), None)
         if not self.manager.decide(self.name, activation, self.number):
             return self.plain(*args, **kwargs)
         # checkpoint's own keywords could collide with the block's
         return checkpoint(partial(self.plain, **kwargs), *args, use_reentrant=False)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments, also in nested tuples, lists and dicts."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
 
 
 def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from ...._sharding.layout import Layout, Shard
 from ....errors import CompatibilityError
 from .._tensors.state import why_not_plain
-from .optimizer import _collect_states, _kind_of, _name_parameters, as_array, groups_from, is_number
+from .optimizer import (
+    _collect_states,
+    _kind_of,
+    _name_parameters,
+    as_array,
+    groups_from,
+    is_number,
+    keywords_from,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,19 +59,9 @@ def _wrapped_attribute(module: torch.nn.Module) -> str:
 
 
 def unwrapped_name(module: torch.nn.Module, name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add.
+    """Return a parameter's name without the parts that wrappers add, unless they removed them.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module whose ``state_dict`` or ``named_parameters`` has the name.
-    name : str
-        With or without these parts: some wrappers remove theirs.
-
-    Returns
-    -------
-    str
-        The name in the wrapped module. A user's submodule called ``module`` keeps its name.
+    A user's submodule called ``module`` keeps its name.
     """
     here: Any = module
     kept = []
@@ -174,11 +172,10 @@ def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
     if len(shards) > 1:
         raise TypeError(f"{name!r} is a ShardedTensor with {len(shards)} shards on one rank")
     if not shards:
-        # an empty tensor with the dtype of the other shards
-        local = value.metadata().tensor_properties
         import torch
 
-        empty = torch.empty(wanted, dtype=local.dtype)
+        # an empty tensor with the dtype of the other shards
+        empty = torch.empty(wanted, dtype=value.metadata().tensor_properties.dtype)
         return Shard(empty, layout, index, shape=shape, replica=replica)
     placed = shards[0].metadata
     start = -(-shape[0] // parts) * index
@@ -204,26 +201,9 @@ def _plain_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(name: str, value: Any, replica: int = 0) -> Any:
-    """Return this rank's part of a value in torch's state dict.
+    """Return this rank's part of a value in torch's state dict, over the value's own memory.
 
-    Parameters
-    ----------
-    name : str
-        For errors.
-    value : torch.Tensor
-        A plain tensor, a DTensor or a ShardedTensor.
-    replica : int, default 0
-        Replica number for a ShardedTensor, which does not record it.
-
-    Returns
-    -------
-    torch.Tensor or Shard
-        The part, over the value's own memory.
-
-    Raises
-    ------
-    TypeError
-        If the value is not a tensor, or no `Layout` can describe it.
+    `replica` is the replica number for a ShardedTensor, which does not record it.
     """
     import torch
 
@@ -234,11 +214,9 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
             f"{name!r} is a {type(value).__name__}, not a tensor: remove it from the state first, "
             "and store it separately"
         )
-    return (
-        _part_of_dtensor(name, value)
-        if hasattr(value, "device_mesh")
-        else _plain_memory(name, value)
-    )
+    if hasattr(value, "device_mesh"):
+        return _part_of_dtensor(name, value)
+    return _plain_memory(name, value)
 
 
 # ---- modules ----
@@ -254,20 +232,7 @@ def _flat_sharded(module: torch.nn.Module) -> list[Any]:
 
 
 def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
-    """Return why all ranks must collect a state together; empty if each can do so alone.
-
-    Parameters
-    ----------
-    source : torch.nn.Module or torch.optim.Optimizer
-        The object with the state.
-    module : torch.nn.Module
-        The module itself, or the optimizer's.
-
-    Returns
-    -------
-    str
-        The kind of FSDP1 state.
-    """
+    """Return why all ranks must collect a state together; empty if each can do so alone."""
     if not _flat_sharded(module):
         return ""
     if source is module:
@@ -277,18 +242,9 @@ def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
 
 
 def tied_names(module: torch.nn.Module) -> set[str]:
-    """Return the names of a module's state whose tensor has an earlier name.
+    """Return the names of a module's state whose tensor has an earlier name, without prefixes.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        With or without wrappers.
-
-    Returns
-    -------
-    set of str
-        Names without the prefixes of wrappers, such as ``lm_head.weight`` of a language model.
-        Ranks of a sharded module agree on it, also if they hold no element of a tensor.
+    Ranks of a sharded module agree on it, also if they hold no element of a tensor.
     """
     seen: set[int] = set()
     tied = set()
@@ -318,25 +274,10 @@ def _suppress_warnings() -> Iterator[None]:
 
 
 def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]:
-    """Return this rank's part of a module's parameters and buffers.
+    """Return this rank's part of a module's state, and a function that writes copies back.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Plain, DDP, compiled, FSDP2 or FSDP1. For FSDP1, every rank must call this.
-
-    Returns
-    -------
-    state : dict of str to torch.Tensor or Shard
-        By names without the prefixes of wrappers. The values share the module's memory, except
-        FSDP1 shards, which are copies.
-    store : callable or None
-        Writes the copies back into the module; every rank must call it.
-
-    Raises
-    ------
-    TypeError
-        If a value is not a tensor, or no `Layout` can describe its sharding.
+    For FSDP1, whose parts are copies, every rank must call both. Other values share the module's
+    memory. Names have no prefixes of wrappers.
     """
     wrappers = _flat_sharded(module)
     if not wrappers:
@@ -373,29 +314,9 @@ def optimizer_parts(
 ) -> tuple[dict[str, Any], dict[str, Any], Store | None]:
     """Return this rank's part of an optimizer's states, by ``"<parameter>.<state name>"``.
 
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        An optimizer of parameters that are plain, or sharded by FSDP2 or FSDP1.
-    module : torch.nn.Module, optional
-        The module with these parameters, for their names; required for FSDP1.
-    fill : bool, default False
-        Whether the caller will fill the states in place.
-
-    Returns
-    -------
-    states : dict of str to array, torch.Tensor or Shard
-        The states; numbers are 0-d arrays.
-    keywords : dict
-        The other arguments of `mlstate.OptimizerStateDict`.
-    store : callable or None
-        Writes numbers back into the optimizer.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If the state is more than tensors and numbers by parameter, the module lacks a
-        parameter, or the optimizer is FSDP1's and `fill` is set.
+    Also returns the other arguments of `mlstate.OptimizerStateDict`, and a function that writes
+    numbers back, which are 0-d arrays among the states. `fill`: the states will be filled in
+    place.
     """
     wrappers = [] if module is None else _flat_sharded(module)
     if module is not None and wrappers:
@@ -420,7 +341,9 @@ def optimizer_parts(
             name, _, state = key.rpartition(".")
             optimizer.state[named[name]][state] = array.item()
 
-    return states, _keywords(optimizer, named, values), store if numbers else None
+    groups = groups_from(optimizer.param_groups, named, values)
+    keywords = keywords_from(_kind_of(optimizer), groups, values)
+    return states, keywords, store if numbers else None
 
 
 def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
@@ -436,19 +359,6 @@ def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
                     f"a parameter of shape {tuple(parameter.shape)}: let the optimizer keep "
                     "DTensors, as zeros_like(parameter) makes them"
                 )
-
-
-def _keywords(
-    optimizer: torch.optim.Optimizer, named: dict[str, Any], values: dict[str, Any]
-) -> dict[str, Any]:
-    groups = groups_from(optimizer, named, values)
-    steps = [int(value) for key, value in values.items() if key.endswith(".step")]
-    return {
-        "optimizer_type": _kind_of(optimizer),
-        "step": max(steps, default=0),
-        "learning_rate": float(groups[0].get("lr", 0.0)) if groups else 0.0,
-        "param_groups": groups,
-    }
 
 
 def _any_rank(here: bool, module: torch.nn.Module) -> bool:
@@ -479,11 +389,4 @@ def _parts_of_flat(
                 key = f"{name}.{state}"
                 states[key] = as_array(value) if is_number(value) else part_of(key, value, replica)
     groups = [dict(group) for group in found["param_groups"]]
-    steps = [int(value) for key, value in states.items() if key.endswith(".step")]
-    keywords = {
-        "optimizer_type": _kind_of(optimizer),
-        "step": max(steps, default=0),
-        "learning_rate": float(groups[0].get("lr", 0.0)) if groups else 0.0,
-        "param_groups": groups,
-    }
-    return states, keywords
+    return states, keywords_from(_kind_of(optimizer), groups, states)

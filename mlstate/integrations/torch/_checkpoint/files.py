@@ -13,7 +13,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from ....state._kind import describe, restore
 from ....state._optimizer_state import OptimizerStateDict
 from ....state._state_dict import StateDict
 from .._tensors.state import arrays_of, tensors_of
-from .optimizer import NUMBERS, as_array, groups_from, is_number
+from .optimizer import NUMBERS, as_array, groups_from, is_number, keywords_from, number_states
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -152,15 +151,9 @@ def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
                 )
             states[name] = value
     named = dict.fromkeys(names.values())
-    plain = groups_from(SimpleNamespace(param_groups=groups), named, states)  # type: ignore[arg-type]
-    steps = [int(value) for key, value in states.items() if key.endswith(".step")]
-    rate = plain[0].get("lr", 0.0) if plain else 0.0
-    return OptimizerStateDict(
-        arrays_of({k: as_array(v) if is_number(v) else v for k, v in states.items()}),
-        step=max(steps, default=0),
-        learning_rate=float(rate),
-        param_groups=plain,
-    )
+    arrays = arrays_of({k: as_array(v) if is_number(v) else v for k, v in states.items()})
+    plain = groups_from(groups, named, states)
+    return OptimizerStateDict(arrays, **keywords_from("other", plain, states))
 
 
 def _plain_values(value: Any, depth: int = 0) -> Any:
@@ -217,10 +210,9 @@ def _restore_optimizer(value: Any, texts: Mapping[str, Any], path: Path) -> Opti
     """Return an optimizer as a state, with the attributes recorded in the file."""
     if isinstance(value, OptimizerStateDict):
         return value
-    kind = "optimizer"
     made = _optimizer_from(value, path)
-    if kind in texts:
-        known = restore({}, texts[kind], str(path))
+    if "optimizer" in texts:
+        known = restore({}, texts["optimizer"], str(path))
         if isinstance(known, OptimizerStateDict):
             made.optimizer_type, made.step = known.optimizer_type, known.step
             made.learning_rate = known.learning_rate
@@ -254,26 +246,7 @@ def _unwrap(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def parts_of(tree: Any, path: Path) -> Parts:
-    """Split a tree into model, optimizer, and plain values.
-
-    Parameters
-    ----------
-    tree : mapping
-        Contents of a torch file.
-    path : pathlib.Path
-        For errors.
-
-    Returns
-    -------
-    model : StateDict or None
-    optimizer : OptimizerStateDict or None
-    metadata : dict
-
-    Raises
-    ------
-    FormatError
-        If an entry is neither; the message names it.
-    """
+    """Split a tree into model, optimizer, and plain values; FormatError names any other entry."""
     if isinstance(tree, OptimizerStateDict):
         return None, tree, {}
     if isinstance(tree, StateDict):
@@ -346,12 +319,7 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
         raise error
     numbered = listed == [f"param_{i}" for i in range(len(listed))]
     order: dict[str, Any] = {name: i if numbered else name for i, name in enumerate(listed)}
-    numbers = {
-        f"{name}.{kind}"
-        for group in saved
-        for kind in group.get(NUMBERS, ())
-        for name in group.get("params", ())
-    }
+    numbers = number_states(saved)
     states: dict[Any, dict[str, Any]] = {}
     for key, tensor in _cpu_tensors(state).items():
         name, _, kind = key.rpartition(".")
@@ -372,19 +340,9 @@ def tree_of(
 ) -> dict[str, Any]:
     """Return a tree that torch can store, of a model, an optimizer and plain values.
 
-    Parameters
-    ----------
-    model : StateDict or None
-    optimizer : OptimizerStateDict or None
-    metadata : mapping
-        Plain values.
-
-    Returns
-    -------
-    dict
-        For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the
-        entries ``model``, ``optimizer``, ``metadata``, and ``mlstate``, which records the
-        classes of the states.
+    For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the entries
+    ``model``, ``optimizer``, ``metadata``, and ``mlstate``, which records the classes of the
+    states.
     """
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
@@ -404,20 +362,7 @@ def tree_of(
 def read_pt(path: Path) -> Parts:
     """Read a ``torch.save`` file without running code from it.
 
-    Parameters
-    ----------
-    path : pathlib.Path
-        The file. If its format allows, it is memory-mapped and the arrays share its memory.
-
-    Returns
-    -------
-    tuple
-        See `parts_of`.
-
-    Raises
-    ------
-    FormatError
-        If the file is damaged, or contains more than tensors and plain values.
+    If its format allows, it is memory-mapped and the arrays share its memory.
     """
     from pickle import UnpicklingError
 
@@ -465,14 +410,7 @@ def write_pt(
     optimizer: OptimizerStateDict | None,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Atomically write a file that ``torch.load`` reads with ``weights_only``.
-
-    Parameters
-    ----------
-    path : pathlib.Path
-    model, optimizer, metadata
-        See `tree_of`.
-    """
+    """Atomically write a file that ``torch.load`` reads with ``weights_only``."""
     import torch
 
     tree = tree_of(model, optimizer, metadata)
@@ -486,21 +424,7 @@ def write_pt(
 def read_dcp(path: Path) -> Parts:
     """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks.
 
-    Parameters
-    ----------
-    path : pathlib.Path
-        The directory.
-
-    Returns
-    -------
-    tuple
-        See `parts_of`.
-
-    Raises
-    ------
-    FormatError
-        If it is damaged, or contains more than tensors and plain values. No code from the files
-        is run.
+    No code from the files is run.
     """
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -539,22 +463,7 @@ def write_dcp(
     metadata: Mapping[str, Any],
     overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint that torch.distributed.checkpoint reads.
-
-    Parameters
-    ----------
-    path : pathlib.Path
-        A new path, or an empty directory.
-    model, optimizer, metadata
-        See `tree_of`.
-    overwrite : bool
-        Whether to replace an existing torch checkpoint.
-
-    Raises
-    ------
-    ValueError
-        If `path` contains something else.
-    """
+    """Write a checkpoint that torch.distributed.checkpoint reads."""
     import torch.distributed.checkpoint as dcp
 
     tree = tree_of(model, optimizer, metadata)

@@ -27,23 +27,11 @@ class FlatRun(NamedTuple):
     tied: bool  # another name of a parameter that has a run already
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the run's elements in a tensor with the owner's layout, such as a state.
-
-        Parameters
-        ----------
-        tensor : torch.Tensor
-            A tensor with as many elements as the owner.
-        """
+        """Return the run's elements in a tensor with the owner's layout, such as a state."""
         return tensor.reshape(-1)[self.in_owner : self.in_owner + self.length]
 
     def place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], int, int]:
-        """Return the run's memory, the shape of the whole parameter, and begin and end of the run.
-
-        Parameters
-        ----------
-        tensor : torch.Tensor
-            The shard `flat`, or a tensor with the owner's layout.
-        """
+        """Return the run's memory, the whole parameter's shape, and begin and end of the run."""
         own = tensor is self.flat
         start = self.offset if own else self.in_owner
         part = tensor.reshape(-1)[start : start + self.length]
@@ -51,24 +39,12 @@ class FlatRun(NamedTuple):
 
 
 def is_flattened(tensor: torch.Tensor) -> bool:
-    """Return whether FSDP1 manages a parameter: a flat parameter, or a view of one.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        A parameter.
-    """
+    """Return whether FSDP1 manages a parameter: a flat parameter, or a view of one."""
     return bool(getattr(tensor, "_fsdp_flattened", False) or hasattr(tensor, "_is_flat_param"))
 
 
 def reshard_flat(wrappers: Iterable[Any]) -> None:
-    """Free whole parameters left by a forward pass, so that the sharded ones are in use.
-
-    Parameters
-    ----------
-    wrappers : iterable of FullyShardedDataParallel
-        All FSDP1 wrappers of a module.
-    """
+    """Free whole parameters left by a forward pass, so that the sharded ones are in use."""
     for wrapper in wrappers:
         handle = wrapper._handle
         if handle is None or not handle.uses_sharded_strategy:
@@ -80,24 +56,9 @@ def reshard_flat(wrappers: Iterable[Any]) -> None:
 
 
 def flat_runs(module: torch.nn.Module, wrappers: Iterable[Any]) -> dict[str, FlatRun]:
-    """Return this rank's runs of all parameters of FSDP1 units, by name.
+    """Return this rank's runs of all parameters of FSDP1 units, by name without prefixes.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Their root. Names start there, without the prefixes of wrappers.
-    wrappers : iterable of FullyShardedDataParallel
-        All FSDP1 wrappers of the module.
-
-    Returns
-    -------
-    dict of str to FlatRun
-        The runs; a parameter without elements on this rank has a run of length 0.
-
-    Raises
-    ------
-    TypeError
-        If a parameter is also divided by tensor parallelism.
+    A parameter without elements on this rank has a run of length 0.
     """
     from .dtensor_shards import unwrapped_name
 

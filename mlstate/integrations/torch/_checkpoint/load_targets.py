@@ -23,7 +23,13 @@ from .dtensor_shards import (
     unwrapped_name,
 )
 from .fsdp1_flat import FlatRun, flat_runs, is_flattened, reshard_flat
-from .optimizer import NUMBERS, _name_parameters, group_values, is_number, refuse_unfit
+from .optimizer import (
+    _name_parameters,
+    group_values,
+    is_number,
+    number_states,
+    refuse_unfit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -94,26 +100,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, ranks: int) -> None:
 
 
 def saved_module(module: torch.nn.Module, ranks: int) -> dict[str, Any]:
-    """Return this rank's part of a module, for saving.
+    """Return the state of `module_state`, for saving by a number of ranks.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Plain, DDP, compiled, FSDP2 or FSDP1. For FSDP1, every rank must call this.
-    ranks : int
-        Number of ranks that save together.
-
-    Returns
-    -------
-    dict of str to torch.Tensor or Shard
-        The state of `module_state`.
-
-    Raises
-    ------
-    ValueError
-        If the module is spread over more ranks than save.
-    TypeError
-        If a value is not a tensor, or no `Layout` can describe its sharding.
+    Raises ValueError if the module is spread over more ranks.
     """
     _check_ranks(module, ranks)
     return module_state(module)[0]
@@ -122,31 +111,9 @@ def saved_module(module: torch.nn.Module, ranks: int) -> dict[str, Any]:
 def saved_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, ranks: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return this rank's part of an optimizer, for saving.
+    """Return the states and keywords of `optimizer_parts`, for saving by a number of ranks.
 
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        An optimizer of parameters that are plain, or sharded by FSDP2 or FSDP1.
-    module : torch.nn.Module, optional
-        The module with these parameters. For FSDP1, every rank must call this.
-    ranks : int
-        Number of ranks that save together.
-
-    Returns
-    -------
-    states : dict of str to array, torch.Tensor or Shard
-        By ``"<parameter>.<state name>"``.
-    keywords : dict
-        The other arguments of `mlstate.OptimizerStateDict`.
-
-    Raises
-    ------
-    ValueError
-        If the module lacks parameters of the optimizer, or they are spread over more ranks than
-        save.
-    TypeError
-        If a state is neither tensor nor number, or the module is missing and FSDP1's.
+    Raises ValueError if the parameters are spread over more ranks.
     """
     if module is None:
         _check_optimizer(optimizer, ranks)
@@ -162,15 +129,9 @@ def saved_optimizer(
 class Filling:
     """Memory of this rank for one section of a checkpoint.
 
-    Attributes
-    ----------
-    arrays : dict of str to torch.Tensor
-        Memory that the core writes: the tensors themselves, or for tensors on a device, CPU
-        tensors that `done` copies from.
-    optional : frozenset of str
-        Names that a checkpoint may lack, because they are further names of the same memory.
-    known : collection of str
-        All names.
+    The core writes `arrays`: the tensors themselves, or for tensors on a device, CPU tensors that
+    `done` copies from. A checkpoint may lack the names in `optional`, which are further names of
+    the same memory.
     """
 
     def __init__(self, places: dict[str, Place], optional: Iterable[str] = ()) -> None:
@@ -185,13 +146,7 @@ class Filling:
         return [self.places[key][1:] for key in keys]
 
     def whole(self) -> None:
-        """Raise if a place is a part of a tensor, which cannot be divided again.
-
-        Raises
-        ------
-        TypeError
-            If a place is a part; the message names the first one.
-        """
+        """Raise if a place is a part of a tensor, which cannot be divided again."""
         for name, place in self.places.items():
             if place.cut != ():
                 raise TypeError(
@@ -227,23 +182,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill_module(module: torch.nn.Module) -> Filling:
-    """Return this rank's memory for a module's parameters and buffers.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Plain, DDP, compiled, FSDP2 or FSDP1.
-
-    Returns
-    -------
-    Filling
-        Memory by the names under which `saved_module` stores the parts.
-
-    Raises
-    ------
-    TypeError
-        If a value is not a tensor, or no `Layout` can describe its sharding.
-    """
+    """Return this rank's memory for a module's state, by the names of `saved_module`."""
     wrappers = _flat_sharded(module)
     if not wrappers:
         _reshard(module)  # FSDP2: gathered parameters would be outdated
@@ -351,31 +290,8 @@ def _make_scalar(slot: _ParameterSlot, group: dict[str, Any], array: NDArray) ->
 class OptimizerFilling(Filling):
     """Memory of this rank for the states of an optimizer.
 
-    Missing states are created; `done` adds them to the optimizer.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        An optimizer of a plain module, or one sharded by FSDP2 or FSDP1.
-    module : torch.nn.Module, optional
-        The module with its parameters.
-    records : dict of str to OptimizerRecord
-        The states to load, by key.
-    saved : OptimizerStateDict
-        The groups of the checkpoint, without arrays.
-    read : callable
-        Returns the arrays of some keys of the checkpoint.
-    names : torch.nn.Module, list of str or None
-        The source of names.
-    meant : callable
-        Returns those keys that the load includes; other states are not changed.
-
-    Raises
-    ------
-    CompatibilityError
-        If the checkpoint has parameters that the optimizer lacks, or states of other shapes.
-    ValueError, TypeError
-        If the optimizer's parameters are not the module's, or no layout can describe them.
+    Missing states are created; `done` adds them to the optimizer. `read` returns the arrays of some
+    keys of the checkpoint, `meant` those keys that the load includes; other states do not change.
     """
 
     def __init__(
@@ -424,27 +340,17 @@ class OptimizerFilling(Filling):
 
     def _sort_states(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
         """Return states to read in place, and scalar states to set; True: as a number."""
-        numbers = {
-            (name, state)
-            for group in saved.param_groups
-            for state in group.get(NUMBERS, ())
-            for name in group.get("params", ())
-        }
+        numbers = number_states(saved.param_groups)
         places: dict[str, Place] = {}
         alone: dict[str, bool] = {}
         for key, record in self.records.items():
             slot = self.slots[record.parameter]
             state = record.state or ""
             held = self._find_state(slot, state)
-            number = is_number(held) or (held is None and (record.parameter, state) in numbers)
-            if (
-                record.shape != slot.shape
-                and record.shape in ((), (1,))
-                and (number or slot.run or held is None)
-            ):
+            number = is_number(held) or (held is None and key in numbers)
+            is_scalar = record.shape != slot.shape and record.shape in ((), (1,))
+            if number or (is_scalar and (slot.run or held is None)):
                 alone[key] = number
-            elif number:
-                alone[key] = True
             else:
                 places[key] = self._place_of(key, slot, record, held)
         return places, alone

@@ -153,12 +153,12 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def groups_from(
-    optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor], states: dict[str, Any]
+    param_groups: list[dict[str, Any]], named: Iterable[str], states: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the groups as plain values, with parameter names."""
     names = iter(named)
     groups = []
-    for group in optimizer.param_groups:
+    for group in param_groups:
         plain: dict[str, Any] = {"params": [next(names) for _ in group["params"]]}
         for key, value in group.items():
             if key not in _NAMES and (taken := _plain_value(value)) is not NotImplemented:
@@ -175,6 +175,29 @@ def groups_from(
             plain[NUMBERS] = sorted(numbers)
         groups.append(plain)
     return groups
+
+
+def keywords_from(
+    optimizer_type: str, groups: list[dict[str, Any]], states: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of `mlstate.OptimizerStateDict` other than the arrays."""
+    steps = [int(value) for key, value in states.items() if key.endswith(".step")]
+    return {
+        "optimizer_type": optimizer_type,
+        "step": max(steps, default=0),
+        "learning_rate": float(groups[0].get("lr", 0.0)) if groups else 0.0,
+        "param_groups": groups,
+    }
+
+
+def number_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the keys of states that were Python numbers, from groups of a checkpoint."""
+    return {
+        f"{name}.{state}"
+        for group in groups
+        for state in group.get(NUMBERS, ())
+        for name in group.get("params", ())
+    }
 
 
 @set_module("mlstate.integrations.torch")
@@ -201,15 +224,9 @@ def optimizer_state(
     """
     named = _name_parameters(optimizer, names)
     states = _collect_states(named, optimizer)
-    steps = [int(value) for key, value in states.items() if key.endswith(".step")]
-    groups = groups_from(optimizer, named, states)
+    groups = groups_from(optimizer.param_groups, named, states)
     arrays = {key: as_array(v) if is_number(v) else v for key, v in states.items()}
-    return arrays_of(arrays), {
-        "optimizer_type": _kind_of(optimizer),
-        "step": max(steps, default=0),
-        "learning_rate": float(groups[0].get("lr", 0.0)) if groups else 0.0,
-        "param_groups": groups,
-    }
+    return arrays_of(arrays), keywords_from(_kind_of(optimizer), groups, states)
 
 
 # ---- to torch ----
@@ -238,17 +255,8 @@ def refuse_unfit(
 ) -> None:
     """Raise one error for all states that do not fit the optimizer's parameters.
 
-    Parameters
-    ----------
-    states : mapping of str to tuple of int
-        Shapes by ``"<parameter>.<state name>"``.
-    named : mapping of str to (tuple of int, mapping of str to value)
-        Shape and existing states of each parameter.
-
-    Raises
-    ------
-    CompatibilityError
-        If parameters are unknown, or shapes do not fit.
+    `states` has shapes by ``"<parameter>.<state name>"``, `named` the shape and the existing states
+    of each parameter.
     """
     unknown: dict[str, None] = {}
     shapes = []
@@ -306,22 +314,7 @@ def _cast_like(own: Any, value: Any) -> Any:
 def group_values(
     osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, members: list[list[str]]
 ) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each group: the saved ones if they fit, else its own.
-
-    Parameters
-    ----------
-    osd : OptimizerStateDict
-        The saved state, with groups and learning rate.
-    optimizer : torch.optim.Optimizer
-        The optimizer; it is not changed.
-    members : list of list of str
-        Parameter names of each of its groups.
-
-    Returns
-    -------
-    list of dict
-        Hyperparameters, without ``params``.
-    """
+    """Return the hyperparameters of each group: the saved ones if they fit, else its own."""
     saved = osd.param_groups
     fits = len(saved) == len(members) and all(
         set(group.get("params", ())) == set(own) for group, own in zip(saved, members, strict=True)
@@ -390,12 +383,7 @@ def optimizer_dict(
     shapes = {key: tuple(np.shape(value)) for key, value in taken.items()}
     have = {name: (tuple(p.shape), optimizer.state.get(p, {})) for name, p in named.items()}
     refuse_unfit(shapes, have)
-    numbers = {
-        f"{name}.{state}"
-        for group in osd.param_groups
-        for state in group.get(NUMBERS, ())
-        for name in group.get("params", ())
-    }
+    numbers = number_states(osd.param_groups)
     tensors = tensors_of(taken if copy else _copy_unwritable(taken), copy=copy)
     order = {name: i for i, name in enumerate(named)}
     states: dict[int, dict[str, Any]] = {}

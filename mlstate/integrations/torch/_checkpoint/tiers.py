@@ -17,26 +17,8 @@ if TYPE_CHECKING:
 def accelerator(values: Iterable[Any], device: Any) -> Any:
     """Return the device of the hot tier, or None if that is main memory.
 
-    Parameters
-    ----------
-    values : iterable
-        The arrays of the state. The first tensor on a device determines the device. If there are
-        only CPU tensors, it is CUDA if available.
-    device : str, torch.device or None
-        The device that the user chose, or None.
-
-    Returns
-    -------
-    torch.device or None
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mlstate.integrations.torch._checkpoint.tiers import accelerator
-    >>> accelerator([np.ones(2)], None) is None
-    True
-    >>> accelerator([np.ones(2)], "cpu")
-    device(type='cpu')
+    Unless the user chose a `device`, it is the device of the first tensor that is on one. If there
+    are only CPU tensors, it is CUDA if available.
     """
     import torch
 
@@ -84,62 +66,14 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def on_device(array: Any, device: Any) -> torch.Tensor:
-    """Copy an array or a tensor to new memory on a device.
-
-    Parameters
-    ----------
-    array : ndarray or torch.Tensor
-        Any shape, and any dtype that torch has.
-    device : str or torch.device
-        The target device; ``"cpu"`` copies too.
-
-    Returns
-    -------
-    torch.Tensor
-        A copy with the same shape, dtype and bits; a tensor keeps its strides.
-
-    Raises
-    ------
-    TypeError
-        If torch lacks the dtype.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mlstate.integrations.torch._checkpoint.tiers import on_device
-    >>> array = np.arange(3.0)
-    >>> tensor = on_device(array, "cpu")
-    >>> array[0] = 7
-    >>> tensor.tolist()
-    [0.0, 1.0, 2.0]
-    """
+    """Copy an array or a tensor to new memory on a device; a tensor keeps its strides."""
     if isinstance(array, np.ndarray):
         array = tensors_of({"": array})[""]
     return _copy_tensor(array, device)
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to new main memory.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        A tensor on any device.
-
-    Returns
-    -------
-    torch.Tensor
-        A CPU copy with the same shape, strides, dtype and bits.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mlstate.integrations.torch._checkpoint.tiers import in_memory
-    >>> tensor = torch.ones(2, 3).T
-    >>> copy = in_memory(tensor)
-    >>> copy.stride(), copy.data_ptr() == tensor.data_ptr()
-    ((1, 3), False)
-    """
+    """Copy a tensor to new main memory, with the same strides."""
     return _copy_tensor(tensor, "cpu")
 
 
@@ -147,26 +81,7 @@ def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
     """Replace a tensor's memory with the memory of another tensor, without a copy.
 
     The tensor remains the same object, so a module and an optimizer that hold it use the new
-    memory.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        The tensor; may be a parameter.
-    source : torch.Tensor or None
-        A tensor of the same dtype. None removes all elements, for a unit that is in a file.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mlstate.integrations.torch._checkpoint.tiers import give_memory
-    >>> weight = torch.nn.Parameter(torch.ones(2, 3))
-    >>> give_memory(weight, None)
-    >>> weight.numel()
-    0
-    >>> give_memory(weight, torch.zeros(2, 3))
-    >>> weight.shape, weight.requires_grad
-    (torch.Size([2, 3]), True)
+    memory. None removes all elements, for a unit that is in a file.
     """
     if source is None:
         source = tensor.detach().new_empty(0, device="cpu")
@@ -199,30 +114,9 @@ def is_given_away(tensor: torch.Tensor) -> bool:
 def tensors_of_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of an optimizer's state, by ``"<parameter>.<state>"``.
+    """Return the optimizer's own state tensors, by ``"<parameter>.<state>"``.
 
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        States that are not tensors are omitted.
-    module : torch.nn.Module
-        Provides the names of parameters; states of other parameters are omitted.
-
-    Returns
-    -------
-    dict of str to torch.Tensor
-        The optimizer's own tensors, not copies.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mlstate.integrations.torch._checkpoint.tiers import tensors_of_optimizer
-    >>> module = torch.nn.Linear(2, 3, bias=False)
-    >>> adam = torch.optim.Adam(module.parameters())
-    >>> module(torch.ones(1, 2)).sum().backward()
-    >>> adam.step()
-    >>> sorted(tensors_of_optimizer(adam, module))
-    ['weight.exp_avg', 'weight.exp_avg_sq', 'weight.step']
+    Values that are not tensors, and states of parameters that the module lacks, are omitted.
     """
     import torch
 

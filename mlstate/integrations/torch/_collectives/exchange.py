@@ -22,17 +22,7 @@ _BLOCK = 1 << 18
 
 
 class Link:
-    """Connection of one operation to a torch group, with a deadline.
-
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup
-        The group.
-    device : torch.device
-        Device that bytes must be on to be sent.
-    timeout : float or None
-        Seconds from now; None for the group's timeout.
-    """
+    """Connection of one operation to a torch group, with a deadline."""
 
     __slots__ = (
         "_deadline",

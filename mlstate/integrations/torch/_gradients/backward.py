@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...._common.text import names_hint
-from ....collectives._arguments import dtype_name
+from ....collectives._arguments import check_group, check_timeout, dtype_name
 from ....errors import CollectiveError
 from ....fsdp._hook_registry import Hooks
 
@@ -36,34 +36,9 @@ def _tied_to(module: Any, name: str) -> str | None:
 class ModuleHooks(Hooks):
     """The hooks of one `FSDPBackwardHook` on the parameters of a torch module.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module.
-    units : dict of str to FSDPShardingUnit
-        Units by parameter name.
-    receive : callable
-        Called with a name and its parameter each time torch has computed the gradient.
-    is_full : bool
-        Whether reduced full gradients are stored in ``parameter.grad``.
-    keep : bool
-        Whether unreduced full gradients stay in ``parameter.grad``.
-
-    Attributes
-    ----------
-    parameters : dict of str to torch.nn.Parameter
-        The parameters with hooks, in the module's order, which is equal on all ranks.
-    taken : set of str
-        Parameters whose gradients were removed.
-    has_warned : bool
-        Whether the warning about an optimizer without gradients was shown.
-    unsent : set of str
-        Parameters whose ``grad`` has gradients of passes in ``no_sync``.
-
-    Raises
-    ------
-    ValueError
-        If a unit does not fit the module, or a parameter has a hook of another object.
+    Calls `receive` with a name and its parameter each time torch has computed the gradient.
+    `is_full`: reduced full gradients are stored in ``parameter.grad``. `keep`: unreduced full
+    gradients stay there.
     """
 
     def __init__(
@@ -79,13 +54,14 @@ class ModuleHooks(Hooks):
         for name, unit in units.items():
             _check_parameter(unit, known.get(name), module, known)
         super().__init__({id(known[name]): name for name in units})
+        # in the module's order, which is equal on all ranks
         self.parameters: dict[str, torch.nn.Parameter] = {
             name: parameter for name, parameter in known.items() if name in units
         }
         self.is_full = is_full
-        self.taken: set[str] = set()
-        self.has_warned = False
-        self.unsent: set[str] = set()
+        self.taken: set[str] = set()  # parameters whose gradients were removed
+        self.has_warned = False  # about an optimizer without gradients
+        self.unsent: set[str] = set()  # parameters whose grad has gradients of `no_sync` passes
         self._keep = keep or is_full
         self._earlier: dict[str, torch.Tensor] = {}  # reduced gradients that a pass adds to
         if not self._keep:
@@ -198,6 +174,14 @@ def _check_parameter(
 
 
 # ---- the backward pass ----
+
+
+def check_reduction(group: Any, nonfinite: str, timeout: float | None) -> float | None:
+    """Check the arguments of a reduction by a group; return the timeout in seconds."""
+    check_group(group)
+    if nonfinite not in ("error", "allow"):
+        raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
+    return check_timeout(timeout)
 
 
 def call_at_end(function: Callable[[], None]) -> None:

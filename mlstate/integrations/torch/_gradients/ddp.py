@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
-from ....collectives._arguments import check_group, check_timeout, dtype_name, failed
+from ....collectives._arguments import dtype_name, failed
 from ....collectives._operation_queue import OperationQueue
 from ....fsdp._consistency_check import ConsistencyCheck
 from ....fsdp._gradient_ops import norm_partials
-from .backward import PassErrors
+from .backward import PassErrors, check_reduction
 
 if TYPE_CHECKING:
     import torch
@@ -72,16 +72,14 @@ def all_reduce_with(
         raise TypeError(
             f"model must be a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}"
         )
-    check_group(group)
-    if nonfinite not in ("error", "allow"):
-        raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
+    seconds = check_reduction(group, nonfinite, timeout)
     theirs = model.process_group
     if (theirs.rank(), theirs.size()) != (group.rank, group.world_size):
         raise ValueError(
             f"this is rank {theirs.rank()} of the model's {theirs.size()}, and rank {group.rank} "
             f"of the group's {group.world_size}: both must have the same ranks"
         )
-    buckets = _Buckets(model.module, group, nonfinite == "error", check_timeout(timeout))
+    buckets = _Buckets(model.module, group, nonfinite == "error", seconds)
     # a function without annotations: torch refuses those that are text
     model.register_comm_hook(None, lambda state, bucket: buckets.reduce(bucket))
 

@@ -7,12 +7,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
-from ....collectives._arguments import check_group, check_timeout
 from ....errors import CollectiveError
 from ....fsdp._bucket import Entry, FullBucket, Reducer, Terms
 from ....fsdp._reduction_session import ReductionSession
 from ....fsdp._sharding_unit import FSDPShardingUnit
-from .backward import PassErrors
+from .backward import PassErrors, check_reduction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,9 +78,7 @@ def reduce_scatter_with(
     """
     from torch.distributed.fsdp import FSDPModule
 
-    check_group(group)
-    if nonfinite not in ("error", "allow"):
-        raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
+    seconds = check_reduction(group, nonfinite, timeout)
     found = {n: m for n, m in module.named_modules() if isinstance(m, FSDPModule)}
     if not found:
         raise ValueError(
@@ -90,7 +87,7 @@ def reduce_scatter_with(
         )
     for name, parameter in module.named_parameters():
         _check_mesh(name, parameter, group)
-    shared = _Reduction(group, nonfinite, check_timeout(timeout))
+    shared = _Reduction(group, nonfinite, seconds)
     for name, sharded in found.items():
         comm: Any = _ReduceScatter(name or type(module).__name__, shared)
         sharded.set_custom_reduce_scatter(comm)

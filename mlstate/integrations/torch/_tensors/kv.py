@@ -117,22 +117,8 @@ def move_kv(
 ) -> Any:
     """Move a torch KV cache; see `mlstate.kv.transition_kv_state`.
 
-    The core handles CPU tensors that need no gradient. torch operations handle all other
-    tensors, so that device and autograd graph are kept.
-
-    Parameters
-    ----------
-    source : torch.Tensor, 2 to 8 dimensions
-        The cache.
-    target_seq_length, position, pad_value, dtype, out, low_memory, seq_axis
-        See `mlstate.kv.transition_kv_state`.
-    compact : bool
-        Whether the target may be shorter, see `mlstate.kv.compact_kv_state`.
-
-    Returns
-    -------
-    torch.Tensor or ndarray
-        `out` if passed, else a new tensor.
+    `compact`: the target may be shorter. The core handles CPU tensors that need no gradient. torch
+    operations handle all other tensors, so that device and autograd graph are kept.
     """
     import torch
 

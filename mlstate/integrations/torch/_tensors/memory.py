@@ -66,23 +66,6 @@ def write_into_tensor(out: torch.Tensor, write: Callable[[Any], Any]) -> torch.T
 
     Raises if autograd records the tensor. Increments the tensor's version, so that a backward
     pass that needs the old content raises instead of using the new content.
-
-    Parameters
-    ----------
-    out : torch.Tensor
-        A plain CPU tensor.
-    write : callable
-        Receives `out` detached.
-
-    Returns
-    -------
-    torch.Tensor
-        `out`.
-
-    Raises
-    ------
-    ValueError
-        If `out` is part of an autograd graph, or is not plain main memory.
     """
     refuse_graph(out)
     if not writable_memory(out):
@@ -100,11 +83,6 @@ def note_written(tensors: Iterable[torch.Tensor]) -> None:
 
     A backward pass that needs the old content then raises instead of using the new content.
     Inference tensors have no version and are skipped.
-
-    Parameters
-    ----------
-    tensors : iterable of torch.Tensor
-        May include leaves that require gradients.
     """
     import torch
 

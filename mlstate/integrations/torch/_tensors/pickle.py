@@ -81,29 +81,9 @@ def _encode_array(value: Any) -> tuple[Any, NDArray] | None:
 def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the result of ``__reduce_ex__`` for ``torch.save`` and for pickle protocol 2.
 
-    Parameters
-    ----------
-    state : StateDict
-        A state dict of any subclass.
-
-    Returns
-    -------
-    callable, tuple
-        `restore_state` and its arguments: class, attributes, torch tensors that share the
-        arrays' memory, and the original forms. Dtypes that torch lacks are stored as bytes;
-        these include strings, records and non-native byte order. An array that bytes cannot
-        represent, such as one of empty strings, is pickled by NumPy; reading it requires
-        ``weights_only=False``.
-
-    Examples
-    --------
-    >>> import io, numpy as np, torch
-    >>> from mlstate import StateDict
-    >>> file = io.BytesIO()
-    >>> torch.save(StateDict(w=np.arange(3.0), n=np.array(["a", "b"])), file)
-    >>> _ = file.seek(0)
-    >>> torch.load(file)["n"]
-    array(['a', 'b'], dtype='<U1')
+    Torch tensors share the arrays' memory. Dtypes that torch lacks are stored as bytes; these
+    include strings, records and non-native byte order. An array that bytes cannot represent, such
+    as one of empty strings, is pickled by NumPy; reading it requires ``weights_only=False``.
     """
     values = dict(state)
     forms: dict[str, Any] = {}
@@ -166,27 +146,8 @@ def restore_state(
 ) -> Any:
     """Create a state dict from the arguments of `reduce_state`; pickle calls this.
 
-    Parameters
-    ----------
-    kind : str or type
-        Name of a class of mlstate, or a subclass.
-    attributes : object
-        Argument of ``__setstate__``, or None.
-    values : dict of str to array
-        Values; mostly tensors.
-    forms : dict of str
-        Forms of values that were not tensors: ``"array"``, ``"scalar"``, or (dtype, shape) of
-        a value stored as bytes; shape is None for one stored as integers of the same size.
-
-    Returns
-    -------
-    StateDict
-        A state dict whose arrays share the memory of the tensors in `values`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If the file was not written by `reduce_state`.
+    `forms` has the forms of values that were not tensors: ``"array"``, ``"scalar"``, or (dtype,
+    shape) of a value stored as bytes; shape is None for one stored as integers of the same size.
     """
     found = _own_classes().get(kind) if isinstance(kind, str) else kind
     if not (isinstance(found, type) and issubclass(found, _core.StateDict)):

@@ -191,17 +191,7 @@ def _extent(array: NDArray) -> tuple[int, int]:
 def clusters(arrays: Mapping[str, NDArray]) -> Iterator[tuple[int, int, list[str]]]:
     """Yield address range and names of arrays with overlapping memory; each array occurs once.
 
-    Parameters
-    ----------
-    arrays : mapping of str to ndarray
-        Arrays without negative strides.
-
-    Yields
-    ------
-    start, end : int
-        Addresses.
-    names : list of str
-        Arrays in this range, usually one.
+    Strides must not be negative.
     """
     extents = sorted((*_extent(array), name) for name, array in arrays.items())
     start = end = -1
@@ -256,19 +246,9 @@ def _tensors_over_one(start: int, end: int, arrays: list[NDArray]) -> list[torch
 
 
 def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, torch.Tensor]:
-    """Return tensors over arrays; overlapping arrays share one storage.
+    """Return tensors over arrays that are `sharable`; overlapping arrays share one storage.
 
-    Parameters
-    ----------
-    arrays : mapping of str to ndarray
-        Arrays for which `sharable` is true.
-    pack : bool, default False
-        Copy an array with gaps between its elements if no other array shares its memory.
-
-    Returns
-    -------
-    dict of str to torch.Tensor
-        Tensors by name.
+    `pack`: copy an array with gaps between its elements if no other array shares its memory.
     """
     tensors: dict[str, torch.Tensor] = {}
     # One object under several names is one tensor.

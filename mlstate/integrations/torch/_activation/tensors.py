@@ -1,0 +1,53 @@
+"""Tensors in nested values, and their measurement."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested values."""
+    import torch
+    from torch.utils import _pytree
+
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def detach_all(values: Any) -> Any:
+    """Return nested values with detached tensors, which require gradients as before."""
+    import torch
+    from torch.utils import _pytree
+
+    def detach(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().requires_grad_(leaf.requires_grad)
+
+    return _pytree.tree_map(detach, values)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of writes to a tensor; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the sizes of the tensors' storages, each once."""
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def time_after_work(device: torch.device) -> float:
+    """Wait for a device, and return the time in seconds."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
