@@ -22,7 +22,7 @@ from group_model import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
-from thread_team import run_in_threads
+from thread_team import run_in_threads, without_errors
 from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError
@@ -46,11 +46,7 @@ OPERATIONS = {
 
 def ranks(function, world, *, timeout=SECONDS):
     """The result of each rank; raises if a rank raised."""
-    found = outcomes(function, world, timeout=timeout)
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
+    return without_errors(outcomes(function, world, timeout=timeout))
 
 
 def outcomes(function, world, *, timeout=SECONDS):
