@@ -43,7 +43,7 @@ marks=()
     --ignore=tests/checkpoint/test_checkpoint_html.py
     --ignore=tests/state/test_html.py
     --ignore=tests/package/test_docs_examples.py --ignore=tests/package/test_plot.py
-    --ignore=tests/checkpoint/store/test_schema.py --ignore=tests/activation/test_plan_search.py --ignore=tests/activation/test_plan_model.py
+    --ignore=tests/checkpoint/store/test_schema.py --ignore=tests/activation/test_plan_search.py
     --ignore=tests/checkpoint/test_dry_run.py --ignore=tests/checkpoint/files/test_convert.py
     --ignore=tests/package/test_benchmarks.py --ignore=tests/package/test_source_folder.py
     --ignore=tests/package/test_public_names.py --ignore=tests/checkpoint/store/test_writer_lock.py

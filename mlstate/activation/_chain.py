@@ -35,21 +35,35 @@ _RATES = ("offload_bytes_per_second", "load_bytes_per_second")
 _HEADERS = ["block", "forward", "backward", "input", "saved", "gradient", "temporary"]
 
 
-def _freeze_numbers(name: str, values: Any, dtype: str, count: int | None) -> NDArray:
+def freeze_numbers(
+    name: str, values: Any, dtype: str, count: int | None = None, *, each: str = "entry"
+) -> NDArray:
     """Copy numbers into a read-only array of `dtype`; raise if a value would change."""
     given = np.asarray(values)
     if given.ndim != 1:
-        raise ValueError(f"{name} has shape {given.shape}: give one number per entry")
+        raise ValueError(f"{name} has shape {given.shape}: give one number per {each}")
     if count is not None and len(given) != count:
         raise ValueError(f"{name} has {len(given)} entries: this chain needs {count}")
-    kinds = "iu" if dtype == "int64" else "iuf"
+    kinds, what = ("iu", "integers") if dtype == "int64" else ("iuf", "numbers")
     if given.size and given.dtype.kind not in kinds:
-        raise TypeError(f"{name} holds {given.dtype}: {'integers' if kinds == 'iu' else 'numbers'}")
+        raise TypeError(f"{name} holds {given.dtype}: expected {what}")
     if given.dtype == np.uint64 and dtype == "int64" and given.size and given.max() >> 63:
         raise ValueError(f"{name} holds {given.max()}: expected bytes below 2**63")
     frozen = np.array(given, dtype, order="C")
     frozen.flags.writeable = False
     return frozen
+
+
+def check_names(names: Iterable[str] | None, count: int, what: str) -> tuple[str, ...] | None:
+    """Return names as a tuple; raise unless there is a str for each block or operator."""
+    if names is None:
+        return None
+    found = tuple(names)
+    if len(found) != count:
+        raise ValueError(f"{len(found)} names for {count} {what}")
+    if not all(isinstance(name, str) for name in found):
+        raise TypeError(f"names of {what} are str")
+    return found
 
 
 @set_module("mlstate.activation")
@@ -136,40 +150,31 @@ class Chain:
         offload_bytes_per_second: float | None = None,
         load_bytes_per_second: float | None = None,
     ) -> None:
-        forward = _freeze_numbers("forward_seconds", forward_seconds, "float64", None)
+        forward = freeze_numbers("forward_seconds", forward_seconds, "float64")
         n = len(forward)
-        if gradient_bytes is None:
-            gradient_bytes = activation_bytes
         given = (
-            (saved_bytes, n),
-            (forward_temporary_bytes, n),
-            (saving_temporary_bytes, n),
-            (backward_temporary_bytes, n),
+            activation_bytes,
+            activation_bytes if gradient_bytes is None else gradient_bytes,
+            saved_bytes,
+            forward_temporary_bytes,
+            saving_temporary_bytes,
+            backward_temporary_bytes,
         )
-        activations = _freeze_numbers("activation_bytes", activation_bytes, "int64", n + 1)
-        gradients = _freeze_numbers("gradient_bytes", gradient_bytes, "int64", n + 1)
-        others = (
-            _freeze_numbers(
-                name, np.zeros(n, np.int64) if values is None else values, "int64", count
+        sizes = [
+            freeze_numbers(
+                name,
+                np.zeros(n, np.int64) if values is None else values,
+                "int64",
+                n + (name in ("activation_bytes", "gradient_bytes")),
             )
-            for name, (values, count) in zip(_BYTES[2:], given, strict=True)
-        )
-        backward = _freeze_numbers("backward_seconds", backward_seconds, "float64", n)
-        rates = (
-            0.0
-            if offload_bytes_per_second is None
-            else _check_rate(_RATES[0], offload_bytes_per_second),
-            0.0 if load_bytes_per_second is None else _check_rate(_RATES[1], load_bytes_per_second),
-        )
-        self._numbers = (forward, backward, activations, gradients, *others)
+            for name, values in zip(_BYTES, given, strict=True)
+        ]
+        backward = freeze_numbers("backward_seconds", backward_seconds, "float64", n)
+        rates = map(_check_rate, _RATES, (offload_bytes_per_second, load_bytes_per_second))
+        self._numbers = (forward, backward, *sizes)
         self._arrays: tuple[Any, ...] = (*self._numbers, *rates)
         self._spread = _check_spread(seconds_spread, n)
-        self._names = None if names is None else tuple(names)
-        if self._names is not None:
-            if len(self._names) != n:
-                raise ValueError(f"{len(self._names)} names for {n} blocks")
-            if not all(isinstance(name, str) for name in self._names):
-                raise TypeError("names of blocks are str")
+        self._names = check_names(names, n, "blocks")
         _core.chain_check(self._arrays)
 
     @property
@@ -428,14 +433,16 @@ class Chain:
 def _check_spread(given: Any, count: int) -> NDArray | None:
     if given is None:
         return None
-    spread = _freeze_numbers("seconds_spread", given, "float64", count)
+    spread = freeze_numbers("seconds_spread", given, "float64", count)
     if not (np.isfinite(spread) & (spread >= 0)).all():
         raise ValueError(f"seconds_spread holds {spread.tolist()}: give finite numbers from 0 on")
     return spread
 
 
-def _check_rate(name: str, value: float) -> float:
-    """Return a rate as a float; raise unless it is finite and above 0 (0 means None)."""
+def _check_rate(name: str, value: float | None) -> float:
+    """Return a rate as a float, 0 for None; raise unless it is finite and above 0."""
+    if value is None:
+        return 0.0
     rate = float(value)
     if not rate > 0 or rate == float("inf"):
         raise ValueError(f"{name} is {rate:g}: give a finite number above 0, or None")

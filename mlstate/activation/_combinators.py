@@ -146,8 +146,27 @@ class Composite(Operators):
         return {k: v for k, v in vars(self).items() if k not in ("_asks", "_opinions")}
 
 
+class _Vote(Composite):
+    """Base of `AllOf` and `AnyOf`: one member with the decisive answer decides."""
+
+    _sign: str
+    _decisive: bool
+
+    @property
+    def name(self) -> str:
+        """The members' names with the operator between them."""
+        return f"({f' {self._sign} '.join(map(name_of, self._members))})"
+
+    def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
+        """Return the decision, or None if an undecided member could change it."""
+        said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
+        if any(answer is not None and bool(answer) is self._decisive for answer in said):
+            return self._decisive
+        return None if None in said else not self._decisive
+
+
 @set_module("mlstate.activation")
-class AllOf(Composite):
+class AllOf(_Vote):
     """Checkpoint a layer if all members do: ``a & b``.
 
     Every member receives every call, because strategies have state.
@@ -176,10 +195,7 @@ class AllOf(Composite):
     4
     """
 
-    @property
-    def name(self) -> str:
-        """The members' names with ``&`` between them."""
-        return f"({' & '.join(map(name_of, self._members))})"
+    _sign, _decisive = "&", False
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         """Return whether all members checkpoint the layer."""
@@ -189,16 +205,9 @@ class AllOf(Composite):
                 chosen = False
         return chosen
 
-    def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
-        """Return False if a member decides so, None if one is undecided, else True."""
-        said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
-        if any(answer is not None and not answer for answer in said):
-            return False
-        return None if None in said else True
-
 
 @set_module("mlstate.activation")
-class AnyOf(Composite):
+class AnyOf(_Vote):
     """Checkpoint a layer if any member does: ``a | b``.
 
     Every member receives every call, because strategies have state.
@@ -223,10 +232,7 @@ class AnyOf(Composite):
     [True, True, False, False, True]
     """
 
-    @property
-    def name(self) -> str:
-        """The members' names with ``|`` between them."""
-        return f"({' | '.join(map(name_of, self._members))})"
+    _sign, _decisive = "|", True
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         """Return whether any member checkpoints the layer."""
@@ -235,13 +241,6 @@ class AnyOf(Composite):
             if ask(layer_id, activation, layer_index):
                 chosen = True
         return chosen
-
-    def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
-        """Return True if a member decides so, None if one is undecided, else False."""
-        said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
-        if any(said):
-            return True
-        return None if None in said else False
 
 
 @set_module("mlstate.activation")
@@ -330,12 +329,8 @@ class FirstMatch(Composite):
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
         """Return the decision of the first member that has one, or None."""
-        chosen = None
-        for ask in self._opinions:
-            said = ask(layer_id, activation, layer_index)
-            if chosen is None:
-                chosen = said
-        return None if chosen is None else bool(chosen)
+        said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
+        return next((bool(answer) for answer in said if answer is not None), None)
 
     def __repr__(self) -> str:
         members = ", ".join(map(repr, self._members))

@@ -11,6 +11,7 @@ from .._common.backend import backend_named
 from .._common.budget import parse_budget
 from .._common.set_module import set_module
 from .._common.text import bytes_text, table_html, table_text
+from ._chain import check_names, freeze_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,21 +21,6 @@ if TYPE_CHECKING:
 
 _ROWS = 40
 _HEADERS = ["operator", "seconds", "bytes", ""]
-
-
-def _freeze_numbers(name: str, values: Any, dtype: str, kinds: str) -> NDArray:
-    """Check numbers and copy them into a read-only array."""
-    given = np.asarray(values)
-    if given.ndim != 1:
-        raise ValueError(f"{name} has shape {given.shape}: give one number per operator")
-    if given.size and given.dtype.kind not in kinds:
-        what = "integers" if kinds == "iu" else "numbers"
-        raise TypeError(f"{name} holds {given.dtype}: expected {what}")
-    if given.size and given.dtype == np.uint64 and dtype == "int64" and given.max() >> 63:
-        raise ValueError(f"{name} holds {given.max()}: expected bytes below 2**63")
-    frozen = np.array(given, dtype, order="C")
-    frozen.flags.writeable = False
-    return frozen
 
 
 @set_module("mlstate.activation")
@@ -251,15 +237,10 @@ def select_operators(
     >>> chosen.saved, chosen.bytes, chosen.seconds, chosen.exact
     ((0, 2), 100, 4.0, True)
     """
-    times = _freeze_numbers("seconds", seconds, "float64", "iuf")
-    sizes = _freeze_numbers("bytes", bytes, "int64", "iu")
+    times = freeze_numbers("seconds", seconds, "float64", each="operator")
+    sizes = freeze_numbers("bytes", bytes, "int64", each="operator")
     if len(times) != len(sizes):
         raise ValueError(f"{len(times)} operators have seconds, {len(sizes)} have bytes")
-    if names is not None:
-        names = tuple(names)
-        if len(names) != len(times):
-            raise ValueError(f"{len(names)} names for {len(times)} operators")
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError("names of operators are str")
+    listed = check_names(names, len(times), "operators")
     budget = parse_budget("budget_bytes", budget_bytes, int(sizes.sum()), "all outputs")
-    return OperatorSelection(times, sizes, budget.nbytes, names)
+    return OperatorSelection(times, sizes, budget.nbytes, listed)

@@ -21,158 +21,20 @@ array([0., 1., 2.])
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from .._common.arrays import is_torch
 from ._arguments import ReduceOp, check_counts
-from ._group_base import Engine
+from ._group_base import Engine, ProcessGroup
 from ._local_group import LocalGroup
 from ._work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ._group_base import Call
 
 __all__ = ["LocalGroup", "ProcessGroup", "ReduceOp", "SingleGroup", "Work"]
-
-
-@runtime_checkable
-class ProcessGroup(Protocol):
-    """Interface of a group of processes; implementations need not derive from it.
-
-    Attributes
-    ----------
-    rank : int
-        Rank of this process, from 0.
-    world_size : int
-        Number of ranks.
-
-    Notes
-    -----
-    Every operation has two more keywords. ``timeout`` is in seconds; None means the group's own
-    timeout. If it expires, or another rank fails, the operation raises `CollectiveError` with
-    its name and rank, and the group cannot be used any more. With ``async_op=True`` the
-    operation returns a `Work` at once. The operations of one group run in call order.
-
-    ``out`` receives the result and is returned. It is an array of the result's shape and dtype,
-    with any strides, of the same kind as the input (NumPy or torch). Without it, the result is a
-    new contiguous array, never the input. If the shapes are equal, `out` may be the input
-    itself. Otherwise it must not overlap the input.
-
-    Rows are the elements along the first dimension. ``counts`` is the number of rows of each
-    rank, the same sequence on every rank. Without it, the rows are divided equally.
-
-    Sums are computed in rank order, in float32 for 16-bit and 8-bit floating-point dtypes, and
-    rounded once. Groups that follow this rule return the same bits.
-
-    Examples
-    --------
-    >>> from mlstate.collectives import ProcessGroup, SingleGroup
-    >>> isinstance(SingleGroup(), ProcessGroup)
-    True
-    """
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process, from 0."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    def reduce_scatter(
-        self,
-        array: Any,
-        *,
-        op: ReduceOp | str = ReduceOp.SUM,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Reduce arrays of one shape, and return this rank's rows of the result."""
-        ...
-
-    def all_gather(
-        self,
-        array: Any,
-        *,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return the rows of all ranks, concatenated in rank order; `array` has this rank's."""
-        ...
-
-    def all_reduce(
-        self,
-        array: Any,
-        *,
-        op: ReduceOp | str = ReduceOp.SUM,
-        out: Any = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Reduce arrays of one shape, and return the whole result on every rank."""
-        ...
-
-    def all_to_all(
-        self,
-        array: Any,
-        *,
-        out: Any = None,
-        counts: Sequence[int] | None = None,
-        out_counts: Sequence[int] | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Send ``counts[r]`` rows to each rank r; return the rows received, in rank order.
-
-        `out_counts` is the number of rows from each rank. Both may differ between ranks. Pass
-        both or neither.
-        """
-        ...
-
-    def broadcast(
-        self,
-        array: Any,
-        *,
-        root: int = 0,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Copy the array of rank `root` into the array of every other rank, and return it."""
-        ...
-
-    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Wait until every rank has called this."""
-        ...
-
-    def gather_bytes(
-        self,
-        data: bytes,
-        *,
-        root: int | None = None,
-        timeout: float | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Return the bytes of all ranks, of any lengths, as a list in rank order.
-
-        Every rank gets the list. With `root`, only that rank does, and the others get None.
-        """
-        ...
-
-    def abort(self) -> None:
-        """Make the operations of this group fail, on this rank and, if possible, on the others."""
-        ...
-
-    def close(self) -> None:
-        """Release the group's resources; later calls do nothing."""
-        ...
 
 
 class SingleGroup(Engine):

@@ -30,28 +30,11 @@ def _peer_error(rank: int, said: dict[str, Any]) -> MLStateError:
 def agree(
     group: ProcessGroup, about: str, error: BaseException | None, *, again: bool = False
 ) -> bool:
-    """Exchange with all ranks whether they can continue; every rank must call this.
+    """Return whether all ranks can continue; False if all must retry. Every rank must call this.
 
-    Parameters
-    ----------
-    group : ProcessGroup
-        The ranks.
-    about : str
-        A text that must be equal on all ranks; otherwise all must retry.
-    error : BaseException, optional
-        Why this rank cannot continue.
-    again : bool, default False
-        Whether this rank could continue after a retry by all ranks.
-
-    Returns
-    -------
-    bool
-        True if all can continue, False if all must retry.
-
-    Raises
-    ------
-    BaseException
-        `error`, or the error of the first other rank that cannot continue.
+    All must retry if `about` differs between ranks, or if a rank has an `error` and `again` says
+    that a retry by all can help. Other errors are final: raises `error`, or the error of the
+    first other rank that cannot continue.
     """
     import json
 

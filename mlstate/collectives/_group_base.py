@@ -1,4 +1,4 @@
-"""Common base of all groups in `mlstate.collectives`: arguments, results and call order.
+"""The interface of groups, and the base of all groups in `mlstate.collectives`.
 
 A group derives from `Engine`, which implements the operations of `ProcessGroup`: they check
 arguments and choose memory for results. The subclass adds memory access and data transfer.
@@ -8,9 +8,10 @@ User-defined groups need not derive from it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from .._common.arrays import is_torch
+from .._common.set_module import set_module
 from ._arguments import (
     ReduceOp,
     check_array,
@@ -36,30 +37,14 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """One call of an operation on this rank.
-
-    Attributes
-    ----------
-    name : str
-        Name of the operation.
-    seconds : float or None
-        Its timeout; None for the group's own.
-    async_op : bool
-        Whether to return a `Work`.
-    text : str
-        Description that must be equal on every rank.
-    device : torch.device or None
-        Device of a tensor.
-    rows : sequence of list of int
-        Rows sent to each rank and expected from each, if these may differ between ranks.
-    """
+    """One call of an operation on this rank."""
 
     name: str
-    seconds: float | None
+    seconds: float | None  # timeout; None for the group's own
     async_op: bool
-    text: str = ""
-    device: Any = None
-    rows: Sequence[list[int]] = ()
+    text: str = ""  # must be equal on every rank
+    device: Any = None  # of a tensor
+    rows: Sequence[list[int]] = ()  # sent to and expected from each rank, if these may differ
 
 
 def shares(size: int, rows: Sequence[int]) -> list[int]:
@@ -69,49 +54,52 @@ def shares(size: int, rows: Sequence[int]) -> list[int]:
     return [n * width for n in rows]
 
 
-class Engine(ABC):
-    """The operations of a process group; base class of engines.
+@set_module("mlstate.collectives")
+@runtime_checkable
+class ProcessGroup(Protocol):
+    """Interface of a group of processes; implementations need not derive from it.
 
-    An engine creates a `link` for each operation: its connection to the other ranks, with a
-    deadline. Sources and targets are memory that the engine chooses for the elements of an
-    array.
+    Attributes
+    ----------
+    rank : int
+        Rank of this process, from 0.
+    world_size : int
+        Number of ranks.
+
+    Notes
+    -----
+    Every operation has two more keywords. ``timeout`` is in seconds; None means the group's own
+    timeout. If it expires, or another rank fails, the operation raises `CollectiveError` with
+    its name and rank, and the group cannot be used any more. With ``async_op=True`` the
+    operation returns a `Work` at once. The operations of one group run in call order.
+
+    ``out`` receives the result and is returned. It is an array of the result's shape and dtype,
+    with any strides, of the same kind as the input (NumPy or torch). Without it, the result is a
+    new contiguous array, never the input. If the shapes are equal, `out` may be the input
+    itself. Otherwise it must not overlap the input.
+
+    Rows are the elements along the first dimension. ``counts`` is the number of rows of each
+    rank, the same sequence on every rank. Without it, the rows are divided equally.
+
+    Sums are computed in rank order, in float32 for 16-bit and 8-bit floating-point dtypes, and
+    rounded once. Groups that follow this rule return the same bits.
 
     Examples
     --------
-    >>> from mlstate.collectives._group_base import Engine
-    >>> from mlstate.collectives import SingleGroup
-    >>> issubclass(SingleGroup, Engine)
+    >>> from mlstate.collectives import ProcessGroup, SingleGroup
+    >>> isinstance(SingleGroup(), ProcessGroup)
     True
     """
 
     __slots__ = ()
 
-    _rank: int
-    _world_size: int
-    _ended: str  # how the group ended, or empty
-    _operations: OperationQueue
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        ended = f", {self._ended}" if self._ended else ""
-        return f"{type(self).__name__}(rank {self._rank} of {self._world_size}{ended})"
-
     @property
     def rank(self) -> int:
         """Rank of this process, from 0."""
-        return self._rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._world_size
-
-    # ---- operations ----
 
     def reduce_scatter(
         self,
@@ -161,20 +149,6 @@ class Engine(ABC):
         >>> SingleGroup().reduce_scatter(np.ones((2, 1)), counts=[2]).shape
         (2, 1)
         """
-        name = "reduce_scatter"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        kind = check_op(name, op, plain)
-        rows = check_counts(name, "counts", counts, check_rows(name, plain), self.world_size)
-        place = result_of(name, out, (rows[self.rank], *plain.shape[1:]), plain)
-        source = self._source(name, plain, reduced=True)
-
-        def move(link: Any, target: Any) -> None:
-            self._reduce_rows(link, source, rows, kind, target)
-
-        text = f"{kind} of {kind_of(plain)} in rows {rows}"
-        call = Call(name, seconds, async_op, text, _device_of(plain))
-        return self._fill(call, place, out, move, reduced=True)
 
     def all_gather(
         self,
@@ -212,22 +186,6 @@ class Engine(ABC):
         >>> SingleGroup().all_gather(np.arange(3))
         array([0, 1, 2])
         """
-        name = "all_gather"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        rows = [check_rows(name, plain)] * self.world_size
-        if counts is not None:
-            rows = counts_of(name, "counts", counts, self.world_size)
-            check_own_rows(name, plain, rows, self.rank)
-        place = result_of(name, out, (sum(rows), *plain.shape[1:]), plain)
-        source = self._source(name, plain, reduced=False)
-
-        def move(link: Any, target: Any) -> None:
-            self._spread(link, source, rows, target)
-
-        text = f"{kind_of(plain)} in rows {rows}"
-        call = Call(name, seconds, async_op, text, _device_of(plain))
-        return self._fill(call, place, out, move, reduced=False)
 
     def all_reduce(
         self,
@@ -265,19 +223,6 @@ class Engine(ABC):
         >>> SingleGroup().all_reduce(gradient, op="mean", out=gradient) is gradient
         True
         """
-        name = "all_reduce"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        kind = check_op(name, op, plain)
-        place = result_of(name, out, tuple(plain.shape), plain)
-        source = self._source(name, plain, reduced=True)
-
-        def move(link: Any, target: Any) -> None:
-            self._reduce_all(link, source, kind, target)
-
-        text = f"{kind} of {tuple(plain.shape)} {kind_of(plain)}"
-        call = Call(name, seconds, async_op, text, _device_of(plain))
-        return self._fill(call, place, out, move, reduced=True)
 
     def all_to_all(
         self,
@@ -319,23 +264,6 @@ class Engine(ABC):
         >>> SingleGroup().all_to_all(np.arange(3), counts=[3], out_counts=[3])
         array([0, 1, 2])
         """
-        name = "all_to_all"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        rows = check_rows(name, plain)
-        if (counts is None) != (out_counts is None):
-            raise ValueError(f"{name}: give both counts and out_counts, or neither")
-        sent = wanted = check_counts(name, "counts", counts, rows, self.world_size)
-        if out_counts is not None:
-            wanted = counts_of(name, "out_counts", out_counts, self.world_size)
-        place = result_of(name, out, (sum(wanted), *plain.shape[1:]), plain)
-        source = self._source(name, plain, reduced=False)
-
-        def move(link: Any, target: Any) -> None:
-            self._trade(link, source, sent, target, wanted)
-
-        call = Call(name, seconds, async_op, kind_of(plain), _device_of(plain), (sent, wanted))
-        return self._fill(call, place, out, move, reduced=False)
 
     def broadcast(
         self,
@@ -375,24 +303,6 @@ class Engine(ABC):
         >>> SingleGroup().broadcast(np.zeros(2))
         array([0., 0.])
         """
-        name = "broadcast"
-        seconds = check_timeout(timeout)
-        plain = check_array(name, array)
-        start = check_root(name, root, self.world_size)
-        sends = start == self.rank
-        if not sends:
-            check_writable(name, array, self.rank)
-        reached = self._source if sends else self._target
-        memory = reached(name, plain, reduced=False)
-
-        def perform(link: Any) -> Any:
-            self._broadcast(link, memory, start)
-            if not sends:
-                self._put(memory, plain)
-            return array
-
-        text = f"{tuple(plain.shape)} {kind_of(plain)} from {start}"
-        return self._submit(Call(name, seconds, async_op, text, _device_of(plain)), perform)
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         """Wait until every rank has called this.
@@ -416,7 +326,6 @@ class Engine(ABC):
         >>> from mlstate.collectives import SingleGroup
         >>> SingleGroup().barrier()
         """
-        return self._submit(Call("barrier", check_timeout(timeout), async_op), self._barrier)
 
     def gather_bytes(
         self,
@@ -454,6 +363,189 @@ class Engine(ABC):
         >>> SingleGroup().gather_bytes(b"ok", root=0)
         [b'ok']
         """
+
+    def abort(self) -> None:
+        """Make the operations of this group fail, on this rank and, if possible, on the others."""
+
+    def close(self) -> None:
+        """Release the group's resources; later calls do nothing."""
+
+
+class Engine(ProcessGroup, ABC):
+    """The operations of a process group; base class of engines.
+
+    An engine creates a `link` for each operation: its connection to the other ranks, with a
+    deadline. Sources and targets are memory that the engine chooses for the elements of an
+    array.
+    """
+
+    __slots__ = ()
+
+    _rank: int
+    _world_size: int
+    _ended: str  # how the group ended, or empty
+    _operations: OperationQueue
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        ended = f", {self._ended}" if self._ended else ""
+        return f"{type(self).__name__}(rank {self._rank} of {self._world_size}{ended})"
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    # ---- operations ----
+
+    def reduce_scatter(
+        self,
+        array: Any,
+        *,
+        op: ReduceOp | str = ReduceOp.SUM,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        name = "reduce_scatter"
+        seconds = check_timeout(timeout)
+        plain = check_array(name, array)
+        kind = check_op(name, op, plain)
+        rows = check_counts(name, "counts", counts, check_rows(name, plain), self.world_size)
+        place = result_of(name, out, (rows[self.rank], *plain.shape[1:]), plain)
+        source = self._source(name, plain, reduced=True)
+
+        def move(link: Any, target: Any) -> None:
+            self._reduce_rows(link, source, rows, kind, target)
+
+        text = f"{kind} of {kind_of(plain)} in rows {rows}"
+        call = Call(name, seconds, async_op, text, _device_of(plain))
+        return self._fill(call, place, out, move, reduced=True)
+
+    def all_gather(
+        self,
+        array: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        name = "all_gather"
+        seconds = check_timeout(timeout)
+        plain = check_array(name, array)
+        rows = [check_rows(name, plain)] * self.world_size
+        if counts is not None:
+            rows = counts_of(name, "counts", counts, self.world_size)
+            check_own_rows(name, plain, rows, self.rank)
+        place = result_of(name, out, (sum(rows), *plain.shape[1:]), plain)
+        source = self._source(name, plain, reduced=False)
+
+        def move(link: Any, target: Any) -> None:
+            self._spread(link, source, rows, target)
+
+        text = f"{kind_of(plain)} in rows {rows}"
+        call = Call(name, seconds, async_op, text, _device_of(plain))
+        return self._fill(call, place, out, move, reduced=False)
+
+    def all_reduce(
+        self,
+        array: Any,
+        *,
+        op: ReduceOp | str = ReduceOp.SUM,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        name = "all_reduce"
+        seconds = check_timeout(timeout)
+        plain = check_array(name, array)
+        kind = check_op(name, op, plain)
+        place = result_of(name, out, tuple(plain.shape), plain)
+        source = self._source(name, plain, reduced=True)
+
+        def move(link: Any, target: Any) -> None:
+            self._reduce_all(link, source, kind, target)
+
+        text = f"{kind} of {tuple(plain.shape)} {kind_of(plain)}"
+        call = Call(name, seconds, async_op, text, _device_of(plain))
+        return self._fill(call, place, out, move, reduced=True)
+
+    def all_to_all(
+        self,
+        array: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        out_counts: Sequence[int] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        name = "all_to_all"
+        seconds = check_timeout(timeout)
+        plain = check_array(name, array)
+        rows = check_rows(name, plain)
+        if (counts is None) != (out_counts is None):
+            raise ValueError(f"{name}: give both counts and out_counts, or neither")
+        sent = wanted = check_counts(name, "counts", counts, rows, self.world_size)
+        if out_counts is not None:
+            wanted = counts_of(name, "out_counts", out_counts, self.world_size)
+        place = result_of(name, out, (sum(wanted), *plain.shape[1:]), plain)
+        source = self._source(name, plain, reduced=False)
+
+        def move(link: Any, target: Any) -> None:
+            self._trade(link, source, sent, target, wanted)
+
+        call = Call(name, seconds, async_op, kind_of(plain), _device_of(plain), (sent, wanted))
+        return self._fill(call, place, out, move, reduced=False)
+
+    def broadcast(
+        self,
+        array: Any,
+        *,
+        root: int = 0,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        name = "broadcast"
+        seconds = check_timeout(timeout)
+        plain = check_array(name, array)
+        start = check_root(name, root, self.world_size)
+        sends = start == self.rank
+        if not sends:
+            check_writable(name, array, self.rank)
+        reached = self._source if sends else self._target
+        memory = reached(name, plain, reduced=False)
+
+        def perform(link: Any) -> Any:
+            self._broadcast(link, memory, start)
+            if not sends:
+                self._put(memory, plain)
+            return array
+
+        text = f"{tuple(plain.shape)} {kind_of(plain)} from {start}"
+        return self._submit(Call(name, seconds, async_op, text, _device_of(plain)), perform)
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        return self._submit(Call("barrier", check_timeout(timeout), async_op), self._barrier)
+
+    def gather_bytes(
+        self,
+        data: bytes,
+        *,
+        root: int | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
         name = "gather_bytes"
         seconds = check_timeout(timeout)
         taken = check_bytes(name, data)
@@ -463,14 +555,6 @@ class Engine(ABC):
             return self._gather(link, taken, end)
 
         return self._submit(Call(name, seconds, async_op, f"to {end}"), perform)
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Make the operations of this group fail, on this rank and, if possible, on the others."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the group's resources; later calls do nothing."""
 
     # ---- call order ----
 

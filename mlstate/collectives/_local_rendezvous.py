@@ -205,17 +205,7 @@ def make_memory(size: int) -> int:
 
 
 class _Host:
-    """Rank 0 during the rendezvous.
-
-    Parameters
-    ----------
-    name : str
-        Name of the job, for errors.
-    world_size : int
-        Number of ranks, including this one.
-    listener : socket
-        Borrowed: the caller closes it.
-    """
+    """Rank 0 during the rendezvous; the caller closes the listener."""
 
     def __init__(self, name: str, world_size: int, listener: socket.socket) -> None:
         self._name = name

@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 class OperationQueue:
     """Runs the operations of a group in call order.
 
-    Parameters
-    ----------
-    name : str
-        Name of the thread that runs operations with ``async_op=True``. It starts when there is
-        work and ends when the queue is empty. The interpreter waits for it at exit.
-    rank : int
-        This process's rank, for `Work`.
+    A thread called `name` runs operations with ``async_op=True``. It starts when there is work
+    and ends when the queue is empty. The interpreter waits for it at exit.
     """
 
     def __init__(self, name: str, rank: int) -> None:

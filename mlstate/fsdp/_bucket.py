@@ -25,45 +25,21 @@ CheckedSegment: TypeAlias = tuple[Any, tuple[int, ...], Any, str, tuple[int, ...
 
 
 class Terms(NamedTuple):
-    """Reduction terms of gradients; equal on all ranks.
+    """Reduction terms of gradients; equal on all ranks."""
 
-    Attributes
-    ----------
-    op : str
-        "sum", "min" or "max".
-    divisor : float
-        Divisor of the sums.
-    reduce_dtype : str
-        Dtype of the local gradients; empty: the dtype of the full ones.
-    nonfinite : str
-        "error" or "allow".
-    accumulate : bool
-        Whether sums are added to the local gradients.
-    compression : str
-        Dtype of the sent elements; empty: not compressed.
-    """
-
-    op: str = "sum"
-    divisor: float = 1.0
-    reduce_dtype: str = ""
-    nonfinite: str = "error"
-    accumulate: bool = False
-    compression: str = ""
+    op: str = "sum"  # or "min" or "max"
+    divisor: float = 1.0  # of the sums
+    reduce_dtype: str = ""  # of the local gradients; empty: the dtype of the full ones
+    nonfinite: str = "error"  # or "allow"
+    accumulate: bool = False  # whether sums are added to the local gradients
+    compression: str = ""  # dtype of the sent elements; empty: not compressed
 
 
 class Entry:
     """A gradient, from its arrival until its shard is stored.
 
-    Parameters
-    ----------
-    unit : FSDPShardingUnit
-        Unit of the parameter.
-    gradient : array or torch.Tensor or None
-        The full gradient.
-    problem : str
-        Why it cannot be reduced, for the error on all ranks; empty if it can.
-    on_failure : callable, optional
-        Called if the shard is not stored.
+    `problem` says why it cannot be reduced, for the error on all ranks; it is empty if it can.
+    `on_failure` is called if the shard is not stored.
     """
 
     __slots__ = (
@@ -144,21 +120,11 @@ class Entry:
 
 
 class FullBucket(NamedTuple):
-    """A bucket whose gradients have all arrived.
-
-    Attributes
-    ----------
-    entries : list of Entry
-        The gradients.
-    terms : Terms
-        The reduction terms.
-    since : float
-        Arrival time of the last gradient, by `time.perf_counter`; 0 if not recorded.
-    """
+    """A bucket whose gradients have all arrived."""
 
     entries: list[Entry]
     terms: Terms
-    since: float = 0.0
+    since: float = 0.0  # when the last one arrived, by `time.perf_counter`; 0 if not recorded
 
 
 # ---- the memory of one gradient ----

@@ -28,33 +28,15 @@ CALL_REFUSED = 4  # this rank passed a wrong gradient to a call, so no rank redu
 
 
 class Header(NamedTuple):
-    """A rank's next bucket, and the result of its last buckets.
+    """A rank's next bucket, and the result of its last buckets."""
 
-    Attributes
-    ----------
-    flags : int
-        REFUSED, ENDED, CALL_REFUSED.
-    sequence : int
-        Number of the bucket.
-    digest : bytes
-        Digest of the parameters' names, shapes and dtypes, and of the settings.
-    nonfinite : int
-        Infinite or NaN elements in this rank's sums since its last header.
-    waited : float
-        Seconds that this rank waited for the others at its last header.
-    ready : int
-        Number of buckets that this rank has ready.
-    plan : bytes
-        Digest of all buckets of the session; empty if later buckets are unknown.
-    """
-
-    flags: int
-    sequence: int
-    digest: bytes
-    nonfinite: int
-    waited: float
-    ready: int = 1
-    plan: bytes = b""
+    flags: int  # REFUSED, ENDED, CALL_REFUSED
+    sequence: int  # number of the bucket
+    digest: bytes  # of the parameters' names, shapes and dtypes, and of the settings
+    nonfinite: int  # infinite or NaN elements in this rank's sums since its last header
+    waited: float  # seconds that this rank waited for the others at its last header
+    ready: int = 1  # number of buckets that this rank has ready
+    plan: bytes = b""  # digest of all buckets of the session; empty: later ones are unknown
 
     def pack(self) -> bytes:
         """Return the header as bytes."""
@@ -177,13 +159,9 @@ class ConsistencyCheck:
 class Result(NamedTuple):
     """Result of comparing the descriptions of all ranks; equal on every rank.
 
-    Attributes
-    ----------
-    good : list of str
-        Parameters with equal descriptions on all ranks, in the order of the first rank.
-    failures : dict of str to tuple of (int or None, str)
-        By parameter: the rank at fault if known, and the reason. Problems that ranks reported
-        themselves are first, as others may follow from them.
+    `good` has the parameters with equal descriptions on all ranks, in the order of the first
+    rank. `failures` has the rank at fault if known, and the reason. Problems that ranks reported
+    themselves are first, as others may follow from them.
     """
 
     good: list[str]

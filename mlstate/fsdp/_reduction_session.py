@@ -297,10 +297,7 @@ class Reductions:
     def scatter(self, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any]) -> None:
         """Reduce the gradients of bound units.
 
-        Raises
-        ------
-        GradientNamesError
-            If a name is in only one dict on this rank; all ranks refuse the call.
+        If a name is in only one dict, all ranks refuse the call; this one by GradientNamesError.
         """
         entries, has_same_names = [], True
         for name, unit in units.items():
@@ -366,21 +363,7 @@ class Reductions:
 
 
 class BucketPlan:
-    """The division of units into buckets, for all backward passes.
-
-    Attributes
-    ----------
-    buckets : list of list of FSDPShardingUnit
-        The buckets, in the reverse order of the units.
-    terms : list of Terms
-        Reduction terms by bucket.
-    digest : bytes
-        Digest of all buckets.
-    bucket_of : dict of str to int
-        Bucket number by parameter.
-    early : int
-        Number of buckets that are reduced before the pass ends.
-    """
+    """The division of units into buckets, in their reverse order, for all backward passes."""
 
     def __init__(
         self, units: Mapping[str, FSDPShardingUnit], reductions: Reductions, *, accumulate: bool
@@ -397,6 +380,7 @@ class BucketPlan:
         }
         last = self.buckets[-1] if self.buckets else []
         is_small = sum(unit.full_bytes for unit in last) < _THREAD_BYTES
+        # number of buckets that are reduced before the pass ends
         self.early = len(self.buckets) - int(is_small)
 
 
@@ -404,22 +388,13 @@ class BackwardPass:
     """One backward pass, from its first gradient until `abandon`, or `finish` and session close.
 
     The caller holds a lock during each call. A thread reduces full buckets meanwhile.
-
-    Attributes
-    ----------
-    arrived : dict of str to Entry
-        Gradients by parameter.
-    token : weakref or None
-        Dead once the torch pass that computes the gradients has ended.
-    times : list of (str, float)
-        Arrival times of gradients by `time.perf_counter`, if recorded.
     """
 
     def __init__(self, plan: BucketPlan, reductions: Reductions) -> None:
         self.session = reductions.open()
         self.arrived: dict[str, Entry] = {}
-        self.token: Callable[[], Any] | None = None
-        self.times: list[tuple[str, float]] = []
+        self.token: Callable[[], Any] | None = None  # weakref: dead once the torch pass has ended
+        self.times: list[tuple[str, float]] = []  # when gradients arrived, if recorded
         self._plan = plan
         self._reductions = reductions
         self._lacking = [len(bucket) for bucket in plan.buckets]

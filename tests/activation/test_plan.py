@@ -2,15 +2,14 @@
 
 import json
 import pickle
-import signal
-import threading
-import time
 
 import numpy as np
 import plan_model
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from interruption import interrupt
+from thread_team import run_in_threads
 from tries import tries
 
 import mlstate
@@ -45,7 +44,52 @@ def uniform(blocks):
     return Chain([1] * blocks, [2] * blocks, [10] * (blocks + 1), [40] * blocks)
 
 
-# ---- comparison with the model ----
+# ---- figures by hand, and comparison with the model ----
+
+TWO = plan_model.ChainModel(
+    forward=(1, 2),
+    backward=(3, 4),
+    activation=(10, 20, 5),
+    saved=(50, 25),
+    gradient=(10, 20, 5),
+    forward_temporary=(1, 0),
+    saving_temporary=(2, 3),
+    backward_temporary=(7, 8),
+    offload_rate=25.0,
+    load_rate=50.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "before", "peak", "seconds"),
+    [
+        (
+            "save 0, save 1, backward 1, backward 0",
+            [10, 60, 85, 80],
+            [62, 88, 85 + 5 + 20 + 8, 80 + 10 + 7],
+            [1, 2, 4, 3],
+        ),
+        (
+            "forward 0, save 1, backward 1, drop 1, save 0, backward 0",
+            [10, 30, 55, 50, 30, 80],
+            [31, 58, 55 + 5 + 20 + 8, 50, 82, 97],
+            [1, 2, 4, 0, 1, 3],
+        ),
+        (
+            "save 0, offload 0, save 1, backward 1, drop 1, load 0, backward 0",
+            [10, 60, 30, 55, 50, 30, 80],
+            [62, 60, 58, 88, 50, 80, 97],
+            [1, 2, 2, 4, 0, 1, 3],
+        ),
+    ],
+)
+def test_steps_have_the_figures_that_were_computed_by_hand(steps, before, peak, seconds):
+    pairs = [(kind, int(index)) for kind, index in map(str.split, steps.split(", "))]
+    run = Plan(chain_of(TWO), pairs).simulate()
+    assert run.before_bytes.tolist() == before
+    assert run.peak_bytes.tolist() == peak
+    assert run.seconds.tolist() == seconds
+    assert run.after_bytes.tolist() == [*before[1:], 20]
 
 
 def check(model, budget, best, **options):
@@ -424,34 +468,18 @@ def test_plans_are_shown():
 def test_control_c_stops_a_plan_at_once():
     """The signal arrives during the search; the test measures how long the search continues."""
     chain = random_chain(1500)
-    sent = []
-
-    def interrupt():
-        sent.append(time.perf_counter())
-        signal.raise_signal(signal.SIGINT)
-
     threads = mlstate.get_num_threads()
     mlstate.set_num_threads(1)
-    timer = threading.Timer(0.5, interrupt)
-    timer.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
-            plan(chain, chain.plain_peak_bytes // 4, slots=400)
-        late = time.perf_counter() - sent[0]
+        # on a busy machine; 0.1 s on a quiet one, and minutes for the whole search
+        budget = chain.plain_peak_bytes // 4
+        interrupt(lambda: plan(chain, budget, slots=400), after=0.5, within=5.0)
     finally:
-        timer.join()
         mlstate.set_num_threads(threads)
-    assert late < 5.0  # on a busy machine; 0.1 on a quiet one, and minutes for the whole search
 
 
 def test_threads_plan_side_by_side():
     chain = random_chain(40)
     budget = chain.plain_peak_bytes // 2
     want = plan(chain, budget)
-    found = []
-    workers = [threading.Thread(target=lambda: found.append(plan(chain, budget))) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert found == [want] * 4
+    assert run_in_threads(lambda _: plan(chain, budget), 4) == [want] * 4

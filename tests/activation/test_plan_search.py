@@ -1,6 +1,5 @@
 """`schedules="any"`: the optimum over all schedules of short chains, else the persistent plan."""
 
-import signal
 import threading
 import time
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interruption import interrupt
 from plan_model import (
     KINDS,
     InvalidSchedule,
@@ -51,38 +51,26 @@ def check_against_every_schedule(model, offload=False):
         assert made.exact and made.schedules == "any"
 
 
-def test_no_schedule_beats_the_plan_on_random_chains():
-    for model in random_chains(2024, 60):
-        check_against_every_schedule(model)
+@pytest.mark.parametrize(
+    ("count", "most_blocks", "offload"),
+    [
+        (60, 5, False),
+        (40, 3, True),
+        pytest.param(1000, 5, False, marks=pytest.mark.long),
+        pytest.param(60, 4, True, marks=pytest.mark.long),
+    ],
+)
+def test_no_schedule_beats_the_plan_on_random_chains(count, most_blocks, offload):
+    for model in random_chains(2024, count, most_blocks=most_blocks, rates=offload):
+        check_against_every_schedule(model, offload)
 
 
-@pytest.mark.long
-def test_no_schedule_beats_the_plan_on_a_thousand_random_chains():
-    for model in random_chains(2025, 1000):
-        check_against_every_schedule(model)
-
-
-def test_no_schedule_beats_the_plan_with_a_host():
-    for model in random_chains(2026, 40, most_blocks=3, rates=True):
-        check_against_every_schedule(model, offload=True)
-
-
-@pytest.mark.long
-def test_no_schedule_beats_the_plan_with_a_host_on_longer_chains():
-    for model in random_chains(2027, 60, most_blocks=4, rates=True):
-        check_against_every_schedule(model, offload=True)
-
-
-@settings(deadline=None, max_examples=tries(40))
-@given(chains(most_blocks=4))
-def test_no_schedule_beats_the_plan_where_numbers_may_be_zero(model):
-    check_against_every_schedule(model)
-
-
-@settings(deadline=None, max_examples=tries(25))
-@given(chains(most_blocks=3, rates=True))
-def test_no_schedule_beats_the_plan_with_a_host_where_numbers_may_be_zero(model):
-    check_against_every_schedule(model, offload=True)
+@pytest.mark.parametrize("offload", [False, True])
+@settings(deadline=None, max_examples=tries(30))
+@given(data=st.data())
+def test_no_schedule_beats_the_plan_where_numbers_may_be_zero(offload, data):
+    model = data.draw(chains(most_blocks=3 if offload else 4, rates=offload))
+    check_against_every_schedule(model, offload)
 
 
 @pytest.mark.parametrize("blocks", [6, 8, 10])
@@ -147,28 +135,15 @@ def hardest():
     return chain, least + (chain.plain_peak_bytes - least) // 8
 
 
-def search_without_end(chain, budget):
-    return _core.search_schedules(chain._arrays, budget, True, None, 1 << 31)
-
-
 @pytest.mark.slow
 def test_control_c_stops_a_search_at_once():
     chain, budget = hardest()
-    sent = []
 
-    def press():
-        sent.append(time.perf_counter())
-        signal.raise_signal(signal.SIGINT)
+    def search_without_end():
+        _core.search_schedules(chain._arrays, budget, True, None, 1 << 31)
 
-    timer = threading.Timer(0.15, press)
-    timer.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            search_without_end(chain, budget)
-        assert time.perf_counter() - sent[0] < 1.0  # allows for a busy machine; about 0.1 otherwise
-    finally:
-        timer.cancel()
-        timer.join()
+    # on a busy machine; about 0.1 s otherwise
+    interrupt(search_without_end, after=0.15, within=1.0)
 
 
 def test_other_threads_run_meanwhile():

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import sys
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,6 +55,16 @@ def aware(share=0.8, total=1000):
     meter = Meter()
     tracker = MemoryTracker(meter.memory)
     return MemoryAwareStrategy(share, tracker, total, clock=meter.clock), meter
+
+
+def stats_of(used, total):
+    return SimpleNamespace(current_memory_used=used, total_memory=total)
+
+
+def tracked(get_stats):
+    """A memory-aware strategy with a tracker, and the seconds of its clock in a list."""
+    seconds, tracker = [0.0], SimpleNamespace(get_stats=get_stats)
+    return MemoryAwareStrategy(tracker=tracker, clock=lambda: seconds[0]), seconds
 
 
 def each_kind():
@@ -335,13 +346,8 @@ def test_memory_aware_reads_the_total_with_the_memory():
 
 
 def test_a_tracker_need_not_know_the_total():
-    seconds, stats = [0.0], Stats(current_memory_used=1 << 60)
-
-    class Tracker:
-        def get_stats(self):
-            return stats
-
-    strategy = MemoryAwareStrategy(tracker=Tracker(), clock=lambda: seconds[0])
+    stats = SimpleNamespace(current_memory_used=1 << 60)
+    strategy, seconds = tracked(lambda: stats)
     seconds[0] = 10.0
     assert strategy.should_checkpoint("x", None, 1) and strategy.current_interval == 1
     seconds[0], stats.current_memory_used = 50.0, 0
@@ -362,31 +368,17 @@ def test_memory_aware_resets_to_now():
     assert strategy.current_interval == 2
 
 
-class Stats:
-    def __init__(self, **figures):
-        vars(self).update(figures)
-
-
 @pytest.mark.parametrize(
     ("stats", "error", "text"),
     [
-        (
-            Stats(current_memory_used=-1, total_memory=9),
-            ValueError,
-            "current_memory_used = -1, expected 0",
-        ),
-        (Stats(current_memory_used=1, total_memory=0), ValueError, "total_memory = 0, expected 1"),
-        (Stats(current_memory_used=1.5, total_memory=9), TypeError, "current_memory_used must be"),
+        (stats_of(-1, 9), ValueError, "current_memory_used = -1, expected 0"),
+        (stats_of(1, 0), ValueError, "total_memory = 0, expected 1"),
+        (stats_of(1.5, 9), TypeError, "current_memory_used must be"),
         (None, AttributeError, "current_memory_used"),
     ],
 )
 def test_trackers_that_say_nonsense_change_nothing(stats, error, text):
-    class Tracker:
-        def get_stats(self):
-            return stats
-
-    seconds = [0.0]
-    strategy = MemoryAwareStrategy(tracker=Tracker(), clock=lambda: seconds[0])
+    strategy, seconds = tracked(lambda: stats)
     seconds[0] = 11.0
     with pytest.raises(error, match=text):
         strategy.should_checkpoint("x", None, 0)
@@ -407,14 +399,7 @@ def test_clocks_that_say_nonsense_are_refused(bad):
 
 def test_a_tracker_may_ask_its_strategy():
     """The tracker is called without the lock, so it may call the strategy without a deadlock."""
-    seconds = [0.0]
-
-    class Tracker:
-        def get_stats(self):
-            strategy.reset()
-            return Stats(current_memory_used=100, total_memory=100)
-
-    strategy = MemoryAwareStrategy(tracker=Tracker(), clock=lambda: seconds[0])
+    strategy, seconds = tracked(lambda: strategy.reset() or stats_of(100, 100))
     seconds[0] = 11.0
     assert strategy.should_checkpoint("x", None, 1) is False  # no longer due
     assert strategy.current_interval == 2
@@ -475,32 +460,30 @@ def test_wrong_arguments_are_named_and_change_nothing(strategy):
         assert strategy._state() == before
 
 
+class Described:
+    """An activation that only has a shape and a dtype."""
+
+    def __init__(self, shape, dtype="float32"):
+        self.shape, self.dtype = shape, dtype
+
+
 @pytest.mark.parametrize("strategy", [SizeBasedStrategy(1), SmartStrategy()], ids=lambda s: s.name)
 def test_activations_need_shape_and_dtype(strategy):
-    class Odd:
-        def __init__(self, shape, dtype="float32"):
-            self.shape, self.dtype = shape, dtype
-
     for bad in ([1.0], "tensor", 5, None):
         with pytest.raises(TypeError, match=f"activation must be .*, got {type(bad).__name__}"):
             strategy.should_checkpoint("a", bad, 0)
     with pytest.raises(ValueError, match=r"has the shape \(3, -1\)"):
-        strategy.should_checkpoint("a", Odd((3, -1)), 0)
+        strategy.should_checkpoint("a", Described((3, -1)), 0)
     with pytest.raises(ValueError, match=r"has the shape \(None, 4\)"):
-        strategy.should_checkpoint("a", Odd((None, 4)), 0)
+        strategy.should_checkpoint("a", Described((None, 4)), 0)
     with pytest.raises(TypeError, match="has the shape 7"):
-        strategy.should_checkpoint("a", Odd(7), 0)
+        strategy.should_checkpoint("a", Described(7), 0)
     for dtype in (None, "float33", object()):
         with pytest.raises(TypeError, match="a dtype without a size"):
-            strategy.should_checkpoint("a", Odd((2,), dtype), 0)
+            strategy.should_checkpoint("a", Described((2,), dtype), 0)
     for shape in ((2**62, 2**62), (2**63,), (2**61, 8)):
         with pytest.raises(CapacityError, match="more bytes than memory"):
-            strategy.should_checkpoint("a", Odd(shape), 0)
-
-
-class Described:
-    def __init__(self, shape, dtype):
-        self.shape, self.dtype = shape, dtype
+            strategy.should_checkpoint("a", Described(shape), 0)
 
 
 @pytest.mark.parametrize(
@@ -761,14 +744,8 @@ def test_threads_share_a_strategy():
 
 
 def test_threads_adjust_once_when_it_is_due():
-    seconds, reads = [0.0], []
-
-    class Tracker:
-        def get_stats(self):
-            reads.append(seconds[0])
-            return Stats(current_memory_used=0, total_memory=100)
-
-    strategy = MemoryAwareStrategy(tracker=Tracker(), clock=lambda: seconds[0])
+    reads = []
+    strategy, seconds = tracked(lambda: reads.append(seconds[0]) or stats_of(0, 100))
     seconds[0] = 10.0
     in_threads(lambda number: [strategy.should_checkpoint("x", None, 0) for _ in range(500)])
     assert strategy.current_interval == 3

@@ -5,14 +5,13 @@ import threading
 import time
 import tracemalloc
 import weakref
+from pathlib import Path
 
+import group_scenarios
 import numpy as np
 import pytest
+import rank_jobs
 from group_model import (
-    FLOATS,
-    INTEGERS,
-    LENGTHS,
-    as_tensor,
     dtype_of,
     inputs,
     raises,
@@ -22,15 +21,14 @@ from group_model import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
-from thread_team import run_in_threads
+from thread_team import without_errors
 from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError
-from mlstate.collectives import LocalGroup, ProcessGroup, Work
+from mlstate.collectives import LocalGroup, ProcessGroup
 
 pytestmark = pytest.mark.timeout(120)
 
-WORLDS = [1, 2, 3, 4, 5]
 SECONDS = 30.0  # for calls that must succeed: much longer than a busy machine needs
 RING_BYTES = 4 << 20  # larger than the memory that the ranks share
 OPERATIONS = {
@@ -46,11 +44,7 @@ OPERATIONS = {
 
 def ranks(function, world, *, timeout=SECONDS):
     """The result of each rank; raises if a rank raised."""
-    found = outcomes(function, world, timeout=timeout)
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
+    return without_errors(outcomes(function, world, timeout=timeout))
 
 
 def outcomes(function, world, *, timeout=SECONDS):
@@ -79,33 +73,16 @@ def part(whole, counts, rank):
     return whole[start : start + counts[rank]]
 
 
-# ---- reductions ----
+# ---- operations ----
 
 
-def ops_of(dtype):
-    if dtype == "bool":
-        return ["min", "max"]
-    if "complex" in dtype:
-        return ["sum", "mean"]
-    return ["sum", "min", "max"] if dtype in INTEGERS else ["sum", "mean", "min", "max"]
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "complex64", "complex128", "bool"])
-def test_reductions_have_the_bits_of_sums_in_the_order_of_ranks(dtype, world):
-    needs(dtype)
-
-    def work(group):
-        for length in LENGTHS if dtype in ("bfloat16", "float32") else [7, 5000]:
-            everyones = inputs(world, length, dtype)
-            counts = divided(length, world, length)
-            for op in ops_of(dtype):
-                expected = reduced(everyones, op)
-                same_bits(group.all_reduce(everyones[group.rank], op=op), expected)
-                found = group.reduce_scatter(everyones[group.rank], op=op, counts=counts)
-                same_bits(found, part(expected, counts, group.rank))
-
-    ranks(work, world)
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("name", rank_jobs.scenarios(Path(group_scenarios.__file__)))
+def test_operations_are_those_of_every_engine(name, world):
+    pytest.importorskip("ml_dtypes", reason="NumPy has no bfloat16 by itself")
+    if name == "tensors_stay_tensors":
+        pytest.importorskip("torch", reason="tensors are torch's")
+    ranks(getattr(group_scenarios, name), world)
 
 
 def test_sums_that_the_core_does_not_round_are_refused_by_all():
@@ -115,19 +92,12 @@ def test_sums_that_the_core_does_not_round_are_refused_by_all():
         mine = np.ones(9, dtype_of("float8_e5m2"))
         caught = raises(CompatibilityError, "only be computed as float32", group.all_reduce, mine)
         assert group.all_gather(mine).tolist() == [1.0] * 18  # data of any dtype travel as bytes
+        if np.dtype(np.longdouble).itemsize > 8:
+            text = "arithmetic is not supported for dtype"
+            raises(CompatibilityError, text, group.all_reduce, np.zeros(2, "g"))
         return str(caught)
 
     assert len(set(ranks(work, 2))) == 1
-
-
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_nan_wins(world):
-    def work(group):
-        mine = np.array([group.rank, np.nan if group.rank == world - 1 else 0.0])
-        for op in ("min", "max", "sum", "mean"):
-            assert np.isnan(group.all_reduce(mine, op=op)).tolist() == [False, True]
-
-    ranks(work, world)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -287,28 +257,6 @@ def test_any_series_of_calls_gives_what_numpy_gives(drawn):
     ranks(work, world)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_bytes_of_any_length_are_gathered(world):
-    lengths = [
-        range(world),
-        [0] * world,
-        [5, 1_000_000, 3, 0, 249][:world],
-        range(248, 248 + world),
-    ]
-
-    def work(group):
-        for listed in lengths:
-            expected = [bytes([r + 1]) * n for r, n in enumerate(listed)]
-            found = group.gather_bytes(expected[group.rank])
-            assert found == expected
-            assert {type(one) for one in found} == {bytes}
-            for root in range(world):
-                found = group.gather_bytes(bytearray(expected[group.rank]), root=root)
-                assert found == (expected if group.rank == root else None)
-
-    ranks(work, world)
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_arrays_may_be_larger_than_the_memory_that_ranks_share(world):
     n = RING_BYTES // 4
@@ -326,19 +274,6 @@ def test_arrays_may_be_larger_than_the_memory_that_ranks_share(world):
         assert group.gather_bytes(text) == [bytes([r]) * RING_BYTES for r in range(world)]
 
     ranks(work, world)
-
-
-def test_in_place_is_the_same():
-    def work(group):
-        everyones = inputs(3, 9999, "float32")
-        mine = everyones[group.rank].copy()
-        assert group.all_reduce(mine, out=mine) is mine
-        same_bits(mine, reduced(everyones, "sum"))
-        rows = np.arange(9.0) + 100 * group.rank
-        assert group.all_to_all(rows, out=rows) is rows
-        assert rows.tolist() == [100 * r + 3 * group.rank + i for r in range(3) for i in range(3)]
-
-    ranks(work, 3)
 
 
 def test_packed_arrays_are_used_where_they_lie():
@@ -359,35 +294,6 @@ def test_packed_arrays_are_used_where_they_lie():
         assert tracemalloc.get_traced_memory()[1] < size // 2
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.torch
-def test_tensors_stay_tensors():
-    torch = pytest.importorskip("torch", reason="tensors are torch's")
-    pytest.importorskip("ml_dtypes", reason="NumPy has no bfloat16 by itself")
-    world = 3
-
-    def work(group):
-        for dtype in [*FLOATS, "int64", "complex64"]:
-            everyones = inputs(world, 12, dtype)
-            tensor = as_tensor(everyones[group.rank].copy())
-            found = group.all_reduce(tensor)
-            assert torch.equal(found, as_tensor(reduced(everyones, "sum")))
-            out = torch.zeros(12, 2, dtype=tensor.dtype)[:, 1]
-            assert group.all_reduce(tensor, out=out) is out
-            assert torch.equal(out, found)
-            gathered = group.all_gather(tensor.reshape(4, 3).mT[:, :2])
-            parts = [as_tensor(a.copy()).reshape(4, 3).mT[:, :2] for a in everyones]
-            assert torch.equal(gathered, torch.cat(parts))
-        parameter = torch.nn.Parameter(torch.full((3,), float(group.rank)))
-        assert group.broadcast(parameter, root=1) is parameter
-        assert parameter.tolist() == [1.0] * 3
-        assert not group.all_reduce(parameter).requires_grad
-        with pytest.raises(TypeError, match="sparse"):
-            group.all_reduce(torch.eye(2).to_sparse())
-        group.barrier()
-
-    ranks(work, world)
 
 
 # ---- new arrays ----
@@ -441,37 +347,6 @@ def test_empty_makes_tensors_for_dtypes_of_torch():
 
 
 # ---- asynchronous operations ----
-
-
-def test_async_operations_take_place_in_the_order_of_their_calls():
-    world = 3
-
-    def work(group):
-        works = []
-        for number in range(6):
-            works.append(group.all_reduce(np.full(5000, number + group.rank), async_op=True))
-            works.append(group.gather_bytes(b"%d" % (group.rank * number), async_op=True))
-        assert group.all_gather(np.array([group.rank])).tolist() == list(range(world))
-        assert all(isinstance(one, Work) and one.done() for one in works)  # before the wait
-        for number in reversed(range(6)):
-            total = works[2 * number].wait(SECONDS)
-            assert set(total.tolist()) == {3 * number + 3}
-            texts = works[2 * number + 1].wait(SECONDS)
-            assert texts == [b"%d" % (rank * number) for rank in range(world)]
-
-    ranks(work, world)
-
-
-def test_several_threads_share_one_rank():
-    """Operations do not mix. Their order depends on the threads, so all are alike."""
-
-    def work(group):
-        def add(number):
-            return [group.all_reduce(np.full(100, group.rank + 1))[99] for _ in range(20)]
-
-        assert run_in_threads(add, 4) == [[3] * 20] * 4
-
-    ranks(work, 2)
 
 
 def test_arrays_of_async_operations_are_let_go():
@@ -531,49 +406,6 @@ def test_the_class_is_not_called():
 def test_the_most_ranks_there_may_be():
     found = ranks(lambda group: int(group.all_reduce(np.array(group.rank))), 64)
     assert found == [sum(range(64))] * 64
-
-
-def test_wrong_arguments_fail_on_their_rank_before_anything_is_sent():
-    world = 2
-
-    def work(group):
-        array, frozen = np.zeros(4), np.frombuffer(bytes(32))
-        if group.rank == 1:  # no rank waits, so none times out
-            raises(CompatibilityError, "a multiple of", group.reduce_scatter, np.zeros(3))
-            raises(CompatibilityError, "out has shape", group.all_gather, array, out=np.zeros(2))
-            raises(
-                CompatibilityError, "out has dtype", group.all_reduce, array, out=array.astype("f4")
-            )
-            raises(ValueError, "1 entries for 2", group.all_gather, array, counts=[4])
-            raises(ValueError, "negative", group.all_gather, array, counts=[5, -1])
-            caught = raises(
-                CompatibilityError, "is 4, expected 3", group.all_gather, array, counts=[1, 3]
-            )
-            assert (caught.name, caught.rank) == ("all_gather", 1)
-            raises(ValueError, "both counts", group.all_to_all, array, counts=[2, 2])
-            raises(ValueError, "pass 0 to 1", group.broadcast, array, root=2)
-            raises(ValueError, "is read-only", group.broadcast, frozen)
-            raises(ValueError, "is read-only", group.all_reduce, array, out=frozen)
-            raises(ValueError, "shares memory", group.all_reduce, array, out=array[::-1])
-            raises(ValueError, "timeout must be", group.barrier, timeout=-1)
-            raises(TypeError, "timeout must be", group.barrier, timeout="1")
-            raises(TypeError, "takes bytes", group.gather_bytes, "text")
-            raises(TypeError, "got list", group.all_reduce, [1.0])
-            raises(TypeError, "objects of", group.all_gather, np.array([None]))
-            raises(ValueError, "is not one of sum", group.all_reduce, array, op="median")
-            raises(CompatibilityError, "op 'mean'", group.all_reduce, np.arange(2), op="mean")
-            raises(CompatibilityError, "op 'sum'", group.all_reduce, array > 0)
-            if np.dtype(np.longdouble).itemsize > 8:
-                raises(
-                    CompatibilityError,
-                    "arithmetic is not supported for dtype",
-                    group.all_reduce,
-                    np.zeros(2, "g"),
-                )
-        assert array.tolist() == [0.0] * 4
-        return group.all_reduce(np.ones(2)).tolist()
-
-    assert ranks(work, world) == [[2.0, 2.0]] * world
 
 
 # ---- calls that differ between ranks ----

@@ -1,13 +1,11 @@
 """States of several ranks, run as threads: merged, gathered and distributed."""
 
-import itertools
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from thread_team import thread_outcomes
+from rank_threads import run_ranks
+from thread_team import without_errors
 from tries import tries
 
 import mlstate
@@ -17,73 +15,18 @@ from mlstate.collectives import SingleGroup
 from mlstate.distributed import DistributedStateCollector
 from mlstate.distributed._byte_ranges import boxes, bytes_of, put, take
 
-SECONDS = 20
-
-
-class Threads:
-    """A rank among threads, with the group operations that collecting needs; counts bytes sent."""
-
-    def __init__(self, world, rank):
-        self._slots, self._barrier = world
-        self.rank = rank
-        self.world_size = len(self._slots)
-        self.largest = 0  # bytes of the largest message, sent or received
-        self.calls = []
-
-    def _exchange(self, kind, data):
-        self.calls.append(kind)
-        try:
-            self._slots[self.rank] = (kind, data)
-            self._barrier.wait()
-            found = list(self._slots)
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise CollectiveError(f"rank {self.rank} waits in {kind}") from None
-        assert len({kind for kind, _ in found}) == 1, found
-        return [data for _, data in found]
-
-    def gather_bytes(self, data, *, root=None, timeout=None):
-        found = self._exchange(f"gather to {root}", data)
-        return found if root in (None, self.rank) else None
-
-    def broadcast(self, array, *, root=0, timeout=None):
-        self.largest = max(self.largest, array.nbytes)
-        found = self._exchange(f"broadcast {array.nbytes} from {root}", array.copy())
-        array[...] = found[root]
-        return array
-
-    def all_to_all(self, array, *, counts, out_counts, out, timeout=None):
-        assert sum(counts) == len(array)
-        assert sum(out_counts) == len(out)
-        self.largest = max(self.largest, array.nbytes, out.nbytes)
-        starts = np.cumsum([0, *counts])
-        parts = [array[a:b].copy() for a, b in itertools.pairwise(starts)]
-        found = [parts[self.rank] for parts in self._exchange("all_to_all", parts)]
-        assert [len(part) for part in found] == list(out_counts)
-        out[...] = np.concatenate(found)
-        return out
-
 
 def run(function, world_size=2):
     """The result or exception of `function` with the collector of each rank."""
-    world = ([None] * world_size, threading.Barrier(world_size, timeout=SECONDS))
-
-    def work(rank):
-        try:
-            return function(DistributedStateCollector(Threads(world, rank)))
-        except BaseException as error:
-            if not isinstance(error, ValueError | TypeError | KeyError | RuntimeError):
-                world[1].abort()
-            raise
-
-    return thread_outcomes(work, world_size)
+    return run_ranks(lambda group: function(DistributedStateCollector(group)), world_size)
 
 
-def good(results):
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+def rank_1_raises(function, error, text):
+    """Rank 0 raises an error that has the class and the text of rank 1's error."""
+    first, second = run(function)
+    assert isinstance(second, error) and text in str(second)
+    assert isinstance(first, CollectiveError) and first.rank == 1
+    assert f"rank 1 failed: {error.__name__}: {second}" in str(first)
 
 
 def same_bits(found, expected):
@@ -339,7 +282,7 @@ def test_any_layout_becomes_the_whole_and_parts_again(data):
         collector.broadcast_state(mine, source=full, root=root, max_bytes=max_bytes)
         return full, mine
 
-    for rank, (full, mine) in enumerate(good(run(gather_and_send, world))):
+    for rank, (full, mine) in enumerate(without_errors(run(gather_and_send, world))):
         assert (full is not None) == (rank == root)
         if full is not None:
             assert set(full) == set(wholes)
@@ -360,7 +303,7 @@ def test_replicas_are_the_roots_own():
     def gather(collector):
         return collector.gather_full_state(states[collector.group.rank], root=1)
 
-    results = good(run(gather, 3))
+    results = without_errors(run(gather, 3))
     assert results[0] is None
     assert results[2] is None
     assert results[1]["w.m"] is states[1]["w.m"]
@@ -379,7 +322,7 @@ def test_messages_are_bounded_and_the_result_is_all_that_is_made():
         largest[rank] = collector.group.largest
         return full
 
-    same_bits(good(run(gather, 3))[0]["w"], whole)
+    same_bits(without_errors(run(gather, 3))[0]["w"], whole)
     assert max(largest) <= 10_000
     assert largest[0] > 9_000
 
@@ -397,7 +340,7 @@ def test_tied_tensors_stay_one_and_travel_once():
         full = collector.gather_full_state(state, max_bytes=12_800)
         return full, collector.group.calls.count("all_to_all"), state
 
-    results = good(run(gather, 4))
+    results = without_errors(run(gather, 4))
     full = results[0][0]
     assert full["a"] is full["b"]
     assert full["c"] is not full["a"]
@@ -417,7 +360,7 @@ def test_names_choose():
         state = {"a.w": np.ones(1), "a.b": np.ones(2), "c": np.full(1, collector.group.rank)}
         return collector.gather_full_state(state, names="a")
 
-    assert list(good(run(gather))[0]) == ["a.w", "a.b"]
+    assert list(without_errors(run(gather))[0]) == ["a.w", "a.b"]
 
     def unknown(collector):
         return collector.gather_full_state({"bias": np.ones(1)}, names="bais")
@@ -443,7 +386,7 @@ def both_raise(function, error, text, world_size=2):
         collector.broadcast_state({"w": np.zeros(1)})
         return [caught.value]
 
-    return [error for (error,) in good(run(work, world_size))]
+    return [error for (error,) in without_errors(run(work, world_size))]
 
 
 def test_replicas_that_differ_are_an_error_everywhere():
@@ -457,7 +400,7 @@ def test_replicas_that_differ_are_an_error_everywhere():
         assert [found.ranks for found in error.differences] == [(1,)]
         assert (error.name, error.rank) == ("w", 1)
         assert "verify_replicas=False" in str(error)
-    assert not good(run(lambda c: gather(c, verify_replicas=False), 3))[0]["w"].any()
+    assert not without_errors(run(lambda c: gather(c, verify_replicas=False), 3))[0]["w"].any()
 
 
 def test_other_keys_shapes_and_parts_are_an_error_everywhere():
@@ -486,11 +429,7 @@ def test_a_rank_that_fails_is_heard_of():
     def gather(collector):
         return collector.gather_full_state(5 if collector.group.rank == 1 else {"w": np.ones(1)})
 
-    first, second = run(gather)
-    assert isinstance(second, TypeError)
-    assert isinstance(first, CollectiveError)
-    assert "rank 1 failed: TypeError: expected a mapping" in str(first)
-    assert first.rank == 1
+    rank_1_raises(gather, TypeError, "expected a mapping")
 
 
 @pytest.mark.parametrize(
@@ -509,11 +448,7 @@ def test_wrong_arguments_of_one_rank_are_an_error_everywhere(name, keywords, err
         wrong = keywords if collector.group.rank == 1 else {}
         return getattr(collector, name)({"w": np.ones(1)}, **wrong)
 
-    first, second = run(work)
-    assert isinstance(first, CollectiveError)
-    assert isinstance(second, error)
-    assert text in str(second)
-    assert text in str(first)
+    rank_1_raises(work, error, text)
 
 
 @pytest.mark.parametrize("name", ["gather_full_state", "broadcast_state"])
@@ -565,7 +500,7 @@ def test_every_rank_gets_the_roots_elements_in_place():
         assert collector.group.largest <= 32
         return [state["w"], state["t"], state["s"].array, state["n"]]
 
-    for arrays in good(run(send, 3)):
+    for arrays in without_errors(run(send, 3)):
         assert all((array == 1).all() for array in arrays)
 
 
@@ -576,7 +511,7 @@ def test_an_object_takes_over_what_it_gave():
         collector.broadcast_state(model)
         return model
 
-    for model in good(run(send)):
+    for model in without_errors(run(send)):
         assert model.w.tolist() == [1, 1, 1]
         assert model.loaded == 1
 
@@ -589,10 +524,7 @@ def test_a_rank_that_cannot_take_over_is_heard_of():
     def send(collector):
         collector.broadcast_state(Broken() if collector.group.rank else Model())
 
-    first, second = run(send)
-    assert isinstance(first, CollectiveError)
-    assert "rank 1 failed: RuntimeError: full" in str(first)
-    assert isinstance(second, RuntimeError)
+    rank_1_raises(send, RuntimeError, "full")
 
 
 @pytest.mark.parametrize(
@@ -612,7 +544,7 @@ def test_what_does_not_fit_changes_nothing(other, text):
         return [array.sum() for array in mine.values()]
 
     before = [array.sum() for array in other.values()]
-    assert good(run(send)) == [[0, 0], before]
+    assert without_errors(run(send)) == [[0, 0], before]
 
 
 def test_parts_need_a_source_that_has_them():
@@ -626,7 +558,7 @@ def test_parts_need_a_source_that_has_them():
         collector.broadcast_state({"w": shard}, source=source)
         return shard.array.tolist()
 
-    assert good(run(send)) == [[0, 1, 2], [3, 4, 5]]
+    assert without_errors(run(send)) == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -641,8 +573,4 @@ def test_what_cannot_be_filled_is_refused_everywhere(array, text):
     def send(collector):
         collector.broadcast_state({"w": array if collector.group.rank else np.ones(3)})
 
-    first, second = run(send)
-    assert isinstance(second, ValueError)
-    assert text in str(second)
-    assert text in str(first)
-    assert isinstance(first, CollectiveError)
+    rank_1_raises(send, ValueError, text)

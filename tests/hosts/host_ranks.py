@@ -67,7 +67,7 @@ def function_of(name):
     """The function of a scenario; general scenarios of groups are shared with other tests."""
     if name in SCENARIOS:
         return SCENARIOS[name]
-    module = hook_ranks if hasattr(hook_ranks, name) else importlib.import_module("group_ranks")
+    module = hook_ranks if hasattr(hook_ranks, name) else importlib.import_module("group_scenarios")
     return getattr(module, name)
 
 

@@ -4,7 +4,7 @@ from math import ceil, prod
 
 import numpy as np
 from rank_threads import run_ranks
-from thread_team import thread_outcomes
+from thread_team import thread_outcomes, without_errors
 
 from mlstate.collectives import LocalGroup
 from mlstate.fsdp import FSDPShardingUnit
@@ -145,8 +145,4 @@ ENGINES = {"messages": run_ranks, "shared memory": run_local}
 
 def run(function, world_size=2, engine="messages"):
     """The result of each rank; raises the first error."""
-    results = ENGINES[engine](function, world_size)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    return without_errors(ENGINES[engine](function, world_size))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 from hypothesis import strategies as st
@@ -47,26 +46,6 @@ class ChainModel:
     @property
     def blocks(self):
         return len(self.forward)
-
-    @classmethod
-    def of(cls, chain):
-        """The numbers of a `mlstate.activation.Chain`."""
-
-        def numbers(values):
-            return tuple(np.asarray(values).tolist())
-
-        return cls(
-            numbers(chain.forward_seconds),
-            numbers(chain.backward_seconds),
-            numbers(chain.activation_bytes),
-            numbers(chain.saved_bytes),
-            numbers(chain.gradient_bytes),
-            numbers(chain.forward_temporary_bytes),
-            numbers(chain.saving_temporary_bytes),
-            numbers(chain.backward_temporary_bytes),
-            chain.offload_bytes_per_second,
-            chain.load_bytes_per_second,
-        )
 
     def arguments(self):
         """Positional and keyword arguments that make the `Chain` of these numbers."""
@@ -296,49 +275,8 @@ def _segments(chain, offload):
     return solve
 
 
-def persistent_schedules(chain, offload=False):
-    """All schedules of the persistent class, as lists of steps: for very short chains."""
-
-    def solve(s, t):
-        if s == t:
-            yield [(SAVE, s), (BACKWARD, s)]
-            return
-        for inner in solve(s + 1, t):
-            yield [(SAVE, s), *inner, (BACKWARD, s)]
-            if offload:
-                there, back = [(SAVE, s), (OFFLOAD, s)], [(DROP, s + 1), (LOAD, s), (BACKWARD, s)]
-                yield [*there, *inner, *back]
-        for k in range(s + 1, t + 1):
-            sweep = [(FORWARD, s)]
-            for i in range(s + 1, k):
-                sweep += [(FORWARD, i), (DROP, i)]
-            for right in solve(k, t):
-                for left in solve(s, k - 1):
-                    yield [*sweep, *right, (DROP, k), *left]
-
-    return solve(0, chain.blocks - 1)
-
-
-def _steps_from(chain, state, offload):
-    kinds = (FORWARD, SAVE, BACKWARD, DROP, OFFLOAD, LOAD)
-    for kind in kinds if offload else kinds[:4]:
-        for index in range(chain.blocks + (kind == DROP)):
-            if refusal(chain, state, kind, index) is None:
-                yield kind, index
-
-
-def any_front_slowly(chain, offload=False):
-    """As `any_front`, directly by `refusal` and `run`: it validates the faster one."""
-
-    def steps(state):
-        for kind, index in _steps_from(chain, state, offload):
-            yield run(chain, state, kind, index)
-
-    return _dijkstra(State.begin(chain), steps, lambda state: state.next_backward < 0)
-
-
-def any_front(chain, offload=False, budget=None):
-    """The Pareto front (peak, time) of all valid schedules, within a budget if given.
+def any_front(chain, offload=False):
+    """The Pareto front (peak, time) of all valid schedules.
 
     States are (alone, saved, host, backwards left) with sets as bits; activation 0 has no bit.
     """
@@ -374,7 +312,7 @@ def any_front(chain, offload=False, budget=None):
             made = chain.gradient[i] + chain.backward_temporary[i]
             made += chain.gradient[blocks] if left == blocks else 0
             found.append(((alone, saved ^ 1 << i, host, i), now + made, chain.backward[i]))
-        return [step for step in found if budget is None or step[1] <= budget]
+        return found
 
     return _dijkstra((0, 0, 0, blocks), steps, lambda state: state[3] == 0)
 
@@ -487,8 +425,3 @@ def chains(draw, most_blocks=5, most_bytes=200, rates=False):
         *temporaries,
         *((draw(rate), draw(rate)) if rates else ()),
     )
-
-
-def is_front(front):
-    """Whether peaks rise and times fall strictly."""
-    return all(a[0] < b[0] and a[1] > b[1] for a, b in pairwise(front))

@@ -28,7 +28,11 @@ def thread_outcomes(work, count, *, seconds=SECONDS):
 
 def run_in_threads(work, count, *, seconds=SECONDS):
     """The result of ``work(number)`` in each of `count` threads; raises the first error."""
-    found = thread_outcomes(work, count, seconds=seconds)
+    return without_errors(thread_outcomes(work, count, seconds=seconds))
+
+
+def without_errors(found):
+    """The results; raises the first one that is an error."""
     for error in found:
         if isinstance(error, BaseException):
             raise error

@@ -1,4 +1,4 @@
-"""The ranks of test_torch_group.py; MPI jobs run some of the scenarios too."""
+"""The ranks of test_torch_group.py: scenarios for groups of torch, and those of every engine."""
 
 import json
 import sys
@@ -9,21 +9,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from group_model import (
-    FLOATS,
-    INTEGERS,
-    LENGTHS,
-    as_tensor,
-    dtype_of,
-    inputs,
     raises,
-    reduced,
-    same_bits,
 )
-from thread_team import run_in_threads
+from group_scenarios import check_reductions
 from torch_processes import SCENARIOS, main, scenario
 
-from mlstate import CollectiveError, CompatibilityError
-from mlstate.collectives import ProcessGroup, Work
+from mlstate import CollectiveError
+from mlstate.collectives import ProcessGroup
 from mlstate.integrations.torch import TorchGroup
 
 # ---- operations ----
@@ -37,131 +29,8 @@ def it_is_a_group(group):
 
 
 @scenario
-def reductions_have_the_bits_of_sums_in_the_order_of_ranks(group):
-    for dtype in [*FLOATS, *INTEGERS, "complex64", "complex128", "bool", "float8_e5m2"]:
-        if dtype == "bool":
-            ops = ["min", "max"]
-        elif dtype in INTEGERS:
-            ops = ["sum", "min", "max"]
-        else:
-            ops = ["sum", "mean"] if "complex" in dtype else ["sum", "mean", "min", "max"]
-        for length in LENGTHS if dtype in ("bfloat16", "float32", "uint32") else [7, 5000]:
-            everyones = inputs(group.world_size, length, dtype)
-            mine = everyones[group.rank]
-            for op in ops:
-                expected = reduced(everyones, op)
-                same_bits(group.all_reduce(mine, op=op), expected)
-            counts = [length // group.world_size] * group.world_size
-            counts[-1] += length - sum(counts)
-            start = sum(counts[: group.rank])
-            found = group.reduce_scatter(mine, op=op, counts=counts)
-            same_bits(found, expected[start : start + counts[group.rank]])
-
-
-@scenario
-def nan_wins(group):
-    mine = np.array([group.rank, np.nan if group.rank == 1 else 0.0])
-    for op in ("min", "max", "sum", "mean"):
-        assert np.isnan(group.all_reduce(mine, op=op)).tolist() == [False, True]
-
-
-@scenario
-def rows_are_scattered_and_gathered(group):
-    world, rank = group.world_size, group.rank
-    array = np.arange(world * 6.0).reshape(world * 2, 3) + rank
-    mine = group.reduce_scatter(array)
-    assert mine.shape == (2, 3)
-    total = sum(np.arange(world * 6.0).reshape(world * 2, 3) + r for r in range(world))
-    same_bits(mine, total[rank * 2 : rank * 2 + 2])
-    same_bits(group.all_gather(mine), total)
-    counts = [0, *range(3, 3 + world - 1)]  # rank 0 has no elements
-    rows = np.full((counts[rank], 2), rank, np.int16)
-    expected = np.repeat(np.arange(world, dtype=np.int16), counts)[:, None] * [[1, 1]]
-    same_bits(group.all_gather(rows, counts=counts), expected.astype(np.int16))
-
-
-@scenario
-def any_bytes_travel(group):
-    world, rank = group.world_size, group.rank
-    for dtype in ["bool", "S3", "M8[s]", ">f4", "complex64", "bfloat16", "i1,f8"]:
-        whole = np.arange(world * 4).astype("i8").astype(dtype_of(dtype))
-        mine = whole[rank * 4 : rank * 4 + 4]
-        same_bits(group.all_gather(mine), whole)
-        backwards = whole.reshape(world, 4)[:, ::-1].reshape(-1)
-        same_bits(group.all_gather(mine[::-1]), backwards)
-        copy = whole.copy() if rank == 1 else np.zeros_like(whole)
-        assert group.broadcast(copy, root=1) is copy
-        same_bits(copy, whole)
-
-
-@scenario
-def a_broadcast_may_have_any_length(group):
-    for size in [0, 1, (64 << 10) // group.world_size, 70_001, 1 << 20]:
-        for root in range(group.world_size):
-            whole = np.random.default_rng(size).integers(0, 255, size, np.uint8)
-            copy = whole.copy() if group.rank == root else np.zeros_like(whole)
-            same_bits(group.broadcast(copy, root=root), whole)
-
-
-@scenario
-def rows_go_to_each_rank(group):
-    world, rank = group.world_size, group.rank
-    array = np.arange(world * 2) + 100 * rank
-    found = group.all_to_all(array)
-    assert found.tolist() == [100 * r + 2 * rank + i for r in range(world) for i in (0, 1)]
-    assert group.all_to_all(array, out=array) is array
-    assert array.tolist() == found.tolist()
-    # rank r sends r rows to each rank, and receives s rows from rank s
-    rows = np.full((rank * world, 2), rank, np.float32)
-    found = group.all_to_all(rows, counts=[rank] * world, out_counts=range(world))
-    same_bits(
-        found, np.repeat(np.arange(world), range(world)).astype("f4")[:, None] + np.zeros(2, "f4")
-    )
-
-
-@scenario
-def tensors_stay_tensors(group):
-    world, rank = group.world_size, group.rank
-    for dtype in [*FLOATS, "int64", "uint16", "complex64"]:
-        everyones = inputs(world, 12, dtype)
-        tensor = as_tensor(everyones[rank].copy())
-        found = group.all_reduce(tensor)
-        assert isinstance(found, torch.Tensor)
-        assert torch.equal(found, as_tensor(reduced(everyones, "sum")))
-        gathered = group.all_gather(tensor.reshape(4, 3).mT[:, :2])
-        assert gathered.shape == (3 * world, 2)
-        expected = torch.cat([as_tensor(a.copy()).reshape(4, 3).mT[:, :2] for a in everyones])
-        assert torch.equal(gathered, expected)
-    parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
-    assert group.broadcast(parameter, root=1) is parameter
-    assert parameter.tolist() == [1.0] * 3
-    assert not group.all_reduce(parameter).requires_grad
-
-
-@scenario
-def out_is_filled_where_it_lies(group):
-    world, rank = group.world_size, group.rank
-    everyones = inputs(world, 10_000 * world, "float32")
-    mine, total = everyones[rank].copy(), reduced(everyones, "sum")
-    expected = total[rank * 10_000 : (rank + 1) * 10_000]
-    for out in (np.empty(10_000, "f4"), np.empty(20_000, "f4")[::2], np.empty(10_000, "f4")[::-1]):
-        assert group.reduce_scatter(mine, out=out) is out
-        same_bits(out.copy(), expected)
-        whole = np.empty((world * 10_000, 2), "f4")[:, 0]
-        assert group.all_gather(out, out=whole) is whole
-        same_bits(whole.copy(), total)
-    swapped = mine.astype(">f4")
-    same_bits(group.all_reduce(swapped), total.astype(">f4"))
-    assert group.all_reduce(swapped[:0]).shape == group.reduce_scatter(swapped[:0]).shape == (0,)
-    odd = np.empty(world * 40_000 + 1, np.uint8)[1:].view("f4")  # at an unaligned address
-    odd[...] = mine
-    assert group.all_reduce(odd, out=odd) is odd
-    same_bits(odd.copy(), total)
-    tensor = torch.empty(world * 10_000, 2)[:, 1]
-    assert group.all_reduce(as_tensor(mine), out=tensor) is tensor
-    same_bits(tensor.numpy().copy(), total)
-    assert group.all_reduce(mine, out=mine) is mine
-    same_bits(mine, total)
+def small_floats_are_summed(group):
+    check_reductions(group, "float8_e5m2")
 
 
 @scenario
@@ -178,83 +47,6 @@ def nothing_is_copied_on_the_way(group):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 19, peak  # of memory that NumPy allocates
-
-
-@scenario
-def bytes_of_any_length_are_gathered(group):
-    world, rank = group.world_size, group.rank
-    for lengths in (
-        [0] * world,
-        range(world),
-        range(248, 248 + world),
-        [0, 1_000_000, 3, 249][:world],
-    ):
-        expected = [bytes([r + 1]) * n for r, n in enumerate(lengths)]
-        found = group.gather_bytes(expected[rank])
-        assert found == expected
-        assert {type(part) for part in found} == {bytes}
-        for root in range(world):
-            found = group.gather_bytes(memoryview(expected[rank]), root=root)
-            assert found == (expected if rank == root else None)
-
-
-@scenario
-def async_operations_keep_their_order(group):
-    world, rank = group.world_size, group.rank
-    everyones = inputs(world, 50_000, "float32")
-    works = []
-    for number in range(5):
-        works.append(group.all_reduce(everyones[rank] * number, async_op=True, timeout=30))
-        works.append(group.gather_bytes(b"%d" % (rank * number), async_op=True))
-    plain = group.all_gather(np.array([rank]))  # after them
-    assert plain.tolist() == list(range(world))
-    assert all(isinstance(work, Work) for work in works)
-    for number in reversed(range(5)):
-        expected = reduced([array * number for array in everyones], "sum")
-        same_bits(works[2 * number].wait(), expected)
-        assert works[2 * number + 1].wait(10) == [b"%d" % (r * number) for r in range(world)]
-        assert works[2 * number].done()
-    assert group.barrier(async_op=True).wait() is None
-
-
-@scenario
-def several_threads_use_one_group(group):
-    """Operations do not mix. Their order depends on the ranks, so all are alike."""
-
-    def work(number):
-        return [group.all_reduce(np.full(100, group.rank, np.int64))[0] for _ in range(10)]
-
-    assert run_in_threads(work, 4) == [[sum(range(group.world_size))] * 10] * 4
-
-
-@scenario
-def wrong_arguments_fail_before_anything_is_sent(group):
-    world = group.world_size
-    raises(CompatibilityError, "a multiple of", group.reduce_scatter, np.zeros(world + 1))
-    raises(CompatibilityError, "out has shape", group.all_gather, np.zeros(2), out=np.zeros(2))
-    raises(
-        ValueError, f"counts has 1 entries for {world}", group.all_gather, np.zeros(2), counts=[2]
-    )
-    wrong = [3] * world
-    caught = raises(
-        CompatibilityError, "is 2, expected 3", group.all_gather, np.zeros(2), counts=wrong
-    )
-    assert caught.rank == group.rank
-    raises(ValueError, "both counts", group.all_to_all, np.zeros(world), counts=[1] * world)
-    raises(ValueError, f"pass 0 to {world - 1}", group.broadcast, np.zeros(2), root=world)
-    raises(ValueError, "timeout must be", group.barrier, timeout=0)
-    raises(TypeError, "takes bytes", group.gather_bytes, "text")
-    raises(TypeError, "got list", group.all_reduce, [1.0])
-    raises(TypeError, "sparse", group.all_reduce, torch.eye(2).to_sparse())
-    raises(CompatibilityError, "op 'mean'", group.all_reduce, np.arange(2), op="mean")
-    if np.dtype(np.longdouble).itemsize > 8:
-        raises(
-            CompatibilityError, "torch has no dtype", group.all_reduce, np.zeros(2, np.longdouble)
-        )
-    if group.rank != 1:
-        frozen = np.frombuffer(bytes(8))
-        raises(ValueError, "is read-only", group.broadcast, frozen, root=1)
-    group.barrier()
 
 
 @scenario
@@ -293,29 +85,6 @@ def a_checked_group_tells_calls_that_do_not_go_together(group):
             assert text in str(caught), (text, str(caught))
         assert caught.rank == rank
     checked.barrier()  # nothing was sent: the group stays usable
-
-
-@scenario
-def checkpoints_are_saved_and_loaded_by_all(group):
-    import tempfile
-
-    from mlstate import load, save
-    from mlstate.checkpoint import Layout
-
-    world, rank = group.world_size, group.rank
-    name = tempfile.mkdtemp().encode() if rank == 0 else b""
-    folder = group.gather_bytes(name)[0].decode()
-    whole = np.arange(7.0 * 3).reshape(7, 3)
-    path = f"{folder}/checkpoint"
-    save(path, {"w": Layout.rows(world).shard(whole, rank), "b": np.ones(2)}, group=group)
-    same_bits(load(path).model["w"], whole)
-    mine = load(path, group=group, layout="rows").model["w"]
-    same_bits(mine, Layout.rows(world).take(whole, rank))
-    group.barrier()
-    if rank == 0:
-        import shutil
-
-        shutil.rmtree(folder)
 
 
 @scenario

@@ -2,7 +2,7 @@
 
 `python mpi_ranks.py SCENARIO...` runs the scenarios. Each rank prints one line of JSON for each
 scenario: its name, the rank, and "ok" or the error. Scenarios for every kind of group are in
-group_ranks.py and hook_ranks.py, those for MPI alone are here.
+group_scenarios.py and hook_ranks.py, those for MPI alone are here.
 """
 
 import importlib
@@ -395,10 +395,11 @@ def an_uncaught_error_under_mpi4py_ends_the_job(group):
 
 
 def function_of(name):
-    """The function of a scenario; only the shared ones import torch."""
+    """The function of a scenario."""
     if name in OWN:
         return OWN[name]
-    return getattr(importlib.import_module("hook_ranks" if name in HOOKS else "group_ranks"), name)
+    module = importlib.import_module("hook_ranks" if name in HOOKS else "group_scenarios")
+    return getattr(module, name)
 
 
 def say(line):

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import group_scenarios
 import pytest
 import rank_jobs
 
@@ -12,7 +13,7 @@ rank_jobs.skip_without_gloo()
 pytest.importorskip("ml_dtypes", reason="ranks compare bfloat16 in NumPy")
 
 RANKS = Path(__file__).with_name("group_ranks.py")
-NAMES = rank_jobs.scenarios(RANKS)
+NAMES = rank_jobs.scenarios(Path(group_scenarios.__file__)) + rank_jobs.scenarios(RANKS)
 FAILURES = NAMES[NAMES.index("a_rank_that_does_not_come_is_a_timeout") :]
 WORKING = [name for name in NAMES if name not in FAILURES]
 outcomes = rank_jobs.jobs(RANKS, {2: WORKING, 3: WORKING}, limit_seconds=240)
