@@ -9,13 +9,13 @@ from .._common.set_module import set_module
 from .._common.text import bytes_text, table_text
 from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
-from ._load import LoadedState, load_checkpoint
+from ._load import LoadedState, load
 from ._remote.remote_folder import checkpoint_folder
 from ._store import folder as _folder
 from ._store.folder import SECTIONS
 from ._store.manifest import build, parse
 from ._store.weight_files import ROOTS
-from ._verify import VerifyReport, verify_checkpoint
+from ._verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -406,7 +406,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).load().model["w"]
         array([1., 1.])
         """
-        return load_checkpoint(self.path, root=self._root, **keywords)
+        return load(_folder.RootPath(self.path, self._root), **keywords)
 
     def verify(self, **keywords: Any) -> VerifyReport:
         """Read and verify all of it; takes the keywords of `mlstate.verify`.
@@ -418,7 +418,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).verify().problems
         []
         """
-        return verify_checkpoint(self.path, root=self._root, **keywords)
+        return verify(_folder.RootPath(self.path, self._root), **keywords)
 
     def _title(self) -> str:
         tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))

@@ -14,7 +14,7 @@ from .._common.set_module import set_module
 from .._common.text import steps_text
 from ..errors import FormatError, MLStateError
 from ._checkpoint import Checkpoint
-from ._load import LoadedState, load_checkpoint
+from ._load import LoadedState, load
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder
 from ._retention import NO_RULES, Retention, SaveTimer, check_retention
 from ._save import PACK_BELOW, write_checkpoint
@@ -795,9 +795,8 @@ class CheckpointManager:
         """
         checkpoint = self.checkpoint(step)
         try:
-            return load_checkpoint(
-                self.directory, root=checkpoint._root, _manifest=checkpoint._manifest, **keywords
-            )
+            path = _folder.RootPath(self.directory, checkpoint._root, checkpoint._manifest)
+            return load(path, **keywords)
         except FormatError:
             self._damaged.add(checkpoint.generation)
             raise

@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
-from ._load import LoadedState, load_checkpoint
+from ._load import LoadedState, load
 from ._store import folder as _folder
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def try_root(
     state: LoadedState | None = None
     error: MLStateError | None = None
     try:
-        state = load_checkpoint(folder, root=root, **keywords)
+        state = load(_folder.RootPath(folder, root), **keywords)
     except (FormatError, StoreError) as caught:
         error = caught
     except BaseException:

@@ -11,7 +11,7 @@ from .._common.local_path import local_path
 from .._common.text import steps_text, table_text
 from ..checkpoint import Checkpoint
 from ..checkpoint._files.convert import FORMATS
-from ..checkpoint._load import LoadedState, load_checkpoint
+from ..checkpoint._load import LoadedState, load
 from ..checkpoint._manager import find_root
 from ..checkpoint._remote.options import split_url
 from ..checkpoint._remote.remote_folder import checkpoint_folder
@@ -90,7 +90,7 @@ class Folder(NamedTuple):
 
     def load(self, **keywords: Any) -> LoadedState:
         """Load the checkpoint."""
-        return load_checkpoint(self.path, root=self.root, **keywords)
+        return load(_folder.RootPath(self.path, self.root), **keywords)
 
 
 def stat_path(path: str) -> None:

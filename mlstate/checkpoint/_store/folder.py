@@ -12,7 +12,7 @@ from ... import _core
 from ..._common.log import is_logged, log
 from ..._common.store_error import store_error as store_error
 from ...errors import FormatError, MLStateError, StoreError
-from .._remote.remote_folder import RemoteFolder
+from .._remote.remote_folder import RemoteFolder, checkpoint_folder
 from .manifest import MOST_SEQUENCE, IndexRecord, Manifest, parse
 from .weight_files import (
     INDEX,
@@ -49,6 +49,24 @@ class Root(NamedTuple):
     sequence: int
     generation: str
     path: str  # relative to the folder
+
+
+class RootPath(NamedTuple):
+    """A root in a folder; also the path that internal callers pass to `load` and `verify`."""
+
+    folder: str
+    root: str = MANIFEST
+    manifest: Manifest | None = None  # of the root, if already read
+
+    def __fspath__(self) -> str:
+        return self.folder
+
+
+def open_path(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> RootPath:
+    """Return the folder and the root to read for the argument `path`."""
+    given = path if isinstance(path, RootPath) else RootPath(path)  # type: ignore[arg-type]
+    folder = checkpoint_folder(given.folder, storage_options, reads=True)
+    return given._replace(folder=folder)
 
 
 def _read_descriptor(descriptor: int, path: str) -> bytes:

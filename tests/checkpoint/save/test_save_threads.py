@@ -253,7 +253,7 @@ def test_a_rank_that_asks_for_what_cannot_be_lets_no_other_wait(manager):
 def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
     manager, monkeypatch
 ):
-    load = _step_roots.load_checkpoint
+    load = _step_roots.load
     pending = [4]
 
     def late(*arguments, **keywords):
@@ -262,7 +262,7 @@ def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
             newer.save(pending.pop(), model={"w": np.full(4, 4.0)})
         return load(*arguments, **keywords)
 
-    monkeypatch.setattr(_step_roots, "load_checkpoint", late)
+    monkeypatch.setattr(_step_roots, "load", late)
     assert manager.restore_latest().step == 4
 
 
