@@ -51,17 +51,7 @@ class _Ready(NamedTuple):
 
 
 class Prepared:
-    """The checked targets of a load.
-
-    Attributes
-    ----------
-    model, optimizer : object or None
-        The targets.
-    states : dict of str to object
-        The targets of named states.
-    actions : list of Action
-        Restores the objects among the named states.
-    """
+    """The checked targets of a load; `actions` restore the objects among the named states."""
 
     def __init__(self, model: Any, optimizer: Any, states: Mapping[str, Any]) -> None:
         self.model = model

@@ -26,24 +26,12 @@ _DIGEST_BYTES = 32
 
 
 class Assignment(NamedTuple):
-    """The arrays that a rank must write.
+    """The arrays that a rank must write, or the reason why the ranks cannot save."""
 
-    Attributes
-    ----------
-    mine : tuple of frozenset of str, or None
-        Names of the whole arrays that this rank writes, by section; None for all of them.
-    copies : bytes
-        Names of shards that another rank must write, if this rank must report them.
-    error : BaseException, optional
-        Reason why the ranks cannot save: this rank's error, or one that names another rank.
-    digests : tuple of set of bytes
-        The digests that all ranks sent, for each of this rank's.
-    """
-
-    mine: tuple[frozenset[str], ...] | None = None
-    copies: bytes = b""
-    error: BaseException | None = None
-    digests: tuple[set[bytes], ...] = ()
+    mine: tuple[frozenset[str], ...] | None = None  # whole arrays by section; None for all
+    copies: bytes = b""  # names of shards that another rank must write, if to be reported
+    error: BaseException | None = None  # of this rank, or one that names another rank
+    digests: tuple[set[bytes], ...] = ()  # those of all ranks, for each of this rank's
 
 
 # ---- names ----
@@ -258,12 +246,8 @@ def assign_replicas(
 
     If all ranks have the same whole arrays, these are divided round-robin. Otherwise the first
     rank that has an array writes it. `states` describes the named states, which must agree, and
-    `digests` the content of some of them, which may differ.
-
-    Raises
-    ------
-    ValueError
-        The ranks save different states. Every rank raises it.
+    `digests` the content of some of them, which may differ. If the ranks save different states,
+    every rank raises ValueError.
     """
     import json
 

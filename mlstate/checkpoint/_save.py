@@ -56,41 +56,20 @@ _NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # common mist
 
 
 class SaveTarget(NamedTuple):
-    """The checked arguments of `save` that describe where and how to save.
+    """The checked arguments of `save` that describe where and how to save."""
 
-    Attributes
-    ----------
-    folder : str
-        Absolute path of the checkpoint, or a `RemoteFolder`.
-    group : ProcessGroup or None
-        None if this process saves alone.
-    rank, world_size : int
-        This process's rank in the group, and the size of the group.
-    layout : Layout, str or None
-        Layout for arrays that are not a `Shard`.
-    how : tuple
-        Options of `_core.shards_write`.
-    keep_root : bool
-        Keep the root under ``roots/``, as `CheckpointManager` does.
-    replace_steps : bool
-        Replace all steps of a manager by this checkpoint: `retain` deletes them.
-    retain : callable or None
-        Called after the commit with the new manifest. It deletes old roots and returns the
-        manifests of the remaining roots, by their paths in the folder.
-    lock_timeout : float
-        Seconds.
-    """
-
-    folder: str
-    group: ProcessGroup | None
+    folder: str  # absolute path of the checkpoint, or a `RemoteFolder`
+    group: ProcessGroup | None  # None if this process saves alone
     rank: int
     world_size: int
-    layout: Layout | str | None
-    how: tuple[int, bool, bool, str | None]
-    keep_root: bool
-    replace_steps: bool
+    layout: Layout | str | None  # for arrays that are not a `Shard`
+    how: tuple[int, bool, bool, str | None]  # options of `_core.shards_write`
+    keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
+    replace_steps: bool  # by this checkpoint: `retain` deletes all steps of a manager
+    # Called after the commit with the new manifest. It deletes old roots and returns the
+    # manifests of the remaining roots, by their paths in the folder.
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None
-    lock_timeout: float
+    lock_timeout: float  # seconds
 
 
 def delete_all_roots(folder: str, newest: Manifest) -> dict[str, Manifest]:
@@ -114,13 +93,7 @@ def check_target(
     lock_timeout: float = 0.0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
-    """Check the arguments that describe where and how to save.
-
-    Raises
-    ------
-    TypeError, ValueError, ImportError
-        An argument is wrong, or the package of the codec is not installed.
-    """
+    """Check the arguments that describe where and how to save."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             "the path of a checkpoint must be a str or os.PathLike, got "
@@ -295,19 +268,7 @@ def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class SaveContent:
-    """The content of one rank's save; its arrays are not copied.
-
-    Attributes
-    ----------
-    dicts : tuple of three dicts or None
-        The arrays of model, optimizer and named states; `gather_shards` takes and clears them.
-    header : dict
-        Description of the state in the manifest.
-    error : BaseException or None
-        Reason why this rank cannot save, if it saves with others.
-    named : NamedStates
-        The named states. `gather_shards` adds the arrays of its trees to `dicts`.
-    """
+    """The content of one rank's save; its arrays are not copied."""
 
     __slots__ = ("dicts", "error", "header", "named")
 
@@ -318,10 +279,11 @@ class SaveContent:
         error: BaseException | None = None,
         named: NamedStates = NO_STATES,
     ) -> None:
+        # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
-        self.header = header
-        self.error = error
-        self.named = named
+        self.header = header  # description of the state in the manifest
+        self.error = error  # why this rank cannot save, if it saves with others
+        self.named = named  # `gather_shards` adds the arrays of its trees to `dicts`
 
 
 def _refuse_manager_folder_early(target: SaveTarget) -> None:
@@ -379,30 +341,16 @@ def take_content(
 
 
 class GatheredShards:
-    """The shards that one rank writes, before they are written.
-
-    Attributes
-    ----------
-    shards : object
-        Result of `_core.shards_collect`; `write_and_commit` consumes it.
-    nbytes : int
-        Bytes of all shards.
-    header : dict
-        Description of the state in the manifest.
-    copies : bytes
-        Names of shards that another rank must store, if this rank must report them.
-    error : BaseException or None
-        Reason why this rank cannot save, if it saves with others.
-    """
+    """The shards that one rank writes, before they are written."""
 
     __slots__ = ("copies", "error", "header", "nbytes", "shards")
 
     def __init__(self, header: dict[str, Any], copies: bytes = b"") -> None:
-        self.header = header
-        self.copies = copies
-        self.shards: Any = None
+        self.header = header  # description of the state in the manifest
+        self.copies = copies  # names of shards that another rank must store, if to be reported
+        self.shards: Any = None  # of `_core.shards_collect`; `write_and_commit` consumes them
         self.nbytes = 0
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # why this rank cannot save with the others
 
     def fail(self, error: BaseException) -> None:
         """Drop the shards and keep the error; the next exchange reports it to other ranks."""

@@ -298,11 +298,6 @@ def verify_root(
     """Add the problems of one root to the report, and its merged index to `known`.
 
     If files are missing and a writer has replaced the root meanwhile, start again.
-
-    Raises
-    ------
-    StoreError
-        The root was replaced during every attempt.
     """
     for _ in range(_folder.TRIES):
         found, read = VerifyReport(folder), dict[str, Any]()

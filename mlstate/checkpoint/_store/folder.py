@@ -126,13 +126,7 @@ def weights_in_store(folder: RemoteFolder) -> str | None:
 
 
 def open_root(folder: str, root: str = MANIFEST) -> tuple[str, Manifest | None]:
-    """Return what `current_root` does, and the manifest if that took reading it, in a store.
-
-    Raises
-    ------
-    FormatError, StoreError
-        The manifest in a store is damaged, or there is none, and no Hugging Face folder either.
-    """
+    """Return what `current_root` does, and the manifest if that took reading it, in a store."""
     if not isinstance(folder, RemoteFolder) or folder.file or root != MANIFEST:
         return current_root(folder, root), None
     try:
@@ -197,11 +191,6 @@ def read_root(
 
     If `read` misses a file and a writer has replaced the root meanwhile, start again: files are
     deleted only after every root that names them. `manifest` is the root if already read.
-
-    Raises
-    ------
-    StoreNotFoundError
-        A file that the root names is missing.
     """
     for _ in range(TRIES - 1):
         found = read_manifest(folder, root) if manifest is None else manifest
@@ -231,13 +220,7 @@ def _no_checkpoint(folder: str, number: int) -> StoreError:
 
 
 def _opened(folder: str, part: str) -> _core.Descriptor:
-    """Open a subfolder, or the folder itself if `part` is ""; only the latter may be a link.
-
-    Raises
-    ------
-    StoreError
-        The subfolder is a symbolic link (ELOOP): its files may belong to another checkpoint.
-    """
+    """Open a subfolder, or the folder itself if `part` is ""; only the latter may be a link."""
     path = os.path.join(folder, part)
     try:
         return _core.Descriptor(path, os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if part else 0))
@@ -296,11 +279,6 @@ def next_sequence(folder: str, newest: Manifest | None) -> int:
     """Return the sequence number of the next save: the newest valid root's, plus one.
 
     A file name alone is not trusted: a stray file would determine all later numbers.
-
-    Raises
-    ------
-    FormatError
-        The newest root has the largest sequence number that a manifest can hold.
     """
     found = 0 if newest is None else newest.sequence
     for root in reversed(list_roots(folder)):
@@ -447,13 +425,8 @@ def _belongs(part: str, name: str) -> bool:
 def remove_files(folder: str, names: list[str]) -> list[str]:
     """Delete files by their paths in the folder; return the paths of those that existed.
 
-    Of objects in a store, all paths are returned.
-
-    Raises
-    ------
-    StoreError
-        A path leaves the folder, is not a name that a save gives, or is behind a symbolic
-        link (nothing was deleted in that subfolder). Or the operating system refused.
+    Of objects in a store, all paths are returned. A path that leaves the folder, that is not a
+    name that a save gives, or that is behind a symbolic link raises StoreError.
     """
     removed = []
     by_part: dict[str, list[str]] = {}
@@ -729,15 +702,10 @@ def needed_files(
     merged_indexes: Mapping[str, Any] = _NONE,
     roots: Mapping[str, Manifest] = _NONE,
 ) -> set[str]:
-    """Return the paths of all shard files and indexes that any root needs.
+    """Return the paths of all shard files and indexes that any root needs; raise if unknown.
 
     Roots in `without` do not count. `merged_indexes` by generation and `roots` by path are already
     read; only a process that holds the lock may pass `roots`, because they can change otherwise.
-
-    Raises
-    ------
-    FormatError, StoreError
-        A root or an index cannot be read, so the needed files are unknown.
     """
     needed: set[str] = set()
     names = [root.path for root in list_roots(folder) if root not in without]

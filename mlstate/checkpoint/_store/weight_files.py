@@ -36,21 +36,11 @@ _SHOWN = 3  # names in an error
 
 
 class WeightFiles(NamedTuple):
-    """The files of a Hugging Face folder, as its index lists them.
+    """The files of a Hugging Face folder, as its index lists them."""
 
-    Attributes
-    ----------
-    files : tuple of str
-        Names of the files, sorted.
-    tensors : dict of str to str, or None
-        The file of each tensor; None for a folder without index.
-    total_bytes : int or None
-        The index's ``total_size``, if it has one.
-    """
-
-    files: tuple[str, ...]
-    tensors: dict[str, str] | None
-    total_bytes: int | None
+    files: tuple[str, ...]  # sorted names
+    tensors: dict[str, str] | None  # file of each tensor; None for a folder without index
+    total_bytes: int | None  # the index's total_size, if it has one
 
 
 def is_weights_root(root: str) -> bool:
@@ -220,15 +210,7 @@ def _headers(folder: str, names: tuple[str, ...]) -> AbstractContextManager[str]
 
 
 def read_weights(folder: str, root: str, data: bytes | None) -> Manifest:
-    """Return the manifest of files of another program; `data` is the content of their index.
-
-    Raises
-    ------
-    FormatError
-        The index is malformed, names files outside the folder, or leaves out files.
-    StoreNotFoundError
-        A file that the index names does not exist.
-    """
+    """Return the manifest of files of another program; `data` is the content of their index."""
     import datetime
 
     from .manifest import IndexRecord, Manifest
@@ -255,13 +237,7 @@ def read_weights(folder: str, root: str, data: bytes | None) -> Manifest:
 
 
 def read_merged_index(folder: str, manifest: Manifest) -> Any:
-    """Read the headers of all files, and return them as a merged index.
-
-    Raises
-    ------
-    FormatError
-        A file is malformed, a tensor is in two files, or the index and the files disagree.
-    """
+    """Read the headers of all files, and return them as a merged index."""
     weights = manifest.weights
     assert weights is not None
     with _headers(folder, weights.files) as local:

@@ -213,15 +213,7 @@ def name_unit_error(name: str, error: MLStateError) -> MLStateError:
 
 
 def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
-    """Read and verify a unit's arrays, in the order of its parts.
-
-    Raises
-    ------
-    FormatError, ChecksumError
-        The file is damaged, or not this unit's; the message names unit and file.
-    StoreError
-        The file cannot be read.
-    """
+    """Read and verify a unit's arrays, in the order of its parts; errors name the unit."""
     try:
         if mmap:
             _verify(path)
@@ -296,13 +288,7 @@ def is_unit_file(path: str) -> bool:
 
 
 def open_unit(path: str) -> Unit:
-    """Return the cold unit of a file; only the header is read.
-
-    Raises
-    ------
-    FormatError, ChecksumError, StoreError
-        The file is damaged, not a unit's file, or cannot be read.
-    """
+    """Return the cold unit of a file; only the header is read."""
     arrays, texts = _core.file_load(path, True, True)
     found = _read_description(texts, path)
     try:
