@@ -323,6 +323,14 @@ def _try_write(
 # ---- the commit: rank 0 replaces the manifest if every rank succeeded ----
 
 
+def creation_time() -> str:
+    """Return the current time in the manifest's form."""
+    import datetime
+
+    now = datetime.datetime.now(datetime.UTC)
+    return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
 def commit_ranks(
     target: SaveTarget,
     start: Start,
@@ -336,13 +344,10 @@ def commit_ranks(
     Its text and, with a single rank, its index are read back before; each of several ranks has
     read back its own. The caller holds `lock`. After an error the old checkpoint is unchanged.
     """
-    import datetime
-
-    now = datetime.datetime.now(datetime.UTC)
     manifest = Manifest(
         generation=start.generation,
         sequence=start.sequence,
-        created=now.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        created=creation_time(),
         indexes=tuple(map(record_of, written)),
         **header,
     )

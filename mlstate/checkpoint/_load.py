@@ -20,7 +20,6 @@ from .._sharding.layout import Layout, Steps, steps_of
 from ..collectives._arguments import check_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
-from ..state._kind import restore_kind
 from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
 from ._remote.remote_folder import refuse_remote
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from ..collectives import ProcessGroup
-    from ..state._state_dict import StateDict
     from ._load_targets import Prepared
     from ._sections import Section
     from ._store.manifest import Manifest
@@ -237,7 +235,7 @@ class Loader:
         if self.request.device is not None:
             tensors = torch_backend("tensors on a device=").tensors_of(arrays)
             arrays = {name: each.to(self.request.device) for name, each in tensors.items()}
-        return _restore(section.kind, arrays, self.folder)
+        return section.restore(arrays, self.folder)
 
     def lacking(self, names: list[list[str]]) -> dict[str, tuple[str, str]]:
         """Return the optimizer states that the checkpoint lacks.
@@ -247,7 +245,7 @@ class Loader:
         name. `names` are the loaded names of both sections. If the saved optimizer lists the
         parameters that it trains, only these are considered.
         """
-        saved = _restore(self.sections[OPTIMIZER].kind, {}, self.folder)
+        saved = self.sections[OPTIMIZER].restore({}, self.folder)
         groups = getattr(saved, "param_groups", ())
         trained = {str(name) for group in groups for name in group.get("params", ())}
         chosen = set(names[OPTIMIZER])
@@ -290,10 +288,6 @@ class Loader:
             key: np.zeros(facts[name], dtypes[like])
             for key, (name, like) in self.lacking(names).items()
         }
-
-
-def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> StateDict | None:
-    return None if kind is None else restore_kind(arrays, kind, path)
 
 
 def _load_into_targets(loader: Loader) -> LoadedState:

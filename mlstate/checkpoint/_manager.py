@@ -737,30 +737,21 @@ class CheckpointManager:
         with self._turn(None):
             self._settle()
             timeout = check_timeout(lock_timeout)
-            if isinstance(self.directory, RemoteFolder):
-                self._delete_objects(step)
-                return
-            generation = self.checkpoint(step).generation
-            lock = WriterLock(self.directory, timeout=timeout)
-            with lock.acquire():
-                self._refuse_newest(step, generation)
-                roots = _folder.list_roots(self.directory)
-                roots = [root for root in roots if root.generation == generation]
-                _folder.delete_roots(self.directory, roots)
-                _folder.prune(self.directory)
-
-    def _refuse_newest(self, step: int, generation: str) -> None:
-        if _folder.read_manifest(self.directory).generation == generation:
-            raise ValueError(f"step {step} is the newest checkpoint: save another one first")
-
-    def _delete_objects(self, step: int) -> None:
-        """Delete a step in an object store; new objects of a running writer stay."""
-        found = self.checkpoint(step)
-        self._refuse_newest(step, found.generation)
-        roots = _folder.list_roots(self.directory)
-        roots = [root for root in roots if root.generation == found.generation]
-        _folder.delete_roots(self.directory, roots)
-        delete_generations(self.directory, [found._manifest])
+            folder, found = self.directory, self.checkpoint(step)
+            is_remote = isinstance(folder, RemoteFolder)
+            lock = nullcontext() if is_remote else WriterLock(folder, timeout=timeout).acquire()
+            with lock:
+                if _folder.read_manifest(folder).generation == found.generation:
+                    raise ValueError(
+                        f"step {step} is the newest checkpoint: save another one first"
+                    )
+                roots = _folder.list_roots(folder)
+                roots = [root for root in roots if root.generation == found.generation]
+                _folder.delete_roots(folder, roots)
+                if is_remote:  # new objects of a running writer stay
+                    delete_generations(folder, [found._manifest])
+                else:
+                    _folder.prune(folder)
 
     # -- restoring
 

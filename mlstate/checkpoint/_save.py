@@ -151,15 +151,7 @@ def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
     copied = array.detach().cpu() if copy is None else copy(array.detach())
     if not isinstance(value, Shard):
         return copied
-    return Shard(
-        copied,
-        value.layout,
-        value.index,
-        shape=value.shape,
-        version=value.version,
-        tier=value.tier or "hot",
-        replica=value.replica,
-    )
+    return value._with_array(copied, value.tier or "hot")
 
 
 def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any]:

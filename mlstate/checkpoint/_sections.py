@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..errors import CompatibilityError
+from ..state._kind import restore_kind
 from ..state._load_into import check_rules, unused_rules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ..state._state_dict import StateDict
     from ._store.manifest import Manifest
 
 OPTIMIZER = 1  # number of the optimizer's section
@@ -59,6 +61,10 @@ class Section:
     def names_by_key(self) -> dict[str, str]:
         """Return the names by their keys in the index."""
         return dict(zip(self.keys(self.names), self.names, strict=True))
+
+    def restore(self, arrays: dict[str, Any], folder: str) -> StateDict | None:
+        """Return the saved state with these arrays; None if it was not saved."""
+        return None if self.kind is None else restore_kind(arrays, self.kind, folder)
 
     def rename(self, rules: Mapping[str, str]) -> set[int]:
         """Rename the tensors; return the numbers of the rules that match no name."""
