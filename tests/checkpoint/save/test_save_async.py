@@ -34,11 +34,6 @@ SECONDS = 20
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ckpt"
-
-
 def bytes_of(state):
     return sum(array.nbytes for array in state.values())
 
@@ -331,12 +326,12 @@ def test_wrong_arguments_are_refused_at_once(path):
     assert not path.exists()
 
 
-@contextlib.contextmanager
-def shown_errors(monkeypatch):
+@pytest.fixture
+def shown(monkeypatch):
     """Errors that were printed because `wait` was never called."""
-    shown = []
-    monkeypatch.setattr(threading, "excepthook", shown.append)
-    yield shown
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    return errors
 
 
 def blocked(path):
@@ -355,45 +350,42 @@ def test_an_error_is_raised_to_whoever_asks(path):
     assert handle.cancel()
 
 
-def test_an_error_that_nobody_asked_for_is_shown(path, monkeypatch):
-    with shown_errors(monkeypatch) as shown:
-        handle = save_async(blocked(path), {"w": np.zeros(3)})
-        while not handle.done():
-            time.sleep(0.001)
-        assert not shown
-        del handle
-        gc.collect()
-        assert len(shown) == 1
-        assert isinstance(shown[0].exc_value, StoreError)
-        assert str(path) in shown[0].exc_value.__notes__[0]
+def test_an_error_that_nobody_asked_for_is_shown(path, shown):
+    handle = save_async(blocked(path), {"w": np.zeros(3)})
+    while not handle.done():
+        time.sleep(0.001)
+    assert not shown
+    del handle
+    gc.collect()
+    assert len(shown) == 1
+    assert isinstance(shown[0].exc_value, StoreError)
+    assert str(path) in shown[0].exc_value.__notes__[0]
 
 
-def test_an_error_after_the_handle_is_gone_is_shown(path, held, monkeypatch):
-    with shown_errors(monkeypatch) as shown:
-        handle = save_async(path, {"w": np.zeros(3)})
-        handle.staged()
-        job = handle._job
-        job.cancelled = True
-        del handle
-        gc.collect()
-        assert not shown
-        held.set()
-        assert job.reached("ended", SECONDS)
-        for _ in range(1000):
-            if shown:
-                break
-            time.sleep(0.001)
-        assert shown[0].exc_value.errno == errno.ECANCELED
+def test_an_error_after_the_handle_is_gone_is_shown(path, held, shown):
+    handle = save_async(path, {"w": np.zeros(3)})
+    handle.staged()
+    job = handle._job
+    job.cancelled = True
+    del handle
+    gc.collect()
+    assert not shown
+    held.set()
+    assert job.reached("ended", SECONDS)
+    for _ in range(1000):
+        if shown:
+            break
+        time.sleep(0.001)
+    assert shown[0].exc_value.errno == errno.ECANCELED
 
 
-def test_an_error_that_was_asked_for_is_not_shown_again(path, monkeypatch):
-    with shown_errors(monkeypatch) as shown:
-        handle = save_async(blocked(path), {"w": np.zeros(3)})
-        with pytest.raises(StoreError):
-            handle.wait()
-        del handle
-        gc.collect()
-        assert not shown
+def test_an_error_that_was_asked_for_is_not_shown_again(path, shown):
+    handle = save_async(blocked(path), {"w": np.zeros(3)})
+    with pytest.raises(StoreError):
+        handle.wait()
+    del handle
+    gc.collect()
+    assert not shown
 
 
 def test_cancelling_leaves_the_old_checkpoint(path, held):
@@ -833,62 +825,3 @@ def test_tensors_on_a_device(path):
         state["a"] *= 2  # the copy is not finished when the save begins
         handle = save_async(path, state)
     check_device_state(torch, path, handle, state)
-
-
-# ---- killed ----
-
-
-VICTIM = """
-import sys
-import numpy as np
-from mlstate.checkpoint import CheckpointManager
-
-folder, share = sys.argv[1], float(sys.argv[2])
-state = {f"w{i}": np.zeros(100_000 + 1000 * i, np.float32) for i in range(8)}
-budget = int(share * sum(array.nbytes for array in state.values()))
-manager = CheckpointManager(folder, keep=2)
-print("ready", flush=True)
-for step in range(1, 10_000):
-    for array in state.values():
-        array += 1
-    handle = manager.save_async(step, state, max_staging_bytes=budget)
-    handle.staged()
-    print("staged", step, flush=True)
-    if step % 3 == 0:
-        handle.wait()
-        print("saved", step, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
-@pytest.mark.parametrize("share", [1, 0.3])
-def test_killed_at_any_moment(tmp_path, share):
-    import random as chance
-    import subprocess
-
-    draw = chance.Random(7)
-    paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    for run in range(12):
-        folder = tmp_path / f"run-{run}"
-        with subprocess.Popen(
-            [sys.executable, "-c", VICTIM, str(folder), str(share)],
-            stdout=subprocess.PIPE, text=True, env=environment,
-        ) as victim:  # fmt: skip
-            assert victim.stdout.readline() == "ready\n"
-            time.sleep(0.4 * draw.random())
-            victim.kill()
-            told = [line.split() for line in victim.stdout if line.endswith("\n")]
-        saved = max((int(step) for what, step in told if what == "saved"), default=0)
-        begun = max((int(step) for what, step in told if what == "staged"), default=0) + 1
-        try:
-            found = CheckpointManager(folder).restore_latest()
-        except FileNotFoundError:
-            assert saved == 0
-            continue
-        assert saved <= found.step <= begun
-        assert all((array == found.step).all() for array in found.model.values())
-        with CheckpointManager(folder) as manager:  # the next manager deletes the leftover files
-            manager.save_async(20_000, {"w": np.ones(3)})
-        assert mlstate.verify(folder).leftover == []

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from checkpoint_model import flip
 from rank_threads import run_ranks as run
 
 import mlstate
@@ -21,18 +22,11 @@ def files_of(path):
     return sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
 
 
-def flip(path):
+def damage(path):
     """Damage the shards of the newest checkpoint."""
     root = mlstate.checkpoint.Checkpoint(path)
     for file in path.glob(f"params/*{root.generation}*"):
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ckpt"
+        flip(file, -1)
 
 
 @pytest.mark.parametrize("other", ["dtype", "layout", "shape"])
@@ -322,7 +316,7 @@ def test_repairing_leaves_a_checkpoint_that_was_replaced_meanwhile(path, monkeyp
     manager.save(1, model={"w": np.full(4, 1.0)})
     manager.save(2, model={"w": np.full(4, 2.0)})
     acquire = _lock.WriterLock.acquire
-    flip(path)
+    damage(path)
 
     def late(lock):
         monkeypatch.undo()

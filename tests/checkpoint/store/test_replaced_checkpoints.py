@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -185,26 +184,3 @@ def test_a_checkpoint_that_is_replaced_too_often_is_not_called_damaged(writer):
     writer.begin("indexes").times = 10**6
     with pytest.raises(mlstate.StoreError, match="replaced at each of 20 attempts to verify"):
         mlstate.verify(writer.folder)
-
-
-def test_verify_and_a_writer_at_the_same_time(tmp_path):
-    path = tmp_path / "ckpt"
-    mlstate.save(path, state(0), pack_below_bytes=0)
-    is_over = threading.Event()
-    wrong = []
-
-    def read():
-        while not is_over.is_set():
-            report = mlstate.verify(path)
-            wrong.extend(report.problems)
-            mlstate.load(path, verify="first")
-
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for step in range(1, 40):
-        mlstate.save(path, state(step), pack_below_bytes=0)
-    is_over.set()
-    for reader in readers:
-        reader.join()
-    assert not wrong

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_model import flip
 
 import mlstate
 from mlstate import OptimizerStateDict, errors
@@ -494,14 +495,6 @@ def test_any_name_is_a_file_in_the_folder(folder):
                 assert unit.parameter.tolist() == [i] * 3
 
 
-def flip(path, at):
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte[0] ^ 1]))
-
-
 def test_a_damaged_file_is_named_and_the_rest_stays_usable(folder):
     model, adam = states(2)
     first, second = model
@@ -645,41 +638,6 @@ def test_one_at_a_time_has_the_folder(folder):
     gc.collect()
     with TieredState({"w": np.ones(1)}, {}, folder):
         pass
-
-
-KILLED = """
-import os, signal, sys, threading, time
-import numpy as np
-from mlstate import TieredState
-folder, seconds = sys.argv[1], float(sys.argv[2])
-names = [f"w{i}" for i in range(3)]
-model = {n: np.zeros(50_000) for n in names}
-tiers = TieredState(model, {f"{n}.m": np.zeros(50_000) for n in names}, folder)
-for n in names:
-    tiers.demote(n)
-print("ready", flush=True)
-threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-for step in range(1, 10**6):
-    with tiers.use(names[step % 3]) as unit:
-        unit.parameter[:] = step
-        unit.states["m"][:] = step
-    tiers.demote(names[step % 3])
-"""
-
-
-@pytest.mark.parametrize("seconds", [0.05, 0.11, 0.23])
-def test_whenever_it_is_killed_each_unit_is_whole(folder, seconds):
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(folder), str(seconds)], capture_output=True, text=True
-    )
-    assert done.returncode == -signal.SIGKILL and "ready" in done.stdout, done.stderr
-    with TieredState.open(folder) as tiers:
-        assert list(tiers) == ["w0", "w1", "w2"]
-        for name in tiers:
-            with tiers.use(name) as unit:
-                values = {*unit.parameter.tolist(), *unit.states["m"].tolist()}
-                assert len(values) == 1  # parameter and state are of the same step
-    assert not list(folder.glob(".mlstate*"))
 
 
 # ---- checkpoints ----
