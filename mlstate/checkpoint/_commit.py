@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -57,11 +58,24 @@ class Committed(NamedTuple):
     merged_indexes: dict[str, Any]
 
 
+def warn_caller(text: str) -> None:
+    """Issue a warning that names the line which called this package."""
+    import warnings
+
+    level = 1
+    while sys._getframe(level).f_globals["__name__"].startswith("mlstate."):
+        level += 1
+    warnings.warn(text, stacklevel=level + 1)
+
+
 # ---- messages between ranks; a process that saves alone sends none ----
 
 
-def _gather(group: ProcessGroup | None, data: bytes, root: int | None = None) -> list[bytes]:
-    return [data] if group is None else list(group.gather_bytes(data, root=root) or [])
+def gather_bytes(group: ProcessGroup | None, data: bytes, root: int | None = None) -> list[bytes]:
+    """Gather data from every rank, on all ranks or on one."""
+    if group is None or group.world_size == 1:
+        return [data]
+    return list(group.gather_bytes(data, root=root) or [])
 
 
 def _broadcast(group: ProcessGroup | None, text: bytes) -> bytes:
@@ -130,13 +144,8 @@ def _read_replaced(folder: str) -> Manifest | None:
         try:
             _core.json_checksum_check(data, folder)
         except FormatError:
-            import warnings
-
             log("WARNING", "%s: the checkpoint is damaged and replaced: %s", folder, error)
-            warnings.warn(
-                f"the existing checkpoint is damaged and will be replaced: {error}",
-                stacklevel=7,  # the caller of save
-            )
+            warn_caller(f"the existing checkpoint is damaged and will be replaced: {error}")
             return None
         raise
 
@@ -416,7 +425,7 @@ def _conclude(
     committed: Committed | None = None
     error = result.error
     decided: dict[str, Any] | None = None
-    messages = _gather(target.group, result.message() + b"\n" + gathered.copies, root=0)
+    messages = gather_bytes(target.group, result.message() + b"\n" + gathered.copies, root=0)
     if lock is not None:  # on rank 0
         parted = [message.partition(b"\n") for message in messages]
         reports = [_unpack(report) for report, _, _ in parted]
@@ -503,10 +512,10 @@ def _delete_replaced_together(
     import json
 
     own_plan = {} if committed is None else _plan_deletions(target, committed, before)
-    [text, *_] = _gather(target.group, json.dumps(own_plan).encode())
+    [text, *_] = gather_bytes(target.group, json.dumps(own_plan).encode())
     plan = json.loads(text)
     trouble = _delete_own_replaced(target, plan)
-    troubles = [trouble, *map(bytes.decode, _gather(target.group, trouble.encode(), root=0))]
+    troubles = [trouble, *map(bytes.decode, gather_bytes(target.group, trouble.encode(), root=0))]
     first = next(filter(None, troubles), None)
     warning = None
     if committed is not None and (first or not plan):
@@ -555,15 +564,9 @@ def write_and_commit(
         close_folder(lock, is_clean=is_clean)
     if target.group is not None:
         target.group.barrier()
-    warn_of_files(warning, 5)
-    checkpoint = Checkpoint(target.folder, _manifest=committed and committed.manifest)
+    if warning is not None:
+        warn_caller(warning)
+    manifest = committed and committed.manifest
+    checkpoint = Checkpoint(_folder.RootPath(target.folder, manifest=manifest))
     checkpoint.written = written
     return checkpoint
-
-
-def warn_of_files(text: str | None, level: int) -> None:
-    """Issue a warning about old files that were not deleted, if `text` is given."""
-    if text is not None:
-        import warnings
-
-        warnings.warn(text, stacklevel=level)

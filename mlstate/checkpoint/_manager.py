@@ -14,11 +14,12 @@ from .._common.set_module import set_module
 from .._common.text import steps_text
 from ..errors import FormatError, MLStateError
 from ._checkpoint import Checkpoint
+from ._commit import gather_bytes
 from ._load import LoadedState, load
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder
 from ._retention import NO_RULES, Retention, SaveTimer, check_retention
-from ._save import PACK_BELOW, write_checkpoint
-from ._step_roots import OTHER, agreed_roots, gather_bytes, holds_no_steps, if_alone, try_root
+from ._save import PACK_BELOW, SaveFolder, save
+from ._step_roots import OTHER, agreed_roots, holds_no_steps, if_alone, try_root
 from ._store import folder as _folder
 from ._store.garbage import delete_generations
 from ._store.writer_lock import WriterLock, check_timeout
@@ -311,7 +312,7 @@ class CheckpointManager:
             raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}")
         for root, manifest in self._roots():
             if manifest.step == step:
-                return Checkpoint(self.directory, _root=root.path, _manifest=manifest)
+                return Checkpoint(_folder.RootPath(self.directory, root.path, manifest))
         have = steps_text(self.steps())
         have += f"; {OTHER}" if holds_no_steps(self.directory) else ""
         raise _folder.store_error(
@@ -378,8 +379,8 @@ class CheckpointManager:
             self._timer.note()
             self._refuse_other(group)
             self._warn_of_deletions(step, group)
-            saved = write_checkpoint(
-                self.directory,
+            saved = save(
+                SaveFolder(self.directory, self._retain),
                 model,
                 optimizer,
                 states=states,
@@ -387,13 +388,11 @@ class CheckpointManager:
                 step=step,
                 group=group,
                 layout=layout,
-                pack_below=pack_below_bytes,
+                pack_below_bytes=pack_below_bytes,
                 sparse=sparse,
                 incremental=incremental,
                 compress=compress,
                 progress=progress,
-                keep_root=True,
-                retain=self._retain,
                 lock_timeout=lock_timeout,
             )
             self._own.add(step)
@@ -456,7 +455,7 @@ class CheckpointManager:
         >>> [manager.restore(step).model["w"][0].item() for step in manager.steps()]
         [1.0, 2.0, 3.0]
         """
-        from ._save_async import begin_save
+        from ._save_async import save_async
         from ._staging import OwnStaging
 
         with self._turn(group):
@@ -467,13 +466,13 @@ class CheckpointManager:
             if self._staging is None:
                 self._staging = OwnStaging(kept=True)
 
-            def keep(handle: SaveHandle) -> None:
+            def started(handle: SaveHandle) -> None:
                 # before the save starts, so that an interrupt cannot lose a running save
                 self._under_way = handle
                 self._own.add(step)
 
-            return begin_save(
-                self.directory,
+            return save_async(
+                SaveFolder(self.directory, self._retain, started=started),
                 model,
                 optimizer,
                 states=states,
@@ -484,14 +483,11 @@ class CheckpointManager:
                 progress=progress,
                 group=group,
                 layout=layout,
-                pack_below=pack_below_bytes,
+                pack_below_bytes=pack_below_bytes,
                 sparse=sparse,
                 incremental=incremental,
                 compress=compress,
-                keep_root=True,
-                retain=self._retain,
                 lock_timeout=lock_timeout,
-                keep=keep,
             )
 
     # -- when to save

@@ -17,13 +17,13 @@ from ._commit import (
     lock_of,
     open_folder,
     read_pattern,
-    warn_of_files,
+    warn_caller,
     write_rank,
 )
 from ._manager import find_root
 from ._remote.options import split_url
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder
-from ._save import PACK_BELOW, WRITER, GatheredShards, SaveTarget, check_target
+from ._save import PACK_BELOW, WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
 from ._store import folder as _folder
 from ._verify import verify_files
@@ -95,8 +95,9 @@ def _write_all_ranks(
         raise
     finally:
         close_folder(lock, is_clean=is_clean)
-    warn_of_files(warning, 5)
-    return Checkpoint(target.folder, _manifest=committed.manifest)
+    if warning is not None:
+        warn_caller(warning)
+    return Checkpoint(_folder.RootPath(target.folder, manifest=committed.manifest))
 
 
 def _folders(
@@ -259,11 +260,10 @@ def reshard(
         sparse = any(record.sparse_shards for record in records)
         compress = next((record.codec for record in records if record.codec), None)
         saved = check_target(
-            target,
+            SaveFolder(target, replace_steps=overwrite),
             pack_below=pack_below_bytes,
             sparse=sparse,
             compress=compress,
-            replace_steps=overwrite,
             lock_timeout=lock_timeout,
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)

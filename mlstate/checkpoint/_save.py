@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
+    from ._save_async import SaveHandle
     from ._store.manifest import Manifest
 
     _Dict: TypeAlias = dict[str, Any] | None
@@ -55,6 +56,20 @@ _NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # common mist
 # ---- target and options ----
 
 
+class SaveFolder(NamedTuple):
+    """A folder with internal options; such callers pass it as the path of a save."""
+
+    folder: str | os.PathLike[str]
+    # Called after the commit with the new manifest. It deletes old roots and returns the
+    # manifests of the remaining roots, by their paths in the folder.
+    retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None
+    replace_steps: bool = False  # replace all steps of a manager by this checkpoint
+    started: Callable[[SaveHandle], object] | None = None  # called before `save_async` starts
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.folder)
+
+
 class SaveTarget(NamedTuple):
     """The checked arguments of `save` that describe where and how to save."""
 
@@ -65,10 +80,9 @@ class SaveTarget(NamedTuple):
     layout: Layout | str | None  # for arrays that are not a `Shard`
     how: tuple[int, bool, bool, str | None]  # options of `_core.shards_write`
     keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
-    replace_steps: bool  # by this checkpoint: `retain` deletes all steps of a manager
-    # Called after the commit with the new manifest. It deletes old roots and returns the
-    # manifests of the remaining roots, by their paths in the folder.
-    retain: Callable[[Manifest], Mapping[str, Manifest]] | None
+    replace_steps: bool
+    retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
+    started: Callable[[SaveHandle], object] | None
     lock_timeout: float  # seconds
 
 
@@ -87,9 +101,6 @@ def check_target(
     sparse: bool = False,
     incremental: bool = False,
     compress: str | None = None,
-    keep_root: bool = False,
-    replace_steps: bool = False,
-    retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None,
     lock_timeout: float = 0.0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
@@ -99,7 +110,8 @@ def check_target(
             "the path of a checkpoint must be a str or os.PathLike, got "
             f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
         )
-    folder = checkpoint_folder(path, storage_options)
+    given = path if isinstance(path, SaveFolder) else SaveFolder(path)
+    folder = checkpoint_folder(given.folder, storage_options)
     if not isinstance(folder, str):
         raise TypeError("the path of a checkpoint must be a str")
     for name, value in (("sparse", sparse), ("incremental", incremental)):
@@ -111,8 +123,6 @@ def check_target(
         _ = folder.store  # imports the engine, which checks the options
     if compress is not None:
         _codecs.check(compress)
-    if replace_steps:
-        retain = partial(delete_all_roots, folder)
     rank, world_size = 0, 1
     if group is not None:
         check_group(group)
@@ -124,9 +134,10 @@ def check_target(
         world_size,
         layout,
         (pack_below, sparse, incremental, compress),
-        keep_root,
-        replace_steps,
-        retain,
+        given.retain is not None,
+        given.replace_steps,
+        partial(delete_all_roots, folder) if given.replace_steps else given.retain,
+        given.started,
         check_timeout(lock_timeout),
     )
 
@@ -423,23 +434,6 @@ def _copy_to_host(
 # ---- the whole save ----
 
 
-def write_checkpoint(
-    path: str | os.PathLike[str],
-    model: Any,
-    optimizer: Any,
-    *,
-    metadata: Mapping[str, Any] | None,
-    step: int | None,
-    progress: Callable[[int], object] | None,
-    states: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Checkpoint:
-    """Save one generation; see `mlstate.save`. `options` are passed to `check_target`."""
-    target = check_target(path, **options)
-    content = take_content(target, model, optimizer, metadata, step, states)
-    return write_and_commit(target, gather_shards(target, content), progress)
-
-
 @set_module("mlstate.checkpoint")
 def save(
     path: str | os.PathLike[str],
@@ -585,20 +579,16 @@ def save(
     >>> [t.version for t in mlstate.save(path, state).tensors()]
     [2, 1]
     """
-    return write_checkpoint(
+    target = check_target(
         path,
-        model,
-        optimizer,
-        states=states,
-        metadata=metadata,
-        step=step,
         group=group,
         layout=layout,
         pack_below=pack_below_bytes,
         sparse=sparse,
         incremental=incremental,
         compress=compress,
-        progress=progress,
         lock_timeout=lock_timeout,
         storage_options=storage_options,
     )
+    content = take_content(target, model, optimizer, metadata, step, states)
+    return write_and_commit(target, gather_shards(target, content), progress)

@@ -6,6 +6,7 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
+from ._commit import gather_bytes
 from ._load import LoadedState, load
 from ._store import folder as _folder
 
@@ -26,13 +27,6 @@ def if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
 def holds_no_steps(folder: str) -> bool:
     """Return whether a folder has a checkpoint, but no steps of a manager."""
     return _folder.exists(folder, _folder.MANIFEST) and not _folder.list_roots(folder)
-
-
-def gather_bytes(group: ProcessGroup | None, text: bytes) -> list[bytes]:
-    """Gather a text from every rank."""
-    if group is None or group.world_size == 1:
-        return [text]
-    return list(group.gather_bytes(text))
 
 
 def agreed_roots(folder: str, group: ProcessGroup | None) -> list[str]:

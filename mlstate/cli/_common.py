@@ -86,7 +86,7 @@ class Folder(NamedTuple):
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint and read its indexes."""
-        return Checkpoint._opened(self.path, self.root)
+        return Checkpoint._opened(_folder.RootPath(self.path, self.root))
 
     def load(self, **keywords: Any) -> LoadedState:
         """Load the checkpoint."""

@@ -18,6 +18,7 @@ from thread_team import run_in_threads
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Staging, prune, save_async
+from mlstate.checkpoint._store.folder import RootPath
 
 
 def state(step, large=False):
@@ -255,7 +256,7 @@ def test_a_root_in_the_place_of_another_is_damaged(tmp_path):
     roots[2].write_bytes(roots[0].read_bytes())
     text = f"{roots[2].name}: the content .* step 1, whose name would be roots/{roots[0].name}"
     with pytest.raises(mlstate.FormatError, match=text) as caught:
-        mlstate.checkpoint.Checkpoint(tmp_path, _root=f"roots/{roots[2].name}")
+        mlstate.checkpoint.Checkpoint(RootPath(str(tmp_path), f"roots/{roots[2].name}"))
     assert caught.value.path == str(roots[2])
     with pytest.warns(UserWarning, match=text):
         assert manager.restore_latest().step == 1

@@ -530,20 +530,9 @@ def _write_mlstate(
     metadata: dict[str, Any],
     overwrite: bool,
 ) -> None:
-    from .._save import PACK_BELOW, write_checkpoint
+    from .._save import SaveFolder, save
 
-    write_checkpoint(
-        path,
-        model,
-        optimizer,
-        metadata=metadata,
-        step=None,
-        progress=None,
-        group=None,
-        layout=None,
-        pack_below=PACK_BELOW,
-        replace_steps=overwrite,
-    )
+    save(SaveFolder(path, replace_steps=overwrite), model, optimizer, metadata=metadata)
 
 
 def _write_huggingface(

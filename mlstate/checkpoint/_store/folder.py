@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.log import is_logged, log
+from ..._common.store_error import format_error
 from ..._common.store_error import store_error as store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .._remote.remote_folder import RemoteFolder, checkpoint_folder
@@ -76,9 +77,7 @@ def _read_descriptor(descriptor: int, path: str) -> bytes:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
         what = "too long" if stat.S_ISREG(found.st_mode) else "not a regular file"
-        error = FormatError(f"{path}: {what}")
-        error.path = path
-        raise error
+        raise format_error(f"{path}: {what}", path)
     data = os.read(descriptor, found.st_size + 1)
     if len(data) == found.st_size:
         return data
@@ -93,17 +92,13 @@ def read_bytes(folder: str, name: str) -> bytes:
         try:
             return folder.read(name)
         except ValueError as error:
-            wrong = FormatError(f"{path}: {error}")
-            wrong.path = path
-            raise wrong from None
+            raise format_error(f"{path}: {error}", path) from None
     try:
         with _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
             return _read_descriptor(descriptor.fileno(), path)
     except OSError as error:
         if error.errno == errno.ELOOP or isinstance(error, IsADirectoryError):
-            wrong = FormatError(f"{path}: not a regular file")
-            wrong.path = path
-            raise wrong from None
+            raise format_error(f"{path}: not a regular file", path) from None
         raise store_error(error, "cannot read the file", path) from None
 
 
@@ -167,12 +162,11 @@ def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
     manifest = parse(data, os.path.join(folder, name))
     if name not in (MANIFEST, root_path(manifest)):
         path = os.path.join(folder, name)
-        wrong = FormatError(
+        raise format_error(
             f"{path}: the content does not match the file name: it is step {manifest.step}, whose "
-            f"name would be {root_path(manifest)}"
+            f"name would be {root_path(manifest)}",
+            path,
         )
-        wrong.path = path
-        raise wrong
     return manifest
 
 
@@ -287,9 +281,8 @@ def next_sequence(folder: str, newest: Manifest | None) -> int:
         with suppress(MLStateError):
             found = read_manifest(folder, root.path).sequence
     if found >= MOST_SEQUENCE:
-        error = FormatError(f"{folder}: sequence {found} is the last that a manifest can hold")
-        error.path = folder
-        raise error
+        text = f"{folder}: sequence {found} is the last that a manifest can hold"
+        raise format_error(text, folder)
     return found + 1
 
 
@@ -634,9 +627,8 @@ def _check_patterns(
             parts = tuple(each[place] for each in pattern.parts)
             if first is None or found != ManifestSummary(first.pattern, parts):
                 path = manifest.indexes[rank].path
-                other = FormatError(f"{path}: its pattern or parts differ from the manifest")
-                other.path = os.path.join(folder, path)
-                raise other
+                text = f"{path}: its pattern or parts differ from the manifest"
+                raise format_error(text, os.path.join(folder, path))
 
 
 def load_merged_index(
@@ -670,9 +662,8 @@ def load_merged_index(
             manifest.world_size,
             [record.shards, record.data_bytes],
         ) or record.path != f"index/{generation}.{rank}.json":
-            other = FormatError(f"{record.path}: the index of another checkpoint")
-            other.path = os.path.join(folder, record.path)
-            raise other
+            text = f"{record.path}: the index of another checkpoint"
+            raise format_error(text, os.path.join(folder, record.path))
     if manifest.patterns is not None:
         _check_patterns(folder, manifest, dict(zip(chosen, patterns_of(merged), strict=True)))
     return merged

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ... import _core
+from ..._common.store_error import format_error
 from ...errors import FormatError
 from . import folder as _folder
 from .manifest import Manifest
@@ -64,9 +65,8 @@ def _index_files(folder: str, which: Generation, rank: int) -> tuple[str, set[st
     merged = _core.MergedIndex((data,), (os.path.join(folder, path),))
     [(generation, said, world_size, *_)] = merged.heads()
     if (generation, said, world_size) != (which.generation, rank, which.world_size):
-        error = FormatError(f"{path}: the index of another checkpoint")
-        error.path = os.path.join(folder, path)
-        raise error
+        text = f"{path}: the index of another checkpoint"
+        raise format_error(text, os.path.join(folder, path))
     return path, set(merged.files())
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.store_error import store_error
+from ..._common.store_error import format_error, store_error
 from ..._common.text import names_hint
 from ...errors import FormatError, StoreNotFoundError
 from .._remote.remote_folder import RemoteFolder
@@ -66,9 +66,7 @@ def hub_hint(folder: str) -> str:
 
 
 def _wrong(folder: str, root: str, text: str) -> FormatError:
-    error = FormatError(f"{root}: {text}")
-    error.path = os.path.join(folder, root)
-    return error
+    return format_error(f"{root}: {text}", os.path.join(folder, root))
 
 
 def _listed(names: list[str]) -> str:
@@ -101,9 +99,7 @@ def _parse(folder: str, data: bytes) -> WeightFiles:
     try:
         _core.json_check(data, _MOST_DEPTH, INDEX)
         found = json.loads(data)
-    except FormatError as error:
-        raise _wrong(folder, INDEX, f"not valid JSON: {error}") from None
-    except ValueError as error:
+    except (FormatError, ValueError) as error:
         raise _wrong(folder, INDEX, f"not valid JSON: {error}") from None
     tensors = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(tensors, dict) or not tensors:

@@ -18,6 +18,7 @@ from ... import _core
 from ..._common.arrays import is_torch
 from ..._common.backend import backend_named, backend_of
 from ..._common.dtypes import label_of, text_of
+from ..._common.store_error import format_error
 from ..._sharding.layout import Layout, Shard, Tier
 from ...distributed._byte_ranges import dtype_of, plain_of
 from ...errors import FormatError, MLStateError, StoreError
@@ -250,9 +251,7 @@ def _verify(path: str) -> None:
 
 
 def _format_error(path: str, text: str) -> FormatError:
-    error = FormatError(f"{os.path.basename(path)}: {text}")
-    error.path = path
-    return error
+    return format_error(f"{os.path.basename(path)}: {text}", path)
 
 
 def _read_description(texts: Mapping[str, str], path: str) -> dict[str, Any]:
