@@ -483,21 +483,15 @@ def test_a_save_that_waits_for_itself_is_an_error(tmp_path, what):
 
 
 @pytest.fixture
-def finish(manager):
+def finish(manager, held):
     """A thread saves step 1 until this is called."""
-    inside, go_on = threading.Event(), threading.Event()
-
-    def progress(_):
-        inside.set()
-        go_on.wait(20)
-
     arguments = (1, {"w": np.ones(2000)})
-    thread = threading.Thread(target=manager.save, args=arguments, kwargs={"progress": progress})
+    thread = threading.Thread(target=manager.save, args=arguments, kwargs={"progress": held})
     thread.start()
-    assert inside.wait(20)
+    assert held.called.wait(20)
 
     def finish():
-        go_on.set()
+        held.go.set()
         thread.join(20)
 
     yield finish
