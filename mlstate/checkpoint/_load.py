@@ -223,15 +223,11 @@ class Loader:
         _folder.read_batches(self.folder, self.merged_index, section, keys, cutting, verify, read)
         return arrays
 
-    def load_new(self, section: Section, names: list[str], cutting: Any) -> dict[str, Any]:
-        """Return new arrays or, with mmap, views of the files."""
-        keys = section.keys(names)
-        arrays = self._load(section.number, keys, cutting, mmap=self.request.mmap)
-        return {name: arrays[key] for name, key in zip(names, keys, strict=True)}
-
     def load_state(self, section: Section, names: list[str], extra: dict[str, Any]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
-        arrays = {**self.load_new(section, names, self.request.cutting), **extra}
+        keys = section.keys(names)
+        found = self._load(section.number, keys, self.request.cutting, mmap=self.request.mmap)
+        arrays = {name: found[key] for name, key in zip(names, keys, strict=True)} | extra
         if self.request.device is not None:
             tensors = torch_backend("tensors on a device=").tensors_of(arrays)
             arrays = {name: each.to(self.request.device) for name, each in tensors.items()}

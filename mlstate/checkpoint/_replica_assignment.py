@@ -49,12 +49,6 @@ def whole_names(dicts: _Dicts) -> list[str]:
     return sorted(name for name, v in _entries(dicts) if not isinstance(v, Shard))
 
 
-def _replica_names(dicts: _Dicts) -> list[str]:
-    """Return the sorted qualified names of all shards that another rank writes."""
-    entries = _entries(dicts)
-    return sorted(name for name, v in entries if isinstance(v, Shard) and v.replica > 0)
-
-
 def by_section(names: Iterable[str]) -> tuple[frozenset[str], ...]:
     """Split qualified names into the names of the sections."""
     names = list(names)
@@ -169,7 +163,8 @@ def _pack_local(
     if error is None:
         try:
             summary = _summarize(dicts, steps, states)
-            replicas = _replica_names(dicts)
+            entries = _entries(dicts)
+            replicas = sorted(name for name, v in entries if isinstance(v, Shard) and v.replica > 0)
         except Exception as caught:  # must not raise here: other ranks wait for a message
             error = caught
     if error is not None:
@@ -203,14 +198,6 @@ def _exchange_digests(
         columns.append({each[len(each) - tail :][: len(state)] for each in digests})
         tail -= len(state)
     return [first[kind] for kind in kinds], is_reporter, tuple(columns)
-
-
-def _exchange_summaries(group: ProcessGroup, text: bytes) -> dict[int, _Summary]:
-    """Return the summaries of ranks that sent one; other ranks send an empty text."""
-    import json
-
-    gathered = list(group.gather_bytes(text) or [])
-    return {rank: json.loads(found) for rank, found in enumerate(gathered) if found}
 
 
 def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
@@ -261,7 +248,8 @@ def assign_replicas(
             return Assignment(None, copies, error, found)
         mine = by_section([*summary["whole"]][rank :: group.world_size])
         return Assignment(mine, copies, None, found)
-    summaries = _exchange_summaries(group, text if first[rank] == rank else b"")
+    gathered = group.gather_bytes(text if first[rank] == rank else b"") or []
+    summaries = {other: json.loads(found) for other, found in enumerate(gathered) if found}
     failed = _peer_error(summaries) if error is None else error
     if failed is not None:
         return Assignment(error=failed)

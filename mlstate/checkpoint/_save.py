@@ -361,13 +361,6 @@ class GatheredShards:
         self.error = error
 
 
-def _layout_steps(target: SaveTarget, content: SaveContent) -> Steps:
-    """Return the layout steps for arrays that are not a `Shard`; () if these stay whole."""
-    if target.layout is None or content.error is not None:
-        return ()
-    return steps_of(target.layout, target.world_size) or ()
-
-
 def gather_shards(
     target: SaveTarget, content: SaveContent, copy: Callable[[Any], Any] | None = None
 ) -> GatheredShards:
@@ -378,7 +371,9 @@ def gather_shards(
     """
     gathered = GatheredShards(content.header)
     try:
-        steps = _layout_steps(target, content)
+        steps: Steps = ()  # for arrays that are not a `Shard`; () if these stay whole
+        if target.layout is not None and content.error is None:
+            steps = steps_of(target.layout, target.world_size) or ()
         assigned = Assignment()
         if target.group is not None:
             assigned = _assign_replicas(target.group, steps, content)

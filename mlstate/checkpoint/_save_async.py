@@ -645,15 +645,6 @@ def refuse_default_group(group: ProcessGroup | None) -> None:
         )
 
 
-def _staging_budget(most: MemorySize | None) -> Budget | None:
-    if most is None:
-        return None
-    budget = parse_budget("max_staging_bytes", most)
-    if budget.nbytes < 0:
-        raise ValueError(f"max_staging_bytes must be 0 or more, got {most}")
-    return budget
-
-
 def devices_of(content: SaveContent) -> list[Any]:
     """Return the devices of the state's tensors, except the CPU."""
     values = [v for state in content.dicts if state is not None for v in state.values()]
@@ -676,11 +667,6 @@ def staging_of(staging: object) -> Staging:
     if not isinstance(staging, Staging):
         raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
     return staging
-
-
-def _check_progress(progress: object) -> None:
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress must be callable, got {type(progress).__name__}")
 
 
 def start_job(job: SaveJob, devices: list[Any], *, until_staged: bool = False) -> SaveHandle:
@@ -803,8 +789,13 @@ def save_async(
     """
     began = time.perf_counter()
     memory = staging_of(staging)
-    _check_progress(progress)
-    budget = _staging_budget(max_staging_bytes)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be callable, got {type(progress).__name__}")
+    budget = None
+    if max_staging_bytes is not None:
+        budget = parse_budget("max_staging_bytes", max_staging_bytes)
+        if budget.nbytes < 0:
+            raise ValueError(f"max_staging_bytes must be 0 or more, got {max_staging_bytes}")
     target = check_target(
         path,
         group=group,
