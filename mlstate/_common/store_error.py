@@ -1,10 +1,10 @@
-"""Errors of files and objects that a system or a store refused."""
+"""Errors of files and objects: refused by a system or a store, or malformed."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..errors import StoreError, StoreNotFoundError, StorePermissionError
+from ..errors import FormatError, StoreError, StoreNotFoundError, StorePermissionError
 
 
 def store_error(error: OSError, what: str, path: Any) -> StoreError:
@@ -17,3 +17,10 @@ def store_error(error: OSError, what: str, path: Any) -> StoreError:
     made = cls(error.errno, f"{what}: {error.strerror}", path)
     made.path = path
     return made  # type: ignore[no-any-return]
+
+
+def format_error(text: str, path: Any) -> FormatError:
+    """Return the error for a malformed file."""
+    made = FormatError(text)
+    made.path = path
+    return made

@@ -370,6 +370,11 @@ class Shard:
     def _steps(self) -> Steps:
         return self.layout._steps
 
+    def _with_array(self, array: Any, tier: str | None) -> Shard:
+        """Return the same part with another array and tier."""
+        facts: dict[str, Any] = {"version": self.version, "replica": self.replica, "tier": tier}
+        return Shard(array, self.layout, self.index, shape=self.shape, **facts)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the array."""

@@ -9,13 +9,12 @@ from .._common.set_module import set_module
 from .._common.text import bytes_text, table_text
 from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
-from ._load import LoadedState, load_checkpoint
-from ._remote.remote_folder import checkpoint_folder
+from ._load import LoadedState, load
 from ._store import folder as _folder
 from ._store.folder import SECTIONS
 from ._store.manifest import build, parse
 from ._store.weight_files import ROOTS
-from ._verify import VerifyReport, verify_checkpoint
+from ._verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -221,19 +220,11 @@ class Checkpoint:
         path: str | os.PathLike[str],
         *,
         storage_options: Mapping[str, Any] | None = None,
-        _root: str = _folder.MANIFEST,
-        _manifest: Manifest | None = None,
     ) -> None:
-        # a caller that passes the manifest passes an absolute path or a folder in a store
-        self.path = (
-            checkpoint_folder(path, storage_options, reads=True)
-            if _manifest is None
-            else os.fspath(path)
-        )
-        if _manifest is None:
-            _root, _manifest = _folder.open_root(self.path, _root)
-        self._root = _root
-        self._manifest = _manifest or _folder.read_manifest(self.path, self._root)
+        self.path, self._root, manifest = _folder.open_path(path, storage_options)
+        if manifest is None:
+            self._root, manifest = _folder.open_root(self.path, self._root)
+        self._manifest = manifest or _folder.read_manifest(self.path, self._root)
         self._read_index: Any = None
         self.written: dict[str, Any] | None = None
 
@@ -251,7 +242,7 @@ class Checkpoint:
         manifest = state["manifest"]
         if isinstance(manifest, bytes):
             manifest = parse(manifest, state["root"])
-        Checkpoint.__init__(self, state["path"], _root=state["root"], _manifest=manifest)
+        Checkpoint.__init__(self, _folder.RootPath(state["path"], state["root"], manifest))
         self.written = state["written"]
 
     @property
@@ -264,22 +255,21 @@ class Checkpoint:
     def _opened(
         cls,
         path: str | os.PathLike[str],
-        root: str = _folder.MANIFEST,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Read the indexes at once, so that a writer cannot delete them before their first use."""
-        folder = checkpoint_folder(path, storage_options, reads=True)
+        folder, root, _ = _folder.open_path(path, storage_options)
         root, known = _folder.open_root(folder, root)
 
         def read(manifest: Manifest) -> Checkpoint:
-            found = cls(folder, _root=root, _manifest=manifest)
+            found = cls(_folder.RootPath(folder, root, manifest))
             _ = found._merged_index
             return found
 
         try:
             return _folder.read_root(folder, root, read, known)
         except (FormatError, StoreError):  # of an index; the manifest may be readable
-            return cls(folder, _root=root)
+            return cls(_folder.RootPath(folder, root))
 
     @property
     def generation(self) -> str:
@@ -406,7 +396,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).load().model["w"]
         array([1., 1.])
         """
-        return load_checkpoint(self.path, root=self._root, **keywords)
+        return load(_folder.RootPath(self.path, self._root), **keywords)
 
     def verify(self, **keywords: Any) -> VerifyReport:
         """Read and verify all of it; takes the keywords of `mlstate.verify`.
@@ -418,7 +408,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).verify().problems
         []
         """
-        return verify_checkpoint(self.path, root=self._root, **keywords)
+        return verify(_folder.RootPath(self.path, self._root), **keywords)
 
     def _title(self) -> str:
         tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))

@@ -1,7 +1,7 @@
 """Write the shards of a save, and commit them.
 
     write_and_commit -> _begin            rank 0 locks the folder and chooses the generation
-                     -> _write_shards     every rank writes its own files
+                     -> _try_write        every rank writes its own files
                      -> _conclude         rank 0 replaces the manifest if every rank succeeded
                      -> delete_replaced   files that no root needs any more are deleted
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -29,7 +30,7 @@ from ._store.manifest import IndexRecord, Manifest, build, parse
 from ._store.writer_lock import WriterLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from ..collectives import ProcessGroup
@@ -43,43 +44,38 @@ _MESSAGE_BYTES = 1024  # largest fixed-size message between ranks
 
 
 class Start(NamedTuple):
-    """A started save.
+    """A started save; only rank 0 knows more than the generation."""
 
-    Attributes
-    ----------
-    generation : str
-        Identifier of the save; part of its files' names.
-    sequence : int
-        Number of the save. Set on rank 0 only.
-    before : Manifest or None
-        The checkpoint to replace; None if there is none, or it is damaged. Set on rank 0 only.
-    """
-
-    generation: str
+    generation: str  # identifier of the save; part of its files' names
     sequence: int = 0
-    before: Manifest | None = None
+    before: Manifest | None = None  # checkpoint to replace; None if none, or if it is damaged
 
 
 class Committed(NamedTuple):
-    """A committed manifest.
-
-    Attributes
-    ----------
-    manifest : Manifest
-        The manifest, as read back before the commit.
-    merged_indexes : dict
-        The index that was read back, by generation, if there is a single rank.
-    """
+    """A committed manifest, as read back; with a single rank also its index, by generation."""
 
     manifest: Manifest
     merged_indexes: dict[str, Any]
 
 
+def warn_caller(text: str) -> None:
+    """Issue a warning that names the line which called this package."""
+    import warnings
+
+    level = 1
+    while sys._getframe(level).f_globals["__name__"].startswith("mlstate."):
+        level += 1
+    warnings.warn(text, stacklevel=level + 1)
+
+
 # ---- messages between ranks; a process that saves alone sends none ----
 
 
-def _gather(group: ProcessGroup | None, data: bytes, root: int | None = None) -> list[bytes]:
-    return [data] if group is None else list(group.gather_bytes(data, root=root) or [])
+def gather_bytes(group: ProcessGroup | None, data: bytes, root: int | None = None) -> list[bytes]:
+    """Gather data from every rank, on all ranks or on one."""
+    if group is None or group.world_size == 1:
+        return [data]
+    return list(group.gather_bytes(data, root=root) or [])
 
 
 def _broadcast(group: ProcessGroup | None, text: bytes) -> bytes:
@@ -148,13 +144,8 @@ def _read_replaced(folder: str) -> Manifest | None:
         try:
             _core.json_checksum_check(data, folder)
         except FormatError:
-            import warnings
-
             log("WARNING", "%s: the checkpoint is damaged and replaced: %s", folder, error)
-            warnings.warn(
-                f"the existing checkpoint is damaged and will be replaced: {error}",
-                stacklevel=7,  # the caller of save
-            )
+            warn_caller(f"the existing checkpoint is damaged and will be replaced: {error}")
             return None
         raise
 
@@ -182,15 +173,8 @@ def lock_of(target: SaveTarget) -> _Lock:
 def open_folder(target: SaveTarget, lock: _Lock, *, states: bool = False) -> Start:
     """Take the lock and choose a generation; record the generation in the lock's file.
 
-    `states` tells whether the save has named states, which need their own subfolder.
-
-    Raises
-    ------
-    StoreError
-        Another process is writing (EBUSY), the folder holds a manager's steps (EEXIST), or the
-        operating system refused. The caller releases the lock.
-    FormatError
-        The manifest is of a newer format.
+    `states` tells whether the save has named states, which need their own subfolder. The caller
+    releases the lock, also after an error.
     """
     folder = target.folder
     _folder.create(folder, states=states)
@@ -271,20 +255,10 @@ def _previous_index(target: SaveTarget, start: Start) -> Any:
 
 
 class WriteResult(NamedTuple):
-    """The result of one rank's writing.
+    """The result of one rank's writing, or the reason why the rank cannot save."""
 
-    Attributes
-    ----------
-    written : dict or None
-        Result of `_core.shards_write`; None after an error.
-    pattern : dict
-        Pattern of the rank's index, if several ranks save.
-    error : BaseException or None
-        Reason why the rank cannot save.
-    """
-
-    written: dict[str, Any] | None
-    pattern: dict[str, Any]
+    written: dict[str, Any] | None  # result of `_core.shards_write`
+    pattern: dict[str, Any]  # of the rank's index, if several ranks save
     error: BaseException | None
 
     def message(self) -> bytes:
@@ -301,33 +275,53 @@ def new_files(folder: str, progress: Callable[[int], object] | None) -> Abstract
     return nullcontext(folder)
 
 
-def _write_shards(
+def write_rank(
+    target: SaveTarget,
+    generation: str,
+    gathered: GatheredShards,
+    before: Any = None,
+    progress: Callable[[int], object] | None = None,
+    freed: Callable[[], object] | None = None,
+) -> dict[str, Any]:
+    """Write one rank's shards, to local disk durably; call `freed` when arrays may change.
+
+    Shards that are unchanged since the index `before` are kept.
+    """
+    shards, gathered.shards = gathered.shards, None
+    with new_files(target.folder, progress) as folder:
+        written: dict[str, Any] = _core.shards_write(
+            folder,
+            generation,
+            shards,
+            before,
+            target.how,
+            progress,
+            freed,
+            _folder.new_file_mode(folder),
+            isinstance(target.folder, RemoteFolder),
+        )
+    return written
+
+
+def read_pattern(folder: str, written: dict[str, Any]) -> dict[str, Any]:
+    """Read back a rank's written index, and return its pattern."""
+    return pattern_of(_folder.load_index(folder, record_of(written)))
+
+
+def _try_write(
     target: SaveTarget,
     start: Start,
     gathered: GatheredShards,
     progress: Callable[[int], object] | None,
     freed: Callable[[], object] | None,
 ) -> WriteResult:
-    """Write this rank's shards, to local disk durably; call `freed` when arrays may change."""
+    """Write this rank's shards; other ranks wait, so only their errors are raised."""
     if gathered.error is not None:
         return WriteResult(None, {}, gathered.error)
     try:
-        shards, gathered.shards = gathered.shards, None
-        with new_files(target.folder, progress) as folder:
-            written = _core.shards_write(
-                folder,
-                start.generation,
-                shards,
-                _previous_index(target, start),
-                target.how,
-                progress,
-                freed,
-                _folder.new_file_mode(folder),
-                isinstance(target.folder, RemoteFolder),
-            )
-        pattern: dict[str, Any] = {}
-        if target.group is not None:
-            pattern = pattern_of(_folder.load_index(target.folder, record_of(written)))
+        before = _previous_index(target, start)
+        written = write_rank(target, start.generation, gathered, before, progress, freed)
+        pattern = {} if target.group is None else read_pattern(target.folder, written)
     except CollectiveError:
         raise
     except BaseException as error:
@@ -338,28 +332,45 @@ def _write_shards(
 # ---- the commit: rank 0 replaces the manifest if every rank succeeded ----
 
 
-def commit_manifest(
-    folder: str, manifest: Manifest, lock: _Lock, *, keep_root: bool = False
+def creation_time() -> str:
+    """Return the current time in the manifest's form."""
+    import datetime
+
+    now = datetime.datetime.now(datetime.UTC)
+    return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def commit_ranks(
+    target: SaveTarget,
+    start: Start,
+    header: dict[str, Any],
+    written: list[dict[str, Any]],
+    copies: Iterable[bytes],
+    lock: _Lock,
 ) -> Committed:
-    """Read back the text and, with a single rank, its index; then replace the manifest.
+    """Check that the ranks' files make one complete checkpoint, and replace the manifest.
 
-    With several ranks, each rank has read back its index before. The caller holds `lock`.
-
-    Raises
-    ------
-    FormatError, ChecksumError
-        The manifest or the index is invalid. The old checkpoint is unchanged.
-    StoreError
-        The operating system or the store refused, or another writer won (EBUSY).
+    Its text and, with a single rank, its index are read back before; each of several ranks has
+    read back its own. The caller holds `lock`. After an error the old checkpoint is unchanged.
     """
+    manifest = Manifest(
+        generation=start.generation,
+        sequence=start.sequence,
+        created=creation_time(),
+        indexes=tuple(map(record_of, written)),
+        **header,
+    )
+    folder = target.folder
+    if len(written) > 1:
+        manifest, merged = with_patterns(folder, manifest, written)
+        check_copies(merged, copies)
     data = build(manifest)
-    path = os.path.join(folder, _folder.MANIFEST)
-    parsed = parse(data, path)
+    parsed = parse(data, os.path.join(folder, _folder.MANIFEST))
     merged_indexes = {}
-    if manifest.world_size == 1:
-        merged_indexes[manifest.generation] = _folder.load_merged_index(folder, parsed)
+    if len(written) == 1:
+        merged_indexes[start.generation] = _folder.load_merged_index(folder, parsed)
     mode = _folder.new_file_mode(folder)
-    lock.commit(data, mode, _folder.root_path(manifest) if keep_root else None)
+    lock.commit(data, mode, _folder.root_path(manifest) if target.keep_root else None)
     return Committed(parsed, merged_indexes)
 
 
@@ -375,39 +386,9 @@ def is_committed(folder: str, generation: str) -> bool:
     return False
 
 
-def creation_time() -> str:
-    """Return the current time in the manifest's form."""
-    import datetime
-
-    now = datetime.datetime.now(datetime.UTC)
-    return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def _commit_ranks(
-    target: SaveTarget,
-    start: Start,
-    header: dict[str, Any],
-    reports: list[tuple[Any, bytes]],
-    lock: _Lock,
-) -> Committed:
-    """Check that the ranks' files make one complete checkpoint, and commit it."""
-    written = [report["written"] for report, _ in reports]
-    manifest = Manifest(
-        generation=start.generation,
-        sequence=start.sequence,
-        created=creation_time(),
-        indexes=tuple(map(record_of, written)),
-        **header,
-    )
-    if target.world_size > 1:
-        manifest, merged = with_patterns(target.folder, manifest, written)
-        check_copies(merged, (copies for _, copies in reports))
-    return commit_manifest(target.folder, manifest, lock, keep_root=target.keep_root)
-
-
-def _refusal(reports: list[tuple[Any, bytes]]) -> dict[str, Any] | None:
+def _refusal(reports: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the outcome if a rank failed, with its error; None if every rank succeeded."""
-    for rank, (report, _) in enumerate(reports):
+    for rank, report in enumerate(reports):
         if "error" in report:
             text = f"rank {rank}: {report['error']}"
             return {"committed": False, "unsure": False, "error": text, "rank": rank}
@@ -426,21 +407,11 @@ def _take_back(target: SaveTarget, start: Start, *, is_unsure: bool) -> bool:
 
 
 class Outcome(NamedTuple):
-    """The result of a save.
-
-    Attributes
-    ----------
-    committed : Committed or None
-        The commit; None on ranks above 0, and after an error.
-    error : BaseException or None
-        Reason why nothing was committed: this rank's error, or one that names another rank.
-    is_clean : bool
-        After an error: whether this rank left no files.
-    """
+    """The result of a save: the commit, which rank 0 knows, or the reason why there is none."""
 
     committed: Committed | None
-    error: BaseException | None = None
-    is_clean: bool = False
+    error: BaseException | None = None  # of this rank, or one that names another rank
+    is_clean: bool = False  # after an error: whether this rank left no files
 
 
 def _conclude(
@@ -454,14 +425,16 @@ def _conclude(
     committed: Committed | None = None
     error = result.error
     decided: dict[str, Any] | None = None
-    messages = _gather(target.group, result.message() + b"\n" + gathered.copies, root=0)
+    messages = gather_bytes(target.group, result.message() + b"\n" + gathered.copies, root=0)
     if lock is not None:  # on rank 0
         parted = [message.partition(b"\n") for message in messages]
-        reports = [(_unpack(report), copies) for report, _, copies in parted]
+        reports = [_unpack(report) for report, _, _ in parted]
         decided = _refusal(reports)
         try:
             if decided is None:
-                committed = _commit_ranks(target, start, gathered.header, reports, lock)
+                written = [report["written"] for report in reports]
+                copies = (names for _, _, names in parted)
+                committed = commit_ranks(target, start, gathered.header, written, copies, lock)
         except BaseException as caught:
             error = caught
             unsure = lock.is_unsure or is_committed(target.folder, start.generation)
@@ -539,10 +512,10 @@ def _delete_replaced_together(
     import json
 
     own_plan = {} if committed is None else _plan_deletions(target, committed, before)
-    [text, *_] = _gather(target.group, json.dumps(own_plan).encode())
+    [text, *_] = gather_bytes(target.group, json.dumps(own_plan).encode())
     plan = json.loads(text)
     trouble = _delete_own_replaced(target, plan)
-    troubles = [trouble, *map(bytes.decode, _gather(target.group, trouble.encode(), root=0))]
+    troubles = [trouble, *map(bytes.decode, gather_bytes(target.group, trouble.encode(), root=0))]
     first = next(filter(None, troubles), None)
     warning = None
     if committed is not None and (first or not plan):
@@ -563,24 +536,7 @@ def write_and_commit(
 ) -> Checkpoint:
     """Write the gathered shards and commit them; every rank calls it, even after a failure.
 
-    Parameters
-    ----------
-    target, gathered
-        Results of `check_target` and `gather_shards`.
-    progress : callable or None
-        As for `mlstate.save`.
-    freed : callable, optional
-        Called when the arrays may change.
-
-    Returns
-    -------
-    Checkpoint
-        The new checkpoint.
-
-    Raises
-    ------
-    StoreError, CollectiveError, ...
-        As for `mlstate.save`. The old checkpoint is unchanged.
+    `freed` is called when the arrays may change. After an error the old checkpoint is unchanged.
     """
     from ._checkpoint import Checkpoint
 
@@ -591,7 +547,7 @@ def write_and_commit(
     outcome: Outcome | None = None
     try:
         start = _begin(target, lock, states=bool(gathered.header.get("states")))
-        result = _write_shards(target, start, gathered, progress, freed)
+        result = _try_write(target, start, gathered, progress, freed)
         outcome = _conclude(target, start, gathered, result, lock)
         if outcome.error is not None:
             # another rank may have left files, so the next save must look for them
@@ -608,15 +564,9 @@ def write_and_commit(
         close_folder(lock, is_clean=is_clean)
     if target.group is not None:
         target.group.barrier()
-    warn_of_files(warning, 5)
-    checkpoint = Checkpoint(target.folder, _manifest=committed and committed.manifest)
+    if warning is not None:
+        warn_caller(warning)
+    manifest = committed and committed.manifest
+    checkpoint = Checkpoint(_folder.RootPath(target.folder, manifest=manifest))
     checkpoint.written = written
     return checkpoint
-
-
-def warn_of_files(text: str | None, level: int) -> None:
-    """Issue a warning about old files that were not deleted, if `text` is given."""
-    if text is not None:
-        import warnings
-
-        warnings.warn(text, stacklevel=level)

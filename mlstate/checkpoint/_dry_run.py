@@ -149,17 +149,7 @@ def _shape_only(value: Any) -> Any:
     torch = sys.modules.get("torch")
     if isinstance(value, Shard):
         array = _shape_only(value.array)
-        if array is value.array:
-            return value
-        return Shard(
-            array,
-            value.layout,
-            value.index,
-            shape=value.shape,
-            version=value.version,
-            tier=value.tier,
-            replica=value.replica,
-        )
+        return value if array is value.array else value._with_array(array, value.tier)
     if torch is None or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
         return value
     return torch.zeros((), dtype=value.dtype).expand(value.shape)

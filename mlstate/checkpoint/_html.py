@@ -51,10 +51,10 @@ def _page(content: str) -> str:
     return f"<div class=mlstate-ckpt><style>{_STYLE}</style>{content}</div>"
 
 
-def _fit_page(make: Callable[[int], str], rows: int) -> str:
+def fit_page(make: Callable[[int], str], rows: int) -> str:
     """Return the page with as many rows as fit the byte limit."""
     while True:
-        page = _page(make(rows))
+        page = make(rows)
         if rows == 0 or len(page.encode("utf-8", "replace")) < MOST_BYTES:
             return page
         rows //= 2
@@ -142,9 +142,9 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
             "".join(_layer(group, columns, largest, each, unfold) for group in part)
             for part in shown
         ]
-        return head + layers[0] + (_hidden_layers(hidden) if hidden else "") + layers[1]
+        return _page(head + layers[0] + (_hidden_layers(hidden) if hidden else "") + layers[1])
 
-    return _fit_page(make, ROWS)
+    return fit_page(make, ROWS)
 
 
 # ---- a verification report ----
@@ -182,9 +182,9 @@ def report_html(title: str, report: VerifyReport) -> str:
         files = _files("left over", report.leftover) + _files(
             "that mlstate did not write", report.strange
         )
-        return head + table + more + (files if rows else "")
+        return _page(head + table + more + (files if rows else ""))
 
-    return _fit_page(make, 50)
+    return fit_page(make, 50)
 
 
 # ---- a running save ----

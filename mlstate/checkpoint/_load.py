@@ -20,9 +20,8 @@ from .._sharding.layout import Layout, Steps, steps_of
 from ..collectives._arguments import check_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
-from ..state._kind import restore_kind
 from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
-from ._remote.remote_folder import checkpoint_folder, refuse_remote
+from ._remote.remote_folder import refuse_remote
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
 from ._states.restore import apply_all, load_tree, undo_all
 from ._store import folder as _folder
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from ..collectives import ProcessGroup
-    from ..state._state_dict import StateDict
     from ._load_targets import Prepared
     from ._sections import Section
     from ._store.manifest import Manifest
@@ -144,68 +142,28 @@ def chosen_names(
 
 
 class LoadRequest(NamedTuple):
-    """The arguments of a load, checked.
-
-    Attributes
-    ----------
-    folder, root : str
-        The checkpoint, and the path of its root in the folder.
-    names : list of str or None
-        As for `load`.
-    rank : int or None
-        Rank whose index is preferred if several list the same tensors.
-    cutting : tuple
-        The part to load: steps, index, world (0: all of every tensor).
-    into : object or None
-        As for `load`.
-    own : bool
-        Whether torch objects determine which part of a tensor they receive.
-    mmap, verify, missing, progress
-        As for `load`.
-    world_size : int or None
-        Number of ranks that load, if `rank` is given.
-    strict, cast, device, rename
-        As for `load`.
-    """
+    """The arguments of a load, checked; those without a comment are as for `load`."""
 
     folder: str
-    root: str
+    root: str  # path in the folder
     names: list[str] | None
-    rank: int | None
-    cutting: tuple[Steps | None, int, int]
+    rank: int | None  # its index is preferred if several list the same tensors
+    cutting: tuple[Steps | None, int, int]  # as `ranks_of` returns it
     into: Any
-    own: bool
+    own: bool  # torch objects determine which part of a tensor they receive
     mmap: bool
     verify: bool | str
     missing: str
     progress: Callable[[int], object] | None
-    world_size: int | None = None
-    strict: bool = True
-    cast: bool = False
-    device: Any = None
-    rename: Mapping[str, str] | None = None
+    world_size: int | None  # if `rank` is given
+    strict: bool
+    cast: bool
+    device: Any
+    rename: Mapping[str, str] | None
 
 
 class Loader:
-    """Loads one root.
-
-    Parameters
-    ----------
-    request : LoadRequest
-        What to load.
-    manifest : Manifest
-        The root's manifest.
-
-    Attributes
-    ----------
-    sections : list of Section
-        Model, optimizer, and the named states that are not nested values.
-
-    Raises
-    ------
-    FormatError, ChecksumError, StoreError
-        An index cannot be read or, with ``verify="first"``, a shard file is damaged.
-    """
+    """Loads one root; `sections` are model, optimizer, and the named states with tensors."""
 
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
         self.request = request
@@ -265,19 +223,15 @@ class Loader:
         _folder.read_batches(self.folder, self.merged_index, section, keys, cutting, verify, read)
         return arrays
 
-    def load_new(self, section: Section, names: list[str], cutting: Any) -> dict[str, Any]:
-        """Return new arrays or, with mmap, views of the files."""
-        keys = section.keys(names)
-        arrays = self._load(section.number, keys, cutting, mmap=self.request.mmap)
-        return {name: arrays[key] for name, key in zip(names, keys, strict=True)}
-
     def load_state(self, section: Section, names: list[str], extra: dict[str, Any]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
-        arrays = {**self.load_new(section, names, self.request.cutting), **extra}
+        keys = section.keys(names)
+        found = self._load(section.number, keys, self.request.cutting, mmap=self.request.mmap)
+        arrays = {name: found[key] for name, key in zip(names, keys, strict=True)} | extra
         if self.request.device is not None:
             tensors = torch_backend("tensors on a device=").tensors_of(arrays)
             arrays = {name: each.to(self.request.device) for name, each in tensors.items()}
-        return _restore(section.kind, arrays, self.folder)
+        return section.restore(arrays, self.folder)
 
     def lacking(self, names: list[list[str]]) -> dict[str, tuple[str, str]]:
         """Return the optimizer states that the checkpoint lacks.
@@ -287,7 +241,7 @@ class Loader:
         name. `names` are the loaded names of both sections. If the saved optimizer lists the
         parameters that it trains, only these are considered.
         """
-        saved = _restore(self.sections[OPTIMIZER].kind, {}, self.folder)
+        saved = self.sections[OPTIMIZER].restore({}, self.folder)
         groups = getattr(saved, "param_groups", ())
         trained = {str(name) for group in groups for name in group.get("params", ())}
         chosen = set(names[OPTIMIZER])
@@ -330,10 +284,6 @@ class Loader:
             key: np.zeros(facts[name], dtypes[like])
             for key, (name, like) in self.lacking(names).items()
         }
-
-
-def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> StateDict | None:
-    return None if kind is None else restore_kind(arrays, kind, path)
 
 
 def _load_into_targets(loader: Loader) -> LoadedState:
@@ -484,74 +434,6 @@ def _verify_all(folder: str, manifest: Manifest, merged: Any) -> None:
         raise problems[0].as_error(folder)
 
 
-def load_checkpoint(
-    path: str | os.PathLike[str],
-    *,
-    root: str = _folder.MANIFEST,
-    _manifest: Manifest | None = None,
-    names: str | Iterable[str] | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    layout: Layout | str | None = None,
-    group: ProcessGroup | None = None,
-    into: Any = None,
-    mmap: bool = False,
-    verify: bool | str = True,
-    missing: str = "skip",
-    strict: bool = True,
-    cast: bool = False,
-    device: Any = None,
-    rename: Mapping[str, str] | None = None,
-    progress: Callable[[int], object] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> LoadedState:
-    """Load one root; see `mlstate.load`. `_manifest` is its manifest if already read."""
-    folder = checkpoint_folder(path, storage_options, reads=True)
-    if mmap:
-        refuse_remote(folder, "mmap=True", "load without it")
-    cutting = ranks_of(rank, world_size, layout, group)
-    listed = None if names is None else listed_names(names)
-    if verify not in (True, False, "first"):
-        raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
-    if missing not in MISSING:
-        raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
-    device = _checked_device(device, mmap=mmap)
-    if into is not None:
-        check_into(into)
-        if mmap:
-            raise ValueError(
-                "mmap=True returns views of the files and cannot fill into=: pass only one of them"
-            )
-    if _manifest is None:
-        root, _manifest = _folder.open_root(folder, root)
-    request = LoadRequest(
-        folder,
-        root,
-        listed,
-        rank if group is None else group.rank,
-        cutting,
-        into,
-        layout is None and rank is None and world_size is None,
-        mmap,
-        verify,
-        missing,
-        progress,
-        world_size if group is None else group.world_size,
-        strict,
-        cast,
-        device,
-        rename,
-    )
-    if group is not None and group.world_size > 1 and needs_all_ranks(into):
-        return _load_together(group, request)
-    load_root = _load_new_state if into is None else _load_into_targets
-
-    def read(found: Manifest) -> LoadedState:
-        return load_root(Loader(request, found))
-
-    return _folder.read_root(folder, root, read, _manifest)
-
-
 @set_module("mlstate.checkpoint")
 def load(
     path: str | os.PathLike[str],
@@ -684,21 +566,47 @@ def load(
     array([[4., 5.],
            [6., 7.]])
     """
-    return load_checkpoint(
-        path,
-        names=names,
-        rank=rank,
-        world_size=world_size,
-        layout=layout,
-        group=group,
-        into=into,
-        mmap=mmap,
-        verify=verify,
-        missing=missing,
-        strict=strict,
-        cast=cast,
-        device=device,
-        rename=rename,
-        progress=progress,
-        storage_options=storage_options,
+    folder, root, manifest = _folder.open_path(path, storage_options)
+    if mmap:
+        refuse_remote(folder, "mmap=True", "load without it")
+    cutting = ranks_of(rank, world_size, layout, group)
+    listed = None if names is None else listed_names(names)
+    if verify not in (True, False, "first"):
+        raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
+    if missing not in MISSING:
+        raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
+    device = _checked_device(device, mmap=mmap)
+    if into is not None:
+        check_into(into)
+        if mmap:
+            raise ValueError(
+                "mmap=True returns views of the files and cannot fill into=: pass only one of them"
+            )
+    if manifest is None:
+        root, manifest = _folder.open_root(folder, root)
+    request = LoadRequest(
+        folder,
+        root,
+        listed,
+        rank if group is None else group.rank,
+        cutting,
+        into,
+        layout is None and rank is None and world_size is None,
+        mmap,
+        verify,
+        missing,
+        progress,
+        world_size if group is None else group.world_size,
+        strict,
+        cast,
+        device,
+        rename,
     )
+    if group is not None and group.world_size > 1 and needs_all_ranks(into):
+        return _load_together(group, request)
+    load_root = _load_new_state if into is None else _load_into_targets
+
+    def read(found: Manifest) -> LoadedState:
+        return load_root(Loader(request, found))
+
+    return _folder.read_root(folder, root, read, manifest)

@@ -19,7 +19,6 @@ from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._sharding.layout import Layout, Steps
 from ..errors import CompatibilityError
 from ..state._compatibility import SHOWN, join, rename_hint
-from ..state._kind import restore_kind
 from ..state._load_into import load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ._sections import OPTIMIZER
@@ -51,17 +50,7 @@ class _Ready(NamedTuple):
 
 
 class Prepared:
-    """The checked targets of a load.
-
-    Attributes
-    ----------
-    model, optimizer : object or None
-        The targets.
-    states : dict of str to object
-        The targets of named states.
-    actions : list of Action
-        Restores the objects among the named states.
-    """
+    """The checked targets of a load; `actions` restore the objects among the named states."""
 
     def __init__(self, model: Any, optimizer: Any, states: Mapping[str, Any]) -> None:
         self.model = model
@@ -247,11 +236,6 @@ def _fill(loader: Loader, one: _Ready) -> None:
     filling.done()
 
 
-def _restored(section: Section, folder: str) -> Any:
-    """Return the saved state without its arrays."""
-    return None if section.kind is None else restore_kind({}, section.kind, folder)
-
-
 # ---- optimizers ----
 
 
@@ -310,7 +294,7 @@ def _optimizer_target(
         arrays = loader.load_keys(section.number, section.keys(wanted), (None, 0, 0))
         return dict(zip(wanted, (arrays[key] for key in section.keys(wanted)), strict=True))
 
-    saved = _restored(section, loader.folder)
+    saved = section.restore({}, loader.folder)
     if not hasattr(saved, "param_groups"):  # the optimizer was saved as a plain dict
         saved = OptimizerStateDict()
 

@@ -14,11 +14,12 @@ from .._common.set_module import set_module
 from .._common.text import steps_text
 from ..errors import FormatError, MLStateError
 from ._checkpoint import Checkpoint
-from ._load import LoadedState, load_checkpoint
+from ._commit import gather_bytes
+from ._load import LoadedState, load
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder
 from ._retention import NO_RULES, Retention, SaveTimer, check_retention
-from ._save import PACK_BELOW, write_checkpoint
-from ._step_roots import OTHER, agreed_roots, gather_bytes, holds_no_steps, if_alone, try_root
+from ._save import PACK_BELOW, SaveFolder, save
+from ._step_roots import OTHER, agreed_roots, holds_no_steps, if_alone, try_root
 from ._store import folder as _folder
 from ._store.garbage import delete_generations
 from ._store.writer_lock import WriterLock, check_timeout
@@ -311,7 +312,7 @@ class CheckpointManager:
             raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}")
         for root, manifest in self._roots():
             if manifest.step == step:
-                return Checkpoint(self.directory, _root=root.path, _manifest=manifest)
+                return Checkpoint(_folder.RootPath(self.directory, root.path, manifest))
         have = steps_text(self.steps())
         have += f"; {OTHER}" if holds_no_steps(self.directory) else ""
         raise _folder.store_error(
@@ -378,8 +379,8 @@ class CheckpointManager:
             self._timer.note()
             self._refuse_other(group)
             self._warn_of_deletions(step, group)
-            saved = write_checkpoint(
-                self.directory,
+            saved = save(
+                SaveFolder(self.directory, self._retain),
                 model,
                 optimizer,
                 states=states,
@@ -387,13 +388,11 @@ class CheckpointManager:
                 step=step,
                 group=group,
                 layout=layout,
-                pack_below=pack_below_bytes,
+                pack_below_bytes=pack_below_bytes,
                 sparse=sparse,
                 incremental=incremental,
                 compress=compress,
                 progress=progress,
-                keep_root=True,
-                retain=self._retain,
                 lock_timeout=lock_timeout,
             )
             self._own.add(step)
@@ -456,7 +455,7 @@ class CheckpointManager:
         >>> [manager.restore(step).model["w"][0].item() for step in manager.steps()]
         [1.0, 2.0, 3.0]
         """
-        from ._save_async import begin_save
+        from ._save_async import save_async
         from ._staging import OwnStaging
 
         with self._turn(group):
@@ -467,13 +466,13 @@ class CheckpointManager:
             if self._staging is None:
                 self._staging = OwnStaging(kept=True)
 
-            def keep(handle: SaveHandle) -> None:
+            def started(handle: SaveHandle) -> None:
                 # before the save starts, so that an interrupt cannot lose a running save
                 self._under_way = handle
                 self._own.add(step)
 
-            return begin_save(
-                self.directory,
+            return save_async(
+                SaveFolder(self.directory, self._retain, started=started),
                 model,
                 optimizer,
                 states=states,
@@ -484,14 +483,11 @@ class CheckpointManager:
                 progress=progress,
                 group=group,
                 layout=layout,
-                pack_below=pack_below_bytes,
+                pack_below_bytes=pack_below_bytes,
                 sparse=sparse,
                 incremental=incremental,
                 compress=compress,
-                keep_root=True,
-                retain=self._retain,
                 lock_timeout=lock_timeout,
-                keep=keep,
             )
 
     # -- when to save
@@ -737,30 +733,21 @@ class CheckpointManager:
         with self._turn(None):
             self._settle()
             timeout = check_timeout(lock_timeout)
-            if isinstance(self.directory, RemoteFolder):
-                self._delete_objects(step)
-                return
-            generation = self.checkpoint(step).generation
-            lock = WriterLock(self.directory, timeout=timeout)
-            with lock.acquire():
-                self._refuse_newest(step, generation)
-                roots = _folder.list_roots(self.directory)
-                roots = [root for root in roots if root.generation == generation]
-                _folder.delete_roots(self.directory, roots)
-                _folder.prune(self.directory)
-
-    def _refuse_newest(self, step: int, generation: str) -> None:
-        if _folder.read_manifest(self.directory).generation == generation:
-            raise ValueError(f"step {step} is the newest checkpoint: save another one first")
-
-    def _delete_objects(self, step: int) -> None:
-        """Delete a step in an object store; new objects of a running writer stay."""
-        found = self.checkpoint(step)
-        self._refuse_newest(step, found.generation)
-        roots = _folder.list_roots(self.directory)
-        roots = [root for root in roots if root.generation == found.generation]
-        _folder.delete_roots(self.directory, roots)
-        delete_generations(self.directory, [found._manifest])
+            folder, found = self.directory, self.checkpoint(step)
+            is_remote = isinstance(folder, RemoteFolder)
+            lock = nullcontext() if is_remote else WriterLock(folder, timeout=timeout).acquire()
+            with lock:
+                if _folder.read_manifest(folder).generation == found.generation:
+                    raise ValueError(
+                        f"step {step} is the newest checkpoint: save another one first"
+                    )
+                roots = _folder.list_roots(folder)
+                roots = [root for root in roots if root.generation == found.generation]
+                _folder.delete_roots(folder, roots)
+                if is_remote:  # new objects of a running writer stay
+                    delete_generations(folder, [found._manifest])
+                else:
+                    _folder.prune(folder)
 
     # -- restoring
 
@@ -795,9 +782,8 @@ class CheckpointManager:
         """
         checkpoint = self.checkpoint(step)
         try:
-            return load_checkpoint(
-                self.directory, root=checkpoint._root, _manifest=checkpoint._manifest, **keywords
-            )
+            path = _folder.RootPath(self.directory, checkpoint._root, checkpoint._manifest)
+            return load(path, **keywords)
         except FormatError:
             self._damaged.add(checkpoint.generation)
             raise

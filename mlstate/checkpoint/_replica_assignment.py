@@ -26,24 +26,12 @@ _DIGEST_BYTES = 32
 
 
 class Assignment(NamedTuple):
-    """The arrays that a rank must write.
+    """The arrays that a rank must write, or the reason why the ranks cannot save."""
 
-    Attributes
-    ----------
-    mine : tuple of frozenset of str, or None
-        Names of the whole arrays that this rank writes, by section; None for all of them.
-    copies : bytes
-        Names of shards that another rank must write, if this rank must report them.
-    error : BaseException, optional
-        Reason why the ranks cannot save: this rank's error, or one that names another rank.
-    digests : tuple of set of bytes
-        The digests that all ranks sent, for each of this rank's.
-    """
-
-    mine: tuple[frozenset[str], ...] | None = None
-    copies: bytes = b""
-    error: BaseException | None = None
-    digests: tuple[set[bytes], ...] = ()
+    mine: tuple[frozenset[str], ...] | None = None  # whole arrays by section; None for all
+    copies: bytes = b""  # names of shards that another rank must write, if to be reported
+    error: BaseException | None = None  # of this rank, or one that names another rank
+    digests: tuple[set[bytes], ...] = ()  # those of all ranks, for each of this rank's
 
 
 # ---- names ----
@@ -59,12 +47,6 @@ def _entries(dicts: _Dicts) -> Iterator[tuple[str, Any]]:
 def whole_names(dicts: _Dicts) -> list[str]:
     """Return the sorted qualified names of all arrays that are not a `Shard`."""
     return sorted(name for name, v in _entries(dicts) if not isinstance(v, Shard))
-
-
-def _replica_names(dicts: _Dicts) -> list[str]:
-    """Return the sorted qualified names of all shards that another rank writes."""
-    entries = _entries(dicts)
-    return sorted(name for name, v in entries if isinstance(v, Shard) and v.replica > 0)
 
 
 def by_section(names: Iterable[str]) -> tuple[frozenset[str], ...]:
@@ -181,7 +163,8 @@ def _pack_local(
     if error is None:
         try:
             summary = _summarize(dicts, steps, states)
-            replicas = _replica_names(dicts)
+            entries = _entries(dicts)
+            replicas = sorted(name for name, v in entries if isinstance(v, Shard) and v.replica > 0)
         except Exception as caught:  # must not raise here: other ranks wait for a message
             error = caught
     if error is not None:
@@ -217,14 +200,6 @@ def _exchange_digests(
     return [first[kind] for kind in kinds], is_reporter, tuple(columns)
 
 
-def _exchange_summaries(group: ProcessGroup, text: bytes) -> dict[int, _Summary]:
-    """Return the summaries of ranks that sent one; other ranks send an empty text."""
-    import json
-
-    gathered = list(group.gather_bytes(text) or [])
-    return {rank: json.loads(found) for rank, found in enumerate(gathered) if found}
-
-
 def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
     """Return an error that names the first failed rank, or None."""
     for rank, summary in summaries.items():
@@ -258,12 +233,8 @@ def assign_replicas(
 
     If all ranks have the same whole arrays, these are divided round-robin. Otherwise the first
     rank that has an array writes it. `states` describes the named states, which must agree, and
-    `digests` the content of some of them, which may differ.
-
-    Raises
-    ------
-    ValueError
-        The ranks save different states. Every rank raises it.
+    `digests` the content of some of them, which may differ. If the ranks save different states,
+    every rank raises ValueError.
     """
     import json
 
@@ -277,7 +248,8 @@ def assign_replicas(
             return Assignment(None, copies, error, found)
         mine = by_section([*summary["whole"]][rank :: group.world_size])
         return Assignment(mine, copies, None, found)
-    summaries = _exchange_summaries(group, text if first[rank] == rank else b"")
+    gathered = group.gather_bytes(text if first[rank] == rank else b"") or []
+    summaries = {other: json.loads(found) for other, found in enumerate(gathered) if found}
     failed = _peer_error(summaries) if error is None else error
     if failed is not None:
         return Assignment(error=failed)

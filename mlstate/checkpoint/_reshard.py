@@ -11,32 +11,30 @@ from .._sharding.layout import Layout, Shard, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import (
     close_folder,
-    commit_manifest,
-    creation_time,
+    commit_ranks,
     delete_replaced,
     is_committed,
     lock_of,
-    new_files,
     open_folder,
-    record_of,
-    warn_of_files,
+    read_pattern,
+    warn_caller,
+    write_rank,
 )
 from ._manager import find_root
 from ._remote.options import split_url
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder
-from ._save import PACK_BELOW, WRITER, SaveTarget, check_target
+from ._save import PACK_BELOW, WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
 from ._store import folder as _folder
-from ._store.index_patterns import pattern_of, with_patterns
 from ._verify import verify_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ._commit import Committed, Start
-    from ._remote.root_claim import RootClaim
+    from ._commit import Start
     from ._store.manifest import Manifest
-    from ._store.writer_lock import WriterLock
+
+_KEPT = ("step", "model", "optimizer", "metadata", "states")  # of the source's manifest
 
 
 class _ShardAssigner:
@@ -64,48 +62,6 @@ class _ShardAssigner:
         return made
 
 
-def _write_rank(
-    target: SaveTarget,
-    generation: str,
-    ranks: tuple[int, int],
-    states: tuple[Any, Any, Any],
-    progress: Callable[[int], object] | None,
-) -> dict[str, Any]:
-    """Write the shards of one rank; return the result of `shards_write` and its pattern."""
-    gathered, _ = _core.shards_collect(ranks, states, Shard, None, ())
-    with new_files(target.folder, progress) as folder:
-        mode = _folder.new_file_mode(folder)
-        is_remote = isinstance(target.folder, RemoteFolder)
-        written = _core.shards_write(
-            folder, generation, gathered, None, target.how, progress, None, mode, is_remote
-        )
-    index = _folder.load_index(target.folder, record_of(written))
-    return {**written, **pattern_of(index)}
-
-
-def _commit_all_ranks(
-    target: SaveTarget,
-    start: Start,
-    like: Manifest,
-    written: list[dict[str, Any]],
-    lock: WriterLock | RootClaim,
-) -> Committed:
-    """Commit the written ranks, with the description of the state in `like`."""
-    manifest = like._replace(
-        generation=start.generation,
-        sequence=start.sequence,
-        created=creation_time(),
-        writer=WRITER,
-        world_size=len(written),
-        indexes=tuple(map(record_of, written)),
-        patterns=None,
-        weights=None,
-    )
-    if len(written) > 1:
-        manifest = with_patterns(target.folder, manifest, written)[0]
-    return commit_manifest(target.folder, manifest, lock)
-
-
 def _write_all_ranks(
     target: SaveTarget,
     world_size: int,
@@ -119,11 +75,17 @@ def _write_all_ranks(
     is_clean = False
     try:
         start = open_folder(target, lock, states=like.states is not None)
-        written = [
-            _write_rank(target, start.generation, (rank, world_size), states(rank), progress)
-            for rank in range(world_size)
-        ]
-        committed = _commit_all_ranks(target, start, like, written, lock)
+        written = []
+        for rank in range(world_size):
+            gathered = GatheredShards({})
+            gathered.shards, _ = _core.shards_collect(
+                (rank, world_size), states(rank), Shard, None, ()
+            )
+            result = write_rank(target, start.generation, gathered, progress=progress)
+            written.append({**result, **read_pattern(target.folder, result)})
+        header = {name: getattr(like, name) for name in _KEPT}
+        header |= {"writer": WRITER, "world_size": world_size}
+        committed = commit_ranks(target, start, header, written, (), lock)
         is_clean = True
         warning = delete_replaced(target, committed, start.before)
     except BaseException:
@@ -133,8 +95,9 @@ def _write_all_ranks(
         raise
     finally:
         close_folder(lock, is_clean=is_clean)
-    warn_of_files(warning, 5)
-    return Checkpoint(target.folder, _manifest=committed.manifest)
+    if warning is not None:
+        warn_caller(warning)
+    return Checkpoint(_folder.RootPath(target.folder, manifest=committed.manifest))
 
 
 def _folders(
@@ -297,11 +260,10 @@ def reshard(
         sparse = any(record.sparse_shards for record in records)
         compress = next((record.codec for record in records if record.codec), None)
         saved = check_target(
-            target,
+            SaveFolder(target, replace_steps=overwrite),
             pack_below=pack_below_bytes,
             sparse=sparse,
             compress=compress,
-            replace_steps=overwrite,
             lock_timeout=lock_timeout,
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)

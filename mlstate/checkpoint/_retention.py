@@ -52,27 +52,13 @@ def _created(manifest: Manifest) -> datetime:
 
 
 class Retention(NamedTuple):
-    """Rules for steps that a manager keeps in addition to the newest ones.
+    """Rules for steps that a manager keeps in addition to the newest ones."""
 
-    Attributes
-    ----------
-    best : int or None
-        Number of steps with the best metric.
-    monitor : str or None
-        Key of the metric in the metadata of a step.
-    mode : {"min", "max"}
-        Whether a lower or a higher metric is better.
-    period : int or None
-        Steps that are multiples of it are kept.
-    interval : float or None
-        Seconds; a step is kept if the last step kept by this rule is older by this time.
-    """
-
-    best: int | None
-    monitor: str | None
-    mode: str
-    period: int | None
-    interval: float | None
+    best: int | None  # number of steps with the best metric
+    monitor: str | None  # key of the metric in the metadata of a step
+    mode: str  # whether a lower ("min") or a higher ("max") metric is better
+    period: int | None  # steps that are multiples of it are kept
+    interval: float | None  # seconds since the last step kept by this rule
 
     def is_empty(self) -> bool:
         """Return whether no rule is set."""
@@ -123,13 +109,7 @@ NO_RULES = Retention(None, None, "min", None, None)
 
 
 def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: Any) -> Retention:
-    """Return the rules of a manager's arguments.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is wrong; the message names it.
-    """
+    """Return the rules of a manager's arguments; raise if one of them is wrong."""
     if monitor is not None and not isinstance(monitor, str):
         raise TypeError(f"monitor must be a key of metadata, got {type(monitor).__name__}")
     if mode not in MODES:

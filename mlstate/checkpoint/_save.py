@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
+    from ._save_async import SaveHandle
     from ._store.manifest import Manifest
 
     _Dict: TypeAlias = dict[str, Any] | None
@@ -55,42 +56,34 @@ _NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # common mist
 # ---- target and options ----
 
 
+class SaveFolder(NamedTuple):
+    """A folder with internal options; such callers pass it as the path of a save."""
+
+    folder: str | os.PathLike[str]
+    # Called after the commit with the new manifest. It deletes old roots and returns the
+    # manifests of the remaining roots, by their paths in the folder.
+    retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None
+    replace_steps: bool = False  # replace all steps of a manager by this checkpoint
+    started: Callable[[SaveHandle], object] | None = None  # called before `save_async` starts
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.folder)
+
+
 class SaveTarget(NamedTuple):
-    """The checked arguments of `save` that describe where and how to save.
+    """The checked arguments of `save` that describe where and how to save."""
 
-    Attributes
-    ----------
-    folder : str
-        Absolute path of the checkpoint, or a `RemoteFolder`.
-    group : ProcessGroup or None
-        None if this process saves alone.
-    rank, world_size : int
-        This process's rank in the group, and the size of the group.
-    layout : Layout, str or None
-        Layout for arrays that are not a `Shard`.
-    how : tuple
-        Options of `_core.shards_write`.
-    keep_root : bool
-        Keep the root under ``roots/``, as `CheckpointManager` does.
-    replace_steps : bool
-        Replace all steps of a manager by this checkpoint: `retain` deletes them.
-    retain : callable or None
-        Called after the commit with the new manifest. It deletes old roots and returns the
-        manifests of the remaining roots, by their paths in the folder.
-    lock_timeout : float
-        Seconds.
-    """
-
-    folder: str
-    group: ProcessGroup | None
+    folder: str  # absolute path of the checkpoint, or a `RemoteFolder`
+    group: ProcessGroup | None  # None if this process saves alone
     rank: int
     world_size: int
-    layout: Layout | str | None
-    how: tuple[int, bool, bool, str | None]
-    keep_root: bool
+    layout: Layout | str | None  # for arrays that are not a `Shard`
+    how: tuple[int, bool, bool, str | None]  # options of `_core.shards_write`
+    keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
     replace_steps: bool
-    retain: Callable[[Manifest], Mapping[str, Manifest]] | None
-    lock_timeout: float
+    retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
+    started: Callable[[SaveHandle], object] | None
+    lock_timeout: float  # seconds
 
 
 def delete_all_roots(folder: str, newest: Manifest) -> dict[str, Manifest]:
@@ -108,25 +101,17 @@ def check_target(
     sparse: bool = False,
     incremental: bool = False,
     compress: str | None = None,
-    keep_root: bool = False,
-    replace_steps: bool = False,
-    retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None,
     lock_timeout: float = 0.0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
-    """Check the arguments that describe where and how to save.
-
-    Raises
-    ------
-    TypeError, ValueError, ImportError
-        An argument is wrong, or the package of the codec is not installed.
-    """
+    """Check the arguments that describe where and how to save."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             "the path of a checkpoint must be a str or os.PathLike, got "
             f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
         )
-    folder = checkpoint_folder(path, storage_options)
+    given = path if isinstance(path, SaveFolder) else SaveFolder(path)
+    folder = checkpoint_folder(given.folder, storage_options)
     if not isinstance(folder, str):
         raise TypeError("the path of a checkpoint must be a str")
     for name, value in (("sparse", sparse), ("incremental", incremental)):
@@ -138,8 +123,6 @@ def check_target(
         _ = folder.store  # imports the engine, which checks the options
     if compress is not None:
         _codecs.check(compress)
-    if replace_steps:
-        retain = partial(delete_all_roots, folder)
     rank, world_size = 0, 1
     if group is not None:
         check_group(group)
@@ -151,9 +134,10 @@ def check_target(
         world_size,
         layout,
         (pack_below, sparse, incremental, compress),
-        keep_root,
-        replace_steps,
-        retain,
+        given.retain is not None,
+        given.replace_steps,
+        partial(delete_all_roots, folder) if given.replace_steps else given.retain,
+        given.started,
         check_timeout(lock_timeout),
     )
 
@@ -178,15 +162,7 @@ def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
     copied = array.detach().cpu() if copy is None else copy(array.detach())
     if not isinstance(value, Shard):
         return copied
-    return Shard(
-        copied,
-        value.layout,
-        value.index,
-        shape=value.shape,
-        version=value.version,
-        tier=value.tier or "hot",
-        replica=value.replica,
-    )
+    return value._with_array(copied, value.tier or "hot")
 
 
 def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any]:
@@ -295,19 +271,7 @@ def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class SaveContent:
-    """The content of one rank's save; its arrays are not copied.
-
-    Attributes
-    ----------
-    dicts : tuple of three dicts or None
-        The arrays of model, optimizer and named states; `gather_shards` takes and clears them.
-    header : dict
-        Description of the state in the manifest.
-    error : BaseException or None
-        Reason why this rank cannot save, if it saves with others.
-    named : NamedStates
-        The named states. `gather_shards` adds the arrays of its trees to `dicts`.
-    """
+    """The content of one rank's save; its arrays are not copied."""
 
     __slots__ = ("dicts", "error", "header", "named")
 
@@ -318,10 +282,11 @@ class SaveContent:
         error: BaseException | None = None,
         named: NamedStates = NO_STATES,
     ) -> None:
+        # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
-        self.header = header
-        self.error = error
-        self.named = named
+        self.header = header  # description of the state in the manifest
+        self.error = error  # why this rank cannot save, if it saves with others
+        self.named = named  # `gather_shards` adds the arrays of its trees to `dicts`
 
 
 def _refuse_manager_folder_early(target: SaveTarget) -> None:
@@ -379,42 +344,21 @@ def take_content(
 
 
 class GatheredShards:
-    """The shards that one rank writes, before they are written.
-
-    Attributes
-    ----------
-    shards : object
-        Result of `_core.shards_collect`; `write_and_commit` consumes it.
-    nbytes : int
-        Bytes of all shards.
-    header : dict
-        Description of the state in the manifest.
-    copies : bytes
-        Names of shards that another rank must store, if this rank must report them.
-    error : BaseException or None
-        Reason why this rank cannot save, if it saves with others.
-    """
+    """The shards that one rank writes, before they are written."""
 
     __slots__ = ("copies", "error", "header", "nbytes", "shards")
 
     def __init__(self, header: dict[str, Any], copies: bytes = b"") -> None:
-        self.header = header
-        self.copies = copies
-        self.shards: Any = None
+        self.header = header  # description of the state in the manifest
+        self.copies = copies  # names of shards that another rank must store, if to be reported
+        self.shards: Any = None  # of `_core.shards_collect`; `write_and_commit` consumes them
         self.nbytes = 0
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # why this rank cannot save with the others
 
     def fail(self, error: BaseException) -> None:
         """Drop the shards and keep the error; the next exchange reports it to other ranks."""
         self.shards = None
         self.error = error
-
-
-def _layout_steps(target: SaveTarget, content: SaveContent) -> Steps:
-    """Return the layout steps for arrays that are not a `Shard`; () if these stay whole."""
-    if target.layout is None or content.error is not None:
-        return ()
-    return steps_of(target.layout, target.world_size) or ()
 
 
 def gather_shards(
@@ -427,7 +371,9 @@ def gather_shards(
     """
     gathered = GatheredShards(content.header)
     try:
-        steps = _layout_steps(target, content)
+        steps: Steps = ()  # for arrays that are not a `Shard`; () if these stay whole
+        if target.layout is not None and content.error is None:
+            steps = steps_of(target.layout, target.world_size) or ()
         assigned = Assignment()
         if target.group is not None:
             assigned = _assign_replicas(target.group, steps, content)
@@ -481,23 +427,6 @@ def _copy_to_host(
 
 
 # ---- the whole save ----
-
-
-def write_checkpoint(
-    path: str | os.PathLike[str],
-    model: Any,
-    optimizer: Any,
-    *,
-    metadata: Mapping[str, Any] | None,
-    step: int | None,
-    progress: Callable[[int], object] | None,
-    states: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Checkpoint:
-    """Save one generation; see `mlstate.save`. `options` are passed to `check_target`."""
-    target = check_target(path, **options)
-    content = take_content(target, model, optimizer, metadata, step, states)
-    return write_and_commit(target, gather_shards(target, content), progress)
 
 
 @set_module("mlstate.checkpoint")
@@ -645,20 +574,16 @@ def save(
     >>> [t.version for t in mlstate.save(path, state).tensors()]
     [2, 1]
     """
-    return write_checkpoint(
+    target = check_target(
         path,
-        model,
-        optimizer,
-        states=states,
-        metadata=metadata,
-        step=step,
         group=group,
         layout=layout,
         pack_below=pack_below_bytes,
         sparse=sparse,
         incremental=incremental,
         compress=compress,
-        progress=progress,
         lock_timeout=lock_timeout,
         storage_options=storage_options,
     )
+    content = take_content(target, model, optimizer, metadata, step, states)
+    return write_and_commit(target, gather_shards(target, content), progress)

@@ -645,15 +645,6 @@ def refuse_default_group(group: ProcessGroup | None) -> None:
         )
 
 
-def _staging_budget(most: MemorySize | None) -> Budget | None:
-    if most is None:
-        return None
-    budget = parse_budget("max_staging_bytes", most)
-    if budget.nbytes < 0:
-        raise ValueError(f"max_staging_bytes must be 0 or more, got {most}")
-    return budget
-
-
 def devices_of(content: SaveContent) -> list[Any]:
     """Return the devices of the state's tensors, except the CPU."""
     values = [v for state in content.dicts if state is not None for v in state.values()]
@@ -678,21 +669,10 @@ def staging_of(staging: object) -> Staging:
     return staging
 
 
-def _check_progress(progress: object) -> None:
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress must be callable, got {type(progress).__name__}")
-
-
-def start_job(
-    job: SaveJob,
-    devices: list[Any],
-    keep: Callable[[SaveHandle], object] | None = None,
-    *,
-    until_staged: bool = False,
-) -> SaveHandle:
+def start_job(job: SaveJob, devices: list[Any], *, until_staged: bool = False) -> SaveHandle:
     """Start a job, and return its handle; if `until_staged`, when the state may change.
 
-    `devices` hold tensors of the state. `keep` is called with the handle before the start.
+    `devices` hold tensors of the state.
     """
     if job.target.group is None and not devices:
         job.gather()  # raises errors about the arrays here instead of in the thread
@@ -701,8 +681,8 @@ def start_job(
         job.staging._begin(job)
         job.ready = [event for event in map(_event, devices) if event is not None]
         handle = SaveHandle(job)
-        if keep is not None:
-            keep(handle)
+        if job.target.started is not None:
+            job.target.started(handle)
         job.start()
         if until_staged:
             job.reached("staged")
@@ -713,35 +693,6 @@ def start_job(
     except BaseException:
         job.give_up()
         raise
-
-
-def begin_save(
-    path: str | os.PathLike[str],
-    model: Any,
-    optimizer: Any,
-    *,
-    metadata: Mapping[str, Any] | None,
-    step: int | None,
-    max_staging_bytes: MemorySize | None,
-    staging: Staging | None,
-    progress: Callable[[int], object] | None,
-    states: Mapping[str, Any] | None = None,
-    keep: Callable[[SaveHandle], object] | None = None,
-    **options: Any,
-) -> SaveHandle:
-    """Start a save; see `mlstate.checkpoint.save_async`. `options` are passed to `check_target`.
-
-    `keep` is called with the handle before the save starts.
-    """
-    began = time.perf_counter()
-    memory = staging_of(staging)
-    _check_progress(progress)
-    budget = _staging_budget(max_staging_bytes)
-    target = check_target(path, **options)
-    refuse_default_group(target.group)
-    content = take_content(target, model, optimizer, metadata, step, states, in_thread=True)
-    job = SaveJob(target, content, memory, budget, progress, began)
-    return start_job(job, devices_of(content), keep)
 
 
 @set_module("mlstate.checkpoint")
@@ -836,22 +787,27 @@ def save_async(
     >>> checkpoint.step, checkpoint.load().model["w"][0, 0].item()
     (2, 2.0)
     """
-    return begin_save(
+    began = time.perf_counter()
+    memory = staging_of(staging)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be callable, got {type(progress).__name__}")
+    budget = None
+    if max_staging_bytes is not None:
+        budget = parse_budget("max_staging_bytes", max_staging_bytes)
+        if budget.nbytes < 0:
+            raise ValueError(f"max_staging_bytes must be 0 or more, got {max_staging_bytes}")
+    target = check_target(
         path,
-        model,
-        optimizer,
-        states=states,
-        metadata=metadata,
-        step=step,
-        max_staging_bytes=max_staging_bytes,
-        staging=staging,
-        progress=progress,
-        lock_timeout=lock_timeout,
-        storage_options=storage_options,
         group=group,
         layout=layout,
         pack_below=pack_below_bytes,
         sparse=sparse,
         incremental=incremental,
         compress=compress,
+        lock_timeout=lock_timeout,
+        storage_options=storage_options,
     )
+    refuse_default_group(target.group)
+    content = take_content(target, model, optimizer, metadata, step, states, in_thread=True)
+    job = SaveJob(target, content, memory, budget, progress, began)
+    return start_job(job, devices_of(content))

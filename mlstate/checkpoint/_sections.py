@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..errors import CompatibilityError
+from ..state._kind import restore_kind
 from ..state._load_into import check_rules, unused_rules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ..state._state_dict import StateDict
     from ._store.manifest import Manifest
 
 OPTIMIZER = 1  # number of the optimizer's section
@@ -21,19 +23,7 @@ STATES = 2  # number of the section of named states
 
 
 class Section:
-    """The tensors of the model, the optimizer, or one named state.
-
-    Attributes
-    ----------
-    label : str
-        Name in errors: ``model``, ``optimizer`` or ``states['...']``.
-    number : int
-        Section of the index.
-    kind : dict or None
-        Description in the manifest; None if it was not saved.
-    names : list of str
-        Names of the tensors.
-    """
+    """The tensors of the model, the optimizer, or one named state."""
 
     def __init__(
         self,
@@ -43,9 +33,9 @@ class Section:
         keys: Iterable[str],
         prefix: str = "",
     ) -> None:
-        self.label = label
-        self.number = number
-        self.kind = kind
+        self.label = label  # name in errors: model, optimizer or states['...']
+        self.number = number  # of the index's section
+        self.kind = kind  # description in the manifest; None if it was not saved
         self.names = [key[len(prefix) :] for key in keys]
         self._prefix = prefix
         self._stored: dict[str, str] = {}  # stored names by names, if they differ
@@ -72,14 +62,12 @@ class Section:
         """Return the names by their keys in the index."""
         return dict(zip(self.keys(self.names), self.names, strict=True))
 
-    def rename(self, rules: Mapping[str, str]) -> set[int]:
-        """Rename the tensors; return the numbers of the rules that match no name.
+    def restore(self, arrays: dict[str, Any], folder: str) -> StateDict | None:
+        """Return the saved state with these arrays; None if it was not saved."""
+        return None if self.kind is None else restore_kind(arrays, self.kind, folder)
 
-        Raises
-        ------
-        CompatibilityError
-            Two names would become the same.
-        """
+    def rename(self, rules: Mapping[str, str]) -> set[int]:
+        """Rename the tensors; return the numbers of the rules that match no name."""
         try:
             renamed, unused = _core.state_rename({n: n for n in self.names}, tuple(rules.items()))
         except CompatibilityError as error:
@@ -113,13 +101,7 @@ def sections_of(merged: Any, manifest: Manifest) -> list[Section]:
 
 
 def rename_sections(sections: list[Section], rules: Mapping[str, str]) -> None:
-    """Rename the tensors of all sections.
-
-    Raises
-    ------
-    ValueError
-        A rule matches no name of any section.
-    """
+    """Rename the tensors of all sections; raise if a rule matches no name of any section."""
     check_rules(rules)
     before = {name: None for section in sections for name in section.names}
     unused = set(range(len(rules)))

@@ -6,7 +6,8 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
-from ._load import LoadedState, load_checkpoint
+from ._commit import gather_bytes
+from ._load import LoadedState, load
 from ._store import folder as _folder
 
 if TYPE_CHECKING:
@@ -26,13 +27,6 @@ def if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
 def holds_no_steps(folder: str) -> bool:
     """Return whether a folder has a checkpoint, but no steps of a manager."""
     return _folder.exists(folder, _folder.MANIFEST) and not _folder.list_roots(folder)
-
-
-def gather_bytes(group: ProcessGroup | None, text: bytes) -> list[bytes]:
-    """Gather a text from every rank."""
-    if group is None or group.world_size == 1:
-        return [text]
-    return list(group.gather_bytes(text))
 
 
 def agreed_roots(folder: str, group: ProcessGroup | None) -> list[str]:
@@ -63,7 +57,7 @@ def try_root(
     state: LoadedState | None = None
     error: MLStateError | None = None
     try:
-        state = load_checkpoint(folder, root=root, **keywords)
+        state = load(_folder.RootPath(folder, root), **keywords)
     except (FormatError, StoreError) as caught:
         error = caught
     except BaseException:

@@ -12,7 +12,7 @@ from .._common.log import log
 from .._common.set_module import set_module
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError
-from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
+from ._remote.remote_folder import RemoteFolder, refuse_remote
 from ._store import folder as _folder
 from ._store.weight_files import check_total, hub_hint, is_weights_root, unlisted_files
 from ._store.writer_lock import WriterLock
@@ -298,11 +298,6 @@ def verify_root(
     """Add the problems of one root to the report, and its merged index to `known`.
 
     If files are missing and a writer has replaced the root meanwhile, start again.
-
-    Raises
-    ------
-    StoreError
-        The root was replaced during every attempt.
     """
     for _ in range(_folder.TRIES):
         found, read = VerifyReport(folder), dict[str, Any]()
@@ -414,59 +409,6 @@ def _repair(folder: str, report: VerifyReport) -> None:
                 damaged.append(root)
 
 
-def verify_checkpoint(
-    path: str | os.PathLike[str],
-    *,
-    root: str = _folder.MANIFEST,
-    repair: bool = False,
-    progress: Callable[[int], object] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> VerifyReport:
-    """Read and verify all of a checkpoint; see `mlstate.verify`."""
-    folder = checkpoint_folder(path, storage_options, reads=True)
-    root = _folder.current_root(folder, root)
-    if repair:
-        refuse_remote(folder, "repair=True", "copy the checkpoint to a local folder to repair it")
-    if isinstance(folder, RemoteFolder):
-        folder = folder.without_cache()
-    report = VerifyReport(folder)
-    if isinstance(folder, RemoteFolder):
-        is_lost = not _folder.exists(folder, root)
-        if is_lost and root == _folder.MANIFEST:
-            root = _folder.weights_in_store(folder) or root
-            is_lost = root == _folder.MANIFEST
-        if is_lost and (is_weights_root(root) or not _folder.list_roots(folder)):
-            _folder.read_manifest(folder, root)  # raises the error of a missing checkpoint
-    elif not os.path.isdir(folder):
-        reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(folder)}")
-        if os.path.isfile(folder):
-            text = "it is a file, and a checkpoint is a folder; load_file compares what it reads, "
-            reason = NotADirectoryError(errno.ENOTDIR, text + "mlstate verify reads files too")
-        raise _folder.store_error(reason, "cannot verify the checkpoint", folder)
-    known: dict[str, Any] = {}
-    if is_weights_root(root) and repair:
-        raise ValueError(
-            f"{folder} is a Hugging Face folder: it has no older step to return to; download or "
-            "export the damaged files again"
-        )
-    verify_root(folder, root, report, progress, known)
-    if is_weights_root(root):
-        with suppress(MLStateError):  # the problems give the reason
-            weights = _folder.read_manifest(folder, root).weights
-            report.strange = [] if weights is None else unlisted_files(folder, weights)
-        return report
-    with suppress(MLStateError):  # needed files are unknown; the problems give the reason
-        report.leftover = _folder.prune(folder, dry_run=True, merged_indexes=known)
-    try:
-        report.strange = _folder.foreign_files(folder)
-    except StoreError:  # one of its folders is not a folder; the problems report it
-        if not report.problems:
-            raise
-    if repair and report.problems:
-        _repair(folder, report)
-    return report
-
-
 @set_module("mlstate.checkpoint")
 def verify(
     path: str | os.PathLike[str],
@@ -522,6 +464,45 @@ def verify(
     >>> [(p.kind, p.name, p.offset) for p in mlstate.verify(path).problems]
     [('altered', 'w', 4096)]
     """
-    return verify_checkpoint(
-        path, repair=repair, progress=progress, storage_options=storage_options
-    )
+    folder, root, _ = _folder.open_path(path, storage_options)
+    root = _folder.current_root(folder, root)
+    if repair:
+        refuse_remote(folder, "repair=True", "copy the checkpoint to a local folder to repair it")
+    if isinstance(folder, RemoteFolder):
+        folder = folder.without_cache()
+    report = VerifyReport(folder)
+    if isinstance(folder, RemoteFolder):
+        is_lost = not _folder.exists(folder, root)
+        if is_lost and root == _folder.MANIFEST:
+            root = _folder.weights_in_store(folder) or root
+            is_lost = root == _folder.MANIFEST
+        if is_lost and (is_weights_root(root) or not _folder.list_roots(folder)):
+            _folder.read_manifest(folder, root)  # raises the error of a missing checkpoint
+    elif not os.path.isdir(folder):
+        reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(folder)}")
+        if os.path.isfile(folder):
+            text = "it is a file, and a checkpoint is a folder; load_file compares what it reads, "
+            reason = NotADirectoryError(errno.ENOTDIR, text + "mlstate verify reads files too")
+        raise _folder.store_error(reason, "cannot verify the checkpoint", folder)
+    known: dict[str, Any] = {}
+    if is_weights_root(root) and repair:
+        raise ValueError(
+            f"{folder} is a Hugging Face folder: it has no older step to return to; download or "
+            "export the damaged files again"
+        )
+    verify_root(folder, root, report, progress, known)
+    if is_weights_root(root):
+        with suppress(MLStateError):  # the problems give the reason
+            weights = _folder.read_manifest(folder, root).weights
+            report.strange = [] if weights is None else unlisted_files(folder, weights)
+        return report
+    with suppress(MLStateError):  # needed files are unknown; the problems give the reason
+        report.leftover = _folder.prune(folder, dry_run=True, merged_indexes=known)
+    try:
+        report.strange = _folder.foreign_files(folder)
+    except StoreError:  # one of its folders is not a folder; the problems report it
+        if not report.problems:
+            raise
+    if repair and report.problems:
+        _repair(folder, report)
+    return report

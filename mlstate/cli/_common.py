@@ -12,7 +12,7 @@ from .._common.local_path import local_path
 from .._common.text import table_text
 from ..checkpoint import Checkpoint
 from ..checkpoint._files.convert import SUFFIXES
-from ..checkpoint._load import LoadedState, load_checkpoint
+from ..checkpoint._load import LoadedState, load
 from ..checkpoint._manager import find_root
 from ..checkpoint._remote.options import split_url
 from ..checkpoint._remote.remote_folder import checkpoint_folder
@@ -76,11 +76,11 @@ class Folder(NamedTuple):
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint and read its indexes."""
-        return Checkpoint._opened(self.path, self.root)
+        return Checkpoint._opened(_folder.RootPath(self.path, self.root))
 
     def load(self, **keywords: Any) -> LoadedState:
         """Load the checkpoint."""
-        return load_checkpoint(self.path, root=self.root, **keywords)
+        return load(_folder.RootPath(self.path, self.root), **keywords)
 
 
 def kind_of(root: str) -> str:

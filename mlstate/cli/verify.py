@@ -11,7 +11,7 @@ from .._common.text import bytes_text, count_text, shorten
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._store import folder as _folder
 from ..checkpoint._store.weight_files import ROOTS
-from ..checkpoint._verify import VerifyReport, verify_checkpoint, verify_root
+from ..checkpoint._verify import VerifyReport, verify, verify_root
 from ..errors import MLStateError
 from ._common import (
     PATH_HELP,
@@ -103,7 +103,7 @@ def _verify_all(folder: str) -> tuple[list[_Verified], VerifyReport]:
 
 def _verify_one(where: Folder, repair: bool) -> tuple[list[_Verified], VerifyReport]:
     with progress_of("verify", lambda: _size(where.path, [where.root])) as progress:
-        report = verify_checkpoint(where.path, root=where.root, repair=repair, progress=progress)
+        report = verify(_folder.RootPath(where.path, where.root), repair=repair, progress=progress)
     return [_Verified(where.root, report)], report
 
 

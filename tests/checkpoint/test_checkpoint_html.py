@@ -1,7 +1,6 @@
 """HTML views of checkpoints and reports: well formed, escaped, and complete or with counts."""
 
 import re
-import threading
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -179,24 +178,16 @@ def test_many_states_share_a_column(saved):
 # ---- saves under way ----
 
 
-def test_a_save_says_how_far_it_is(tmp_path):
-    go, called = threading.Event(), threading.Event()
-
-    def hold(count):
-        called.set()
-        assert go.wait(20)
-
+def test_a_save_says_how_far_it_is(tmp_path, held):
     state = {"w": np.ones(1 << 20, np.uint8)}
-    handle = save_async(tmp_path / "<ckpt>", state, progress=hold)
-    try:
-        assert called.wait(20)
-        under_way = page(handle)
-        done, total = handle.progress()
-        assert total == 1 << 20
-        width = re.search(r'<s class=c0 style="width:([\d.]+)%">', handle._repr_html_())
-        assert float(width[1]) == pytest.approx(100 * done / total, abs=0.05)
-    finally:
-        go.set()
+    handle = save_async(tmp_path / "<ckpt>", state, progress=held)
+    assert held.called.wait(20)
+    under_way = page(handle)
+    done, total = handle.progress()
+    assert total == 1 << 20
+    width = re.search(r'<s class=c0 style="width:([\d.]+)%">', handle._repr_html_())
+    assert float(width[1]) == pytest.approx(100 * done / total, abs=0.05)
+    held.go.set()
     handle.wait()
     saved = page(handle)
     assert "writing: " in under_way.texts and "✓" not in under_way.text

@@ -14,11 +14,6 @@ def random(shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ckpt"
-
-
 def test_targets_that_are_one_array_are_filled_for_the_last_of_them(path):
     count = 3 << 20  # several threads read
     mlstate.save(path, {"a": np.zeros(count), "b": np.arange(count) * 1.0})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_model import same
+from checkpoint_model import flip, same
 
 import mlstate
 from mlstate import _core
@@ -20,12 +20,6 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX"
 def state(step):
     made = {f"small.{n}": np.full(50, n, np.int16) for n in range(4)}
     return made | {"large": np.full(100_000, step, np.float32), "empty": np.ones((0, 3))}
-
-
-def flip(path, at, mask=1):
-    data = bytearray(path.read_bytes())
-    data[at] ^= mask
-    path.write_bytes(data)
 
 
 def files_of(manager, step):

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, deque
 
 import numpy as np
 import pytest
+from checkpoint_model import flip
 from rank_threads import run_ranks
 
 import mlstate
@@ -256,9 +257,7 @@ def test_a_damaged_tensor_leaves_the_objects_unchanged(tmp_path):
         tmp_path / "c", {"w": np.ones(2000)}, states={"loader": Loader(5)}, pack_below_bytes=0
     )
     [file] = (tmp_path / "c" / "params").iterdir()
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file, -1)
     loader, target = Loader(1), {"w": np.zeros(2000)}
     for verify in (True, "first"):
         with pytest.raises(mlstate.ChecksumError):
@@ -273,9 +272,7 @@ def test_a_damaged_tensor_leaves_the_objects_unchanged(tmp_path):
 def test_damage_in_a_nested_value_is_found(tmp_path):
     mlstate.save(tmp_path / "c", {"w": np.ones(2)}, states={"n": "x" * 5000}, pack_below_bytes=0)
     [file] = (tmp_path / "c" / "states").iterdir()
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file, -1)
     target = {"w": np.zeros(2)}
     with pytest.raises(mlstate.ChecksumError):
         mlstate.load(tmp_path / "c", into={"model": target, "states": {"n": []}})

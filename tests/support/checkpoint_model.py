@@ -2,6 +2,8 @@
 
 import numpy as np
 
+import mlstate
+
 STEPS = [
     (),
     ((0, 1),),
@@ -51,3 +53,28 @@ def same(a, b):
         assert (array.dtype, array.shape) == (other.dtype, other.shape), name
         assert array.tobytes() == other.tobytes(), name
     return True
+
+
+def good(path, model, optimizer=None):
+    """Check that the checkpoint verifies and holds these arrays."""
+    found = mlstate.load(path)
+    report = mlstate.verify(path)
+    assert report, report
+    return same(found.model, model) and (optimizer is None or same(found.optimizer, optimizer))
+
+
+def views_of(base):
+    """Arrays whose memory is not contiguous or not in native order, by the kind of memory."""
+    return {
+        "fortran": np.asfortranarray(base),
+        "reversed": base[::-1],
+        "every other": np.repeat(base, 2, axis=1)[:, ::2],
+        "swapped": base.astype(base.dtype.newbyteorder(">")),
+    }
+
+
+def flip(path, at, mask=1):
+    """Change bits of one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= mask
+    path.write_bytes(data)

@@ -147,6 +147,30 @@ def merged_index(shape, item, layers, file_bytes):
     return _core.MergedIndex((_core.json_checksum_set(text),), ("index",))
 
 
+def stored_index(folder, stored, shape, item, layers):
+    """Write the bytes of all layers to one file, and return the merged index."""
+    (folder / "params").mkdir()
+    (folder / "params/x.safetensors").write_bytes(stored)
+    return merged_index(shape, item, layers, len(stored))
+
+
+def check_reads(folder, merged, whole, begin, end, layout):
+    """Check loads of `whole`: all of it, a range of its elements, and all parts of a layout."""
+    for verified in (False, True):
+
+        def load(*cutting, verified=verified):
+            return merged.load(str(folder), 0, ["w"], cutting, verified, False, None)["w"]
+
+        assert load(None, 0, 0).tobytes() == whole.tobytes()
+        target = np.full(end - begin, 9, whole.dtype)
+        place = [(whole.shape, begin, end)]
+        merged.load_into(str(folder), 0, ["w"], place, {"w": target}, verified, None)
+        assert target.tobytes() == whole.reshape(-1)[begin:end].tobytes()
+        for part in range(layout.parts):
+            found = load(layout.steps, part, 0)
+            assert found.tobytes() == layout.take(whole, part).tobytes()
+
+
 def sparsen(folder, seed=0, share=0.8):
     """Give shards of a plain checkpoint layers; the content stays the same."""
     folder = Path(folder)

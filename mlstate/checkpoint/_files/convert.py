@@ -404,21 +404,10 @@ def parts_of(found: LoadedState) -> Parts:
 
 
 def _write_mlstate(path: Place, parts: Parts, overwrite: bool) -> None:
-    from .._save import PACK_BELOW, write_checkpoint
+    from .._save import SaveFolder, save
 
     model, optimizer, metadata = parts
-    write_checkpoint(
-        path,
-        model,
-        optimizer,
-        metadata=metadata,
-        step=None,
-        progress=None,
-        group=None,
-        layout=None,
-        pack_below=PACK_BELOW,
-        replace_steps=overwrite,
-    )
+    save(SaveFolder(path, replace_steps=overwrite), model, optimizer, metadata=metadata)
 
 
 def _write_huggingface(path: Path, parts: Parts, overwrite: bool) -> None:

@@ -31,15 +31,7 @@ def _zstandard() -> ModuleType:
 
 
 def check(name: str | None) -> None:
-    """Check that a codec can be used.
-
-    Raises
-    ------
-    ValueError
-        The name is unknown.
-    ImportError
-        The codec's package is not installed.
-    """
+    """Raise if a codec is unknown, or its package is not installed."""
     if name is not None and name not in NAMES:
         raise ValueError(f"compress must be 'zlib', 'zstd' or None, got {name!r}")
     if name == "zstd":
@@ -57,12 +49,7 @@ def encode(name: str, data: Buffer, room: int) -> bytes:
 def decode(name: str, data: Buffer, size: int) -> bytes:
     """Decompress to exactly `size` bytes, without ever allocating more memory than that.
 
-    Raises
-    ------
-    ValueError
-        `data` is not the compressed form of `size` bytes.
-    ImportError
-        The codec's package is not installed.
+    Raises ValueError if `data` is not the compressed form of `size` bytes.
     """
     return _inflate(data, size) if name == "zlib" else _decode_zstd(data, size)
 

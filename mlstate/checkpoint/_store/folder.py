@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.log import is_logged, log
+from ..._common.store_error import format_error
 from ..._common.store_error import store_error as store_error
 from ...errors import FormatError, MLStateError, StoreError
-from .._remote.remote_folder import RemoteFolder
+from .._remote.remote_folder import RemoteFolder, checkpoint_folder
 from .manifest import MOST_SEQUENCE, IndexRecord, Manifest, parse
 from .weight_files import (
     INDEX,
@@ -51,6 +52,24 @@ class Root(NamedTuple):
     path: str  # relative to the folder
 
 
+class RootPath(NamedTuple):
+    """A root in a folder; also the path that internal callers pass to `load` and `verify`."""
+
+    folder: str
+    root: str = MANIFEST
+    manifest: Manifest | None = None  # of the root, if already read
+
+    def __fspath__(self) -> str:
+        return self.folder
+
+
+def open_path(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> RootPath:
+    """Return the folder and the root to read for the argument `path`."""
+    given = path if isinstance(path, RootPath) else RootPath(path)  # type: ignore[arg-type]
+    folder = checkpoint_folder(given.folder, storage_options, reads=True)
+    return given._replace(folder=folder)
+
+
 def _read_descriptor(descriptor: int, path: str) -> bytes:
     """Read all of an open file; raise FormatError unless it is a regular file of valid size."""
     import stat
@@ -58,9 +77,7 @@ def _read_descriptor(descriptor: int, path: str) -> bytes:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
         what = "too long" if stat.S_ISREG(found.st_mode) else "not a regular file"
-        error = FormatError(f"{path}: {what}")
-        error.path = path
-        raise error
+        raise format_error(f"{path}: {what}", path)
     data = os.read(descriptor, found.st_size + 1)
     if len(data) == found.st_size:
         return data
@@ -75,17 +92,13 @@ def read_bytes(folder: str, name: str) -> bytes:
         try:
             return folder.read(name)
         except ValueError as error:
-            wrong = FormatError(f"{path}: {error}")
-            wrong.path = path
-            raise wrong from None
+            raise format_error(f"{path}: {error}", path) from None
     try:
         with _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
             return _read_descriptor(descriptor.fileno(), path)
     except OSError as error:
         if error.errno == errno.ELOOP or isinstance(error, IsADirectoryError):
-            wrong = FormatError(f"{path}: not a regular file")
-            wrong.path = path
-            raise wrong from None
+            raise format_error(f"{path}: not a regular file", path) from None
         raise store_error(error, "cannot read the file", path) from None
 
 
@@ -108,13 +121,7 @@ def weights_in_store(folder: RemoteFolder) -> str | None:
 
 
 def open_root(folder: str, root: str = MANIFEST) -> tuple[str, Manifest | None]:
-    """Return what `current_root` does, and the manifest if that took reading it, in a store.
-
-    Raises
-    ------
-    FormatError, StoreError
-        The manifest in a store is damaged, or there is none, and no Hugging Face folder either.
-    """
+    """Return what `current_root` does, and the manifest if that took reading it, in a store."""
     if not isinstance(folder, RemoteFolder) or folder.file or root != MANIFEST:
         return current_root(folder, root), None
     try:
@@ -155,12 +162,11 @@ def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
     manifest = parse(data, os.path.join(folder, name))
     if name not in (MANIFEST, root_path(manifest)):
         path = os.path.join(folder, name)
-        wrong = FormatError(
+        raise format_error(
             f"{path}: the content does not match the file name: it is step {manifest.step}, whose "
-            f"name would be {root_path(manifest)}"
+            f"name would be {root_path(manifest)}",
+            path,
         )
-        wrong.path = path
-        raise wrong
     return manifest
 
 
@@ -179,11 +185,6 @@ def read_root(
 
     If `read` misses a file and a writer has replaced the root meanwhile, start again: files are
     deleted only after every root that names them. `manifest` is the root if already read.
-
-    Raises
-    ------
-    StoreNotFoundError
-        A file that the root names is missing.
     """
     for _ in range(TRIES - 1):
         found = read_manifest(folder, root) if manifest is None else manifest
@@ -213,13 +214,7 @@ def _no_checkpoint(folder: str, number: int) -> StoreError:
 
 
 def _opened(folder: str, part: str) -> _core.Descriptor:
-    """Open a subfolder, or the folder itself if `part` is ""; only the latter may be a link.
-
-    Raises
-    ------
-    StoreError
-        The subfolder is a symbolic link (ELOOP): its files may belong to another checkpoint.
-    """
+    """Open a subfolder, or the folder itself if `part` is ""; only the latter may be a link."""
     path = os.path.join(folder, part)
     try:
         return _core.Descriptor(path, os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if part else 0))
@@ -278,11 +273,6 @@ def next_sequence(folder: str, newest: Manifest | None) -> int:
     """Return the sequence number of the next save: the newest valid root's, plus one.
 
     A file name alone is not trusted: a stray file would determine all later numbers.
-
-    Raises
-    ------
-    FormatError
-        The newest root has the largest sequence number that a manifest can hold.
     """
     found = 0 if newest is None else newest.sequence
     for root in reversed(list_roots(folder)):
@@ -291,9 +281,8 @@ def next_sequence(folder: str, newest: Manifest | None) -> int:
         with suppress(MLStateError):
             found = read_manifest(folder, root.path).sequence
     if found >= MOST_SEQUENCE:
-        error = FormatError(f"{folder}: sequence {found} is the last that a manifest can hold")
-        error.path = folder
-        raise error
+        text = f"{folder}: sequence {found} is the last that a manifest can hold"
+        raise format_error(text, folder)
     return found + 1
 
 
@@ -429,13 +418,8 @@ def _belongs(part: str, name: str) -> bool:
 def remove_files(folder: str, names: list[str]) -> list[str]:
     """Delete files by their paths in the folder; return the paths of those that existed.
 
-    Of objects in a store, all paths are returned.
-
-    Raises
-    ------
-    StoreError
-        A path leaves the folder, is not a name that a save gives, or is behind a symbolic
-        link (nothing was deleted in that subfolder). Or the operating system refused.
+    Of objects in a store, all paths are returned. A path that leaves the folder, that is not a
+    name that a save gives, or that is behind a symbolic link raises StoreError.
     """
     removed = []
     by_part: dict[str, list[str]] = {}
@@ -643,9 +627,8 @@ def _check_patterns(
             parts = tuple(each[place] for each in pattern.parts)
             if first is None or found != ManifestSummary(first.pattern, parts):
                 path = manifest.indexes[rank].path
-                other = FormatError(f"{path}: its pattern or parts differ from the manifest")
-                other.path = os.path.join(folder, path)
-                raise other
+                text = f"{path}: its pattern or parts differ from the manifest"
+                raise format_error(text, os.path.join(folder, path))
 
 
 def load_merged_index(
@@ -679,9 +662,8 @@ def load_merged_index(
             manifest.world_size,
             [record.shards, record.data_bytes],
         ) or record.path != f"index/{generation}.{rank}.json":
-            other = FormatError(f"{record.path}: the index of another checkpoint")
-            other.path = os.path.join(folder, record.path)
-            raise other
+            text = f"{record.path}: the index of another checkpoint"
+            raise format_error(text, os.path.join(folder, record.path))
     if manifest.patterns is not None:
         _check_patterns(folder, manifest, dict(zip(chosen, patterns_of(merged), strict=True)))
     return merged
@@ -711,15 +693,10 @@ def needed_files(
     merged_indexes: Mapping[str, Any] = _NONE,
     roots: Mapping[str, Manifest] = _NONE,
 ) -> set[str]:
-    """Return the paths of all shard files and indexes that any root needs.
+    """Return the paths of all shard files and indexes that any root needs; raise if unknown.
 
     Roots in `without` do not count. `merged_indexes` by generation and `roots` by path are already
     read; only a process that holds the lock may pass `roots`, because they can change otherwise.
-
-    Raises
-    ------
-    FormatError, StoreError
-        A root or an index cannot be read, so the needed files are unknown.
     """
     needed: set[str] = set()
     names = [root.path for root in list_roots(folder) if root not in without]

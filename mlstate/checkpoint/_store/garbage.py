@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ... import _core
+from ..._common.store_error import format_error
 from ...errors import FormatError
 from . import folder as _folder
 from .manifest import Manifest
@@ -32,10 +33,7 @@ class Generation(NamedTuple):
 def read_all_roots(folder: str) -> list[Manifest]:
     """Return all roots of a folder, without duplicate generations.
 
-    Raises
-    ------
-    FormatError, StoreError
-        A root cannot be read, or another program wrote it, so the needed files are unknown.
+    Raises FormatError if another program wrote a root: the needed files are unknown then.
     """
     found: dict[str, Manifest] = {}
     for name in (*(root.path for root in _folder.list_roots(folder)), _folder.MANIFEST):
@@ -67,20 +65,13 @@ def _index_files(folder: str, which: Generation, rank: int) -> tuple[str, set[st
     merged = _core.MergedIndex((data,), (os.path.join(folder, path),))
     [(generation, said, world_size, *_)] = merged.heads()
     if (generation, said, world_size) != (which.generation, rank, which.world_size):
-        error = FormatError(f"{path}: the index of another checkpoint")
-        error.path = os.path.join(folder, path)
-        raise error
+        text = f"{path}: the index of another checkpoint"
+        raise format_error(text, os.path.join(folder, path))
     return path, set(merged.files())
 
 
 def delete_generations(folder: str, manifests: list[Manifest]) -> None:
-    """Delete the files of deleted roots that no other root needs, of all ranks.
-
-    Raises
-    ------
-    FormatError, StoreError
-        A root or an index cannot be read.
-    """
+    """Delete the files of deleted roots that no other root needs, of all ranks."""
     plan = generations_to_delete(manifests, read_all_roots(folder))
     delete_own_files(folder, 0, 1, plan["gone"], plan["kept"])
 
@@ -91,13 +82,7 @@ def delete_own_files(
     """Delete a rank's files of deleted generations; low ranks also handle missing ranks.
 
     A rank that does not exist in the current group is handled by the rank with its number
-    modulo `world_size`. The folders are synced, so no deleted file reappears after a power
-    failure.
-
-    Raises
-    ------
-    FormatError, StoreError
-        An index cannot be read. No file of that rank was deleted.
+    modulo `world_size`. If an index cannot be read, no file of its rank is deleted.
     """
     deleted = []
     worlds = [which.world_size for which in gone]

@@ -84,11 +84,7 @@ def with_patterns(
 
     The merged index has one index of each pattern, so it lists all tensors. If an index has no
     pattern, the manifest gets no patterns, and the merged index has the indexes of all ranks.
-
-    Raises
-    ------
-    FormatError
-        The ranks' indexes do not form one checkpoint, or lack a part of a tensor.
+    Raises FormatError if the indexes do not form one checkpoint, or lack a part of a tensor.
     """
     ranks_of: dict[str | None, list[int]] = {}
     for rank, one in enumerate(reports):

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ... import _core
+from ..._common.store_error import format_error
 from ...errors import FormatError
 from .weight_files import WeightFiles
 
@@ -227,6 +228,4 @@ def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
         broken.args = (f"{path}: {place}{broken}",)
         raise
     except (_WrongError, ValueError) as reason:
-        error = FormatError(f"{path}: not a valid manifest: {reason}")
-        error.path = path
-        raise error from None
+        raise format_error(f"{path}: not a valid manifest: {reason}", path) from None

@@ -49,14 +49,8 @@ class Names:
     """The requested names, resolved against the existing tensors.
 
     A name is a tensor, or a layer: the keys that continue the name with a dot. If neither
-    section has such a key, the name may be a glob.
-
-    Parameters
-    ----------
-    listed : list of str or None
-        The names; None selects everything.
-    *sections : list of str
-        All existing keys, by section.
+    section has such a key, the name may be a glob. `listed` is None to select everything;
+    `sections` are all existing keys, by section.
     """
 
     def __init__(self, listed: list[str] | None, *sections: list[str]) -> None:

@@ -20,15 +20,9 @@ if TYPE_CHECKING:
 
 
 class Indexes:
-    """The indexes of a root that have been read.
+    """The indexes of a root that have been read, those of `ranks`, as one `merged_index`.
 
-    Attributes
-    ----------
-    merged_index : MergedIndex
-        Merged index of the ranks in `ranks`. Initially it lists all tensors; after `need`, it
-        lists all shards of the requested parts.
-    ranks : list of int
-        Ranks whose indexes have been read.
+    Initially it lists all tensors; after `need`, it lists all shards of the requested parts.
     """
 
     def __init__(self, folder: str, manifest: Manifest, rank: int | None) -> None:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.store_error import store_error
+from ..._common.store_error import format_error, store_error
 from ..._common.text import names_hint
 from ...errors import FormatError, StoreNotFoundError
 from .._remote.remote_folder import RemoteFolder
@@ -36,21 +36,11 @@ _SHOWN = 3  # names in an error
 
 
 class WeightFiles(NamedTuple):
-    """The files of a Hugging Face folder, as its index lists them.
+    """The files of a Hugging Face folder, as its index lists them."""
 
-    Attributes
-    ----------
-    files : tuple of str
-        Names of the files, sorted.
-    tensors : dict of str to str, or None
-        The file of each tensor; None for a folder without index.
-    total_bytes : int or None
-        The index's ``total_size``, if it has one.
-    """
-
-    files: tuple[str, ...]
-    tensors: dict[str, str] | None
-    total_bytes: int | None
+    files: tuple[str, ...]  # sorted names
+    tensors: dict[str, str] | None  # file of each tensor; None for a folder without index
+    total_bytes: int | None  # the index's total_size, if it has one
 
 
 def is_weights_root(root: str) -> bool:
@@ -76,9 +66,7 @@ def hub_hint(folder: str) -> str:
 
 
 def _wrong(folder: str, root: str, text: str) -> FormatError:
-    error = FormatError(f"{root}: {text}")
-    error.path = os.path.join(folder, root)
-    return error
+    return format_error(f"{root}: {text}", os.path.join(folder, root))
 
 
 def _listed(names: list[str]) -> str:
@@ -111,9 +99,7 @@ def _parse(folder: str, data: bytes) -> WeightFiles:
     try:
         _core.json_check(data, _MOST_DEPTH, INDEX)
         found = json.loads(data)
-    except FormatError as error:
-        raise _wrong(folder, INDEX, f"not valid JSON: {error}") from None
-    except ValueError as error:
+    except (FormatError, ValueError) as error:
         raise _wrong(folder, INDEX, f"not valid JSON: {error}") from None
     tensors = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(tensors, dict) or not tensors:
@@ -220,15 +206,7 @@ def _headers(folder: str, names: tuple[str, ...]) -> AbstractContextManager[str]
 
 
 def read_weights(folder: str, root: str, data: bytes | None) -> Manifest:
-    """Return the manifest of files of another program; `data` is the content of their index.
-
-    Raises
-    ------
-    FormatError
-        The index is malformed, names files outside the folder, or leaves out files.
-    StoreNotFoundError
-        A file that the index names does not exist.
-    """
+    """Return the manifest of files of another program; `data` is the content of their index."""
     import datetime
 
     from .manifest import IndexRecord, Manifest
@@ -255,13 +233,7 @@ def read_weights(folder: str, root: str, data: bytes | None) -> Manifest:
 
 
 def read_merged_index(folder: str, manifest: Manifest) -> Any:
-    """Read the headers of all files, and return them as a merged index.
-
-    Raises
-    ------
-    FormatError
-        A file is malformed, a tensor is in two files, or the index and the files disagree.
-    """
+    """Read the headers of all files, and return them as a merged index."""
     weights = manifest.weights
     assert weights is not None
     with _headers(folder, weights.files) as local:

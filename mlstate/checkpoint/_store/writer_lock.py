@@ -124,16 +124,9 @@ class WriterLock:
     """The lock of a writing process.
 
     `timeout` is the caller's ``lock_timeout``, or None if the caller has no such parameter.
-
-    Attributes
-    ----------
-    unfinished : str or None
-        Generation of a writer that died.
-    is_unsure : bool
-        False: whether a `commit` succeeded can always be read from the folder.
     """
 
-    is_unsure = False
+    is_unsure = False  # whether a `commit` succeeded can always be read from the folder
 
     def __init__(self, folder: str, what: str = "checkpoint", timeout: float | None = None) -> None:
         self._timeout = timeout
@@ -142,7 +135,7 @@ class WriterLock:
         self._path = os.path.join(folder, _NAME)
         self._descriptor: _core.Descriptor | None = None  # dropping it closes and unlocks
         self._is_new = False
-        self.unfinished: str | None = None
+        self.unfinished: str | None = None  # generation of a writer that died
 
     def acquire(self) -> _core.Descriptor:
         """Take the lock; after the timeout raise StoreError (EBUSY) that names the owner.

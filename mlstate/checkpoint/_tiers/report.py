@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..._common.set_module import set_module
 from ..._common.text import bytes_text, shorten, table_text
 from ..._sharding.layout import Tier
+from .._html import fit_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _ROWS = 200  # of a text
-_MOST_BYTES = 30_000  # of a page
 _COLOURS = {Tier.HOT: "#d0576b", Tier.WARM: "#e08a2e", Tier.COLD: "#3b82c4"}
 _STYLE = (
     ".mlstate-tiers{font:13px/1.5 system-ui,sans-serif}"
@@ -206,13 +206,12 @@ def _units(units: Sequence[TierRecord], most: int) -> str:
 def tiers_html(report: TierReport) -> str:
     """Return the tiers, each with a bar, and as many units as fit the byte limit."""
     moved = "".join(f"<p>{_traffic_text(traffic)}</p>" for traffic in report.traffic)
-    most = 160
-    while True:
+
+    def make(most: int) -> str:
         units = _units(report.units, most) if report.units else ""
-        page = (
+        return (
             f"<div class=mlstate-tiers><style>{_STYLE}</style><p>{escape(report.summary)}</p>"
             f"{_totals(report)}{moved}{units}</div>"
         )
-        if most == 0 or len(page.encode("utf-8", "replace")) < _MOST_BYTES:
-            return page
-        most //= 2
+
+    return fit_page(make, 160)

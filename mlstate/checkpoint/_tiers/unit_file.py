@@ -18,6 +18,7 @@ from ... import _core
 from ..._common.arrays import is_torch
 from ..._common.backend import backend_named, backend_of
 from ..._common.dtypes import label_of, text_of
+from ..._common.store_error import format_error
 from ..._sharding.layout import Layout, Shard, Tier
 from ...distributed._byte_ranges import dtype_of, plain_of
 from ...errors import FormatError, MLStateError, StoreError
@@ -213,15 +214,7 @@ def name_unit_error(name: str, error: MLStateError) -> MLStateError:
 
 
 def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
-    """Read and verify a unit's arrays, in the order of its parts.
-
-    Raises
-    ------
-    FormatError, ChecksumError
-        The file is damaged, or not this unit's; the message names unit and file.
-    StoreError
-        The file cannot be read.
-    """
+    """Read and verify a unit's arrays, in the order of its parts; errors name the unit."""
     try:
         if mmap:
             _verify(path)
@@ -258,9 +251,7 @@ def _verify(path: str) -> None:
 
 
 def _format_error(path: str, text: str) -> FormatError:
-    error = FormatError(f"{os.path.basename(path)}: {text}")
-    error.path = path
-    return error
+    return format_error(f"{os.path.basename(path)}: {text}", path)
 
 
 def _read_description(texts: Mapping[str, str], path: str) -> dict[str, Any]:
@@ -296,13 +287,7 @@ def is_unit_file(path: str) -> bool:
 
 
 def open_unit(path: str) -> Unit:
-    """Return the cold unit of a file; only the header is read.
-
-    Raises
-    ------
-    FormatError, ChecksumError, StoreError
-        The file is damaged, not a unit's file, or cannot be read.
-    """
+    """Return the cold unit of a file; only the header is read."""
     arrays, texts = _core.file_load(path, True, True)
     found = _read_description(texts, path)
     try:

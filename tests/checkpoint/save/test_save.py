@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import re
 import threading
@@ -64,11 +63,6 @@ def every_kind():
 
 def native(state):
     return {k: v.astype(v.dtype.newbyteorder("=")) for k, v in state.items()}
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ckpt"
 
 
 def files_of(path):
@@ -656,8 +650,10 @@ def test_what_is_no_checkpoint_is_described(tmp_path):
     with pytest.raises(mlstate.StoreError, match=r"it is a file, .* mlstate verify ") as caught:
         mlstate.verify(file)
     assert caught.value.errno == errno.ENOTDIR
-    with pytest.raises(FileNotFoundError, match="no such folder"):
-        mlstate.load(tmp_path / "none")
+    for call in (mlstate.load, mlstate.checkpoint.inspect, mlstate.verify):
+        with pytest.raises(FileNotFoundError, match=r"no such folder.*none") as caught:
+            call(tmp_path / "none")
+        assert isinstance(caught.value, mlstate.StoreError)
     with pytest.raises(FileNotFoundError, match=r"the folder has no manifest\.json"):
         mlstate.load(tmp_path)
     run = tmp_path / "run"
@@ -670,14 +666,6 @@ def test_what_is_no_checkpoint_is_described(tmp_path):
 def test_what_was_loaded_is_counted_in_tensors(path):
     mlstate.save(path, {"w": np.ones(3)})
     assert "model=<StateDict: 1 tensor>, optimizer=None" in repr(mlstate.load(path))
-
-
-def test_no_checkpoint_is_a_file_that_is_not_found(tmp_path):
-    for call in (mlstate.load, mlstate.checkpoint.inspect, mlstate.verify):
-        with pytest.raises(FileNotFoundError) as caught:
-            call(tmp_path / "none")
-        assert isinstance(caught.value, mlstate.StoreError)
-        assert "none" in str(caught.value)
 
 
 def test_a_path_that_is_a_file_is_refused(tmp_path):
@@ -704,44 +692,7 @@ def test_progress_counts_every_byte(path):
     assert sum(counts) > sum(a.nbytes for a in state.values())
 
 
-def test_what_progress_raises_stops_and_leaves_nothing(path):
-    mlstate.save(path, {"old": np.ones(3)})
-
-    def stop(count):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        mlstate.save(path, {"w": random((4000, 1000))}, progress=stop)
-    assert list(mlstate.load(path).model) == ["old"]
-    report = mlstate.verify(path)
-    assert report and not report.leftover
-
-
 # ---- concurrent writers and readers ----
-
-
-def _hold(path, ready, release):
-    from mlstate.checkpoint._store.writer_lock import WriterLock
-
-    with WriterLock(str(path)):
-        ready.set()
-        release.wait(20)
-
-
-def test_two_writers_exclude_each_other(path):
-    mlstate.save(path, {"w": np.ones(2)})
-    context = multiprocessing.get_context("spawn")
-    ready, release = context.Event(), context.Event()
-    other = context.Process(target=_hold, args=(path, ready, release))
-    other.start()
-    assert ready.wait(20)
-    with pytest.raises(mlstate.StoreError, match=f"process {other.pid} on") as caught:
-        mlstate.save(path, {"w": np.ones(2)})
-    assert caught.value.errno == errno.EBUSY
-    release.set()
-    other.join(20)
-    mlstate.save(path, {"w": np.zeros(2)})
-    assert not mlstate.load(path).model["w"].any()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -824,6 +775,9 @@ def test_readers_see_one_checkpoint_or_the_other_while_it_is_replaced(path):
                 values = {float(v) for array in model.values() for v in (array.min(), array.max())}
                 assert len(values) == 1, values
                 seen.update(values)
+                report = mlstate.verify(path)
+                assert report, report
+                mlstate.load(path, verify="first")
             except BaseException as error:
                 failed.append(error)
                 return

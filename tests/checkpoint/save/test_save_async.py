@@ -34,11 +34,6 @@ SECONDS = 20
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ckpt"
-
-
 def bytes_of(state):
     return sum(array.nbytes for array in state.values())
 
@@ -57,7 +52,7 @@ def spoil(state):
 
 
 @pytest.fixture
-def held(monkeypatch):
+def paused(monkeypatch):
     """Saves stop once nothing of the state is left to read; `set` lets them go on."""
     go = threading.Event()
     write = _core.shards_write
@@ -86,7 +81,7 @@ def held(monkeypatch):
 
 @pytest.mark.parametrize("share", [None, 1, 0.5, 0.25, 0.01, 0])
 @pytest.mark.parametrize("pack", [0, 1 << 18])
-def test_the_state_may_be_changed_once_it_is_staged(path, held, share, pack):
+def test_the_state_may_be_changed_once_it_is_staged(path, paused, share, pack):
     state = every_kind()
     expected = native({name: array.copy() for name, array in state.items()})
     budget = None if share is None else int(share * bytes_of(state))
@@ -96,7 +91,7 @@ def test_the_state_may_be_changed_once_it_is_staged(path, held, share, pack):
     assert not handle.done()
     with pytest.raises(TimeoutError, match=r"not ended after 0\.01 seconds"):
         handle.wait(0.01)
-    held.set()
+    paused.set()
     checkpoint = handle.wait(SECONDS)
     found = checkpoint.load().model
     assert {name: array.tobytes() for name, array in found.items()} == {
@@ -107,26 +102,19 @@ def test_the_state_may_be_changed_once_it_is_staged(path, held, share, pack):
     assert mlstate.verify(path)
 
 
-def test_nothing_is_spoiled_while_a_callback_holds_the_writer_up(path):
+def test_nothing_is_spoiled_while_a_callback_holds_the_writer_up(path, held):
     state = {f"w{i}": random((1 << 20,), seed=i) for i in range(10)}
     expected = {name: array.copy() for name, array in state.items()}
     threads = mlstate.get_num_threads()
-    go, called = threading.Event(), threading.Event()
-
-    def block(count):
-        called.set()
-        assert go.wait(SECONDS)
-
     mlstate.set_num_threads(1)  # no other thread works meanwhile
     try:
-        handle = save_async(path, state, max_staging_bytes=1 << 20, progress=block)
-        called.wait(SECONDS)
-        go.set()
+        handle = save_async(path, state, max_staging_bytes=1 << 20, progress=held)
+        held.called.wait(SECONDS)
+        held.go.set()
         handle.staged(SECONDS)
         spoil(state)
         found = handle.wait(SECONDS).load().model
     finally:
-        go.set()
         mlstate.set_num_threads(threads)
     assert differ(found, expected) == []
 
@@ -169,13 +157,13 @@ def test_what_did_not_change_is_not_written_again(path, share):
     assert {t.key: t.version for t in checkpoint.tensors() if t.version > 1} == {"w3": 2, "w19": 2}
 
 
-def test_entries_of_the_dict_are_those_of_the_call(path, held):
+def test_entries_of_the_dict_are_those_of_the_call(path, paused):
     state = {"a": np.zeros(3), "b": np.ones(3)}
     handle = save_async(path, state)
     handle.staged()
     del state["a"]
     state["c"] = np.ones(1)
-    held.set()
+    paused.set()
     assert sorted(handle.wait().load().model) == ["a", "b"]
 
 
@@ -246,7 +234,7 @@ def test_extra_memory_is_within_the_budget(tmp_path, share):
 
 
 @pytest.mark.parametrize("share", [1, 0.25, 0])
-def test_arrays_are_let_go_when_they_are_staged(path, held, share):
+def test_arrays_are_let_go_when_they_are_staged(path, paused, share):
     class Array(np.ndarray):
         """An array that a weak reference can watch."""
 
@@ -259,24 +247,24 @@ def test_arrays_are_let_go_when_they_are_staged(path, held, share):
     state.clear()
     gc.collect()
     assert [ref() is None for ref in alive] == [True] * 10
-    held.set()
+    paused.set()
     handle.wait(SECONDS)
 
 
-def test_staging_memory_serves_one_save_at_a_time(path, held):
+def test_staging_memory_serves_one_save_at_a_time(path, paused):
     staging = Staging(100)
     assert (staging.nbytes, repr(staging)) == (100, "Staging(100)")
     first = save_async(path, {"w": np.zeros(3)}, staging=staging)
     first.staged()
     with pytest.raises(ValueError, match="in use by another save"):
         save_async(path, {"w": np.zeros(3)}, staging=staging)
-    held.set()
+    paused.set()
     first.wait()
     second = save_async(path, {"w": np.ones(40)}, staging=staging)  # more than the budget
     assert second.wait().load().model["w"].sum() == 40
 
 
-def test_memory_is_given_back_without_taking_any(path, held, monkeypatch):
+def test_memory_is_given_back_without_taking_any(path, paused, monkeypatch):
     """Otherwise a lack of memory would keep the end of the save from being reported."""
 
     class Short:
@@ -289,7 +277,7 @@ def test_memory_is_given_back_without_taking_any(path, held, monkeypatch):
     handle = save_async(path, {"w": np.ones(3)})
     handle.staged()
     monkeypatch.setattr(mlstate.checkpoint._staging, "np", Short)
-    held.set()
+    paused.set()
     assert handle.wait(SECONDS).load().model["w"].sum() == 3
 
 
@@ -331,12 +319,12 @@ def test_wrong_arguments_are_refused_at_once(path):
     assert not path.exists()
 
 
-@contextlib.contextmanager
-def shown_errors(monkeypatch):
+@pytest.fixture
+def shown(monkeypatch):
     """Errors that were printed because `wait` was never called."""
-    shown = []
-    monkeypatch.setattr(threading, "excepthook", shown.append)
-    yield shown
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    return errors
 
 
 def blocked(path):
@@ -355,54 +343,51 @@ def test_an_error_is_raised_to_whoever_asks(path):
     assert handle.cancel()
 
 
-def test_an_error_that_nobody_asked_for_is_shown(path, monkeypatch):
-    with shown_errors(monkeypatch) as shown:
-        handle = save_async(blocked(path), {"w": np.zeros(3)})
-        while not handle.done():
-            time.sleep(0.001)
-        assert not shown
-        del handle
-        gc.collect()
-        assert len(shown) == 1
-        assert isinstance(shown[0].exc_value, StoreError)
-        assert str(path) in shown[0].exc_value.__notes__[0]
+def test_an_error_that_nobody_asked_for_is_shown(path, shown):
+    handle = save_async(blocked(path), {"w": np.zeros(3)})
+    while not handle.done():
+        time.sleep(0.001)
+    assert not shown
+    del handle
+    gc.collect()
+    assert len(shown) == 1
+    assert isinstance(shown[0].exc_value, StoreError)
+    assert str(path) in shown[0].exc_value.__notes__[0]
 
 
-def test_an_error_after_the_handle_is_gone_is_shown(path, held, monkeypatch):
-    with shown_errors(monkeypatch) as shown:
-        handle = save_async(path, {"w": np.zeros(3)})
-        handle.staged()
-        job = handle._job
-        job.cancelled = True
-        del handle
-        gc.collect()
-        assert not shown
-        held.set()
-        assert job.reached("ended", SECONDS)
-        for _ in range(1000):
-            if shown:
-                break
-            time.sleep(0.001)
-        assert shown[0].exc_value.errno == errno.ECANCELED
+def test_an_error_after_the_handle_is_gone_is_shown(path, paused, shown):
+    handle = save_async(path, {"w": np.zeros(3)})
+    handle.staged()
+    job = handle._job
+    job.cancelled = True
+    del handle
+    gc.collect()
+    assert not shown
+    paused.set()
+    assert job.reached("ended", SECONDS)
+    for _ in range(1000):
+        if shown:
+            break
+        time.sleep(0.001)
+    assert shown[0].exc_value.errno == errno.ECANCELED
 
 
-def test_an_error_that_was_asked_for_is_not_shown_again(path, monkeypatch):
-    with shown_errors(monkeypatch) as shown:
-        handle = save_async(blocked(path), {"w": np.zeros(3)})
-        with pytest.raises(StoreError):
-            handle.wait()
-        del handle
-        gc.collect()
-        assert not shown
+def test_an_error_that_was_asked_for_is_not_shown_again(path, shown):
+    handle = save_async(blocked(path), {"w": np.zeros(3)})
+    with pytest.raises(StoreError):
+        handle.wait()
+    del handle
+    gc.collect()
+    assert not shown
 
 
-def test_cancelling_leaves_the_old_checkpoint(path, held):
+def test_cancelling_leaves_the_old_checkpoint(path, paused):
     mlstate.save(path, {"w": np.zeros(3)}, step=1)
     handle = save_async(path, {"w": np.ones(3)}, step=2)
     handle.staged()
     with pytest.raises(TimeoutError):
         handle.cancel(0.01)
-    held.set()
+    paused.set()
     assert handle.cancel()
     with pytest.raises(StoreError) as caught:
         handle.wait()
@@ -431,20 +416,20 @@ def test_a_callback_that_raises_stops_the_save(path):
     assert inspect(path).step == 1
 
 
-def test_another_writer_is_told(path, held):
+def test_another_writer_is_told(path, paused):
     first = save_async(path, {"w": np.zeros(3)})
     first.staged()
     second = save_async(path, {"w": np.ones(3)})
     while not path.joinpath("lock").exists():
         time.sleep(0.001)
-    held.set()
+    paused.set()
     ends = []
     for handle in (first, second):
         try:
             ends.append(handle.wait(SECONDS))
         except StoreError as error:
             assert error.errno == errno.EBUSY
-    assert ends  # at least one save succeeds; the other may find the lock held
+    assert ends  # at least one save succeeds; the other may find the lock paused
 
 
 def test_without_a_thread_it_is_saved_at_once(path, monkeypatch):
@@ -458,7 +443,7 @@ def test_without_a_thread_it_is_saved_at_once(path, monkeypatch):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_ctrl_c_ends_the_waiting_and_not_the_save(path, held):
+def test_ctrl_c_ends_the_waiting_and_not_the_save(path, paused):
     handle = save_async(path, {"w": np.ones(3)})
     handle.staged()
     timer = threading.Timer(
@@ -469,13 +454,13 @@ def test_ctrl_c_ends_the_waiting_and_not_the_save(path, held):
         handle.wait(SECONDS)
     timer.join()
     assert not handle.done()
-    held.set()
+    paused.set()
     assert handle.wait().load().model["w"].sum() == 3
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_does_not_disturb_the_save(path, held):
+def test_a_fork_does_not_disturb_the_save(path, paused):
     state = {f"w{i}": random((3000 + i,), seed=i) for i in range(9)}
     handle = save_async(path, state, max_staging_bytes="50 kB")
     handle.staged()
@@ -494,7 +479,7 @@ def test_a_fork_does_not_disturb_the_save(path, held):
             code = 0 if refused == 5 else 1
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    held.set()
+    paused.set()
     found = handle.wait(SECONDS).load().model
     assert differ(found, state) == []
 
@@ -730,12 +715,12 @@ def test_a_rank_that_dies_leaves_the_old_checkpoint(path, moment):
     assert mlstate.verify(path)
 
 
-def test_a_group_serves_one_save_at_a_time(path, held):
+def test_a_group_serves_one_save_at_a_time(path, paused):
     groups = LocalGroup.threads(2)
     handles = [save_async(path, shards(group, 1), group=group) for group in groups]
     with pytest.raises(ValueError, match="another save uses this group"):
         save_async(path, shards(groups[0], 1), group=groups[0])
-    held.set()
+    paused.set()
     for handle in handles:
         handle.wait(SECONDS)
     for group in groups:
@@ -746,7 +731,7 @@ def test_a_group_serves_one_save_at_a_time(path, held):
 
 
 @pytest.mark.torch
-def test_tensors(path, held):
+def test_tensors(path, paused):
     torch = pytest.importorskip("torch")
     module = torch.nn.Linear(300, 400)
     expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -756,7 +741,7 @@ def test_tensors(path, held):
     with torch.no_grad():
         for tensor in (*module.parameters(), *moments.values()):
             tensor.zero_()
-    held.set()
+    paused.set()
     handle.wait(SECONDS)
     other = torch.nn.Linear(300, 400)
     found = mlstate.load(path, into={"model": other})
@@ -833,62 +818,3 @@ def test_tensors_on_a_device(path):
         state["a"] *= 2  # the copy is not finished when the save begins
         handle = save_async(path, state)
     check_device_state(torch, path, handle, state)
-
-
-# ---- killed ----
-
-
-VICTIM = """
-import sys
-import numpy as np
-from mlstate.checkpoint import CheckpointManager
-
-folder, share = sys.argv[1], float(sys.argv[2])
-state = {f"w{i}": np.zeros(100_000 + 1000 * i, np.float32) for i in range(8)}
-budget = int(share * sum(array.nbytes for array in state.values()))
-manager = CheckpointManager(folder, keep=2)
-print("ready", flush=True)
-for step in range(1, 10_000):
-    for array in state.values():
-        array += 1
-    handle = manager.save_async(step, state, max_staging_bytes=budget)
-    handle.staged()
-    print("staged", step, flush=True)
-    if step % 3 == 0:
-        handle.wait()
-        print("saved", step, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
-@pytest.mark.parametrize("share", [1, 0.3])
-def test_killed_at_any_moment(tmp_path, share):
-    import random as chance
-    import subprocess
-
-    draw = chance.Random(7)
-    paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    for run in range(12):
-        folder = tmp_path / f"run-{run}"
-        with subprocess.Popen(
-            [sys.executable, "-c", VICTIM, str(folder), str(share)],
-            stdout=subprocess.PIPE, text=True, env=environment,
-        ) as victim:  # fmt: skip
-            assert victim.stdout.readline() == "ready\n"
-            time.sleep(0.4 * draw.random())
-            victim.kill()
-            told = [line.split() for line in victim.stdout if line.endswith("\n")]
-        saved = max((int(step) for what, step in told if what == "saved"), default=0)
-        begun = max((int(step) for what, step in told if what == "staged"), default=0) + 1
-        try:
-            found = CheckpointManager(folder).restore_latest()
-        except FileNotFoundError:
-            assert saved == 0
-            continue
-        assert saved <= found.step <= begun
-        assert all((array == found.step).all() for array in found.model.values())
-        with CheckpointManager(folder) as manager:  # the next manager deletes the leftover files
-            manager.save_async(20_000, {"w": np.ones(3)})
-        assert mlstate.verify(folder).leftover == []

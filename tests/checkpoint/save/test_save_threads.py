@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from checkpoint_model import flip
 from rank_threads import run_ranks as run
 
 import mlstate
@@ -21,18 +22,11 @@ def files_of(path):
     return sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
 
 
-def flip(path):
+def damage(path):
     """Damage the shards of the newest checkpoint."""
     root = mlstate.checkpoint.Checkpoint(path)
     for file in path.glob(f"params/*{root.generation}*"):
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ckpt"
+        flip(file, -1)
 
 
 @pytest.mark.parametrize("other", ["dtype", "layout", "shape"])
@@ -253,7 +247,7 @@ def test_a_rank_that_asks_for_what_cannot_be_lets_no_other_wait(manager):
 def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
     manager, monkeypatch
 ):
-    load = _step_roots.load_checkpoint
+    load = _step_roots.load
     pending = [4]
 
     def late(*arguments, **keywords):
@@ -262,7 +256,7 @@ def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
             newer.save(pending.pop(), model={"w": np.full(4, 4.0)})
         return load(*arguments, **keywords)
 
-    monkeypatch.setattr(_step_roots, "load_checkpoint", late)
+    monkeypatch.setattr(_step_roots, "load", late)
     assert manager.restore_latest().step == 4
 
 
@@ -322,7 +316,7 @@ def test_repairing_leaves_a_checkpoint_that_was_replaced_meanwhile(path, monkeyp
     manager.save(1, model={"w": np.full(4, 1.0)})
     manager.save(2, model={"w": np.full(4, 2.0)})
     acquire = _lock.WriterLock.acquire
-    flip(path)
+    damage(path)
 
     def late(lock):
         monkeypatch.undo()

@@ -16,20 +16,6 @@ from mlstate.checkpoint._save_times import add_wait
 SECONDS = 20
 
 
-@pytest.fixture
-def held():
-    """A callback that blocks the writer, and the event that releases it."""
-    go, called = threading.Event(), threading.Event()
-
-    def hold(count):
-        called.set()
-        assert go.wait(SECONDS)
-
-    hold.go, hold.called = go, called
-    yield hold
-    go.set()
-
-
 def test_times_are_known_when_it_is_so(tmp_path, held):
     before = time.perf_counter()
     handle = save_async(tmp_path / "ckpt", {"w": np.ones(9)}, progress=held)

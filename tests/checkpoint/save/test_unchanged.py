@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_model import flip
 
 import mlstate
 from mlstate.checkpoint import Shard
@@ -15,10 +16,8 @@ def shard_files(folder):
     return sorted(Path(folder, "params").iterdir())
 
 
-def flip(path, bit):
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
+def flip_bit(path, bit):
+    flip(path, bit // 8, 1 << bit % 8)
 
 
 def header_bits(path):
@@ -49,7 +48,7 @@ def test_a_file_with_a_damaged_header_is_not_reused(tmp_path, state):
         folder = tmp_path / f"{number}"
         shutil.copytree(tmp_path / "good", folder)
         path = chosen.choice(shard_files(folder))
-        flip(path, chosen.randrange(header_bits(path)))
+        flip_bit(path, chosen.randrange(header_bits(path)))
         check_saved(folder, state)
 
 
@@ -57,7 +56,7 @@ def test_a_stated_version_does_not_keep_a_damaged_header(tmp_path):
     shard = Shard(np.arange(100_000, dtype=np.float32), version=3)
     mlstate.save(tmp_path / "ckpt", {"w": shard})
     [path] = shard_files(tmp_path / "ckpt")
-    flip(path, 900)
+    flip_bit(path, 900)
     check_saved(tmp_path / "ckpt", {"w": shard})
     assert shard_files(tmp_path / "ckpt") != [path]
 
@@ -73,14 +72,14 @@ def test_coded_bytes_that_are_damaged_are_not_reused(tmp_path, where):
     for number, bit in enumerate(chosen.sample(range(*ranges[where]), 20)):
         folder = tmp_path / f"{number}"
         shutil.copytree(tmp_path / "good", folder)
-        flip(folder / "params" / path.name, bit)
+        flip_bit(folder / "params" / path.name, bit)
         check_saved(folder, state, compress="zlib")
 
 
 def test_damage_that_is_in_memory_too_is_not_reused(tmp_path, state):
     mlstate.save(tmp_path / "ckpt", state)
     path = max(shard_files(tmp_path / "ckpt"), key=lambda found: found.stat().st_size)
-    flip(path, 8 * path.stat().st_size - 3)
+    flip_bit(path, 8 * path.stat().st_size - 3)
     salvaged = dict(mlstate.load(tmp_path / "ckpt", verify=False).model)
     assert not np.array_equal(salvaged["large"], state["large"])
     check_saved(tmp_path / "ckpt", salvaged)
@@ -93,7 +92,7 @@ def test_damage_to_hidden_rows_is_not_reused(tmp_path):
     state["w"][:100] = 2
     mlstate.save(tmp_path / "ckpt", state, incremental=True)
     assert len(shard_files(tmp_path / "ckpt")) == 2
-    flip(path, header_bits(path) + 8)  # damage in a row that the new layer hides
+    flip_bit(path, header_bits(path) + 8)  # damage in a row that the new layer hides
     assert mlstate.verify(tmp_path / "ckpt").problems
     check_saved(tmp_path / "ckpt", state)
 

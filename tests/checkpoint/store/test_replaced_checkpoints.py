@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -64,19 +63,39 @@ def writer(tmp_path, monkeypatch):
 MOMENTS = pytest.mark.parametrize("moment", ["root", "indexes"])
 
 
-@MOMENTS
-def test_verify_begins_again(writer, moment):
-    report = mlstate.verify(writer.begin(moment).folder)
-    assert writer.times == 0
-    assert report, report
-    assert report.step == writer.step
+def converted(folder, tmp_path, _):
+    assert main(["convert", folder, str(tmp_path / "c.npz")]) == 0
+    with np.load(tmp_path / "c.npz") as arrays:
+        return arrays["w"][0]
+
+
+def resharded(folder, tmp_path, _):
+    reshard(folder, tmp_path / "cut", layout="rows", world_size=3)
+    loaded = mlstate.load(tmp_path / "cut")
+    assert set(loaded.model["w"]) == set(loaded.model["b"]) == {loaded.step}
+    return loaded.step
+
+
+def compared(folder, tmp_path, capsys):
+    mlstate.save(tmp_path / "other", state(3))
+    assert main(["diff", folder, str(tmp_path / "other"), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["first"]["step"]
+
+
+READERS = {  # each returns the step that it has read
+    "verify": lambda folder, *_: mlstate.verify(folder).step,
+    "load": lambda folder, *_: mlstate.load(folder, verify="first").model["w"][0],
+    "diff": compared,
+    "reshard": resharded,
+    "convert": converted,
+}
 
 
 @MOMENTS
-def test_verify_before_a_load_begins_again(writer, moment):
-    loaded = mlstate.load(writer.begin(moment).folder, verify="first")
+@pytest.mark.parametrize("name", READERS)
+def test_readers_begin_again(writer, moment, name, tmp_path, capsys):
+    assert READERS[name](writer.begin(moment).folder, tmp_path, capsys) == writer.step
     assert writer.times == 0
-    assert loaded.step == loaded.model["w"][0] == writer.step
 
 
 @MOMENTS
@@ -93,23 +112,6 @@ def test_the_inspect_command_begins_again(writer, moment, capsys):
     assert main(["inspect", writer.begin(moment).folder, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert {tensor["key"] for tensor in data["tensors"]} == {"b", "w"}
-
-
-@MOMENTS
-def test_diff_begins_again(writer, moment, tmp_path, capsys):
-    mlstate.save(tmp_path / "other", state(3))
-    writer.begin(moment)
-    assert main(["diff", writer.folder, str(tmp_path / "other"), "--json"]) == 0
-    assert writer.times == 0
-    assert json.loads(capsys.readouterr().out)["first"]["step"] == 3
-
-
-@MOMENTS
-def test_reshard_begins_again(writer, moment, tmp_path):
-    reshard(writer.begin(moment).folder, tmp_path / "cut", layout="rows", world_size=3)
-    assert writer.times == 0
-    loaded = mlstate.load(tmp_path / "cut")
-    assert set(loaded.model["w"]) == set(loaded.model["b"]) == {loaded.step} == {writer.step}
 
 
 def test_reshard_never_mixes_two_checkpoints(writer, tmp_path):
@@ -136,13 +138,6 @@ def test_a_trial_of_prune_begins_again(writer):
     writer.times = 4  # during the last two the reader looks for the files that are needed
     assert not prune(writer.begin("root").folder, dry_run=True).steps
     assert writer.times == 0
-
-
-@MOMENTS
-def test_convert_begins_again(writer, moment, tmp_path):
-    assert main(["convert", writer.begin(moment).folder, str(tmp_path / "c.npz")]) == 0
-    with np.load(tmp_path / "c.npz") as arrays:
-        assert set(arrays["w"]) == {writer.step}
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -185,26 +180,3 @@ def test_a_checkpoint_that_is_replaced_too_often_is_not_called_damaged(writer):
     writer.begin("indexes").times = 10**6
     with pytest.raises(mlstate.StoreError, match="replaced at each of 20 attempts to verify"):
         mlstate.verify(writer.folder)
-
-
-def test_verify_and_a_writer_at_the_same_time(tmp_path):
-    path = tmp_path / "ckpt"
-    mlstate.save(path, state(0), pack_below_bytes=0)
-    is_over = threading.Event()
-    wrong = []
-
-    def read():
-        while not is_over.is_set():
-            report = mlstate.verify(path)
-            wrong.extend(report.problems)
-            mlstate.load(path, verify="first")
-
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for step in range(1, 40):
-        mlstate.save(path, state(step), pack_below_bytes=0)
-    is_over.set()
-    for reader in readers:
-        reader.join()
-    assert not wrong

@@ -91,25 +91,6 @@ def test_a_lock_whose_text_cannot_be_written_is_let_go(tmp_path, monkeypatch):
         pass
 
 
-def test_a_second_writer_waits_up_to_its_timeout(tmp_path):
-    folder = tmp_path / "ckpt"
-    mlstate.save(folder, {"w": np.zeros(2)})
-    lock = WriterLock(str(folder))
-    with lock.acquire():
-        threading.Timer(0.3, lock.release).start()
-        mlstate.save(folder, {"w": np.ones(2)}, lock_timeout=20)
-    assert mlstate.load(folder).model["w"].all()
-
-
-def test_a_second_writer_gives_up_after_its_time(tmp_path):
-    with WriterLock(str(tmp_path)):
-        start = time.monotonic()
-        with pytest.raises(mlstate.StoreError, match="is writing it") as caught:
-            WriterLock(str(tmp_path), timeout=0.2).acquire()
-        assert caught.value.errno == errno.EBUSY
-        assert 0.2 <= time.monotonic() - start < 10
-
-
 @pytest.mark.parametrize("wrong", [-1, float("nan"), "1", True])
 def test_a_lock_timeout_is_a_number_of_seconds(tmp_path, wrong):
     with pytest.raises((TypeError, ValueError), match="lock_timeout must be"):

@@ -8,9 +8,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
-from group_model import (
-    raises,
-)
+from group_model import raises
 from group_scenarios import check_reductions
 from torch_processes import SCENARIOS, main, scenario
 
