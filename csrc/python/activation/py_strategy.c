@@ -11,10 +11,12 @@
  * run any code, so it is called outside the lock, and the core then checks again whether
  * an adjustment is due.
  */
-#include "activation/activation_bindings.h"
 #include "activation/strategy_args.h"
 #include "common/args.h"
+#include "common/errors.h"
+#include "common/functions.h"
 #include "common/gil.h"
+#include "common/results.h"
 
 #include "activation/strategy.h"
 
@@ -66,10 +68,10 @@ static int take_figure(strategy_object *self, PyObject *said, const char *name,
         return -1;
     }
     if (bytes < least) {
-        PyErr_Format(PyExc_ValueError,
-                     "the memory tracker returned %s = %lld, expected %lld or more", name,
-                     (long long)bytes, (long long)least);
-        return -1;
+        return MLSPY_REFUSE(
+            PyExc_ValueError,
+            "the memory tracker returned %s = %lld, expected %lld or more", name,
+            (long long)bytes, (long long)least);
     }
     *out = (uint64_t)bytes;
     return 0;
@@ -163,8 +165,8 @@ decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
 }
 
 /* For FirstMatch: returns None for a layer that the user did not name. */
-static PyObject *decide_or_none(strategy_object *self, PyObject *const *args,
-                                Py_ssize_t nargs, PyObject *names)
+static PyObject *strategy__decide_or_none(strategy_object *self, PyObject *const *args,
+                                          Py_ssize_t nargs, PyObject *names)
 {
     mlspy_strategy_args q;
     mls_layer_key key;
@@ -256,18 +258,16 @@ static int strategy_clear(strategy_object *self)
 /* Accepts a partly constructed object: a zeroed strategy owns nothing. */
 static void strategy_dealloc(strategy_object *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     Py_XDECREF(self->clock);
     mls_strategy_fini(&self->s);
-    type->tp_free(self);
-    Py_DECREF(type);
+    mlspy_free(self);
 }
 
 /* ---- state ---- */
 
 /* As in the source, the next adjustment is due ten seconds from now. */
-static PyObject *reset_state(strategy_object *self, PyObject *unused)
+static PyObject *strategy_reset(strategy_object *self, PyObject *unused)
 {
     int64_t now;
     (void)unused;
@@ -284,10 +284,8 @@ static PyObject *reset_state(strategy_object *self, PyObject *unused)
 static PyObject *layer_facts(const mls_layer_map *table, size_t i)
 {
     const mls_table_layer layer = table->layers[i];
-    PyObject *name = mlspy_str_of(mls_layer_name(table, &layer));
-    return name == NULL ? NULL
-                        : Py_BuildValue("NnK", name, (Py_ssize_t)layer.bytes,
-                                        (unsigned long long)layer.calls);
+    return Py_BuildValue("NnK", mlspy_str_of(mls_layer_name(table, &layer)),
+                         (Py_ssize_t)layer.bytes, (unsigned long long)layer.calls);
 }
 
 /* Returns a new list of all layers' tuples; the lock is held. Creating objects may run a
@@ -297,11 +295,7 @@ static PyObject *all_facts(const mls_layer_map *table)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < table->count; i++) {
-        PyObject *facts = layer_facts(table, i);
-        if (facts == NULL || PyList_Append(list, facts) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(facts);
+        mlspy_append(&list, layer_facts(table, i));
     }
     return list;
 }
@@ -310,7 +304,7 @@ static PyObject *all_facts(const mls_layer_map *table)
  * high pressure, collecting, [(name, bytes, calls), ...]). Saves the time since the
  * adjustment, not its tick, because clocks differ between processes. The order of the
  * layers affects no decision, but it makes copies of copies equal. */
-static PyObject *get_state(strategy_object *self, PyObject *unused)
+static PyObject *strategy__state(strategy_object *self, PyObject *unused)
 {
     int64_t now;
     mls_strategy s;
@@ -344,9 +338,8 @@ static int restore_layer(PyObject *self, mls_strategy *s, PyObject *facts)
     }
     /* the core's counts are unsigned */
     if (bytes < 0 || calls < 0) {
-        PyErr_Format(PyExc_ValueError, "layer %R has %zd bytes and %lld calls", name,
-                     bytes, calls);
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "layer %R has %zd bytes and %lld calls",
+                            name, bytes, calls);
     }
     if (mlspy_take_key(name, &key) < 0) {
         return -1;
@@ -396,7 +389,7 @@ static int take_state(strategy_object *self, PyObject *state, mls_strategy *fres
 
 /* Fills a separate strategy first, and replaces the old state only if everything is
  * valid. */
-static PyObject *restore_state(strategy_object *self, PyObject *state)
+static PyObject *strategy__restore(strategy_object *self, PyObject *state)
 {
     const mls_strategy *s = &self->s; /* its settings are constant after construction */
     mls_strategy fresh = {.number = s->number,
@@ -424,16 +417,14 @@ static PyObject *named_layers(strategy_object *self, void *mark)
 }
 
 static PyMethodDef strategy_methods[] = {
-    {"_decide_or_none", (PyCFunction)(void (*)(void))decide_or_none,
+    {"_decide_or_none", (PyCFunction)(void (*)(void))strategy__decide_or_none,
      METH_FASTCALL | METH_KEYWORDS,
      "_decide_or_none($self, /, layer_id, activation, layer_index)\n--\n\nDecide as "
      "should_checkpoint does, but return None for a layer in neither list."},
-    {"reset", (PyCFunction)(void (*)(void))reset_state, METH_NOARGS,
+    {"reset", (PyCFunction)(void (*)(void))strategy_reset, METH_NOARGS,
      "reset($self, /)\n--\n\nForget what was counted; settings stay."},
-    {"_state", (PyCFunction)(void (*)(void))get_state, METH_NOARGS,
-     "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},
-    {"_restore", (PyCFunction)(void (*)(void))restore_state, METH_O,
-     "_restore($self, state, /)\n--\n\nPut back what _state returned."},
+    MLSPY_METHOD(strategy, _state, METH_NOARGS, "/"),
+    MLSPY_METHOD(strategy, _restore, METH_O, "state, /"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -531,27 +522,15 @@ MLS_STRATEGY_KINDS(DEFINE_KIND)
      .slots = slots_##kind},
 static PyType_Spec kind_specs[] = {MLS_STRATEGY_KINDS(KIND_SPEC)};
 
-/* Returns a new reference to a type that was added to the module, or NULL. */
-static PyObject *add_type(PyObject *module, PyType_Spec *spec, PyObject *base)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, base);
-    if (type != NULL && PyModule_AddType(module, (PyTypeObject *)type) < 0) {
-        Py_CLEAR(type);
-    }
-    return type;
-}
-
 /* The module's state does not store the types: methods find the state through their own
  * type. */
 int mlspy_strategy_add(PyObject *module)
 {
-    PyObject *base = add_type(module, &strategy_spec, NULL);
-    PyObject *type = base;
-    for (size_t i = 0; type != NULL && i < sizeof kind_specs / sizeof kind_specs[0];
-         i++) {
-        type = add_type(module, &kind_specs[i], base);
-        Py_XDECREF(type); /* the module holds a reference */
+    PyTypeObject *base = NULL;
+    int failed = mlspy_add_type(module, &strategy_spec, NULL, &base);
+    for (size_t i = 0; failed == 0 && i < sizeof kind_specs / sizeof kind_specs[0]; i++) {
+        failed = mlspy_add_type(module, &kind_specs[i], (PyObject *)base, NULL);
     }
     Py_XDECREF(base);
-    return type == NULL ? -1 : 0;
+    return failed;
 }

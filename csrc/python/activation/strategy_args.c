@@ -10,18 +10,12 @@
 #include "common/args.h"
 #include "common/errors.h"
 #include "common/module_state.h"
-
-/* Returns the module's state (borrowed); NULL with TypeError set. */
-static const mlspy_state *state_by_type(PyTypeObject *type)
-{
-    PyObject *module = mlspy_module_of(type);
-    return module == NULL ? NULL : mlspy_state_of(module);
-}
+#include "common/results.h"
 
 /* Raises the core's error. Always returns NULL. */
 PyObject *mlspy_strategy_fail(PyObject *self, const mls_status *st)
 {
-    const mlspy_state *state = state_by_type(Py_TYPE(self));
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     return state == NULL ? NULL : mlspy_raise(state, st, NULL);
 }
 
@@ -33,9 +27,9 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
     static const char *const known[] = {"layer_id", "activation", "layer_index"};
     const Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     if (nargs + named > 3) {
-        PyErr_Format(PyExc_TypeError, "should_checkpoint takes 3 arguments, got %zd",
-                     nargs + named);
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError,
+                            "should_checkpoint takes 3 arguments, got %zd",
+                            nargs + named);
     }
     /* `args` has the positional arguments first, then the values of `names` */
     for (Py_ssize_t i = 0; i < nargs; i++) {
@@ -49,17 +43,15 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
             at++;
         }
         if (at == 3 || placed[at] != NULL) {
-            PyErr_Format(PyExc_TypeError, "should_checkpoint got %s argument '%U'",
-                         at == 3 ? "an unknown" : "twice the", name);
-            return -1;
+            return MLSPY_REFUSE(PyExc_TypeError, "should_checkpoint got %s argument '%U'",
+                                at == 3 ? "an unknown" : "twice the", name);
         }
         placed[at] = args[nargs + i];
     }
     for (int i = 0; i < 3; i++) {
         if (placed[i] == NULL) {
-            PyErr_Format(PyExc_TypeError, "should_checkpoint lacks the argument '%s'",
-                         known[i]);
-            return -1;
+            return MLSPY_REFUSE(PyExc_TypeError,
+                                "should_checkpoint lacks the argument '%s'", known[i]);
         }
     }
     return 0;
@@ -68,14 +60,13 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
 /* Parses any non-negative int, with all errors. */
 static int take_index(PyObject *self, PyObject *object, int64_t *out)
 {
-    const mlspy_state *state = state_by_type(Py_TYPE(self));
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     if (state == NULL || mlspy_take_int64(state, object, "layer_index", out) < 0) {
         return -1;
     }
     if (*out < 0) {
-        PyErr_Format(PyExc_ValueError, "layer_index must be 0 or more, got %lld",
-                     (long long)*out);
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "layer_index must be 0 or more, got %lld",
+                            (long long)*out);
     }
     return 0;
 }
@@ -90,9 +81,8 @@ int mlspy_parse_strategy_args(PyObject *self, PyObject *const *args, Py_ssize_t 
     }
     /* in the order of the parameters, so that the first mistake is reported */
     if (!PyUnicode_Check(placed[0])) {
-        PyErr_Format(PyExc_TypeError, "layer_id must be a str, got %.100s",
-                     Py_TYPE(placed[0])->tp_name);
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "layer_id must be a str, got %.100s",
+                            Py_TYPE(placed[0])->tp_name);
     }
     q->layer_id = placed[0];
     q->activation = placed[1];
@@ -108,9 +98,8 @@ int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_choice mark,
         mls_status st;
         PyObject *name = PyTuple_GET_ITEM(names, i);
         if (!PyUnicode_Check(name)) {
-            PyErr_Format(PyExc_TypeError, "a layer id must be a str, got %.100s",
-                         Py_TYPE(name)->tp_name);
-            return -1;
+            return MLSPY_REFUSE(PyExc_TypeError, "a layer id must be a str, got %.100s",
+                                Py_TYPE(name)->tp_name);
         }
         if (mlspy_take_key(name, &key) < 0) {
             return -1;
@@ -131,22 +120,16 @@ PyObject *mlspy_marked_layers(const mls_layer_map *table, mls_layer_choice mark)
     for (size_t i = 0; list != NULL && i < table->count; i++) {
         const mls_table_layer *layer = &table->layers[i];
         if (layer->mark == mark) {
-            PyObject *name = mlspy_str_of(mls_layer_name(table, layer));
-            if (name == NULL || PyList_Append(list, name) < 0) {
-                Py_CLEAR(list);
-            }
-            Py_XDECREF(name);
+            mlspy_append(&list, mlspy_str_of(mls_layer_name(table, layer)));
         }
     }
-    PyObject *tuple = list == NULL ? NULL : PyList_AsTuple(list);
-    Py_XDECREF(list);
-    return tuple;
+    return mlspy_tuple_of(list);
 }
 
 /* Parses an int of a setting or state. Returns -1 with an exception set. */
 int mlspy_strategy_number(PyObject *self, PyObject *object, const char *what,
                           int64_t *out)
 {
-    const mlspy_state *state = state_by_type(Py_TYPE(self));
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     return state == NULL ? -1 : mlspy_take_int64(state, object, what, out);
 }

@@ -20,7 +20,7 @@
 /* Computes the bytes of an activation's elements from its shape and dtype, in any memory:
  * an ndarray, a torch tensor (also on the meta device), or any object with both
  * attributes. Returns -1 with TypeError, ValueError or CapacityError set. */
-int mlspy_activation_bytes(PyObject *module, PyObject *activation, size_t *out);
+int mlspy_activation_bytes(mlspy_state *state, PyObject *activation, size_t *out);
 
 /* ---- strategy_args.c ---- */
 
@@ -126,8 +126,8 @@ static inline int mlspy_take_bytes(PyObject *self, PyObject *activation, size_t 
         mlspy_ndarray_bytes((PyArrayObject *)activation, out)) {
         return 0;
     }
-    PyObject *module = mlspy_module_of(Py_TYPE(self));
-    return module == NULL ? -1 : mlspy_activation_bytes(module, activation, out);
+    mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    return state == NULL ? -1 : mlspy_activation_bytes(state, activation, out);
 }
 
 #endif

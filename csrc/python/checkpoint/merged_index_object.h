@@ -16,9 +16,6 @@ typedef struct mlspy_merged_index {
     mls_merged_index merged;
 } mlspy_merged_index;
 
-/* Return the module's state for a MergedIndex. */
-const mlspy_state *mlspy_merged_index_state(PyObject *self);
-
 /* Return a new reference to the state dict key of a tensor. */
 PyObject *mlspy_merged_index_key(const mls_tensor_id *id);
 
@@ -29,5 +26,25 @@ int mlspy_take_section(const mlspy_state *state, PyObject *object, mls_section *
  * with TypeError set if the object is not a MergedIndex. */
 int mlspy_merged_index_index(const mlspy_state *state, PyObject *merged, int64_t rank,
                              const mls_index **out);
+
+/* Methods, implemented in other files. */
+
+/* ---- py_shard_load.c ---- */
+
+PyObject *mlspy_merged_index_load(PyObject *object, PyObject *const *args,
+                                  Py_ssize_t count);
+PyObject *mlspy_merged_index_load_into(PyObject *object, PyObject *const *args,
+                                       Py_ssize_t count);
+PyObject *mlspy_merged_index_fits(PyObject *object, PyObject *const *args,
+                                  Py_ssize_t count);
+
+/* ---- py_shard_owners.c ---- */
+
+PyObject *mlspy_merged_index_patterns(PyObject *object, PyObject *unused);
+PyObject *mlspy_merged_index_places(PyObject *object, PyObject *unused);
+PyObject *mlspy_merged_index_wanted_parts(PyObject *object, PyObject *const *args,
+                                          Py_ssize_t count);
+PyObject *mlspy_merged_index_reads(PyObject *object, PyObject *const *args,
+                                   Py_ssize_t count);
 
 #endif

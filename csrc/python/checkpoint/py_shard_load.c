@@ -7,7 +7,6 @@
 
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/codecs.h"
-#include "checkpoint/merged_index_methods.h"
 #include "checkpoint/merged_index_object.h"
 #include "checkpoint/py_layout.h"
 #include "checkpoint/py_safetensors.h"
@@ -16,8 +15,10 @@
 #include "common/array_view.h"
 #include "common/dict_items.h"
 #include "common/errors.h"
+#include "common/gil.h"
 #include "common/module_state.h"
 #include "common/progress.h"
+#include "common/results.h"
 
 #include "base/memory.h"
 
@@ -60,9 +61,8 @@ static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting 
     (void)mls_layout_parts(&out->layout, &parts, &st);
     const int64_t most = out->has_layout ? (int64_t)parts : world > 0 ? world : 1;
     if (index < 0 || index >= most || world < 0) {
-        PyErr_Format(PyExc_ValueError, "part %lld of %lld does not exist",
-                     (long long)index, (long long)most);
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "part %lld of %lld does not exist",
+                            (long long)index, (long long)most);
     }
     out->index = (size_t)index;
     out->world = (size_t)world;
@@ -87,12 +87,11 @@ static int take_place(const mlspy_load_job *job, PyObject *place, mls_wanted *w)
     mls_layout layout;
     int64_t begin, end;
     mls_status st;
-    if (!PyTuple_Check(place) || PyTuple_GET_SIZE(place) != 3) {
-        PyErr_SetString(PyExc_TypeError, "a place is a tuple of three");
+    PyObject *dims, *how, *last;
+    if (mlspy_take_tuple(place, "a place", "OOO", &dims, &how, &last) < 0) {
         return -1;
     }
-    PyObject *how = PyTuple_GET_ITEM(place, 1), *last = PyTuple_GET_ITEM(place, 2);
-    const int rank = mlspy_take_shape(job->state, PyTuple_GET_ITEM(place, 0), shape);
+    const int rank = mlspy_take_shape(job->state, dims, shape);
     if (rank < 0 || mlspy_take_int64(job->state, last, "index or end", &end) < 0) {
         return -1;
     }
@@ -127,8 +126,7 @@ static int choose_parts(mlspy_load_job *job, mls_section section, PyObject *keys
     }
     job->wanted = mls_realloc(NULL, (size_t)count, sizeof *job->wanted);
     if (job->wanted == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         mls_str text;
@@ -139,9 +137,8 @@ static int choose_parts(mlspy_load_job *job, mls_section section, PyObject *keys
         const mls_tensor_id id = mls_tensor_id_of(section, text);
         mls_wanted *w = mls_load_plan_add(&job->plan, &id);
         if (w == NULL) {
-            PyErr_Format(job->state->errors[MLSPY_ERROR_NOT_FOUND],
-                         "Tensor '%.200U' not found in checkpoint", key);
-            return -1;
+            return MLSPY_REFUSE(job->state->errors[MLSPY_ERROR_NOT_FOUND],
+                                "Tensor '%.200U' not found in checkpoint", key);
         }
         job->wanted[i] = (mlspy_wanted){.key = Py_NewRef(key)};
         if (places != NULL) {
@@ -163,9 +160,7 @@ static int find_pieces(mlspy_load_job *job)
     mls_status st;
     mls_code code;
     const char *file;
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_load_plan_find(&job->plan, job->folder, &file, &st);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(code = mls_load_plan_find(&job->plan, job->folder, &file, &st));
     if (code != MLS_OK) {
         mlspy_raise_under(job->state, &st, job->path, file);
         return -1;
@@ -330,7 +325,7 @@ static int read_all(mlspy_load_job *job, bool verify, PyObject *callback,
         .links = job->merged->merged.links,
         .pieces = job->plan.pieces,
         .count = job->plan.piece_count,
-        .crc = verify ? mls_crc_of(job->state->kernels->cpu) : NULL,
+        .crc = verify ? mlspy_crc(job->state) : NULL,
         .codecs = mlspy_codecs(),
         .pool = job->state->pool,
         .progress = &progress.core,
@@ -381,16 +376,14 @@ int mlspy_load_begin(mlspy_load_job *job, PyObject *object, PyObject *path,
     PyObject *places = PyList_Check(cuts) ? cuts : NULL;
     *job = (mlspy_load_job){.object = object,
                             .merged = (mlspy_merged_index *)object,
-                            .state = mlspy_merged_index_state(object),
+                            .state = mlspy_state_of_type(Py_TYPE(object)),
                             .path = path,
                             .folder = -1};
     if (!PyList_Check(keys)) {
-        PyErr_SetString(PyExc_TypeError, "keys must be a list");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "keys must be a list");
     }
     if (places != NULL && PyList_GET_SIZE(places) != PyList_GET_SIZE(keys)) {
-        PyErr_SetString(PyExc_ValueError, "a place is wanted for each key");
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "a place is wanted for each key");
     }
     return mlspy_take_section(job->state, section, &which) < 0 ||
                    (places == NULL && take_cutting(job->state, cuts, &how) < 0) ||
@@ -420,11 +413,11 @@ PyObject *mlspy_merged_index_load(PyObject *object, PyObject *const *args,
     if (mlspy_take_count("load", 7, count) < 0) {
         return NULL;
     }
-    const int verify = PyObject_IsTrue(args[4]), maps = PyObject_IsTrue(args[5]);
-    if (verify >= 0 && maps >= 0 &&
+    bool verify, maps;
+    if (mlspy_take_bool(args[4], &verify) == 0 && mlspy_take_bool(args[5], &maps) == 0 &&
         load_init(&job, object, args[0], args[1], args[2], args[3]) == 0) {
-        result = maps ? map_and_read(&job, verify != 0, args[6])
-                      : make_and_read(&job, verify != 0, args[6]);
+        result = maps ? map_and_read(&job, verify, args[6])
+                      : make_and_read(&job, verify, args[6]);
     }
     mlspy_load_fini(&job);
     return result;
@@ -467,10 +460,7 @@ static int view_target(const mlspy_load_job *job, size_t i, PyObject *targets)
 {
     mlspy_view view;
     PyObject *array = NULL, *key = job->wanted[i].key;
-    if (mlspy_dict_get(targets, key, &array) != 1) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetObject(PyExc_KeyError, key);
-        }
+    if (mlspy_dict_need(targets, key, &array) < 0) {
         return -1;
     }
     int failed = view_array(job, &job->plan.wanted[i], array, &view);
@@ -486,13 +476,11 @@ static int view_target(const mlspy_load_job *job, size_t i, PyObject *targets)
 static int view_targets(mlspy_load_job *job, PyObject *targets)
 {
     if (!PyDict_Check(targets)) {
-        PyErr_SetString(PyExc_TypeError, "targets must be a dict");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "targets must be a dict");
     }
     job->targets = mls_alloc(job->plan.count, sizeof *job->targets);
     if (job->targets == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     for (size_t i = 0; i < job->plan.count; i++) {
         if (view_target(job, i, targets) < 0) {
@@ -531,16 +519,16 @@ PyObject *mlspy_merged_index_load_into(PyObject *object, PyObject *const *args,
 {
     mlspy_load_job job = {.folder = -1};
     mls_status st;
-    bool good = false;
+    bool good = false, verify;
     if (mlspy_take_count("load_into", 7, count) < 0) {
         return NULL;
     }
-    const int verify = PyObject_IsTrue(args[5]);
-    if (verify >= 0 && load_init(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
+    if (mlspy_take_bool(args[5], &verify) == 0 &&
+        load_init(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
         view_targets(&job, args[4]) == 0) {
         if (mls_load_plan_place_all(&job.plan, job.targets, &st) != MLS_OK) {
             raise_status(&job, &st);
-        } else if (read_all(&job, verify != 0, args[6], NULL) == 0) {
+        } else if (read_all(&job, verify, args[6], NULL) == 0) {
             mls_load_plan_scatter(&job.plan, job.targets, job.state->kernels);
             good = true;
         }

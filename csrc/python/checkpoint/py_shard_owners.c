@@ -5,11 +5,11 @@
  */
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/load_job.h"
-#include "checkpoint/merged_index_methods.h"
 #include "checkpoint/merged_index_object.h"
 #include "common/args.h"
 #include "common/errors.h"
 #include "common/module_state.h"
+#include "common/results.h"
 
 #include "base/memory.h"
 #include "checkpoint/ranks/index_pattern.h"
@@ -40,12 +40,7 @@ static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
         parts = PyTuple_New((Py_ssize_t)pattern.group_count);
     }
     for (size_t i = 0; parts != NULL && i < pattern.group_count; i++) {
-        PyObject *part = PyLong_FromSize_t(pattern.parts[i]);
-        if (part == NULL) {
-            Py_CLEAR(parts);
-        } else {
-            PyTuple_SET_ITEM(parts, (Py_ssize_t)i, part);
-        }
+        mlspy_put(&parts, (Py_ssize_t)i, PyLong_FromSize_t(pattern.parts[i]));
     }
     if (parts != NULL) {
         result = Py_BuildValue("(y#N)", bytes.data == NULL ? "" : bytes.data,
@@ -60,16 +55,11 @@ static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
 PyObject *mlspy_merged_index_patterns(PyObject *object, PyObject *unused)
 {
     const mlspy_merged_index *self = (mlspy_merged_index *)object;
-    const mlspy_state *state = mlspy_merged_index_state(object);
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(object));
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
-        PyObject *made = pattern_tuple(state, &self->indexes[i]);
-        if (made == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)i, made);
-        }
+        mlspy_put(&list, (Py_ssize_t)i, pattern_tuple(state, &self->indexes[i]));
     }
     return list;
 }
@@ -125,16 +115,13 @@ PyObject *mlspy_merged_index_places(PyObject *object, PyObject *unused)
 {
     const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
-    mls_index_pattern *patterns = find_patterns(self, mlspy_merged_index_state(object));
+    mls_index_pattern *patterns =
+        find_patterns(self, mlspy_state_of_type(Py_TYPE(object)));
     PyObject *list =
         patterns == NULL ? NULL : PyList_New((Py_ssize_t)self->merged.tensor_count);
     for (size_t i = 0; list != NULL && i < self->merged.tensor_count; i++) {
-        PyObject *bytes = places_bytes(self, patterns, &self->merged.tensors[i]);
-        if (bytes == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)i, bytes);
-        }
+        mlspy_put(&list, (Py_ssize_t)i,
+                  places_bytes(self, patterns, &self->merged.tensors[i]));
     }
     free_patterns(self, patterns);
     return list;
@@ -253,14 +240,14 @@ PyObject *mlspy_merged_index_reads(PyObject *object, PyObject *const *args,
     if (mlspy_take_count("reads", 5, count) < 0) {
         return NULL;
     }
-    const int verify = PyObject_IsTrue(args[4]);
-    PyObject *list = verify < 0 ? NULL : PyList_New(0);
+    bool verify;
+    PyObject *list = mlspy_take_bool(args[4], &verify) < 0 ? NULL : PyList_New(0);
     if (list != NULL &&
         mlspy_load_begin(&job, object, args[0], args[1], args[2], args[3]) < 0) {
         Py_CLEAR(list);
     }
     for (size_t i = 0; list != NULL && i < job.plan.count; i++) {
-        if (add_reads(&job, &job.plan.wanted[i], verify != 0, list) < 0) {
+        if (add_reads(&job, &job.plan.wanted[i], verify, list) < 0) {
             Py_CLEAR(list);
         }
     }

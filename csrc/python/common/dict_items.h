@@ -55,10 +55,9 @@ void mlspy_items_release(mlspy_items *items); /* accepts a zeroed struct; zeroes
  * reference, 0 if the key is missing, -1 with an exception set. */
 int mlspy_dict_get(PyObject *dict, PyObject *key, PyObject **out);
 
-/* Set a key that comes from outside, such as a path. Returns 0, or -1 with an exception
- * set. PyDict_SetItemString interns its key, which newer Pythons (seen with 3.13 and
- * 3.14) never free. */
-int mlspy_dict_set(PyObject *dict, const char *key, PyObject *value);
+/* The same for a key that must be there. Returns 0, or -1 with KeyError or another
+ * exception set. */
+int mlspy_dict_need(PyObject *dict, PyObject *key, PyObject **out);
 
 /* Looks up a sequence of keys in `dict`; fastest if they come in the dict's order. Start
  * with {.dict = dict, .in_step = true}; borrows the dict. */
@@ -72,9 +71,6 @@ typedef struct mlspy_finder {
 int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out);
 
 /* ---- single entries ---- */
-
-/* Return a new tuple of the dimensions. */
-PyObject *mlspy_shape_tuple(const mls_tensor_meta *facts);
 
 /* Get the size in bytes of an array's elements. Returns -1 with an exception set. */
 int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out);

@@ -5,6 +5,7 @@
 #include "common/python_api.h"
 
 #include "checkpoint/read/shard_read.h"
+#include "planning/plan_costs.h"
 
 /* Progress of work without the GIL. Only the thread that began the work calls Python, at
  * intervals. A signal (Ctrl-C) or an exception in the callback stops the work. */
@@ -27,5 +28,8 @@ void mlspy_progress_end(mlspy_progress *progress);
 /* Report the remaining bytes; call it after mlspy_progress_end, with the GIL. Returns -1
  * with an exception set. */
 int mlspy_progress_finish(mlspy_progress *progress);
+
+/* Return a poll for the work of a planner, which stops at a signal. */
+mls_poll mlspy_progress_poll(mlspy_progress *progress);
 
 #endif

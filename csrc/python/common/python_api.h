@@ -14,7 +14,10 @@
 #endif
 #include <numpy/arrayobject.h>
 
-/* A METH_FASTCALL function for a PyMethodDef entry. */
-#define MLSPY_FASTCALL(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
+/* The entry of a PyMethodDef table for method `name` of a type, implemented by
+ * type_name. `parameters` are those after $self, for inspect.signature. */
+#define MLSPY_METHOD(type, name, flags, parameters)                                      \
+    {#name, (PyCFunction)(void (*)(void))type##_##name, flags,                           \
+     #name "($self, " parameters ")\n--\n\n"}
 
 #endif
