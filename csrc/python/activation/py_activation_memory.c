@@ -4,7 +4,7 @@
  * meta device, or a description without elements. For torch's own tensor classes its
  * `nbytes` is read instead.
  */
-#include "activation/strategy_args.h"
+#include "activation/activation_bytes.h"
 #include "common/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
@@ -47,8 +47,8 @@ static int multiply_sizes(PyObject *sizes, size_t *bytes)
     return 0;
 }
 
-/* Computes the bytes of one element: from the dtype itself, or from its name by the core
- * or NumPy. Returns -1 with an exception set. */
+/* Computes the bytes of one element: from the dtype itself, or from its name by the
+ * core or NumPy. */
 static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
 {
     /* first NumPy dtypes, then names, then objects with an item size */

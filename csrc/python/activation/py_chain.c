@@ -57,8 +57,7 @@ static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
     return 0;
 }
 
-/* Copies the arrays, sets the pointers to the copies, and checks the chain. Returns -1
- * with an exception set. */
+/* Copies the arrays, sets the pointers to the copies, and checks the chain. */
 static int fill_chain(const mlspy_state *state, PyObject *tuple, npy_intp n,
                       mlspy_chain *out)
 {

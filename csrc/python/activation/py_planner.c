@@ -149,7 +149,7 @@ PyObject *core_plan_pareto(mlspy_state *state, PyObject *const *args)
 
 /* ---- schedules ---- */
 
-/* Parses the two numbers of a search. Returns -1 with an exception set. */
+/* Parses the two numbers of a search. */
 static int take_limits(const mlspy_state *state, PyObject *budget, PyObject *states,
                        int64_t *budget_bytes, size_t *out)
 {

@@ -139,7 +139,7 @@ PyObject *core_layout_part(mlspy_state *state, PyObject *const *args)
 }
 
 /* Convert a tuple of ints and None to the axes of a state. None marks an axis that the
- * parameter lacks. Returns false with an exception set on failure. */
+ * parameter lacks. */
 static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
                       signed char *axes)
 {

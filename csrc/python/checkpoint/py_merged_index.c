@@ -29,15 +29,14 @@
 
 /* The merged index borrows the indexes, so it is released first. The type holds no Python
  * references, so it needs no garbage collection. Also accepts a partly filled object. */
-static void merged_index_dealloc(PyObject *object)
+static void merged_index_dealloc(mlspy_merged_index *self)
 {
-    mlspy_merged_index *self = (mlspy_merged_index *)object;
     mls_merged_index_fini(&self->merged);
     for (size_t i = 0; i < self->index_count; i++) {
         mls_index_fini(&self->indexes[i]);
     }
     mls_free(self->indexes);
-    mlspy_free(object);
+    mlspy_free(self);
 }
 
 /* Raise an error about an invalid index, with the name of its file. */
@@ -204,12 +203,10 @@ static PyObject *merged_index_of_files(PyObject *type, PyObject *args)
 /* ---- queries ---- */
 
 /* keys(section) -> [key, ...], in byte order */
-static PyObject *merged_index_keys(PyObject *object, PyObject *argument)
+static PyObject *merged_index_keys(mlspy_merged_index *self, PyObject *argument)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     mls_section section;
-    if (mlspy_take_section(mlspy_state_of_type(Py_TYPE(object)), argument, &section) <
-        0) {
+    if (mlspy_take_section(mlspy_state_of_type(Py_TYPE(self)), argument, &section) < 0) {
         return NULL;
     }
     PyObject *list = PyList_New(0);
@@ -261,9 +258,8 @@ static PyObject *tensor_tuple(const mlspy_merged_index *self,
 }
 
 /* tensors() -> [tuple, ...] */
-static PyObject *merged_index_tensors(PyObject *object, PyObject *unused)
+static PyObject *merged_index_tensors(mlspy_merged_index *self, PyObject *unused)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->merged.tensor_count);
     for (size_t i = 0; list != NULL && i < self->merged.tensor_count; i++) {
@@ -325,9 +321,8 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
 }
 
 /* shards() -> [tuple, ...], of all ranks */
-static PyObject *merged_index_shards(PyObject *object, PyObject *unused)
+static PyObject *merged_index_shards(mlspy_merged_index *self, PyObject *unused)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
@@ -342,9 +337,8 @@ static PyObject *merged_index_shards(PyObject *object, PyObject *unused)
 /* files() -> {path: bytes}, of all ranks
  *
  * A file that several indexes list appears once. */
-static PyObject *merged_index_files(PyObject *object, PyObject *unused)
+static PyObject *merged_index_files(mlspy_merged_index *self, PyObject *unused)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
     PyObject *dict = PyDict_New();
     for (size_t i = 0; dict != NULL && i < self->index_count; i++) {
@@ -360,10 +354,9 @@ static PyObject *merged_index_files(PyObject *object, PyObject *unused)
 /* header(path) -> bytes or None
  *
  * Rebuilds the header of a file from the first index that lists the complete file. */
-static PyObject *merged_index_header(PyObject *object, PyObject *argument)
+static PyObject *merged_index_header(mlspy_merged_index *self, PyObject *argument)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
-    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(object));
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     const char *path = PyUnicode_AsUTF8(argument);
     if (path == NULL) {
         return NULL;
@@ -385,9 +378,8 @@ static PyObject *merged_index_header(PyObject *object, PyObject *argument)
 }
 
 /* heads() -> [(generation, rank, world_size, shards, bytes, stored bytes), ...] */
-static PyObject *merged_index_heads(PyObject *object, PyObject *unused)
+static PyObject *merged_index_heads(mlspy_merged_index *self, PyObject *unused)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
@@ -427,11 +419,10 @@ static PyObject *problem_tuple(const mls_index *index, const mls_problem *proble
  * Processes one index at a time, so that only one rank's problems are in memory twice.
  * Problems are results, not errors: the function raises only if verification cannot
  * continue. */
-static PyObject *merged_index_verify(PyObject *object, PyObject *const *args,
+static PyObject *merged_index_verify(mlspy_merged_index *self, PyObject *const *args,
                                      Py_ssize_t count)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
-    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(object));
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     mlspy_progress progress;
     int folder;
     unsigned long long bytes = 0;

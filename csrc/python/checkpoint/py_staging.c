@@ -38,8 +38,7 @@ size_t mlspy_threads_aside(const mls_pool *pool)
     return threads < BACKGROUND_THREADS ? threads : BACKGROUND_THREADS;
 }
 
-/* Set the members that do not depend on arrays. Returns -1 with an exception set on
- * failure. */
+/* Set the members that do not depend on arrays. */
 static int take_arguments(mlspy_shard_items *g, PyObject *const *args, PyObject **dicts)
 {
     int64_t rank, world_size;

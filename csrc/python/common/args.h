@@ -19,9 +19,8 @@ int mlspy_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got);
 int mlspy_take_positional(PyTypeObject *type, PyObject *args, PyObject *kwargs,
                           const char *format, ...);
 
-/* Parse a tuple inside an argument with the format codes of PyArg_ParseTuple. Returns -1
- * with an exception set. If `object` is not a tuple, this is a TypeError that names
- * `what`. */
+/* Parse a tuple inside an argument with the format codes of PyArg_ParseTuple. If
+ * `object` is not a tuple, this is a TypeError that names `what`. */
 int mlspy_take_tuple(PyObject *object, const char *what, const char *format, ...);
 
 /* Convert an int, or any object with __index__, such as NumPy's integers. `what` names
@@ -34,7 +33,7 @@ int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *wha
  * set, and `*out` untouched. */
 int mlspy_take_double(PyObject *object, const char *what, double *out);
 
-/* Convert any object to its truth value. Returns -1 with an exception set. */
+/* Convert any object to its truth value. */
 int mlspy_take_bool(PyObject *object, bool *out);
 
 /* Get the UTF-8 of a str; borrowed from it. Returns -1 with TypeError set, or ValueError

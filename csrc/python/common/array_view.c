@@ -309,8 +309,8 @@ static PyObject *without_graph(const mlspy_state *state, PyObject *array)
                            : NULL;
 }
 
-/* Return whether a torch tensor is a lazily negated view, which torch exports without its
- * negation. Returns -1 with an exception set. */
+/* Return whether a torch tensor is a lazily negated view, which torch exports without
+ * its negation. */
 static int is_negated(const mlspy_state *state, PyObject *array)
 {
     PyObject *method;

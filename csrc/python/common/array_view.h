@@ -58,9 +58,9 @@ bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out);
 /* Return whether NumPy has the dtype without ml_dtypes. */
 bool mlspy_dtype_in_numpy(mls_dtype dtype);
 
-/* Return a new reference to the NumPy descriptor of a dtype. For dtypes that NumPy lacks,
- * ml_dtypes is imported; if it is not installed, the descriptor is an unsigned integer of
- * the same size, whose metadata names the dtype. Returns NULL with an exception set. */
+/* Return a new reference to the NumPy descriptor of a dtype. For dtypes that NumPy
+ * lacks, ml_dtypes is imported; if it is not installed, the descriptor is an unsigned
+ * integer of the same size, whose metadata names the dtype. */
 PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype);
 
 /* Get the dtype of the core whose name `object` is. Returns 1, 0 for any other object, or

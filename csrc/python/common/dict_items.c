@@ -268,7 +268,7 @@ static int facts_of_ndarray(mlspy_item *item)
     return failed;
 }
 
-/* Convert a dimension of any integer type. Returns false with an exception set. */
+/* Convert a dimension of any integer type. */
 static bool take_size(PyObject *object, size_t *out)
 {
     PyObject *number = PyNumber_Index(object);

@@ -39,7 +39,7 @@ typedef struct mlspy_items {
 int mlspy_items_of(PyObject *dict, const char *what, mlspy_items *out);
 
 /* Fill in the facts of every item. Does not access the memory of arrays that have the
- * attributes `shape` and `dtype`. Returns -1 with an exception set. */
+ * attributes `shape` and `dtype`. */
 int mlspy_items_facts(const mlspy_state *state, mlspy_items *items);
 
 /* The same for one item; `value` and `name` must be set. */
@@ -72,7 +72,7 @@ int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out);
 
 /* ---- single entries ---- */
 
-/* Get the size in bytes of an array's elements. Returns -1 with an exception set. */
+/* Get the size in bytes of an array's elements. */
 int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out);
 
 /* Return whether an entry is a pair of an ASCII str and an ndarray of numbers, as nearly

@@ -202,7 +202,7 @@ static int set_text(PyObject *error, const char *field, const char *text)
     return text[0] == '\0' ? 0 : set_field(error, field, text_object(text));
 }
 
-/* Copy the fields of a status to the exception. Returns -1 with an exception set. */
+/* Copy the fields of a status to the exception. */
 static int set_fields(PyObject *error, const mls_status *st, PyObject *path)
 {
     if (set_text(error, "name", st->name) < 0 ||

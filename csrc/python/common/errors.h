@@ -23,8 +23,7 @@ typedef enum mlspy_error {
 
 typedef struct mlspy_state mlspy_state; /* module_state.h */
 
-/* Create the exception classes and add them to the module. Returns -1 with an exception
- * set. */
+/* Create the exception classes and add them to the module. */
 int mlspy_errors_add(PyObject *module);
 
 /* Append ": hint" to the text of a failure: advice for users of the Python API. */

@@ -13,7 +13,7 @@
     PyObject *core_##name(mlspy_state *state, PyObject *const *args);
 MLSPY_FUNCTIONS(MLSPY_DECLARE)
 
-/* Add the types of a file. Each returns -1 with an exception set. */
+/* Add the types of a file. */
 int mlspy_descriptor_add(PyObject *module);
 int mlspy_kv_memory_add(PyObject *module);
 int mlspy_local_add(PyObject *module);

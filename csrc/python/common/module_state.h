@@ -72,8 +72,8 @@ const mls_crc_kernels *mlspy_crc(const mlspy_state *state);
 /* Free the memory of an object of a heap type: the last step of its tp_dealloc. */
 void mlspy_free(void *self);
 
-/* Create a type and add it to the module. `base` may be NULL. Returns -1 with an
- * exception set. `*keep` receives a new reference, unless `keep` is NULL. */
+/* Create a type and add it to the module. `base` may be NULL. `*keep` receives a new
+ * reference, unless `keep` is NULL. */
 int mlspy_add_type(PyObject *module, PyType_Spec *spec, PyObject *base,
                    PyTypeObject **keep);
 

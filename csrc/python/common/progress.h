@@ -25,8 +25,7 @@ int mlspy_progress_init(mlspy_progress *progress, PyObject *callback);
 void mlspy_progress_begin(mlspy_progress *progress);
 void mlspy_progress_end(mlspy_progress *progress);
 
-/* Report the remaining bytes; call it after mlspy_progress_end, with the GIL. Returns -1
- * with an exception set. */
+/* Report the remaining bytes; call it after mlspy_progress_end, with the GIL. */
 int mlspy_progress_finish(mlspy_progress *progress);
 
 /* Return a poll for the work of a planner, which stops at a signal. */

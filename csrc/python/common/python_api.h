@@ -1,5 +1,9 @@
 /* python_api: the headers of Python and NumPy, configured for all binding files.
  *
+ * Unless its comment differs, a function of csrc/python that can fail returns -1, or a
+ * NULL pointer, with an exception set; a function that returns an object returns a new
+ * reference.
+ *
  * NumPy's API is one static pointer. module.c defines and fills it: it defines
  * MLSPY_IMPORT_NUMPY before this include.
  */

@@ -78,8 +78,7 @@ mls_bucket *mlspy_bucket_of(PyObject *capsule)
 }
 
 /* Allocates a bucket with room for `count` segments of `world` ranks, and no segments
- * yet. Returns NULL with an exception set. The arrays never grow later, because segments
- * point into `counts`. */
+ * yet. The arrays never grow later, because segments point into `counts`. */
 static held_bucket *bucket_new(size_t count, size_t world)
 {
     size_t numbers;
@@ -180,8 +179,8 @@ PyObject *core_bucket_fits(mlspy_state *state, PyObject *const *args)
     return PyBool_FromLong(fits);
 }
 
-/* Parses a tuple of the elements of each rank's part. Returns -1 with an exception set. A
- * tuple cannot change while __index__ of an item runs. */
+/* Parses a tuple of the elements of each rank's part. A tuple cannot change while
+ * __index__ of an item runs. */
 static int take_counts(const mlspy_state *state, PyObject *tuple, size_t world,
                        size_t *counts)
 {
@@ -202,9 +201,9 @@ static int take_counts(const mlspy_state *state, PyObject *tuple, size_t world,
     return 0;
 }
 
-/* Views the output of a segment. A tuple of 3 allows any dtype that reductions support. A
- * tuple of 5 also has a dtype and a shape: the output must match them and have the
- * array's type. Returns -1 with an exception set. */
+/* Views the output of a segment. A tuple of 3 allows any dtype that reductions
+ * support. A tuple of 5 also has a dtype and a shape: the output must match them and
+ * have the array's type. */
 static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *out)
 {
     PyObject *output = PyTuple_GET_ITEM(tuple, 2);
@@ -322,9 +321,9 @@ typedef struct message_format {
     mls_gradient_compression wire; /* if compressed */
 } message_format;
 
-/* Parses the first two arguments: a bucket, and None or the name of a format for buckets
- * of float32 sums. Returns NULL with an exception set. Every call checks the bucket,
- * because the core casts the arrays of a compressed one to float without a check. */
+/* Parses the first two arguments: a bucket, and None or the name of a format for
+ * buckets of float32 sums. Every call checks the bucket, because the core casts the
+ * arrays of a compressed one to float without a check. */
 static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
                                message_format *m)
 {
@@ -347,7 +346,7 @@ static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
     return mlspy_check(state, mls_gradient_compression_check(b, &st), &st) < 0 ? NULL : b;
 }
 
-/* Computes the bytes of a rank's parts. Returns -1 with an exception set. */
+/* Computes the bytes of a rank's parts. */
 static int part_bytes(const mlspy_state *state, const mls_bucket *b,
                       const message_format *m, size_t rank, size_t *out)
 {

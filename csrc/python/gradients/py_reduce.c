@@ -40,8 +40,7 @@ static void named_views_release(named_views *v)
     *v = (named_views){0};
 }
 
-/* Returns an array's name, borrowed from its str, for errors. Returns -1 with an
- * exception set. */
+/* Returns an array's name, borrowed from its str, for errors. */
 static int name_at(const named_views *v, Py_ssize_t i, mls_str *out)
 {
     return mlspy_take_text(PyTuple_GET_ITEM(v->names, i), "parameter name", out);
@@ -137,8 +136,8 @@ static mls_norm_partial *new_partials(Py_ssize_t count)
 
 /* ---- targets += scale * sources ---- */
 
-/* Checks every pair before the first one changes. Returns -1 with an exception set. Pairs
- * are independent: a repeated target is allowed and receives both sums. */
+/* Checks every pair before the first one changes. Pairs are independent: a repeated
+ * target is allowed and receives both sums. */
 static int check_pairs(const mlspy_state *state, const named_views *targets,
                        const named_views *sources, double scale)
 {
@@ -169,8 +168,8 @@ static void add_pairs(const mlspy_state *state, const named_views *targets,
     mlspy_resume_python(saved);
 }
 
-/* Implements `accumulate` for viewed arrays; returns NULL with an exception set.
- * Allocates the norm partials before the first array changes. */
+/* Implements `accumulate` for viewed arrays; Allocates the norm partials before the
+ * first array changes. */
 static PyObject *accumulate_views(const mlspy_state *state, const named_views *targets,
                                   const named_views *sources, double scale,
                                   bool wants_norms)
@@ -223,7 +222,7 @@ PyObject *core_accumulate(mlspy_state *state, PyObject *const *args)
 
 /* ---- single arrays ---- */
 
-/* Checks that all arrays can be scaled. Returns -1 with an exception set. */
+/* Checks that all arrays can be scaled. */
 static int check_scaling(const mlspy_state *state, const named_views *v, double factor)
 {
     mls_status st;
@@ -325,9 +324,8 @@ static void reduction_fini(reduction *r)
     Py_CLEAR(r->sources);
 }
 
-/* Checks that an array is plain memory, which the core requires. Returns -1 with an
- * exception set. The two floats of a complex number are read separately, so the alignment
- * of a float is enough. */
+/* Checks that an array is plain memory, which the core requires. The two floats of a
+ * complex number are read separately, so the alignment of a float is enough. */
 static int check_plain(const mlspy_state *state, const mls_tensor *t, const char *what)
 {
     const size_t item = mls_tensor_item_bytes(t);
@@ -343,8 +341,8 @@ static int check_plain(const mlspy_state *state, const mls_tensor *t, const char
 }
 
 /* Views one more array, which must have the first one's number of elements (shapes are
- * not compared), and, for a source, its dtype. The output may be a source, but must not
- * partly overlap one: see check_output. Returns -1 with an exception set. */
+ * not compared), and, for a source, its dtype. The output may be a source, but must
+ * not partly overlap one: see check_output. */
 static int reduction_add(const mlspy_state *state, reduction *r, PyObject *array,
                          const char *what, bool output)
 {

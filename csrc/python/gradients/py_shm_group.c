@@ -162,9 +162,8 @@ static int take_packed(link_object *self, PyObject *array, const char *what,
     return MLSPY_REFUSE(PyExc_ValueError, "%s is not packed, aligned and native", what);
 }
 
-/* Parses a list of byte or element counts, one for each rank. Returns -1 with an
- * exception set. Accepts only ints, no other objects with __index__, whose code could
- * change the list. */
+/* Parses a list of byte or element counts, one for each rank. Accepts only ints, no
+ * other objects with __index__, whose code could change the list. */
 static int take_counts(PyObject *list, size_t world, size_t *out)
 {
     if (!PyList_Check(list) || PyList_GET_SIZE(list) != (Py_ssize_t)world) {
@@ -525,39 +524,36 @@ static PyObject *link_of(const mlspy_state *state, mls_shm *place, size_t rank,
     return (PyObject *)link;
 }
 
-/* Parses a shape from three arguments: ranks, bytes of a slot, slots. Returns -1 with an
- * exception set. */
-static int take_shape(const mlspy_state *state, PyObject *const *args, mls_shm_shape *out,
+/* Parses a number of ranks, and chooses the slots. */
+static int take_shape(const mlspy_state *state, PyObject *world, mls_shm_shape *out,
                       size_t *bytes)
 {
-    int64_t numbers[3];
+    int64_t ranks;
     mls_status st;
-    for (int i = 0; i < 3; i++) {
-        if (mlspy_take_int64(state, args[i], "ranks and slots", &numbers[i]) < 0) {
-            return -1;
-        }
-        if (numbers[i] < 0) {
-            return MLSPY_REFUSE(PyExc_ValueError, "ranks and slots are not negative");
-        }
+    if (mlspy_take_int64(state, world, "ranks", &ranks) < 0) {
+        return -1;
     }
-    *out = (mls_shm_shape){.world = (size_t)numbers[0],
-                           .slot_bytes = (size_t)numbers[1],
-                           .depth = (size_t)numbers[2]};
+    if (ranks < 0) {
+        return MLSPY_REFUSE(PyExc_ValueError,
+                            "%lld ranks: a group on one host has 1 to %d",
+                            (long long)ranks, (int)MLS_SHM_MAX_RANKS);
+    }
+    *out = (mls_shm_shape){.world = (size_t)ranks};
     return mlspy_check(state, mls_shm_measure(out, bytes, &st), &st);
 }
 
-/* local_measure(world, slot_bytes, depth) -> bytes of memory */
+/* local_measure(world) -> bytes of memory */
 PyObject *core_local_measure(mlspy_state *state, PyObject *const *args)
 {
     mls_shm_shape shape;
     size_t bytes;
-    if (take_shape(state, args, &shape, &bytes) < 0) {
+    if (take_shape(state, args[0], &shape, &bytes) < 0) {
         return NULL;
     }
     return PyLong_FromSize_t(bytes);
 }
 
-/* local_join(world, slot_bytes, depth, rank, fd) -> LocalLink, which owns the descriptor
+/* local_join(world, rank, fd) -> LocalLink, which owns the descriptor
  *
  * From mls_shm_join on the core owns the descriptor and closes it also on failure. An
  * argument error before that leaves it to the caller.
@@ -569,9 +565,9 @@ PyObject *core_local_join(mlspy_state *state, PyObject *const *args)
     mls_status st;
     int64_t rank, fd;
     size_t bytes;
-    if (take_shape(state, args, &shape, &bytes) < 0 ||
-        mlspy_take_int64(state, args[3], "rank", &rank) < 0 ||
-        mlspy_take_int64(state, args[4], "descriptor", &fd) < 0) {
+    if (take_shape(state, args[0], &shape, &bytes) < 0 ||
+        mlspy_take_int64(state, args[1], "rank", &rank) < 0 ||
+        mlspy_take_int64(state, args[2], "descriptor", &fd) < 0) {
         return NULL;
     }
     if (fd < 0 || fd > INT_MAX || rank < 0) {
@@ -586,7 +582,7 @@ PyObject *core_local_join(mlspy_state *state, PyObject *const *args)
     return link_of(state, place, (size_t)rank, shape.world);
 }
 
-/* local_threads(world, slot_bytes, depth) -> a LocalLink for each rank
+/* local_threads(world) -> a LocalLink for each rank
  *
  * Every handle is owned by a link or freed. After a failure the list frees the links that
  * it has, link_of has freed its own handle, and the loop frees the rest.
@@ -597,7 +593,7 @@ PyObject *core_local_threads(mlspy_state *state, PyObject *const *args)
     mls_shm *places[MLS_SHM_MAX_RANKS];
     mls_status st;
     size_t bytes;
-    if (take_shape(state, args, &shape, &bytes) < 0) {
+    if (take_shape(state, args[0], &shape, &bytes) < 0) {
         return NULL;
     }
     if (mls_shm_threads(&shape, state->kernels, places, &st) != MLS_OK) {

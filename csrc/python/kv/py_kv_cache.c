@@ -15,7 +15,7 @@
 
 /* ---- quantized caches ---- */
 
-/* Read bits and group. Returns -1 with an exception set. */
+/* Read bits and group. */
 static int take_quantization(const mlspy_state *state, PyObject *bits, PyObject *group,
                              mls_quantized *out)
 {
@@ -177,8 +177,7 @@ PyObject *core_kv_ring_ordered(mlspy_state *state, PyObject *const *args)
 /* ---- rotating keys ---- */
 
 /* Read everything but the arrays of rotate_keys. `keys` is already viewed, because the
- * axis and the default of rotary_dim depend on its shape. Returns -1 with an exception
- * set. */
+ * axis and the default of rotary_dim depend on its shape. */
 static int take_rotation(const mlspy_state *state, PyObject *const *args,
                          const mls_tensor *keys, mls_rotation *out)
 {

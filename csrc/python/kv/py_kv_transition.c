@@ -290,8 +290,8 @@ PyObject *core_kv_move(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* Read the dimensions from a sequence of non-negative integers. Returns -1 with an
- * exception set. `shape` has MLS_MAX_RANK entries; more dimensions are refused. */
+/* Read the dimensions from a sequence of non-negative integers. `shape` has
+ * MLS_MAX_RANK entries; more dimensions are refused. */
 static int take_shape(const mlspy_state *state, PyObject *object, const char *what,
                       int *rank, size_t *shape)
 {

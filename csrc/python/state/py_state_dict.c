@@ -265,9 +265,9 @@ static bool all_plain(PyObject *dict)
 }
 #endif
 
-/* Returns a new reference to a private dict with the entries of dict(*args, **kwargs), or
- * to the given dict itself if no other code can change it before the merge. Sets
- * `*checked` if all entries are known to be valid. Returns NULL with an exception set. */
+/* Returns a new reference to a private dict with the entries of dict(*args, **kwargs),
+ * or to the given dict itself if no other code can change it before the merge. Sets
+ * `*checked` if all entries are known to be valid. */
 static PyObject *stage_entries(PyObject *args, PyObject *kwargs, bool *checked)
 {
     PyObject *only = only_dict(args, kwargs);

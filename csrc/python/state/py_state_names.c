@@ -239,8 +239,7 @@ static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
     return list;
 }
 
-/* Parses None or a number of segments; None becomes 0. Returns -1 with an exception set.
- */
+/* Parses None or a number of segments; None becomes 0. */
 static int take_depth(const mlspy_state *state, PyObject *object, uint32_t *out)
 {
     int64_t depth = 0;
