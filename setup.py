@@ -119,7 +119,7 @@ setup(
         Extension(
             "mlstate._core",
             sources=files("csrc/core/**/*.c", "csrc/python/**/*.c"),
-            depends=files("csrc/core/**/*.h", "csrc/core/**/*.def", "csrc/python/**/*.h"),
+            depends=files("csrc/core/**/*.h", "csrc/**/*.def", "csrc/python/**/*.h"),
             include_dirs=["csrc/core", "csrc/python"],
             define_macros=[
                 ("_GNU_SOURCE", None),

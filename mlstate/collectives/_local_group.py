@@ -223,7 +223,7 @@ class LocalGroup(Engine):
         [LocalGroup(rank 0 of 3), LocalGroup(rank 1 of 3), LocalGroup(rank 2 of 3)]
         """
         seconds = check_timeout(timeout) or DEFAULT_SECONDS
-        links = _core.local_threads(world_size, 0, 0)
+        links = _core.local_threads(world_size)
         return [cls(link, rank, len(links), seconds) for rank, link in enumerate(links)]
 
     @classmethod
@@ -278,7 +278,7 @@ class LocalGroup(Engine):
             raise TypeError(f"LocalGroup.join: name must be a str, got {type(name).__name__}")
         meeting = check_timeout(timeout) or 60.0
         seconds = check_timeout(operation_timeout) or DEFAULT_SECONDS
-        _core.local_measure(world_size, 0, 0)  # raises if world_size is out of range
+        _core.local_measure(world_size)  # raises if world_size is out of range
         if not 0 <= rank < world_size:
             raise ValueError(
                 f"LocalGroup.join: rank {rank} is not in the range 0 to {world_size - 1}; ranks "
@@ -378,7 +378,7 @@ class LocalGroup(Engine):
         """
         from ._local_launch import run
 
-        _core.local_measure(world_size, 0, 0)
+        _core.local_measure(world_size)
         return run(function, world_size, args, start_method, timeout)
 
     # ---- description ----

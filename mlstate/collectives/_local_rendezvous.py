@@ -351,7 +351,7 @@ def _make_group(host: _Host, world_size: int) -> Any:
     import socket
 
     try:
-        descriptor = make_memory(_core.local_measure(world_size, 0, 0))
+        descriptor = make_memory(_core.local_measure(world_size))
     except OSError as error:
         what = f"there is no shared memory for {world_size} ranks ({error})"
         for peer in host.ranks.values():
@@ -361,7 +361,7 @@ def _make_group(host: _Host, world_size: int) -> Any:
     for peer in host.ranks.values():
         with contextlib.suppress(OSError):
             socket.send_fds(peer, [b'{"memory": true}\n'], [descriptor])
-    return _core.local_join(world_size, 0, 0, 0, descriptor)
+    return _core.local_join(world_size, 0, descriptor)
 
 
 # ---- other ranks ----
@@ -389,7 +389,7 @@ def _join_group(name: str, rank: int, world_size: int, address: str, deadline: f
         if "error" in answer or descriptor < 0:
             raise _join_error(rank, str(answer.get("error", "rank 0 sent no memory")))
         try:
-            link = _core.local_join(world_size, 0, 0, rank, descriptor)
+            link = _core.local_join(world_size, rank, descriptor)
         except Exception as error:
             _send_line(host, {"error": f"rank {rank} cannot join: {error}"})
             raise

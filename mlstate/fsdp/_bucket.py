@@ -290,9 +290,9 @@ class Reducer:
 
         Returns the bytes for each rank, and the bytes that each other rank sends to this one.
         """
-        sizes, mine = _core.bucket_sizes(handle)
+        sizes, mine = _core.bucket_sizes(handle, None)
         self._send = _ensure_size(self._send, sum(sizes))
-        _core.bucket_pack(handle, self._send)
+        _core.bucket_pack(handle, None, None, self._send, None)
         self._packed = sizes, mine
         return self._packed
 
@@ -309,7 +309,7 @@ class Reducer:
             partials = self.group._reduce_bucket(handle, text, self.timeout)
         else:
             self._exchange_parts(*self._packed or self.pack(handle))
-            partials = _core.bucket_reduce(handle, self._receive)
+            partials = _core.bucket_reduce(handle, None, None, self._receive)
         self._packed = None
         for entry, (_, nonfinite) in zip(entries, partials, strict=True):
             entry.nonfinite = nonfinite
@@ -318,13 +318,13 @@ class Reducer:
         self, handle: Any, entries: list[Entry], compression: str
     ) -> list[tuple[float, int]]:
         """Reduce gradients that are sent compressed."""
-        sizes, mine = _core.bucket_wire_sizes(handle, compression)
+        sizes, mine = _core.bucket_sizes(handle, compression)
         self._send = _ensure_size(self._send, sum(sizes))
         self._own = _ensure_size(self._own, mine)
         residuals = tuple(entry.unit.residual() for entry in entries)
-        _core.bucket_wire_pack(handle, compression, residuals, self._send, self._own)
+        _core.bucket_pack(handle, compression, residuals, self._send, self._own)
         self._exchange_parts(sizes, mine)
-        return _core.bucket_wire_reduce(handle, compression, self._own, self._receive)
+        return _core.bucket_reduce(handle, compression, self._own, self._receive)
 
     def _exchange_parts(self, sizes: list[int], mine: int) -> None:
         """Send each rank its packed part, and receive this rank's part from each of them."""

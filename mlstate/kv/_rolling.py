@@ -80,7 +80,7 @@ class RollingKVState:
         sinks: int = 0,
         seq_axis: int = -2,
     ) -> None:
-        self._buffer = _core.RollingBuffer(shape, capacity, dtype, sinks, seq_axis)
+        self._buffer = _core.RollingBuffer(shape, capacity, dtype, seq_axis, sinks)
 
     @property
     def array(self) -> NDArray:

@@ -292,7 +292,8 @@ def test_a_bucket_wants_an_output_as_it_was_told(wrong):
         with pytest.raises(ValueError, match="not an array or tensor of that dtype and shape"):
             _core.bucket([segment], 1, 0, "sum", 1.0)
     else:
-        _core.bucket_reduce(_core.bucket([segment], 1, 0, "sum", 1.0), np.empty(0, np.uint8))
+        bucket = _core.bucket([segment], 1, 0, "sum", 1.0)
+        _core.bucket_reduce(bucket, None, None, np.empty(0, np.uint8))
         assert out.tolist() == [1, 1]
 
 

@@ -67,10 +67,11 @@ def test_the_gil_is_taken_back(path):
 @pytest.mark.parametrize("path", house.c_files(house.BINDINGS), ids=house.relative)
 def test_no_way_out_while_the_gil_is_released(path):
     code = house.c_code(path)
-    pattern = r"Py_BEGIN_ALLOW_THREADS(.*?)Py_END_ALLOW_THREADS"
-    for match in re.finditer(pattern, code, re.DOTALL):
+    pattern = r"Py_BEGIN_ALLOW_THREADS.*?Py_END_ALLOW_THREADS"
+    pattern += r"|^ *(?:MLSPY_WITHOUT_GIL|WHILE_LOCKED|RUN_\w+)\(.*?\);\n"
+    for match in re.finditer(pattern, code, re.DOTALL | re.MULTILINE):
         line = code.count("\n", 0, match.start()) + 1
-        escape = re.search(r"\b(return|goto|Py\w*_\w+\s*\()", match.group(1))
+        escape = re.search(r"\b(return|goto|Py\w*_\w+\s*\()", match.group())
         assert not escape, f"{house.relative(path)}:{line}: {escape.group()} without the GIL"
 
 

@@ -4,9 +4,10 @@
  * meta device, or a description without elements. For torch's own tensor classes its
  * `nbytes` is read instead.
  */
-#include "activation/activation_bindings.h"
-#include "activation/strategy_args.h"
+#include "activation/activation_bytes.h"
+#include "common/array_view.h"
 #include "common/errors.h"
+#include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
 
@@ -46,8 +47,8 @@ static int multiply_sizes(PyObject *sizes, size_t *bytes)
     return 0;
 }
 
-/* Computes the bytes of one element: from the dtype itself, or from its name by the core
- * or NumPy. Returns -1 with an exception set. */
+/* Computes the bytes of one element: from the dtype itself, or from its name by the
+ * core or NumPy. */
 static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
 {
     /* first NumPy dtypes, then names, then objects with an item size */
@@ -56,17 +57,14 @@ static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
         return 0;
     }
     mls_dtype known;
-    Py_ssize_t length = 0;
-    const char *name =
-        PyUnicode_Check(dtype) ? PyUnicode_AsUTF8AndSize(dtype, &length) : NULL;
-    if (name != NULL && mls_dtype_from_name(name, (size_t)length, &known)) {
+    if (mlspy_dtype_named(dtype, &known) > 0) {
         *out = mls_dtype_of(known)->item_bytes;
         return 0;
     }
     PyErr_Clear(); /* a str without a UTF-8 form is not a dtype either */
     /* torch dtypes have this attribute as an int; for NumPy's scalar types it is not an
      * int */
-    PyObject *said = PyObject_GetAttr(dtype, state->itemsize_name);
+    PyObject *said = PyObject_GetAttr(dtype, state->names[MLSPY_NAME_ITEMSIZE]);
     const Py_ssize_t bytes =
         said != NULL && PyLong_Check(said) ? PyLong_AsSsize_t(said) : -1;
     Py_XDECREF(said);
@@ -77,9 +75,8 @@ static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
     }
     PyArray_Descr *descr = NULL;
     if (dtype == Py_None || PyArray_DescrConverter(dtype, &descr) != NPY_SUCCEED) {
-        PyErr_Format(PyExc_TypeError, "activation has a dtype without a size: %.200R",
-                     dtype);
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError,
+                            "activation has a dtype without a size: %.200R", dtype);
     }
     *out = (size_t)PyDataType_ELSIZE(descr);
     Py_DECREF(descr);
@@ -154,15 +151,14 @@ static void keep_getter(mlspy_state *state, PyTypeObject *type, const PyGetSetDe
 /* Caches the getter of a class if reading the attribute only calls it: the class has no
  * __getattribute__, and `nbytes` is a C property of one of its bases. Never fails, and
  * leaves no exception. */
-static void keep_tensor_class(PyObject *module, PyTypeObject *type)
+static void keep_tensor_class(mlspy_state *state, PyTypeObject *type)
 {
-    mlspy_state *state = mlspy_state_of(module);
-    PyObject *found = PyObject_GetAttr((PyObject *)type, state->nbytes_name);
+    PyObject *found = PyObject_GetAttr((PyObject *)type, state->names[MLSPY_NAME_NBYTES]);
     if (found != NULL && type->tp_getattro == PyObject_GenericGetAttr &&
         Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
         PyType_IsSubtype(type, PyDescr_TYPE(found))) {
         const PyGetSetDef *property = ((PyGetSetDescrObject *)found)->d_getset;
-        MLSPY_BEGIN_LOCKED(module)
+        MLSPY_BEGIN_LOCKED(state->module)
             keep_getter(state, type, property);
         MLSPY_END_LOCKED()
     }
@@ -173,17 +169,16 @@ static void keep_tensor_class(PyObject *module, PyTypeObject *type)
 /* Reads the bytes from the attribute `nbytes`, for classes with the names of torch's own:
  * subclasses may define it differently, and sparse tensors raise. Returns false, without
  * an exception, if shape and dtype must be read. */
-static bool tensor_bytes(PyObject *module, PyObject *activation, size_t *out)
+static bool tensor_bytes(mlspy_state *state, PyObject *activation, size_t *out)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     PyObject *answer = tensor_nbytes(state, activation);
     if (answer == NULL && !PyErr_Occurred()) {
         const char *name = Py_TYPE(activation)->tp_name;
         if (strcmp(name, "Tensor") != 0 && strcmp(name, "Parameter") != 0) {
             return false;
         }
-        keep_tensor_class(module, Py_TYPE(activation));
-        answer = PyObject_GetAttr(activation, state->nbytes_name);
+        keep_tensor_class(state, Py_TYPE(activation));
+        answer = PyObject_GetAttr(activation, state->names[MLSPY_NAME_NBYTES]);
     }
     const Py_ssize_t bytes =
         answer != NULL && PyLong_CheckExact(answer) ? PyLong_AsSsize_t(answer) : -1;
@@ -200,9 +195,10 @@ static bool tensor_bytes(PyObject *module, PyObject *activation, size_t *out)
  * many bytes, -1 with an exception set. */
 static int described_bytes(const mlspy_state *state, PyObject *activation, size_t *out)
 {
-    PyObject *shape = PyObject_GetAttr(activation, state->shape_name);
-    PyObject *dtype =
-        shape == NULL ? NULL : PyObject_GetAttr(activation, state->dtype_name);
+    PyObject *shape = PyObject_GetAttr(activation, state->names[MLSPY_NAME_SHAPE]);
+    PyObject *dtype = shape == NULL
+                          ? NULL
+                          : PyObject_GetAttr(activation, state->names[MLSPY_NAME_DTYPE]);
     const int failed = dtype == NULL ? refuse_activation(activation)
                                      : bytes_of(state, shape, dtype, out);
     /* the attributes may be temporary objects */
@@ -211,11 +207,10 @@ static int described_bytes(const mlspy_state *state, PyObject *activation, size_
     return failed;
 }
 
-int mlspy_activation_bytes(PyObject *module, PyObject *activation, size_t *out)
+int mlspy_activation_bytes(mlspy_state *state, PyObject *activation, size_t *out)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     int failed;
-    if (tensor_bytes(module, activation, out)) {
+    if (tensor_bytes(state, activation, out)) {
         return 0;
     }
     if (PyArray_Check(activation)) {
@@ -225,18 +220,17 @@ int mlspy_activation_bytes(PyObject *module, PyObject *activation, size_t *out)
     }
     /* only this failure has no exception yet */
     if (failed > 0) {
-        mls_status st;
-        mls_fail(&st, MLS_E_SIZE, "activation has more bytes than memory can have");
-        mlspy_raise(state, &st, NULL);
+        return MLSPY_FAIL(state, MLS_E_SIZE,
+                          "activation has more bytes than memory can have");
     }
-    return failed == 0 ? 0 : -1;
+    return failed;
 }
 
 /* Used by mlstate.activation._manager. */
-static PyObject *activation_bytes(PyObject *module, PyObject *activation)
+PyObject *core_activation_bytes(mlspy_state *state, PyObject *const *args)
 {
     size_t bytes;
-    if (mlspy_activation_bytes(module, activation, &bytes) < 0) {
+    if (mlspy_activation_bytes(state, args[0], &bytes) < 0) {
         return NULL;
     }
     return PyLong_FromSize_t(bytes);
@@ -244,29 +238,16 @@ static PyObject *activation_bytes(PyObject *module, PyObject *activation)
 
 /* Reads system files with the GIL released: they are short, but the system may be slow to
  * produce them. */
-static PyObject *memory_footprint(PyObject *module, PyObject *unused)
+PyObject *core_memory_footprint(mlspy_state *state, PyObject *const *args)
 {
-    (void)unused;
+    (void)args;
     mls_process_memory found;
     mls_status st;
     mls_code code;
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_process_memory_read(&found, &st);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(code = mls_process_memory_read(&found, &st));
     if (code != MLS_OK) {
-        return mlspy_raise(mlspy_state_of(module), &st, NULL);
+        return mlspy_raise(state, &st, NULL);
     }
     return Py_BuildValue("KKK", (unsigned long long)found.used,
                          (unsigned long long)found.peak, (unsigned long long)found.total);
 }
-
-/* Used by mlstate/activation/_memory_tracker.py and mlstate/activation/_manager.py. */
-PyMethodDef mlspy_activation_methods[] = {
-    {"activation_bytes", activation_bytes, METH_O,
-     "activation_bytes(activation, /)\n--\n\nBytes of an activation by its shape and "
-     "dtype."},
-    {"memory_footprint", memory_footprint, METH_NOARGS,
-     "memory_footprint()\n--\n\n(bytes in use, most bytes in use ever, bytes that there "
-     "are) for this process."},
-    {NULL, NULL, 0, NULL},
-};

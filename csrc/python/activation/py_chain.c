@@ -3,9 +3,10 @@
  * arguments only. */
 #include "activation/chain_args.h"
 
-#include "activation/activation_bindings.h"
 #include "common/args.h"
+#include "common/array_view.h"
 #include "common/errors.h"
+#include "common/functions.h"
 #include "common/module_state.h"
 
 #include "base/memory.h"
@@ -29,10 +30,8 @@ static int type_of(size_t i)
 static PyArrayObject *array_at(PyObject *tuple, size_t i, npy_intp count)
 {
     PyObject *item = PyTuple_GET_ITEM(tuple, (Py_ssize_t)i);
-    PyArrayObject *array = (PyArrayObject *)item;
-    if (!PyArray_Check(item) || PyArray_TYPE(array) != type_of(i) ||
-        PyArray_NDIM(array) != 1 || !PyArray_ISCARRAY_RO(array) ||
-        (count >= 0 && PyArray_DIM(array, 0) != count)) {
+    PyArrayObject *array = mlspy_packed_array(item, type_of(i), 1);
+    if (array == NULL || (count >= 0 && PyArray_DIM(array, 0) != count)) {
         PyErr_Format(PyExc_TypeError, "array %zu of the chain is not what a Chain keeps",
                      i);
         return NULL;
@@ -58,8 +57,7 @@ static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
     return 0;
 }
 
-/* Copies the arrays, sets the pointers to the copies, and checks the chain. Returns -1
- * with an exception set. */
+/* Copies the arrays, sets the pointers to the copies, and checks the chain. */
 static int fill_chain(const mlspy_state *state, PyObject *tuple, npy_intp n,
                       mlspy_chain *out)
 {
@@ -82,11 +80,7 @@ static int fill_chain(const mlspy_state *state, PyObject *tuple, npy_intp n,
     c->forward_temporary_bytes = p[5];
     c->saving_temporary_bytes = p[6];
     c->backward_temporary_bytes = p[7];
-    if (mls_chain_check(c, &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
-        return -1;
-    }
-    return 0;
+    return mlspy_check(state, mls_chain_check(c, &st), &st);
 }
 
 /* The first array determines the number of blocks; the others must match. */
@@ -94,8 +88,7 @@ int mlspy_take_chain(const mlspy_state *state, PyObject *tuple, mlspy_chain *out
 {
     *out = (mlspy_chain){0};
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != ITEMS) {
-        PyErr_SetString(PyExc_TypeError, "a chain is the tuple that a Chain keeps");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "a chain is the tuple that a Chain keeps");
     }
     PyArrayObject *first = array_at(tuple, 0, -1);
     if (first == NULL) {
@@ -104,8 +97,7 @@ int mlspy_take_chain(const mlspy_state *state, PyObject *tuple, mlspy_chain *out
     const npy_intp n = PyArray_DIM(first, 0);
     out->memory = mls_alloc((size_t)n + 1, ARRAYS * 8);
     if (out->memory == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     if (fill_chain(state, tuple, n, out) < 0) {
         mlspy_chain_release(out);
@@ -139,10 +131,10 @@ PyObject *mlspy_steps_array(const mls_schedule *schedule)
 /* ---- functions ---- */
 
 /* The check is part of mlspy_take_chain; the constructor calls this to fail early. */
-static PyObject *chain_check(PyObject *module, PyObject *tuple)
+PyObject *core_chain_check(mlspy_state *state, PyObject *const *args)
 {
     mlspy_chain chain;
-    if (mlspy_take_chain(mlspy_state_of(module), tuple, &chain) < 0) {
+    if (mlspy_take_chain(state, args[0], &chain) < 0) {
         return NULL;
     }
     mlspy_chain_release(&chain);
@@ -154,39 +146,32 @@ static PyObject *chain_check(PyObject *module, PyObject *tuple)
 static PyObject *arrays_of(const mls_step_record *records, npy_intp count,
                            const mls_totals *totals)
 {
-    PyObject *arrays[4] = {NULL, NULL, NULL, NULL};
-    PyObject *result = NULL;
+    PyObject *arrays[4];
+    bool good = true;
     for (size_t i = 0; i < 4; i++) {
         arrays[i] = PyArray_SimpleNew(1, &count, i == 3 ? NPY_FLOAT64 : NPY_INT64);
-        if (arrays[i] == NULL) {
-            goto done;
+        good = good && arrays[i] != NULL;
+    }
+    if (good) {
+        int64_t *before = PyArray_DATA((PyArrayObject *)arrays[0]);
+        int64_t *peak = PyArray_DATA((PyArrayObject *)arrays[1]);
+        int64_t *after = PyArray_DATA((PyArrayObject *)arrays[2]);
+        double *seconds = PyArray_DATA((PyArrayObject *)arrays[3]);
+        for (npy_intp i = 0; i < count; i++) {
+            before[i] = records[i].before;
+            peak[i] = records[i].peak;
+            after[i] = records[i].after;
+            seconds[i] = records[i].seconds;
         }
     }
-    int64_t *before = PyArray_DATA((PyArrayObject *)arrays[0]);
-    int64_t *peak = PyArray_DATA((PyArrayObject *)arrays[1]);
-    int64_t *after = PyArray_DATA((PyArrayObject *)arrays[2]);
-    double *seconds = PyArray_DATA((PyArrayObject *)arrays[3]);
-    for (npy_intp i = 0; i < count; i++) {
-        before[i] = records[i].before;
-        peak[i] = records[i].peak;
-        after[i] = records[i].after;
-        seconds[i] = records[i].seconds;
-    }
-    result = Py_BuildValue("(dLOOOO)", totals->seconds, (long long)totals->peak_bytes,
-                           arrays[0], arrays[1], arrays[2], arrays[3]);
-done:
-    for (size_t i = 0; i < 4; i++) {
-        Py_XDECREF(arrays[i]);
-    }
-    return result;
+    return Py_BuildValue("(dLNNNN)", totals->seconds, (long long)totals->peak_bytes,
+                         arrays[0], arrays[1], arrays[2], arrays[3]);
 }
 
 const mls_step *mlspy_take_steps(PyObject *object, npy_intp *count)
 {
-    PyArrayObject *array = (PyArrayObject *)object;
-    if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_INT32 ||
-        PyArray_NDIM(array) != 2 || PyArray_DIM(array, 1) != 2 ||
-        !PyArray_ISCARRAY_RO(array)) {
+    PyArrayObject *array = mlspy_packed_array(object, NPY_INT32, 2);
+    if (array == NULL || PyArray_DIM(array, 1) != 2) {
         PyErr_SetString(PyExc_TypeError, "steps are a packed array of int32, (count, 2)");
         return NULL;
     }
@@ -228,26 +213,15 @@ static PyObject *simulate(const mlspy_state *state, const mls_chain *chain,
 
 /* chain_simulate(chain, steps, detailed) -> (seconds, peak[, before, peaks, after,
  * times]) */
-static PyObject *chain_simulate(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_chain_simulate(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mlspy_chain chain;
-    if (mlspy_take_count("chain_simulate", 3, count) < 0) {
+    bool detailed;
+    if (mlspy_take_bool(args[2], &detailed) < 0 ||
+        mlspy_take_chain(state, args[0], &chain) < 0) {
         return NULL;
     }
-    const int detailed = PyObject_IsTrue(args[2]);
-    if (detailed < 0 || mlspy_take_chain(state, args[0], &chain) < 0) {
-        return NULL;
-    }
-    PyObject *result = simulate(state, &chain.chain, args[1], detailed != 0);
+    PyObject *result = simulate(state, &chain.chain, args[1], detailed);
     mlspy_chain_release(&chain);
     return result;
 }
-
-PyMethodDef mlspy_chain_methods[] = {
-    {"chain_check", chain_check, METH_O,
-     "chain_check(chain, /)\n--\n\nRefuse costs that make no sense."},
-    {"chain_simulate", MLSPY_FASTCALL(chain_simulate),
-     "chain_simulate(chain, steps, detailed, /)\n--\n\nSeconds and peak of a schedule."},
-    {NULL, NULL, 0, NULL},
-};

@@ -11,11 +11,14 @@
  * run any code, so it is called outside the lock, and the core then checks again whether
  * an adjustment is due.
  */
-#include "activation/activation_bindings.h"
-#include "activation/strategy_args.h"
+#include "activation/activation_bytes.h"
 #include "common/args.h"
+#include "common/errors.h"
+#include "common/functions.h"
 #include "common/gil.h"
+#include "common/results.h"
 
+#include "activation/layer_map.h"
 #include "activation/strategy.h"
 
 #include <stddef.h>
@@ -28,10 +31,169 @@ typedef struct strategy_object {
     PyObject *clock;    /* returns seconds when called; None: the core's clock */
 } strategy_object;
 
-/* Reads the strategy's clock in ticks; 0 if its kind needs none. Returns -1 with an
- * exception set. A user's clock returns seconds as a float, like time.monotonic and
- * time.time. Rounding to ticks makes ten seconds exact, independent of the float's last
- * digits. */
+/* A subclass has the base type, so the state is found. */
+static mlspy_state *state_of(const strategy_object *self)
+{
+    return mlspy_state_of_type(Py_TYPE(self));
+}
+
+/* ---- arguments ---- */
+
+/* The arguments of should_checkpoint; the objects are borrowed. */
+typedef struct strategy_args {
+    PyObject *layer_id, *activation;
+    int64_t index; /* 0 or more */
+} strategy_args;
+
+/* Assigns keyword arguments to their positions. Returns -1 with TypeError set, as for any
+ * function. */
+static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *names,
+                           PyObject **placed)
+{
+    static const char *const known[] = {"layer_id", "activation", "layer_index"};
+    const Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    if (nargs + named > 3) {
+        return MLSPY_REFUSE(PyExc_TypeError,
+                            "should_checkpoint takes 3 arguments, got %zd",
+                            nargs + named);
+    }
+    /* `args` has the positional arguments first, then the values of `names` */
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        placed[i] = args[i];
+    }
+    for (Py_ssize_t i = 0; i < named; i++) {
+        PyObject *name = PyTuple_GET_ITEM(names, i);
+        int at = 0;
+        /* for three names a table would not be faster */
+        while (at < 3 && PyUnicode_CompareWithASCIIString(name, known[at]) != 0) {
+            at++;
+        }
+        if (at == 3 || placed[at] != NULL) {
+            return MLSPY_REFUSE(PyExc_TypeError, "should_checkpoint got %s argument '%U'",
+                                at == 3 ? "an unknown" : "twice the", name);
+        }
+        placed[at] = args[nargs + i];
+    }
+    for (int i = 0; i < 3; i++) {
+        if (placed[i] == NULL) {
+            return MLSPY_REFUSE(PyExc_TypeError,
+                                "should_checkpoint lacks the argument '%s'", known[i]);
+        }
+    }
+    return 0;
+}
+
+/* The slow path: keywords, wrong counts and types, large numbers. Checks the arguments in
+ * the order of the parameters, so that the first mistake is reported. */
+static int parse_args(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
+                      PyObject *names, strategy_args *q)
+{
+    PyObject *placed[3] = {NULL, NULL, NULL};
+    if (place_arguments(args, nargs, names, placed) < 0) {
+        return -1;
+    }
+    if (!PyUnicode_Check(placed[0])) {
+        return MLSPY_REFUSE(PyExc_TypeError, "layer_id must be a str, got %.100s",
+                            Py_TYPE(placed[0])->tp_name);
+    }
+    q->layer_id = placed[0];
+    q->activation = placed[1];
+    if (mlspy_take_int64(state_of(self), placed[2], "layer_index", &q->index) < 0) {
+        return -1;
+    }
+    return q->index >= 0
+               ? 0
+               : MLSPY_REFUSE(PyExc_ValueError, "layer_index must be 0 or more, got %lld",
+                              (long long)q->index);
+}
+
+/* Parses a non-negative int of one digit; returns false for any other object. */
+static inline bool small_index(PyObject *object, int64_t *out)
+{
+    if (!PyLong_CheckExact(object)) {
+        return false;
+    }
+#if PY_VERSION_HEX >= 0x030C0000
+    const PyLongObject *number = (const PyLongObject *)object;
+    *out = PyUnstable_Long_IsCompact(number) ? PyUnstable_Long_CompactValue(number) : -1;
+    return *out >= 0;
+#else
+    *out = Py_SIZE(object) == 0 ? 0 : ((PyLongObject *)object)->ob_digit[0];
+    return (size_t)Py_SIZE(object) <= 1;
+#endif
+}
+
+/* Parses the usual arguments here, all others in parse_args. */
+static inline int take_args(strategy_object *self, PyObject *const *args,
+                            Py_ssize_t nargs, PyObject *names, strategy_args *q)
+{
+    if (nargs == 3 && names == NULL && PyUnicode_Check(args[0]) &&
+        small_index(args[2], &q->index)) {
+        q->layer_id = args[0];
+        q->activation = args[1];
+        return 0;
+    }
+    return parse_args(self, args, nargs, names, q);
+}
+
+/* Converts a str to a key of the core's tables. Uses the hash of plain str, even for
+ * subclasses, because equal names must have equal hashes. */
+static inline int take_key(PyObject *layer_id, mls_layer_key *out)
+{
+    if (PyUnicode_IS_COMPACT_ASCII(layer_id)) {
+        out->name.data = (const char *)PyUnicode_1BYTE_DATA(layer_id);
+        out->name.length = (size_t)PyUnicode_GET_LENGTH(layer_id);
+    } else if (mlspy_take_text(layer_id, "layer_id", &out->name) < 0) {
+        return -1;
+    }
+#if defined(Py_GIL_DISABLED)
+    const Py_hash_t kept = -1;
+#else
+    const Py_hash_t kept = ((PyASCIIObject *)layer_id)->hash; /* -1: not computed yet */
+#endif
+    out->hash = (uint64_t)(kept != -1 ? kept : PyUnicode_Type.tp_hash(layer_id));
+    return 0;
+}
+
+/* Computes the bytes of the elements of `activation`. An exact ndarray needs no module
+ * state; other objects do. */
+static inline int take_bytes(strategy_object *self, PyObject *activation, size_t *out)
+{
+    return PyArray_CheckExact(activation) &&
+                   mlspy_ndarray_bytes((PyArrayObject *)activation, out)
+               ? 0
+               : mlspy_activation_bytes(state_of(self), activation, out);
+}
+
+/* Marks all names of a tuple, or none for NULL. */
+static int mark_layers(strategy_object *self, PyObject *names, mls_layer_choice mark,
+                       mls_layer_map *table)
+{
+    for (Py_ssize_t i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
+        mls_layer_key key;
+        mls_status st;
+        PyObject *name = PyTuple_GET_ITEM(names, i);
+        if (!PyUnicode_Check(name)) {
+            return MLSPY_REFUSE(PyExc_TypeError, "a layer id must be a str, got %.100s",
+                                Py_TYPE(name)->tp_name);
+        }
+        if (take_key(name, &key) < 0) {
+            return -1;
+        }
+        /* the Python caller has checked for conflicts already */
+        if (mlspy_check(state_of(self), mls_layer_set_choice(table, &key, mark, &st),
+                        &st) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* ---- the clock ---- */
+
+/* Reads the strategy's clock in ticks; 0 if its kind needs none. A user's clock
+ * returns seconds as a float, like time.monotonic and time.time. Rounding to ticks
+ * makes ten seconds exact, independent of the float's last digits. */
 static int read_clock(strategy_object *self, int64_t *out)
 {
     mls_status st;
@@ -47,29 +209,24 @@ static int read_clock(strategy_object *self, int64_t *out)
     if (failed < 0) {
         return -1;
     }
-    if (mls_ticks_from_seconds(seconds, out, &st) != MLS_OK) {
-        mlspy_strategy_fail((PyObject *)self, &st);
-        return -1;
-    }
-    return 0;
+    return mlspy_check(state_of(self), mls_ticks_from_seconds(seconds, out, &st), &st);
 }
 
 /* ---- decisions ---- */
 
-/* Parses a number of bytes from the tracker; `least` is the smallest valid value. Returns
- * -1 with an exception set. */
+/* Parses a number of bytes from the tracker; `least` is the smallest valid value. */
 static int take_figure(strategy_object *self, PyObject *said, const char *name,
                        int64_t least, uint64_t *out)
 {
     int64_t bytes;
-    if (mlspy_strategy_number((PyObject *)self, said, name, &bytes) < 0) {
+    if (mlspy_take_int64(state_of(self), said, name, &bytes) < 0) {
         return -1;
     }
     if (bytes < least) {
-        PyErr_Format(PyExc_ValueError,
-                     "the memory tracker returned %s = %lld, expected %lld or more", name,
-                     (long long)bytes, (long long)least);
-        return -1;
+        return MLSPY_REFUSE(
+            PyExc_ValueError,
+            "the memory tracker returned %s = %lld, expected %lld or more", name,
+            (long long)bytes, (long long)least);
     }
     *out = (uint64_t)bytes;
     return 0;
@@ -114,19 +271,19 @@ static int adjust_interval_if_due(strategy_object *self)
 /* Fills in the arguments that the kind needs. Returns 1 to ask the core, 0 if the answer
  * is no, -1 with an exception set. Sizes are read outside the lock, because that may run
  * user code. Named layers never change, so they are read without a lock. */
-static inline int fill_request(strategy_object *self, const mlspy_strategy_args *q,
+static inline int fill_request(strategy_object *self, const strategy_args *q,
                                unsigned flags, mls_layer_question *out)
 {
     const bool skips = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
     if ((skips || (flags & MLS_NEEDS_NAME) != 0) &&
-        mlspy_take_key(q->layer_id, &out->layer) < 0) {
+        take_key(q->layer_id, &out->layer) < 0) {
         return -1;
     }
     if (skips && mls_layer_choice_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
         return 0;
     }
     if (((flags & MLS_NEEDS_BYTES) != 0 &&
-         mlspy_take_bytes((PyObject *)self, q->activation, &out->bytes) < 0) ||
+         take_bytes(self, q->activation, &out->bytes) < 0) ||
         ((flags & MLS_NEEDS_MEMORY) != 0 && adjust_interval_if_due(self) < 0)) {
         return -1;
     }
@@ -139,10 +296,10 @@ static inline __attribute__((always_inline)) PyObject *
 decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
              PyObject *names, unsigned flags, mls_decide *decide)
 {
-    mlspy_strategy_args q;
+    strategy_args q;
     mls_layer_question filled;
     mls_status failure, *st = (flags & MLS_CAN_FAIL) != 0 ? &failure : NULL;
-    if (mlspy_take_strategy_args((PyObject *)self, args, nargs, names, &q) < 0) {
+    if (take_args(self, args, nargs, names, &q) < 0) {
         return NULL;
     }
     int chosen = fill_request(self, &q, flags, &filled);
@@ -157,19 +314,18 @@ decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
         MLSPY_END_LOCKED()
     }
     if (st != NULL && chosen < 0) {
-        return mlspy_strategy_fail((PyObject *)self, st);
+        return mlspy_raise(state_of(self), st, NULL);
     }
     return Py_NewRef(chosen != 0 ? Py_True : Py_False);
 }
 
 /* For FirstMatch: returns None for a layer that the user did not name. */
-static PyObject *decide_or_none(strategy_object *self, PyObject *const *args,
-                                Py_ssize_t nargs, PyObject *names)
+static PyObject *strategy__decide_or_none(strategy_object *self, PyObject *const *args,
+                                          Py_ssize_t nargs, PyObject *names)
 {
-    mlspy_strategy_args q;
+    strategy_args q;
     mls_layer_key key;
-    if (mlspy_take_strategy_args((PyObject *)self, args, nargs, names, &q) < 0 ||
-        mlspy_take_key(q.layer_id, &key) < 0) {
+    if (take_args(self, args, nargs, names, &q) < 0 || take_key(q.layer_id, &key) < 0) {
         return NULL;
     }
     const mls_layer_choice mark = mls_layer_choice_of(&self->s.named, &key);
@@ -180,23 +336,22 @@ static PyObject *decide_or_none(strategy_object *self, PyObject *const *args,
 
 /* ---- construction and destruction ---- */
 
-/* Initialises the strategy with a number or None. Returns -1 with an exception set. */
+/* Initialises the strategy with a number or None. */
 static int init_settings(strategy_object *self, const char *what, PyObject *object)
 {
     int64_t now, number;
     mls_status st;
     const bool given =
         what != NULL && (object != Py_None || (self->flags & MLS_MAY_LACK_NUMBER) == 0);
-    if ((given && mlspy_strategy_number((PyObject *)self, object, what, &number) < 0) ||
+    if ((given && mlspy_take_int64(state_of(self), object, what, &number) < 0) ||
         read_clock(self, &now) < 0) {
         return -1;
     }
-    if (mls_strategy_init(&self->s, given ? &number : NULL, what, self->given_share,
-                          "max_memory_percentage", now, &st) != MLS_OK) {
-        mlspy_strategy_fail((PyObject *)self, &st);
-        return -1;
-    }
-    return 0;
+    return mlspy_check(state_of(self),
+                       mls_strategy_init(&self->s, given ? &number : NULL, what,
+                                         self->given_share, "max_memory_percentage", now,
+                                         &st),
+                       &st);
 }
 
 /* Strategy(number, checkpoint_layers, exclude_layers, share, clock), all optional
@@ -227,10 +382,8 @@ static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *wh
     self->clock = Py_NewRef(clock);
     self->given_share = given;
     if (init_settings(self, what, number) < 0 ||
-        mlspy_mark_layers((PyObject *)self, chosen, MLS_LAYER_CHECKPOINT,
-                          &self->s.named) < 0 ||
-        mlspy_mark_layers((PyObject *)self, excluded, MLS_LAYER_EXCLUDE, &self->s.named) <
-            0) {
+        mark_layers(self, chosen, MLS_LAYER_CHECKPOINT, &self->s.named) < 0 ||
+        mark_layers(self, excluded, MLS_LAYER_EXCLUDE, &self->s.named) < 0) {
         Py_CLEAR(self);
     }
     return (PyObject *)self;
@@ -256,18 +409,16 @@ static int strategy_clear(strategy_object *self)
 /* Accepts a partly constructed object: a zeroed strategy owns nothing. */
 static void strategy_dealloc(strategy_object *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     Py_XDECREF(self->clock);
     mls_strategy_fini(&self->s);
-    type->tp_free(self);
-    Py_DECREF(type);
+    mlspy_free(self);
 }
 
 /* ---- state ---- */
 
 /* As in the source, the next adjustment is due ten seconds from now. */
-static PyObject *reset_state(strategy_object *self, PyObject *unused)
+static PyObject *strategy_reset(strategy_object *self, PyObject *unused)
 {
     int64_t now;
     (void)unused;
@@ -284,10 +435,8 @@ static PyObject *reset_state(strategy_object *self, PyObject *unused)
 static PyObject *layer_facts(const mls_layer_map *table, size_t i)
 {
     const mls_table_layer layer = table->layers[i];
-    PyObject *name = mlspy_str_of(mls_layer_name(table, &layer));
-    return name == NULL ? NULL
-                        : Py_BuildValue("NnK", name, (Py_ssize_t)layer.bytes,
-                                        (unsigned long long)layer.calls);
+    return Py_BuildValue("NnK", mlspy_str_of(mls_layer_name(table, &layer)),
+                         (Py_ssize_t)layer.bytes, (unsigned long long)layer.calls);
 }
 
 /* Returns a new list of all layers' tuples; the lock is held. Creating objects may run a
@@ -297,11 +446,7 @@ static PyObject *all_facts(const mls_layer_map *table)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < table->count; i++) {
-        PyObject *facts = layer_facts(table, i);
-        if (facts == NULL || PyList_Append(list, facts) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(facts);
+        mlspy_append(&list, layer_facts(table, i));
     }
     return list;
 }
@@ -310,7 +455,7 @@ static PyObject *all_facts(const mls_layer_map *table)
  * high pressure, collecting, [(name, bytes, calls), ...]). Saves the time since the
  * adjustment, not its tick, because clocks differ between processes. The order of the
  * layers affects no decision, but it makes copies of copies equal. */
-static PyObject *get_state(strategy_object *self, PyObject *unused)
+static PyObject *strategy__state(strategy_object *self, PyObject *unused)
 {
     int64_t now;
     mls_strategy s;
@@ -330,9 +475,9 @@ static PyObject *get_state(strategy_object *self, PyObject *unused)
                                (long long)s.high, PyBool_FromLong(s.collecting), facts);
 }
 
-/* Restores one layer of a state. Returns -1 with an exception set. The hash is computed
- * anew, because Python's hashes differ between processes. */
-static int restore_layer(PyObject *self, mls_strategy *s, PyObject *facts)
+/* Restores one layer of a state. The hash is computed anew, because Python's hashes
+ * differ between processes. */
+static int restore_layer(strategy_object *self, mls_strategy *s, PyObject *facts)
 {
     PyObject *name;
     Py_ssize_t bytes;
@@ -344,22 +489,18 @@ static int restore_layer(PyObject *self, mls_strategy *s, PyObject *facts)
     }
     /* the core's counts are unsigned */
     if (bytes < 0 || calls < 0) {
-        PyErr_Format(PyExc_ValueError, "layer %R has %zd bytes and %lld calls", name,
-                     bytes, calls);
+        return MLSPY_REFUSE(PyExc_ValueError, "layer %R has %zd bytes and %lld calls",
+                            name, bytes, calls);
+    }
+    if (take_key(name, &key) < 0) {
         return -1;
     }
-    if (mlspy_take_key(name, &key) < 0) {
-        return -1;
-    }
-    if (mls_strategy_restore_layer(s, &key, (size_t)bytes, (uint64_t)calls, &st) !=
-        MLS_OK) {
-        mlspy_strategy_fail(self, &st);
-        return -1;
-    }
-    return 0;
+    return mlspy_check(
+        state_of(self),
+        mls_strategy_restore_layer(s, &key, (size_t)bytes, (uint64_t)calls, &st), &st);
 }
 
-/* Fills a fresh strategy from a state. Returns -1 with an exception set. */
+/* Fills a fresh strategy from a state. */
 static int take_state(strategy_object *self, PyObject *state, mls_strategy *fresh)
 {
     long long checkpointed, interval, since, high;
@@ -377,15 +518,16 @@ static int take_state(strategy_object *self, PyObject *state, mls_strategy *fres
         since = MLS_MAX_TICKS; /* any value that is long ago */
     }
     /* relative to this process's clock */
-    if (mls_strategy_restore(fresh, checkpointed, interval, now - since, high, &st) !=
-        MLS_OK) {
-        mlspy_strategy_fail((PyObject *)self, &st);
+    if (mlspy_check(
+            state_of(self),
+            mls_strategy_restore(fresh, checkpointed, interval, now - since, high, &st),
+            &st) < 0) {
         return -1;
     }
     fresh->collecting = collecting != 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(layers); i++) {
         PyObject *facts = Py_NewRef(PyList_GET_ITEM(layers, i));
-        const int failed = restore_layer((PyObject *)self, fresh, facts);
+        const int failed = restore_layer(self, fresh, facts);
         Py_DECREF(facts);
         if (failed < 0) {
             return -1;
@@ -396,7 +538,7 @@ static int take_state(strategy_object *self, PyObject *state, mls_strategy *fres
 
 /* Fills a separate strategy first, and replaces the old state only if everything is
  * valid. */
-static PyObject *restore_state(strategy_object *self, PyObject *state)
+static PyObject *strategy__restore(strategy_object *self, PyObject *state)
 {
     const mls_strategy *s = &self->s; /* its settings are constant after construction */
     mls_strategy fresh = {.number = s->number,
@@ -417,23 +559,29 @@ static PyObject *restore_state(strategy_object *self, PyObject *state)
 
 /* ---- the type ---- */
 
-/* The core stores the names; each call creates a new tuple. */
+/* Returns a new tuple of the names that have a mark, in order. */
 static PyObject *named_layers(strategy_object *self, void *mark)
 {
-    return mlspy_marked_layers(&self->s.named, (mls_layer_choice)(intptr_t)mark);
+    const mls_layer_map *table = &self->s.named;
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < table->count; i++) {
+        const mls_table_layer *layer = &table->layers[i];
+        if (layer->mark == (mls_layer_choice)(intptr_t)mark) {
+            mlspy_append(&list, mlspy_str_of(mls_layer_name(table, layer)));
+        }
+    }
+    return mlspy_tuple_of(list);
 }
 
 static PyMethodDef strategy_methods[] = {
-    {"_decide_or_none", (PyCFunction)(void (*)(void))decide_or_none,
+    {"_decide_or_none", (PyCFunction)(void (*)(void))strategy__decide_or_none,
      METH_FASTCALL | METH_KEYWORDS,
      "_decide_or_none($self, /, layer_id, activation, layer_index)\n--\n\nDecide as "
      "should_checkpoint does, but return None for a layer in neither list."},
-    {"reset", (PyCFunction)(void (*)(void))reset_state, METH_NOARGS,
+    {"reset", (PyCFunction)(void (*)(void))strategy_reset, METH_NOARGS,
      "reset($self, /)\n--\n\nForget what was counted; settings stay."},
-    {"_state", (PyCFunction)(void (*)(void))get_state, METH_NOARGS,
-     "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},
-    {"_restore", (PyCFunction)(void (*)(void))restore_state, METH_O,
-     "_restore($self, state, /)\n--\n\nPut back what _state returned."},
+    MLSPY_METHOD(strategy, _state, METH_NOARGS, "/"),
+    MLSPY_METHOD(strategy, _restore, METH_O, "state, /"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -531,27 +679,15 @@ MLS_STRATEGY_KINDS(DEFINE_KIND)
      .slots = slots_##kind},
 static PyType_Spec kind_specs[] = {MLS_STRATEGY_KINDS(KIND_SPEC)};
 
-/* Returns a new reference to a type that was added to the module, or NULL. */
-static PyObject *add_type(PyObject *module, PyType_Spec *spec, PyObject *base)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, base);
-    if (type != NULL && PyModule_AddType(module, (PyTypeObject *)type) < 0) {
-        Py_CLEAR(type);
-    }
-    return type;
-}
-
 /* The module's state does not store the types: methods find the state through their own
  * type. */
 int mlspy_strategy_add(PyObject *module)
 {
-    PyObject *base = add_type(module, &strategy_spec, NULL);
-    PyObject *type = base;
-    for (size_t i = 0; type != NULL && i < sizeof kind_specs / sizeof kind_specs[0];
-         i++) {
-        type = add_type(module, &kind_specs[i], base);
-        Py_XDECREF(type); /* the module holds a reference */
+    PyTypeObject *base = NULL;
+    int failed = mlspy_add_type(module, &strategy_spec, NULL, &base);
+    for (size_t i = 0; failed == 0 && i < sizeof kind_specs / sizeof kind_specs[0]; i++) {
+        failed = mlspy_add_type(module, &kind_specs[i], (PyObject *)base, NULL);
     }
     Py_XDECREF(base);
-    return type == NULL ? -1 : 0;
+    return failed;
 }

@@ -7,8 +7,7 @@
 
 #include "common/module_state.h"
 
-/* Open a folder; the caller closes the descriptor. Returns -1 with an exception set on
- * failure. */
+/* Open a folder; the caller closes the descriptor. */
 int mlspy_open_folder(const mlspy_state *state, PyObject *path, int *out);
 
 /* Raise `st`. It concerns the file `relative`, which may be NULL, in the folder `path`.

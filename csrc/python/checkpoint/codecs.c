@@ -5,7 +5,7 @@
  * GIL, so the threads run in parallel. */
 #include "checkpoint/codecs.h"
 
-#include "common/python_api.h"
+#include "common/gil.h"
 
 #include <string.h>
 
@@ -84,9 +84,7 @@ static mls_code copy_result(PyObject *result, bool began, unsigned char *to, siz
     }
     /* the view keeps the bytes alive, so the copy does not need the GIL */
     *out = (size_t)view.len <= room ? (size_t)view.len : 0;
-    Py_BEGIN_ALLOW_THREADS
-        memcpy(to, view.buf, *out);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(memcpy(to, view.buf, *out));
     PyBuffer_Release(&view);
     Py_DECREF(result);
     return MLS_OK;

@@ -2,15 +2,12 @@
 #include "checkpoint/merged_index_object.h"
 
 #include "common/args.h"
+#include "common/errors.h"
 #include "common/module_state.h"
+#include "common/results.h"
 
 #include "base/memory.h"
 #include "checkpoint/index/index.h"
-
-const mlspy_state *mlspy_merged_index_state(PyObject *self)
-{
-    return mlspy_state_of(mlspy_module_of(Py_TYPE(self)));
-}
 
 /* The rank may be missing because the saved world was smaller, or because the MergedIndex
  * contains only some ranks. The result is borrowed from the MergedIndex, which the caller
@@ -19,8 +16,7 @@ int mlspy_merged_index_index(const mlspy_state *state, PyObject *merged, int64_t
                              const mls_index **out)
 {
     if (!PyObject_TypeCheck(merged, state->merged_index_type)) {
-        PyErr_SetString(PyExc_TypeError, "a MergedIndex is wanted");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "a MergedIndex is wanted");
     }
     mlspy_merged_index *self = (mlspy_merged_index *)merged;
     *out = NULL;
@@ -57,8 +53,7 @@ int mlspy_take_section(const mlspy_state *state, PyObject *object, mls_section *
         return -1;
     }
     if (number < 0 || number >= MLS_SECTION_COUNT) {
-        PyErr_SetString(PyExc_ValueError, "no such section");
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "no such section");
     }
     *out = (mls_section)number;
     return 0;

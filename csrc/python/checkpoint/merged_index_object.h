@@ -16,18 +16,29 @@ typedef struct mlspy_merged_index {
     mls_merged_index merged;
 } mlspy_merged_index;
 
-/* Return the module's state for a MergedIndex. */
-const mlspy_state *mlspy_merged_index_state(PyObject *self);
-
 /* Return a new reference to the state dict key of a tensor. */
 PyObject *mlspy_merged_index_key(const mls_tensor_id *id);
 
-/* Convert an argument to a section. Returns -1 with an exception set on failure. */
+/* Convert an argument to a section. */
 int mlspy_take_section(const mlspy_state *state, PyObject *object, mls_section *out);
 
 /* Find the index of a rank in a MergedIndex; borrowed, NULL if there is none. Returns -1
  * with TypeError set if the object is not a MergedIndex. */
 int mlspy_merged_index_index(const mlspy_state *state, PyObject *merged, int64_t rank,
                              const mls_index **out);
+
+/* Methods, implemented in py_shard_load.c. */
+PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *args,
+                                  Py_ssize_t count);
+PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const *args,
+                                       Py_ssize_t count);
+PyObject *mlspy_merged_index_fits(mlspy_merged_index *self, PyObject *const *args,
+                                  Py_ssize_t count);
+PyObject *mlspy_merged_index_wanted_parts(mlspy_merged_index *self, PyObject *const *args,
+                                          Py_ssize_t count);
+PyObject *mlspy_merged_index_reads(mlspy_merged_index *self, PyObject *const *args,
+                                   Py_ssize_t count);
+PyObject *mlspy_merged_index_patterns(mlspy_merged_index *self, PyObject *unused);
+PyObject *mlspy_merged_index_places(mlspy_merged_index *self, PyObject *unused);
 
 #endif

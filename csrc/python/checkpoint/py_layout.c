@@ -4,10 +4,11 @@
  * the core's name of a step without an axis, and a number of parts. */
 #include "checkpoint/py_layout.h"
 
-#include "checkpoint/checkpoint_bindings.h"
 #include "common/args.h"
 #include "common/errors.h"
+#include "common/functions.h"
 #include "common/module_state.h"
+#include "common/results.h"
 
 #include "sharding/optimizer_axes.h"
 
@@ -35,16 +36,14 @@ int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *ou
     mls_status st;
     size_t ignored;
     if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) > MLS_LAYOUT_STEPS) {
-        PyErr_Format(PyExc_TypeError, "a layout is a tuple of at most %d pairs",
-                     (int)MLS_LAYOUT_STEPS);
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "a layout is a tuple of at most %d pairs",
+                            (int)MLS_LAYOUT_STEPS);
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++) {
         PyObject *pair = PyTuple_GET_ITEM(object, i);
         int64_t axis, parts;
         if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-            PyErr_SetString(PyExc_TypeError, "a layout is a tuple of pairs");
-            return -1;
+            return MLSPY_REFUSE(PyExc_TypeError, "a layout is a tuple of pairs");
         }
         const int named = take_axis(state, PyTuple_GET_ITEM(pair, 0), &axis);
         if (named < 0 ||
@@ -54,17 +53,16 @@ int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *ou
         /* checked before the conversion to smaller types, which could make invalid values
          * look valid */
         if ((named == 0 && (axis < 0 || axis >= MLS_LAYOUT_RANK)) || parts < 1) {
-            PyErr_Format(PyExc_ValueError,
-                         "a layout cuts an axis from 0 to %d into 1 part or more, not "
-                         "axis %lld into %lld",
-                         MLS_LAYOUT_RANK - 1, (long long)axis, (long long)parts);
-            return -1;
+            return MLSPY_REFUSE(
+                PyExc_ValueError,
+                "a layout cuts an axis from 0 to %d into 1 part or more, not "
+                "axis %lld into %lld",
+                MLS_LAYOUT_RANK - 1, (long long)axis, (long long)parts);
         }
         layout.steps[layout.count++] =
             (mls_layout_step){.axis = (int)axis, .parts = (size_t)parts};
     }
-    if (mls_layout_parts(&layout, &ignored, &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
+    if (mlspy_check(state, mls_layout_parts(&layout, &ignored, &st), &st) < 0) {
         return -1;
     }
     *out = layout;
@@ -78,14 +76,9 @@ PyObject *mlspy_layout_tuple(const mls_layout *layout)
     for (int i = 0; tuple != NULL && i < layout->count; i++) {
         const mls_layout_step step = layout->steps[i];
         const char *name = mls_layout_step_name(step.axis);
-        PyObject *pair = name == NULL
-                             ? Py_BuildValue("(in)", step.axis, (Py_ssize_t)step.parts)
-                             : Py_BuildValue("(sn)", name, (Py_ssize_t)step.parts);
-        if (pair == NULL) {
-            Py_CLEAR(tuple);
-        } else {
-            PyTuple_SET_ITEM(tuple, i, pair);
-        }
+        mlspy_put(&tuple, i,
+                  name == NULL ? Py_BuildValue("(in)", step.axis, (Py_ssize_t)step.parts)
+                               : Py_BuildValue("(sn)", name, (Py_ssize_t)step.parts));
     }
     return tuple;
 }
@@ -93,18 +86,14 @@ PyObject *mlspy_layout_tuple(const mls_layout *layout)
 /* The tuple comes from Python code and is not validated yet. */
 int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
 {
-    mls_status st;
     if (!PyTuple_Check(object)) {
-        PyErr_SetString(PyExc_TypeError, "a shape is a tuple of ints");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "a shape is a tuple of ints");
     }
     /* capacity of the caller's array */
     const Py_ssize_t rank = PyTuple_GET_SIZE(object);
     if (rank > MLS_LAYOUT_RANK) {
-        mls_fail(&st, MLS_E_SHAPE, "%zd dimensions: at most %d can be stored", rank,
-                 (int)MLS_LAYOUT_RANK);
-        mlspy_raise(state, &st, NULL);
-        return -1;
+        return MLSPY_FAIL(state, MLS_E_SHAPE, "%zd dimensions: at most %d can be stored",
+                          rank, (int)MLS_LAYOUT_RANK);
     }
     for (Py_ssize_t i = 0; i < rank; i++) {
         int64_t size;
@@ -113,8 +102,7 @@ int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
             return -1;
         }
         if (size < 0) {
-            PyErr_SetString(PyExc_ValueError, "a dimension is negative");
-            return -1;
+            return MLSPY_REFUSE(PyExc_ValueError, "a dimension is negative");
         }
         shape[i] = (size_t)size;
     }
@@ -125,16 +113,14 @@ int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
  *
  * Returns the box of a part in its tensor, and the range of elements in the box. Slices
  * and a reshape of an array select the same part. */
-static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_layout_part(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mls_layout layout;
     size_t shape[MLS_LAYOUT_RANK];
     int64_t index;
     mls_part part;
     mls_status st;
-    if (mlspy_take_count("layout_part", 3, count) < 0 ||
-        mlspy_take_layout(state, args[0], &layout) < 0 ||
+    if (mlspy_take_layout(state, args[0], &layout) < 0 ||
         mlspy_take_int64(state, args[2], "index", &index) < 0) {
         return NULL;
     }
@@ -147,27 +133,13 @@ static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t
                         &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
-    PyObject *starts = PyTuple_New(rank), *lengths = PyTuple_New(rank);
-    bool good = starts != NULL && lengths != NULL;
-    for (int i = 0; good && i < rank; i++) {
-        PyObject *start = PyLong_FromSize_t(part.start[i]);
-        PyObject *length = PyLong_FromSize_t(part.length[i]);
-        /* a NULL entry is allowed: the tuple is released */
-        good = start != NULL && length != NULL;
-        PyTuple_SET_ITEM(starts, i, start);
-        PyTuple_SET_ITEM(lengths, i, length);
-    }
-    if (!good) {
-        Py_XDECREF(starts);
-        Py_XDECREF(lengths);
-        return NULL;
-    }
-    return Py_BuildValue("(NNnnO)", starts, lengths, (Py_ssize_t)part.begin,
+    return Py_BuildValue("(NNnnO)", mlspy_sizes_tuple(part.start, rank),
+                         mlspy_sizes_tuple(part.length, rank), (Py_ssize_t)part.begin,
                          (Py_ssize_t)part.end, part.flat ? Py_True : Py_False);
 }
 
 /* Convert a tuple of ints and None to the axes of a state. None marks an axis that the
- * parameter lacks. Returns false with an exception set on failure. */
+ * parameter lacks. */
 static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
                       signed char *axes)
 {
@@ -190,16 +162,14 @@ static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
 /* layout_project(layout, index, rank, axes or None) -> (layout, index)
  *
  * Returns layout and index for one tensor of that rank. */
-static PyObject *layout_project(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_layout_project(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mls_layout layout, projected;
     signed char axes[MLS_LAYOUT_RANK];
     int64_t index, rank;
     size_t part, parts;
     mls_status st;
-    if (mlspy_take_count("layout_project", 4, count) < 0 ||
-        mlspy_take_layout(state, args[0], &layout) < 0 ||
+    if (mlspy_take_layout(state, args[0], &layout) < 0 ||
         mlspy_take_int64(state, args[1], "index", &index) < 0 ||
         mlspy_take_int64(state, args[2], "rank", &rank) < 0) {
         return NULL;
@@ -220,31 +190,25 @@ static PyObject *layout_project(PyObject *module, PyObject *const *args, Py_ssiz
 }
 
 /* layout_names() -> (name, ...) of the layouts that have one */
-static PyObject *layout_names(PyObject *module, PyObject *unused)
+PyObject *core_layout_names(mlspy_state *state, PyObject *const *args)
 {
-    (void)module;
-    (void)unused;
+    (void)state;
+    (void)args;
     PyObject *names = PyList_New(0);
     for (size_t i = 0; names != NULL && mls_layout_name(i) != NULL; i++) {
-        PyObject *name = PyUnicode_FromString(mls_layout_name(i));
-        if (name == NULL || PyList_Append(names, name) < 0) {
-            Py_CLEAR(names);
-        }
-        Py_XDECREF(name);
+        mlspy_append(&names, PyUnicode_FromString(mls_layout_name(i)));
     }
-    PyObject *tuple = names == NULL ? NULL : PyList_AsTuple(names);
-    Py_XDECREF(names);
-    return tuple;
+    return mlspy_tuple_of(names);
 }
 
 /* layout_parse(text) -> (layout, whether the text has the parts) or None */
-static PyObject *layout_parse(PyObject *module, PyObject *text)
+PyObject *core_layout_parse(mlspy_state *state, PyObject *const *args)
 {
-    (void)module;
+    (void)state;
     mls_layout layout;
     bool has_parts;
     Py_ssize_t length;
-    const char *data = PyUnicode_AsUTF8AndSize(text, &length);
+    const char *data = PyUnicode_AsUTF8AndSize(args[0], &length);
     if (data == NULL) {
         return NULL;
     }
@@ -255,15 +219,3 @@ static PyObject *layout_parse(PyObject *module, PyObject *text)
     return tuple == NULL ? NULL
                          : Py_BuildValue("(NO)", tuple, has_parts ? Py_True : Py_False);
 }
-
-PyMethodDef mlspy_layout_methods[] = {
-    {"layout_names", layout_names, METH_NOARGS,
-     "layout_names()\n--\n\nNames of layouts."},
-    {"layout_parse", layout_parse, METH_O,
-     "layout_parse(text, /)\n--\n\nLayout of a name or axis:K, with =N for its parts."},
-    {"layout_part", MLSPY_FASTCALL(layout_part),
-     "layout_part(layout, shape, index, /)\n--\n\nBox and range of a part."},
-    {"layout_project", MLSPY_FASTCALL(layout_project),
-     "layout_project(layout, index, rank, axes, /)\n--\n\nLayout of one tensor."},
-    {NULL, NULL, 0, NULL},
-};

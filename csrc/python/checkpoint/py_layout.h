@@ -8,8 +8,7 @@
 
 #include "sharding/layout.h"
 
-/* Convert a tuple of pairs (axis or name of a step, parts) to a layout. Returns -1 with
- * an exception set on failure. */
+/* Convert a tuple of pairs (axis or name of a step, parts) to a layout. */
 int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *out);
 
 /* Return a new reference to such a tuple. */

@@ -4,16 +4,16 @@
  * A MergedIndex is immutable after construction, so any number of threads may use it.
  * Loading has these steps: choose tensors and parts, check that they are stored and that
  * the files exist, create or view the arrays (with the GIL), read (without it). */
-#include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/checkpoint_folder.h"
-#include "checkpoint/merged_index_methods.h"
 #include "checkpoint/merged_index_object.h"
 #include "checkpoint/py_layout.h"
 #include "common/args.h"
-#include "common/dict_items.h"
 #include "common/errors.h"
+#include "common/functions.h"
+#include "common/gil.h"
 #include "common/module_state.h"
 #include "common/progress.h"
+#include "common/results.h"
 
 #include "base/memory.h"
 #include "checkpoint/index/index_of_files.h"
@@ -29,17 +29,14 @@
 
 /* The merged index borrows the indexes, so it is released first. The type holds no Python
  * references, so it needs no garbage collection. Also accepts a partly filled object. */
-static void merged_index_dealloc(PyObject *object)
+static void merged_index_dealloc(mlspy_merged_index *self)
 {
-    mlspy_merged_index *self = (mlspy_merged_index *)object;
-    PyTypeObject *type = Py_TYPE(object);
     mls_merged_index_fini(&self->merged);
     for (size_t i = 0; i < self->index_count; i++) {
         mls_index_fini(&self->indexes[i]);
     }
     mls_free(self->indexes);
-    type->tp_free(object);
-    Py_DECREF(type);
+    mlspy_free(self);
 }
 
 /* Raise an error about an invalid index, with the name of its file. */
@@ -67,14 +64,12 @@ static int add_index(const mlspy_state *state, mlspy_merged_index *self, PyObjec
     Py_ssize_t length;
     mls_status st;
     mls_code code;
-    const mls_crc_kernels *crc = mls_crc_of(state->kernels->cpu);
+    const mls_crc_kernels *crc = mlspy_crc(state);
     mls_index *index = &self->indexes[self->index_count];
     if (PyBytes_AsStringAndSize(text, &bytes, &length) < 0) {
         return -1;
     }
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_index_parse(bytes, (size_t)length, crc, index, &st);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(code = mls_index_parse(bytes, (size_t)length, crc, index, &st));
     if (code != MLS_OK) {
         fail_index(state, &st, name);
         return -1;
@@ -105,9 +100,7 @@ static int merge_indexes(const mlspy_state *state, mlspy_merged_index *self,
         }
         pointers[i] = &self->indexes[i];
     }
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_merged_index_init(&self->merged, pointers, count, &st);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(code = mls_merged_index_init(&self->merged, pointers, count, &st));
     failed = code == MLS_OK ? 0 : -1;
     if (failed < 0) {
         mlspy_raise_under(state, &st, count > 0 ? PyTuple_GET_ITEM(names, 0) : Py_None,
@@ -124,22 +117,17 @@ done:
  */
 static PyObject *merged_index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *texts, *names, *module = mlspy_module_of(type);
-    if (module == NULL ||
-        !PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &texts, &PyTuple_Type, &names)) {
-        return NULL;
-    }
-    if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
-        PyErr_SetString(PyExc_TypeError, "MergedIndex takes positional arguments only");
+    PyObject *texts, *names;
+    if (mlspy_take_positional(type, args, kwargs, "O!O!", &PyTuple_Type, &texts,
+                              &PyTuple_Type, &names) < 0) {
         return NULL;
     }
     if (PyTuple_GET_SIZE(texts) != PyTuple_GET_SIZE(names)) {
-        PyErr_SetString(PyExc_ValueError, "a name is wanted for each text");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "a name is wanted for each text");
     }
     PyObject *self = type->tp_alloc(type, 0);
-    if (self != NULL && merge_indexes(mlspy_state_of(module), (mlspy_merged_index *)self,
-                                      texts, names) < 0) {
+    if (self != NULL && merge_indexes(mlspy_state_of_type(type),
+                                      (mlspy_merged_index *)self, texts, names) < 0) {
         Py_CLEAR(self);
     }
     return self;
@@ -150,7 +138,7 @@ static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
                         PyObject *folder, PyObject *names)
 {
     const size_t count = (size_t)PyTuple_GET_SIZE(names);
-    const mls_crc_kernels *crc = mls_crc_of(state->kernels->cpu);
+    const mls_crc_kernels *crc = mlspy_crc(state);
     PyObject *encoded = NULL;
     const char **texts = mls_alloc(count, sizeof *texts);
     self->indexes = mls_alloc(1, sizeof *self->indexes);
@@ -200,13 +188,12 @@ done:
 static PyObject *merged_index_of_files(PyObject *type, PyObject *args)
 {
     PyTypeObject *cls = (PyTypeObject *)type;
-    PyObject *folder, *names, *module = mlspy_module_of(cls);
-    if (module == NULL ||
-        !PyArg_ParseTuple(args, "OO!", &folder, &PyTuple_Type, &names)) {
+    PyObject *folder, *names;
+    if (!PyArg_ParseTuple(args, "OO!", &folder, &PyTuple_Type, &names)) {
         return NULL;
     }
     PyObject *self = cls->tp_alloc(cls, 0);
-    if (self != NULL && read_headers(mlspy_state_of(module), (mlspy_merged_index *)self,
+    if (self != NULL && read_headers(mlspy_state_of_type(cls), (mlspy_merged_index *)self,
                                      folder, names) < 0) {
         Py_CLEAR(self);
     }
@@ -216,32 +203,20 @@ static PyObject *merged_index_of_files(PyObject *type, PyObject *args)
 /* ---- queries ---- */
 
 /* keys(section) -> [key, ...], in byte order */
-static PyObject *merged_index_keys(PyObject *object, PyObject *argument)
+static PyObject *merged_index_keys(mlspy_merged_index *self, PyObject *argument)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     mls_section section;
-    if (mlspy_take_section(mlspy_merged_index_state(object), argument, &section) < 0) {
+    if (mlspy_take_section(mlspy_state_of_type(Py_TYPE(self)), argument, &section) < 0) {
         return NULL;
     }
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < self->merged.tensor_count; i++) {
         const mls_tensor_id *id = &self->merged.tensors[i].facts->id;
         if (id->section == section) {
-            PyObject *key = mlspy_merged_index_key(id);
-            if (key == NULL || PyList_Append(list, key) < 0) {
-                Py_CLEAR(list);
-            }
-            Py_XDECREF(key);
+            mlspy_append(&list, mlspy_merged_index_key(id));
         }
     }
     return list;
-}
-
-/* Return a new reference to a tuple of sizes, made by the common shape function. */
-static PyObject *sizes_tuple(const size_t *sizes, int count)
-{
-    const mls_tensor_meta facts = {.rank = count, .shape = sizes};
-    return mlspy_shape_tuple(&facts);
 }
 
 /* Return a new reference to a tuple of parameter axes for a state. It is None in the
@@ -250,13 +225,9 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
 {
     PyObject *tuple = shard->axes == NULL ? Py_NewRef(Py_None) : PyTuple_New(shard->rank);
     for (int i = 0; tuple != NULL && shard->axes != NULL && i < shard->rank; i++) {
-        PyObject *axis = shard->axes[i] == MLS_NO_AXIS ? Py_NewRef(Py_None)
-                                                       : PyLong_FromLong(shard->axes[i]);
-        if (axis == NULL) {
-            Py_CLEAR(tuple);
-        } else {
-            PyTuple_SET_ITEM(tuple, i, axis);
-        }
+        mlspy_put(&tuple, i,
+                  shard->axes[i] == MLS_NO_AXIS ? Py_NewRef(Py_None)
+                                                : PyLong_FromLong(shard->axes[i]));
     }
     return tuple;
 }
@@ -280,25 +251,19 @@ static PyObject *tensor_tuple(const mlspy_merged_index *self,
     return Py_BuildValue(
         "(sNNNsNNNnKKzKnz)", mls_section_name(facts->id.section),
         mlspy_merged_index_key(&facts->id), mlspy_str_of(facts->id.name), state,
-        mls_dtype_of(facts->dtype)->name, sizes_tuple(facts->shape, facts->rank),
+        mls_dtype_of(facts->dtype)->name, mlspy_sizes_tuple(facts->shape, facts->rank),
         mlspy_layout_tuple(&facts->layout), axes_tuple(facts), (Py_ssize_t)t->count,
         (unsigned long long)sum.bytes, (unsigned long long)sum.version, tier,
         (unsigned long long)sum.stored_bytes, (Py_ssize_t)sum.sparse, sum.codec);
 }
 
 /* tensors() -> [tuple, ...] */
-static PyObject *merged_index_tensors(PyObject *object, PyObject *unused)
+static PyObject *merged_index_tensors(mlspy_merged_index *self, PyObject *unused)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->merged.tensor_count);
     for (size_t i = 0; list != NULL && i < self->merged.tensor_count; i++) {
-        PyObject *tuple = tensor_tuple(self, &self->merged.tensors[i]);
-        if (tuple == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)i, tuple);
-        }
+        mlspy_put(&list, (Py_ssize_t)i, tensor_tuple(self, &self->merged.tensors[i]));
     }
     return list;
 }
@@ -317,19 +282,15 @@ static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *sha
         char crc[MLS_CRC_DIGITS];
         mls_crc_to_digits(layer->crc, crc);
         const mls_compressed_frames *frames = layer->frames;
-        PyObject *one = Py_BuildValue(
-            "(sKKs#KKz)", index->files[layer->file].path,
-            (unsigned long long)layer->offset, (unsigned long long)layer->bytes, crc,
-            (Py_ssize_t)MLS_CRC_DIGITS,
-            (unsigned long long)mls_layer_element_bytes(layer),
-            (unsigned long long)mls_layer_visible_bytes(
-                layer, mls_dtype_of(shard->dtype)->item_bytes),
-            frames == NULL ? NULL : mls_codec_name(frames->codec));
-        if (one == NULL) {
-            Py_CLEAR(tuple);
-        } else {
-            PyTuple_SET_ITEM(tuple, (Py_ssize_t)i, one);
-        }
+        mlspy_put(&tuple, (Py_ssize_t)i,
+                  Py_BuildValue("(sKKs#KKz)", index->files[layer->file].path,
+                                (unsigned long long)layer->offset,
+                                (unsigned long long)layer->bytes, crc,
+                                (Py_ssize_t)MLS_CRC_DIGITS,
+                                (unsigned long long)mls_layer_element_bytes(layer),
+                                (unsigned long long)mls_layer_visible_bytes(
+                                    layer, mls_dtype_of(shard->dtype)->item_bytes),
+                                frames == NULL ? NULL : mls_codec_name(frames->codec)));
     }
     return tuple;
 }
@@ -352,7 +313,7 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
     mls_crc_to_digits(shard->crc, crc);
     return Py_BuildValue("(sNnNKzNnz#KN)", mls_section_name(shard->id.section),
                          mlspy_merged_index_key(&shard->id), (Py_ssize_t)shard->part,
-                         sizes_tuple(dims, rank), (unsigned long long)index->rank,
+                         mlspy_sizes_tuple(dims, rank), (unsigned long long)index->rank,
                          plain ? index->files[shard->file].path : NULL, offset,
                          (Py_ssize_t)shard->bytes, has_crc ? crc : NULL,
                          (Py_ssize_t)MLS_CRC_DIGITS, (unsigned long long)shard->version,
@@ -360,19 +321,14 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
 }
 
 /* shards() -> [tuple, ...], of all ranks */
-static PyObject *merged_index_shards(PyObject *object, PyObject *unused)
+static PyObject *merged_index_shards(mlspy_merged_index *self, PyObject *unused)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
         for (size_t j = 0; list != NULL && j < index->shard_count; j++) {
-            PyObject *tuple = shard_tuple(index, &index->shards[j]);
-            if (tuple == NULL || PyList_Append(list, tuple) < 0) {
-                Py_CLEAR(list);
-            }
-            Py_XDECREF(tuple);
+            mlspy_append(&list, shard_tuple(index, &index->shards[j]));
         }
     }
     return list;
@@ -381,19 +337,15 @@ static PyObject *merged_index_shards(PyObject *object, PyObject *unused)
 /* files() -> {path: bytes}, of all ranks
  *
  * A file that several indexes list appears once. */
-static PyObject *merged_index_files(PyObject *object, PyObject *unused)
+static PyObject *merged_index_files(mlspy_merged_index *self, PyObject *unused)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
     PyObject *dict = PyDict_New();
     for (size_t i = 0; dict != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
         for (size_t j = 0; dict != NULL && j < index->file_count; j++) {
-            PyObject *bytes = PyLong_FromUnsignedLongLong(index->files[j].bytes);
-            if (bytes == NULL || mlspy_dict_set(dict, index->files[j].path, bytes) < 0) {
-                Py_CLEAR(dict);
-            }
-            Py_XDECREF(bytes);
+            mlspy_set(&dict, PyUnicode_FromString(index->files[j].path),
+                      PyLong_FromUnsignedLongLong(index->files[j].bytes));
         }
     }
     return dict;
@@ -402,19 +354,17 @@ static PyObject *merged_index_files(PyObject *object, PyObject *unused)
 /* header(path) -> bytes or None
  *
  * Rebuilds the header of a file from the first index that lists the complete file. */
-static PyObject *merged_index_header(PyObject *object, PyObject *argument)
+static PyObject *merged_index_header(mlspy_merged_index *self, PyObject *argument)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
-    const mlspy_state *state = mlspy_merged_index_state(object);
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     const char *path = PyUnicode_AsUTF8(argument);
     if (path == NULL) {
         return NULL;
     }
     mls_json_writer text = {.most = MLS_SAFETENSORS_MAX_HEADER + 8};
     mls_status st;
-    const mls_code code =
-        mls_shard_header_rebuild_path(self->indexes, self->index_count, path,
-                                      mls_crc_of(state->kernels->cpu), &text, &st);
+    const mls_code code = mls_shard_header_rebuild_path(
+        self->indexes, self->index_count, path, mlspy_crc(state), &text, &st);
     PyObject *result = NULL;
     if (code == MLS_OK) {
         result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
@@ -428,23 +378,19 @@ static PyObject *merged_index_header(PyObject *object, PyObject *argument)
 }
 
 /* heads() -> [(generation, rank, world_size, shards, bytes, stored bytes), ...] */
-static PyObject *merged_index_heads(PyObject *object, PyObject *unused)
+static PyObject *merged_index_heads(mlspy_merged_index *self, PyObject *unused)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
         const mls_index_summary sum = mls_index_summarize(index);
-        PyObject *tuple = Py_BuildValue(
-            "(sKKnKK)", index->generation, (unsigned long long)index->rank,
-            (unsigned long long)index->world_size, (Py_ssize_t)index->shard_count,
-            (unsigned long long)sum.bytes, (unsigned long long)sum.stored_bytes);
-        if (tuple == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)i, tuple);
-        }
+        mlspy_put(
+            &list, (Py_ssize_t)i,
+            Py_BuildValue("(sKKnKK)", index->generation, (unsigned long long)index->rank,
+                          (unsigned long long)index->world_size,
+                          (Py_ssize_t)index->shard_count, (unsigned long long)sum.bytes,
+                          (unsigned long long)sum.stored_bytes));
     }
     return list;
 }
@@ -468,108 +414,73 @@ static PyObject *problem_tuple(const mls_index *index, const mls_problem *proble
         (unsigned long long)problem->bytes, text);
 }
 
-/* Append the problems of one index to a list, by file and offset. */
-static int add_problems(const mls_index *index, const mls_problems *problems,
-                        PyObject *list)
-{
-    for (size_t i = 0; i < problems->count; i++) {
-        PyObject *tuple = problem_tuple(index, &problems->list[i]);
-        if (tuple == NULL || PyList_Append(list, tuple) < 0) {
-            Py_XDECREF(tuple);
-            return -1;
-        }
-        Py_DECREF(tuple);
-    }
-    return 0;
-}
-
 /* verify(folder, progress) -> (bytes read, [problem, ...])
  *
  * Processes one index at a time, so that only one rank's problems are in memory twice.
  * Problems are results, not errors: the function raises only if verification cannot
  * continue. */
-static PyObject *merged_index_verify(PyObject *object, PyObject *const *args,
+static PyObject *merged_index_verify(mlspy_merged_index *self, PyObject *const *args,
                                      Py_ssize_t count)
 {
-    const mlspy_merged_index *self = (mlspy_merged_index *)object;
-    const mlspy_state *state = mlspy_merged_index_state(object);
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     mlspy_progress progress;
     int folder;
     unsigned long long bytes = 0;
-    bool good = true;
     if (mlspy_take_count("verify", 2, count) < 0 ||
         mlspy_progress_init(&progress, args[1]) < 0 ||
         mlspy_open_folder(state, args[0], &folder) < 0) {
         return NULL;
     }
     PyObject *list = PyList_New(0);
-    for (size_t i = 0; good && list != NULL && i < self->index_count; i++) {
-        const mls_crc_kernels *crc = mls_crc_of(state->kernels->cpu);
+    for (size_t i = 0; list != NULL && i < self->index_count; i++) {
+        const mls_index *index = &self->indexes[i];
         mls_problems problems = {0};
         mls_status st;
         mlspy_progress_begin(&progress);
         const mls_code code = mls_index_verify(
-            folder, &self->indexes[i], crc, state->pool, &progress.core, &problems, &st);
+            folder, index, mlspy_crc(state), state->pool, &progress.core, &problems, &st);
         mlspy_progress_end(&progress);
         if (code != MLS_OK) {
             mlspy_raise_under(state, &st, args[0], NULL);
-            good = false;
-        } else {
-            bytes += problems.bytes_read;
-            good = add_problems(&self->indexes[i], &problems, list) == 0 &&
-                   mlspy_progress_finish(&progress) == 0;
+            Py_CLEAR(list);
+        }
+        bytes += problems.bytes_read;
+        for (size_t j = 0; list != NULL && j < problems.count; j++) {
+            mlspy_append(&list, problem_tuple(index, &problems.list[j]));
+        }
+        if (list != NULL && mlspy_progress_finish(&progress) < 0) {
+            Py_CLEAR(list);
         }
         mls_problems_fini(&problems);
     }
     (void)close(folder);
-    if (!good || list == NULL) {
-        Py_XDECREF(list);
-        return NULL;
-    }
-    return Py_BuildValue("(KN)", bytes, list);
+    return list == NULL ? NULL : Py_BuildValue("(KN)", bytes, list);
 }
 
 /* ---- the type ---- */
 
 static PyMethodDef merged_index_methods[] = {
     {"of_files", merged_index_of_files, METH_VARARGS | METH_CLASS,
-     "of_files(folder, names, /)\n--\n\nAn index of safetensors files of another "
-     "program."},
-    {"keys", merged_index_keys, METH_O,
-     "keys($self, section, /)\n--\n\nKeys of a section."},
-    {"tensors", merged_index_tensors, METH_NOARGS,
-     "tensors($self, /)\n--\n\nFacts of all tensors."},
-    {"shards", merged_index_shards, METH_NOARGS,
-     "shards($self, /)\n--\n\nFacts of all shards."},
-    {"files", merged_index_files, METH_NOARGS,
-     "files($self, /)\n--\n\nFiles and their sizes."},
-    {"header", merged_index_header, METH_O,
-     "header($self, path, /)\n--\n\nThe header of a file as it was written, or None."},
-    {"heads", merged_index_heads, METH_NOARGS,
-     "heads($self, /)\n--\n\nWhat each index says of "
-     "itself."},
-    {"load", MLSPY_FASTCALL(mlspy_merged_index_load),
-     "load($self, folder, section, keys, cutting, verify, mmap, progress, "
-     "/)\n--\n\nArrays."},
-    {"load_into", MLSPY_FASTCALL(mlspy_merged_index_load_into),
-     "load_into($self, folder, section, keys, cutting, targets, verify, progress, "
-     "/)\n--\n\nRead into arrays that exist."},
-    {"fits", MLSPY_FASTCALL(mlspy_merged_index_fits),
-     "fits($self, folder, section, keys, cutting, targets, /)\n--\n\nRefuse what "
-     "load_into would."},
-    {"patterns", mlspy_merged_index_patterns, METH_NOARGS,
-     "patterns($self, /)\n--\n\nWhat each index lists, apart from its own parts."},
-    {"places", mlspy_merged_index_places, METH_NOARGS,
-     "places($self, /)\n--\n\nOf each tensor, the indexes and groups that list it."},
-    {"wanted_parts", MLSPY_FASTCALL(mlspy_merged_index_wanted_parts),
-     "wanted_parts($self, folder, section, keys, cutting, most, /)\n--\n\nParts that a "
-     "load needs, by their tensors' places."},
-    {"reads", MLSPY_FASTCALL(mlspy_merged_index_reads),
-     "reads($self, folder, section, keys, cutting, verify, /)\n--\n\nBytes of files "
-     "that loading reads."},
-    {"verify", MLSPY_FASTCALL(merged_index_verify),
-     "verify($self, folder, progress, /)\n--\n\nEverything that is wrong with the "
-     "files."},
+     "of_files(folder, names, /)\n--\n\n"},
+    MLSPY_METHOD(merged_index, keys, METH_O, "section, /"),
+    MLSPY_METHOD(merged_index, tensors, METH_NOARGS, "/"),
+    MLSPY_METHOD(merged_index, shards, METH_NOARGS, "/"),
+    MLSPY_METHOD(merged_index, files, METH_NOARGS, "/"),
+    MLSPY_METHOD(merged_index, header, METH_O, "path, /"),
+    MLSPY_METHOD(merged_index, heads, METH_NOARGS, "/"),
+    MLSPY_METHOD(merged_index, verify, METH_FASTCALL, "folder, progress, /"),
+    MLSPY_METHOD(mlspy_merged_index, load, METH_FASTCALL,
+                 "folder, section, keys, cutting, verify, mmap, progress, /"),
+    MLSPY_METHOD(mlspy_merged_index, load_into, METH_FASTCALL,
+                 "folder, section, keys, cutting, targets, verify, progress, /"),
+    MLSPY_METHOD(mlspy_merged_index, fits, METH_FASTCALL,
+                 "folder, section, keys, cutting, targets, /"),
+    MLSPY_METHOD(mlspy_merged_index, patterns, METH_NOARGS, "/"),
+    MLSPY_METHOD(mlspy_merged_index, places, METH_NOARGS, "/"),
+    MLSPY_METHOD(mlspy_merged_index, wanted_parts, METH_FASTCALL,
+                 "folder, section, keys, cutting, most, /"),
+    MLSPY_METHOD(mlspy_merged_index, reads, METH_FASTCALL,
+                 "folder, section, keys, cutting, verify, /"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -577,8 +488,7 @@ static PyType_Slot merged_index_slots[] = {
     {Py_tp_new, merged_index_new},
     {Py_tp_dealloc, merged_index_dealloc},
     {Py_tp_methods, merged_index_methods},
-    {Py_tp_doc,
-     "MergedIndex(texts, files, /)\n--\n\nWhat the indexes of a checkpoint list."},
+    {Py_tp_doc, "MergedIndex(texts, files, /)\n--\n\n"},
     {0, NULL},
 };
 
@@ -592,10 +502,6 @@ static PyType_Spec merged_index_spec = {
 /* The type is immutable, so that no code can replace methods that others rely on. */
 int mlspy_merged_index_add(PyObject *module)
 {
-    mlspy_state *state = mlspy_state_of(module);
-    state->merged_index_type =
-        (PyTypeObject *)PyType_FromModuleAndSpec(module, &merged_index_spec, NULL);
-    return state->merged_index_type == NULL
-               ? -1
-               : PyModule_AddType(module, state->merged_index_type);
+    return mlspy_add_type(module, &merged_index_spec, NULL,
+                          &mlspy_state_of(module)->merged_index_type);
 }

@@ -3,14 +3,16 @@
  * Headers follow from names, dtypes and shapes, so every rank computes the offsets
  * (safetensors_layout) and writes its parts (parts_write). One rank collects the shares
  * of the checksums and writes the headers (safetensors_layout again). */
-#include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/py_layout.h"
 #include "checkpoint/shard_items.h"
 #include "common/args.h"
+#include "common/dict_items.h"
 #include "common/errors.h"
+#include "common/functions.h"
 #include "common/module_state.h"
 #include "common/progress.h"
+#include "common/results.h"
 
 #include "base/memory.h"
 #include "checkpoint/write/part_write.h"
@@ -54,9 +56,9 @@ static int take_tensor(const mlspy_state *state, PyObject *object, size_t *shape
         return -1;
     }
     if (!mls_dtype_from_name(text.data, text.length, &out->dtype)) {
-        PyErr_Format(state->errors[MLSPY_ERROR_COMPATIBILITY],
-                     "%R has dtype %U, for which safetensors has no name", name, dtype);
-        return -1;
+        return MLSPY_REFUSE(state->errors[MLSPY_ERROR_COMPATIBILITY],
+                            "%R has dtype %U, for which safetensors has no name", name,
+                            dtype);
     }
     out->rank = mlspy_take_shape(state, dims, shape);
     if (out->rank < 0) {
@@ -64,8 +66,9 @@ static int take_tensor(const mlspy_state *state, PyObject *object, size_t *shape
     }
     out->shape = shape;
     mls_tensor whole;
-    if (mls_tensor_init(&whole, NULL, out->dtype, out->rank, shape, &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
+    if (mlspy_check(state,
+                    mls_tensor_init(&whole, NULL, out->dtype, out->rank, shape, &st),
+                    &st) < 0) {
         return -1;
     }
     (void)mls_tensor_bytes(&whole, &out->bytes); /* fits: the shape was checked */
@@ -82,8 +85,7 @@ static int take_layout(const mlspy_state *state, PyObject *tensors, PyObject *te
     f->tensors = mls_alloc(f->count, sizeof *f->tensors);
     f->shapes = mls_alloc(f->count * MLS_LAYOUT_RANK, sizeof *f->shapes);
     if (f->tensors == NULL || f->shapes == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     if (mlspy_take_text(text, "format", &value) < 0) {
         return -1;
@@ -96,12 +98,10 @@ static int take_layout(const mlspy_state *state, PyObject *tensors, PyObject *te
         }
     }
     const mls_str_pair format = {{"format", strlen("format")}, value};
-    if (mls_header_init(&f->header, f->tensors, f->count, &format, 1, ALIGNMENT, &st) !=
-        MLS_OK) {
-        mlspy_raise(state, &st, NULL);
-        return -1;
-    }
-    return 0;
+    return mlspy_check(
+        state,
+        mls_header_init(&f->header, f->tensors, f->count, &format, 1, ALIGNMENT, &st),
+        &st);
 }
 
 /* Return [(offset, first block), ...] in the caller's order. */
@@ -110,14 +110,10 @@ static PyObject *places_list(const file_layout *f)
     PyObject *list = PyList_New((Py_ssize_t)f->count);
     for (size_t i = 0; list != NULL && i < f->count; i++) {
         const mls_header_tensor *t = &f->tensors[i];
-        PyObject *place =
+        mlspy_put(
+            &list, (Py_ssize_t)t->number,
             Py_BuildValue("(Kn)", (unsigned long long)t->offset,
-                          t->crcs == NULL ? 0 : (Py_ssize_t)(t->crcs - f->header.crcs));
-        if (place == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)t->number, place);
-        }
+                          t->crcs == NULL ? 0 : (Py_ssize_t)(t->crcs - f->header.crcs)));
     }
     return list;
 }
@@ -126,19 +122,13 @@ static PyObject *places_list(const file_layout *f)
  *     -> (header, file bytes, blocks, [(offset, first block), ...])
  *
  * `crcs` is a buffer of uint32, one for each block; without it, the header is None. */
-static PyObject *safetensors_layout(PyObject *module, PyObject *const *args,
-                                    Py_ssize_t count)
+PyObject *core_safetensors_layout(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     file_layout f = {0};
     Py_buffer crcs = {0};
-    PyObject *result = NULL, *header = NULL, *places = NULL;
-    if (mlspy_take_count("safetensors_layout", 3, count) < 0) {
-        return NULL;
-    }
+    PyObject *result = NULL, *header = NULL;
     if (!PyTuple_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "tensors must be a tuple");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "tensors must be a tuple");
     }
     if (take_layout(state, args[0], args[1], &f) < 0 ||
         (args[2] != Py_None && PyObject_GetBuffer(args[2], &crcs, PyBUF_SIMPLE) < 0)) {
@@ -152,22 +142,15 @@ static PyObject *safetensors_layout(PyObject *module, PyObject *const *args,
         goto done;
     } else {
         memcpy(f.header.crcs, crcs.buf, (size_t)crcs.len);
-        mls_header_finish(&f.header, mls_crc_of(state->kernels->cpu));
+        mls_header_finish(&f.header, mlspy_crc(state));
         header = PyBytes_FromStringAndSize(f.header.text.data,
                                            (Py_ssize_t)f.header.text.length);
     }
-    places = header == NULL ? NULL : places_list(&f);
-    if (places != NULL) {
-        result = Py_BuildValue("(OKnO)", header, (unsigned long long)f.header.file_bytes,
-                               (Py_ssize_t)f.header.block_count, places);
-    }
+    result = Py_BuildValue("(NKnN)", header, (unsigned long long)f.header.file_bytes,
+                           (Py_ssize_t)f.header.block_count, places_list(&f));
 done:
-    if (crcs.obj != NULL) {
-        PyBuffer_Release(&crcs);
-    }
+    PyBuffer_Release(&crcs);
     layout_fini(&f);
-    Py_XDECREF(header);
-    Py_XDECREF(places);
     return result;
 }
 
@@ -194,12 +177,8 @@ typedef struct parts_job {
 
 static void job_fini(parts_job *job)
 {
-    if (job->crcs.obj != NULL) {
-        PyBuffer_Release(&job->crcs);
-    }
-    if (job->written.obj != NULL) {
-        PyBuffer_Release(&job->written);
-    }
+    PyBuffer_Release(&job->crcs);
+    PyBuffer_Release(&job->written);
     if (job->folder >= 0) {
         (void)close(job->folder);
     }
@@ -211,19 +190,14 @@ static void job_fini(parts_job *job)
 static int take_place(parts_job *job, const mls_shard_item *item, PyObject *places,
                       placed_item *out)
 {
-    PyObject *name = mlspy_str_of(item->id.name);
-    PyObject *place = name == NULL ? NULL : PyDict_GetItemWithError(places, name);
+    PyObject *name = mlspy_str_of(item->id.name), *place = NULL;
     out->item = item;
-    if (place == NULL) {
-        if (name != NULL && !PyErr_Occurred()) {
-            PyErr_SetObject(PyExc_KeyError, name);
-        }
-        Py_XDECREF(name);
-        return -1;
-    }
-    Py_DECREF(name);
-    if (mlspy_take_tuple(place, "place", "LLLL", &out->file, &out->offset, &out->block,
-                         &out->number) < 0) {
+    const int failed = name == NULL || mlspy_dict_need(places, name, &place) < 0 ||
+                       mlspy_take_tuple(place, "place", "LLLL", &out->file, &out->offset,
+                                        &out->block, &out->number) < 0;
+    Py_XDECREF(name);
+    Py_XDECREF(place);
+    if (failed) {
         return -1;
     }
     size_t bytes = mls_dtype_of(item->dtype)->item_bytes;
@@ -235,8 +209,7 @@ static int take_place(parts_job *job, const mls_shard_item *item, PyObject *plac
         out->block < 0 || (size_t)out->block > blocks ||
         mls_safetensors_blocks(bytes) > blocks - (size_t)out->block || out->number < 0 ||
         (size_t)out->number >= (size_t)job->written.len / sizeof(uint64_t)) {
-        PyErr_SetString(PyExc_ValueError, "a place is outside the files");
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "a place is outside the files");
     }
     return 0;
 }
@@ -258,8 +231,7 @@ static int take_job(const mlspy_state *state, PyObject *const *args, parts_job *
         return -1;
     }
     if (!PyTuple_Check(args[2]) || mlspy_take_dict(args[3], "places") < 0) {
-        PyErr_SetString(PyExc_TypeError, "files must be a tuple, and places a dict");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "files must be a tuple, and places a dict");
     }
     job->files = args[2];
     job->file_count = (size_t)PyTuple_GET_SIZE(job->files);
@@ -267,8 +239,7 @@ static int take_job(const mlspy_state *state, PyObject *const *args, parts_job *
     job->items = mls_alloc(job->count, sizeof *job->items);
     job->names = mls_alloc(job->file_count, sizeof *job->names);
     if (job->items == NULL || job->names == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     if (PyObject_GetBuffer(args[4], &job->crcs, PyBUF_WRITABLE) < 0 ||
         PyObject_GetBuffer(args[5], &job->written, PyBUF_WRITABLE) < 0) {
@@ -334,25 +305,22 @@ static mls_code write_items(parts_job *job, const mls_part_writer *writer, mls_s
  * `places` maps each name to (file, offset, first block, number). Shares of checksums are
  * XORed to `crcs`, a buffer of uint32, and `written`, of uint64, counts bytes by number.
  */
-static PyObject *parts_write(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_parts_write(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mlspy_progress progress;
     parts_job job = {.folder = -1};
     mls_status st;
     PyObject *result = NULL;
-    if (mlspy_take_count("parts_write", 8, count) < 0 ||
-        mlspy_progress_init(&progress, args[7]) < 0) {
+    if (mlspy_progress_init(&progress, args[7]) < 0) {
         return NULL;
     }
-    const int syncs = PyObject_IsTrue(args[6]);
     unsigned char *buffer = mls_alloc(MLS_PART_STEP, 1);
-    job.syncs = syncs > 0;
-    if (syncs >= 0 && buffer == NULL) {
+    if (buffer == NULL) {
         PyErr_NoMemory();
-    } else if (syncs >= 0 && take_job(state, args, &job) == 0) {
-        const mls_part_writer writer = {state->kernels, mls_crc_of(state->kernels->cpu),
-                                        &progress.core, buffer};
+    } else if (mlspy_take_bool(args[6], &job.syncs) == 0 &&
+               take_job(state, args, &job) == 0) {
+        const mls_part_writer writer = {state->kernels, mlspy_crc(state), &progress.core,
+                                        buffer};
         mlspy_progress_begin(&progress);
         const mls_code code = write_items(&job, &writer, &st);
         mlspy_progress_end(&progress);
@@ -366,12 +334,3 @@ static PyObject *parts_write(PyObject *module, PyObject *const *args, Py_ssize_t
     mls_free(buffer);
     return result;
 }
-
-PyMethodDef mlspy_part_methods[] = {
-    {"safetensors_layout", MLSPY_FASTCALL(safetensors_layout),
-     "safetensors_layout(tensors, format, crcs, /)\n--\n\nHeader and offsets of a file."},
-    {"parts_write", MLSPY_FASTCALL(parts_write),
-     "parts_write(items, folder, files, places, crcs, written, sync, progress, "
-     "/)\n--\n\nWrite parts of tensors into existing files."},
-    {NULL, NULL, 0, NULL},
-};

@@ -7,12 +7,14 @@
  * that the Python wrapper made for this call, so no other thread can change them. */
 #include "checkpoint/py_safetensors.h"
 
-#include "checkpoint/checkpoint_bindings.h"
 #include "common/args.h"
 #include "common/array_alloc.h"
 #include "common/array_view.h"
 #include "common/errors.h"
+#include "common/functions.h"
+#include "common/gil.h"
 #include "common/module_state.h"
+#include "common/results.h"
 
 #include "base/memory.h"
 #include "safetensors/safetensors.h"
@@ -23,44 +25,18 @@
 
 #include <unistd.h>
 
-/* A path as the caller passed it, and encoded for the system. */
-typedef struct file_path {
-    PyObject *given;   /* borrowed: str or bytes */
-    PyObject *encoded; /* bytes, strong */
-    const char *text;  /* contents of `encoded` */
-} file_path;
-
-/* Encode a str, bytes or object with __fspath__ for the system. A path with a NUL is
- * refused. */
-static int take_path(PyObject *given, file_path *out)
-{
-    PyObject *encoded = NULL;
-    if (!PyUnicode_FSConverter(given, &encoded)) {
-        return -1;
-    }
-    *out = (file_path){
-        .given = given, .encoded = encoded, .text = PyBytes_AS_STRING(encoded)};
-    return 0;
-}
-
 /* Raise `st`. Errors about contents start with the file's name; an OSError shows its path
- * anyway. */
-static PyObject *raise_status(PyObject *module, const mls_status *st,
-                              const file_path *path)
+ * anyway. `path` is as the caller passed it, `encoded` its bytes. */
+static PyObject *raise_status(const mlspy_state *state, const mls_status *st,
+                              PyObject *path, PyObject *encoded)
 {
     mls_status named = *st;
     if (st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM) {
-        const char *slash = strrchr(path->text, '/');
+        const char *text = PyBytes_AS_STRING(encoded), *slash = strrchr(text, '/');
         PyOS_snprintf(named.text, sizeof named.text, "%.100s: %.215s",
-                      slash == NULL ? path->text : slash + 1, st->text);
+                      slash == NULL ? text : slash + 1, st->text);
     }
-    return mlspy_raise(mlspy_state_of(module), &named, path->given);
-}
-
-/* Checksums use the instruction set of the module, which respects MLSTATE_CPU. */
-static const mls_crc_kernels *crc_of(PyObject *module)
-{
-    return mls_crc_of(mlspy_state_of(module)->kernels->cpu);
+    return mlspy_raise(state, &named, path);
 }
 
 /* ---- saving ----
@@ -80,34 +56,21 @@ typedef struct save_job {
 /* Accepts a partly initialized job: `content.count` is the number of views. */
 static void save_job_fini(save_job *job)
 {
-    for (size_t i = 0; job->views != NULL && i < job->content.count; i++) {
-        mlspy_view_release(&job->views[i]);
-    }
+    mlspy_views_release(job->views, job->content.count);
     mls_free(job->tensors);
     mls_free(job->metadata);
     mls_free(job->views);
 }
 
-/* Return pair `i` of a tuple; borrowed. */
-static int take_pair(PyObject *pairs, Py_ssize_t i, PyObject **first, PyObject **second)
-{
-    PyObject *pair = PyTuple_GET_ITEM(pairs, i);
-    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-        PyErr_SetString(PyExc_TypeError, "items() must give pairs");
-        return -1;
-    }
-    *first = PyTuple_GET_ITEM(pair, 0);
-    *second = PyTuple_GET_ITEM(pair, 1);
-    return 0;
-}
-
 /* The view holds the array (or its DLPack capsule), so its memory stays valid without the
  * GIL, even if the dict changes. */
-static int take_tensor(PyObject *module, PyObject *items, Py_ssize_t i, save_job *job)
+static int take_tensor(const mlspy_state *state, PyObject *items, Py_ssize_t i,
+                       save_job *job)
 {
     PyObject *name, *array;
     mls_named_tensor *t = &job->tensors[i];
-    if (take_pair(items, i, &name, &array) < 0 ||
+    if (mlspy_take_tuple(PyTuple_GET_ITEM(items, i), "an item", "OO", &name, &array) <
+            0 ||
         mlspy_take_text(name, "tensor name", &t->name) < 0) {
         return -1;
     }
@@ -115,7 +78,7 @@ static int take_tensor(PyObject *module, PyObject *items, Py_ssize_t i, save_job
      * file */
     char what[MLS_NAME_BYTES];
     PyOS_snprintf(what, sizeof what, "tensor '%.140s'", t->name.data);
-    if (mlspy_view_of(mlspy_state_of(module), array, what, &job->views[i]) < 0) {
+    if (mlspy_view_of(state, array, what, &job->views[i]) < 0) {
         return -1;
     }
     t->tensor = &job->views[i].tensor;
@@ -129,7 +92,8 @@ static int take_metadata(PyObject *pairs, save_job *job)
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pairs); i++) {
         PyObject *key, *value;
         mls_str_pair *pair = &job->metadata[i];
-        if (take_pair(pairs, i, &key, &value) < 0 ||
+        if (mlspy_take_tuple(PyTuple_GET_ITEM(pairs, i), "an item", "OO", &key, &value) <
+                0 ||
             mlspy_take_text(key, "metadata key", &pair->key) < 0 ||
             mlspy_take_text(value, "metadata value", &pair->value) < 0) {
             return -1;
@@ -140,7 +104,7 @@ static int take_metadata(PyObject *pairs, save_job *job)
 }
 
 /* Do everything that needs Python, before the GIL is released. */
-static int save_job_init(PyObject *module, PyObject *items, PyObject *pairs,
+static int save_job_init(const mlspy_state *state, PyObject *items, PyObject *pairs,
                          save_job *job)
 {
     const size_t count = (size_t)PyTuple_GET_SIZE(items);
@@ -148,13 +112,12 @@ static int save_job_init(PyObject *module, PyObject *items, PyObject *pairs,
     job->views = mls_alloc(count, sizeof *job->views);
     job->metadata = mls_alloc((size_t)PyTuple_GET_SIZE(pairs), sizeof *job->metadata);
     if (job->tensors == NULL || job->views == NULL || job->metadata == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     job->content.tensors = job->tensors;
     job->content.metadata = job->metadata;
     for (size_t i = 0; i < count; i++) {
-        if (take_tensor(module, items, (Py_ssize_t)i, job) < 0) {
+        if (take_tensor(state, items, (Py_ssize_t)i, job) < 0) {
             return -1;
         }
     }
@@ -162,33 +125,25 @@ static int save_job_init(PyObject *module, PyObject *items, PyObject *pairs,
 }
 
 /* file_save(path, ((name, array), ...), ((key, value), ...)) */
-static PyObject *file_save(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_file_save(mlspy_state *state, PyObject *const *args)
 {
-    if (mlspy_take_count("file_save", 3, count) < 0) {
-        return NULL;
-    }
     if (!PyTuple_Check(args[1]) || !PyTuple_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "file_save wants two tuples of pairs");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "file_save wants two tuples of pairs");
     }
-    const mls_kernels *kernels = mlspy_state_of(module)->kernels;
-    const mls_crc_kernels *crc = crc_of(module);
     save_job job = {0};
-    file_path path = {0};
     mls_status st;
     mls_code code;
-    PyObject *result = NULL;
-    if (take_path(args[0], &path) < 0 ||
-        save_job_init(module, args[1], args[2], &job) < 0) {
-        goto done;
+    PyObject *result = NULL, *encoded = NULL;
+    if (PyUnicode_FSConverter(args[0], &encoded) &&
+        save_job_init(state, args[1], args[2], &job) == 0) {
+        const char *path = PyBytes_AS_STRING(encoded);
+        MLSPY_WITHOUT_GIL(code = mls_safetensors_write(path, &job.content, state->kernels,
+                                                       mlspy_crc(state), &st));
+        result = code == MLS_OK ? Py_NewRef(Py_None)
+                                : raise_status(state, &st, args[0], encoded);
     }
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_safetensors_write(path.text, &job.content, kernels, crc, &st);
-    Py_END_ALLOW_THREADS
-    result = code == MLS_OK ? Py_NewRef(Py_None) : raise_status(module, &st, &path);
-done:
     save_job_fini(&job);
-    Py_XDECREF(path.encoded);
+    Py_XDECREF(encoded);
     return result;
 }
 
@@ -203,13 +158,8 @@ static PyObject *metadata_of(const mls_safetensors *file)
 {
     PyObject *result = PyDict_New();
     for (size_t i = 0; result != NULL && i < file->metadata_count; i++) {
-        PyObject *key = mlspy_str_of(file->metadata[i].key);
-        PyObject *value = key == NULL ? NULL : mlspy_str_of(file->metadata[i].value);
-        if (value == NULL || PyDict_SetItem(result, key, value) < 0) {
-            Py_CLEAR(result);
-        }
-        Py_XDECREF(key);
-        Py_XDECREF(value);
+        mlspy_set(&result, mlspy_str_of(file->metadata[i].key),
+                  mlspy_str_of(file->metadata[i].value));
     }
     return result;
 }
@@ -229,17 +179,10 @@ static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *map
     mlspy_room room = {bytes_of, file, file->count, NULL, 0, 0, {NULL}};
     for (size_t i = 0; result != NULL && i < file->count; i++) {
         const mls_stored *t = &file->tensors[i];
-        PyObject *name = mlspy_str_of(t->name), *array = NULL;
-        if (name != NULL) {
-            array = base == NULL ? mlspy_room_array(&room, i, t->dtype, t->rank, t->shape)
-                                 : mlspy_array_over(&room, t->dtype, t->rank, t->shape,
-                                                    mapped + t->offset, base);
-        }
-        if (array == NULL || PyDict_SetItem(result, name, array) < 0) {
-            Py_CLEAR(result);
-        }
-        Py_XDECREF(name);
-        Py_XDECREF(array);
+        mlspy_set(&result, mlspy_str_of(t->name),
+                  base == NULL ? mlspy_room_array(&room, i, t->dtype, t->rank, t->shape)
+                               : mlspy_array_over(&room, t->dtype, t->rank, t->shape,
+                                                  mapped + t->offset, base));
     }
     mlspy_room_fini(&room);
     return result;
@@ -278,22 +221,19 @@ const unsigned char *mlspy_mapping_data(PyObject *capsule)
     return mapping->data;
 }
 
-/* Return read-only arrays over one mapping, which exists as long as any of them. */
-static PyObject *load_mapped(PyObject *module, const file_path *path, int fd,
-                             const mls_safetensors *file)
+/* Set `*arrays` to read-only arrays over one mapping, which exists as long as any of
+ * them; NULL with an exception set. A failure of the core returns its code. */
+static mls_code load_mapped(int fd, const mls_safetensors *file, PyObject **arrays,
+                            mls_status *st)
 {
-    mls_status st;
     mls_mapping mapping;
-    if (mls_mapping_init(&mapping, fd, mls_safetensors_end(file), &st) != MLS_OK) {
-        return raise_status(module, &st, path);
+    const mls_code code = mls_mapping_init(&mapping, fd, mls_safetensors_end(file), st);
+    PyObject *capsule = code == MLS_OK ? mlspy_mapping_capsule(&mapping) : NULL;
+    if (capsule != NULL) {
+        *arrays = arrays_of(file, mlspy_mapping_data(capsule), capsule);
+        Py_DECREF(capsule);
     }
-    PyObject *capsule = mlspy_mapping_capsule(&mapping);
-    if (capsule == NULL) {
-        return NULL;
-    }
-    PyObject *arrays = arrays_of(file, mlspy_mapping_data(capsule), capsule);
-    Py_DECREF(capsule);
-    return arrays;
+    return code;
 }
 
 /* Return the addresses of the arrays' memory, in the header's order. No other thread has
@@ -309,111 +249,73 @@ static void **array_addresses(PyObject *arrays, size_t count)
     return places;
 }
 
-/* Read the file into new arrays. They are created with the GIL and filled without it; no
- * other thread has them yet. */
-static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
-                             const mls_safetensors *file)
+/* The same for new arrays. They are created with the GIL and filled without it; no other
+ * thread has them yet. */
+static mls_code load_copied(const mlspy_state *state, int fd, const mls_safetensors *file,
+                            PyObject **arrays, mls_status *st)
 {
-    const mls_crc_kernels *crc = crc_of(module); /* a constant table */
-    mls_pool *pool = mlspy_state_of(module)->pool;
-    mls_status st;
-    mls_code code;
-    PyObject *arrays = arrays_of(file, NULL, NULL);
-    if (arrays == NULL) {
-        return NULL;
+    mls_code code = MLS_OK;
+    PyObject *made = arrays_of(file, NULL, NULL);
+    void **places = made == NULL ? NULL : array_addresses(made, file->count);
+    if (places != NULL) {
+        MLSPY_WITHOUT_GIL(code = mls_safetensors_read(fd, file, places, mlspy_crc(state),
+                                                      state->pool, st));
+    } else if (made != NULL) {
+        PyErr_NoMemory();
     }
-    void **places = array_addresses(arrays, file->count);
-    if (places == NULL) {
-        Py_DECREF(arrays);
-        return PyErr_NoMemory();
+    if (places != NULL && code == MLS_OK) {
+        *arrays = Py_NewRef(made);
     }
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_safetensors_read(fd, file, places, crc, pool, &st);
-    Py_END_ALLOW_THREADS
     mls_free(places);
-    if (code != MLS_OK) {
-        Py_CLEAR(arrays);
-        raise_status(module, &st, path);
-    }
-    return arrays;
+    Py_XDECREF(made);
+    return code;
 }
 
-/* Open a file and read its header, without the GIL. Returns -1 with an exception set on
- * failure. */
-static int open_file(PyObject *module, const file_path *path, bool verify, int *fd,
-                     mls_safetensors *file)
+/* Read a file: its metadata, and its arrays unless `mmap` is NULL. */
+static PyObject *load_file(const mlspy_state *state, PyObject *path, PyObject *mmap,
+                           PyObject *verify)
 {
-    const mls_crc_kernels *crc = crc_of(module);
+    bool maps = false, verifies;
+    mls_safetensors file = {0};
     mls_status st;
     mls_code code;
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_safetensors_open(path->text, crc, verify, fd, file, &st);
-    Py_END_ALLOW_THREADS
-    if (code != MLS_OK) {
-        raise_status(module, &st, path);
-        return -1;
-    }
-    return 0;
-}
-
-/* file_load(path, mmap, verify) -> ({name: array}, {key: text}) */
-static PyObject *file_load(PyObject *module, PyObject *const *args, Py_ssize_t count)
-{
-    if (mlspy_take_count("file_load", 3, count) < 0) {
+    int fd = -1;
+    PyObject *result = NULL, *arrays = NULL, *encoded = NULL;
+    if ((mmap != NULL && mlspy_take_bool(mmap, &maps) < 0) ||
+        mlspy_take_bool(verify, &verifies) < 0 ||
+        !PyUnicode_FSConverter(path, &encoded)) {
         return NULL;
     }
-    const int maps = PyObject_IsTrue(args[1]);
-    const int verifies = PyObject_IsTrue(args[2]);
-    file_path path = {0};
-    mls_safetensors file = {0};
-    int fd = -1;
-    PyObject *result = NULL;
-    if (maps < 0 || verifies < 0 || take_path(args[0], &path) < 0 ||
-        open_file(module, &path, verifies != 0, &fd, &file) < 0) {
-        goto done;
+    const char *text = PyBytes_AS_STRING(encoded);
+    MLSPY_WITHOUT_GIL(
+        code = mls_safetensors_open(text, mlspy_crc(state), verifies, &fd, &file, &st));
+    if (code == MLS_OK && mmap != NULL) {
+        code = maps ? load_mapped(fd, &file, &arrays, &st)
+                    : load_copied(state, fd, &file, &arrays, &st);
     }
-    PyObject *arrays = maps != 0 ? load_mapped(module, &path, fd, &file)
-                                 : load_copied(module, &path, fd, &file);
-    if (arrays != NULL) {
+    if (code != MLS_OK) {
+        raise_status(state, &st, path, encoded);
+    } else if (mmap == NULL) {
+        result = metadata_of(&file);
+    } else if (arrays != NULL) {
         result = Py_BuildValue("(NN)", arrays, metadata_of(&file));
     }
-done:
     if (fd >= 0) {
         (void)close(fd);
     }
     mls_safetensors_fini(&file);
-    Py_XDECREF(path.encoded);
+    Py_DECREF(encoded);
     return result;
+}
+
+/* file_load(path, mmap, verify) -> ({name: array}, {key: text}) */
+PyObject *core_file_load(mlspy_state *state, PyObject *const *args)
+{
+    return load_file(state, args[0], args[1], args[2]);
 }
 
 /* file_metadata(path, verify) -> {key: value} */
-static PyObject *file_metadata(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_file_metadata(mlspy_state *state, PyObject *const *args)
 {
-    if (mlspy_take_count("file_metadata", 2, count) < 0) {
-        return NULL;
-    }
-    const int verifies = PyObject_IsTrue(args[1]);
-    file_path path = {0};
-    mls_safetensors file = {0};
-    int fd = -1;
-    PyObject *result = NULL;
-    if (verifies >= 0 && take_path(args[0], &path) == 0 &&
-        open_file(module, &path, verifies != 0, &fd, &file) == 0) {
-        result = metadata_of(&file);
-        (void)close(fd);
-    }
-    mls_safetensors_fini(&file);
-    Py_XDECREF(path.encoded);
-    return result;
+    return load_file(state, args[0], NULL, args[1]);
 }
-
-PyMethodDef mlspy_file_methods[] = {
-    {"file_save", MLSPY_FASTCALL(file_save),
-     "file_save(path, tensors, metadata, /)\n--\n\nWrite a safetensors file atomically."},
-    {"file_load", MLSPY_FASTCALL(file_load),
-     "file_load(path, mmap, verify, /)\n--\n\nArrays and metadata of a safetensors "
-     "file."},
-    {"file_metadata", MLSPY_FASTCALL(file_metadata),
-     "file_metadata(path, verify, /)\n--\n\nThe metadata of a safetensors file."},
-    {NULL, NULL, 0, NULL},
-};

@@ -3,11 +3,8 @@
  * Both ways of loading have the same steps: choose tensors and parts; check that they are
  * stored and that the files exist; create the arrays or view the caller's; read without
  * the GIL. Files are checked again when they are opened for reading. */
-#include "checkpoint/load_job.h"
-
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/codecs.h"
-#include "checkpoint/merged_index_methods.h"
 #include "checkpoint/merged_index_object.h"
 #include "checkpoint/py_layout.h"
 #include "checkpoint/py_safetensors.h"
@@ -16,16 +13,39 @@
 #include "common/array_view.h"
 #include "common/dict_items.h"
 #include "common/errors.h"
+#include "common/gil.h"
 #include "common/module_state.h"
 #include "common/progress.h"
+#include "common/results.h"
 
 #include "base/memory.h"
+#include "checkpoint/ranks/index_pattern.h"
+#include "checkpoint/ranks/load_plan.h"
+#include "sharding/layout_intersection.h"
 
 #include <unistd.h>
 
 /* ---- loading: choose parts ---- */
 
-void mlspy_load_fini(mlspy_load_job *job)
+/* Python objects of one part to load. */
+typedef struct load_result {
+    PyObject *key;   /* strong: the requested key */
+    PyObject *array; /* strong: the result, or the owner of the target's memory */
+} load_result;
+
+typedef struct load_job {
+    const mlspy_merged_index *merged; /* borrowed */
+    const mlspy_state *state;
+    PyObject *path; /* borrowed */
+    int folder;     /* owned; -1: none */
+    mls_load_plan plan;
+    load_result *wanted;      /* one for each part of the plan */
+    mls_load_target *targets; /* one for each part, when loading into existing arrays;
+                                 NULL: new arrays */
+} load_job;
+
+/* Needs the GIL, since it releases arrays. Accepts a partly initialized job. */
+static void load_fini(load_job *job)
 {
     for (size_t i = 0; i < job->plan.count; i++) {
         Py_XDECREF(job->wanted[i].key);
@@ -60,9 +80,8 @@ static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting 
     (void)mls_layout_parts(&out->layout, &parts, &st);
     const int64_t most = out->has_layout ? (int64_t)parts : world > 0 ? world : 1;
     if (index < 0 || index >= most || world < 0) {
-        PyErr_Format(PyExc_ValueError, "part %lld of %lld does not exist",
-                     (long long)index, (long long)most);
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "part %lld of %lld does not exist",
+                            (long long)index, (long long)most);
     }
     out->index = (size_t)index;
     out->world = (size_t)world;
@@ -70,7 +89,7 @@ static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting 
 }
 
 /* Raise an error of the core with the checkpoint's path. Always returns -1. */
-static int raise_status(const mlspy_load_job *job, const mls_status *st)
+static int raise_status(const load_job *job, const mls_status *st)
 {
     mlspy_raise_under(job->state, st, job->path, NULL);
     return -1;
@@ -81,18 +100,17 @@ static int raise_status(const mlspy_load_job *job, const mls_status *st)
  *
  * The layout is used unchanged: the caller has already projected it to the axes of a
  * state. The stored layout does not matter. */
-static int take_place(const mlspy_load_job *job, PyObject *place, mls_wanted *w)
+static int take_place(const load_job *job, PyObject *place, mls_wanted *w)
 {
     size_t shape[MLS_LAYOUT_RANK];
     mls_layout layout;
     int64_t begin, end;
     mls_status st;
-    if (!PyTuple_Check(place) || PyTuple_GET_SIZE(place) != 3) {
-        PyErr_SetString(PyExc_TypeError, "a place is a tuple of three");
+    PyObject *dims, *how, *last;
+    if (mlspy_take_tuple(place, "a place", "OOO", &dims, &how, &last) < 0) {
         return -1;
     }
-    PyObject *how = PyTuple_GET_ITEM(place, 1), *last = PyTuple_GET_ITEM(place, 2);
-    const int rank = mlspy_take_shape(job->state, PyTuple_GET_ITEM(place, 0), shape);
+    const int rank = mlspy_take_shape(job->state, dims, shape);
     if (rank < 0 || mlspy_take_int64(job->state, last, "index or end", &end) < 0) {
         return -1;
     }
@@ -116,7 +134,7 @@ static int take_place(const mlspy_load_job *job, PyObject *place, mls_wanted *w)
 
 /* Look up all keys of a list; the result has the same order. `places` has one entry for
  * each key, or is NULL if all tensors are cut in the same way. */
-static int choose_parts(mlspy_load_job *job, mls_section section, PyObject *keys,
+static int choose_parts(load_job *job, mls_section section, PyObject *keys,
                         const mls_cutting *how, PyObject *places)
 {
     const Py_ssize_t count = PyList_GET_SIZE(keys);
@@ -127,8 +145,7 @@ static int choose_parts(mlspy_load_job *job, mls_section section, PyObject *keys
     }
     job->wanted = mls_realloc(NULL, (size_t)count, sizeof *job->wanted);
     if (job->wanted == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         mls_str text;
@@ -139,11 +156,10 @@ static int choose_parts(mlspy_load_job *job, mls_section section, PyObject *keys
         const mls_tensor_id id = mls_tensor_id_of(section, text);
         mls_wanted *w = mls_load_plan_add(&job->plan, &id);
         if (w == NULL) {
-            PyErr_Format(job->state->errors[MLSPY_ERROR_NOT_FOUND],
-                         "Tensor '%.200U' not found in checkpoint", key);
-            return -1;
+            return MLSPY_REFUSE(job->state->errors[MLSPY_ERROR_NOT_FOUND],
+                                "Tensor '%.200U' not found in checkpoint", key);
         }
-        job->wanted[i] = (mlspy_wanted){.key = Py_NewRef(key)};
+        job->wanted[i] = (load_result){.key = Py_NewRef(key)};
         if (places != NULL) {
             if (take_place(job, PyList_GET_ITEM(places, i), w) < 0) {
                 return -1;
@@ -158,14 +174,12 @@ static int choose_parts(mlspy_load_job *job, mls_section section, PyObject *keys
 /* ---- loading: find stored ranges ---- */
 
 /* Find the stored ranges without the GIL, before memory for the result is allocated. */
-static int find_pieces(mlspy_load_job *job)
+static int find_pieces(load_job *job)
 {
     mls_status st;
     mls_code code;
     const char *file;
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_load_plan_find(&job->plan, job->folder, &file, &st);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(code = mls_load_plan_find(&job->plan, job->folder, &file, &st));
     if (code != MLS_OK) {
         mlspy_raise_under(job->state, &st, job->path, file);
         return -1;
@@ -178,12 +192,12 @@ static int find_pieces(mlspy_load_job *job)
 /* Size of a new array in the shared block; 0 if the array gets its own zeroed memory. */
 static size_t new_bytes(const void *context, size_t index)
 {
-    const mls_wanted *w = &((const mlspy_load_job *)context)->plan.wanted[index];
+    const mls_wanted *w = &((const load_job *)context)->plan.wanted[index];
     return w->long_zeros ? 0 : mls_wanted_bytes(w);
 }
 
 /* Create an array for a part, in the shared block, or with its own memory if `alone`. */
-static PyObject *new_array(const mlspy_load_job *job, size_t index, mlspy_room *room,
+static PyObject *new_array(const load_job *job, size_t index, mlspy_room *room,
                            bool alone)
 {
     const mls_wanted *w = &job->plan.wanted[index];
@@ -197,7 +211,7 @@ static PyObject *new_array(const mlspy_load_job *job, size_t index, mlspy_room *
 
 /* Map a whole file, once for all of its tensors; the result is borrowed from the dict.
  * The arrays keep the capsules alive, and these the mappings. */
-static PyObject *map_file(mlspy_load_job *job, PyObject *capsules, bool links,
+static PyObject *map_file(load_job *job, PyObject *capsules, bool links,
                           const mls_index_file *file)
 {
     mls_status st;
@@ -229,8 +243,8 @@ static PyObject *map_file(mlspy_load_job *job, PyObject *capsules, bool links,
 
 /* Return a new reference to a view of the file if the part is one contiguous range there,
  * else None. */
-static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
-                              PyObject *capsules, mlspy_room *room)
+static PyObject *mapped_array(load_job *job, const mls_wanted *w, PyObject *capsules,
+                              mlspy_room *room)
 {
     uint64_t offset;
     const mls_merged_index_shard *run =
@@ -256,7 +270,7 @@ static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
  * arrays too: their memory must stay valid during the read, even if other code gets the
  * dict or a later array fails. `made` receives the number of pieces with destinations;
  * NULL: no thread waits. */
-static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_ready_counter *made)
+static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *made)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
@@ -264,7 +278,7 @@ static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_ready_counter *
     bool good = result != NULL && (!maps || capsules != NULL);
     enum { TOGETHER = 64 }; /* arrays for each update of the counter */
     for (size_t i = 0; good && i < job->plan.count; i++) {
-        mlspy_wanted *w = &job->wanted[i];
+        load_result *w = &job->wanted[i];
         PyObject *array = maps ? mapped_array(job, &job->plan.wanted[i], capsules, &room)
                                : Py_NewRef(Py_None);
         const bool read = array == Py_None;
@@ -296,7 +310,7 @@ static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_ready_counter *
 
 /* Arrays that are created while earlier ones are being read. */
 typedef struct making {
-    mlspy_load_job *job;
+    load_job *job;
     mlspy_progress *progress;
     PyObject *result; /* NULL with an exception set, or not called yet */
 } make_state;
@@ -314,8 +328,7 @@ static bool make_during_read(void *context, mls_ready_counter *made)
 /* Read all pieces; checksums are computed while the data is in the cache. If `result` is
  * not NULL, the arrays are created meanwhile, and `*result` receives them. Every error
  * except no memory or a stop names the file. */
-static int read_all(mlspy_load_job *job, bool verify, PyObject *callback,
-                    PyObject **result)
+static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **result)
 {
     mlspy_progress progress;
     mls_status st;
@@ -330,7 +343,7 @@ static int read_all(mlspy_load_job *job, bool verify, PyObject *callback,
         .links = job->merged->merged.links,
         .pieces = job->plan.pieces,
         .count = job->plan.piece_count,
-        .crc = verify ? mls_crc_of(job->state->kernels->cpu) : NULL,
+        .crc = verify ? mlspy_crc(job->state) : NULL,
         .codecs = mlspy_codecs(),
         .pool = job->state->pool,
         .progress = &progress.core,
@@ -352,7 +365,7 @@ static int read_all(mlspy_load_job *job, bool verify, PyObject *callback,
 }
 
 /* The arrays are created first, since mapped ones are not read. */
-static PyObject *map_and_read(mlspy_load_job *job, bool verify, PyObject *callback)
+static PyObject *map_and_read(load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = make_arrays(job, true, NULL);
     if (result != NULL && read_all(job, verify, callback, NULL) < 0) {
@@ -362,7 +375,7 @@ static PyObject *map_and_read(mlspy_load_job *job, bool verify, PyObject *callba
 }
 
 /* Arrays are created during the read: allocating memory for many arrays takes a while. */
-static PyObject *make_and_read(mlspy_load_job *job, bool verify, PyObject *callback)
+static PyObject *make_and_read(load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = NULL;
     mls_load_plan_foresee(&job->plan);
@@ -372,25 +385,24 @@ static PyObject *make_and_read(mlspy_load_job *job, bool verify, PyObject *callb
     return result;
 }
 
-/* Check the arguments that all ways of loading share, before any file is accessed. */
-int mlspy_load_begin(mlspy_load_job *job, PyObject *object, PyObject *path,
-                     PyObject *section, PyObject *keys, PyObject *cuts)
+/* Choose tensors and parts, without accessing files. `path` is used in errors. `cuts` is
+ * (layout or None, index, world) for all tensors, or a list with a place for each key.
+ * Call load_fini also after a failure. */
+static int load_begin(load_job *job, mlspy_merged_index *self, PyObject *path,
+                      PyObject *section, PyObject *keys, PyObject *cuts)
 {
     mls_section which;
     mls_cutting how;
     PyObject *places = PyList_Check(cuts) ? cuts : NULL;
-    *job = (mlspy_load_job){.object = object,
-                            .merged = (mlspy_merged_index *)object,
-                            .state = mlspy_merged_index_state(object),
-                            .path = path,
-                            .folder = -1};
+    *job = (load_job){.merged = self,
+                      .state = mlspy_state_of_type(Py_TYPE(self)),
+                      .path = path,
+                      .folder = -1};
     if (!PyList_Check(keys)) {
-        PyErr_SetString(PyExc_TypeError, "keys must be a list");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "keys must be a list");
     }
     if (places != NULL && PyList_GET_SIZE(places) != PyList_GET_SIZE(keys)) {
-        PyErr_SetString(PyExc_ValueError, "a place is wanted for each key");
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "a place is wanted for each key");
     }
     return mlspy_take_section(job->state, section, &which) < 0 ||
                    (places == NULL && take_cutting(job->state, cuts, &how) < 0) ||
@@ -400,10 +412,10 @@ int mlspy_load_begin(mlspy_load_job *job, PyObject *object, PyObject *path,
 }
 
 /* The same, and all other checks that are possible before anything must be undone. */
-static int load_init(mlspy_load_job *job, PyObject *object, PyObject *path,
+static int load_init(load_job *job, mlspy_merged_index *self, PyObject *path,
                      PyObject *section, PyObject *keys, PyObject *cuts)
 {
-    return mlspy_load_begin(job, object, path, section, keys, cuts) < 0 ||
+    return load_begin(job, self, path, section, keys, cuts) < 0 ||
                    mlspy_open_folder(job->state, path, &job->folder) < 0 ||
                    find_pieces(job) < 0
                ? -1
@@ -412,21 +424,21 @@ static int load_init(mlspy_load_job *job, PyObject *object, PyObject *path,
 
 /* load(folder, section, keys, (layout, index, world), verify, mmap, progress)
  *     -> {key: array} */
-PyObject *mlspy_merged_index_load(PyObject *object, PyObject *const *args,
+PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *args,
                                   Py_ssize_t count)
 {
-    mlspy_load_job job = {.folder = -1};
+    load_job job = {.folder = -1};
     PyObject *result = NULL;
     if (mlspy_take_count("load", 7, count) < 0) {
         return NULL;
     }
-    const int verify = PyObject_IsTrue(args[4]), maps = PyObject_IsTrue(args[5]);
-    if (verify >= 0 && maps >= 0 &&
-        load_init(&job, object, args[0], args[1], args[2], args[3]) == 0) {
-        result = maps ? map_and_read(&job, verify != 0, args[6])
-                      : make_and_read(&job, verify != 0, args[6]);
+    bool verify, maps;
+    if (mlspy_take_bool(args[4], &verify) == 0 && mlspy_take_bool(args[5], &maps) == 0 &&
+        load_init(&job, self, args[0], args[1], args[2], args[3]) == 0) {
+        result = maps ? map_and_read(&job, verify, args[6])
+                      : make_and_read(&job, verify, args[6]);
     }
-    mlspy_load_fini(&job);
+    load_fini(&job);
     return result;
 }
 
@@ -434,7 +446,7 @@ PyObject *mlspy_merged_index_load(PyObject *object, PyObject *const *args,
 
 /* Keep what the read needs: the memory of a packed target, or a copy of the view of any
  * other. Takes the view's reference. */
-static int keep_target(const mlspy_load_job *job, size_t i, mlspy_view *view)
+static int keep_target(const load_job *job, size_t i, mlspy_view *view)
 {
     mls_status st;
     if (mls_wanted_check_target(&job->plan.wanted[i], &view->tensor, &st) != MLS_OK ||
@@ -447,7 +459,7 @@ static int keep_target(const mlspy_load_job *job, size_t i, mlspy_view *view)
 }
 
 /* View a target. The name for the error message is only built on failure. */
-static int view_array(const mlspy_load_job *job, const mls_wanted *w, PyObject *array,
+static int view_array(const load_job *job, const mls_wanted *w, PyObject *array,
                       mlspy_view *out)
 {
     char what[MLS_NAME_BYTES];
@@ -463,14 +475,11 @@ static int view_array(const mlspy_load_job *job, const mls_wanted *w, PyObject *
 
 /* View the target of one tensor, and check dtype and shape. The view's owner then keeps
  * the array alive. */
-static int view_target(const mlspy_load_job *job, size_t i, PyObject *targets)
+static int view_target(const load_job *job, size_t i, PyObject *targets)
 {
     mlspy_view view;
     PyObject *array = NULL, *key = job->wanted[i].key;
-    if (mlspy_dict_get(targets, key, &array) != 1) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetObject(PyExc_KeyError, key);
-        }
+    if (mlspy_dict_need(targets, key, &array) < 0) {
         return -1;
     }
     int failed = view_array(job, &job->plan.wanted[i], array, &view);
@@ -483,16 +492,14 @@ static int view_target(const mlspy_load_job *job, size_t i, PyObject *targets)
 }
 
 /* View and check all targets before anything is read. */
-static int view_targets(mlspy_load_job *job, PyObject *targets)
+static int view_targets(load_job *job, PyObject *targets)
 {
     if (!PyDict_Check(targets)) {
-        PyErr_SetString(PyExc_TypeError, "targets must be a dict");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "targets must be a dict");
     }
     job->targets = mls_alloc(job->plan.count, sizeof *job->targets);
     if (job->targets == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     for (size_t i = 0; i < job->plan.count; i++) {
         if (view_target(job, i, targets) < 0) {
@@ -507,17 +514,16 @@ static int view_targets(mlspy_load_job *job, PyObject *targets)
  * Raises the errors that load_into would raise because of the targets, without accessing
  * files. Callers that fill several sections, or load together with other ranks, check all
  * of them before the first one changes. The folder is only used in errors. */
-PyObject *mlspy_merged_index_fits(PyObject *object, PyObject *const *args,
+PyObject *mlspy_merged_index_fits(mlspy_merged_index *self, PyObject *const *args,
                                   Py_ssize_t count)
 {
-    mlspy_load_job job = {.folder = -1};
+    load_job job = {.folder = -1};
     if (mlspy_take_count("fits", 5, count) < 0) {
         return NULL;
     }
-    const bool good =
-        mlspy_load_begin(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
-        view_targets(&job, args[4]) == 0;
-    mlspy_load_fini(&job);
+    const bool good = load_begin(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
+                      view_targets(&job, args[4]) == 0;
+    load_fini(&job);
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
@@ -526,25 +532,261 @@ PyObject *mlspy_merged_index_fits(PyObject *object, PyObject *const *args,
  * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
  * `targets` maps keys to writable arrays or tensors; targets that are not packed are read
  * through temporary memory. */
-PyObject *mlspy_merged_index_load_into(PyObject *object, PyObject *const *args,
+PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const *args,
                                        Py_ssize_t count)
 {
-    mlspy_load_job job = {.folder = -1};
+    load_job job = {.folder = -1};
     mls_status st;
-    bool good = false;
+    bool good = false, verify;
     if (mlspy_take_count("load_into", 7, count) < 0) {
         return NULL;
     }
-    const int verify = PyObject_IsTrue(args[5]);
-    if (verify >= 0 && load_init(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
+    if (mlspy_take_bool(args[5], &verify) == 0 &&
+        load_init(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
         view_targets(&job, args[4]) == 0) {
         if (mls_load_plan_place_all(&job.plan, job.targets, &st) != MLS_OK) {
             raise_status(&job, &st);
-        } else if (read_all(&job, verify != 0, args[6], NULL) == 0) {
+        } else if (read_all(&job, verify, args[6], NULL) == 0) {
             mls_load_plan_scatter(&job.plan, job.targets, job.state->kernels);
             good = true;
         }
     }
-    mlspy_load_fini(&job);
+    load_fini(&job);
     return good ? Py_NewRef(Py_None) : NULL;
+}
+
+/* ---- parts and bytes that a load needs ----
+ *
+ * A MergedIndex may contain only one index for each pattern (index_pattern.h).
+ * mlstate/checkpoint/_store/index_patterns.py determines which ranks store which parts.
+ */
+
+/* Return a new reference to (bytes, (part, ...)), or to None for an index without a
+ * pattern. */
+static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
+{
+    mls_index_pattern pattern;
+    mls_status st;
+    mls_json_writer bytes = {.most = (size_t)1 << 30};
+    PyObject *parts = NULL, *result = NULL;
+    if (mls_index_pattern_init(index, &pattern, &st) != MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
+    }
+    if (!pattern.known) {
+        return Py_NewRef(Py_None);
+    }
+    mls_index_pattern_bytes(index, &pattern, &bytes);
+    if (bytes.code != MLS_OK) {
+        mls_fail(&st, bytes.code, "no room for the pattern of %zu shards",
+                 index->shard_count);
+        mlspy_raise(state, &st, NULL);
+    } else {
+        parts = PyTuple_New((Py_ssize_t)pattern.group_count);
+    }
+    for (size_t i = 0; parts != NULL && i < pattern.group_count; i++) {
+        mlspy_put(&parts, (Py_ssize_t)i, PyLong_FromSize_t(pattern.parts[i]));
+    }
+    if (parts != NULL) {
+        result = Py_BuildValue("(y#N)", bytes.data == NULL ? "" : bytes.data,
+                               (Py_ssize_t)bytes.length, parts);
+    }
+    mls_json_writer_fini(&bytes);
+    mls_index_pattern_fini(&pattern);
+    return result;
+}
+
+/* patterns() -> [(bytes, parts) or None, ...], one for each index */
+PyObject *mlspy_merged_index_patterns(mlspy_merged_index *self, PyObject *unused)
+{
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    (void)unused;
+    PyObject *list = PyList_New((Py_ssize_t)self->index_count);
+    for (size_t i = 0; list != NULL && i < self->index_count; i++) {
+        mlspy_put(&list, (Py_ssize_t)i, pattern_tuple(state, &self->indexes[i]));
+    }
+    return list;
+}
+
+/* Accepts NULL. */
+static void free_patterns(const mlspy_merged_index *self, mls_index_pattern *patterns)
+{
+    for (size_t i = 0; patterns != NULL && i < self->index_count; i++) {
+        mls_index_pattern_fini(&patterns[i]);
+    }
+    mls_free(patterns);
+}
+
+/* Return the patterns of all indexes, or NULL with an exception set. */
+static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
+                                        const mlspy_state *state)
+{
+    mls_status st;
+    mls_index_pattern *patterns = mls_alloc(self->index_count, sizeof *patterns);
+    if (patterns == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (size_t i = 0; i < self->index_count; i++) {
+        if (mls_index_pattern_init(&self->indexes[i], &patterns[i], &st) != MLS_OK) {
+            free_patterns(self, patterns);
+            mlspy_raise(state, &st, NULL);
+            return NULL;
+        }
+    }
+    return patterns;
+}
+
+/* Return a new reference to the places of a tensor: pairs of 32-bit numbers as bytes. */
+static PyObject *places_bytes(const mlspy_merged_index *self,
+                              const mls_index_pattern *patterns,
+                              const mls_merged_index_tensor *tensor)
+{
+    mls_json_writer b = {.most = (size_t)1 << 30};
+    mls_index_pattern_places(self->indexes, patterns, self->index_count,
+                             &tensor->facts->id, &b);
+    PyObject *bytes = b.code == MLS_OK
+                          ? PyBytes_FromStringAndSize(b.data, (Py_ssize_t)b.length)
+                          : PyErr_NoMemory();
+    mls_json_writer_fini(&b);
+    return bytes;
+}
+
+/* places() -> [bytes, ...], one for each of tensors() */
+PyObject *mlspy_merged_index_places(mlspy_merged_index *self, PyObject *unused)
+{
+    (void)unused;
+    mls_index_pattern *patterns = find_patterns(self, mlspy_state_of_type(Py_TYPE(self)));
+    PyObject *list =
+        patterns == NULL ? NULL : PyList_New((Py_ssize_t)self->merged.tensor_count);
+    for (size_t i = 0; list != NULL && i < self->merged.tensor_count; i++) {
+        mlspy_put(&list, (Py_ssize_t)i,
+                  places_bytes(self, patterns, &self->merged.tensors[i]));
+    }
+    free_patterns(self, patterns);
+    return list;
+}
+
+/* Return the set of parts for `key` in a dict, created if needed; borrowed. */
+static PyObject *part_set_for(PyObject *dict, PyObject *key)
+{
+    PyObject *set = PyDict_GetItemWithError(dict, key);
+    if (set == NULL && !PyErr_Occurred() && (set = PySet_New(NULL)) != NULL) {
+        const int failed = PyDict_SetItem(dict, key, set);
+        Py_DECREF(set); /* the dict holds it */
+        set = failed < 0 ? NULL : set;
+    }
+    return set;
+}
+
+/* Add the parts that intersect the requested part of one tensor, at most `most` of them:
+ * a layout may claim any number of parts. */
+static int add_parts(const load_job *job, const mls_index_pattern *patterns,
+                     const mls_wanted *w, Py_ssize_t most, PyObject *dict)
+{
+    const mls_index_shard *facts = w->tensor->facts;
+    PyObject *key = places_bytes(job->merged, patterns, w->tensor);
+    PyObject *set = key == NULL ? NULL : part_set_for(dict, key);
+    mls_layout_intersection meeting;
+    size_t part;
+    int failed = set == NULL ? -1 : 0;
+    mls_layout_intersection_init(&meeting, &facts->layout, facts->rank, facts->shape,
+                                 &w->part);
+    while (failed == 0 && most-- > 0 && mls_layout_intersection_next(&meeting, &part)) {
+        PyObject *number = PyLong_FromSize_t(part);
+        failed = number == NULL ? -1 : PySet_Add(set, number);
+        Py_XDECREF(number);
+    }
+    Py_XDECREF(key);
+    return failed;
+}
+
+/* wanted_parts(folder, section, keys, cutting, most) -> {places: {part, ...}, ...}
+ *
+ * The folder is only used in errors; no file is opened. */
+PyObject *mlspy_merged_index_wanted_parts(mlspy_merged_index *self, PyObject *const *args,
+                                          Py_ssize_t count)
+{
+    load_job job = {.folder = -1};
+    mls_index_pattern *patterns = NULL;
+    PyObject *dict = NULL;
+    if (mlspy_take_count("wanted_parts", 5, count) < 0) {
+        return NULL;
+    }
+    const Py_ssize_t most = PyLong_AsSsize_t(args[4]);
+    if ((most != -1 || !PyErr_Occurred()) &&
+        load_begin(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
+        (patterns = find_patterns(job.merged, job.state)) != NULL) {
+        dict = PyDict_New();
+    }
+    for (size_t i = 0; dict != NULL && i < job.plan.count; i++) {
+        if (add_parts(&job, patterns, &job.plan.wanted[i], most, dict) < 0) {
+            Py_CLEAR(dict);
+        }
+    }
+    free_patterns(self, patterns);
+    load_fini(&job);
+    return dict;
+}
+
+/* Append the reads of one tensor to a list of (path, begin, end, bytes), one for each
+ * place. They are computed by the same function as in a load, but without destinations.
+ * Zeros that were not stored are not read. */
+static int add_reads(const load_job *job, const mls_wanted *w, bool verify,
+                     PyObject *list)
+{
+    const size_t most = w->tensor->places;
+    const mls_read_scratch room = {mls_alloc(most, sizeof *room.stored),
+                                   mls_alloc(most, sizeof *room.parts),
+                                   mls_alloc(most, sizeof *room.pieces)};
+    mls_status st;
+    size_t count = 0;
+    int failed = 0;
+    if (room.stored == NULL || room.parts == NULL || room.pieces == NULL) {
+        PyErr_NoMemory();
+        failed = -1;
+    } else if (mls_merged_index_pieces(&job->merged->merged, w->tensor, &w->part, NULL,
+                                       &room, &count, &st) != MLS_OK) {
+        mlspy_raise_under(job->state, &st, job->path, NULL);
+        failed = -1;
+    }
+    for (size_t i = 0; failed == 0 && i < count; i++) {
+        const mls_stored_shard *stored = &room.stored[i];
+        if (stored->file == NULL) {
+            continue;
+        }
+        const mls_stored_reads e = mls_stored_reads_of(stored, &w->part, verify);
+        PyObject *tuple =
+            Py_BuildValue("(sKKK)", stored->file, (unsigned long long)e.begin,
+                          (unsigned long long)e.end, (unsigned long long)e.bytes);
+        failed = tuple == NULL ? -1 : PyList_Append(list, tuple);
+        Py_XDECREF(tuple);
+    }
+    mls_free(room.stored);
+    mls_free(room.parts);
+    mls_free(room.pieces);
+    return failed;
+}
+
+/* reads(folder, section, keys, cutting, verify) -> [(path, begin, end, bytes), ...]
+ *
+ * Shard files are not accessed and need not exist. */
+PyObject *mlspy_merged_index_reads(mlspy_merged_index *self, PyObject *const *args,
+                                   Py_ssize_t count)
+{
+    load_job job = {.folder = -1};
+    if (mlspy_take_count("reads", 5, count) < 0) {
+        return NULL;
+    }
+    bool verify;
+    PyObject *list = mlspy_take_bool(args[4], &verify) < 0 ? NULL : PyList_New(0);
+    if (list != NULL && load_begin(&job, self, args[0], args[1], args[2], args[3]) < 0) {
+        Py_CLEAR(list);
+    }
+    for (size_t i = 0; list != NULL && i < job.plan.count; i++) {
+        if (add_reads(&job, &job.plan.wanted[i], verify, list) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    load_fini(&job);
+    return list;
 }

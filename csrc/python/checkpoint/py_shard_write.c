@@ -4,13 +4,14 @@
  *
  * shards_collect, shards_stage (py_staging.c): list and copy the shards
  * shards_write: calls mls_shards_write without the GIL */
-#include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/codecs.h"
 #include "checkpoint/merged_index_object.h"
 #include "checkpoint/shard_items.h"
 #include "common/args.h"
 #include "common/errors.h"
+#include "common/functions.h"
+#include "common/gil.h"
 #include "common/module_state.h"
 #include "common/progress.h"
 
@@ -89,13 +90,6 @@ static PyObject *write_gathered(mlspy_shard_items *g, PyObject *path, mls_shard_
         mlspy_open_folder(g->state, path, &job->folder) < 0) {
         return NULL;
     }
-    job->rank = g->rank;
-    job->world_size = g->world_size;
-    job->items = g->list.items;
-    job->count = g->list.count;
-    job->kernels = g->state->kernels;
-    job->crc = mls_crc_of(g->state->kernels->cpu);
-    job->pool = g->state->pool;
     job->progress = &progress.core;
     /* the callback runs in this thread, whose state `progress` stores */
     job->freed = freed == Py_None ? NULL : release_arrays;
@@ -119,9 +113,9 @@ static int take_mode(const mlspy_state *state, PyObject *object, unsigned *out)
         return -1;
     }
     if (mode < 0 || mode > 0777) {
-        PyErr_Format(PyExc_ValueError, "mode %lld has bits that are not permissions",
-                     (long long)mode);
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError,
+                            "mode %lld has bits that are not permissions",
+                            (long long)mode);
     }
     *out = (unsigned)mode;
     return 0;
@@ -144,67 +138,66 @@ static int take_codec(PyObject *name, mls_shard_job *job)
             return 0;
         }
     }
-    PyErr_Format(PyExc_ValueError, "no codec is called '%.80U'", name);
-    return -1;
+    return MLSPY_REFUSE(PyExc_ValueError, "no codec is called '%.80U'", name);
 }
 
-/* Convert (pack_below, sparse, incremental, compress). Python has checked the two flags,
- * so any value except True is False; the number comes from the user. */
-static int take_how(const mlspy_state *state, PyObject *how, mls_shard_job *job)
+/* Convert the arguments that both functions below have; returns the items. */
+static mlspy_shard_items *take_job(const mlspy_state *state, PyObject *generation,
+                                   PyObject *items, PyObject *pack_below,
+                                   mls_shard_job *job)
 {
-    int64_t pack_below;
-    if (!PyTuple_Check(how) || PyTuple_GET_SIZE(how) != 4) {
-        PyErr_SetString(PyExc_TypeError,
-                        "not (pack_below, sparse, incremental, compress)");
-        return -1;
+    mls_str digits;
+    int64_t below;
+    mlspy_shard_items *g = mlspy_shard_items_of(items);
+    if (g == NULL || mlspy_take_text(generation, "generation", &digits) < 0 ||
+        mlspy_take_int64(state, pack_below, "pack_below_bytes", &below) < 0) {
+        return NULL;
     }
-    if (mlspy_take_int64(state, PyTuple_GET_ITEM(how, 0), "pack_below_bytes",
-                         &pack_below) < 0) {
-        return -1;
+    if (digits.length != MLS_GENERATION_DIGITS || below < 0) {
+        PyErr_SetString(PyExc_ValueError, below < 0 ? "pack_below_bytes is negative"
+                                                    : "no such generation");
+        return NULL;
     }
-    if (pack_below < 0) {
-        PyErr_SetString(PyExc_ValueError, "pack_below_bytes is negative");
-        return -1;
-    }
-    job->pack_below = (uint64_t)pack_below;
-    job->sparse = PyTuple_GET_ITEM(how, 1) == Py_True;
-    job->incremental = PyTuple_GET_ITEM(how, 2) == Py_True;
-    job->codecs = mlspy_codecs();
-    return take_codec(PyTuple_GET_ITEM(how, 3), job);
+    *job = (mls_shard_job){.generation = digits.data,
+                           .pack_below = (uint64_t)below,
+                           .rank = g->rank,
+                           .world_size = g->world_size,
+                           .items = g->list.items,
+                           .count = g->list.count,
+                           .kernels = state->kernels,
+                           .crc = mlspy_crc(state),
+                           .pool = state->pool};
+    return g;
 }
 
 /* shards_write(folder, generation, items, before, how, progress, freed, mode, temporary)
  * -> dict
  *
  * `before` is a MergedIndex of the committed checkpoint, or None to write everything.
+ * `how` is (pack_below, sparse, incremental, compress). Python has checked the two flags,
+ * so any value except True is False; the number comes from the user.
  * `progress` is called with bytes. `freed` is called once, without arguments, after the
  * last read of the arrays of the list; if it is set, the save has its own threads.
  * `temporary`: the files are read soon and then deleted, so they are not synced.
  */
-static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_shards_write(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
-    mls_shard_job job = {0};
-    mls_str generation;
-    if (mlspy_take_count("shards_write", 9, count) < 0 ||
+    PyObject *pack_below, *sparse, *incremental, *compress;
+    mls_shard_job job;
+    if (mlspy_take_tuple(args[4], "how", "OOOO", &pack_below, &sparse, &incremental,
+                         &compress) < 0) {
+        return NULL;
+    }
+    mlspy_shard_items *g = take_job(state, args[1], args[2], pack_below, &job);
+    if (g == NULL || take_codec(compress, &job) < 0 ||
         take_mode(state, args[7], &job.mode) < 0 ||
-        mlspy_take_text(args[1], "generation", &generation) < 0 ||
-        take_how(state, args[4], &job) < 0) {
+        (args[3] != Py_None &&
+         mlspy_merged_index_index(state, args[3], (int64_t)g->rank, &job.before) < 0)) {
         return NULL;
     }
-    mlspy_shard_items *g = mlspy_shard_items_of(args[2]);
-    if (g == NULL) {
-        return NULL;
-    }
-    if (generation.length != MLS_GENERATION_DIGITS) {
-        PyErr_SetString(PyExc_ValueError, "no such generation");
-        return NULL;
-    }
-    job.generation = generation.data;
-    if (args[3] != Py_None &&
-        mlspy_merged_index_index(state, args[3], (int64_t)g->rank, &job.before) < 0) {
-        return NULL;
-    }
+    job.sparse = sparse == Py_True;
+    job.incremental = incremental == Py_True;
+    job.codecs = mlspy_codecs();
     job.temporary = args[8] == Py_True;
     return write_gathered(g, args[0], &job, args[5], args[6]);
 }
@@ -212,42 +205,18 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
 /* shards_plan(generation, items, pack_below) -> bytes
  *
  * Returns the index that shards_write would make, without its checksums. */
-static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_shards_plan(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
-    mls_shard_job job = {.crc = mls_crc_of(state->kernels->cpu)};
+    mls_shard_job job;
     mls_json_writer text = {0};
-    mls_str generation;
     mls_status st;
     mls_code code;
-    int64_t pack_below;
     PyObject *result = NULL;
-    if (mlspy_take_count("shards_plan", 3, count) < 0 ||
-        mlspy_take_text(args[0], "generation", &generation) < 0 ||
-        mlspy_take_int64(state, args[2], "pack_below_bytes", &pack_below) < 0) {
+    if (take_job(state, args[0], args[1], args[2], &job) == NULL) {
         return NULL;
     }
-    const mlspy_shard_items *g = mlspy_shard_items_of(args[1]);
-    if (g == NULL) {
-        return NULL;
-    }
-    if (generation.length != MLS_GENERATION_DIGITS || pack_below < 0) {
-        PyErr_SetString(PyExc_ValueError, pack_below < 0 ? "pack_below_bytes is negative"
-                                                         : "no such generation");
-        return NULL;
-    }
-    job.generation = generation.data;
-    job.pack_below = (uint64_t)pack_below;
-    job.items = g->list.items;
-    job.count = g->list.count;
-    job.rank = g->rank;
-    job.world_size = g->world_size;
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_write_plan_index(&job, &text, &st);
-    Py_END_ALLOW_THREADS
-    if (code != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
-    } else {
+    MLSPY_WITHOUT_GIL(code = mls_write_plan_index(&job, &text, &st));
+    if (mlspy_check(state, code, &st) == 0) {
         result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
     }
     mls_json_writer_fini(&text);
@@ -258,86 +227,76 @@ static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* json_checksum_set(text) -> bytes: set the checksum of a text that starts with the
  * checksum member */
-static PyObject *json_checksum_set(PyObject *module, PyObject *text)
+PyObject *core_json_checksum_set(mlspy_state *state, PyObject *const *args)
 {
     char *bytes;
     Py_ssize_t length;
     const size_t start = sizeof MLS_JSON_CHECKSUM_START - 1;
-    if (PyBytes_AsStringAndSize(text, &bytes, &length) < 0) {
+    if (PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
         return NULL;
     }
     if ((size_t)length < start || memcmp(bytes, MLS_JSON_CHECKSUM_START, start) != 0) {
-        PyErr_SetString(PyExc_ValueError,
-                        "the text must start with " MLS_JSON_CHECKSUM_START);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError,
+                            "the text must start with " MLS_JSON_CHECKSUM_START);
     }
     PyObject *result = PyBytes_FromStringAndSize(bytes, length);
     if (result != NULL) {
         mls_json_checksum_set(PyBytes_AS_STRING(result), (size_t)length,
-                              mls_crc_of(mlspy_state_of(module)->kernels->cpu));
+                              mlspy_crc(state));
     }
     return result;
 }
 
 /* json_checksum_check(data, path): raise unless the checksum of `data` is correct */
-static PyObject *json_checksum_check(PyObject *module, PyObject *const *args,
-                                     Py_ssize_t count)
+PyObject *core_json_checksum_check(mlspy_state *state, PyObject *const *args)
 {
     char *bytes;
     Py_ssize_t length;
     mls_status st;
-    if (mlspy_take_count("json_checksum_check", 2, count) < 0 ||
-        PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
+    if (PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
         return NULL;
     }
-    const mlspy_state *state = mlspy_state_of(module);
-    return mls_json_checksum_check(bytes, (size_t)length, mls_crc_of(state->kernels->cpu),
-                                   &st) == MLS_OK
+    return mls_json_checksum_check(bytes, (size_t)length, mlspy_crc(state), &st) == MLS_OK
                ? Py_NewRef(Py_None)
                : mlspy_raise(state, &st, args[1]);
 }
 
 /* json_check(data, depth, path): raise unless `data` is JSON as docs/format.md requires
  */
-static PyObject *json_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_json_check(mlspy_state *state, PyObject *const *args)
 {
     char *bytes;
     Py_ssize_t length;
     mls_status st;
     mls_json *json = NULL;
     mls_code code;
-    if (mlspy_take_count("json_check", 3, count) < 0 ||
-        PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
+    if (PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
         return NULL;
     }
     const size_t depth = PyLong_AsSize_t(args[1]);
     if (PyErr_Occurred()) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_json_parse(bytes, (size_t)length,
-                              (mls_json_limits){depth, MANIFEST_NODES}, &json, &st);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(code = mls_json_parse(bytes, (size_t)length,
+                                            (mls_json_limits){depth, MANIFEST_NODES},
+                                            &json, &st));
     mls_json_free(json);
-    return code == MLS_OK ? Py_NewRef(Py_None)
-                          : mlspy_raise(mlspy_state_of(module), &st, args[2]);
+    return code == MLS_OK ? Py_NewRef(Py_None) : mlspy_raise(state, &st, args[2]);
 }
 
 /* crc32c(data) -> int
  *
  * Accepts any buffer. Always releases the GIL: the usual input is an index, which is
  * large. */
-static PyObject *crc32c(PyObject *module, PyObject *data)
+PyObject *core_crc32c(mlspy_state *state, PyObject *const *args)
 {
     Py_buffer view;
-    if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0) {
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE) < 0) {
         return NULL;
     }
-    const mls_crc_kernels *crc = mls_crc_of(mlspy_state_of(module)->kernels->cpu);
+    const mls_crc_kernels *crc = mlspy_crc(state);
     uint32_t found;
-    Py_BEGIN_ALLOW_THREADS
-        found = crc->update(0, view.buf, (size_t)view.len);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(found = crc->update(0, view.buf, (size_t)view.len));
     PyBuffer_Release(&view);
     return PyLong_FromUnsignedLong(found);
 }
@@ -363,7 +322,7 @@ static mls_code replace_file(const char *path, unsigned mode, const char *data,
  *
  * Afterwards the file contains all of `data`, durably; after a failure it is unchanged.
  * `mode`, less the umask, applies to a new file. */
-static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_file_replace(mlspy_state *state, PyObject *const *args)
 {
     char *bytes;
     Py_ssize_t length;
@@ -371,29 +330,24 @@ static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_
     mls_status st;
     mls_code code;
     unsigned mode;
-    if (mlspy_take_count("file_replace", 3, count) < 0 ||
-        take_mode(mlspy_state_of(module), args[2], &mode) < 0 ||
+    if (take_mode(state, args[2], &mode) < 0 ||
         PyBytes_AsStringAndSize(args[1], &bytes, &length) < 0 ||
         !PyUnicode_FSConverter(args[0], &encoded)) {
         return NULL;
     }
     const char *to = PyBytes_AS_STRING(encoded);
-    Py_BEGIN_ALLOW_THREADS
-        code = replace_file(to, mode, bytes, (size_t)length, &st);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(code = replace_file(to, mode, bytes, (size_t)length, &st));
     Py_DECREF(encoded);
-    return code == MLS_OK ? Py_NewRef(Py_None)
-                          : mlspy_raise(mlspy_state_of(module), &st, args[0]);
+    return code == MLS_OK ? Py_NewRef(Py_None) : mlspy_raise(state, &st, args[0]);
 }
 
 /* folder_sync(path): make the names in a folder durable; the contents of its files are
  * synced separately */
-static PyObject *folder_sync(PyObject *module, PyObject *path)
+PyObject *core_folder_sync(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mls_status st;
     int fd, reason;
-    if (mlspy_open_folder(state, path, &fd) < 0) {
+    if (mlspy_open_folder(state, args[0], &fd) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -402,31 +356,7 @@ static PyObject *folder_sync(PyObject *module, PyObject *path)
     Py_END_ALLOW_THREADS
     if (reason != 0) {
         mls_fail_os(&st, reason, "cannot sync the folder to disk");
-        return mlspy_raise(state, &st, path);
+        return mlspy_raise(state, &st, args[0]);
     }
     return Py_NewRef(Py_None);
 }
-
-PyMethodDef mlspy_shards_methods[] = {
-    {"shards_write", MLSPY_FASTCALL(shards_write),
-     "shards_write(folder, generation, items, before, how, progress, freed, mode, "
-     "temporary, /)\n--\n\nStore one rank's shards; durably unless temporary."},
-    {"shards_plan", MLSPY_FASTCALL(shards_plan),
-     "shards_plan(generation, items, pack_below, /)\n--\n\nThe index that "
-     "shards_write would make."},
-    {"json_checksum_set", json_checksum_set, METH_O,
-     "json_checksum_set(text, /)\n--\n\nFill in a text's own checksum."},
-    {"json_checksum_check", MLSPY_FASTCALL(json_checksum_check),
-     "json_checksum_check(data, path, /)\n--\n\nRaise unless the checksum of a text is "
-     "correct."},
-    {"json_check", MLSPY_FASTCALL(json_check),
-     "json_check(data, depth, path, /)\n--\n\nRaise unless a text is JSON, nested at "
-     "most "
-     "`depth` deep."},
-    {"crc32c", crc32c, METH_O, "crc32c(data, /)\n--\n\nCRC32C of a buffer."},
-    {"file_replace", MLSPY_FASTCALL(file_replace),
-     "file_replace(path, data, mode, /)\n--\n\nReplace a file, atomically and durably."},
-    {"folder_sync", folder_sync, METH_O,
-     "folder_sync(path, /)\n--\n\nMake the names in a folder durable."},
-    {NULL, NULL, 0, NULL},
-};

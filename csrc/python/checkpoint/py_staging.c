@@ -3,11 +3,12 @@
  *
  * A list of shard items is a capsule that connects the two. It holds the arrays, or the
  * memory of their copies, until it is freed. */
-#include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/py_layout.h"
 #include "checkpoint/shard_items.h"
 #include "common/args.h"
 #include "common/errors.h"
+#include "common/functions.h"
+#include "common/gil.h"
 #include "common/module_state.h"
 
 #include "base/memory.h"
@@ -37,8 +38,7 @@ size_t mlspy_threads_aside(const mls_pool *pool)
     return threads < BACKGROUND_THREADS ? threads : BACKGROUND_THREADS;
 }
 
-/* Set the members that do not depend on arrays. Returns -1 with an exception set on
- * failure. */
+/* Set the members that do not depend on arrays. */
 static int take_arguments(mlspy_shard_items *g, PyObject *const *args, PyObject **dicts)
 {
     int64_t rank, world_size;
@@ -51,8 +51,7 @@ static int take_arguments(mlspy_shard_items *g, PyObject *const *args, PyObject 
         return -1;
     }
     if (rank < 0 || world_size <= rank) {
-        PyErr_SetString(PyExc_ValueError, "no such rank");
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "no such rank");
     }
     g->shard_type = args[2];
     g->rank = (uint64_t)rank;
@@ -67,14 +66,11 @@ static int take_arguments(mlspy_shard_items *g, PyObject *const *args, PyObject 
  * `mine` is three sets of names of whole arrays that this rank stores, or None for all of
  * them. Invalid arrays, and a layout that does not fit them, raise here, before any
  * folder is modified. `bytes` is the packed size of all shards. */
-static PyObject *shards_collect(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_shards_collect(mlspy_state *state, PyObject *const *args)
 {
     PyObject *dicts[MLS_SECTION_COUNT];
     mls_status st;
     size_t bytes = 0;
-    if (mlspy_take_count("shards_collect", 5, count) < 0) {
-        return NULL;
-    }
     /* from here on the capsule frees it, also after a failure */
     mlspy_shard_items *g = mls_alloc(1, sizeof *g);
     PyObject *capsule = g == NULL ? NULL : PyCapsule_New(g, NAME, free_capsule);
@@ -82,36 +78,27 @@ static PyObject *shards_collect(PyObject *module, PyObject *const *args, Py_ssiz
         mls_free(g);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
-    g->state = mlspy_state_of(module);
-    int failed =
-        take_arguments(g, args, dicts) < 0 ? -1 : mlspy_shard_items_add(g, dicts);
-    if (failed == 0 &&
-        mls_staging_need(g->list.items, g->list.count, &bytes, &st) != MLS_OK) {
-        mlspy_raise(g->state, &st, NULL);
-        failed = -1;
+    g->state = state;
+    if (take_arguments(g, args, dicts) < 0 || mlspy_shard_items_add(g, dicts) < 0 ||
+        mlspy_check(state, mls_staging_need(g->list.items, g->list.count, &bytes, &st),
+                    &st) < 0) {
+        Py_DECREF(capsule);
+        return NULL;
     }
-    PyObject *result =
-        failed < 0 ? NULL : Py_BuildValue("(Nn)", Py_NewRef(capsule), (Py_ssize_t)bytes);
-    Py_DECREF(capsule);
-    return result;
+    return Py_BuildValue("(Nn)", capsule, (Py_ssize_t)bytes);
 }
 
 /* shards_overhead(items, compress) -> bytes
  *
  * Returns the most memory that a background write of these shards needs, in addition to
  * the copies. */
-static PyObject *shards_overhead(PyObject *module, PyObject *const *args,
-                                 Py_ssize_t count)
+PyObject *core_shards_overhead(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     size_t bytes = 0;
     mls_status st;
-    if (mlspy_take_count("shards_overhead", 2, count) < 0) {
-        return NULL;
-    }
     const mlspy_shard_items *g = mlspy_shard_items_of(args[0]);
-    const int compress = g == NULL ? -1 : PyObject_IsTrue(args[1]);
-    if (compress < 0) {
+    bool compress;
+    if (g == NULL || mlspy_take_bool(args[1], &compress) < 0) {
         return NULL;
     }
     if (mls_staging_overhead(g->list.items, g->list.count,
@@ -128,15 +115,13 @@ static PyObject *shards_overhead(PyObject *module, PyObject *const *args,
  * that only their framework can read. The list holds the memory until it is freed.
  * It releases every array that was copied, so a caller that replaces its arrays gets
  * their memory back before the write ends. */
-static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_shards_stage(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mls_staged staged;
     mls_status st;
     mls_code code;
     int64_t used;
-    if (mlspy_take_count("shards_stage", 3, count) < 0 ||
-        mlspy_take_int64(state, args[2], "used", &used) < 0) {
+    if (mlspy_take_int64(state, args[2], "used", &used) < 0) {
         return NULL;
     }
     mlspy_shard_items *g = mlspy_shard_items_of(args[0]);
@@ -144,15 +129,13 @@ static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_
         return NULL;
     }
     if (g->staging.obj != NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the shards were staged already");
-        return NULL;
+        return PyErr_Format(PyExc_RuntimeError, "the shards were staged already");
     }
     if (PyObject_GetBuffer(args[1], &g->staging, PyBUF_WRITABLE) < 0) {
         return NULL;
     }
     if (used < 0 || used > (int64_t)g->staging.len) {
-        PyErr_SetString(PyExc_ValueError, "more is used than there is");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "more is used than there is");
     }
     mls_staging_note(g->list.items, g->list.count, g->staging.buf, (size_t)used);
     const mls_staging to = {.memory = (unsigned char *)g->staging.buf + used,
@@ -160,9 +143,7 @@ static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_
                             .kernels = state->kernels,
                             .pool = state->pool};
     /* no other thread has the list, and it keeps the items' memory alive */
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_stage(&to, g->list.items, g->list.count, &staged, &st);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(code = mls_stage(&to, g->list.items, g->list.count, &staged, &st));
     if (code != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
@@ -173,34 +154,15 @@ static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_
 
 /* memory_touch(memory): write zeros to all of it, so that the system allocates every page
  * before a copy needs it */
-static PyObject *memory_touch(PyObject *module, PyObject *memory)
+PyObject *core_memory_touch(mlspy_state *state, PyObject *const *args)
 {
     Py_buffer view;
-    if (PyObject_GetBuffer(memory, &view, PyBUF_WRITABLE) < 0) {
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_WRITABLE) < 0) {
         return NULL;
     }
-    const mls_staging all = {.memory = view.buf,
-                             .bytes = (size_t)view.len,
-                             .pool = mlspy_state_of(module)->pool};
-    Py_BEGIN_ALLOW_THREADS
-        mls_staging_touch(&all);
-    Py_END_ALLOW_THREADS
+    const mls_staging all = {
+        .memory = view.buf, .bytes = (size_t)view.len, .pool = state->pool};
+    MLSPY_WITHOUT_GIL(mls_staging_touch(&all));
     PyBuffer_Release(&view);
     return Py_NewRef(Py_None);
 }
-
-PyMethodDef mlspy_staging_methods[] = {
-    {"shards_collect", MLSPY_FASTCALL(shards_collect),
-     "shards_collect(ranks, states, shard_type, mine, layout, /)\n--\n\nHold the shards "
-     "of "
-     "a state: a list of shard items, and their bytes."},
-    {"shards_stage", MLSPY_FASTCALL(shards_stage),
-     "shards_stage(items, memory, used, /)\n--\n\nCopy shards aside, small ones "
-     "first, as far as there is room."},
-    {"shards_overhead", MLSPY_FASTCALL(shards_overhead),
-     "shards_overhead(items, compress, /)\n--\n\nBytes that writing takes beyond "
-     "copies."},
-    {"memory_touch", memory_touch, METH_O,
-     "memory_touch(memory, /)\n--\n\nWrite zeros to all of a buffer."},
-    {NULL, NULL, 0, NULL},
-};

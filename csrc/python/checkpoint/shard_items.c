@@ -15,6 +15,7 @@
 #include "common/array_view.h"
 #include "common/dict_items.h"
 #include "common/errors.h"
+#include "common/results.h"
 
 #include "base/memory.h"
 
@@ -50,16 +51,7 @@ void mlspy_shard_items_fini(mlspy_shard_items *g)
     mls_shard_list_fini(&g->list);
     mls_free(g->owners);
     mls_free(g->axes);
-    if (g->staging.obj != NULL) {
-        PyBuffer_Release(&g->staging);
-    }
-}
-
-/* Raise an error of the core. Always returns -1. */
-static int raise_status(const mlspy_shard_items *g, const mls_status *st)
-{
-    mlspy_raise(g->state, st, NULL);
-    return -1;
+    PyBuffer_Release(&g->staging);
 }
 
 /* Hold `owner` for all items added since the last call. */
@@ -68,8 +60,7 @@ static int hold_owner(mlspy_shard_items *g, PyObject *owner)
     if (g->owner_room < g->list.item_room) {
         PyObject **larger = mls_realloc(g->owners, g->list.item_room, sizeof *g->owners);
         if (larger == NULL) {
-            PyErr_NoMemory();
-            return -1;
+            return mlspy_no_memory();
         }
         g->owners = larger;
         g->owner_room = g->list.item_room;
@@ -89,24 +80,11 @@ static void describe_tensor(const mls_tensor_id *id, const char *key,
                   key);
 }
 
-/* Check that an array has at most MLS_LAYOUT_RANK axes. */
-static int check_rank(const mlspy_shard_items *g, const mls_tensor *t, const char *what)
-{
-    mls_status st;
-    if (t->rank <= MLS_LAYOUT_RANK) {
-        return 0;
-    }
-    mls_fail(&st, MLS_E_SHAPE, "%s has %d dimensions: at most %d can be stored", what,
-             t->rank, (int)MLS_LAYOUT_RANK);
-    mlspy_raise(g->state, &st, NULL);
-    return -1;
-}
-
 /* Read the `shape` attribute of a value. Returns its rank, or -1 without an exception if
  * the attribute is missing or invalid. */
 static int stated_shape(const mlspy_shard_items *g, PyObject *value, size_t *shape)
 {
-    PyObject *said = PyObject_GetAttr(value, g->state->shape_name);
+    PyObject *said = PyObject_GetAttr(value, g->state->names[MLSPY_NAME_SHAPE]);
     PyObject *tuple = said == NULL ? NULL : PySequence_Tuple(said);
     const int rank = tuple == NULL ? -1 : mlspy_take_shape(g->state, tuple, shape);
     Py_XDECREF(said);
@@ -147,9 +125,11 @@ static int add_whole(mlspy_shard_items *g, PyObject *model, const mls_tensor_id 
     mls_status st;
     const signed char *axes =
         g->parts > 1 ? axes_of(g, model, id, t->rank, t->shape, room) : NULL;
-    if (mls_shard_list_add_whole(&g->list, id, t, &g->layout, axes, g->rank,
-                                 g->world_size, &st) != MLS_OK) {
-        return raise_status(g, &st);
+    if (mlspy_check(g->state,
+                    mls_shard_list_add_whole(&g->list, id, t, &g->layout, axes, g->rank,
+                                             g->world_size, &st),
+                    &st) < 0) {
+        return -1;
     }
     return hold_owner(g, view->owner);
 }
@@ -205,20 +185,21 @@ static int add_part(mlspy_shard_items *g, const mls_tensor_id *id, const char *w
 {
     mls_status st;
     const mls_tensor *t = &view->tensor;
-    if (mls_shard_item_check(facts, shape, t, what, &st) != MLS_OK) {
-        return raise_status(g, &st);
+    if (mlspy_check(g->state, mls_shard_item_check(facts, shape, t, what, &st), &st) <
+        0) {
+        return -1;
     }
     mls_shard_item *item =
         mls_shard_list_add(&g->list, id, t->dtype, facts->rank, shape, &st);
     if (item == NULL) {
-        return raise_status(g, &st);
+        return mlspy_check(g->state, st.code, &st);
     }
     item->layout = facts->layout;
     item->part = facts->part;
     item->version = facts->version;
     item->tier = facts->tier;
-    if (mls_shard_list_set_memory(&g->list, t, 0, &st) != MLS_OK) {
-        return raise_status(g, &st);
+    if (mlspy_check(g->state, mls_shard_list_set_memory(&g->list, t, 0, &st), &st) < 0) {
+        return -1;
     }
     return hold_owner(g, view->owner);
 }
@@ -241,11 +222,11 @@ static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *
     /* a single rank has no other rank that could store it; with several ranks, rank 0
      * checks at commit */
     if (replica > 0 && g->world_size == 1) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s is a Shard with replica=%lld, but this process saves alone: "
-                     "pass replica=0, the copy that is stored",
-                     what, (long long)replica);
-        return -1;
+        return MLSPY_REFUSE(
+            PyExc_ValueError,
+            "%s is a Shard with replica=%lld, but this process saves alone: "
+            "pass replica=0, the copy that is stored",
+            what, (long long)replica);
     }
     const int rank = replica > 0 ? 0 : shard_shape(g, shard, &layout, shape);
     PyObject *array =
@@ -288,12 +269,15 @@ static int add_value(mlspy_shard_items *g, PyObject *model, mls_section section,
             return ours;
         }
     }
-    if (!mlspy_view_quickly(g->state, entry->value, false, &view) &&
-        mlspy_view_of(g->state, entry->value, what, &view) < 0) {
+    if (mlspy_view_for(g->state, entry->value, what, false, &view) < 0) {
         return -1;
     }
-    const int failed =
-        check_rank(g, &view.tensor, what) < 0 ? -1 : add_whole(g, model, &id, &view);
+    const int rank = view.tensor.rank;
+    const int failed = rank > MLS_LAYOUT_RANK
+                           ? MLSPY_FAIL(g->state, MLS_E_SHAPE,
+                                        "%s has %d dimensions: at most %d can be stored",
+                                        what, rank, (int)MLS_LAYOUT_RANK)
+                           : add_whole(g, model, &id, &view);
     mlspy_view_release(&view);
     return failed;
 }
@@ -304,8 +288,7 @@ static int set_state_axes(mlspy_shard_items *g, PyObject *model)
 {
     g->axes = mls_alloc(g->list.dims_used, 1);
     if (g->axes == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     for (size_t i = 0; i < g->list.count; i++) {
         mls_shard_item *item = &g->list.items[i];

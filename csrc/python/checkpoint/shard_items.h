@@ -30,9 +30,8 @@ typedef struct mlspy_shard_items {
 } mlspy_shard_items;
 
 /* Fill the list from `dicts`: one for each section, each may be None. The dicts are
- * copied at the start; foreign code, such as an array's own methods, may change
- * them later. Returns -1 with an exception set on failure. Release the list in both
- * cases. */
+ * copied at the start; foreign code, such as an array's own methods, may change them
+ * later. Release the list in both cases. */
 int mlspy_shard_items_add(mlspy_shard_items *g, PyObject *const *dicts);
 
 /* Release arrays that are no longer read: all if `all` is set, else those of copied

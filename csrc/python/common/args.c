@@ -14,17 +14,29 @@ int mlspy_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
     if (wanted == got) {
         return 0;
     }
-    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
-    return -1;
+    return MLSPY_REFUSE(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted,
+                        got);
+}
+
+int mlspy_take_positional(PyTypeObject *type, PyObject *args, PyObject *kwargs,
+                          const char *format, ...)
+{
+    va_list places;
+    if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
+        return MLSPY_REFUSE(PyExc_TypeError, "%s takes no keywords", type->tp_name);
+    }
+    va_start(places, format);
+    const int good = PyArg_VaParse(args, format, places);
+    va_end(places);
+    return good ? 0 : -1;
 }
 
 int mlspy_take_tuple(PyObject *object, const char *what, const char *format, ...)
 {
     va_list places;
     if (!PyTuple_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a tuple, got %.100s", what,
-                     Py_TYPE(object)->tp_name);
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "%s must be a tuple, got %.100s", what,
+                            Py_TYPE(object)->tp_name);
     }
     va_start(places, format);
     const int good = PyArg_VaParse(object, format, places);
@@ -50,10 +62,7 @@ int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *wha
     const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
     Py_DECREF(number);
     if (overflow != 0) {
-        mls_status st;
-        mls_fail(&st, MLS_E_CAPACITY, "%s does not fit into 64 bits", what);
-        mlspy_raise(state, &st, NULL);
-        return -1;
+        return MLSPY_FAIL(state, MLS_E_CAPACITY, "%s does not fit into 64 bits", what);
     }
     if (value == -1 && PyErr_Occurred()) {
         return -1;
@@ -80,13 +89,19 @@ int mlspy_take_double(PyObject *object, const char *what, double *out)
     return 0;
 }
 
+int mlspy_take_bool(PyObject *object, bool *out)
+{
+    const int truth = PyObject_IsTrue(object);
+    *out = truth > 0;
+    return truth < 0 ? -1 : 0;
+}
+
 /* No copy: a str caches its UTF-8 as long as it lives. */
 int mlspy_take_text(PyObject *object, const char *what, mls_str *out)
 {
     if (!PyUnicode_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a str, got %.100s: %.200R", what,
-                     Py_TYPE(object)->tp_name, object);
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "%s must be a str, got %.100s: %.200R", what,
+                            Py_TYPE(object)->tp_name, object);
     }
     Py_ssize_t length;
     const char *data = PyUnicode_AsUTF8AndSize(object, &length);
@@ -109,13 +124,6 @@ int mlspy_take_dict(PyObject *object, const char *what)
     if (PyDict_Check(object)) {
         return 0;
     }
-    PyErr_Format(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
-                 Py_TYPE(object)->tp_name);
-    return -1;
-}
-
-/* Strict, because text that is not UTF-8 is a bug and must not become another name. */
-PyObject *mlspy_str_of(mls_str text)
-{
-    return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
+    return MLSPY_REFUSE(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
+                        Py_TYPE(object)->tp_name);
 }

@@ -8,13 +8,19 @@
 
 #include "base/string_view.h"
 
+#include <stdbool.h>
+
 /* Raise TypeError unless a function called `name` got the expected number of arguments.
  */
 int mlspy_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got);
 
-/* Parse a tuple inside an argument with the format codes of PyArg_ParseTuple. Returns -1
- * with an exception set. If `object` is not a tuple, this is a TypeError that names
- * `what`. */
+/* Parse the arguments of a type's constructor, all positional, with the format codes of
+ * PyArg_ParseTuple. Returns -1 with TypeError set. */
+int mlspy_take_positional(PyTypeObject *type, PyObject *args, PyObject *kwargs,
+                          const char *format, ...);
+
+/* Parse a tuple inside an argument with the format codes of PyArg_ParseTuple. If
+ * `object` is not a tuple, this is a TypeError that names `what`. */
 int mlspy_take_tuple(PyObject *object, const char *what, const char *format, ...);
 
 /* Convert an int, or any object with __index__, such as NumPy's integers. `what` names
@@ -27,14 +33,14 @@ int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *wha
  * set, and `*out` untouched. */
 int mlspy_take_double(PyObject *object, const char *what, double *out);
 
+/* Convert any object to its truth value. */
+int mlspy_take_bool(PyObject *object, bool *out);
+
 /* Get the UTF-8 of a str; borrowed from it. Returns -1 with TypeError set, or ValueError
  * for half of a surrogate pair, and `*out` untouched. */
 int mlspy_take_text(PyObject *object, const char *what, mls_str *out);
 
 /* Raise TypeError unless `object` is a dict; `what` names it in errors. */
 int mlspy_take_dict(PyObject *object, const char *what);
-
-/* Return a new str for text that is known to be UTF-8. */
-PyObject *mlspy_str_of(mls_str text);
 
 #endif

@@ -14,31 +14,36 @@ static PyArray_Descr *find_descr(mlspy_room *room, mls_dtype dtype)
     return room->descrs[dtype];
 }
 
-/* Make an array, with its own memory if `data` is NULL. */
-static PyObject *make_array(mlspy_room *room, mls_dtype dtype, int rank,
-                            const size_t *shape, void *data, int flags, bool zeros)
+/* The sizes fit: the product of the dimensions was checked. */
+static void copy_dims(int rank, const size_t *shape, npy_intp *dims)
 {
-    npy_intp dims[MLS_MAX_RANK];
     for (int i = 0; i < rank; i++) {
-        dims[i] = (npy_intp)
-            shape[i]; /* fits: the readers check the product of the dimensions */
+        dims[i] = (npy_intp)shape[i];
     }
-    /* NumPy steals this reference, even on failure */
-    PyArray_Descr *descr = find_descr(room, dtype);
-    if (descr == NULL) {
-        return NULL;
-    }
-    return zeros ? PyArray_Zeros(rank, dims, descr, 0)
-                 : PyArray_NewFromDescr(&PyArray_Type, descr, rank, dims, NULL, data,
-                                        flags, NULL);
 }
 
-/* Make `base` the owner of the array's memory. Steals and returns the reference to the
- * array. */
-static PyObject *keep_alive(PyObject *array, PyObject *base)
+PyObject *mlspy_array_of(PyArray_Descr *descr, int rank, const size_t *shape, bool zeros)
 {
-    if (array != NULL &&
-        PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(base)) < 0) {
+    npy_intp dims[MLS_MAX_RANK];
+    copy_dims(rank, shape, dims);
+    return zeros ? PyArray_Zeros(rank, dims, descr, 0)
+                 : PyArray_Empty(rank, dims, descr, 0);
+}
+
+PyObject *mlspy_array_in(PyArray_Descr *descr, int rank, const size_t *shape,
+                         const ptrdiff_t *strides, void *data, int flags, PyObject *base)
+{
+    npy_intp dims[MLS_MAX_RANK], steps[MLS_MAX_RANK];
+    copy_dims(rank, shape, dims);
+    for (int i = 0; strides != NULL && i < rank; i++) {
+        steps[i] = (npy_intp)strides[i];
+    }
+    PyObject *array =
+        PyArray_NewFromDescr(&PyArray_Type, descr, rank, dims,
+                             strides == NULL ? NULL : steps, data, flags, NULL);
+    if (array == NULL) {
+        Py_DECREF(base);
+    } else if (PyArray_SetBaseObject((PyArrayObject *)array, base) < 0) {
         Py_CLEAR(array);
     }
     return array;
@@ -47,7 +52,8 @@ static PyObject *keep_alive(PyObject *array, PyObject *base)
 PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
                           const size_t *shape, bool zeros)
 {
-    return make_array(room, dtype, rank, shape, NULL, 0, zeros);
+    PyArray_Descr *descr = find_descr(room, dtype);
+    return descr == NULL ? NULL : mlspy_array_of(descr, rank, shape, zeros);
 }
 
 /* Files of other writers may contain unaligned tensors. NumPy then reads the array more
@@ -55,14 +61,17 @@ PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
 PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
                            const size_t *shape, const unsigned char *data, PyObject *base)
 {
-    /* NumPy takes a pointer without const; the array is made read-only below */
-    PyObject *array =
-        make_array(room, dtype, rank, shape, (void *)(uintptr_t)data, 0, false);
+    PyArray_Descr *descr = find_descr(room, dtype);
+    if (descr == NULL) {
+        return NULL;
+    }
+    /* NumPy takes a pointer without const; without flags the array is read-only */
+    PyObject *array = mlspy_array_in(descr, rank, shape, NULL, (void *)(uintptr_t)data, 0,
+                                     Py_NewRef(base));
     if (array != NULL) {
         PyArray_UpdateFlags((PyArrayObject *)array, NPY_ARRAY_ALIGNED);
-        PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
     }
-    return keep_alive(array, base);
+    return array;
 }
 
 /* Allocate the block for the arrays from `index` on, if they need one. */
@@ -93,10 +102,14 @@ PyObject *mlspy_room_array(mlspy_room *room, size_t index, mls_dtype dtype, int 
     if (room->block == NULL || !mls_block_takes(bytes)) {
         return mlspy_array_new(room, dtype, rank, shape, false);
     }
+    PyArray_Descr *descr = find_descr(room, dtype);
+    if (descr == NULL) {
+        return NULL;
+    }
     char *data = PyArray_BYTES((PyArrayObject *)room->block) + room->used;
     room->used += mls_block_lines(bytes);
-    return keep_alive(make_array(room, dtype, rank, shape, data, NPY_ARRAY_CARRAY, false),
-                      room->block);
+    return mlspy_array_in(descr, rank, shape, NULL, data, NPY_ARRAY_CARRAY,
+                          Py_NewRef(room->block));
 }
 
 /* The arrays keep the last block alive. */

@@ -24,8 +24,17 @@ typedef struct mlspy_room {
         *descrs[MLS_DTYPE_COUNT]; /* descriptors of the arrays so far, or NULL */
 } mlspy_room;
 
-/* Return a new array with its own memory, zeroed and untouched if `zeros`. Returns NULL
- * with an exception set on failure, as do the functions below. */
+/* Return a new array with its own memory, zeroed and untouched if `zeros`. Consumes the
+ * descriptor. Returns NULL with an exception set on failure, as do the functions below.
+ */
+PyObject *mlspy_array_of(PyArray_Descr *descr, int rank, const size_t *shape, bool zeros);
+
+/* Return a new array over memory that `base` keeps alive. Consumes the descriptor and
+ * `base`, also on failure. `strides` may be NULL for C order; `flags` are NumPy's. */
+PyObject *mlspy_array_in(PyArray_Descr *descr, int rank, const size_t *shape,
+                         const ptrdiff_t *strides, void *data, int flags, PyObject *base);
+
+/* As mlspy_array_of, with the descriptor of a dtype of a file. */
 PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
                           const size_t *shape, bool zeros);
 

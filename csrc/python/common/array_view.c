@@ -204,29 +204,33 @@ static PyArray_Descr *requested_descr(mls_dtype dtype)
     return descr;
 }
 
+int mlspy_dtype_named(PyObject *object, mls_dtype *out)
+{
+    Py_ssize_t length = 0;
+    const char *name =
+        PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
+    return name != NULL       ? mls_dtype_from_name(name, (size_t)length, out)
+           : PyErr_Occurred() ? -1
+                              : 0;
+}
+
 /* The core's own names come first: NumPy knows "bfloat16" only after an import of
  * ml_dtypes. */
 PyArray_Descr *mlspy_descr_of_object(const mlspy_state *state, PyObject *object,
                                      mls_dtype *out)
 {
     PyArray_Descr *descr = NULL;
-    mls_dtype named;
-    Py_ssize_t length = 0;
-    const char *name =
-        PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
-    if (name != NULL && mls_dtype_from_name(name, (size_t)length, &named)) {
-        descr = requested_descr(named);
-    } else if (PyErr_Occurred() ||
-               PyArray_DescrConverter(object, &descr) != NPY_SUCCEED) {
+    const int named = mlspy_dtype_named(object, out);
+    if (named > 0) {
+        descr = requested_descr(*out);
+    } else if (named < 0 || PyArray_DescrConverter(object, &descr) != NPY_SUCCEED) {
         return NULL;
     }
     /* NumPy has types that the core lacks: text, dates, objects, long double */
     if (descr != NULL && !mlspy_dtype_of_descr(descr, out)) {
-        mls_status st;
-        mls_fail(&st, MLS_E_DTYPE, "dtype %.60s is not supported",
-                 descr->typeobj->tp_name);
+        mlspy_raise_text(state, MLS_E_DTYPE, "dtype %.60s is not supported",
+                         descr->typeobj->tp_name);
         Py_CLEAR(descr);
-        mlspy_raise(state, &st, NULL);
     }
     return descr;
 }
@@ -258,11 +262,8 @@ static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
     mls_dtype dtype;
     PyArray_Descr *descr = PyArray_DESCR(array);
     if (!mlspy_dtype_of_descr(descr, &dtype)) {
-        mls_status st;
-        mls_fail(&st, MLS_E_DTYPE, "%s: dtype %.60s is not supported", what,
-                 descr->typeobj->tp_name);
-        mlspy_raise(state, &st, NULL);
-        return -1;
+        return MLSPY_FAIL(state, MLS_E_DTYPE, "%s: dtype %.60s is not supported", what,
+                          descr->typeobj->tp_name);
     }
     fill_view(array, dtype, out);
     return 0;
@@ -278,37 +279,44 @@ static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
            dtype_of_code(kind.code, kind.bits / 8, out);
 }
 
-/* Return `array`, or its detach() if it requires a gradient: torch does not export
- * tensors that are part of a graph. Both have the same memory. */
-static PyObject *without_graph(PyObject *array)
+/* Get an attribute that most exporters lack. Returns 1, 0 if it is missing, or -1 with an
+ * exception set. */
+static int find_attribute(PyObject *array, PyObject *name, PyObject **out)
 {
-    PyObject *flag = PyObject_GetAttrString(array, "requires_grad");
-    if (flag == NULL) { /* most exporters have no gradients */
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return NULL;
-        }
-        PyErr_Clear();
-        return Py_NewRef(array);
+    *out = PyObject_GetAttr(array, name);
+    if (*out != NULL) {
+        return 1;
     }
-    const int required = PyObject_IsTrue(flag);
-    Py_DECREF(flag);
-    if (required <= 0) {
-        return required < 0 ? NULL : Py_NewRef(array);
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        return -1;
     }
-    return PyObject_CallMethod(array, "detach", NULL);
+    PyErr_Clear();
+    return 0;
 }
 
-/* Return whether a torch tensor is a lazily negated view, which torch exports without its
- * negation. Returns -1 with an exception set. */
+/* Return `array`, or its detach() if it requires a gradient: torch does not export
+ * tensors that are part of a graph. Both have the same memory. */
+static PyObject *without_graph(const mlspy_state *state, PyObject *array)
+{
+    PyObject *flag;
+    int required = find_attribute(array, state->names[MLSPY_NAME_GRAPH], &flag);
+    if (required > 0) {
+        required = PyObject_IsTrue(flag);
+        Py_DECREF(flag);
+    }
+    return required > 0    ? PyObject_CallMethod(array, "detach", NULL)
+           : required == 0 ? Py_NewRef(array)
+                           : NULL;
+}
+
+/* Return whether a torch tensor is a lazily negated view, which torch exports without
+ * its negation. */
 static int is_negated(const mlspy_state *state, PyObject *array)
 {
-    PyObject *method = PyObject_GetAttr(array, state->negative_name);
-    if (method == NULL) { /* other libraries have no such views */
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return -1;
-        }
-        PyErr_Clear();
-        return 0;
+    PyObject *method;
+    const int found = find_attribute(array, state->names[MLSPY_NAME_NEGATIVE], &method);
+    if (found <= 0) {
+        return found;
     }
     PyObject *negative = PyObject_CallNoArgs(method);
     const int negated = negative == NULL ? -1 : negative == Py_True;
@@ -339,10 +347,10 @@ static void prefix_error(const char *what)
 
 /* Return the capsule that `array` exports. Asks for the versioned form first, since only
  * that one declares read-only memory; older exporters do not support it. */
-static PyObject *export_capsule(PyObject *array)
+static PyObject *export_capsule(const mlspy_state *state, PyObject *array)
 {
     /* max_version=(1, 1); no stream argument, since only devices have streams */
-    PyObject *plain = without_graph(array);
+    PyObject *plain = without_graph(state, array);
     PyObject *method = plain == NULL ? NULL : PyObject_GetAttrString(plain, "__dlpack__");
     PyObject *options =
         method == NULL ? NULL : Py_BuildValue("{s(ii)}", "max_version", 1, 1);
@@ -521,7 +529,7 @@ static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char 
                      "%s is a view that is negated when read: store its resolve_neg()",
                      what);
     }
-    PyObject *capsule = negated != 0 ? NULL : export_capsule(array);
+    PyObject *capsule = negated != 0 ? NULL : export_capsule(state, array);
     if (capsule == NULL && negated == 0) {
         prefix_error(what);
     }
@@ -603,7 +611,8 @@ static const dlpack_exchange *exchange_of(const mlspy_state *state, PyObject *ar
         type->tp_dict == NULL) {
         return NULL;
     }
-    PyObject *capsule = PyDict_GetItemWithError(type->tp_dict, state->exchange_name);
+    PyObject *capsule =
+        PyDict_GetItemWithError(type->tp_dict, state->names[MLSPY_NAME_EXCHANGE]);
     const dlpack_exchange *found = NULL;
     if (capsule != NULL && PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
         found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
@@ -615,9 +624,11 @@ static const dlpack_exchange *exchange_of(const mlspy_state *state, PyObject *ar
  * false, possibly with an exception set, if this cannot be determined. */
 static bool is_plain_tensor(const mlspy_state *state, PyObject *array)
 {
-    PyObject *graph = PyObject_GetAttr(array, state->graph_name);
+    PyObject *graph = PyObject_GetAttr(array, state->names[MLSPY_NAME_GRAPH]);
     PyObject *negative =
-        graph == Py_False ? PyObject_CallMethodNoArgs(array, state->negative_name) : NULL;
+        graph == Py_False
+            ? PyObject_CallMethodNoArgs(array, state->names[MLSPY_NAME_NEGATIVE])
+            : NULL;
     const bool plain = negative == Py_False;
     Py_XDECREF(graph);
     Py_XDECREF(negative);
@@ -669,14 +680,47 @@ int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *w
     }
     if (out->readonly) {
         mlspy_view_release(out);
-        PyErr_Format(PyExc_ValueError, "%s is read-only: pass a writable array", what);
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "%s is read-only: pass a writable array",
+                            what);
     }
     return 0;
+}
+
+int mlspy_view_for(const mlspy_state *state, PyObject *array, const char *what,
+                   bool writable, mlspy_view *out)
+{
+    if (mlspy_view_quickly(state, array, writable, out)) {
+        return 0;
+    }
+    return writable ? mlspy_view_writable(state, array, what, out)
+                    : mlspy_view_of(state, array, what, out);
+}
+
+PyArrayObject *mlspy_packed_array(PyObject *object, int type, int rank)
+{
+    PyArrayObject *array = (PyArrayObject *)object;
+    return PyArray_Check(object) && PyArray_TYPE(array) == type &&
+                   PyArray_NDIM(array) == rank && PyArray_ISCARRAY_RO(array)
+               ? array
+               : NULL;
 }
 
 /* Needs the GIL: the owner may be deallocated. */
 void mlspy_view_release(mlspy_view *view)
 {
     Py_CLEAR(view->owner);
+}
+
+void mlspy_views_release(mlspy_view *views, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        mlspy_view_release(&views[i]);
+    }
+}
+
+size_t mlspy_bytes(const mls_tensor *tensor)
+{
+    size_t bytes = 0;
+    (void)mls_tensor_bytes(tensor, &bytes);
+    return bytes;
 }

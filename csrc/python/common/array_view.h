@@ -31,11 +31,26 @@ int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *w
                         mlspy_view *out);
 
 /* The same for a plain ndarray or torch tensor. For any other object returns false
- * without an exception and with an undefined `*out`: use one of the functions above. */
+ * without an exception and with an undefined `*out`: use one of the other functions. */
 bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable,
                         mlspy_view *out);
 
+/* View an array, quickly if that is possible, else by one of the two functions above. */
+int mlspy_view_for(const mlspy_state *state, PyObject *array, const char *what,
+                   bool writable, mlspy_view *out);
+
+/* Return the object as an ndarray if it is one with a type number of NumPy, `rank`
+ * dimensions and C order, aligned and in native byte order; else NULL without an
+ * exception. */
+PyArrayObject *mlspy_packed_array(PyObject *object, int type, int rank);
+
 void mlspy_view_release(mlspy_view *view); /* accepts a view without owner; clears it */
+
+/* The same for `count` views. */
+void mlspy_views_release(mlspy_view *views, size_t count);
+
+/* Return the bytes of a tensor's elements. They fit, because the array is in memory. */
+size_t mlspy_bytes(const mls_tensor *tensor);
 
 /* Get the core's dtype of a NumPy descriptor. Returns false if the core has none. */
 bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out);
@@ -43,10 +58,14 @@ bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out);
 /* Return whether NumPy has the dtype without ml_dtypes. */
 bool mlspy_dtype_in_numpy(mls_dtype dtype);
 
-/* Return a new reference to the NumPy descriptor of a dtype. For dtypes that NumPy lacks,
- * ml_dtypes is imported; if it is not installed, the descriptor is an unsigned integer of
- * the same size, whose metadata names the dtype. Returns NULL with an exception set. */
+/* Return a new reference to the NumPy descriptor of a dtype. For dtypes that NumPy
+ * lacks, ml_dtypes is imported; if it is not installed, the descriptor is an unsigned
+ * integer of the same size, whose metadata names the dtype. */
 PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype);
+
+/* Get the dtype of the core whose name `object` is. Returns 1, 0 for any other object, or
+ * -1 with an exception set. */
+int mlspy_dtype_named(PyObject *object, mls_dtype *out);
 
 /* Return a new reference to the descriptor for a user's dtype argument: anything that
  * NumPy accepts, or the name of any dtype of the core. Returns NULL with an exception

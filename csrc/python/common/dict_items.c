@@ -97,8 +97,7 @@ static int take_all(PyObject *dict, mlspy_items *out)
         }
     MLSPY_END_LOCKED()
     if (failed) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     return 0;
 }
@@ -107,12 +106,7 @@ static int take_all(PyObject *dict, mlspy_items *out)
 int mlspy_items_of(PyObject *dict, const char *what, mlspy_items *out)
 {
     *out = (mlspy_items){0};
-    if (!PyDict_Check(dict)) {
-        PyErr_Format(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
-                     Py_TYPE(dict)->tp_name);
-        return -1;
-    }
-    if (take_all(dict, out) < 0) {
+    if (mlspy_take_dict(dict, what) < 0 || take_all(dict, out) < 0) {
         return -1;
     }
     /* after all entries are taken, because encoding a name allocates and may run the
@@ -163,13 +157,13 @@ int mlspy_dict_get(PyObject *dict, PyObject *key, PyObject **out)
 #endif
 }
 
-/* Only the dict keeps the key. */
-int mlspy_dict_set(PyObject *dict, const char *key, PyObject *value)
+int mlspy_dict_need(PyObject *dict, PyObject *key, PyObject **out)
 {
-    PyObject *text = PyUnicode_FromString(key);
-    const int failed = text == NULL ? -1 : PyDict_SetItem(dict, text, value);
-    Py_XDECREF(text);
-    return failed;
+    const int found = mlspy_dict_get(dict, key, out);
+    if (found == 0) {
+        PyErr_SetObject(PyExc_KeyError, key);
+    }
+    return found == 1 ? 0 : -1;
 }
 
 #if !defined(Py_GIL_DISABLED)
@@ -274,7 +268,7 @@ static int facts_of_ndarray(mlspy_item *item)
     return failed;
 }
 
-/* Convert a dimension of any integer type. Returns false with an exception set. */
+/* Convert a dimension of any integer type. */
 static bool take_size(PyObject *object, size_t *out)
 {
     PyObject *number = PyNumber_Index(object);
@@ -362,9 +356,10 @@ int mlspy_item_facts(const mlspy_state *state, mlspy_item *item)
         return facts_of_ndarray(item);
     }
     /* both may be properties that run Python code, so references are held meanwhile */
-    PyObject *shape = PyObject_GetAttr(item->value, state->shape_name);
-    PyObject *dtype =
-        shape == NULL ? NULL : PyObject_GetAttr(item->value, state->dtype_name);
+    PyObject *shape = PyObject_GetAttr(item->value, state->names[MLSPY_NAME_SHAPE]);
+    PyObject *dtype = shape == NULL
+                          ? NULL
+                          : PyObject_GetAttr(item->value, state->names[MLSPY_NAME_DTYPE]);
     int failed = -1;
     if (dtype != NULL) {
         failed = facts_of_attributes(state, shape, dtype, item);
@@ -431,19 +426,4 @@ int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out)
     *out = bytes;
     mlspy_view_release(&view);
     return 0;
-}
-
-/* The same form as in NumPy and torch, so that Python can compare shapes. */
-PyObject *mlspy_shape_tuple(const mls_tensor_meta *facts)
-{
-    PyObject *tuple = PyTuple_New(facts->rank);
-    for (int axis = 0; tuple != NULL && axis < facts->rank; axis++) {
-        PyObject *size = PyLong_FromSize_t(facts->shape[axis]);
-        if (size == NULL) {
-            Py_CLEAR(tuple);
-        } else {
-            PyTuple_SET_ITEM(tuple, axis, size);
-        }
-    }
-    return tuple;
 }

@@ -39,7 +39,7 @@ typedef struct mlspy_items {
 int mlspy_items_of(PyObject *dict, const char *what, mlspy_items *out);
 
 /* Fill in the facts of every item. Does not access the memory of arrays that have the
- * attributes `shape` and `dtype`. Returns -1 with an exception set. */
+ * attributes `shape` and `dtype`. */
 int mlspy_items_facts(const mlspy_state *state, mlspy_items *items);
 
 /* The same for one item; `value` and `name` must be set. */
@@ -55,10 +55,9 @@ void mlspy_items_release(mlspy_items *items); /* accepts a zeroed struct; zeroes
  * reference, 0 if the key is missing, -1 with an exception set. */
 int mlspy_dict_get(PyObject *dict, PyObject *key, PyObject **out);
 
-/* Set a key that comes from outside, such as a path. Returns 0, or -1 with an exception
- * set. PyDict_SetItemString interns its key, which newer Pythons (seen with 3.13 and
- * 3.14) never free. */
-int mlspy_dict_set(PyObject *dict, const char *key, PyObject *value);
+/* The same for a key that must be there. Returns 0, or -1 with KeyError or another
+ * exception set. */
+int mlspy_dict_need(PyObject *dict, PyObject *key, PyObject **out);
 
 /* Looks up a sequence of keys in `dict`; fastest if they come in the dict's order. Start
  * with {.dict = dict, .in_step = true}; borrows the dict. */
@@ -73,10 +72,7 @@ int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out);
 
 /* ---- single entries ---- */
 
-/* Return a new tuple of the dimensions. */
-PyObject *mlspy_shape_tuple(const mls_tensor_meta *facts);
-
-/* Get the size in bytes of an array's elements. Returns -1 with an exception set. */
+/* Get the size in bytes of an array's elements. */
 int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out);
 
 /* Return whether an entry is a pair of an ASCII str and an ndarray of numbers, as nearly

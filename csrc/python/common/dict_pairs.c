@@ -10,6 +10,7 @@
 #include "common/dict_items.h"
 #include "common/errors.h"
 #include "common/module_state.h"
+#include "common/results.h"
 
 #include "base/memory.h"
 #include "state/name_pairs.h"
@@ -56,8 +57,7 @@ static int arrange_targets(mlspy_pairs *p, mlspy_items *all, const size_t *partn
     }
     p->target.items = mls_alloc(p->count, sizeof *p->target.items);
     if (p->target.items == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     p->target.count = p->count;
     for (size_t i = 0; i < p->count; i++) {
@@ -103,8 +103,7 @@ static int make_pairs(const mlspy_state *state, mlspy_pairs *p)
     p->pairs = mls_alloc(p->count, sizeof *p->pairs);
     p->bits = mls_alloc(p->count, sizeof *p->bits);
     if (p->pairs == NULL || p->bits == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     for (size_t i = 0; i < p->count; i++) {
         mlspy_item *from = i < p->source.count ? &p->source.items[i] : NULL;
@@ -151,47 +150,37 @@ PyObject *mlspy_pair_key(const mlspy_pairs *p, size_t i)
     return i < p->source.count ? p->source.items[i].key : p->target.items[i].key;
 }
 
-/* Return a new list of the names whose pairs have `bit`. */
-static PyObject *names_with(const mlspy_pairs *p, unsigned bit)
+/* An entry of a report about pair `i`. */
+typedef PyObject *make_entry(const mlspy_pairs *p, size_t i);
+
+static PyObject *name_entry(const mlspy_pairs *p, size_t i)
 {
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < p->count; i++) {
-        if ((p->bits[i] & bit) != 0 && PyList_Append(list, mlspy_pair_key(p, i)) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
+    return Py_NewRef(mlspy_pair_key(p, i));
 }
 
 /* (name, shape of the source, shape of the target) */
-static PyObject *shape_entry(PyObject *key, const mls_fact_pair *pair)
+static PyObject *shape_entry(const mlspy_pairs *p, size_t i)
 {
-    PyObject *source = mlspy_shape_tuple(&pair->source);
-    PyObject *target = source == NULL ? NULL : mlspy_shape_tuple(&pair->target);
-    PyObject *entry = target == NULL ? NULL : PyTuple_Pack(3, key, source, target);
-    Py_XDECREF(source);
-    Py_XDECREF(target);
-    return entry;
+    const mls_tensor_meta *source = &p->pairs[i].source, *target = &p->pairs[i].target;
+    return Py_BuildValue("(ONN)", mlspy_pair_key(p, i),
+                         mlspy_sizes_tuple(source->shape, source->rank),
+                         mlspy_sizes_tuple(target->shape, target->rank));
 }
 
 /* (name, dtype of the source, dtype of the target) */
-static PyObject *dtype_entry(PyObject *key, const mls_fact_pair *pair)
+static PyObject *dtype_entry(const mlspy_pairs *p, size_t i)
 {
-    return Py_BuildValue("(Oss)", key, pair->source.dtype, pair->target.dtype);
+    return Py_BuildValue("(Oss)", mlspy_pair_key(p, i), p->pairs[i].source.dtype,
+                         p->pairs[i].target.dtype);
 }
 
-/* Return a new list of `entry` for the pairs that have `bit`. */
-static PyObject *entries_with(const mlspy_pairs *p, unsigned bit,
-                              PyObject *(*entry)(PyObject *, const mls_fact_pair *))
+/* Return a new list of an entry for each pair that has `bit`. */
+static PyObject *entries_with(const mlspy_pairs *p, unsigned bit, make_entry *entry)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < p->count; i++) {
         if ((p->bits[i] & bit) != 0) {
-            PyObject *made = entry(mlspy_pair_key(p, i), &p->pairs[i]);
-            if (made == NULL || PyList_Append(list, made) < 0) {
-                Py_CLEAR(list);
-            }
-            Py_XDECREF(made);
+            mlspy_append(&list, entry(p, i));
         }
     }
     return list;
@@ -202,33 +191,13 @@ PyObject *mlspy_pairs_report(const mlspy_pairs *p, bool from_target)
     const unsigned missing = from_target ? MLS_UNEXPECTED : MLS_MISSING;
     const unsigned unexpected = from_target ? MLS_MISSING : MLS_UNEXPECTED;
     /* Py_BuildValue treats NULL as an error and releases the others */
-    return Py_BuildValue("(NNNN)", names_with(p, missing), names_with(p, unexpected),
+    return Py_BuildValue("(NNNN)", entries_with(p, missing, name_entry),
+                         entries_with(p, unexpected, name_entry),
                          entries_with(p, MLS_SHAPE_DIFFERS, shape_entry),
                          entries_with(p, MLS_DTYPE_DIFFERS, dtype_entry));
 }
 
 /* ---- views and bytes ---- */
-
-/* Return an object that exports the memory of an array: for tensors that require a
- * gradient, such as parameters, their detach(). */
-static PyObject *lender_of(PyObject *array)
-{
-    PyObject *needs =
-        PyArray_Check(array) ? NULL : PyObject_GetAttrString(array, "requires_grad");
-    if (needs == NULL) {
-        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
-            return NULL;
-        }
-        PyErr_Clear();
-        return Py_NewRef(array);
-    }
-    const int detach = PyObject_IsTrue(needs);
-    Py_DECREF(needs);
-    if (detach < 0) {
-        return NULL;
-    }
-    return detach ? PyObject_CallMethod(array, "detach", NULL) : Py_NewRef(array);
-}
 
 /* Replace the BufferError of a tensor without accessible memory by CompatibilityError
  * with its name. */
@@ -249,8 +218,6 @@ static void name_buffer_error(const mlspy_state *state, const char *what)
     Py_XDECREF(reason);
 }
 
-/* View one array; errors name it. The view holds its own reference, so a temporary lender
- * can be released. */
 int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char *side,
                     bool writable, mlspy_view *out)
 {
@@ -259,14 +226,7 @@ int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char
     }
     char what[MLS_NAME_BYTES];
     PyOS_snprintf(what, sizeof what, "%s'%.140s'", side, item->name.data);
-    *out = (mlspy_view){0};
-    PyObject *lender = lender_of(item->value);
-    if (lender == NULL) {
-        return -1;
-    }
-    const int failed = writable ? mlspy_view_writable(state, lender, what, out)
-                                : mlspy_view_of(state, lender, what, out);
-    Py_DECREF(lender);
+    const int failed = mlspy_view_for(state, item->value, what, writable, out);
     if (failed < 0 && PyErr_ExceptionMatches(PyExc_BufferError)) {
         name_buffer_error(state, what);
     }

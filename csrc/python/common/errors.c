@@ -14,15 +14,7 @@
 
 #include <errno.h>
 
-/* Definition of a class. */
-typedef struct error_spec {
-    const char *name; /* dotted, as in pickles */
-    const char *doc;  /* the class docstring */
-    mlspy_error base; /* another class of this table; its own index for the root */
-    PyObject **mixin; /* a builtin class that existing code catches, or NULL */
-} error_spec;
-
-static const char *const base_doc =
+static const char base_doc[] =
     "Base class of every mlstate error.\n\n"
     "Attributes\n----------\n"
     "name : str or None\n    Tensor, state or key concerned.\n"
@@ -35,66 +27,60 @@ static const char *const base_doc =
 static const char *const field_names[] = {"name", "expected", "got",
                                           "path", "offset",   "rank"};
 
-/* A function instead of a table, because PyExc_* are not constant expressions. */
-static error_spec spec_of(mlspy_error which)
-{
-    switch (which) {
-    case MLSPY_ERROR_NOT_FOUND:
-        return (error_spec){"mlstate.errors.TensorNotFoundError",
-                            "A state dict has no tensor of that name.", MLSPY_ERROR_BASE,
-                            &PyExc_KeyError};
-    case MLSPY_ERROR_COMPATIBILITY:
-        return (error_spec){"mlstate.errors.CompatibilityError",
-                            "Shapes, dtypes or keys that do not go together.\n\n"
-                            "``differences`` lists all that stood in the way of "
-                            "`mlstate.state.load_into`; it is empty elsewhere.",
-                            MLSPY_ERROR_BASE, &PyExc_ValueError};
-    case MLSPY_ERROR_FORMAT:
-        return (error_spec){"mlstate.errors.FormatError",
-                            "A file is not what it claims to be.", MLSPY_ERROR_BASE,
-                            &PyExc_ValueError};
-    case MLSPY_ERROR_CHECKSUM:
-        return (error_spec){"mlstate.errors.ChecksumError",
-                            "A file's bytes changed since they were written.",
-                            MLSPY_ERROR_FORMAT, NULL};
-    case MLSPY_ERROR_CAPACITY:
-        return (error_spec){"mlstate.errors.CapacityError",
-                            "A position, length or buffer that does not fit.",
-                            MLSPY_ERROR_BASE, &PyExc_ValueError};
-    case MLSPY_ERROR_STORE:
-        return (error_spec){"mlstate.errors.StoreError",
-                            "The operating system refused a file operation.",
-                            MLSPY_ERROR_BASE, &PyExc_OSError};
-    case MLSPY_ERROR_STORE_MISSING:
-        return (error_spec){"mlstate.errors.StoreNotFoundError", "A file does not exist.",
-                            MLSPY_ERROR_STORE, &PyExc_FileNotFoundError};
-    case MLSPY_ERROR_STORE_DENIED:
-        return (error_spec){"mlstate.errors.StorePermissionError",
-                            "A file may not be read or written.", MLSPY_ERROR_STORE,
-                            &PyExc_PermissionError};
-    case MLSPY_ERROR_COLLECTIVE:
-        return (error_spec){"mlstate.errors.CollectiveError",
-                            "An operation across ranks failed.", MLSPY_ERROR_BASE,
-                            &PyExc_RuntimeError};
-    case MLSPY_ERROR_BASE:
-    case MLSPY_ERROR_COUNT:
-        break;
-    }
-    return (error_spec){"mlstate.errors.MLStateError", base_doc, MLSPY_ERROR_BASE,
-                        &PyExc_Exception};
-}
+/* The definitions of the classes. */
+static const struct {
+    const char *name; /* dotted, as in pickles */
+    const char *doc;  /* the class docstring */
+    mlspy_error base; /* another class of this table; its own index for the root */
+} specs[MLSPY_ERROR_COUNT] = {
+    [MLSPY_ERROR_BASE] = {"mlstate.errors.MLStateError", base_doc, MLSPY_ERROR_BASE},
+    [MLSPY_ERROR_NOT_FOUND] = {"mlstate.errors.TensorNotFoundError",
+                               "A state dict has no tensor of that name.",
+                               MLSPY_ERROR_BASE},
+    [MLSPY_ERROR_COMPATIBILITY] = {"mlstate.errors.CompatibilityError",
+                                   "Shapes, dtypes or keys that do not go together.\n\n"
+                                   "``differences`` lists all that stood in the way of "
+                                   "`mlstate.state.load_into`; it is empty elsewhere.",
+                                   MLSPY_ERROR_BASE},
+    [MLSPY_ERROR_FORMAT] = {"mlstate.errors.FormatError",
+                            "A file is not what it claims to be.", MLSPY_ERROR_BASE},
+    [MLSPY_ERROR_CHECKSUM] = {"mlstate.errors.ChecksumError",
+                              "A file's bytes changed since they were written.",
+                              MLSPY_ERROR_FORMAT},
+    [MLSPY_ERROR_CAPACITY] = {"mlstate.errors.CapacityError",
+                              "A position, length or buffer that does not fit.",
+                              MLSPY_ERROR_BASE},
+    [MLSPY_ERROR_STORE] = {"mlstate.errors.StoreError",
+                           "The operating system refused a file operation.",
+                           MLSPY_ERROR_BASE},
+    [MLSPY_ERROR_STORE_MISSING] = {"mlstate.errors.StoreNotFoundError",
+                                   "A file does not exist.", MLSPY_ERROR_STORE},
+    [MLSPY_ERROR_STORE_DENIED] = {"mlstate.errors.StorePermissionError",
+                                  "A file may not be read or written.",
+                                  MLSPY_ERROR_STORE},
+    [MLSPY_ERROR_COLLECTIVE] = {"mlstate.errors.CollectiveError",
+                                "An operation across ranks failed.", MLSPY_ERROR_BASE},
+};
 
-/* Return a new tuple of the bases of `which`. */
+/* Return a new tuple of the bases of `which`: another class of mlstate, and a builtin
+ * class that existing code catches. */
 static PyObject *bases_of(const mlspy_state *state, mlspy_error which)
 {
-    const error_spec spec = spec_of(which);
+    PyObject *const builtins[MLSPY_ERROR_COUNT] = {
+        [MLSPY_ERROR_NOT_FOUND] = PyExc_KeyError,
+        [MLSPY_ERROR_COMPATIBILITY] = PyExc_ValueError,
+        [MLSPY_ERROR_FORMAT] = PyExc_ValueError,
+        [MLSPY_ERROR_CAPACITY] = PyExc_ValueError,
+        [MLSPY_ERROR_STORE] = PyExc_OSError,
+        [MLSPY_ERROR_STORE_MISSING] = PyExc_FileNotFoundError,
+        [MLSPY_ERROR_STORE_DENIED] = PyExc_PermissionError,
+        [MLSPY_ERROR_COLLECTIVE] = PyExc_RuntimeError,
+    };
     if (which == MLSPY_ERROR_BASE) {
-        return PyTuple_Pack(1, *spec.mixin);
+        return PyTuple_Pack(1, PyExc_Exception);
     }
-    if (spec.mixin == NULL) {
-        return PyTuple_Pack(1, state->errors[spec.base]);
-    }
-    return PyTuple_Pack(2, state->errors[spec.base], *spec.mixin);
+    PyObject *base = state->errors[specs[which].base], *builtin = builtins[which];
+    return builtin == NULL ? PyTuple_Pack(1, base) : PyTuple_Pack(2, base, builtin);
 }
 
 /* KeyError prints the repr of its argument; its subclass restores the plain text. The
@@ -138,19 +124,19 @@ int mlspy_errors_add(PyObject *module)
 {
     mlspy_state *state = mlspy_state_of(module);
     for (int i = 0; i < MLSPY_ERROR_COUNT; i++) {
-        const error_spec spec = spec_of((mlspy_error)i);
         PyObject *bases = bases_of(state, (mlspy_error)i);
         if (bases == NULL) {
             return -1;
         }
-        state->errors[i] = PyErr_NewExceptionWithDoc(spec.name, spec.doc, bases, NULL);
+        state->errors[i] =
+            PyErr_NewExceptionWithDoc(specs[i].name, specs[i].doc, bases, NULL);
         Py_DECREF(bases);
         if (state->errors[i] == NULL ||
             (i == MLSPY_ERROR_BASE && add_fields(state->errors[i]) < 0) ||
             (i == MLSPY_ERROR_COMPATIBILITY && add_differences(state->errors[i]) < 0) ||
             (i == MLSPY_ERROR_NOT_FOUND && restore_plain_text(state->errors[i]) < 0) ||
-            PyModule_AddObjectRef(module, strrchr(spec.name, '.') + 1, state->errors[i]) <
-                0) {
+            PyModule_AddObjectRef(module, strrchr(specs[i].name, '.') + 1,
+                                  state->errors[i]) < 0) {
             return -1;
         }
     }
@@ -216,7 +202,7 @@ static int set_text(PyObject *error, const char *field, const char *text)
     return text[0] == '\0' ? 0 : set_field(error, field, text_object(text));
 }
 
-/* Copy the fields of a status to the exception. Returns -1 with an exception set. */
+/* Copy the fields of a status to the exception. */
 static int set_fields(PyObject *error, const mls_status *st, PyObject *path)
 {
     if (set_text(error, "name", st->name) < 0 ||
@@ -269,4 +255,41 @@ PyObject *mlspy_raise(const mlspy_state *state, const mls_status *st, PyObject *
     }
     Py_XDECREF(error);
     return NULL;
+}
+
+void mlspy_raise_named(PyObject *class, PyObject *text, PyObject *name)
+{
+    PyObject *error = text == NULL ? NULL : PyObject_CallOneArg(class, text);
+    if (error != NULL && PyObject_SetAttrString(error, "name", name) == 0) {
+        PyErr_SetObject(class, error);
+    }
+    Py_XDECREF(error);
+    Py_XDECREF(text);
+}
+
+int mlspy_check(const mlspy_state *state, mls_code code, const mls_status *st)
+{
+    if (code != MLS_OK) {
+        mlspy_raise(state, st, NULL);
+        return -1;
+    }
+    return 0;
+}
+
+PyObject *mlspy_none(const mlspy_state *state, mls_code code, const mls_status *st)
+{
+    return mlspy_check(state, code, st) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* mls_fail truncates the text at a character. */
+void mlspy_raise_text(const mlspy_state *state, mls_code code, const char *format, ...)
+{
+    char text[2 * MLS_TEXT_BYTES];
+    mls_status st;
+    va_list args;
+    va_start(args, format);
+    PyOS_vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    mls_fail(&st, code, "%s", text);
+    mlspy_raise(state, &st, NULL);
 }

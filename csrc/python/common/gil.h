@@ -6,6 +6,14 @@
 
 #include <stdint.h>
 
+/* Execute statements with the GIL released. */
+#define MLSPY_WITHOUT_GIL(...)                                                           \
+    do {                                                                                 \
+        Py_BEGIN_ALLOW_THREADS                                                           \
+            __VA_ARGS__;                                                                 \
+        Py_END_ALLOW_THREADS                                                             \
+    } while (0)
+
 /* Below this size, releasing the GIL costs more than it gains. */
 enum { MLSPY_RELEASE_BYTES = 64 * 1024 };
 

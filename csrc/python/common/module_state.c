@@ -17,15 +17,37 @@ mlspy_state *mlspy_state_of(PyObject *module)
 }
 
 /* Searches the bases, so that it works for Python subclasses. */
-PyObject *mlspy_module_of(PyTypeObject *type)
+mlspy_state *mlspy_state_of_type(PyTypeObject *type)
 {
-    return PyType_GetModuleByDef(type, &mlspy_module_def);
+    PyObject *module = PyType_GetModuleByDef(type, &mlspy_module_def);
+    return module == NULL ? NULL : mlspy_state_of(module);
 }
 
-const mlspy_state *mlspy_state_of_type(PyTypeObject *type)
+const mls_crc_kernels *mlspy_crc(const mlspy_state *state)
 {
-    PyObject *module = mlspy_module_of(type);
-    return module == NULL ? NULL : mlspy_state_of(module);
+    return mls_crc_of(state->kernels->cpu);
+}
+
+/* Every instance holds a reference to its type. */
+void mlspy_free(void *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* Methods find the module's state through their own type. */
+int mlspy_add_type(PyObject *module, PyType_Spec *spec, PyObject *base,
+                   PyTypeObject **keep)
+{
+    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, base);
+    const int failed = type == NULL ? -1 : PyModule_AddType(module, type);
+    if (failed < 0 || keep == NULL) {
+        Py_XDECREF(type);
+    } else {
+        *keep = type;
+    }
+    return failed;
 }
 
 /* ---- initialisation ---- */
@@ -62,50 +84,35 @@ static int start_core(mlspy_state *state)
     return 0;
 }
 
-/* Names of attributes that are read from every tensor. */
 static int intern_names(mlspy_state *state)
 {
-    state->shape_name = PyUnicode_InternFromString("shape");
-    state->dtype_name = PyUnicode_InternFromString("dtype");
-    state->itemsize_name = PyUnicode_InternFromString("itemsize");
-    state->nbytes_name = PyUnicode_InternFromString("nbytes");
-    state->exchange_name = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
-    state->graph_name = PyUnicode_InternFromString("requires_grad");
-    state->negative_name = PyUnicode_InternFromString("is_neg");
-    return state->shape_name == NULL || state->dtype_name == NULL ||
-                   state->itemsize_name == NULL || state->nbytes_name == NULL ||
-                   state->exchange_name == NULL || state->graph_name == NULL ||
-                   state->negative_name == NULL
-               ? -1
-               : 0;
-}
-
-/* Kernels first, because a wrong environment variable is the most likely failure. */
-int mlspy_state_init(mlspy_state *state)
-{
-    return start_core(state) < 0 || intern_names(state) < 0 ? -1 : 0;
-}
-
-/* ---- traverse, clear, free ---- */
-
-/* For tp_traverse. */
-static int visit_bytes_getters(mlspy_state *state, visitproc visit, void *arg)
-{
-    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
-        Py_VISIT(
-            atomic_load_explicit(&state->bytes_getters[i].type, memory_order_relaxed));
+    static const char *const names[MLSPY_NAME_COUNT] = {
+        [MLSPY_NAME_SHAPE] = "shape",
+        [MLSPY_NAME_DTYPE] = "dtype",
+        [MLSPY_NAME_ITEMSIZE] = "itemsize",
+        [MLSPY_NAME_NBYTES] = "nbytes",
+        [MLSPY_NAME_EXCHANGE] = "__dlpack_c_exchange_api__",
+        [MLSPY_NAME_GRAPH] = "requires_grad",
+        [MLSPY_NAME_NEGATIVE] = "is_neg",
+    };
+    for (int i = 0; i < MLSPY_NAME_COUNT; i++) {
+        state->names[i] = PyUnicode_InternFromString(names[i]);
+        if (state->names[i] == NULL) {
+            return -1;
+        }
     }
     return 0;
 }
 
-/* For tp_clear; the entries are unused afterwards. */
-static void clear_bytes_getters(mlspy_state *state)
+/* Kernels first, because a wrong environment variable is the most likely failure. */
+int mlspy_state_init(PyObject *module)
 {
-    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
-        PyTypeObject *type = atomic_exchange(&state->bytes_getters[i].type, NULL);
-        Py_XDECREF(type);
-    }
+    mlspy_state *state = mlspy_state_of(module);
+    state->module = module;
+    return start_core(state) < 0 || intern_names(state) < 0 ? -1 : 0;
 }
+
+/* ---- traverse, clear, free ---- */
 
 /* Visits every Python object of the state; kernels and pool have none. */
 static int core_traverse(PyObject *module, visitproc visit, void *arg)
@@ -114,19 +121,17 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     for (int i = 0; i < MLSPY_ERROR_COUNT; i++) {
         Py_VISIT(state->errors[i]);
     }
-    Py_VISIT(state->kv_buffer_type);
+    for (int i = 0; i < MLSPY_NAME_COUNT; i++) {
+        Py_VISIT(state->names[i]);
+    }
+    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
+        Py_VISIT(
+            atomic_load_explicit(&state->bytes_getters[i].type, memory_order_relaxed));
+    }
     Py_VISIT(state->kv_lease_type);
-    Py_VISIT(state->statedict_type);
     Py_VISIT(state->merged_index_type);
     Py_VISIT(state->local_link_type);
-    Py_VISIT(state->shape_name);
-    Py_VISIT(state->dtype_name);
-    Py_VISIT(state->itemsize_name);
-    Py_VISIT(state->nbytes_name);
-    Py_VISIT(state->exchange_name);
-    Py_VISIT(state->graph_name);
-    Py_VISIT(state->negative_name);
-    return visit_bytes_getters(state, visit, arg);
+    return 0;
 }
 
 /* May run more than once, and while functions of the module are still referenced. */
@@ -136,19 +141,16 @@ static int core_clear(PyObject *module)
     for (int i = 0; i < MLSPY_ERROR_COUNT; i++) {
         Py_CLEAR(state->errors[i]);
     }
-    Py_CLEAR(state->kv_buffer_type);
+    for (int i = 0; i < MLSPY_NAME_COUNT; i++) {
+        Py_CLEAR(state->names[i]);
+    }
+    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
+        PyTypeObject *type = atomic_exchange(&state->bytes_getters[i].type, NULL);
+        Py_XDECREF(type);
+    }
     Py_CLEAR(state->kv_lease_type);
-    Py_CLEAR(state->statedict_type);
     Py_CLEAR(state->merged_index_type);
     Py_CLEAR(state->local_link_type);
-    Py_CLEAR(state->shape_name);
-    Py_CLEAR(state->dtype_name);
-    Py_CLEAR(state->itemsize_name);
-    Py_CLEAR(state->nbytes_name);
-    Py_CLEAR(state->exchange_name);
-    Py_CLEAR(state->graph_name);
-    Py_CLEAR(state->negative_name);
-    clear_bytes_getters(state);
     return 0;
 }
 

@@ -11,6 +11,7 @@
 #include "common/errors.h"
 
 #include "array/copy/copy.h"
+#include "crc32c/crc32c.h"
 #include "runtime/thread_pool.h"
 
 #include <stdatomic.h>
@@ -26,18 +27,28 @@ typedef struct mlspy_bytes_getter {
     void *closure;
 } mlspy_bytes_getter;
 
+/* Names of attributes that are read from every tensor, in the order of the table in
+ * module_state.c. */
+enum {
+    MLSPY_NAME_SHAPE,
+    MLSPY_NAME_DTYPE,
+    MLSPY_NAME_ITEMSIZE,
+    MLSPY_NAME_NBYTES,
+    MLSPY_NAME_EXCHANGE,
+    MLSPY_NAME_GRAPH,
+    MLSPY_NAME_NEGATIVE,
+    MLSPY_NAME_COUNT
+};
+
 /* The state of the module. It starts zeroed, so traverse, clear and free work after any
  * failed step of the initialisation. */
 struct mlspy_state {
+    PyObject *module; /* borrowed: the state belongs to it */
     PyObject *errors[MLSPY_ERROR_COUNT];
-    PyTypeObject *kv_buffer_type;
     PyTypeObject *kv_lease_type;
-    PyTypeObject *statedict_type;
     PyTypeObject *merged_index_type;
     PyTypeObject *local_link_type;
-    PyObject *shape_name, *dtype_name; /* interned, for the type attribute cache */
-    PyObject *itemsize_name, *nbytes_name;
-    PyObject *exchange_name, *graph_name, *negative_name;
+    PyObject *names[MLSPY_NAME_COUNT]; /* interned, for the type attribute cache */
     mlspy_bytes_getter bytes_getters[MLSPY_TENSOR_CLASSES];
     const mls_kernels *kernels; /* points to `own_kernels` */
     mls_kernels own_kernels;    /* kernels of the set chosen at import, with `choices` */
@@ -51,16 +62,24 @@ extern struct PyModuleDef mlspy_module_def;
 /* Return the state of the module object, which every function gets as `self`. */
 mlspy_state *mlspy_state_of(PyObject *module);
 
-/* Return the module that defined a heap type of mlstate, given the type or a subclass
- * (borrowed), or NULL with TypeError set. */
-PyObject *mlspy_module_of(PyTypeObject *type);
+/* Return the state of the module that defined a heap type of mlstate, given the type or a
+ * subclass, or NULL with TypeError set. */
+mlspy_state *mlspy_state_of_type(PyTypeObject *type);
 
-/* Return the state of that module (borrowed), or NULL with TypeError set. */
-const mlspy_state *mlspy_state_of_type(PyTypeObject *type);
+/* Return the kernels for checksums, of the set chosen at import. */
+const mls_crc_kernels *mlspy_crc(const mlspy_state *state);
+
+/* Free the memory of an object of a heap type: the last step of its tp_dealloc. */
+void mlspy_free(void *self);
+
+/* Create a type and add it to the module. `base` may be NULL. `*keep` receives a new
+ * reference, unless `keep` is NULL. */
+int mlspy_add_type(PyObject *module, PyType_Spec *spec, PyObject *base,
+                   PyTypeObject **keep);
 
 /* Fill the state except classes and types: choose kernels, create the pool (no thread is
  * started yet) and intern names. Returns -1 with ImportError for a wrong MLSTATE_CPU or
  * MLSTATE_COPY, or with MemoryError; freeing the module frees the rest. */
-int mlspy_state_init(mlspy_state *state);
+int mlspy_state_init(PyObject *module);
 
 #endif

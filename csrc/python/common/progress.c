@@ -6,6 +6,8 @@
  */
 #include "common/progress.h"
 
+#include "common/errors.h"
+
 #include <pthread.h>
 #include <time.h>
 
@@ -18,16 +20,11 @@ static int64_t read_nanoseconds(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Return the bytes not yet reported, and reset them. */
-static unsigned long long take_pending(mlspy_progress *p)
+/* The reports of all intervals add up to the total. */
+int mlspy_progress_finish(mlspy_progress *p)
 {
-    return __atomic_exchange_n(&p->pending, 0, __ATOMIC_RELAXED);
-}
-
-/* Call the callback, with the GIL held. Returns -1 with an exception set. */
-static int report_pending(mlspy_progress *p)
-{
-    const unsigned long long bytes = take_pending(p);
+    const unsigned long long bytes =
+        __atomic_exchange_n(&p->pending, 0, __ATOMIC_RELAXED);
     if (p->callback == NULL || bytes == 0) {
         return 0;
     }
@@ -46,7 +43,7 @@ static bool add_progress(void *context, uint64_t bytes)
         return true;
     }
     PyEval_RestoreThread(p->saved);
-    const bool good = PyErr_CheckSignals() == 0 && report_pending(p) == 0;
+    const bool good = PyErr_CheckSignals() == 0 && mlspy_progress_finish(p) == 0;
     p->saved = PyEval_SaveThread();
     p->told = read_nanoseconds();
     return good;
@@ -56,9 +53,8 @@ static bool add_progress(void *context, uint64_t bytes)
 int mlspy_progress_init(mlspy_progress *progress, PyObject *callback)
 {
     if (callback != Py_None && !PyCallable_Check(callback)) {
-        PyErr_Format(PyExc_TypeError, "progress must be callable, got %.100s",
-                     Py_TYPE(callback)->tp_name);
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "progress must be callable, got %.100s",
+                            Py_TYPE(callback)->tp_name);
     }
     *progress = (mlspy_progress){.callback = callback == Py_None ? NULL : callback,
                                  .core = {.report = add_progress, .context = progress}};
@@ -79,9 +75,14 @@ void mlspy_progress_end(mlspy_progress *progress)
     PyEval_RestoreThread(progress->saved);
 }
 
-/* Reports the bytes since the last interval, so that the reports add up to the total.
- * Called with the GIL held. */
-int mlspy_progress_finish(mlspy_progress *progress)
+/* Any thread of the pool may call it; only the thread that began the work checks for
+ * signals. */
+static bool go_on(void *context)
 {
-    return report_pending(progress);
+    return add_progress(context, 0);
+}
+
+mls_poll mlspy_progress_poll(mlspy_progress *progress)
+{
+    return (mls_poll){.go_on = go_on, .context = progress};
 }

@@ -5,6 +5,7 @@
 #include "common/python_api.h"
 
 #include "checkpoint/read/shard_read.h"
+#include "planning/plan_costs.h"
 
 /* Progress of work without the GIL. Only the thread that began the work calls Python, at
  * intervals. A signal (Ctrl-C) or an exception in the callback stops the work. */
@@ -24,8 +25,10 @@ int mlspy_progress_init(mlspy_progress *progress, PyObject *callback);
 void mlspy_progress_begin(mlspy_progress *progress);
 void mlspy_progress_end(mlspy_progress *progress);
 
-/* Report the remaining bytes; call it after mlspy_progress_end, with the GIL. Returns -1
- * with an exception set. */
+/* Report the remaining bytes; call it after mlspy_progress_end, with the GIL. */
 int mlspy_progress_finish(mlspy_progress *progress);
+
+/* Return a poll for the work of a planner, which stops at a signal. */
+mls_poll mlspy_progress_poll(mlspy_progress *progress);
 
 #endif

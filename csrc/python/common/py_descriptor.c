@@ -4,7 +4,8 @@
  * returned by os.open, and a lock on that file then stays. A lost object is deallocated.
  * So every step here is one call, which an interrupt precedes or follows.
  */
-#include "common/common_bindings.h"
+#include "common/functions.h"
+#include "common/gil.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -30,9 +31,7 @@ static int open_path(descriptor_object *self, PyObject *path, int flags)
     }
     const char *name = PyBytes_AS_STRING(encoded);
     do {
-        Py_BEGIN_ALLOW_THREADS
-            number = open(name, flags | O_CLOEXEC, 0666);
-        Py_END_ALLOW_THREADS
+        MLSPY_WITHOUT_GIL(number = open(name, flags | O_CLOEXEC, 0666));
     } while (number < 0 && errno == EINTR && PyErr_CheckSignals() == 0);
     Py_DECREF(encoded);
     self->number = number;
@@ -83,10 +82,8 @@ static void close_number(descriptor_object *self)
  */
 static void descriptor_dealloc(descriptor_object *self)
 {
-    PyTypeObject *type = Py_TYPE(self);
     close_number(self);
-    type->tp_free((PyObject *)self);
-    Py_DECREF(type);
+    mlspy_free(self);
 }
 
 static PyObject *descriptor_close(descriptor_object *self, PyObject *unused)
@@ -107,9 +104,7 @@ static PyObject *descriptor_lock(descriptor_object *self, PyObject *unused)
 {
     int failed;
     (void)unused;
-    Py_BEGIN_ALLOW_THREADS
-        failed = flock(self->number, LOCK_EX | LOCK_NB);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(failed = flock(self->number, LOCK_EX | LOCK_NB));
     if (failed != 0 && errno != EWOULDBLOCK) {
         return PyErr_SetFromErrno(PyExc_OSError);
     }
@@ -117,33 +112,26 @@ static PyObject *descriptor_lock(descriptor_object *self, PyObject *unused)
     return PyBool_FromLong(self->locked);
 }
 
-static PyObject *descriptor_enter(descriptor_object *self, PyObject *unused)
+static PyObject *descriptor___enter__(descriptor_object *self, PyObject *unused)
 {
     (void)unused;
     return Py_NewRef(self);
 }
 
 /* No interrupt can occur between the block of a `with` statement and this call. */
-static PyObject *descriptor_exit(descriptor_object *self, PyObject *unused)
+static PyObject *descriptor___exit__(descriptor_object *self, PyObject *unused)
 {
-    (void)unused;
-    close_number(self);
-    Py_RETURN_NONE;
+    return descriptor_close(self, unused);
 }
 
 /* ---- the type ---- */
 
 static PyMethodDef descriptor_methods[] = {
-    {"fileno", (PyCFunction)(void (*)(void))descriptor_fileno, METH_NOARGS,
-     "fileno($self, /)\n--\n\nReturn the number, or -1 if it is closed."},
-    {"lock", (PyCFunction)(void (*)(void))descriptor_lock, METH_NOARGS,
-     "lock($self, /)\n--\n\nTry to lock the file; return whether it is locked now."},
-    {"close", (PyCFunction)(void (*)(void))descriptor_close, METH_NOARGS,
-     "close($self, /)\n--\n\nUnlock and close the file, if it is open."},
-    {"__enter__", (PyCFunction)(void (*)(void))descriptor_enter, METH_NOARGS,
-     "__enter__($self, /)\n--\n\nReturn the object."},
-    {"__exit__", (PyCFunction)(void (*)(void))descriptor_exit, METH_VARARGS,
-     "__exit__($self, /, *unused)\n--\n\nClose, as `close` does."},
+    MLSPY_METHOD(descriptor, fileno, METH_NOARGS, "/"),
+    MLSPY_METHOD(descriptor, lock, METH_NOARGS, "/"),
+    MLSPY_METHOD(descriptor, close, METH_NOARGS, "/"),
+    MLSPY_METHOD(descriptor, __enter__, METH_NOARGS, "/"),
+    MLSPY_METHOD(descriptor, __exit__, METH_VARARGS, "/, *unused"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -151,9 +139,7 @@ static PyType_Slot descriptor_slots[] = {
     {Py_tp_new, (void *)descriptor_new},
     {Py_tp_dealloc, (void *)descriptor_dealloc},
     {Py_tp_methods, descriptor_methods},
-    {Py_tp_doc,
-     (void *)"Descriptor(path, flags, /)\n--\n\nA file or folder that is open; "
-             "deallocation unlocks and closes it."},
+    {Py_tp_doc, (void *)"Descriptor(path, flags, /)\n--\n\n"},
     {0, NULL},
 };
 
@@ -166,8 +152,5 @@ static PyType_Spec descriptor_spec = {
 
 int mlspy_descriptor_add(PyObject *module)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, &descriptor_spec, NULL);
-    const int failed = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
-    Py_XDECREF(type);
-    return failed;
+    return mlspy_add_type(module, &descriptor_spec, NULL, NULL);
 }

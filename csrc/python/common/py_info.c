@@ -1,11 +1,44 @@
-/* py_info: the decisions about copies, for mlstate.info(). */
-#include "common/common_bindings.h"
-#include "common/dict_items.h"
+/* py_info: the table of dtypes, and the decisions about copies, for mlstate.info(). */
+#include "common/array_view.h"
 #include "common/errors.h"
+#include "common/functions.h"
+#include "common/gil.h"
 #include "common/module_state.h"
+#include "common/results.h"
 
 #include "base/memory.h"
 #include "crc32c/crc32c.h"
+
+/* ---- dtypes ---- */
+
+/* The group of dtypes.def as Python names it. */
+static const char *kind_name(mls_dtype_kind kind)
+{
+    static const char *const names[] = {
+        [MLS_KIND_FLOAT] = "float",     [MLS_KIND_INT] = "int",
+        [MLS_KIND_UINT] = "uint",       [MLS_KIND_BOOL] = "bool",
+        [MLS_KIND_COMPLEX] = "complex", [MLS_KIND_FLOAT8] = "float8",
+    };
+    return names[kind];
+}
+
+/* dtypes() -> ((name, file name, item bytes, kind, whether NumPy has it), ...) */
+PyObject *core_dtypes(mlspy_state *state, PyObject *const *args)
+{
+    (void)state;
+    (void)args;
+    PyObject *table = PyTuple_New(MLS_DTYPE_COUNT);
+    for (int i = 0; table != NULL && i < MLS_DTYPE_COUNT; i++) {
+        const mls_dtype_info *info = mls_dtype_of((mls_dtype)i);
+        mlspy_put(&table, i,
+                  Py_BuildValue("(ssnsO)", info->name, info->file_name,
+                                (Py_ssize_t)info->item_bytes, kind_name(info->kind),
+                                mlspy_dtype_in_numpy((mls_dtype)i) ? Py_True : Py_False));
+    }
+    return table;
+}
+
+/* ---- copies ---- */
 
 /* Return the variant of a decision, or None. */
 static PyObject *chosen_name(mls_store_choice *choice)
@@ -23,13 +56,9 @@ static PyObject *rates_dict(mls_store_choice *choice)
     PyObject *rates = PyDict_New();
     for (int store = 0; rates != NULL && store < MLS_STORES; store++) {
         const uint64_t rate = atomic_load(&choice->rate[store]);
-        PyObject *value =
-            rate == 0 ? Py_NewRef(Py_None) : PyFloat_FromDouble((double)rate * 1e-9);
-        if (value == NULL ||
-            mlspy_dict_set(rates, mls_store_name((mls_store)store), value) < 0) {
-            Py_CLEAR(rates);
-        }
-        Py_XDECREF(value);
+        mlspy_set(&rates, PyUnicode_FromString(mls_store_name((mls_store)store)),
+                  rate == 0 ? Py_NewRef(Py_None)
+                            : PyFloat_FromDouble((double)rate * 1e-9));
     }
     return rates;
 }
@@ -50,35 +79,23 @@ static PyObject *least_dict(const mls_store_choices *choices)
 {
     PyObject *dict = PyDict_New();
     for (int size = 0; dict != NULL && size < MLS_STORE_SIZES; size++) {
-        PyObject *bytes = PyLong_FromSize_t(choices->least[size]);
-        if (bytes == NULL ||
-            mlspy_dict_set(dict, mls_store_size_name((mls_store_size)size), bytes) < 0) {
-            Py_CLEAR(dict);
-        }
-        Py_XDECREF(bytes);
+        mlspy_set(&dict, PyUnicode_FromString(mls_store_size_name((mls_store_size)size)),
+                  PyLong_FromSize_t(choices->least[size]));
     }
     return dict;
 }
 
 /* copy_choices() -> {"forced", "variants", "cache_bytes", "least_bytes", "choices"};
  * least_bytes: {"within", "within_4x", "within_16x", "past"} */
-static PyObject *copy_choices(PyObject *module, PyObject *unused)
+PyObject *core_copy_choices(mlspy_state *state, PyObject *const *args)
 {
-    (void)unused;
-    mlspy_state *state = mlspy_state_of(module);
+    (void)args;
     PyObject *list = PyList_New(0);
     for (int i = 0; list != NULL && i < 2 * MLS_STORE_SIZES * MLS_STORE_OPERATIONS; i++) {
         const mls_store_operation operation =
             (mls_store_operation)(i / (2 * MLS_STORE_SIZES));
-        PyObject *entry =
-            choice_dict(operation, i % 2 != 0, &state->choices.choice[0][0][0] + i);
-        if (entry == NULL || PyList_Append(list, entry) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(entry);
-    }
-    if (list == NULL) {
-        return NULL;
+        mlspy_append(&list, choice_dict(operation, i % 2 != 0,
+                                        &state->choices.choice[0][0][0] + i));
     }
     const int forced = state->choices.forced;
     return Py_BuildValue("{s:s,s:I,s:n,s:N,s:N}", "forced",
@@ -117,12 +134,11 @@ static void run_trials(const mlspy_state *state, unsigned char *to,
 
 /* measure_copies(): make the missing decisions for copies of 16 MiB now, with temporary
  * memory */
-static PyObject *measure_copies(PyObject *module, PyObject *unused)
+PyObject *core_measure_copies(mlspy_state *state, PyObject *const *args)
 {
-    (void)unused;
+    (void)args;
     enum { BYTES = 16 << 20 }; /* bytes of source and of destination */
     enum { RESULTS = 4 };      /* two for each variant: see mls_store_turn */
-    const mlspy_state *state = mlspy_state_of(module);
     mls_pages pages;
     mls_status st;
     mls_code code;
@@ -138,18 +154,5 @@ static PyObject *measure_copies(PyObject *module, PyObject *unused)
             mls_pages_fini(&pages);
         }
     Py_END_ALLOW_THREADS
-    if (code != MLS_OK) {
-        return mlspy_raise(state, &st, NULL);
-    }
-    Py_RETURN_NONE;
+    return mlspy_none(state, code, &st);
 }
-
-/* Used by mlstate/_common/copy_choices.py only. */
-PyMethodDef mlspy_info_methods[] = {
-    {"copy_choices", copy_choices, METH_NOARGS,
-     "copy_choices()\n--\n\nHow large copies store their result, and how fast each way "
-     "was."},
-    {"measure_copies", measure_copies, METH_NOARGS,
-     "measure_copies()\n--\n\nDecide now what the first large copies would decide."},
-    {NULL, NULL, 0, NULL},
-};

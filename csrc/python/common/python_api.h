@@ -1,5 +1,9 @@
 /* python_api: the headers of Python and NumPy, configured for all binding files.
  *
+ * Unless its comment differs, a function of csrc/python that can fail returns -1, or a
+ * NULL pointer, with an exception set; a function that returns an object returns a new
+ * reference.
+ *
  * NumPy's API is one static pointer. module.c defines and fills it: it defines
  * MLSPY_IMPORT_NUMPY before this include.
  */
@@ -14,7 +18,10 @@
 #endif
 #include <numpy/arrayobject.h>
 
-/* A METH_FASTCALL function for a PyMethodDef entry. */
-#define MLSPY_FASTCALL(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
+/* The entry of a PyMethodDef table for method `name` of a type, implemented by
+ * type_name. `parameters` are those after $self, for inspect.signature. */
+#define MLSPY_METHOD(type, name, flags, parameters)                                      \
+    {#name, (PyCFunction)(void (*)(void))type##_##name, flags,                           \
+     #name "($self, " parameters ")\n--\n\n"}
 
 #endif

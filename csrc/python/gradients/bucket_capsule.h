@@ -9,13 +9,6 @@
 #include "gradients/bucket.h"
 #include "gradients/reduce/reduce.h"
 
-/* A bucket, with references that keep its arrays alive. */
-typedef struct mlspy_bucket {
-    mls_bucket bucket;
-    PyObject **owners; /* strong: array and output of each segment */
-    size_t *counts;    /* counts of all segments */
-} mlspy_bucket;
-
 /* Parses "sum", "min" or "max". Returns -1 with TypeError or ValueError set; then `*out`
  * is unchanged. */
 int mlspy_take_op(PyObject *object, mls_reduce_op *out);
@@ -23,14 +16,17 @@ int mlspy_take_op(PyObject *object, mls_reduce_op *out);
 /* Returns the bucket of a capsule, which owns it; NULL with ValueError set. A caller that
  * uses it without the GIL must hold a reference to the capsule; the arguments of a call
  * do. */
-mlspy_bucket *mlspy_bucket_of(PyObject *capsule);
+mls_bucket *mlspy_bucket_of(PyObject *capsule);
 
 /* Views an array that is packed, aligned and in native byte order. Returns -1 with an
  * exception set; the message calls the array `what` of a bucket. */
 int mlspy_view_packed(const mlspy_state *state, PyObject *array, const char *what,
                       bool writable, mlspy_view *out);
 
-/* Returns a new list of (squares, nonfinite), one for each segment. */
+/* Returns a new pair (squares, nonfinite). */
+PyObject *mlspy_norm_pair(const mls_norm_partial *partial);
+
+/* Returns a new list of such pairs, one for each segment. */
 PyObject *mlspy_bucket_norm_partials(const mls_bucket *b);
 
 #endif

@@ -1,4 +1,4 @@
-/* py_bucket: buckets of gradients, and sketches of arrays.
+/* py_bucket: buckets of gradients, their messages, and sketches of arrays.
  *
  * A bucket is parsed once, from tuples (array, counts, out), into a capsule that keeps
  * the arrays alive. Packing and reducing then need no Python objects.
@@ -8,14 +8,22 @@
 #include "common/args.h"
 #include "common/array_view.h"
 #include "common/errors.h"
+#include "common/functions.h"
+#include "common/gil.h"
 #include "common/module_state.h"
-#include "gradients/gradients_bindings.h"
+#include "common/results.h"
 
 #include "base/memory.h"
 #include "base/size.h"
 #include "gradients/ams_sketch.h"
+#include "gradients/gradient_compression.h"
 
-#include <string.h>
+/* A bucket, with references that keep its arrays alive. */
+typedef struct held_bucket {
+    mls_bucket bucket;
+    PyObject **owners; /* strong: array and output of each segment */
+    size_t *counts;    /* counts of all segments */
+} held_bucket;
 
 /* The capsule's name, which identifies capsules of this file. */
 static const char BUCKET[] = "mlstate.bucket";
@@ -35,15 +43,15 @@ int mlspy_take_op(PyObject *object, mls_reduce_op *out)
             return 0;
         }
     }
-    PyErr_Format(PyExc_ValueError, "op must be sum, min or max, got %.100R", object);
-    return -1;
+    return MLSPY_REFUSE(PyExc_ValueError, "op must be sum, min or max, got %.100R",
+                        object);
 }
 
 /* ---- construction ---- */
 
 /* Frees a bucket; accepts a partly constructed one, in which `count` segments have
  * owners. Needs the GIL, because it may drop the last reference to an array. */
-static void bucket_free(mlspy_bucket *held)
+static void bucket_free(held_bucket *held)
 {
     if (held == NULL) {
         return;
@@ -63,19 +71,18 @@ static void capsule_free(PyObject *capsule)
     bucket_free(PyCapsule_GetPointer(capsule, BUCKET));
 }
 
-/* Also refuses objects that are not capsules. */
-mlspy_bucket *mlspy_bucket_of(PyObject *capsule)
+/* Also refuses objects that are not capsules. The bucket is the first member. */
+mls_bucket *mlspy_bucket_of(PyObject *capsule)
 {
     return PyCapsule_GetPointer(capsule, BUCKET);
 }
 
 /* Allocates a bucket with room for `count` segments of `world` ranks, and no segments
- * yet. Returns NULL with an exception set. The arrays never grow later, because segments
- * point into `counts`. */
-static mlspy_bucket *bucket_new(size_t count, size_t world)
+ * yet. The arrays never grow later, because segments point into `counts`. */
+static held_bucket *bucket_new(size_t count, size_t world)
 {
     size_t numbers;
-    mlspy_bucket *held = mls_alloc(1, sizeof *held);
+    held_bucket *held = mls_alloc(1, sizeof *held);
     if (held == NULL || !mls_size_mul(count, world, &numbers)) {
         mls_free(held);
         PyErr_NoMemory();
@@ -93,14 +100,10 @@ static mlspy_bucket *bucket_new(size_t count, size_t world)
     return held;
 }
 
-/* The quick path is for plain arrays; a bucket may have thousands. If it declines, the
- * slow path handles the object or raises the right error. */
 int mlspy_view_packed(const mlspy_state *state, PyObject *array, const char *what,
                       bool writable, mlspy_view *out)
 {
-    if (!mlspy_view_quickly(state, array, writable, out) &&
-        (writable ? mlspy_view_writable(state, array, what, out)
-                  : mlspy_view_of(state, array, what, out)) < 0) {
+    if (mlspy_view_for(state, array, what, writable, out) < 0) {
         return -1;
     }
     if (!mls_bucket_takes(&out->tensor)) {
@@ -127,8 +130,7 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
         return -1;
     }
     if (!PyTuple_Check(shape)) {
-        PyErr_SetString(PyExc_TypeError, "shape must be a tuple");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "shape must be a tuple");
     }
     /* a subclass of ndarray may hold more than its memory */
     if ((PyArray_Check(array) && !PyArray_CheckExact(array)) ||
@@ -151,15 +153,11 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
 }
 
 /* is_plain(array, writable) -> bool */
-static PyObject *is_plain(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_is_plain(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view view;
-    if (mlspy_take_count("is_plain", 2, count) < 0) {
-        return NULL;
-    }
-    const bool plain =
-        (!PyArray_Check(args[0]) || PyArray_CheckExact(args[0])) &&
-        mlspy_view_quickly(mlspy_state_of(module), args[0], args[1] == Py_True, &view);
+    const bool plain = (!PyArray_Check(args[0]) || PyArray_CheckExact(args[0])) &&
+                       mlspy_view_quickly(state, args[0], args[1] == Py_True, &view);
     if (plain) {
         mlspy_view_release(&view);
     }
@@ -167,14 +165,11 @@ static PyObject *is_plain(PyObject *module, PyObject *const *args, Py_ssize_t co
 }
 
 /* bucket_fits(array, dtype, shape, writable) -> bool */
-static PyObject *bucket_fits(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_bucket_fits(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view view;
-    if (mlspy_take_count("bucket_fits", 4, count) < 0) {
-        return NULL;
-    }
-    const int fits = view_fitting(mlspy_state_of(module), args[0], args[1], args[2],
-                                  args[3] == Py_True, &view);
+    const int fits =
+        view_fitting(state, args[0], args[1], args[2], args[3] == Py_True, &view);
     if (fits < 0) {
         return NULL;
     }
@@ -184,14 +179,13 @@ static PyObject *bucket_fits(PyObject *module, PyObject *const *args, Py_ssize_t
     return PyBool_FromLong(fits);
 }
 
-/* Parses a tuple of the elements of each rank's part. Returns -1 with an exception set. A
- * tuple cannot change while __index__ of an item runs. */
+/* Parses a tuple of the elements of each rank's part. A tuple cannot change while
+ * __index__ of an item runs. */
 static int take_counts(const mlspy_state *state, PyObject *tuple, size_t world,
                        size_t *counts)
 {
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != (Py_ssize_t)world) {
-        PyErr_Format(PyExc_TypeError, "counts must be a tuple of %zu ints", world);
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "counts must be a tuple of %zu ints", world);
     }
     for (size_t i = 0; i < world; i++) {
         int64_t count;
@@ -200,17 +194,16 @@ static int take_counts(const mlspy_state *state, PyObject *tuple, size_t world,
             return -1;
         }
         if (count < 0) {
-            PyErr_SetString(PyExc_ValueError, "counts must not be negative");
-            return -1;
+            return MLSPY_REFUSE(PyExc_ValueError, "counts must not be negative");
         }
         counts[i] = (size_t)count;
     }
     return 0;
 }
 
-/* Views the output of a segment. A tuple of 3 allows any dtype that reductions support. A
- * tuple of 5 also has a dtype and a shape: the output must match them and have the
- * array's type. Returns -1 with an exception set. */
+/* Views the output of a segment. A tuple of 3 allows any dtype that reductions
+ * support. A tuple of 5 also has a dtype and a shape: the output must match them and
+ * have the array's type. */
 static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *out)
 {
     PyObject *output = PyTuple_GET_ITEM(tuple, 2);
@@ -234,7 +227,7 @@ static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *ou
  * exception set; the caller then frees the whole bucket. Each segment sets the dtypes of
  * `reduction` from its own arrays. */
 static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction reduction,
-                      mlspy_bucket *held)
+                      held_bucket *held)
 {
     mls_status st;
     mls_bucket *b = &held->bucket;
@@ -242,9 +235,9 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
     size_t *counts = &held->counts[b->world * b->count];
     if (!PyTuple_Check(tuple) ||
         (PyTuple_GET_SIZE(tuple) != 3 && PyTuple_GET_SIZE(tuple) != 5)) {
-        PyErr_SetString(PyExc_TypeError, "a segment is a tuple (array, counts, out) or "
-                                         "(array, counts, out, dtype, shape)");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError,
+                            "a segment is a tuple (array, counts, out) or "
+                            "(array, counts, out, dtype, shape)");
     }
     if (mlspy_view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false,
                           &views[0]) < 0) {
@@ -262,10 +255,11 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
     }
     reduction.dtype = views[0].tensor.dtype;
     reduction.out_dtype = views[1].tensor.dtype;
-    if (mls_segment_check(&views[0].tensor, &views[1].tensor, counts, b->world, b->rank,
-                          &st) != MLS_OK ||
-        mls_reduce_check(&reduction, &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
+    if (mlspy_check(state,
+                    mls_segment_check(&views[0].tensor, &views[1].tensor, counts,
+                                      b->world, b->rank, &st) != MLS_OK ||
+                        mls_reduce_check(&reduction, &st),
+                    &st) < 0) {
         return -1;
     }
     b->segments[b->count - 1] = (mls_segment){.data = views[0].tensor.data,
@@ -277,16 +271,13 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
 
 /* bucket(segments, world, rank, op, divisor) -> capsule
  *
- * The capsule holds its own references to the arrays. Before the capsule exists, errors
- * free the bucket here; afterwards its destructor does.
+ * The capsule holds its own references to the arrays.
  */
-static PyObject *bucket(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_bucket(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mls_reduction reduction = {.divisor = 1};
     int64_t world, rank;
-    if (mlspy_take_count("bucket", 5, count) < 0 ||
-        mlspy_take_int64(state, args[1], "world", &world) < 0 ||
+    if (mlspy_take_int64(state, args[1], "world", &world) < 0 ||
         mlspy_take_int64(state, args[2], "rank", &rank) < 0 ||
         mlspy_take_op(args[3], &reduction.op) < 0 ||
         mlspy_take_double(args[4], "divisor", &reduction.divisor) < 0) {
@@ -294,213 +285,309 @@ static PyObject *bucket(PyObject *module, PyObject *const *args, Py_ssize_t coun
     }
     /* a non-negative rank below `world` implies that `world` is at least 1 */
     if (!PyList_Check(args[0]) || rank < 0 || rank >= world || world > INT_MAX) {
-        PyErr_SetString(PyExc_TypeError,
-                        "a bucket is a list of segments, for one of its ranks");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError,
+                            "a bucket is a list of segments, for one of its ranks");
     }
     /* a copy: the list may change while outputs are viewed */
     PyObject *segments = PyList_AsTuple(args[0]);
-    mlspy_bucket *held = NULL;
-    if (segments == NULL ||
-        (held = bucket_new((size_t)PyTuple_GET_SIZE(segments), (size_t)world)) == NULL) {
-        goto done;
+    held_bucket *held =
+        segments == NULL ? NULL
+                         : bucket_new((size_t)PyTuple_GET_SIZE(segments), (size_t)world);
+    PyObject *capsule = held == NULL ? NULL : PyCapsule_New(held, BUCKET, capsule_free);
+    if (capsule == NULL) {
+        bucket_free(held);
+        Py_XDECREF(segments);
+        return NULL;
     }
     held->bucket.rank = (size_t)rank;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(segments); i++) {
+    for (Py_ssize_t i = 0; capsule != NULL && i < PyTuple_GET_SIZE(segments); i++) {
         if (bucket_add(state, PyTuple_GET_ITEM(segments, i), reduction, held) < 0) {
-            bucket_free(held);
-            held = NULL;
-            goto done;
+            Py_CLEAR(capsule); /* frees the bucket */
         }
     }
-done:
-    Py_XDECREF(segments);
-    PyObject *capsule = held == NULL ? NULL : PyCapsule_New(held, BUCKET, capsule_free);
-    if (held != NULL && capsule == NULL) {
-        bucket_free(held);
-    }
+    Py_DECREF(segments);
     return capsule;
 }
 
-/* ---- use ---- */
-
-/* bucket_sizes(bucket) -> (bytes to each rank with 0 for this one, bytes from each)
+/* ---- messages ----
  *
- * Every other rank sends the same number of bytes: the size of this rank's parts. "N"
- * consumes the list, also on failure.
+ * The caller of a function holds its arguments, so the capsule, its arrays and the views
+ * stay valid while the GIL is released.
  */
-static PyObject *bucket_sizes(PyObject *module, PyObject *const *args, Py_ssize_t count)
+
+/* How the messages of a bucket are encoded. */
+typedef struct message_format {
+    bool compressed;
+    mls_gradient_compression wire; /* if compressed */
+} message_format;
+
+/* Parses the first two arguments: a bucket, and None or the name of a format for
+ * buckets of float32 sums. Every call checks the bucket, because the core casts the
+ * arrays of a compressed one to float without a check. */
+static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
+                               message_format *m)
 {
-    const mlspy_state *state = mlspy_state_of(module);
+    mls_str text;
     mls_status st;
-    if (mlspy_take_count("bucket_sizes", 1, count) < 0) {
+    mls_bucket *b = mlspy_bucket_of(args[0]);
+    m->compressed = args[1] != Py_None;
+    if (b == NULL || !m->compressed) {
+        return b;
+    }
+    if (mlspy_take_text(args[1], "compression", &text) < 0) {
         return NULL;
     }
-    const mlspy_bucket *held = mlspy_bucket_of(args[0]);
-    PyObject *to = held == NULL ? NULL : PyList_New((Py_ssize_t)held->bucket.world);
+    if (!mls_gradient_compression_from_name(text, &m->wire)) {
+        PyErr_Format(PyExc_ValueError,
+                     "compression must be 'float16', 'bfloat16' or 'int8', not %R",
+                     args[1]);
+        return NULL;
+    }
+    return mlspy_check(state, mls_gradient_compression_check(b, &st), &st) < 0 ? NULL : b;
+}
+
+/* Computes the bytes of a rank's parts. */
+static int part_bytes(const mlspy_state *state, const mls_bucket *b,
+                      const message_format *m, size_t rank, size_t *out)
+{
+    mls_status st;
+    if (m->compressed) {
+        *out = mls_gradient_compression_bucket_bytes(b, m->wire, rank);
+        return 0;
+    }
+    return mlspy_check(state, mls_bucket_bytes(b, rank, out, &st), &st);
+}
+
+/* bucket_sizes(bucket, compression) -> (bytes to each rank with 0 for this one, bytes
+ * from each)
+ *
+ * Every other rank sends the same number of bytes: the size of this rank's parts.
+ */
+PyObject *core_bucket_sizes(mlspy_state *state, PyObject *const *args)
+{
+    message_format m;
+    const mls_bucket *b = take_bucket(state, args, &m);
+    PyObject *to = b == NULL ? NULL : PyList_New((Py_ssize_t)b->world);
     size_t mine = 0;
-    for (size_t rank = 0; to != NULL && rank < held->bucket.world; rank++) {
+    for (size_t rank = 0; to != NULL && rank < b->world; rank++) {
         size_t bytes;
-        if (mls_bucket_bytes(&held->bucket, rank, &bytes, &st) != MLS_OK) {
-            Py_CLEAR(to);
-            return mlspy_raise(state, &st, NULL);
-        }
-        const bool own = rank == held->bucket.rank;
+        const bool own = rank == b->rank;
+        const int failed = part_bytes(state, b, &m, rank, &bytes);
+        mlspy_put(&to, (Py_ssize_t)rank,
+                  failed < 0 ? NULL : PyLong_FromSize_t(own ? 0 : bytes));
         mine = own ? bytes : mine;
-        PyObject *number = PyLong_FromSize_t(own ? 0 : bytes);
-        if (number == NULL) {
-            Py_CLEAR(to);
-        } else {
-            PyList_SET_ITEM(to, (Py_ssize_t)rank, number);
-        }
     }
     return to == NULL ? NULL : Py_BuildValue("(Nn)", to, (Py_ssize_t)mine);
 }
 
-/* Views a buffer with room for all messages. Returns -1 with an exception set, without a
- * view. Kernels read the parts in place, at multiples of MLS_BUCKET_ALIGN, so the buffer
- * itself must be aligned. A send buffer must be writable. */
-static int view_messages(const mlspy_state *state, const mls_bucket *b, PyObject *array,
-                         bool sent, mlspy_view *out)
+/* Views a buffer of at least `wanted` bytes for messages. Returns -1 with an exception
+ * set, without a view. Kernels read the parts in place, at multiples of MLS_BUCKET_ALIGN,
+ * so the buffer itself must be aligned. */
+static int view_messages(const mlspy_state *state, PyObject *array, size_t wanted,
+                         bool writable, mlspy_view *out)
 {
-    size_t wanted, have;
-    mls_status st;
-    if ((sent ? mls_bucket_sent_bytes(b, &wanted, &st)
-              : mls_bucket_received_bytes(b, &wanted, &st)) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
+    size_t have = 0;
+    if (mlspy_view_packed(state, array, "the messages", writable, out) < 0) {
         return -1;
     }
-    if (mlspy_view_packed(state, array, "the messages", sent, out) < 0) {
-        return -1;
+    if (mls_tensor_bytes(&out->tensor, &have) && have >= wanted &&
+        (uintptr_t)out->tensor.data % MLS_BUCKET_ALIGN == 0) {
+        return 0;
     }
-    if (!mls_tensor_bytes(&out->tensor, &have) || have < wanted ||
-        (uintptr_t)out->tensor.data % MLS_BUCKET_ALIGN != 0) {
-        PyErr_Format(PyExc_ValueError,
-                     "messages of %zu bytes do not fit %zu bytes of memory aligned to %d",
-                     wanted, have, (int)MLS_BUCKET_ALIGN);
-        mlspy_view_release(out);
-        return -1;
+    mlspy_view_release(out);
+    return MLSPY_REFUSE(
+        PyExc_ValueError,
+        "messages of %zu bytes do not fit %zu bytes of memory aligned to %d", wanted,
+        have, (int)MLS_BUCKET_ALIGN);
+}
+
+/* Views that are held while the GIL is released. */
+typedef struct pack_job {
+    mlspy_view send, own;
+    mlspy_view *views; /* of the residuals; NULL for none */
+    float **residuals; /* data of `views`; NULL for none */
+    size_t count;
+} pack_job;
+
+/* Accepts a partly filled or zeroed job; `count` is the number of views. */
+static void pack_fini(pack_job *job)
+{
+    mlspy_views_release(job->views, job->count);
+    mlspy_view_release(&job->send);
+    mlspy_view_release(&job->own);
+    mls_free(job->views);
+    mls_free(job->residuals);
+}
+
+/* Views the residuals: float32, with as many elements as their segments; None means no
+ * residuals. Returns -1 with an exception set; pack_fini releases the views.
+ *
+ * A residual covers the whole array, not only this rank's part, because the messages to
+ * all ranks lose precision.
+ */
+static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObject *list,
+                          pack_job *job)
+{
+    if (list == Py_None) {
+        return 0;
+    }
+    if (!PyTuple_Check(list) || PyTuple_GET_SIZE(list) != (Py_ssize_t)b->count) {
+        return MLSPY_REFUSE(PyExc_TypeError,
+                            "residuals must be a tuple, one for each segment");
+    }
+    job->views = mls_alloc(b->count, sizeof *job->views);
+    job->residuals = mls_alloc(b->count, sizeof *job->residuals);
+    if (job->views == NULL || job->residuals == NULL) {
+        return mlspy_no_memory();
+    }
+    for (size_t i = 0; i < b->count; i++) {
+        size_t elements = 0;
+        mlspy_view *view = &job->views[i];
+        if (mlspy_view_packed(state, PyTuple_GET_ITEM(list, (Py_ssize_t)i), "a residual",
+                              true, view) < 0) {
+            return -1;
+        }
+        job->count++; /* from here on pack_fini releases the view */
+        if (view->tensor.dtype != MLS_F32 ||
+            !mls_tensor_count(&view->tensor, &elements) ||
+            elements != mls_segment_elements(&b->segments[i], b->world)) {
+            return MLSPY_REFUSE(PyExc_ValueError,
+                                "a residual is float32, and has the gradient's elements");
+        }
+        job->residuals[i] = (float *)(void *)view->tensor.data;
     }
     return 0;
 }
 
-/* bucket_pack(bucket, send)
+/* bucket_pack(bucket, compression, residuals, send, own)
  *
- * The caller holds the arguments of the call, so the capsule and its arrays stay alive
- * while the GIL is released.
+ * Without compression, residuals and `own` are None. With it, updates the residuals, so a
+ * bucket must be packed once in each step; everything is checked before the first
+ * residual changes.
  */
-static PyObject *bucket_pack(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_bucket_pack(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
-    mlspy_view send = {0};
-    if (mlspy_take_count("bucket_pack", 2, count) < 0) {
+    message_format m;
+    pack_job job = {0};
+    mls_status st;
+    size_t sent, mine;
+    PyObject *result = NULL;
+    const mls_bucket *b = take_bucket(state, args, &m);
+    if (b == NULL || part_bytes(state, b, &m, b->rank, &mine) < 0) {
         return NULL;
     }
-    const mlspy_bucket *held = mlspy_bucket_of(args[0]);
-    if (held == NULL || view_messages(state, &held->bucket, args[1], true, &send) < 0) {
+    if (m.compressed) {
+        sent = mls_gradient_compression_sent_bytes(b, m.wire);
+    } else if (mlspy_check(state, mls_bucket_sent_bytes(b, &sent, &st), &st) < 0) {
         return NULL;
+    }
+    if (take_residuals(state, b, args[2], &job) < 0 ||
+        view_messages(state, args[3], sent, true, &job.send) < 0 ||
+        (m.compressed && view_messages(state, args[4], mine, true, &job.own) < 0)) {
+        goto done;
     }
     Py_BEGIN_ALLOW_THREADS
-        mls_bucket_pack(&held->bucket, send.tensor.data);
+        if (m.compressed) {
+            mls_gradient_compression_pack(b, state->kernels, m.wire, job.residuals,
+                                          job.send.tensor.data, job.own.tensor.data);
+        } else {
+            mls_bucket_pack(b, job.send.tensor.data);
+        }
     Py_END_ALLOW_THREADS
-    mlspy_view_release(&send);
-    Py_RETURN_NONE;
+    result = Py_NewRef(Py_None);
+done:
+    pack_fini(&job);
+    return result;
 }
 
-/* A partly filled list can be dropped: its empty entries are NULL. */
+/* Returns a new pair (squares, nonfinite). */
+PyObject *mlspy_norm_pair(const mls_norm_partial *partial)
+{
+    return Py_BuildValue("(dK)", partial->squares,
+                         (unsigned long long)partial->nonfinite);
+}
+
 PyObject *mlspy_bucket_norm_partials(const mls_bucket *b)
 {
     PyObject *list = PyList_New((Py_ssize_t)b->count);
     for (size_t i = 0; list != NULL && i < b->count; i++) {
-        const mls_norm_partial *partial = &b->segments[i].norm_partial;
-        PyObject *pair = Py_BuildValue("(dK)", partial->squares,
-                                       (unsigned long long)partial->nonfinite);
-        if (pair == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
-        }
+        mlspy_put(&list, (Py_ssize_t)i, mlspy_norm_pair(&b->segments[i].norm_partial));
     }
     return list;
 }
 
-/* bucket_reduce(bucket, received) -> [(squares, nonfinite), ...]
+/* bucket_reduce(bucket, compression, own, received) -> [(squares, nonfinite), ...]
  *
- * The bucket stores the norm partials, so only one thread at a time may reduce it.
+ * `own` was filled by bucket_pack; None without compression. The norm partials are those
+ * of the divided outputs. The bucket stores them, so only one thread at a time may reduce
+ * it.
  */
-static PyObject *bucket_reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
-    mlspy_view received = {0};
-    if (mlspy_take_count("bucket_reduce", 2, count) < 0) {
+    message_format m;
+    mlspy_view own = {0}, received = {0};
+    mls_status st;
+    size_t mine, wanted;
+    const void **sources = NULL;
+    PyObject *result = NULL;
+    mls_bucket *b = take_bucket(state, args, &m);
+    if (b == NULL || part_bytes(state, b, &m, b->rank, &mine) < 0) {
         return NULL;
     }
-    mlspy_bucket *held = mlspy_bucket_of(args[0]);
-    if (held == NULL ||
-        view_messages(state, &held->bucket, args[1], false, &received) < 0) {
+    if (m.compressed) {
+        wanted = mine * (b->world - 1);
+    } else if (mlspy_check(state, mls_bucket_received_bytes(b, &wanted, &st), &st) < 0) {
         return NULL;
     }
-    const void **sources = mls_alloc(held->bucket.world, sizeof *sources);
+    if ((m.compressed && view_messages(state, args[2], mine, false, &own) < 0) ||
+        view_messages(state, args[3], wanted, false, &received) < 0) {
+        goto done;
+    }
+    sources = mls_alloc(b->world, sizeof *sources);
     if (sources == NULL) {
-        mlspy_view_release(&received);
-        return PyErr_NoMemory();
+        PyErr_NoMemory();
+        goto done;
     }
     Py_BEGIN_ALLOW_THREADS
-        mls_bucket_reduce(&held->bucket, state->kernels, received.tensor.data, sources);
+        if (m.compressed) {
+            mls_gradient_compression_reduce(b, state->kernels, m.wire, own.tensor.data,
+                                            received.tensor.data);
+        } else {
+            mls_bucket_reduce(b, state->kernels, received.tensor.data, sources);
+        }
     Py_END_ALLOW_THREADS
-    mls_free(sources);
+    result = mlspy_bucket_norm_partials(b);
+done:
+    mls_free((void *)sources);
+    mlspy_view_release(&own);
     mlspy_view_release(&received);
-    return mlspy_bucket_norm_partials(&held->bucket);
+    return result;
 }
 
 /* sketch(array, start, seed) -> (signed sum, sum of absolute values)
  *
  * `array` is packed; its first element has index `start`.
  */
-static PyObject *sketch(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_sketch(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mlspy_view view = {0};
     mls_ams_sketch sum = {0};
     mls_status st;
     int64_t start, seed;
     size_t elements = 0;
-    if (mlspy_take_count("sketch", 3, count) < 0 ||
-        mlspy_take_int64(state, args[1], "start", &start) < 0 ||
+    if (mlspy_take_int64(state, args[1], "start", &start) < 0 ||
         mlspy_take_int64(state, args[2], "seed", &seed) < 0 ||
         mlspy_view_packed(state, args[0], "an array", false, &view) < 0) {
         return NULL;
     }
     (void)mls_tensor_count(&view.tensor, &elements);
     mls_code code;
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_ams_sketch_add(&sum, view.tensor.data, view.tensor.dtype,
-                                  (size_t)start, elements, (uint64_t)seed, &st);
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(code = mls_ams_sketch_add(&sum, view.tensor.data, view.tensor.dtype,
+                                                (size_t)start, elements, (uint64_t)seed,
+                                                &st));
     mlspy_view_release(&view);
     if (code != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
     return Py_BuildValue("(dd)", sum.signed_sum, sum.magnitude);
 }
-
-PyMethodDef mlspy_bucket_methods[] = {
-    {"is_plain", MLSPY_FASTCALL(is_plain),
-     "is_plain(array, writable, /)\n--\n\nWhether an array is an ndarray, or a torch "
-     "tensor\nin main memory, that the core reads or writes as it is."},
-    {"bucket_fits", MLSPY_FASTCALL(bucket_fits),
-     "bucket_fits(array, dtype, shape, writable, /)\n--\n\nWhether a bucket takes an "
-     "array as it "
-     "lies."},
-    {"bucket", MLSPY_FASTCALL(bucket),
-     "bucket(segments, world, rank, op, divisor, /)\n--\n\nArrays to be reduced as one."},
-    {"bucket_sizes", MLSPY_FASTCALL(bucket_sizes),
-     "bucket_sizes(bucket, /)\n--\n\nBytes to each other rank, and from each."},
-    {"bucket_pack", MLSPY_FASTCALL(bucket_pack),
-     "bucket_pack(bucket, send, /)\n--\n\nFill the messages to the other ranks."},
-    {"bucket_reduce", MLSPY_FASTCALL(bucket_reduce),
-     "bucket_reduce(bucket, received, /)\n--\n\nReduce what the other ranks sent."},
-    {"sketch", MLSPY_FASTCALL(sketch),
-     "sketch(array, start, seed, /)\n--\n\nSigned and absolute sum of the elements."},
-    {NULL, NULL, 0, NULL},
-};

@@ -10,10 +10,11 @@
 #include "common/dict_items.h"
 #include "common/dict_pairs.h"
 #include "common/errors.h"
+#include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
+#include "common/results.h"
 #include "gradients/bucket_capsule.h"
-#include "gradients/gradients_bindings.h"
 
 #include "base/memory.h"
 
@@ -32,35 +33,28 @@ typedef struct named_views {
 /* Accepts views that named_views_of left incomplete. */
 static void named_views_release(named_views *v)
 {
-    for (Py_ssize_t i = 0; i < v->count; i++) {
-        mlspy_view_release(&v->views[i]);
-    }
+    mlspy_views_release(v->views, (size_t)v->count);
     mls_free(v->views);
     Py_CLEAR(v->arrays);
     Py_CLEAR(v->names);
     *v = (named_views){0};
 }
 
-/* Returns an array's name, borrowed from its str, for errors. Returns -1 with an
- * exception set. */
+/* Returns an array's name, borrowed from its str, for errors. */
 static int name_at(const named_views *v, Py_ssize_t i, mls_str *out)
 {
     return mlspy_take_text(PyTuple_GET_ITEM(v->names, i), "parameter name", out);
 }
 
 /* Views one more array. Returns -1 with an exception set, without a view. The item
- * borrows its references and has no metadata; it is used only during this call. If the
- * quick path declines, the slow path handles the object or raises the right error. */
+ * borrows its references and has no metadata; it is used only during this call. */
 static int view_next(const mlspy_state *state, named_views *v, bool writable)
 {
     size_t bytes = 0;
     mlspy_item item = {.key = PyTuple_GET_ITEM(v->names, v->count),
                        .value = PyTuple_GET_ITEM(v->arrays, v->count)};
     mlspy_view *view = &v->views[v->count];
-    if (name_at(v, v->count, &item.name) < 0) {
-        return -1;
-    }
-    if (!mlspy_view_quickly(state, item.value, writable, view) &&
+    if (name_at(v, v->count, &item.name) < 0 ||
         mlspy_view_item(state, &item, "", writable, view) < 0) {
         return -1;
     }
@@ -79,29 +73,28 @@ static int named_views_of(const mlspy_state *state, PyObject *names, PyObject *a
     v->names = PySequence_Tuple(names);
     v->arrays = v->names == NULL ? NULL : PySequence_Tuple(arrays);
     if (v->arrays == NULL) {
-        named_views_release(v);
-        return -1;
+        goto failed;
     }
     const Py_ssize_t count = PyTuple_GET_SIZE(v->names);
     if (PyTuple_GET_SIZE(v->arrays) != count) {
         PyErr_Format(PyExc_ValueError, "%zd names for %zd arrays", count,
                      PyTuple_GET_SIZE(v->arrays));
-        named_views_release(v);
-        return -1;
+        goto failed;
     }
     v->views = mls_alloc((size_t)count, sizeof *v->views);
     if (v->views == NULL) {
         PyErr_NoMemory();
-        named_views_release(v);
-        return -1;
+        goto failed;
     }
     while (v->count < count) {
         if (view_next(state, v, writable) < 0) {
-            named_views_release(v);
-            return -1;
+            goto failed;
         }
     }
     return 0;
+failed:
+    named_views_release(v);
+    return -1;
 }
 
 /* Raises the error of `st` for array `i`. Puts the name before the text and into the
@@ -121,24 +114,12 @@ static void raise_for_array(const mlspy_state *state, const named_views *v, Py_s
     mlspy_raise(state, &named, NULL);
 }
 
-/* The instruction set that the module selected. */
-static mls_cpu cpu_of(const mlspy_state *state)
-{
-    return state->kernels->cpu;
-}
-
 /* Returns a new list of (squares, nonfinite). */
 static PyObject *list_partials(const mls_norm_partial *partials, Py_ssize_t count)
 {
     PyObject *list = PyList_New(count);
     for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
-        PyObject *pair = Py_BuildValue("(dK)", partials[i].squares,
-                                       (unsigned long long)partials[i].nonfinite);
-        if (pair == NULL) {
-            Py_CLEAR(list);
-        } else {
-            PyList_SET_ITEM(list, i, pair);
-        }
+        mlspy_put(&list, i, mlspy_norm_pair(&partials[i]));
     }
     return list;
 }
@@ -155,8 +136,8 @@ static mls_norm_partial *new_partials(Py_ssize_t count)
 
 /* ---- targets += scale * sources ---- */
 
-/* Checks every pair before the first one changes. Returns -1 with an exception set. Pairs
- * are independent: a repeated target is allowed and receives both sums. */
+/* Checks every pair before the first one changes. Pairs are independent: a repeated
+ * target is allowed and receives both sums. */
 static int check_pairs(const mlspy_state *state, const named_views *targets,
                        const named_views *sources, double scale)
 {
@@ -180,15 +161,15 @@ static void add_pairs(const mlspy_state *state, const named_views *targets,
     mls_status st;
     PyThreadState *saved = mlspy_leave_python(targets->bytes);
     for (Py_ssize_t i = 0; i < targets->count; i++) {
-        (void)mls_accumulate(cpu_of(state), state->pool, &targets->views[i].tensor,
+        (void)mls_accumulate(state->kernels->cpu, state->pool, &targets->views[i].tensor,
                              &sources->views[i].tensor, scale,
                              partials == NULL ? NULL : &partials[i], &st);
     }
     mlspy_resume_python(saved);
 }
 
-/* Implements `accumulate` for viewed arrays; returns NULL with an exception set.
- * Allocates the norm partials before the first array changes. */
+/* Implements `accumulate` for viewed arrays; Allocates the norm partials before the
+ * first array changes. */
 static PyObject *accumulate_views(const mlspy_state *state, const named_views *targets,
                                   const named_views *sources, double scale,
                                   bool wants_norms)
@@ -216,22 +197,20 @@ static PyObject *accumulate_views(const mlspy_state *state, const named_views *t
  * The names are read once for each side. Viewing an array may run code that changes the
  * list in between.
  */
-static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_accumulate(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     named_views targets = {0}, sources = {0};
     PyObject *result = NULL;
     double scale;
-    if (mlspy_take_count("accumulate", 5, count) < 0 ||
-        mlspy_take_double(args[3], "scale", &scale) < 0) {
+    if (mlspy_take_double(args[3], "scale", &scale) < 0) {
         return NULL;
     }
-    const int wants_norms = PyObject_IsTrue(args[4]);
-    if (wants_norms >= 0 &&
+    bool wants_norms;
+    if (mlspy_take_bool(args[4], &wants_norms) == 0 &&
         named_views_of(state, args[0], args[1], true, &targets) == 0 &&
         named_views_of(state, args[0], args[2], false, &sources) == 0) {
         if (targets.count == sources.count) {
-            result = accumulate_views(state, &targets, &sources, scale, wants_norms == 1);
+            result = accumulate_views(state, &targets, &sources, scale, wants_norms);
         } else {
             PyErr_SetString(PyExc_RuntimeError, "the names changed while they were read");
         }
@@ -243,7 +222,7 @@ static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 /* ---- single arrays ---- */
 
-/* Checks that all arrays can be scaled. Returns -1 with an exception set. */
+/* Checks that all arrays can be scaled. */
 static int check_scaling(const mlspy_state *state, const named_views *v, double factor)
 {
     mls_status st;
@@ -257,14 +236,12 @@ static int check_scaling(const mlspy_state *state, const named_views *v, double 
 }
 
 /* scale(names, arrays, factor): all or none */
-static PyObject *scale(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_scale(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     named_views v;
     mls_status st;
     double factor;
-    if (mlspy_take_count("scale", 3, count) < 0 ||
-        mlspy_take_double(args[2], "factor", &factor) < 0 ||
+    if (mlspy_take_double(args[2], "factor", &factor) < 0 ||
         named_views_of(state, args[0], args[1], true, &v) < 0) {
         return NULL;
     }
@@ -272,7 +249,8 @@ static PyObject *scale(PyObject *module, PyObject *const *args, Py_ssize_t count
     if (failed == 0) {
         PyThreadState *saved = mlspy_leave_python(v.bytes);
         for (Py_ssize_t i = 0; i < v.count; i++) {
-            (void)mls_scale(cpu_of(state), state->pool, &v.views[i].tensor, factor, &st);
+            (void)mls_scale(state->kernels->cpu, state->pool, &v.views[i].tensor, factor,
+                            &st);
         }
         mlspy_resume_python(saved);
     }
@@ -284,20 +262,18 @@ static PyObject *scale(PyObject *module, PyObject *const *args, Py_ssize_t count
  *
  * Supports every dtype: after the arrays are viewed, only allocation can fail.
  */
-static PyObject *norm_partials(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_norm_partials(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     named_views v;
     PyObject *list = NULL;
-    if (mlspy_take_count("norm_partials", 2, count) < 0 ||
-        named_views_of(state, args[0], args[1], false, &v) < 0) {
+    if (named_views_of(state, args[0], args[1], false, &v) < 0) {
         return NULL;
     }
     mls_norm_partial *partials = new_partials(v.count);
     if (partials != NULL) {
         PyThreadState *saved = mlspy_leave_python(v.bytes);
         for (Py_ssize_t i = 0; i < v.count; i++) {
-            mls_norm_partial_of(cpu_of(state), state->pool, &v.views[i].tensor,
+            mls_norm_partial_of(state->kernels->cpu, state->pool, &v.views[i].tensor,
                                 &partials[i]);
         }
         mlspy_resume_python(saved);
@@ -309,22 +285,18 @@ static PyObject *norm_partials(PyObject *module, PyObject *const *args, Py_ssize
 }
 
 /* clear(names, arrays): fills all arrays with zeros */
-static PyObject *clear(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_clear(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     named_views v;
-    if (mlspy_take_count("clear", 2, count) < 0 ||
-        named_views_of(state, args[0], args[1], true, &v) < 0) {
+    if (named_views_of(state, args[0], args[1], true, &v) < 0) {
         return NULL;
     }
     PyThreadState *saved = mlspy_leave_python(v.bytes);
     for (Py_ssize_t i = 0; i < v.count; i++) {
         const mls_tensor *t = &v.views[i].tensor;
-        size_t bytes = 0;
-        (void)mls_tensor_bytes(t, &bytes);
         /* in all dtypes, zero has only zero bytes */
         const mls_element zero = {.size = mls_tensor_item_bytes(t)};
-        mls_fill(state->kernels, t, zero, (mls_destination){.bytes = bytes});
+        mls_fill(state->kernels, t, zero, (mls_destination){.bytes = mlspy_bytes(t)});
     }
     mlspy_resume_python(saved);
     named_views_release(&v);
@@ -346,44 +318,38 @@ typedef struct reduction {
 /* Accepts an incomplete reduction; `count` is the number of views. */
 static void reduction_fini(reduction *r)
 {
-    for (size_t i = 0; i < r->count; i++) {
-        mlspy_view_release(&r->views[i]);
-    }
+    mlspy_views_release(r->views, r->count);
     mls_free(r->views);
     mls_free(r->data);
     Py_CLEAR(r->sources);
 }
 
-/* Checks that an array is plain memory, which the core requires. Returns -1 with an
- * exception set. The two floats of a complex number are read separately, so the alignment
- * of a float is enough. */
+/* Checks that an array is plain memory, which the core requires. The two floats of a
+ * complex number are read separately, so the alignment of a float is enough. */
 static int check_plain(const mlspy_state *state, const mls_tensor *t, const char *what)
 {
-    mls_status st;
     const size_t item = mls_tensor_item_bytes(t);
     const size_t unit = t->dtype == MLS_C64 ? item / 2 : item;
     if (mls_tensor_is_contiguous(t) && !t->swapped && (uintptr_t)t->data % unit == 0) {
         return 0;
     }
-    mls_fail(&st, MLS_E_SHAPE,
-             "%s must be C-contiguous, aligned and in this machine's byte order: pass a "
-             "copy",
-             what);
-    mlspy_raise(state, &st, NULL);
-    return -1;
+    return MLSPY_FAIL(
+        state, MLS_E_SHAPE,
+        "%s must be C-contiguous, aligned and in this machine's byte order: pass a "
+        "copy",
+        what);
 }
 
 /* Views one more array, which must have the first one's number of elements (shapes are
- * not compared), and, for a source, its dtype. The output may be a source, but must not
- * partly overlap one: see check_output. Returns -1 with an exception set. */
+ * not compared), and, for a source, its dtype. The output may be a source, but must
+ * not partly overlap one: see check_output. */
 static int reduction_add(const mlspy_state *state, reduction *r, PyObject *array,
                          const char *what, bool output)
 {
     mlspy_view *view = &r->views[r->count];
     const mls_tensor *first = &r->views[0].tensor;
     size_t n = 0;
-    if ((output ? mlspy_view_writable(state, array, what, view)
-                : mlspy_view_of(state, array, what, view)) < 0) {
+    if (mlspy_view_for(state, array, what, output, view) < 0) {
         return -1;
     }
     r->count++;
@@ -418,17 +384,15 @@ static int check_output(const mlspy_state *state, const reduction *r)
 {
     const mls_tensor *out = &r->views[r->count - 1].tensor;
     mls_status st;
-    if (mls_reduce_check(&r->what, &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
+    if (mlspy_check(state, mls_reduce_check(&r->what, &st), &st) < 0) {
         return -1;
     }
     for (size_t i = 0; i + 1 < r->count; i++) {
         const mls_tensor *source = &r->views[i].tensor;
         if (mls_tensor_overlap(out, source) &&
             (out->data != source->data || out->dtype != source->dtype)) {
-            mls_fail(&st, MLS_E_OVERLAP, "out and sources[%zu] share memory", i);
-            mlspy_raise(state, &st, NULL);
-            return -1;
+            return MLSPY_FAIL(state, MLS_E_OVERLAP, "out and sources[%zu] share memory",
+                              i);
         }
     }
     return 0;
@@ -444,14 +408,12 @@ static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject 
     }
     const size_t count = (size_t)PyTuple_GET_SIZE(r->sources);
     if (count == 0) {
-        PyErr_SetString(PyExc_ValueError, "reduce needs at least one source");
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "reduce needs at least one source");
     }
     r->views = mls_alloc(count + 1, sizeof *r->views);
     r->data = mls_alloc(count, sizeof *r->data);
     if (r->views == NULL || r->data == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     for (size_t i = 0; i < count; i++) {
         char what[32];
@@ -475,14 +437,12 @@ static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject 
  * The number of elements decides whether to release the GIL; there are at least as many
  * bytes.
  */
-static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_reduce(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     reduction r = {0};
     mls_norm_partial figures = {0};
     PyObject *result = NULL;
-    if (mlspy_take_count("reduce", 4, count) < 0 ||
-        mlspy_take_op(args[2], &r.what.op) < 0 ||
+    if (mlspy_take_op(args[2], &r.what.op) < 0 ||
         mlspy_take_double(args[3], "divisor", &r.what.divisor) < 0) {
         return NULL;
     }
@@ -493,24 +453,8 @@ static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t coun
         mls_reduce_run(state->kernels, &r.what, r.data, r.count - 1, out->data, r.n,
                        destination, &figures);
         mlspy_resume_python(saved);
-        result =
-            Py_BuildValue("(dK)", figures.squares, (unsigned long long)figures.nonfinite);
+        result = mlspy_norm_pair(&figures);
     }
     reduction_fini(&r);
     return result;
 }
-
-PyMethodDef mlspy_reduce_methods[] = {
-    {"reduce", MLSPY_FASTCALL(reduce),
-     "reduce(sources, out, op, divisor, /)\n--\n\nSeveral arrays become one."},
-    {"accumulate", MLSPY_FASTCALL(accumulate),
-     "accumulate(names, targets, sources, scale, wants_norms, /)\n--\n\nAdd to many "
-     "arrays."},
-    {"scale", MLSPY_FASTCALL(scale),
-     "scale(names, arrays, factor, /)\n--\n\nMultiply many arrays."},
-    {"norm_partials", MLSPY_FASTCALL(norm_partials),
-     "norm_partials(names, arrays, /)\n--\n\nSquares, and elements that are not finite."},
-    {"clear", MLSPY_FASTCALL(clear),
-     "clear(names, arrays, /)\n--\n\nZeros in many arrays."},
-    {NULL, NULL, 0, NULL},
-};

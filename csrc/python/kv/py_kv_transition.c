@@ -8,11 +8,13 @@
  * caller's `out` is untouched on every error.
  */
 #include "common/args.h"
+#include "common/array_alloc.h"
 #include "common/array_view.h"
 #include "common/errors.h"
+#include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "kv/kv_bindings.h"
+#include "kv/kv_args.h"
 
 #include "base/memory.h"
 #include "kv/attention_mask.h"
@@ -66,8 +68,7 @@ static const mls_mask_names mask_parameter_names = {.seq_length = "seq_length",
 static int take_seq_axis(const mlspy_state *state, PyObject *object, int64_t *out)
 {
     if (PyBool_Check(object)) {
-        PyErr_SetString(PyExc_TypeError, "seq_axis must be an integer, got bool");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "seq_axis must be an integer, got bool");
     }
     return mlspy_take_int64(state, object, "seq_axis", out);
 }
@@ -79,8 +80,7 @@ static int take_request(const mlspy_state *state, PyObject *const *args, transit
     mls_status st;
     int64_t seq_axis;
     t->request.names = &parameter_names;
-    if ((!mlspy_view_quickly(state, args[0], false, &t->source) &&
-         mlspy_view_of(state, args[0], "source_state", &t->source) < 0) ||
+    if (mlspy_view_for(state, args[0], "source_state", false, &t->source) < 0 ||
         take_seq_axis(state, args[8], &seq_axis) < 0 ||
         mlspy_take_int64(state, args[1], "target_seq_length", &t->request.target_length) <
             0 ||
@@ -98,11 +98,9 @@ static int take_request(const mlspy_state *state, PyObject *const *args, transit
         }
         code = mls_kv_check(source->rank, source->shape, t->request, &st);
     }
-    if (code != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
-        return -1;
-    }
-    return mlspy_take_double(args[3], "pad_value", &t->pad_value);
+    return mlspy_check(state, code, &st) < 0
+               ? -1
+               : mlspy_take_double(args[3], "pad_value", &t->pad_value);
 }
 
 /* The dtype of a result and the descriptor to allocate it with. If the source is not an
@@ -118,28 +116,23 @@ typedef struct result_kind {
 static int allocate_target(const mlspy_state *state, const result_kind *kind,
                            transition *t)
 {
-    npy_intp shape[MLS_KV_MAX_RANK];
-    size_t bytes = 0;
     mls_tensor wanted = t->source.tensor;
     const int rank = wanted.rank;
     mls_status st;
     wanted.shape[t->request.axis] = (size_t)t->request.target_length;
     /* NumPy would refuse too large a shape with a less helpful message */
-    if (mls_tensor_init(&wanted, NULL, kind->dtype, rank, wanted.shape, &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
+    if (mlspy_check(state,
+                    mls_tensor_init(&wanted, NULL, kind->dtype, rank, wanted.shape, &st),
+                    &st) < 0) {
         return -1;
     }
-    (void)mls_tensor_bytes(&wanted, &bytes);
-    for (int axis = 0; axis < rank; axis++) {
-        shape[axis] = (npy_intp)wanted.shape[axis];
-    }
+    const size_t bytes = mlspy_bytes(&wanted);
     t->memory = MLS_KV_FRESH;
     /* +0.0 is all zero bits in every dtype; -0.0 is not */
     t->is_zeroed =
         t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
-    Py_INCREF(kind->descr); /* both calls steal a reference */
-    t->result = t->is_zeroed ? PyArray_Zeros(rank, shape, kind->descr, 0)
-                             : PyArray_Empty(rank, shape, kind->descr, 0);
+    Py_INCREF(kind->descr); /* consumed */
+    t->result = mlspy_array_of(kind->descr, rank, wanted.shape, t->is_zeroed);
     if (t->result == NULL) {
         return -1;
     }
@@ -157,16 +150,12 @@ static int foreign_kind(const mlspy_state *state, PyObject *dtype, result_kind *
     /* by item size; covers every dtype of the core */
     static const int unsigned_of[] = {
         [1] = NPY_UINT8, [2] = NPY_UINT16, [4] = NPY_UINT32, [8] = NPY_UINT64};
-    Py_ssize_t length = 0;
-    const char *name = dtype == Py_None ? NULL : PyUnicode_AsUTF8AndSize(dtype, &length);
-    if (name == NULL && dtype != Py_None) {
+    mls_str name;
+    if (dtype != Py_None && mlspy_take_text(dtype, "dtype", &name) < 0) {
         return -1;
     }
-    if (name != NULL && !mls_dtype_from_name(name, (size_t)length, &out->dtype)) {
-        mls_status st;
-        mls_fail(&st, MLS_E_DTYPE, "dtype %.60s is not supported", name);
-        mlspy_raise(state, &st, NULL);
-        return -1;
+    if (dtype != Py_None && !mls_dtype_from_name(name.data, name.length, &out->dtype)) {
+        return MLSPY_FAIL(state, MLS_E_DTYPE, "dtype %.60s is not supported", name.data);
     }
     out->descr = PyArray_DescrFromType(unsigned_of[mls_dtype_of(out->dtype)->item_bytes]);
     return out->descr == NULL ? -1 : 0;
@@ -194,26 +183,21 @@ static int take_kind(const mlspy_state *state, PyObject *source, PyObject *dtype
     /* the shapes are equal, so only the dtypes are checked */
     mls_tensor target = t->source.tensor;
     target.dtype = out->dtype;
-    if (mls_copy_check(&target, &t->source.tensor, "dtype", &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
+    const int failed =
+        mlspy_check(state, mls_copy_check(&target, &t->source.tensor, "dtype", &st), &st);
+    if (failed < 0) {
         Py_CLEAR(out->descr);
-        return -1;
     }
-    return 0;
+    return failed;
 }
 
 /* Convert the caller's dtype to a core dtype. The core's own names need no descriptor,
  * which NumPy may not have. */
 static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out)
 {
-    Py_ssize_t length = 0;
-    const char *name =
-        PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
-    if (name != NULL && mls_dtype_from_name(name, (size_t)length, out)) {
-        return 0;
-    }
-    if (PyErr_Occurred()) {
-        return -1;
+    const int named = mlspy_dtype_named(object, out);
+    if (named != 0) {
+        return named < 0 ? -1 : 0;
     }
     PyArray_Descr *descr = mlspy_descr_of_object(state, object, out);
     Py_XDECREF(descr);
@@ -235,8 +219,7 @@ static int take_target(const mlspy_state *state, PyObject *source, PyObject *dty
         t->target.tensor.dtype = kind.dtype;
         return failed;
     }
-    if (!mlspy_view_quickly(state, out, true, &t->target) &&
-        mlspy_view_writable(state, out, "out", &t->target) < 0) {
+    if (mlspy_view_for(state, out, "out", true, &t->target) < 0) {
         return -1;
     }
     t->result = Py_NewRef(out);
@@ -246,14 +229,13 @@ static int take_target(const mlspy_state *state, PyObject *source, PyObject *dty
         return -1;
     }
     if (wanted != t->target.tensor.dtype) {
-        mls_fail(&st, MLS_E_DTYPE, "out is %s, but dtype asks for %s: pass one of them",
-                 mls_dtype_of(t->target.tensor.dtype)->name, mls_dtype_of(wanted)->name);
-    } else if (mls_kv_check_target(&t->target.tensor, &t->source.tensor, t->request,
-                                   &st) == MLS_OK) {
-        return 0;
+        return MLSPY_FAIL(
+            state, MLS_E_DTYPE, "out is %s, but dtype asks for %s: pass one of them",
+            mls_dtype_of(t->target.tensor.dtype)->name, mls_dtype_of(wanted)->name);
     }
-    mlspy_raise(state, &st, NULL);
-    return -1;
+    return mlspy_check(
+        state, mls_kv_check_target(&t->target.tensor, &t->source.tensor, t->request, &st),
+        &st);
 }
 
 /* Encode the padding and move. The views hold references, so the memory stays valid while
@@ -262,20 +244,15 @@ static int run_transition(const mlspy_state *state, transition *t)
 {
     mls_status st;
     mls_element pad;
-    size_t bytes = 0;
-    if (mls_element_encode(t->pad_value, &t->target.tensor, &pad, &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
+    if (mlspy_check(state, mls_element_encode(t->pad_value, &t->target.tensor, &pad, &st),
+                    &st) < 0) {
         return -1;
     }
-    (void)mls_tensor_bytes(&t->target.tensor, &bytes);
-    /* a short move ends before another thread could acquire the GIL */
-    PyThreadState *released = bytes >= MLSPY_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
+    PyThreadState *released = mlspy_leave_python(mlspy_bytes(&t->target.tensor));
     mls_kv_move(state->kernels, state->pool, &t->target.tensor, &t->source.tensor,
                 t->request.axis, (size_t)t->request.position, t->is_zeroed ? NULL : &pad,
                 t->memory);
-    if (released != NULL) {
-        PyEval_RestoreThread(released);
-    }
+    mlspy_resume_python(released);
     return 0;
 }
 
@@ -295,12 +272,8 @@ static bool is_identity(const transition *t, PyObject *dtype, PyObject *out)
  *
  * If the source is not an ndarray, `dtype` is a name and the result is unsigned integers.
  */
-static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_kv_move(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
-    if (mlspy_take_count("kv_move", 9, count) < 0) {
-        return NULL;
-    }
     PyObject *dtype = args[4], *out = args[5];
     transition t = {.low_memory = args[6] == Py_True,
                     .request.kind = args[7] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND};
@@ -317,8 +290,8 @@ static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t cou
     return result;
 }
 
-/* Read the dimensions from a sequence of non-negative integers. Returns -1 with an
- * exception set. `shape` has MLS_MAX_RANK entries; more dimensions are refused. */
+/* Read the dimensions from a sequence of non-negative integers. `shape` has
+ * MLS_MAX_RANK entries; more dimensions are refused. */
 static int take_shape(const mlspy_state *state, PyObject *object, const char *what,
                       int *rank, size_t *shape)
 {
@@ -346,11 +319,7 @@ static int take_shape(const mlspy_state *state, PyObject *object, const char *wh
     }
     Py_DECREF(items);
     *rank = (int)count;
-    if (code != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
-        return -1;
-    }
-    return failed;
+    return failed < 0 ? -1 : mlspy_check(state, code, &st);
 }
 
 int mlspy_take_kv_axis(const mlspy_state *state, PyObject *seq_axis, const char *what,
@@ -361,12 +330,10 @@ int mlspy_take_kv_axis(const mlspy_state *state, PyObject *seq_axis, const char 
     if (take_seq_axis(state, seq_axis, &wanted) < 0) {
         return -1;
     }
-    if (mls_kv_find_axis(what, rank, shape, parameter_names.seq_axis, wanted, axis,
-                         &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
-        return -1;
-    }
-    return 0;
+    return mlspy_check(
+        state,
+        mls_kv_find_axis(what, rank, shape, parameter_names.seq_axis, wanted, axis, &st),
+        &st);
 }
 
 int mlspy_take_kv_shape(const mlspy_state *state, PyObject *object, PyObject *seq_axis,
@@ -384,16 +351,14 @@ int mlspy_take_kv_shape(const mlspy_state *state, PyObject *object, PyObject *se
 int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char *what,
                          size_t *out)
 {
-    mls_status st;
     int64_t length;
     if (mlspy_take_int64(state, object, what, &length) < 0) {
         return -1;
     }
     /* the core's sizes are unsigned, so negative lengths are refused here */
     if (length < 0) {
-        mls_fail(&st, MLS_E_CAPACITY, "%s %" PRId64 " is negative", what, length);
-        mlspy_raise(state, &st, NULL);
-        return -1;
+        return MLSPY_FAIL(state, MLS_E_CAPACITY, "%s %" PRId64 " is negative", what,
+                          length);
     }
     *out = (size_t)length;
     return 0;
@@ -401,14 +366,12 @@ int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char 
 
 /* kv_axis(shape, seq_axis, what) -> the sequence axis, counted from 0. `what` names the
  * cache in errors. */
-static PyObject *kv_axis(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_kv_axis(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     size_t shape[MLS_KV_MAX_RANK];
     mls_str what;
     int rank, axis;
-    if (mlspy_take_count("kv_axis", 3, count) < 0 ||
-        mlspy_take_text(args[2], "what", &what) < 0 ||
+    if (mlspy_take_text(args[2], "what", &what) < 0 ||
         mlspy_take_kv_shape(state, args[0], args[1], what.data, &rank, shape, &axis) <
             0) {
         return NULL;
@@ -420,16 +383,12 @@ static PyObject *kv_axis(PyObject *module, PyObject *const *args, Py_ssize_t cou
  * kv_move
  *
  * For callers that check before they have an array, or whose array is elsewhere. */
-static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_kv_check(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mls_kv_request request = {.names = &parameter_names};
     mls_status st;
     int rank;
     size_t shape[MLS_KV_MAX_RANK];
-    if (mlspy_take_count("kv_check", 5, count) < 0) {
-        return NULL;
-    }
     request.kind = args[3] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
     if (mlspy_take_kv_shape(state, args[0], args[4], parameter_names.source, &rank, shape,
                             &request.axis) < 0 ||
@@ -438,26 +397,18 @@ static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t co
         mlspy_take_int64(state, args[2], "current_position", &request.position) < 0) {
         return NULL;
     }
-    if (mls_kv_check(rank, shape, request, &st) != MLS_OK) {
-        return mlspy_raise(state, &st, NULL);
-    }
-    Py_RETURN_NONE;
+    return mlspy_none(state, mls_kv_check(rank, shape, request, &st), &st);
 }
 
 /* kv_check_shapes(source_shape, target_shape, compact, seq_axis) -> None
  *
  * Checks only the shapes, without a position. */
-static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
-                                 Py_ssize_t count)
+PyObject *core_kv_check_shapes(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mls_status st;
     int source_rank, target_rank;
     size_t source[MLS_MAX_RANK], target[MLS_MAX_RANK];
     int64_t seq_axis;
-    if (mlspy_take_count("kv_check_shapes", 4, count) < 0) {
-        return NULL;
-    }
     if (take_shape(state, args[0], "the source state's shape", &source_rank, source) <
             0 ||
         take_shape(state, args[1], "the target state's shape", &target_rank, target) <
@@ -466,11 +417,10 @@ static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
         return NULL;
     }
     const mls_kv_kind kind = args[2] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
-    if (mls_kv_check_shapes(source_rank, source, target_rank, target,
-                            parameter_names.seq_axis, seq_axis, kind, &st) != MLS_OK) {
-        return mlspy_raise(state, &st, NULL);
-    }
-    Py_RETURN_NONE;
+    return mlspy_none(state,
+                      mls_kv_check_shapes(source_rank, source, target_rank, target,
+                                          parameter_names.seq_axis, seq_axis, kind, &st),
+                      &st);
 }
 
 /* ---- masks ---- */
@@ -488,8 +438,7 @@ static int take_mask_rows(const mlspy_state *state, PyObject *rows, mls_mask_req
         return 0;
     }
     if (!PyTuple_Check(rows) || PyTuple_GET_SIZE(rows) != 2) {
-        PyErr_SetString(PyExc_TypeError, "rows must be a pair (start, stop)");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "rows must be a pair (start, stop)");
     }
     PyObject *start = PyTuple_GET_ITEM(rows, 0), *stop = PyTuple_GET_ITEM(rows, 1);
     if (mlspy_take_int64(state, start, "rows[0]", &m->first_row) < 0) {
@@ -509,30 +458,25 @@ static int take_mask(const mlspy_state *state, PyObject *const *args, mls_mask_r
         take_mask_rows(state, args[4], m) < 0) {
         return -1;
     }
-    if (mls_mask_check(m, &mask_parameter_names, &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
-        return -1;
-    }
-    return 0;
+    return mlspy_check(state, mls_mask_check(m, &mask_parameter_names, &st), &st);
 }
 
 /* Return a new array for a mask, or fail if it exceeds the address space. The two leading
  * dimensions are 1. */
-static PyObject *new_mask(const mlspy_state *state, PyObject *dtype, npy_intp *shape)
+static PyObject *new_mask(const mlspy_state *state, PyObject *dtype, const size_t *shape)
 {
     mls_dtype wanted;
     mls_tensor whole;
     mls_status st;
-    const size_t lengths[] = {(size_t)shape[2], (size_t)shape[3]};
     PyArray_Descr *descr = mlspy_descr_of_object(state, dtype, &wanted);
     if (descr == NULL) {
         return NULL;
     }
-    if (mls_tensor_init(&whole, NULL, wanted, 2, lengths, &st) != MLS_OK) {
+    if (mls_tensor_init(&whole, NULL, wanted, 4, shape, &st) != MLS_OK) {
         Py_DECREF(descr);
         return mlspy_raise(state, &st, NULL);
     }
-    return PyArray_Empty(4, shape, descr, 0); /* steals the descriptor */
+    return mlspy_array_of(descr, 4, shape, false);
 }
 
 /* Return a new reference to the mask to write: `out` after a check, or a new array. On
@@ -540,14 +484,9 @@ static PyObject *new_mask(const mlspy_state *state, PyObject *dtype, npy_intp *s
 static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject *out,
                              const mls_mask_request *m, mlspy_view *view)
 {
-    npy_intp shape[4] = {1, 1, (npy_intp)(m->end_row - m->first_row),
-                         (npy_intp)m->seq_length};
-    PyObject *result;
-    if (out == Py_None) {
-        result = new_mask(state, dtype, shape);
-    } else {
-        result = Py_NewRef(out);
-    }
+    const size_t shape[4] = {1, 1, (size_t)(m->end_row - m->first_row),
+                             (size_t)m->seq_length};
+    PyObject *result = out == Py_None ? new_mask(state, dtype, shape) : Py_NewRef(out);
     if (result == NULL || mlspy_view_writable(state, result, "out", view) < 0) {
         Py_XDECREF(result);
         return NULL;
@@ -556,16 +495,13 @@ static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject
     /* `out` must have exactly this shape; a new array always has it */
     mls_tensor wanted = view->tensor;
     wanted.rank = 4;
-    for (int axis = 0; axis < 4; axis++) {
-        wanted.shape[axis] = (size_t)shape[axis];
-    }
+    memcpy(wanted.shape, shape, sizeof shape);
     mls_code code = mls_copy_check(&view->tensor, &wanted, "out", &st);
     if (code == MLS_OK && (int)view->tensor.dtype >= MLS_CONVERTIBLE) {
         code = mls_fail(&st, MLS_E_DTYPE, "a mask is made of floats, not %s",
                         mls_dtype_of(view->tensor.dtype)->name);
     }
-    if (code != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
+    if (mlspy_check(state, code, &st) < 0) {
         mlspy_view_release(view);
         Py_CLEAR(result);
     }
@@ -577,17 +513,13 @@ static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject
  *
  * The fill is encoded before the first element is written, so `out` is unchanged if the
  * dtype cannot hold it. */
-static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_kv_mask(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mls_mask_request m = {0};
     double number;
     mlspy_view view = {0};
     mls_element fill;
     mls_status st;
-    if (mlspy_take_count("kv_mask", 8, count) < 0) {
-        return NULL;
-    }
     if (take_mask(state, args, &m) < 0 ||
         mlspy_take_double(args[6], "fill", &number) < 0) {
         return NULL;
@@ -596,35 +528,13 @@ static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t cou
     if (result == NULL) {
         return NULL;
     }
-    if (mls_element_encode(number, &view.tensor, &fill, &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
+    if (mlspy_check(state, mls_element_encode(number, &view.tensor, &fill, &st), &st) <
+        0) {
         Py_CLEAR(result);
     } else {
-        Py_BEGIN_ALLOW_THREADS
-            mls_mask_rows(state->kernels, &view.tensor, (size_t)m.first_row,
-                          (size_t)m.attention_size, (size_t)m.sinks, fill);
-        Py_END_ALLOW_THREADS
+        MLSPY_WITHOUT_GIL(mls_mask_rows(state->kernels, &view.tensor, (size_t)m.first_row,
+                                        (size_t)m.attention_size, (size_t)m.sinks, fill));
     }
     mlspy_view_release(&view);
     return result;
 }
-
-PyMethodDef mlspy_kv_methods[] = {
-    {"kv_move", MLSPY_FASTCALL(kv_move),
-     "kv_move(source, target_length, position, pad_value, dtype, out, low_memory, "
-     "compact, seq_axis, /)\n--\n\nExpand or compact a KV cache; see mlstate.kv."},
-    {"kv_axis", MLSPY_FASTCALL(kv_axis),
-     "kv_axis(shape, seq_axis, what, /)\n--\n\nThe sequence axis, counted from 0."},
-    {"kv_check", MLSPY_FASTCALL(kv_check),
-     "kv_check(shape, target_length, position, compact, seq_axis, /)\n--\n\nRaise what "
-     "kv_move "
-     "would raise for a source of this shape."},
-    {"kv_check_shapes", MLSPY_FASTCALL(kv_check_shapes),
-     "kv_check_shapes(source, target, compact, seq_axis, /)\n--\n\nRaise unless a state "
-     "of one "
-     "shape can become one of the other."},
-    {"kv_mask", MLSPY_FASTCALL(kv_mask),
-     "kv_mask(seq_length, attention_size, position, sinks, rows, dtype, fill, out, "
-     "/)\n--\n\nAn attention mask, or some of its rows."},
-    {NULL, NULL, 0, NULL},
-};

@@ -4,16 +4,16 @@
  * Cheap checks come first: names before shapes, shapes before elements. The most frequent
  * result (no difference) is found before any list is created.
  */
-#include "state/py_state_compare.h"
+#include "state/states.h"
 
 #include "common/args.h"
 #include "common/array_view.h"
 #include "common/dict_items.h"
 #include "common/dict_pairs.h"
 #include "common/errors.h"
+#include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "state/state_bindings.h"
 
 #include "base/memory.h"
 #include "state/diff/diff.h"
@@ -53,18 +53,17 @@ static int check_all_entries(const mlspy_state *state, PyObject *dict, PyObject 
 
 /* Parses two dicts and checks all entries. If both must have the same names, lengths are
  * compared first; then it is enough to find all names of one in the other. */
-static PyObject *check_two_dicts(PyObject *module, const char *name,
-                                 PyObject *const *args, Py_ssize_t count,
+static PyObject *check_two_dicts(const mlspy_state *state, PyObject *const *args,
                                  bool same_length, entry_check ask)
 {
-    if (mlspy_take_count(name, 2, count) < 0 || mlspy_take_dict(args[0], "state1") < 0 ||
+    if (mlspy_take_dict(args[0], "state1") < 0 ||
         mlspy_take_dict(args[1], "state2") < 0) {
         return NULL;
     }
     if (same_length && PyDict_GET_SIZE(args[0]) != PyDict_GET_SIZE(args[1])) {
         Py_RETURN_FALSE;
     }
-    const int answer = check_all_entries(mlspy_state_of(module), args[0], args[1], ask);
+    const int answer = check_all_entries(state, args[0], args[1], ask);
     return answer < 0 ? NULL : PyBool_FromLong(answer);
 }
 
@@ -73,9 +72,9 @@ static PyObject *check_two_dicts(PyObject *module, const char *name,
 static int find_name(mlspy_finder *other, PyObject *key, PyObject **found)
 {
     if (!PyUnicode_Check(key)) {
-        PyErr_Format(PyExc_TypeError, "tensor name must be a str, got %.100s: %.200R",
-                     Py_TYPE(key)->tp_name, key);
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError,
+                            "tensor name must be a str, got %.100s: %.200R",
+                            Py_TYPE(key)->tp_name, key);
     }
     return mlspy_find(other, key, found);
 }
@@ -94,10 +93,9 @@ static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
 }
 
 /* state_keys_match(a, b) -> bool */
-static PyObject *state_keys_match(PyObject *module, PyObject *const *args,
-                                  Py_ssize_t count)
+PyObject *core_state_keys_match(mlspy_state *state, PyObject *const *args)
 {
-    return check_two_dicts(module, "state_keys_match", args, count, true, has_name);
+    return check_two_dicts(state, args, true, has_name);
 }
 
 /* Returns whether two attributes are equal tuples of plain ints. Runs no foreign code and
@@ -124,7 +122,8 @@ static bool same_sizes(PyObject *a, PyObject *b)
 static bool same_attributes(const mlspy_state *state, PyObject *a, PyObject *b,
                             bool dtypes)
 {
-    PyObject *const names[] = {state->shape_name, state->dtype_name};
+    PyObject *const names[] = {state->names[MLSPY_NAME_SHAPE],
+                               state->names[MLSPY_NAME_DTYPE]};
     bool same = Py_TYPE(a) == Py_TYPE(b);
     for (int i = 0; same && i < (dtypes ? 2 : 1); i++) {
         PyObject *x = PyObject_GetAttr(a, names[i]);
@@ -177,10 +176,9 @@ static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
 }
 
 /* state_shapes_match(a, b) -> whether b has all tensors of a with the same shapes */
-static PyObject *state_shapes_match(PyObject *module, PyObject *const *args,
-                                    Py_ssize_t count)
+PyObject *core_state_shapes_match(mlspy_state *state, PyObject *const *args)
 {
-    return check_two_dicts(module, "state_shapes_match", args, count, false, has_shape);
+    return check_two_dicts(state, args, false, has_shape);
 }
 
 /* Returns whether two NumPy dtypes certainly have the same name; byte orders are ignored.
@@ -218,12 +216,10 @@ static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
 }
 
 /* state_compare(source, target) -> (missing, unexpected, shapes, dtypes) */
-static PyObject *state_compare(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_state_compare(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mlspy_pairs p;
-    if (mlspy_take_count("state_compare", 2, count) < 0 ||
-        mlspy_take_dict(args[0], "source") < 0 ||
+    if (mlspy_take_dict(args[0], "source") < 0 ||
         mlspy_take_dict(args[1], "target") < 0) {
         return NULL;
     }
@@ -246,12 +242,11 @@ static PyObject *state_compare(PyObject *module, PyObject *const *args, Py_ssize
  *
  * Takes a snapshot of `a`, because a lookup may run code that changes it.
  */
-static PyObject *state_missing(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_state_missing(mlspy_state *state, PyObject *const *args)
 {
-    (void)module;
+    (void)state;
     mlspy_items items = {0};
-    if (mlspy_take_count("state_missing", 2, count) < 0 ||
-        mlspy_items_of(args[0], "state", &items) < 0) {
+    if (mlspy_items_of(args[0], "state", &items) < 0) {
         return NULL;
     }
     PyObject *missing = mlspy_take_dict(args[1], "state") < 0 ? NULL : PySet_New(NULL);
@@ -287,9 +282,7 @@ typedef struct view_batch {
 /* Releases the views and empties the batch. */
 static void batch_clear(view_batch *batch)
 {
-    for (size_t i = 0; i < 2 * batch->count; i++) {
-        mlspy_view_release(&batch->views[i]);
-    }
+    mlspy_views_release(batch->views, 2 * batch->count);
     batch->count = 0;
     batch->bytes = 0;
 }
@@ -301,7 +294,6 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
 {
     mlspy_view *views = &batch->views[2 * batch->count];
     mls_status st;
-    size_t bytes = 0;
     if (mlspy_view_item(state, &p->source.items[i], "", false, &views[0]) < 0) {
         return -1;
     }
@@ -311,20 +303,17 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
     }
     /* an object's attributes may disagree with its memory */
     if (mls_diff_check(&views[0].tensor, &views[1].tensor, &st) != MLS_OK) {
-        mlspy_view_release(&views[0]);
-        mlspy_view_release(&views[1]);
+        mlspy_views_release(views, 2);
         mls_fail(&st, st.code, "'%.140s': its memory does not match its shape and dtype",
                  p->pairs[i].name.data);
         mls_status_name(&st, p->pairs[i].name.data, p->pairs[i].name.length);
         mlspy_raise(state, &st, NULL);
         return -1;
     }
-    (void)mls_tensor_bytes(&views[0].tensor,
-                           &bytes); /* cannot overflow: the array is in memory */
     batch->pairs[batch->count] =
         (mls_diff_pair){.a = &views[0].tensor, .b = &views[1].tensor};
     batch->where[batch->count++] = i;
-    batch->bytes += bytes;
+    batch->bytes += mlspy_bytes(&views[0].tensor);
     return 0;
 }
 
@@ -347,12 +336,6 @@ static int batch_fill(const mlspy_state *state, const mlspy_pairs *p, bool known
         }
     }
     return 0;
-}
-
-/* Kernels for the instruction set that the module selected. */
-static const mls_diff_kernels *diff_kernels_of(const mlspy_state *state)
-{
-    return mls_diff_of(state->kernels->cpu);
 }
 
 /* ---- differences ---- */
@@ -388,14 +371,10 @@ static int measure_batch(const mlspy_state *state, const mlspy_pairs *p,
 {
     mls_status st;
     PyThreadState *saved = mlspy_leave_python(batch->bytes);
-    const mls_code code = mls_diff(diff_kernels_of(state), state->pool, batch->pairs,
-                                   batch->count, batch->found, &st);
+    const mls_code code = mls_diff(mls_diff_of(state->kernels->cpu), state->pool,
+                                   batch->pairs, batch->count, batch->found, &st);
     mlspy_resume_python(saved);
-    if (code != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
-        return -1;
-    }
-    return append_changes(p, batch, list);
+    return mlspy_check(state, code, &st) < 0 ? -1 : append_changes(p, batch, list);
 }
 
 /* Returns a new list of all changes. The batch is on the heap because of its size. */
@@ -417,13 +396,11 @@ static PyObject *changes_of(const mlspy_state *state, const mlspy_pairs *p)
 }
 
 /* state_diff(a, b) -> (missing, unexpected, shapes, dtypes, changes, unchanged) */
-static PyObject *state_diff(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_state_diff(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mlspy_pairs p;
     PyObject *result = NULL;
-    if (mlspy_take_count("state_diff", 2, count) < 0 ||
-        mlspy_pairs_init(state, args[0], args[1], &p) < 0) {
+    if (mlspy_pairs_init(state, args[0], args[1], &p) < 0) {
         return NULL;
     }
     PyObject *changes = changes_of(state, &p);
@@ -474,15 +451,14 @@ static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
     view_batch *batch = mls_alloc(1, sizeof *batch);
     int same = 1;
     if (batch == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     for (size_t at = 0; same == 1 && at < p->source.count;) {
         same = batch_fill(state, p, true, &at, batch) < 0 ? -1 : 1;
         if (same == 1) {
             PyThreadState *saved = mlspy_leave_python(batch->bytes);
-            same = mls_diff_same(diff_kernels_of(state), state->pool, batch->pairs,
-                                 batch->count);
+            same = mls_diff_same(mls_diff_of(state->kernels->cpu), state->pool,
+                                 batch->pairs, batch->count);
             mlspy_resume_python(saved);
         }
         batch_clear(batch);
@@ -540,17 +516,3 @@ int mlspy_states_equal(const mlspy_state *state, PyObject *a, PyObject *b)
     mlspy_pairs_fini(&p);
     return same;
 }
-
-PyMethodDef mlspy_state_methods[] = {
-    {"state_keys_match", MLSPY_FASTCALL(state_keys_match),
-     "state_keys_match(state1, state2, /)\n--\n\nWhether the names are the same."},
-    {"state_shapes_match", MLSPY_FASTCALL(state_shapes_match),
-     "state_shapes_match(state1, state2, /)\n--\n\nWhether state2 has all the shapes."},
-    {"state_missing", MLSPY_FASTCALL(state_missing),
-     "state_missing(state1, state2, /)\n--\n\nNames that only state1 has."},
-    {"state_compare", MLSPY_FASTCALL(state_compare),
-     "state_compare(source, target, /)\n--\n\nNames, shapes and dtypes that differ."},
-    {"state_diff", MLSPY_FASTCALL(state_diff),
-     "state_diff(a, b, /)\n--\n\nWhat differs, elements too."},
-    {NULL, NULL, 0, NULL},
-};

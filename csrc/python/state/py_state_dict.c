@@ -7,14 +7,13 @@
  * changes nothing. An explicit call of dict.__setitem__ on a state dict cannot be
  * prevented: C code that reads a state dict must check again.
  */
-#include "state/py_state_dict.h"
-
 #include "common/dict_items.h"
 #include "common/errors.h"
+#include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "state/py_state_compare.h"
-#include "state/state_bindings.h"
+#include "common/results.h"
+#include "state/states.h"
 
 #include <stdatomic.h>
 
@@ -29,31 +28,17 @@ typedef struct statedict_object {
     _Atomic uint64_t changes;
 } statedict_object;
 
-/* Returns the module's state from a StateDict or a subclass; NULL with TypeError set.
- * Found through the type, because slots do not receive the module and there is no static
- * state. */
-static const mlspy_state *state_of(PyObject *self)
-{
-    PyObject *module = mlspy_module_of(Py_TYPE(self));
-    return module == NULL ? NULL : mlspy_state_of(module);
-}
-
 /* Raises TensorNotFoundError, with the same text for every kind of lookup. If anything
  * fails here, that exception is set instead. */
 static void raise_missing(PyObject *self, PyObject *key)
 {
-    const mlspy_state *state = state_of(self);
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     PyObject *name = state == NULL ? NULL : PyObject_Str(key);
-    PyObject *text =
-        name == NULL ? NULL
-                     : PyUnicode_FromFormat("Tensor '%U' not found in state dict", name);
-    PyObject *class = text == NULL ? NULL : state->errors[MLSPY_ERROR_NOT_FOUND];
-    PyObject *error = class == NULL ? NULL : PyObject_CallOneArg(class, text);
-    if (error != NULL && PyObject_SetAttrString(error, "name", name) == 0) {
-        PyErr_SetObject(class, error);
+    if (name != NULL) {
+        mlspy_raise_named(
+            state->errors[MLSPY_ERROR_NOT_FOUND],
+            PyUnicode_FromFormat("Tensor '%U' not found in state dict", name), name);
     }
-    Py_XDECREF(error);
-    Py_XDECREF(text);
     Py_XDECREF(name);
 }
 
@@ -63,9 +48,9 @@ static bool is_statedict(PyObject *object)
     if (!PyDict_Check(object) || PyDict_CheckExact(object)) {
         return false;
     }
-    PyObject *module = mlspy_module_of(Py_TYPE(object));
+    const bool found = mlspy_state_of_type(Py_TYPE(object)) != NULL;
     PyErr_Clear();
-    return module != NULL;
+    return found;
 }
 
 /* ---- the cached description ---- */
@@ -220,9 +205,8 @@ static PyObject *statedict_setdefault(PyObject *self, PyObject *const *args,
                                       Py_ssize_t count)
 {
     if (count < 1 || count > 2) {
-        PyErr_Format(PyExc_TypeError, "setdefault takes a name and an array, got %zd",
-                     count);
-        return NULL;
+        return PyErr_Format(PyExc_TypeError,
+                            "setdefault takes a name and an array, got %zd", count);
     }
     PyObject *value;
     const int found = mlspy_dict_get(self, args[0], &value);
@@ -281,9 +265,9 @@ static bool all_plain(PyObject *dict)
 }
 #endif
 
-/* Returns a new reference to a private dict with the entries of dict(*args, **kwargs), or
- * to the given dict itself if no other code can change it before the merge. Sets
- * `*checked` if all entries are known to be valid. Returns NULL with an exception set. */
+/* Returns a new reference to a private dict with the entries of dict(*args, **kwargs),
+ * or to the given dict itself if no other code can change it before the merge. Sets
+ * `*checked` if all entries are known to be valid. */
 static PyObject *stage_entries(PyObject *args, PyObject *kwargs, bool *checked)
 {
     PyObject *only = only_dict(args, kwargs);
@@ -305,11 +289,7 @@ static PyObject *with_plain_names(PyObject *staged)
     PyObject *key, *value;
     Py_ssize_t at = 0;
     while (result != NULL && PyDict_Next(staged, &at, &key, &value)) {
-        PyObject *name = PyUnicode_FromObject(key);
-        if (name == NULL || PyDict_SetItem(result, name, value) < 0) {
-            Py_CLEAR(result);
-        }
-        Py_XDECREF(name);
+        mlspy_set(&result, PyUnicode_FromObject(key), Py_NewRef(value));
     }
     Py_DECREF(staged);
     return result;
@@ -411,9 +391,9 @@ static int refuse_torch_object(PyObject *given)
     const char *remedy = PyObject_HasAttrString(given, "param_groups")
                              ? "OptimizerStateDict.from_torch(optimizer, module)"
                              : "StateDict.from_torch(module)";
-    PyErr_Format(PyExc_TypeError, "'%.100s' object is not a mapping of arrays: use %s",
-                 Py_TYPE(given)->tp_name, remedy);
-    return -1;
+    return MLSPY_REFUSE(PyExc_TypeError,
+                        "'%.100s' object is not a mapping of arrays: use %s",
+                        Py_TYPE(given)->tp_name, remedy);
 }
 
 /* Adds all entries of dict(*args, **kwargs), or none. `name` is the called function, for
@@ -422,9 +402,8 @@ static int merge_entries(PyObject *self, const char *name, PyObject *args,
                          PyObject *kwargs)
 {
     if (PyTuple_GET_SIZE(args) > 1) {
-        PyErr_Format(PyExc_TypeError, "%s expected at most 1 argument, got %zd", name,
-                     PyTuple_GET_SIZE(args));
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "%s expected at most 1 argument, got %zd",
+                            name, PyTuple_GET_SIZE(args));
     }
     if (PyTuple_GET_SIZE(args) == 1 &&
         refuse_torch_object(PyTuple_GET_ITEM(args, 0)) < 0) {
@@ -597,7 +576,7 @@ static PyObject *statedict_fromkeys(PyObject *class, PyObject *args)
 static PyObject *statedict_nbytes(PyObject *self, void *unused)
 {
     (void)unused;
-    const mlspy_state *state = state_of(self);
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     mlspy_items items;
     if (state == NULL || mlspy_items_of(self, "state dict", &items) < 0) {
         return NULL;
@@ -622,7 +601,7 @@ static PyObject *statedict_compare(PyObject *self, PyObject *other, int how)
     if ((how != Py_EQ && how != Py_NE) || !PyDict_Check(other)) {
         Py_RETURN_NOTIMPLEMENTED;
     }
-    const mlspy_state *state = state_of(self);
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     const int same = state == NULL ? -1 : mlspy_states_equal(state, self, other);
     if (same < 0) {
         return NULL;
@@ -651,7 +630,7 @@ static PyMethodDef statedict_methods[] = {
     {"update", (PyCFunction)(void (*)(void))statedict_update,
      METH_VARARGS | METH_KEYWORDS,
      "Add all entries of a mapping, of pairs, and of keywords; all or none."},
-    {"setdefault", MLSPY_FASTCALL(statedict_setdefault),
+    {"setdefault", (PyCFunction)(void (*)(void))statedict_setdefault, METH_FASTCALL,
      "setdefault($self, name, array=None, /)\n--\n\nThe array under a name, put there if "
      "absent."},
     {"copy", statedict_copy, METH_NOARGS,
@@ -696,15 +675,5 @@ static PyType_Spec statedict_spec = {
  * type. */
 int mlspy_statedict_add(PyObject *module)
 {
-    mlspy_state *state = mlspy_state_of(module);
-    PyObject *bases = PyTuple_Pack(1, (PyObject *)&PyDict_Type);
-    if (bases == NULL) {
-        return -1;
-    }
-    state->statedict_type =
-        (PyTypeObject *)PyType_FromModuleAndSpec(module, &statedict_spec, bases);
-    Py_DECREF(bases);
-    return state->statedict_type == NULL
-               ? -1
-               : PyModule_AddType(module, state->statedict_type);
+    return mlspy_add_type(module, &statedict_spec, (PyObject *)&PyDict_Type, NULL);
 }

@@ -6,9 +6,10 @@
 #include "common/dict_items.h"
 #include "common/dict_pairs.h"
 #include "common/errors.h"
+#include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "state/state_bindings.h"
+#include "common/results.h"
 
 #include "base/address_ranges.h"
 #include "base/memory.h"
@@ -27,9 +28,7 @@ typedef struct load_job {
 /* Accepts a job that job_init left incomplete. */
 static void job_fini(load_job *job)
 {
-    for (size_t i = 0; job->views != NULL && i < 2 * job->count; i++) {
-        mlspy_view_release(&job->views[i]);
-    }
+    mlspy_views_release(job->views, 2 * job->count);
     mls_load_into_free(job->load);
     mls_free(job->views);
     mls_free(job->pairs);
@@ -60,8 +59,7 @@ static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
     job->views = mls_alloc(p->source.count, 2 * sizeof *job->views);
     job->pairs = mls_alloc(p->source.count, sizeof *job->pairs);
     if (job->views == NULL || job->pairs == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     for (size_t i = 0; i < p->source.count; i++) {
         if (p->pairs[i].has_target && job_add(state, p, i, job) < 0) {
@@ -82,15 +80,14 @@ static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
 static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast)
 {
     load_job job = {0};
-    if (job_init(state, p, cast, &job) < 0) {
-        job_fini(&job);
-        return -1;
+    const int failed = job_init(state, p, cast, &job);
+    if (failed == 0) {
+        PyThreadState *saved = mlspy_leave_python(mls_load_into_bytes(job.load));
+        mls_load_into_run(job.load, state->kernels, state->pool);
+        mlspy_resume_python(saved);
     }
-    PyThreadState *saved = mlspy_leave_python(mls_load_into_bytes(job.load));
-    mls_load_into_run(job.load, state->kernels, state->pool);
-    mlspy_resume_python(saved);
     job_fini(&job);
-    return 0;
+    return failed;
 }
 
 /* Returns a new list of the written targets that are not ndarrays. */
@@ -109,27 +106,23 @@ static PyObject *written_tensors(const mlspy_pairs *p)
 /* state_load(target, source, strict, cast) -> on success a list of the targets that are
  * not ndarrays; otherwise a tuple of the differences, seen from the target: (missing,
  * unexpected, shapes, dtypes) */
-static PyObject *state_load(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_state_load(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mlspy_pairs p;
-    if (mlspy_take_count("state_load", 4, count) < 0) {
-        return NULL;
-    }
-    const int strict = PyObject_IsTrue(args[2]);
-    const int cast = PyObject_IsTrue(args[3]);
-    if (strict < 0 || cast < 0 || mlspy_pairs_init(state, args[1], args[0], &p) < 0) {
+    bool strict, cast;
+    if (mlspy_take_bool(args[2], &strict) < 0 || mlspy_take_bool(args[3], &cast) < 0 ||
+        mlspy_pairs_init(state, args[1], args[0], &p) < 0) {
         return NULL;
     }
     PyObject *result;
-    const bool refused = p.counts.shapes > 0 || (p.counts.dtypes > 0 && cast == 0) ||
-                         (strict != 0 && p.counts.missing + p.counts.unexpected > 0);
+    const bool refused = p.counts.shapes > 0 || (p.counts.dtypes > 0 && !cast) ||
+                         (strict && p.counts.missing + p.counts.unexpected > 0);
     if (refused) {
         result = mlspy_pairs_report(&p, true);
     } else {
         result = written_tensors(
             &p); /* created first, because nothing may fail after the copy */
-        if (result != NULL && load_pairs(state, &p, cast != 0) < 0) {
+        if (result != NULL && load_pairs(state, &p, cast) < 0) {
             Py_CLEAR(result);
         }
     }
@@ -163,10 +156,7 @@ static int tied_add(const mlspy_state *state, tied_job *job, Py_ssize_t section,
     mlspy_view view = {0};
     mls_address_range span = {.owner = job->count, .written = true};
     size_t bytes;
-    if (mlspy_dict_get(targets, key, &array) != 1) {
-        if (!PyErr_Occurred()) {
-            PyErr_SetObject(PyExc_KeyError, key);
-        }
+    if (mlspy_dict_need(targets, key, &array) < 0) {
         return -1;
     }
     const int failed = mlspy_view_of(state, array, "target", &view);
@@ -191,8 +181,7 @@ static int tied_init(PyObject *sections, tied_job *job)
 {
     size_t count = 0;
     if (!PyList_Check(sections)) {
-        PyErr_SetString(PyExc_TypeError, "sections must be a list");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "sections must be a list");
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sections); i++) {
         PyObject *keys, *targets;
@@ -209,8 +198,7 @@ static int tied_init(PyObject *sections, tied_job *job)
     job->spare = mls_alloc(count, sizeof *job->spare);
     if (job->targets == NULL || job->kinds == NULL || job->tied == NULL ||
         job->spans == NULL || job->spare == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     return 0;
 }
@@ -239,11 +227,10 @@ static int tied_find(tied_job *job)
     if (mls_address_ranges_tied(sorted, job->dense, job->kinds, job->tied, pair)) {
         return 0;
     }
-    PyErr_Format(PyExc_ValueError,
-                 "the targets %R and %R share memory, but are not the same tensor"
-                 ": load into a copy of one of them",
-                 job->targets[pair[0]].key, job->targets[pair[1]].key);
-    return -1;
+    return MLSPY_REFUSE(PyExc_ValueError,
+                        "the targets %R and %R share memory, but are not the same tensor"
+                        ": load into a copy of one of them",
+                        job->targets[pair[0]].key, job->targets[pair[1]].key);
 }
 
 /* Returns [[key, ...], ...]: the keys to skip, for each section. */
@@ -251,12 +238,7 @@ static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
 {
     PyObject *result = PyList_New(sections);
     for (Py_ssize_t i = 0; result != NULL && i < sections; i++) {
-        PyObject *keys = PyList_New(0);
-        if (keys == NULL) {
-            Py_CLEAR(result);
-        } else {
-            PyList_SET_ITEM(result, i, keys);
-        }
+        mlspy_put(&result, i, PyList_New(0));
     }
     for (size_t i = 0; result != NULL && i < job->count; i++) {
         const tied_target *t = &job->targets[i];
@@ -274,13 +256,13 @@ static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
  * Raises ValueError if arrays share memory in any other way: they are filled at the same
  * time, and each would contain a part of the other.
  */
-static PyObject *targets_tied(PyObject *module, PyObject *sections)
+PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
 {
     tied_job job = {0};
     PyObject *result = NULL;
-    if (tied_init(sections, &job) == 0 &&
-        tied_view(mlspy_state_of(module), sections, &job) == 0 && tied_find(&job) == 0) {
-        result = tied_result(&job, PyList_GET_SIZE(sections));
+    if (tied_init(args[0], &job) == 0 && tied_view(state, args[0], &job) == 0 &&
+        tied_find(&job) == 0) {
+        result = tied_result(&job, PyList_GET_SIZE(args[0]));
     }
     mls_free(job.targets);
     mls_free(job.kinds);
@@ -303,19 +285,23 @@ static int compare_names(const void *a, const void *b)
     return mls_str_compare(((const mlspy_item *)a)->name, ((const mlspy_item *)b)->name);
 }
 
-/* Calls update(bytes) with memory that does not change during the call. */
-static int feed_bytes(PyObject *update, const void *data, size_t bytes)
+/* Calls update(memory), and releases the memory; NULL means an exception is set. */
+static int feed(PyObject *update, PyObject *memory)
 {
-    if (bytes == 0) {
-        return 0;
-    }
-    /* PyBUF_READ makes it read-only, although the parameter is not const */
-    PyObject *memory =
-        PyMemoryView_FromMemory((char *)(uintptr_t)data, (Py_ssize_t)bytes, PyBUF_READ);
     PyObject *done = memory == NULL ? NULL : PyObject_CallOneArg(update, memory);
     Py_XDECREF(done);
     Py_XDECREF(memory);
     return done == NULL ? -1 : 0;
+}
+
+/* Feeds bytes that do not change during the call. PyBUF_READ makes the view read-only,
+ * although its parameter is not const. */
+static int feed_bytes(PyObject *update, const void *data, size_t bytes)
+{
+    return bytes == 0
+               ? 0
+               : feed(update, PyMemoryView_FromMemory((char *)(uintptr_t)data,
+                                                      (Py_ssize_t)bytes, PyBUF_READ));
 }
 
 /* Feeds the part of the stream before the elements. */
@@ -341,12 +327,9 @@ static int feed_packed(const mlspy_state *state, PyObject *update, const mls_ten
     if (data == NULL ||
         mls_tensor_init(&packed, data, t->dtype, t->rank, t->shape, &st) != MLS_OK) {
         mls_free(data);
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
-    Py_BEGIN_ALLOW_THREADS
-        mls_copy(state->kernels, &packed, t, mls_cached());
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(mls_copy(state->kernels, &packed, t, mls_cached()));
     const int failed = feed_bytes(update, data, bytes);
     mls_free(data);
     return failed;
@@ -356,19 +339,13 @@ static int feed_elements(const mlspy_state *state, PyObject *update,
                          const mlspy_item *item)
 {
     mlspy_view view;
-    size_t bytes = 0;
     if (!mlspy_is_known(item)) { /* only NumPy knows the layout of its elements */
-        PyObject *raw = mlspy_raw_bytes(state, item);
-        PyObject *done = raw == NULL ? NULL : PyObject_CallOneArg(update, raw);
-        Py_XDECREF(raw);
-        Py_XDECREF(done);
-        return done == NULL ? -1 : 0;
+        return feed(update, mlspy_raw_bytes(state, item));
     }
     if (mlspy_view_item(state, item, "", false, &view) < 0) {
         return -1;
     }
-    (void)mls_tensor_bytes(&view.tensor,
-                           &bytes); /* cannot overflow: the array is in memory */
+    const size_t bytes = mlspy_bytes(&view.tensor);
     const bool plain = mls_tensor_is_contiguous(&view.tensor) && !view.tensor.swapped;
     const int failed = plain ? feed_bytes(update, view.tensor.data, bytes)
                              : feed_packed(state, update, &view.tensor, bytes);
@@ -377,12 +354,10 @@ static int feed_elements(const mlspy_state *state, PyObject *update,
 }
 
 /* state_digest(state, update): feeds the stream to update() in parts */
-static PyObject *state_digest(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_state_digest(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     mlspy_items items;
-    if (mlspy_take_count("state_digest", 2, count) < 0 ||
-        mlspy_items_of(args[0], "state", &items) < 0) {
+    if (mlspy_items_of(args[0], "state", &items) < 0) {
         return NULL;
     }
     /* sorted first: metadata contains pointers into the items */
@@ -397,14 +372,3 @@ static PyObject *state_digest(PyObject *module, PyObject *const *args, Py_ssize_
     mlspy_items_release(&items);
     return failed < 0 ? NULL : Py_NewRef(Py_None);
 }
-
-PyMethodDef mlspy_load_methods[] = {
-    {"state_load", MLSPY_FASTCALL(state_load),
-     "state_load(target, source, strict, cast, /)\n--\n\nCopy all tensors, or none."},
-    {"targets_tied", targets_tied, METH_O,
-     "targets_tied(sections, /)\n--\n\nKeys of arrays that have a later key too; other "
-     "overlaps are refused."},
-    {"state_digest", MLSPY_FASTCALL(state_digest),
-     "state_digest(state, update, /)\n--\n\nFeed names, facts and elements to a hash."},
-    {NULL, NULL, 0, NULL},
-};

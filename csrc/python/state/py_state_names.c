@@ -7,9 +7,10 @@
 #include "common/args.h"
 #include "common/dict_items.h"
 #include "common/errors.h"
+#include "common/functions.h"
 #include "common/module_state.h"
-#include "state/py_state_dict.h"
-#include "state/state_bindings.h"
+#include "common/results.h"
+#include "state/states.h"
 
 #include "base/memory.h"
 #include "state/name_tree_preview.h"
@@ -52,8 +53,7 @@ static int fill_index(name_index *index, const mlspy_items *items)
     index->texts = mls_alloc(items->count, sizeof *index->texts);
     index->keys = PyTuple_New((Py_ssize_t)items->count);
     if (index->texts == NULL || index->keys == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     for (size_t i = 0; i < items->count; i++) {
         /* plain str only: a subclass instance may refer to the dict, and the garbage
@@ -69,9 +69,8 @@ static int fill_index(name_index *index, const mlspy_items *items)
     }
     /* the names of a dict are unique, so only memory can be short */
     if (mls_name_tree_new(index->texts, items->count, &index->names, &st) != MLS_OK) {
-        PyErr_SetString(st.code == MLS_E_MEMORY ? PyExc_MemoryError : PyExc_ValueError,
-                        st.text);
-        return -1;
+        return MLSPY_REFUSE(
+            st.code == MLS_E_MEMORY ? PyExc_MemoryError : PyExc_ValueError, st.text);
     }
     return 0;
 }
@@ -113,14 +112,13 @@ static int layer_name(PyObject *object, mls_str *out)
         return -1;
     }
     if (out->length == 0) {
-        PyErr_SetString(PyExc_ValueError,
-                        "the layer name is empty: the whole state is the state itself");
-        return -1;
+        return MLSPY_REFUSE(
+            PyExc_ValueError,
+            "the layer name is empty: the whole state is the state itself");
     }
     if (out->data[out->length - 1] == '.') {
-        PyErr_Format(PyExc_ValueError,
-                     "layer name %.200R ends with a dot: remove the dot", object);
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError,
+                            "layer name %.200R ends with a dot: remove the dot", object);
     }
     return 0;
 }
@@ -160,8 +158,7 @@ static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
     uint32_t *positions =
         mls_alloc(mls_name_tree_nodes(index->names)[node].count, sizeof *positions);
     if (positions == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return mlspy_no_memory();
     }
     const size_t count = mls_name_tree_under(index->names, node, positions);
     /* in characters, not bytes: the layer's name and its dot */
@@ -180,8 +177,7 @@ static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
 static PyObject *new_empty(PyObject *class)
 {
     if (!PyType_Check(class) || !PyType_IsSubtype((PyTypeObject *)class, &PyDict_Type)) {
-        PyErr_SetString(PyExc_TypeError, "state_layer wants a class of dicts");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "state_layer wants a class of dicts");
     }
     PyObject *nothing = PyTuple_New(0);
     PyTypeObject *type = (PyTypeObject *)class;
@@ -195,12 +191,9 @@ static PyObject *new_empty(PyObject *class)
  * Tries at most twice: if a name disappears again, another thread keeps changing the
  * dict, and no consistent result is possible.
  */
-static PyObject *state_layer(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_state_layer(mlspy_state *state, PyObject *const *args)
 {
-    (void)module;
-    if (mlspy_take_count("state_layer", 3, count) < 0) {
-        return NULL;
-    }
+    (void)state;
     /* the index may be old; the arrays are current */
     PyObject *capsule = mlspy_describe_names(args[0], make_index);
     PyObject *layer = capsule == NULL ? NULL : new_empty(args[2]);
@@ -241,17 +234,12 @@ static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
         if (!is_layer_name(nodes[layers[i]].path)) {
             continue;
         }
-        PyObject *path = mlspy_str_of(nodes[layers[i]].path);
-        if (path == NULL || PyList_Append(list, path) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(path);
+        mlspy_append(&list, mlspy_str_of(nodes[layers[i]].path));
     }
     return list;
 }
 
-/* Parses None or a number of segments; None becomes 0. Returns -1 with an exception set.
- */
+/* Parses None or a number of segments; None becomes 0. */
 static int take_depth(const mlspy_state *state, PyObject *object, uint32_t *out)
 {
     int64_t depth = 0;
@@ -259,10 +247,9 @@ static int take_depth(const mlspy_state *state, PyObject *object, uint32_t *out)
         return -1;
     }
     if (object != Py_None && depth < 1) {
-        PyErr_Format(PyExc_ValueError,
-                     "depth is the number of parts, at least 1; got %lld",
-                     (long long)depth);
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError,
+                            "depth is the number of parts, at least 1; got %lld",
+                            (long long)depth);
     }
     /* no name has that many segments */
     *out = depth > UINT32_MAX ? UINT32_MAX : (uint32_t)depth;
@@ -270,15 +257,12 @@ static int take_depth(const mlspy_state *state, PyObject *object, uint32_t *out)
 }
 
 /* state_layer_names(state, depth | None) -> the layers, in the state's order */
-static PyObject *state_layer_names(PyObject *module, PyObject *const *args,
-                                   Py_ssize_t count)
+PyObject *core_state_layer_names(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     uint32_t depth, *layers = NULL;
     size_t layer_count;
     mls_status st;
-    if (mlspy_take_count("state_layer_names", 2, count) < 0 ||
-        take_depth(state, args[1], &depth) < 0) {
+    if (take_depth(state, args[1], &depth) < 0) {
         return NULL;
     }
     PyObject *capsule = mlspy_describe_names(args[0], make_index);
@@ -302,23 +286,19 @@ static PyObject *state_layer_names(PyObject *module, PyObject *const *args,
  * Names stay distinct, because all get the same prefix. The state checks the values when
  * they are added.
  */
-static PyObject *state_prefixed(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_state_prefixed(mlspy_state *state, PyObject *const *args)
 {
-    (void)module;
+    (void)state;
     mls_str path;
     mlspy_items items;
-    if (mlspy_take_count("state_prefixed", 2, count) < 0 ||
-        layer_name(args[0], &path) < 0 ||
+    if (layer_name(args[0], &path) < 0 ||
         mlspy_items_of(args[1], "layer state", &items) < 0) {
         return NULL;
     }
     PyObject *result = PyDict_New();
     for (size_t i = 0; result != NULL && i < items.count; i++) {
-        PyObject *name = PyUnicode_FromFormat("%U.%U", args[0], items.items[i].key);
-        if (name == NULL || PyDict_SetItem(result, name, items.items[i].value) < 0) {
-            Py_CLEAR(result);
-        }
-        Py_XDECREF(name);
+        mlspy_set(&result, PyUnicode_FromFormat("%U.%U", args[0], items.items[i].key),
+                  Py_NewRef(items.items[i].value));
     }
     mlspy_items_release(&items);
     return result;
@@ -331,8 +311,7 @@ static PyObject *state_prefixed(PyObject *module, PyObject *const *args, Py_ssiz
 static int take_rule(PyObject *pair, mls_rename_rule *out)
 {
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-        PyErr_SetString(PyExc_TypeError, "rules must be pairs of old and new");
-        return -1;
+        return MLSPY_REFUSE(PyExc_TypeError, "rules must be pairs of old and new");
     }
     mls_str old, new;
     if (mlspy_take_text(PyTuple_GET_ITEM(pair, 0), "the old part of a rule", &old) < 0 ||
@@ -340,8 +319,7 @@ static int take_rule(PyObject *pair, mls_rename_rule *out)
         return -1;
     }
     if (!mls_rename_rule_of(old, new, out)) {
-        PyErr_SetString(PyExc_ValueError, "rule '*' contains no name to match");
-        return -1;
+        return MLSPY_REFUSE(PyExc_ValueError, "rule '*' contains no name to match");
     }
     return 0;
 }
@@ -370,9 +348,8 @@ static PyObject *rename_item(const mlspy_item *item, const mls_rename_rule *rule
         length = mls_name_apply(item->name, rules, rule_count, larger, length, used);
     }
     if (length == 0 && item->name.length > 0) {
-        PyErr_Format(PyExc_ValueError, "the rules remove all of the name %.200R",
-                     item->key);
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "the rules remove all of the name %.200R",
+                            item->key);
     }
     return mlspy_str_of((mls_str){.data = buffer->data, .length = length});
 }
@@ -382,16 +359,12 @@ static PyObject *rename_item(const mlspy_item *item, const mls_rename_rule *rule
 static void raise_collapse(const mlspy_state *state, PyObject *first, PyObject *second,
                            PyObject *name)
 {
-    PyObject *class = state->errors[MLSPY_ERROR_COMPATIBILITY];
-    PyObject *text = PyUnicode_FromFormat(
-        "%.200R and %.200R would both become %.200R: nothing was renamed", first, second,
+    mlspy_raise_named(
+        state->errors[MLSPY_ERROR_COMPATIBILITY],
+        PyUnicode_FromFormat(
+            "%.200R and %.200R would both become %.200R: nothing was renamed", first,
+            second, name),
         name);
-    PyObject *error = text == NULL ? NULL : PyObject_CallOneArg(class, text);
-    if (error != NULL && PyObject_SetAttrString(error, "name", name) == 0) {
-        PyErr_SetObject(class, error);
-    }
-    Py_XDECREF(error);
-    Py_XDECREF(text);
 }
 
 /* Stores every array under its new name. `origin` maps new names to old ones. */
@@ -438,14 +411,10 @@ static PyObject *unused_rules(const bool *used, size_t rule_count)
 
 /* state_rename(state, ((old, new), ...)) -> (a dict with the new names, the indices of
  * the rules that matched no name) */
-static PyObject *state_rename(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_state_rename(mlspy_state *state, PyObject *const *args)
 {
-    if (mlspy_take_count("state_rename", 2, count) < 0) {
-        return NULL;
-    }
     if (!PyTuple_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "state_rename wants a tuple of pairs");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "state_rename wants a tuple of pairs");
     }
     const size_t rule_count = (size_t)PyTuple_GET_SIZE(args[1]);
     mlspy_items items = {0};
@@ -466,8 +435,8 @@ static PyObject *state_rename(PyObject *module, PyObject *const *args, Py_ssize_
         goto done;
     }
     result = PyDict_New();
-    if (result != NULL && rename_all(mlspy_state_of(module), &items, rules, rule_count,
-                                     used, result) == 0) {
+    if (result != NULL &&
+        rename_all(state, &items, rules, rule_count, used, result) == 0) {
         unused = unused_rules(used, rule_count);
     }
 done:
@@ -513,16 +482,12 @@ static PyObject *explanation_tuple(const mls_explanation *found)
         const mls_rename_rule *rule = &found->rules[i];
         PyObject *old = mlspy_str_of(rule->old);
         PyObject *new = mlspy_str_of(rule->new);
-        PyObject *pair =
-            old == NULL || new == NULL
-                ? NULL
-                : Py_BuildValue("(NN)",
-                                PyUnicode_FromFormat(rule->anywhere ? "*%U" : "%U", old),
-                                Py_NewRef(new));
-        if (pair == NULL || PyList_Append(rules, pair) < 0) {
-            Py_CLEAR(rules);
-        }
-        Py_XDECREF(pair);
+        mlspy_append(&rules, old == NULL || new == NULL
+                                 ? NULL
+                                 : Py_BuildValue("(NN)",
+                                                 PyUnicode_FromFormat(
+                                                     rule->anywhere ? "*%U" : "%U", old),
+                                                 Py_NewRef(new)));
         Py_XDECREF(new);
         Py_XDECREF(old);
     }
@@ -534,11 +499,8 @@ static PyObject *explanation_tuple(const mls_explanation *found)
  *
  * Returns no rules and 0 if no explanation is found.
  */
-static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_state_explain(mlspy_state *state, PyObject *const *args)
 {
-    if (mlspy_take_count("state_explain", 2, count) < 0) {
-        return NULL;
-    }
     mls_status st;
     mls_explanation found = {0};
     PyObject *result = NULL;
@@ -548,8 +510,8 @@ static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize
         const mls_code code =
             mls_name_tree_explain(unexpected, (size_t)PyList_GET_SIZE(args[0]), missing,
                                   (size_t)PyList_GET_SIZE(args[1]), &found, &st);
-        result = code == MLS_OK ? explanation_tuple(&found)
-                                : mlspy_raise(mlspy_state_of(module), &st, NULL);
+        result =
+            code == MLS_OK ? explanation_tuple(&found) : mlspy_raise(state, &st, NULL);
         mls_explanation_fini(&found);
     }
     mls_free(missing);
@@ -586,9 +548,10 @@ static PyObject *row_tuple(const mls_name_tree *names,
 {
     const mls_name_tree_preview_entry e =
         mls_name_tree_preview_describe(names, sums, row);
-    PyObject *shape = e.name == MLS_NAME_NONE
-                          ? Py_NewRef(Py_None)
-                          : mlspy_shape_tuple(&items->items[e.name].facts);
+    const mls_tensor_meta *facts =
+        e.name == MLS_NAME_NONE ? NULL : &items->items[e.name].facts;
+    PyObject *shape =
+        facts == NULL ? Py_NewRef(Py_None) : mlspy_sizes_tuple(facts->shape, facts->rank);
     /* each N consumes its reference, or passes a NULL on as the exception that is set */
     return Py_BuildValue("(INnKsNIO)", mls_name_tree_nodes(names)[row->node].depth,
                          mlspy_str_of(e.label), (Py_ssize_t)e.count,
@@ -613,23 +576,17 @@ static PyObject *rows_list(const mlspy_state *state, const mls_name_tree *names,
     mls_free(leaves);
     PyObject *list = sums == NULL ? NULL : PyList_New(0);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        PyObject *row = row_tuple(names, sums, &rows[i], items);
-        if (row == NULL || PyList_Append(list, row) < 0) {
-            Py_CLEAR(list);
-        }
-        Py_XDECREF(row);
+        mlspy_append(&list, row_tuple(names, sums, &rows[i], items));
     }
     mls_free(sums);
     return list;
 }
 
 /* state_outline(state, max_rows, max_children) -> rows for a page */
-static PyObject *state_outline(PyObject *module, PyObject *const *args, Py_ssize_t count)
+PyObject *core_state_outline(mlspy_state *state, PyObject *const *args)
 {
-    const mlspy_state *state = mlspy_state_of(module);
     int64_t max_rows, max_children;
-    if (mlspy_take_count("state_outline", 3, count) < 0 ||
-        mlspy_take_int64(state, args[1], "max_rows", &max_rows) < 0 ||
+    if (mlspy_take_int64(state, args[1], "max_rows", &max_rows) < 0 ||
         mlspy_take_int64(state, args[2], "max_children", &max_children) < 0) {
         return NULL;
     }
@@ -663,20 +620,3 @@ done:
     mlspy_items_release(&items);
     return result;
 }
-
-PyMethodDef mlspy_names_methods[] = {
-    {"state_layer", MLSPY_FASTCALL(state_layer),
-     "state_layer(state, name, cls, /)\n--\n\nThe tensors under a layer."},
-    {"state_layer_names", MLSPY_FASTCALL(state_layer_names),
-     "state_layer_names(state, depth, /)\n--\n\nThe layers of a state."},
-    {"state_prefixed", MLSPY_FASTCALL(state_prefixed),
-     "state_prefixed(name, state, /)\n--\n\nA state under a layer's name."},
-    {"state_rename", MLSPY_FASTCALL(state_rename),
-     "state_rename(state, rules, /)\n--\n\nA state with other names, and "
-     "the rules that matched none."},
-    {"state_explain", MLSPY_FASTCALL(state_explain),
-     "state_explain(unexpected, missing, /)\n--\n\nRules that would match the names."},
-    {"state_outline", MLSPY_FASTCALL(state_outline),
-     "state_outline(state, max_rows, max_children, /)\n--\n\nRows of the tree of names."},
-    {NULL, NULL, 0, NULL},
-};

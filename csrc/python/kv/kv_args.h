@@ -1,11 +1,12 @@
-/* kv_bindings: functions and types for key-value caches and model packages, added by
- * module.c. */
-#ifndef MLSPY_KV_BINDINGS_H
-#define MLSPY_KV_BINDINGS_H
+/* kv_args: convert the arguments of functions for key-value caches. */
+#ifndef MLSPY_KV_ARGS_H
+#define MLSPY_KV_ARGS_H
 
 #include "common/python_api.h"
 
 #include "common/module_state.h"
+
+#include "kv/kv_rolling.h"
 
 /* Read the dimensions of a cache from a sequence of non-negative integers, and its
  * sequence axis, converted to 0 .. rank-1. `what` names the sequence in messages. `shape`
@@ -23,14 +24,9 @@ int mlspy_take_kv_axis(const mlspy_state *state, PyObject *seq_axis, const char 
 int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char *what,
                          size_t *out);
 
-/* Method tables, NULL-terminated. */
-extern PyMethodDef mlspy_kv_methods[];
-extern PyMethodDef mlspy_kv_cache_methods[];
-extern PyMethodDef mlspy_mlpackage_methods[];
-
-/* Add the types of py_kv_buffer.c, and the type and the functions of py_kv_rolling.c.
- * Return -1 with an exception set on failure. */
-int mlspy_kv_buffer_add(PyObject *module);
-int mlspy_kv_rolling_add(PyObject *module);
+/* Return a new int64 ndarray with the position of each slot's token, or -1:
+ * py_kv_cache.c.
+ */
+PyObject *mlspy_ring_positions(const mls_kv_ring *ring);
 
 #endif

@@ -1,0 +1,36 @@
+/* results: build Python objects for results, releasing them on the first failure. */
+#ifndef MLSPY_RESULTS_H
+#define MLSPY_RESULTS_H
+
+#include "common/python_api.h"
+
+#include "base/string_view.h"
+
+/* Return a new str for text that is known to be UTF-8. */
+PyObject *mlspy_str_of(mls_str text);
+
+/* Return a new tuple of numbers. */
+PyObject *mlspy_sizes_tuple(const size_t *sizes, int count);
+
+/* These add a new reference, `item`, to a new list, tuple or dict. If `item` is NULL or
+ * memory runs out, `*out` is released and set to NULL; an exception is then set. Stop
+ * the loop that adds the items if `*out` is NULL. */
+
+/* Set entry `i` of a list or tuple. */
+void mlspy_put(PyObject **out, Py_ssize_t i, PyObject *item);
+
+/* Append to a list. */
+void mlspy_append(PyObject **out, PyObject *item);
+
+/* Set an entry of a dict. `key` is a new reference too, and may be NULL. */
+void mlspy_set(PyObject **out, PyObject *key, PyObject *item);
+
+/* Set a key that comes from outside, such as a path. Returns 0, or -1 with an exception
+ * set. PyDict_SetItemString interns its key, which newer Pythons (seen with 3.13 and
+ * 3.14) never free. */
+int mlspy_dict_set(PyObject *dict, const char *key, PyObject *value);
+
+/* Return the tuple of a new list, which is released; NULL for NULL. */
+PyObject *mlspy_tuple_of(PyObject *list);
+
+#endif

@@ -1,0 +1,18 @@
+/* states: functions for state dicts that several files share. */
+#ifndef MLSPY_STATES_H
+#define MLSPY_STATES_H
+
+#include "common/python_api.h"
+
+#include "common/module_state.h"
+
+/* Returns 1 if two dicts have the same names, shapes, dtypes and elements, 0 if not, and
+ * -1 with an exception set: py_state_compare.c. */
+int mlspy_states_equal(const mlspy_state *state, PyObject *a, PyObject *b);
+
+/* Returns a new reference to make(dict), which describes the current names of a dict. A
+ * state dict caches the result until its names change; for other dicts it is always made
+ * anew: py_state_dict.c. */
+PyObject *mlspy_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict));
+
+#endif
