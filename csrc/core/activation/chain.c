@@ -36,8 +36,7 @@ static mls_code check_seconds(const char *name, const double *seconds, size_t co
             mls_fail(st, MLS_E_VALUE, "%s[%zu] is %g: choose a finite number, at least 0",
                      name, i, seconds[i]);
             mls_status_name(st, name, strlen(name));
-            mls_status_got(st, "%g", seconds[i]);
-            return st->code;
+            return mls_status_got(st, "%g", seconds[i]);
         }
         *sum += seconds[i];
     }
@@ -57,8 +56,7 @@ static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count
                      "%s[%zu] is %" PRId64 ": bytes are at least %" PRId64, name, i,
                      bytes[i], least);
             mls_status_name(st, name, strlen(name));
-            mls_status_got(st, "%" PRId64, bytes[i]);
-            return st->code;
+            return mls_status_got(st, "%" PRId64, bytes[i]);
         }
         if (__builtin_add_overflow(*sum, bytes[i], sum) || *sum > INT64_MAX / 2) {
             return mls_fail(st, MLS_E_SIZE,

@@ -6,8 +6,6 @@
  */
 #include "array/strided_iter.h"
 
-#include <string.h>
-
 /* ---- simplifying views ---- */
 
 /* Return the absolute value of a stride; unsigned negation is correct for PTRDIFF_MIN

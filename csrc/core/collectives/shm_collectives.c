@@ -288,8 +288,7 @@ static mls_code compare_sizes(exchange_state *s, uint64_t step, mls_status *st)
                          "all_to_all on rank %zu: rank %zu sends %zu bytes to rank %zu, "
                          "which expects %zu",
                          g->rank, from, sent, to, wanted);
-                mls_status_name(st, "all_to_all", strlen("all_to_all"));
-                return MLS_E_PEER;
+                return mls_status_name(st, "all_to_all", strlen("all_to_all"));
             }
             if (from != to && sent > s->most) {
                 s->most = sent;

@@ -221,8 +221,7 @@ mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
     mls_fail(st, MLS_E_PEER,
              "%s on rank %zu: %s; the group is unusable: create a new one",
              mls_shm_kind_name(kind), g->rank, more[0] != '\0' ? more : text);
-    mls_status_name(st, mls_shm_kind_name(kind), strlen(mls_shm_kind_name(kind)));
-    return MLS_E_PEER;
+    return mls_status_name(st, mls_shm_kind_name(kind), strlen(mls_shm_kind_name(kind)));
 }
 
 bool mls_shm_ended(mls_shm *g, char *text, size_t room)

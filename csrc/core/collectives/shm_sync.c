@@ -335,8 +335,7 @@ static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *mine, size
             name, g->rank, name, mine->text[0] == '\0' ? "" : " ", mine->text, rank,
             theirs, other->text[0] == '\0' ? "" : " ", other->text);
     }
-    mls_status_name(st, name, strlen(name));
-    return MLS_E_PEER;
+    return mls_status_name(st, name, strlen(name));
 }
 
 /* Compares the records, which all ranks have published. If they are not all equal, each

@@ -72,8 +72,7 @@ mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
     const int opened = openat(folder, path, READ_FLAGS | (links ? 0 : O_NOFOLLOW));
     if (opened < 0 && errno == ELOOP && !links) {
         mls_fail(st, MLS_E_FORMAT, "not a regular file but a symbolic link");
-        mls_status_expected(st, "a regular file");
-        return MLS_E_FORMAT;
+        return mls_status_expected(st, "a regular file");
     }
     return examine_opened(opened, errno, fd, length, st);
 }

@@ -136,8 +136,7 @@ static mls_code fail_unexpected(json_parser *p, const char *expected)
                     expected);
         mls_status_got(p->st, "0x%02x", (unsigned)c);
     }
-    mls_status_expected(p->st, "%s", expected);
-    return MLS_E_FORMAT;
+    return mls_status_expected(p->st, "%s", expected);
 }
 
 /* ---- strings ---- */
@@ -464,8 +463,7 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
     const int shown = (int)(key.length < 80 ? key.length : 80);
     mls_fail_at(p->st, doc->nodes[found].key - 1U,
                 "JSON has the key '%.*s' twice in one object", shown, key.data);
-    mls_status_name(p->st, key.data, key.length);
-    return MLS_E_FORMAT;
+    return mls_status_name(p->st, key.data, key.length);
 }
 
 /* Close the open container; p->at is on its closing bracket. Its `next` was the parent

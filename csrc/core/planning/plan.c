@@ -68,8 +68,7 @@ static mls_code fail_budget(const mls_chain *chain, const mls_plan_request *r,
              " bytes: the smallest sufficient budget is %" PRId64 " bytes",
              chain->blocks, r->budget_bytes, least);
     mls_status_expected(st, "%" PRId64, least);
-    mls_status_got(st, "%" PRId64, r->budget_bytes);
-    return st->code;
+    return mls_status_got(st, "%" PRId64, r->budget_bytes);
 }
 
 /* ---- solvers ---- */

@@ -631,8 +631,7 @@ static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *
              " bytes: the least that %s fits is %" PRId64,
              chain->blocks, budget, which, least);
     mls_status_expected(st, "at least %" PRId64, least);
-    mls_status_got(st, "%" PRId64, budget);
-    return st->code;
+    return mls_status_got(st, "%" PRId64, budget);
 }
 
 /* Fails after an incomplete search. The budget of a persistent schedule is known to be

@@ -51,8 +51,7 @@ static mls_code fail_name(const char *what, mls_str name, const char *why, mls_s
 {
     const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
     mls_fail(st, MLS_E_VALUE, "%s '%.*s' %s", what, shown, name.data, why);
-    mls_status_name(st, name.data, name.length);
-    return MLS_E_VALUE;
+    return mls_status_name(st, name.data, name.length);
 }
 
 /* Also used for the tables of metadata and checksums, which are part of the header. */

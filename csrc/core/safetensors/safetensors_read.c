@@ -59,8 +59,7 @@ static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_str name,
     const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
     mls_fail_at(r->st, LENGTH_BYTES + mls_json_offset(r->file.json, node),
                 "tensor '%.*s': %s", shown, name.data, what);
-    mls_status_name(r->st, name.data, name.length);
-    return MLS_E_FORMAT;
+    return mls_status_name(r->st, name.data, name.length);
 }
 
 /* As fail_tensor, for nodes outside of tensors. */
@@ -117,8 +116,7 @@ static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
         snprintf(message, sizeof message, "element type '%.*s' is not supported", shown,
                  text.data);
         fail_tensor(r, node, t->name, message);
-        mls_status_got(r->st, "%.*s", shown, text.data);
-        return MLS_E_FORMAT;
+        return mls_status_got(r->st, "%.*s", shown, text.data);
     }
     return MLS_OK;
 }
@@ -189,8 +187,7 @@ static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *
                  t->bytes, (unsigned long long)(end - begin));
         fail_tensor(r, node, t->name, text);
         mls_status_expected(r->st, "%zu bytes", t->bytes);
-        mls_status_got(r->st, "%llu bytes", (unsigned long long)(end - begin));
-        return MLS_E_FORMAT;
+        return mls_status_got(r->st, "%llu bytes", (unsigned long long)(end - begin));
     }
     t->offset = r->payload + begin;
     return MLS_OK;
@@ -290,8 +287,7 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     if (found != expected) {
         fail_checksum(r, "its checksum does not match");
         mls_status_expected(r->st, "%08lx", (unsigned long)expected);
-        mls_status_got(r->st, "%08lx", (unsigned long)found);
-        return MLS_E_CHECKSUM;
+        return mls_status_got(r->st, "%08lx", (unsigned long)found);
     }
     r->file.header_crc = expected;
     return MLS_OK;
@@ -375,8 +371,7 @@ static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
                         t->offset < end ? "tensor '%.*s' overlaps the one before it"
                                         : "there is a gap in front of tensor '%.*s'",
                         shown, t->name.data);
-            mls_status_name(r->st, t->name.data, t->name.length);
-            return MLS_E_FORMAT;
+            return mls_status_name(r->st, t->name.data, t->name.length);
         }
         end += t->bytes; /* cannot wrap: the offsets were checked */
     }
@@ -622,8 +617,7 @@ static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t foun
     st->offset = tensor->offset + start;
     mls_status_name(st, tensor->name.data, tensor->name.length);
     mls_status_expected(st, "%08lx", (unsigned long)expected);
-    mls_status_got(st, "%08lx", (unsigned long)found);
-    return MLS_E_CHECKSUM;
+    return mls_status_got(st, "%08lx", (unsigned long)found);
 }
 
 /* Read one block, from byte `start` of the tensor on, and compare it with its checksum.

@@ -62,8 +62,7 @@ static mls_code check_keys(const mls_safetensors_content *content, mls_status *s
                      "metadata key '%.*s' is reserved: choose one that does not start "
                      "with \"" MLS_SAFETENSORS_PREFIX "\"",
                      shown, key.data);
-            mls_status_name(st, key.data, key.length);
-            return MLS_E_VALUE;
+            return mls_status_name(st, key.data, key.length);
         }
     }
     return MLS_OK;
@@ -88,8 +87,7 @@ static mls_code describe_tensors(const mls_safetensors_content *content,
         if (!mls_tensor_bytes(t, &tensors[i].bytes)) {
             mls_free(tensors);
             mls_fail(st, MLS_E_SIZE, "a tensor is larger than memory");
-            mls_status_name(st, name.data, name.length);
-            return MLS_E_SIZE;
+            return mls_status_name(st, name.data, name.length);
         }
     }
     *out = tensors;

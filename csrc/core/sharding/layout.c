@@ -155,6 +155,16 @@ mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
     return MLS_OK;
 }
 
+bool mls_layout_equal(const mls_layout *a, const mls_layout *b)
+{
+    bool same = a->count == b->count;
+    for (int i = 0; same && i < a->count; i++) {
+        same = a->steps[i].axis == b->steps[i].axis &&
+               a->steps[i].parts == b->steps[i].parts;
+    }
+    return same;
+}
+
 /* Computes the range that part `index` of `parts` has of `count` elements. Matches
  * torch.chunk, so that a part made by torch's own sharding is the same part here. Empty
  * parts start at `count`, which is within bounds. */

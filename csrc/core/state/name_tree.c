@@ -224,8 +224,7 @@ static mls_code add_names(mls_name_tree *names, const mls_str *list, size_t coun
         if (node->name != MLS_NAME_NONE) {
             mls_fail(st, MLS_E_VALUE, "names %u and %zu of the list are the same",
                      (unsigned)node->name, i);
-            mls_status_name(st, name.data, name.length);
-            return MLS_E_VALUE;
+            return mls_status_name(st, name.data, name.length);
         }
         node->name = (uint32_t)i;
     }

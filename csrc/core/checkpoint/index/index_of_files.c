@@ -75,8 +75,7 @@ static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_s
         if (t->rank > MLS_LAYOUT_RANK) {
             mls_fail(st, MLS_E_FORMAT, "%d dimensions, but at most %d are supported",
                      t->rank, (int)MLS_LAYOUT_RANK);
-            mls_status_name(st, t->name.data, t->name.length);
-            return MLS_E_FORMAT;
+            return mls_status_name(st, t->name.data, t->name.length);
         }
         mls_index_shard *shard = &x->shards[x->shard_count++];
         shard->id = (mls_tensor_id){.section = MLS_PARAMS, .name = t->name};
@@ -129,8 +128,7 @@ static mls_code sort_shards(mls_index *x, size_t *failed, mls_status *st)
             *failed = next->file;
             mls_fail(st, MLS_E_FORMAT, "the tensor is in %.100s too",
                      x->files[before->file].path);
-            mls_status_name(st, next->id.name.data, next->id.name.length);
-            return MLS_E_FORMAT;
+            return mls_status_name(st, next->id.name.data, next->id.name.length);
         }
     }
     return MLS_OK;

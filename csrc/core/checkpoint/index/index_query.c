@@ -101,16 +101,9 @@ bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
 /* Axes and tier may differ: they do not affect the bytes. */
 bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b)
 {
-    bool same =
-        a->dtype == b->dtype && a->rank == b->rank && a->layout.count == b->layout.count;
-    for (int i = 0; same && i < a->rank; i++) {
-        same = a->shape[i] == b->shape[i];
-    }
-    for (int i = 0; same && i < a->layout.count; i++) {
-        same = a->layout.steps[i].axis == b->layout.steps[i].axis &&
-               a->layout.steps[i].parts == b->layout.steps[i].parts;
-    }
-    return same;
+    return a->dtype == b->dtype &&
+           mls_shape_equal(a->rank, a->shape, b->rank, b->shape) &&
+           mls_layout_equal(&a->layout, &b->layout);
 }
 
 /* Computed at each call instead of stored: a part takes 300 bytes, and an index has many.
@@ -249,8 +242,7 @@ static mls_code fail_shard(const mls_index_shard *shard, const char *what, mls_s
     const mls_str name = shard->id.name;
     const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
     mls_fail_at(st, 0, "shard of '%.*s': %s", shown, name.data, what);
-    mls_status_name(st, name.data, name.length);
-    return MLS_E_FORMAT;
+    return mls_status_name(st, name.data, name.length);
 }
 
 /* Indexes that we write are sorted already; others may not be. Equal shards become

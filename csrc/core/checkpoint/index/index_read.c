@@ -326,8 +326,7 @@ static mls_code read_range(reader *r, mls_layer *layer)
     }
     if (layer->file >= r->index.file_count) {
         mls_index_fail_column(&r->in, &file, "is not one of the files");
-        mls_status_expected(r->in.st, "below %zu", r->index.file_count);
-        return MLS_E_FORMAT;
+        return mls_status_expected(r->in.st, "below %zu", r->index.file_count);
     }
     if ((code = mls_index_next_number(&r->in, &r->layers[OFFSET], HEADER_BYTES, INT64_MAX,
                                       &layer->offset)) != MLS_OK ||
@@ -338,9 +337,8 @@ static mls_code read_range(reader *r, mls_layer *layer)
         end > r->index.files[layer->file].bytes) {
         mls_index_fail_column(&r->in, &offset,
                               "plus bytes exceeds the length of the file");
-        mls_status_expected(r->in.st, "%zu bytes before %llu", layer->bytes,
-                            (unsigned long long)r->index.files[layer->file].bytes);
-        return MLS_E_FORMAT;
+        return mls_status_expected(r->in.st, "%zu bytes before %llu", layer->bytes,
+                                   (unsigned long long)r->index.files[layer->file].bytes);
     }
     return MLS_OK;
 }
@@ -489,8 +487,7 @@ static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t eleme
                               layer->row == 0 && layer->frames == NULL
                                   ? "does not match shape, layout and dtype"
                                   : "does not match the elements or frames of the layer");
-        mls_status_expected(r->in.st, "%zu", made);
-        return MLS_E_FORMAT;
+        return mls_status_expected(r->in.st, "%zu", made);
     }
     return read_crcs(r, layer);
 }
@@ -581,8 +578,7 @@ static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kin
     }
     if (number >= r->kind_count) {
         mls_index_fail_column(&r->in, &kind_column, "is not one of the kinds");
-        mls_status_expected(r->in.st, "below %zu", r->kind_count);
-        return MLS_E_FORMAT;
+        return mls_status_expected(r->in.st, "below %zu", r->kind_count);
     }
     const shard_kind *kind = &r->kinds[number];
     shard->id = (mls_tensor_id){.section = kind->section,
@@ -812,8 +808,7 @@ static mls_code read_format(reader *r)
                 "\"format_version\" %.*s is not supported: this mlstate reads version %d",
                 shown, text.data, (int)MLS_INDEX_VERSION);
     mls_status_expected(r->in.st, "%d", (int)MLS_INDEX_VERSION);
-    mls_status_got(r->in.st, "%.*s", shown, text.data);
-    return MLS_E_FORMAT;
+    return mls_status_got(r->in.st, "%.*s", shown, text.data);
 }
 
 /* Read the members before the tables. */

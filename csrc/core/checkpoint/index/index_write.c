@@ -174,17 +174,13 @@ typedef struct kind_table {
 static bool is_same_kind(const mls_index_shard *a, const mls_index_shard *b)
 {
     const bool axes = a->axes != NULL && a->rank > 0;
-    bool same =
-        a->id.section == b->id.section && a->id.has_state == b->id.has_state &&
-        (!a->id.has_state || mls_str_compare(a->id.state, b->id.state) == 0) &&
-        a->dtype == b->dtype && a->tier == b->tier &&
-        a->layout.count == b->layout.count && axes == (b->axes != NULL && b->rank > 0) &&
-        (!axes || (a->rank == b->rank && memcmp(a->axes, b->axes, (size_t)a->rank) == 0));
-    for (int i = 0; same && i < a->layout.count; i++) {
-        same = a->layout.steps[i].axis == b->layout.steps[i].axis &&
-               a->layout.steps[i].parts == b->layout.steps[i].parts;
-    }
-    return same;
+    return a->id.section == b->id.section && a->id.has_state == b->id.has_state &&
+           (!a->id.has_state || mls_str_compare(a->id.state, b->id.state) == 0) &&
+           a->dtype == b->dtype && a->tier == b->tier &&
+           axes == (b->axes != NULL && b->rank > 0) &&
+           (!axes ||
+            (a->rank == b->rank && memcmp(a->axes, b->axes, (size_t)a->rank) == 0)) &&
+           mls_layout_equal(&a->layout, &b->layout);
 }
 
 /* Number the kinds in the order of their first shards. Both lists share one allocation,

@@ -143,8 +143,7 @@ static mls_code fail_not_regular(const char *what, mls_status *st)
 {
     mls_fail(st, MLS_E_FORMAT, "not a regular file but %s", what);
     mls_status_expected(st, "a regular file");
-    mls_status_got(st, "%s", what);
-    return MLS_E_FORMAT;
+    return mls_status_got(st, "%s", what);
 }
 
 /* Explain a failed openat. Symbolic links are not followed in a folder of ours: shards
@@ -208,8 +207,7 @@ static mls_code open_shard(read_worker *w, const mls_stored_shard *shard, mls_st
                 "replaced",
                 (unsigned long long)w->file_bytes, (unsigned long long)shard->file_bytes);
     mls_status_expected(st, "%llu bytes", (unsigned long long)shard->file_bytes);
-    mls_status_got(st, "%llu bytes", (unsigned long long)w->file_bytes);
-    return MLS_E_FORMAT;
+    return mls_status_got(st, "%llu bytes", (unsigned long long)w->file_bytes);
 }
 
 /* Return whether the system copies bytes at `offset` of a file to `to` slowly. Linux

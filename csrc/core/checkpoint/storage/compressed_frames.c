@@ -30,11 +30,7 @@ size_t mls_compressed_frame_bytes(const mls_compressed_frames *frames, size_t nu
 
 size_t mls_compressed_frames_text_count(mls_str text)
 {
-    size_t commas = 0;
-    for (size_t i = 0; i < text.length; i++) {
-        commas += text.data[i] == ',';
-    }
-    return commas + 1;
+    return mls_str_count(text, ',') + 1;
 }
 
 /* A compressed frame is never longer than its uncompressed bytes, so the sums cannot
@@ -173,8 +169,7 @@ mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_
     st->has_offset = true;
     st->offset = offset + start;
     mls_status_expected(st, "%08lx", (unsigned long)expected);
-    mls_status_got(st, "%08lx", (unsigned long)found);
-    return MLS_E_CHECKSUM;
+    return mls_status_got(st, "%08lx", (unsigned long)found);
 }
 
 /* Read one block of the compressed bytes into position `slot` of the buffer, and verify

@@ -49,22 +49,6 @@ static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
     mls_overlap_init(&r->overlap, &part, r->to);
 }
 
-/* Position of the first visible range that ends after element `at` of the layer, or their
- * number. */
-static size_t find_stored(const mls_stored_shard *shard, size_t at)
-{
-    size_t low = 0, high = shard->visible_count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        if (shard->visible[middle].at + shard->visible[middle].count <= at) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
 /* Includes elements that are only partly in `from` .. `end`; mls_stored_runs_next clips
  * their bytes. */
 void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
@@ -79,8 +63,11 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
     runs->missed = false;
     if (shard->visible != NULL) {
         /* find the visible ranges by binary search: thousands may precede them */
-        runs->extent = find_stored(shard, first);
-        runs->last = behind == 0 ? 0 : find_stored(shard, behind - 1);
+        runs->extent =
+            mls_row_ranges_find_at(shard->visible, shard->visible_count, first);
+        runs->last = behind == 0 ? 0
+                                 : mls_row_ranges_find_at(
+                                       shard->visible, shard->visible_count, behind - 1);
         if (runs->last < shard->visible_count && shard->visible[runs->last].at < behind) {
             runs->last++;
         }
@@ -200,7 +187,8 @@ size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
     if (shard->visible == NULL) {
         return at;
     }
-    const mls_row_range *extent = &shard->visible[find_stored(shard, at)];
+    const mls_row_range *extent =
+        &shard->visible[mls_row_ranges_find_at(shard->visible, shard->visible_count, at)];
     return extent->begin + (at - extent->at);
 }
 
@@ -293,7 +281,5 @@ mls_code mls_stored_blame(const mls_stored_shard *shard, mls_status *st)
     st->has_offset = why.has_offset;
     st->offset = why.offset;
     mls_status_name(st, shard->name.data, shard->name.length);
-    mls_status_expected(st, "%s", why.expected);
-    mls_status_got(st, "%s", why.got);
-    return why.code;
+    return mls_status_differ(st, why.expected, why.got);
 }

@@ -86,8 +86,7 @@ static mls_code add_part(mls_shard_list *list, const mls_tensor_id *id,
 {
     mls_part part;
     if (mls_layout_part(layout, array->rank, array->shape, index, &part, st) != MLS_OK) {
-        mls_status_name(st, id->name.data, id->name.length);
-        return st->code;
+        return mls_status_name(st, id->name.data, id->name.length);
     }
     mls_shard_item *item =
         mls_shard_list_add(list, id, array->dtype, array->rank, array->shape, st);

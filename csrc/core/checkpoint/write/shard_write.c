@@ -229,23 +229,6 @@ static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
     return here->begin + (at - here->at);
 }
 
-/* Number of the last row range that starts at or before byte `start` of a layer. Binary
- * search, since a task may start anywhere. */
-static size_t first_run(const mls_planned *planned, size_t size, size_t start)
-{
-    const mls_layer *fresh = planned->fresh;
-    size_t low = 0, high = fresh == NULL ? 1 : fresh->run_count;
-    while (high - low > 1) {
-        const size_t middle = low + (high - low) / 2;
-        if (fresh->runs[middle].at <= start / size) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
 /* Write bytes `start` .. `end` of one tensor. `start` is a block boundary, so each block
  * and its checksum belong to one task. */
 static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t start,
@@ -254,7 +237,11 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     const mls_planned *planned = &s->w->plan.planned[tensor->number];
     const mls_shard_item *item = planned->item;
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
-    size_t run = first_run(planned, size, start);
+    const mls_layer *fresh = planned->fresh;
+    /* a search, since a task may start anywhere */
+    size_t run = fresh == NULL ? 0
+                               : mls_row_ranges_find_at(fresh->runs, fresh->run_count,
+                                                        start / size);
     mls_code code = MLS_OK;
     while (code == MLS_OK && start < end) {
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];

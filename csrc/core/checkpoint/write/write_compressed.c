@@ -23,21 +23,6 @@ enum {
 
 /* ---- access to elements ---- */
 
-/* Number of the row range that contains an element of the layer. Binary search. */
-static size_t find_run(const mls_layer *layer, size_t at)
-{
-    size_t low = 0, high = layer->run_count;
-    while (high - low > 1) {
-        const size_t middle = low + (high - low) / 2;
-        if (layer->runs[middle].at <= at) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
 /* Return elements `first` .. `first + count` of the data to write: a pointer into the
  * array, or a packed copy in `room`. */
 static const unsigned char *packed_elements(const mls_write_plan *plan,
@@ -52,7 +37,8 @@ static const unsigned char *packed_elements(const mls_write_plan *plan,
     unsigned char *to = room;
     /* row ranges are adjacent in the layer but not in memory; strided data is packed
      * directly into place */
-    for (size_t run = find_run(fresh, first); count > 0; run++) {
+    size_t run = mls_row_ranges_find_at(fresh->runs, fresh->run_count, first);
+    for (; count > 0; run++) {
         const mls_row_range *here = &fresh->runs[run];
         const size_t skip = first - here->at, left = here->count - skip;
         const size_t step = left < count ? left : count;

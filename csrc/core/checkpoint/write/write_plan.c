@@ -30,8 +30,7 @@ static mls_code fail_memory(const mls_write_plan *plan, mls_status *st)
 /* Add the tensor's name to an error. The parameter's name is enough to find a state. */
 static mls_code name_tensor(const mls_shard_item *item, mls_status *st)
 {
-    mls_status_name(st, item->id.name.data, item->id.name.length);
-    return st->code;
+    return mls_status_name(st, item->id.name.data, item->id.name.length);
 }
 
 /* For qsort, over pointers: items are large, and the caller's array must not change. */

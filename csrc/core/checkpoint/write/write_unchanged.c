@@ -154,18 +154,9 @@ static void compare_read(const compare_state *c, compared_shard *one,
                          const unsigned char *data, file_reader *r)
 {
     const size_t item = one->rows.item, from = start / item, to = from + bytes / item;
-    size_t low = 0, high = place->visible_count;
-    while (low < high) { /* find the first visible range that ends after `from` */
-        const size_t middle = low + (high - low) / 2;
-        const mls_row_range *extent = &place->visible[middle];
-        if (extent->at + extent->count > from) {
-            high = middle;
-        } else {
-            low = middle + 1;
-        }
-    }
-    for (; low < place->visible_count && place->visible[low].at < to; low++) {
-        const mls_row_range *extent = &place->visible[low];
+    for (size_t i = mls_row_ranges_find_at(place->visible, place->visible_count, from);
+         i < place->visible_count && place->visible[i].at < to; i++) {
+        const mls_row_range *extent = &place->visible[i];
         const size_t end = extent->at + extent->count;
         const size_t a = extent->at > from ? extent->at : from, b = end < to ? end : to;
         compare_elements(c, one, extent->begin + (a - extent->at), b - a,
@@ -571,8 +562,7 @@ static mls_code check_versions(mls_write_plan *plan, mls_status *st)
             } else {
                 mls_status_expected(st, "%llu or more", (unsigned long long)old);
             }
-            mls_status_got(st, "%llu", (unsigned long long)version);
-            return MLS_E_VALUE;
+            return mls_status_got(st, "%llu", (unsigned long long)version);
         }
         planned->same = version != 0 && version == old;
     }
