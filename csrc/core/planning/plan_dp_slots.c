@@ -48,20 +48,7 @@ typedef struct solver {
 
 static const mls_plan_kernels *kernels_of(mls_cpu cpu)
 {
-    switch (cpu) {
-#if defined(__x86_64__)
-    case MLS_CPU_AVX2:
-        return &mls_plan_avx2;
-    case MLS_CPU_AVX512:
-        return &mls_plan_avx512;
-#endif
-#if defined(__aarch64__)
-    case MLS_CPU_NEON:
-        return &mls_plan_neon;
-#endif
-    default:
-        return &mls_plan_scalar;
-    }
+    return MLS_CPU_TABLE(cpu, mls_plan);
 }
 
 /* Rounds up to a multiple of `unit`. */

@@ -23,23 +23,9 @@ enum {
     FRESH_PART = 256 << 10, /* bytes; see next_part */
 };
 
-/* Instruction sets of other architectures get the scalar table. */
 const mls_kernels *mls_kernels_of(mls_cpu cpu)
 {
-    switch (cpu) {
-#if defined(__x86_64__)
-    case MLS_CPU_AVX2:
-        return &mls_kernels_avx2;
-    case MLS_CPU_AVX512:
-        return &mls_kernels_avx512;
-#endif
-#if defined(__aarch64__)
-    case MLS_CPU_NEON:
-        return &mls_kernels_neon;
-#endif
-    default:
-        return &mls_kernels_scalar;
-    }
+    return MLS_CPU_TABLE(cpu, mls_kernels);
 }
 
 /* ---- encoding one element ---- */
@@ -159,39 +145,23 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
 mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *what,
                         mls_status *st)
 {
-    bool same = dst->rank == src->rank;
-    for (int axis = 0; same && axis < dst->rank; axis++) {
-        same = dst->shape[axis] == src->shape[axis];
-    }
     char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
-    if (!same) {
+    if (!mls_shape_equal(dst->rank, dst->shape, src->rank, src->shape)) {
         mls_shape_text(wanted, sizeof wanted, src->rank, src->shape);
         mls_shape_text(found, sizeof found, dst->rank, dst->shape);
         mls_fail(st, MLS_E_SHAPE, "%s: the target has shape %s, the source %s", what,
                  found, wanted);
-        mls_status_expected(st, "%s", wanted);
-        mls_status_got(st, "%s", found);
-        return MLS_E_SHAPE;
+        return mls_status_differ(st, wanted, found);
     }
     if (!mls_dtype_converts(src->dtype, dst->dtype)) {
         mls_fail(st, MLS_E_DTYPE,
                  "%s: %s does not convert to %s; offered are float16, bfloat16, float32 "
                  "and float64 among each other",
                  what, mls_dtype_of(src->dtype)->name, mls_dtype_of(dst->dtype)->name);
-        mls_status_expected(st, "%s", mls_dtype_of(src->dtype)->name);
-        mls_status_got(st, "%s", mls_dtype_of(dst->dtype)->name);
-        return MLS_E_DTYPE;
+        return mls_status_differ(st, mls_dtype_of(src->dtype)->name,
+                                 mls_dtype_of(dst->dtype)->name);
     }
     return MLS_OK;
-}
-
-/* Store `count` packed items `stride` bytes apart. */
-static void scatter_items(unsigned char *to, ptrdiff_t stride,
-                          const unsigned char *packed, size_t item, size_t count)
-{
-    for (size_t i = 0; i < count; i++, to += stride) {
-        memcpy(to, packed + i * item, item);
-    }
 }
 
 /* Properties of a copy that all its runs share. */
@@ -222,7 +192,7 @@ static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride
     if (c->dst_swapped) {
         mls_swap_items(ready, count * c->dst_item, mls_swap_unit(c->dst_dtype));
     }
-    scatter_items(dst, dst_stride, ready, c->dst_item, count);
+    mls_scatter(dst, dst_stride, ready, c->dst_item, count);
 }
 
 /* Copy a run of any length and strides, CHUNK elements at a time. */

@@ -23,23 +23,9 @@ enum {
     CHUNK = 256               /* strided elements gathered on the stack at a time */
 };
 
-/* Instruction sets of other architectures fall back to the scalar table. */
 static const mls_reduce_kernels *kernels_of(mls_cpu cpu)
 {
-    switch (cpu) {
-#if defined(__x86_64__)
-    case MLS_CPU_AVX2:
-        return &mls_reduce_avx2;
-    case MLS_CPU_AVX512:
-        return &mls_reduce_avx512;
-#endif
-#if defined(__aarch64__)
-    case MLS_CPU_NEON:
-        return &mls_reduce_neon;
-#endif
-    default:
-        return &mls_reduce_scalar;
-    }
+    return MLS_CPU_TABLE(cpu, mls_reduce);
 }
 
 /* ---- the kernels of a dtype ---- */
@@ -311,8 +297,7 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
                  name, mls_dtype_of(r->out_dtype)->name);
         mls_status_expected(st, "%s", name);
     }
-    mls_status_got(st, "%s", mls_dtype_of(r->out_dtype)->name);
-    return MLS_E_DTYPE;
+    return mls_status_got(st, "%s", mls_dtype_of(r->out_dtype)->name);
 }
 
 static void reduce_step(const job *j, size_t start, size_t n)
@@ -399,28 +384,17 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
 
 /* ---- checks of dst += scale * src ---- */
 
-static bool same_shape(const mls_tensor *a, const mls_tensor *b)
-{
-    bool same = a->rank == b->rank;
-    for (int axis = 0; same && axis < a->rank; axis++) {
-        same = a->shape[axis] == b->shape[axis];
-    }
-    return same;
-}
-
 /* In the error, "expected" is the target's shape and "got" the source's. */
 static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_status *st)
 {
     char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
     size_t count;
-    if (!same_shape(dst, src)) {
+    if (!mls_shape_equal(dst->rank, dst->shape, src->rank, src->shape)) {
         mls_shape_text(wanted, sizeof wanted, dst->rank, dst->shape);
         mls_shape_text(found, sizeof found, src->rank, src->shape);
         mls_fail(st, MLS_E_SHAPE, "an array of shape %s cannot be added to one of %s",
                  found, wanted);
-        mls_status_expected(st, "%s", wanted);
-        mls_status_got(st, "%s", found);
-        return MLS_E_SHAPE;
+        return mls_status_differ(st, wanted, found);
     }
     if (!mls_tensor_count(dst, &count)) {
         return mls_fail(st, MLS_E_SIZE,
@@ -488,9 +462,8 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
     if (!can_add_dtypes(dst->dtype, src->dtype)) {
         mls_fail(st, MLS_E_DTYPE, "%s cannot be added to %s",
                  mls_dtype_of(src->dtype)->name, mls_dtype_of(dst->dtype)->name);
-        mls_status_expected(st, "%s", mls_dtype_of(dst->dtype)->name);
-        mls_status_got(st, "%s", mls_dtype_of(src->dtype)->name);
-        return MLS_E_DTYPE;
+        return mls_status_differ(st, mls_dtype_of(dst->dtype)->name,
+                                 mls_dtype_of(src->dtype)->name);
     }
     if (check_scale(dst->dtype, src->dtype, scale, st) != MLS_OK) {
         return st->code;
@@ -508,15 +481,6 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
 }
 
 /* ---- strided views ---- */
-
-/* Writes `count` packed items `stride` bytes apart. */
-static void scatter_items(unsigned char *to, ptrdiff_t stride,
-                          const unsigned char *packed, size_t item, size_t count)
-{
-    for (size_t i = 0; i < count; i++, to += stride) {
-        memcpy(to, packed + i * item, item);
-    }
-}
 
 /* Returns whether elements with this step are packed, in native byte order. */
 static bool is_plain(const mls_tensor *t, ptrdiff_t step)
@@ -544,7 +508,7 @@ static void scatter_native(const mls_tensor *t, unsigned char *at, ptrdiff_t ste
     if (t->swapped && item > 1) {
         mls_swap_items(packed, count * item, mls_swap_unit(t->dtype));
     }
-    scatter_items(at, step, packed, item, count);
+    mls_scatter(at, step, packed, item, count);
 }
 
 /* Runs a job's step on packed memory at other addresses. */
@@ -739,8 +703,7 @@ mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
                  "%s cannot be scaled: only float16, bfloat16, float32, float64 and "
                  "complex64 can",
                  name);
-        mls_status_got(st, "%s", name);
-        return MLS_E_DTYPE;
+        return mls_status_got(st, "%s", name);
     }
     if (!is_number(factor, t->dtype == MLS_F64)) {
         return mls_fail(st, MLS_E_VALUE, "%s cannot be scaled by %g", name, factor);

@@ -23,58 +23,32 @@ enum {
     SHARED_BYTES = 512 << 10 /* below this, waking a thread costs more than it saves */
 };
 
-/* Instruction sets of other architectures fall back to the scalar table. */
 const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 {
-    switch (cpu) {
-#if defined(__x86_64__)
-    case MLS_CPU_AVX2:
-        return &mls_diff_avx2;
-    case MLS_CPU_AVX512:
-        return &mls_diff_avx512;
-#endif
-#if defined(__aarch64__)
-    case MLS_CPU_NEON:
-        return &mls_diff_neon;
-#endif
-    default:
-        return &mls_diff_scalar;
-    }
+    return MLS_CPU_TABLE(cpu, mls_diff);
 }
 
 /* ---- checks ---- */
-
-static bool same_shape(const mls_tensor *a, const mls_tensor *b)
-{
-    bool same = a->rank == b->rank;
-    for (int axis = 0; same && axis < a->rank; axis++) {
-        same = a->shape[axis] == b->shape[axis];
-    }
-    return same;
-}
 
 /* In errors, "expected" is the first tensor and "got" the second. */
 mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st)
 {
     char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
     size_t bytes;
-    if (!same_shape(a, b)) {
+    if (!mls_shape_equal(a->rank, a->shape, b->rank, b->shape)) {
         mls_shape_text(wanted, sizeof wanted, a->rank, a->shape);
         mls_shape_text(found, sizeof found, b->rank, b->shape);
         mls_fail(st, MLS_E_SHAPE,
                  "shapes %s and %s cannot be compared: only tensors of one shape can",
                  wanted, found);
-        mls_status_expected(st, "%s", wanted);
-        mls_status_got(st, "%s", found);
-        return MLS_E_SHAPE;
+        return mls_status_differ(st, wanted, found);
     }
     if (a->dtype != b->dtype) {
         mls_fail(st, MLS_E_DTYPE,
                  "%s and %s cannot be compared: convert one of them first",
                  mls_dtype_of(a->dtype)->name, mls_dtype_of(b->dtype)->name);
-        mls_status_expected(st, "%s", mls_dtype_of(a->dtype)->name);
-        mls_status_got(st, "%s", mls_dtype_of(b->dtype)->name);
-        return MLS_E_DTYPE;
+        return mls_status_differ(st, mls_dtype_of(a->dtype)->name,
+                                 mls_dtype_of(b->dtype)->name);
     }
     if (!mls_tensor_bytes(a, &bytes)) {
         return mls_fail(st, MLS_E_SIZE, "shape %s has more elements than can be counted",
