@@ -11,7 +11,6 @@
 #include <math.h>
 #include <string.h>
 
-/* The names that schedules print and users write. */
 static const char *const names[MLS_STEP_KINDS] = {
     [MLS_STEP_FORWARD] = "forward",   [MLS_STEP_SAVE] = "save",
     [MLS_STEP_BACKWARD] = "backward", [MLS_STEP_DROP] = "drop",
@@ -177,7 +176,6 @@ mls_code mls_schedule_push(mls_schedule *s, mls_step_kind kind, size_t index,
     return MLS_OK;
 }
 
-/* A partly built schedule is freed like any other. */
 void mls_schedule_fini(mls_schedule *s)
 {
     mls_free(s->steps);
@@ -409,7 +407,6 @@ static mls_code run_all(machine *m, const mls_step *steps, size_t count,
     return MLS_OK;
 }
 
-/* One allocation for both arrays of flags. */
 mls_code mls_chain_simulate(const mls_chain *chain, const mls_step *steps, size_t count,
                             mls_step_record *records, mls_totals *out, mls_status *st)
 {

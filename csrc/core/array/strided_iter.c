@@ -80,7 +80,6 @@ bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_t
 
 /* ---- stepping ---- */
 
-/* The innermost outer axis is the lowest digit of the run's number. */
 void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b)
 {
     ptrdiff_t a_at = 0, b_at = 0;

@@ -40,7 +40,6 @@ static void cut_at_character(char *text, size_t room)
     }
 }
 
-/* Print into one of the status's arrays; stores "" if the format fails. */
 MLS_PRINTF(3, 0)
 static void print_into(char *text, size_t room, const char *format, va_list args)
 {
@@ -153,7 +152,6 @@ mls_code mls_status_got(mls_status *st, const char *format, ...)
     return st->code;
 }
 
-/* Both details at once. */
 mls_code mls_status_differ(mls_status *st, const char *expected, const char *got)
 {
     mls_status_expected(st, "%s", expected);

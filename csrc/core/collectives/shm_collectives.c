@@ -61,7 +61,6 @@ static bool more_broadcast(void *context)
     return s->sent < s->bytes;
 }
 
-/* Direct broadcast: publishes this rank's array, the source or a destination. */
 static void publish_broadcast_address(void *context, unsigned char *slot)
 {
     const broadcast_state *s = context;
@@ -125,7 +124,6 @@ typedef struct gather {
     size_t most, sent, taken;
 } gather;
 
-/* Returns the number of bytes of `rank` in the slot that begins at offset `from`. */
 static size_t bytes_in_slot(const gather *s, size_t rank, size_t from)
 {
     return from < s->sizes[rank]
@@ -397,7 +395,6 @@ static void fill_collect(void *context, unsigned char *slot)
     mls_shm_copy(t->g, slot + sizeof size, t->data, mls_shm_least(mine, t->sent));
 }
 
-/* Reads all sizes from the first slots and requests the buffers. */
 static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
 {
     gather *t = &s->gather;

@@ -56,7 +56,6 @@ static size_t peers_of(size_t world)
     return world > 1 ? world - 1 : 1;
 }
 
-/* Bytes of a rank's area, in whole pages. */
 static size_t area_bytes(void)
 {
     return (sizeof(mls_shm_area) + MLS_SHM_PAGE - 1) / MLS_SHM_PAGE * MLS_SHM_PAGE;
@@ -151,7 +150,6 @@ static mls_shm_blame unpack_blame(uint64_t word)
                            .culprit = (size_t)(word >> 32 & 0xFFFF)};
 }
 
-/* Wakes a rank that sleeps on its bell (shm_sync.c). */
 static void wake_rank(_Atomic(uint32_t) *bell)
 {
     atomic_fetch_add(bell, 1);
@@ -298,7 +296,6 @@ static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
     return g;
 }
 
-/* Compares or sets the shape, and marks `rank` as joined. */
 static mls_code claim_rank(mls_shm *g, mls_status *st)
 {
     uint64_t found = 0;
@@ -317,7 +314,6 @@ static mls_code claim_rank(mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
-/* Checks that the file is large enough for the mapping, and locks this rank's byte. */
 static mls_code lock_rank_byte(int fd, size_t rank, size_t bytes, mls_status *st)
 {
     struct stat about;

@@ -30,13 +30,11 @@ static const lane_size by_vectors = {MLS_CRC_BY_64, MLS_CRC_BY_128, MLS_CRC_BY_1
 static const lane_size by_pages = {MLS_CRC_BY_4096, MLS_CRC_BY_8192, MLS_CRC_BY_12288,
                                    MLS_CRC_BY_12352};
 
-/* Store to an address that is a multiple of WIDTH, bypassing the cache. */
 TARGET_INLINE void store_past_cache(unsigned char *dst, vector value)
 {
     _mm512_stream_si512((__m512i *)(void *)dst, value);
 }
 
-/* Return a vector with `bytes` in its first 4 bytes and zeros after them. */
 TARGET_INLINE vector make_vector4(uint32_t bytes)
 {
     return _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)bytes));

@@ -29,7 +29,6 @@ enum {
     NEVER = INT32_MAX / 4 /* more slots than any budget has */
 };
 
-/* State of the solver. */
 typedef struct solver {
     const mls_plan_costs *costs;
     const mls_plan_kernels *kernels;
@@ -51,7 +50,6 @@ static const mls_plan_kernels *kernels_of(mls_cpu cpu)
     return MLS_CPU_TABLE(cpu, mls_plan);
 }
 
-/* Rounds up to a multiple of `unit`. */
 static size_t round_up(size_t value, size_t unit)
 {
     return (value + unit - 1) / unit * unit;
@@ -88,7 +86,6 @@ size_t mls_plan_table_bytes(size_t blocks, size_t slots)
     return bytes;
 }
 
-/* Returns entry 0 of a segment. */
 static float *values_of(const mls_plan_table *table, size_t s, size_t t)
 {
     return table->values + table->rows[s] + t * table->stride;
@@ -189,7 +186,6 @@ typedef struct block {
     float plus[LARGE];
 } block;
 
-/* Prepares a small tile above the diagonal for restarts `first` to before `last`. */
 static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
                                   size_t first, size_t last)
 {
@@ -217,7 +213,6 @@ static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
     return job;
 }
 
-/* Tries restarts for one small tile. */
 static void multiply_tile(const solver *v, size_t s, size_t t, size_t first, size_t last)
 {
     block b;
@@ -324,7 +319,6 @@ static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t
     }
 }
 
-/* Prefetches a segment's memory for writing. */
 static void prefetch_segment(const solver *v, size_t s, size_t t)
 {
     const float *values = values_of(v->table, s, t);
@@ -407,7 +401,6 @@ static void fill_large(solver *v, size_t s, size_t t)
     }
 }
 
-/* Task: one large tile of a diagonal. */
 static void fill_task(void *context, size_t index)
 {
     solver *v = context;
@@ -438,7 +431,6 @@ static void fill_bounds(solver *v)
     }
 }
 
-/* Accepts a partly constructed solver. */
 static void free_solver(solver *v)
 {
     mls_free(v->shift);

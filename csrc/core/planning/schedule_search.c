@@ -29,7 +29,6 @@ enum {
  * header; instead nodes are small: 40 bytes each, plus 4 in the heap and 8 in the table.
  */
 
-/* A state, and the best known path to it. */
 typedef struct node {
     uint64_t key;
     double cost;     /* extra seconds; unused in a search for the least peak */
@@ -62,7 +61,6 @@ typedef struct state {
     size_t left; /* remaining backward passes */
 } state;
 
-/* A node, decoded for expansion. */
 typedef struct moment {
     state state;
     uint64_t there; /* activations that can be read */
@@ -93,7 +91,6 @@ static state unpack_state(uint64_t key)
     };
 }
 
-/* Sums the entries of the set bits, lowest bit first. */
 static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
 {
     int64_t sum = 0;
@@ -504,7 +501,6 @@ static mls_code run_search(search *s, uint32_t *end)
     return code;
 }
 
-/* Writes the path to a node. */
 static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
 {
     for (uint32_t at = end; s->nodes[at].parent != NONE; at = s->nodes[at].parent) {
@@ -530,7 +526,6 @@ static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
     return MLS_OK;
 }
 
-/* Searches, writes the path, and frees the working memory. */
 static mls_code find_best(search *s, mls_found *out)
 {
     uint32_t end;
@@ -646,7 +641,6 @@ static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *
                : code;
 }
 
-/* Fails after a complete search, with the least sufficient budget. */
 static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *limits,
                               const mls_best_options *o, mls_status *st)
 {

@@ -125,7 +125,6 @@ static void crew_staff(crew *c, size_t wanted)
     }
 }
 
-/* Arguments of a run. */
 typedef struct work {
     void (*own)(void *context); /* called first by the calling thread, or NULL */
     mls_task task;

@@ -39,7 +39,6 @@ static int compare_places(const void *a, const void *b)
     return x != y ? (x < y ? 1 : -1) : compare_names(a, b);
 }
 
-/* For qsort: metadata by the bytes of the keys. */
 static int compare_pairs(const void *a, const void *b)
 {
     return mls_str_compare(((const mls_str_pair *)a)->key,
@@ -205,7 +204,6 @@ static void pad_text(mls_json_writer *b, size_t alignment)
     }
 }
 
-/* Report why the text failed: too long for the format, or no memory. */
 static mls_code fail_text(const mls_json_writer *b, mls_status *st)
 {
     return b->code == MLS_E_MEMORY
@@ -237,7 +235,6 @@ static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t c
         return fail_text(&h->text, st);
     }
     h->file_bytes = h->text.length + place;
-    /* the tensors start at the end of the text */
     for (size_t i = 0; i < h->count; i++) {
         h->tensors[i].offset += h->text.length;
     }

@@ -193,7 +193,6 @@ static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *
     return MLS_OK;
 }
 
-/* Read one member of the header other than "__metadata__". */
 static mls_code read_tensor(header_reader *r, mls_json_node entry)
 {
     mls_stored *t = &r->file.tensors[r->file.count];
@@ -599,7 +598,6 @@ done:
     return MLS_OK;
 }
 
-/* Report the changed block of a tensor. */
 static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t found,
                            uint32_t expected, mls_status *st)
 {
@@ -663,7 +661,6 @@ typedef struct part {
     size_t start, length;
 } part;
 
-/* State shared by the tasks. */
 typedef struct reading {
     int fd;
     const mls_crc_kernels *crc; /* NULL: no checksums to verify */

@@ -310,7 +310,6 @@ bool mls_part_equal(const mls_part *a, const mls_part *b)
 
 /* ---- overlap ---- */
 
-/* Returns the length of the common range of an axis, and its start. */
 static size_t intersect_axis(const mls_part *a, const mls_part *b, int axis,
                              size_t *start)
 {
@@ -414,7 +413,6 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
     }
 }
 
-/* Moves to the next row; sets `done` after the last. */
 static void next_row(mls_overlap *o)
 {
     for (int axis = o->rank - 2; axis >= 0; axis--) {

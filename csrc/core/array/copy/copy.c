@@ -164,7 +164,6 @@ mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char
     return MLS_OK;
 }
 
-/* Properties of a copy that all its runs share. */
 typedef struct copier {
     const mls_kernels *kernels;
     mls_convert_run convert; /* NULL: same dtype */
@@ -195,7 +194,6 @@ static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride
     mls_scatter(dst, dst_stride, ready, c->dst_item, count);
 }
 
-/* Copy a run of any length and strides, CHUNK elements at a time. */
 static void copy_chunks(const copier *c, unsigned char *dst, ptrdiff_t dst_stride,
                         const unsigned char *src, ptrdiff_t src_stride, size_t count)
 {
@@ -243,7 +241,6 @@ static mls_store_trial begin_runs(const mls_kernels *kernels,
     return mls_store_begin(kernels->choices, operation, variants, destination, bytes);
 }
 
-/* The next part of a run. */
 typedef struct part {
     size_t first, count; /* elements */
 } part;
@@ -288,7 +285,6 @@ static void copy_run(const copier *c, mls_store_trial *trial, unsigned char *to,
     }
 }
 
-/* Return the operation under which cpu_store_choice.h measures this copy. */
 static mls_store_operation operation_of(const copier *c)
 {
     if (c->convert == NULL) {
@@ -370,7 +366,6 @@ static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
     }
 }
 
-/* Kernels fill packed runs; strided elements are stored one by one. */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination)
 {

@@ -227,7 +227,6 @@ static bool sort_unless_sorted(void *base, size_t count, size_t size,
     return twins;
 }
 
-/* For sort_unless_sorted. */
 static int compare_shards(const void *a, const void *b)
 {
     return mls_index_compare(a, b);
@@ -259,7 +258,6 @@ static mls_code sort_shards(const mls_index *x, mls_status *st)
     return MLS_OK;
 }
 
-/* For sort_unless_sorted, over pointers to files. */
 static int compare_paths(const void *a, const void *b)
 {
     const mls_index_file *x = *(const mls_index_file *const *)a;
@@ -283,7 +281,6 @@ static uint64_t offset_of(const shard_place *s)
     return s->layer == NULL ? s->shard->offset : s->layer->offset;
 }
 
-/* For sort_unless_sorted, over places: by file and offset. */
 static int compare_places(const void *a, const void *b)
 {
     const shard_place *x = a, *y = b;
@@ -292,7 +289,6 @@ static int compare_places(const void *a, const void *b)
                                           : 0;
 }
 
-/* Check that paths are unique. */
 static mls_code check_files(const mls_index *x, mls_status *st)
 {
     const void **sorted = mls_alloc(x->file_count, sizeof *sorted);

@@ -391,7 +391,6 @@ static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
     return MLS_OK;
 }
 
-/* Read "codec" and "frames" of a compressed layer. */
 static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node node,
                             size_t item, size_t elements, mls_layer *layer)
 {
@@ -467,7 +466,6 @@ static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elem
                : code;
 }
 
-/* Read the next layer, which is number `number` of a shard with `elements` elements. */
 static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t elements,
                            size_t number, mls_layer *layer)
 {
@@ -560,7 +558,6 @@ static mls_code read_shape(reader *r, mls_index_shard *shard)
     return code;
 }
 
-/* Read name and kind of a shard. */
 static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kind **out)
 {
     const mls_json_node node = r->name;
@@ -597,7 +594,6 @@ static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kin
                : MLS_OK;
 }
 
-/* Compute the elements and bytes of the part from shape, layout and dtype. */
 static mls_code read_part(reader *r, const column *shape, const shard_kind *kind,
                           mls_index_shard *shard, size_t *elements)
 {
@@ -624,7 +620,6 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     return MLS_OK;
 }
 
-/* Read how many of the next rows of the layer table belong to a shard. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];
@@ -661,7 +656,6 @@ static mls_code read_shard(reader *r, mls_index_shard *shard)
 
 /* ---- the whole index ---- */
 
-/* Upper bounds for the array sizes. */
 typedef struct needs {
     size_t dims, sparse, layers, extents, frames, ends;
 } needs;
@@ -763,7 +757,6 @@ static mls_code open_layers(reader *r, mls_json_node object)
     return code;
 }
 
-/* Read all shards and their layers. */
 static mls_code read_shards(reader *r, mls_json_node shards, mls_json_node layers)
 {
     mls_code code = open_shards(r, shards);
@@ -811,7 +804,6 @@ static mls_code read_format(reader *r)
     return mls_status_got(r->in.st, "%.*s", shown, text.data);
 }
 
-/* Read the members before the tables. */
 static mls_code read_head(reader *r, const member *generation, const member *rank,
                           const member *world)
 {
@@ -830,7 +822,6 @@ static mls_code read_head(reader *r, const member *generation, const member *ran
                           : code;
 }
 
-/* Read everything except the JSON checksum. */
 static mls_code read_index(reader *r)
 {
     enum { GENERATION, RANK, WORLD, FILES, KINDS, SHARDS, LAYERS, COUNT };

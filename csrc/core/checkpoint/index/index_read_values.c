@@ -25,7 +25,6 @@ mls_code mls_index_fail_at(const mls_index_source *in, size_t at, const char *ke
     return mls_status_name(in->st, in->name.data, in->name.length);
 }
 
-/* Also records the value in the status. */
 mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
                               const char *key, const char *what)
 {
@@ -47,14 +46,12 @@ mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
     return MLS_E_FORMAT;
 }
 
-/* Add the valid range to an error; returns MLS_E_FORMAT. */
 static mls_code expect_range(const mls_index_source *in, uint64_t least, uint64_t most)
 {
     return mls_status_expected(in->st, "%llu to %llu", (unsigned long long)least,
                                (unsigned long long)most);
 }
 
-/* Report a value of the wrong type. */
 static mls_code fail_type(const mls_index_source *in, mls_json_node node, const char *key,
                           mls_json_type type)
 {

@@ -28,7 +28,6 @@ static size_t find_group(const mls_index_shard *shard,
     return group;
 }
 
-/* Stops when the number of groups exceeds the limit. */
 mls_code mls_index_pattern_init(const mls_index *index, mls_index_pattern *out,
                                 mls_status *st)
 {

@@ -57,7 +57,6 @@ mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
     return w;
 }
 
-/* Add the tensor's name to an error. */
 static mls_code name_tensor(const mls_wanted *w, mls_status *st)
 {
     const mls_str name = w->tensor->facts->id.name;
@@ -85,7 +84,6 @@ mls_code mls_wanted_cut(mls_wanted *w, const mls_cutting *how, mls_status *st)
     return mls_layout_part(&layout, facts->rank, facts->shape, index, &w->part, st);
 }
 
-/* Add both shapes and the tensor's name to an error. */
 static mls_code set_shapes(const mls_wanted *w, const char *have, const char *want,
                            mls_status *st)
 {

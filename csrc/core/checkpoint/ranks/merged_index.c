@@ -248,7 +248,6 @@ static mls_code check_missing(const mls_merged_index *merged,
     return mls_status_name(st, name.data, name.length);
 }
 
-/* State while listing the places that intersect `to`. */
 typedef struct listing {
     const mls_merged_index_shard *from;
     const mls_part *part; /* part of the shard */

@@ -71,7 +71,6 @@ static inline void shuffle_items(const unsigned char *restrict from, size_t coun
     }
 }
 
-/* One specialized loop for each element size. */
 static void shuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
                           unsigned char *to)
 {
@@ -86,7 +85,6 @@ static void shuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
 
 #if !defined(_WIN32)
 
-/* The inverse of `shuffle_items`. */
 static inline void unshuffle_items(const unsigned char *restrict from, size_t count,
                                    size_t item, unsigned char *restrict to)
 {
@@ -97,7 +95,6 @@ static inline void unshuffle_items(const unsigned char *restrict from, size_t co
     }
 }
 
-/* The inverse of `shuffle_bytes`. */
 static void unshuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
                             unsigned char *to)
 {
@@ -218,7 +215,6 @@ static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *co
     return MLS_OK;
 }
 
-/* Read the compressed bytes of a frame into the buffer. */
 static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_coded *coded,
                                  size_t begin, size_t end, const unsigned char **out,
                                  mls_status *st)

@@ -103,7 +103,6 @@ size_t mls_row_ranges_find_at(const mls_row_range *list, size_t count, size_t at
     return find_range(list, count, at, true);
 }
 
-/* A sweep over a shard. */
 typedef struct walk {
     const mls_layers *layers;
     size_t elements;

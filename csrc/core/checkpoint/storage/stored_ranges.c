@@ -14,7 +14,6 @@ enum {
     SHOWN_FILE = 90  /* bytes of a file path in a message */
 };
 
-/* Number of compressed bytes. */
 static size_t compressed_bytes(const mls_compressed_frames *frames)
 {
     return frames->ends[mls_compressed_frames_count(frames->bytes) - 1];
@@ -37,7 +36,6 @@ bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
             end <= INT64_MAX); /* the largest offset that the system accepts */
 }
 
-/* Iterate over requested elements `first` .. `end` of the shard. */
 static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
 {
     mls_part part;
@@ -86,7 +84,6 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
     start_overlap(runs, first, behind);
 }
 
-/* Return the next run, in elements of the shard. */
 static bool next_run(mls_stored_runs *r)
 {
     if (!mls_overlap_next(&r->overlap, &r->run)) {

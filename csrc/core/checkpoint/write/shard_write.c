@@ -125,7 +125,6 @@ static void free_buffers(writer *w)
 
 /* ---- one file's bytes ---- */
 
-/* Bytes on their way to a file, from `offset` on. */
 typedef struct sink {
     writer *w;
     output *out;
@@ -264,7 +263,6 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     return code;
 }
 
-/* Write a compressed tensor. */
 static mls_code put_compressed(sink *s, const mls_header_tensor *tensor,
                                const unsigned char *coded)
 {
@@ -343,7 +341,6 @@ static int rename_file(const writer *w, const char *from, const char *to)
     return renameat(source, old, target, name);
 }
 
-/* Delete a file that this save created. */
 static void remove_file(const writer *w, const char *path)
 {
     const char *name;
@@ -386,7 +383,6 @@ static mls_code check_new_name(const writer *w, const char *path, mls_status *st
                : MLS_OK;
 }
 
-/* Lay out the file and create its temporary file, which must not exist. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
     if (mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
@@ -554,7 +550,6 @@ static void write_task(void *context, size_t index)
     }
 }
 
-/* Bytes of a file's first shard. */
 static size_t first_bytes(const mls_write_plan *plan, size_t number)
 {
     const size_t shard = plan->files[number].shards[0];
@@ -664,7 +659,6 @@ static bool can_sync_once(int folder)
     return false;
 }
 
-/* Make all renamed files durable, unless they are temporary. */
 static mls_code make_durable(const writer *w, mls_status *st)
 {
 #    if defined(__linux__)
@@ -690,7 +684,6 @@ static mls_code make_durable(const writer *w, mls_status *st)
 
 /* ---- the index ---- */
 
-/* Combine the checksums of blocks into the checksum of `bytes` bytes. */
 static uint32_t combine_crcs(const uint32_t *crcs, size_t bytes)
 {
     uint32_t crc = 0;
@@ -770,7 +763,6 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 
 /* ---- the whole save ---- */
 
-/* Delete all files that this save created, and no others. */
 static void discard_files(const writer *w, const char *index)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {

@@ -63,7 +63,6 @@ static bool saves_enough(size_t coded, size_t bytes)
 
 /* ---- samples ---- */
 
-/* State shared by the tasks. */
 typedef struct sampling {
     mls_write_plan *plan;
     const size_t *shards; /* candidates */
@@ -72,7 +71,6 @@ typedef struct sampling {
     mls_status why;
 } sample_state;
 
-/* Give a shard frames, and a new layer if it has none. */
 static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
                            const mls_index_shard *shard, mls_status *st)
 {
@@ -103,7 +101,6 @@ static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
     return MLS_OK;
 }
 
-/* Undo set_frames. */
 static void unset_frames(mls_planned *planned)
 {
     /* a full layer exists only for the frames; a layer of rows stays */
@@ -117,7 +114,6 @@ static void unset_frames(mls_planned *planned)
     planned->frames = NULL;
 }
 
-/* Compress the samples of a shard; `room` is large enough for three samples. */
 static mls_code test_samples(const mls_write_plan *plan, const mls_planned *planned,
                              unsigned char *room, bool *out, mls_status *st)
 {
@@ -145,7 +141,6 @@ static mls_code test_samples(const mls_write_plan *plan, const mls_planned *plan
     return MLS_OK;
 }
 
-/* After a failure no further sample is started. */
 static bool has_failed(sample_state *s)
 {
     pthread_mutex_lock(&s->lock);
@@ -225,7 +220,6 @@ mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
 
 /* ---- compression ---- */
 
-/* Report progress; the callback may stop the save. */
 static mls_code report_progress(const mls_shard_job *job, size_t bytes, mls_status *st)
 {
     const mls_progress *progress = job->progress;

@@ -31,7 +31,6 @@ enum {
     LAYERS_MOST = 8  /* a shard with this many layers is written whole */
 };
 
-/* A shard that is compared. */
 typedef struct compared {
     size_t shard;
     mls_row_cut rows;
@@ -52,12 +51,10 @@ typedef struct piece {
 
 #    define ZEROS SIZE_MAX
 
-/* Pieces that one task compares. */
 typedef struct batch {
     size_t from, to;
 } batch;
 
-/* State of the check of a file's header. */
 enum header_state { UNKNOWN, GOOD, BAD };
 
 typedef struct comparing {
@@ -131,7 +128,6 @@ static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
     return true;
 }
 
-/* Compare elements `first` .. `first + count` with their stored bytes. */
 static void compare_elements(const compare_state *c, compared_shard *one, size_t first,
                              size_t count, const unsigned char *before, file_reader *r)
 {
@@ -218,7 +214,6 @@ static void compare_stored(compare_state *c, compared_shard *one, const mls_laye
     }
 }
 
-/* The same for a compressed place, frame by frame. */
 static void compare_compressed(compare_state *c, compared_shard *one,
                                const mls_layer *place, const piece *p, file_reader *r)
 {
@@ -261,7 +256,6 @@ static void compare_compressed(compare_state *c, compared_shard *one,
     }
 }
 
-/* Compare a piece of the zeros: check that the elements are still zero. */
 static void compare_zeros(const compare_state *c, compared_shard *one,
                           const mls_layers *layers, const piece *p, file_reader *r)
 {
@@ -306,7 +300,6 @@ static void compare_piece(compare_state *c, const piece *p, file_reader *r)
     }
 }
 
-/* Return whether no further piece is started. */
 static bool has_stopped(const compare_state *c)
 {
     return atomic_load(&c->stopped) || atomic_load(&c->no_memory);
@@ -376,7 +369,6 @@ static size_t most_changed_rows(const mls_write_plan *plan, const mls_planned *p
     return (room < half ? room : half) / (rows->row * rows->item);
 }
 
-/* Divide a shard into rows, and return how many of them may change. */
 static size_t divide_rows(const mls_write_plan *plan, size_t number, mls_row_cut *rows)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
@@ -497,7 +489,6 @@ static void list_pieces(compare_state *c)
     }
 }
 
-/* Group small pieces into batches. */
 static void make_batches(compare_state *c)
 {
     size_t bytes = 0;
@@ -526,7 +517,6 @@ static mls_code report_kept(const compare_state *c, const compared_shard *one,
                : mls_fail(st, MLS_E_STOPPED, "stopped");
 }
 
-/* Apply the results: unchanged, a new layer, or written whole. */
 static mls_code apply_results(const compare_state *c, mls_status *st)
 {
     mls_code code = MLS_OK;

@@ -30,13 +30,11 @@ static const mls_reduce_kernels *kernels_of(mls_cpu cpu)
 
 /* ---- the kernels of a dtype ---- */
 
-/* Returns the item dtype of an element, which the kernels work on. */
 static mls_dtype part_of(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? MLS_F32 : dtype;
 }
 
-/* Returns the items of an element: 2 for complex numbers. */
 static size_t parts_of(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? 2 : 1;
@@ -48,13 +46,11 @@ static bool is_summed(mls_dtype dtype)
     return (int)part_of(dtype) < MLS_CONVERTIBLE;
 }
 
-/* Returns whether a dtype is a float of any size, or complex. */
 static bool is_float(mls_dtype dtype)
 {
     return is_summed(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
 }
 
-/* Returns NULL for an unsupported reduction. */
 static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
                                        const mls_reduction *r)
 {
@@ -73,7 +69,6 @@ static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
                                          : mls_reduce_scalar.wide[r->op][dtype];
 }
 
-/* Returns the kernel for two float dtypes; NULL for others. */
 static mls_add_kernel add_kernel(const mls_reduce_kernels *k, mls_dtype dst,
                                  mls_dtype src)
 {
@@ -86,7 +81,6 @@ static mls_squares_kernel squares_kernel(const mls_reduce_kernels *k, mls_dtype 
                                      : mls_reduce_scalar.squares[dtype];
 }
 
-/* Returns the fused kernel for sums of some floats; NULL if none exists. */
 static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
                                                  const mls_reduction *r)
 {
@@ -99,7 +93,6 @@ static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
 
 typedef struct job job;
 
-/* Computes items start .. start + n - 1 of the output. */
 typedef void (*job_step)(const job *j, size_t start, size_t n);
 
 struct job {
@@ -112,7 +105,6 @@ struct job {
     unsigned char *out;
     mls_squares_kernel squares;         /* NULL: no norm partial is computed */
     mls_sum_squares_kernel sum_squares; /* NULL: run the step, then `squares` */
-    /* arguments of the steps */
     mls_reduce_kernel reduce;
     const void *const *sources;
     size_t source_count;
@@ -123,7 +115,6 @@ struct job {
     double number; /* divisor, scale or factor */
 };
 
-/* Returns a job without a step, over `count` elements at `out`. */
 static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, size_t count,
                     bool wants_norm)
 {
@@ -154,7 +145,6 @@ static uint64_t count_nonfinite(const job *j, double squares, const unsigned cha
                              : mls_reduce_nonfinite(j->dtype, at, n / parts_of(j->dtype));
 }
 
-/* Computes a block, and returns its sum of squares. */
 static double block_squares(const job *j, size_t start, size_t n)
 {
     if (j->sum_squares != NULL) {
@@ -184,7 +174,6 @@ static void norm_task(void *context, size_t index)
     r->nonfinite[index] = nonfinite;
 }
 
-/* Task: computes as many blocks without norm partials. */
 static void plain_task(void *context, size_t index)
 {
     const job *j = context;
@@ -226,7 +215,6 @@ static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *partial)
     }
 }
 
-/* Runs a job. Small jobs use only this thread. */
 static void job_run(job *j, mls_pool *pool, mls_norm_partial *partial)
 {
     mls_pool *shared = j->count >= SHARED_BYTES / j->item ? pool : NULL;
@@ -309,7 +297,6 @@ static void reduce_step(const job *j, size_t start, size_t n)
  * stack. */
 enum { MOST_CUT = 64 };
 
-/* Reduces into `out` through the cache. */
 static void reduce_plain(const mls_reduce_kernels *k, const mls_reduction *r,
                          const void *const *sources, size_t count, void *out, size_t n,
                          mls_norm_partial *partial)
@@ -482,14 +469,12 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
 
 /* ---- strided views ---- */
 
-/* Returns whether elements with this step are packed, in native byte order. */
 static bool is_plain(const mls_tensor *t, ptrdiff_t step)
 {
     const size_t item = mls_tensor_item_bytes(t);
     return step == (ptrdiff_t)item && (!t->swapped || item == 1);
 }
 
-/* Gathers elements, in native byte order. */
 static void gather_native(unsigned char *packed, const mls_tensor *t,
                           const unsigned char *at, ptrdiff_t step, size_t count)
 {
@@ -511,7 +496,6 @@ static void scatter_native(const mls_tensor *t, unsigned char *at, ptrdiff_t ste
     mls_scatter(at, step, packed, item, count);
 }
 
-/* Runs a job's step on packed memory at other addresses. */
 static void run_packed(const job *like, unsigned char *out, const unsigned char *src,
                        size_t count)
 {
@@ -564,7 +548,6 @@ static void run_strided(const job *j, const mls_tensor *t, const mls_tensor *src
     } while (mls_strided_iter_next(&w, &at, &other));
 }
 
-/* Returns whether a view is in C order, packed, and in native byte order. */
 static bool is_packed(const mls_tensor *t)
 {
     return mls_tensor_is_contiguous(t) && (!t->swapped || mls_tensor_item_bytes(t) == 1);
@@ -591,14 +574,12 @@ static bool rows_of(mls_strided_iter *w, const mls_tensor *t)
     return true;
 }
 
-/* A block that is being filled, and the job that computes its norm partial. */
 typedef struct gathered {
     job j;
     size_t filled; /* elements */
     unsigned char items[MLS_NORM_BLOCK * 8];
 } gathered;
 
-/* Adds a full (or the last) block to the norm partial. */
 static void add_gathered(gathered *g, mls_norm_partial *partial)
 {
     g->j.out = g->items;

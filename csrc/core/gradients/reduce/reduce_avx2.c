@@ -15,7 +15,6 @@
 enum { WIDTH = 32 };
 MLS_REDUCE_REGISTERS(32);
 
-/* Loads 16 bytes from any address. */
 TARGET static inline __m128i load_128(const unsigned char *items)
 {
     return _mm_loadu_si128((const __m128i *)(const void *)items);

@@ -14,13 +14,11 @@
 enum { WIDTH = 64 };
 MLS_REDUCE_REGISTERS(64);
 
-/* Loads 16 bytes from any address. */
 TARGET static inline __m128i load_128(const unsigned char *items)
 {
     return _mm_loadu_si128((const __m128i *)(const void *)items);
 }
 
-/* Loads 32 bytes from any address. */
 TARGET static inline __m256i load_256(const unsigned char *items)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)items);

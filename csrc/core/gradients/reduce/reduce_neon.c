@@ -74,7 +74,6 @@ static inline doubles upper_half(floats values)
     return vcvt_f64_f32(vget_high_f32(values));
 }
 
-/* Loads 8 bytes from any address. */
 static inline uint32x2_t load_64(const unsigned char *items)
 {
     return vreinterpret_u32_u8(vld1_u8(items));
@@ -101,7 +100,6 @@ static inline doubles doubles_f16(const unsigned char *items)
     return vcvt_f64_f32(vget_low_f32(vcvt_f32_f16(halves)));
 }
 
-/* As doubles_f16. */
 static inline doubles doubles_bf16(const unsigned char *items)
 {
     const uint32x4_t widened = vshll_n_u16(load_32(items), 16);

@@ -59,14 +59,12 @@ mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st
 
 /* ---- runs ---- */
 
-/* One side of a run. */
 typedef struct side {
     const unsigned char *at;
     ptrdiff_t step;
     bool swapped;
 } side;
 
-/* Common to all runs of one pair. */
 typedef struct measurer {
     mls_diff_run run;
     size_t item, unit; /* bytes of an element, and of the unit whose bytes are swapped */
@@ -88,7 +86,6 @@ static const unsigned char *gather_native(const measurer *m, side from, size_t c
     return room;
 }
 
-/* Compares a run of any length and strides. */
 static void measure_run(const measurer *m, side a, side b, size_t count,
                         mls_diff_result *into)
 {
@@ -164,14 +161,12 @@ static size_t part_count(mls_diff_pair pair, size_t count)
     return count / length + (count % length != 0);
 }
 
-/* Returns the number of elements of part `index`. */
 static size_t part_rest(mls_diff_pair pair, size_t count, size_t index)
 {
     const size_t length = part_length(pair), rest = count - index * length;
     return rest < length ? rest : length;
 }
 
-/* One part and its result. */
 typedef struct part {
     size_t pair, start, count;
     mls_diff_result found;
@@ -184,7 +179,6 @@ typedef struct job {
     part *parts;
 } job;
 
-/* Task: compares one part. */
 static void measure_task(void *context, size_t index)
 {
     const job *j = context;
@@ -214,7 +208,6 @@ static bool count_parts(const mls_diff_pair *pairs, size_t count, size_t *parts,
     return true;
 }
 
-/* Divides the pairs into parts, in order. */
 static void divide_parts(const mls_diff_pair *pairs, size_t count, part *parts)
 {
     size_t next = 0;
@@ -228,7 +221,6 @@ static void divide_parts(const mls_diff_pair *pairs, size_t count, part *parts)
     }
 }
 
-/* Adds the result of a part. */
 static void add_result(mls_diff_result *into, mls_diff_result found)
 {
     into->changed += found.changed;
@@ -265,7 +257,6 @@ mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
 
 /* ---- mls_diff_same ---- */
 
-/* Shared by the tasks of mls_diff_same. */
 typedef struct search {
     const mls_diff_kernels *kernels;
     const mls_diff_pair *pairs; /* all pairs, or the large pair that is divided */
@@ -296,7 +287,6 @@ static void search_small(void *context, size_t index)
     }
 }
 
-/* Task: compares a part of the divided pair. */
 static void search_large(void *context, size_t index)
 {
     search *s = context;

@@ -24,7 +24,6 @@ static void add_difference(double distance, double largest, mls_diff_result *int
     into->max_rel = relative > into->max_rel ? relative : into->max_rel;
 }
 
-/* Counts an element that is NaN on exactly one side. */
 static void add_nan(mls_diff_result *into)
 {
     into->changed++;
