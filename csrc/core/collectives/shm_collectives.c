@@ -1,7 +1,7 @@
 /* shm_collectives: barrier, broadcast, all_gather, all_to_all and gather_bytes;
  * shm_reduce.c has the sums.
  *
- * Threads publish the addresses of large arrays and copy directly. Otherwise data goes
+ * Threads publish the addresses of large arrays and copy directly. Otherwise data moves
  * through the slots. If a rank sends different bytes to each peer, its slot is divided
  * into one range for each peer; otherwise all ranks read the whole slot. A rank's own
  * bytes never pass through a slot.

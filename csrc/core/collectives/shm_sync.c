@@ -307,7 +307,7 @@ static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
     snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
 }
 
-/* Fails for a call that does not match that of another rank; the message quotes the
+/* Fails for a call that differs from the call of another rank; the message quotes the
  * difference. */
 static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *mine, size_t rank,
                               const mls_shm_record *other, mls_status *st)

@@ -156,7 +156,7 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
 }
 
 /* The three blocks take 3 KiB of stack. The residual is computed from the decoded output,
- * so it is exact whatever the kernels do. */
+ * so it is exact with all kernels. */
 void mls_gradient_compression_encode(const mls_kernels *kernels,
                                      mls_gradient_compression wire, const float *src,
                                      float *residual, unsigned char *dst, size_t n)

@@ -412,7 +412,7 @@ static mls_code open_temporary(mls_atomic_file *file, unsigned mode, mls_status 
 }
 
 /* Give the temporary the owner and permissions of the file that it replaces. Only root
- * may change the owner; other users keep what they can. */
+ * may change the owner; other users keep all that they can. */
 static mls_code copy_owner_and_mode(int fd, const struct stat *old, mls_status *st)
 {
     struct stat now;

@@ -400,7 +400,7 @@ static void solve_task(void *context, size_t s)
 
 static void run_diagonals(solver *v, mls_pool *pool)
 {
-    enum { WORTH = 24 }; /* blocks from which on waking helper threads pays off */
+    enum { WORTH = 24 }; /* blocks for which waking helper threads pays off */
     const size_t n = v->costs->blocks;
     for (v->length = 0; v->length < n; v->length++) {
         const bool alone = n < WORTH || v->length == 0;

@@ -21,7 +21,7 @@
 enum {
     SMALL = MLS_PLAN_TILE,
     LARGE = 32, /* segments along each side of a large tile, and restarts in a block */
-    WORTH = 64, /* blocks from which on helper threads pay off, ... */
+    WORTH = 64, /* blocks for which helper threads pay off, ... */
     MANY = 256, /* ... and below which only smaller tiles give them enough work */
     TILES = (LARGE / SMALL) * (LARGE / SMALL),
     STRIP = MLS_PLAN_STRIP,

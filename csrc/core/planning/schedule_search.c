@@ -25,9 +25,8 @@ enum {
 };
 
 /* A search of a thousand states takes a fraction of a millisecond, and most searches that
- * fit in memory take less than a second. So there is no bound besides the one in the
- * header; instead nodes are small: 40 bytes each, plus 4 in the heap and 8 in the table.
- */
+ * fit in memory take less than a second. So the header has the only
+ * bound, and nodes are small: 40 bytes each, plus 4 in the heap and 8 in the table. */
 
 typedef struct node {
     uint64_t key;
@@ -166,7 +165,7 @@ static uint64_t hash_key(uint64_t z)
     return z ^ (z >> 31);
 }
 
-/* Returns the slot of the key, or the free slot where it belongs. The table is at most
+/* Returns the slot of the key, or the free slot for it. The table is at most
  * half full. */
 static size_t slot_of(const search *s, uint64_t key)
 {

@@ -26,8 +26,8 @@ mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st);
 
 /* MLS_CPU_TABLES declares the kernel tables NAME_scalar, NAME_avx2 and so on: a constant
  * of `type` for each instruction set of this architecture, which the files of its kernels
- * define. MLS_CPU_TABLE is the address of the table for `cpu`; that of the scalar one for
- * sets of other architectures. */
+ * define. MLS_CPU_TABLE is the address of the table for `cpu`; for sets of other
+ * architectures, of the scalar table. */
 #if defined(__x86_64__)
 #    define MLS_CPU_TABLES(type, name)                                                   \
         extern const type name##_scalar, name##_avx2, name##_avx512

@@ -279,7 +279,7 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     return MLS_OK;
 }
 
-/* Flat parts are one-dimensional, whatever the tensor's rank is. */
+/* Flat parts are one-dimensional, for any rank of the tensor. */
 int mls_part_dims(const mls_part *part, size_t *dims)
 {
     if (part->flat) {
@@ -388,7 +388,7 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
         o->done = o->done || shared == 0;
         o->a_at += (start - a->start[axis]) * a_stride;
         o->b_at += (start - b->start[axis]) * b_stride;
-        /* if the inner row is as long as this stride, there is no gap */
+        /* if the inner row is as long as this stride, no gap follows */
         const size_t inside = length[rows - 1] * a_strides[rows - 1];
         const size_t b_inside = length[rows - 1] * b_strides[rows - 1];
         if (inside == a_stride && b_inside == b_stride) {

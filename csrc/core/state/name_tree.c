@@ -44,7 +44,7 @@ static uint32_t hash_segment(uint32_t parent, mls_str segment)
     return (uint32_t)mls_str_hash(parent, segment);
 }
 
-/* Returns the slot of the child, or the empty slot where it belongs. The table is at most
+/* Returns the slot of the child, or the empty slot for it. The table is at most
  * half full, so an empty slot exists. */
 static name_slot *find_slot(const mls_name_tree *names, uint32_t hash, uint32_t parent,
                             mls_str segment)

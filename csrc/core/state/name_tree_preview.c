@@ -124,7 +124,7 @@ mls_code mls_name_tree_preview_new(const mls_name_tree *names, size_t max_rows,
                                    size_t *count, mls_status *st)
 {
     const size_t nodes = mls_name_tree_size(names);
-    /* at most as many rows as nodes, whatever the limit */
+    /* at most as many rows as nodes, for any limit */
     preview_state o = {.nodes = mls_name_tree_nodes(names),
                        .max_rows = max_rows < nodes ? max_rows : nodes,
                        .max_children = max_children};

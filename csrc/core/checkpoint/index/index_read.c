@@ -343,7 +343,7 @@ static mls_code read_range(reader *r, mls_layer *layer)
     return MLS_OK;
 }
 
-/* Read the checksum of the layer and those of its blocks. A layer of one block stores
+/* Read the checksums of the layer and of its blocks. A layer of one block stores
  * only the first. The two are not compared: verification reads the blocks. */
 static mls_code read_crcs(reader *r, mls_layer *layer)
 {

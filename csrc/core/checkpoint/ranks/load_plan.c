@@ -10,7 +10,7 @@
 
 /* ---- choose parts ---- */
 
-/* A part takes hundreds of bytes, most of which are never touched. So the arrays are not
+/* A part takes hundreds of bytes, and most are never touched. So the arrays are not
  * zeroed, here and in mls_load_plan_find. */
 mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *merged,
                             size_t most, mls_status *st)

@@ -302,7 +302,7 @@ static bool is_verified(const read_state *shared, const mls_stored_shard *shard)
 }
 
 /* Read `bytes` of a block, add them to its checksum, and deliver the requested ones:
- * directly if the step lies within one run. */
+ * directly if the step is within one run. */
 static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes,
                           uint32_t *crc, mls_status *st)
 {

@@ -110,7 +110,7 @@ typedef struct walk {
     size_t next[MLS_LAYERS_MOST]; /* first range of each layer that ends after `at` */
 } layer_sweep;
 
-/* Return the next visible range and its layer; the number of layers stands for zeros.
+/* Return the next visible range and its layer; the number of layers means zeros.
  * Returns false at the end. */
 static bool next_visible(layer_sweep *w, size_t *which, mls_row_range *out)
 {

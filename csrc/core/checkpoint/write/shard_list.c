@@ -8,7 +8,7 @@
 #include <string.h>
 
 /* Ensure capacity for `more` elements behind the `used` ones of a block. Returns false if
- * there is no memory; the block is then unchanged. */
+ * memory runs out; the block is then unchanged. */
 static bool ensure_capacity(void *block, size_t size, size_t used, size_t more,
                             size_t *room)
 {

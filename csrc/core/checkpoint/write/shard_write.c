@@ -85,7 +85,7 @@ typedef struct writer {
 
 /* Return an unused buffer, or a new one; there are at most as many as threads. Direct
  * writes need aligned memory, and freed pages return to the system, which malloc does not
- * guarantee. `data` is NULL if there is no memory. */
+ * guarantee. `data` is NULL if memory runs out. */
 static mls_pages take_buffer(writer *w)
 {
     mls_pages buffer = {0};

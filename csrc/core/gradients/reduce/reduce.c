@@ -390,8 +390,8 @@ static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_s
     return MLS_OK;
 }
 
-/* Returns whether `src` can be added to `dst`: two floats of which `dst` can be rounded
- * to, or equal dtypes that have a sum. */
+/* Returns whether `src` can be added to `dst`: floats if sums can be rounded to
+ * `dst`, or equal dtypes that have a sum. */
 static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
 {
     if (dst == src) {

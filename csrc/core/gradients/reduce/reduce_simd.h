@@ -592,7 +592,7 @@ TARGET MLS_INLINED void order_lanes(doubles *lanes)
     }
 }
 
-/* The sum of bfloat16 as bfloat16, with its squares. The bits are those of
+/* The sum of bfloat16 as bfloat16, with its squares. The bits equal the results of
  * sum_squares_run; it processes a full register of items at a time. */
 TARGET static double sum_squares_bf16(void *out, const void *const *sources, size_t count,
                                       size_t start, size_t n, double divisor)

@@ -11,7 +11,7 @@
 
 enum { BLOCK = 4096 }; /* bytes compared with memcmp first */
 
-/* Counts an unequal element, neither side of which is NaN, and updates the maxima.
+/* Counts an unequal element, without NaN on either side, and updates the maxima.
  * `largest` is the larger of the two magnitudes. */
 static void add_difference(double distance, double largest, mls_diff_result *into)
 {
