@@ -138,23 +138,18 @@ mls_code mls_chain_check(const mls_chain *c, mls_status *st)
                         c->blocks, (int)MLS_CHAIN_MAX_BLOCKS);
     }
     double seconds = 0;
-    mls_code code =
-        check_seconds("forward_seconds", c->forward_seconds, c->blocks, &seconds, st);
-    if (code == MLS_OK) {
-        code = check_seconds("backward_seconds", c->backward_seconds, c->blocks, &seconds,
-                             st);
+    if (check_seconds("forward_seconds", c->forward_seconds, c->blocks, &seconds, st) !=
+            MLS_OK ||
+        check_seconds("backward_seconds", c->backward_seconds, c->blocks, &seconds, st) !=
+            MLS_OK ||
+        check_all_bytes(c, st) != MLS_OK || check_rates(c, st) != MLS_OK) {
+        return st->code;
     }
-    if (code == MLS_OK) {
-        code = check_all_bytes(c, st);
-    }
-    if (code == MLS_OK) {
-        code = check_rates(c, st);
-    }
-    if (code == MLS_OK && !isfinite(seconds * ((double)c->blocks + 1))) {
-        code = mls_fail(st, MLS_E_SIZE,
+    if (!isfinite(seconds * ((double)c->blocks + 1))) {
+        return mls_fail(st, MLS_E_SIZE,
                         "the seconds of the chain exceed the range of a double");
     }
-    return code;
+    return MLS_OK;
 }
 
 /* ---- schedules ---- */

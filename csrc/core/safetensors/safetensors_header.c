@@ -251,20 +251,14 @@ mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t cou
     mls_header h = {
         .tensors = tensors, .count = count, .text = {.most = MLS_SAFETENSORS_MAX_HEADER}};
     mls_str_pair *sorted = NULL;
-    mls_code code = sort_tensors(&h, st);
-    if (code == MLS_OK) {
-        code = place_checksums(&h, st);
-    }
-    if (code == MLS_OK) {
-        code = sort_metadata(metadata, metadata_count, &sorted, st);
-    }
-    if (code == MLS_OK) {
-        code = build_text(&h, sorted, metadata_count + 2, alignment, st);
-    }
+    const bool is_built =
+        sort_tensors(&h, st) == MLS_OK && place_checksums(&h, st) == MLS_OK &&
+        sort_metadata(metadata, metadata_count, &sorted, st) == MLS_OK &&
+        build_text(&h, sorted, metadata_count + 2, alignment, st) == MLS_OK;
     mls_free(sorted);
-    if (code != MLS_OK) {
+    if (!is_built) {
         mls_header_fini(&h);
-        return code;
+        return st->code;
     }
     *out = h;
     return MLS_OK;

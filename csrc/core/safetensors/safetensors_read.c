@@ -200,15 +200,12 @@ static mls_code read_tensor(header_reader *r, mls_json_node entry)
     if (mls_json_type_of(r->file.json, entry) != MLS_JSON_OBJECT) {
         return fail_tensor(r, entry, t->name, "its entry is not a JSON object");
     }
-    mls_code code = read_dtype(r, entry, t);
-    if (code == MLS_OK) {
-        code = read_shape(r, entry, t);
+    if (read_dtype(r, entry, t) != MLS_OK || read_shape(r, entry, t) != MLS_OK ||
+        read_offsets(r, entry, t) != MLS_OK) {
+        return r->st->code;
     }
-    if (code == MLS_OK) {
-        code = read_offsets(r, entry, t);
-    }
-    r->file.count += code == MLS_OK ? 1 : 0;
-    return code;
+    r->file.count++;
+    return MLS_OK;
 }
 
 /* ---- metadata and checksums ----
@@ -514,19 +511,10 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                        .header_crc = MLS_JSON_NONE,
                        .block_crcs = MLS_JSON_NONE,
                        .st = st};
-    code = read_json(&r);
-    if (code == MLS_OK) {
-        code = read_entries(&r);
-    }
-    if (code == MLS_OK) {
-        code = check_coverage(&r);
-    }
-    if (code == MLS_OK) {
-        code = read_checksums(&r, crc, verify);
-    }
-    if (code != MLS_OK) {
+    if (read_json(&r) != MLS_OK || read_entries(&r) != MLS_OK ||
+        check_coverage(&r) != MLS_OK || read_checksums(&r, crc, verify) != MLS_OK) {
         mls_safetensors_fini(&r.file);
-        return code;
+        return st->code;
     }
     *out = r.file;
     return MLS_OK;

@@ -386,12 +386,8 @@ static mls_code check_sum(const mls_index *x, mls_status *st)
  */
 mls_code mls_index_arrange(mls_index *index, mls_status *st)
 {
-    mls_code code = sort_shards(index, st);
-    if (code == MLS_OK) {
-        code = check_files(index, st);
-    }
-    if (code == MLS_OK) {
-        code = check_overlaps(index, st);
-    }
-    return code == MLS_OK ? check_sum(index, st) : code;
+    const bool is_valid = sort_shards(index, st) == MLS_OK &&
+                          check_files(index, st) == MLS_OK &&
+                          check_overlaps(index, st) == MLS_OK;
+    return is_valid ? check_sum(index, st) : st->code;
 }
