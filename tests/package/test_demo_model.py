@@ -292,24 +292,6 @@ def test_bad_calls_are_refused_and_change_nothing(model, call, error, text):
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda a, m: a.pop("layers.2.qkv.weight"), "layers.2.qkv.weight"),
-        (lambda a, m: a.update({"norm.weight": np.ones(3, np.float16)}), "norm.weight has shape"),
-        (lambda a, m: m.pop("config"), "no entry 'config'"),
-        (lambda a, m: m.pop("vocabulary"), "no entry 'vocabulary'"),
-        (lambda a, m: m.update(vocabulary='"abc"'), "3 characters, expected 96"),
-        (lambda a, m: m.update(config="{}"), "'vocabulary_size' is None"),
-    ],
-)
-def test_a_wrong_weights_file_is_refused(change, text):
-    arrays, metadata = read_fixture()
-    change(arrays, metadata)
-    with pytest.raises(ValueError, match=text):
-        CharModel(arrays, metadata)
-
-
-@pytest.mark.parametrize(
     ("call", "text"),
     [
         (
