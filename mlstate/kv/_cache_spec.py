@@ -10,13 +10,15 @@ from .. import _core
 from .._common.dtypes import DTYPES, dtype_name
 from .._common.set_module import set_module
 from .._common.text import bytes_text, names_hint, shorten, table_html
-from ..errors import CompatibilityError, TensorNotFoundError
+from ..errors import TensorNotFoundError
+from ._arguments import as_count, incompatible
 from ._axis import sequence_axis, with_length
-from ._context_ladder import as_count
 from ._transition import name_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from ..errors import CompatibilityError
 
 CacheKind: TypeAlias = Literal["full", "sliding", "recurrent", "conv", "quantized", "opaque"]
 
@@ -27,9 +29,7 @@ _ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
 
 def entry_error(name: str, text: str, expected: object, got: object) -> CompatibilityError:
     """Return the exception for an entry that does not fit."""
-    error = CompatibilityError(f"{name}: {text}")
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error
+    return incompatible(f"{name}: {text}", name, expected, got)
 
 
 @set_module("mlstate.kv")

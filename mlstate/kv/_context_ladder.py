@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from operator import index
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from .._common.set_module import set_module
-from ..errors import CapacityError
+from ._arguments import as_count, capacity_error
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
 
 if TYPE_CHECKING:
@@ -22,29 +21,6 @@ Overflow = Literal["stop", "shift_refill", "roll"]
 _OVERFLOWS = ("stop", "shift_refill", "roll")
 _LISTED = 3  # batches in a repr
 _MINUS_INFINITY = float("-inf")
-
-
-def capacity_error(text: str, expected: object, got: object) -> CapacityError:
-    """Return the exception for a number of tokens or positions that is out of range."""
-    error = CapacityError(text)
-    error.expected, error.got = str(expected), str(got)
-    return error
-
-
-def as_count(name: str, value: Any, least: int = 0) -> int:
-    """Return a number of tokens or positions as an int, or raise the error for the argument."""
-    try:
-        number = index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if number < least:
-        text = f"{name} must be at least {least}, got {number}"
-        raise capacity_error(text, f"{least} or more", number)
-    if number >= 1 << 63:
-        raise capacity_error(f"{name} does not fit into 64 bits: {number}", "64 bits", number)
-    return number
 
 
 def as_sizes(sizes: Any) -> tuple[int, ...]:

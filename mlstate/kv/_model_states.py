@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._common.text import bytes_text, names_hint, shorten, table_html
-from ..errors import CapacityError, CompatibilityError
+from ._arguments import incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,7 +63,7 @@ def choose_function(functions: Mapping[str, Any], wanted: str | None) -> str:
     return wanted
 
 
-# ---- text and errors ----
+# ---- text ----
 
 
 def quoted(names: Iterable[str], limit: int = 8) -> str:
@@ -84,17 +84,3 @@ def state_row(spec: Any) -> tuple[str, str, str, str]:
     """Return name, shape, dtype and bytes of a state as text."""
     nbytes = "?" if spec.nbytes is None else bytes_text(spec.nbytes)
     return spec.name, shape_text(spec.shape), str(spec.dtype), nbytes
-
-
-def incompatible(message: str, name: str, expected: object, got: object) -> CompatibilityError:
-    """Return the exception for states or functions that do not match."""
-    error = CompatibilityError(message)
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error
-
-
-def too_small(message: str, name: str | None, expected: object, got: object) -> CapacityError:
-    """Return the exception for states that do not fit."""
-    error = CapacityError(message)
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error

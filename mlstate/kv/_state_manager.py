@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .._common.text import bytes_text, names_hint, table_html
-from ..errors import CompatibilityError, MLStateError
+from ..errors import MLStateError
+from ._arguments import as_count, capacity_error, incompatible
 from ._axis import valid_axis, with_length
-from ._context_ladder import ContextLadder, as_count, as_size, capacity_error
+from ._context_ladder import ContextLadder, as_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,13 +46,6 @@ class Context(NamedTuple):
     model: Any
     owners: tuple[Any, ...]
     specs: tuple[Specs, ...]
-
-
-def _mismatch(text: str, name: str, expected: object, got: object) -> CompatibilityError:
-    """Return the exception for models whose states do not match."""
-    error = CompatibilityError(text)
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error
 
 
 def _listed(specs: Specs) -> str:
@@ -215,7 +209,7 @@ class StateManagerBase:
         expected = _declared(specs[owner])
         for i, declared in enumerate(specs):
             if declared and _declared(declared) != expected:
-                raise _mismatch(
+                raise incompatible(
                     f"chunk models {owner} and {i} of {size} positions declare other states, so "
                     f"they cannot share one: {_listed(specs[owner])} and {_listed(declared)}; "
                     "pass shared_state=False if each has its own",
@@ -236,7 +230,7 @@ class StateManagerBase:
             return
         axis = self._axis_of(declared[0]) if declared else self._seq_axis
         states = "; ".join(map(_listed, specs))
-        raise _mismatch(
+        raise incompatible(
             f"the model of {size} positions has no state of {size} positions at axis {axis}; "
             f"its states: {states}. Pass the size of its states, or seq_axis=",
             "models",
@@ -252,7 +246,7 @@ class StateManagerBase:
         if new_size == size:
             models = f"the model of {size} positions was loaded again with other states: "
         if len(specs) != len(new_specs):
-            raise _mismatch(
+            raise incompatible(
                 f"{models}{len(specs)} and {len(new_specs)} chunk models",
                 "models",
                 f"{len(specs)} chunk models",
@@ -262,7 +256,7 @@ class StateManagerBase:
             for names, others, owner in ((declared, new, new_size), (new, declared, size)):
                 for name in names:
                     if name not in others:
-                        raise _mismatch(
+                        raise incompatible(
                             f"{models}the model of {owner} has no state {name!r}"
                             f"{names_hint(name, others)}",
                             name,
@@ -290,7 +284,7 @@ class StateManagerBase:
         ):
             fault = f": pass the lengths of axis {axis} as the sizes of the models"
         if fault is not None:
-            raise _mismatch(
+            raise incompatible(
                 f"{models}state {name!r} is {expected} and {got}{fault}", name, expected, got
             )
 
