@@ -444,7 +444,7 @@ static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
-/* kv_check_shapes(source_shape, target_shape, compact, seq_axis) -> None
+/* kv_check_shapes(source_shape, target_shape, seq_axis) -> None
  *
  * Checks only the shapes, without a position. */
 static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
@@ -455,19 +455,16 @@ static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
     int source_rank, target_rank;
     size_t source[MLS_MAX_RANK], target[MLS_MAX_RANK];
     int64_t seq_axis;
-    if (mlspy_take_count("kv_check_shapes", 4, count) < 0) {
-        return NULL;
-    }
-    if (take_shape(state, args[0], "the source state's shape", &source_rank, source) <
+    if (mlspy_take_count("kv_check_shapes", 3, count) < 0 ||
+        take_shape(state, args[0], "the source state's shape", &source_rank, source) <
             0 ||
         take_shape(state, args[1], "the target state's shape", &target_rank, target) <
             0 ||
-        take_seq_axis(state, args[3], &seq_axis) < 0) {
+        take_seq_axis(state, args[2], &seq_axis) < 0) {
         return NULL;
     }
-    const mls_kv_kind kind = args[2] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
     if (mls_kv_check_shapes(source_rank, source, target_rank, target,
-                            parameter_names.seq_axis, seq_axis, kind, &st) != MLS_OK) {
+                            parameter_names.seq_axis, seq_axis, &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;
@@ -620,7 +617,7 @@ PyMethodDef mlspy_kv_methods[] = {
      "kv_move "
      "would raise for a source of this shape."},
     {"kv_check_shapes", MLSPY_FASTCALL(kv_check_shapes),
-     "kv_check_shapes(source, target, compact, seq_axis, /)\n--\n\nRaise unless a state "
+     "kv_check_shapes(source, target, seq_axis, /)\n--\n\nRaise unless a state "
      "of one "
      "shape can become one of the other."},
     {"kv_mask", MLSPY_FASTCALL(kv_mask),
