@@ -1,7 +1,6 @@
 """A cache that grows in place: which bytes move or become zero, and what keeps memory alive."""
 
 import gc
-import os
 import sys
 import threading
 
@@ -11,14 +10,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kv_model import LAYOUTS, PLAIN, REGISTERED, assert_same_bits, dtype_of, random_bits
+from kv_model import ALL_DTYPES, LAYOUTS, assert_same_bits, dtype_of, random_bits
 from thread_team import run_in_threads
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError
 from mlstate.kv import KVState
-
-ALL_DTYPES = [dtype.name for dtype in PLAIN] + list(REGISTERED)
 
 
 def filled(length=8, capacity=20, dtype=np.float16):
@@ -120,33 +117,6 @@ def test_growing_copies_nothing():
     assert before.shape == (2, 3, 8, 5), "an array keeps the length it was made with"
 
 
-def test_shrinking_zeroes_what_it_drops():
-    state = filled()
-    whole = state.array
-    state.resize(3)
-    assert (whole[:, :, :3] == 7).all() and not whole[:, :, 3:].any()
-    state.resize(20)
-    assert (state.array[:, :, :3] == 7).all() and not state.array[:, :, 3:].any()
-
-
-@pytest.mark.parametrize("position", range(9))
-def test_resizing_keeps_as_many_tokens_as_it_is_told(position):
-    for length in range(position, 21):
-        state = filled()
-        state.resize(length, position)
-        assert (state.array[:, :, :position] == 7).all()
-        state.resize(20)
-        assert not state.array[:, :, position:].any()
-
-
-def test_resizing_to_the_same_length_drops_nothing_by_itself():
-    state = filled()
-    state.resize(8)
-    assert (state.array == 7).all()
-    state.resize(8, current_position=2)
-    assert (state.array[:, :, :2] == 7).all() and not state.array[:, :, 2:].any()
-
-
 def test_resizing_with_numpy_integers():
     state = filled()
     state.resize(np.int8(12), np.uint16(3))
@@ -219,19 +189,6 @@ def test_a_dtype_that_is_none():
 
 
 # ---- reserving ----
-
-
-def test_reserving_keeps_content_and_length():
-    for length in (0, 1, 8, 20):
-        values = random_bits((2, 3, length, 5))
-        state = KVState.from_array(values, 20)
-        for capacity in (20, 21, 64, 2000):
-            state.reserve(capacity)
-            assert state.capacity == capacity and state.shape == (2, 3, length, 5)
-            assert_same_bits(state.array, values)
-            state.resize(capacity)
-            assert not state.array[:, :, length:].any(), "rows left stale tokens behind"
-            state.resize(length)
 
 
 def test_reserving_is_refused_while_an_array_lives():
@@ -477,13 +434,8 @@ def test_reserving_and_looking_at_once():
 # ---- memory ----
 
 PEAK = """
-import resource, sys
 import numpy as np
 from mlstate.kv import KVState
-
-def status(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field)) * 1024
 
 state = KVState((4, 4, 2048, 512), 2048, np.float32)  # 128 MiB
 base = status("VmRSS")
@@ -498,33 +450,24 @@ UNUSED = """
 import numpy as np
 from mlstate.kv import KVState
 
-def resident():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
-
-base = resident()
+base = status("VmRSS")
 state = KVState((4, 4, 64, 512), 8192, np.float32)  # 2 of 256 MiB
 state.array[...] = 1
-print(resident() - base, state.reserved_nbytes)
+print(status("VmRSS") - base, state.reserved_nbytes)
 """
 
-needs_proc = pytest.mark.skipif(
-    not os.path.exists("/proc/self/status") or "MLSTATE_UNDER_SANITIZER" in os.environ,  # noqa: PTH110
-    reason="measures resident memory, which only Linux tells and a sanitizer changes",
-)
 
-
-@needs_proc
+@child.needs_status
 @pytest.mark.slow
 def test_the_peak_of_reserving_is_the_new_size():
-    peak, old, new = child.run(PEAK).split()
+    peak, old, new = child.run(child.STATUS + PEAK).split()
     assert (float(old), float(new)) == (1, 2)
     assert int(peak) < 1.15 * (256 << 20), "both sizes together would be 384 MiB"
 
 
-@needs_proc
+@child.needs_status
 def test_capacity_that_is_not_used_occupies_no_memory():
-    occupied, reserved = map(int, child.run(UNUSED).split())
+    occupied, reserved = map(int, child.run(child.STATUS + UNUSED).split())
     assert reserved == 256 << 20
     assert occupied < 32 << 20
 

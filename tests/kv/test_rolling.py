@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import os
 import pickle
 
 import child
@@ -11,14 +10,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kv_model import LAYOUTS, PLAIN, REGISTERED, assert_same_bits, dtype_of, random_bits
+from kv_model import ALL_DTYPES, LAYOUTS, assert_same_bits, dtype_of, random_bits
 from thread_team import run_in_threads
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError
 from mlstate.kv import RollingKVState
-
-ALL_DTYPES = [dtype.name for dtype in PLAIN] + list(REGISTERED)
 
 
 class TokenList:
@@ -100,22 +97,6 @@ def test_the_capacity_replaces_the_sequence_length(length):
     assert state.shape == (2, 3, 12, 5) and state.capacity == 12
 
 
-@pytest.mark.parametrize("sinks", [0, 1, 4])
-@pytest.mark.parametrize("count", [1, 5, 6, 7, 12, 31])
-def test_many_tokens_at_once_are_like_one_by_one(sinks, count):
-    for before in (0, 3, 9):
-        once, model = both((2, 3, 6, 5), sinks=sinks)
-        each = RollingKVState((2, 3, 6, 5), sinks=sinks)
-        tokens = tokens_of(once, before + count)
-        model.append(tokens)
-        once.append(tokens[:, :, :before])
-        once.append(tokens[:, :, before:])
-        for i in range(before + count):
-            each.append(tokens[:, :, i : i + 1])
-        assert_same(once, model)
-        assert_same(each, model)
-
-
 @pytest.mark.parametrize("name", ALL_DTYPES)
 def test_every_dtype(name):
     state, model = both((2, 3, 4, 5), dtype=dtype_of(name), sinks=1)
@@ -187,22 +168,6 @@ def test_empty_axes(shape):
 
 
 # ---- trimming ----
-
-
-@pytest.mark.parametrize("sinks", [0, 1, 3])
-@pytest.mark.parametrize("before", [0, 2, 3, 6, 7, 9, 20])
-def test_trimming_any_number_and_going_on(sinks, before):
-    for n in range(min(before, 6) + 1):
-        state, model = both((2, 1, 6, 3), sinks=sinks)
-        for count in (before, None, 1, 8):
-            if count is None:
-                state.trim(n)
-                model.trim(n)
-            else:
-                tokens = tokens_of(state, count, count)
-                state.append(tokens)
-                model.append(tokens)
-            assert_same(state, model)
 
 
 def test_evicted_tokens_do_not_come_back():
@@ -430,22 +395,15 @@ UNUSED = """
 import numpy as np
 from mlstate.kv import RollingKVState
 
-def resident():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
-
-base = resident()
+base = status("VmRSS")
 state = RollingKVState((4, 4, 8192, 512), dtype=np.float32)  # 256 MiB
 state.append(np.ones((4, 4, 64, 512), np.float32))
-print(resident() - base, state.nbytes)
+print(status("VmRSS") - base, state.nbytes)
 """
 
 
-@pytest.mark.skipif(
-    not os.path.exists("/proc/self/status") or "MLSTATE_UNDER_SANITIZER" in os.environ,  # noqa: PTH110
-    reason="measures resident memory, which only Linux reports and a sanitizer changes",
-)
+@child.needs_status
 def test_slots_that_are_not_used_occupy_no_memory():
-    occupied, reserved = map(int, child.run(UNUSED).split())
+    occupied, reserved = map(int, child.run(child.STATUS + UNUSED).split())
     assert reserved == 256 << 20
     assert occupied < 32 << 20
