@@ -618,12 +618,6 @@ def test_equal_lengths_work_either_way(move):
     assert target.read_state(name="kv").astype(np.float16).tobytes() == value.tobytes()
 
 
-def test_padding_value_is_written():
-    source, target, _ = pair(16, 40)
-    transition_coreml_state(source, target, "kv", 4, -2.5)
-    assert (target.read_state(name="kv")[:, :, 4:] == -2.5).all()
-
-
 @pytest.mark.parametrize("given", ["f2", "f4", ">f4", "strided", "read-only", "bfloat16"])
 def test_core_ml_is_handed_float32_for_floats_of_up_to_32_bits(given):
     class Odd(Spy):
@@ -665,8 +659,8 @@ def test_a_float64_state_keeps_every_bit(given):
         np.testing.assert_array_equal(target.written[:, :, :3], value[:, :, :3])
 
 
-@pytest.mark.parametrize("given", ["u1", "u4", "i2", "?", "c8"])
-def test_narrow_unsigned_and_complex_states_are_refused(given):
+@pytest.mark.parametrize("given", ["u1", "u4", "i2", "i8", "?", "c8"])
+def test_dtypes_that_core_ml_does_not_take_are_refused(given):
     class Odd(Spy):
         def read_state(self, *, name):
             return super().read_state(name=name).astype(given)
@@ -823,17 +817,6 @@ def test_a_name_that_core_ml_lacks_is_its_own_error():
     source, target, _ = pair(16, 40)
     with pytest.raises(RuntimeError, match=r"no state is called 'other'"):
         transition_coreml_state(source, target, "other", 5)
-    assert target.writes == 0
-
-
-def test_dtypes_that_core_ml_does_not_take_are_refused():
-    class Odd(Spy):
-        def read_state(self, *, name):
-            return super().read_state(name=name).astype(np.int64)
-
-    source, target = Odd({"kv": (2, 3, 16, 8)}), Spy({"kv": (2, 3, 40, 8)})
-    with pytest.raises(CompatibilityError, match="read_state gave int64"):
-        transition_coreml_state(source, target, "kv", 5)
     assert target.writes == 0
 
 
