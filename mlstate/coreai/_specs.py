@@ -14,14 +14,14 @@ import numpy as np
 from .._common.dtypes import DTYPES, EXTENSIONS, ml_dtype
 from .._common.set_module import set_module
 from .._common.text import shorten
-from ..errors import FormatError
 from ..kv._arguments import as_count, incompatible
 from ..kv._axis import valid_axis, with_length
-from ..kv._model_states import FunctionStates, choose_function, shape_text
+from ..kv._model_states import FunctionStates, choose_function, format_error, shape_text
 from ._asset import asset_folder, import_coreai, verify
 
 if TYPE_CHECKING:
     from .._types import NumpyDType
+    from ..errors import FormatError
 
     Source: TypeAlias = "str | os.PathLike[str] | StateSpecs | Mapping[str, Any] | Any"
     Shape: TypeAlias = tuple[int | None, ...]
@@ -147,11 +147,12 @@ def _spec_of_text(path: str, name: str, text: str) -> StateSpec:
     """Return the spec for a line of a summary."""
     match = _STATE.fullmatch(text)
     if match is None:
-        error = FormatError(
-            f"{path}: state {name!r}: expected a text such as 'NDArray (Float16, 2 x ? x 8)', got "
-            f"{shorten(repr(text), 100)}"
+        error = format_error(
+            path,
+            f"state {name!r}: expected a text such as 'NDArray (Float16, 2 x ? x 8)', got "
+            f"{shorten(repr(text), 100)}",
         )
-        error.path, error.name = path, name
+        error.name = name
         raise error
     lengths = _DIMENSION.findall(match[2])
     shape = tuple(None if length == "?" else int(length) for length in lengths)
@@ -176,9 +177,7 @@ def _read_asset(path: str, asset: Any) -> _Functions:
 
 
 def _asset_error(path: str, text: str) -> FormatError:
-    error = FormatError(f"{path}: {text}; convert the model again, or copy it again")
-    error.path = path
-    return error
+    return format_error(path, f"{text}; convert the model again, or copy it again")
 
 
 def _load_asset(path: str) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .._common.store_error import store_error
 from .._common.text import bytes_text, names_hint, shorten, table_html
+from ..errors import FormatError
 from ._arguments import incompatible
 
 if TYPE_CHECKING:
@@ -61,6 +64,37 @@ def choose_function(functions: Mapping[str, Any], wanted: str | None) -> str:
             wanted,
         )
     return wanted
+
+
+# ---- files ----
+
+
+def format_error(path: str, text: str) -> FormatError:
+    """Return the exception for a file of a model that is damaged or of another format."""
+    error = FormatError(f"{path}: {text}")
+    error.path = path
+    return error
+
+
+def read_file(path: str, most_bytes: int) -> bytes:
+    """Read a small file of a model."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(most_bytes + 1)
+    except OSError as error:
+        raise store_error(error, "cannot read", path) from error
+    if len(data) > most_bytes:
+        raise format_error(path, f"more than {most_bytes} bytes")
+    return data
+
+
+def read_metadata(path: str) -> Any:
+    """Return the document in the metadata.json of a model."""
+    text = read_file(path, 64 << 20)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise format_error(path, f"not JSON: {error}") from error
 
 
 # ---- text ----

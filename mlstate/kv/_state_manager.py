@@ -31,21 +31,11 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """The models of one context size, and the states that they declare.
+    """The models of one context size, and the states that they declare."""
 
-    Attributes
-    ----------
-    model : Any
-        The model, or the sequence of chunk models, as the caller passed or created it.
-    owners : tuple
-        The models that create states: one for each state object.
-    specs : tuple of mapping
-        The states that each state object holds.
-    """
-
-    model: Any
-    owners: tuple[Any, ...]
-    specs: tuple[Specs, ...]
+    model: Any  # or the sequence of chunk models, as the caller passed or created it
+    owners: tuple[Any, ...]  # the models that create states: one for each state object
+    specs: tuple[Specs, ...]  # the states that each state object holds
 
 
 def _listed(specs: Specs) -> str:
@@ -55,10 +45,6 @@ def _listed(specs: Specs) -> str:
 
 def _declared(specs: Specs) -> dict[str, tuple[tuple[int, ...], NumpyDType]]:
     return {name: (tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
-
-
-def _total_bytes(specs: tuple[Specs, ...]) -> int:
-    return sum(prod(spec.shape) * spec.dtype.itemsize for group in specs for spec in group.values())
 
 
 def _differ_in_sequence(shape: tuple[int, ...], new_shape: tuple[int, ...], axis: int) -> bool:
@@ -83,21 +69,7 @@ class StateManagerBase:
     A subclass overrides `_is_loader`, `_read_specs`, `_make_state`, `_resize_state` and
     `_copy_state`, and documents its models. It creates no state before `state` is read or a
     move needs one. An empty state (position 0) moves without a read or a write: a new one is
-    created.
-
-    Parameters
-    ----------
-    models : mapping of int to model, sequence of models, or callable
-        The models of each context size, smallest size first. A callable without arguments
-        returns the model, or the sequence; it is called when the model is first needed.
-    specs : mapping of int, optional
-        States of models whose description cannot be read, in the form of `_read_specs`.
-    shared_state : bool
-        Whether the chunk models of one size share one state object, or have one each.
-    seq_axis : int
-        The axis of the sequence in the states; a negative number counts from the last axis.
-    overflow, batch_size, reserve_batches, prompt_tokens
-        As for `ContextLadder`.
+    created. `specs` replace descriptions of models that cannot be read.
     """
 
     def __init__(
@@ -153,10 +125,9 @@ class StateManagerBase:
         return callable(given)
 
     def _read_specs(self, size: int, model: Any) -> Specs:
-        """Return the states that one model declares, by name, or those of `_given_specs`.
+        """Return the states that a model declares, or those of `_given_specs`, or raise TypeError.
 
-        The values have a `shape`, of this size, and a NumPy `dtype`. Raises TypeError if `model`
-        is not a model.
+        The values have a `shape`, of this size, and a NumPy `dtype`.
         """
         raise NotImplementedError
 
@@ -579,7 +550,13 @@ class StateManagerBase:
         for size in self._ladder.sizes:
             specs = self._specs.get(size)
             states = "?" if specs is None else "; ".join(map(_listed, specs))
-            nbytes = "?" if specs is None else bytes_text(_total_bytes(specs))
+            nbytes = (
+                "?"
+                if specs is None
+                else bytes_text(
+                    sum(prod(s.shape) * s.dtype.itemsize for group in specs for s in group.values())
+                )
+            )
             marks = ["loaded"] if size in self._contexts else []
             marks += ["current"] if size == self._size else []
             rows.append([f"{size:,}", states, nbytes, ", ".join(marks)])

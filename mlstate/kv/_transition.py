@@ -284,7 +284,16 @@ def validate_state_shapes(
             f"{type(source_state_shape).__name__} and {type(target_state_shape).__name__}"
         )
     for name, shape in source_state_shape.items():
-        _check_named(name, shape, target_state_shape, seq_axis)
+        if name not in target_state_shape:
+            hint = names_hint(name, target_state_shape)
+            error = CompatibilityError(f"{name}: the target has no such state{hint}")
+            error.name = name
+            raise error
+        target = target_state_shape[name]
+        with name_errors(name):
+            _core.kv_check_shapes(
+                getattr(shape, "shape", shape), getattr(target, "shape", target), seq_axis
+            )
     return True
 
 
@@ -298,19 +307,6 @@ def name_errors(name: str) -> Iterator[None]:
         if isinstance(error, MLStateError):
             error.name = name
         raise
-
-
-def _check_named(name: str, source: Any, targets: Mapping[str, Any], seq_axis: int) -> None:
-    if name not in targets:
-        hint = names_hint(name, targets)
-        error = CompatibilityError(f"{name}: the target has no such state{hint}")
-        error.name = name
-        raise error
-    target = targets[name]
-    with name_errors(name):
-        _core.kv_check_shapes(
-            getattr(source, "shape", source), getattr(target, "shape", target), seq_axis
-        )
 
 
 @set_module("mlstate.kv")
