@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from kv_model import (
     ALL_DTYPES,
-    FLOATS,
     LAYOUTS,
     PLAIN,
     REGISTERED,
@@ -323,14 +322,6 @@ def test_the_result_keeps_the_other_byte_order(name):
     assert_same_bits(native, expand(source, 7, 3, 0, np.dtype(name)))
     back = transition_kv_state(native, 9, 3, dtype=source.dtype)
     assert_same_bits(back, expand(native, 9, 3, 0, source.dtype))
-
-
-@pytest.mark.parametrize("to", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_converts_between_byte_orders(dtype, to):
-    source = cache(dtype=dtype.newbyteorder())
-    to = to.newbyteorder()
-    assert_same_bits(transition_kv_state(source, 12, 5, 1.5, to), expand(source, 12, 5, 1.5, to))
 
 
 # ---- layouts ----

@@ -6,7 +6,6 @@ import pytest
 from mlstate._common.dtypes import DTYPES, EXTENSIONS
 
 PLAIN = [np.dtype(info.name) for info in DTYPES if info.in_numpy]
-FLOATS = [np.dtype(name) for name in ("float16", "float32", "float64")]
 REGISTERED = tuple(EXTENSIONS)  # bfloat16 first
 
 
