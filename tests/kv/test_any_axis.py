@@ -398,15 +398,6 @@ def test_a_large_state_of_short_rows():
         state.resize(1500)
 
 
-def test_states_that_cannot_be():
-    with pytest.raises(CompatibilityError, match=r"seq_axis 5 is outside -5\.\.4: shape has 5 dim"):
-        KVState(MACOS, seq_axis=5)
-    with pytest.raises(CompatibilityError, match="shape must have 2 to 8 dimensions"):
-        KVState((8,), seq_axis=0)
-    with pytest.raises(CapacityError, match="sequence length 8 is beyond the capacity 7"):
-        KVState(IOS, 7, seq_axis=-1)
-
-
 def test_a_state_shows_its_axis():
     state = KVState(IOS, 16, seq_axis=-1)
     shown = "KVState(shape=(3, 1, 10, 1, 8), capacity=16, dtype=float16, seq_axis=-1)"

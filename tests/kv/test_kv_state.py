@@ -15,7 +15,7 @@ from thread_team import run_in_threads
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError
-from mlstate.kv import KVState
+from mlstate.kv import KVState, RollingKVState
 
 
 def filled(length=8, capacity=20, dtype=np.float16):
@@ -147,45 +147,52 @@ def test_refused_sizes_change_nothing():
     assert state.shape == (2, 3, 8, 5) and (state.array == 7).all()
 
 
+@pytest.mark.parametrize("made", [KVState, RollingKVState])
 @pytest.mark.parametrize(
-    ("shape", "capacity", "error", "text"),
+    ("shape", "options", "error", "text"),
     [
-        ((2, 3, 8, 5), 7, CapacityError, "sequence length 8 is beyond the capacity 7"),
-        ((2, 3, 8, 5), -1, CapacityError, "capacity -1 is negative"),
-        ((2, 3, 8, 5), 2**70, CapacityError, "capacity does not fit"),
-        ((2, 3, 8, 5), 2**62, CapacityError, "larger than memory"),
-        ((2**40, 2**40, 8, 5), None, CapacityError, "larger than memory"),
-        ((8,), None, CompatibilityError, "shape must have 2 to 8 dimensions"),
-        ((1,) * 9, None, CompatibilityError, "2 to 8 dimensions, .* got 9"),
-        ((2, 3, -8, 5), None, CompatibilityError, "negative dimension"),
-        ((2, 3, 8.0, 5), None, TypeError, "must be an integer"),
-        ((2, 3, 8, 5), 9.5, TypeError, "capacity must be an integer"),
-        (8, None, TypeError, "not iterable"),
+        ((2, 3, 8, 5), {"capacity": -1}, CapacityError, "capacity -1 is negative"),
+        ((2, 3, 8, 5), {"capacity": 2**70}, CapacityError, "capacity does not fit"),
+        ((2, 3, 8, 5), {"capacity": 2**62}, CapacityError, "larger than memory"),
+        ((2, 3, 8, 5), {"capacity": 2**50}, MemoryError, "cannot map"),
+        ((2, 3, 8, 5), {"capacity": 9.5}, TypeError, "capacity must be an integer"),
+        ((2**40, 2**40, 8, 5), {}, CapacityError, "larger than memory"),
+        ((8,), {}, CompatibilityError, "shape must have 2 to 8 dimensions, .* got 1: shape"),
+        ((8,), {"seq_axis": 0}, CompatibilityError, "shape must have 2 to 8 dimensions"),
+        ((1,) * 9, {}, CompatibilityError, "2 to 8 dimensions, .* got 9: shape"),
+        ((2, 3, -8, 5), {}, CompatibilityError, "shape has the negative dimension -8"),
+        ((2, 3, 8.0, 5), {}, TypeError, "must be an integer"),
+        (8, {}, TypeError, "not iterable"),
+        ((2, 3, 8, 5), {"seq_axis": 4}, CompatibilityError, r"seq_axis 4 is outside -4..3: shape"),
+        ((2, 3, 8, 5), {"seq_axis": -5}, CompatibilityError, r"seq_axis -5 is outside"),
+        ((2, 3, 8, 5), {"seq_axis": 1.5}, TypeError, "seq_axis must be an integer"),
     ],
 )
-def test_states_that_cannot_be(shape, capacity, error, text):
+def test_states_that_cannot_be(made, shape, options, error, text):
     with pytest.raises(error, match=text):
-        KVState(shape, capacity)
+        made(shape, **options)
+
+
+def test_a_capacity_below_the_length():
+    for shape, axis in (((2, 3, 8, 5), -2), ((3, 1, 10, 1, 8), -1)):
+        with pytest.raises(CapacityError, match="sequence length 8 is beyond the capacity 7"):
+            KVState(shape, 7, seq_axis=axis)
 
 
 def test_memory_that_the_system_refuses():
-    with pytest.raises(MemoryError, match="cannot map"):
-        KVState((1, 1, 1, 2**56))
     state = filled()
     with pytest.raises(MemoryError, match="cannot map"):
         state.reserve(2**54)
     assert state.capacity == 20 and (state.array == 7).all()
 
 
-@pytest.mark.parametrize("dtype", ["S3", "O", "complex128", "M8[s]", "i4,f4"])
-def test_dtypes_that_the_core_does_not_have(dtype):
-    with pytest.raises(CompatibilityError, match="not supported"):
-        KVState((1, 1, 2, 3), dtype=dtype)
-
-
-def test_a_dtype_that_is_none():
+@pytest.mark.parametrize("made", [KVState, RollingKVState])
+def test_dtypes_that_the_core_does_not_have(made):
+    for dtype in ("S3", "O", "complex128", "M8[s]", "i4,f4"):
+        with pytest.raises(CompatibilityError, match="not supported"):
+            made((1, 1, 2, 3), dtype=dtype)
     with pytest.raises(TypeError):
-        KVState((1, 1, 2, 3), dtype="no dtype")
+        made((1, 1, 2, 3), dtype="no dtype")
 
 
 # ---- reserving ----
@@ -303,8 +310,10 @@ def test_contiguous_is_a_copy():
     state.reserve(40)  # the copy does not export the state's memory
 
 
-def test_numpy_takes_the_state_as_an_array():
-    state = filled()
+@pytest.mark.parametrize("made", [KVState, RollingKVState])
+def test_numpy_takes_the_state_as_an_array(made):
+    state = made((2, 3, 8, 5), 20)
+    state.array[...] = 7
     seen = np.asarray(state)
     assert np.shares_memory(seen, state.array) and seen.shape == state.shape
     assert np.asarray(state, np.float64).dtype == np.float64
@@ -448,12 +457,14 @@ print(status("VmHWM") - base, state.array[:, :, :2048].min(), state.array[:, :, 
 
 UNUSED = """
 import numpy as np
-from mlstate.kv import KVState
+from mlstate.kv import KVState, RollingKVState
 
 base = status("VmRSS")
-state = KVState((4, 4, 64, 512), 8192, np.float32)  # 2 of 256 MiB
-state.array[...] = 1
-print(status("VmRSS") - base, state.reserved_nbytes)
+tokens = np.ones((4, 4, 64, 512), np.float32)  # 2 of 256 MiB
+grown = KVState.from_array(tokens, 8192)
+rolled = RollingKVState((4, 4, 8192, 512), dtype=np.float32)
+rolled.append(tokens)
+print(status("VmRSS") - base, grown.reserved_nbytes, rolled.nbytes)
 """
 
 
@@ -467,8 +478,8 @@ def test_the_peak_of_reserving_is_the_new_size():
 
 @child.needs_status
 def test_capacity_that_is_not_used_occupies_no_memory():
-    occupied, reserved = map(int, child.run(child.STATUS + UNUSED).split())
-    assert reserved == 256 << 20
+    occupied, *reserved = map(int, child.run(child.STATUS + UNUSED).split())
+    assert reserved == [256 << 20] * 2
     assert occupied < 32 << 20
 
 

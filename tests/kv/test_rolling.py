@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 
-import child
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -205,27 +204,12 @@ def test_trimming_too_much_changes_nothing():
 @pytest.mark.parametrize(
     ("shape", "options", "error", "text"),
     [
-        ((8,), {}, CompatibilityError, "shape must have 2 to 8 dimensions, .* got 1: shape"),
-        ((1,) * 9, {}, CompatibilityError, "2 to 8 dimensions, .* got 9: shape"),
         ((2, 3, 8, 5), {"capacity": 0}, CapacityError, "at least 1 position, got 0"),
         ((2, 3, 0, 5), {}, CapacityError, "at least 1 position, got 0"),
-        ((2, 3, 8, 5), {"capacity": -1}, CapacityError, "capacity -1 is negative"),
-        ((2, 3, 8, 5), {"capacity": 2**62}, CapacityError, "larger than memory"),
-        ((2, 3, 8, 5), {"capacity": 2**70}, CapacityError, "capacity does not fit"),
-        ((2, 3, 8, 5), {"capacity": 2**50}, MemoryError, "cannot map"),
-        ((2, 3, 8, 5), {"capacity": 8.0}, TypeError, "capacity must be an integer"),
         ((2, 3, 8, 5), {"sinks": -1}, CapacityError, "sinks -1 is negative"),
         ((2, 3, 8, 5), {"sinks": 8}, CapacityError, "8 sinks leave no room"),
         ((2, 3, 8, 5), {"sinks": 3, "capacity": 2}, CapacityError, "3 sinks leave no room"),
         ((2, 3, 8, 5), {"sinks": None}, TypeError, "sinks must be an integer"),
-        ((2, 3, 8, 5), {"seq_axis": 4}, CompatibilityError, r"seq_axis 4 is outside -4..3"),
-        ((2, 3, 8, 5), {"seq_axis": -5}, CompatibilityError, r"seq_axis -5 is outside"),
-        ((2, 3, 8, 5), {"seq_axis": 1.5}, TypeError, "seq_axis must be an integer"),
-        ((2, -3, 8, 5), {}, CompatibilityError, "shape has the negative dimension -3"),
-        ((2, 3, 8.0, 5), {}, TypeError, "must be an integer"),
-        (8, {}, TypeError, "not iterable"),
-        ((2, 3, 8, 5), {"dtype": "O"}, CompatibilityError, "not supported"),
-        ((2, 3, 8, 5), {"dtype": "S3"}, CompatibilityError, "not supported"),
     ],
 )
 def test_caches_that_cannot_be(shape, options, error, text):
@@ -289,15 +273,6 @@ def test_ordered_and_positions_are_copies():
     ordered[...] = 0
     positions[...] = 7
     assert (state.ordered() == 1).all() and state.positions().tolist() == [0, 1, -1, -1, -1, -1]
-
-
-def test_numpy_takes_the_state_as_an_array():
-    state = RollingKVState((2, 3, 6, 5))
-    assert np.shares_memory(np.asarray(state), state.array)
-    assert np.asarray(state, np.float64).dtype == np.float64
-    assert not np.shares_memory(np.array(state), state.array)
-    with pytest.raises(ValueError, match="copy"):
-        np.array(state, np.float64, copy=False)
 
 
 def test_a_state_is_not_pickled():
@@ -389,21 +364,3 @@ def test_eight_threads_append_to_one_state():
     run_in_threads(work, 8)
     total = 5 * sum(1 + i % 3 for i in range(200))
     assert (state.next_position, state.evicted) == (total, total - 32)
-
-
-UNUSED = """
-import numpy as np
-from mlstate.kv import RollingKVState
-
-base = status("VmRSS")
-state = RollingKVState((4, 4, 8192, 512), dtype=np.float32)  # 256 MiB
-state.append(np.ones((4, 4, 64, 512), np.float32))
-print(status("VmRSS") - base, state.nbytes)
-"""
-
-
-@child.needs_status
-def test_slots_that_are_not_used_occupy_no_memory():
-    occupied, reserved = map(int, child.run(child.STATUS + UNUSED).split())
-    assert reserved == 256 << 20
-    assert occupied < 32 << 20
