@@ -43,3 +43,10 @@ def as_count(name: str, value: Any, least: int = 0) -> int:
     if number >= 1 << 63:
         raise capacity_error(f"{name} does not fit into 64 bits: {number}", "64 bits", number)
     return number
+
+
+def as_counts(name: str, values: Any, least: int = 0) -> tuple[int, ...]:
+    """Return a sequence of numbers as a tuple of int."""
+    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
+        raise TypeError(f"{name} must be a sequence of integers, got {type(values).__name__}")
+    return tuple(as_count(f"{name}[{i}]", value, least) for i, value in enumerate(values))

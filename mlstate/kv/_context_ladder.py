@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from .._common.set_module import set_module
-from ._arguments import as_count, capacity_error
+from ._arguments import as_count, as_counts, capacity_error
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ _MINUS_INFINITY = float("-inf")
 
 def as_sizes(sizes: Any) -> tuple[int, ...]:
     """Return the sizes of a ladder as a tuple of rising positive integers."""
-    if isinstance(sizes, str | bytes) or not hasattr(sizes, "__iter__"):
-        raise TypeError(f"sizes must be a sequence of integers, got {type(sizes).__name__}")
-    checked = tuple(as_count(f"sizes[{i}]", size, 1) for i, size in enumerate(sizes))
+    checked = as_counts("sizes", sizes, 1)
     if not checked:
         raise ValueError("sizes is empty: pass the context sizes of the models, smallest first")
     for i, (lower, upper) in enumerate(pairwise(checked)):
