@@ -726,23 +726,21 @@ static char *join_path(const char *folder, const char *middle, mls_str last)
     return path;
 }
 
-/* Read the manifest of a package and return the path of its specification. `*inner` is
- * the position in that path at which the part inside the package starts. Every package
- * has a manifest; a folder without one is probably a compiled model. */
-static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_status *st)
+/* Read the manifest of a package, and the specification that it names. Every package has
+ * a manifest; a folder without one is probably a compiled model. */
+static mls_code read_package(const char *folder, mls_mlpackage *out, mls_status *st)
 {
-    mls_code code = MLS_OK;
+    const mls_json_limits limits = {.depth = MANIFEST_DEPTH, .nodes = MANIFEST_NODES};
     unsigned char *data = NULL;
     size_t length = 0;
     mls_json *doc = NULL;
-    const mls_json_limits limits = {.depth = MANIFEST_DEPTH, .nodes = MANIFEST_NODES};
     mls_str root = {0};
-    char *found = NULL;
-    char *manifest = join_path(folder, "Manifest.json", (mls_str){"", 0});
-    if (manifest == NULL) {
-        return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
-    }
-    code = mls_file_read(manifest, MANIFEST_BYTES, &data, &length, st);
+    char *spec = NULL;
+    const char *file = "Manifest.json"; /* in errors */
+    char *manifest = join_path(folder, file, (mls_str){"", 0});
+    mls_code code = manifest == NULL
+                        ? mls_fail(st, MLS_E_MEMORY, "no memory for a path")
+                        : mls_file_read(manifest, MANIFEST_BYTES, &data, &length, st);
     if (code == MLS_E_IO && st->os_error == ENOENT) {
         code = mls_fail(st, MLS_E_FORMAT,
                         "missing: this folder is not a .mlpackage (a compiled .mlmodelc "
@@ -755,21 +753,21 @@ static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_st
     if (code == MLS_OK) {
         code = find_root(doc, &root, st);
     }
+    if (code == MLS_OK) {
+        spec = join_path(folder, "Data/", root);
+        code = spec == NULL ? mls_fail(st, MLS_E_MEMORY, "no memory for a path") : MLS_OK;
+    }
+    if (code == MLS_OK) {
+        file = spec + strlen(folder) + 1;
+        code = read_spec_file(spec, out, st);
+    }
     if (code != MLS_OK) {
-        prepend_file_name(st, "Manifest.json");
-        goto done;
+        prepend_file_name(st, file);
     }
-    found = join_path(folder, "Data/", root);
-    if (found == NULL) {
-        code = mls_fail(st, MLS_E_MEMORY, "no memory for a path");
-        goto done;
-    }
-    *spec = found;
-    *inner = strlen(folder) + 1;
-done:
     mls_json_free(doc);
     mls_free(data);
     mls_free(manifest);
+    mls_free(spec);
     return code;
 }
 
@@ -782,24 +780,11 @@ mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st
         mls_fail_os(st, errno, "cannot open");
         return prepend_file_name(st, path);
     }
-    if (!S_ISDIR(facts.st_mode)) {
-        const mls_code code = read_spec_file(path, out, st);
-        return code == MLS_OK ? code : prepend_file_name(st, path);
+    if (S_ISDIR(facts.st_mode)) {
+        return read_package(path, out, st);
     }
-    /* the manifest names the specification; its errors contain its path from `inner` on
-     */
-    char *spec = NULL;
-    size_t inner = 0;
-    mls_code code = find_spec(path, &spec, &inner, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    code = read_spec_file(spec, out, st);
-    if (code != MLS_OK) {
-        prepend_file_name(st, spec + inner);
-    }
-    mls_free(spec);
-    return code;
+    const mls_code code = read_spec_file(path, out, st);
+    return code == MLS_OK ? code : prepend_file_name(st, path);
 }
 
 #endif

@@ -278,7 +278,6 @@ static void copy_tile(const job *j, const mls_tensor *whole, const tile *t, size
     }
 }
 
-/* Return the place of a tile. */
 static tile tile_at(const job *j, size_t index)
 {
     const mls_tensor *values = j->values;

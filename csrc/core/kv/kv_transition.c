@@ -236,7 +236,6 @@ typedef struct job {
     bool inner_huge; /* use huge pages where tokens fill them */
 } job;
 
-/* Return the number of rows of a cache. */
 static size_t count_rows(const mls_tensor *t, int seq_axis)
 {
     size_t rows = 1;
