@@ -18,7 +18,7 @@ static mls_code check(mls_kv_kind kind, int64_t target, int64_t position, mls_st
     return mls_kv_check(RANK, shape, request, st);
 }
 
-static void requests_that_cannot_work_are_refused(void)
+TEST(requests_that_cannot_work_are_refused)
 {
     mls_status st;
     CHECK(check(MLS_KV_EXPAND, 8, 8, &st) == MLS_OK);
@@ -40,7 +40,7 @@ static void requests_that_cannot_work_are_refused(void)
           NULL);
 }
 
-static void axes_are_counted_from_both_ends(void)
+TEST(axes_are_counted_from_both_ends)
 {
     const size_t ones[MLS_KV_MAX_RANK + 1] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
     mls_status st;
@@ -74,7 +74,7 @@ static mls_code check_shapes(int source_rank, const size_t *source, int target_r
                                st);
 }
 
-static void shapes_of_two_models_must_agree(void)
+TEST(shapes_of_two_models_must_agree)
 {
     mls_status st;
     size_t other[9] = {2, 3, 16, 4, 1, 1, 1, 1, 1};
@@ -136,7 +136,7 @@ static bool is_moved(const mls_tensor *dst, const mls_tensor *src, int axis,
 
 /* Caches with 1, 2 and many rows, short and long, below and above the size at which
  * threads share them. */
-static void every_axis_moves_with_threads_too(void)
+TEST(every_axis_moves_with_threads_too)
 {
     static const size_t shapes[][5] = {{3, 1, 2, 5, 7},      {1, 1, 1, 1, 1},
                                        {2, 300, 1, 3, 1700}, {700, 5, 900, 1, 1},
@@ -176,7 +176,7 @@ static void every_axis_moves_with_threads_too(void)
     mls_pool_free(pool);
 }
 
-static void padding_is_left_alone_if_none_is_asked_for(void)
+TEST(padding_is_left_alone_if_none_is_asked_for)
 {
     static uint16_t from[2 * 3 * 8 * 4], to[2 * 3 * 16 * 4];
     const size_t large[RANK] = {2, 3, 16, 4};
@@ -188,7 +188,7 @@ static void padding_is_left_alone_if_none_is_asked_for(void)
     CHECK(to[8] == 0xEEEE && to[7] == from[7]);
 }
 
-static void targets_are_checked_before_anything_is_written(void)
+TEST(targets_are_checked_before_anything_is_written)
 {
     enum { ITEMS = 2 * 3 * 8 * 4 };
     static uint16_t memory[ITEMS * 4];
@@ -246,7 +246,7 @@ static bool rows_are_padded(const mls_kernels *kernels, size_t used, size_t row,
 
 /* Every number of token bytes and every row length, at any alignment of the source. The
  * pattern of the padding stays aligned to the row: an element is not torn. */
-static void row_kernels_copy_tokens_and_pad(void)
+TEST(row_kernels_copy_tokens_and_pad)
 {
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
         const mls_kernels *kernels = mls_kernels_of((mls_cpu)cpu);
@@ -271,7 +271,7 @@ static void row_kernels_copy_tokens_and_pad(void)
 
 /* The sequence is innermost and stores go past the cache, so rows take the kernel if the
  * processor has one; a length that is not a multiple of 16 bytes takes the other way. */
-static void innermost_rows_move_past_the_cache(void)
+TEST(innermost_rows_move_past_the_cache)
 {
     enum { ROWS = 6000, LONGEST = 400, WORDS = ROWS * LONGEST };
     static uint16_t from[WORDS], to[WORDS];
@@ -302,20 +302,4 @@ static void innermost_rows_move_past_the_cache(void)
             }
         }
     }
-}
-
-static const test_case tests[] = {
-    TEST(requests_that_cannot_work_are_refused),
-    TEST(axes_are_counted_from_both_ends),
-    TEST(shapes_of_two_models_must_agree),
-    TEST(every_axis_moves_with_threads_too),
-    TEST(padding_is_left_alone_if_none_is_asked_for),
-    TEST(row_kernels_copy_tokens_and_pad),
-    TEST(innermost_rows_move_past_the_cache),
-    TEST(targets_are_checked_before_anything_is_written),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }
