@@ -349,18 +349,11 @@ static void move_part(const job *j, size_t part)
     }
 }
 
-/* The parts of one task of the pool. */
-typedef struct part_range {
-    size_t first, end;
-} part_range;
-
-static part_range parts_of_task(const job *j, size_t task)
+/* Return the turn after the last one of a task of the pool. */
+static size_t end_of_task(const job *j, size_t task)
 {
-    const size_t first = task * j->parts_per_task;
-    const size_t rest = j->division.parts - first;
-    return (part_range){.first = first,
-                        .end = first +
-                               (rest < j->parts_per_task ? rest : j->parts_per_task)};
+    const size_t end = (task + 1) * j->parts_per_task;
+    return end < j->division.parts ? end : j->division.parts;
 }
 
 /* Return the part to move at a turn. Fresh memory is written from its end, as in
@@ -373,8 +366,8 @@ static size_t part_at(const job *j, size_t turn)
 static void move_parts(void *context, size_t task)
 {
     const job *j = context;
-    const part_range range = parts_of_task(j, task);
-    for (size_t turn = range.first; turn < range.end; turn++) {
+    const size_t end = end_of_task(j, task);
+    for (size_t turn = task * j->parts_per_task; turn < end; turn++) {
         move_part(j, part_at(j, turn));
     }
 }
@@ -425,7 +418,7 @@ static void pad_stage(const job *j, mls_tensor padding)
 static void move_staged_parts(void *context, size_t task)
 {
     const job *j = context;
-    const part_range range = parts_of_task(j, task);
+    const size_t end = end_of_task(j, task);
     unsigned char buffer[STAGE_BYTES];
     mls_tensor stage = {0};
     mls_status unused;
@@ -438,7 +431,7 @@ static void move_staged_parts(void *context, size_t task)
     }
     const mls_tensor whole = stage;
     bool is_padded = false;
-    for (size_t turn = range.first; turn < range.end; turn++) {
+    for (size_t turn = task * j->parts_per_task; turn < end; turn++) {
         mls_tensor to = *j->dst, from = *j->src;
         size_t positions, bytes = 0;
         (void)select_part(j, part_at(j, turn), &to, &from, &positions);
