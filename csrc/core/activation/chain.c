@@ -11,7 +11,6 @@
 #include <math.h>
 #include <string.h>
 
-/* The names that schedules print and users write. */
 static const char *const names[MLS_STEP_KINDS] = {
     [MLS_STEP_FORWARD] = "forward",   [MLS_STEP_SAVE] = "save",
     [MLS_STEP_BACKWARD] = "backward", [MLS_STEP_DROP] = "drop",
@@ -36,8 +35,7 @@ static mls_code check_seconds(const char *name, const double *seconds, size_t co
             mls_fail(st, MLS_E_VALUE, "%s[%zu] is %g: choose a finite number, at least 0",
                      name, i, seconds[i]);
             mls_status_name(st, name, strlen(name));
-            mls_status_got(st, "%g", seconds[i]);
-            return st->code;
+            return mls_status_got(st, "%g", seconds[i]);
         }
         *sum += seconds[i];
     }
@@ -57,8 +55,7 @@ static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count
                      "%s[%zu] is %" PRId64 ": bytes are at least %" PRId64, name, i,
                      bytes[i], least);
             mls_status_name(st, name, strlen(name));
-            mls_status_got(st, "%" PRId64, bytes[i]);
-            return st->code;
+            return mls_status_got(st, "%" PRId64, bytes[i]);
         }
         if (__builtin_add_overflow(*sum, bytes[i], sum) || *sum > INT64_MAX / 2) {
             return mls_fail(st, MLS_E_SIZE,
@@ -141,23 +138,18 @@ mls_code mls_chain_check(const mls_chain *c, mls_status *st)
                         c->blocks, (int)MLS_CHAIN_MAX_BLOCKS);
     }
     double seconds = 0;
-    mls_code code =
-        check_seconds("forward_seconds", c->forward_seconds, c->blocks, &seconds, st);
-    if (code == MLS_OK) {
-        code = check_seconds("backward_seconds", c->backward_seconds, c->blocks, &seconds,
-                             st);
+    if (check_seconds("forward_seconds", c->forward_seconds, c->blocks, &seconds, st) !=
+            MLS_OK ||
+        check_seconds("backward_seconds", c->backward_seconds, c->blocks, &seconds, st) !=
+            MLS_OK ||
+        check_all_bytes(c, st) != MLS_OK || check_rates(c, st) != MLS_OK) {
+        return st->code;
     }
-    if (code == MLS_OK) {
-        code = check_all_bytes(c, st);
-    }
-    if (code == MLS_OK) {
-        code = check_rates(c, st);
-    }
-    if (code == MLS_OK && !isfinite(seconds * ((double)c->blocks + 1))) {
-        code = mls_fail(st, MLS_E_SIZE,
+    if (!isfinite(seconds * ((double)c->blocks + 1))) {
+        return mls_fail(st, MLS_E_SIZE,
                         "the seconds of the chain exceed the range of a double");
     }
-    return code;
+    return MLS_OK;
 }
 
 /* ---- schedules ---- */
@@ -179,7 +171,6 @@ mls_code mls_schedule_push(mls_schedule *s, mls_step_kind kind, size_t index,
     return MLS_OK;
 }
 
-/* A partly built schedule is freed like any other. */
 void mls_schedule_fini(mls_schedule *s)
 {
     mls_free(s->steps);
@@ -411,7 +402,6 @@ static mls_code run_all(machine *m, const mls_step *steps, size_t count,
     return MLS_OK;
 }
 
-/* One allocation for both arrays of flags. */
 mls_code mls_chain_simulate(const mls_chain *chain, const mls_step *steps, size_t count,
                             mls_step_record *records, mls_totals *out, mls_status *st)
 {

@@ -55,7 +55,7 @@ static bool is_layer(const mls_layer_map *table, const mls_table_layer *layer,
             same_bytes(table->text + layer->name_at, key->name.data, key->name.length));
 }
 
-/* Returns the slot of the layer, or the empty slot where it belongs. The table must have
+/* Returns the slot of the layer, or the empty slot for it. The table must have
  * slots; half of them are empty. */
 static mls_layer_slot *slot_of(const mls_layer_map *table, const mls_layer_key *key)
 {
@@ -185,8 +185,7 @@ mls_code mls_layer_set_choice(mls_layer_map *table, const mls_layer_key *key,
     if (layer->mark != MLS_LAYER_PLAIN && layer->mark != mark) {
         mls_fail(st, MLS_E_VALUE, "layers cannot be both checkpointed and excluded: %.*s",
                  (int)(key->name.length > 200 ? 200 : key->name.length), key->name.data);
-        mls_status_name(st, key->name.data, key->name.length);
-        return MLS_E_VALUE;
+        return mls_status_name(st, key->name.data, key->name.length);
     }
     layer->mark = mark;
     return MLS_OK;

@@ -166,8 +166,7 @@ mls_code mls_strategy_restore_layer(mls_strategy *s, const mls_layer_key *layer,
     if (calls == 0 || mls_layer_find(&s->seen, layer) != NULL) {
         mls_fail(st, MLS_E_VALUE, "the state of a strategy has a layer %s",
                  calls == 0 ? "that was never called" : "twice");
-        mls_status_name(st, layer->name.data, layer->name.length);
-        return MLS_E_VALUE;
+        return mls_status_name(st, layer->name.data, layer->name.length);
     }
     mls_table_layer *known = NULL;
     const mls_code code = find_or_add_layer(s, layer, bytes, &known, st);

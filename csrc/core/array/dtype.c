@@ -54,7 +54,6 @@ bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out)
     return false;
 }
 
-/* The same for the names in files; the two sets of names are separate. */
 bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {

@@ -6,8 +6,6 @@
  */
 #include "array/strided_iter.h"
 
-#include <string.h>
-
 /* ---- simplifying views ---- */
 
 /* Return the absolute value of a stride; unsigned negation is correct for PTRDIFF_MIN
@@ -82,7 +80,6 @@ bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_t
 
 /* ---- stepping ---- */
 
-/* The innermost outer axis is the lowest digit of the run's number. */
 void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b)
 {
     ptrdiff_t a_at = 0, b_at = 0;

@@ -12,6 +12,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <string.h>
 
 /* Plain data: may be copied, owns nothing. */
 typedef struct mls_strided_iter {
@@ -55,6 +56,15 @@ void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdif
 /* Collect `count` items of `item` bytes, `stride` bytes apart, into `packed`. */
 void mls_gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stride,
                 size_t item, size_t count);
+
+/* The inverse of mls_gather. */
+static inline void mls_scatter(unsigned char *to, ptrdiff_t stride,
+                               const unsigned char *packed, size_t item, size_t count)
+{
+    for (size_t i = 0; i < count; i++, to += stride) {
+        memcpy(to, packed + i * item, item);
+    }
+}
 
 /* Return the unit of byte swapping: the item size, or half of it for complex numbers. */
 size_t mls_swap_unit(mls_dtype dtype);

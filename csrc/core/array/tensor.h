@@ -53,6 +53,17 @@ bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high);
  * sharing an element count as overlapping. */
 bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b);
 
+/* Return whether two shapes have the same rank and dimensions. */
+static inline bool mls_shape_equal(int rank, const size_t *shape, int other_rank,
+                                   const size_t *other)
+{
+    bool same = rank == other_rank;
+    for (int axis = 0; same && axis < rank; axis++) {
+        same = shape[axis] == other[axis];
+    }
+    return same;
+}
+
 /* Write a shape as "(2, 3)" into `text`, truncated to `room` bytes. Returns `text`. */
 char *mls_shape_text(char *text, size_t room, int rank, const size_t *shape);
 

@@ -5,7 +5,6 @@
  */
 #include "base/address_ranges.h"
 
-/* Return the end of the ascending sequence that starts at `from`. */
 static size_t run_end(const mls_address_range *spans, size_t from, size_t count)
 {
     size_t at = from < count ? from + 1 : count;
@@ -15,7 +14,6 @@ static size_t run_end(const mls_address_range *spans, size_t from, size_t count)
     return at;
 }
 
-/* Merge two sorted sequences, [0, half) and [half, count), into `to`. */
 static void merge_runs(const mls_address_range *from, size_t half, size_t count,
                        mls_address_range *to)
 {

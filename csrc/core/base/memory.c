@@ -46,7 +46,6 @@ void mls_free(void *block)
     free(block);
 }
 
-/* `bytes` rounded up to whole pages, at least one page. */
 static bool whole_pages(size_t bytes, size_t *out)
 {
     const size_t page = mls_page_bytes();
@@ -58,7 +57,6 @@ static bool whole_pages(size_t bytes, size_t *out)
     return true;
 }
 
-/* Report that a page range cannot be mapped. */
 static mls_code fail_mapping(mls_status *st, size_t bytes)
 {
     return mls_fail(st, MLS_E_MEMORY, "cannot map %zu bytes of memory", bytes);
@@ -146,7 +144,6 @@ static void advise_pages(void *data, size_t bytes, size_t page, int advice)
     }
 }
 
-/* The same for pages of the usual size. */
 static void advise(void *data, size_t bytes, int advice)
 {
     advise_pages(data, bytes, mls_page_bytes(), advice);

@@ -40,7 +40,6 @@ static void cut_at_character(char *text, size_t room)
     }
 }
 
-/* Print into one of the status's arrays; stores "" if the format fails. */
 MLS_PRINTF(3, 0)
 static void print_into(char *text, size_t room, const char *format, va_list args)
 {
@@ -51,13 +50,19 @@ static void print_into(char *text, size_t room, const char *format, va_list args
 }
 
 /* Clears everything first, so that no detail of an earlier failure remains. */
-mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
+MLS_PRINTF(3, 0)
+static void set_failure(mls_status *st, mls_code code, const char *format, va_list args)
 {
     mls_status_clear(st);
     st->code = code;
+    print_into(st->text, sizeof st->text, format, args);
+}
+
+mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
+{
     va_list args;
     va_start(args, format);
-    print_into(st->text, sizeof st->text, format, args);
+    set_failure(st, code, format, args);
     va_end(args);
     return code;
 }
@@ -95,13 +100,11 @@ static const char *error_text(int os_error, char *buffer, size_t room)
 /* The message comes first and the reason is appended as far as there is room. */
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
 {
-    mls_status_clear(st);
-    st->code = MLS_E_IO;
-    st->os_error = os_error;
     va_list args;
     va_start(args, format);
-    print_into(st->text, sizeof st->text, format, args);
+    set_failure(st, MLS_E_IO, format, args);
     va_end(args);
+    st->os_error = os_error;
     char buffer[96] = "";
     const char *reason = error_text(os_error, buffer, sizeof buffer);
     const size_t used = strlen(st->text);
@@ -110,44 +113,49 @@ mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
     return MLS_E_IO;
 }
 
-/* The offset is stored as a number only; callers that want it in the text print it. */
 mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
 {
-    mls_status_clear(st);
-    st->code = MLS_E_FORMAT;
-    st->has_offset = true;
-    st->offset = offset;
     va_list args;
     va_start(args, format);
-    print_into(st->text, sizeof st->text, format, args);
+    set_failure(st, MLS_E_FORMAT, format, args);
     va_end(args);
+    st->has_offset = true;
+    st->offset = offset;
     return MLS_E_FORMAT;
 }
 
 /* Names from files may hold a NUL; the part after it is not shown. */
-void mls_status_name(mls_status *st, const char *name, size_t length)
+mls_code mls_status_name(mls_status *st, const char *name, size_t length)
 {
     const size_t kept = length < sizeof st->name - 1 ? length : sizeof st->name - 1;
     memcpy(st->name, name, kept);
     st->name[kept] = '\0';
     cut_at_character(st->name, kept + 1);
+    return st->code;
 }
 
-/* A short phrase in the words of the message, such as "at least 4"; not a sentence. */
-void mls_status_expected(mls_status *st, const char *format, ...)
+mls_code mls_status_expected(mls_status *st, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
     print_into(st->expected, sizeof st->expected, format, args);
     va_end(args);
+    return st->code;
 }
 
-void mls_status_got(mls_status *st, const char *format, ...)
+mls_code mls_status_got(mls_status *st, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
     print_into(st->got, sizeof st->got, format, args);
     va_end(args);
+    return st->code;
+}
+
+mls_code mls_status_differ(mls_status *st, const char *expected, const char *got)
+{
+    mls_status_expected(st, "%s", expected);
+    return mls_status_got(st, "%s", got);
 }
 
 /* The cast turns a negative code, which only a bug can produce, into a large one. */

@@ -70,10 +70,12 @@ mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
 mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
     MLS_PRINTF(3, 4);
 
-/* Add details to a status that mls_fail filled. Each is truncated to fit. */
-void mls_status_name(mls_status *st, const char *name, size_t length);
-void mls_status_expected(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);
-void mls_status_got(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);
+/* Add details to a status that mls_fail filled, and return its code. Each is truncated to
+ * fit. The phrases continue the message, such as "at least 4"; they are not sentences. */
+mls_code mls_status_name(mls_status *st, const char *name, size_t length);
+mls_code mls_status_expected(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);
+mls_code mls_status_got(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);
+mls_code mls_status_differ(mls_status *st, const char *expected, const char *got);
 
 /* Return a short constant name of a code, such as "shape", or "?" for an unknown code. */
 const char *mls_code_name(mls_code code);

@@ -107,6 +107,15 @@ bool mls_str_starts(mls_str text, mls_str prefix)
            (prefix.length == 0 || memcmp(text.data, prefix.data, prefix.length) == 0);
 }
 
+size_t mls_str_count(mls_str text, char character)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < text.length; i++) {
+        count += text.data[i] == character;
+    }
+    return count;
+}
+
 /* Each number has one spelling, so equal lists are equal strings. */
 bool mls_str_next_number(const char **at, const char *end, uint64_t *out)
 {

@@ -41,6 +41,9 @@ int mls_str_compare(mls_str a, mls_str b);
 /* Return whether `text` starts with `prefix`. An empty prefix is always found. */
 bool mls_str_starts(mls_str text, mls_str prefix);
 
+/* Return how often a character occurs. */
+size_t mls_str_count(mls_str text, char character);
+
 /* Return a hash of all bytes of a string, for tables in memory. It depends on the
  * machine's byte order. */
 uint64_t mls_str_hash(uint64_t seed, mls_str text);

@@ -1,7 +1,7 @@
 /* shm_collectives: barrier, broadcast, all_gather, all_to_all and gather_bytes;
  * shm_reduce.c has the sums.
  *
- * Threads publish the addresses of large arrays and copy directly. Otherwise data goes
+ * Threads publish the addresses of large arrays and copy directly. Otherwise data moves
  * through the slots. If a rank sends different bytes to each peer, its slot is divided
  * into one range for each peer; otherwise all ranks read the whole slot. A rank's own
  * bytes never pass through a slot.
@@ -61,7 +61,6 @@ static bool more_broadcast(void *context)
     return s->sent < s->bytes;
 }
 
-/* Direct broadcast: publishes this rank's array, the source or a destination. */
 static void publish_broadcast_address(void *context, unsigned char *slot)
 {
     const broadcast_state *s = context;
@@ -125,7 +124,6 @@ typedef struct gather {
     size_t most, sent, taken;
 } gather;
 
-/* Returns the number of bytes of `rank` in the slot that begins at offset `from`. */
 static size_t bytes_in_slot(const gather *s, size_t rank, size_t from)
 {
     return from < s->sizes[rank]
@@ -288,8 +286,7 @@ static mls_code compare_sizes(exchange_state *s, uint64_t step, mls_status *st)
                          "all_to_all on rank %zu: rank %zu sends %zu bytes to rank %zu, "
                          "which expects %zu",
                          g->rank, from, sent, to, wanted);
-                mls_status_name(st, "all_to_all", strlen("all_to_all"));
-                return MLS_E_PEER;
+                return mls_status_name(st, "all_to_all", strlen("all_to_all"));
             }
             if (from != to && sent > s->most) {
                 s->most = sent;
@@ -398,7 +395,6 @@ static void fill_collect(void *context, unsigned char *slot)
     mls_shm_copy(t->g, slot + sizeof size, t->data, mls_shm_least(mine, t->sent));
 }
 
-/* Reads all sizes from the first slots and requests the buffers. */
 static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
 {
     gather *t = &s->gather;

@@ -56,7 +56,6 @@ static size_t peers_of(size_t world)
     return world > 1 ? world - 1 : 1;
 }
 
-/* Bytes of a rank's area, in whole pages. */
 static size_t area_bytes(void)
 {
     return (sizeof(mls_shm_area) + MLS_SHM_PAGE - 1) / MLS_SHM_PAGE * MLS_SHM_PAGE;
@@ -151,7 +150,6 @@ static mls_shm_blame unpack_blame(uint64_t word)
                            .culprit = (size_t)(word >> 32 & 0xFFFF)};
 }
 
-/* Wakes a rank that sleeps on its bell (shm_sync.c). */
 static void wake_rank(_Atomic(uint32_t) *bell)
 {
     atomic_fetch_add(bell, 1);
@@ -221,8 +219,7 @@ mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
     mls_fail(st, MLS_E_PEER,
              "%s on rank %zu: %s; the group is unusable: create a new one",
              mls_shm_kind_name(kind), g->rank, more[0] != '\0' ? more : text);
-    mls_status_name(st, mls_shm_kind_name(kind), strlen(mls_shm_kind_name(kind)));
-    return MLS_E_PEER;
+    return mls_status_name(st, mls_shm_kind_name(kind), strlen(mls_shm_kind_name(kind)));
 }
 
 bool mls_shm_ended(mls_shm *g, char *text, size_t room)
@@ -299,7 +296,6 @@ static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
     return g;
 }
 
-/* Compares or sets the shape, and marks `rank` as joined. */
 static mls_code claim_rank(mls_shm *g, mls_status *st)
 {
     uint64_t found = 0;
@@ -318,7 +314,6 @@ static mls_code claim_rank(mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
-/* Checks that the file is large enough for the mapping, and locks this rank's byte. */
 static mls_code lock_rank_byte(int fd, size_t rank, size_t bytes, mls_status *st)
 {
     struct stat about;

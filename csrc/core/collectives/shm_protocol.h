@@ -156,7 +156,7 @@ typedef struct mls_shm_clock {
     int64_t deadline, polled; /* nanoseconds */
 } mls_shm_clock;
 
-/* Begins an operation with its first step, in which the ranks compare their calls. */
+/* Begins an operation with its first step: the ranks compare their calls. */
 mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                        mls_shm_clock *clock, mls_status *st);
 

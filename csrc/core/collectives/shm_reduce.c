@@ -68,7 +68,6 @@ typedef struct scatter {
     bool wants_norms; /* compute the norm partials of the segments */
 } scatter;
 
-/* The elements of one segment within a range. */
 typedef struct share_range {
     size_t segment;
     size_t start;  /* index of the first element in the rank's share */
@@ -128,7 +127,6 @@ static bool next_range(const scatter *s, size_t rank, mls_shm_cursor *c, size_t 
     return true;
 }
 
-/* Returns the elements in this rank's own array. */
 static const unsigned char *own_elements(const scatter *s, const share_range *part)
 {
     const mls_segment *segment = &s->segments[part->segment];
@@ -156,7 +154,6 @@ static void fill_scatter(void *context, unsigned char *slot)
     }
 }
 
-/* Returns the bytes of this rank's results. */
 static size_t share_bytes(const scatter *s)
 {
     size_t bytes = 0;
@@ -208,7 +205,6 @@ static bool more_scatter(void *context)
 
 /* ---- reduce_scatter of threads, by address ---- */
 
-/* Returns the bytes of all arrays. */
 static size_t total_bytes(const scatter *s)
 {
     size_t bytes = 0;
@@ -231,7 +227,6 @@ static void fill_addresses(void *context, unsigned char *slot)
     }
 }
 
-/* Sums this rank's share of each array, from the arrays of all ranks. */
 static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 {
     scatter *s = context;
@@ -370,7 +365,6 @@ static size_t find_share(const total *s, size_t *counts)
     return start * mls_dtype_of(s->reduction->dtype)->item_bytes;
 }
 
-/* Publishes the addresses of this rank's array and of its result. */
 static void fill_pair(void *context, unsigned char *slot)
 {
     const total *s = context;

@@ -34,7 +34,6 @@ enum { NO_RANK = -1 };
 static const int64_t second = 1000000000;
 static const int64_t nap = 20 * 1000 * 1000; /* between two checks of a rank's life */
 
-/* Nanoseconds of the clock that deadlines use. */
 static int64_t read_clock(void)
 {
     struct timespec t;
@@ -119,7 +118,6 @@ static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t lengt
 #    endif
 }
 
-/* Returns whether the process of a rank has ended: its lock is free. */
 static bool is_dead(const mls_shm *g, size_t rank)
 {
     struct flock lock = mls_shm_lock_on(rank);
@@ -153,7 +151,6 @@ static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
     }
 }
 
-/* Marks the group as broken, with `who` as the culprit, and fails. */
 static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t who,
                             const char *more, mls_status *st)
 {
@@ -216,7 +213,6 @@ static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int
 
 /* ---- waiting ---- */
 
-/* Polls for a while; returns whether a condition holds. */
 static bool spin_until_ready(const mls_shm *g, wait_condition w)
 {
     const int64_t end = g->spins == 0 ? 0 : read_clock() + g->spins;
@@ -234,7 +230,6 @@ static bool spin_until_ready(const mls_shm *g, wait_condition w)
     return false;
 }
 
-/* Returns when one of the conditions holds. */
 static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                          wait_condition w, mls_status *st)
 {
@@ -266,7 +261,6 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
 
 /* ---- steps ---- */
 
-/* Fills the next slot and publishes it. */
 static void publish_step(mls_shm *g, const mls_shm_flow *flow)
 {
     if (flow->fill != NULL) {
@@ -277,7 +271,6 @@ static void publish_step(mls_shm *g, const mls_shm_flow *flow)
     mls_shm_wake(g);
 }
 
-/* Marks the slots of all ranks as read, for the current step. */
 static void consume_step(mls_shm *g)
 {
     g->read++;
@@ -302,7 +295,6 @@ static mls_code drain_step(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
     return code;
 }
 
-/* Records this rank's call next to the slot that its first step will fill. */
 static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
 {
     mls_shm_area *area = mls_shm_area_of(g, g->rank);
@@ -315,7 +307,7 @@ static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
     snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
 }
 
-/* Fails for a call that does not match that of another rank; the message quotes the
+/* Fails for a call that differs from the call of another rank; the message quotes the
  * difference. */
 static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *mine, size_t rank,
                               const mls_shm_record *other, mls_status *st)
@@ -335,8 +327,7 @@ static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *mine, size
             name, g->rank, name, mine->text[0] == '\0' ? "" : " ", mine->text, rank,
             theirs, other->text[0] == '\0' ? "" : " ", other->text);
     }
-    mls_status_name(st, name, strlen(name));
-    return MLS_E_PEER;
+    return mls_status_name(st, name, strlen(name));
 }
 
 /* Compares the records, which all ranks have published. If they are not all equal, each
@@ -354,7 +345,6 @@ static mls_code compare_records(const mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
-/* Fails if this process must not use the group: a forked child, or a broken group. */
 static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
 {
     const char *name = mls_shm_kind_name(kind);

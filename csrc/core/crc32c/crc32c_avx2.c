@@ -11,6 +11,7 @@
 
 #    include <immintrin.h>
 #    include <stdbool.h>
+#    include <string.h>
 
 #    define SET           "avx2,vpclmulqdq,pclmul,sse4.2,crc32"
 #    define TARGET        __attribute__((target(SET)))
@@ -38,17 +39,6 @@ bool mls_crc_fold_offered(void)
     return __builtin_cpu_supports("vpclmulqdq") != 0;
 }
 
-/* Load or store one register at any address. */
-TARGET_INLINE vector load(const unsigned char *src)
-{
-    return _mm256_loadu_si256((const __m256i *)(const void *)src);
-}
-
-TARGET_INLINE void store(unsigned char *dst, vector value)
-{
-    _mm256_storeu_si256((__m256i *)(void *)dst, value);
-}
-
 /* Store to an address that is a multiple of WIDTH, bypassing the cache. */
 TARGET_INLINE void store_past_cache(unsigned char *dst, vector value)
 {
@@ -59,12 +49,6 @@ TARGET_INLINE void store_past_cache(unsigned char *dst, vector value)
 TARGET_INLINE vector make_vector4(uint32_t bytes)
 {
     return _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)bytes));
-}
-
-/* Return the sum of two polynomials. */
-TARGET_INLINE vector add_vectors(vector a, vector b)
-{
-    return _mm256_xor_si256(a, b);
 }
 
 /* Each 16 bytes get the same two constants, because all move by the same distance. */
@@ -79,7 +63,7 @@ TARGET_INLINE vector fold_vector(vector remainder, vector power, vector data)
 {
     const vector lower = _mm256_clmulepi64_epi128(remainder, power, 0x00);
     const vector upper = _mm256_clmulepi64_epi128(remainder, power, 0x11);
-    return add_vectors(add_vectors(lower, upper), data);
+    return lower ^ upper ^ data;
 }
 
 #    include "crc32c/crc32c_clmul.h"

@@ -11,6 +11,7 @@
 
 #    include <immintrin.h>
 #    include <stdbool.h>
+#    include <string.h>
 
 #    define SET           "avx512f,avx512bw,avx512dq,avx512vl,vpclmulqdq,pclmul,sse4.2,crc32"
 #    define TARGET        __attribute__((target(SET)))
@@ -29,33 +30,14 @@ static const lane_size by_vectors = {MLS_CRC_BY_64, MLS_CRC_BY_128, MLS_CRC_BY_1
 static const lane_size by_pages = {MLS_CRC_BY_4096, MLS_CRC_BY_8192, MLS_CRC_BY_12288,
                                    MLS_CRC_BY_12352};
 
-/* Load or store one register at any address. */
-TARGET_INLINE vector load(const unsigned char *src)
-{
-    return _mm512_loadu_si512(src);
-}
-
-TARGET_INLINE void store(unsigned char *dst, vector value)
-{
-    _mm512_storeu_si512(dst, value);
-}
-
-/* Store to an address that is a multiple of WIDTH, bypassing the cache. */
 TARGET_INLINE void store_past_cache(unsigned char *dst, vector value)
 {
     _mm512_stream_si512((__m512i *)(void *)dst, value);
 }
 
-/* Return a vector with `bytes` in its first 4 bytes and zeros after them. */
 TARGET_INLINE vector make_vector4(uint32_t bytes)
 {
     return _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)bytes));
-}
-
-/* Return the sum of two polynomials. */
-TARGET_INLINE vector add_vectors(vector a, vector b)
-{
-    return _mm512_xor_si512(a, b);
 }
 
 /* Each 16 bytes get the same two constants, because all move by the same distance. */

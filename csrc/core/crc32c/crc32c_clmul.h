@@ -10,9 +10,8 @@
  * Private to crc32c_avx2.c and crc32c_avx512.c, which must define before they include it:
  *   TARGET, TARGET_INLINE   attributes that allow the instruction set
  *   vector                  the type of one register; WIDTH, its bytes
- *   load, store, store_past_cache   one register; the last needs an aligned address
+ *   store_past_cache        store one register to an aligned address
  *   make_vector4            a vector of 4 bytes followed by zeros
- *   add_vectors             the sum of two polynomials
  *   move_constants          the constants that fold_vector needs for a move
  *   fold_vector             move a remainder and add data
  *   lane_size, by_vectors, by_pages   the moves that fold_lanes needs
@@ -34,6 +33,19 @@ typedef struct mls_crc_run {
     const unsigned char *from;
     size_t at, bytes;
 } mls_crc_run;
+
+/* Load or store one register at any address. */
+TARGET_INLINE vector load(const unsigned char *src)
+{
+    vector value;
+    memcpy(&value, src, sizeof value);
+    return value;
+}
+
+TARGET_INLINE void store(unsigned char *dst, vector value)
+{
+    memcpy(dst, &value, sizeof value);
+}
 
 /* Load the vector `ahead` bytes after the position, and store it if the purpose is a
  * copy. */
@@ -104,7 +116,7 @@ TARGET_INLINE uint32_t reduce_vector(vector total)
  * took 3 to 8 times as long on that processor. */
 TARGET_INLINE uint32_t checksum_vectors(uint32_t crc, mls_crc_run *r, purpose why)
 {
-    vector total = add_vectors(make_vector4(~crc), take_vector(r, 0, why));
+    vector total = make_vector4(~crc) ^ take_vector(r, 0, why);
     r->at += WIDTH;
     if (why == READ && has_bytes(r, 4 * PAGE)) {
         total = fold_lanes(total, r, &by_pages, why);

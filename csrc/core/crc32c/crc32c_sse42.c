@@ -66,13 +66,11 @@ enum {
     BLOCK = 6 * LANE /* bytes of both halves */
 };
 
-/* Load 16 bytes as a remainder, from any address. */
 TARGET_INLINE __m128i load16(const unsigned char *from)
 {
     return _mm_loadu_si128((const __m128i *)(const void *)from);
 }
 
-/* Return the constants that `fold_vector` needs for a move. */
 TARGET_INLINE __m128i move_constants(mls_crc_move move)
 {
     const mls_crc_power power = mls_crc_powers[move];
@@ -88,7 +86,6 @@ TARGET_INLINE __m128i fold_vector(__m128i remainder, __m128i power, __m128i ther
     return _mm_xor_si128(_mm_xor_si128(lower, upper), there);
 }
 
-/* Read four words in sequence. */
 TARGET_INLINE crc_word add_words(crc_word crc, const unsigned char *from)
 {
     crc = add_word(add_word(crc, load8(from)), load8(from + 8));

@@ -52,8 +52,7 @@ mls_code mls_ams_sketch_add(mls_ams_sketch *sketch, const void *data, mls_dtype 
         if (!read_element(at, dtype, &value)) {
             mls_fail(st, MLS_E_DTYPE, "dtype %s cannot be verified: not a number",
                      mls_dtype_of(dtype)->name);
-            mls_status_got(st, "%s", mls_dtype_of(dtype)->name);
-            return MLS_E_DTYPE;
+            return mls_status_got(st, "%s", mls_dtype_of(dtype)->name);
         }
         /* Blocks are counted from the array's first element, not the part's, so an
          * element has the same sign however the array is divided. */

@@ -126,7 +126,6 @@ static size_t part_bytes(const mls_segment *s, size_t of)
     return bytes;
 }
 
-/* Returns the first element of a rank's part in the array. */
 static const unsigned char *part_of(const mls_segment *s, size_t of)
 {
     size_t start = 0;

@@ -10,7 +10,6 @@
 #include <math.h>
 #include <string.h>
 
-/* The largest finite number of each type. */
 static const float F16_MAX = 65504.0f;
 static const float BF16_MAX = 3.3895313892515355e38f;
 
@@ -23,7 +22,6 @@ const char *mls_gradient_compression_name(mls_gradient_compression wire)
     return names[wire];
 }
 
-/* Returns the blocks of n elements; the last one may be short. */
 static size_t blocks_of(size_t n)
 {
     return n / MLS_GRADIENT_COMPRESSION_BLOCK + (n % MLS_GRADIENT_COMPRESSION_BLOCK != 0);
@@ -57,7 +55,6 @@ size_t mls_gradient_compression_bytes(mls_gradient_compression wire, size_t n)
 
 /* ---- one block ---- */
 
-/* Adds the residual of the previous step to the elements. */
 static void add_residual(float *block, const float *src, const float *residual,
                          size_t count)
 {
@@ -129,7 +126,6 @@ static void store_residual(float *residual, const float *meant, const float *arr
 
 /* ---- arrays ---- */
 
-/* Returns the dtype of a 16-bit format; not valid for INT8. */
 static mls_dtype dtype_of_format(mls_gradient_compression wire)
 {
     return wire == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
@@ -160,7 +156,7 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
 }
 
 /* The three blocks take 3 KiB of stack. The residual is computed from the decoded output,
- * so it is exact whatever the kernels do. */
+ * so it is exact with all kernels. */
 void mls_gradient_compression_encode(const mls_kernels *kernels,
                                      mls_gradient_compression wire, const float *src,
                                      float *residual, unsigned char *dst, size_t n)

@@ -72,8 +72,7 @@ mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
     const int opened = openat(folder, path, READ_FLAGS | (links ? 0 : O_NOFOLLOW));
     if (opened < 0 && errno == ELOOP && !links) {
         mls_fail(st, MLS_E_FORMAT, "not a regular file but a symbolic link");
-        mls_status_expected(st, "a regular file");
-        return MLS_E_FORMAT;
+        return mls_status_expected(st, "a regular file");
     }
     return examine_opened(opened, errno, fd, length, st);
 }
@@ -413,7 +412,7 @@ static mls_code open_temporary(mls_atomic_file *file, unsigned mode, mls_status 
 }
 
 /* Give the temporary the owner and permissions of the file that it replaces. Only root
- * may change the owner; other users keep what they can. */
+ * may change the owner; other users keep all that they can. */
 static mls_code copy_owner_and_mode(int fd, const struct stat *old, mls_status *st)
 {
     struct stat now;

@@ -76,8 +76,7 @@ mls_code mls_json_checksum_check(const char *text, size_t length,
         !mls_crc_from_digits(text + DIGITS_AT, &expected) ||
         text[DIGITS_AT + MLS_CRC_DIGITS] != '"') {
         mls_fail_at(st, 0, "the text does not start with its checksum");
-        mls_status_expected(st, "{\"checksum\":\"xxxxxxxx\"");
-        return MLS_E_FORMAT;
+        return mls_status_expected(st, "{\"checksum\":\"xxxxxxxx\"");
     }
     const uint32_t found = checksum_text(text, length, crc);
     if (found == expected) {
@@ -89,6 +88,5 @@ mls_code mls_json_checksum_check(const char *text, size_t length,
              "%zu bytes): the file is damaged",
              (unsigned long)found, (unsigned long)expected, length);
     mls_status_expected(st, "%08lx", (unsigned long)expected);
-    mls_status_got(st, "%08lx", (unsigned long)found);
-    return MLS_E_CHECKSUM;
+    return mls_status_got(st, "%08lx", (unsigned long)found);
 }

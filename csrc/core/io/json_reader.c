@@ -136,13 +136,11 @@ static mls_code fail_unexpected(json_parser *p, const char *expected)
                     expected);
         mls_status_got(p->st, "0x%02x", (unsigned)c);
     }
-    mls_status_expected(p->st, "%s", expected);
-    return MLS_E_FORMAT;
+    return mls_status_expected(p->st, "%s", expected);
 }
 
 /* ---- strings ---- */
 
-/* Read four hexadecimal digits at p->at. */
 static mls_code read_hex4(json_parser *p, unsigned long *out)
 {
     unsigned long value = 0;
@@ -415,7 +413,6 @@ static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *
     return members;
 }
 
-/* Return whether two objects have the same keys in the same order. */
 static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
 {
     bool same = doc->nodes[a].length == doc->nodes[b].length;
@@ -464,8 +461,7 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
     const int shown = (int)(key.length < 80 ? key.length : 80);
     mls_fail_at(p->st, doc->nodes[found].key - 1U,
                 "JSON has the key '%.*s' twice in one object", shown, key.data);
-    mls_status_name(p->st, key.data, key.length);
-    return MLS_E_FORMAT;
+    return mls_status_name(p->st, key.data, key.length);
 }
 
 /* Close the open container; p->at is on its closing bracket. Its `next` was the parent
@@ -495,7 +491,6 @@ static mls_code close_container(json_parser *p)
 
 /* ---- values: each function adds one node, or opens a container ---- */
 
-/* Skip digits, at least one. */
 static mls_code read_digits(json_parser *p)
 {
     const size_t start = p->at;
@@ -765,13 +760,11 @@ mls_json_node mls_json_first(const mls_json *doc, mls_json_node parent)
     return mls_json_size(doc, parent) > 0 ? parent + 1 : MLS_JSON_NONE;
 }
 
-/* Skips everything inside the node. */
 mls_json_node mls_json_next(const mls_json *doc, mls_json_node node)
 {
     return doc->nodes[node].next;
 }
 
-/* 0 for values without members. */
 size_t mls_json_size(const mls_json *doc, mls_json_node parent)
 {
     const json_node *node = &doc->nodes[parent];

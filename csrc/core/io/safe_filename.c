@@ -36,7 +36,6 @@ static bool is_device(mls_str name)
     return false;
 }
 
-/* Return whether byte `at` of `name` is kept. */
 static bool is_plain(mls_str name, size_t at, bool device)
 {
     const char c = name.data[at];

@@ -49,7 +49,6 @@ typedef struct knapsack {
 
 /* ---- checks ---- */
 
-/* Fails for an invalid item, and names the entry; seconds come first. */
 static mls_code refuse_item(const mls_knapsack_items *items, size_t i, mls_status *st)
 {
     const bool bad_time = !(items->seconds[i] >= 0) || !isfinite(items->seconds[i]);
@@ -68,7 +67,6 @@ static mls_code refuse_item(const mls_knapsack_items *items, size_t i, mls_statu
     return st->code;
 }
 
-/* Checks all items; computes the sums of all seconds (`*all`) and bytes (`*bytes`). */
 static mls_code check_items(const mls_knapsack_items *items, int64_t budget, double *all,
                             int64_t *bytes, mls_status *st)
 {
@@ -215,7 +213,6 @@ static double bound_seconds(const knapsack *k, int64_t bytes, double seconds, si
     return sum + part * k->items->seconds[broken];
 }
 
-/* Records the whole items of a bound if they are the best so far. */
 static void record_whole(knapsack *k, uint32_t choice, double seconds, size_t from,
                          size_t to)
 {
@@ -302,7 +299,6 @@ static void append_with_item(knapsack *k, merge *m, size_t at, int64_t bytes,
     }
 }
 
-/* Adds item `at`: builds a new list from the old one, by ascending bytes. */
 static void add_item(knapsack *k, size_t at)
 {
     const int64_t bytes = k->items->bytes[k->order[at]];
@@ -371,7 +367,6 @@ static mls_code add_items(knapsack *k, double *most)
 
 /* ---- the solver ---- */
 
-/* Sorts the items, computes the sums, and creates a list with the empty choice. */
 static mls_code init_knapsack(knapsack *k)
 {
     const size_t count = k->items->count;
@@ -390,7 +385,6 @@ static mls_code init_knapsack(knapsack *k)
     return code;
 }
 
-/* Frees everything, also if only a part was allocated. */
 static void free_knapsack(knapsack *k)
 {
     mls_free(k->order);
@@ -401,7 +395,6 @@ static void free_knapsack(knapsack *k)
     mls_free(k->next);
 }
 
-/* Writes the best choice and its totals. */
 static void write_result(const knapsack *k, double most, double all, unsigned char *kept,
                          mls_knapsack_result *out)
 {

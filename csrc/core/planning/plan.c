@@ -68,8 +68,7 @@ static mls_code fail_budget(const mls_chain *chain, const mls_plan_request *r,
              " bytes: the smallest sufficient budget is %" PRId64 " bytes",
              chain->blocks, r->budget_bytes, least);
     mls_status_expected(st, "%" PRId64, least);
-    mls_status_got(st, "%" PRId64, r->budget_bytes);
-    return st->code;
+    return mls_status_got(st, "%" PRId64, r->budget_bytes);
 }
 
 /* ---- solvers ---- */
@@ -124,27 +123,39 @@ static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
                     blocks, slots, MLS_PLAN_TABLE_BYTES >> 20, possible);
 }
 
+/* Computes the table of all segments. The caller frees `table` and then `costs`; on
+ * failure both are already freed. */
+static mls_code solve_slots(const mls_chain *chain, const mls_plan_request *r,
+                            size_t slots, mls_plan_costs *costs, mls_plan_table *table,
+                            mls_status *st)
+{
+    if (check_table(chain->blocks, slots, st) != MLS_OK ||
+        mls_plan_costs_init(costs, chain, r->budget_bytes, slots, r->offload, st) !=
+            MLS_OK) {
+        return st->code;
+    }
+    const mls_code code = mls_plan_dp_slots(costs, r->cpu, r->pool, r->poll, table, st);
+    if (code != MLS_OK) {
+        mls_plan_costs_fini(costs);
+    }
+    return code;
+}
+
 /* Plans by slots. MLS_E_CAPACITY: the rounded sizes do not fit; the true sizes may. */
 static mls_code make_by_slots(const mls_chain *chain, const mls_plan_request *r,
                               size_t slots, mls_plan *out, mls_status *st)
 {
     mls_plan_costs costs;
     mls_plan_table table;
-    mls_code code = check_table(chain->blocks, slots, st);
-    if (code == MLS_OK) {
-        code = mls_plan_costs_init(&costs, chain, r->budget_bytes, slots, r->offload, st);
-    }
+    mls_code code = solve_slots(chain, r, slots, &costs, &table, st);
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_plan_dp_slots(&costs, r->cpu, r->pool, r->poll, &table, st);
-    if (code == MLS_OK) {
-        out->method = MLS_PLAN_BY_SLOTS;
-        out->slots = slots;
-        code = mls_plan_trace(&costs, mls_plan_dp_slots_value, &table, r->poll,
-                              &out->schedule, st);
-        mls_plan_table_fini(&table);
-    }
+    out->method = MLS_PLAN_BY_SLOTS;
+    out->slots = slots;
+    code = mls_plan_trace(&costs, mls_plan_dp_slots_value, &table, r->poll,
+                          &out->schedule, st);
+    mls_plan_table_fini(&table);
     mls_plan_costs_fini(&costs);
     return code;
 }
@@ -364,18 +375,12 @@ static mls_code curve_by_slots(const mls_chain *chain, const mls_plan_request *r
     mls_plan_costs costs;
     mls_plan_table table;
     const int64_t bytes = r->budget_bytes - chain->activation_bytes[0];
-    mls_code code = check_table(chain->blocks, slots, st);
-    if (code == MLS_OK) {
-        code = mls_plan_costs_init(&costs, chain, r->budget_bytes, slots, r->offload, st);
-    }
+    mls_code code = solve_slots(chain, r, slots, &costs, &table, st);
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_plan_dp_slots(&costs, r->cpu, r->pool, r->poll, &table, st);
-    if (code == MLS_OK) {
-        code = curve_of_table(chain, &table, bytes, out, st);
-        mls_plan_table_fini(&table);
-    }
+    code = curve_of_table(chain, &table, bytes, out, st);
+    mls_plan_table_fini(&table);
     mls_plan_costs_fini(&costs);
     return code;
 }

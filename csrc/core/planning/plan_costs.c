@@ -269,7 +269,6 @@ typedef struct item {
     int64_t memory;
 } item;
 
-/* A stack of items, the next one on top. */
 typedef struct tracer {
     const mls_plan_costs *costs;
     mls_plan_value value;
@@ -321,7 +320,6 @@ static size_t choose_option(const tracer *r, size_t s, size_t t, int64_t memory,
     return choice;
 }
 
-/* Pushes an item. */
 static mls_code push_item(tracer *r, item added, mls_status *st)
 {
     if (r->count == r->room) {

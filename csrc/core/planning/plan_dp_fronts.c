@@ -28,13 +28,11 @@ typedef struct option {
     double seconds;
 } option;
 
-/* A growing list of points. */
 typedef struct points {
     mls_plan_point *items;
     size_t count, room;
 } points;
 
-/* Working memory of one thread. */
 typedef struct scratch {
     atomic_bool taken;
     option *options;
@@ -46,7 +44,6 @@ typedef struct scratch {
     points front, found, added, merged;
 } scratch;
 
-/* State of the solver. */
 typedef struct solver {
     const mls_plan_costs *costs;
     mls_plan_fronts *out;
@@ -63,7 +60,6 @@ static const double zeros[ROW]; /* the grid of a missing front */
 
 /* ---- points ---- */
 
-/* Ensures room for this many points; keeps the present ones. */
 static bool reserve_points(points *p, size_t room)
 {
     if (room <= p->room) {
@@ -218,7 +214,6 @@ static void fill_grid(const mls_plan_front *f, int64_t step, double *row)
 
 /* ---- envelopes ---- */
 
-/* Returns the memory at which a shifted front changes next. */
 static int64_t next_memory(const mls_plan_front *f, size_t i, int64_t shift)
 {
     return i + 1 < f->count ? f->points[i + 1].memory + shift : INT64_MAX;
@@ -403,10 +398,9 @@ static void solve_task(void *context, size_t s)
     }
 }
 
-/* Solves the segments by ascending length. */
 static void run_diagonals(solver *v, mls_pool *pool)
 {
-    enum { WORTH = 24 }; /* blocks from which on waking helper threads pays off */
+    enum { WORTH = 24 }; /* blocks for which waking helper threads pays off */
     const size_t n = v->costs->blocks;
     for (v->length = 0; v->length < n; v->length++) {
         const bool alone = n < WORTH || v->length == 0;
@@ -419,7 +413,6 @@ static void run_diagonals(solver *v, mls_pool *pool)
 
 /* ---- the solver ---- */
 
-/* Accepts partly constructed scratches. */
 static void free_scratches(scratch *all, size_t count)
 {
     for (size_t i = 0; all != NULL && i < count; i++) {

@@ -21,7 +21,7 @@
 enum {
     SMALL = MLS_PLAN_TILE,
     LARGE = 32, /* segments along each side of a large tile, and restarts in a block */
-    WORTH = 64, /* blocks from which on helper threads pay off, ... */
+    WORTH = 64, /* blocks for which helper threads pay off, ... */
     MANY = 256, /* ... and below which only smaller tiles give them enough work */
     TILES = (LARGE / SMALL) * (LARGE / SMALL),
     STRIP = MLS_PLAN_STRIP,
@@ -29,7 +29,6 @@ enum {
     NEVER = INT32_MAX / 4 /* more slots than any budget has */
 };
 
-/* State of the solver. */
 typedef struct solver {
     const mls_plan_costs *costs;
     const mls_plan_kernels *kernels;
@@ -48,23 +47,9 @@ typedef struct solver {
 
 static const mls_plan_kernels *kernels_of(mls_cpu cpu)
 {
-    switch (cpu) {
-#if defined(__x86_64__)
-    case MLS_CPU_AVX2:
-        return &mls_plan_avx2;
-    case MLS_CPU_AVX512:
-        return &mls_plan_avx512;
-#endif
-#if defined(__aarch64__)
-    case MLS_CPU_NEON:
-        return &mls_plan_neon;
-#endif
-    default:
-        return &mls_plan_scalar;
-    }
+    return MLS_CPU_TABLE(cpu, mls_plan);
 }
 
-/* Rounds up to a multiple of `unit`. */
 static size_t round_up(size_t value, size_t unit)
 {
     return (value + unit - 1) / unit * unit;
@@ -101,7 +86,6 @@ size_t mls_plan_table_bytes(size_t blocks, size_t slots)
     return bytes;
 }
 
-/* Returns entry 0 of a segment. */
 static float *values_of(const mls_plan_table *table, size_t s, size_t t)
 {
     return table->values + table->rows[s] + t * table->stride;
@@ -202,7 +186,6 @@ typedef struct block {
     float plus[LARGE];
 } block;
 
-/* Prepares a small tile above the diagonal for restarts `first` to before `last`. */
 static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
                                   size_t first, size_t last)
 {
@@ -230,7 +213,6 @@ static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
     return job;
 }
 
-/* Tries restarts for one small tile. */
 static void multiply_tile(const solver *v, size_t s, size_t t, size_t first, size_t last)
 {
     block b;
@@ -337,7 +319,6 @@ static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t
     }
 }
 
-/* Prefetches a segment's memory for writing. */
 static void prefetch_segment(const solver *v, size_t s, size_t t)
 {
     const float *values = values_of(v->table, s, t);
@@ -420,7 +401,6 @@ static void fill_large(solver *v, size_t s, size_t t)
     }
 }
 
-/* Task: one large tile of a diagonal. */
 static void fill_task(void *context, size_t index)
 {
     solver *v = context;
@@ -451,7 +431,6 @@ static void fill_bounds(solver *v)
     }
 }
 
-/* Accepts a partly constructed solver. */
 static void free_solver(solver *v)
 {
     mls_free(v->shift);

@@ -1,7 +1,6 @@
 /* plan_dp_slots_avx2: min-plus products with AVX2, 8 floats at a time.
  *
- * The loops are in plan_dp_slots_simd.h; this file defines the operations on one
- * register.
+ * The loops are in plan_dp_slots_simd.h.
  */
 #include "planning/plan_dp_slots_kernels.h"
 
@@ -15,27 +14,6 @@
 /* floats in a register; columns of a tile processed together */
 enum { LANES = 8, COLUMNS = 2 };
 typedef __m256 floats;
-
-/* Any address is valid. */
-TARGET static inline floats load(const float *p)
-{
-    return _mm256_loadu_ps(p);
-}
-
-TARGET static inline void store(float *p, floats values)
-{
-    _mm256_storeu_ps(p, values);
-}
-
-TARGET static inline floats repeat(float value)
-{
-    return _mm256_set1_ps(value);
-}
-
-TARGET static inline floats add(floats a, floats b)
-{
-    return _mm256_add_ps(a, b);
-}
 
 /* NaN does not occur. */
 TARGET static inline floats least(floats a, floats b)

@@ -1,7 +1,6 @@
 /* plan_dp_slots_avx512: min-plus products with AVX-512, 16 floats at a time.
  *
- * The loops are in plan_dp_slots_simd.h; this file defines the operations on one
- * register.
+ * The loops are in plan_dp_slots_simd.h.
  */
 #include "planning/plan_dp_slots_kernels.h"
 
@@ -15,27 +14,6 @@
 /* floats in a register; columns of a tile processed together */
 enum { LANES = 16, COLUMNS = 4 };
 typedef __m512 floats;
-
-/* Any address is valid. */
-TARGET static inline floats load(const float *p)
-{
-    return _mm512_loadu_ps(p);
-}
-
-TARGET static inline void store(float *p, floats values)
-{
-    _mm512_storeu_ps(p, values);
-}
-
-TARGET static inline floats repeat(float value)
-{
-    return _mm512_set1_ps(value);
-}
-
-TARGET static inline floats add(floats a, floats b)
-{
-    return _mm512_add_ps(a, b);
-}
 
 /* NaN does not occur. */
 TARGET static inline floats least(floats a, floats b)

@@ -8,6 +8,8 @@
 #ifndef MLS_PLAN_DP_SLOTS_KERNELS_H
 #define MLS_PLAN_DP_SLOTS_KERNELS_H
 
+#include "runtime/cpu_features.h"
+
 #include <stddef.h>
 #include <stdint.h>
 
@@ -44,13 +46,6 @@ typedef struct mls_plan_kernels {
 } mls_plan_kernels;
 
 /* The tables; constant. */
-extern const mls_plan_kernels mls_plan_scalar;
-#if defined(__x86_64__)
-extern const mls_plan_kernels mls_plan_avx2;
-extern const mls_plan_kernels mls_plan_avx512;
-#endif
-#if defined(__aarch64__)
-extern const mls_plan_kernels mls_plan_neon;
-#endif
+MLS_CPU_TABLES(mls_plan_kernels, mls_plan);
 
 #endif

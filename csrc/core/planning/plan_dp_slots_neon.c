@@ -1,7 +1,6 @@
 /* plan_dp_slots_neon: min-plus products with NEON, 4 floats at a time.
  *
- * The loops are in plan_dp_slots_simd.h; this file defines the operations on one
- * register.
+ * The loops are in plan_dp_slots_simd.h.
  */
 #include "planning/plan_dp_slots_kernels.h"
 
@@ -15,27 +14,6 @@
 /* floats in a register; columns of a tile processed together */
 enum { LANES = 4, COLUMNS = 4 };
 typedef float32x4_t floats;
-
-/* Any address is valid. */
-TARGET static inline floats load(const float *p)
-{
-    return vld1q_f32(p);
-}
-
-TARGET static inline void store(float *p, floats values)
-{
-    vst1q_f32(p, values);
-}
-
-TARGET static inline floats repeat(float value)
-{
-    return vdupq_n_f32(value);
-}
-
-TARGET static inline floats add(floats a, floats b)
-{
-    return vaddq_f32(a, b);
-}
 
 /* NaN does not occur. */
 TARGET static inline floats least(floats a, floats b)

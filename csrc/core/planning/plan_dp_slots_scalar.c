@@ -11,27 +11,6 @@
 enum { LANES = 1, COLUMNS = 2 };
 typedef float floats;
 
-/* Any address is valid. */
-static inline floats load(const float *p)
-{
-    return *p;
-}
-
-static inline void store(float *p, floats value)
-{
-    *p = value;
-}
-
-static inline floats repeat(float value)
-{
-    return value;
-}
-
-static inline floats add(floats a, floats b)
-{
-    return a + b;
-}
-
 /* NaN does not occur: infinities are added, never subtracted from each other. */
 static inline floats least(floats a, floats b)
 {

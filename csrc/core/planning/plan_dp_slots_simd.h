@@ -5,7 +5,7 @@
  *     LANES       floats in one register
  *     COLUMNS     segments along t processed together: 2 or 4
  *     floats      the register
- *     load, store, repeat, add, least
+ *     least       the smaller of two registers' floats
  *
  * It names its table with MLS_PLAN_TABLE. Entries that do not fill a register are
  * processed one by one with the same operations.
@@ -14,6 +14,7 @@
 #define MLS_PLAN_DP_SLOTS_SIMD_H
 
 #include <math.h>
+#include <string.h>
 
 /* Loops over a tile are short and constant; unrolled, they keep arrays in registers. */
 #if defined(__clang__)
@@ -21,6 +22,24 @@
 #else
 #    define MLS_UNROLL _Pragma("GCC unroll 4")
 #endif
+
+/* Any address is valid. */
+TARGET static inline floats load(const float *p)
+{
+    floats values;
+    memcpy(&values, p, sizeof values);
+    return values;
+}
+
+TARGET static inline void store(float *p, floats values)
+{
+    memcpy(p, &values, sizeof values);
+}
+
+TARGET static inline floats repeat(float value)
+{
+    return value - (floats){0};
+}
 
 /* Processes one register of entries of a tile, `COLUMNS` segments wide, for all restarts.
  * The sums stay in registers from the first restart to the last. Prefetches the entries
@@ -47,7 +66,7 @@ TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
         floats columns[COLUMNS];
         MLS_UNROLL
         for (size_t l = 0; l < COLUMNS; l++) {
-            columns[l] = add(load(right + l * j->stride), plus);
+            columns[l] = load(right + l * j->stride) + plus;
             __builtin_prefetch(right + l * j->stride + MLS_PLAN_STRIP, 0, 2);
         }
         MLS_UNROLL
@@ -56,7 +75,7 @@ TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
             __builtin_prefetch(cells[i] + (k - 1) * j->stride + MLS_PLAN_STRIP, 0, 2);
             MLS_UNROLL
             for (size_t l = 0; l < COLUMNS; l++) {
-                sums[i][l] = least(sums[i][l], add(left, columns[l]));
+                sums[i][l] = least(sums[i][l], left + columns[l]);
             }
         }
     }
@@ -66,7 +85,7 @@ TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
         MLS_UNROLL
         for (size_t l = 0; l < COLUMNS; l++) {
             float *cell = cells[i] + (t + l) * j->stride;
-            store(cell, least(load(cell), add(sums[i][l], rest)));
+            store(cell, least(load(cell), sums[i][l] + rest));
         }
     }
 }
@@ -86,8 +105,8 @@ TARGET static void row(float *c, const float *a, const float *b, float plus, siz
     const floats more = repeat(plus);
     size_t m = 0;
     for (; m + LANES <= count; m += LANES) {
-        const floats right = add(load(b + m), more);
-        store(c + m, least(load(c + m), add(load(a + m), right)));
+        const floats right = load(b + m) + more;
+        store(c + m, least(load(c + m), load(a + m) + right));
     }
     for (; m < count; m++) {
         const float sum = a[m] + (b[m] + plus);
@@ -101,7 +120,7 @@ TARGET static void keep(float *c, const float *b, float plus, size_t count)
     const floats more = repeat(plus);
     size_t m = 0;
     for (; m + LANES <= count; m += LANES) {
-        store(c + m, least(load(c + m), add(load(b + m), more)));
+        store(c + m, least(load(c + m), load(b + m) + more));
     }
     for (; m < count; m++) {
         const float sum = b[m] + plus;

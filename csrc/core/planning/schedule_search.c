@@ -25,11 +25,9 @@ enum {
 };
 
 /* A search of a thousand states takes a fraction of a millisecond, and most searches that
- * fit in memory take less than a second. So there is no bound besides the one in the
- * header; instead nodes are small: 40 bytes each, plus 4 in the heap and 8 in the table.
- */
+ * fit in memory take less than a second. So the header has the only
+ * bound, and nodes are small: 40 bytes each, plus 4 in the heap and 8 in the table. */
 
-/* A state, and the best known path to it. */
 typedef struct node {
     uint64_t key;
     double cost;     /* extra seconds; unused in a search for the least peak */
@@ -62,7 +60,6 @@ typedef struct state {
     size_t left; /* remaining backward passes */
 } state;
 
-/* A node, decoded for expansion. */
 typedef struct moment {
     state state;
     uint64_t there; /* activations that can be read */
@@ -93,7 +90,6 @@ static state unpack_state(uint64_t key)
     };
 }
 
-/* Sums the entries of the set bits, lowest bit first. */
 static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
 {
     int64_t sum = 0;
@@ -169,7 +165,7 @@ static uint64_t hash_key(uint64_t z)
     return z ^ (z >> 31);
 }
 
-/* Returns the slot of the key, or the free slot where it belongs. The table is at most
+/* Returns the slot of the key, or the free slot for it. The table is at most
  * half full. */
 static size_t slot_of(const search *s, uint64_t key)
 {
@@ -504,7 +500,6 @@ static mls_code run_search(search *s, uint32_t *end)
     return code;
 }
 
-/* Writes the path to a node. */
 static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
 {
     for (uint32_t at = end; s->nodes[at].parent != NONE; at = s->nodes[at].parent) {
@@ -530,7 +525,6 @@ static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
     return MLS_OK;
 }
 
-/* Searches, writes the path, and frees the working memory. */
 static mls_code find_best(search *s, mls_found *out)
 {
     uint32_t end;
@@ -631,8 +625,7 @@ static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *
              " bytes: the least that %s fits is %" PRId64,
              chain->blocks, budget, which, least);
     mls_status_expected(st, "at least %" PRId64, least);
-    mls_status_got(st, "%" PRId64, budget);
-    return st->code;
+    return mls_status_got(st, "%" PRId64, budget);
 }
 
 /* Fails after an incomplete search. The budget of a persistent schedule is known to be
@@ -647,7 +640,6 @@ static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *
                : code;
 }
 
-/* Fails after a complete search, with the least sufficient budget. */
 static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *limits,
                               const mls_best_options *o, mls_status *st)
 {

@@ -24,6 +24,26 @@ bool mls_cpu_offers(mls_cpu cpu);
  * those that are. */
 mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st);
 
+/* MLS_CPU_TABLES declares the kernel tables NAME_scalar, NAME_avx2 and so on: a constant
+ * of `type` for each instruction set of this architecture, which the files of its kernels
+ * define. MLS_CPU_TABLE is the address of the table for `cpu`; for sets of other
+ * architectures, of the scalar table. */
+#if defined(__x86_64__)
+#    define MLS_CPU_TABLES(type, name)                                                   \
+        extern const type name##_scalar, name##_avx2, name##_avx512
+#    define MLS_CPU_TABLE(cpu, name)                                                     \
+        ((cpu) == MLS_CPU_AVX512 ? &name##_avx512                                        \
+         : (cpu) == MLS_CPU_AVX2 ? &name##_avx2                                          \
+                                 : &name##_scalar)
+#elif defined(__aarch64__)
+#    define MLS_CPU_TABLES(type, name) extern const type name##_scalar, name##_neon
+#    define MLS_CPU_TABLE(cpu, name)                                                     \
+        ((cpu) == MLS_CPU_NEON ? &name##_neon : &name##_scalar)
+#else
+#    define MLS_CPU_TABLES(type, name) extern const type name##_scalar
+#    define MLS_CPU_TABLE(cpu, name)   ((void)(cpu), &name##_scalar)
+#endif
+
 /* Return whether the processor prefetches sequential memory within a page well enough
  * that explicit prefetches only cost time. True for AMD (measured on Zen 5), false for
  * Intel. */

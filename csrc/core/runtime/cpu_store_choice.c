@@ -29,7 +29,6 @@ const char *mls_store_operation_name(mls_store_operation operation)
     return operation_names[operation];
 }
 
-/* Parse MLSTATE_COPY. */
 static mls_code parse_forced(const char *text, int *out, mls_status *st)
 {
     *out = UNDECIDED;
@@ -98,7 +97,6 @@ mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
     return MLS_OK;
 }
 
-/* Return nanoseconds of a monotonic clock. */
 static uint64_t read_nanoseconds(void)
 {
     struct timespec t = {0};
@@ -118,7 +116,6 @@ static bool is_measured(mls_store_choice *choice, unsigned store, uint64_t best)
     return count >= MLS_STORE_TRIALS || (count >= 2 && rate < best / 2);
 }
 
-/* Return the best rate of all variants. */
 static uint64_t best_rate(mls_store_choice *choice, unsigned variants)
 {
     uint64_t best = 0;
@@ -150,7 +147,6 @@ mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *count
     return (mls_store)(result / 2 % variants);
 }
 
-/* Raise a rate to `rate`, if that is higher. */
 static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
 {
     uint_fast64_t before = atomic_load(known);

@@ -22,7 +22,6 @@ enum { PATH_BYTES = 4096, TEXT_BYTES = 8192 };
 
 /* ---- limits of control groups ---- */
 
-/* Read a file as text, truncated to `room`. Returns false if it cannot be read. */
 static bool read_text(const char *path, char *text, size_t room)
 {
     FILE *file = fopen(path, "rb");
@@ -129,7 +128,6 @@ uint64_t mls_process_memory_limit(const char *root, const char *memberships)
 
 #if defined(__linux__)
 
-/* Return the bytes of a line such as "VmRSS:  1234 kB"; 0 if the line is missing. */
 static uint64_t parse_kilobytes(const char *text, const char *field)
 {
     const char *line = strstr(text, field);

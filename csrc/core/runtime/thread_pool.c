@@ -125,7 +125,6 @@ static void crew_staff(crew *c, size_t wanted)
     }
 }
 
-/* Arguments of a run. */
 typedef struct work {
     void (*own)(void *context); /* called first by the calling thread, or NULL */
     mls_task task;
@@ -228,8 +227,8 @@ size_t mls_pool_threads(const mls_pool *pool)
     return atomic_load(&pool->threads);
 }
 
-/* Fewer threads stop the whole crew, and the next run starts what it needs. More threads
- * are only recorded, and started when a run needs them. */
+/* Fewer threads stop the whole crew, and the next run starts the threads that it needs.
+ * More threads are only recorded, and started when a run needs them. */
 mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
 {
     if (!is_thread_count(threads)) {

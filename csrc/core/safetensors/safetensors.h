@@ -127,8 +127,8 @@ typedef struct mls_safetensors_content {
 #if !defined(_WIN32)
 
 /* Write a file atomically (see mls_atomic_file). Equal content produces equal bytes on
- * every machine, in whatever order the caller passes it. Tensors are sorted by descending
- * item size, then by name, so that each starts at a multiple of its item size; metadata
+ * every machine, in any order of the caller: tensors are sorted by descending item
+ * size, then by name, so that each starts at a multiple of its item size; metadata
  * is sorted by key. The first tensor starts at a multiple of 64. Contiguous tensors are
  * copied through a buffer in steps of 256 KiB; other tensors are packed into a buffer of
  * 1 MiB. On failure an existing file is unchanged.

@@ -39,7 +39,6 @@ static int compare_places(const void *a, const void *b)
     return x != y ? (x < y ? 1 : -1) : compare_names(a, b);
 }
 
-/* For qsort: metadata by the bytes of the keys. */
 static int compare_pairs(const void *a, const void *b)
 {
     return mls_str_compare(((const mls_str_pair *)a)->key,
@@ -51,8 +50,7 @@ static mls_code fail_name(const char *what, mls_str name, const char *why, mls_s
 {
     const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
     mls_fail(st, MLS_E_VALUE, "%s '%.*s' %s", what, shown, name.data, why);
-    mls_status_name(st, name.data, name.length);
-    return MLS_E_VALUE;
+    return mls_status_name(st, name.data, name.length);
 }
 
 /* Also used for the tables of metadata and checksums, which are part of the header. */
@@ -206,7 +204,6 @@ static void pad_text(mls_json_writer *b, size_t alignment)
     }
 }
 
-/* Report why the text failed: too long for the format, or no memory. */
 static mls_code fail_text(const mls_json_writer *b, mls_status *st)
 {
     return b->code == MLS_E_MEMORY
@@ -238,7 +235,6 @@ static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t c
         return fail_text(&h->text, st);
     }
     h->file_bytes = h->text.length + place;
-    /* the tensors start at the end of the text */
     for (size_t i = 0; i < h->count; i++) {
         h->tensors[i].offset += h->text.length;
     }
@@ -255,20 +251,14 @@ mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t cou
     mls_header h = {
         .tensors = tensors, .count = count, .text = {.most = MLS_SAFETENSORS_MAX_HEADER}};
     mls_str_pair *sorted = NULL;
-    mls_code code = sort_tensors(&h, st);
-    if (code == MLS_OK) {
-        code = place_checksums(&h, st);
-    }
-    if (code == MLS_OK) {
-        code = sort_metadata(metadata, metadata_count, &sorted, st);
-    }
-    if (code == MLS_OK) {
-        code = build_text(&h, sorted, metadata_count + 2, alignment, st);
-    }
+    const bool is_built =
+        sort_tensors(&h, st) == MLS_OK && place_checksums(&h, st) == MLS_OK &&
+        sort_metadata(metadata, metadata_count, &sorted, st) == MLS_OK &&
+        build_text(&h, sorted, metadata_count + 2, alignment, st) == MLS_OK;
     mls_free(sorted);
-    if (code != MLS_OK) {
+    if (!is_built) {
         mls_header_fini(&h);
-        return code;
+        return st->code;
     }
     *out = h;
     return MLS_OK;

@@ -59,8 +59,7 @@ static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_str name,
     const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
     mls_fail_at(r->st, LENGTH_BYTES + mls_json_offset(r->file.json, node),
                 "tensor '%.*s': %s", shown, name.data, what);
-    mls_status_name(r->st, name.data, name.length);
-    return MLS_E_FORMAT;
+    return mls_status_name(r->st, name.data, name.length);
 }
 
 /* As fail_tensor, for nodes outside of tensors. */
@@ -117,8 +116,7 @@ static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
         snprintf(message, sizeof message, "element type '%.*s' is not supported", shown,
                  text.data);
         fail_tensor(r, node, t->name, message);
-        mls_status_got(r->st, "%.*s", shown, text.data);
-        return MLS_E_FORMAT;
+        return mls_status_got(r->st, "%.*s", shown, text.data);
     }
     return MLS_OK;
 }
@@ -189,14 +187,12 @@ static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *
                  t->bytes, (unsigned long long)(end - begin));
         fail_tensor(r, node, t->name, text);
         mls_status_expected(r->st, "%zu bytes", t->bytes);
-        mls_status_got(r->st, "%llu bytes", (unsigned long long)(end - begin));
-        return MLS_E_FORMAT;
+        return mls_status_got(r->st, "%llu bytes", (unsigned long long)(end - begin));
     }
     t->offset = r->payload + begin;
     return MLS_OK;
 }
 
-/* Read one member of the header other than "__metadata__". */
 static mls_code read_tensor(header_reader *r, mls_json_node entry)
 {
     mls_stored *t = &r->file.tensors[r->file.count];
@@ -204,15 +200,12 @@ static mls_code read_tensor(header_reader *r, mls_json_node entry)
     if (mls_json_type_of(r->file.json, entry) != MLS_JSON_OBJECT) {
         return fail_tensor(r, entry, t->name, "its entry is not a JSON object");
     }
-    mls_code code = read_dtype(r, entry, t);
-    if (code == MLS_OK) {
-        code = read_shape(r, entry, t);
+    if (read_dtype(r, entry, t) != MLS_OK || read_shape(r, entry, t) != MLS_OK ||
+        read_offsets(r, entry, t) != MLS_OK) {
+        return r->st->code;
     }
-    if (code == MLS_OK) {
-        code = read_offsets(r, entry, t);
-    }
-    r->file.count += code == MLS_OK ? 1 : 0;
-    return code;
+    r->file.count++;
+    return MLS_OK;
 }
 
 /* ---- metadata and checksums ----
@@ -290,8 +283,7 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     if (found != expected) {
         fail_checksum(r, "its checksum does not match");
         mls_status_expected(r->st, "%08lx", (unsigned long)expected);
-        mls_status_got(r->st, "%08lx", (unsigned long)found);
-        return MLS_E_CHECKSUM;
+        return mls_status_got(r->st, "%08lx", (unsigned long)found);
     }
     r->file.header_crc = expected;
     return MLS_OK;
@@ -375,8 +367,7 @@ static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
                         t->offset < end ? "tensor '%.*s' overlaps the one before it"
                                         : "there is a gap in front of tensor '%.*s'",
                         shown, t->name.data);
-            mls_status_name(r->st, t->name.data, t->name.length);
-            return MLS_E_FORMAT;
+            return mls_status_name(r->st, t->name.data, t->name.length);
         }
         end += t->bytes; /* cannot wrap: the offsets were checked */
     }
@@ -520,19 +511,10 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                        .header_crc = MLS_JSON_NONE,
                        .block_crcs = MLS_JSON_NONE,
                        .st = st};
-    code = read_json(&r);
-    if (code == MLS_OK) {
-        code = read_entries(&r);
-    }
-    if (code == MLS_OK) {
-        code = check_coverage(&r);
-    }
-    if (code == MLS_OK) {
-        code = read_checksums(&r, crc, verify);
-    }
-    if (code != MLS_OK) {
+    if (read_json(&r) != MLS_OK || read_entries(&r) != MLS_OK ||
+        check_coverage(&r) != MLS_OK || read_checksums(&r, crc, verify) != MLS_OK) {
         mls_safetensors_fini(&r.file);
-        return code;
+        return st->code;
     }
     *out = r.file;
     return MLS_OK;
@@ -604,7 +586,6 @@ done:
     return MLS_OK;
 }
 
-/* Report the changed block of a tensor. */
 static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t found,
                            uint32_t expected, mls_status *st)
 {
@@ -622,8 +603,7 @@ static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t foun
     st->offset = tensor->offset + start;
     mls_status_name(st, tensor->name.data, tensor->name.length);
     mls_status_expected(st, "%08lx", (unsigned long)expected);
-    mls_status_got(st, "%08lx", (unsigned long)found);
-    return MLS_E_CHECKSUM;
+    return mls_status_got(st, "%08lx", (unsigned long)found);
 }
 
 /* Read one block, from byte `start` of the tensor on, and compare it with its checksum.
@@ -669,7 +649,6 @@ typedef struct part {
     size_t start, length;
 } part;
 
-/* State shared by the tasks. */
 typedef struct reading {
     int fd;
     const mls_crc_kernels *crc; /* NULL: no checksums to verify */

@@ -30,7 +30,6 @@ enum {
     SHOWN_NAME = 100        /* bytes of a name in a message */
 };
 
-/* A tensor and its entry in the header. */
 typedef struct placed {
     const mls_tensor *tensor;
     const mls_header_tensor *at;
@@ -49,7 +48,6 @@ typedef struct writer {
     uint64_t written; /* file offset of the buffer's first byte */
 } writer;
 
-/* Refuse reserved keys. */
 static mls_code check_keys(const mls_safetensors_content *content, mls_status *st)
 {
     const mls_str prefix = {.data = MLS_SAFETENSORS_PREFIX,
@@ -62,8 +60,7 @@ static mls_code check_keys(const mls_safetensors_content *content, mls_status *s
                      "metadata key '%.*s' is reserved: choose one that does not start "
                      "with \"" MLS_SAFETENSORS_PREFIX "\"",
                      shown, key.data);
-            mls_status_name(st, key.data, key.length);
-            return MLS_E_VALUE;
+            return mls_status_name(st, key.data, key.length);
         }
     }
     return MLS_OK;
@@ -88,8 +85,7 @@ static mls_code describe_tensors(const mls_safetensors_content *content,
         if (!mls_tensor_bytes(t, &tensors[i].bytes)) {
             mls_free(tensors);
             mls_fail(st, MLS_E_SIZE, "a tensor is larger than memory");
-            mls_status_name(st, name.data, name.length);
-            return MLS_E_SIZE;
+            return mls_status_name(st, name.data, name.length);
         }
     }
     *out = tensors;
@@ -98,7 +94,6 @@ static mls_code describe_tensors(const mls_safetensors_content *content,
 
 /* ---- tensors ---- */
 
-/* Write the buffer. `written` is then the offset of the next byte. */
 static mls_code flush_buffer(writer *w)
 {
     const mls_code code =
@@ -110,7 +105,6 @@ static mls_code flush_buffer(writer *w)
     return code;
 }
 
-/* Add the next bytes of a tensor to the checksums of its blocks. */
 static void checksum_bytes(writer *w, placed *p, const unsigned char *data, size_t bytes)
 {
     while (bytes > 0) {
@@ -196,7 +190,6 @@ static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t
     return MLS_OK;
 }
 
-/* Write all parts along `how.axis` for one index of the axes before it. */
 static mls_code write_row(writer *w, placed *p, const mls_tensor *row, packing how)
 {
     for (size_t start = 0; start < row->shape[how.axis]; start += how.step) {

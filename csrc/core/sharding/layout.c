@@ -155,6 +155,16 @@ mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
     return MLS_OK;
 }
 
+bool mls_layout_equal(const mls_layout *a, const mls_layout *b)
+{
+    bool same = a->count == b->count;
+    for (int i = 0; same && i < a->count; i++) {
+        same = a->steps[i].axis == b->steps[i].axis &&
+               a->steps[i].parts == b->steps[i].parts;
+    }
+    return same;
+}
+
 /* Computes the range that part `index` of `parts` has of `count` elements. Matches
  * torch.chunk, so that a part made by torch's own sharding is the same part here. Empty
  * parts start at `count`, which is within bounds. */
@@ -269,7 +279,7 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     return MLS_OK;
 }
 
-/* Flat parts are one-dimensional, whatever the tensor's rank is. */
+/* Flat parts are one-dimensional, for any rank of the tensor. */
 int mls_part_dims(const mls_part *part, size_t *dims)
 {
     if (part->flat) {
@@ -300,7 +310,6 @@ bool mls_part_equal(const mls_part *a, const mls_part *b)
 
 /* ---- overlap ---- */
 
-/* Returns the length of the common range of an axis, and its start. */
 static size_t intersect_axis(const mls_part *a, const mls_part *b, int axis,
                              size_t *start)
 {
@@ -379,7 +388,7 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
         o->done = o->done || shared == 0;
         o->a_at += (start - a->start[axis]) * a_stride;
         o->b_at += (start - b->start[axis]) * b_stride;
-        /* if the inner row is as long as this stride, there is no gap */
+        /* if the inner row is as long as this stride, no gap follows */
         const size_t inside = length[rows - 1] * a_strides[rows - 1];
         const size_t b_inside = length[rows - 1] * b_strides[rows - 1];
         if (inside == a_stride && b_inside == b_stride) {
@@ -404,7 +413,6 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
     }
 }
 
-/* Moves to the next row; sets `done` after the last. */
 static void next_row(mls_overlap *o)
 {
     for (int axis = o->rank - 2; axis >= 0; axis--) {

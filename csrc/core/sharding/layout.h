@@ -71,6 +71,9 @@ typedef struct mls_part {
  */
 mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st);
 
+/* Returns whether two layouts have the same steps. */
+bool mls_layout_equal(const mls_layout *a, const mls_layout *b);
+
 /* Computes part `index` of a tensor of `shape`. On failure `*out` is unchanged. Errors as
  * for mls_layout_parts, and:
  * - MLS_E_SHAPE: an axis that the tensor does not have, or more than MLS_LAYOUT_RANK

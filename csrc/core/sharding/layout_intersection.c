@@ -78,7 +78,6 @@ static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
     return *from < *end;
 }
 
-/* Computes the indices to visit in the next step. */
 static void enter_step(mls_layout_intersection *m)
 {
     const mls_part *box = &m->box[m->depth];
@@ -114,7 +113,6 @@ void mls_layout_intersection_init(mls_layout_intersection *meeting,
     }
 }
 
-/* Returns the number of the part that the descent has reached. */
 static size_t part_number(const mls_layout_intersection *m)
 {
     size_t part = 0;
@@ -124,7 +122,6 @@ static size_t part_number(const mls_layout_intersection *m)
     return part;
 }
 
-/* Descends to the next index, and returns to the step above if none is left. */
 bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part)
 {
     mls_layout_intersection *m = meeting;

@@ -8,7 +8,6 @@
 
 #include <string.h>
 
-/* Returns whether `text` contains `word`. */
 static bool contains_word(mls_str text, const char *word)
 {
     const size_t length = strlen(word);
@@ -20,7 +19,6 @@ static bool contains_word(mls_str text, const char *word)
     return false;
 }
 
-/* Returns whether the shape is the parameter's without the axis `without`. */
 static bool lacks_axis(const size_t *shape, int parameter_rank,
                        const size_t *parameter_shape, int without)
 {
@@ -82,7 +80,6 @@ bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parame
     return true;
 }
 
-/* Returns the tensor's axis for an axis of its parameter, or MLS_NO_AXIS. */
 static int axis_of(int parameter_axis, int rank, const signed char *axes)
 {
     for (int i = 0; i < rank; i++) {

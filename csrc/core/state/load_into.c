@@ -125,7 +125,6 @@ typedef struct planner {
 
 /* ---- checks ---- */
 
-/* A quoted name for messages, shortened between characters if it is long. */
 typedef struct quoted {
     char text[SHOWN_NAME + 8];
 } quoted;
@@ -257,7 +256,6 @@ static void prefetch_pair(const planner *p, size_t index)
     }
 }
 
-/* Checks one pair, and fills its item and address ranges. */
 static mls_code check_pair(planner *p, size_t index)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
@@ -290,7 +288,6 @@ static mls_code check_pair(planner *p, size_t index)
 
 /* ---- destinations that share memory ---- */
 
-/* Fails because destination `written` overlaps the source of `read`. */
 static mls_code fail_overlap(planner *p, size_t written, size_t read)
 {
     const mls_load_into_pair *pair = &p->pairs[written];
@@ -308,7 +305,6 @@ static mls_code fail_overlap(planner *p, size_t written, size_t read)
     return add_pair_name(p->st, pair);
 }
 
-/* Adds a destination to the cluster of another one, creating the cluster if needed. */
 static void join_cluster(planner *p, size_t pair, size_t other)
 {
     if (p->items[other].cluster == 0) {
@@ -393,7 +389,6 @@ static bool reserve_chunk(planner *p)
     return true;
 }
 
-/* Ends the current task, unless it is empty. */
 static void end_task(planner *p)
 {
     mls_load_into *load = p->load;
@@ -418,7 +413,6 @@ static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
     return true;
 }
 
-/* Adds a whole pair as one chunk. */
 static bool add_whole(planner *p, size_t index, bool together)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
@@ -488,7 +482,6 @@ static bool add_clusters(planner *p)
     return fits;
 }
 
-/* Adds the pairs that share no memory, in order. */
 static bool add_others(planner *p)
 {
     bool fits = true;
@@ -511,7 +504,6 @@ static bool add_others(planner *p)
 
 /* ---- the plan ---- */
 
-/* Checks all pairs, then their overlaps, then lists the work. */
 static mls_code make_plan(planner *p)
 {
     mls_code code = MLS_OK;
@@ -536,7 +528,6 @@ static mls_code make_plan(planner *p)
     return MLS_OK;
 }
 
-/* Frees everything but the plan. */
 mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool cast,
                            mls_load_into **out, mls_status *st)
 {
@@ -571,7 +562,6 @@ size_t mls_load_into_bytes(const mls_load_into *load)
 
 /* ---- running ---- */
 
-/* Shared by all threads; constant. */
 typedef struct job {
     const mls_load_into *load;
     const mls_kernels *kernels;
@@ -598,7 +588,6 @@ static void copy_rows(const job *j, const chunk *part)
     mls_copy(j->kernels, &dst, &src, j->destination);
 }
 
-/* Runs one task of the thread pool. */
 static void run_task(void *context, size_t task)
 {
     const job *j = context;

@@ -9,7 +9,6 @@
 
 #include <string.h>
 
-/* Ranks are compared first: `shape` has `rank` entries. */
 bool mls_tensor_meta_same_shape(const mls_tensor_meta *a, const mls_tensor_meta *b)
 {
     if (a->rank != b->rank) {

@@ -17,7 +17,6 @@ typedef struct table {
     size_t mask;
 } table;
 
-/* Builds a table of the names of `b` from `first` on. */
 static mls_code table_init(table *t, const mls_str *b, size_t first, size_t count,
                            mls_status *st)
 {

@@ -39,13 +39,12 @@ struct mls_name_tree {
 
 /* ---- the table ---- */
 
-/* Returns the hash of a segment below a parent. */
 static uint32_t hash_segment(uint32_t parent, mls_str segment)
 {
     return (uint32_t)mls_str_hash(parent, segment);
 }
 
-/* Returns the slot of the child, or the empty slot where it belongs. The table is at most
+/* Returns the slot of the child, or the empty slot for it. The table is at most
  * half full, so an empty slot exists. */
 static name_slot *find_slot(const mls_name_tree *names, uint32_t hash, uint32_t parent,
                             mls_str segment)
@@ -89,7 +88,6 @@ static bool ends_at(const mls_name_tree *names, uint32_t node, mls_str name)
     return node != 0 && names->nodes[node].path.length == name.length;
 }
 
-/* Returns the segment of `name` after `node`, which is on the path of `name`. */
 static mls_str segment_after(const mls_name_tree *names, uint32_t node, mls_str name)
 {
     const size_t start = node == 0 ? 0 : names->nodes[node].path.length + 1;
@@ -152,7 +150,6 @@ static uint32_t append_node(mls_name_tree *names, uint32_t parent, mls_str path,
     return added;
 }
 
-/* Returns the length of the common prefix of two texts. */
 static size_t common_length(mls_str a, mls_str b)
 {
     const size_t shorter = a.length < b.length ? a.length : b.length;
@@ -224,8 +221,7 @@ static mls_code add_names(mls_name_tree *names, const mls_str *list, size_t coun
         if (node->name != MLS_NAME_NONE) {
             mls_fail(st, MLS_E_VALUE, "names %u and %zu of the list are the same",
                      (unsigned)node->name, i);
-            mls_status_name(st, name.data, name.length);
-            return MLS_E_VALUE;
+            return mls_status_name(st, name.data, name.length);
         }
         node->name = (uint32_t)i;
     }
@@ -297,7 +293,6 @@ mls_code mls_name_tree_new(const mls_str *names, size_t count, mls_name_tree **o
     return MLS_OK;
 }
 
-/* Accepts partly constructed trees. */
 void mls_name_tree_free(mls_name_tree *names)
 {
     if (names != NULL) {

@@ -10,7 +10,6 @@
 
 #include <string.h>
 
-/* State of both passes. */
 typedef struct preview_state {
     const mls_name_node *nodes;
     size_t max_rows, max_children;
@@ -63,7 +62,6 @@ static void child_rows(const preview_state *o, uint32_t node, size_t room,
     }
 }
 
-/* Opens nodes while rows are left. Returns the number of rows. */
 static size_t choose_rows(preview_state *o)
 {
     size_t used = 0, head = 0, tail = 0;
@@ -90,7 +88,6 @@ static size_t choose_rows(preview_state *o)
     return used;
 }
 
-/* Pushes the rows of a node's children, the first one on top. */
 static size_t push_children(preview_state *o, uint32_t node, size_t depth)
 {
     const size_t count = rows_for(o, node);
@@ -127,7 +124,7 @@ mls_code mls_name_tree_preview_new(const mls_name_tree *names, size_t max_rows,
                                    size_t *count, mls_status *st)
 {
     const size_t nodes = mls_name_tree_size(names);
-    /* at most as many rows as nodes, whatever the limit */
+    /* at most as many rows as nodes, for any limit */
     preview_state o = {.nodes = mls_name_tree_nodes(names),
                        .max_rows = max_rows < nodes ? max_rows : nodes,
                        .max_children = max_children};
@@ -190,7 +187,6 @@ mls_code mls_name_tree_preview_sums(const mls_name_tree *names,
     return MLS_OK;
 }
 
-/* Sums the siblings that a row hides, beginning with its node. */
 static void add_hidden(const mls_name_node *nodes, const mls_name_tree_preview_sum *sums,
                        const mls_name_tree_preview_row *row,
                        mls_name_tree_preview_entry *out)

@@ -103,7 +103,6 @@ static size_t count_dots(mls_str text)
     return dots;
 }
 
-/* Computes the length of a name after `hits` replacements; returns false on overflow. */
 static bool length_after(size_t length, size_t hits, const mls_rename_rule *rule,
                          size_t *out)
 {
@@ -261,7 +260,6 @@ static unsigned find_marks(const explainer *e)
     return found;
 }
 
-/* Writes the rules for a set of marks, and returns their number. */
 static size_t rules_of(unsigned set, mls_rename_rule *out)
 {
     size_t count = 0;
@@ -447,7 +445,6 @@ static mls_code keep_best(explainer *e, unsigned set, const prefix_guess *guess,
     return MLS_OK;
 }
 
-/* Tries a set of marks alone, and with each of the most frequent prefixes. */
 static mls_code try_marks(explainer *e, unsigned set, mls_status *st)
 {
     mls_code code = strip_marks(e, set, st);
@@ -523,7 +520,6 @@ mls_code mls_name_tree_explain(const mls_str *unexpected, size_t unexpected_coun
     return code;
 }
 
-/* A second call is harmless. */
 void mls_explanation_fini(mls_explanation *explanation)
 {
     mls_free(explanation->prefix);

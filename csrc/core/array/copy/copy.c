@@ -23,23 +23,9 @@ enum {
     FRESH_PART = 256 << 10, /* bytes; see next_part */
 };
 
-/* Instruction sets of other architectures get the scalar table. */
 const mls_kernels *mls_kernels_of(mls_cpu cpu)
 {
-    switch (cpu) {
-#if defined(__x86_64__)
-    case MLS_CPU_AVX2:
-        return &mls_kernels_avx2;
-    case MLS_CPU_AVX512:
-        return &mls_kernels_avx512;
-#endif
-#if defined(__aarch64__)
-    case MLS_CPU_NEON:
-        return &mls_kernels_neon;
-#endif
-    default:
-        return &mls_kernels_scalar;
-    }
+    return MLS_CPU_TABLE(cpu, mls_kernels);
 }
 
 /* ---- encoding one element ---- */
@@ -159,42 +145,25 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
 mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *what,
                         mls_status *st)
 {
-    bool same = dst->rank == src->rank;
-    for (int axis = 0; same && axis < dst->rank; axis++) {
-        same = dst->shape[axis] == src->shape[axis];
-    }
     char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
-    if (!same) {
+    if (!mls_shape_equal(dst->rank, dst->shape, src->rank, src->shape)) {
         mls_shape_text(wanted, sizeof wanted, src->rank, src->shape);
         mls_shape_text(found, sizeof found, dst->rank, dst->shape);
         mls_fail(st, MLS_E_SHAPE, "%s: the target has shape %s, the source %s", what,
                  found, wanted);
-        mls_status_expected(st, "%s", wanted);
-        mls_status_got(st, "%s", found);
-        return MLS_E_SHAPE;
+        return mls_status_differ(st, wanted, found);
     }
     if (!mls_dtype_converts(src->dtype, dst->dtype)) {
         mls_fail(st, MLS_E_DTYPE,
                  "%s: %s does not convert to %s; offered are float16, bfloat16, float32 "
                  "and float64 among each other",
                  what, mls_dtype_of(src->dtype)->name, mls_dtype_of(dst->dtype)->name);
-        mls_status_expected(st, "%s", mls_dtype_of(src->dtype)->name);
-        mls_status_got(st, "%s", mls_dtype_of(dst->dtype)->name);
-        return MLS_E_DTYPE;
+        return mls_status_differ(st, mls_dtype_of(src->dtype)->name,
+                                 mls_dtype_of(dst->dtype)->name);
     }
     return MLS_OK;
 }
 
-/* Store `count` packed items `stride` bytes apart. */
-static void scatter_items(unsigned char *to, ptrdiff_t stride,
-                          const unsigned char *packed, size_t item, size_t count)
-{
-    for (size_t i = 0; i < count; i++, to += stride) {
-        memcpy(to, packed + i * item, item);
-    }
-}
-
-/* Properties of a copy that all its runs share. */
 typedef struct copier {
     const mls_kernels *kernels;
     mls_convert_run convert; /* NULL: same dtype */
@@ -222,10 +191,9 @@ static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride
     if (c->dst_swapped) {
         mls_swap_items(ready, count * c->dst_item, mls_swap_unit(c->dst_dtype));
     }
-    scatter_items(dst, dst_stride, ready, c->dst_item, count);
+    mls_scatter(dst, dst_stride, ready, c->dst_item, count);
 }
 
-/* Copy a run of any length and strides, CHUNK elements at a time. */
 static void copy_chunks(const copier *c, unsigned char *dst, ptrdiff_t dst_stride,
                         const unsigned char *src, ptrdiff_t src_stride, size_t count)
 {
@@ -273,7 +241,6 @@ static mls_store_trial begin_runs(const mls_kernels *kernels,
     return mls_store_begin(kernels->choices, operation, variants, destination, bytes);
 }
 
-/* The next part of a run. */
 typedef struct part {
     size_t first, count; /* elements */
 } part;
@@ -318,7 +285,6 @@ static void copy_run(const copier *c, mls_store_trial *trial, unsigned char *to,
     }
 }
 
-/* Return the operation under which cpu_store_choice.h measures this copy. */
 static mls_store_operation operation_of(const copier *c)
 {
     if (c->convert == NULL) {
@@ -400,7 +366,6 @@ static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
     }
 }
 
-/* Kernels fill packed runs; strided elements are stored one by one. */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination)
 {

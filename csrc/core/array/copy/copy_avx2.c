@@ -20,7 +20,6 @@
 enum { WIDTH = 32 }; /* bytes of a vector */
 typedef __m256i vector;
 
-/* Load or store one register at any address. */
 TARGET static inline vector load(const unsigned char *src)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)src);
@@ -37,7 +36,6 @@ TARGET static inline void store_past_cache(unsigned char *dst, vector value)
     _mm256_stream_si256((__m256i *)(void *)dst, value);
 }
 
-/* Return a register that repeats eight bytes four times. */
 TARGET static inline vector repeat_pattern(uint64_t bytes)
 {
     return _mm256_set1_epi64x((long long)bytes);
@@ -59,7 +57,6 @@ TARGET static inline __m256i round_to_brain(__m256i bits)
     return _mm256_blendv_epi8(rounded, quiet, nan);
 }
 
-/* Join two halves of a register. */
 TARGET static inline __m256i join_lanes(__m128i low, __m128i high)
 {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
@@ -306,7 +303,6 @@ TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store
     mls_kernels_scalar.fill(to, turned, bytes, how);
 }
 
-/* Store 16 aligned bytes. */
 TARGET MLS_INLINED void put_small(unsigned char *to, __m128i value, bool streams)
 {
     if (streams) {

@@ -11,14 +11,7 @@
 
 /* Constant tables. No entry is NULL except `pad_rows` and the diagonal
  * of `convert`. */
-extern const mls_kernels mls_kernels_scalar;
-#if defined(__x86_64__)
-extern const mls_kernels mls_kernels_avx2;
-extern const mls_kernels mls_kernels_avx512;
-#endif
-#if defined(__aarch64__)
-extern const mls_kernels mls_kernels_neon;
-#endif
+MLS_CPU_TABLES(mls_kernels, mls_kernels);
 
 /* The scalar runs, used for the ends of vector runs and for pairs without a vector
  * kernel. mls_run_A_B converts A to B. */

@@ -16,7 +16,6 @@
 
 enum { WIDTH = 16 }; /* bytes of a vector */
 
-/* Read the source of one vector of destination elements and convert it. */
 typedef uint8x16_t (*vector_function)(const unsigned char *src);
 
 /* Load 8 items of 2 bytes, or 4 of 4 bytes, from any address. */
@@ -64,7 +63,6 @@ static inline uint32x4_t from_brains(uint16x4_t brains)
     return vshll_n_u16(brains, 16);
 }
 
-/* Join two halves of a register. */
 static inline uint8x16_t join_lanes(uint16x4_t low, uint16x4_t high)
 {
     return vreinterpretq_u8_u16(vcombine_u16(low, high));
@@ -120,7 +118,6 @@ convert_run(unsigned char *dst, const unsigned char *src, size_t count, size_t f
     scalar(dst, src, count, MLS_STORE_PLAIN);
 }
 
-/* Define the run between two formats with the given item sizes. */
 #    define DEFINE_RUN(from, to, from_bytes, to_bytes)                                   \
         static void from##_##to(void *dst, const void *src, size_t count,                \
                                 mls_store store)                                         \

@@ -48,7 +48,6 @@ static void copy_run(void *dst, const void *src, size_t bytes, mls_store store)
     memcpy(dst, src, bytes);
 }
 
-/* Store whole patterns, then the part that remains. */
 static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store store)
 {
     (void)store;

@@ -13,7 +13,6 @@
 #    include <sys/stat.h>
 #    include <unistd.h>
 
-/* Read the header of one file, and record the file. */
 static mls_code read_file(mls_index *x, const char *folder, const char *name,
                           const mls_crc_kernels *crc, mls_status *st)
 {
@@ -54,7 +53,6 @@ static const uint32_t *convert_crcs(mls_index *x, const mls_stored *tensor, size
     return crcs;
 }
 
-/* Return the checksum of the whole tensor, combined from its blocks' checksums. */
 static uint32_t combine_blocks(const uint32_t *crcs, size_t bytes)
 {
     uint32_t crc = 0;
@@ -66,7 +64,6 @@ static uint32_t combine_blocks(const uint32_t *crcs, size_t bytes)
     return crc;
 }
 
-/* List the tensors of a file. */
 static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_status *st)
 {
     const mls_safetensors *header = &x->headers[file];
@@ -75,8 +72,7 @@ static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_s
         if (t->rank > MLS_LAYOUT_RANK) {
             mls_fail(st, MLS_E_FORMAT, "%d dimensions, but at most %d are supported",
                      t->rank, (int)MLS_LAYOUT_RANK);
-            mls_status_name(st, t->name.data, t->name.length);
-            return MLS_E_FORMAT;
+            return mls_status_name(st, t->name.data, t->name.length);
         }
         mls_index_shard *shard = &x->shards[x->shard_count++];
         shard->id = (mls_tensor_id){.section = MLS_PARAMS, .name = t->name};
@@ -95,7 +91,6 @@ static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_s
     return MLS_OK;
 }
 
-/* Allocate the shards, and the checksums of files that have them. */
 static mls_code allocate_shards(mls_index *x, mls_status *st)
 {
     size_t tensors = 0, blocks = 0; /* cannot overflow: the headers are in memory */
@@ -113,13 +108,11 @@ static mls_code allocate_shards(mls_index *x, mls_status *st)
                           tensors);
 }
 
-/* For qsort. */
 static int compare_shards(const void *a, const void *b)
 {
     return mls_index_compare(a, b);
 }
 
-/* Sort the shards, and check that each name is in one file. */
 static mls_code sort_shards(mls_index *x, size_t *failed, mls_status *st)
 {
     qsort(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
@@ -129,8 +122,7 @@ static mls_code sort_shards(mls_index *x, size_t *failed, mls_status *st)
             *failed = next->file;
             mls_fail(st, MLS_E_FORMAT, "the tensor is in %.100s too",
                      x->files[before->file].path);
-            mls_status_name(st, next->id.name.data, next->id.name.length);
-            return MLS_E_FORMAT;
+            return mls_status_name(st, next->id.name.data, next->id.name.length);
         }
     }
     return MLS_OK;

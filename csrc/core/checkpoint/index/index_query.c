@@ -101,16 +101,9 @@ bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
 /* Axes and tier may differ: they do not affect the bytes. */
 bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b)
 {
-    bool same =
-        a->dtype == b->dtype && a->rank == b->rank && a->layout.count == b->layout.count;
-    for (int i = 0; same && i < a->rank; i++) {
-        same = a->shape[i] == b->shape[i];
-    }
-    for (int i = 0; same && i < a->layout.count; i++) {
-        same = a->layout.steps[i].axis == b->layout.steps[i].axis &&
-               a->layout.steps[i].parts == b->layout.steps[i].parts;
-    }
-    return same;
+    return a->dtype == b->dtype &&
+           mls_shape_equal(a->rank, a->shape, b->rank, b->shape) &&
+           mls_layout_equal(&a->layout, &b->layout);
 }
 
 /* Computed at each call instead of stored: a part takes 300 bytes, and an index has many.
@@ -234,7 +227,6 @@ static bool sort_unless_sorted(void *base, size_t count, size_t size,
     return twins;
 }
 
-/* For sort_unless_sorted. */
 static int compare_shards(const void *a, const void *b)
 {
     return mls_index_compare(a, b);
@@ -249,8 +241,7 @@ static mls_code fail_shard(const mls_index_shard *shard, const char *what, mls_s
     const mls_str name = shard->id.name;
     const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
     mls_fail_at(st, 0, "shard of '%.*s': %s", shown, name.data, what);
-    mls_status_name(st, name.data, name.length);
-    return MLS_E_FORMAT;
+    return mls_status_name(st, name.data, name.length);
 }
 
 /* Indexes that we write are sorted already; others may not be. Equal shards become
@@ -267,7 +258,6 @@ static mls_code sort_shards(const mls_index *x, mls_status *st)
     return MLS_OK;
 }
 
-/* For sort_unless_sorted, over pointers to files. */
 static int compare_paths(const void *a, const void *b)
 {
     const mls_index_file *x = *(const mls_index_file *const *)a;
@@ -291,7 +281,6 @@ static uint64_t offset_of(const shard_place *s)
     return s->layer == NULL ? s->shard->offset : s->layer->offset;
 }
 
-/* For sort_unless_sorted, over places: by file and offset. */
 static int compare_places(const void *a, const void *b)
 {
     const shard_place *x = a, *y = b;
@@ -300,7 +289,6 @@ static int compare_places(const void *a, const void *b)
                                           : 0;
 }
 
-/* Check that paths are unique. */
 static mls_code check_files(const mls_index *x, mls_status *st)
 {
     const void **sorted = mls_alloc(x->file_count, sizeof *sorted);
@@ -398,12 +386,8 @@ static mls_code check_sum(const mls_index *x, mls_status *st)
  */
 mls_code mls_index_arrange(mls_index *index, mls_status *st)
 {
-    mls_code code = sort_shards(index, st);
-    if (code == MLS_OK) {
-        code = check_files(index, st);
-    }
-    if (code == MLS_OK) {
-        code = check_overlaps(index, st);
-    }
-    return code == MLS_OK ? check_sum(index, st) : code;
+    const bool is_valid = sort_shards(index, st) == MLS_OK &&
+                          check_files(index, st) == MLS_OK &&
+                          check_overlaps(index, st) == MLS_OK;
+    return is_valid ? check_sum(index, st) : st->code;
 }

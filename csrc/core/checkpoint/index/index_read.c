@@ -326,8 +326,7 @@ static mls_code read_range(reader *r, mls_layer *layer)
     }
     if (layer->file >= r->index.file_count) {
         mls_index_fail_column(&r->in, &file, "is not one of the files");
-        mls_status_expected(r->in.st, "below %zu", r->index.file_count);
-        return MLS_E_FORMAT;
+        return mls_status_expected(r->in.st, "below %zu", r->index.file_count);
     }
     if ((code = mls_index_next_number(&r->in, &r->layers[OFFSET], HEADER_BYTES, INT64_MAX,
                                       &layer->offset)) != MLS_OK ||
@@ -338,14 +337,13 @@ static mls_code read_range(reader *r, mls_layer *layer)
         end > r->index.files[layer->file].bytes) {
         mls_index_fail_column(&r->in, &offset,
                               "plus bytes exceeds the length of the file");
-        mls_status_expected(r->in.st, "%zu bytes before %llu", layer->bytes,
-                            (unsigned long long)r->index.files[layer->file].bytes);
-        return MLS_E_FORMAT;
+        return mls_status_expected(r->in.st, "%zu bytes before %llu", layer->bytes,
+                                   (unsigned long long)r->index.files[layer->file].bytes);
     }
     return MLS_OK;
 }
 
-/* Read the checksum of the layer and those of its blocks. A layer of one block stores
+/* Read the checksums of the layer and of its blocks. A layer of one block stores
  * only the first. The two are not compared: verification reads the blocks. */
 static mls_code read_crcs(reader *r, mls_layer *layer)
 {
@@ -393,7 +391,6 @@ static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
     return MLS_OK;
 }
 
-/* Read "codec" and "frames" of a compressed layer. */
 static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node node,
                             size_t item, size_t elements, mls_layer *layer)
 {
@@ -469,7 +466,6 @@ static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elem
                : code;
 }
 
-/* Read the next layer, which is number `number` of a shard with `elements` elements. */
 static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t elements,
                            size_t number, mls_layer *layer)
 {
@@ -489,8 +485,7 @@ static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t eleme
                               layer->row == 0 && layer->frames == NULL
                                   ? "does not match shape, layout and dtype"
                                   : "does not match the elements or frames of the layer");
-        mls_status_expected(r->in.st, "%zu", made);
-        return MLS_E_FORMAT;
+        return mls_status_expected(r->in.st, "%zu", made);
     }
     return read_crcs(r, layer);
 }
@@ -563,7 +558,6 @@ static mls_code read_shape(reader *r, mls_index_shard *shard)
     return code;
 }
 
-/* Read name and kind of a shard. */
 static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kind **out)
 {
     const mls_json_node node = r->name;
@@ -581,8 +575,7 @@ static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kin
     }
     if (number >= r->kind_count) {
         mls_index_fail_column(&r->in, &kind_column, "is not one of the kinds");
-        mls_status_expected(r->in.st, "below %zu", r->kind_count);
-        return MLS_E_FORMAT;
+        return mls_status_expected(r->in.st, "below %zu", r->kind_count);
     }
     const shard_kind *kind = &r->kinds[number];
     shard->id = (mls_tensor_id){.section = kind->section,
@@ -601,7 +594,6 @@ static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kin
                : MLS_OK;
 }
 
-/* Compute the elements and bytes of the part from shape, layout and dtype. */
 static mls_code read_part(reader *r, const column *shape, const shard_kind *kind,
                           mls_index_shard *shard, size_t *elements)
 {
@@ -628,7 +620,6 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     return MLS_OK;
 }
 
-/* Read how many of the next rows of the layer table belong to a shard. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];
@@ -665,7 +656,6 @@ static mls_code read_shard(reader *r, mls_index_shard *shard)
 
 /* ---- the whole index ---- */
 
-/* Upper bounds for the array sizes. */
 typedef struct needs {
     size_t dims, sparse, layers, extents, frames, ends;
 } needs;
@@ -767,7 +757,6 @@ static mls_code open_layers(reader *r, mls_json_node object)
     return code;
 }
 
-/* Read all shards and their layers. */
 static mls_code read_shards(reader *r, mls_json_node shards, mls_json_node layers)
 {
     mls_code code = open_shards(r, shards);
@@ -812,11 +801,9 @@ static mls_code read_format(reader *r)
                 "\"format_version\" %.*s is not supported: this mlstate reads version %d",
                 shown, text.data, (int)MLS_INDEX_VERSION);
     mls_status_expected(r->in.st, "%d", (int)MLS_INDEX_VERSION);
-    mls_status_got(r->in.st, "%.*s", shown, text.data);
-    return MLS_E_FORMAT;
+    return mls_status_got(r->in.st, "%.*s", shown, text.data);
 }
 
-/* Read the members before the tables. */
 static mls_code read_head(reader *r, const member *generation, const member *rank,
                           const member *world)
 {
@@ -835,7 +822,6 @@ static mls_code read_head(reader *r, const member *generation, const member *ran
                           : code;
 }
 
-/* Read everything except the JSON checksum. */
 static mls_code read_index(reader *r)
 {
     enum { GENERATION, RANK, WORLD, FILES, KINDS, SHARDS, LAYERS, COUNT };

@@ -22,11 +22,9 @@ mls_code mls_index_fail_at(const mls_index_source *in, size_t at, const char *ke
     const int shown = (int)(in->name.length < SHOWN_NAME ? in->name.length : SHOWN_NAME);
     mls_fail_at(in->st, at, "shard of '%.*s': \"%s\" %s", shown, in->name.data, key,
                 what);
-    mls_status_name(in->st, in->name.data, in->name.length);
-    return MLS_E_FORMAT;
+    return mls_status_name(in->st, in->name.data, in->name.length);
 }
 
-/* Also records the value in the status. */
 mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
                               const char *key, const char *what)
 {
@@ -48,15 +46,12 @@ mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
     return MLS_E_FORMAT;
 }
 
-/* Add the valid range to an error; returns MLS_E_FORMAT. */
 static mls_code expect_range(const mls_index_source *in, uint64_t least, uint64_t most)
 {
-    mls_status_expected(in->st, "%llu to %llu", (unsigned long long)least,
-                        (unsigned long long)most);
-    return MLS_E_FORMAT;
+    return mls_status_expected(in->st, "%llu to %llu", (unsigned long long)least,
+                               (unsigned long long)most);
 }
 
-/* Report a value of the wrong type. */
 static mls_code fail_type(const mls_index_source *in, mls_json_node node, const char *key,
                           mls_json_type type)
 {
@@ -145,8 +140,7 @@ mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member 
         mls_index_fail_at(in, mls_json_offset(in->json, m->node), m->key,
                           "must have one value for each row of its table");
         mls_status_expected(in->st, "%zu", rows);
-        mls_status_got(in->st, "%zu", count);
-        return MLS_E_FORMAT;
+        return mls_status_got(in->st, "%zu", count);
     }
     *out = mls_json_first(in->json, m->node);
     return MLS_OK;
@@ -162,8 +156,7 @@ mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_colum
         length++;
     }
     mls_index_fail_at(in, column->offset, column->key, what);
-    mls_status_got(in->st, "%.*s", (int)length, length > 0 ? rest.data : "");
-    return MLS_E_FORMAT;
+    return mls_status_got(in->st, "%.*s", (int)length, length > 0 ? rest.data : "");
 }
 
 static void advance_column(mls_index_column *column, size_t length)
@@ -209,8 +202,7 @@ mls_code mls_index_next_crc(const mls_index_source *in, mls_index_column *column
     if (!mls_crc_from_digits(column->rest.data, out)) {
         mls_index_fail_column(in, column,
                               "must have 8 hexadecimal digits for each value");
-        mls_status_got(in->st, "%.*s", (int)MLS_CRC_DIGITS, column->rest.data);
-        return MLS_E_FORMAT;
+        return mls_status_got(in->st, "%.*s", (int)MLS_CRC_DIGITS, column->rest.data);
     }
     advance_column(column, MLS_CRC_DIGITS);
     return MLS_OK;

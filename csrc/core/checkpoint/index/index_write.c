@@ -30,13 +30,11 @@ static void put_number(mls_json_writer *b, const char *key, uint64_t number)
     mls_json_writer_number(b, number);
 }
 
-/* A member whose value is one of our own words. */
 static void put_plain(mls_json_writer *b, const char *key, const char *text)
 {
     put_string(b, key, (mls_str){text, strlen(text)});
 }
 
-/* Append the digits of checksums; one string holds the whole column. */
 static void put_crcs(mls_json_writer *b, const uint32_t *crcs, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
@@ -164,7 +162,6 @@ void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer)
  * kind. So the time is linear in the number of shards, even if there are many kinds. */
 enum { KINDS_COMPARED = 32 };
 
-/* The first shard of each kind, and the kind of each shard. */
 typedef struct kind_table {
     size_t *firsts, count;
     size_t *of_shards;
@@ -174,21 +171,17 @@ typedef struct kind_table {
 static bool is_same_kind(const mls_index_shard *a, const mls_index_shard *b)
 {
     const bool axes = a->axes != NULL && a->rank > 0;
-    bool same =
-        a->id.section == b->id.section && a->id.has_state == b->id.has_state &&
-        (!a->id.has_state || mls_str_compare(a->id.state, b->id.state) == 0) &&
-        a->dtype == b->dtype && a->tier == b->tier &&
-        a->layout.count == b->layout.count && axes == (b->axes != NULL && b->rank > 0) &&
-        (!axes || (a->rank == b->rank && memcmp(a->axes, b->axes, (size_t)a->rank) == 0));
-    for (int i = 0; same && i < a->layout.count; i++) {
-        same = a->layout.steps[i].axis == b->layout.steps[i].axis &&
-               a->layout.steps[i].parts == b->layout.steps[i].parts;
-    }
-    return same;
+    return a->id.section == b->id.section && a->id.has_state == b->id.has_state &&
+           (!a->id.has_state || mls_str_compare(a->id.state, b->id.state) == 0) &&
+           a->dtype == b->dtype && a->tier == b->tier &&
+           axes == (b->axes != NULL && b->rank > 0) &&
+           (!axes ||
+            (a->rank == b->rank && memcmp(a->axes, b->axes, (size_t)a->rank) == 0)) &&
+           mls_layout_equal(&a->layout, &b->layout);
 }
 
 /* Number the kinds in the order of their first shards. Both lists share one allocation,
- * at `firsts`; it is NULL if there is no memory. */
+ * at `firsts`; it is NULL without memory. */
 static kind_table number_kinds(const mls_index *index)
 {
     kind_table t = {.firsts = mls_alloc(index->shard_count, 2 * sizeof *t.firsts)};
@@ -212,7 +205,6 @@ static kind_table number_kinds(const mls_index *index)
     return t;
 }
 
-/* One line for each kind. */
 static void put_kinds(mls_json_writer *b, const mls_index *index, const kind_table *kinds)
 {
     mls_json_writer_text(b, ",\n\"kinds\":[");
@@ -226,7 +218,6 @@ static void put_kinds(mls_json_writer *b, const mls_index *index, const kind_tab
 
 /* ---- tables: one line for each column ---- */
 
-/* The columns of the shards, then those of the layers. */
 typedef enum table_column {
     NAME,
     KIND,
@@ -264,7 +255,6 @@ static const char *const column_marks[TABLE_COLUMNS][3] = {
     [CODEC] = {",\n\"codec\":[", ",", "]"},
     [FRAMES] = {",\n\"frames\":[", ",", "]"}};
 
-/* Return whether a shard or layer needs a value in a column. */
 static bool needs_column(table_column column, const mls_index_shard *s,
                          const mls_layer *layer)
 {
@@ -336,7 +326,6 @@ static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t 
     return column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, number);
 }
 
-/* Return whether any shard or layer needs a column. */
 static bool is_column_needed(table_column column, const mls_index *index)
 {
     bool needed = column != LAYER_COUNT && column < BLOCKS;

@@ -34,7 +34,6 @@ static bool is_tensor(const mls_layer *place)
     return place->row == 0 && place->frames == NULL;
 }
 
-/* Allocate the arrays for all places in a file. */
 static mls_code allocate_members(rebuild *r, const mls_index *index, size_t file,
                                  mls_status *st)
 {

@@ -11,12 +11,7 @@
  * of all sizes with the same layout form one group. */
 static bool is_same_group(const mls_index_shard *shard, const mls_index_shard *other)
 {
-    bool same = shard->part == other->part && shard->layout.count == other->layout.count;
-    for (int i = 0; same && i < shard->layout.count; i++) {
-        same = shard->layout.steps[i].axis == other->layout.steps[i].axis &&
-               shard->layout.steps[i].parts == other->layout.steps[i].parts;
-    }
-    return same;
+    return shard->part == other->part && mls_layout_equal(&shard->layout, &other->layout);
 }
 
 /* Return the group of a shard, or the number of groups if it needs a new one. */
@@ -33,7 +28,6 @@ static size_t find_group(const mls_index_shard *shard,
     return group;
 }
 
-/* Stops when the number of groups exceeds the limit. */
 mls_code mls_index_pattern_init(const mls_index *index, mls_index_pattern *out,
                                 mls_status *st)
 {

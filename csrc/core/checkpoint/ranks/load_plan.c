@@ -10,7 +10,7 @@
 
 /* ---- choose parts ---- */
 
-/* A part takes hundreds of bytes, most of which are never touched. So the arrays are not
+/* A part takes hundreds of bytes, and most are never touched. So the arrays are not
  * zeroed, here and in mls_load_plan_find. */
 mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *merged,
                             size_t most, mls_status *st)
@@ -57,12 +57,10 @@ mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
     return w;
 }
 
-/* Add the tensor's name to an error. */
 static mls_code name_tensor(const mls_wanted *w, mls_status *st)
 {
     const mls_str name = w->tensor->facts->id.name;
-    mls_status_name(st, name.data, name.length);
-    return st->code;
+    return mls_status_name(st, name.data, name.length);
 }
 
 /* A number of ranks defines how to cut one axis, but not several. */
@@ -86,12 +84,10 @@ mls_code mls_wanted_cut(mls_wanted *w, const mls_cutting *how, mls_status *st)
     return mls_layout_part(&layout, facts->rank, facts->shape, index, &w->part, st);
 }
 
-/* Add both shapes and the tensor's name to an error. */
 static mls_code set_shapes(const mls_wanted *w, const char *have, const char *want,
                            mls_status *st)
 {
-    mls_status_expected(st, "%s", want);
-    mls_status_got(st, "%s", have);
+    mls_status_differ(st, want, have);
     return name_tensor(w, st);
 }
 
@@ -100,8 +96,7 @@ mls_code mls_wanted_check_whole(const mls_wanted *w, int rank, const size_t *sha
 {
     const mls_index_shard *facts = w->tensor->facts;
     char have[64], want[64];
-    if (rank == facts->rank &&
-        memcmp(shape, facts->shape, (size_t)rank * sizeof *shape) == 0) {
+    if (mls_shape_equal(rank, shape, facts->rank, facts->shape)) {
         return MLS_OK;
     }
     mls_shape_text(have, sizeof have, facts->rank, facts->shape);
@@ -146,11 +141,8 @@ mls_code mls_wanted_check_target(const mls_wanted *w, const mls_tensor *target,
     size_t dims[MLS_LAYOUT_RANK];
     char have[64], want[64];
     const int rank = mls_part_dims(&w->part, dims);
-    bool same = target->rank == rank && target->dtype == facts->dtype;
-    for (int i = 0; same && i < rank; i++) {
-        same = target->shape[i] == dims[i];
-    }
-    if (same) {
+    if (target->dtype == facts->dtype &&
+        mls_shape_equal(target->rank, target->shape, rank, dims)) {
         return MLS_OK;
     }
     mls_shape_text(have, sizeof have, rank, dims);

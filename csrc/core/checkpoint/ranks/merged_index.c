@@ -37,8 +37,7 @@ static mls_code add_shard(mls_merged_index *c, const mls_merged_index_shard *nex
         const mls_str name = next->shard->id.name;
         mls_fail(st, MLS_E_FORMAT,
                  "the dtype, shape or layout of a tensor differs between ranks");
-        mls_status_name(st, name.data, name.length);
-        return MLS_E_FORMAT;
+        return mls_status_name(st, name.data, name.length);
     }
     if (tensor->count == 0 ||
         c->shards[c->shard_count - 1].shard->part != next->shard->part) {
@@ -246,11 +245,9 @@ static mls_code check_missing(const mls_merged_index *merged,
              "the tensor is incomplete: %zu of its %zu parts are stored, with %zu of the "
              "%zu requested elements",
              tensor->count, parts, there, mls_part_count(to));
-    mls_status_name(st, name.data, name.length);
-    return MLS_E_FORMAT;
+    return mls_status_name(st, name.data, name.length);
 }
 
-/* State while listing the places that intersect `to`. */
 typedef struct listing {
     const mls_merged_index_shard *from;
     const mls_part *part; /* part of the shard */

@@ -29,7 +29,6 @@ static uint64_t span_cost(const mls_read_span *s)
                                                         : bytes);
 }
 
-/* Append a span. */
 static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
 {
     if (plan->count == plan->room) {
@@ -62,7 +61,6 @@ typedef struct filling {
     size_t first;     /* element of the shard at byte `from` */
 } zero_fill;
 
-/* Number of visible elements. */
 static size_t count_visible(const mls_stored_shard *shard)
 {
     size_t count = 0;

@@ -34,7 +34,7 @@ typedef struct mls_read_span {
     size_t to; /* byte of the packed destination that receives byte `from`, if the span is
                   one contiguous run; SIZE_MAX: several runs */
     size_t zeros_from,
-        zeros_end; /* range of the destination in which zeros are filled between runs */
+        zeros_end; /* range of the destination; gaps between runs become zeros */
     const char *file;
     uint64_t at;   /* offset of `from` in the file */
     uint64_t cost; /* see read_plan.c */

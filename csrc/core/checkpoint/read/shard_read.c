@@ -35,7 +35,6 @@ enum {
     SHARED_BYTES = 8 << 20 /* the calling thread reads less than this alone */
 };
 
-/* State shared by the threads. */
 typedef struct reading {
     mls_read_request request;
     mls_read_plan plan;
@@ -49,7 +48,6 @@ typedef struct reading {
     bool unmade; /* the maker failed */
 } read_state;
 
-/* State of one thread: its open file and buffers. */
 typedef struct worker {
     read_state *shared;
     const char *file; /* name of the open file, or NULL */
@@ -69,7 +67,6 @@ typedef struct run {
     unsigned char *to;
 } run;
 
-/* Iterator over the runs of a span. */
 typedef struct run_reader {
     run now;
     const mls_read_span *span;
@@ -77,7 +74,6 @@ typedef struct run_reader {
     size_t filled, zeros; /* where the next zeros start; number of zeros filled */
 } run_reader;
 
-/* Fill the destination with zeros up to byte `end`. */
 static void fill_zeros_to(run_reader *r, size_t end)
 {
     if (r->filled < end) {
@@ -99,7 +95,6 @@ static void set_run(run_reader *r, const mls_stored_run *next)
     }
 }
 
-/* Advance to the next run, or to the end of the span. */
 static void next_run(run_reader *r)
 {
     mls_stored_run next;
@@ -125,7 +120,6 @@ static void start_runs(run_reader *r, const mls_read_span *s)
     }
 }
 
-/* Mark `bytes` of the current run as done; continue with the next run at its end. */
 static void advance_run(run_reader *r, size_t bytes)
 {
     r->now.at += bytes;
@@ -138,13 +132,11 @@ static void advance_run(run_reader *r, size_t bytes)
 
 /* ---- files ---- */
 
-/* The common error for anything except a regular file. */
 static mls_code fail_not_regular(const char *what, mls_status *st)
 {
     mls_fail(st, MLS_E_FORMAT, "not a regular file but %s", what);
     mls_status_expected(st, "a regular file");
-    mls_status_got(st, "%s", what);
-    return MLS_E_FORMAT;
+    return mls_status_got(st, "%s", what);
 }
 
 /* Explain a failed openat. Symbolic links are not followed in a folder of ours: shards
@@ -208,8 +200,7 @@ static mls_code open_shard(read_worker *w, const mls_stored_shard *shard, mls_st
                 "replaced",
                 (unsigned long long)w->file_bytes, (unsigned long long)shard->file_bytes);
     mls_status_expected(st, "%llu bytes", (unsigned long long)shard->file_bytes);
-    mls_status_got(st, "%llu bytes", (unsigned long long)w->file_bytes);
-    return MLS_E_FORMAT;
+    return mls_status_got(st, "%llu bytes", (unsigned long long)w->file_bytes);
 }
 
 /* Return whether the system copies bytes at `offset` of a file to `to` slowly. Linux
@@ -311,7 +302,7 @@ static bool is_verified(const read_state *shared, const mls_stored_shard *shard)
 }
 
 /* Read `bytes` of a block, add them to its checksum, and deliver the requested ones:
- * directly if the step lies within one run. */
+ * directly if the step is within one run. */
 static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes,
                           uint32_t *crc, mls_status *st)
 {
@@ -393,7 +384,6 @@ static mls_code read_compressed(read_worker *w, run_reader *r, mls_status *st)
 
 /* ---- zeros that were not stored ---- */
 
-/* Fill all runs of a span of zeros. */
 static void fill_zeros(read_worker *w, run_reader *r)
 {
     while (r->now.left > 0) {
@@ -436,7 +426,6 @@ static void record_stop(read_state *shared, const mls_read_span *s)
     pthread_mutex_unlock(&shared->lock);
 }
 
-/* Read one span of a task. */
 static void read_span(read_worker *w, const mls_read_span *s)
 {
     mls_status st;
@@ -561,7 +550,6 @@ static void make_destinations(void *context)
     mls_ready_counter_advance(&shared->made, SIZE_MAX);
 }
 
-/* Wait until spans `first` .. `end` have destinations. */
 static void wait_for_destinations(read_state *shared, size_t first, size_t end)
 {
     size_t last = 0;
@@ -573,7 +561,6 @@ static void wait_for_destinations(read_state *shared, size_t first, size_t end)
     mls_ready_counter_wait(&shared->made, last + 1);
 }
 
-/* Read all spans of a task, adjacent ones together. */
 static void read_task(read_worker *w, size_t index)
 {
     read_state *shared = w->shared;

@@ -117,7 +117,6 @@ static void append_problem(verifier *v, const mls_problem *problem)
     found->list[found->count++] = *problem;
 }
 
-/* Create a problem and add it to the list. */
 static void add_problem(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
                         uint64_t offset, uint64_t bytes, const char *text)
 {
@@ -138,7 +137,6 @@ static int compare_problems(const void *a, const void *b)
                                    : x->offset > y->offset;
 }
 
-/* Report progress, and count the bytes read. */
 static void report_progress(verifier *v, uint64_t bytes)
 {
     pthread_mutex_lock(&v->lock);
@@ -278,7 +276,6 @@ mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *reco
     return code;
 }
 
-/* Check the header of a file, and whether it lists the places of the index. */
 static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
 {
     const mls_layer place = place_of(v, first);
@@ -417,7 +414,6 @@ static void verify_place(verifier *v, int fd, size_t number, size_t start,
     }
 }
 
-/* The task of some places in one file, in ascending order. */
 static void verify_places(verifier *v, const task *t)
 {
     int fd;
@@ -460,14 +456,12 @@ static void verify_task(void *context, size_t index)
 
 /* ---- the whole index ---- */
 
-/* A place and its location, for sorting. */
 typedef struct located {
     size_t file;
     uint64_t offset;
     spot spot;
 } located;
 
-/* For qsort. */
 static int compare_places(const void *a, const void *b)
 {
     const located *x = a, *y = b;
@@ -512,7 +506,6 @@ static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
     return MLS_OK;
 }
 
-/* Create a header task for each file, followed by tasks of about PART bytes. */
 static size_t make_tasks(const verifier *v, task *tasks)
 {
     size_t count = 0, bytes = 0, file = SIZE_MAX;

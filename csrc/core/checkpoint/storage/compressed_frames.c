@@ -30,11 +30,7 @@ size_t mls_compressed_frame_bytes(const mls_compressed_frames *frames, size_t nu
 
 size_t mls_compressed_frames_text_count(mls_str text)
 {
-    size_t commas = 0;
-    for (size_t i = 0; i < text.length; i++) {
-        commas += text.data[i] == ',';
-    }
-    return commas + 1;
+    return mls_str_count(text, ',') + 1;
 }
 
 /* A compressed frame is never longer than its uncompressed bytes, so the sums cannot
@@ -75,7 +71,6 @@ static inline void shuffle_items(const unsigned char *restrict from, size_t coun
     }
 }
 
-/* One specialized loop for each element size. */
 static void shuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
                           unsigned char *to)
 {
@@ -90,7 +85,6 @@ static void shuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
 
 #if !defined(_WIN32)
 
-/* The inverse of `shuffle_items`. */
 static inline void unshuffle_items(const unsigned char *restrict from, size_t count,
                                    size_t item, unsigned char *restrict to)
 {
@@ -101,7 +95,6 @@ static inline void unshuffle_items(const unsigned char *restrict from, size_t co
     }
 }
 
-/* The inverse of `shuffle_bytes`. */
 static void unshuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
                             unsigned char *to)
 {
@@ -173,8 +166,7 @@ mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_
     st->has_offset = true;
     st->offset = offset + start;
     mls_status_expected(st, "%08lx", (unsigned long)expected);
-    mls_status_got(st, "%08lx", (unsigned long)found);
-    return MLS_E_CHECKSUM;
+    return mls_status_got(st, "%08lx", (unsigned long)found);
 }
 
 /* Read one block of the compressed bytes into position `slot` of the buffer, and verify
@@ -223,7 +215,6 @@ static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *co
     return MLS_OK;
 }
 
-/* Read the compressed bytes of a frame into the buffer. */
 static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_coded *coded,
                                  size_t begin, size_t end, const unsigned char **out,
                                  mls_status *st)

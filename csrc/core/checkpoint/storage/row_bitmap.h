@@ -47,7 +47,7 @@ bool mls_rows_zero(const unsigned char *data, size_t bytes);
 size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t first,
                             size_t count, const unsigned char *data);
 
-/* The same for rows in which `now` and `before` differ. */
+/* The same for rows that differ between `now` and `before`. */
 size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_t first,
                              size_t count, const unsigned char *now,
                              const unsigned char *before);

@@ -45,11 +45,7 @@ bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range 
 
 size_t mls_layer_rows_count(mls_str text)
 {
-    size_t commas = 0;
-    for (size_t i = 0; i < text.length; i++) {
-        commas += text.data[i] == ',';
-    }
-    return (commas + 1) / 2;
+    return (mls_str_count(text, ',') + 1) / 2;
 }
 
 /* Each pair of numbers is a range. */
@@ -80,13 +76,15 @@ size_t mls_layers_room(const mls_layers *layers)
     return 2 * runs + 1;
 }
 
-/* Binary search; lists are ascending. */
-size_t mls_row_ranges_find(const mls_row_range *list, size_t count, size_t element)
+/* The shared binary search; lists ascend in both numbers. */
+static inline size_t find_range(const mls_row_range *list, size_t count, size_t element,
+                                bool by_layer)
 {
     size_t low = 0, high = count;
     while (low < high) {
         const size_t middle = low + (high - low) / 2;
-        if (list[middle].begin + list[middle].count <= element) {
+        const size_t begin = by_layer ? list[middle].at : list[middle].begin;
+        if (begin + list[middle].count <= element) {
             low = middle + 1;
         } else {
             high = middle;
@@ -95,7 +93,16 @@ size_t mls_row_ranges_find(const mls_row_range *list, size_t count, size_t eleme
     return low;
 }
 
-/* A sweep over a shard. */
+size_t mls_row_ranges_find(const mls_row_range *list, size_t count, size_t element)
+{
+    return find_range(list, count, element, false);
+}
+
+size_t mls_row_ranges_find_at(const mls_row_range *list, size_t count, size_t at)
+{
+    return find_range(list, count, at, true);
+}
+
 typedef struct walk {
     const mls_layers *layers;
     size_t elements;
@@ -103,7 +110,7 @@ typedef struct walk {
     size_t next[MLS_LAYERS_MOST]; /* first range of each layer that ends after `at` */
 } layer_sweep;
 
-/* Return the next visible range and its layer; the number of layers stands for zeros.
+/* Return the next visible range and its layer; the number of layers means zeros.
  * Returns false at the end. */
 static bool next_visible(layer_sweep *w, size_t *which, mls_row_range *out)
 {

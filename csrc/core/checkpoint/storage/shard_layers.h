@@ -92,7 +92,9 @@ size_t mls_layers_room(const mls_layers *layers);
  * elements. */
 size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *room);
 
-/* Position of the first range that ends after an element, or `count`. */
+/* Position of the first range that ends after an element of the shard, or after an
+ * element of the layer, or `count`. */
 size_t mls_row_ranges_find(const mls_row_range *list, size_t count, size_t element);
+size_t mls_row_ranges_find_at(const mls_row_range *list, size_t count, size_t at);
 
 #endif

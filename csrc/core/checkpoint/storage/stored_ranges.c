@@ -14,7 +14,6 @@ enum {
     SHOWN_FILE = 90  /* bytes of a file path in a message */
 };
 
-/* Number of compressed bytes. */
 static size_t compressed_bytes(const mls_compressed_frames *frames)
 {
     return frames->ends[mls_compressed_frames_count(frames->bytes) - 1];
@@ -37,7 +36,6 @@ bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
             end <= INT64_MAX); /* the largest offset that the system accepts */
 }
 
-/* Iterate over requested elements `first` .. `end` of the shard. */
 static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
 {
     mls_part part;
@@ -47,22 +45,6 @@ static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
     r->first = first;
     r->run.count = 0;
     mls_overlap_init(&r->overlap, &part, r->to);
-}
-
-/* Position of the first visible range that ends after element `at` of the layer, or their
- * number. */
-static size_t find_stored(const mls_stored_shard *shard, size_t at)
-{
-    size_t low = 0, high = shard->visible_count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        if (shard->visible[middle].at + shard->visible[middle].count <= at) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
 }
 
 /* Includes elements that are only partly in `from` .. `end`; mls_stored_runs_next clips
@@ -79,8 +61,11 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
     runs->missed = false;
     if (shard->visible != NULL) {
         /* find the visible ranges by binary search: thousands may precede them */
-        runs->extent = find_stored(shard, first);
-        runs->last = behind == 0 ? 0 : find_stored(shard, behind - 1);
+        runs->extent =
+            mls_row_ranges_find_at(shard->visible, shard->visible_count, first);
+        runs->last = behind == 0 ? 0
+                                 : mls_row_ranges_find_at(
+                                       shard->visible, shard->visible_count, behind - 1);
         if (runs->last < shard->visible_count && shard->visible[runs->last].at < behind) {
             runs->last++;
         }
@@ -99,7 +84,6 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
     start_overlap(runs, first, behind);
 }
 
-/* Return the next run, in elements of the shard. */
 static bool next_run(mls_stored_runs *r)
 {
     if (!mls_overlap_next(&r->overlap, &r->run)) {
@@ -200,7 +184,8 @@ size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
     if (shard->visible == NULL) {
         return at;
     }
-    const mls_row_range *extent = &shard->visible[find_stored(shard, at)];
+    const mls_row_range *extent =
+        &shard->visible[mls_row_ranges_find_at(shard->visible, shard->visible_count, at)];
     return extent->begin + (at - extent->at);
 }
 
@@ -293,7 +278,5 @@ mls_code mls_stored_blame(const mls_stored_shard *shard, mls_status *st)
     st->has_offset = why.has_offset;
     st->offset = why.offset;
     mls_status_name(st, shard->name.data, shard->name.length);
-    mls_status_expected(st, "%s", why.expected);
-    mls_status_got(st, "%s", why.got);
-    return why.code;
+    return mls_status_differ(st, why.expected, why.got);
 }

@@ -147,13 +147,11 @@ void mls_tiers_unpin(mls_tiers *t, size_t unit)
 
 /* ---- one move ---- */
 
-/* Bytes left of a budget; 0 if it is exceeded. */
 static uint64_t bytes_left(uint64_t budget, uint64_t used)
 {
     return used > budget ? 0 : budget - used;
 }
 
-/* Report that moving other units cannot help. */
 static mls_code fail_alone(const mls_tiers *t, size_t unit, mls_tier tier, mls_status *st)
 {
     return mls_fail(st, MLS_E_CAPACITY,
@@ -209,7 +207,6 @@ void mls_tiers_end(mls_tiers *t, size_t unit, mls_tier to, bool moved)
 
 /* ---- ranking ---- */
 
-/* A unit, its sort key, and its new tier. */
 typedef struct ranked {
     uint64_t weight, used_at, bytes;
     size_t unit;
@@ -260,7 +257,6 @@ static void push_move(mls_tier_moves *moves, const unit_rank *r, mls_tier to)
 
 /* ---- making space ---- */
 
-/* Units that leave a tier, and their total bytes. */
 typedef struct victims {
     unit_rank *list; /* large enough for all units */
     size_t count;
@@ -344,7 +340,6 @@ static void plan_demotions(const mls_tiers *t, size_t unit, const victims *first
     }
 }
 
-/* Report that moving all movable units would not be enough. */
 static mls_code fail_pinned(const mls_tiers *t, size_t unit, mls_tier tier,
                             mls_status *st)
 {
@@ -397,7 +392,6 @@ done:
 
 /* ---- rebalancing ---- */
 
-/* List the movable units, best first, and the budget that pinned units leave. */
 static size_t rank_all(const mls_tiers *t, unit_rank *list, uint64_t left[MLS_TIER_COUNT])
 {
     size_t found = 0;

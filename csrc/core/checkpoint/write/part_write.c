@@ -7,7 +7,6 @@
 #    include "io/file.h"
 #    include "safetensors/safetensors.h"
 
-/* One tensor that is being written. */
 typedef struct writing {
     const mls_part_writer *writer;
     const mls_shard_item *item;
@@ -33,7 +32,6 @@ static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t co
     return w->writer->buffer;
 }
 
-/* Append zeros to the share. */
 static void append_zeros(writing *w, size_t count)
 {
     if (w->share != 0 && w->zero_count != count) {

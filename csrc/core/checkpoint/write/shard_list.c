@@ -8,7 +8,7 @@
 #include <string.h>
 
 /* Ensure capacity for `more` elements behind the `used` ones of a block. Returns false if
- * there is no memory; the block is then unchanged. */
+ * memory runs out; the block is then unchanged. */
 static bool ensure_capacity(void *block, size_t size, size_t used, size_t more,
                             size_t *room)
 {
@@ -86,8 +86,7 @@ static mls_code add_part(mls_shard_list *list, const mls_tensor_id *id,
 {
     mls_part part;
     if (mls_layout_part(layout, array->rank, array->shape, index, &part, st) != MLS_OK) {
-        mls_status_name(st, id->name.data, id->name.length);
-        return st->code;
+        return mls_status_name(st, id->name.data, id->name.length);
     }
     mls_shard_item *item =
         mls_shard_list_add(list, id, array->dtype, array->rank, array->shape, st);

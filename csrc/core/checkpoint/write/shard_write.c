@@ -85,7 +85,7 @@ typedef struct writer {
 
 /* Return an unused buffer, or a new one; there are at most as many as threads. Direct
  * writes need aligned memory, and freed pages return to the system, which malloc does not
- * guarantee. `data` is NULL if there is no memory. */
+ * guarantee. `data` is NULL if memory runs out. */
 static mls_pages take_buffer(writer *w)
 {
     mls_pages buffer = {0};
@@ -125,7 +125,6 @@ static void free_buffers(writer *w)
 
 /* ---- one file's bytes ---- */
 
-/* Bytes on their way to a file, from `offset` on. */
 typedef struct sink {
     writer *w;
     output *out;
@@ -229,23 +228,6 @@ static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
     return here->begin + (at - here->at);
 }
 
-/* Number of the last row range that starts at or before byte `start` of a layer. Binary
- * search, since a task may start anywhere. */
-static size_t first_run(const mls_planned *planned, size_t size, size_t start)
-{
-    const mls_layer *fresh = planned->fresh;
-    size_t low = 0, high = fresh == NULL ? 1 : fresh->run_count;
-    while (high - low > 1) {
-        const size_t middle = low + (high - low) / 2;
-        if (fresh->runs[middle].at <= start / size) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
 /* Write bytes `start` .. `end` of one tensor. `start` is a block boundary, so each block
  * and its checksum belong to one task. */
 static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t start,
@@ -254,7 +236,11 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     const mls_planned *planned = &s->w->plan.planned[tensor->number];
     const mls_shard_item *item = planned->item;
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
-    size_t run = first_run(planned, size, start);
+    const mls_layer *fresh = planned->fresh;
+    /* a search, since a task may start anywhere */
+    size_t run = fresh == NULL ? 0
+                               : mls_row_ranges_find_at(fresh->runs, fresh->run_count,
+                                                        start / size);
     mls_code code = MLS_OK;
     while (code == MLS_OK && start < end) {
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
@@ -277,7 +263,6 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     return code;
 }
 
-/* Write a compressed tensor. */
 static mls_code put_compressed(sink *s, const mls_header_tensor *tensor,
                                const unsigned char *coded)
 {
@@ -356,7 +341,6 @@ static int rename_file(const writer *w, const char *from, const char *to)
     return renameat(source, old, target, name);
 }
 
-/* Delete a file that this save created. */
 static void remove_file(const writer *w, const char *path)
 {
     const char *name;
@@ -399,7 +383,6 @@ static mls_code check_new_name(const writer *w, const char *path, mls_status *st
                : MLS_OK;
 }
 
-/* Lay out the file and create its temporary file, which must not exist. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
     if (mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
@@ -567,7 +550,6 @@ static void write_task(void *context, size_t index)
     }
 }
 
-/* Bytes of a file's first shard. */
 static size_t first_bytes(const mls_write_plan *plan, size_t number)
 {
     const size_t shard = plan->files[number].shards[0];
@@ -677,7 +659,6 @@ static bool can_sync_once(int folder)
     return false;
 }
 
-/* Make all renamed files durable, unless they are temporary. */
 static mls_code make_durable(const writer *w, mls_status *st)
 {
 #    if defined(__linux__)
@@ -703,7 +684,6 @@ static mls_code make_durable(const writer *w, mls_status *st)
 
 /* ---- the index ---- */
 
-/* Combine the checksums of blocks into the checksum of `bytes` bytes. */
 static uint32_t combine_crcs(const uint32_t *crcs, size_t bytes)
 {
     uint32_t crc = 0;
@@ -783,7 +763,6 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 
 /* ---- the whole save ---- */
 
-/* Delete all files that this save created, and no others. */
 static void discard_files(const writer *w, const char *index)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {

@@ -20,14 +20,12 @@ enum {
     SAVE_BYTES = 1 << 20     /* memory of a save: lists, names, messages between ranks */
 };
 
-/* An item to copy. */
 typedef struct chosen {
     size_t bytes;
     size_t number; /* index of the item */
     size_t place;  /* offset in the memory */
 } staged_item;
 
-/* Shared state of the copy tasks. */
 typedef struct copying {
     const mls_staging *to;
     mls_shard_item *items;
@@ -38,7 +36,6 @@ typedef struct copying {
 
 /* ---- sizes ---- */
 
-/* Size of one item's part in bytes. */
 static mls_code item_bytes(const mls_shard_item *item, size_t *out, mls_status *st)
 {
     mls_part part;
@@ -244,7 +241,6 @@ static size_t element_offset(const copy_state *c, const staged_item *which, size
     return rounded < which->bytes ? rounded : which->bytes;
 }
 
-/* Copy the data in one piece of the memory: parts of large items, or many small ones. */
 static void copy_task(void *context, size_t index)
 {
     const copy_state *c = context;

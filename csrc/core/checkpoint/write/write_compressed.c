@@ -23,21 +23,6 @@ enum {
 
 /* ---- access to elements ---- */
 
-/* Number of the row range that contains an element of the layer. Binary search. */
-static size_t find_run(const mls_layer *layer, size_t at)
-{
-    size_t low = 0, high = layer->run_count;
-    while (high - low > 1) {
-        const size_t middle = low + (high - low) / 2;
-        if (layer->runs[middle].at <= at) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
 /* Return elements `first` .. `first + count` of the data to write: a pointer into the
  * array, or a packed copy in `room`. */
 static const unsigned char *packed_elements(const mls_write_plan *plan,
@@ -52,7 +37,8 @@ static const unsigned char *packed_elements(const mls_write_plan *plan,
     unsigned char *to = room;
     /* row ranges are adjacent in the layer but not in memory; strided data is packed
      * directly into place */
-    for (size_t run = find_run(fresh, first); count > 0; run++) {
+    size_t run = mls_row_ranges_find_at(fresh->runs, fresh->run_count, first);
+    for (; count > 0; run++) {
         const mls_row_range *here = &fresh->runs[run];
         const size_t skip = first - here->at, left = here->count - skip;
         const size_t step = left < count ? left : count;
@@ -77,7 +63,6 @@ static bool saves_enough(size_t coded, size_t bytes)
 
 /* ---- samples ---- */
 
-/* State shared by the tasks. */
 typedef struct sampling {
     mls_write_plan *plan;
     const size_t *shards; /* candidates */
@@ -86,7 +71,6 @@ typedef struct sampling {
     mls_status why;
 } sample_state;
 
-/* Give a shard frames, and a new layer if it has none. */
 static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
                            const mls_index_shard *shard, mls_status *st)
 {
@@ -117,7 +101,6 @@ static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
     return MLS_OK;
 }
 
-/* Undo set_frames. */
 static void unset_frames(mls_planned *planned)
 {
     /* a full layer exists only for the frames; a layer of rows stays */
@@ -131,7 +114,6 @@ static void unset_frames(mls_planned *planned)
     planned->frames = NULL;
 }
 
-/* Compress the samples of a shard; `room` is large enough for three samples. */
 static mls_code test_samples(const mls_write_plan *plan, const mls_planned *planned,
                              unsigned char *room, bool *out, mls_status *st)
 {
@@ -159,7 +141,6 @@ static mls_code test_samples(const mls_write_plan *plan, const mls_planned *plan
     return MLS_OK;
 }
 
-/* After a failure no further sample is started. */
 static bool has_failed(sample_state *s)
 {
     pthread_mutex_lock(&s->lock);
@@ -239,7 +220,6 @@ mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
 
 /* ---- compression ---- */
 
-/* Report progress; the callback may stop the save. */
 static mls_code report_progress(const mls_shard_job *job, size_t bytes, mls_status *st)
 {
     const mls_progress *progress = job->progress;

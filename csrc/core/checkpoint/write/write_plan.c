@@ -30,8 +30,7 @@ static mls_code fail_memory(const mls_write_plan *plan, mls_status *st)
 /* Add the tensor's name to an error. The parameter's name is enough to find a state. */
 static mls_code name_tensor(const mls_shard_item *item, mls_status *st)
 {
-    mls_status_name(st, item->id.name.data, item->id.name.length);
-    return st->code;
+    return mls_status_name(st, item->id.name.data, item->id.name.length);
 }
 
 /* For qsort, over pointers: items are large, and the caller's array must not change. */
@@ -330,7 +329,6 @@ static bool may_keep(const mls_planned *planned)
     return planned->same || planned->layers != NULL;
 }
 
-/* Return whether a committed place is visible. */
 static bool is_visible(const mls_index_shard *before, const mls_layer *place)
 {
     return before->layers == NULL || place->visible_count > 0;
@@ -395,7 +393,6 @@ static size_t list_kept_file(mls_write_plan *plan, file_use *uses, size_t file)
     return u->moved;
 }
 
-/* Keep a shard: copy its record to the new index. */
 static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
                            mls_status *st)
 {
@@ -523,7 +520,6 @@ static size_t list_placings(const mls_write_plan *plan, placing *out)
     return count;
 }
 
-/* Bytes that a placing writes. */
 static size_t placed_bytes(const mls_write_plan *plan, const placing *p)
 {
     return mls_planned_bytes(&plan->planned[p->shard], &plan->index.shards[p->shard]);
@@ -573,7 +569,6 @@ static mls_code name_file(const mls_write_plan *plan, const placing *first, char
                : mls_fail(st, MLS_E_SIZE, "the name of a file is too long");
 }
 
-/* Create one file: its name and its shards, whose numbers are stored in `shards`. */
 static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t count,
                            size_t *shards, mls_status *st)
 {
@@ -651,7 +646,6 @@ static void describe_file(const mls_write_plan *plan, const mls_planned_file *fi
     mls_json_writer_text(text, "}");
 }
 
-/* Make the header, including the shard descriptions. */
 static mls_code make_header(mls_write_plan *plan, mls_planned_file *file, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
@@ -668,7 +662,6 @@ static mls_code make_header(mls_write_plan *plan, mls_planned_file *file, mls_st
     return code;
 }
 
-/* Describe a shard for the header: its part, or the bytes of a layer. */
 static mls_header_tensor header_tensor(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];

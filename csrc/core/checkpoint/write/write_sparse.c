@@ -31,7 +31,6 @@ const unsigned char *mls_planned_elements(const mls_shard_job *job,
 
 /* ---- many shards ---- */
 
-/* A shard that is scanned. */
 typedef struct sifted {
     size_t shard;
     mls_row_cut rows;
@@ -76,7 +75,6 @@ static mls_row_cut divide_rows(const mls_write_plan *plan, size_t number)
     return rows;
 }
 
-/* List the shards to scan, and allocate everything. */
 static mls_code list_candidates(sparse_scan *s, mls_status *st)
 {
     const mls_write_plan *plan = s->plan;
@@ -113,7 +111,6 @@ static mls_code list_candidates(sparse_scan *s, mls_status *st)
     return MLS_OK;
 }
 
-/* Divide large shards and group small ones; returns the number of pieces. */
 static size_t make_pieces(const sparse_scan *s)
 {
     size_t count = 0, room = 0; /* bytes that the last piece can still take */
@@ -139,7 +136,6 @@ static size_t make_pieces(const sparse_scan *s)
     return count;
 }
 
-/* Scan elements `from` .. `to` of one shard, until too many rows are non-zero. */
 static void scan_rows(const sparse_scan *s, scanned_shard *one, size_t from, size_t to,
                       unsigned char *buffer)
 {

@@ -31,7 +31,6 @@ enum {
     LAYERS_MOST = 8  /* a shard with this many layers is written whole */
 };
 
-/* A shard that is compared. */
 typedef struct compared {
     size_t shard;
     mls_row_cut rows;
@@ -52,12 +51,10 @@ typedef struct piece {
 
 #    define ZEROS SIZE_MAX
 
-/* Pieces that one task compares. */
 typedef struct batch {
     size_t from, to;
 } batch;
 
-/* State of the check of a file's header. */
 enum header_state { UNKNOWN, GOOD, BAD };
 
 typedef struct comparing {
@@ -131,7 +128,6 @@ static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
     return true;
 }
 
-/* Compare elements `first` .. `first + count` with their stored bytes. */
 static void compare_elements(const compare_state *c, compared_shard *one, size_t first,
                              size_t count, const unsigned char *before, file_reader *r)
 {
@@ -154,18 +150,9 @@ static void compare_read(const compare_state *c, compared_shard *one,
                          const unsigned char *data, file_reader *r)
 {
     const size_t item = one->rows.item, from = start / item, to = from + bytes / item;
-    size_t low = 0, high = place->visible_count;
-    while (low < high) { /* find the first visible range that ends after `from` */
-        const size_t middle = low + (high - low) / 2;
-        const mls_row_range *extent = &place->visible[middle];
-        if (extent->at + extent->count > from) {
-            high = middle;
-        } else {
-            low = middle + 1;
-        }
-    }
-    for (; low < place->visible_count && place->visible[low].at < to; low++) {
-        const mls_row_range *extent = &place->visible[low];
+    for (size_t i = mls_row_ranges_find_at(place->visible, place->visible_count, from);
+         i < place->visible_count && place->visible[i].at < to; i++) {
+        const mls_row_range *extent = &place->visible[i];
         const size_t end = extent->at + extent->count;
         const size_t a = extent->at > from ? extent->at : from, b = end < to ? end : to;
         compare_elements(c, one, extent->begin + (a - extent->at), b - a,
@@ -227,7 +214,6 @@ static void compare_stored(compare_state *c, compared_shard *one, const mls_laye
     }
 }
 
-/* The same for a compressed place, frame by frame. */
 static void compare_compressed(compare_state *c, compared_shard *one,
                                const mls_layer *place, const piece *p, file_reader *r)
 {
@@ -270,7 +256,6 @@ static void compare_compressed(compare_state *c, compared_shard *one,
     }
 }
 
-/* Compare a piece of the zeros: check that the elements are still zero. */
 static void compare_zeros(const compare_state *c, compared_shard *one,
                           const mls_layers *layers, const piece *p, file_reader *r)
 {
@@ -315,7 +300,6 @@ static void compare_piece(compare_state *c, const piece *p, file_reader *r)
     }
 }
 
-/* Return whether no further piece is started. */
 static bool has_stopped(const compare_state *c)
 {
     return atomic_load(&c->stopped) || atomic_load(&c->no_memory);
@@ -385,7 +369,6 @@ static size_t most_changed_rows(const mls_write_plan *plan, const mls_planned *p
     return (room < half ? room : half) / (rows->row * rows->item);
 }
 
-/* Divide a shard into rows, and return how many of them may change. */
 static size_t divide_rows(const mls_write_plan *plan, size_t number, mls_row_cut *rows)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
@@ -506,7 +489,6 @@ static void list_pieces(compare_state *c)
     }
 }
 
-/* Group small pieces into batches. */
 static void make_batches(compare_state *c)
 {
     size_t bytes = 0;
@@ -535,7 +517,6 @@ static mls_code report_kept(const compare_state *c, const compared_shard *one,
                : mls_fail(st, MLS_E_STOPPED, "stopped");
 }
 
-/* Apply the results: unchanged, a new layer, or written whole. */
 static mls_code apply_results(const compare_state *c, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -571,8 +552,7 @@ static mls_code check_versions(mls_write_plan *plan, mls_status *st)
             } else {
                 mls_status_expected(st, "%llu or more", (unsigned long long)old);
             }
-            mls_status_got(st, "%llu", (unsigned long long)version);
-            return MLS_E_VALUE;
+            return mls_status_got(st, "%llu", (unsigned long long)version);
         }
         planned->same = version != 0 && version == old;
     }

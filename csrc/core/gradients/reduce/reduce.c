@@ -23,34 +23,18 @@ enum {
     CHUNK = 256               /* strided elements gathered on the stack at a time */
 };
 
-/* Instruction sets of other architectures fall back to the scalar table. */
 static const mls_reduce_kernels *kernels_of(mls_cpu cpu)
 {
-    switch (cpu) {
-#if defined(__x86_64__)
-    case MLS_CPU_AVX2:
-        return &mls_reduce_avx2;
-    case MLS_CPU_AVX512:
-        return &mls_reduce_avx512;
-#endif
-#if defined(__aarch64__)
-    case MLS_CPU_NEON:
-        return &mls_reduce_neon;
-#endif
-    default:
-        return &mls_reduce_scalar;
-    }
+    return MLS_CPU_TABLE(cpu, mls_reduce);
 }
 
 /* ---- the kernels of a dtype ---- */
 
-/* Returns the item dtype of an element, which the kernels work on. */
 static mls_dtype part_of(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? MLS_F32 : dtype;
 }
 
-/* Returns the items of an element: 2 for complex numbers. */
 static size_t parts_of(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? 2 : 1;
@@ -62,13 +46,11 @@ static bool is_summed(mls_dtype dtype)
     return (int)part_of(dtype) < MLS_CONVERTIBLE;
 }
 
-/* Returns whether a dtype is a float of any size, or complex. */
 static bool is_float(mls_dtype dtype)
 {
     return is_summed(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
 }
 
-/* Returns NULL for an unsupported reduction. */
 static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
                                        const mls_reduction *r)
 {
@@ -87,7 +69,6 @@ static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
                                          : mls_reduce_scalar.wide[r->op][dtype];
 }
 
-/* Returns the kernel for two float dtypes; NULL for others. */
 static mls_add_kernel add_kernel(const mls_reduce_kernels *k, mls_dtype dst,
                                  mls_dtype src)
 {
@@ -100,7 +81,6 @@ static mls_squares_kernel squares_kernel(const mls_reduce_kernels *k, mls_dtype 
                                      : mls_reduce_scalar.squares[dtype];
 }
 
-/* Returns the fused kernel for sums of some floats; NULL if none exists. */
 static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
                                                  const mls_reduction *r)
 {
@@ -113,7 +93,6 @@ static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
 
 typedef struct job job;
 
-/* Computes items start .. start + n - 1 of the output. */
 typedef void (*job_step)(const job *j, size_t start, size_t n);
 
 struct job {
@@ -126,7 +105,6 @@ struct job {
     unsigned char *out;
     mls_squares_kernel squares;         /* NULL: no norm partial is computed */
     mls_sum_squares_kernel sum_squares; /* NULL: run the step, then `squares` */
-    /* arguments of the steps */
     mls_reduce_kernel reduce;
     const void *const *sources;
     size_t source_count;
@@ -137,7 +115,6 @@ struct job {
     double number; /* divisor, scale or factor */
 };
 
-/* Returns a job without a step, over `count` elements at `out`. */
 static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, size_t count,
                     bool wants_norm)
 {
@@ -168,7 +145,6 @@ static uint64_t count_nonfinite(const job *j, double squares, const unsigned cha
                              : mls_reduce_nonfinite(j->dtype, at, n / parts_of(j->dtype));
 }
 
-/* Computes a block, and returns its sum of squares. */
 static double block_squares(const job *j, size_t start, size_t n)
 {
     if (j->sum_squares != NULL) {
@@ -198,7 +174,6 @@ static void norm_task(void *context, size_t index)
     r->nonfinite[index] = nonfinite;
 }
 
-/* Task: computes as many blocks without norm partials. */
 static void plain_task(void *context, size_t index)
 {
     const job *j = context;
@@ -240,7 +215,6 @@ static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *partial)
     }
 }
 
-/* Runs a job. Small jobs use only this thread. */
 static void job_run(job *j, mls_pool *pool, mls_norm_partial *partial)
 {
     mls_pool *shared = j->count >= SHARED_BYTES / j->item ? pool : NULL;
@@ -311,8 +285,7 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
                  name, mls_dtype_of(r->out_dtype)->name);
         mls_status_expected(st, "%s", name);
     }
-    mls_status_got(st, "%s", mls_dtype_of(r->out_dtype)->name);
-    return MLS_E_DTYPE;
+    return mls_status_got(st, "%s", mls_dtype_of(r->out_dtype)->name);
 }
 
 static void reduce_step(const job *j, size_t start, size_t n)
@@ -324,7 +297,6 @@ static void reduce_step(const job *j, size_t start, size_t n)
  * stack. */
 enum { MOST_CUT = 64 };
 
-/* Reduces into `out` through the cache. */
 static void reduce_plain(const mls_reduce_kernels *k, const mls_reduction *r,
                          const void *const *sources, size_t count, void *out, size_t n,
                          mls_norm_partial *partial)
@@ -399,28 +371,17 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
 
 /* ---- checks of dst += scale * src ---- */
 
-static bool same_shape(const mls_tensor *a, const mls_tensor *b)
-{
-    bool same = a->rank == b->rank;
-    for (int axis = 0; same && axis < a->rank; axis++) {
-        same = a->shape[axis] == b->shape[axis];
-    }
-    return same;
-}
-
 /* In the error, "expected" is the target's shape and "got" the source's. */
 static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_status *st)
 {
     char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
     size_t count;
-    if (!same_shape(dst, src)) {
+    if (!mls_shape_equal(dst->rank, dst->shape, src->rank, src->shape)) {
         mls_shape_text(wanted, sizeof wanted, dst->rank, dst->shape);
         mls_shape_text(found, sizeof found, src->rank, src->shape);
         mls_fail(st, MLS_E_SHAPE, "an array of shape %s cannot be added to one of %s",
                  found, wanted);
-        mls_status_expected(st, "%s", wanted);
-        mls_status_got(st, "%s", found);
-        return MLS_E_SHAPE;
+        return mls_status_differ(st, wanted, found);
     }
     if (!mls_tensor_count(dst, &count)) {
         return mls_fail(st, MLS_E_SIZE,
@@ -429,8 +390,8 @@ static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_s
     return MLS_OK;
 }
 
-/* Returns whether `src` can be added to `dst`: two floats of which `dst` can be rounded
- * to, or equal dtypes that have a sum. */
+/* Returns whether `src` can be added to `dst`: floats if sums can be rounded to
+ * `dst`, or equal dtypes that have a sum. */
 static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
 {
     if (dst == src) {
@@ -488,9 +449,8 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
     if (!can_add_dtypes(dst->dtype, src->dtype)) {
         mls_fail(st, MLS_E_DTYPE, "%s cannot be added to %s",
                  mls_dtype_of(src->dtype)->name, mls_dtype_of(dst->dtype)->name);
-        mls_status_expected(st, "%s", mls_dtype_of(dst->dtype)->name);
-        mls_status_got(st, "%s", mls_dtype_of(src->dtype)->name);
-        return MLS_E_DTYPE;
+        return mls_status_differ(st, mls_dtype_of(dst->dtype)->name,
+                                 mls_dtype_of(src->dtype)->name);
     }
     if (check_scale(dst->dtype, src->dtype, scale, st) != MLS_OK) {
         return st->code;
@@ -509,23 +469,12 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
 
 /* ---- strided views ---- */
 
-/* Writes `count` packed items `stride` bytes apart. */
-static void scatter_items(unsigned char *to, ptrdiff_t stride,
-                          const unsigned char *packed, size_t item, size_t count)
-{
-    for (size_t i = 0; i < count; i++, to += stride) {
-        memcpy(to, packed + i * item, item);
-    }
-}
-
-/* Returns whether elements with this step are packed, in native byte order. */
 static bool is_plain(const mls_tensor *t, ptrdiff_t step)
 {
     const size_t item = mls_tensor_item_bytes(t);
     return step == (ptrdiff_t)item && (!t->swapped || item == 1);
 }
 
-/* Gathers elements, in native byte order. */
 static void gather_native(unsigned char *packed, const mls_tensor *t,
                           const unsigned char *at, ptrdiff_t step, size_t count)
 {
@@ -544,10 +493,9 @@ static void scatter_native(const mls_tensor *t, unsigned char *at, ptrdiff_t ste
     if (t->swapped && item > 1) {
         mls_swap_items(packed, count * item, mls_swap_unit(t->dtype));
     }
-    scatter_items(at, step, packed, item, count);
+    mls_scatter(at, step, packed, item, count);
 }
 
-/* Runs a job's step on packed memory at other addresses. */
 static void run_packed(const job *like, unsigned char *out, const unsigned char *src,
                        size_t count)
 {
@@ -600,7 +548,6 @@ static void run_strided(const job *j, const mls_tensor *t, const mls_tensor *src
     } while (mls_strided_iter_next(&w, &at, &other));
 }
 
-/* Returns whether a view is in C order, packed, and in native byte order. */
 static bool is_packed(const mls_tensor *t)
 {
     return mls_tensor_is_contiguous(t) && (!t->swapped || mls_tensor_item_bytes(t) == 1);
@@ -627,14 +574,12 @@ static bool rows_of(mls_strided_iter *w, const mls_tensor *t)
     return true;
 }
 
-/* A block that is being filled, and the job that computes its norm partial. */
 typedef struct gathered {
     job j;
     size_t filled; /* elements */
     unsigned char items[MLS_NORM_BLOCK * 8];
 } gathered;
 
-/* Adds a full (or the last) block to the norm partial. */
 static void add_gathered(gathered *g, mls_norm_partial *partial)
 {
     g->j.out = g->items;
@@ -739,8 +684,7 @@ mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
                  "%s cannot be scaled: only float16, bfloat16, float32, float64 and "
                  "complex64 can",
                  name);
-        mls_status_got(st, "%s", name);
-        return MLS_E_DTYPE;
+        return mls_status_got(st, "%s", name);
     }
     if (!is_number(factor, t->dtype == MLS_F64)) {
         return mls_fail(st, MLS_E_VALUE, "%s cannot be scaled by %g", name, factor);

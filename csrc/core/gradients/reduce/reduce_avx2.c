@@ -13,10 +13,8 @@
 #    define TARGET __attribute__((target("avx2,f16c")))
 
 enum { WIDTH = 32 };
-typedef __m256 floats;
-typedef __m256d doubles;
+MLS_REDUCE_REGISTERS(32);
 
-/* Loads 16 bytes from any address. */
 TARGET static inline __m128i load_128(const unsigned char *items)
 {
     return _mm_loadu_si128((const __m128i *)(const void *)items);
@@ -29,11 +27,6 @@ TARGET static inline __m128i load_64(const unsigned char *items)
 }
 
 /* floats_X: exact for every dtype. */
-TARGET static inline floats floats_f32(const unsigned char *items)
-{
-    return _mm256_loadu_ps((const float *)(const void *)items);
-}
-
 TARGET static inline floats floats_f16(const unsigned char *items)
 {
     return _mm256_cvtph_ps(load_128(items));
@@ -46,13 +39,8 @@ TARGET static inline floats floats_bf16(const unsigned char *items)
     return _mm256_castsi256_ps(_mm256_slli_epi32(widened, 16));
 }
 
-/* store_X: rounds to nearest even. */
-TARGET static inline void store_f32(unsigned char *items, floats values)
-{
-    _mm256_storeu_ps((float *)(void *)items, values);
-}
-
-/* The rounding mode is explicit, so the thread's own mode does not matter. */
+/* store_X: rounds to nearest even. The rounding mode is explicit, so the thread's own
+ * mode does not matter. */
 TARGET static inline void store_f16(unsigned char *items, floats values)
 {
     const __m128i halves =
@@ -94,19 +82,6 @@ TARGET static inline void store_bf16(unsigned char *items, floats values)
     _mm_storeu_si128((__m128i *)(void *)items, _mm_packus_epi32(low, high));
 }
 
-/* The lower halves of the pairs. */
-TARGET static inline floats even_bf16(floats pairs)
-{
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16));
-}
-
-/* The upper halves of the pairs, which already are in place. */
-TARGET static inline floats odd_bf16(floats pairs)
-{
-    const __m256i upper = _mm256_set1_epi32((int)0xFFFF0000U);
-    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs), upper));
-}
-
 /* Rounds each into its half. NaNs are rare: one branch is cheaper than two blends. */
 TARGET static inline floats join_bf16(floats even, floats odd)
 {
@@ -120,12 +95,7 @@ TARGET static inline floats join_bf16(floats even, floats odd)
         _mm256_blend_epi16(_mm256_srli_epi32(low, 16), high, UPPER_HALVES));
 }
 
-/* kept_X: the value that store_X leaves. Compilers merge the common computation. */
-TARGET static inline floats kept_f32(floats values)
-{
-    return values;
-}
-
+/* The value that store_f16 leaves. Compilers merge the common computation. */
 TARGET static inline floats kept_f16(floats values)
 {
     return _mm256_cvtph_ps(
@@ -143,11 +113,6 @@ TARGET static inline doubles upper_half(floats values)
 }
 
 /* doubles_X: exact for every dtype. */
-TARGET static inline doubles doubles_f64(const unsigned char *items)
-{
-    return _mm256_loadu_pd((const double *)(const void *)items);
-}
-
 TARGET static inline doubles doubles_f32(const unsigned char *items)
 {
     return _mm256_cvtps_pd(_mm_castsi128_ps(load_128(items)));
@@ -162,21 +127,6 @@ TARGET static inline doubles doubles_bf16(const unsigned char *items)
 {
     const __m128i widened = _mm_cvtepu16_epi32(load_64(items));
     return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(widened, 16)));
-}
-
-TARGET static inline void store_f64(unsigned char *items, doubles values)
-{
-    _mm256_storeu_pd((double *)(void *)items, values);
-}
-
-TARGET static inline floats repeat(float value)
-{
-    return _mm256_set1_ps(value);
-}
-
-TARGET static inline doubles repeat_f64(double value)
-{
-    return _mm256_set1_pd(value);
 }
 
 #    include "gradients/reduce/reduce_simd.h"

@@ -12,27 +12,19 @@
 #    define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c")))
 
 enum { WIDTH = 64 };
-typedef __m512 floats;
-typedef __m512d doubles;
+MLS_REDUCE_REGISTERS(64);
 
-/* Loads 16 bytes from any address. */
 TARGET static inline __m128i load_128(const unsigned char *items)
 {
     return _mm_loadu_si128((const __m128i *)(const void *)items);
 }
 
-/* Loads 32 bytes from any address. */
 TARGET static inline __m256i load_256(const unsigned char *items)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)items);
 }
 
 /* floats_X: exact for every dtype. */
-TARGET static inline floats floats_f32(const unsigned char *items)
-{
-    return _mm512_loadu_ps(items);
-}
-
 TARGET static inline floats floats_f16(const unsigned char *items)
 {
     return _mm512_cvtph_ps(load_256(items));
@@ -45,13 +37,8 @@ TARGET static inline floats floats_bf16(const unsigned char *items)
     return _mm512_castsi512_ps(_mm512_slli_epi32(widened, 16));
 }
 
-/* store_X: rounds to nearest even. */
-TARGET static inline void store_f32(unsigned char *items, floats values)
-{
-    _mm512_storeu_ps(items, values);
-}
-
-/* The rounding mode is explicit, so the thread's own mode does not matter. */
+/* store_X: rounds to nearest even. The rounding mode is explicit, so the thread's own
+ * mode does not matter. */
 TARGET static inline void store_f16(unsigned char *items, floats values)
 {
     const __m256i halves =
@@ -77,19 +64,6 @@ TARGET static inline void store_bf16(unsigned char *items, floats values)
     _mm256_storeu_si256((__m256i *)(void *)items, _mm512_cvtepi32_epi16(upper));
 }
 
-/* The lower halves of the pairs. */
-TARGET static inline floats even_bf16(floats pairs)
-{
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
-}
-
-/* The upper halves of the pairs, which already are in place. */
-TARGET static inline floats odd_bf16(floats pairs)
-{
-    const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000U);
-    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs), upper));
-}
-
 TARGET static inline floats join_bf16(floats even, floats odd)
 {
     const __m512i lower = _mm512_srli_epi32(rounded_bf16(even), 16);
@@ -97,12 +71,7 @@ TARGET static inline floats join_bf16(floats even, floats odd)
     return _mm512_castsi512_ps(_mm512_mask_blend_epi16(odds, lower, rounded_bf16(odd)));
 }
 
-/* kept_X: the value that store_X leaves. Compilers merge the common computation. */
-TARGET static inline floats kept_f32(floats values)
-{
-    return values;
-}
-
+/* The value that store_f16 leaves. Compilers merge the common computation. */
 TARGET static inline floats kept_f16(floats values)
 {
     return _mm512_cvtph_ps(
@@ -120,11 +89,6 @@ TARGET static inline doubles upper_half(floats values)
 }
 
 /* doubles_X: exact for every dtype. */
-TARGET static inline doubles doubles_f64(const unsigned char *items)
-{
-    return _mm512_loadu_pd(items);
-}
-
 TARGET static inline doubles doubles_f32(const unsigned char *items)
 {
     return _mm512_cvtps_pd(_mm256_castsi256_ps(load_256(items)));
@@ -139,21 +103,6 @@ TARGET static inline doubles doubles_bf16(const unsigned char *items)
 {
     const __m256i widened = _mm256_cvtepu16_epi32(load_128(items));
     return _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(widened, 16)));
-}
-
-TARGET static inline void store_f64(unsigned char *items, doubles values)
-{
-    _mm512_storeu_pd(items, values);
-}
-
-TARGET static inline floats repeat(float value)
-{
-    return _mm512_set1_ps(value);
-}
-
-TARGET static inline doubles repeat_f64(double value)
-{
-    return _mm512_set1_pd(value);
 }
 
 /* Float32 sums use 32-byte registers: two threads that add float32 arrays are

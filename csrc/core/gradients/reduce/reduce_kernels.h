@@ -51,18 +51,19 @@ typedef struct mls_reduce_kernels {
 } mls_reduce_kernels;
 
 /* The tables; constant. */
-extern const mls_reduce_kernels mls_reduce_scalar;
+MLS_CPU_TABLES(mls_reduce_kernels, mls_reduce);
 #if defined(__x86_64__)
-extern const mls_reduce_kernels mls_reduce_avx2;
-extern const mls_reduce_kernels mls_reduce_avx512;
-
 /* The float32 sum of the AVX2 table, which the AVX-512 table uses too. */
 void mls_sum_f32_avx2(void *out, const void *const *sources, size_t count, size_t start,
                       size_t n, double divisor);
 #endif
-#if defined(__aarch64__)
-extern const mls_reduce_kernels mls_reduce_neon;
-#endif
+
+/* Defines the registers of `bytes` bytes for reduce_simd.h, with the compiler's vector
+ * extensions. */
+#define MLS_REDUCE_REGISTERS(bytes)                                                      \
+    typedef float floats __attribute__((vector_size(bytes)));                            \
+    typedef double doubles __attribute__((vector_size(bytes)));                          \
+    typedef uint32_t words __attribute__((vector_size(bytes)))
 
 /* Returns how many of n elements are infinite or NaN. It has only a scalar version: it is
  * called only for blocks whose squares do not add up to a finite number, which are rare.

@@ -12,15 +12,9 @@
 #    define TARGET /* no attribute is needed */
 
 enum { WIDTH = 16 };
-typedef float32x4_t floats;
-typedef float64x2_t doubles;
+MLS_REDUCE_REGISTERS(16);
 
 /* floats_X: exact for every dtype. */
-static inline floats floats_f32(const unsigned char *items)
-{
-    return vreinterpretq_f32_u8(vld1q_u8(items));
-}
-
 static inline floats floats_f16(const unsigned char *items)
 {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(items)));
@@ -32,13 +26,8 @@ static inline floats floats_bf16(const unsigned char *items)
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(items)), 16));
 }
 
-/* store_X: rounds to nearest even. */
-static inline void store_f32(unsigned char *items, floats values)
-{
-    vst1q_u8(items, vreinterpretq_u8_f32(values));
-}
-
-/* Uses the thread's rounding mode: to nearest, unless changed. */
+/* store_X: rounds to nearest even. Uses the thread's rounding mode: to nearest, unless
+ * changed. */
 static inline void store_f16(unsigned char *items, floats values)
 {
     vst1_u8(items, vreinterpret_u8_f16(vcvt_f16_f32(values)));
@@ -63,31 +52,13 @@ static inline void store_bf16(unsigned char *items, floats values)
     vst1_u8(items, vreinterpret_u8_u16(rounded_bf16(values)));
 }
 
-/* The lower halves of the pairs. */
-static inline floats even_bf16(floats pairs)
-{
-    return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(pairs), 16));
-}
-
-/* The upper halves of the pairs, which already are in place. */
-static inline floats odd_bf16(floats pairs)
-{
-    const uint32x4_t upper = vdupq_n_u32(0xFFFF0000U);
-    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(pairs), upper));
-}
-
 static inline floats join_bf16(floats even, floats odd)
 {
     const uint32x4_t lower = vmovl_u16(rounded_bf16(even));
     return vreinterpretq_f32_u32(vorrq_u32(lower, vshll_n_u16(rounded_bf16(odd), 16)));
 }
 
-/* kept_X: the value that store_X leaves. Compilers merge the common computation. */
-static inline floats kept_f32(floats values)
-{
-    return values;
-}
-
+/* The value that store_f16 leaves. Compilers merge the common computation. */
 static inline floats kept_f16(floats values)
 {
     return vcvt_f32_f16(vcvt_f16_f32(values));
@@ -103,7 +74,6 @@ static inline doubles upper_half(floats values)
     return vcvt_f64_f32(vget_high_f32(values));
 }
 
-/* Loads 8 bytes from any address. */
 static inline uint32x2_t load_64(const unsigned char *items)
 {
     return vreinterpret_u32_u8(vld1_u8(items));
@@ -118,11 +88,6 @@ static inline uint16x4_t load_32(const unsigned char *items)
 }
 
 /* doubles_X: exact for every dtype. */
-static inline doubles doubles_f64(const unsigned char *items)
-{
-    return vreinterpretq_f64_u8(vld1q_u8(items));
-}
-
 static inline doubles doubles_f32(const unsigned char *items)
 {
     return vcvt_f64_f32(vreinterpret_f32_u32(load_64(items)));
@@ -135,26 +100,10 @@ static inline doubles doubles_f16(const unsigned char *items)
     return vcvt_f64_f32(vget_low_f32(vcvt_f32_f16(halves)));
 }
 
-/* As doubles_f16. */
 static inline doubles doubles_bf16(const unsigned char *items)
 {
     const uint32x4_t widened = vshll_n_u16(load_32(items), 16);
     return vcvt_f64_f32(vget_low_f32(vreinterpretq_f32_u32(widened)));
-}
-
-static inline void store_f64(unsigned char *items, doubles values)
-{
-    vst1q_u8(items, vreinterpretq_u8_f64(values));
-}
-
-static inline floats repeat(float value)
-{
-    return vdupq_n_f32(value);
-}
-
-static inline doubles repeat_f64(double value)
-{
-    return vdupq_n_f64(value);
 }
 
 #    include "gradients/reduce/reduce_simd.h"

@@ -4,15 +4,13 @@
  * and then include this file:
  *     TARGET             the attribute that lets a function use the instruction set
  *     WIDTH              bytes of a register
- *     floats, doubles    a register of each; + * / on them are the compiler's own
- *     floats_X           loads WIDTH / 4 items of dtype X as floats, exactly
- *     store_X            the inverse, rounded to nearest even
- *     kept_X             the floats that store_X would leave (not for bf16)
+ *     registers          floats, doubles and others, by MLS_REDUCE_REGISTERS
+ *     floats_f16, floats_bf16    load WIDTH / 4 items as floats, exactly
+ *     store_f16, store_bf16     store floats, rounded to nearest even
+ *     kept_f16           the floats that store_f16 would leave
  *     lower_half, upper_half    half of the floats of a register as doubles, exactly
- *     doubles_X          loads WIDTH / 8 items of dtype X as doubles, exactly
- *     store_f64, repeat, repeat_f64    store one register; one number in all lanes
- *     even_bf16, odd_bf16    every other item of a register full of bfloat16, as floats
- *     join_bf16          the inverse, rounded to nearest even
+ *     doubles_f16, doubles_bf16, doubles_f32    load WIDTH / 8 items as doubles, exactly
+ *     join_bf16          the inverse of even_bf16 and odd_bf16, rounded to nearest even
  *
  * Addresses need no alignment. The last items that do not fill a register are handled by
  * the scalar kernels.
@@ -47,6 +45,61 @@ typedef floats (*floats_function)(const unsigned char *items);
 typedef void (*store_function)(unsigned char *items, floats values);
 typedef floats (*kept_function)(floats values);
 typedef doubles (*doubles_function)(const unsigned char *items);
+
+/* ---- registers ---- */
+
+/* Loads and stores a register. */
+TARGET MLS_INLINED floats floats_f32(const unsigned char *items)
+{
+    floats values;
+    memcpy(&values, items, sizeof values);
+    return values;
+}
+
+TARGET MLS_INLINED void store_f32(unsigned char *items, floats values)
+{
+    memcpy(items, &values, sizeof values);
+}
+
+TARGET MLS_INLINED doubles doubles_f64(const unsigned char *items)
+{
+    doubles values;
+    memcpy(&values, items, sizeof values);
+    return values;
+}
+
+TARGET MLS_INLINED void store_f64(unsigned char *items, doubles values)
+{
+    memcpy(items, &values, sizeof values);
+}
+
+/* One number in all lanes; the difference keeps a negative zero. */
+TARGET MLS_INLINED floats repeat(float value)
+{
+    return value - (floats){0};
+}
+
+TARGET MLS_INLINED doubles repeat_f64(double value)
+{
+    return value - (doubles){0};
+}
+
+/* Every other item of a register full of bfloat16, as floats. */
+TARGET MLS_INLINED floats even_bf16(floats pairs)
+{
+    return (floats)((words)pairs << 16);
+}
+
+TARGET MLS_INLINED floats odd_bf16(floats pairs)
+{
+    return (floats)((words)pairs & 0xFFFF0000U);
+}
+
+/* The counterpart of kept_f16: nothing is rounded. */
+TARGET MLS_INLINED floats kept_f32(floats values)
+{
+    return values;
+}
 
 /* Prefetches `bytes` bytes; may run past the end (prefetching never faults). */
 MLS_INLINED void prefetch_bytes(const void *address, size_t bytes)
@@ -539,7 +592,7 @@ TARGET MLS_INLINED void order_lanes(doubles *lanes)
     }
 }
 
-/* The sum of bfloat16 as bfloat16, with its squares. The bits are those of
+/* The sum of bfloat16 as bfloat16, with its squares. The bits equal the results of
  * sum_squares_run; it processes a full register of items at a time. */
 TARGET static double sum_squares_bf16(void *out, const void *const *sources, size_t count,
                                       size_t start, size_t n, double divisor)

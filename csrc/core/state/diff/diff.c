@@ -23,58 +23,32 @@ enum {
     SHARED_BYTES = 512 << 10 /* below this, waking a thread costs more than it saves */
 };
 
-/* Instruction sets of other architectures fall back to the scalar table. */
 const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 {
-    switch (cpu) {
-#if defined(__x86_64__)
-    case MLS_CPU_AVX2:
-        return &mls_diff_avx2;
-    case MLS_CPU_AVX512:
-        return &mls_diff_avx512;
-#endif
-#if defined(__aarch64__)
-    case MLS_CPU_NEON:
-        return &mls_diff_neon;
-#endif
-    default:
-        return &mls_diff_scalar;
-    }
+    return MLS_CPU_TABLE(cpu, mls_diff);
 }
 
 /* ---- checks ---- */
-
-static bool same_shape(const mls_tensor *a, const mls_tensor *b)
-{
-    bool same = a->rank == b->rank;
-    for (int axis = 0; same && axis < a->rank; axis++) {
-        same = a->shape[axis] == b->shape[axis];
-    }
-    return same;
-}
 
 /* In errors, "expected" is the first tensor and "got" the second. */
 mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st)
 {
     char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
     size_t bytes;
-    if (!same_shape(a, b)) {
+    if (!mls_shape_equal(a->rank, a->shape, b->rank, b->shape)) {
         mls_shape_text(wanted, sizeof wanted, a->rank, a->shape);
         mls_shape_text(found, sizeof found, b->rank, b->shape);
         mls_fail(st, MLS_E_SHAPE,
                  "shapes %s and %s cannot be compared: only tensors of one shape can",
                  wanted, found);
-        mls_status_expected(st, "%s", wanted);
-        mls_status_got(st, "%s", found);
-        return MLS_E_SHAPE;
+        return mls_status_differ(st, wanted, found);
     }
     if (a->dtype != b->dtype) {
         mls_fail(st, MLS_E_DTYPE,
                  "%s and %s cannot be compared: convert one of them first",
                  mls_dtype_of(a->dtype)->name, mls_dtype_of(b->dtype)->name);
-        mls_status_expected(st, "%s", mls_dtype_of(a->dtype)->name);
-        mls_status_got(st, "%s", mls_dtype_of(b->dtype)->name);
-        return MLS_E_DTYPE;
+        return mls_status_differ(st, mls_dtype_of(a->dtype)->name,
+                                 mls_dtype_of(b->dtype)->name);
     }
     if (!mls_tensor_bytes(a, &bytes)) {
         return mls_fail(st, MLS_E_SIZE, "shape %s has more elements than can be counted",
@@ -85,14 +59,12 @@ mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st
 
 /* ---- runs ---- */
 
-/* One side of a run. */
 typedef struct side {
     const unsigned char *at;
     ptrdiff_t step;
     bool swapped;
 } side;
 
-/* Common to all runs of one pair. */
 typedef struct measurer {
     mls_diff_run run;
     size_t item, unit; /* bytes of an element, and of the unit whose bytes are swapped */
@@ -114,7 +86,6 @@ static const unsigned char *gather_native(const measurer *m, side from, size_t c
     return room;
 }
 
-/* Compares a run of any length and strides. */
 static void measure_run(const measurer *m, side a, side b, size_t count,
                         mls_diff_result *into)
 {
@@ -190,14 +161,12 @@ static size_t part_count(mls_diff_pair pair, size_t count)
     return count / length + (count % length != 0);
 }
 
-/* Returns the number of elements of part `index`. */
 static size_t part_rest(mls_diff_pair pair, size_t count, size_t index)
 {
     const size_t length = part_length(pair), rest = count - index * length;
     return rest < length ? rest : length;
 }
 
-/* One part and its result. */
 typedef struct part {
     size_t pair, start, count;
     mls_diff_result found;
@@ -210,7 +179,6 @@ typedef struct job {
     part *parts;
 } job;
 
-/* Task: compares one part. */
 static void measure_task(void *context, size_t index)
 {
     const job *j = context;
@@ -240,7 +208,6 @@ static bool count_parts(const mls_diff_pair *pairs, size_t count, size_t *parts,
     return true;
 }
 
-/* Divides the pairs into parts, in order. */
 static void divide_parts(const mls_diff_pair *pairs, size_t count, part *parts)
 {
     size_t next = 0;
@@ -254,7 +221,6 @@ static void divide_parts(const mls_diff_pair *pairs, size_t count, part *parts)
     }
 }
 
-/* Adds the result of a part. */
 static void add_result(mls_diff_result *into, mls_diff_result found)
 {
     into->changed += found.changed;
@@ -291,7 +257,6 @@ mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
 
 /* ---- mls_diff_same ---- */
 
-/* Shared by the tasks of mls_diff_same. */
 typedef struct search {
     const mls_diff_kernels *kernels;
     const mls_diff_pair *pairs; /* all pairs, or the large pair that is divided */
@@ -322,7 +287,6 @@ static void search_small(void *context, size_t index)
     }
 }
 
-/* Task: compares a part of the divided pair. */
 static void search_large(void *context, size_t index)
 {
     search *s = context;

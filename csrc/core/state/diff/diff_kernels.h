@@ -10,14 +10,7 @@
 #include "state/diff/diff.h"
 
 /* The tables; constant and complete. */
-extern const mls_diff_kernels mls_diff_scalar;
-#if defined(__x86_64__)
-extern const mls_diff_kernels mls_diff_avx2;
-extern const mls_diff_kernels mls_diff_avx512;
-#endif
-#if defined(__aarch64__)
-extern const mls_diff_kernels mls_diff_neon;
-#endif
+MLS_CPU_TABLES(mls_diff_kernels, mls_diff);
 
 /* The reference kernels. Vector kernels use them for the last items that do not fill a
  * vector, for blocks with NaN, and for dtypes without a vector kernel. */

@@ -11,7 +11,7 @@
 
 enum { BLOCK = 4096 }; /* bytes compared with memcmp first */
 
-/* Counts an unequal element, neither side of which is NaN, and updates the maxima.
+/* Counts an unequal element, without NaN on either side, and updates the maxima.
  * `largest` is the larger of the two magnitudes. */
 static void add_difference(double distance, double largest, mls_diff_result *into)
 {
@@ -24,7 +24,6 @@ static void add_difference(double distance, double largest, mls_diff_result *int
     into->max_rel = relative > into->max_rel ? relative : into->max_rel;
 }
 
-/* Counts an element that is NaN on exactly one side. */
 static void add_nan(mls_diff_result *into)
 {
     into->changed++;
