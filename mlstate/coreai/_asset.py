@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
 from .._common.local_path import local_path
 from .._common.set_module import set_module
 from .._common.store_error import store_error
-from ..errors import ChecksumError, FormatError
+from ..errors import ChecksumError, StoreNotFoundError
+from ..kv._model_states import format_error, read_file, read_metadata
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-_PROGRAM, _HASH, _METADATA = "main.mlirb", "main.hash", "metadata.json"
+_FILES = ("metadata.json", "main.hash", "main.mlirb")
 _HASH_BYTES = 32  # SHA-256
-_MOST_METADATA_BYTES = 64 << 20
 
 
 def import_coreai(module: str) -> ModuleType:
@@ -34,48 +33,6 @@ def import_coreai(module: str) -> ModuleType:
         ) from error
 
 
-def _format_error(path: str, text: str) -> FormatError:
-    error = FormatError(f"{path}: {text}")
-    error.path = path
-    return error
-
-
-def _open(folder: str, name: str) -> Any:
-    """Open a file of the asset."""
-    path = os.path.join(folder, name)
-    try:
-        return open(path, "rb")
-    except FileNotFoundError:
-        raise _format_error(
-            path, "the file is missing, so the .aimodel is incomplete: copy it again"
-        ) from None
-    except OSError as error:
-        raise store_error(error, "cannot read", path) from error
-
-
-def _read(folder: str, name: str, most_bytes: int) -> bytes:
-    """Read a small file of the asset."""
-    with _open(folder, name) as file:
-        try:
-            data: bytes = file.read(most_bytes + 1)
-        except OSError as error:
-            raise store_error(error, "cannot read", file.name) from error
-    if len(data) > most_bytes:
-        raise _format_error(os.path.join(folder, name), f"more than {most_bytes} bytes")
-    return data
-
-
-def _check_metadata(folder: str) -> None:
-    path = os.path.join(folder, _METADATA)
-    text = _read(folder, _METADATA, _MOST_METADATA_BYTES)
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _format_error(path, f"not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise _format_error(path, f"expected a JSON object, got {type(document).__name__}")
-
-
 def asset_folder(path: Any) -> str:
     """Return the folder of an ``.aimodel``, or raise StoreError if it is not a folder."""
     folder: str = os.fsdecode(local_path(path))
@@ -87,6 +44,34 @@ def asset_folder(path: Any) -> str:
     if reason is not None:
         raise store_error(reason, "cannot read the model", folder)
     return folder
+
+
+def _check_metadata(path: str) -> None:
+    document = read_metadata(path)
+    if not isinstance(document, dict):
+        raise format_error(path, f"expected a JSON object, got {type(document).__name__}")
+
+
+def _read_hash(path: str) -> str:
+    expected = read_file(path, _HASH_BYTES)
+    if len(expected) < _HASH_BYTES:
+        raise format_error(
+            path,
+            f"expected the {_HASH_BYTES} bytes of a SHA-256, got {len(expected)}: copy the "
+            ".aimodel again",
+        )
+    return expected.hex()
+
+
+def _hash_of(path: str) -> tuple[str, int]:
+    """Return the SHA-256 and the size of a file."""
+    import hashlib
+
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise store_error(error, "cannot read", path) from error
 
 
 @set_module("mlstate.coreai")
@@ -141,29 +126,22 @@ def verify(path: str | os.PathLike[str]) -> str:
     mlstate.errors.ChecksumError: ...main.mlirb: the SHA-256 of its 21 bytes is ..., and \
 main.hash has ...: the .aimodel was truncated or altered; copy it again
     """
-    import hashlib
-
     folder = asset_folder(path)
-    _check_metadata(folder)
-    expected = _read(folder, _HASH, _HASH_BYTES)
-    if len(expected) < _HASH_BYTES:
-        raise _format_error(
-            os.path.join(folder, _HASH),
-            f"expected the {_HASH_BYTES} bytes of a SHA-256, got {len(expected)}: copy the "
-            ".aimodel again",
-        )
-    with _open(folder, _PROGRAM) as file:
-        try:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-            size = os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise store_error(error, "cannot read", file.name) from error
-    if found != expected.hex():
+    metadata, hashed, program = (os.path.join(folder, name) for name in _FILES)
+    try:
+        _check_metadata(metadata)
+        expected = _read_hash(hashed)
+        found, size = _hash_of(program)
+    except StoreNotFoundError as error:
+        raise format_error(
+            str(error.path), "the file is missing, so the .aimodel is incomplete: copy it again"
+        ) from None
+    if found != expected:
         failure = ChecksumError(
-            f"{os.path.join(folder, _PROGRAM)}: the SHA-256 of its {size} bytes is {found}, and "
-            f"{_HASH} has {expected.hex()}: the .aimodel was truncated or altered; copy it again"
+            f"{program}: the SHA-256 of its {size} bytes is {found}, and main.hash has "
+            f"{expected}: the .aimodel was truncated or altered; copy it again"
         )
-        failure.path = os.path.join(folder, _PROGRAM)
-        failure.expected, failure.got = expected.hex(), found
+        failure.path = program
+        failure.expected, failure.got = expected, found
         raise failure
     return found

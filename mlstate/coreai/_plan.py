@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._common.set_module import set_module
-from ..kv._model_states import incompatible, shape_text
+from ..kv._arguments import as_count, incompatible
+from ..kv._model_states import shape_text
 from ..kv._transition_plan import TransitionPlan, as_position, plan_states
-from ._specs import StateSpecs, as_size, choose, find_axis
+from ._specs import StateSpecs, choose, find_axis
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +35,7 @@ def _with_size(
                 None,
             )
         return dict(specs)
-    size = as_size(size)
+    size = as_count("size", size, 1)
     if dynamic is None:
         lengths = _fixed_lengths(specs, axes)
         if lengths and size not in lengths:

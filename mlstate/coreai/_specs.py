@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -13,13 +14,14 @@ import numpy as np
 from .._common.dtypes import DTYPES, EXTENSIONS, ml_dtype
 from .._common.set_module import set_module
 from .._common.text import shorten
-from ..errors import FormatError
-from ..kv._axis import valid_axis
-from ..kv._model_states import FunctionStates, choose_function, incompatible, shape_text
+from ..kv._arguments import as_count, incompatible
+from ..kv._axis import valid_axis, with_length
+from ..kv._model_states import FunctionStates, choose_function, format_error, shape_text
 from ._asset import asset_folder, import_coreai, verify
 
 if TYPE_CHECKING:
     from .._types import NumpyDType
+    from ..errors import FormatError
 
     Source: TypeAlias = "str | os.PathLike[str] | StateSpecs | Mapping[str, Any] | Any"
     Shape: TypeAlias = tuple[int | None, ...]
@@ -59,12 +61,8 @@ class StateSpec(NamedTuple):
     @property
     def nbytes(self) -> int | None:
         """Bytes of the state; None if a dimension is dynamic."""
-        size = self.dtype.itemsize
-        for length in self.shape:
-            if length is None:
-                return None
-            size *= length
-        return size
+        lengths = [length for length in self.shape if length is not None]
+        return None if None in self.shape else prod(lengths) * self.dtype.itemsize
 
     @property
     def seq_length(self) -> int | None:
@@ -78,8 +76,8 @@ class StateSpec(NamedTuple):
         ------
         CompatibilityError
             A dimension other than the sequence is dynamic. A ValueError.
-        ValueError
-            `size` is less than 1.
+        CapacityError
+            `size` is less than 1. A ValueError.
         TypeError
             `size` is not an integer.
 
@@ -101,21 +99,8 @@ class StateSpec(NamedTuple):
                 "one dynamic dimension, the sequence",
                 shape_text(self.shape),
             )
-        length = as_size(size)
-        return self._replace(
-            shape=(*self.shape[: dynamic[0]], length, *self.shape[dynamic[0] + 1 :])
-        )
-
-
-def as_size(size: int) -> int:
-    """Return a number of positions as an int."""
-    try:
-        number = index(size)
-    except TypeError:
-        raise TypeError(f"size must be an integer, got {type(size).__name__}") from None
-    if number < 1:
-        raise ValueError(f"size must be at least 1 position, got {number}")
-    return number
+        length = as_count("size", size, 1)
+        return self._replace(shape=with_length(self.shape, dynamic[0], length))
 
 
 @set_module("mlstate.coreai")
@@ -162,11 +147,12 @@ def _spec_of_text(path: str, name: str, text: str) -> StateSpec:
     """Return the spec for a line of a summary."""
     match = _STATE.fullmatch(text)
     if match is None:
-        error = FormatError(
-            f"{path}: state {name!r}: expected a text such as 'NDArray (Float16, 2 x ? x 8)', got "
-            f"{shorten(repr(text), 100)}"
+        error = format_error(
+            path,
+            f"state {name!r}: expected a text such as 'NDArray (Float16, 2 x ? x 8)', got "
+            f"{shorten(repr(text), 100)}",
         )
-        error.path, error.name = path, name
+        error.name = name
         raise error
     lengths = _DIMENSION.findall(match[2])
     shape = tuple(None if length == "?" else int(length) for length in lengths)
@@ -191,9 +177,7 @@ def _read_asset(path: str, asset: Any) -> _Functions:
 
 
 def _asset_error(path: str, text: str) -> FormatError:
-    error = FormatError(f"{path}: {text}; convert the model again, or copy it again")
-    error.path = path
-    return error
+    return format_error(path, f"{text}; convert the model again, or copy it again")
 
 
 def _load_asset(path: str) -> Any:

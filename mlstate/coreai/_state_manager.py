@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.set_module import set_module
+from ..kv._arguments import incompatible
 from ..kv._axis import with_length
 from ..kv._context_ladder import ContextLadder
-from ..kv._model_states import incompatible
 from ..kv._state_manager import StateManagerBase
 from ..kv._transition import compact_kv_state, transition_kv_state
 from ._asset import import_coreai

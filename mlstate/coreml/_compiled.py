@@ -7,15 +7,14 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from ..errors import FormatError, StoreError
+from ..kv._model_states import format_error, read_metadata
 
 if TYPE_CHECKING:
-    from typing import NoReturn, TypeAlias
+    from typing import TypeAlias
 
     _State: TypeAlias = tuple[str, str, tuple[int, ...]]
 
 _FILE = "metadata.json"
-_MOST_BYTES = 64 << 20
 _SHAPE = re.compile(r"\[\s*\d{1,18}(\s*,\s*\d{1,18}){0,15}\s*\]", re.ASCII)
 _DTYPES = {
     "Float16": "float16",
@@ -36,42 +35,22 @@ def metadata_path(source: Any) -> str | None:
 
 
 def read_compiled(file: str) -> list[_State]:
-    """Read the states of a compiled model with a single function.
-
-    Raises
-    ------
-        The file is not JSON, does not list states in the form of Core ML's compiler, or lists
-        several functions.
-        functions.
-    StoreError
-        The file cannot be read.
-    """
-    try:
-        with open(file, "rb") as opened:
-            text = opened.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise StoreError(error.errno, error.strerror, file) from error
-    if len(text) > _MOST_BYTES:
-        _raise_format_error(file, f"more than {_MOST_BYTES} bytes")
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        _raise_format_error(file, f"not JSON: {error}")
+    """Read the states of a compiled model with a single function."""
+    document = read_metadata(file)
     if not isinstance(document, list) or len(document) != 1 or not isinstance(document[0], dict):
-        _raise_format_error(file, "expected a list of one object")
+        raise format_error(file, "expected a list of one object")
     (model,) = document
     functions = _listed(file, model, "functions")
     if len(functions) > 1 or (functions and "stateSchema" not in model):
-        _raise_format_error(
+        raise format_error(
             file,
             f"lists {len(functions)} functions separately, which is not supported: read the states "
-            "from "
-            "the .mlpackage that the model was compiled from",
+            "from the .mlpackage that the model was compiled from",
         )
     states = [_state(file, entry) for entry in _listed(file, model, "stateSchema")]
     names = [name for name, _, _ in states]
     if len(set(names)) < len(names):
-        _raise_format_error(file, f"several states have the same name: {names}")
+        raise format_error(file, f"several states have the same name: {names}")
     return states
 
 
@@ -79,10 +58,10 @@ def _state(file: str, entry: dict[str, Any]) -> _State:
     name = _text(file, entry, "name")
     dtype = _DTYPES.get(_text(file, entry, "dataType"))
     if dtype is None:
-        _raise_format_error(file, f"state {name!r}: unknown dataType {entry['dataType']!r}")
+        raise format_error(file, f"state {name!r}: unknown dataType {entry['dataType']!r}")
     shape = _text(file, entry, "shape")
     if not _SHAPE.fullmatch(shape):
-        _raise_format_error(
+        raise format_error(
             file, f"state {name!r}: expected a shape such as '[2, 1, 256, 32]', got {shape!r}"
         )
     return name, dtype, tuple(json.loads(shape))
@@ -91,18 +70,12 @@ def _state(file: str, entry: dict[str, Any]) -> _State:
 def _listed(file: str, owner: dict[str, Any], key: str) -> list[dict[str, Any]]:
     entries = owner.get(key, [])
     if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-        _raise_format_error(file, f"{key!r} is not a list of objects")
+        raise format_error(file, f"{key!r} is not a list of objects")
     return entries
 
 
 def _text(file: str, entry: dict[str, Any], key: str) -> str:
     text = entry.get(key)
     if not isinstance(text, str):
-        _raise_format_error(file, f"expected text for {key!r}, got {type(text).__name__}")
+        raise format_error(file, f"expected text for {key!r}, got {type(text).__name__}")
     return text
-
-
-def _raise_format_error(file: str, what: str) -> NoReturn:
-    error = FormatError(f"{file}: {what}")
-    error.path = file
-    raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -57,10 +58,7 @@ class StateSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the state inside Core ML."""
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
+        return prod(self.shape) * self.dtype.itemsize
 
     @property
     def seq_length(self) -> int | None:

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .._common.set_module import set_module
-from ..kv._model_states import incompatible
+from ..kv._arguments import incompatible
 from ..kv._state_manager import StateManagerBase
 from ._specs import StateSpec, choose
 from ._transfer import compact_coreml_state, copy_coreml_state, transition_coreml_state

@@ -10,16 +10,11 @@ import numpy as np
 from .._common.dtypes import label_of, name_of
 from .._common.set_module import set_module
 from .._common.text import names_hint, shorten
+from ..kv._arguments import capacity_error, incompatible
 from ..kv._axis import valid_axis
-from ..kv._model_states import incompatible, quoted
+from ..kv._model_states import quoted
 from ..kv._transition import compact_kv_state, transition_kv_state
-from ..kv._transition_plan import (
-    Fault,
-    as_position,
-    layout_fault,
-    position_fault,
-    shape_fault,
-)
+from ..kv._transition_plan import as_position, check_layout, check_position, check_shapes
 from ._specs import StateSpec, as_spec
 
 if TYPE_CHECKING:
@@ -75,24 +70,6 @@ def _target_shape(
     return as_spec(name, specs[name]).shape
 
 
-def _raise_if(fault: Fault | None, name: str) -> None:
-    if fault is not None:
-        raise fault.error(name)
-
-
-def _find_length_fault(name: str, source: int, target: int) -> Fault | None:
-    """Return the fault if `target` positions are too few to expand into, else None."""
-    if target >= source:
-        return None
-    return Fault(
-        f"{name}: the target state has {target} positions, fewer than the source's {source}; "
-        "use compact_coreml_state to compact",
-        f"at least {source}",
-        target,
-        capacity=True,
-    )
-
-
 def _written_dtype(name: str, found: np.dtype[Any]) -> np.dtype[Any]:
     """Return a dtype that `write_state` accepts and that holds every value of `found`."""
     native = found.newbyteorder("=")
@@ -123,14 +100,20 @@ def _move_state(
     _check_name(name, specs)
     number, seq_axis = as_position(position), valid_axis(seq_axis)
     shape = _target_shape(target, name, specs)
-    _raise_if(layout_fault(name, "target", shape, seq_axis), name)
-    _raise_if(position_fault(name, None, shape, number, seq_axis), name)
+    check_layout(name, "target", shape, seq_axis)
+    check_position(name, None, shape, number, seq_axis)
     value = np.asarray(source.read_state(name=name))
-    _raise_if(shape_fault(name, value.shape, shape, seq_axis), name)
-    length = shape[seq_axis]
-    if not compact:
-        _raise_if(_find_length_fault(name, value.shape[seq_axis], length), name)
-    _raise_if(position_fault(name, value.shape, shape, number, seq_axis), name)
+    check_shapes(name, value.shape, shape, seq_axis)
+    have, length = value.shape[seq_axis], shape[seq_axis]
+    if length < have and not compact:
+        raise capacity_error(
+            f"{name}: the target state has {length} positions, fewer than the source's {have}; "
+            "use compact_coreml_state to compact",
+            f"at least {have}",
+            length,
+            name,
+        )
+    check_position(name, value.shape, shape, number, seq_axis)
     dtype = _written_dtype(name, value.dtype)
     if compact:
         moved = compact_kv_state(value, length, number, dtype, seq_axis=seq_axis)

@@ -8,13 +8,13 @@ memory that NumPy allocates is measured.
 from __future__ import annotations
 
 import tracemalloc
-from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..activation import Chain, IntervalStrategy, Plan, plan
 from ..errors import CapacityError
+from . import source_text, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,24 +32,12 @@ MIB = 1024.0**2
 
 
 class Planned(NamedTuple):
-    """Results of the memory budget part.
+    """Results of the memory budget part."""
 
-    Attributes
-    ----------
-    peaks : dict of str to (int, int)
-        Predicted and measured peak in bytes, for each plan.
-    overheads : dict of str to float
-        Predicted time relative to the run that keeps everything, minus one.
-    identical : bool
-        Whether all plans gave bit-identical gradients.
-    refused : str
-        Error message of the planner for a budget that is too small.
-    """
-
-    peaks: dict[str, tuple[int, int]]
-    overheads: dict[str, float]
-    identical: bool
-    refused: str
+    peaks: dict[str, tuple[int, int]]  # predicted and measured bytes of each plan
+    overheads: dict[str, float]  # predicted time relative to the plain run, minus one
+    identical: bool  # the gradients of all plans
+    refused: str  # the error about a budget that is too small
 
 
 class _Block:
@@ -136,24 +124,8 @@ def _ways(chain: Chain) -> dict[str, Plan]:
 
 
 def show_activations(model: CharModel, embedding: Any, say: Callable[[str], None]) -> Planned:
-    """Run a network with several plans, and compare memory, time and gradients.
-
-    Parameters
-    ----------
-    model : CharModel
-        The demo's model, for its characters.
-    embedding : ndarray, shape (characters, width)
-        Embeddings of its characters.
-    say : callable
-        Receives each line of output.
-
-    Returns
-    -------
-    Planned
-        Peaks, times, whether gradients were bit-identical, and the planner's error.
-    """
-    text = (resources.files("mlstate.demo") / "model.py").read_text(encoding="utf-8")
-    tokens = model.encode("".join(c for c in text if c in model.vocabulary)[:CHARACTERS])
+    """Run a network with several plans, and compare memory, time and gradients."""
+    tokens = model.encode(source_text("model.py", model.vocabulary)[:CHARACTERS])
     x = embedding.astype(np.float32)[np.array(tokens)]
     generator = np.random.default_rng(SEED)
     blocks = [_Block(generator, x.shape[1], i in MERGE) for i in range(BLOCKS)]
@@ -177,7 +149,7 @@ def show_activations(model: CharModel, embedding: Any, say: Callable[[str], None
             f"   {label:<20} {made.overhead:>+6.1%} {made.predicted_peak_bytes / MIB:>21.2f}"
             f" {measured / MIB:>9.2f}  {again}"
         )
-    say(f"\n   gradients of all four: {'bit-identical' if identical else 'DIFFERENT'}")
+    say(f"\n   gradients of all four: {verdict(identical)}")
     refused = ""
     try:
         plan(chain, chain.least_budget_bytes // 2)

@@ -25,18 +25,10 @@ RANK, RANKS = 1, 4
 
 
 class Kept(NamedTuple):
-    """Results of the checkpoint part.
+    """Results of the checkpoint part."""
 
-    Attributes
-    ----------
-    found : str
-        The problem that `verify` reported for the flipped bit.
-    repaired : bool
-        Whether the older checkpoint replaced the damaged one, bit for bit.
-    """
-
-    found: str
-    repaired: bool
+    found: str  # the problem that `verify` reported for the flipped bit
+    repaired: bool  # whether the older checkpoint replaced the damaged one, bit for bit
 
 
 def _flip(folder: str, shard: ShardRecord) -> int:
@@ -52,20 +44,7 @@ def _flip(folder: str, shard: ShardRecord) -> int:
 
 
 def show_checkpoints(weights: ModelStateDict, say: Callable[[str], None]) -> Kept:
-    """Save two checkpoints, damage one, repair it, and load a part.
-
-    Parameters
-    ----------
-    weights : ModelStateDict
-        The model's weights; one tensor changes between the steps.
-    say : callable
-        Receives each line of output.
-
-    Returns
-    -------
-    Kept
-        The problem found, and whether it was repaired.
-    """
+    """Save two checkpoints, damage one, repair it, and load a part."""
     with tempfile.TemporaryDirectory(prefix="mlstate-demo-") as folder:
         manager = CheckpointManager(folder, keep=2)
         model = weights.copy()

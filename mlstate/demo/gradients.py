@@ -7,7 +7,6 @@ them has a gradient with NaN, and one with another shape.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,8 @@ import numpy as np
 from ..collectives import LocalGroup
 from ..errors import CollectiveError
 from ..fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+from . import source_text, verdict
+from .model import softmax
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,25 +32,12 @@ SECONDS = 60.0
 
 
 class Reduced(NamedTuple):
-    """Results of the gradient part.
+    """Results of the gradient part."""
 
-    Attributes
-    ----------
-    losses : tuple of float
-        Loss before the first step and after the last.
-    identical : bool
-        Whether sums are bit-identical for all bucket sizes, and the ranks end with the same
-        weights.
-    told : list of str
-        Error message of each rank about the two bad gradients.
-    kept : list of str
-        Parameters whose gradients were reduced nevertheless.
-    """
-
-    losses: tuple[float, float]
-    identical: bool
-    told: list[str]
-    kept: list[str]
+    losses: tuple[float, float]  # before the first step and after the last
+    identical: bool  # sums for all bucket sizes, and the ranks' weights at the end
+    told: list[str]  # the error of each rank about the two bad gradients
+    kept: list[str]  # parameters whose gradients were reduced nevertheless
 
 
 # ---- the network ----
@@ -59,9 +47,7 @@ class _Network:
     """Predicts a character from the preceding ones, using the demo model's embeddings."""
 
     def __init__(self, model: CharModel, embedding: Floats) -> None:
-        text = (resources.files("mlstate.demo") / "model.py").read_text(encoding="utf-8")
-        known = "".join(c for c in text if c in model.vocabulary)
-        self.tokens = np.array(model.encode(known))
+        self.tokens = np.array(model.encode(source_text("model.py", model.vocabulary)))
         self.embedding = embedding.astype(np.float32)
         characters, width = embedding.shape
         generator = np.random.default_rng(SEED)
@@ -91,9 +77,7 @@ class _Network:
         """Return the loss, and an iterator over the gradients, last layer first."""
         x, wanted = samples
         hidden = np.tanh(x @ weights["hidden.weight"] + weights["hidden.bias"])
-        scores = hidden @ weights["out.weight"] + weights["out.bias"]
-        chances = np.exp(scores - scores.max(1, keepdims=True))
-        chances /= chances.sum(1, keepdims=True)
+        chances = softmax(hidden @ weights["out.weight"] + weights["out.bias"])
         rows = np.arange(len(wanted))
         loss = float(-np.log(chances[rows, wanted]).mean())
 
@@ -173,22 +157,7 @@ def _spoil(group: Any, network: _Network) -> tuple[str, list[str]]:
 
 
 def show_gradients(model: CharModel, embedding: Floats, say: Callable[[str], None]) -> Reduced:
-    """Reduce gradients of two ranks, and report two bad ones.
-
-    Parameters
-    ----------
-    model : CharModel
-        The demo's model, for its characters.
-    embedding : ndarray, shape (characters, width)
-        Embeddings of its characters.
-    say : callable
-        Receives each line of output.
-
-    Returns
-    -------
-    Reduced
-        Losses, whether all bits were equal, and the error messages of the ranks.
-    """
+    """Reduce gradients of two ranks, and report two bad ones."""
     network = _Network(model, embedding)
     groups = LocalGroup.threads(RANKS, timeout=SECONDS)
 
@@ -200,8 +169,10 @@ def show_gradients(model: CharModel, embedding: Floats, say: Callable[[str], Non
     (losses, first), (others, second) = on_ranks(_train)
     identical = all(first[name].tobytes() == second[name].tobytes() for name in first)
     ends = (losses[0] + others[0]) / 2, (losses[-1] + others[-1]) / 2
-    verdict = "bit-identical" if identical else "DIFFERENT"
-    say(f"   loss {ends[0]:.2f} -> {ends[1]:.2f} in {STEPS} steps; weights of the ranks: {verdict}")
+    say(
+        f"   loss {ends[0]:.2f} -> {ends[1]:.2f} in {STEPS} steps; weights of the ranks: "
+        f"{verdict(identical)}"
+    )
     sums = {label: on_ranks(_reduce, size) for label, size in BUCKETS.items()}
     parts = sums["25 MiB"]
     for rank, part in enumerate(parts):
@@ -213,8 +184,7 @@ def show_gradients(model: CharModel, embedding: Floats, say: Callable[[str], Non
         for rank, part in enumerate(parts)
         for name in part
     )
-    verdict = "bit-identical" if same else "DIFFERENT"
-    say(f"   sums in buckets of {', '.join(BUCKETS)}: {verdict}")
+    say(f"   sums in buckets of {', '.join(BUCKETS)}: {verdict(same)}")
 
     say("\n14. Rank 1 has a NaN in one gradient, and another shape in a second one")
     outcomes = on_ranks(_spoil)

@@ -27,16 +27,6 @@ Halves: TypeAlias = np.ndarray[Any, np.dtype[np.float16]]
 Tokens: TypeAlias = Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 _ALIGNMENT_BYTES = 64
-_SIZES = (
-    "vocabulary_size",
-    "model_dim",
-    "layers",
-    "heads",
-    "head_dim",
-    "hidden_dim",
-    "max_context",
-)
-_FACTORS = ("rope_base", "norm_epsilon")
 
 
 def _contiguous(values: np.ndarray[Any, Any]) -> Floats:
@@ -51,7 +41,7 @@ def _contiguous(values: np.ndarray[Any, Any]) -> Floats:
     return copy
 
 
-def _softmax(scores: Reals) -> Reals:
+def softmax(scores: Reals) -> Reals:
     """Return the softmax over the last axis."""
     powers: Reals = np.exp(scores - scores.max(axis=-1, keepdims=True))
     powers /= powers.sum(axis=-1, keepdims=True)
@@ -66,34 +56,9 @@ def _rotate(x: Floats, cosine: Floats, sine: Floats) -> Floats:
 
 
 class CharModel:
-    """The demo's transformer.
+    """The demo's transformer, with the tensors and the metadata of ``model.safetensors``.
 
-    Parameters
-    ----------
-    arrays : mapping of str to ndarray
-        The weights, in any float dtype, with the names of ``model.safetensors``:
-        ``embed.weight`` ``(vocabulary, model_dim)``, ``norm.weight`` ``(model_dim,)`` and for each
-        layer ``attn_norm``, ``qkv``, ``out``, ``mlp_norm``, ``gate_up``, ``down``. They are
-        copied to float32.
-    metadata : mapping of str to str
-        The ``__metadata__`` of that file; ``config`` (sizes) and ``vocabulary`` are JSON.
-
-    Attributes
-    ----------
-    config : dict
-        The sizes of the model.
-    vocabulary : str
-        All characters of the model; the index of a character is its token.
-    max_context : int
-        The largest number of positions that the model was trained for.
-
-    Raises
-    ------
-    ValueError
-        A weight or a metadata entry is missing or has the wrong shape; the message names it.
-
-    Notes
-    -----
+    A character's token is its index in `vocabulary`. Methods raise before they write to a cache.
     An instance does not change after construction, so threads may share it, each with its own
     cache. A step at position 300 takes less than a millisecond.
     """
@@ -101,13 +66,8 @@ class CharModel:
     def __init__(
         self, arrays: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str]
     ) -> None:
-        self.config = _read_config(metadata)
+        self.config: dict[str, int | float] = json.loads(metadata["config"])
         self.vocabulary: str = json.loads(metadata["vocabulary"])
-        if len(self.vocabulary) != self.config["vocabulary_size"]:
-            raise ValueError(
-                f"metadata: vocabulary has {len(self.vocabulary)} characters, expected "
-                f"{self.config['vocabulary_size']} as in config; read both from one file"
-            )
         self._token_of = {character: token for token, character in enumerate(self.vocabulary)}
         self.max_context = int(self.config["max_context"])
         self._layers = int(self.config["layers"])
@@ -115,7 +75,7 @@ class CharModel:
         self._head_dim = int(self.config["head_dim"])
         self._epsilon = np.float32(self.config["norm_epsilon"])
         self._scale = np.float32(self._head_dim**-0.5)
-        self._weights = _take_weights(arrays, self.config)
+        self._weights = {name: _contiguous(array) for name, array in arrays.items()}
         self._cosine, self._sine = self._rotary_tables(0, self.max_context)
 
     def _rotary_tables(self, start: int, stop: int) -> tuple[Floats, Floats]:
@@ -127,23 +87,7 @@ class CharModel:
         return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of ``text``, one for each character.
-
-        Parameters
-        ----------
-        text : str
-            Characters of the vocabulary: printable ASCII and newlines.
-
-        Returns
-        -------
-        list of int
-            The tokens.
-
-        Raises
-        ------
-        ValueError
-            A character is not in the vocabulary; the message gives it and its index.
-        """
+        """Return the tokens of a text: printable ASCII and newlines."""
         tokens = [self._token_of.get(character, -1) for character in text]
         if -1 in tokens:
             place = tokens.index(-1)
@@ -154,43 +98,11 @@ class CharModel:
         return tokens
 
     def decode(self, tokens: Tokens) -> str:
-        """Return the text of ``tokens``.
-
-        Parameters
-        ----------
-        tokens : sequence of int
-            Each in the range of the vocabulary.
-
-        Returns
-        -------
-        str
-            One character for each token.
-
-        Raises
-        ------
-        ValueError
-            A token is out of range.
-        """
+        """Return the text of some tokens."""
         return "".join(self.vocabulary[token] for token in self._check_tokens(tokens).tolist())
 
     def new_cache(self, context: int) -> Halves:
-        """Return an empty cache.
-
-        Parameters
-        ----------
-        context : int
-            Number of positions, 1 to ``max_context``.
-
-        Returns
-        -------
-        ndarray of float16, shape (2 * layers, heads, context, head_dim)
-            A new array of zeros.
-
-        Raises
-        ------
-        ValueError
-            ``context`` is out of range.
-        """
+        """Return an empty cache, (2 * layers, heads, context, head_dim)."""
         if not 1 <= context <= self.max_context:
             raise ValueError(
                 f"context: {context} is out of range; expected 1 to {self.max_context}"
@@ -206,39 +118,10 @@ class CharModel:
         mask: Reals | None = None,
         every: bool = False,
     ) -> Floats:
-        """Run several tokens at once, and return the logits for the character after the last.
+        """Run tokens from `position` on; return the logits after the last, or after `every` one.
 
-        Parameters
-        ----------
-        tokens : sequence of int
-            At least one token; the first has position ``position``.
-        cache : ndarray of float16, shape (2 * layers, heads, context, head_dim)
-            Keys and values of the new positions are written to it, in place.
-        position : int, optional
-            Number of positions that the cache already holds.
-        mask : ndarray, optional
-            The rows of the tokens of a mask of `mlstate.kv`, shape
-            ``(1, 1, len(tokens), at least position + len(tokens))``. Default: full attention.
-        every : bool, optional
-            Whether to return the logits of all tokens instead of the last.
-
-        Returns
-        -------
-        ndarray of float32, shape (vocabulary,) or (len(tokens), vocabulary)
-            A new array.
-
-        Raises
-        ------
-        TypeError
-            ``cache`` is not a float16 array.
-        ValueError
-            A shape is wrong, a token is unknown, or the tokens do not fit the cache. The cache is
-            unchanged then.
-
-        Notes
-        -----
-        Takes O(len(tokens) * (position + len(tokens))) time. Logits agree with single steps
-        up to rounding, but are not bit-identical.
+        Their keys and values are written to the cache. `mask` is the rows of the tokens of a mask
+        of `mlstate.kv`. Logits agree with those of single steps up to rounding, not in every bit.
         """
         places = self._check_tokens(tokens)
         self._check_cache(cache, position, len(places))
@@ -262,39 +145,12 @@ class CharModel:
         attention_size: int | None = None,
         sinks: int = 0,
     ) -> Floats:
-        """Run one token, and return the logits for the character after it.
+        """Run the token at `position`, and return the logits for the character after it.
 
-        Parameters
-        ----------
-        token : int
-            The token at ``position``.
-        position : int
-            Number of positions that the cache already holds, and position of the token.
-        cache : ndarray of float16, shape (2 * layers, heads, context, head_dim)
-            Read before ``position``; the token's key and value are written at ``position``, in
-            place. Later positions are neither read nor written.
-        mask : ndarray, optional
-            A row of `mlstate.kv.create_decode_mask`. All positions are read, and masked ones
-            have no weight.
-        attention_size : int, optional
-            Number of earlier tokens to attend to: only their keys and values are read. Default:
-            all of them.
-        sinks : int, optional
-            With `attention_size`: the number of first tokens that are read too.
-
-        Returns
-        -------
-        ndarray of float32, shape (vocabulary,)
-            A new array, bit-identical for every context and memory layout of the cache. A mask
-            and the same `attention_size` agree up to rounding.
-
-        Raises
-        ------
-        TypeError
-            ``cache`` is not a float16 array.
-        ValueError
-            A shape is wrong, the token is unknown, the cache is full, or both `mask` and
-            `attention_size` are given. The cache is unchanged then.
+        Later positions of the cache are neither read nor written. A `mask`, a row of
+        `mlstate.kv.create_decode_mask`, gives masked positions no weight; with `attention_size`,
+        only that many earlier tokens, and the first `sinks` ones, are read. Both agree up to
+        rounding. Logits are bit-identical for every context and memory layout of the cache.
         """
         places = self._check_tokens([token])
         self._check_cache(cache, position, 1)
@@ -314,32 +170,8 @@ class CharModel:
     ) -> Floats:
         """Run one token of a cache whose slots are in any order, such as a ring.
 
-        Parameters
-        ----------
-        token : int
-            The token at ``position``.
-        position : int
-            Position of the token, which may exceed the model's context: keys depend on the
-            distance between tokens only.
-        cache : ndarray of float16, shape (2 * layers, heads, slots, head_dim)
-            Keys that were rotated to their positions, and values, in any order. The token's key
-            and value are written to ``slot``, in place.
-        slot : int
-            The slot of the token, below ``slots``.
-        slots : int
-            Number of first slots to attend to.
-
-        Returns
-        -------
-        ndarray of float32, shape (vocabulary,)
-            A new array.
-
-        Raises
-        ------
-        TypeError
-            ``cache`` is not a float16 array.
-        ValueError
-            A shape is wrong, the token is unknown, or the cache does not have the slots.
+        The token's key and value are written to `slot`; the first `slots` slots are attended to.
+        `position` may exceed the model's context: keys depend on distances only.
         """
         places = self._check_tokens([token])
         self._check_cache(cache, slot, 1)
@@ -351,32 +183,12 @@ class CharModel:
     def sample(
         self, logits: Floats, generator: np.random.Generator, *, temperature: float = 0.5
     ) -> int:
-        """Draw the next token.
-
-        Parameters
-        ----------
-        logits : ndarray of float32, shape (vocabulary,)
-            Result of ``step`` or ``prefill``.
-        generator : numpy.random.Generator
-            Source of one uniform number; not used if ``temperature`` is 0.
-        temperature : float, optional
-            0 selects the most likely token; larger values increase randomness.
-
-        Returns
-        -------
-        int
-            The token.
-
-        Raises
-        ------
-        ValueError
-            ``temperature`` is negative.
-        """
+        """Draw the next token; 0 selects the most likely one, without a random number."""
         if temperature < 0:
             raise ValueError(f"temperature: got {temperature}; expected 0 (greedy) or more")
         if temperature == 0:
             return int(logits.argmax())
-        chances = np.cumsum(_softmax(logits.astype(np.float64) / temperature))
+        chances = np.cumsum(softmax(logits.astype(np.float64) / temperature))
         drawn = int(np.searchsorted(chances, generator.random() * chances[-1], side="right"))
         return min(drawn, len(self.vocabulary) - 1)
 
@@ -415,7 +227,7 @@ class CharModel:
             scores = _contiguous(rotated @ keys.transpose(0, 2, 1)) * self._scale
             if mask is not None:
                 scores += mask
-            mixed = _contiguous(_softmax(scores)) @ values
+            mixed = _contiguous(softmax(scores)) @ values
             flat = _contiguous(mixed.transpose(1, 0, 2)).reshape(length, -1)
             x = x + flat @ weights[name + "out.weight"].T
             inner = self._norm(x, name + "mlp_norm.weight") @ weights[name + "gate_up.weight"].T
@@ -475,54 +287,3 @@ class CharModel:
                 f"cache: {length} token(s) at position {position} do not fit its {room} "
                 "positions; expand the cache, or pass fewer tokens (at least one)"
             )
-
-
-def _read_config(metadata: Mapping[str, str]) -> dict[str, int | float]:
-    """Return the sizes in ``metadata``; raise if one is missing or not positive."""
-    for key in ("config", "vocabulary"):
-        if key not in metadata:
-            raise ValueError(
-                f"metadata: no entry {key!r}, found {sorted(metadata)}; "
-                "pass the __metadata__ of the demo's model.safetensors"
-            )
-    config: dict[str, int | float] = json.loads(metadata["config"])
-    for key in (*_SIZES, *_FACTORS):
-        value = config.get(key)
-        if not isinstance(value, int if key in _SIZES else (int, float)) or not value > 0:
-            raise ValueError(f"metadata: config entry {key!r} is {value!r}; expected a number > 0")
-    return config
-
-
-def _expected_shapes(config: Mapping[str, int | float]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight by name."""
-    model, hidden = int(config["model_dim"]), int(config["hidden_dim"])
-    inner = int(config["heads"]) * int(config["head_dim"])
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed.weight": (int(config["vocabulary_size"]), model),
-        "norm.weight": (model,),
-    }
-    for index in range(int(config["layers"])):
-        name = f"layers.{index}."
-        shapes[name + "attn_norm.weight"] = shapes[name + "mlp_norm.weight"] = (model,)
-        shapes[name + "qkv.weight"] = (3 * inner, model)
-        shapes[name + "out.weight"] = (model, inner)
-        shapes[name + "gate_up.weight"] = (2 * hidden, model)
-        shapes[name + "down.weight"] = (model, hidden)
-    return shapes
-
-
-def _take_weights(
-    arrays: Mapping[str, np.ndarray[Any, Any]], config: Mapping[str, int | float]
-) -> dict[str, Floats]:
-    """Copy the weights to aligned float32; raise if one is missing or has another shape."""
-    weights: dict[str, Floats] = {}
-    for name, shape in _expected_shapes(config).items():
-        if name not in arrays:
-            raise ValueError(
-                f"arrays: no weight {name!r} among {len(arrays)}; "
-                "pass all tensors of the demo's model.safetensors"
-            )
-        if arrays[name].shape != shape:
-            raise ValueError(f"arrays: {name} has shape {arrays[name].shape}, expected {shape}")
-        weights[name] = _contiguous(arrays[name])
-    return weights

@@ -29,6 +29,7 @@ from ..kv import (
     transition_coreml_state,
     transition_kv_state,
 )
+from . import verdict
 from .activations import Planned, show_activations
 from .checkpoints import Kept, show_checkpoints
 from .gradients import Reduced, show_gradients
@@ -58,40 +59,14 @@ class Stage(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Results of the demo.
+    """Results of the demo."""
 
-    Attributes
-    ----------
-    text : str
-        Prompt and generated text.
-    identical : bool
-        Whether the next-token logits were bit-identical before and after every transition.
-    refused : str
-        Error message about compacting too many tokens.
-    stages : list of Stage
-        Label, tokens and sequence length, in order.
-    picture : Path or None
-        Path of the plot, if it was written.
-    untouched : bool
-        Whether all weights were unchanged after a checkpoint was refused.
-    kept : Kept
-        Problem found in a damaged checkpoint, and whether an older one replaced it.
-    reduced : Reduced
-        Results of two ranks' gradients, and the errors about bad ones.
-    planned : Planned
-        Memory of a network within a budget, and whether its gradients were bit-identical.
-    trained : Trained
-        Results of training with checkpoints, and whether all bits were correct.
-    rolled : Rolled
-        Results of reduced attention and of a rolling cache, and whether both were as expected.
-    """
-
-    text: str
-    identical: bool
-    refused: str
+    text: str  # prompt and generated text
+    identical: bool  # the next-token logits before and after every transition
+    refused: str  # the error about compacting too many tokens
     stages: list[Stage]
-    picture: Path | None
-    untouched: bool
+    picture: Path | None  # None without matplotlib
+    untouched: bool  # whether all weights were unchanged after a checkpoint was refused
     kept: Kept
     reduced: Reduced
     planned: Planned
@@ -132,8 +107,7 @@ class _Story:
         """Check that the model's logits are bit-identical before and after a transition."""
         same = self.next_logits(before).tobytes() == self.next_logits(after).tobytes()
         self.identical = self.identical and same
-        verdict = "bit-identical" if same else "DIFFERENT"
-        self.say(f"      next-token logits before and after: {verdict}")
+        self.say(f"      next-token logits before and after: {verdict(same)}")
 
     def generate(self, cache: Halves, until: int) -> None:
         """Generate tokens and write them to the cache until it holds `until` tokens."""
@@ -257,21 +231,7 @@ def _indent(text: str) -> str:
 def run(
     picture: str | Path | None = "mlstate_demo.png", *, say: Callable[[str], None] = print
 ) -> Report:
-    """Run the demo and print its output.
-
-    Parameters
-    ----------
-    picture : str or Path, optional
-        Path of a PNG plot of the cache's occupancy; None for no plot.
-    say : callable
-        Receives each line of output. Default: print.
-
-    Returns
-    -------
-    Report
-        Text, whether every transition left the logits bit-identical, the error message, the
-        stages, the plot's path (None without matplotlib), and the results of the parts on
-        checkpoints, gradients, the memory budget, experts and rolling caches.
+    """Run the demo, print its output, and plot the cache's occupancy to `picture`, a PNG.
 
     Examples
     --------
@@ -295,17 +255,5 @@ def run(
         trained = show_training(story.model, loaded.state["embed.weight"], say)
         rolled = show_rolling(story.model, story.prompt, say)
     drawn = _draw(story.stages, None if picture is None else Path(local_path(picture)), say)
-    untouched = loaded.untouched
-    return Report(
-        text,
-        story.identical,
-        refused,
-        story.stages,
-        drawn,
-        untouched,
-        kept,
-        reduced,
-        planned,
-        trained,
-        rolled,
-    )
+    own = text, story.identical, refused, story.stages, drawn
+    return Report(*own, loaded.untouched, kept, reduced, planned, trained, rolled)

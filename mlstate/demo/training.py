@@ -8,7 +8,6 @@ ends with the same bits. Then the least used expert moves to a file and back.
 from __future__ import annotations
 
 import tempfile
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,8 @@ import numpy as np
 from .._common.text import bytes_text
 from ..checkpoint import CheckpointManager, TieredState
 from ..state import ModelStateDict, OptimizerStateDict
+from . import source_text, verdict
+from .model import softmax
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,34 +33,19 @@ CHARACTERS, BATCH = 4096, 512
 
 
 class Trained(NamedTuple):
-    """Results of the training part.
+    """Results of the training part."""
 
-    Attributes
-    ----------
-    losses : tuple of float
-        Loss before the first step and after the last.
-    steps : list of int
-        Steps of the checkpoints written during training.
-    identical : bool
-        Whether all bits were correct: each checkpoint has the bits of its step; resumed training
-        ends with the bits of the first run; the expert that moved to a file and back, and the
-        other experts, did not change.
-    tiers : list of str
-        Tier of each expert while one of them was in a file.
-    """
-
-    losses: tuple[float, float]
-    steps: list[int]
-    identical: bool
-    tiers: list[str]
+    losses: tuple[float, float]  # before the first step and after the last
+    steps: list[int]  # of the checkpoints written during training
+    identical: bool  # checkpoints, resumed training, and experts after the move
+    tiers: list[str]  # of each expert while one of them was in a file
 
 
 class _Task:
     """Characters as embeddings, the expert for each, and the characters that follow."""
 
     def __init__(self, model: CharModel, embedding: Any) -> None:
-        text = (resources.files("mlstate.demo") / "activations.py").read_text(encoding="utf-8")
-        text = "".join(c for c in text if c in model.vocabulary)[: CHARACTERS + 1]
+        text = source_text("activations.py", model.vocabulary)[: CHARACTERS + 1]
         tokens = np.array(model.encode(text))
         kinds = [0 if c.isalpha() else 1 if c == " " else 2 if c.isdigit() else 3 for c in text]
         self.inputs: NDArray = embedding.astype(np.float32)[tokens[:-1]]
@@ -69,9 +55,7 @@ class _Task:
 
     def errors(self, weight: NDArray, rows: NDArray) -> tuple[NDArray, NDArray]:
         """Return the loss of each row, and its gradient with respect to the logits."""
-        logits = self.inputs[rows] @ weight
-        chances = np.exp(logits - logits.max(1, keepdims=True))
-        chances /= chances.sum(1, keepdims=True)
+        chances = softmax(self.inputs[rows] @ weight)
         line = np.arange(len(rows))
         losses = -np.log(chances[line, self.targets[rows]])
         chances[line, self.targets[rows]] -= 1
@@ -139,7 +123,7 @@ def _train(
         assert isinstance(state.model, ModelStateDict)
         assert isinstance(state.optimizer, OptimizerStateDict)
         same = same and _digests(state.model, state.optimizer) == digests
-    say(f"   checkpoints of steps {manager.steps()}: {_verdict(same, 'the bits of their steps')}")
+    say(f"   checkpoints of steps {manager.steps()}: {verdict(same, 'the bits of their steps')}")
 
     middle = manager.restore(EVERY)
     assert isinstance(middle.model, ModelStateDict)
@@ -147,12 +131,8 @@ def _train(
     for step in range(EVERY + 1, STEPS + 1):
         _step(task, step, middle.model, middle.optimizer)
     again = _digests(middle.model, middle.optimizer) == _digests(model, optimizer)
-    say(f"   resumed from step {EVERY}: {_verdict(again, 'bit-identical')} at step {STEPS}")
+    say(f"   resumed from step {EVERY}: {verdict(again)} at step {STEPS}")
     return model, optimizer, same and again
-
-
-def _verdict(good: bool, text: str) -> str:
-    return text if good else "DIFFERENT"
 
 
 def _bits(tiers: TieredState, names: list[str]) -> bytes:
@@ -181,30 +161,12 @@ def _move(
         same = _bits(tiers, others) == unmoved
         tiers.promote(name)
         back = _bits(tiers, [name]) == before
-        say(
-            f"   promoted: {_verdict(back, 'bit-identical')}; the other experts: "
-            f"{_verdict(same, 'untouched')}"
-        )
+        say(f"   promoted: {verdict(back)}; the other experts: {verdict(same, 'untouched')}")
     return places, same and back
 
 
 def show_training(model: CharModel, embedding: Any, say: Callable[[str], None]) -> Trained:
-    """Train experts, save them meanwhile, and move one between tiers.
-
-    Parameters
-    ----------
-    model : CharModel
-        The demo's model, for its characters.
-    embedding : ndarray, shape (characters, width)
-        Embeddings of its characters.
-    say : callable
-        Receives each line of output.
-
-    Returns
-    -------
-    Trained
-        Losses, steps of the checkpoints, whether all bits were correct, and the tiers.
-    """
+    """Train experts, save them meanwhile, and move one between tiers."""
     task = _Task(model, embedding)
     before = task.loss(_begin(task)[0])
     say(f"\n16. {len(KINDS)} experts learn while their checkpoints are written")

@@ -13,6 +13,7 @@ import numpy as np
 from ..checkpoint import load_file
 from ..errors import CompatibilityError
 from ..state import ModelStateDict, check_compatibility, diff, load_into, rename
+from . import verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,38 +23,15 @@ __all__ = ["Loaded", "show_weights"]
 
 
 class Loaded(NamedTuple):
-    """Results of the state dict part.
+    """Results of the state dict part."""
 
-    Attributes
-    ----------
-    state : ModelStateDict
-        The model's weights after loading.
-    refused : str
-        Error message about the damaged checkpoint.
-    untouched : bool
-        Whether all bits of the weights were unchanged after the error.
-    """
-
-    state: ModelStateDict
-    refused: str
-    untouched: bool
+    state: ModelStateDict  # the model's weights after loading
+    refused: str  # the error about the damaged checkpoint
+    untouched: bool  # whether all bits of the weights were unchanged after the error
 
 
 def show_weights(path: Path, say: Callable[[str], None]) -> Loaded:
-    """Load a checkpoint after renaming, and refuse another one.
-
-    Parameters
-    ----------
-    path : Path
-        File of the demo's weights.
-    say : callable
-        Receives each line of output.
-
-    Returns
-    -------
-    Loaded
-        The loaded weights and the error message.
-    """
+    """Load a checkpoint after renaming, and refuse another one."""
     trained = ModelStateDict(load_file(path), model_type="character model", layer_count=4)
     names = trained.layer_names(2)
     say(f"\n8. State dict: {len(trained)} tensors, {trained.nbytes / 1024:.0f} KiB, {names}")
@@ -82,5 +60,5 @@ def show_weights(path: Path, say: Callable[[str], None]) -> Loaded:
     for line in refused.splitlines():
         say(f"   {line.strip()}")
     untouched = model.digest() == before
-    say(f"   digest of the model before and after: {'the same' if untouched else 'DIFFERENT'}")
+    say(f"   digest of the model before and after: {verdict(untouched, 'the same')}")
     return Loaded(model, refused, untouched)

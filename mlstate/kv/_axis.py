@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from ..errors import CompatibilityError
+from ._arguments import as_integer, incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,19 +24,10 @@ def sequence_axis(shape: Sequence[int], seq_axis: int, what: str = "source_state
 
 def valid_axis(seq_axis: int) -> int:
     """Return a sequence axis as an int, or raise if no cache of 2 to 8 dimensions has it."""
-    kind = type(seq_axis).__name__
-    if isinstance(seq_axis, bool):
-        raise TypeError(f"seq_axis must be an integer, got {kind}")
-    try:
-        number = index(seq_axis)
-    except TypeError:
-        raise TypeError(f"seq_axis must be an integer, got {kind}") from None
+    number = as_integer("seq_axis", seq_axis)
     if not -8 <= number < 8:
-        error = CompatibilityError(
-            f"seq_axis {number} is outside -8..7: a cache has 2 to 8 dimensions"
-        )
-        error.expected, error.got = "-8..7", str(number)
-        raise error
+        text = f"seq_axis {number} is outside -8..7: a cache has 2 to 8 dimensions"
+        raise incompatible(text, None, "-8..7", number)
     return number
 
 
@@ -46,6 +36,6 @@ def along(axis: int, start: int | None, stop: int | None = None) -> tuple[slice,
     return (slice(None),) * axis + (slice(start, stop),)
 
 
-def with_length(shape: Sequence[int], axis: int, length: int) -> tuple[int, ...]:
+def with_length(shape: Sequence[Any], axis: int, length: int) -> tuple[int, ...]:
     """Return a shape with another length of an axis counted from 0."""
     return (*shape[:axis], length, *shape[axis + 1 :])

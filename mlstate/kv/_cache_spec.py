@@ -10,13 +10,15 @@ from .. import _core
 from .._common.dtypes import DTYPES, dtype_name
 from .._common.set_module import set_module
 from .._common.text import bytes_text, names_hint, shorten, table_html
-from ..errors import CompatibilityError, TensorNotFoundError
+from ..errors import TensorNotFoundError
+from ._arguments import as_count, as_counts, incompatible
 from ._axis import sequence_axis, with_length
-from ._context_ladder import as_count
 from ._transition import name_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from ..errors import CompatibilityError
 
 CacheKind: TypeAlias = Literal["full", "sliding", "recurrent", "conv", "quantized", "opaque"]
 
@@ -27,9 +29,7 @@ _ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
 
 def entry_error(name: str, text: str, expected: object, got: object) -> CompatibilityError:
     """Return the exception for an entry that does not fit."""
-    error = CompatibilityError(f"{name}: {text}")
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error
+    return incompatible(f"{name}: {text}", name, expected, got)
 
 
 @set_module("mlstate.kv")
@@ -118,8 +118,7 @@ class CacheEntry:
     def __post_init__(self) -> None:
         _check_names(self)
         put = object.__setattr__  # the instance is frozen
-        shape = _shape_of(self.name, self.shape)
-        put(self, "shape", shape)
+        put(self, "shape", as_counts(f"{self.name}: shape", self.shape))
         put(self, "dtype", _checked_dtype(self.name, self.dtype))
         if self.layer is not None:
             put(self, "layer", as_count(f"{self.name}: layer", self.layer))
@@ -182,13 +181,6 @@ def _check_names(entry: CacheEntry) -> None:
     if entry.kind not in KINDS:
         text = f"kind {entry.kind!r} is unknown{names_hint(str(entry.kind), KINDS)}"
         raise entry_error(entry.name, text, ", ".join(KINDS), entry.kind)
-
-
-def _shape_of(name: str, shape: Any) -> tuple[int, ...]:
-    """Return a shape as a tuple of int."""
-    if isinstance(shape, str | bytes) or not hasattr(shape, "__iter__"):
-        raise TypeError(f"{name}: shape must be a sequence of integers, got {type(shape).__name__}")
-    return tuple(as_count(f"{name}: shape[{i}]", size) for i, size in enumerate(shape))
 
 
 def _checked_dtype(name: str, dtype: Any) -> str:

@@ -14,10 +14,9 @@ from .._common.arrays import is_torch
 from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
 from .._common.set_module import set_module
 from .._common.text import bytes_text, shorten, table_html
-from ..errors import CompatibilityError
+from ._arguments import as_count, capacity_error, incompatible
 from ._axis import along
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
-from ._context_ladder import as_count, capacity_error
 from ._transition import compact_kv_state, name_errors
 
 if TYPE_CHECKING:
@@ -504,10 +503,9 @@ def _check_names(spec: CacheSpec, arrays: Mapping[str, Any]) -> None:
     found = {entry.layer for name, entry in wanted if name in arrays} - {None}
     if missing and len(found) != spec.layer_count:
         parts.append(f"the spec has {spec.layer_count} layers, the arrays {len(found)}")
-    error = CompatibilityError("; ".join(parts))
-    error.name = missing[0][0] if missing else strange[0]
-    error.expected, error.got = f"{len(wanted)} arrays", f"{len(arrays)} arrays"
-    raise error
+    name = missing[0][0] if missing else strange[0]
+    expected, got = f"{len(wanted)} arrays", f"{len(arrays)} arrays"
+    raise incompatible("; ".join(parts), name, expected, got)
 
 
 def _names_text(names: list[str]) -> str:
@@ -544,14 +542,13 @@ def _check_length(spec: CacheSpec, length: int) -> None:
         size = entry.seq_length
         if size is None or length <= size or entry.window == size:
             continue
-        error = capacity_error(
+        raise capacity_error(
             f"{entry.name}: {length} tokens do not fit into {size} positions: resize the cache to "
             f"at least {length}",
             f"0..{size}",
             length,
+            entry.name,
         )
-        error.name = entry.name
-        raise error
 
 
 def _check_resize(spec: CacheSpec, resized: CacheSpec, capacity: int, length: int) -> None:
@@ -564,14 +561,13 @@ def _check_resize(spec: CacheSpec, resized: CacheSpec, capacity: int, length: in
             continue
         held = min(length, old.seq_length)
         if held > new.seq_length:
-            error = capacity_error(
+            raise capacity_error(
                 f"{old.name}: {held} tokens do not fit into {new.seq_length} positions: use a "
                 f"capacity of at least {held}",
                 f"{held} or more",
                 capacity,
+                old.name,
             )
-            error.name = old.name
-            raise error
 
 
 def _sequence_of(entry: CacheEntry) -> int:
@@ -598,9 +594,8 @@ def _chosen_entries(
         chosen = [entry for entry in spec if entry.kind == kind]
         if not chosen:
             kinds = ", ".join(dict.fromkeys(entry.kind for entry in spec))
-            error = CompatibilityError(f"no entry has kind {kind!r}: the kinds are {kinds}")
-            error.expected, error.got = kind, kinds
-            raise error
+            text = f"no entry has kind {kind!r}: the kinds are {kinds}"
+            raise incompatible(text, None, kind, kinds)
     else:
         chosen = [spec.entry_of(name) for name in names]
     for entry in chosen:

@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.set_module import set_module
-from ..errors import CompatibilityError
-from ._context_ladder import (
-    ContextLadder,
-    LadderStep,
-    as_count,
-    as_size,
-    as_sizes,
-    capacity_error,
-    check_room,
-    mask_rows,
-)
+from ._arguments import as_count, capacity_error, incompatible
+from ._context_ladder import ContextLadder, LadderStep, as_size, as_sizes, check_room, mask_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -175,11 +166,8 @@ class CombinedStrategy:
         for name, size in (("prefill", self._prefill[0]), ("generate", self._generate[0])):
             if size not in known:
                 listed = ", ".join(map(str, known))
-                error = CompatibilityError(
-                    f"no model has the {size} positions of {name}; models have {listed}"
-                )
-                error.name, error.expected, error.got = name, listed, str(size)
-                raise error
+                text = f"no model has the {size} positions of {name}; models have {listed}"
+                raise incompatible(text, name, listed, size)
 
     def after_prefill(self, position: int) -> LadderStep:
         """Decide whether to compact the large cache after the prefill.

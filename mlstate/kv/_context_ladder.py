@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from operator import index
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from .._common.set_module import set_module
-from ..errors import CapacityError
+from ._arguments import as_count, as_counts, capacity_error
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
 
 if TYPE_CHECKING:
@@ -24,34 +23,9 @@ _LISTED = 3  # batches in a repr
 _MINUS_INFINITY = float("-inf")
 
 
-def capacity_error(text: str, expected: object, got: object) -> CapacityError:
-    """Return the exception for a number of tokens or positions that is out of range."""
-    error = CapacityError(text)
-    error.expected, error.got = str(expected), str(got)
-    return error
-
-
-def as_count(name: str, value: Any, least: int = 0) -> int:
-    """Return a number of tokens or positions as an int, or raise the error for the argument."""
-    try:
-        number = index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if number < least:
-        text = f"{name} must be at least {least}, got {number}"
-        raise capacity_error(text, f"{least} or more", number)
-    if number >= 1 << 63:
-        raise capacity_error(f"{name} does not fit into 64 bits: {number}", "64 bits", number)
-    return number
-
-
 def as_sizes(sizes: Any) -> tuple[int, ...]:
     """Return the sizes of a ladder as a tuple of rising positive integers."""
-    if isinstance(sizes, str | bytes) or not hasattr(sizes, "__iter__"):
-        raise TypeError(f"sizes must be a sequence of integers, got {type(sizes).__name__}")
-    checked = tuple(as_count(f"sizes[{i}]", size, 1) for i, size in enumerate(sizes))
+    checked = as_counts("sizes", sizes, 1)
     if not checked:
         raise ValueError("sizes is empty: pass the context sizes of the models, smallest first")
     for i, (lower, upper) in enumerate(pairwise(checked)):

@@ -21,20 +21,6 @@ def converts(source: str, target: str) -> bool:
     return len(both) == 2 and bool(both & INTEGERS) and both <= INTEGERS | FLOATS
 
 
-def _limits(target: str) -> tuple[float, float]:
-    """Return the range of an integer dtype: the least value, and the largest value plus one."""
-    bits = int(target.removeprefix("u").removeprefix("int"))
-    return (0.0, 2.0**bits) if target.startswith("u") else (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1))
-
-
-def _out_of_range(source: str, target: str) -> ValueError:
-    """Return the error for tokens that a dtype cannot hold."""
-    return ValueError(
-        f"source_state has tokens that are NaN or out of the range of {target}, and {source} "
-        f"does not convert to {target} then: clip them first"
-    )
-
-
 def result_dtype(dtype: Any, out: Any) -> str:
     """Return the name of the result's dtype, or "" if unknown."""
     if out is not None:
@@ -71,24 +57,22 @@ def convert_tokens(tokens: NDArray, target: str) -> NDArray:
     name, tokens = name_of(tokens.dtype), as_numbers(tokens)
     if target in FLOATS:
         with np.errstate(over="ignore"):  # overflow is checked below
-            found = tokens.astype(_named(target))
+            found = tokens.astype(ml_dtype(target) if target == "bfloat16" else target)
         fits = target != "float16" or bool(np.isfinite(found).all())
-    elif name in INTEGERS:
-        info = np.iinfo(target)
-        fits = not tokens.size or (
-            int(tokens.min()) >= int(info.min) and int(tokens.max()) <= int(info.max)
-        )
-        found = tokens.astype(target) if fits else tokens
     else:
-        low, end = _limits(target)
-        whole = np.trunc(tokens.astype(np.float64))
-        fits = bool(((whole >= low) & (whole < end)).all())  # False for NaN
+        info = np.iinfo(target)
+        if name in INTEGERS:
+            whole = tokens
+            fits = not tokens.size or (
+                int(tokens.min()) >= int(info.min) and int(tokens.max()) <= int(info.max)
+            )
+        else:  # the largest value plus one is exact as a float; comparisons with NaN are false
+            whole = np.trunc(tokens.astype(np.float64))
+            fits = bool(((whole >= float(info.min)) & (whole < float(info.max) + 1)).all())
         found = whole.astype(target) if fits else tokens
     if not fits:
-        raise _out_of_range(name, target)
+        raise ValueError(
+            f"source_state has tokens that are NaN or out of the range of {target}, and {name} "
+            f"does not convert to {target} then: clip them first"
+        )
     return found
-
-
-def _named(target: str) -> Any:
-    """Return the dtype with this name."""
-    return ml_dtype(target) if target == "bfloat16" else np.dtype(target)

@@ -10,7 +10,7 @@ import numpy as np
 from .. import _core
 from .._common.arrays import write_into
 from .._common.set_module import set_module
-from ..errors import CapacityError
+from ._arguments import capacity_error
 
 if TYPE_CHECKING:
     from .._types import Array, DType, NDArray
@@ -175,12 +175,12 @@ def create_decode_mask(
     [[[[0.0, -inf, 0.0, 0.0, 0.0, -inf]]]]
     """
     if current_position == seq_length:
-        error = CapacityError(
+        raise capacity_error(
             f"current_position {current_position} has no row: a mask of seq_length {seq_length} "
-            f"has the rows of the positions below {seq_length}"
+            f"has the rows of the positions below {seq_length}",
+            f"below {seq_length}",
+            current_position,
         )
-        error.expected, error.got = f"below {seq_length}", str(current_position)
-        raise error
     return _mask(seq_length, attention_size, current_position, sinks, True, dtype, fill, out)
 
 

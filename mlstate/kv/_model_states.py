@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .._common.store_error import store_error
 from .._common.text import bytes_text, names_hint, shorten, table_html
-from ..errors import CapacityError, CompatibilityError
+from ..errors import FormatError
+from ._arguments import incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,7 +66,38 @@ def choose_function(functions: Mapping[str, Any], wanted: str | None) -> str:
     return wanted
 
 
-# ---- text and errors ----
+# ---- files ----
+
+
+def format_error(path: str, text: str) -> FormatError:
+    """Return the exception for a file of a model that is damaged or of another format."""
+    error = FormatError(f"{path}: {text}")
+    error.path = path
+    return error
+
+
+def read_file(path: str, most_bytes: int) -> bytes:
+    """Read a small file of a model."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(most_bytes + 1)
+    except OSError as error:
+        raise store_error(error, "cannot read", path) from error
+    if len(data) > most_bytes:
+        raise format_error(path, f"more than {most_bytes} bytes")
+    return data
+
+
+def read_metadata(path: str) -> Any:
+    """Return the document in the metadata.json of a model."""
+    text = read_file(path, 64 << 20)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise format_error(path, f"not JSON: {error}") from error
+
+
+# ---- text ----
 
 
 def quoted(names: Iterable[str], limit: int = 8) -> str:
@@ -84,17 +118,3 @@ def state_row(spec: Any) -> tuple[str, str, str, str]:
     """Return name, shape, dtype and bytes of a state as text."""
     nbytes = "?" if spec.nbytes is None else bytes_text(spec.nbytes)
     return spec.name, shape_text(spec.shape), str(spec.dtype), nbytes
-
-
-def incompatible(message: str, name: str, expected: object, got: object) -> CompatibilityError:
-    """Return the exception for states or functions that do not match."""
-    error = CompatibilityError(message)
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error
-
-
-def too_small(message: str, name: str | None, expected: object, got: object) -> CapacityError:
-    """Return the exception for states that do not fit."""
-    error = CapacityError(message)
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error

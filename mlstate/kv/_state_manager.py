@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .._common.text import bytes_text, names_hint, table_html
-from ..errors import CompatibilityError, MLStateError
+from ..errors import MLStateError
+from ._arguments import as_count, capacity_error, incompatible
 from ._axis import valid_axis, with_length
-from ._context_ladder import ContextLadder, as_count, as_size, capacity_error
+from ._context_ladder import ContextLadder, as_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,28 +31,11 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """The models of one context size, and the states that they declare.
+    """The models of one context size, and the states that they declare."""
 
-    Attributes
-    ----------
-    model : Any
-        The model, or the sequence of chunk models, as the caller passed or created it.
-    owners : tuple
-        The models that create states: one for each state object.
-    specs : tuple of mapping
-        The states that each state object holds.
-    """
-
-    model: Any
-    owners: tuple[Any, ...]
-    specs: tuple[Specs, ...]
-
-
-def _mismatch(text: str, name: str, expected: object, got: object) -> CompatibilityError:
-    """Return the exception for models whose states do not match."""
-    error = CompatibilityError(text)
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error
+    model: Any  # or the sequence of chunk models, as the caller passed or created it
+    owners: tuple[Any, ...]  # the models that create states: one for each state object
+    specs: tuple[Specs, ...]  # the states that each state object holds
 
 
 def _listed(specs: Specs) -> str:
@@ -61,10 +45,6 @@ def _listed(specs: Specs) -> str:
 
 def _declared(specs: Specs) -> dict[str, tuple[tuple[int, ...], NumpyDType]]:
     return {name: (tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
-
-
-def _total_bytes(specs: tuple[Specs, ...]) -> int:
-    return sum(prod(spec.shape) * spec.dtype.itemsize for group in specs for spec in group.values())
 
 
 def _differ_in_sequence(shape: tuple[int, ...], new_shape: tuple[int, ...], axis: int) -> bool:
@@ -89,21 +69,7 @@ class StateManagerBase:
     A subclass overrides `_is_loader`, `_read_specs`, `_make_state`, `_resize_state` and
     `_copy_state`, and documents its models. It creates no state before `state` is read or a
     move needs one. An empty state (position 0) moves without a read or a write: a new one is
-    created.
-
-    Parameters
-    ----------
-    models : mapping of int to model, sequence of models, or callable
-        The models of each context size, smallest size first. A callable without arguments
-        returns the model, or the sequence; it is called when the model is first needed.
-    specs : mapping of int, optional
-        States of models whose description cannot be read, in the form of `_read_specs`.
-    shared_state : bool
-        Whether the chunk models of one size share one state object, or have one each.
-    seq_axis : int
-        The axis of the sequence in the states; a negative number counts from the last axis.
-    overflow, batch_size, reserve_batches, prompt_tokens
-        As for `ContextLadder`.
+    created. `specs` replace descriptions of models that cannot be read.
     """
 
     def __init__(
@@ -159,10 +125,9 @@ class StateManagerBase:
         return callable(given)
 
     def _read_specs(self, size: int, model: Any) -> Specs:
-        """Return the states that one model declares, by name, or those of `_given_specs`.
+        """Return the states that a model declares, or those of `_given_specs`, or raise TypeError.
 
-        The values have a `shape`, of this size, and a NumPy `dtype`. Raises TypeError if `model`
-        is not a model.
+        The values have a `shape`, of this size, and a NumPy `dtype`.
         """
         raise NotImplementedError
 
@@ -215,7 +180,7 @@ class StateManagerBase:
         expected = _declared(specs[owner])
         for i, declared in enumerate(specs):
             if declared and _declared(declared) != expected:
-                raise _mismatch(
+                raise incompatible(
                     f"chunk models {owner} and {i} of {size} positions declare other states, so "
                     f"they cannot share one: {_listed(specs[owner])} and {_listed(declared)}; "
                     "pass shared_state=False if each has its own",
@@ -236,7 +201,7 @@ class StateManagerBase:
             return
         axis = self._axis_of(declared[0]) if declared else self._seq_axis
         states = "; ".join(map(_listed, specs))
-        raise _mismatch(
+        raise incompatible(
             f"the model of {size} positions has no state of {size} positions at axis {axis}; "
             f"its states: {states}. Pass the size of its states, or seq_axis=",
             "models",
@@ -252,7 +217,7 @@ class StateManagerBase:
         if new_size == size:
             models = f"the model of {size} positions was loaded again with other states: "
         if len(specs) != len(new_specs):
-            raise _mismatch(
+            raise incompatible(
                 f"{models}{len(specs)} and {len(new_specs)} chunk models",
                 "models",
                 f"{len(specs)} chunk models",
@@ -262,7 +227,7 @@ class StateManagerBase:
             for names, others, owner in ((declared, new, new_size), (new, declared, size)):
                 for name in names:
                     if name not in others:
-                        raise _mismatch(
+                        raise incompatible(
                             f"{models}the model of {owner} has no state {name!r}"
                             f"{names_hint(name, others)}",
                             name,
@@ -290,7 +255,7 @@ class StateManagerBase:
         ):
             fault = f": pass the lengths of axis {axis} as the sizes of the models"
         if fault is not None:
-            raise _mismatch(
+            raise incompatible(
                 f"{models}state {name!r} is {expected} and {got}{fault}", name, expected, got
             )
 
@@ -585,7 +550,13 @@ class StateManagerBase:
         for size in self._ladder.sizes:
             specs = self._specs.get(size)
             states = "?" if specs is None else "; ".join(map(_listed, specs))
-            nbytes = "?" if specs is None else bytes_text(_total_bytes(specs))
+            nbytes = (
+                "?"
+                if specs is None
+                else bytes_text(
+                    sum(prod(s.shape) * s.dtype.itemsize for group in specs for s in group.values())
+                )
+            )
             marks = ["loaded"] if size in self._contexts else []
             marks += ["current"] if size == self._size else []
             rows.append([f"{size:,}", states, nbytes, ", ".join(marks)])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def _move(
     source: Any,
-    target_seq_length: int,
+    length: int,
     position: int | None,
     pad_value: float,
     dtype: Any,
@@ -37,20 +37,10 @@ def _move(
     """Run a transition in the core, or in torch if the core cannot access the data."""
     low_memory = bool(low_memory)  # the core accepts only True and False
     if isinstance(source, np.ndarray) and (dtype is not None or out is not None):
-        source, position = in_range(
-            source, target_seq_length, position, dtype, out, compact, seq_axis
-        )
+        source, position = in_range(source, length, position, dtype, out, compact, seq_axis)
     if is_torch(source):
         return backend_of(source).move_kv(
-            source,
-            target_seq_length,
-            position,
-            pad_value,
-            dtype,
-            out,
-            low_memory,
-            compact,
-            seq_axis,
+            source, length, position, pad_value, dtype, out, low_memory, compact, seq_axis
         )
     if not isinstance(source, np.ndarray):
         raise TypeError(
@@ -59,15 +49,7 @@ def _move(
 
     def run(target: Any) -> Any:
         return _core.kv_move(
-            source,
-            target_seq_length,
-            position,
-            pad_value,
-            dtype,
-            target,
-            low_memory,
-            compact,
-            seq_axis,
+            source, length, position, pad_value, dtype, target, low_memory, compact, seq_axis
         )
 
     return run(None) if out is None else write_into(out, run)
@@ -294,7 +276,7 @@ def validate_state_shapes(
     True
     """
     if not isinstance(source_state_shape, Mapping) and not isinstance(target_state_shape, Mapping):
-        _core.kv_check_shapes(source_state_shape, target_state_shape, False, seq_axis)
+        _core.kv_check_shapes(source_state_shape, target_state_shape, seq_axis)
         return True
     if not isinstance(source_state_shape, Mapping) or not isinstance(target_state_shape, Mapping):
         raise TypeError(
@@ -302,7 +284,16 @@ def validate_state_shapes(
             f"{type(source_state_shape).__name__} and {type(target_state_shape).__name__}"
         )
     for name, shape in source_state_shape.items():
-        _check_named(name, shape, target_state_shape, seq_axis)
+        if name not in target_state_shape:
+            hint = names_hint(name, target_state_shape)
+            error = CompatibilityError(f"{name}: the target has no such state{hint}")
+            error.name = name
+            raise error
+        target = target_state_shape[name]
+        with name_errors(name):
+            _core.kv_check_shapes(
+                getattr(shape, "shape", shape), getattr(target, "shape", target), seq_axis
+            )
     return True
 
 
@@ -316,19 +307,6 @@ def name_errors(name: str) -> Iterator[None]:
         if isinstance(error, MLStateError):
             error.name = name
         raise
-
-
-def _check_named(name: str, source: Any, targets: Mapping[str, Any], seq_axis: int) -> None:
-    if name not in targets:
-        hint = names_hint(name, targets)
-        error = CompatibilityError(f"{name}: the target has no such state{hint}")
-        error.name = name
-        raise error
-    target = targets[name]
-    with name_errors(name):
-        _core.kv_check_shapes(
-            getattr(source, "shape", source), getattr(target, "shape", target), False, seq_axis
-        )
 
 
 @set_module("mlstate.kv")

@@ -5,17 +5,16 @@ Shared by `mlstate.coreml`, which exports the classes, and `mlstate.coreai`.
 
 from __future__ import annotations
 
-from operator import index
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .._common.set_module import set_module
 from .._common.text import bytes_text, table_html
-from ._model_states import incompatible, shape_text, too_small
+from ..errors import CapacityError, CompatibilityError
+from ._arguments import as_integer, capacity_error, incompatible
+from ._model_states import shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from ..errors import CapacityError, CompatibilityError
 
 AXES = ("layers", "heads", "sequence", "head dimension")
 SEQUENCE = 2
@@ -148,44 +147,25 @@ _HEADINGS = ("state", "move", "source", "target", "copied", "zeroed")
 _HTML_ROWS = 50
 
 
-class Fault:
-    """Why a state cannot move: message, expected and actual value, and the kind of error."""
-
-    __slots__ = ("capacity", "expected", "got", "message")
-
-    def __init__(
-        self, message: str, expected: object, got: object, *, capacity: bool = False
-    ) -> None:
-        self.message = message
-        self.expected = expected
-        self.got = got
-        self.capacity = capacity
-
-    def error(self, name: str) -> CapacityError | CompatibilityError:
-        """Return the exception for the state called `name`."""
-        if self.capacity:
-            return too_small(self.message, name, self.expected, self.got)
-        return incompatible(self.message, name, self.expected, self.got)
-
-
-def layout_fault(name: str, label: str, shape: tuple[int, ...], seq_axis: int) -> Fault | None:
-    """Return the fault if the `label` state has a wrong rank or no such sequence axis."""
+def check_layout(name: str, label: str, shape: tuple[int, ...], seq_axis: int) -> None:
+    """Raise if the `label` state has a wrong rank or no such sequence axis."""
     rank = len(shape)
     if not 2 <= rank <= 8:
-        return Fault(
+        raise incompatible(
             f"{name}: the {label} state has the shape {shape}; a KV state has 2 to 8 dimensions, "
             "such as (layers, heads, sequence, head dimension)",
+            name,
             "2 to 8 dimensions",
             f"{rank} dimensions",
         )
     if not -rank <= seq_axis < rank:
-        return Fault(
+        raise incompatible(
             f"{name}: seq_axis {seq_axis} is outside {-rank}..{rank - 1}: the {label} state has "
             f"the shape {shape}",
+            name,
             f"{-rank}..{rank - 1}",
             seq_axis,
         )
-    return None
 
 
 def _is_named(rank: int, seq_axis: int) -> bool:
@@ -193,23 +173,21 @@ def _is_named(rank: int, seq_axis: int) -> bool:
     return rank == len(AXES) and seq_axis % rank == SEQUENCE
 
 
-def shape_fault(
+def check_shapes(
     name: str, source: tuple[int, ...], target: tuple[int, ...], seq_axis: int
-) -> Fault | None:
-    """Return the fault if the shapes of two states differ in more than the sequence."""
-    fault = layout_fault(name, "source", source, seq_axis) or layout_fault(
-        name, "target", target, seq_axis
-    )
-    if fault is not None:
-        return fault
+) -> None:
+    """Raise if the shapes of two states differ in more than the sequence."""
+    check_layout(name, "source", source, seq_axis)
+    check_layout(name, "target", target, seq_axis)
     states = (
         f"the source state is {source}, the target state {target}; use models that were converted "
         "from the same weights"
     )
     rank = len(source)
     if rank != len(target):
-        return Fault(
+        raise incompatible(
             f"{name}: numbers of dimensions differ: {states}",
+            name,
             f"{len(target)} dimensions",
             f"{rank} dimensions",
         )
@@ -217,40 +195,39 @@ def shape_fault(
         if axis != seq_axis % rank and source[axis] != target[axis]:
             is_named = _is_named(rank, seq_axis)
             label = AXES[axis] if is_named else f"lengths of axis {axis}"
-            return Fault(
+            raise incompatible(
                 f"{name}: {label} differ{'s' if is_named and axis == 3 else ''}: {states}",
+                name,
                 f"{label} {target[axis]}",
                 f"{label} {source[axis]}",
             )
-    return None
 
 
-def position_fault(
+def check_position(
     name: str,
     source: tuple[int, ...] | None,
     target: tuple[int, ...],
     position: int,
     seq_axis: int,
-) -> Fault | None:
-    """Return the fault if the tokens do not fit one of two shapes; None: it is not known yet."""
+) -> None:
+    """Raise if the tokens do not fit one of two shapes; None: it is not known yet."""
     if source is not None and position > source[seq_axis]:
-        return Fault(
+        raise capacity_error(
             f"{name}: position {position} is beyond the source state's {source[seq_axis]} "
             f"positions{_axis_note(source, seq_axis)}; pass the number of tokens that were "
             "processed",
             f"0..{source[seq_axis]}",
             position,
-            capacity=True,
+            name,
         )
     if position > target[seq_axis]:
-        return Fault(
+        raise capacity_error(
             f"{name}: {position} tokens do not fit the target state's {target[seq_axis]} "
             f"positions{_axis_note(target, seq_axis)}; choose a model with at least {position}",
             f"0..{target[seq_axis]}",
             position,
-            capacity=True,
+            name,
         )
-    return None
 
 
 def _axis_note(shape: tuple[int, ...], seq_axis: int) -> str:
@@ -260,35 +237,37 @@ def _axis_note(shape: tuple[int, ...], seq_axis: int) -> str:
 
 
 def as_position(position: int) -> int:
-    try:
-        number = index(position)
-    except TypeError:
-        raise TypeError(f"position must be an integer, got {type(position).__name__}") from None
+    """Return a number of tokens as an int, which may be too large."""
+    number = as_integer("position", position)
     if number < 0:
-        raise too_small(
-            f"position {number} is negative; pass the number of tokens in the cache",
-            "position",
-            "0 or more",
-            number,
-        )
+        text = f"position {number} is negative; pass the number of tokens in the cache"
+        raise capacity_error(text, "0 or more", number, "position")
     return number
+
+
+def _problem(
+    name: str, source: Any | None, target: Any | None, position: int, seq_axis: int | None
+) -> str | None:
+    """Return why a state cannot move, or None."""
+    if source is None or target is None:
+        which = "source" if source is None else "target"
+        return f"{name}: the {which} model has no state of this name"
+    if source.dtype.kind != target.dtype.kind:
+        return f"{name}: {source.dtype} in the source model, {target.dtype} in the target"
+    if seq_axis is not None:
+        try:
+            check_shapes(name, source.shape, target.shape, seq_axis)
+            check_position(name, source.shape, target.shape, position, seq_axis)
+        except (CapacityError, CompatibilityError) as error:
+            return str(error)
+    return None
 
 
 def _plan_state(
     name: str, source: Any | None, target: Any | None, position: int, seq_axis: int | None
 ) -> StateMove:
     shapes = (source and source.shape, target and target.shape)
-    problem = None
-    if source is None or target is None:
-        which = "source" if source is None else "target"
-        problem = f"{name}: the {which} model has no state of this name"
-    elif source.dtype.kind != target.dtype.kind:
-        problem = f"{name}: {source.dtype} in the source model, {target.dtype} in the target"
-    elif seq_axis is not None:
-        fault = shape_fault(name, source.shape, target.shape, seq_axis) or position_fault(
-            name, source.shape, target.shape, position, seq_axis
-        )
-        problem = fault.message if fault else None
+    problem = _problem(name, source, target, position, seq_axis)
     if source is None or target is None or problem is not None:
         return StateMove(name, "none", *shapes, 0, 0, problem)
     if seq_axis is None:

@@ -191,7 +191,7 @@ def test_only_the_sequence_can_be_dynamic():
     assert spec.seq_axis is None
     with pytest.raises(CompatibilityError, match=r"k: the dimensions \[1, 3\] of 2x\?x2x\?x8"):
         spec.with_size(64)
-    with pytest.raises(ValueError, match="at least 1 position, got 0"):
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
         StateSpec("k", KV, F16, 3).with_size(0)
     with pytest.raises(TypeError, match="size must be an integer, got str"):
         StateSpec("k", KV, F16, 3).with_size("64")

@@ -59,7 +59,7 @@ def test_reads_states_in_declared_order(packed):
 )
 def test_reads_every_kind_of_source(tmp_path, kind):
     spec = spec_bytes(state("kv", KV))
-    package = write_package(tmp_path / "m.mlpackage", spec)
+    package = write_package(tmp_path / "modèle 模型.mlpackage", spec)
     source = {
         "bytes": spec,
         "bytearray": bytearray(spec),
@@ -70,11 +70,6 @@ def test_reads_every_kind_of_source(tmp_path, kind):
         "slash": f"{package}/",
     }[kind]
     assert state_specs(source)["kv"].shape == KV
-
-
-def test_reads_a_package_with_a_name_outside_ascii(tmp_path):
-    package = write_package(tmp_path / "modèle 模型.mlpackage", spec_bytes(state("kv", KV)))
-    assert list(state_specs(package)) == ["kv"]
 
 
 def test_follows_the_links_of_a_download_cache(tmp_path):
@@ -177,10 +172,8 @@ def test_takes_shapes_by_name():
         state_specs({"kv": "2x1x256"})
 
 
-def test_a_target_may_be_given_by_its_shapes():
+def test_specs_of_a_target_that_do_not_have_the_state():
     source, target = FakeMLState({"kv": (2, 1, 4, 8)}), FakeMLState({"kv": (2, 1, 8, 8)})
-    transition_coreml_state(source, target, "kv", 3, specs={"kv": (2, 1, 8, 8)})
-    assert (target.reads, target.writes) == (0, 1)
     with pytest.raises(CompatibilityError, match="no state of this name; did you mean 'kv_0'"):
         transition_coreml_state(source, target, "kv", 3, specs={"kv_0": (2, 1, 8, 8)})
     with pytest.raises(TypeError, match=r"specs must be the target model's state_specs.* got list"):
@@ -195,16 +188,8 @@ def compiled(folder, document):
 
 
 def listed(name, shape="[2, 1, 256, 32]", dtype="Float16"):
-    """A state as Core ML's compiler lists it."""
-    return {
-        "dataType": dtype,
-        "isOptional": "0",
-        "formattedType": f"State ({dtype})",
-        "shortDescription": "",
-        "shape": shape,
-        "name": name,
-        "type": "State",
-    }
+    """The part that is read of a state as Core ML's compiler lists it."""
+    return {"dataType": dtype, "shape": shape, "name": name}
 
 
 def test_reads_the_metadata_of_a_compiled_model(tmp_path):
@@ -601,27 +586,11 @@ def test_every_finite_float16_survives_the_way_over_float32():
     assert got.tobytes() == bits.tobytes()
 
 
-@pytest.mark.parametrize("with_specs", [True, False])
-def test_compaction_keeps_tokens_and_zeroes_the_rest(with_specs):
-    source, target, value = pair(40, 16)
-    compact_coreml_state(source, target, "kv", 9, specs=specs_for(16) if with_specs else None)
-    assert (source.reads, target.writes) == (1, 1)
-    got = target.read_state(name="kv").astype(np.float16)
-    assert got[:, :, :9].tobytes() == value[:, :, :9].tobytes()
-    assert not got[:, :, 9:].any()
-
-
 @pytest.mark.parametrize("move", [transition_coreml_state, compact_coreml_state])
 def test_equal_lengths_work_either_way(move):
     source, target, value = pair(16, 16)
     move(source, target, "kv", 16)
     assert target.read_state(name="kv").astype(np.float16).tobytes() == value.tobytes()
-
-
-def test_padding_value_is_written():
-    source, target, _ = pair(16, 40)
-    transition_coreml_state(source, target, "kv", 4, -2.5)
-    assert (target.read_state(name="kv")[:, :, 4:] == -2.5).all()
 
 
 @pytest.mark.parametrize("given", ["f2", "f4", ">f4", "strided", "read-only", "bfloat16"])
@@ -665,8 +634,8 @@ def test_a_float64_state_keeps_every_bit(given):
         np.testing.assert_array_equal(target.written[:, :, :3], value[:, :, :3])
 
 
-@pytest.mark.parametrize("given", ["u1", "u4", "i2", "?", "c8"])
-def test_narrow_unsigned_and_complex_states_are_refused(given):
+@pytest.mark.parametrize("given", ["u1", "u4", "i2", "i8", "?", "c8"])
+def test_dtypes_that_core_ml_does_not_take_are_refused(given):
     class Odd(Spy):
         def read_state(self, *, name):
             return super().read_state(name=name).astype(given)
@@ -722,11 +691,12 @@ def test_states_of_any_layout(shape, axis, with_specs):
     value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 2000
     source.write_state("k", value)
     transition_coreml_state(source, target, "k", 9, 2.5, specs=specs, seq_axis=axis)
+    assert (source.reads, target.reads, target.writes) == (1, 0 if with_specs else 1, 1)
     tokens = np.moveaxis(target.read_state("k"), axis, 0)
     np.testing.assert_array_equal(tokens[:9], np.moveaxis(value, axis, 0)[:9])
     assert (tokens[9:] == 2.5).all() and tokens.shape[0] == 40
-    assert (source.reads, target.writes) == (1, 1)
-    compact_coreml_state(target, source, "k", 7, seq_axis=axis)
+    specs = {"k": shape} if with_specs else None
+    compact_coreml_state(target, source, "k", 7, specs=specs, seq_axis=axis)
     tokens = np.moveaxis(source.read_state("k"), axis, 0)
     np.testing.assert_array_equal(tokens[:7], np.moveaxis(value, axis, 0)[:7])
     assert not tokens[7:].any()
@@ -823,17 +793,6 @@ def test_a_name_that_core_ml_lacks_is_its_own_error():
     source, target, _ = pair(16, 40)
     with pytest.raises(RuntimeError, match=r"no state is called 'other'"):
         transition_coreml_state(source, target, "other", 5)
-    assert target.writes == 0
-
-
-def test_dtypes_that_core_ml_does_not_take_are_refused():
-    class Odd(Spy):
-        def read_state(self, *, name):
-            return super().read_state(name=name).astype(np.int64)
-
-    source, target = Odd({"kv": (2, 3, 16, 8)}), Spy({"kv": (2, 3, 40, 8)})
-    with pytest.raises(CompatibilityError, match="read_state gave int64"):
-        transition_coreml_state(source, target, "kv", 5)
     assert target.writes == 0
 
 

@@ -55,28 +55,19 @@ def managed(*sizes, **options):
 # ---- moves ----
 
 
-def test_a_full_state_grows_with_one_read_and_one_write():
+@pytest.mark.parametrize(("position", "new_tokens", "size"), [(8, 1, 16), (5, 20, 32)])
+def test_a_state_grows_with_one_read_and_one_write(position, new_tokens, size):
     manager = managed(8, 16, 32)
     source = manager.state
     before = fill(source)
     assert manager.grow_if_needed(7).action == "stay" and manager.state is source
-    step = manager.grow_if_needed(8)
-    assert (step.action, step.size, manager.size) == ("grow", 16, 16)
+    step = manager.grow_if_needed(position, new_tokens)
+    assert (step.action, step.size, manager.size) == ("grow", size, size)
     target = manager.state
     assert (source.reads, source.writes, target.reads, target.writes) == (1, 0, 0, 1)
     after = target.read_state("kv")
-    assert np.array_equal(after[:, :, :8], before)
-    assert not after[:, :, 8:].any()
-
-
-def test_many_new_tokens_skip_a_size_in_one_move():
-    manager = managed(8, 16, 32)
-    source = manager.state
-    before = fill(source)
-    assert manager.grow_if_needed(5, new_tokens=20).size == manager.size == 32
-    assert (source.reads, manager.state.writes) == (1, 1)
-    after = manager.state.read_state("kv")
-    assert np.array_equal(after[:, :, :5], before[:, :, :5]) and not after[:, :, 5:].any()
+    assert np.array_equal(after[:, :, :position], before[:, :, :position])
+    assert not after[:, :, position:].any()
 
 
 def test_every_state_is_read_and_written_once():

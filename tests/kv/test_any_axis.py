@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 from kv_model import (
-    REGISTERED,
+    ALL_DTYPES,
+    LAYOUTS,
+    PLAIN,
     assert_same_bits,
     assert_same_values,
     dtype_of,
@@ -73,7 +75,7 @@ def test_every_axis_of_every_rank(rank, axis):
     assert not np.shares_memory(compact_kv_state(source, 5, 5, seq_axis=axis), source)
 
 
-@pytest.mark.parametrize("name", ["bool", "int8", "uint64", "float64", "complex64", *REGISTERED])
+@pytest.mark.parametrize("name", ALL_DTYPES)
 @pytest.mark.parametrize(("shape", "axis"), [(MACOS, -2), (IOS, -1), ((8, 3), 0)])
 def test_layouts_of_models_keep_every_bit(shape, axis, name):
     source = random_bits(shape, dtype_of(name))
@@ -88,38 +90,33 @@ def test_layouts_of_models_keep_every_bit(shape, axis, name):
 
 def strided(source, draw):
     """The same values with other strides, alignment or byte order."""
-    kind = draw(st.sampled_from(["same", "order", "gaps", "backwards", "unaligned", "swapped"]))
-    if kind == "order":
+    of_four_axes = {"heads_last", "sequence_first"}
+    name = draw(st.sampled_from(["order", *sorted(LAYOUTS.keys() - of_four_axes)]))
+    if name == "order":
         order = draw(st.permutations(range(source.ndim)))
         return np.ascontiguousarray(source.transpose(order)).transpose(np.argsort(order))
-    if kind in ("gaps", "backwards"):
-        wide = np.zeros([2 * n for n in source.shape], source.dtype)
-        view = wide[tuple(slice(None, None, 2) for _ in source.shape)]
-        if kind == "backwards":
-            view = np.flip(view)
-    elif kind == "unaligned":
-        room = np.zeros(source.nbytes + 1, np.uint8)
-        view = room[1:].view(source.dtype).reshape(source.shape)
-    else:
-        return source.astype(source.dtype.newbyteorder()) if kind == "swapped" else source
-    view[...] = source
-    return view
+    return LAYOUTS[name](source)
 
 
-@settings(deadline=None, max_examples=tries(300))
+def drawn_shape(draw):
+    """A shape with any number of axes, or with long ones."""
+    if draw(st.booleans()):
+        return draw(array_shapes(min_dims=2, max_dims=8, min_side=0, max_side=5))
+    return tuple(draw(st.integers(0, most)) for most in draw(st.permutations([7, 7, 40, 40])))
+
+
+@settings(deadline=None, max_examples=tries(500))
 @given(data=st.data())
 def test_property_moves_as_the_model(data):
     draw = data.draw
-    shape = draw(array_shapes(min_dims=2, max_dims=8, min_side=0, max_side=5))
+    shape = drawn_shape(draw)
     axis = draw(st.integers(-len(shape), len(shape) - 1))
     names = ["float16", "float32", "float64"]
-    name = draw(st.sampled_from([*names, "int16", "uint8"]))
+    name = draw(st.sampled_from([*names, *(dtype.name for dtype in PLAIN)]))
     values = random_bits(shape, name, draw(st.integers(0, 99)))
     source = strided(values, draw)
     position = draw(st.none() | st.integers(0, shape[axis]))
-    pad = draw(st.sampled_from([0.0, -0.0, 1.0, 7.0]))
-    if pad == 0 and values.dtype.kind in "iu":
-        pad = 0
+    pad = draw(st.floats(-60000, 60000, width=16)) if name in names else 0
     more = draw(st.integers(0, 5))
     to = draw(st.sampled_from(names)) if name in names else name
     length = shape[axis] + more
@@ -246,12 +243,13 @@ MOVES = [
 
 
 @pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("shape", [(), (8,), (1,) * 9])
+@pytest.mark.parametrize("shape", [(), (8,), (1,) * 9, (1,) * 64])
 def test_ranks_that_no_cache_has(move, shape):
     out = np.full(shape, 7.0)
     with pytest.raises(CompatibilityError, match="source_state must have 2 to 8 dim") as caught:
         move(np.zeros(shape), -1, out)
-    assert (caught.value.expected, caught.value.got) == ("2 to 8 dimensions", str(shape))
+    assert caught.value.expected == "2 to 8 dimensions"
+    assert caught.value.got[:60] == str(shape)[:60]
     assert (out == 7).all()
 
 
@@ -398,15 +396,6 @@ def test_a_large_state_of_short_rows():
         assert np.array_equal(state.array[..., :1500], values)
         assert not state.array[..., 1500:].any()
         state.resize(1500)
-
-
-def test_states_that_cannot_be():
-    with pytest.raises(CompatibilityError, match=r"seq_axis 5 is outside -5\.\.4: shape has 5 dim"):
-        KVState(MACOS, seq_axis=5)
-    with pytest.raises(CompatibilityError, match="shape must have 2 to 8 dimensions"):
-        KVState((8,), seq_axis=0)
-    with pytest.raises(CapacityError, match="sequence length 8 is beyond the capacity 7"):
-        KVState(IOS, 7, seq_axis=-1)
 
 
 def test_a_state_shows_its_axis():

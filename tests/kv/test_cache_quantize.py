@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_model import LAYOUTS, assert_same_bits, dtype_of, layout
+from kv_model import LAYOUTS, assert_refused, assert_same_bits, dtype_of, layout
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError, TensorNotFoundError, _core
@@ -181,17 +181,6 @@ def test_integers_that_stand_for_bfloat16_are_quantized_as_such():
 
 
 # ---- all entries or none ----
-
-
-def assert_refused(state, error, text, operation="quantize", *args, **more):
-    before = state.spec, state.length, list(state.arrays.items())
-    with pytest.raises(error, match=text) as caught:
-        getattr(state, operation)(*args, **more)
-    after = state.spec, state.length, list(state.arrays.items())
-    assert before[:2] == after[:2]
-    for (name, array), (other, same) in zip(before[2], after[2], strict=True):
-        assert name == other and array is same
-    return caught.value
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

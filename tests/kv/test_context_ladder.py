@@ -1,8 +1,6 @@
 """Decisions on the size of a cache, against formulas written independently of the ladder."""
 
 import pickle
-import random
-from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -157,33 +155,11 @@ def check_refill(ladder, step, tokens, wanted, size):
 
 
 @given(ladders(), st.integers(0, 400), st.integers(1, 900), st.data())
-@settings(max_examples=tries(300), deadline=None)
+@settings(max_examples=tries(600), deadline=None)
 def test_a_refill_keeps_the_tokens_of_the_formula(ladder, position, new_tokens, data):
     size = data.draw(st.sampled_from(ladder.sizes))
     check_next_step(ladder, position, new_tokens, size)
     check_shrink(ladder, position + new_tokens, size)
-
-
-def test_thousands_of_random_refills():
-    rng = random.Random(0)
-    actions = Counter()
-    for _ in range(tries(6000)):
-        sizes = sorted(rng.sample(range(1, 400), rng.randint(1, 5)))
-        ladder = ContextLadder(
-            sizes,
-            overflow="shift_refill",
-            batch_size=rng.choice([1, 2, 8, 16, 64, rng.randint(1, 450)]),
-            reserve_batches=rng.choice([0, 1, 2, 8, rng.randint(0, 40)]),
-            prompt_tokens=rng.choice([0, rng.randint(0, 450)]),
-        )
-        size, position = rng.choice(sizes), rng.randint(0, 400)
-        new_tokens = rng.choice([1, rng.randint(1, 500)])
-        check_next_step(ladder, position, new_tokens, size)
-        check_shrink(ladder, position, size)
-        actions[ladder.next_step(min(position, size), size, new_tokens).action] += 1
-        actions[ladder.refill(position, size).action] += 1
-    assert actions.keys() == {"stay", "grow", "refill", "stop"}
-    assert actions["refill"] > sum(actions.values()) // 4
 
 
 def next_token(tokens):

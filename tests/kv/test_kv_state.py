@@ -1,7 +1,6 @@
 """A cache that grows in place: which bytes move or become zero, and what keeps memory alive."""
 
 import gc
-import os
 import sys
 import threading
 
@@ -11,14 +10,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kv_model import LAYOUTS, PLAIN, REGISTERED, assert_same_bits, dtype_of, random_bits
+from kv_model import ALL_DTYPES, LAYOUTS, assert_same_bits, dtype_of, random_bits
 from thread_team import run_in_threads
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError
-from mlstate.kv import KVState
-
-ALL_DTYPES = [dtype.name for dtype in PLAIN] + list(REGISTERED)
+from mlstate.kv import KVState, RollingKVState
 
 
 def filled(length=8, capacity=20, dtype=np.float16):
@@ -120,33 +117,6 @@ def test_growing_copies_nothing():
     assert before.shape == (2, 3, 8, 5), "an array keeps the length it was made with"
 
 
-def test_shrinking_zeroes_what_it_drops():
-    state = filled()
-    whole = state.array
-    state.resize(3)
-    assert (whole[:, :, :3] == 7).all() and not whole[:, :, 3:].any()
-    state.resize(20)
-    assert (state.array[:, :, :3] == 7).all() and not state.array[:, :, 3:].any()
-
-
-@pytest.mark.parametrize("position", range(9))
-def test_resizing_keeps_as_many_tokens_as_it_is_told(position):
-    for length in range(position, 21):
-        state = filled()
-        state.resize(length, position)
-        assert (state.array[:, :, :position] == 7).all()
-        state.resize(20)
-        assert not state.array[:, :, position:].any()
-
-
-def test_resizing_to_the_same_length_drops_nothing_by_itself():
-    state = filled()
-    state.resize(8)
-    assert (state.array == 7).all()
-    state.resize(8, current_position=2)
-    assert (state.array[:, :, :2] == 7).all() and not state.array[:, :, 2:].any()
-
-
 def test_resizing_with_numpy_integers():
     state = filled()
     state.resize(np.int8(12), np.uint16(3))
@@ -177,61 +147,55 @@ def test_refused_sizes_change_nothing():
     assert state.shape == (2, 3, 8, 5) and (state.array == 7).all()
 
 
+@pytest.mark.parametrize("made", [KVState, RollingKVState])
 @pytest.mark.parametrize(
-    ("shape", "capacity", "error", "text"),
+    ("shape", "options", "error", "text"),
     [
-        ((2, 3, 8, 5), 7, CapacityError, "sequence length 8 is beyond the capacity 7"),
-        ((2, 3, 8, 5), -1, CapacityError, "capacity -1 is negative"),
-        ((2, 3, 8, 5), 2**70, CapacityError, "capacity does not fit"),
-        ((2, 3, 8, 5), 2**62, CapacityError, "larger than memory"),
-        ((2**40, 2**40, 8, 5), None, CapacityError, "larger than memory"),
-        ((8,), None, CompatibilityError, "shape must have 2 to 8 dimensions"),
-        ((1,) * 9, None, CompatibilityError, "2 to 8 dimensions, .* got 9"),
-        ((2, 3, -8, 5), None, CompatibilityError, "negative dimension"),
-        ((2, 3, 8.0, 5), None, TypeError, "must be an integer"),
-        ((2, 3, 8, 5), 9.5, TypeError, "capacity must be an integer"),
-        (8, None, TypeError, "not iterable"),
+        ((2, 3, 8, 5), {"capacity": -1}, CapacityError, "capacity -1 is negative"),
+        ((2, 3, 8, 5), {"capacity": 2**70}, CapacityError, "capacity does not fit"),
+        ((2, 3, 8, 5), {"capacity": 2**62}, CapacityError, "larger than memory"),
+        ((2, 3, 8, 5), {"capacity": 2**50}, MemoryError, "cannot map"),
+        ((2, 3, 8, 5), {"capacity": 9.5}, TypeError, "capacity must be an integer"),
+        ((2**40, 2**40, 8, 5), {}, CapacityError, "larger than memory"),
+        ((8,), {}, CompatibilityError, "shape must have 2 to 8 dimensions, .* got 1: shape"),
+        ((8,), {"seq_axis": 0}, CompatibilityError, "shape must have 2 to 8 dimensions"),
+        ((1,) * 9, {}, CompatibilityError, "2 to 8 dimensions, .* got 9: shape"),
+        ((2, 3, -8, 5), {}, CompatibilityError, "shape has the negative dimension -8"),
+        ((2, 3, 8.0, 5), {}, TypeError, "must be an integer"),
+        (8, {}, TypeError, "not iterable"),
+        ((2, 3, 8, 5), {"seq_axis": 4}, CompatibilityError, r"seq_axis 4 is outside -4..3: shape"),
+        ((2, 3, 8, 5), {"seq_axis": -5}, CompatibilityError, r"seq_axis -5 is outside"),
+        ((2, 3, 8, 5), {"seq_axis": 1.5}, TypeError, "seq_axis must be an integer"),
     ],
 )
-def test_states_that_cannot_be(shape, capacity, error, text):
+def test_states_that_cannot_be(made, shape, options, error, text):
     with pytest.raises(error, match=text):
-        KVState(shape, capacity)
+        made(shape, **options)
+
+
+def test_a_capacity_below_the_length():
+    for shape, axis in (((2, 3, 8, 5), -2), ((3, 1, 10, 1, 8), -1)):
+        with pytest.raises(CapacityError, match="sequence length 8 is beyond the capacity 7"):
+            KVState(shape, 7, seq_axis=axis)
 
 
 def test_memory_that_the_system_refuses():
-    with pytest.raises(MemoryError, match="cannot map"):
-        KVState((1, 1, 1, 2**56))
     state = filled()
     with pytest.raises(MemoryError, match="cannot map"):
         state.reserve(2**54)
     assert state.capacity == 20 and (state.array == 7).all()
 
 
-@pytest.mark.parametrize("dtype", ["S3", "O", "complex128", "M8[s]", "i4,f4"])
-def test_dtypes_that_the_core_does_not_have(dtype):
-    with pytest.raises(CompatibilityError, match="not supported"):
-        KVState((1, 1, 2, 3), dtype=dtype)
-
-
-def test_a_dtype_that_is_none():
+@pytest.mark.parametrize("made", [KVState, RollingKVState])
+def test_dtypes_that_the_core_does_not_have(made):
+    for dtype in ("S3", "O", "complex128", "M8[s]", "i4,f4"):
+        with pytest.raises(CompatibilityError, match="not supported"):
+            made((1, 1, 2, 3), dtype=dtype)
     with pytest.raises(TypeError):
-        KVState((1, 1, 2, 3), dtype="no dtype")
+        made((1, 1, 2, 3), dtype="no dtype")
 
 
 # ---- reserving ----
-
-
-def test_reserving_keeps_content_and_length():
-    for length in (0, 1, 8, 20):
-        values = random_bits((2, 3, length, 5))
-        state = KVState.from_array(values, 20)
-        for capacity in (20, 21, 64, 2000):
-            state.reserve(capacity)
-            assert state.capacity == capacity and state.shape == (2, 3, length, 5)
-            assert_same_bits(state.array, values)
-            state.resize(capacity)
-            assert not state.array[:, :, length:].any(), "rows left stale tokens behind"
-            state.resize(length)
 
 
 def test_reserving_is_refused_while_an_array_lives():
@@ -346,8 +310,10 @@ def test_contiguous_is_a_copy():
     state.reserve(40)  # the copy does not export the state's memory
 
 
-def test_numpy_takes_the_state_as_an_array():
-    state = filled()
+@pytest.mark.parametrize("made", [KVState, RollingKVState])
+def test_numpy_takes_the_state_as_an_array(made):
+    state = made((2, 3, 8, 5), 20)
+    state.array[...] = 7
     seen = np.asarray(state)
     assert np.shares_memory(seen, state.array) and seen.shape == state.shape
     assert np.asarray(state, np.float64).dtype == np.float64
@@ -477,13 +443,8 @@ def test_reserving_and_looking_at_once():
 # ---- memory ----
 
 PEAK = """
-import resource, sys
 import numpy as np
 from mlstate.kv import KVState
-
-def status(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field)) * 1024
 
 state = KVState((4, 4, 2048, 512), 2048, np.float32)  # 128 MiB
 base = status("VmRSS")
@@ -496,36 +457,29 @@ print(status("VmHWM") - base, state.array[:, :, :2048].min(), state.array[:, :, 
 
 UNUSED = """
 import numpy as np
-from mlstate.kv import KVState
+from mlstate.kv import KVState, RollingKVState
 
-def resident():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
-
-base = resident()
-state = KVState((4, 4, 64, 512), 8192, np.float32)  # 2 of 256 MiB
-state.array[...] = 1
-print(resident() - base, state.reserved_nbytes)
+base = status("VmRSS")
+tokens = np.ones((4, 4, 64, 512), np.float32)  # 2 of 256 MiB
+grown = KVState.from_array(tokens, 8192)
+rolled = RollingKVState((4, 4, 8192, 512), dtype=np.float32)
+rolled.append(tokens)
+print(status("VmRSS") - base, grown.reserved_nbytes, rolled.nbytes)
 """
 
-needs_proc = pytest.mark.skipif(
-    not os.path.exists("/proc/self/status") or "MLSTATE_UNDER_SANITIZER" in os.environ,  # noqa: PTH110
-    reason="measures resident memory, which only Linux tells and a sanitizer changes",
-)
 
-
-@needs_proc
+@child.needs_status
 @pytest.mark.slow
 def test_the_peak_of_reserving_is_the_new_size():
-    peak, old, new = child.run(PEAK).split()
+    peak, old, new = child.run(child.STATUS + PEAK).split()
     assert (float(old), float(new)) == (1, 2)
     assert int(peak) < 1.15 * (256 << 20), "both sizes together would be 384 MiB"
 
 
-@needs_proc
+@child.needs_status
 def test_capacity_that_is_not_used_occupies_no_memory():
-    occupied, reserved = map(int, child.run(UNUSED).split())
-    assert reserved == 256 << 20
+    occupied, *reserved = map(int, child.run(child.STATUS + UNUSED).split())
+    assert reserved == [256 << 20] * 2
     assert occupied < 32 << 20
 
 

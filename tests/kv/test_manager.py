@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from kv_model import assert_same_bits, expand
+from kv_model import assert_same_bits, cache, expand
 
 from mlstate import CapacityError, CompatibilityError
 from mlstate.kv import StateTransitionManager
@@ -14,10 +14,6 @@ def manager():
     for length in (512, 16, 8, 1024):  # in arbitrary order
         made.register_model(f"model_{length}", length)
     return made
-
-
-def cache(length=8, dtype=np.float16):
-    return np.arange(2 * 3 * length * 5).reshape(2, 3, length, 5).astype(dtype)
 
 
 def test_models_hold_what_was_registered():

@@ -4,18 +4,11 @@ import re
 
 import numpy as np
 import pytest
-from kv_model import assert_same_bits, expand
+from kv_model import assert_same_bits, cache, expand
 
 import mlstate
 from mlstate import CapacityError, CompatibilityError
 from mlstate.kv import compact_kv_state, transition_kv_state
-
-SHAPE = (2, 3, 8, 5)
-
-
-def cache(length=8, dtype=np.float16):
-    return np.arange(2 * 3 * length * 5).reshape(2, 3, length, 5).astype(dtype)
-
 
 # Arguments after the source, then the error with its text and attributes.
 BAD_EXPANSIONS = [
@@ -42,18 +35,14 @@ BAD_COMPACTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "error", "text", "facts"), BAD_EXPANSIONS)
-def test_expansions_that_make_no_sense(arguments, error, text, facts):
+@pytest.mark.parametrize(
+    ("move", "arguments", "error", "text", "facts"),
+    [(transition_kv_state, *case) for case in BAD_EXPANSIONS]
+    + [(compact_kv_state, *case) for case in BAD_COMPACTIONS],
+)
+def test_moves_that_make_no_sense(move, arguments, error, text, facts):
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
-        transition_kv_state(cache(), *arguments)
-    assert type(caught.value) is error
-    assert (caught.value.expected, caught.value.got) == facts
-
-
-@pytest.mark.parametrize(("arguments", "error", "text", "facts"), BAD_COMPACTIONS)
-def test_compactions_that_make_no_sense(arguments, error, text, facts):
-    with pytest.raises(ValueError, match=re.escape(text)) as caught:
-        compact_kv_state(cache(), *arguments)
+        move(cache(), *arguments)
     assert type(caught.value) is error
     assert (caught.value.expected, caught.value.got) == facts
 
@@ -65,18 +54,6 @@ def test_lengths_that_no_memory_holds():
             transition_kv_state(source, length)
         with pytest.raises((MemoryError, CapacityError)):
             compact_kv_state(source, length, 1, np.float64, low_memory=True)
-
-
-@pytest.mark.parametrize("shape", [(), (8,), (1,) * 9, (1,) * 64])
-def test_a_source_that_is_no_cache(shape):
-    source = np.zeros(shape, np.float16)
-    for move in (transition_kv_state, compact_kv_state):
-        with pytest.raises(CompatibilityError, match="source_state must have 2 to 8 dim") as caught:
-            move(source, 12, 0)
-        assert caught.value.expected == "2 to 8 dimensions"
-        assert str(shape)[:60] in caught.value.got
-    with pytest.raises(CompatibilityError, match=f"got {len(shape)}: shape"):
-        transition_kv_state(source, 12)
 
 
 @pytest.mark.parametrize(

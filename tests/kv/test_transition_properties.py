@@ -1,6 +1,5 @@
 """Every instruction set gives the same bytes, and memory use is as documented."""
 
-import os
 import tracemalloc
 
 import child
@@ -227,27 +226,19 @@ def test_memory_that_was_used_before_is_padded_too():
 
 
 RESIDENT = """
-import sys
 import numpy as np
 from mlstate.kv import transition_kv_state
 
-def resident():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) * 1024
-
 source = np.ones((16, 8, 64, 128), np.float16)
 transition_kv_state(source, 128)
-base = resident()
-made = transition_kv_state(source, 4096, 64, low_memory=sys.argv[1:] != ["no"])  # 2 of 128 MiB
-print(resident() - base, made.nbytes)
+base = status("VmRSS")
+made = transition_kv_state(source, 4096, 64, low_memory=True)  # 2 of 128 MiB
+print(status("VmRSS") - base, made.nbytes)
 """
 
 
-@pytest.mark.skipif(
-    not os.path.exists("/proc/self/status") or "MLSTATE_UNDER_SANITIZER" in os.environ,  # noqa: PTH110
-    reason="measures resident memory, which only Linux tells and a sanitizer changes",
-)
+@child.needs_status
 def test_low_memory_leaves_the_padding_untouched():
-    resident, whole = map(int, child.run(RESIDENT).split())
+    resident, whole = map(int, child.run(child.STATUS + RESIDENT).split())
     assert whole == 128 << 20
     assert resident < 16 << 20

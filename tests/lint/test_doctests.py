@@ -41,7 +41,8 @@ def test_examples_run(name, tmp_path, monkeypatch):
 def public_names():
     for name in MODULES:
         module = importlib.import_module(name)
-        if name.startswith("mlstate.cli") or any(p.startswith("_") for p in name.split(".")):
+        internal = name.startswith(("mlstate.cli", "mlstate.demo"))
+        if internal or any(part.startswith("_") for part in name.split(".")):
             continue  # called by name only within the package
         for public in getattr(module, "__all__", ()):
             yield pytest.param(getattr(module, public), id=f"{name}.{public}")

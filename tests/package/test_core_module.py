@@ -243,7 +243,7 @@ def test_the_names_of_the_design():
         ("kv_move", 9),
         ("kv_axis", 3),
         ("kv_check", 5),
-        ("kv_check_shapes", 4),
+        ("kv_check_shapes", 3),
         ("kv_mask", 8),
         ("rotate_keys", 8),
         ("kv_quantized_lengths", 3),

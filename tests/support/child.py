@@ -3,6 +3,20 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+# For code that measures memory: status("VmRSS") are its resident bytes, status("VmHWM") its peak.
+STATUS = """
+def status(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field)) * 1024
+"""
+needs_status = pytest.mark.skipif(
+    not Path("/proc/self/status").exists() or "MLSTATE_UNDER_SANITIZER" in os.environ,
+    reason="measures resident memory, which only Linux reports and a sanitizer changes",
+)
 
 
 def run(code, *, timeout=120, **variables):

@@ -6,8 +6,10 @@ import pytest
 from mlstate._common.dtypes import DTYPES, EXTENSIONS
 
 PLAIN = [np.dtype(info.name) for info in DTYPES if info.in_numpy]
-FLOATS = [np.dtype(name) for name in ("float16", "float32", "float64")]
 REGISTERED = tuple(EXTENSIONS)  # bfloat16 first
+
+
+ALL_DTYPES = [dtype.name for dtype in PLAIN] + list(REGISTERED)
 
 
 def dtype_of(name):
@@ -16,6 +18,11 @@ def dtype_of(name):
         ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy has no such dtype of its own")
         return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)
+
+
+def cache(length=8, dtype=np.float16):
+    """Distinct elements, exact in all float formats of 16 bits and more."""
+    return np.arange(2 * 3 * length * 5).reshape(2, 3, length, 5).astype(dtype)
 
 
 def expand(source, length, position=None, pad=0, dtype=None, axis=-2):
@@ -44,6 +51,21 @@ def assert_same_bits(got, wanted):
     """Equal in dtype, byte order, shape and every bit."""
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
     assert np.ascontiguousarray(got).tobytes() == np.ascontiguousarray(wanted).tobytes()
+
+
+def assert_refused(state, error, text, operation="quantize", *args, **more):
+    """An operation of a `CacheState` raises; nothing changed, down to the last byte."""
+
+    def facts():
+        return state.spec, state.length, {name: id(array) for name, array in state.arrays.items()}
+
+    before, content = facts(), {name: array.copy() for name, array in state.arrays.items()}
+    with pytest.raises(error, match=text) as caught:
+        getattr(state, operation)(*args, **more)
+    assert facts() == before
+    for name, array in content.items():
+        assert_same_bits(state.arrays[name], array)
+    return caught.value
 
 
 def assert_same_values(got, wanted):

@@ -57,25 +57,6 @@ static const struct {
 
 /* ---- names ---- */
 
-/* Read a name of 1 to MLS_ML_MAX_NAME_BYTES bytes; `what` names its owner in errors. */
-static mls_code read_name(mls_protobuf bytes, const char *what, mls_str *out,
-                          mls_status *st)
-{
-    const char *text = (const char *)bytes.data;
-    if (bytes.length == 0 || bytes.length > MLS_ML_MAX_NAME_BYTES) {
-        return mls_protobuf_fail(st, mls_protobuf_offset(&bytes),
-                                 "%s has %zu bytes, expected 1 to %d", what, bytes.length,
-                                 MLS_ML_MAX_NAME_BYTES);
-    }
-    /* a NUL would truncate the name in code that uses C strings */
-    if (!mls_utf8_valid(text, bytes.length) || memchr(text, 0, bytes.length) != NULL) {
-        return mls_protobuf_fail(st, mls_protobuf_offset(&bytes), "%s is not UTF-8 text",
-                                 what);
-    }
-    *out = (mls_str){text, bytes.length};
-    return MLS_OK;
-}
-
 /* Find the name of a function or state, field `number` of its message. A missing name is
  * an error: nothing could refer to its owner. `what` is for errors. */
 static mls_code find_name(mls_protobuf message, uint32_t number, const char *what,
@@ -87,15 +68,23 @@ static mls_code find_name(mls_protobuf message, uint32_t number, const char *wha
     if (code != MLS_OK) {
         return code;
     }
-    return found ? read_name(bytes, what, out, st)
-                 : mls_protobuf_fail(st, mls_protobuf_offset(&message), "%s is missing",
-                                     what);
-}
-
-/* Names are compared by bytes, as in protobuf, without Unicode normalisation. */
-static bool same_name(mls_str a, mls_str b)
-{
-    return a.length == b.length && memcmp(a.data, b.data, a.length) == 0;
+    if (!found) {
+        return mls_protobuf_fail(st, mls_protobuf_offset(&message), "%s is missing",
+                                 what);
+    }
+    const mls_str name = {(const char *)bytes.data, bytes.length};
+    const uint64_t at = mls_protobuf_offset(&bytes);
+    if (name.length == 0 || name.length > MLS_ML_MAX_NAME_BYTES) {
+        return mls_protobuf_fail(st, at, "%s has %zu bytes, expected 1 to %d", what,
+                                 name.length, MLS_ML_MAX_NAME_BYTES);
+    }
+    /* a NUL would truncate the name in code that uses C strings */
+    if (!mls_utf8_valid(name.data, name.length) ||
+        memchr(name.data, 0, name.length) != NULL) {
+        return mls_protobuf_fail(st, at, "%s is not UTF-8 text", what);
+    }
+    *out = name;
+    return MLS_OK;
 }
 
 /* A name as arguments for %.*s, truncated for messages. If this splits a character, the
@@ -117,15 +106,14 @@ static mls_code add_state_name(mls_status *st, mls_str name)
 static mls_code add_dimension(mls_ml_state *state, uint64_t value, uint64_t offset,
                               mls_status *st)
 {
-    const unsigned long long at = offset;
     if (state->rank == MLS_ML_MAX_RANK) {
-        return mls_protobuf_fail(st, at, "state %.*s has more than %d dimensions",
+        return mls_protobuf_fail(st, offset, "state %.*s has more than %d dimensions",
                                  NAME_ARGS(state->name), MLS_ML_MAX_RANK);
     }
     size_t dimension = 0;
     if (value == 0 || value > INT64_MAX || !mls_size_from_u64(value, &dimension)) {
         mls_protobuf_fail(
-            st, at,
+            st, offset,
             "state %.*s: dimension %d is %lld; a state's dimensions are fixed "
             "and positive",
             NAME_ARGS(state->name), state->rank, (long long)value);
@@ -292,7 +280,7 @@ static mls_code make_room(void **items, size_t count, size_t size, mls_status *s
 static mls_code add_state(mls_mlpackage *package, mls_protobuf feature, mls_status *st)
 {
     mls_ml_function *function = &package->functions[package->function_count - 1];
-    const unsigned long long at = mls_protobuf_offset(&feature);
+    const uint64_t at = mls_protobuf_offset(&feature);
     if (function->states == MLS_ML_MAX_STATES ||
         package->state_count == MLS_ML_MAX_ALL_STATES) {
         return mls_protobuf_fail(st, at, "more than %zu states", package->state_count);
@@ -303,7 +291,7 @@ static mls_code add_state(mls_mlpackage *package, mls_protobuf feature, mls_stat
         return code;
     }
     for (size_t i = 0; i < function->states; i++) {
-        if (same_name(package->states[function->first + i].name, state.name)) {
+        if (mls_str_equal(package->states[function->first + i].name, state.name)) {
             mls_protobuf_fail(st, at, "two states are called %.*s",
                               NAME_ARGS(state.name));
             return add_state_name(st, state.name);
@@ -324,13 +312,13 @@ static mls_code add_state(mls_mlpackage *package, mls_protobuf feature, mls_stat
 static mls_code add_function(mls_mlpackage *package, mls_str name, uint64_t offset,
                              mls_status *st)
 {
-    const unsigned long long at = offset;
     if (package->function_count == MLS_ML_MAX_FUNCTIONS) {
-        return mls_protobuf_fail(st, at, "more than %d functions", MLS_ML_MAX_FUNCTIONS);
+        return mls_protobuf_fail(st, offset, "more than %d functions",
+                                 MLS_ML_MAX_FUNCTIONS);
     }
     for (size_t i = 0; i < package->function_count; i++) {
-        if (same_name(package->functions[i].name, name)) {
-            return mls_protobuf_fail(st, at, "two functions are called %.*s",
+        if (mls_str_equal(package->functions[i].name, name)) {
+            return mls_protobuf_fail(st, offset, "two functions are called %.*s",
                                      NAME_ARGS(name));
         }
     }
@@ -408,7 +396,7 @@ static mls_code choose_default(mls_mlpackage *package, mls_protobuf description,
     }
     const mls_str wanted = {(const char *)bytes.data, bytes.length};
     for (size_t i = 0; i < package->function_count; i++) {
-        if (same_name(package->functions[i].name, wanted)) {
+        if (mls_str_equal(package->functions[i].name, wanted)) {
             package->default_function = i;
             return MLS_OK;
         }
@@ -688,7 +676,7 @@ static mls_json_node find_item(const mls_json *doc, mls_json_node items,
 {
     mls_json_node item = mls_json_first(doc, items);
     while (item != MLS_JSON_NONE &&
-           !same_name(mls_json_key(doc, item), mls_json_text(doc, root))) {
+           !mls_str_equal(mls_json_key(doc, item), mls_json_text(doc, root))) {
         item = mls_json_next(doc, item);
     }
     return item;
@@ -726,45 +714,33 @@ static mls_code find_root(const mls_json *doc, mls_str *out, mls_status *st)
 }
 
 /* Return "folder/middle" + `last` as a new string, or NULL. The caller frees it with
- * mls_free. If the folder ends in a slash, the path has two, which is harmless. */
+ * mls_free. If the folder ends in a slash, the path has two, which is harmless. The sum
+ * cannot overflow: all three are in memory. */
 static char *join_path(const char *folder, const char *middle, mls_str last)
 {
-    const size_t head = strlen(folder);
-    const size_t body = strlen(middle);
-    size_t bytes;
-    if (!mls_size_add(head, body, &bytes) || !mls_size_add(bytes, last.length, &bytes) ||
-        !mls_size_add(bytes, 2, &bytes)) {
-        return NULL;
-    }
+    const size_t bytes = strlen(folder) + strlen(middle) + last.length + 2;
     char *path = mls_alloc(bytes, 1);
     if (path != NULL) {
-        memcpy(path, folder, head);
-        path[head] = '/';
-        memcpy(path + head + 1, middle, body);
-        if (last.length > 0) {
-            memcpy(path + head + 1 + body, last.data, last.length);
-        }
+        snprintf(path, bytes, "%s/%s%.*s", folder, middle, (int)last.length, last.data);
     }
     return path;
 }
 
-/* Read the manifest of a package and return the path of its specification. `*inner` is
- * the position in that path at which the part inside the package starts. Every package
- * has a manifest; a folder without one is probably a compiled model. */
-static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_status *st)
+/* Read the manifest of a package, and the specification that it names. Every package has
+ * a manifest; a folder without one is probably a compiled model. */
+static mls_code read_package(const char *folder, mls_mlpackage *out, mls_status *st)
 {
-    mls_code code = MLS_OK;
+    const mls_json_limits limits = {.depth = MANIFEST_DEPTH, .nodes = MANIFEST_NODES};
     unsigned char *data = NULL;
     size_t length = 0;
     mls_json *doc = NULL;
-    const mls_json_limits limits = {.depth = MANIFEST_DEPTH, .nodes = MANIFEST_NODES};
     mls_str root = {0};
-    char *found = NULL;
-    char *manifest = join_path(folder, "Manifest.json", (mls_str){0});
-    if (manifest == NULL) {
-        return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
-    }
-    code = mls_file_read(manifest, MANIFEST_BYTES, &data, &length, st);
+    char *spec = NULL;
+    const char *file = "Manifest.json"; /* in errors */
+    char *manifest = join_path(folder, file, (mls_str){"", 0});
+    mls_code code = manifest == NULL
+                        ? mls_fail(st, MLS_E_MEMORY, "no memory for a path")
+                        : mls_file_read(manifest, MANIFEST_BYTES, &data, &length, st);
     if (code == MLS_E_IO && st->os_error == ENOENT) {
         code = mls_fail(st, MLS_E_FORMAT,
                         "missing: this folder is not a .mlpackage (a compiled .mlmodelc "
@@ -777,21 +753,21 @@ static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_st
     if (code == MLS_OK) {
         code = find_root(doc, &root, st);
     }
+    if (code == MLS_OK) {
+        spec = join_path(folder, "Data/", root);
+        code = spec == NULL ? mls_fail(st, MLS_E_MEMORY, "no memory for a path") : MLS_OK;
+    }
+    if (code == MLS_OK) {
+        file = spec + strlen(folder) + 1;
+        code = read_spec_file(spec, out, st);
+    }
     if (code != MLS_OK) {
-        prepend_file_name(st, "Manifest.json");
-        goto done;
+        prepend_file_name(st, file);
     }
-    found = join_path(folder, "Data/", root);
-    if (found == NULL) {
-        code = mls_fail(st, MLS_E_MEMORY, "no memory for a path");
-        goto done;
-    }
-    *spec = found;
-    *inner = strlen(folder) + 1;
-done:
     mls_json_free(doc);
     mls_free(data);
     mls_free(manifest);
+    mls_free(spec);
     return code;
 }
 
@@ -804,24 +780,11 @@ mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st
         mls_fail_os(st, errno, "cannot open");
         return prepend_file_name(st, path);
     }
-    if (!S_ISDIR(facts.st_mode)) {
-        const mls_code code = read_spec_file(path, out, st);
-        return code == MLS_OK ? code : prepend_file_name(st, path);
+    if (S_ISDIR(facts.st_mode)) {
+        return read_package(path, out, st);
     }
-    /* the manifest names the specification; its errors contain its path from `inner` on
-     */
-    char *spec = NULL;
-    size_t inner = 0;
-    mls_code code = find_spec(path, &spec, &inner, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    code = read_spec_file(spec, out, st);
-    if (code != MLS_OK) {
-        prepend_file_name(st, spec + inner);
-    }
-    mls_free(spec);
-    return code;
+    const mls_code code = read_spec_file(path, out, st);
+    return code == MLS_OK ? code : prepend_file_name(st, path);
 }
 
 #endif

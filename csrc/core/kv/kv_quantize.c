@@ -197,28 +197,6 @@ static bool choose_affine(mls_group_range r, float levels, float *scale, float *
     return r.is_finite && isfinite(r.high - r.low);
 }
 
-/* ---- words ---- */
-
-/* Convert between bytes and words, the first byte in the lowest bits. */
-static void words_of_bytes(const unsigned char *bytes, size_t words, uint32_t *out)
-{
-    for (size_t i = 0; i < words; i++) {
-        const unsigned char *b = bytes + 4 * i;
-        out[i] = (uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 |
-                 (uint32_t)b[3] << 24;
-    }
-}
-
-static void bytes_of_words(const uint32_t *words, size_t count, unsigned char *out)
-{
-    for (size_t i = 0; i < count; i++) {
-        out[4 * i] = (unsigned char)words[i];
-        out[4 * i + 1] = (unsigned char)(words[i] >> 8);
-        out[4 * i + 2] = (unsigned char)(words[i] >> 16);
-        out[4 * i + 3] = (unsigned char)(words[i] >> 24);
-    }
-}
-
 /* ---- tiles ---- */
 
 /* The work, the same for all tiles. */
@@ -237,7 +215,6 @@ typedef struct job {
 typedef struct buffer {
     float values[TILE];
     unsigned char codes[TILE], joined[TILE / 2]; /* one or two codes in each byte */
-    uint32_t words[TILE / 4];
     float scales[MOST_GROUPS], biases[MOST_GROUPS];
 } buffer;
 
@@ -269,12 +246,20 @@ static mls_tensor tile_view(const mls_tensor *whole, const tile *t, size_t width
     return view;
 }
 
+/* Words of codes have their first byte in the lowest bits. */
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+#    define ARE_WORDS_SWAPPED true
+#else
+#    define ARE_WORDS_SWAPPED false
+#endif
+
 /* Return a packed view with the shape of `like`. */
 static mls_tensor packed_view(const mls_tensor *like, void *data, mls_dtype dtype)
 {
     const size_t item = mls_dtype_of(dtype)->item_bytes;
     return (mls_tensor){.data = data,
                         .dtype = dtype,
+                        .swapped = dtype == MLS_U32 && ARE_WORDS_SWAPPED,
                         .rank = 2,
                         .shape = {like->shape[0], like->shape[1]},
                         .strides = {(ptrdiff_t)(like->shape[1] * item), (ptrdiff_t)item}};
@@ -293,7 +278,6 @@ static void copy_tile(const job *j, const mls_tensor *whole, const tile *t, size
     }
 }
 
-/* Return the place of a tile. */
 static tile tile_at(const job *j, size_t index)
 {
     const mls_tensor *values = j->values;
@@ -339,8 +323,7 @@ static void quantize_tile(void *context, size_t index)
     if (q->bits == 4) {
         j->groups->join(b.codes, count * q->group, b.joined);
     }
-    words_of_bytes(q->bits == 4 ? b.joined : b.codes, count * words, b.words);
-    copy_tile(j, &q->codes, &t, words, b.words, MLS_U32, true);
+    copy_tile(j, &q->codes, &t, words, q->bits == 4 ? b.joined : b.codes, MLS_U32, true);
     copy_tile(j, &q->scales, &t, 1, b.scales, MLS_F32, true);
     copy_tile(j, &q->biases, &t, 1, b.biases, MLS_F32, true);
 }
@@ -353,11 +336,10 @@ static void dequantize_tile(void *context, size_t index)
     const size_t words = q->group * q->bits / 32;
     const tile t = tile_at(j, index);
     buffer b;
-    copy_tile(j, &q->codes, &t, words, b.words, MLS_U32, false);
+    copy_tile(j, &q->codes, &t, words, q->bits == 4 ? b.joined : b.codes, MLS_U32, false);
     copy_tile(j, &q->scales, &t, 1, b.scales, MLS_F32, false);
     copy_tile(j, &q->biases, &t, 1, b.biases, MLS_F32, false);
     const size_t count = t.rows * t.groups;
-    bytes_of_words(b.words, count * words, q->bits == 4 ? b.joined : b.codes);
     if (q->bits == 4) {
         j->groups->split(b.joined, count * q->group, b.codes);
     }

@@ -12,13 +12,11 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* Return the number of slots. */
 static size_t capacity_of(const mls_kv_ring *ring)
 {
     return ring->slots.shape[ring->axis];
 }
 
-/* Return the slot of a position. */
 static size_t slot_of(const mls_kv_ring *ring, size_t position)
 {
     if (position < ring->sinks) {
@@ -36,7 +34,6 @@ static size_t adjacent_slots(const mls_kv_ring *ring, size_t first, size_t count
     return count < room ? count : room;
 }
 
-/* Return how many sinks are held. */
 static size_t held_sinks(const mls_kv_ring *ring)
 {
     return ring->next < ring->sinks ? ring->next : ring->sinks;
@@ -53,7 +50,6 @@ size_t mls_kv_ring_length(const mls_kv_ring *ring)
     return held_sinks(ring) + held_others(ring);
 }
 
-/* Check rank and sinks. */
 static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
                            mls_status *st)
 {

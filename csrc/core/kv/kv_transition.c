@@ -23,20 +23,6 @@ enum { NAMED_RANK = 4, NAMED_AXIS = 2 };
 static const char *const axis_names[NAMED_RANK] = {"layers", "heads", "sequence length",
                                                    "head_dim"};
 
-static const mls_kv_names own_words = {.source = "the source",
-                                       .target = "the target",
-                                       .target_length = "target length",
-                                       .position = "position",
-                                       .seq_axis = "the sequence axis",
-                                       .if_shorter = "compact instead of expanding",
-                                       .if_shared = "pass another target"};
-
-/* Return the names of a request, or the default ones. */
-static const mls_kv_names *names_of(const mls_kv_request *request)
-{
-    return request->names != NULL ? request->names : &own_words;
-}
-
 /* MLS_E_SHAPE unless a cache may have `rank` axes; `what` names the argument. */
 static mls_code check_rank(const char *what, int rank, const size_t *shape,
                            mls_status *st)
@@ -105,7 +91,7 @@ static mls_code add_capacity_range(mls_status *st, int64_t limit, int64_t got)
 mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                       mls_status *st)
 {
-    const mls_kv_names *names = names_of(&request);
+    const mls_kv_names *names = request.names;
     const int64_t length = (int64_t)shape[request.axis];
     char note[NOTE_BYTES];
     axis_note(note, rank, shape, request.axis);
@@ -157,7 +143,7 @@ static mls_code fail_difference(const char *what, size_t source, size_t target,
  * error. */
 mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_rank,
                              const size_t *target, const char *axis_name,
-                             int64_t seq_axis, mls_kv_kind kind, mls_status *st)
+                             int64_t seq_axis, mls_status *st)
 {
     int axis = 0;
     mls_code code = mls_kv_find_axis("the source state", source_rank, source, axis_name,
@@ -183,7 +169,7 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
                                    target[i], note, st);
         }
     }
-    if (kind == MLS_KV_EXPAND && target[axis] < source[axis]) {
+    if (target[axis] < source[axis]) {
         mls_fail(st, MLS_E_CAPACITY,
                  "the target's sequence length %zu is smaller than the source's %zu%s: "
                  "compact instead of expanding",
@@ -200,7 +186,7 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
 mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st)
 {
-    const mls_kv_names *names = names_of(&request);
+    const mls_kv_names *names = request.names;
     mls_tensor wanted = *src;
     wanted.shape[request.axis] = (size_t)request.target_length;
     const mls_code code = mls_copy_check(dst, &wanted, names->target, st);
@@ -250,7 +236,6 @@ typedef struct job {
     bool inner_huge; /* use huge pages where tokens fill them */
 } job;
 
-/* Return the number of rows of a cache. */
 static size_t count_rows(const mls_tensor *t, int seq_axis)
 {
     size_t rows = 1;
@@ -364,18 +349,11 @@ static void move_part(const job *j, size_t part)
     }
 }
 
-/* The parts of one task of the pool. */
-typedef struct part_range {
-    size_t first, end;
-} part_range;
-
-static part_range parts_of_task(const job *j, size_t task)
+/* Return the turn after the last one of a task of the pool. */
+static size_t end_of_task(const job *j, size_t task)
 {
-    const size_t first = task * j->parts_per_task;
-    const size_t rest = j->division.parts - first;
-    return (part_range){.first = first,
-                        .end = first +
-                               (rest < j->parts_per_task ? rest : j->parts_per_task)};
+    const size_t end = (task + 1) * j->parts_per_task;
+    return end < j->division.parts ? end : j->division.parts;
 }
 
 /* Return the part to move at a turn. Fresh memory is written from its end, as in
@@ -388,8 +366,8 @@ static size_t part_at(const job *j, size_t turn)
 static void move_parts(void *context, size_t task)
 {
     const job *j = context;
-    const part_range range = parts_of_task(j, task);
-    for (size_t turn = range.first; turn < range.end; turn++) {
+    const size_t end = end_of_task(j, task);
+    for (size_t turn = task * j->parts_per_task; turn < end; turn++) {
         move_part(j, part_at(j, turn));
     }
 }
@@ -440,7 +418,7 @@ static void pad_stage(const job *j, mls_tensor padding)
 static void move_staged_parts(void *context, size_t task)
 {
     const job *j = context;
-    const part_range range = parts_of_task(j, task);
+    const size_t end = end_of_task(j, task);
     unsigned char buffer[STAGE_BYTES];
     mls_tensor stage = {0};
     mls_status unused;
@@ -453,7 +431,7 @@ static void move_staged_parts(void *context, size_t task)
     }
     const mls_tensor whole = stage;
     bool is_padded = false;
-    for (size_t turn = range.first; turn < range.end; turn++) {
+    for (size_t turn = task * j->parts_per_task; turn < end; turn++) {
         mls_tensor to = *j->dst, from = *j->src;
         size_t positions, bytes = 0;
         (void)select_part(j, part_at(j, turn), &to, &from, &positions);

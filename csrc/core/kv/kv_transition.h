@@ -36,7 +36,7 @@ typedef struct mls_kv_request {
     int64_t target_length;     /* positions of the target */
     int64_t position;          /* tokens in the source */
     int axis;                  /* the sequence axis, from mls_kv_find_axis */
-    const mls_kv_names *names; /* borrowed; NULL: the core's default names */
+    const mls_kv_names *names; /* borrowed */
 } mls_kv_request;
 
 /* Check the rank of a cache and convert its sequence axis, which may count from the end,
@@ -52,13 +52,13 @@ mls_code mls_kv_find_axis(const char *what, int rank, const size_t *shape,
 mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                       mls_status *st);
 
-/* Check that a cache of shape `target` can take the content of one of shape `source`:
- * the same rank and the same lengths of all axes but the sequence, which must not be
- * shorter unless `kind` is compact. `axis_name` and `seq_axis` as in mls_kv_find_axis.
+/* Check that a cache of shape `source` can expand to one of shape `target`: the same rank
+ * and the same lengths of all axes but the sequence, which must not be shorter.
+ * `axis_name` and `seq_axis` as in mls_kv_find_axis.
  * MLS_E_SHAPE, MLS_E_CAPACITY. */
 mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_rank,
                              const size_t *target, const char *axis_name,
-                             int64_t seq_axis, mls_kv_kind kind, mls_status *st);
+                             int64_t seq_axis, mls_status *st);
 
 /* Check an output against the source and a request that passed mls_kv_check.
  * MLS_E_SHAPE: not the source's shape with the target's length. MLS_E_DTYPE: the dtypes

@@ -207,7 +207,6 @@ typedef struct tile {
     numbers *buffer;
 } tile;
 
-/* Store one cosine and sine. */
 static void store_angle(const job *j, angles *out, size_t at, double cosine, double sine)
 {
     if (j->is_wide) {
@@ -260,7 +259,6 @@ static void rotate_span(const job *j, const tile *t, size_t first, size_t second
     }
 }
 
-/* Rotate a tile in its buffer. */
 static void rotate_buffer(const job *j, const tile *t)
 {
     if (j->by_pair) {
@@ -302,7 +300,6 @@ static mls_tensor buffer_view(const job *j, const tile *t)
     return view;
 }
 
-/* Return the rows for the fused function. */
 static mls_rotate_rows rows_of(const job *j, const tile *t, const mls_tensor *to,
                                const mls_tensor *from)
 {

@@ -36,7 +36,6 @@ TARGET_INLINE void store_floats(unsigned char *dst, __m256 values, bool is_half)
     }
 }
 
-/* Load and store one element. */
 static inline float load_one(const unsigned char *src, bool is_half)
 {
     uint16_t half;

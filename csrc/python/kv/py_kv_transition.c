@@ -400,7 +400,7 @@ PyObject *core_kv_check(mlspy_state *state, PyObject *const *args)
     return mlspy_none(state, mls_kv_check(rank, shape, request, &st), &st);
 }
 
-/* kv_check_shapes(source_shape, target_shape, compact, seq_axis) -> None
+/* kv_check_shapes(source_shape, target_shape, seq_axis) -> None
  *
  * Checks only the shapes, without a position. */
 PyObject *core_kv_check_shapes(mlspy_state *state, PyObject *const *args)
@@ -413,13 +413,12 @@ PyObject *core_kv_check_shapes(mlspy_state *state, PyObject *const *args)
             0 ||
         take_shape(state, args[1], "the target state's shape", &target_rank, target) <
             0 ||
-        take_seq_axis(state, args[3], &seq_axis) < 0) {
+        take_seq_axis(state, args[2], &seq_axis) < 0) {
         return NULL;
     }
-    const mls_kv_kind kind = args[2] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
     return mlspy_none(state,
                       mls_kv_check_shapes(source_rank, source, target_rank, target,
-                                          parameter_names.seq_axis, seq_axis, kind, &st),
+                                          parameter_names.seq_axis, seq_axis, &st),
                       &st);
 }
 

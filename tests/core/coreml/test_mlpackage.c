@@ -92,15 +92,18 @@ static const bytes *spec_of(const bytes *description)
 
 static bytes description; /* of the current test */
 
+/* Describe a model with one state. */
+static void describe_state(const char *name, uint64_t dtype, int rank,
+                           const uint64_t *shape, bool packed)
+{
+    description.length = 0;
+    put_state(&description, 13, name, dtype, rank, shape, packed);
+}
+
 static mls_code parse(mls_mlpackage *out)
 {
     const bytes *spec = spec_of(&description);
     return mls_mlpackage_parse(spec->data, spec->length, out, &st);
-}
-
-static bool name_is(mls_str name, const char *expected)
-{
-    return mls_str_is(name, expected);
 }
 
 /* The description must be refused, with `part` in the message. */
@@ -129,12 +132,12 @@ TEST(reads_the_states_of_a_plain_model)
     put_state(&description, 13, "\xC3\xA9tat", 131104, 2, wide, false);
     REQUIRE(parse(&package) == MLS_OK);
     CHECK(package.function_count == 1 && package.state_count == 2);
-    CHECK(name_is(package.functions[0].name, "main"));
+    CHECK(mls_str_is(package.functions[0].name, "main"));
     CHECK(package.default_function == 0 && package.functions[0].states == 2);
     const mls_ml_state *state = &package.states[0];
-    CHECK(name_is(state->name, "kv_cache") && state->dtype == MLS_F16);
+    CHECK(mls_str_is(state->name, "kv_cache") && state->dtype == MLS_F16);
     CHECK(state->rank == 4 && state->shape[0] == 36 && state->shape[2] == 256);
-    CHECK(name_is(state[1].name, "\xC3\xA9tat") && state[1].dtype == MLS_I32);
+    CHECK(mls_str_is(state[1].name, "\xC3\xA9tat") && state[1].dtype == MLS_I32);
     CHECK(state[1].rank == 2 && state[1].shape[1] == 300);
     mls_mlpackage_fini(&package);
     CHECK(package.functions == NULL && package.states == NULL);
@@ -173,7 +176,7 @@ TEST(reads_every_function)
     put_text(&description, 21, "long");
     REQUIRE(parse(&package) == MLS_OK);
     CHECK(package.function_count == 2 && package.default_function == 1);
-    CHECK(name_is(package.functions[0].name, "short"));
+    CHECK(mls_str_is(package.functions[0].name, "short"));
     CHECK(package.functions[0].first == 0 && package.functions[0].states == 2);
     CHECK(package.functions[1].first == 2 && package.functions[1].states == 1);
     CHECK(package.states[2].shape[2] == 512);
@@ -206,8 +209,7 @@ TEST(reads_every_data_type_of_core_ml)
                  {131080, MLS_I8}};
     for (size_t i = 0; i < sizeof types / sizeof types[0]; i++) {
         mls_mlpackage package = {0};
-        description.length = 0;
-        put_state(&description, 13, "s", types[i].number, 4, kv, true);
+        describe_state("s", types[i].number, 4, kv, true);
         REQUIRE(parse(&package) == MLS_OK);
         CHECK(package.states[0].dtype == types[i].dtype);
         mls_mlpackage_fini(&package);
@@ -218,13 +220,11 @@ TEST(reads_every_data_type_of_core_ml)
 
 TEST(refuses_unknown_data_types)
 {
-    description.length = 0;
-    put_state(&description, 13, "kv", 65553, 4, kv, true);
+    describe_state("kv", 65553, 4, kv, true);
     refuses("state kv has the data type 65553, which is unknown");
     CHECK_TEXT(st.got, "data type 65553");
     CHECK_TEXT(st.name, "kv");
-    description.length = 0;
-    put_state(&description, 13, "kv", 0, 4, kv, true);
+    describe_state("kv", 0, 4, kv, true);
     refuses("the data type 0");
 }
 
@@ -242,8 +242,7 @@ TEST(refuses_shapes_that_cannot_be)
                                         "exceed the address space"};
     for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
         for (int packed = 0; packed < 2; packed++) {
-            description.length = 0;
-            put_state(&description, 13, "kv", 65552, 4, shapes[i], packed != 0);
+            describe_state("kv", 65552, 4, shapes[i], packed != 0);
             refuses(texts[i]);
         }
     }
@@ -251,11 +250,9 @@ TEST(refuses_shapes_that_cannot_be)
     for (int i = 0; i <= MLS_ML_MAX_RANK; i++) {
         many[i] = 1;
     }
-    description.length = 0;
-    put_state(&description, 13, "kv", 65552, MLS_ML_MAX_RANK + 1, many, true);
+    describe_state("kv", 65552, MLS_ML_MAX_RANK + 1, many, true);
     refuses("more than 16 dimensions");
-    description.length = 0;
-    put_state(&description, 13, "kv", 65552, 0, many, false);
+    describe_state("kv", 65552, 0, many, false);
     refuses("no shape");
 }
 
@@ -267,8 +264,7 @@ TEST(refuses_names_that_name_nothing)
     static const char *const texts[] = {"the name of a state is missing", "has 0 bytes",
                                         "not UTF-8", "not UTF-8", "has 1025 bytes"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        description.length = 0;
-        put_state(&description, 13, names[i], 65552, 4, kv, true);
+        describe_state(names[i], 65552, 4, kv, true);
         refuses(texts[i]);
     }
     description.length = 0;
@@ -278,8 +274,7 @@ TEST(refuses_names_that_name_nothing)
 
 TEST(refuses_duplicate_names)
 {
-    description.length = 0;
-    put_state(&description, 13, "kv", 65552, 4, kv, true);
+    describe_state("kv", 65552, 4, kv, true);
     put_state(&description, 13, "kv", 65552, 4, kv, true);
     refuses("two states are called kv");
     description.length = 0;
@@ -372,11 +367,17 @@ TEST(refuses_a_specification_cut_off_anywhere)
 
 static char root[256];
 
+/* Return the path of a file of the test, valid until the next call. */
+static const char *path_of(const char *name)
+{
+    static char path[512];
+    snprintf(path, sizeof path, "%s/%s", root, name);
+    return path;
+}
+
 static void write_file(const char *name, const void *data, size_t length)
 {
-    char path[512];
-    snprintf(path, sizeof path, "%s/%s", root, name);
-    FILE *file = fopen(path, "wb");
+    FILE *file = fopen(path_of(name), "wb");
     REQUIRE(file != NULL);
     CHECK(fwrite(data, 1, length, file) == length);
     fclose(file);
@@ -384,9 +385,7 @@ static void write_file(const char *name, const void *data, size_t length)
 
 static void make_folder(const char *name)
 {
-    char path[512];
-    snprintf(path, sizeof path, "%s/%s", root, name);
-    CHECK(mkdir(path, 0700) == 0 || errno == EEXIST);
+    CHECK(mkdir(path_of(name), 0700) == 0 || errno == EEXIST);
 }
 
 static void write_manifest(const char *inner)
@@ -406,8 +405,7 @@ static void start_package(void)
     REQUIRE(mkdtemp(root) != NULL);
     make_folder("m.mlpackage");
     make_folder("m.mlpackage/Data");
-    description.length = 0;
-    put_state(&description, 13, "kv", 65552, 4, kv, true);
+    describe_state("kv", 65552, 4, kv, true);
     const bytes *spec = spec_of(&description);
     write_file("m.mlpackage/Data/model.mlmodel", spec->data, spec->length);
     write_manifest("model.mlmodel");
@@ -422,17 +420,13 @@ static void end_package(void)
                                         "m.mlpackage",
                                         ""};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        char path[512];
-        snprintf(path, sizeof path, "%s/%s", root, names[i]);
-        (void)remove(path);
+        (void)remove(path_of(names[i]));
     }
 }
 
 static mls_code read_named(const char *name, mls_mlpackage *out)
 {
-    char path[512];
-    snprintf(path, sizeof path, "%s/%s", root, name);
-    return mls_mlpackage_read(path, out, &st);
+    return mls_mlpackage_read(path_of(name), out, &st);
 }
 
 TEST(reads_a_package_and_a_bare_file)
@@ -443,7 +437,7 @@ TEST(reads_a_package_and_a_bare_file)
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         mls_mlpackage package = {0};
         CHECK(read_named(names[i], &package) == MLS_OK);
-        CHECK(package.state_count == 1 && name_is(package.states[0].name, "kv"));
+        CHECK(package.state_count == 1 && mls_str_is(package.states[0].name, "kv"));
         mls_mlpackage_fini(&package);
     }
     end_package();
@@ -503,11 +497,9 @@ TEST(says_what_is_missing)
 
 TEST(refuses_a_fifo_without_waiting)
 {
-    char path[512];
     mls_mlpackage package = {0};
     start_package();
-    snprintf(path, sizeof path, "%s/m.mlpackage/Data/fifo", root);
-    CHECK(mkfifo(path, 0600) == 0);
+    CHECK(mkfifo(path_of("m.mlpackage/Data/fifo"), 0600) == 0);
     write_manifest("fifo");
     CHECK(read_named("m.mlpackage", &package) == MLS_E_FORMAT);
     CHECK(strstr(st.text, "regular file") != NULL);
@@ -520,8 +512,7 @@ TEST(steps_over_a_large_program)
     static bytes head;
     mls_mlpackage package = {0};
     start_package();
-    description.length = 0;
-    put_state(&description, 13, "kv", 65552, 4, kv, true);
+    describe_state("kv", 65552, 4, kv, true);
     head.length = 0;
     put_bytes(&head, 2, description.data, description.length);
     put_number(&head, (502U << 3) | 2U);
@@ -529,8 +520,7 @@ TEST(steps_over_a_large_program)
     write_file("m.mlpackage/Data/model.mlmodel", head.data, head.length);
     CHECK(read_named("m.mlpackage", &package) == MLS_E_FORMAT);
     CHECK(strstr(st.text, "field 502 claims 8589934592 bytes") != NULL);
-    char path[512];
-    snprintf(path, sizeof path, "%s/m.mlpackage/Data/model.mlmodel", root);
+    const char *path = path_of("m.mlpackage/Data/model.mlmodel");
     if (truncate(path, (off_t)(head.length + ((uint64_t)1 << 33))) == 0) { /* sparse */
         CHECK(read_named("m.mlpackage", &package) == MLS_OK);
         CHECK(package.state_count == 1);

@@ -49,43 +49,6 @@ TEST(growing_copies_nothing_and_shows_zeros)
     mls_kv_buffer_fini(&b);
 }
 
-TEST(what_shrinking_drops_never_comes_back)
-{
-    mls_kv_buffer b = {0};
-    mls_status st;
-    REQUIRE(make(&b, 16));
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 5, 3, "at", &st) == MLS_OK);
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 16, 5, "at", &st) == MLS_OK);
-    for (size_t row = 0; row < 6; row++) {
-        CHECK(element(&b, row, 2)[0] == row * 8 + 3);
-        for (size_t position = 3; position < 16; position++) {
-            CHECK(element(&b, row, position)[0] == 0);
-        }
-    }
-    mls_kv_buffer_fini(&b);
-}
-
-TEST(rows_spread_inside_one_buffer)
-{
-    static const size_t capacities[] = {8, 9, 15, 16, 17, 1000, 5000};
-    mls_kv_buffer b = {0};
-    mls_status st;
-    REQUIRE(make(&b, 8));
-    for (size_t i = 0; i < sizeof capacities / sizeof capacities[0]; i++) {
-        REQUIRE(mls_kv_buffer_reserve(&b, capacities[i], &st) == MLS_OK);
-        CHECK(mls_kv_buffer_resize(&b, kernels(), capacities[i], 8, "at", &st) == MLS_OK);
-        for (size_t row = 0; row < 6; row++) {
-            for (size_t position = 0; position < capacities[i]; position++) {
-                const unsigned char want =
-                    (unsigned char)(position < 8 ? row * 8 + position + 1 : 0);
-                CHECK(element(&b, row, position)[0] == want);
-            }
-        }
-        CHECK(mls_kv_buffer_resize(&b, kernels(), 8, 8, "at", &st) == MLS_OK);
-    }
-    mls_kv_buffer_fini(&b);
-}
-
 TEST(bad_requests_change_nothing)
 {
     mls_kv_buffer b = {0};

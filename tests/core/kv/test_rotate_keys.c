@@ -144,26 +144,6 @@ TEST(rotations_agree_with_the_definition)
     }
 }
 
-/* A shift of 0 keeps every bit. */
-TEST(a_shift_of_zero_changes_nothing)
-{
-    static cache keys, got;
-    mls_status st;
-    const int64_t zero = 0;
-    const mls_rotation r = {.base = 1e4,
-                            .scaling = 1,
-                            .rotary_dim = 16,
-                            .axis = 1,
-                            .shifts = &zero,
-                            .shift_count = 1};
-    make(&keys, MLS_F16, 16, false, 0);
-    make(&got, MLS_F16, 16, false, 0);
-    fill(&keys);
-    REQUIRE(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_OK);
-    mls_rotate_keys(mls_kernels_of(MLS_CPU_SCALAR), NULL, &got.t, &keys.t, &r);
-    CHECK(memcmp(got.t.data, keys.t.data, HEADS * POSITIONS * 32) == 0);
-}
-
 TEST(bad_arguments_are_refused)
 {
     static cache keys, got;
