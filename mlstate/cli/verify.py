@@ -27,6 +27,8 @@ from ._common import (
 if TYPE_CHECKING:
     from ..checkpoint import Problem
 
+__all__ = ["add"]
+
 _HEADERS = ("problem", "file", "tensor", "bytes", "what")
 _STEP_HEADERS = ("step", "result", "read", "manifest")
 _WIDTH = 300  # characters of a file's name
