@@ -19,7 +19,7 @@ import numpy as np
 from activation_any import any_chains
 from activation_decisions import Selective, asking, decisions, names_of
 from activation_planning import planning
-from harness import Candidate, Report, Row, measure, show
+from harness import Candidate, Report, Row, measure, option_parser, show
 
 from mlstate.activation import (
     IntervalStrategy,
@@ -240,11 +240,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small models, few rounds")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
-    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser = option_parser(__doc__, "small models, few rounds", PARTS)
     parser.add_argument("--repeats", type=int, help="rounds, if not each part's own number")
     return parser.parse_args()
 

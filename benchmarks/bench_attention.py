@@ -7,7 +7,6 @@ thread. The effect is measured with the demo's model on Python code that it was 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Candidate, Report, Row, measure
+from harness import Candidate, Report, Row, measure, option_parser
 
 from mlstate.checkpoint import load_file, load_metadata
 from mlstate.demo.model import CharModel
@@ -295,11 +294,7 @@ PARTS: dict[str, Callable[[Report, bool], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repeats, lengths and texts")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
-    parser.add_argument("--only", choices=PARTS, help="one part of it")
+    parser = option_parser(__doc__, "fewer repeats, lengths and texts", PARTS)
     options = parser.parse_args()
     if os.environ.get("OPENBLAS_NUM_THREADS") != "1":
         parser.error("set OPENBLAS_NUM_THREADS=1: times are CPU times of one thread")

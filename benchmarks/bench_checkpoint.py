@@ -38,7 +38,7 @@ from checkpoint_states import (
     takes_direct,
     written,
 )
-from harness import Action, Candidate, Report, Row
+from harness import Action, Candidate, Report, Row, option_parser
 from turns import Aim, take_turns
 
 import mlstate
@@ -389,10 +389,7 @@ def wanted(only: str | None) -> list[tuple[str, list[str]]]:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small states, one repeat")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
+    parser = option_parser(__doc__, "small states, one repeat")
     parser.add_argument("--only", help=f"crc, A, B, {', '.join(PARTS)}, or both, as A.save")
     parser.add_argument("--repeats", type=int, help="rounds, 5 if not given")
     parser.add_argument("--folder", type=Path, help="where, on a disk; default: here")

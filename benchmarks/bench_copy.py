@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 from forced import Server, answer, take_turns
-from harness import Candidate, Report, rows_of
+from harness import Candidate, Report, option_parser, rows_of
 
 WAYS = ("auto", "plain", "stream1", "stream4")
 SIMPLE = "NumPy"
@@ -94,10 +94,7 @@ def measure_case(case: str, servers: dict[str, Server], rounds: int) -> list:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
+    parser = option_parser(__doc__, "few rounds")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)

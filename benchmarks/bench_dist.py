@@ -25,7 +25,7 @@ from typing import Any
 import dist_kernels
 from dist_jobs import NAMES, Job, JobError, reason_against
 from dist_model import DTYPES, shapes_of, small_ones
-from harness import Candidate, Report, Row, rows_of, settle, show
+from harness import Candidate, Report, Row, option_parser, rows_of, settle, show
 
 COMMAND_SECONDS = 120.0
 ENGINES = ("local", "gloo", "mpich", "openmpi")
@@ -312,11 +312,7 @@ ALONE = ("accumulator", "kernels")
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small model, two rounds")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
-    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser = option_parser(__doc__, "a small model, two rounds", PARTS)
     parser.add_argument("--repeats", type=int, help="rounds, 5 if not given")
     return parser.parse_args()
 

@@ -6,14 +6,13 @@ part if it is.  Files go to the folder for temporary files (TMPDIR).
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from harness import Candidate, Report, measure
+from harness import Candidate, Report, measure, option_parser
 
 import mlstate
 
@@ -108,10 +107,7 @@ def show(report: Report, title: str, candidates: list[Candidate], repeats: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 repeats instead of 9")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
+    parser = option_parser(__doc__, "3 repeats instead of 9")
     options = parser.parse_args()
     report = Report("mlstate: one state file", options.json, "file" if options.store else None)
     random = np.random.default_rng(1)

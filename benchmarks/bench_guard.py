@@ -24,7 +24,7 @@ import guard_files
 import numpy as np
 from guard_ranks import RANKS
 from guard_rows import GIB, KIB, MANY, MANY_SIZES, MEMORY, MIB, Operation
-from harness import Report, show
+from harness import Report, option_parser, show
 from paired import SMALL_BYTES, as_row, measure_pairs
 from turns import join_freed_memory
 
@@ -169,10 +169,7 @@ def chosen(operations: tuple[Operation, ...], only: str | None) -> list[Operatio
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="sizes up to 16 MiB")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--store", action="store_true", help="store the rows in results/")
+    parser = option_parser(__doc__, "sizes up to 16 MiB")
     parser.add_argument("--only", help="operations whose names contain this text")
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes, of those in the table")
     parser.add_argument("--list", action="store_true", help="list operations and simple ways")

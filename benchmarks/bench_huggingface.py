@@ -8,7 +8,6 @@ docs/benchmarks.md.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Candidate, Report, Row
+from harness import Candidate, Report, Row, option_parser
 from resident import forget_peak, peak, trim
 from spawned import Spawned, answer
 from turns import Aim, take_turns
@@ -267,10 +266,7 @@ def reading(report: Report, folder: Path, rows: int, repeats: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a few MB and 3 repeats")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
+    parser = option_parser(__doc__, "a few MB and 3 repeats")
     parser.add_argument("--only", choices=("ranks", "save", "load"))
     options = parser.parse_args()
     name = "huggingface" if options.store else None

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 from forced import Server, answer, take_turns
-from harness import Candidate, Report, rows_of
+from harness import Candidate, Report, option_parser, rows_of
 
 from mlstate import _core
 
@@ -90,10 +90,7 @@ def call_of(case: str) -> Callable[[], object]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
+    parser = option_parser(__doc__, "few rounds")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

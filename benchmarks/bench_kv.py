@@ -6,7 +6,6 @@ and ml_dtypes take part if they are.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -21,7 +20,16 @@ from pathlib import Path
 import numpy as np
 import peers
 from first_call import CALLS
-from harness import Candidate, MemoryLimit, Report, Row, measure, note_memory, rows_of
+from harness import (
+    Candidate,
+    MemoryLimit,
+    Report,
+    Row,
+    measure,
+    note_memory,
+    option_parser,
+    rows_of,
+)
 
 import mlstate
 from mlstate.kv import (
@@ -598,11 +606,7 @@ PARTS: dict[str, Callable[[Report, int], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 repeats instead of 9")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
-    parser.add_argument("--only", choices=PARTS, help="one part of it")
+    parser = option_parser(__doc__, "3 repeats instead of 9", PARTS)
     options = parser.parse_args()
     report = Report("mlstate: KV-cache transitions", options.json, "kv" if options.store else None)
     report.say("figures are medians; 'x base': times faster than the first line of the table")

@@ -7,7 +7,6 @@ another process of this machine, so the figures contain no network. See docs/obj
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import random
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Report, Row, settle
+from harness import Report, Row, option_parser, settle
 from remote_server import BUCKET, RemoteServer
 from remote_ways import RANKS, Arrays, Boto3, Dcp, Mlstate, Obstore, Way, expect, part_of
 from resident import forget_peak, peak, trim
@@ -184,10 +183,7 @@ def measure_size(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one round of 16 MiB")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
+    parser = option_parser(__doc__, "one round of 16 MiB")
     options = parser.parse_args()
     title = "mlstate: checkpoints in an object store"
     report = Report(title, options.json, "remote" if options.store else None)

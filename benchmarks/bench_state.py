@@ -6,7 +6,6 @@ torch and ml_dtypes take part if they are.  See docs/benchmarks.md.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import hashlib
 import importlib.util
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from harness import Candidate, Report, measure, rows_of
+from harness import Candidate, Report, measure, option_parser, rows_of
 
 import mlstate
 from mlstate import ModelStateDict, StateDict
@@ -475,11 +474,7 @@ ALL = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="3 repeats instead of 9")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
-    parser.add_argument("--only", choices=ALL, help="one part")
+    parser = option_parser(__doc__, "3 repeats instead of 9", ALL)
     options = parser.parse_args()
     report = Report("mlstate: state dicts", options.json, "state" if options.store else None)
     for name, part in ALL.items():

@@ -21,7 +21,7 @@ import training_sparse
 import training_tables
 import training_tiers
 from checkpoint_states import keep_memory
-from harness import Report, show
+from harness import Report, option_parser, show
 
 
 @dataclass
@@ -75,11 +75,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small states, one repeat")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--store", action="store_true", help="store the figures in results/")
-    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser = option_parser(__doc__, "small states, one repeat", PARTS)
     parser.add_argument("--repeats", type=int, help="rounds, 5 if not given")
     parser.add_argument("--folder", type=Path, help="where, on a disk; default: here")
     return parser.parse_args()

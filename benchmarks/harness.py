@@ -8,6 +8,7 @@ because users pay for freeing memory too.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -18,7 +19,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -29,6 +30,19 @@ import stored
 Action = Callable[[], object]
 
 SETTLE_SECONDS = 0.003
+
+
+def option_parser(
+    text: str, quick: str, parts: Iterable[str] | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks; the first line of `text` is its title."""
+    parser = argparse.ArgumentParser(description=text.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--store", action="store_true", help="store the figures in results/")
+    if parts is not None:
+        parser.add_argument("--only", choices=tuple(parts), help="one part")
+    return parser
 
 
 def nothing() -> None:

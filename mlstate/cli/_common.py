@@ -66,14 +66,6 @@ class Folder(NamedTuple):
     path: str
     root: str
 
-    @property
-    def is_huggingface(self) -> bool:
-        """Whether the folder has no manifest, but the weights of a Hugging Face model.
-
-        So has the folder of one safetensors file in a store.
-        """
-        return is_weights_root(self.root)
-
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint and read its indexes."""
         return Checkpoint._opened(_folder.RootPath(self.path, self.root))

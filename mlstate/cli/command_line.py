@@ -27,6 +27,8 @@ from .completion import PrintCompletion
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+__all__ = ["run_command_line"]
+
 _COMMANDS = (
     checkpoint_inspect,
     checkpoint_verify,

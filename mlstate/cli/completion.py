@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+__all__ = ["PrintCompletion"]
+
 SHELLS = ("bash", "zsh", "tcsh")
 _PATHS = {"path", "first", "second", "source", "target", "package", "picture"}
 

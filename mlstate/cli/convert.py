@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..checkpoint._files.convert import Place
     from ..state import StateDict
 
+__all__ = ["add"]
+
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``convert``."""

@@ -12,6 +12,8 @@ from ..errors import FormatError
 from ._common import add_command, path_text
 from ._states import ModelFormat, add_actions
 
+__all__ = ["add"]
+
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``coreai`` and its sub-commands."""

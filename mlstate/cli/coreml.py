@@ -9,6 +9,8 @@ from ..coreml import StateSpecs, plan_transition
 from ..coreml._specs import read_functions, warn_of_shapes
 from ._states import ModelFormat, add_actions
 
+__all__ = ["add"]
+
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``coreml`` and its sub-commands."""

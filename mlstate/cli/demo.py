@@ -7,6 +7,8 @@ from typing import Any
 
 from ..checkpoint._store.folder import refuse_existing
 
+__all__ = ["add"]
+
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``demo``."""

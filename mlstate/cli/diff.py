@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .._types import NDArray
     from ._common import Folder
 
+__all__ = ["add"]
+
 _SECTIONS = ("model", "optimizer", "states")
 _BATCH_BYTES = 64 << 20  # of tensors that must be assembled in memory
 _BATCH_TENSORS = 1024

@@ -8,6 +8,8 @@ from typing import Any
 
 from ._common import add_command
 
+__all__ = ["add"]
+
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``info``."""

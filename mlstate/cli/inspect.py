@@ -24,6 +24,8 @@ from ._common import (
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint, ShardRecord, TensorRecord
 
+__all__ = ["add"]
+
 _TENSORS = ("tensor", "state", "dtype", "shape", "shards", "bytes", "version")
 _SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
 _TEXT = 200  # characters of a JSON value

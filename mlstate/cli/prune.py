@@ -10,6 +10,8 @@ from .._common.text import bytes_text, count_text, sort_steps, steps_text
 from ..checkpoint import prune
 from ._common import add_command, add_lock_timeout, find, path_text, print_table
 
+__all__ = ["add"]
+
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``prune``."""

@@ -19,6 +19,8 @@ from ._common import (
     progress_of,
 )
 
+__all__ = ["add"]
+
 _NAMES = tuple(sorted(LAYOUT_NAMES, key="whole".__ne__))  # "whole" first
 
 

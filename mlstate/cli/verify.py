@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._common.text import bytes_text, count_text, shorten
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._store import folder as _folder
-from ..checkpoint._store.weight_files import ROOTS
 from ..checkpoint._verify import VerifyReport, verify, verify_root
 from ..errors import MLStateError
 from ._common import (
@@ -27,6 +26,8 @@ from ._common import (
 
 if TYPE_CHECKING:
     from ..checkpoint import Problem
+
+__all__ = ["add"]
 
 _HEADERS = ("problem", "file", "tensor", "bytes", "what")
 _STEP_HEADERS = ("step", "result", "read", "manifest")
@@ -128,11 +129,11 @@ def _verify_plain(path: str) -> tuple[_Verified, bool]:
 
 
 def _data(
-    found: list[_Verified], rest: VerifyReport, checksums: bool, good: bool
+    found: list[_Verified], rest: VerifyReport, kind: str, checksums: bool, good: bool
 ) -> dict[str, Any]:
     return {
         "path": rest.path,
-        "format": "safetensors" if found[0].root is None else kind_of(found[0].root),
+        "format": kind,
         "good": good,
         "checksums": checksums,
         "bytes": sum(verified.report.bytes for verified in found),
@@ -216,6 +217,7 @@ def _reason(report: VerifyReport) -> str:
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print the problems; return 1 if there are any and they were not repaired."""
     where = find(arguments.path, arguments.step)
+    kind = "safetensors" if where is None else kind_of(where.root)
     checksums = True
     if where is None:
         if arguments.repair or arguments.all_steps:
@@ -223,9 +225,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
         check_is_safetensors(arguments.path)
         one, checksums = _verify_plain(arguments.path)
         found, rest = [one], one.report
-    elif where.is_huggingface:
+    elif kind != "checkpoint":
         if arguments.all_steps:
-            what = "a Hugging Face folder" if where.root in ROOTS else "one file"
+            what = "a Hugging Face folder" if kind == "huggingface" else "one file"
             raise ValueError(f"{arguments.path} is {what}: it has no steps")
         checksums = _has_checksums(where)
         found, rest = _verify_one(where, arguments.repair)
@@ -235,15 +237,14 @@ def run_verify(arguments: argparse.Namespace) -> int:
         found, rest = _verify_one(where, arguments.repair)
     good = all(verified.report for verified in found) or rest.repaired is not None
     if arguments.json:
-        print(json.dumps(_data(found, rest, checksums, good), indent=2))
+        print(json.dumps(_data(found, rest, kind, checksums, good), indent=2))
         return 0 if good else 1
     if arguments.all_steps:
         _print_all(arguments.path, found)
     else:
         _print_one(arguments.path, found[0], checksums)
     _print_files("left over, which mlstate prune deletes", rest.leftover)
-    is_huggingface = where is not None and where.is_huggingface
-    text = "that the index does not name" if is_huggingface else "of another program"
+    text = "of another program" if kind == "checkpoint" else "that the index does not name"
     _print_files(text, rest.strange)
     if rest.repaired is not None:
         step = "" if rest.step is None else f"step {rest.step}, "

@@ -503,9 +503,10 @@ def plot_plan(plan: Plan) -> Figure:
     labels = [shorten(names[i], 30) for i in ticks]
     lower.set_yticks(ticks, labels, parse_math=False, fontsize="small")
     lower.set_ylabel("block")
-    lower.set_xlabel(_clock(plan)[2])
-    lower.xaxis.get_major_locator().set_params(integer=_clock(plan)[2] == "steps")
-    lower.set_xlim(0, max(_clock(each)[0][-1] / _clock(plan)[1] for each in (plan, plain)))
+    _, scale, time_label = _clock(plan)
+    lower.set_xlabel(time_label)
+    lower.xaxis.get_major_locator().set_params(integer=time_label == "steps")
+    lower.set_xlim(0, max(_clock(each)[0][-1] / scale for each in (plan, plain)))
     lower.set_title(
         f"{len(plan.kept)} kept, {len(plan.recomputed)} recomputed, "
         f"{len(plan.offloaded)} offloaded",

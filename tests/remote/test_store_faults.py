@@ -248,8 +248,7 @@ def test_an_interrupted_save_is_continued_by_the_next_one(url, store):
 
     interrupt(state)
     interrupt({**state, "a": state["a"] + 1})
-    keys = store.keys(url.removeprefix("s3://bucket/"))
-    assert sum("/params/a." in key for key in keys) == 2
+    assert sum("/params/a." in one for one in store.urls(url)) == 2
     assert 2 * nbytes <= save_and_count() <= 2 * nbytes + SMALL
     direct = store.options(direct=True, orphan_seconds=0)
     prune(url, storage_options=direct)  # the new checkpoint needs no older object
@@ -264,7 +263,7 @@ def test_an_interrupted_save_is_continued_by_the_next_one(url, store):
 def test_an_object_that_cannot_be_copied_is_uploaded(url, store):
     folder = RemoteFolder(url, store.options())
     assert not folder.store.copy("params/missing", "params/new", 5)
-    store.put(f"{url.removeprefix('s3://bucket/')}/params/old", b"12345")
+    store.put(f"{url}/params/old", b"12345")
     assert not folder.store.copy("params/old", "params/new", 6)
     assert folder.store.copy("params/old", "params/new", 5)
 

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 from checkpoint_model import same
+from store_server import key_of
 
 import mlstate
 from mlstate import checkpoint
@@ -27,17 +28,13 @@ MODEL = {
 }
 
 
-def key_of(url):
-    return url.removeprefix("s3://bucket/")
-
-
 @pytest.fixture
 def file(url, store, tmp_path):
     """Return the URL of a safetensors file with checksums, and a function that writes another."""
 
     def write(state, metadata=None, to=f"{url}/model-a.safetensors"):
         mlstate.save_file(state, tmp_path / "file", metadata)
-        store.put(key_of(to), (tmp_path / "file").read_bytes())
+        store.put(to, (tmp_path / "file").read_bytes())
         return to
 
     return write(MODEL, {"epoch": "3"}), write
@@ -48,7 +45,7 @@ def folder(url, store, tmp_path):
     """Return the URL of a Hugging Face folder of several files."""
     export_huggingface(tmp_path / "hf", MODEL, max_shard_bytes=1 << 19)
     for path in (tmp_path / "hf").iterdir():
-        store.put(f"{key_of(url)}/hf/{path.name}", path.read_bytes())
+        store.put(f"{url}/hf/{path.name}", path.read_bytes())
     return f"{url}/hf"
 
 
@@ -97,16 +94,16 @@ def test_a_file_at_the_top_of_a_bucket_is_read(file, options):
 
 def test_a_damaged_file_is_found_and_named(file, store, options):
     url, _ = file
-    data = bytearray(store.get(key_of(url)))
+    data = bytearray(store.get(url))
     data[-1] ^= 1
-    store.put(key_of(url), bytes(data))
+    store.put(url, bytes(data))
     [problem] = mlstate.verify(url, storage_options=options).problems
     assert (problem.kind, problem.path) == ("altered", "model-a.safetensors")
     with pytest.raises(ChecksumError, match=r"model-a\.safetensors") as caught:
         mlstate.load(url, storage_options=options)
     assert caught.value.path == url
     for length in (5, len(data) - 1):
-        store.put(key_of(url), bytes(data[:length]))
+        store.put(url, bytes(data[:length]))
         with pytest.raises(FormatError, match=r"model-a\.safetensors"):
             mlstate.load(url, storage_options=options)
         [problem] = mlstate.verify(url, storage_options=options).problems
@@ -116,16 +113,16 @@ def test_a_damaged_file_is_found_and_named(file, store, options):
 @pytest.mark.parametrize("number", range(1, 4))
 def test_a_file_that_is_replaced_while_it_is_read_is_never_mixed(file, store, options, number):
     url, _ = file
-    old, data = dict(MODEL), bytearray(store.get(key_of(url)))
+    old, data = dict(MODEL), bytearray(store.get(url))
     other = {name: array + 1 for name, array in MODEL.items()}
     file[1](other)  # without metadata, so that the tensors have other offsets
-    new = store.get(key_of(url))
-    store.put(key_of(url), bytes(data))
+    new = store.get(url)
+    store.put(url, bytes(data))
     assert len(new) != len(data)
 
     def replace(count, method, path):
         if count == number:
-            store.put(key_of(url), new)
+            store.put(url, new)
 
     store.faults.reset(replace)
     got = mlstate.load(url, verify=False, storage_options=options).model
@@ -158,7 +155,7 @@ def test_a_missing_file_is_one_error_with_its_url(url, store, options):
 def test_a_file_is_never_written_as_a_checkpoint(file, store, options):
     url, _ = file
     found = checkpoint.inspect(url, storage_options=options)
-    before = store.keys(key_of(url).rpartition("/")[0])
+    before = store.urls(url.rpartition("/")[0])
     for call in (
         lambda: mlstate.save(url, MODEL, storage_options=options),
         lambda: mlstate.save(f"{url}/", MODEL, storage_options=options),
@@ -171,7 +168,7 @@ def test_a_file_is_never_written_as_a_checkpoint(file, store, options):
             call()
     with pytest.raises(ValueError, match="not possible in an object store"):
         mlstate.load(url, mmap=True, storage_options=options)
-    assert store.keys(key_of(url).rpartition("/")[0]) == before
+    assert store.urls(url.rpartition("/")[0]) == before
 
 
 # ---- a Hugging Face folder ----
@@ -199,8 +196,8 @@ def test_a_folder_of_one_file_is_found(url, store, options, file):
 
 
 def test_a_folder_with_a_missing_file_names_it(folder, store, options):
-    name = sorted(key for key in store.keys(key_of(folder)) if key.endswith(".safetensors"))[0]
-    store.direct().delete(name)
+    name = min(one for one in store.urls(folder) if one.endswith(".safetensors"))
+    store.direct().delete(key_of(name))
     with pytest.raises(StoreNotFoundError, match=name.rpartition("/")[2]):
         mlstate.load(folder, storage_options=options)
     assert not mlstate.verify(folder, storage_options=options)
@@ -233,7 +230,7 @@ def test_both_states_in_a_file_are_split_as_they_were_joined(url, store, options
     moments = {"head.m": np.ones(7)}
     write_any(tmp_path / "both.safetensors", MODEL, moments, {"run": [1]})
     there = f"{url}/both.safetensors"
-    store.put(key_of(there), (tmp_path / "both.safetensors").read_bytes())
+    store.put(there, (tmp_path / "both.safetensors").read_bytes())
     model, optimizer, metadata = read_any(there, storage_options=options)
     assert same(model, MODEL)
     assert same(optimizer, moments)

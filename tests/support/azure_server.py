@@ -126,13 +126,5 @@ class AzureServer(ObjectServer):
     scheme, refused = "az", ("account_key", WRONG_KEY)
     unreadable = ("account_key", "hidden!")
 
-    def options(self, **more):
-        """Return storage_options for this server."""
-        return {
-            "endpoint": self.endpoint,
-            "account_name": ACCOUNT,
-            "account_key": KEY,
-            "client_options": {"allow_http": True},
-            "timeout_seconds": 10.0,
-            **more,
-        }
+    def access(self):
+        return {"endpoint": self.endpoint, "account_name": ACCOUNT, "account_key": KEY}

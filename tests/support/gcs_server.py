@@ -105,12 +105,5 @@ class GcsServer(ObjectServer):
     scheme, refused = "gs", ("bearer_token", DENIED_TOKEN)
     unreadable = ("service_account_key", "hidden")
 
-    def options(self, **more):
-        """Return storage_options for this server."""
-        return {
-            "base_url": self.endpoint,
-            "bearer_token": TOKEN,
-            "client_options": {"allow_http": True},
-            "timeout_seconds": 10.0,
-            **more,
-        }
+    def access(self):
+        return {"base_url": self.endpoint, "bearer_token": TOKEN}

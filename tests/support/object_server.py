@@ -151,3 +151,8 @@ class ObjectServer(ThreadingHTTPServer):
     def __exit__(self, *_):
         self.shutdown()
         self.server_close()
+
+    def options(self, **more):
+        """Return storage_options for this server."""
+        client = {"client_options": {"allow_http": True}, "timeout_seconds": 10.0}
+        return {**self.access(), **client, **more}

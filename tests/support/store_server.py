@@ -69,6 +69,10 @@ class Faults:
         return kind
 
 
+def key_of(url):
+    return url.removeprefix(f"s3://{BUCKET}/")
+
+
 def at(number, kind):
     """Inject one fault, into the request with this number."""
     return lambda got, method, path: kind if got == number else None
@@ -233,15 +237,15 @@ class StoreServer:
         config = {name: options[name] for name in names}
         return S3Store(BUCKET, config=config, client_options={"allow_http": True})
 
-    def keys(self, prefix=""):
-        """Return the sizes of all objects below a prefix by key."""
-        found = self.direct().list(prefix or None).collect()
-        return {one["path"]: one["size"] for one in found}
+    def urls(self, url):
+        """Return the sizes of all objects below a URL by their URLs."""
+        found = self.direct().list(key_of(url)).collect()
+        return {f"s3://{BUCKET}/{one['path']}": one["size"] for one in found}
 
-    def put(self, key, data):
+    def put(self, url, data):
         """Write an object."""
-        self.direct().put(key, data)
+        self.direct().put(key_of(url), data)
 
-    def get(self, key):
+    def get(self, url):
         """Return the bytes of an object."""
-        return bytes(self.direct().get(key).bytes())
+        return bytes(self.direct().get(key_of(url)).bytes())

@@ -171,7 +171,7 @@ class ObjectStore:
 
     # ---- writing ----
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | pathlib.Path) -> None:
         """Write an object whose name no other content ever has, so that it may be repeated."""
         self._repeat(
             "cannot write the object",
@@ -187,15 +187,10 @@ class ObjectStore:
         import pathlib
 
         nbytes = os.path.getsize(path)
-        part = self._options.part_bytes
-        if nbytes > part:
+        if nbytes > self._options.part_bytes:
             self._put_parts(key, pathlib.Path(path), nbytes, concurrency)
-            return
-        self._repeat(
-            "cannot write the object",
-            key,
-            lambda: self._engine.put(self._store, key, pathlib.Path(path), use_multipart=False),
-        )
+        else:
+            self.put(key, pathlib.Path(path))
 
     def copy(self, source: str, key: str, nbytes: int) -> bool:
         """Copy an object inside the store to a new name; return whether that succeeded.

@@ -105,7 +105,7 @@ class RemoteFolder(str):
 
     def without_cache(self) -> RemoteFolder:
         """Return the same folder, with nothing in memory and without the local cache."""
-        self.forget()
+        self._roots.clear()
         if self._options.cache_folder is None:
             return self
         made = RemoteFolder(self)
@@ -161,10 +161,6 @@ class RemoteFolder(str):
         missing = [path for path in paths if path not in self._roots]
         with self._start_tasks(partial(read, path) for path in missing) as tasks:
             tasks.wait()
-
-    def forget(self) -> None:
-        """Read roots again when they are needed."""
-        self._roots.clear()
 
     def note_files(self, names: Iterable[str]) -> dict[str, ObjectInfo | None]:
         """Return the facts of files of another program; later reads require the same content."""

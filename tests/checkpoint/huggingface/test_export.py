@@ -15,7 +15,7 @@ from weight_folder import write_folder
 
 import mlstate
 from mlstate import _core
-from mlstate.checkpoint import Layout, export_huggingface
+from mlstate.checkpoint import Layout, export_huggingface, export_huggingface_async
 from mlstate.checkpoint import inspect as inspect_checkpoint
 from mlstate.checkpoint._files.convert import write_any
 from mlstate.checkpoint._huggingface import export as export_module
@@ -203,8 +203,9 @@ def test_wrong_arguments_are_errors_and_write_nothing(tmp_path):
         (FileNotFoundError, "files_from", good, {"files_from": tmp_path / "no"}),
         (ValueError, "incomplete", {"w": Layout.rows(2).shard(np.ones((4, 2)), 1)}, {}),
     ):
-        with pytest.raises(error, match=text):
-            export_huggingface(tmp_path / "m", model, **keywords)
+        for export in (export_huggingface, export_huggingface_async):
+            with pytest.raises(error, match=text):
+                export(tmp_path / "m", model, **keywords).wait()
         assert list(tmp_path.iterdir()) == []
 
 

@@ -270,30 +270,24 @@ def test_other_safetensors_files_are_reported_by_verify_only(tmp_path):
     assert report.strange == ["consolidated.safetensors"]
 
 
-def test_a_tensor_in_another_file_than_the_index_says_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("tensor", "file", "text"),
+    [
+        ("odd", "model-00001-of-00003.safetensors", r"'odd' is not in 'model-00001.*00002"),
+        ("ghost", "model-00001-of-00003.safetensors", "'ghost' is not in"),
+        ("odd", None, "does not list 'odd'"),
+    ],
+)
+def test_a_tensor_that_is_not_where_the_index_says_is_named(tmp_path, tensor, file, text):
     folder, index = three_files(tmp_path)
-    index["weight_map"]["odd"] = "model-00001-of-00003.safetensors"
+    index["weight_map"][tensor] = file
+    if file is None:
+        del index["weight_map"][tensor]
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(mlstate.errors.FormatError, match=r"'odd' is not in 'model-00001.*00002"):
+    with pytest.raises(mlstate.errors.FormatError, match=text) as caught:
         mlstate.load(folder)
+    assert caught.value.name == tensor
     assert not mlstate.verify(folder)
-
-
-def test_a_tensor_in_no_file_is_named(tmp_path):
-    folder, index = three_files(tmp_path)
-    index["weight_map"]["ghost"] = "model-00001-of-00003.safetensors"
-    (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(mlstate.errors.FormatError, match="'ghost' is not in") as caught:
-        mlstate.load(folder)
-    assert caught.value.name == "ghost"
-
-
-def test_a_tensor_that_the_index_does_not_list_is_named(tmp_path):
-    folder, index = three_files(tmp_path)
-    del index["weight_map"]["odd"]
-    (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(mlstate.errors.FormatError, match="does not list 'odd'"):
-        mlstate.load(folder)
 
 
 def test_a_tensor_in_two_files_is_named(tmp_path):
