@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import rank_jobs
 from group_model import (
+    OPERATIONS,
     dtype_of,
     inputs,
     raises,
@@ -31,15 +32,6 @@ pytestmark = pytest.mark.timeout(120)
 
 SECONDS = 30.0  # for calls that must succeed: much longer than a busy machine needs
 RING_BYTES = 4 << 20  # larger than the memory that the ranks share
-OPERATIONS = {
-    "reduce_scatter": lambda group, **kw: group.reduce_scatter(np.zeros(60), **kw),
-    "all_gather": lambda group, **kw: group.all_gather(np.zeros(2), **kw),
-    "all_reduce": lambda group, **kw: group.all_reduce(np.zeros(60), **kw),
-    "all_to_all": lambda group, **kw: group.all_to_all(np.zeros(60), **kw),
-    "broadcast": lambda group, **kw: group.broadcast(np.zeros(60), **kw),
-    "barrier": lambda group, **kw: group.barrier(**kw),
-    "gather_bytes": lambda group, **kw: group.gather_bytes(b"x", **kw),
-}
 
 
 def ranks(function, world, *, timeout=SECONDS):
