@@ -85,15 +85,11 @@ def _check_numbers(operation: str, array: Any) -> None:
     name = dtype_name(array)
     wide = not is_torch(array) and array.itemsize > 8 and name != "complex128"
     if wide or name in ("longdouble", "clongdouble"):
-        raise _no_arithmetic(operation, name)
-
-
-def _no_arithmetic(operation: str, dtype: str) -> CompatibilityError:
-    error = CompatibilityError(
-        f"{operation}: arithmetic is not supported for dtype {dtype}; convert the array first"
-    )
-    error.name, error.got = operation, dtype
-    return error
+        error = CompatibilityError(
+            f"{operation}: arithmetic is not supported for dtype {name}; convert the array first"
+        )
+        error.name, error.got = operation, name
+        raise error
 
 
 def _view_numbers(array: Any) -> Any:
@@ -106,12 +102,6 @@ def _view_numbers(array: Any) -> Any:
 
         return torch.view_as_real(flat).reshape(-1)
     return flat.view(np.float64)
-
-
-def _segment(array: Any, rows: Sequence[int], out: Any) -> tuple[Any, tuple[int, ...], Any]:
-    """Return core arguments of a reduction: flat numbers, counts by rank, and the output."""
-    numbers = _view_numbers(array)
-    return numbers, tuple(shares(len(numbers), rows)), _view_numbers(out)
 
 
 def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -507,9 +497,10 @@ class LocalGroup(Engine):
     # ---- data transfer ----
 
     def _reduce_rows(self, link: Any, source: Any, rows: list[int], op: str, target: Any) -> None:
-        segments = [_segment(source, rows, target)]
+        numbers, out = _view_numbers(source), _view_numbers(target)
+        segment = numbers, tuple(shares(len(numbers), rows)), out
         kind, divisor = _operator(op, self._world_size)
-        bucket = _core.bucket(segments, self._world_size, self._rank, kind, divisor)
+        bucket = _core.bucket([segment], self._world_size, self._rank, kind, divisor)
         self._link.reduce_scatter(bucket, False, *link)
 
     def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
