@@ -115,31 +115,16 @@ def check(model, budget, best, **options):
         assert made.predicted_seconds >= best - 1e-9
 
 
-@pytest.mark.parametrize("chains", [100, pytest.param(500, marks=pytest.mark.long)])
-@pytest.mark.parametrize("offload", [False, True], ids=["kept", "offload"])
-def test_plans_of_random_chains_are_the_fastest_of_their_class(offload, chains):
-    rng = np.random.default_rng(7)
-    for model in plan_model.random_chains(11, chains, most_blocks=6, rates=offload):
-        front = plan_model.persistent_front(model, offload)
-        budgets = plan_model.budgets_of(front)
-        for budget in rng.choice(budgets, min(3, len(budgets)), replace=False).tolist():
-            best = plan_model.fastest(front, budget)
-            check(model, budget, best, offload=offload)
-            check(model, budget, best, offload=offload, slots=int(rng.integers(1, 60)))
-
-
-@settings(max_examples=tries(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plan_model.chains(most_blocks=5, rates=True), st.integers(0, 900), st.booleans())
-def test_any_budget(model, budget, offload):
-    best = plan_model.fastest(plan_model.persistent_front(model, offload), budget)
-    check(model, budget, best, offload=offload)
-
-
-@settings(max_examples=tries(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plan_model.chains(most_blocks=5, rates=True), st.booleans())
-def test_the_curve_is_that_of_the_judge(model, offload):
-    curve = pareto(chain_of(model), offload=offload)
+@settings(max_examples=tries(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan_model.chains(most_blocks=6, rates=True), st.booleans(), st.integers(1, 60), st.data())
+def test_plans_and_curves_are_the_fastest_of_their_class(model, offload, slots, data):
     front = plan_model.persistent_front(model, offload)
+    near = st.sampled_from([budget for budget in plan_model.budgets_of(front) if budget >= 0])
+    budget = data.draw(near | st.integers(0, 900))
+    best = plan_model.fastest(front, budget)
+    check(model, budget, best, offload=offload)
+    check(model, budget, best, offload=offload, slots=slots)
+    curve = pareto(chain_of(model), offload=offload)
     assert curve.exact
     assert curve.budget_bytes.tolist() == [peak for peak, _ in front]
     np.testing.assert_allclose(curve.seconds, [seconds for _, seconds in front], rtol=1e-12)
