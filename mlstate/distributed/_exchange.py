@@ -14,11 +14,9 @@ import numpy as np
 
 from .._common.arrays import is_torch
 from .._common.budget import parse_budget
-from .._common.text import shorten
 from .._sharding.layout import Shard
 from ..collectives._arguments import failed
 from ..errors import CollectiveError
-from ..state._compatibility import LONGEST
 from ._byte_ranges import (
     bytes_of,
     copy_part,
@@ -36,6 +34,7 @@ from ._merge import (
     RankDifference,
     Tensor,
     compare_digests,
+    difference,
     differences_error,
     entry_of,
     like,
@@ -315,7 +314,9 @@ class Gathering(_Transfer):
             for piece, start in _pieces_of(message, sizes) if me == self.root else ():
                 put(*piece.in_whole(self.wholes), piece.in_message(received, start))
 
-    def run(self, state: Mapping[str, Any], entries: list[list[Entry]], verify: bool) -> Any:
+    def run(
+        self, state: Mapping[str, Any], entries: list[list[Entry]], verify: bool
+    ) -> StateDict | None:
         """Return the state on the root, and None on other ranks."""
         tensors, differences = match_entries(entries)
         if differences:
@@ -389,7 +390,7 @@ class Broadcasting(_Transfer):
         found: list[RankDifference] = []
 
         def note(kind: str, name: str, rank: int, text: str) -> None:
-            found.append(RankDifference(kind, name, (rank,), f"{shorten(name, LONGEST)}: {text}"))
+            found.append(difference(kind, name, [rank], text))
 
         for rank, mine in enumerate(entries):
             names = {entry.name for entry in mine}
@@ -517,14 +518,23 @@ def open_exchange(
     operation: str,
     timeout: float | None,
     options: Callable[[], dict[str, Any]],
-    prepare: Callable[[], tuple[list[Entry], list[Entry]]],
-) -> tuple[list[list[Entry]], list[list[Entry]]]:
-    """Check that options agree; then return the entries and the sent entries of every rank.
+    prepare: Callable[[], tuple[Any, list[Entry], list[Entry]]],
+) -> tuple[Any, list[list[Entry]], list[list[Entry]]]:
+    """Check that options agree; then prepare, and exchange entries and sent entries.
 
-    Options are checked first, because `prepare` may need all ranks.
+    `prepare` returns a value of this rank, its entries and its sent entries. Returns the value,
+    and the entries of every rank. Options are checked first, because `prepare` may need all
+    ranks.
     """
     _check_same_options(operation, group.rank, exchange(group, operation, timeout, options))
-    everyone = exchange(group, operation, timeout, prepare)
+    values: list[Any] = []
+
+    def describe() -> tuple[list[Entry], list[Entry]]:
+        value, entries, sent = prepare()
+        values.append(value)
+        return entries, sent
+
+    everyone = exchange(group, operation, timeout, describe)
     entries = [[entry_of(entry) for entry in mine] for mine, _ in everyone]
     sent = [[entry_of(entry) for entry in mine] for _, mine in everyone]
-    return entries, sent
+    return values[0], entries, sent
