@@ -303,15 +303,6 @@ def test_empty_makes_arrays_as_numpy_does(shape, dtype):
     found[...] = 0  # the result outlives the group
 
 
-def test_new_arrays_are_reduced():
-    def work(group):
-        mine = group.empty(60_000)
-        mine.fill(group.rank)
-        return group.reduce_scatter(mine)
-
-    assert all((found == 3).all() for found in ranks(work, 3))
-
-
 def test_empty_refuses_what_cannot_be():
     (group,) = LocalGroup.threads(1)
     assert group.empty(3).dtype == np.float64
