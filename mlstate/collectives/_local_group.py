@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch
+from .._common.arrays import assign, is_torch, new_packed, packed_array
 from .._common.set_module import set_module
 from ..errors import CollectiveError, CompatibilityError
 from ._arguments import check_plain, check_timeout, dtype_name, failed
@@ -54,19 +54,7 @@ def _packed(array: Any) -> Any:
     """Return the array, or a copy that the core can use."""
     if is_torch(array):
         return array.cpu().contiguous()
-    if _is_packed(array):
-        return array
-    plain = np.require(array, requirements=["C", "A"])
-    return plain.astype(plain.dtype.newbyteorder("="), copy=False)
-
-
-def _empty_like(array: Any) -> Any:
-    """Return new packed memory with the shape and dtype of `array`."""
-    if is_torch(array):
-        import torch
-
-        return torch.empty(array.shape, dtype=array.dtype)
-    return np.empty(array.shape, array.dtype.newbyteorder("="))
+    return array if _is_packed(array) else packed_array(array)
 
 
 def _bytes_of(array: Any) -> Any:
@@ -484,15 +472,11 @@ class LocalGroup(Engine):
 
     def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
         check_plain(operation, place)
-        return place if _is_packed(place) else _empty_like(place)
+        return place if _is_packed(place) else new_packed(place, place.shape)
 
     def _put(self, target: Any, place: Any) -> None:
-        if target is place:
-            return
-        if is_torch(place):
-            place.copy_(target)
-        else:
-            place[...] = target
+        if target is not place:
+            assign(place, target)
 
     # ---- data transfer ----
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, new_packed
 from .._common.budget import parse_budget
 from .._sharding.layout import Shard
 from ..collectives._arguments import failed
@@ -22,7 +22,6 @@ from ._byte_ranges import (
     copy_part,
     digest,
     item_bytes,
-    new_like,
     place_of,
     plain_of,
     put,
@@ -275,7 +274,7 @@ class Gathering(_Transfer):
             for tensor in tensors:
                 if tensor.steps is not None and tensor.tied is None:
                     mine = plain_of(state[tensor.name])
-                    self.wholes[tensor.name] = new_like(mine, tensor.shape)
+                    self.wholes[tensor.name] = new_packed(mine, tensor.shape)
         return digests
 
     def _jobs(self, state: Mapping[str, Any], tensors: list[Tensor]) -> list[Job]:

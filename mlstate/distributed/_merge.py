@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
+from .._common.arrays import new_packed
 from .._common.set_module import set_module
 from .._common.text import ranks_text, shorten
 from .._sharding.layout import Layout, Shard
@@ -12,7 +13,7 @@ from ..errors import CompatibilityError
 from ..state._compatibility import LONGEST, SHOWN
 from ..state._diff import TensorChange
 from ..state._state_dict import StateDict
-from ._byte_ranges import Part, copy_part, digest, dtype_of, new_like, place_key, plain_of
+from ._byte_ranges import Part, copy_part, digest, dtype_of, place_key, plain_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -327,7 +328,8 @@ def merge(states: Sequence[Mapping[str, Any]], tensors: Iterable[Tensor]) -> Sta
         if tensor.tied is not None:
             merged[tensor.name] = merged[tensor.tied]
             continue
-        whole = new_like(plain_of(states[next(iter(ranks.values()))[0]][tensor.name]), tensor.shape)
+        first = next(iter(ranks.values()))[0]
+        whole = new_packed(plain_of(states[first][tensor.name]), tensor.shape)
         for index, holders in ranks.items():
             part = tensor.part(index)
             if part.count:
