@@ -38,7 +38,7 @@ __all__ = ["LocalGroup", "ProcessGroup", "ReduceOp", "SingleGroup", "Work"]
 
 
 class SingleGroup(Engine):
-    """A group of one process: each operation returns the result of its own arguments.
+    """A group of one process: each operation returns the result for the arguments of this rank.
 
     It checks arguments as larger groups do, so that code that runs on one process does not
     fail on two because of an argument.
