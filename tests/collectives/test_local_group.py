@@ -21,7 +21,7 @@ from group_model import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_threads import run_ranks
+from rank_threads import run_local, run_ranks
 from thread_team import without_errors
 from tries import tries
 
@@ -34,19 +34,9 @@ SECONDS = 30.0  # for calls that must succeed: much longer than a busy machine n
 RING_BYTES = 4 << 20  # larger than the memory that the ranks share
 
 
-def ranks(function, world, *, timeout=SECONDS):
+def ranks(function, world):
     """The result of each rank; raises if a rank raised."""
-    return without_errors(outcomes(function, world, timeout=timeout))
-
-
-def outcomes(function, world, *, timeout=SECONDS):
-    """The result or the exception of each rank."""
-
-    def work(group):
-        with group:
-            return function(group)
-
-    return run_ranks(work, groups=LocalGroup.threads(world, timeout=timeout))
+    return without_errors(run_local(function, world, timeout=SECONDS))
 
 
 def needs(dtype):
@@ -585,7 +575,7 @@ def test_a_rank_that_fails_ends_the_others_at_once():
         assert time.monotonic() - began < 10
         return caught
 
-    found = outcomes(work, 3)
+    found = run_local(work, 3)
     assert isinstance(found[1], RuntimeError)
     assert all(isinstance(found[rank], CollectiveError) for rank in (0, 2))
 
