@@ -149,23 +149,27 @@ def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any
         at += count
 
 
+def place_of(array: Any, begin: int, end: int) -> NDArray | None:
+    """Return the memory of a range, to be filled directly, or None if it is not contiguous."""
+    memory = _memory(array)
+    size = item_bytes(array)
+    return None if memory is None else memory[begin * size : end * size]
+
+
 def bytes_of(array: Any, begin: int, end: int) -> NDArray:
     """Return the bytes of a range of elements: a view of the array, or a packed copy."""
-    size = item_bytes(array)
-    memory = _memory(array)
-    if memory is not None:
-        return memory[begin * size : end * size]
-    data = np.empty((end - begin) * size, np.uint8)
-    take(array, begin, end, data)
+    data = place_of(array, begin, end)
+    if data is None:
+        data = np.empty((end - begin) * item_bytes(array), np.uint8)
+        take(array, begin, end, data)
     return data
 
 
 def take(array: Any, begin: int, end: int, data: NDArray) -> None:
     """Copy a range of elements to bytes."""
-    size = item_bytes(array)
-    memory = _memory(array)
-    if memory is not None:
-        data[:] = memory[begin * size : end * size]
+    place = place_of(array, begin, end)
+    if place is not None:
+        data[:] = place
         return
     for view, elements in _runs(array, begin, end, data):
         assign(elements, view)
@@ -173,20 +177,12 @@ def take(array: Any, begin: int, end: int, data: NDArray) -> None:
 
 def put(array: Any, begin: int, end: int, data: NDArray) -> None:
     """Copy bytes to a range of elements."""
-    size = item_bytes(array)
-    memory = _memory(array)
-    if memory is not None:
-        memory[begin * size : end * size] = data
+    place = place_of(array, begin, end)
+    if place is not None:
+        place[:] = data
         return
     for view, elements in _runs(array, begin, end, data):
         assign(view, elements)
-
-
-def place_of(array: Any, begin: int, end: int) -> NDArray | None:
-    """Return the memory of a range, to be filled directly, or None if it is not contiguous."""
-    memory = _memory(array)
-    size = item_bytes(array)
-    return None if memory is None else memory[begin * size : end * size]
 
 
 def steps_of(array: Any, count: int, most: int) -> Iterator[tuple[int, int]]:
