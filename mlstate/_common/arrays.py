@@ -1,4 +1,4 @@
-"""Distinguish NumPy arrays from torch tensors without importing torch."""
+"""Arrays of NumPy and torch tensors, without importing torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from .backend import backend_of, registered
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from .._types import NDArray
+
 
 def is_torch(candidate: object) -> bool:
     """Return whether this is a torch tensor; a tensor exists only if torch is imported."""
@@ -19,6 +21,27 @@ def is_torch(candidate: object) -> bool:
         return False
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(candidate, torch.Tensor)
+
+
+def assign(target: Any, source: Any) -> None:
+    """Copy the elements of `source` into `target`, of the same library and shape."""
+    if is_torch(target):
+        target.copy_(source)
+    else:
+        target[...] = source
+
+
+def packed_array(array: NDArray) -> NDArray:
+    """Return a C-contiguous, aligned array in native byte order: the array itself or a copy."""
+    plain = np.require(array, requirements=["C", "A"])
+    return plain.astype(plain.dtype.newbyteorder("="), copy=False)
+
+
+def new_packed(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return a new array of the same library and dtype, in main memory and native byte order."""
+    if is_torch(array):
+        return array.new_empty(shape, device="cpu")
+    return np.empty(shape, array.dtype.newbyteorder("="))
 
 
 def refuse_given_away(state: Mapping[str, Any]) -> None:

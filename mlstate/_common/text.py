@@ -47,6 +47,13 @@ def shorten(name: str, limit: int) -> str:
     return name if name.isprintable() else repr(name)[1:-1]
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks as text: ``rank 1``, ``ranks 0, 2 and 5 more``."""
+    shown = ", ".join(str(rank) for rank in ranks[:_LISTED])
+    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
+
+
 def names_hint(name: str, known: Iterable[str], *, listed: bool = True) -> str:
     """Return a hint with the most similar known name, or else with the first known names.
 

@@ -170,11 +170,11 @@ class MemoryTracker:
         """Return used, peak and total bytes, and the name of the source."""
         if callable(self.source):
             return _read_custom(self.source())
-        torch = _torch_with_cuda() if self.source is None else None
-        if self.source == "process" or (self.source is None and torch is None):
+        source = self.source or ("cuda" if _torch_uses_cuda() else "process")
+        if source == "process":
             used, peak, total = _core.memory_footprint()
-            return used, peak, total, "process"
-        return _read_cuda("cuda" if self.source is None else self.source)
+            return used, peak, total, source
+        return backend_named("torch").cuda_memory(source)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MemoryTracker):
@@ -212,13 +212,7 @@ def _read_custom(said: Any) -> tuple[int, int, int, str]:
     return used, used, total, "custom"
 
 
-def _torch_with_cuda() -> Any:
-    """Return torch if it is imported and uses CUDA in this process, else None."""
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)  # absent while torch is being imported
-    return torch if cuda is not None and cuda.is_initialized() else None
-
-
-def _read_cuda(source: str) -> tuple[int, int, int, str]:
-    """Return the statistics of torch's allocator, and the size of the device."""
-    return backend_named("torch").cuda_memory(source)
+def _torch_uses_cuda() -> bool:
+    """Return whether torch is imported and uses CUDA in this process."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # absent while torch is being imported
+    return cuda is not None and bool(cuda.is_initialized())

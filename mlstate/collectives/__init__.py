@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._common.arrays import is_torch
+from .._common.arrays import assign
 from ._arguments import ReduceOp, check_counts
 from ._group_base import Engine, ProcessGroup
 from ._local_group import LocalGroup
@@ -38,7 +38,7 @@ __all__ = ["LocalGroup", "ProcessGroup", "ReduceOp", "SingleGroup", "Work"]
 
 
 class SingleGroup(Engine):
-    """A group of one process: each operation returns the result of its own arguments.
+    """A group of one process: each operation returns the result for the arguments of this rank.
 
     It checks arguments as larger groups do, so that code that runs on one process does not
     fail on two because of an argument.
@@ -104,19 +104,19 @@ class SingleGroup(Engine):
         """Do nothing: the target is the place."""
 
     def _reduce_rows(self, link: Any, source: Any, rows: list[int], op: str, target: Any) -> None:
-        _copy(source, target)
+        assign(target, source)
 
     def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
-        _copy(source, target)
+        assign(target, source)
 
     def _spread(self, link: Any, source: Any, rows: list[int], target: Any) -> None:
-        _copy(source, target)
+        assign(target, source)
 
     def _trade(
         self, link: Any, source: Any, sent: list[int], target: Any, wanted: list[int]
     ) -> None:
         check_counts("all_to_all", "out_counts", wanted, sum(sent), 1)
-        _copy(source, target)
+        assign(target, source)
 
     def _broadcast(self, link: Any, memory: Any, root: int) -> None:
         """Do nothing: the only rank is the root."""
@@ -126,11 +126,3 @@ class SingleGroup(Engine):
 
     def _gather(self, link: Any, data: bytes, root: int | None) -> list[bytes]:
         return [data]
-
-
-def _copy(source: Any, target: Any) -> None:
-    """Copy an array: the result of a reduction over one rank."""
-    if is_torch(target):
-        target.copy_(source)
-    else:
-        target[...] = source

@@ -32,9 +32,9 @@ def agree(
 ) -> bool:
     """Return whether all ranks can continue; False if all must retry. Every rank must call this.
 
-    All must retry if `about` differs between ranks, or if a rank has an `error` and `again` says
-    that a retry by all can help. Other errors are final: raises `error`, or the error of the
-    first other rank that cannot continue.
+    All must retry if `about` differs between ranks, or if a rank has an `error` that a retry by
+    all can resolve (`again`). Other errors are final: raises `error`, or the error of the first
+    other rank that cannot continue.
     """
     import json
 

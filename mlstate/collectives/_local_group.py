@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch
+from .._common.arrays import assign, is_torch, new_packed, packed_array
 from .._common.set_module import set_module
 from ..errors import CollectiveError, CompatibilityError
 from ._arguments import check_plain, check_timeout, dtype_name, failed
@@ -54,19 +54,7 @@ def _packed(array: Any) -> Any:
     """Return the array, or a copy that the core can use."""
     if is_torch(array):
         return array.cpu().contiguous()
-    if _is_packed(array):
-        return array
-    plain = np.require(array, requirements=["C", "A"])
-    return plain.astype(plain.dtype.newbyteorder("="), copy=False)
-
-
-def _empty_like(array: Any) -> Any:
-    """Return new packed memory with the shape and dtype of `array`."""
-    if is_torch(array):
-        import torch
-
-        return torch.empty(array.shape, dtype=array.dtype)
-    return np.empty(array.shape, array.dtype.newbyteorder("="))
+    return array if _is_packed(array) else packed_array(array)
 
 
 def _bytes_of(array: Any) -> Any:
@@ -85,15 +73,11 @@ def _check_numbers(operation: str, array: Any) -> None:
     name = dtype_name(array)
     wide = not is_torch(array) and array.itemsize > 8 and name != "complex128"
     if wide or name in ("longdouble", "clongdouble"):
-        raise _no_arithmetic(operation, name)
-
-
-def _no_arithmetic(operation: str, dtype: str) -> CompatibilityError:
-    error = CompatibilityError(
-        f"{operation}: arithmetic is not supported for dtype {dtype}; convert the array first"
-    )
-    error.name, error.got = operation, dtype
-    return error
+        error = CompatibilityError(
+            f"{operation}: arithmetic is not supported for dtype {name}; convert the array first"
+        )
+        error.name, error.got = operation, name
+        raise error
 
 
 def _view_numbers(array: Any) -> Any:
@@ -106,12 +90,6 @@ def _view_numbers(array: Any) -> Any:
 
         return torch.view_as_real(flat).reshape(-1)
     return flat.view(np.float64)
-
-
-def _segment(array: Any, rows: Sequence[int], out: Any) -> tuple[Any, tuple[int, ...], Any]:
-    """Return core arguments of a reduction: flat numbers, counts by rank, and the output."""
-    numbers = _view_numbers(array)
-    return numbers, tuple(shares(len(numbers), rows)), _view_numbers(out)
 
 
 def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -494,22 +472,19 @@ class LocalGroup(Engine):
 
     def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
         check_plain(operation, place)
-        return place if _is_packed(place) else _empty_like(place)
+        return place if _is_packed(place) else new_packed(place, place.shape)
 
     def _put(self, target: Any, place: Any) -> None:
-        if target is place:
-            return
-        if is_torch(place):
-            place.copy_(target)
-        else:
-            place[...] = target
+        if target is not place:
+            assign(place, target)
 
     # ---- data transfer ----
 
     def _reduce_rows(self, link: Any, source: Any, rows: list[int], op: str, target: Any) -> None:
-        segments = [_segment(source, rows, target)]
+        numbers, out = _view_numbers(source), _view_numbers(target)
+        segment = numbers, tuple(shares(len(numbers), rows)), out
         kind, divisor = _operator(op, self._world_size)
-        bucket = _core.bucket(segments, self._world_size, self._rank, kind, divisor)
+        bucket = _core.bucket([segment], self._world_size, self._rank, kind, divisor)
         self._link.reduce_scatter(bucket, False, *link)
 
     def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:

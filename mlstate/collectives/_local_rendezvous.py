@@ -153,14 +153,6 @@ def _receive_hello(peer: socket.socket, deadline: float) -> dict[str, Any]:
     return message
 
 
-def _bad_rank_text(rank: Any, world_size: int) -> str:
-    """Return the error text for a process that sent an invalid rank."""
-    return (
-        f"rank {json.dumps(rank)[:40]} is not a rank of a group with world_size={world_size}; "
-        f"pass an int from 0 to {world_size - 1}"
-    )
-
-
 def _parse_line(data: bytes) -> dict[str, Any]:
     """Return the message in a line; raise `_GoneError` if it is not a JSON object."""
     try:
@@ -288,7 +280,11 @@ class _Host:
         if type(version) is not int or type(world_size) is not int:
             raise _GoneError
         if type(rank) is not int or not 0 <= rank < world_size:
-            _send_line(peer, {"error": _bad_rank_text(rank, world_size)})
+            what = (
+                f"rank {json.dumps(rank)[:40]} is not a rank of a group with world_size="
+                f"{world_size}; pass an int from 0 to {world_size - 1}"
+            )
+            _send_line(peer, {"error": what})
             raise _GoneError
         self._silent.append(peer)  # so that `send_error` reaches it
         if version != VERSION:

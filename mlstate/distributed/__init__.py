@@ -400,22 +400,20 @@ class DistributedStateCollector:
         array([0., 1., 2., 3.])
         """
         operation = Gathering.operation
-        taken: list[StateDict] = []
 
         def options() -> dict[str, Any]:
             same = self._options(operation, root, max_bytes)
             manner = _collection_mode(source, model)
             return {**same, "verify_replicas": bool(verify_replicas), "the state": manner}
 
-        def prepare() -> tuple[list[Entry], list[Entry]]:
-            taken.append(_select_tensors(_collect_state(source, model)[0], names))
-            return describe(taken[0]), []
+        def prepare() -> tuple[StateDict, list[Entry], list[Entry]]:
+            state = _select_tensors(_collect_state(source, model)[0], names)
+            return state, describe(state), []
 
-        entries, _ = open_exchange(self._group, operation, self._timeout, options, prepare)
+        state, entries, _ = open_exchange(self._group, operation, self._timeout, options, prepare)
         nbytes = check_max_bytes(operation, max_bytes)
         gathering = Gathering(self._group, int(root), nbytes, self._timeout)
-        found: StateDict | None = gathering.run(taken[0], entries, bool(verify_replicas))
-        return found
+        return gathering.run(state, entries, bool(verify_replicas))
 
     def broadcast_state(
         self,
@@ -471,30 +469,26 @@ class DistributedStateCollector:
         array([1., 1.])
         """
         operation = Broadcasting.operation
-        taken: list[StateDict] = []
-        stores: list[Callable[[], None] | None] = []
-        given: list[StateDict] = []
 
         def options() -> dict[str, Any]:
             same = self._options(operation, root, max_bytes)
             return {**same, "the state": _collection_mode(target, model)}
 
-        def prepare() -> tuple[list[Entry], list[Entry]]:
+        def prepare() -> tuple[Any, list[Entry], list[Entry]]:
             state, store = _collect_state(target, model, fill=True)
             check_writable(state)
-            taken.append(state)
-            stores.append(store)
-            entries, sent = describe(state), []
-            if self._group.rank == root:
-                given.extend([] if source is None else [_collect_state(source, None)[0]])
-                sent = describe(given[0]) if given else entries
-            return entries, sent
+            entries = describe(state)
+            if self._group.rank != root:
+                return (state, store, None), entries, []
+            full = None if source is None else _collect_state(source, None)[0]
+            return (state, store, full), entries, entries if full is None else describe(full)
 
-        everyone, sent = open_exchange(self._group, operation, self._timeout, options, prepare)
+        (state, store, full), everyone, sent = open_exchange(
+            self._group, operation, self._timeout, options, prepare
+        )
         nbytes = check_max_bytes(operation, max_bytes)
         broadcasting = Broadcasting(self._group, int(root), nbytes, self._timeout)
-        state, store = taken[0], stores[0]
-        broadcasting.run(state, given[0] if given else None, sent[int(root)], everyone)
+        broadcasting.run(state, full, sent[int(root)], everyone)
         _note_written(state)
         # if one rank's store function fails, every rank raises
         exchange(self._group, operation, self._timeout, lambda: store() if store else None)

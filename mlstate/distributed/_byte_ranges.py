@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch
+from .._common.arrays import assign, is_torch
 from .._common.dtypes import text_of
 from .._sharding.layout import Shard
 
@@ -55,13 +55,6 @@ def place_key(array: Any) -> tuple[Any, ...]:
         return array.device, array.data_ptr(), array.dtype, tuple(array.shape), array.stride()
     address = array.__array_interface__["data"][0]
     return address, array.dtype, array.shape, array.strides
-
-
-def new_like(array: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new array of the same library and dtype, in main memory and native byte order."""
-    if is_torch(array):
-        return array.new_empty(shape, device="cpu")
-    return np.empty(shape, array.dtype.newbyteorder("="))
 
 
 # ---- parts ----
@@ -156,50 +149,40 @@ def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any
         at += count
 
 
-def bytes_of(array: Any, begin: int, end: int) -> NDArray:
-    """Return the bytes of a range of elements: a view of the array, or a packed copy."""
-    size = item_bytes(array)
-    memory = _memory(array)
-    if memory is not None:
-        return memory[begin * size : end * size]
-    data = np.empty((end - begin) * size, np.uint8)
-    take(array, begin, end, data)
-    return data
-
-
-def take(array: Any, begin: int, end: int, data: NDArray) -> None:
-    """Copy a range of elements to bytes."""
-    size = item_bytes(array)
-    memory = _memory(array)
-    if memory is not None:
-        data[:] = memory[begin * size : end * size]
-        return
-    for view, elements in _runs(array, begin, end, data):
-        if is_torch(elements):
-            elements.copy_(view)
-        else:
-            elements[...] = view
-
-
-def put(array: Any, begin: int, end: int, data: NDArray) -> None:
-    """Copy bytes to a range of elements."""
-    size = item_bytes(array)
-    memory = _memory(array)
-    if memory is not None:
-        memory[begin * size : end * size] = data
-        return
-    for view, elements in _runs(array, begin, end, data):
-        if is_torch(view):
-            view.copy_(elements)
-        else:
-            view[...] = elements
-
-
 def place_of(array: Any, begin: int, end: int) -> NDArray | None:
     """Return the memory of a range, to be filled directly, or None if it is not contiguous."""
     memory = _memory(array)
     size = item_bytes(array)
     return None if memory is None else memory[begin * size : end * size]
+
+
+def bytes_of(array: Any, begin: int, end: int) -> NDArray:
+    """Return the bytes of a range of elements: a view of the array, or a packed copy."""
+    data = place_of(array, begin, end)
+    if data is None:
+        data = np.empty((end - begin) * item_bytes(array), np.uint8)
+        take(array, begin, end, data)
+    return data
+
+
+def take(array: Any, begin: int, end: int, data: NDArray) -> None:
+    """Copy a range of elements to bytes."""
+    place = place_of(array, begin, end)
+    if place is not None:
+        data[:] = place
+        return
+    for view, elements in _runs(array, begin, end, data):
+        assign(elements, view)
+
+
+def put(array: Any, begin: int, end: int, data: NDArray) -> None:
+    """Copy bytes to a range of elements."""
+    place = place_of(array, begin, end)
+    if place is not None:
+        place[:] = data
+        return
+    for view, elements in _runs(array, begin, end, data):
+        assign(view, elements)
 
 
 def steps_of(array: Any, count: int, most: int) -> Iterator[tuple[int, int]]:
@@ -216,11 +199,7 @@ def copy_part(part: Part, source: Any, whole: Any) -> None:
     if memory is not None:
         put(box, part.begin, part.end, memory)
     elif part.count == math.prod(part.lengths):
-        taken = source.reshape(part.lengths)  # a view if possible
-        if is_torch(whole):
-            box.copy_(taken)
-        else:
-            box[...] = taken
+        assign(box, source.reshape(part.lengths))  # a view if possible
     else:
         for begin, end in steps_of(source, part.count, PACKED):
             data = bytes_of(source, begin, end)

@@ -7,23 +7,21 @@ checks them identically. So either all ranks continue, or all raise.
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, new_packed
 from .._common.budget import parse_budget
-from .._common.text import shorten
 from .._sharding.layout import Shard
 from ..collectives._arguments import failed
 from ..errors import CollectiveError
-from ..state._compatibility import LONGEST
 from ._byte_ranges import (
     bytes_of,
     copy_part,
     digest,
     item_bytes,
-    new_like,
     place_of,
     plain_of,
     put,
@@ -35,6 +33,7 @@ from ._merge import (
     RankDifference,
     Tensor,
     compare_digests,
+    difference,
     differences_error,
     entry_of,
     like,
@@ -42,7 +41,7 @@ from ._merge import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from .._types import NDArray
     from ..collectives import ProcessGroup
@@ -111,15 +110,6 @@ def check_max_bytes(operation: str, max_bytes: Any) -> int:
 # ---- messages ----
 
 
-class Piece(NamedTuple):
-    """A range of elements in a message."""
-
-    job: int  # number of the job
-    begin: int  # in elements of the job
-    end: int
-    at: int  # byte offset in this peer's part of the message
-
-
 class Job(NamedTuple):
     """The transfer of a tensor's part between this rank and one peer, or all ranks."""
 
@@ -130,29 +120,52 @@ class Job(NamedTuple):
     size: int  # bytes of an element
 
 
+class Piece(NamedTuple):
+    """A range of elements in a message."""
+
+    job: Job
+    begin: int  # in elements of the job
+    end: int
+    at: int  # byte offset in this peer's part of the message
+
+    def in_message(self, data: NDArray, start: int = 0) -> NDArray:
+        """Return the bytes of the range; the peer's part of the message begins at `start`."""
+        at = start + self.at
+        return data[at : at + (self.end - self.begin) * self.job.size]
+
+    def in_part(self, parts: Mapping[str, Any]) -> tuple[Any, int, int]:
+        """Return the array of a rank's part, and the range of its elements."""
+        return plain_of(parts[self.job.tensor.name]), self.begin, self.end
+
+    def in_whole(self, wholes: Mapping[str, Any]) -> tuple[Any, int, int]:
+        """Return the box of the part in a whole tensor, and the range of the box's elements."""
+        part = self.job.tensor.part(self.job.part)
+        box = part.box_of(plain_of(wholes[self.job.tensor.name]))
+        return box, part.begin + self.begin, part.begin + self.end
+
+
 def _align_up(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-def _take_ranges(queue: deque[list[int]], jobs: list[Job], room: int) -> tuple[list[Piece], int]:
-    """Take ranges from a queue of [job, elements done] up to `room` bytes; at least one element."""
+def _take_ranges(queue: deque[tuple[Job, int]], room: int) -> tuple[list[Piece], int]:
+    """Take ranges from a queue of (job, elements done) up to `room` bytes; at least one element."""
     pieces: list[Piece] = []
     at = 0
     while queue:
-        number, begin = queue[0]
-        job = jobs[number]
+        job, begin = queue[0]
         fits = max((room - at) // job.size if job.size else job.length, 0 if pieces else 1)
         if not fits:
             break
         end = min(job.length, begin + fits)
-        pieces.append(Piece(number, begin, end, at))
+        pieces.append(Piece(job, begin, end, at))
         at = _align_up(at + (end - begin) * job.size)
         if end == job.length:
             queue.popleft()
         else:
-            queue[0][1] = end
+            queue[0] = job, end
     last = pieces[-1]
-    return pieces, last.at + (last.end - last.begin) * jobs[last.job].size
+    return pieces, last.at + (last.end - last.begin) * last.job.size
 
 
 def split_messages(jobs: list[Job], max_bytes: int) -> Iterator[dict[int, tuple[list[Piece], int]]]:
@@ -160,12 +173,12 @@ def split_messages(jobs: list[Job], max_bytes: int) -> Iterator[dict[int, tuple[
 
     Every rank computes the same messages. Peers share a message equally.
     """
-    queues: dict[int, deque[list[int]]] = {}
-    for number, job in enumerate(jobs):
-        queues.setdefault(job.peer, deque()).append([number, 0])
+    queues: dict[int, deque[tuple[Job, int]]] = {}
+    for job in jobs:
+        queues.setdefault(job.peer, deque()).append((job, 0))
     while queues:
         room = max_bytes // len(queues)
-        yield {peer: _take_ranges(queue, jobs, room) for peer, queue in queues.items()}
+        yield {peer: _take_ranges(queue, room) for peer, queue in queues.items()}
         queues = {peer: queue for peer, queue in queues.items() if queue}
 
 
@@ -181,6 +194,41 @@ class MessageBuffer:
             self._data = np.empty(0, np.uint8)  # free first, so that both never exist together
             self._data = np.empty(count, np.uint8)
         return self._data[:count]
+
+
+def _memory_of(pieces: Sequence[Piece], parts: Mapping[str, Any]) -> NDArray | None:
+    """Return the memory of a single contiguous range, which needs no other message; else None."""
+    return place_of(*pieces[0].in_part(parts)) if len(pieces) == 1 else None
+
+
+def _pack(pieces: Iterable[Piece], parts: Mapping[str, Any], data: NDArray) -> NDArray:
+    """Copy ranges to their offsets in a message, and return the message."""
+    for piece in pieces:
+        take(*piece.in_part(parts), piece.in_message(data))
+    return data
+
+
+def _pieces_of(
+    message: Mapping[int, tuple[list[Piece], int]], sizes: Sequence[int]
+) -> Iterator[tuple[Piece, int]]:
+    """Yield the ranges of all peers, whose parts are in rank order, and the start of that part."""
+    starts = list(accumulate(sizes, initial=0))
+    for peer, (pieces, _) in message.items():
+        yield from ((piece, starts[peer]) for piece in pieces)
+
+
+class _Transfer:
+    """What gathering and broadcasting have in common."""
+
+    operation: str
+
+    def __init__(
+        self, group: ProcessGroup, root: int, max_bytes: int, timeout: float | None
+    ) -> None:
+        self.group = group
+        self.root = root
+        self.max_bytes = max_bytes
+        self.timeout = timeout
 
 
 # ---- gathering ----
@@ -213,26 +261,20 @@ def _compare_digests(tensors: list[Tensor], everyone: list[list[str]]) -> list[R
     return differences
 
 
-class Gathering:
+class Gathering(_Transfer):
     """Transfers the state of all ranks to one rank."""
 
     operation = "gather_full_state"
 
-    def __init__(self, group: ProcessGroup, root: int, max_bytes: int, timeout: float | None):
-        self.group = group
-        self.root = root
-        self.max_bytes = max_bytes
-        self.timeout = timeout
-        self.wholes: dict[str, Any] = {}  # assembled tensors; on the root only
-
     def _prepare(self, state: Mapping[str, Any], tensors: list[Tensor], verify: bool) -> Any:
         """Do everything that may fail: hash replicas, and allocate memory on the root."""
         digests = _digests(state, tensors, self.group.rank) if verify else []
+        self.wholes: dict[str, Any] = {}  # assembled tensors; on the root only
         if self.group.rank == self.root:
             for tensor in tensors:
                 if tensor.steps is not None and tensor.tied is None:
                     mine = plain_of(state[tensor.name])
-                    self.wholes[tensor.name] = new_like(mine, tensor.shape)
+                    self.wholes[tensor.name] = new_packed(mine, tensor.shape)
         return digests
 
     def _jobs(self, state: Mapping[str, Any], tensors: list[Tensor]) -> list[Job]:
@@ -252,62 +294,28 @@ class Gathering:
                     copy_part(part, array, self.wholes[tensor.name])
         return jobs
 
-    def _pack_message(
-        self,
-        state: Mapping[str, Any],
-        jobs: list[Job],
-        pieces: list[Piece],
-        count: int,
-        room: MessageBuffer,
-    ) -> NDArray:
-        """Return this rank's message: a view of the array if its bytes are contiguous."""
-
-        def array_of(piece: Piece) -> Any:
-            return plain_of(state[jobs[piece.job].tensor.name])
-
-        if len(pieces) == 1:
-            whole = place_of(array_of(pieces[0]), pieces[0].begin, pieces[0].end)
-            if whole is not None:
-                return whole
-        return pack_ranges(pieces, jobs, array_of, room.of(count))
-
     def _move(self, state: Mapping[str, Any], jobs: list[Job]) -> None:
         me, world = self.group.rank, self.group.world_size
-        room = MessageBuffer()
+        room = MessageBuffer()  # of what this rank sends, or the root receives
         for message in split_messages(jobs, self.max_bytes):
             pieces, count = message.get(me, ([], 0))
-            data = (
-                self._pack_message(state, jobs, pieces, count, room) if pieces else _empty_bytes()
-            )
+            data = _memory_of(pieces, state)
+            if data is None:
+                data = _pack(pieces, state, room.of(count))
             counts = [count if rank == self.root else 0 for rank in range(world)]
-            sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
-            if me != self.root:
-                sizes = [0] * world
-            received = room.of(sum(sizes)) if me == self.root else _empty_bytes()
+            sizes = [0] * world
+            if me == self.root:
+                sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
+            received = room.of(sum(sizes))
             self.group.all_to_all(
                 data, counts=counts, out_counts=sizes, out=received, timeout=self.timeout
             )
-            if me == self.root:
-                self._store(message, jobs, sizes, received)
+            for piece, start in _pieces_of(message, sizes) if me == self.root else ():
+                put(*piece.in_whole(self.wholes), piece.in_message(received, start))
 
-    def _store(
-        self,
-        message: Mapping[int, tuple[list[Piece], int]],
-        jobs: list[Job],
-        sizes: list[int],
-        received: NDArray,
-    ) -> None:
-        starts = np.cumsum([0, *sizes]).tolist()
-        for peer, (pieces, _) in message.items():
-            for piece in pieces:
-                job = jobs[piece.job]
-                part = job.tensor.part(job.part)
-                box = part.box_of(self.wholes[job.tensor.name])
-                at = starts[peer] + piece.at
-                data = received[at : at + (piece.end - piece.begin) * job.size]
-                put(box, part.begin + piece.begin, part.begin + piece.end, data)
-
-    def run(self, state: Mapping[str, Any], entries: list[list[Entry]], verify: bool) -> Any:
+    def run(
+        self, state: Mapping[str, Any], entries: list[list[Entry]], verify: bool
+    ) -> StateDict | None:
         """Return the state on the root, and None on other ranks."""
         tensors, differences = match_entries(entries)
         if differences:
@@ -340,21 +348,6 @@ class Gathering:
         return gathered
 
 
-def pack_ranges(
-    pieces: Iterable[Piece], jobs: list[Job], array_of: Callable[[Piece], Any], data: NDArray
-) -> NDArray:
-    """Copy ranges to their offsets in a message, and return the message."""
-    for piece in pieces:
-        count = (piece.end - piece.begin) * jobs[piece.job].size
-        place = data[piece.at : piece.at + count]
-        take(array_of(piece), piece.begin, piece.end, place)
-    return data
-
-
-def _empty_bytes() -> NDArray:
-    return np.empty(0, np.uint8)
-
-
 # ---- broadcasting ----
 
 
@@ -385,16 +378,10 @@ def check_writable(state: Mapping[str, Any]) -> None:
             raise ValueError(f"broadcast_state: {name!r} is {why}")
 
 
-class Broadcasting:
+class Broadcasting(_Transfer):
     """Transfers the state of one rank into the arrays of all ranks."""
 
     operation = "broadcast_state"
-
-    def __init__(self, group: ProcessGroup, root: int, max_bytes: int, timeout: float | None):
-        self.group = group
-        self.root = root
-        self.max_bytes = max_bytes
-        self.timeout = timeout
 
     def _differences(self, sent: list[Entry], entries: list[list[Entry]]) -> list[RankDifference]:
         """Return the differences between the ranks' states and the root's."""
@@ -402,7 +389,7 @@ class Broadcasting:
         found: list[RankDifference] = []
 
         def note(kind: str, name: str, rank: int, text: str) -> None:
-            found.append(RankDifference(kind, name, (rank,), f"{shorten(name, LONGEST)}: {text}"))
+            found.append(difference(kind, name, [rank], text))
 
         for rank, mine in enumerate(entries):
             names = {entry.name for entry in mine}
@@ -490,25 +477,14 @@ class Broadcasting:
         sends = self.group.rank == self.root
         mine = source if sends and source is not None else state
         room = MessageBuffer()
-
-        def array_of(piece: Piece) -> Any:
-            return plain_of(mine[jobs[piece.job].tensor.name])
-
         for message in split_messages(jobs, self.max_bytes):
             pieces, count = message[self.root]
-            data = None
-            if len(pieces) == 1:
-                data = place_of(array_of(pieces[0]), pieces[0].begin, pieces[0].end)
-            direct = data is not None
+            data = direct = _memory_of(pieces, mine)
             if data is None:
-                data = room.of(count)
-                if sends:
-                    pack_ranges(pieces, jobs, array_of, data)
+                data = _pack(pieces if sends else (), mine, room.of(count))
             self.group.broadcast(data, root=self.root, timeout=self.timeout)
-            for piece in () if sends or direct else pieces:
-                size = (piece.end - piece.begin) * jobs[piece.job].size
-                place = data[piece.at : piece.at + size]
-                put(array_of(piece), piece.begin, piece.end, place)
+            for piece in pieces if direct is None and not sends else ():
+                put(*piece.in_part(mine), piece.in_message(data))
 
     def _to_each(
         self, state: Mapping[str, Any], source: Mapping[str, Any] | None, jobs: list[Job]
@@ -519,40 +495,17 @@ class Broadcasting:
         for message in split_messages(jobs, self.max_bytes):
             sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
             sends = sizes if me == self.root else [0] * world
-            data = _empty_bytes()
-            if me == self.root:
+            data = room.of(sum(sends))
+            for piece, start in _pieces_of(message, sizes) if me == self.root else ():
                 assert source is not None
-                data = self._pack_parts(source, jobs, message, sizes, room)
+                take(*piece.in_whole(source), piece.in_message(data, start))
             gets = [sizes[me] if rank == self.root else 0 for rank in range(world)]
             received = own.of(sizes[me])
             self.group.all_to_all(
                 data, counts=sends, out_counts=gets, out=received, timeout=self.timeout
             )
             for piece in message.get(me, ([], 0))[0]:
-                job = jobs[piece.job]
-                place = received[piece.at : piece.at + (piece.end - piece.begin) * job.size]
-                put(plain_of(state[job.tensor.name]), piece.begin, piece.end, place)
-
-    @staticmethod
-    def _pack_parts(
-        source: Mapping[str, Any],
-        jobs: list[Job],
-        message: Mapping[int, tuple[list[Piece], int]],
-        sizes: list[int],
-        room: MessageBuffer,
-    ) -> NDArray:
-        """Pack the ranges for all ranks into one message, in rank order."""
-        data = room.of(sum(sizes))
-        starts = np.cumsum([0, *sizes]).tolist()
-        for rank, (pieces, _) in message.items():
-            for piece in pieces:
-                job = jobs[piece.job]
-                part = job.tensor.part(job.part)
-                box = part.box_of(plain_of(source[job.tensor.name]))
-                at = starts[rank] + piece.at
-                place = data[at : at + (piece.end - piece.begin) * job.size]
-                take(box, part.begin + piece.begin, part.begin + piece.end, place)
-        return data
+                put(*piece.in_part(state), piece.in_message(received))
 
 
 def _tensor_of(entry: Entry) -> Tensor:
@@ -564,14 +517,23 @@ def open_exchange(
     operation: str,
     timeout: float | None,
     options: Callable[[], dict[str, Any]],
-    prepare: Callable[[], tuple[list[Entry], list[Entry]]],
-) -> tuple[list[list[Entry]], list[list[Entry]]]:
-    """Check that options agree; then return the entries and the sent entries of every rank.
+    prepare: Callable[[], tuple[Any, list[Entry], list[Entry]]],
+) -> tuple[Any, list[list[Entry]], list[list[Entry]]]:
+    """Check that options agree; then prepare, and exchange entries and sent entries.
 
-    Options are checked first, because `prepare` may need all ranks.
+    `prepare` returns a value of this rank, its entries and its sent entries. Returns the value,
+    and the entries of every rank. Options are checked first, because `prepare` may need all
+    ranks.
     """
     _check_same_options(operation, group.rank, exchange(group, operation, timeout, options))
-    everyone = exchange(group, operation, timeout, prepare)
+    values: list[Any] = []
+
+    def describe() -> tuple[list[Entry], list[Entry]]:
+        value, entries, sent = prepare()
+        values.append(value)
+        return entries, sent
+
+    everyone = exchange(group, operation, timeout, describe)
     entries = [[entry_of(entry) for entry in mine] for mine, _ in everyone]
     sent = [[entry_of(entry) for entry in mine] for _, mine in everyone]
-    return entries, sent
+    return values[0], entries, sent

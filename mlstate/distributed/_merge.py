@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
+from .._common.arrays import new_packed
 from .._common.set_module import set_module
-from .._common.text import shorten
+from .._common.text import ranks_text, shorten
 from .._sharding.layout import Layout, Shard
 from ..errors import CompatibilityError
 from ..state._compatibility import LONGEST, SHOWN
 from ..state._diff import TensorChange
 from ..state._state_dict import StateDict
-from ._byte_ranges import Part, copy_part, digest, dtype_of, new_like, place_key, plain_of
+from ._byte_ranges import Part, copy_part, digest, dtype_of, place_key, plain_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -115,13 +116,6 @@ def entry_of(plain: Iterable[Any]) -> Entry:
 # ---- comparing descriptions ----
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as text: ``rank 1``, ``ranks 0, 2 and 5 more``."""
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
-
-
 def groups_of(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
     """Group ranks with equal values: largest group first, then by lowest rank."""
     groups: dict[Any, list[int]] = {}
@@ -130,16 +124,22 @@ def groups_of(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
 
 
+def difference(
+    kind: str, name: str, ranks: Sequence[int], text: str, change: TensorChange | None = None
+) -> RankDifference:
+    """Return a difference whose text begins with the name."""
+    return RankDifference(kind, name, tuple(ranks), f"{shorten(name, LONGEST)}: {text}", change)
+
+
 def _find_outliers(kind: str, name: str, values: Mapping[int, Any]) -> list[RankDifference]:
     """Return a difference for each group of ranks except the largest."""
     (usual, most), *others = groups_of(values)
     return [
-        RankDifference(
+        difference(
             kind,
             name,
-            tuple(ranks),
-            f"{shorten(name, LONGEST)}: {kind} {value} on {ranks_text(ranks)}, {usual} on "
-            f"{ranks_text(most)}",
+            ranks,
+            f"{kind} {value} on {ranks_text(ranks)}, {usual} on {ranks_text(most)}",
         )
         for value, ranks in others
     ]
@@ -173,11 +173,9 @@ def _find_gaps(tensor: Tensor) -> list[RankDifference]:
     if not lost:
         return []
     shown = ", ".join(str(index) for index in lost[:8]) + (", …" if len(lost) > 8 else "")
-    text = (
-        f"{shorten(tensor.name, LONGEST)}: no rank has part{'' if len(lost) == 1 else 's'} {shown} "
-        f"of {layout.parts} of shape {tensor.shape}"
-    )
-    return [RankDifference("gap", tensor.name, (), text)]
+    parts = f"part{'' if len(lost) == 1 else 's'} {shown} of {layout.parts}"
+    text = f"no rank has {parts} of shape {tensor.shape}"
+    return [difference("gap", tensor.name, (), text)]
 
 
 def _find_tied(tensor: Tensor, held: Mapping[str, Mapping[int, Entry]]) -> str | None:
@@ -205,9 +203,8 @@ def match_entries(
     for name, by_rank in held.items():
         lacking = tuple(rank for rank in range(len(everyone)) if rank not in by_rank)
         if lacking and not partial:
-            have = ranks_text(list(by_rank))
-            text = f"{shorten(name, LONGEST)}: not on {ranks_text(lacking)}, but on {have}"
-            differences.append(RankDifference("missing", name, lacking, text))
+            text = f"not on {ranks_text(lacking)}, but on {ranks_text(list(by_rank))}"
+            differences.append(difference("missing", name, lacking, text))
         found = _compare_metadata(name, by_rank)
         first = next(iter(by_rank.values()))
         holders: dict[int, list[int]] = {}
@@ -279,13 +276,9 @@ def replicas(
                 change = _compare_elements(tensor.name, first, other)
                 if change is False:
                     continue
-                text = (
-                    f"{shorten(tensor.name, LONGEST)}: rank {rank} differs from rank {ranks[0]}"
-                    f"{_change_text(change)}"
-                )
+                text = f"rank {rank} differs from rank {ranks[0]}{_change_text(change)}"
                 measured = change if isinstance(change, TensorChange) else None
-                found = RankDifference("elements", tensor.name, (rank,), text, measured)
-                differences.append(found)
+                differences.append(difference("elements", tensor.name, [rank], text, measured))
     return differences
 
 
@@ -294,12 +287,11 @@ def compare_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> l
     (_, most), *others = groups_of(digests)
     where = "" if tensor.steps is None else f" of part {index}"
     return [
-        RankDifference(
+        difference(
             "elements",
             tensor.name,
-            tuple(ranks),
-            f"{shorten(tensor.name, LONGEST)}: the elements{where} on {ranks_text(ranks)} differ "
-            f"from those on {ranks_text(most)}",
+            ranks,
+            f"the elements{where} on {ranks_text(ranks)} differ from those on {ranks_text(most)}",
         )
         for _, ranks in others
     ]
@@ -336,7 +328,8 @@ def merge(states: Sequence[Mapping[str, Any]], tensors: Iterable[Tensor]) -> Sta
         if tensor.tied is not None:
             merged[tensor.name] = merged[tensor.tied]
             continue
-        whole = new_like(plain_of(states[next(iter(ranks.values()))[0]][tensor.name]), tensor.shape)
+        first = next(iter(ranks.values()))[0]
+        whole = new_packed(plain_of(states[first][tensor.name]), tensor.shape)
         for index, holders in ranks.items():
             part = tensor.part(index)
             if part.count:

@@ -415,12 +415,7 @@ class GradientAccumulator:
 
         False if no parameter was seen.
         """
-        with self._lock:
-            return self._complete()
-
-    def _complete(self) -> bool:
-        counts = [total.count for total in self._sums.values()]
-        return bool(counts) and min(counts) >= self._steps
+        return min(self.counts.values(), default=0) >= self._steps
 
     @property
     def counts(self) -> dict[str, int]:
@@ -459,7 +454,6 @@ class GradientAccumulator:
 
     def __repr__(self) -> str:
         """Show the number of complete micro-batches and of parameters."""
-        with self._lock:
-            some = [total.count for total in self._sums.values()]
-            done = f"{min(some)} of {self._steps}" if some else f"0 of {self._steps}"
-            return f"GradientAccumulator({done} micro-batches, {len(some)} parameters)"
+        some = self.counts.values()
+        done = f"{min(some, default=0)} of {self._steps}"
+        return f"GradientAccumulator({done} micro-batches, {len(some)} parameters)"

@@ -38,7 +38,7 @@ class Terms(NamedTuple):
 class Entry:
     """A gradient, from its arrival until its shard is stored.
 
-    `problem` says why it cannot be reduced, for the error on all ranks; it is empty if it can.
+    `problem` is the reason why it cannot be reduced, for the error on all ranks, or empty.
     `on_failure` is called if the shard is not stored.
     """
 

@@ -13,6 +13,7 @@ import struct
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .._common.text import ranks_text
 from ..collectives._arguments import failed
 
 if TYPE_CHECKING:
@@ -233,8 +234,3 @@ def _describe_work(rank: int, described: Any) -> str:
         return f"rank {rank} has ended after {sequence} buckets"
     names = ", ".join(repr(entry[0]) for entry in listed[:3])
     return f"rank {rank} reduces {names}{', …' if len(listed) > 3 else ''}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as text: ``rank 1``, ``ranks 0, 2``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

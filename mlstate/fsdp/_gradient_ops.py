@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, packed_array
 from ..collectives._arguments import dtype_name
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def packed(gradient: Any) -> Any:
     if is_torch(gradient):
         alone = gradient.detach() if gradient.requires_grad else gradient
         return alone if alone.is_contiguous() else alone.contiguous()
-    found = np.require(gradient, requirements=["C", "A"])
-    return found if found.dtype.isnative else found.astype(found.dtype.newbyteorder("="))
+    return packed_array(gradient)
 
 
 def memory_of(gradient: Any) -> Any:

@@ -268,7 +268,7 @@ class Reductions:
         if known is None:
             known = self._terms_of[unit.dtype, accumulate] = self._terms._replace(
                 accumulate=accumulate,
-                reduce_dtype=self._terms.reduce_dtype if _is_narrow(unit.dtype) else "",
+                reduce_dtype=self._terms.reduce_dtype if unit.dtype in NARROW_FLOATS else "",
                 compression=self._terms.compression if unit.dtype == "float32" else "",
             )
         return known
@@ -509,10 +509,6 @@ def _plan_digest(units: Iterable[FSDPShardingUnit]) -> bytes:
 
 def _is_call_refused(headers: Sequence[Header]) -> bool:
     return any(header.flags & CALL_REFUSED for header in headers)
-
-
-def _is_narrow(dtype: str) -> bool:
-    return dtype in NARROW_FLOATS
 
 
 def _failed_gradients(

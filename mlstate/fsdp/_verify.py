@@ -130,10 +130,6 @@ def _find_differences(expected: Any, actual: Any, atol: float) -> Any:
     return different
 
 
-def _take_part(unit: FSDPShardingUnit, full: Any) -> Any:
-    return unit.layout.take(full.detach() if is_torch(full) else full, unit.shard_index)
-
-
 def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch | None:
     name, rank, local = unit.parameter_name, unit.shard_index, unit.local_gradient
     if local is None:
@@ -145,7 +141,7 @@ def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch |
             )
     if tuple(full.shape) != unit.shape:
         return Mismatch(name, rank, None, str(unit.shape), f"full gradient of {tuple(full.shape)}")
-    part = _take_part(unit, full)
+    part = unit.layout.take(full.detach() if is_torch(full) else full, rank)
     if tuple(local.shape) != tuple(part.shape):
         return Mismatch(name, rank, None, str(tuple(part.shape)), str(tuple(local.shape)))
     at = 0

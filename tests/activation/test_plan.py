@@ -115,31 +115,16 @@ def check(model, budget, best, **options):
         assert made.predicted_seconds >= best - 1e-9
 
 
-@pytest.mark.parametrize("chains", [100, pytest.param(500, marks=pytest.mark.long)])
-@pytest.mark.parametrize("offload", [False, True], ids=["kept", "offload"])
-def test_plans_of_random_chains_are_the_fastest_of_their_class(offload, chains):
-    rng = np.random.default_rng(7)
-    for model in plan_model.random_chains(11, chains, most_blocks=6, rates=offload):
-        front = plan_model.persistent_front(model, offload)
-        budgets = plan_model.budgets_of(front)
-        for budget in rng.choice(budgets, min(3, len(budgets)), replace=False).tolist():
-            best = plan_model.fastest(front, budget)
-            check(model, budget, best, offload=offload)
-            check(model, budget, best, offload=offload, slots=int(rng.integers(1, 60)))
-
-
-@settings(max_examples=tries(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plan_model.chains(most_blocks=5, rates=True), st.integers(0, 900), st.booleans())
-def test_any_budget(model, budget, offload):
-    best = plan_model.fastest(plan_model.persistent_front(model, offload), budget)
-    check(model, budget, best, offload=offload)
-
-
-@settings(max_examples=tries(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(plan_model.chains(most_blocks=5, rates=True), st.booleans())
-def test_the_curve_is_that_of_the_judge(model, offload):
-    curve = pareto(chain_of(model), offload=offload)
+@settings(max_examples=tries(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plan_model.chains(most_blocks=6, rates=True), st.booleans(), st.integers(1, 60), st.data())
+def test_plans_and_curves_are_the_fastest_of_their_class(model, offload, slots, data):
     front = plan_model.persistent_front(model, offload)
+    near = st.sampled_from([budget for budget in plan_model.budgets_of(front) if budget >= 0])
+    budget = data.draw(near | st.integers(0, 900))
+    best = plan_model.fastest(front, budget)
+    check(model, budget, best, offload=offload)
+    check(model, budget, best, offload=offload, slots=slots)
+    curve = pareto(chain_of(model), offload=offload)
     assert curve.exact
     assert curve.budget_bytes.tolist() == [peak for peak, _ in front]
     np.testing.assert_allclose(curve.seconds, [seconds for _, seconds in front], rtol=1e-12)
@@ -179,23 +164,29 @@ def test_one_byte_less_than_the_plain_peak_is_not_enough_for_the_plain_run():
     assert made.recomputed and made.predicted_seconds > chain.plain_seconds
 
 
-@pytest.mark.parametrize("budget", [-1, -(2**63)])
-def test_negative_budgets(budget):
-    with pytest.raises(ValueError, match="negative"):
-        plan(uniform(3), budget)
-
-
-@pytest.mark.parametrize("budget", [float("nan"), "1 X", None])
-def test_budgets_are_sizes(budget):
-    with pytest.raises(TypeError if budget is None else ValueError, match="budget_bytes"):
-        plan(uniform(3), budget)
-
-
-def test_a_budget_of_nothing_is_too_small():
-    with pytest.raises(CapacityError, match="smallest sufficient budget is"):
-        plan(uniform(3), 0)
-    with pytest.raises(CapacityError, match="64 bits"):
-        plan(uniform(3), 2**63)
+@pytest.mark.parametrize(
+    ("budget", "options", "error", "text"),
+    [
+        (-1, {}, ValueError, "negative"),
+        (-(2**63), {}, ValueError, "negative"),
+        (float("nan"), {}, ValueError, "budget_bytes"),
+        ("1 X", {}, ValueError, "budget_bytes"),
+        (None, {}, TypeError, "budget_bytes"),
+        (0, {}, CapacityError, "smallest sufficient budget is"),
+        (2**63, {}, CapacityError, "64 bits"),
+        (100, {"slots": 0}, ValueError, "choose at least 1"),
+        (100, {"slots": 1 << 40}, ValueError, "choose 1 to"),
+        (100, {"slots": 1.5}, TypeError, "float"),
+        (1000, {"schedules": "best"}, ValueError, "persistent, any"),
+        (1000, {"offload": True}, ValueError, "has no rates"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(budget, options, error, text):
+    with pytest.raises(error, match=text):
+        plan(uniform(3), budget, **options)
+    if "offload" in options:
+        with pytest.raises(error, match=text):
+            pareto(uniform(3), **options)
 
 
 def test_blocks_without_bytes_fit_into_nothing():
@@ -247,26 +238,11 @@ def test_long_chains_are_planned_by_slots():
     assert "slots" in made.method
 
 
-def test_slots_that_make_no_sense():
-    with pytest.raises(ValueError, match="choose at least 1"):
-        plan(uniform(3), 100, slots=0)
-    with pytest.raises(ValueError, match="choose 1 to"):
-        plan(uniform(3), 100, slots=1 << 40)
-    with pytest.raises(TypeError):
-        plan(uniform(3), 100, slots=1.5)
-    long = uniform(3000)
+def test_chains_too_long_for_the_table_or_for_any_plan_are_refused():
     with pytest.raises(CapacityError, match="choose at most"):
-        plan(long, 10_000, slots=100_000)
+        plan(uniform(3000), 10_000, slots=100_000)
     with pytest.raises(ValueError, match="at most 8192"):
         plan(uniform(8193), 10_000)
-
-
-def test_unknown_classes_and_offloading_without_a_host():
-    with pytest.raises(ValueError, match="persistent, any"):
-        plan(uniform(3), 1000, schedules="best")
-    for call in (pareto, lambda chain, **options: plan(chain, 1000, **options)):
-        with pytest.raises(ValueError, match="has no rates"):
-            call(uniform(3), offload=True)
 
 
 # ---- offloading ----

@@ -6,20 +6,12 @@ import threading
 
 import numpy as np
 import pytest
+from group_model import OPERATIONS
 
 from mlstate import CollectiveError, CompatibilityError
 from mlstate.collectives import ProcessGroup, ReduceOp, SingleGroup, Work
 from mlstate.collectives._arguments import check_counts, check_timeout, counts_of
 
-OPERATIONS = {
-    "reduce_scatter": lambda group, **kw: group.reduce_scatter(np.arange(6.0).reshape(3, 2), **kw),
-    "all_gather": lambda group, **kw: group.all_gather(np.arange(6.0).reshape(3, 2), **kw),
-    "all_reduce": lambda group, **kw: group.all_reduce(np.arange(6.0).reshape(3, 2), **kw),
-    "all_to_all": lambda group, **kw: group.all_to_all(np.arange(6.0).reshape(3, 2), **kw),
-    "broadcast": lambda group, **kw: group.broadcast(np.arange(6.0).reshape(3, 2), **kw),
-    "barrier": lambda group, **kw: group.barrier(**kw),
-    "gather_bytes": lambda group, **kw: group.gather_bytes(b"x", **kw),
-}
 MOVING = ["reduce_scatter", "all_gather", "all_reduce", "all_to_all"]
 DTYPES = ["bool", "int8", "uint64", "float16", "float64", "complex64", ">f4", "M8[s]", "S3"]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import rank_jobs
 from group_model import (
+    OPERATIONS,
     dtype_of,
     inputs,
     raises,
@@ -20,7 +21,7 @@ from group_model import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_threads import run_ranks
+from rank_threads import run_local, run_ranks
 from thread_team import without_errors
 from tries import tries
 
@@ -31,30 +32,11 @@ pytestmark = pytest.mark.timeout(120)
 
 SECONDS = 30.0  # for calls that must succeed: much longer than a busy machine needs
 RING_BYTES = 4 << 20  # larger than the memory that the ranks share
-OPERATIONS = {
-    "reduce_scatter": lambda group, **kw: group.reduce_scatter(np.zeros(60), **kw),
-    "all_gather": lambda group, **kw: group.all_gather(np.zeros(2), **kw),
-    "all_reduce": lambda group, **kw: group.all_reduce(np.zeros(60), **kw),
-    "all_to_all": lambda group, **kw: group.all_to_all(np.zeros(60), **kw),
-    "broadcast": lambda group, **kw: group.broadcast(np.zeros(60), **kw),
-    "barrier": lambda group, **kw: group.barrier(**kw),
-    "gather_bytes": lambda group, **kw: group.gather_bytes(b"x", **kw),
-}
 
 
-def ranks(function, world, *, timeout=SECONDS):
+def ranks(function, world):
     """The result of each rank; raises if a rank raised."""
-    return without_errors(outcomes(function, world, timeout=timeout))
-
-
-def outcomes(function, world, *, timeout=SECONDS):
-    """The result or the exception of each rank."""
-
-    def work(group):
-        with group:
-            return function(group)
-
-    return run_ranks(work, groups=LocalGroup.threads(world, timeout=timeout))
+    return without_errors(run_local(function, world, timeout=SECONDS))
 
 
 def needs(dtype):
@@ -309,15 +291,6 @@ def test_empty_makes_arrays_as_numpy_does(shape, dtype):
     assert found.flags.c_contiguous
     assert found.flags.owndata
     found[...] = 0  # the result outlives the group
-
-
-def test_new_arrays_are_reduced():
-    def work(group):
-        mine = group.empty(60_000)
-        mine.fill(group.rank)
-        return group.reduce_scatter(mine)
-
-    assert all((found == 3).all() for found in ranks(work, 3))
 
 
 def test_empty_refuses_what_cannot_be():
@@ -602,7 +575,7 @@ def test_a_rank_that_fails_ends_the_others_at_once():
         assert time.monotonic() - began < 10
         return caught
 
-    found = outcomes(work, 3)
+    found = run_local(work, 3)
     assert isinstance(found[1], RuntimeError)
     assert all(isinstance(found[rank], CollectiveError) for rank in (0, 2))
 

@@ -64,7 +64,7 @@ def scatter_with(fault, world=2, **keywords):
         gradients = gradients_of(group, units)
         hook.scatter_multiple(units, gradients)  # the step before
         if group.rank == world - 1:
-            fault(units, gradients, group)
+            fault(units, gradients, group.rank)
         error = None
         try:
             hook.scatter_multiple(units, gradients)
@@ -79,86 +79,71 @@ def scatter_with(fault, world=2, **keywords):
     return run_ranks(work, world)
 
 
-def nothing(units, gradients, group):
-    pass
+def another_unit(shape, dtype="float32", **keywords):
+    """Replace unit b of one rank, and its gradient."""
+
+    def change(units, gradients, rank):
+        units["b"] = FSDPShardingUnit("b", shape, dtype, rank, **keywords)
+        gradients["b"] = np.ones(shape, dtype)
+
+    return change
 
 
-def is_none(units, gradients, group):
-    gradients["b"] = None
-
-
-def is_not_passed(units, gradients, group):
-    del gradients["b"]
-
-
-def is_unknown(units, gradients, group):
+def without_b(units, gradients, rank):
     del units["b"], gradients["b"]
 
 
-def has_no_unit(units, gradients, group):
-    gradients["extra"] = np.ones(3, np.float32)
-
-
-def is_of_another_dtype(units, gradients, group):
-    gradients["b"] = gradients["b"].astype(np.float64)
-
-
-def is_of_another_dtype_with_its_unit(units, gradients, group):
-    units["b"] = FSDPShardingUnit("b", (7,), "float64", group.rank)
-    gradients["b"] = np.ones(7)
-
-
-def is_of_another_shape(units, gradients, group):
-    gradients["b"] = np.ones(8, np.float32)
-
-
-def is_of_another_shape_with_its_unit(units, gradients, group):
-    units["b"] = FSDPShardingUnit("b", (8,), "float32", group.rank)
-    gradients["b"] = np.ones(8, np.float32)
-
-
-def is_cut_otherwise(units, gradients, group):
-    units["b"] = FSDPShardingUnit("b", (7,), "float32", group.rank, layout="rows")
-
-
-def is_no_array(units, gradients, group):
-    gradients["b"] = [1.0] * 7
-
-
-def has_a_nan(units, gradients, group):
-    gradients["b"][2] = np.nan
-
-
-def has_an_infinity(units, gradients, group):
-    gradients["b"][6] = -np.inf
-
-
+# Changes of one rank's units and gradients, the parameter at fault and the error.
 # known to the rank itself: every rank refuses the call
 MISMATCHES = {
-    is_none: ("b", "rank {bad}: no gradient"),
-    is_not_passed: ("b", "rank {bad}: no gradient was passed"),
-    has_no_unit: ("extra", "rank {bad}: there is no sharding unit for this gradient"),
-    is_of_another_dtype: ("b", "rank {bad}: the gradient has dtype float64, expected float32"),
-    is_of_another_shape: ("b", "rank {bad}: the gradient has shape (8,), expected (7,)"),
-    is_no_array: ("b", "rank {bad}: the gradient is a list, not an array or tensor"),
+    "none": (lambda u, g, _: g.update(b=None), "b", "rank {bad}: no gradient"),
+    "not passed": (lambda u, g, _: g.pop("b"), "b", "rank {bad}: no gradient was passed"),
+    "no unit": (
+        lambda u, g, _: g.update(extra=np.ones(3, np.float32)),
+        "extra",
+        "rank {bad}: there is no sharding unit for this gradient",
+    ),
+    "dtype": (
+        lambda u, g, _: g.update(b=g["b"].astype(np.float64)),
+        "b",
+        "rank {bad}: the gradient has dtype float64, expected float32",
+    ),
+    "shape": (
+        lambda u, g, _: g.update(b=np.ones(8, np.float32)),
+        "b",
+        "rank {bad}: the gradient has shape (8,), expected (7,)",
+    ),
+    "list": (
+        lambda u, g, _: g.update(b=[1.0] * 7),
+        "b",
+        "rank {bad}: the gradient is a list, not an array or tensor",
+    ),
 }
 # found when the ranks compare
 FAULTS = {
-    is_unknown: ("b", "missing on rank {bad} (rank {bad} reduces "),
-    is_of_another_dtype_with_its_unit: ("b", "rank {bad}: 'b' float64 (7,) flat"),
-    is_of_another_shape_with_its_unit: ("b", "rank {bad}: 'b' float32 (8,) flat"),
-    is_cut_otherwise: ("b", "rank {bad}: 'b' float32 (7,) rows"),
-    has_a_nan: ("b", "NaN or infinite elements (rank {bad}: 1)"),
-    has_an_infinity: ("b", "NaN or infinite elements (rank {bad}: 1)"),
+    "unknown": (without_b, "b", "missing on rank {bad} (rank {bad} reduces "),
+    "dtype": (another_unit((7,), "float64"), "b", "rank {bad}: 'b' float64 (7,) flat"),
+    "shape": (another_unit((8,)), "b", "rank {bad}: 'b' float32 (8,) flat"),
+    "layout": (another_unit((7,), layout="rows"), "b", "rank {bad}: 'b' float32 (7,) rows"),
+    "nan": (
+        lambda u, g, _: g["b"].put(2, np.nan),
+        "b",
+        "NaN or infinite elements (rank {bad}: 1)",
+    ),
+    "infinity": (
+        lambda u, g, _: g["b"].put(6, -np.inf),
+        "b",
+        "NaN or infinite elements (rank {bad}: 1)",
+    ),
 }
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("bucket_bytes", SIZES)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_one_bad_gradient_is_named_everywhere_and_spoils_no_other(fault, bucket_bytes, world):
+@pytest.mark.parametrize("which", FAULTS)
+def test_one_bad_gradient_is_named_everywhere_and_spoils_no_other(which, bucket_bytes, world):
+    fault, name, text = FAULTS[which]
     results = scatter_with(fault, world, bucket_bytes=bucket_bytes)
-    name, text = FAULTS[fault]
     bad = world - 1
     assert len({text_of(error) for _, error in results}) == 1, results
     for rank, (units, error) in enumerate(results):
@@ -173,12 +158,12 @@ def test_one_bad_gradient_is_named_everywhere_and_spoils_no_other(fault, bucket_
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", SIZES)
-@pytest.mark.parametrize("fault", MISMATCHES, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("which", MISMATCHES)
 def test_a_mismatch_on_one_rank_is_refused_on_all_before_anything_is_stored(
-    fault, bucket_bytes, world
+    which, bucket_bytes, world
 ):
+    fault, name, text = MISMATCHES[which]
     results = scatter_with(fault, world, bucket_bytes=bucket_bytes)
-    name, text = MISMATCHES[fault]
     bad = world - 1
     assert len({text_of(error) for _, error in results}) == 1, results
     for rank, (units, error) in enumerate(results):
@@ -190,7 +175,7 @@ def test_a_mismatch_on_one_rank_is_refused_on_all_before_anything_is_stored(
         assert set(parts(units).values()) == {None}, "a stale gradient was left"
     *others, own = [type(error) for _, error in results]
     assert set(others) <= {CollectiveError}
-    has_other_names = fault in (is_not_passed, has_no_unit)
+    has_other_names = which in ("not passed", "no unit")
     assert own is (GradientNamesError if has_other_names else GradientMismatchError)
     assert issubclass(own, ValueError)
 
@@ -266,12 +251,12 @@ def test_a_mismatch_is_reported_even_if_settings_differ():
 
 
 def test_without_a_fault_nothing_is_raised():
-    assert all(error is None for _, error in scatter_with(nothing, 3))
+    assert all(error is None for _, error in scatter_with(lambda *_: None, 3))
 
 
 @pytest.mark.parametrize("bucket_bytes", SIZES)
 def test_gradients_under_each_others_names_are_found_by_their_shapes(bucket_bytes):
-    def swap(units, gradients, group):
+    def swap(units, gradients, rank):
         gradients["b"], gradients["c"] = gradients["c"], gradients["b"]
 
     for units, error in scatter_with(swap, bucket_bytes=bucket_bytes):
@@ -286,7 +271,7 @@ def test_several_bad_gradients_are_all_named(names, bucket_bytes, kind):
     """NaN is not looked for if the call is refused."""
     refused = [name for i, name in enumerate(names) if kind == "none" or (kind == "both" and i % 2)]
 
-    def spoil(units, gradients, group):
+    def spoil(units, gradients, rank):
         for name in names:
             if name in refused:
                 gradients[name] = None
@@ -526,7 +511,7 @@ def test_what_failed_in_a_run_that_was_broken_off_is_not_told_in_the_next_one():
         gradients = gradients_of(group, units)
         spoiled = dict(units)
         if group.rank == 1:
-            is_cut_otherwise(spoiled, gradients, group)
+            spoiled["b"] = FSDPShardingUnit("b", (7,), "float32", 1, layout="rows")
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
         exchange, calls = group._exchange, []

@@ -385,28 +385,6 @@ def test_digest_is_what_it_says(described):
 # ---- models ----
 
 
-def spec_layer(state, name):
-    """The source document's own algorithm."""
-    return {k[len(name) + 1 :]: v for k, v in state.items() if k.startswith(f"{name}.")}
-
-
-@given(
-    st.lists(st.lists(st.sampled_from("abé"), min_size=1, max_size=4).map(".".join), unique=True)
-)
-def test_layers_are_those_of_the_specification(names):
-    state = ModelStateDict((name, np.full(1, i)) for i, name in enumerate(names))
-    for layer in {"a", "b.a", "é", "é.b.a", "c", *names}:
-        found = state.get_layer_state(layer)
-        wanted = spec_layer(state, layer)
-        assert list(found) == list(wanted)
-        assert all(found[name] is wanted[name] for name in wanted)
-    covered = [
-        f"{n}.{k}" for n in state.layer_names() for k in state.get_layer_state(n) if "." not in k
-    ]
-    assert sorted(covered) == sorted(name for name in names if "." in name)
-    assert state.layer_names(1) == list(dict.fromkeys(n.split(".")[0] for n in names if "." in n))
-
-
 def test_layers_follow_every_change_of_names():
     state = ModelStateDict(arrays("a.w", "a.b", "c"))
     assert list(state.get_layer_state("a")) == ["w", "b"]

@@ -170,6 +170,8 @@ class BesideDict(RuleBasedStateMachine):
         assert self.state.nbytes == sum(array.nbytes for array in self.model.values())
         if self.kind is ModelStateDict:  # its index must follow every change of names
             assert self.state.layer_names() == layers_of(self.model)
+            tops = dict.fromkeys(key.partition(".")[0] for key in self.model if "." in key)
+            assert self.state.layer_names(1) == [top for top in tops if top]
             for name in LAYERS:
                 assert_same(self.state.get_layer_state(name), layer_of(self.model, name))
 

@@ -3,10 +3,9 @@
 from math import ceil, prod
 
 import numpy as np
-from rank_threads import run_ranks
-from thread_team import thread_outcomes, without_errors
+from rank_threads import run_local, run_ranks
+from thread_team import without_errors
 
-from mlstate.collectives import LocalGroup
 from mlstate.fsdp import FSDPShardingUnit
 
 try:
@@ -121,23 +120,6 @@ class Handle:
 
     def remove(self):
         del self.model.functions[self.name]
-
-
-def run_local(function, world_size=2):
-    """As `run_ranks`, with threads that reduce buckets in place in the core."""
-    groups = LocalGroup.threads(world_size)
-
-    def work(rank):
-        try:
-            return function(groups[rank])
-        except BaseException:
-            groups[rank].abort()  # so that the other ranks need not wait
-            raise
-
-    results = thread_outcomes(work, world_size)
-    for group in groups:
-        group.close()
-    return results
 
 
 ENGINES = {"messages": run_ranks, "shared memory": run_local}

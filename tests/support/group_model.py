@@ -8,6 +8,18 @@ FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTEGERS = ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"]
 
 
+def _operation(name):
+    return lambda group, **keywords: getattr(group, name)(np.arange(60.0), **keywords)
+
+
+OPERATIONS = {
+    name: _operation(name)
+    for name in ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast")
+}
+OPERATIONS["barrier"] = lambda group, **keywords: group.barrier(**keywords)
+OPERATIONS["gather_bytes"] = lambda group, **keywords: group.gather_bytes(b"x", **keywords)
+
+
 def dtype_of(name):
     if name.startswith(("bfloat", "float8")):
         import ml_dtypes

@@ -5,6 +5,7 @@ import threading
 from thread_team import thread_outcomes
 
 from mlstate import CollectiveError
+from mlstate.collectives import LocalGroup
 
 SECONDS = 20
 
@@ -74,3 +75,13 @@ def run_ranks(function, world_size=2, *, seconds=SECONDS, groups=None):
     if groups is None:
         groups = [Threads(world, rank) for rank in range(world_size)]
     return thread_outcomes(lambda rank: function(groups[rank]), len(groups), seconds=3 * seconds)
+
+
+def run_local(function, world_size=2, *, timeout=SECONDS):
+    """As `run_ranks`, with a `LocalGroup`, which a rank leaves at its end."""
+
+    def work(group):
+        with group:
+            return function(group)
+
+    return run_ranks(work, groups=LocalGroup.threads(world_size, timeout=timeout))

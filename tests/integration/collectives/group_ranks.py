@@ -1,4 +1,4 @@
-"""The ranks of test_torch_group.py: scenarios for groups of torch, and those of every engine."""
+"""The ranks of test_torch_group.py: scenarios for torch groups; also runs group_scenarios.py."""
 
 import json
 import sys
