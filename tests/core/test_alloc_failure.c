@@ -50,7 +50,7 @@ static mls_code parse_json(mls_status *st)
     return code;
 }
 
-static void parsing_json_survives_every_failure(void)
+TEST(parsing_json_survives_every_failure)
 {
     CHECK(fail_each(parse_json) >= 5);
 }
@@ -97,7 +97,7 @@ static mls_code read_whole(mls_status *st)
     return code;
 }
 
-static void reading_a_file_survives_every_failure(void)
+TEST(reading_a_file_survives_every_failure)
 {
     write_old();
     CHECK(fail_each(read_whole) >= 1);
@@ -129,7 +129,7 @@ static mls_code write_state(mls_status *st)
     return code;
 }
 
-static void writing_survives_every_failure_and_keeps_the_old_file(void)
+TEST(writing_survives_every_failure_and_keeps_the_old_file)
 {
     write_old();
     CHECK(fail_each(write_state) >= 6);
@@ -167,7 +167,7 @@ static mls_code index_files(mls_status *st)
     return code;
 }
 
-static void opening_survives_every_failure(void)
+TEST(opening_survives_every_failure)
 {
     mls_status st;
     write_old();
@@ -202,7 +202,7 @@ static mls_code read_shard(mls_status *st)
     return code;
 }
 
-static void reading_a_shard_survives_every_failure(void)
+TEST(reading_a_shard_survives_every_failure)
 {
     write_old();
     CHECK(path[0] == '/'); /* an absolute path, so that the folder does not matter */
@@ -262,7 +262,7 @@ static mls_code build_and_drop(mls_status *st)
     return code;
 }
 
-static void building_an_index_survives_every_failure(void)
+TEST(building_an_index_survives_every_failure)
 {
     CHECK(fail_each(build_and_drop) >= 3);
 }
@@ -282,7 +282,7 @@ static mls_code parse_index(mls_status *st)
     return code;
 }
 
-static void parsing_an_index_survives_every_failure(void)
+TEST(parsing_an_index_survives_every_failure)
 {
     mls_status st;
     uint32_t sum;
@@ -371,7 +371,6 @@ static mls_code write_layers(mls_status *st)
     mls_shard_job job = second_job(items);
     job.sparse = true;
     job.incremental = true;
-    job.pool = NULL;
     mls_shards_written written = {.shard_count = 77};
     const mls_code code = mls_shards_write(&job, &written, st);
     const long kept = countdown;
@@ -491,14 +490,12 @@ static mls_code make_header(mls_status *st)
     return code;
 }
 
-static void checkpoints_survive_every_failure(void)
+TEST(checkpoints_survive_every_failure)
 {
     mls_shard_item items[4];
     mls_shards_written written;
     countdown = 0;
-    kernels = mls_kernels_of(MLS_CPU_SCALAR);
-    crc = &mls_crc_scalar;
-    enter_pool(NULL);
+    use_one_thread(); /* several would allocate in any order */
     make_items(items);
     memset(shard_bytes, 5, sizeof shard_bytes);
     const mls_shard_job job = job_of(items, 4, generations[0], NULL);
@@ -515,7 +512,6 @@ static void checkpoints_survive_every_failure(void)
         CHECK(fail_each(verify_shards) >= 20);
     }
     mls_index_fini(&committed);
-    leave_pool();
 }
 
 /* ---- loading ---- */
@@ -541,7 +537,7 @@ static mls_code plan_loading(mls_status *st)
     return code;
 }
 
-static void planning_to_load_survives_every_failure(void)
+TEST(planning_to_load_survives_every_failure)
 {
     CHECK(fail_each(plan_loading) >= 7);
 }
@@ -560,7 +556,7 @@ static mls_code make_tree(mls_status *st)
     return code;
 }
 
-static void a_tree_of_names_survives_every_failure(void)
+TEST(a_tree_of_names_survives_every_failure)
 {
     CHECK(fail_each(make_tree) >= 4);
 }
@@ -577,7 +573,7 @@ static mls_code outline_names(mls_status *st)
     return code;
 }
 
-static void outlining_names_survives_every_failure(void)
+TEST(outlining_names_survives_every_failure)
 {
     const mls_str list[] = {text("a.b"), text("a.c")};
     mls_status st;
@@ -602,7 +598,7 @@ static mls_code explain_names(mls_status *st)
     return code;
 }
 
-static void explaining_names_survives_every_failure(void)
+TEST(explaining_names_survives_every_failure)
 {
     CHECK(fail_each(explain_names) >= 12);
 }
@@ -631,7 +627,7 @@ static mls_code sum_names(mls_status *st)
     return code;
 }
 
-static void matching_and_summing_names_survives_every_failure(void)
+TEST(matching_and_summing_names_survives_every_failure)
 {
     CHECK(fail_each(match_names) >= 1);
     CHECK(fail_each(sum_names) >= 2);
@@ -655,7 +651,7 @@ static mls_code list_items(mls_status *st)
     return code;
 }
 
-static void listing_items_survives_every_failure(void)
+TEST(listing_items_survives_every_failure)
 {
     CHECK(fail_each(list_items) >= 12);
 }
@@ -687,7 +683,7 @@ static mls_code decide_layers(mls_status *st)
     return first;
 }
 
-static void deciding_survives_every_failure(void)
+TEST(deciding_survives_every_failure)
 {
     CHECK(fail_each(decide_layers) >= 9);
 }
@@ -775,7 +771,7 @@ static mls_code whole_curve(mls_status *st)
     return code;
 }
 
-static void planning_survives_every_failure(void)
+TEST(planning_survives_every_failure)
 {
     CHECK(fail_each(plan_to_the_byte) >= 30);
     CHECK(fail_each(plan_by_slots) >= 8);
@@ -783,12 +779,12 @@ static void planning_survives_every_failure(void)
     CHECK(fail_each(whole_curve) >= 30);
 }
 
-static void searching_for_schedules_survives_every_failure(void)
+TEST(searching_for_schedules_survives_every_failure)
 {
     CHECK(fail_each(find_schedule) >= 6);
 }
 
-static void choosing_survives_every_failure(void)
+TEST(choosing_survives_every_failure)
 {
     CHECK(fail_each(choose_items) >= 6);
 }
@@ -822,34 +818,7 @@ static mls_code place_units(mls_status *st)
     return code;
 }
 
-static void placing_units_survives_every_failure(void)
+TEST(placing_units_survives_every_failure)
 {
     CHECK(fail_each(place_units) >= 8);
-}
-
-static const test_case tests[] = {
-    TEST(parsing_json_survives_every_failure),
-    TEST(reading_a_file_survives_every_failure),
-    TEST(writing_survives_every_failure_and_keeps_the_old_file),
-    TEST(opening_survives_every_failure),
-    TEST(reading_a_shard_survives_every_failure),
-    TEST(building_an_index_survives_every_failure),
-    TEST(parsing_an_index_survives_every_failure),
-    TEST(checkpoints_survive_every_failure),
-    TEST(planning_to_load_survives_every_failure),
-    TEST(a_tree_of_names_survives_every_failure),
-    TEST(outlining_names_survives_every_failure),
-    TEST(explaining_names_survives_every_failure),
-    TEST(matching_and_summing_names_survives_every_failure),
-    TEST(listing_items_survives_every_failure),
-    TEST(deciding_survives_every_failure),
-    TEST(planning_survives_every_failure),
-    TEST(searching_for_schedules_survives_every_failure),
-    TEST(choosing_survives_every_failure),
-    TEST(placing_units_survives_every_failure),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

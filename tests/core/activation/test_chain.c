@@ -16,7 +16,7 @@ static void small_chain(test_chain *c)
     bind_chain(c, 2, 10);
 }
 
-static void good_chains_pass(void)
+TEST(good_chains_pass)
 {
     test_chain c;
     mls_status st;
@@ -26,7 +26,7 @@ static void good_chains_pass(void)
     CHECK(mls_chain_check(&c.chain, &st) == MLS_OK);
 }
 
-static void bad_entries_are_named(void)
+TEST(bad_entries_are_named)
 {
     test_chain c;
     mls_status st;
@@ -55,7 +55,7 @@ static void bad_entries_are_named(void)
     CHECK(strstr(st.text, "saved_bytes[0] is 19") != NULL);
 }
 
-static void bad_wholes_are_refused(void)
+TEST(bad_wholes_are_refused)
 {
     test_chain c;
     mls_status st;
@@ -81,7 +81,7 @@ static void bad_wholes_are_refused(void)
 /* Steps as tests write them. */
 #define S(kind, index) {MLS_STEP_##kind, index}
 
-static void a_plain_run_is_added_up(void)
+TEST(a_plain_run_is_added_up)
 {
     static const mls_step steps[] = {S(SAVE, 0), S(SAVE, 1), S(BACKWARD, 1),
                                      S(BACKWARD, 0)};
@@ -99,7 +99,7 @@ static void a_plain_run_is_added_up(void)
     }
 }
 
-static void what_is_dropped_and_moved_is_not_held(void)
+TEST(what_is_dropped_and_moved_is_not_held)
 {
     static const mls_step again[] = {S(FORWARD, 0), S(SAVE, 1), S(BACKWARD, 1),
                                      S(DROP, 1),    S(SAVE, 0), S(BACKWARD, 0)};
@@ -134,7 +134,7 @@ static void check_refused(const mls_step *steps, size_t count, const char *text)
         check_refused(steps, sizeof steps / sizeof steps[0], text);                      \
     } while (0)
 
-static void what_a_step_lacks_is_said(void)
+TEST(what_a_step_lacks_is_said)
 {
     REFUSED("step 0, save 1: activation 1 does not exist", S(SAVE, 1));
     REFUSED("step 1, save 0: activation 1 already exists", S(FORWARD, 0), S(SAVE, 0));
@@ -154,7 +154,7 @@ static void what_a_step_lacks_is_said(void)
             S(DROP, 1), S(BACKWARD, 1));
 }
 
-static void schedules_begin_and_end_as_they_must(void)
+TEST(schedules_begin_and_end_as_they_must)
 {
     REFUSED("step 0, save 2: there is no such step in a chain of 2 blocks", S(SAVE, 2));
     REFUSED("step 0, ? 0: there is no such step in a chain of 2 blocks",
@@ -165,7 +165,7 @@ static void schedules_begin_and_end_as_they_must(void)
             S(BACKWARD, 1), S(SAVE, 1), S(BACKWARD, 1));
 }
 
-static void schedules_grow(void)
+TEST(schedules_grow)
 {
     mls_schedule schedule = {0};
     mls_status st;
@@ -177,19 +177,4 @@ static void schedules_grow(void)
     CHECK_TEXT(mls_step_name(-1), "?");
     mls_schedule_fini(&schedule);
     mls_schedule_fini(&schedule);
-}
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(good_chains_pass),
-        TEST(bad_entries_are_named),
-        TEST(bad_wholes_are_refused),
-        TEST(a_plain_run_is_added_up),
-        TEST(what_is_dropped_and_moved_is_not_held),
-        TEST(what_a_step_lacks_is_said),
-        TEST(schedules_begin_and_end_as_they_must),
-        TEST(schedules_grow),
-    };
-    return RUN_TESTS(tests);
 }

@@ -52,7 +52,7 @@ static void check_written(const mls_compute_step *runs, size_t count,
     mls_schedule_fini(&schedule);
 }
 
-static void drops_come_back_where_they_were(void)
+TEST(drops_come_back_where_they_were)
 {
     mls_compute_step runs[STEPS];
     unsigned char scratch[2 * (N + 1)];
@@ -66,7 +66,7 @@ static void drops_come_back_where_they_were(void)
 }
 
 /* An output is dropped too if nothing reads it while its block is offloaded. */
-static void offload_drops_what_nobody_reads(void)
+TEST(offload_drops_what_nobody_reads)
 {
     static const mls_step steps[] = {
         {MLS_STEP_SAVE, 0}, {MLS_STEP_SAVE, 1},     {MLS_STEP_OFFLOAD, 0},
@@ -84,7 +84,7 @@ static void offload_drops_what_nobody_reads(void)
     check_written(runs, count, steps, COUNT);
 }
 
-static void what_nobody_needs_is_left_out(void)
+TEST(what_nobody_needs_is_left_out)
 {
     /* activation 1 exists when it is recomputed; activation 3 is never read */
     mls_compute_step runs[] = {
@@ -101,7 +101,7 @@ static void what_nobody_needs_is_left_out(void)
     }
 }
 
-static void what_nobody_makes_is_noticed(void)
+TEST(what_nobody_makes_is_noticed)
 {
     mls_compute_step runs[] = {{.kind = MLS_STEP_SAVE, .index = 2},
                                {.kind = MLS_STEP_BACKWARD, .index = 2}};
@@ -112,7 +112,7 @@ static void what_nobody_makes_is_noticed(void)
 
 /* Forwards, and both transfers of offloaded blocks; all schedules share the other
  * steps. */
-static void extra_seconds_are_what_can_be_saved(void)
+TEST(extra_seconds_are_what_can_be_saved)
 {
     const mls_compute_step run = {.kind = MLS_STEP_FORWARD, .index = 2};
     const mls_compute_step save = {.kind = MLS_STEP_SAVE, .index = 2};
@@ -121,14 +121,4 @@ static void extra_seconds_are_what_can_be_saved(void)
     CHECK((int)mls_run_extra(&chain, &run) == 4);
     CHECK((int)(mls_run_extra(&chain, &save) + mls_run_extra(&chain, &back)) == 0);
     CHECK((int)mls_run_extra(&chain, &away) == 9);
-}
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(drops_come_back_where_they_were),     TEST(offload_drops_what_nobody_reads),
-        TEST(what_nobody_needs_is_left_out),       TEST(what_nobody_makes_is_noticed),
-        TEST(extra_seconds_are_what_can_be_saved),
-    };
-    return RUN_TESTS(tests);
 }

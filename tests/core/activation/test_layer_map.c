@@ -19,7 +19,7 @@ static mls_layer_key named(const char *name)
     return (mls_layer_key){.name = {name, strlen(name)}, .hash = hash};
 }
 
-static void an_empty_table_knows_nobody(void)
+TEST(an_empty_table_knows_nobody)
 {
     mls_layer_map t = {0};
     const mls_layer_key key = named("a");
@@ -36,7 +36,7 @@ static uint64_t hash_of(int number, int kind)
     return kind == 0 ? wide : kind == 1 ? (uint64_t)(number % 5) << 60 : 3;
 }
 
-static void every_layer_is_found_whatever_the_hash(void)
+TEST(every_layer_is_found_whatever_the_hash)
 {
     enum { LAYERS = 700 };
     char room[64];
@@ -65,7 +65,7 @@ static void every_layer_is_found_whatever_the_hash(void)
     }
 }
 
-static void adding_again_finds_the_same(void)
+TEST(adding_again_finds_the_same)
 {
     mls_layer_map t = {0};
     mls_table_layer *first = NULL, *again = NULL;
@@ -78,7 +78,7 @@ static void adding_again_finds_the_same(void)
     mls_layer_map_fini(&t);
 }
 
-static void names_are_bytes_of_any_kind(void)
+TEST(names_are_bytes_of_any_kind)
 {
     mls_layer_map t = {0};
     mls_table_layer *layer = NULL;
@@ -101,7 +101,7 @@ static void names_are_bytes_of_any_kind(void)
 }
 
 /* Equal hashes and lengths, and one different byte, at every position of every length. */
-static void names_are_compared_to_the_last_byte(void)
+TEST(names_are_compared_to_the_last_byte)
 {
     enum { LONGEST = 40 };
     char name[LONGEST];
@@ -122,7 +122,7 @@ static void names_are_compared_to_the_last_byte(void)
     }
 }
 
-static void a_layer_has_one_mark(void)
+TEST(a_layer_has_one_mark)
 {
     mls_layer_map t = {0};
     mls_status st;
@@ -136,18 +136,4 @@ static void a_layer_has_one_mark(void)
     CHECK_TEXT(st.text, "layers cannot be both checkpointed and excluded: a");
     CHECK(mls_layer_choice_of(&t, &a) == MLS_LAYER_EXCLUDE && t.count == 1);
     mls_layer_map_fini(&t);
-}
-
-static const test_case tests[] = {
-    TEST(an_empty_table_knows_nobody),
-    TEST(every_layer_is_found_whatever_the_hash),
-    TEST(adding_again_finds_the_same),
-    TEST(names_are_bytes_of_any_kind),
-    TEST(names_are_compared_to_the_last_byte),
-    TEST(a_layer_has_one_mark),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

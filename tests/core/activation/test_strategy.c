@@ -43,7 +43,7 @@ static void mark(mls_strategy *s, const char *name, mls_layer_choice as)
     CHECK(mls_layer_set_choice(&s->named, &key, as, &st) == MLS_OK);
 }
 
-static void numbers_above_nought_are_kept(void)
+TEST(numbers_above_nought_are_kept)
 {
     mls_strategy s = {.number = 5};
     mls_status st;
@@ -56,7 +56,7 @@ static void numbers_above_nought_are_kept(void)
 
 /* ---- interval ---- */
 
-static void interval_takes_every_nth(void)
+TEST(interval_takes_every_nth)
 {
     mls_strategy s = made(3, 1);
     for (int64_t i = 0; i < 30; i++) {
@@ -65,7 +65,7 @@ static void interval_takes_every_nth(void)
     CHECK(s.checkpointed == 10 && s.number == 3);
 }
 
-static void interval_knows_huge_numbers(void)
+TEST(interval_knows_huge_numbers)
 {
     static const int64_t intervals[] = {1,        2, 7, INT64_C(1) << 32, INT64_MAX - 1,
                                         INT64_MAX};
@@ -83,7 +83,7 @@ static void interval_knows_huge_numbers(void)
 
 /* ---- selective ---- */
 
-static void selective_takes_what_is_marked(void)
+TEST(selective_takes_what_is_marked)
 {
     mls_strategy s = made(0, 1);
     CHECK(!ask(mls_decide_selective, &s, "a", 0, 0));
@@ -97,7 +97,7 @@ static void selective_takes_what_is_marked(void)
 
 /* ---- size based ---- */
 
-static void size_based_takes_what_is_large(void)
+TEST(size_based_takes_what_is_large)
 {
     mls_strategy s = made(1000, 1);
     CHECK(!ask(mls_decide_size_based, &s, "a", 0, 0) &&
@@ -109,7 +109,7 @@ static void size_based_takes_what_is_large(void)
 
 /* ---- memory aware ---- */
 
-static void pressure_moves_the_interval(void)
+TEST(pressure_moves_the_interval)
 {
     mls_strategy s = made(0, 0.8);
     CHECK(s.interval == 2);
@@ -137,7 +137,7 @@ static void pressure_moves_the_interval(void)
     CHECK(s.interval == 2 && s.high == 0 && s.adjusted_at == SECONDS(400));
 }
 
-static void the_share_is_a_float(void)
+TEST(the_share_is_a_float)
 {
     /* 0.8 as a float32 is greater than 0.8: a pressure of exactly 0.8 does not exceed
      * it */
@@ -152,7 +152,7 @@ static void the_share_is_a_float(void)
     CHECK(s.interval == 2 && s.high == 0);
 }
 
-static void memory_aware_decides_by_its_interval(void)
+TEST(memory_aware_decides_by_its_interval)
 {
     mls_strategy s = made(0, 0.5);
     CHECK(ask(mls_decide_memory_aware, &s, "", 0, 0) &&
@@ -163,7 +163,7 @@ static void memory_aware_decides_by_its_interval(void)
           ask(mls_decide_memory_aware, &s, "", 0, INT64_MAX));
 }
 
-static void memory_aware_refuses_no_share(void)
+TEST(memory_aware_refuses_no_share)
 {
     static const double bad[] = {0, -0.5, 1.001, 1e-60, NAN, INFINITY, -INFINITY};
     mls_strategy s = {.interval = 77};
@@ -176,7 +176,7 @@ static void memory_aware_refuses_no_share(void)
     CHECK(s.interval == 77);
 }
 
-static void ticks_are_tenths_of_microseconds(void)
+TEST(ticks_are_tenths_of_microseconds)
 {
     static const double bad[] = {NAN, INFINITY, -INFINITY, 1e12, -1e12};
     int64_t ticks = 5;
@@ -191,7 +191,7 @@ static void ticks_are_tenths_of_microseconds(void)
     CHECK(mls_ticks_now() >= before);
 }
 
-static void memory_aware_is_restored(void)
+TEST(memory_aware_is_restored)
 {
     mls_strategy s = made(0, 0.8);
     mls_status st;
@@ -208,7 +208,7 @@ static void memory_aware_is_restored(void)
 }
 
 /* If the clock jumps back, nothing is due. */
-static void time_may_go_back(void)
+TEST(time_may_go_back)
 {
     mls_strategy s = made(0, 0.8);
     CHECK(!mls_strategy_is_due(&s, -MLS_MAX_TICKS));
@@ -220,7 +220,7 @@ static void time_may_go_back(void)
 
 /* ---- smart ---- */
 
-static void smart_collects_first(void)
+TEST(smart_collects_first)
 {
     mls_strategy s = made(0, 1);
     char name[16];
@@ -235,7 +235,7 @@ static void smart_collects_first(void)
     mls_strategy_fini(&s);
 }
 
-static void smart_has_three_reasons(void)
+TEST(smart_has_three_reasons)
 {
     mls_strategy s = made(0, 1);
     CHECK(!ask(mls_decide_smart, &s, "a", 100, 11));
@@ -254,7 +254,7 @@ static void smart_has_three_reasons(void)
     mls_strategy_fini(&s);
 }
 
-static void smart_excludes_but_counts(void)
+TEST(smart_excludes_but_counts)
 {
     mls_strategy s = made(0, 1);
     mark(&s, "out", MLS_LAYER_EXCLUDE);
@@ -267,7 +267,7 @@ static void smart_excludes_but_counts(void)
     mls_strategy_fini(&s);
 }
 
-static void smart_takes_empty_activations(void)
+TEST(smart_takes_empty_activations)
 {
     mls_strategy s = made(0, 1);
     CHECK(!ask(mls_decide_smart, &s, "a", 0, 11) && ask(mls_decide_smart, &s, "b", 0, 0));
@@ -275,7 +275,7 @@ static void smart_takes_empty_activations(void)
     mls_strategy_fini(&s);
 }
 
-static void smart_refuses_a_sum_beyond_memory(void)
+TEST(smart_refuses_a_sum_beyond_memory)
 {
     mls_strategy s = made(0, 1);
     mls_status st;
@@ -288,7 +288,7 @@ static void smart_refuses_a_sum_beyond_memory(void)
     mls_strategy_fini(&s);
 }
 
-static void smart_is_restored(void)
+TEST(smart_is_restored)
 {
     mls_strategy s = made(0, 1);
     mls_status st;
@@ -316,7 +316,7 @@ static bool by_the_source(const size_t *sizes, const int *calls, int count, int 
            (double)index > count * 0.7;
 }
 
-static void smart_decides_as_the_source(void)
+TEST(smart_decides_as_the_source)
 {
     enum { LAYERS = 40, TURNS = 4000 };
     size_t sizes[LAYERS] = {0};
@@ -347,31 +347,4 @@ static void smart_decides_as_the_source(void)
     }
     CHECK(count == LAYERS);
     mls_strategy_fini(&s);
-}
-
-static const test_case tests[] = {
-    TEST(numbers_above_nought_are_kept),
-    TEST(interval_takes_every_nth),
-    TEST(interval_knows_huge_numbers),
-    TEST(selective_takes_what_is_marked),
-    TEST(size_based_takes_what_is_large),
-    TEST(pressure_moves_the_interval),
-    TEST(the_share_is_a_float),
-    TEST(memory_aware_decides_by_its_interval),
-    TEST(memory_aware_refuses_no_share),
-    TEST(ticks_are_tenths_of_microseconds),
-    TEST(memory_aware_is_restored),
-    TEST(time_may_go_back),
-    TEST(smart_collects_first),
-    TEST(smart_has_three_reasons),
-    TEST(smart_excludes_but_counts),
-    TEST(smart_takes_empty_activations),
-    TEST(smart_refuses_a_sum_beyond_memory),
-    TEST(smart_is_restored),
-    TEST(smart_decides_as_the_source),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

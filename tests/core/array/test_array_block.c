@@ -13,13 +13,13 @@ static size_t all_alike(const void *context, size_t index)
     return *(const size_t *)context;
 }
 
-static void an_array_takes_whole_lines(void)
+TEST(an_array_takes_whole_lines)
 {
     CHECK(mls_block_lines(0) == 0 && mls_block_lines(1) == 64);
     CHECK(mls_block_lines(64) == 64 && mls_block_lines(65) == 128);
 }
 
-static void few_small_arrays_have_no_block(void)
+TEST(few_small_arrays_have_no_block)
 {
     const size_t small = 1 << 10;
     size_t until = 0;
@@ -27,7 +27,7 @@ static void few_small_arrays_have_no_block(void)
     CHECK(mls_block_plan(all_alike, &small, 50, 50, &until) == 0 && until == 50);
 }
 
-static void a_block_ends_with_the_array_that_exceeds_it(void)
+TEST(a_block_ends_with_the_array_that_exceeds_it)
 {
     const size_t mebibyte = 1 << 20;
     size_t until = 0;
@@ -39,7 +39,7 @@ static void a_block_ends_with_the_array_that_exceeds_it(void)
     CHECK(until == 100);
 }
 
-static void large_arrays_are_passed_over(void)
+TEST(large_arrays_are_passed_over)
 {
     const size_t sizes[] = {MLS_BLOCK_LARGE, MLS_BLOCK_LARGE - 1, 0, 7, 3 << 20};
     size_t until = 0;
@@ -48,16 +48,4 @@ static void large_arrays_are_passed_over(void)
     CHECK(mls_block_plan(size_at, sizes, 0, 5, &until) ==
           MLS_BLOCK_LINE + MLS_BLOCK_LARGE + 64 + (3 << 20));
     CHECK(until == 5);
-}
-
-static const test_case tests[] = {
-    TEST(an_array_takes_whole_lines),
-    TEST(few_small_arrays_have_no_block),
-    TEST(a_block_ends_with_the_array_that_exceeds_it),
-    TEST(large_arrays_are_passed_over),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -1,7 +1,7 @@
 #include "array/dtype.h"
 #include "support/runner.h"
 
-static void both_names_lead_back_to_each_dtype(void)
+TEST(both_names_lead_back_to_each_dtype)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
         const mls_dtype_info *info = mls_dtype_of((mls_dtype)i);
@@ -16,7 +16,7 @@ static void both_names_lead_back_to_each_dtype(void)
     }
 }
 
-static void what_converts_is_first_and_sized_by_its_item(void)
+TEST(what_converts_is_first_and_sized_by_its_item)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
         const mls_dtype_kind kind = mls_dtype_of((mls_dtype)i)->kind;
@@ -26,7 +26,7 @@ static void what_converts_is_first_and_sized_by_its_item(void)
     CHECK(mls_dtype_of(MLS_U64)->kind == MLS_KIND_UINT);
 }
 
-static void unknown_names_and_prefixes_are_refused(void)
+TEST(unknown_names_and_prefixes_are_refused)
 {
     mls_dtype found = MLS_F16;
     CHECK(!mls_dtype_from_name("float1", 6, &found));
@@ -36,23 +36,11 @@ static void unknown_names_and_prefixes_are_refused(void)
     CHECK(found == MLS_F16);
 }
 
-static void only_floats_convert(void)
+TEST(only_floats_convert)
 {
     CHECK(mls_dtype_converts(MLS_F16, MLS_F64));
     CHECK(mls_dtype_converts(MLS_I8, MLS_I8));
     CHECK(!mls_dtype_converts(MLS_I8, MLS_F32));
     CHECK(!mls_dtype_converts(MLS_F32, MLS_I8));
     CHECK(!mls_dtype_converts(MLS_F8_E4M3, MLS_F16));
-}
-
-static const test_case tests[] = {
-    TEST(both_names_lead_back_to_each_dtype),
-    TEST(what_converts_is_first_and_sized_by_its_item),
-    TEST(unknown_names_and_prefixes_are_refused),
-    TEST(only_floats_convert),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -78,7 +78,7 @@ static mls_tensor view(size_t x, size_t y, size_t z, ptrdiff_t sx, ptrdiff_t sy,
 }
 
 /* Every order, sign and spacing of the strides of both views. */
-static void every_pair_of_elements_comes_once(void)
+TEST(every_pair_of_elements_comes_once)
 {
     static const ptrdiff_t strides[][3] = {
         {18, 6, 2},  {2, 6, 18}, {6, 18, 2}, {18, 6, -2}, {-18, -6, 2}, {-18, -6, -2},
@@ -110,7 +110,7 @@ static size_t runs_of(const mls_tensor *a, const mls_tensor *b)
     return runs;
 }
 
-static void runs_are_as_long_as_both_views_allow(void)
+TEST(runs_are_as_long_as_both_views_allow)
 {
     const mls_tensor packed = view(SIDE, SIDE, SIDE, 18, 6, 2);
     const mls_tensor turned = view(SIDE, SIDE, SIDE, 2, 6, 18);
@@ -124,7 +124,7 @@ static void runs_are_as_long_as_both_views_allow(void)
     CHECK(runs_of(&backward, &packed) == 1);
 }
 
-static void a_missing_second_view_follows_the_first(void)
+TEST(a_missing_second_view_follows_the_first)
 {
     const mls_tensor rows = view(2, SIDE, SIDE, 100, 6, 2);
     mls_strided_iter w;
@@ -135,7 +135,7 @@ static void a_missing_second_view_follows_the_first(void)
     CHECK(!mls_strided_iter_next(&w, &a, &b));
 }
 
-static void a_scalar_is_one_run_of_one_element(void)
+TEST(a_scalar_is_one_run_of_one_element)
 {
     const mls_tensor scalar = {.dtype = MLS_F64, .rank = 0};
     mls_strided_iter w;
@@ -146,7 +146,7 @@ static void a_scalar_is_one_run_of_one_element(void)
 }
 
 /* Items from unaligned addresses, forwards, backwards and overlapping. */
-static void items_are_gathered_by_any_stride(void)
+TEST(items_are_gathered_by_any_stride)
 {
     unsigned char from[400], packed[64 + 1];
     for (size_t i = 0; i < sizeof from; i++) {
@@ -165,7 +165,7 @@ static void items_are_gathered_by_any_stride(void)
     }
 }
 
-static void units_are_turned_end_for_end(void)
+TEST(units_are_turned_end_for_end)
 {
     unsigned char bytes[] = {1, 2, 3, 4, 5, 6, 7, 8};
     mls_swap_items(bytes, 8, mls_swap_unit(MLS_C64));
@@ -176,18 +176,4 @@ static void units_are_turned_end_for_end(void)
     CHECK(memcmp(bytes, "\6\5\10\7\1\2\3\4", 8) == 0);
     mls_swap_items(bytes, 8, mls_swap_unit(MLS_U8));
     CHECK(memcmp(bytes, "\6\5\10\7\1\2\3\4", 8) == 0);
-}
-
-static const test_case tests[] = {
-    TEST(every_pair_of_elements_comes_once),
-    TEST(runs_are_as_long_as_both_views_allow),
-    TEST(a_missing_second_view_follows_the_first),
-    TEST(a_scalar_is_one_run_of_one_element),
-    TEST(items_are_gathered_by_any_stride),
-    TEST(units_are_turned_end_for_end),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

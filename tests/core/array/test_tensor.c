@@ -13,7 +13,7 @@ static mls_tensor packed(mls_dtype dtype, int rank, const size_t *shape)
     return t;
 }
 
-static void a_packed_view_has_c_strides(void)
+TEST(a_packed_view_has_c_strides)
 {
     const size_t shape[] = {2, 3, 4};
     const mls_tensor t = packed(MLS_F16, 3, shape);
@@ -24,7 +24,7 @@ static void a_packed_view_has_c_strides(void)
     CHECK(mls_tensor_is_contiguous(&t));
 }
 
-static void a_scalar_has_one_element(void)
+TEST(a_scalar_has_one_element)
 {
     const mls_tensor t = packed(MLS_F64, 0, NULL);
     size_t count = 0;
@@ -32,7 +32,7 @@ static void a_scalar_has_one_element(void)
     CHECK(mls_tensor_is_contiguous(&t));
 }
 
-static void sizes_that_overflow_are_refused(void)
+TEST(sizes_that_overflow_are_refused)
 {
     const size_t shape[] = {SIZE_MAX / 2, 3};
     mls_tensor t = {.rank = -7};
@@ -45,7 +45,7 @@ static void sizes_that_overflow_are_refused(void)
     CHECK(mls_tensor_init(&t, memory, MLS_F16, -1, shape, &st) == MLS_E_SHAPE);
 }
 
-static void an_empty_view_is_fine_whatever_its_other_lengths(void)
+TEST(an_empty_view_is_fine_whatever_its_other_lengths)
 {
     const size_t shape[] = {SIZE_MAX / 4, 0, 1};
     const mls_tensor t = packed(MLS_U8, 3, shape);
@@ -55,7 +55,7 @@ static void an_empty_view_is_fine_whatever_its_other_lengths(void)
     CHECK(!mls_tensor_overlap(&t, &t));
 }
 
-static void slices_move_the_start_and_break_contiguity(void)
+TEST(slices_move_the_start_and_break_contiguity)
 {
     const size_t shape[] = {2, 3, 4};
     const mls_tensor t = packed(MLS_F16, 3, shape);
@@ -66,7 +66,7 @@ static void slices_move_the_start_and_break_contiguity(void)
     CHECK(mls_tensor_is_contiguous(&row));
 }
 
-static void overlap_sees_negative_strides(void)
+TEST(overlap_sees_negative_strides)
 {
     const size_t shape[] = {4};
     mls_tensor a = packed(MLS_U8, 1, shape); /* bytes 0..3 */
@@ -82,7 +82,7 @@ static void overlap_sees_negative_strides(void)
 }
 
 /* Frameworks give empty tensors a null pointer; adding to it is undefined. */
-static void an_empty_view_without_memory_is_sliced(void)
+TEST(an_empty_view_without_memory_is_sliced)
 {
     mls_status st;
     mls_tensor t;
@@ -93,7 +93,7 @@ static void an_empty_view_without_memory_is_sliced(void)
     CHECK(mls_tensor_slice(&t, 2, 3, 1).data == NULL);
 }
 
-static void shapes_read_as_python_writes_them(void)
+TEST(shapes_read_as_python_writes_them)
 {
     char text[16];
     const size_t shape[] = {2, 30, 4};
@@ -101,20 +101,4 @@ static void shapes_read_as_python_writes_them(void)
     CHECK_TEXT(mls_shape_text(text, sizeof text, 1, shape), "(2,)");
     CHECK_TEXT(mls_shape_text(text, sizeof text, 0, shape), "()");
     CHECK_TEXT(mls_shape_text(text, 6, 3, shape), "(2, 3"); /* truncated */
-}
-
-static const test_case tests[] = {
-    TEST(a_packed_view_has_c_strides),
-    TEST(a_scalar_has_one_element),
-    TEST(sizes_that_overflow_are_refused),
-    TEST(an_empty_view_is_fine_whatever_its_other_lengths),
-    TEST(slices_move_the_start_and_break_contiguity),
-    TEST(overlap_sees_negative_strides),
-    TEST(an_empty_view_without_memory_is_sliced),
-    TEST(shapes_read_as_python_writes_them),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

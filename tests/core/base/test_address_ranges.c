@@ -16,7 +16,7 @@ static void fill(mls_address_range *spans, size_t count, unsigned seed)
     }
 }
 
-static void all_lengths_are_sorted_and_keep_their_order(void)
+TEST(all_lengths_are_sorted_and_keep_their_order)
 {
     static mls_address_range spans[MOST], spare[MOST];
     for (size_t count = 0; count <= MOST; count++) {
@@ -35,7 +35,7 @@ static void all_lengths_are_sorted_and_keep_their_order(void)
     }
 }
 
-static void falling_addresses_are_turned_round(void)
+TEST(falling_addresses_are_turned_round)
 {
     mls_address_range spans[5], spare[5];
     for (size_t i = 0; i < 5; i++) {
@@ -48,7 +48,7 @@ static void falling_addresses_are_turned_round(void)
 }
 
 /* Owners 0 .. 3, by address; two of them differ in kind. */
-static void equal_memory_of_one_kind_is_tied(void)
+TEST(equal_memory_of_one_kind_is_tied)
 {
     const size_t kinds[] = {1, 1, 2, 1};
     const mls_address_range sorted[] = {{.low = 10, .high = 20, .owner = 1},
@@ -62,7 +62,7 @@ static void equal_memory_of_one_kind_is_tied(void)
     CHECK(mls_address_ranges_tied(sorted, 0, kinds, tied, pair));
 }
 
-static void any_other_overlap_is_found(void)
+TEST(any_other_overlap_is_found)
 {
     const size_t kinds[] = {1, 1, 2};
     const mls_address_range kind[] = {{.low = 10, .high = 20, .owner = 0},
@@ -76,16 +76,4 @@ static void any_other_overlap_is_found(void)
           pair[1] == 2);
     CHECK(!mls_address_ranges_tied(part, 3, kinds, tied, pair) && pair[0] == 1 &&
           pair[1] == 0);
-}
-
-static const test_case tests[] = {
-    TEST(equal_memory_of_one_kind_is_tied),
-    TEST(any_other_overlap_is_found),
-    TEST(all_lengths_are_sorted_and_keep_their_order),
-    TEST(falling_addresses_are_turned_round),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -1,7 +1,7 @@
 #include "base/memory.h"
 #include "support/runner.h"
 
-static void blocks_are_zeroed_and_overflow_gives_null(void)
+TEST(blocks_are_zeroed_and_overflow_gives_null)
 {
     unsigned char *block = mls_alloc(10, 3);
     REQUIRE(block != NULL);
@@ -14,7 +14,7 @@ static void blocks_are_zeroed_and_overflow_gives_null(void)
     mls_free(NULL);
 }
 
-static void an_empty_block_is_no_failure(void)
+TEST(an_empty_block_is_no_failure)
 {
     void *block = mls_alloc(0, 8);
     CHECK(block != NULL);
@@ -23,7 +23,7 @@ static void an_empty_block_is_no_failure(void)
     mls_free(block);
 }
 
-static void pages_grow_with_their_content_and_zeros_behind(void)
+TEST(pages_grow_with_their_content_and_zeros_behind)
 {
     mls_status st;
     mls_pages pages = {0};
@@ -45,7 +45,7 @@ static void pages_grow_with_their_content_and_zeros_behind(void)
     mls_pages_fini(&pages);
 }
 
-static void growing_inside_the_last_page_keeps_the_range(void)
+TEST(growing_inside_the_last_page_keeps_the_range)
 {
     mls_status st;
     mls_pages pages = {0};
@@ -57,7 +57,7 @@ static void growing_inside_the_last_page_keeps_the_range(void)
 }
 
 /* The kernel keeps parts that differed in advice when they were first written. */
-static void a_range_grows_after_advice_for_a_part(void)
+TEST(a_range_grows_after_advice_for_a_part)
 {
     mls_status st;
     mls_pages pages = {0};
@@ -74,7 +74,7 @@ static void a_range_grows_after_advice_for_a_part(void)
     mls_pages_fini(&pages);
 }
 
-static void refused_sizes_leave_the_range_alone(void)
+TEST(refused_sizes_leave_the_range_alone)
 {
     mls_status st;
     mls_pages pages = {0};
@@ -87,18 +87,4 @@ static void refused_sizes_leave_the_range_alone(void)
     CHECK(memcmp(&before, &pages, sizeof pages) == 0);
     CHECK(st.text[0] != '\0');
     mls_pages_fini(&pages);
-}
-
-static const test_case tests[] = {
-    TEST(blocks_are_zeroed_and_overflow_gives_null),
-    TEST(an_empty_block_is_no_failure),
-    TEST(pages_grow_with_their_content_and_zeros_behind),
-    TEST(growing_inside_the_last_page_keeps_the_range),
-    TEST(a_range_grows_after_advice_for_a_part),
-    TEST(refused_sizes_leave_the_range_alone),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -1,7 +1,7 @@
 #include "base/size.h"
 #include "support/runner.h"
 
-static void sums_and_products_stop_at_the_limit(void)
+TEST(sums_and_products_stop_at_the_limit)
 {
     size_t out = 9;
     CHECK(mls_size_add(SIZE_MAX - 1, 1, &out) && out == SIZE_MAX);
@@ -19,7 +19,7 @@ static void sums_and_products_stop_at_the_limit(void)
     CHECK(mls_size_from_u64(77, &out) && out == 77);
 }
 
-static void little_endian_survives_every_alignment(void)
+TEST(little_endian_survives_every_alignment)
 {
     unsigned char bytes[16];
     for (int at = 0; at < 8; at++) {
@@ -28,14 +28,4 @@ static void little_endian_survives_every_alignment(void)
         CHECK(bytes[at] == 8 && bytes[at + 7] == 1 && bytes[at + 8] == 0xEE);
         CHECK(mls_load_le64(bytes + at) == 0x0102030405060708U);
     }
-}
-
-static const test_case tests[] = {
-    TEST(sums_and_products_stop_at_the_limit),
-    TEST(little_endian_survives_every_alignment),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -3,7 +3,7 @@
 
 #include <errno.h>
 
-static void failing_fills_every_field_and_returns_the_code(void)
+TEST(failing_fills_every_field_and_returns_the_code)
 {
     mls_status st;
     mls_code code = mls_fail(&st, MLS_E_SHAPE, "layer %d: %s", 3, "too short");
@@ -13,7 +13,7 @@ static void failing_fills_every_field_and_returns_the_code(void)
     CHECK(!st.has_offset && st.os_error == 0);
 }
 
-static void a_second_failure_drops_the_facts_of_the_first(void)
+TEST(a_second_failure_drops_the_facts_of_the_first)
 {
     mls_status st;
     mls_fail_at(&st, 77, "bad");
@@ -31,7 +31,7 @@ static void a_second_failure_drops_the_facts_of_the_first(void)
     CHECK_TEXT(st.got, "");
 }
 
-static void system_errors_carry_errno_and_its_text(void)
+TEST(system_errors_carry_errno_and_its_text)
 {
     mls_status st;
     CHECK(mls_fail_os(&st, ENOENT, "cannot open %s", "x") == MLS_E_IO);
@@ -40,7 +40,7 @@ static void system_errors_carry_errno_and_its_text(void)
     CHECK(strlen(st.text) > strlen("cannot open x: "));
 }
 
-static void long_texts_are_cut_at_a_character(void)
+TEST(long_texts_are_cut_at_a_character)
 {
     mls_status st;
     char long_text[2 * MLS_TEXT_BYTES];
@@ -60,24 +60,11 @@ static void long_texts_are_cut_at_a_character(void)
     }
 }
 
-static void every_code_has_a_name(void)
+TEST(every_code_has_a_name)
 {
     for (int code = 0; code < MLS_E_COUNT; code++) {
         CHECK(mls_code_name((mls_code)code)[0] != '?');
     }
     CHECK_TEXT(mls_code_name(MLS_E_COUNT), "?");
     CHECK_TEXT(mls_code_name(MLS_E_SHAPE), "shape");
-}
-
-static const test_case tests[] = {
-    TEST(failing_fills_every_field_and_returns_the_code),
-    TEST(a_second_failure_drops_the_facts_of_the_first),
-    TEST(system_errors_carry_errno_and_its_text),
-    TEST(long_texts_are_cut_at_a_character),
-    TEST(every_code_has_a_name),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -6,7 +6,7 @@ static mls_str text_of(const char *data)
     return (mls_str){.data = data, .length = strlen(data)};
 }
 
-static void utf8_is_told_from_other_bytes(void)
+TEST(utf8_is_told_from_other_bytes)
 {
     static const char *const bad[] = {
         "\x80",         "\xC0\x80",         "\xC1\xBF",         "\xC3",
@@ -28,7 +28,7 @@ static void utf8_is_told_from_other_bytes(void)
     }
 }
 
-static void a_code_point_becomes_the_character_of_its_length(void)
+TEST(a_code_point_becomes_the_character_of_its_length)
 {
     static const unsigned long ends[] = {0,      0x7F,   0x80,   0x7FF,   0x800,
                                          0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF};
@@ -42,7 +42,7 @@ static void a_code_point_becomes_the_character_of_its_length(void)
     CHECK(mls_utf8_put(out, 0x1F600) == 4 && memcmp(out, "\xF0\x9F\x98\x80", 4) == 0);
 }
 
-static void a_text_is_equal_only_to_all_of_itself(void)
+TEST(a_text_is_equal_only_to_all_of_itself)
 {
     const mls_str nul = {.data = "a\0b", .length = 3};
     CHECK(mls_str_is(text_of("ab"), "ab") && !mls_str_is(text_of("ab"), "abc"));
@@ -53,7 +53,7 @@ static void a_text_is_equal_only_to_all_of_itself(void)
     CHECK(!mls_str_equal(text_of("ab"), text_of("ac")));
 }
 
-static void a_prefix_is_no_longer_than_its_text(void)
+TEST(a_prefix_is_no_longer_than_its_text)
 {
     CHECK(mls_str_starts(text_of("module.w"), text_of("module.")));
     CHECK(mls_str_starts(text_of("w"), (mls_str){0}));
@@ -62,7 +62,7 @@ static void a_prefix_is_no_longer_than_its_text(void)
     CHECK(!mls_str_starts(text_of("Module.w"), text_of("module.")));
 }
 
-static void order_is_that_of_the_bytes(void)
+TEST(order_is_that_of_the_bytes)
 {
     CHECK(mls_str_compare(text_of("a"), text_of("b")) < 0);
     CHECK(mls_str_compare(text_of("b"), text_of("aa")) > 0);
@@ -82,7 +82,7 @@ static size_t plain_of(const char *text)
     return at;
 }
 
-static void plain_characters_are_counted_as_one_by_one(void)
+TEST(plain_characters_are_counted_as_one_by_one)
 {
     static const char fillers[] = " !#[]~a0";
     for (size_t place = 0; place < 8; place++) {
@@ -96,18 +96,4 @@ static void plain_characters_are_counted_as_one_by_one(void)
             }
         }
     }
-}
-
-static const test_case tests[] = {
-    TEST(utf8_is_told_from_other_bytes),
-    TEST(a_code_point_becomes_the_character_of_its_length),
-    TEST(a_text_is_equal_only_to_all_of_itself),
-    TEST(a_prefix_is_no_longer_than_its_text),
-    TEST(order_is_that_of_the_bytes),
-    TEST(plain_characters_are_counted_as_one_by_one),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -43,7 +43,7 @@ static void gather(rank_case *c)
     free(out);
 }
 
-static void bytes_of_all_ranks_are_gathered(void)
+TEST(bytes_of_all_ranks_are_gathered)
 {
     everywhere(gather);
     scale = LARGE;
@@ -72,7 +72,7 @@ static void broadcast(rank_case *c)
     free(data);
 }
 
-static void one_ranks_bytes_reach_all(void)
+TEST(one_ranks_bytes_reach_all)
 {
     everywhere(broadcast);
     scale = LARGE;
@@ -120,7 +120,7 @@ static void trade(rank_case *c)
     free(out);
 }
 
-static void every_rank_sends_to_every_other(void)
+TEST(every_rank_sends_to_every_other)
 {
     everywhere(trade);
 }
@@ -168,7 +168,7 @@ static void collect(rank_case *c)
     }
 }
 
-static void bytes_of_any_length_are_gathered(void)
+TEST(bytes_of_any_length_are_gathered)
 {
     everywhere(collect);
 }
@@ -187,7 +187,7 @@ static void refuse(rank_case *c)
     }
 }
 
-static void memory_that_runs_out_half_way_ends_the_group(void)
+TEST(memory_that_runs_out_half_way_ends_the_group)
 {
     in_threads((mls_shm_shape){.world = 2}, refuse);
 }
@@ -218,23 +218,9 @@ static void unmap_after_giving_up(rank_case *c)
     munmap(out, BYTES);
 }
 
-static void an_array_may_be_freed_once_its_operation_failed(void)
+TEST(an_array_may_be_freed_once_its_operation_failed)
 {
     for (int round = 0; round < 60; round++) {
         in_threads((mls_shm_shape){.world = 2}, unmap_after_giving_up);
     }
-}
-
-static const test_case tests[] = {
-    TEST(bytes_of_all_ranks_are_gathered),
-    TEST(one_ranks_bytes_reach_all),
-    TEST(every_rank_sends_to_every_other),
-    TEST(bytes_of_any_length_are_gathered),
-    TEST(memory_that_runs_out_half_way_ends_the_group),
-    TEST(an_array_may_be_freed_once_its_operation_failed),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -3,7 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 
-static void a_shape_is_filled_in(void)
+TEST(a_shape_is_filled_in)
 {
     mls_status st;
     size_t bytes = 0;
@@ -19,7 +19,7 @@ static void a_shape_is_filled_in(void)
     }
 }
 
-static void impossible_shapes_are_refused(void)
+TEST(impossible_shapes_are_refused)
 {
     static const mls_shm_shape wrong[] = {
         {.world = 0},
@@ -46,7 +46,7 @@ static bool is_open(int fd)
     return fcntl(fd, F_GETFD) >= 0 || errno != EBADF;
 }
 
-static void a_file_that_is_no_group_is_refused_and_closed(void)
+TEST(a_file_that_is_no_group_is_refused_and_closed)
 {
     mls_shm_shape shape = {.world = 2};
     mls_shm *g = NULL, *other = NULL;
@@ -81,7 +81,7 @@ static void a_file_that_is_no_group_is_refused_and_closed(void)
     mls_shm_free(NULL);
 }
 
-static void names_are_those_of_messages(void)
+TEST(names_are_those_of_messages)
 {
     CHECK_TEXT(mls_shm_kind_name(MLS_SHM_REDUCE_SCATTER), "reduce_scatter");
     CHECK_TEXT(mls_shm_kind_name(MLS_SHM_KIND_COUNT), "?");
@@ -90,7 +90,7 @@ static void names_are_those_of_messages(void)
     }
 }
 
-static void an_aborted_group_says_who(void)
+TEST(an_aborted_group_says_who)
 {
     mls_shm_shape shape = {.world = 2};
     mls_shm *groups[2];
@@ -114,7 +114,7 @@ static void an_aborted_group_says_who(void)
 }
 
 #if !defined(WITHOUT_FORK)
-static void a_forked_child_neither_uses_nor_ends_the_group(void)
+TEST(a_forked_child_neither_uses_nor_ends_the_group)
 {
     mls_shm_shape shape = {.world = 1};
     mls_shm *g = NULL;
@@ -139,19 +139,3 @@ static void a_forked_child_neither_uses_nor_ends_the_group(void)
     mls_shm_free(g);
 }
 #endif
-
-static const test_case tests[] = {
-    TEST(a_shape_is_filled_in),
-    TEST(impossible_shapes_are_refused),
-    TEST(a_file_that_is_no_group_is_refused_and_closed),
-    TEST(names_are_those_of_messages),
-    TEST(an_aborted_group_says_who),
-#if !defined(WITHOUT_FORK)
-    TEST(a_forked_child_neither_uses_nor_ends_the_group),
-#endif
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
-}

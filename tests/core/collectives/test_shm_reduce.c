@@ -54,7 +54,7 @@ static void reduce_all(rank_case *c)
     }
 }
 
-static void all_ranks_get_the_sum_in_the_order_of_ranks(void)
+TEST(all_ranks_get_the_sum_in_the_order_of_ranks)
 {
     everywhere(reduce_all);
 }
@@ -122,7 +122,7 @@ static void scatter(rank_case *c)
     EXPECT(c, mls_shm_reduce_scatter(c->g, &quick, NULL, 0, true, &st) == MLS_OK);
 }
 
-static void shares_are_summed_with_norms_however_they_are_cut(void)
+TEST(shares_are_summed_with_norms_however_they_are_cut)
 {
     for (int i = 0; i < 2; i++) {
         large = i == 1;
@@ -210,7 +210,7 @@ static void overwrite(rank_case *c)
     free(out);
 }
 
-static void no_rank_returns_before_all_have_read(void)
+TEST(no_rank_returns_before_all_have_read)
 {
     in_threads((mls_shm_shape){.world = 2}, overwrite);
 }
@@ -245,14 +245,14 @@ static void give_up(rank_case *c)
     free(out);
 }
 
-static void a_sum_counts_only_if_all_arrays_were_whole(void)
+TEST(a_sum_counts_only_if_all_arrays_were_whole)
 {
     for (int round = 0; round < 5; round++) {
         in_threads((mls_shm_shape){.world = 2}, give_up);
     }
 }
 
-static void large_sums_have_the_same_bits_with_every_instruction_set(void)
+TEST(large_sums_have_the_same_bits_with_every_instruction_set)
 {
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
         if (mls_cpu_offers((mls_cpu)cpu)) {
@@ -278,21 +278,7 @@ static void refuse_reductions(rank_case *c)
     EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
 }
 
-static void reductions_that_make_no_sense_send_nothing(void)
+TEST(reductions_that_make_no_sense_send_nothing)
 {
     in_threads((mls_shm_shape){.world = 3}, refuse_reductions);
-}
-
-static const test_case tests[] = {
-    TEST(all_ranks_get_the_sum_in_the_order_of_ranks),
-    TEST(shares_are_summed_with_norms_however_they_are_cut),
-    TEST(no_rank_returns_before_all_have_read),
-    TEST(a_sum_counts_only_if_all_arrays_were_whole),
-    TEST(large_sums_have_the_same_bits_with_every_instruction_set),
-    TEST(reductions_that_make_no_sense_send_nothing),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

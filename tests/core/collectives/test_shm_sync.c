@@ -34,7 +34,7 @@ static void differ(rank_case *c)
     }
 }
 
-static void calls_that_differ_fail_everywhere_and_the_group_lives_on(void)
+TEST(calls_that_differ_fail_everywhere_and_the_group_lives_on)
 {
     in_threads((mls_shm_shape){.world = 2}, differ);
     in_threads((mls_shm_shape){.world = 4, .depth = 2}, differ);
@@ -63,7 +63,7 @@ static void wait_in_vain(rank_case *c)
     EXPECT(c, strstr(st.text, "rank 0 gave up waiting for rank 1 in barrier") != NULL);
 }
 
-static void a_rank_that_does_not_come_is_named(void)
+TEST(a_rank_that_does_not_come_is_named)
 {
     in_threads((mls_shm_shape){.world = 2}, wait_in_vain);
 #if !defined(WITHOUT_FORK)
@@ -94,7 +94,7 @@ static void be_interrupted(rank_case *c)
     }
 }
 
-static void a_caller_may_stop_to_wait(void)
+TEST(a_caller_may_stop_to_wait)
 {
     in_threads((mls_shm_shape){.world = 2}, be_interrupted);
 }
@@ -112,7 +112,7 @@ static void leave_early(rank_case *c)
     EXPECT(c, seconds() - start < 5);
 }
 
-static void a_rank_that_left_is_named(void)
+TEST(a_rank_that_left_is_named)
 {
     in_threads((mls_shm_shape){.world = 3}, leave_early);
 #if !defined(WITHOUT_FORK)
@@ -132,7 +132,7 @@ static void abort_one(rank_case *c)
     EXPECT(c, strstr(st.text, "rank 2 aborted the group") != NULL);
 }
 
-static void an_abort_ends_what_waits(void)
+TEST(an_abort_ends_what_waits)
 {
     in_threads((mls_shm_shape){.world = 3}, abort_one);
 }
@@ -164,7 +164,7 @@ static void die(rank_case *c)
     free(data);
 }
 
-static void a_killed_process_is_named(void)
+TEST(a_killed_process_is_named)
 {
     in_processes((mls_shm_shape){.world = 3}, die, 1);
 }
@@ -199,28 +199,11 @@ static void stress(rank_case *c)
     free(all);
 }
 
-static void ranks_never_see_a_slot_too_early_or_too_late(void)
+TEST(ranks_never_see_a_slot_too_early_or_too_late)
 {
     in_threads((mls_shm_shape){.world = 2, .slot_bytes = 4096, .depth = 2}, stress);
     in_threads((mls_shm_shape){.world = 5, .slot_bytes = 4096}, stress);
 #if !defined(WITHOUT_FORK)
     in_processes((mls_shm_shape){.world = 4, .slot_bytes = 4096}, stress, -1);
 #endif
-}
-
-static const test_case tests[] = {
-    TEST(calls_that_differ_fail_everywhere_and_the_group_lives_on),
-    TEST(a_rank_that_does_not_come_is_named),
-    TEST(a_caller_may_stop_to_wait),
-    TEST(a_rank_that_left_is_named),
-    TEST(an_abort_ends_what_waits),
-#if !defined(WITHOUT_FORK)
-    TEST(a_killed_process_is_named),
-#endif
-    TEST(ranks_never_see_a_slot_too_early_or_too_late),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

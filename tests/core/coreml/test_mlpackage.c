@@ -119,7 +119,7 @@ static void refuses(const char *part)
 
 /* ---- valid specifications ---- */
 
-static void reads_the_states_of_a_plain_model(void)
+TEST(reads_the_states_of_a_plain_model)
 {
     const uint64_t wide[2] = {4, 300};
     mls_mlpackage package = {0};
@@ -140,7 +140,7 @@ static void reads_the_states_of_a_plain_model(void)
     CHECK(package.functions == NULL && package.states == NULL);
 }
 
-static void reads_a_model_without_states(void)
+TEST(reads_a_model_without_states)
 {
     mls_mlpackage package = {0};
     description.length = 0;
@@ -164,7 +164,7 @@ static void put_function(const char *name, uint64_t positions, int states)
     put_bytes(&description, 20, function.data, function.length);
 }
 
-static void reads_every_function(void)
+TEST(reads_every_function)
 {
     mls_mlpackage package = {0};
     description.length = 0;
@@ -180,7 +180,7 @@ static void reads_every_function(void)
     mls_mlpackage_fini(&package);
 }
 
-static void has_no_default_where_the_model_names_none(void)
+TEST(has_no_default_where_the_model_names_none)
 {
     mls_mlpackage package = {0};
     description.length = 0;
@@ -194,7 +194,7 @@ static void has_no_default_where_the_model_names_none(void)
     mls_mlpackage_fini(&package);
 }
 
-static void reads_every_data_type_of_core_ml(void)
+TEST(reads_every_data_type_of_core_ml)
 {
     static const struct {
         uint64_t number;
@@ -216,7 +216,7 @@ static void reads_every_data_type_of_core_ml(void)
 
 /* ---- errors ---- */
 
-static void refuses_unknown_data_types(void)
+TEST(refuses_unknown_data_types)
 {
     description.length = 0;
     put_state(&description, 13, "kv", 65553, 4, kv, true);
@@ -228,7 +228,7 @@ static void refuses_unknown_data_types(void)
     refuses("the data type 0");
 }
 
-static void refuses_shapes_that_cannot_be(void)
+TEST(refuses_shapes_that_cannot_be)
 {
     static const uint64_t shapes[][4] = {
         {36, 1, 0, 256},
@@ -259,7 +259,7 @@ static void refuses_shapes_that_cannot_be(void)
     refuses("no shape");
 }
 
-static void refuses_names_that_name_nothing(void)
+TEST(refuses_names_that_name_nothing)
 {
     static char huge[MLS_ML_MAX_NAME_BYTES + 2];
     memset(huge, 'x', sizeof huge - 1);
@@ -276,7 +276,7 @@ static void refuses_names_that_name_nothing(void)
     refuses("the name of a function is missing");
 }
 
-static void refuses_duplicate_names(void)
+TEST(refuses_duplicate_names)
 {
     description.length = 0;
     put_state(&description, 13, "kv", 65552, 4, kv, true);
@@ -288,7 +288,7 @@ static void refuses_duplicate_names(void)
     refuses("two functions are called main");
 }
 
-static void refuses_contradictions_about_functions(void)
+TEST(refuses_contradictions_about_functions)
 {
     description.length = 0;
     put_function("main", 256, 1);
@@ -300,7 +300,7 @@ static void refuses_contradictions_about_functions(void)
     refuses("a state that belongs to no function");
 }
 
-static void refuses_fields_of_the_wrong_type(void)
+TEST(refuses_fields_of_the_wrong_type)
 {
     static const unsigned numbers[] = {13, 20, 21};
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
@@ -313,7 +313,7 @@ static void refuses_fields_of_the_wrong_type(void)
     refuses("state kv has no array type");
 }
 
-static void refuses_more_than_it_will_hold(void)
+TEST(refuses_more_than_it_will_hold)
 {
     description.length = 0;
     for (int i = 0; i <= MLS_ML_MAX_STATES; i++) {
@@ -331,7 +331,7 @@ static void refuses_more_than_it_will_hold(void)
     refuses("more than 1024 functions");
 }
 
-static void refuses_what_is_no_specification(void)
+TEST(refuses_what_is_no_specification)
 {
     static unsigned char many[2 * (MLS_ML_MAX_FIELDS + 1)];
     for (size_t i = 0; i < sizeof many; i += 2) {
@@ -348,7 +348,7 @@ static void refuses_what_is_no_specification(void)
     CHECK(strstr(st.text, "appears twice") != NULL);
 }
 
-static void refuses_a_specification_cut_off_anywhere(void)
+TEST(refuses_a_specification_cut_off_anywhere)
 {
     description.length = 0;
     put_function("short", 256, 2);
@@ -435,7 +435,7 @@ static mls_code read_named(const char *name, mls_mlpackage *out)
     return mls_mlpackage_read(path, out, &st);
 }
 
-static void reads_a_package_and_a_bare_file(void)
+TEST(reads_a_package_and_a_bare_file)
 {
     static const char *const names[] = {"m.mlpackage", "m.mlpackage/",
                                         "m.mlpackage/Data/model.mlmodel"};
@@ -449,7 +449,7 @@ static void reads_a_package_and_a_bare_file(void)
     end_package();
 }
 
-static void refuses_a_manifest_that_points_outside(void)
+TEST(refuses_a_manifest_that_points_outside)
 {
     static const char *const paths[] = {"/etc/passwd", "../model",  "a/../../model",
                                         ".",           "a//b",      "",
@@ -465,7 +465,7 @@ static void refuses_a_manifest_that_points_outside(void)
     end_package();
 }
 
-static void refuses_a_manifest_that_says_too_little(void)
+TEST(refuses_a_manifest_that_says_too_little)
 {
     static const char *const texts[] = {
         "",
@@ -488,7 +488,7 @@ static void refuses_a_manifest_that_says_too_little(void)
     end_package();
 }
 
-static void says_what_is_missing(void)
+TEST(says_what_is_missing)
 {
     mls_mlpackage package = {0};
     start_package();
@@ -501,7 +501,7 @@ static void says_what_is_missing(void)
     end_package();
 }
 
-static void refuses_a_fifo_without_waiting(void)
+TEST(refuses_a_fifo_without_waiting)
 {
     char path[512];
     mls_mlpackage package = {0};
@@ -515,7 +515,7 @@ static void refuses_a_fifo_without_waiting(void)
 }
 
 /* A program of many gigabytes is skipped, not read. */
-static void steps_over_a_large_program(void)
+TEST(steps_over_a_large_program)
 {
     static bytes head;
     mls_mlpackage package = {0};
@@ -539,39 +539,11 @@ static void steps_over_a_large_program(void)
     end_package();
 }
 
-static void keeps_long_paths_out_of_the_way_of_the_reason(void)
+TEST(keeps_long_paths_out_of_the_way_of_the_reason)
 {
     static char name[3000];
     mls_mlpackage package = {0};
     memset(name, 'd', sizeof name - 1);
     CHECK(mls_mlpackage_read(name, &package, &st) == MLS_E_IO);
     CHECK(strncmp(st.text, "...ddd", 6) == 0 && strstr(st.text, "cannot open") != NULL);
-}
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(reads_the_states_of_a_plain_model),
-        TEST(reads_a_model_without_states),
-        TEST(reads_every_function),
-        TEST(has_no_default_where_the_model_names_none),
-        TEST(reads_every_data_type_of_core_ml),
-        TEST(refuses_unknown_data_types),
-        TEST(refuses_shapes_that_cannot_be),
-        TEST(refuses_names_that_name_nothing),
-        TEST(refuses_duplicate_names),
-        TEST(refuses_contradictions_about_functions),
-        TEST(refuses_fields_of_the_wrong_type),
-        TEST(refuses_more_than_it_will_hold),
-        TEST(refuses_what_is_no_specification),
-        TEST(refuses_a_specification_cut_off_anywhere),
-        TEST(reads_a_package_and_a_bare_file),
-        TEST(refuses_a_manifest_that_points_outside),
-        TEST(refuses_a_manifest_that_says_too_little),
-        TEST(says_what_is_missing),
-        TEST(refuses_a_fifo_without_waiting),
-        TEST(steps_over_a_large_program),
-        TEST(keeps_long_paths_out_of_the_way_of_the_reason),
-    };
-    return RUN_TESTS(tests);
 }

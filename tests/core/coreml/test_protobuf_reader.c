@@ -12,7 +12,7 @@ static mls_status st;
 #define MESSAGE(text)                                                                    \
     mls_protobuf_init((const unsigned char *)(text), sizeof(text) - 1, 100)
 
-static void reads_numbers_of_every_length(void)
+TEST(reads_numbers_of_every_length)
 {
     mls_protobuf one = MESSAGE("\x05");
     mls_protobuf two = MESSAGE("\xAC\x02");
@@ -26,7 +26,7 @@ static void reads_numbers_of_every_length(void)
     CHECK(mls_protobuf_done(&one) && mls_protobuf_done(&two) && mls_protobuf_done(&ten));
 }
 
-static void refuses_a_number_cut_off_anywhere(void)
+TEST(refuses_a_number_cut_off_anywhere)
 {
     static const unsigned char bytes[9] = {0xFF, 0xFF, 0xFF, 0xFF, 0xFF,
                                            0xFF, 0xFF, 0xFF, 0xFF};
@@ -40,7 +40,7 @@ static void refuses_a_number_cut_off_anywhere(void)
     CHECK_TEXT(st.text, "byte 100: the data ends inside a number");
 }
 
-static void refuses_a_number_over_64_bits(void)
+TEST(refuses_a_number_over_64_bits)
 {
     mls_protobuf eleven = MESSAGE("\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\x01");
     mls_protobuf large = MESSAGE("\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\x02");
@@ -50,7 +50,7 @@ static void refuses_a_number_over_64_bits(void)
     CHECK_TEXT(st.text, "byte 100: a number of more than 64 bits");
 }
 
-static void reads_every_wire_type(void)
+TEST(reads_every_wire_type)
 {
     mls_protobuf message = MESSAGE("\x08\x2A"
                                    "\x11\x01\x02\x03\x04\x05\x06\x07\x08"
@@ -73,7 +73,7 @@ static void reads_every_wire_type(void)
     CHECK(mls_protobuf_done(&message));
 }
 
-static void refuses_groups_and_unknown_wire_types(void)
+TEST(refuses_groups_and_unknown_wire_types)
 {
     static const unsigned char tags[] = {0x0B, 0x0C, 0x0E, 0x0F};
     for (size_t i = 0; i < sizeof tags; i++) {
@@ -90,7 +90,7 @@ static void refuses_groups_and_unknown_wire_types(void)
                         "specification does not use");
 }
 
-static void refuses_impossible_tags(void)
+TEST(refuses_impossible_tags)
 {
     mls_protobuf zero = MESSAGE("\x00\x00");
     mls_protobuf large = MESSAGE("\xF8\xFF\xFF\xFF\x10\x00");
@@ -100,7 +100,7 @@ static void refuses_impossible_tags(void)
     CHECK(mls_protobuf_next(&large, &field, &st) == MLS_E_FORMAT);
 }
 
-static void refuses_a_payload_beyond_its_message(void)
+TEST(refuses_a_payload_beyond_its_message)
 {
     mls_protobuf longer = MESSAGE("\x0A\x04xyz");
     mls_protobuf huge = MESSAGE("\x0A\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\x01xyz");
@@ -114,7 +114,7 @@ static void refuses_a_payload_beyond_its_message(void)
 }
 
 /* The inner message must not extend beyond the outer one. */
-static void keeps_a_sub_message_inside_its_bounds(void)
+TEST(keeps_a_sub_message_inside_its_bounds)
 {
     mls_protobuf outer = MESSAGE("\x0A\x02\x0A\x03zzz");
     mls_protobuf_field field;
@@ -124,7 +124,7 @@ static void keeps_a_sub_message_inside_its_bounds(void)
     CHECK(st.offset == 102);
 }
 
-static void refuses_fixed_numbers_cut_off(void)
+TEST(refuses_fixed_numbers_cut_off)
 {
     mls_protobuf eight = MESSAGE("\x09\x01\x02\x03\x04\x05\x06\x07");
     mls_protobuf four = MESSAGE("\x0D\x01\x02\x03");
@@ -134,7 +134,7 @@ static void refuses_fixed_numbers_cut_off(void)
 }
 
 /* A header may end where the memory ends: the payload is not in it. */
-static void reads_a_header_without_its_payload(void)
+TEST(reads_a_header_without_its_payload)
 {
     mls_protobuf message = MESSAGE("\xB2\x1F\x80\x80\x80\x80\x04");
     mls_protobuf_field field;
@@ -143,7 +143,7 @@ static void reads_a_header_without_its_payload(void)
     CHECK(field.bytes.length == 0 && mls_protobuf_offset(&message) == 107);
 }
 
-static void finds_the_only_field_of_a_number(void)
+TEST(finds_the_only_field_of_a_number)
 {
     const mls_protobuf message = MESSAGE("\x08\x01\x12\x02hi\x18\x01");
     mls_protobuf out = {0};
@@ -155,7 +155,7 @@ static void finds_the_only_field_of_a_number(void)
     CHECK(!found && untouched.length == 77);
 }
 
-static void refuses_a_second_field_of_a_number(void)
+TEST(refuses_a_second_field_of_a_number)
 {
     mls_protobuf out = {0};
     bool found = false;
@@ -168,23 +168,4 @@ static void refuses_a_second_field_of_a_number(void)
     CHECK(mls_protobuf_only(MESSAGE("\x12\x01h\x12"), 2, "a name", &out, &found, &st) ==
           MLS_E_FORMAT);
     CHECK(!found && out.length == 0);
-}
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(reads_numbers_of_every_length),
-        TEST(refuses_a_number_cut_off_anywhere),
-        TEST(refuses_a_number_over_64_bits),
-        TEST(reads_every_wire_type),
-        TEST(refuses_groups_and_unknown_wire_types),
-        TEST(refuses_impossible_tags),
-        TEST(refuses_a_payload_beyond_its_message),
-        TEST(keeps_a_sub_message_inside_its_bounds),
-        TEST(refuses_fixed_numbers_cut_off),
-        TEST(reads_a_header_without_its_payload),
-        TEST(finds_the_only_field_of_a_number),
-        TEST(refuses_a_second_field_of_a_number),
-    };
-    return RUN_TESTS(tests);
 }

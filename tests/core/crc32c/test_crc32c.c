@@ -44,7 +44,7 @@ static size_t variants(const mls_crc_kernels *out[MLS_CPU_COUNT + 1])
     return count;
 }
 
-static void known_answers_of_rfc_3720(void)
+TEST(known_answers_of_rfc_3720)
 {
     unsigned char zeros[32] = {0}, ones[32], up[32], down[32];
     static const unsigned char command[48] = {
@@ -73,7 +73,7 @@ static void known_answers_of_rfc_3720(void)
 
 /* The table for a set is the oracle or one of those; a set never gets instructions that
  * it does not include. */
-static void each_set_gets_a_variant_that_the_machine_can_run(void)
+TEST(each_set_gets_a_variant_that_the_machine_can_run)
 {
     const mls_crc_kernels *all[MLS_CPU_COUNT + 1];
     const size_t count = variants(all);
@@ -131,7 +131,7 @@ static void check_run(const unsigned char *data, unsigned char *copy, size_t byt
 }
 
 /* For each length the oracle continues with one more byte. */
-static void short_runs_of_every_length_and_alignment_agree_with_the_oracle(void)
+TEST(short_runs_of_every_length_and_alignment_agree_with_the_oracle)
 {
     unsigned char *data = malloc(SHORT + EDGE), *copy = malloc(SHORT + 4 * EDGE);
     REQUIRE(data != NULL && copy != NULL);
@@ -161,7 +161,7 @@ static size_t longer(size_t i, uint32_t *seed)
 }
 enum { LONGER = 240 };
 
-static void longer_runs_agree_with_the_oracle(void)
+TEST(longer_runs_agree_with_the_oracle)
 {
     unsigned char *data = malloc(ROOM), *copy = malloc(ROOM);
     REQUIRE(data != NULL && copy != NULL);
@@ -179,7 +179,7 @@ static void longer_runs_agree_with_the_oracle(void)
 }
 
 /* A checksum continued over parts of any length: many short ones, some longer. */
-static void running_checksums_agree_with_the_oracle(void)
+TEST(running_checksums_agree_with_the_oracle)
 {
     const mls_crc_kernels *all[MLS_CPU_COUNT + 1];
     const size_t count = variants(all);
@@ -209,7 +209,7 @@ static void running_checksums_agree_with_the_oracle(void)
     free(copy);
 }
 
-static void the_oracle_copies_too(void)
+TEST(the_oracle_copies_too)
 {
     unsigned char data[100], copy[102] = {0};
     fill_noise(data, sizeof data, 3);
@@ -229,7 +229,7 @@ static uint32_t power_of_x(uint64_t exponent)
     return power;
 }
 
-static void the_constants_are_the_powers_that_they_claim_to_be(void)
+TEST(the_constants_are_the_powers_that_they_claim_to_be)
 {
     for (int move = 0; move < MLS_CRC_MOVES; move++) {
         const mls_crc_power *p = &mls_crc_powers[move];
@@ -240,7 +240,7 @@ static void the_constants_are_the_powers_that_they_claim_to_be(void)
     CHECK(mls_crc_powers[MLS_CRC_BY_4096].bytes == 4096);
 }
 
-static void checksums_of_parts_combine_to_that_of_the_whole(void)
+TEST(checksums_of_parts_combine_to_that_of_the_whole)
 {
     unsigned char *data = malloc(MIB);
     REQUIRE(data != NULL);
@@ -263,7 +263,7 @@ static void checksums_of_parts_combine_to_that_of_the_whole(void)
 }
 
 /* (a + b) + c = a + (b + c), with lengths larger than any memory. */
-static void combining_is_associative_for_huge_lengths(void)
+TEST(combining_is_associative_for_huge_lengths)
 {
     const uint32_t a = 0x12345678U, b = 0x9ABCDEF0U, c = 0x0F1E2D3CU;
     for (unsigned bits = 0; bits < 62; bits += 3) {
@@ -276,21 +276,4 @@ static void combining_is_associative_for_huge_lengths(void)
     }
     CHECK(mls_crc_combine(a, 0, 0) == a);
     CHECK(mls_crc_combine(0, b, 1234567) == b);
-}
-
-static const test_case tests[] = {
-    TEST(known_answers_of_rfc_3720),
-    TEST(each_set_gets_a_variant_that_the_machine_can_run),
-    TEST(short_runs_of_every_length_and_alignment_agree_with_the_oracle),
-    TEST(longer_runs_agree_with_the_oracle),
-    TEST(running_checksums_agree_with_the_oracle),
-    TEST(the_oracle_copies_too),
-    TEST(the_constants_are_the_powers_that_they_claim_to_be),
-    TEST(checksums_of_parts_combine_to_that_of_the_whole),
-    TEST(combining_is_associative_for_huge_lengths),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

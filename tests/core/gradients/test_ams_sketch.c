@@ -22,7 +22,7 @@ static void fill(float *values, float step)
     }
 }
 
-static void the_sketch_of_a_sum_is_the_sum_of_the_sketches(void)
+TEST(the_sketch_of_a_sum_is_the_sum_of_the_sketches)
 {
     float a[COUNT], b[COUNT], sum[COUNT];
     fill(a, 0.5f);
@@ -35,7 +35,7 @@ static void the_sketch_of_a_sum_is_the_sum_of_the_sketches(void)
     CHECK(fabs(sketch_of(sum, 0, COUNT).signed_sum - parts) < 1e-9);
 }
 
-static void an_array_may_be_cut_anywhere(void)
+TEST(an_array_may_be_cut_anywhere)
 {
     float a[COUNT];
     mls_status st;
@@ -51,7 +51,7 @@ static void an_array_may_be_cut_anywhere(void)
     }
 }
 
-static void swapped_elements_and_another_seed_are_seen(void)
+TEST(swapped_elements_and_another_seed_are_seen)
 {
     float a[COUNT];
     fill(a, 1.0f);
@@ -72,7 +72,7 @@ static void swapped_elements_and_another_seed_are_seen(void)
           sketch_of(a + 1, 0, COUNT - 1).signed_sum);
 }
 
-static void all_numbers_can_be_sketched_and_nothing_else(void)
+TEST(all_numbers_can_be_sketched_and_nothing_else)
 {
     static const unsigned char ones[8] = {1};
     for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
@@ -87,7 +87,7 @@ static void all_numbers_can_be_sketched_and_nothing_else(void)
     }
 }
 
-static void halves_are_read_as_what_they_are(void)
+TEST(halves_are_read_as_what_they_are)
 {
     mls_status st;
     mls_ams_sketch sketch = {0};
@@ -96,17 +96,4 @@ static void halves_are_read_as_what_they_are(void)
     CHECK(sketch.magnitude == 2);
     CHECK(mls_ams_sketch_add(&sketch, &brain, MLS_BF16, 0, 1, 1, &st) == MLS_OK);
     CHECK(sketch.magnitude == 4 && fabs(sketch.signed_sum) == 4);
-}
-
-static const test_case tests[] = {
-    TEST(the_sketch_of_a_sum_is_the_sum_of_the_sketches),
-    TEST(an_array_may_be_cut_anywhere),
-    TEST(swapped_elements_and_another_seed_are_seen),
-    TEST(all_numbers_can_be_sketched_and_nothing_else),
-    TEST(halves_are_read_as_what_they_are),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -65,7 +65,7 @@ static void exchange(rank_data *ranks)
     }
 }
 
-static void every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks(void)
+TEST(every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks)
 {
     rank_data ranks[WORLD];
     const void *sources[WORLD];
@@ -93,7 +93,7 @@ static void every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks(void)
     }
 }
 
-static void parts_start_where_any_element_may_lie(void)
+TEST(parts_start_where_any_element_may_lie)
 {
     rank_data r;
     mls_status st;
@@ -107,7 +107,7 @@ static void parts_start_where_any_element_may_lie(void)
     CHECK(r.send[64] == 0xAA);                 /* a rank sends no message to itself */
 }
 
-static void sizes_beyond_memory_are_refused(void)
+TEST(sizes_beyond_memory_are_refused)
 {
     mls_status st;
     size_t bytes = 77;
@@ -128,7 +128,7 @@ static mls_tensor floats(void *memory, size_t count)
     return t;
 }
 
-static void arrays_must_fit_their_counts(void)
+TEST(arrays_must_fit_their_counts)
 {
     static const size_t counts[] = {3, 0, 2}, many[] = {SIZE_MAX, 2, 3};
     float memory[5], part[3];
@@ -146,7 +146,7 @@ static void arrays_must_fit_their_counts(void)
           mls_segment_elements(&segment, 0) == 0);
 }
 
-static void an_output_is_its_own_part_or_other_memory(void)
+TEST(an_output_is_its_own_part_or_other_memory)
 {
     static const size_t counts[] = {2, 3};
     float memory[5];
@@ -160,7 +160,7 @@ static void an_output_is_its_own_part_or_other_memory(void)
     CHECK(mls_segment_check(&data, &other, counts, 2, 1, &st) == MLS_E_OVERLAP);
 }
 
-static void a_bucket_takes_packed_and_aligned_arrays(void)
+TEST(a_bucket_takes_packed_and_aligned_arrays)
 {
     _Alignas(8) float memory[8];
     mls_tensor t = floats(memory, 4);
@@ -179,7 +179,7 @@ static void a_bucket_takes_packed_and_aligned_arrays(void)
     CHECK(!mls_bucket_takes(&t));
 }
 
-static void messages_add_up(void)
+TEST(messages_add_up)
 {
     rank_data r;
     mls_status st;
@@ -189,19 +189,4 @@ static void messages_add_up(void)
     CHECK(sent == 16 + 16 + 16); /* two arrays for rank 0, one for rank 2 */
     CHECK(mls_bucket_received_bytes(&r.bucket, &received, &st) == MLS_OK);
     CHECK(received == 2 * (16 + 16));
-}
-
-static const test_case tests[] = {
-    TEST(every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks),
-    TEST(parts_start_where_any_element_may_lie),
-    TEST(sizes_beyond_memory_are_refused),
-    TEST(arrays_must_fit_their_counts),
-    TEST(an_output_is_its_own_part_or_other_memory),
-    TEST(a_bucket_takes_packed_and_aligned_arrays),
-    TEST(messages_add_up),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -29,7 +29,7 @@ static float round_trip(mls_cpu cpu, mls_gradient_compression wire, const float 
     return worst;
 }
 
-static void elements_arrive_within_the_precision_of_the_wire(void)
+TEST(elements_arrive_within_the_precision_of_the_wire)
 {
     float src[COUNT], back[COUNT];
     fill(src);
@@ -44,7 +44,7 @@ static void elements_arrive_within_the_precision_of_the_wire(void)
     }
 }
 
-static void padding_does_not_tell_what_memory_held_before(void)
+TEST(padding_does_not_tell_what_memory_held_before)
 {
     float src[COUNT];
     unsigned char bytes[4 * COUNT];
@@ -66,7 +66,7 @@ static void padding_does_not_tell_what_memory_held_before(void)
     }
 }
 
-static void all_instruction_sets_give_the_same_bits(void)
+TEST(all_instruction_sets_give_the_same_bits)
 {
     float src[COUNT], expected[COUNT], back[COUNT];
     fill(src);
@@ -81,7 +81,7 @@ static void all_instruction_sets_give_the_same_bits(void)
     }
 }
 
-static void what_is_lost_is_made_good_the_next_times(void)
+TEST(what_is_lost_is_made_good_the_next_times)
 {
     float src[COUNT], back[COUNT];
     fill(src);
@@ -102,7 +102,7 @@ static void what_is_lost_is_made_good_the_next_times(void)
     }
 }
 
-static void large_elements_saturate_and_come_later(void)
+TEST(large_elements_saturate_and_come_later)
 {
     float src[COUNT] = {1e6f, -1e6f}, residual[COUNT] = {0}, back[COUNT];
     round_trip(MLS_CPU_SCALAR, MLS_GRADIENT_COMPRESSION_F16, src, residual, back);
@@ -113,7 +113,7 @@ static void large_elements_saturate_and_come_later(void)
     CHECK(isfinite(back[0]));
 }
 
-static void what_is_not_finite_arrives_as_nan_and_leaves_nothing_behind(void)
+TEST(what_is_not_finite_arrives_as_nan_and_leaves_nothing_behind)
 {
     for (int wire = 0; wire < MLS_GRADIENT_COMPRESSION_COUNT; wire++) {
         float src[COUNT] = {1.0f, INFINITY}, residual[COUNT] = {0}, back[COUNT];
@@ -124,7 +124,7 @@ static void what_is_not_finite_arrives_as_nan_and_leaves_nothing_behind(void)
     }
 }
 
-static void zeros_and_the_smallest_numbers_do_no_harm(void)
+TEST(zeros_and_the_smallest_numbers_do_no_harm)
 {
     for (int wire = 0; wire < MLS_GRADIENT_COMPRESSION_COUNT; wire++) {
         float src[COUNT] = {0}, residual[COUNT] = {0}, back[COUNT];
@@ -137,7 +137,7 @@ static void zeros_and_the_smallest_numbers_do_no_harm(void)
 }
 
 /* Two ranks in one process; the parts of rank 0 and 1 have 400 and 300 elements. */
-static void a_bucket_is_summed_from_what_the_wire_makes_of_every_part(void)
+TEST(a_bucket_is_summed_from_what_the_wire_makes_of_every_part)
 {
     static const size_t counts[2] = {400, 300};
     float grads[2][COUNT], outs[2][COUNT], seen[2][COUNT];
@@ -184,7 +184,7 @@ static void a_bucket_is_summed_from_what_the_wire_makes_of_every_part(void)
           segments[1].norm_partial.nonfinite == 0);
 }
 
-static void names_stand_for_wires(void)
+TEST(names_stand_for_wires)
 {
     mls_gradient_compression wire = MLS_GRADIENT_COMPRESSION_COUNT;
     CHECK(mls_gradient_compression_from_name((mls_str){"bfloat16", 8}, &wire) &&
@@ -194,7 +194,7 @@ static void names_stand_for_wires(void)
     CHECK(!mls_gradient_compression_from_name((mls_str){"", 0}, &wire));
 }
 
-static void only_sums_of_float32_are_compressed(void)
+TEST(only_sums_of_float32_are_compressed)
 {
     static const size_t counts[] = {300, 0, 5};
     mls_status st;
@@ -210,22 +210,4 @@ static void only_sums_of_float32_are_compressed(void)
     s.reduction.op = MLS_REDUCE_SUM;
     s.reduction.out_dtype = MLS_F16;
     CHECK(mls_gradient_compression_check(&b, &st) == MLS_E_VALUE);
-}
-
-static const test_case tests[] = {
-    TEST(names_stand_for_wires),
-    TEST(only_sums_of_float32_are_compressed),
-    TEST(elements_arrive_within_the_precision_of_the_wire),
-    TEST(padding_does_not_tell_what_memory_held_before),
-    TEST(all_instruction_sets_give_the_same_bits),
-    TEST(what_is_lost_is_made_good_the_next_times),
-    TEST(large_elements_saturate_and_come_later),
-    TEST(what_is_not_finite_arrives_as_nan_and_leaves_nothing_behind),
-    TEST(zeros_and_the_smallest_numbers_do_no_harm),
-    TEST(a_bucket_is_summed_from_what_the_wire_makes_of_every_part),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -92,7 +92,7 @@ static mls_code replace(const char *path, const char *text, mls_status *st)
     return mls_atomic_commit(&file, st);
 }
 
-static void a_file_is_read_whole_and_bounded(void)
+TEST(a_file_is_read_whole_and_bounded)
 {
     char path[PATH_ROOM];
     unsigned char *data = NULL;
@@ -113,7 +113,7 @@ static void a_file_is_read_whole_and_bounded(void)
     leave_folder();
 }
 
-static void what_is_no_regular_file_is_refused_without_waiting(void)
+TEST(what_is_no_regular_file_is_refused_without_waiting)
 {
     char path[PATH_ROOM];
     unsigned char *data = NULL;
@@ -132,7 +132,7 @@ static void what_is_no_regular_file_is_refused_without_waiting(void)
     leave_folder();
 }
 
-static void reading_beyond_the_end_is_noticed(void)
+TEST(reading_beyond_the_end_is_noticed)
 {
     char path[PATH_ROOM];
     char room[8] = "";
@@ -151,7 +151,7 @@ static void reading_beyond_the_end_is_noticed(void)
     leave_folder();
 }
 
-static void a_new_file_appears_whole_with_usual_permissions(void)
+TEST(a_new_file_appears_whole_with_usual_permissions)
 {
     char path[PATH_ROOM];
     struct stat info;
@@ -166,7 +166,7 @@ static void a_new_file_appears_whole_with_usual_permissions(void)
     leave_folder();
 }
 
-static void an_old_file_keeps_its_permissions_and_its_readers_their_content(void)
+TEST(an_old_file_keeps_its_permissions_and_its_readers_their_content)
 {
     char path[PATH_ROOM];
     char seen[4] = "";
@@ -184,7 +184,7 @@ static void an_old_file_keeps_its_permissions_and_its_readers_their_content(void
     leave_folder();
 }
 
-static void until_the_commit_and_after_an_abort_the_old_file_stands(void)
+TEST(until_the_commit_and_after_an_abort_the_old_file_stands)
 {
     char path[PATH_ROOM];
     mls_atomic_file file;
@@ -200,7 +200,7 @@ static void until_the_commit_and_after_an_abort_the_old_file_stands(void)
     leave_folder();
 }
 
-static void a_failed_write_or_sync_leaves_no_trace(void)
+TEST(a_failed_write_or_sync_leaves_no_trace)
 {
     char path[PATH_ROOM];
     mls_atomic_file file;
@@ -216,7 +216,7 @@ static void a_failed_write_or_sync_leaves_no_trace(void)
     leave_folder();
 }
 
-static void a_failed_rename_leaves_no_trace(void)
+TEST(a_failed_rename_leaves_no_trace)
 {
     char path[PATH_ROOM];
     mls_atomic_file file;
@@ -231,7 +231,7 @@ static void a_failed_rename_leaves_no_trace(void)
     leave_folder();
 }
 
-static void a_link_is_followed_and_stays(void)
+TEST(a_link_is_followed_and_stays)
 {
     char link[PATH_ROOM], path[PATH_ROOM];
     struct stat info;
@@ -246,7 +246,7 @@ static void a_link_is_followed_and_stays(void)
     leave_folder();
 }
 
-static void a_dangling_link_makes_its_target_and_a_loop_is_refused(void)
+TEST(a_dangling_link_makes_its_target_and_a_loop_is_refused)
 {
     char link[PATH_ROOM], path[PATH_ROOM];
     mls_status st;
@@ -260,7 +260,7 @@ static void a_dangling_link_makes_its_target_and_a_loop_is_refused(void)
     leave_folder();
 }
 
-static void what_cannot_be_written_is_refused_at_once(void)
+TEST(what_cannot_be_written_is_refused_at_once)
 {
     char path[PATH_ROOM];
     mls_status st;
@@ -279,7 +279,7 @@ static void what_cannot_be_written_is_refused_at_once(void)
     leave_folder();
 }
 
-static void a_mapping_shows_the_file_until_it_ends(void)
+TEST(a_mapping_shows_the_file_until_it_ends)
 {
     char path[PATH_ROOM];
     int fd = -1;
@@ -298,24 +298,4 @@ static void a_mapping_shows_the_file_until_it_ends(void)
     CHECK(mls_mapping_init(&mapping, -1, 0, &st) == MLS_OK && mapping.data == NULL);
     CHECK(mls_mapping_init(&mapping, -1, 5, &st) == MLS_E_IO);
     leave_folder();
-}
-
-static const test_case tests[] = {
-    TEST(a_file_is_read_whole_and_bounded),
-    TEST(what_is_no_regular_file_is_refused_without_waiting),
-    TEST(reading_beyond_the_end_is_noticed),
-    TEST(a_new_file_appears_whole_with_usual_permissions),
-    TEST(an_old_file_keeps_its_permissions_and_its_readers_their_content),
-    TEST(until_the_commit_and_after_an_abort_the_old_file_stands),
-    TEST(a_failed_write_or_sync_leaves_no_trace),
-    TEST(a_failed_rename_leaves_no_trace),
-    TEST(a_link_is_followed_and_stays),
-    TEST(a_dangling_link_makes_its_target_and_a_loop_is_refused),
-    TEST(what_cannot_be_written_is_refused_at_once),
-    TEST(a_mapping_shows_the_file_until_it_ends),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -18,7 +18,7 @@ static void make(char *text)
     (void)mls_json_checksum_set(text, LENGTH, crc);
 }
 
-static void the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place(void)
+TEST(the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place)
 {
     char text[sizeof zeroed_text];
     char digits[MLS_CRC_DIGITS];
@@ -32,7 +32,7 @@ static void the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place(vo
     CHECK_TEXT(text, zeroed_text);
 }
 
-static void a_known_text_has_a_known_checksum(void)
+TEST(a_known_text_has_a_known_checksum)
 {
     /* computed without this library, as a reference for other implementations */
     char text[] = "{\"checksum\":\"00000000\",\"format\":\"mlstate.index\"}\n";
@@ -42,7 +42,7 @@ static void a_known_text_has_a_known_checksum(void)
     CHECK(mls_json_checksum_check(text, strlen(text), crc, &st) == MLS_OK);
 }
 
-static void a_text_passes_with_its_checksum(void)
+TEST(a_text_passes_with_its_checksum)
 {
     char text[sizeof zeroed_text];
     char least[] = MLS_JSON_CHECKSUM_START "}";
@@ -53,7 +53,7 @@ static void a_text_passes_with_its_checksum(void)
     CHECK(mls_json_checksum_check(least, strlen(least), crc, &st) == MLS_OK);
 }
 
-static void setting_the_checksum_twice_changes_nothing(void)
+TEST(setting_the_checksum_twice_changes_nothing)
 {
     char text[sizeof zeroed_text], again[sizeof zeroed_text];
     make(text);
@@ -62,7 +62,7 @@ static void setting_the_checksum_twice_changes_nothing(void)
     CHECK_TEXT(again, text);
 }
 
-static void every_flipped_bit_is_found(void)
+TEST(every_flipped_bit_is_found)
 {
     char text[sizeof zeroed_text];
     make(text);
@@ -78,7 +78,7 @@ static void every_flipped_bit_is_found(void)
     }
 }
 
-static void every_other_length_is_found(void)
+TEST(every_other_length_is_found)
 {
     char text[sizeof zeroed_text + 1] = "";
     mls_status st;
@@ -94,7 +94,7 @@ static void every_other_length_is_found(void)
     CHECK(mls_json_checksum_check(text, LENGTH + 1, crc, &st) == MLS_E_CHECKSUM);
 }
 
-static void a_text_without_a_checksum_is_refused(void)
+TEST(a_text_without_a_checksum_is_refused)
 {
     static const char *const texts[] = {
         "",
@@ -122,7 +122,7 @@ static void a_text_without_a_checksum_is_refused(void)
     }
 }
 
-static void damage_is_reported_with_both_checksums(void)
+TEST(damage_is_reported_with_both_checksums)
 {
     char text[sizeof zeroed_text];
     char digits[MLS_CRC_DIGITS + 1] = "";
@@ -135,7 +135,7 @@ static void damage_is_reported_with_both_checksums(void)
     CHECK(strlen(st.got) == MLS_CRC_DIGITS && strcmp(st.got, digits) != 0);
 }
 
-static void digits_are_read_as_they_are_written(void)
+TEST(digits_are_read_as_they_are_written)
 {
     static const uint32_t values[] = {0,          1,          0xf,        0x10,
                                       0x89abcdef, 0x7fffffff, 0x80000000, 0xffffffff};
@@ -151,7 +151,7 @@ static void digits_are_read_as_they_are_written(void)
     }
 }
 
-static void only_lower_case_digits_are_digits(void)
+TEST(only_lower_case_digits_are_digits)
 {
     for (int c = 0; c < 256; c++) {
         for (int at = 0; at < MLS_CRC_DIGITS; at++) {
@@ -163,22 +163,4 @@ static void only_lower_case_digits_are_digits(void)
             CHECK(good || value == 77);
         }
     }
-}
-
-static const test_case tests[] = {
-    TEST(the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place),
-    TEST(a_known_text_has_a_known_checksum),
-    TEST(a_text_passes_with_its_checksum),
-    TEST(setting_the_checksum_twice_changes_nothing),
-    TEST(every_flipped_bit_is_found),
-    TEST(every_other_length_is_found),
-    TEST(a_text_without_a_checksum_is_refused),
-    TEST(damage_is_reported_with_both_checksums),
-    TEST(digits_are_read_as_they_are_written),
-    TEST(only_lower_case_digits_are_digits),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

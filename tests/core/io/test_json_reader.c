@@ -26,7 +26,7 @@ static bool text_is(const mls_json *doc, mls_json_node node, const char *expecte
     return mls_str_is(mls_json_text(doc, node), expected);
 }
 
-static void every_kind_of_value_is_read(void)
+TEST(every_kind_of_value_is_read)
 {
     mls_json *doc = NULL;
     mls_status st;
@@ -62,7 +62,7 @@ static void every_kind_of_value_is_read(void)
     mls_json_free(NULL);
 }
 
-static void members_after_a_nested_container_are_found(void)
+TEST(members_after_a_nested_container_are_found)
 {
     mls_json *doc = NULL;
     mls_status st;
@@ -78,7 +78,7 @@ static void members_after_a_nested_container_are_found(void)
 
 /* Strings are scanned eight bytes at a time: every byte value counts at every
  * position. */
-static void every_byte_is_seen_at_every_place_of_a_string(void)
+TEST(every_byte_is_seen_at_every_place_of_a_string)
 {
     for (int byte = 0; byte < 256; byte++) {
         const bool plain = byte >= ' ' && byte < 0x80 && byte != '"' && byte != '\\';
@@ -90,7 +90,7 @@ static void every_byte_is_seen_at_every_place_of_a_string(void)
     }
 }
 
-static void escapes_become_utf8(void)
+TEST(escapes_become_utf8)
 {
     mls_json *doc = NULL;
     mls_status st;
@@ -110,7 +110,7 @@ static void escapes_become_utf8(void)
     mls_json_free(doc);
 }
 
-static void integers_are_read_up_to_two_to_the_64(void)
+TEST(integers_are_read_up_to_two_to_the_64)
 {
     static const struct {
         const char *text;
@@ -138,7 +138,7 @@ static void integers_are_read_up_to_two_to_the_64(void)
     }
 }
 
-static void what_is_not_json_is_refused_at_its_offset(void)
+TEST(what_is_not_json_is_refused_at_its_offset)
 {
     static const struct {
         const char *text;
@@ -196,7 +196,7 @@ static void what_is_not_json_is_refused_at_its_offset(void)
     }
 }
 
-static void bad_utf8_is_refused(void)
+TEST(bad_utf8_is_refused)
 {
     static const char *const bad[] = {
         "\x80",         "\xC0\x80",         "\xC1\xBF",         "\xC3",
@@ -210,14 +210,14 @@ static void bad_utf8_is_refused(void)
     }
 }
 
-static void text_with_a_nul_byte_is_refused(void)
+TEST(text_with_a_nul_byte_is_refused)
 {
     CHECK(!accepts("[1\0]", 4));
     CHECK(!accepts("\"a\0b\"", 5));
     CHECK(!accepts("[1]\0", 4));
 }
 
-static void duplicate_keys_are_refused_however_they_are_spelled(void)
+TEST(duplicate_keys_are_refused_however_they_are_spelled)
 {
     mls_json *doc = NULL;
     mls_status st;
@@ -229,7 +229,7 @@ static void duplicate_keys_are_refused_however_they_are_spelled(void)
 }
 
 /* A document of `count` different keys, and one more that repeats the first. */
-static void duplicates_are_found_among_many_keys(void)
+TEST(duplicates_are_found_among_many_keys)
 {
     enum { COUNT = 20000 };
     char *text = malloc(COUNT * 16);
@@ -246,7 +246,7 @@ static void duplicates_are_found_among_many_keys(void)
 }
 
 /* The reader tries the previous object's keys first; the result must be the same. */
-static void objects_after_one_another_are_each_read_for_themselves(void)
+TEST(objects_after_one_another_are_each_read_for_themselves)
 {
     static const struct {
         const char *text;
@@ -310,7 +310,7 @@ static size_t members_of(const char *text, mls_json_node *nodes)
     return bad;
 }
 
-static void members_are_found_by_a_table(void)
+TEST(members_are_found_by_a_table)
 {
     mls_json_node n[4];
     CHECK(members_of("{\"a\":1,\"four\":\"x\",\"has_eight\":2,"
@@ -332,7 +332,7 @@ static void members_are_found_by_a_table(void)
     CHECK(members_of("7", n) == 0);
 }
 
-static void depth_is_bounded_and_costs_no_stack(void)
+TEST(depth_is_bounded_and_costs_no_stack)
 {
     enum { DEPTH = 1000000 };
     char *text = malloc(2 * DEPTH);
@@ -353,7 +353,7 @@ static void depth_is_bounded_and_costs_no_stack(void)
     free(text);
 }
 
-static void the_number_of_values_is_bounded(void)
+TEST(the_number_of_values_is_bounded)
 {
     mls_json *doc = NULL;
     mls_status st;
@@ -365,34 +365,11 @@ static void the_number_of_values_is_bounded(void)
     CHECK(st.offset == 5 && doc == NULL);
 }
 
-static void any_cut_of_a_document_is_refused(void)
+TEST(any_cut_of_a_document_is_refused)
 {
     const char *text = "{\"a\":[1.5e3,\"\\u00e9\xC3\xA9\",true],\"b\":{\"c\":null}}";
     for (size_t length = 0; length < strlen(text); length++) {
         CHECK(!accepts(text, length));
     }
     CHECK(accepts(text, strlen(text)));
-}
-
-static const test_case tests[] = {
-    TEST(every_kind_of_value_is_read),
-    TEST(members_after_a_nested_container_are_found),
-    TEST(every_byte_is_seen_at_every_place_of_a_string),
-    TEST(escapes_become_utf8),
-    TEST(integers_are_read_up_to_two_to_the_64),
-    TEST(what_is_not_json_is_refused_at_its_offset),
-    TEST(bad_utf8_is_refused),
-    TEST(text_with_a_nul_byte_is_refused),
-    TEST(duplicate_keys_are_refused_however_they_are_spelled),
-    TEST(duplicates_are_found_among_many_keys),
-    TEST(objects_after_one_another_are_each_read_for_themselves),
-    TEST(members_are_found_by_a_table),
-    TEST(depth_is_bounded_and_costs_no_stack),
-    TEST(the_number_of_values_is_bounded),
-    TEST(any_cut_of_a_document_is_refused),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

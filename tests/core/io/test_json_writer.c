@@ -1,7 +1,7 @@
 #include "io/json_writer.h"
 #include "support/runner.h"
 
-static void texts_and_numbers_are_put_together(void)
+TEST(texts_and_numbers_are_put_together)
 {
     mls_json_writer b = {.most = SIZE_MAX};
     mls_json_writer_text(&b, "[");
@@ -16,7 +16,7 @@ static void texts_and_numbers_are_put_together(void)
     CHECK(b.data == NULL && b.length == 0);
 }
 
-static void strings_are_escaped_as_json_wants(void)
+TEST(strings_are_escaped_as_json_wants)
 {
     mls_json_writer b = {.most = SIZE_MAX};
     const char text[] = "a\"\\\n\0\x1f \xC3\xA9z";
@@ -30,7 +30,7 @@ static void strings_are_escaped_as_json_wants(void)
     mls_json_writer_fini(&b);
 }
 
-static void a_text_that_is_too_long_stops_growing(void)
+TEST(a_text_that_is_too_long_stops_growing)
 {
     mls_json_writer b = {.most = 5};
     mls_json_writer_text(&b, "12345");
@@ -41,15 +41,4 @@ static void a_text_that_is_too_long_stops_growing(void)
     mls_json_writer_number(&b, 7);
     CHECK(b.code == MLS_E_SIZE && b.length == 5);
     mls_json_writer_fini(&b);
-}
-
-static const test_case tests[] = {
-    TEST(texts_and_numbers_are_put_together),
-    TEST(strings_are_escaped_as_json_wants),
-    TEST(a_text_that_is_too_long_stops_growing),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -19,7 +19,7 @@ static bool becomes(const char *name, const char *wanted)
     return strcmp(got, wanted) == 0;
 }
 
-static void usual_names_stay_readable(void)
+TEST(usual_names_stay_readable)
 {
     CHECK(becomes("model.layers.0.attn.q_proj.weight",
                   "model.layers.0.attn.q_proj.weight"));
@@ -27,7 +27,7 @@ static void usual_names_stay_readable(void)
     CHECK(becomes("Block", "=42lock"));
 }
 
-static void nothing_leaves_the_folder_or_means_something(void)
+TEST(nothing_leaves_the_folder_or_means_something)
 {
     CHECK(becomes("", "="));
     CHECK(becomes(".", "=2e"));
@@ -42,13 +42,13 @@ static void nothing_leaves_the_folder_or_means_something(void)
     CHECK(becomes("\xE2\x80\xAE", "=e2=80=ae"));
 }
 
-static void an_escape_in_a_name_is_escaped(void)
+TEST(an_escape_in_a_name_is_escaped)
 {
     CHECK(becomes("=2f", "=3d2f"));
     CHECK(becomes("%2f", "=252f"));
 }
 
-static void devices_of_windows_are_no_names(void)
+TEST(devices_of_windows_are_no_names)
 {
     CHECK(becomes("con", "=63on"));
     CHECK(becomes("nul.weight", "=6eul.weight"));
@@ -76,7 +76,7 @@ static size_t decoded(const char *text, char *out)
     return length;
 }
 
-static void no_two_names_share_a_file(void)
+TEST(no_two_names_share_a_file)
 {
     /* all names of up to two bytes: each can be decoded from its file name */
     for (unsigned first = 0; first < 256; first++) {
@@ -93,7 +93,7 @@ static void no_two_names_share_a_file(void)
     }
 }
 
-static void long_names_are_told_apart_by_number(void)
+TEST(long_names_are_told_apart_by_number)
 {
     char name[5000], first[MLS_FILENAME_BYTES + 1], second[MLS_FILENAME_BYTES + 1];
     memset(name, 'X', sizeof name);
@@ -107,18 +107,4 @@ static void long_names_are_told_apart_by_number(void)
     CHECK(mls_filename_encode(fits, 1, first) == MLS_FILENAME_BYTES);
     CHECK(strchr(first, '=') == NULL);
     CHECK(strcmp(second + strlen(second) - 18, "=~ffffffffffffffff") == 0);
-}
-
-static const test_case tests[] = {
-    TEST(usual_names_stay_readable),
-    TEST(nothing_leaves_the_folder_or_means_something),
-    TEST(an_escape_in_a_name_is_escaped),
-    TEST(devices_of_windows_are_no_names),
-    TEST(no_two_names_share_a_file),
-    TEST(long_names_are_told_apart_by_number),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

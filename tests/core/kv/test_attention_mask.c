@@ -8,7 +8,7 @@ static mls_code check(mls_mask_request request, mls_status *st)
     return mls_mask_check(&request, &names, st);
 }
 
-static void numbers_are_checked(void)
+TEST(numbers_are_checked)
 {
     mls_status st;
     /* length, size, sinks, position, first and end row */
@@ -24,7 +24,7 @@ static void numbers_are_checked(void)
     CHECK_TEXT(st.text, "sinks -1 is negative");
 }
 
-static void rows_are_checked(void)
+TEST(rows_are_checked)
 {
     static const int64_t bad[][2] = {{-1, 2}, {3, 2}, {0, 5}, {5, 5}, {INT64_MAX, 4}};
     mls_status st;
@@ -45,7 +45,7 @@ static float formula(size_t row, size_t column, size_t attention_size, size_t si
     return column <= row && (column >= start || column < sinks) ? 0.0F : -5.0F;
 }
 
-static void rows_follow_the_formula(void)
+TEST(rows_follow_the_formula)
 {
     enum { SIZE = 9 };
     float mask[SIZE][SIZE];
@@ -68,7 +68,7 @@ static void rows_follow_the_formula(void)
     }
 }
 
-static void a_row_past_the_end_is_cut(void)
+TEST(a_row_past_the_end_is_cut)
 {
     float row[4];
     mls_element fill;
@@ -83,16 +83,4 @@ static void a_row_past_the_end_is_cut(void)
     mls_mask_rows(mls_kernels_of(MLS_CPU_SCALAR), &t, 40, 2, 1, fill);
     static const float sink_seen[] = {0, -5, -5, -5};
     CHECK(memcmp(row, sink_seen, sizeof row) == 0);
-}
-
-static const test_case tests[] = {
-    TEST(numbers_are_checked),
-    TEST(rows_are_checked),
-    TEST(rows_follow_the_formula),
-    TEST(a_row_past_the_end_is_cut),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

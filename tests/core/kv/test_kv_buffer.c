@@ -34,7 +34,7 @@ static bool make(mls_kv_buffer *b, size_t capacity)
     return true;
 }
 
-static void growing_copies_nothing_and_shows_zeros(void)
+TEST(growing_copies_nothing_and_shows_zeros)
 {
     mls_kv_buffer b = {0};
     mls_status st;
@@ -49,7 +49,7 @@ static void growing_copies_nothing_and_shows_zeros(void)
     mls_kv_buffer_fini(&b);
 }
 
-static void what_shrinking_drops_never_comes_back(void)
+TEST(what_shrinking_drops_never_comes_back)
 {
     mls_kv_buffer b = {0};
     mls_status st;
@@ -65,7 +65,7 @@ static void what_shrinking_drops_never_comes_back(void)
     mls_kv_buffer_fini(&b);
 }
 
-static void rows_spread_inside_one_buffer(void)
+TEST(rows_spread_inside_one_buffer)
 {
     static const size_t capacities[] = {8, 9, 15, 16, 17, 1000, 5000};
     mls_kv_buffer b = {0};
@@ -86,7 +86,7 @@ static void rows_spread_inside_one_buffer(void)
     mls_kv_buffer_fini(&b);
 }
 
-static void bad_requests_change_nothing(void)
+TEST(bad_requests_change_nothing)
 {
     mls_kv_buffer b = {0};
     mls_status st;
@@ -108,7 +108,7 @@ static void bad_requests_change_nothing(void)
     mls_kv_buffer_fini(&b);
 }
 
-static void an_empty_cache_is_a_cache(void)
+TEST(an_empty_cache_is_a_cache)
 {
     mls_kv_buffer b = {0};
     mls_status st;
@@ -140,7 +140,7 @@ static bool holds(const mls_kv_buffer *b, size_t kept)
     return true;
 }
 
-static void any_axis_can_be_the_sequence(void)
+TEST(any_axis_can_be_the_sequence)
 {
     static const size_t three[] = {5, 5, 5};
     mls_status st;
@@ -168,18 +168,4 @@ static void any_axis_can_be_the_sequence(void)
         CHECK(holds(&b, 1));
         mls_kv_buffer_fini(&b);
     }
-}
-
-static const test_case tests[] = {
-    TEST(growing_copies_nothing_and_shows_zeros),
-    TEST(what_shrinking_drops_never_comes_back),
-    TEST(rows_spread_inside_one_buffer),
-    TEST(bad_requests_change_nothing),
-    TEST(any_axis_can_be_the_sequence),
-    TEST(an_empty_cache_is_a_cache),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -110,7 +110,7 @@ static void check_codes(const store *s, float rounding)
 
 /* Every dtype, width of codes, size of groups and instruction set, with tiles of many
  * rows and of parts of a row. */
-static void codes_are_within_a_step(void)
+TEST(codes_are_within_a_step)
 {
     static const size_t sizes[][2] = {
         {8, 8}, {64, 64}, {192, 32}, {4160, 64}, {4096, 4096}};
@@ -151,7 +151,7 @@ static void codes_are_within_a_step(void)
 }
 
 /* scale * code + bias in float, rounded once. */
-static void values_are_computed_from_codes(void)
+TEST(values_are_computed_from_codes)
 {
     static store s;
     mls_status st;
@@ -179,7 +179,7 @@ static void values_are_computed_from_codes(void)
 }
 
 /* The numbers that mlx 0.32.4 computes for these values. */
-static void bits_are_those_of_mlx(void)
+TEST(bits_are_those_of_mlx)
 {
     static const uint32_t four[] = {0xe0368adf, 0xacf2469c, 0x68be0258, 0x247ace14},
                           eight[] = {0x84add6ff, 0xe708325b, 0x426b94be, 0xa5cef819,
@@ -200,7 +200,7 @@ static void bits_are_those_of_mlx(void)
 }
 
 /* Arrays with gaps, negative strides, the other byte order and one dimension. */
-static void views_may_have_any_strides(void)
+TEST(views_may_have_any_strides)
 {
     static store packed, spread;
     mls_status st;
@@ -246,7 +246,7 @@ static void views_may_have_any_strides(void)
 }
 
 /* Empty values have nothing to quantize. */
-static void empty_views_are_left_alone(void)
+TEST(empty_views_are_left_alone)
 {
     static store s;
     mls_status st;
@@ -257,7 +257,7 @@ static void empty_views_are_left_alone(void)
     CHECK(s.codes[0] == 0 && s.values[0] <= 0);
 }
 
-static void values_without_a_scale_are_refused(void)
+TEST(values_without_a_scale_are_refused)
 {
     static const float bad[][2] = {
         {NAN, 0}, {INFINITY, 0}, {-INFINITY, 0}, {3e38F, -3e38F}};
@@ -278,7 +278,7 @@ static void values_without_a_scale_are_refused(void)
     }
 }
 
-static void bad_arguments_are_refused(void)
+TEST(bad_arguments_are_refused)
 {
     static store s;
     mls_status st;
@@ -318,16 +318,4 @@ static void bad_arguments_are_refused(void)
     s.t = good.t;
     s.t.rank = 0;
     CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_SHAPE);
-}
-
-static const test_case tests[] = {
-    TEST(codes_are_within_a_step),    TEST(values_are_computed_from_codes),
-    TEST(bits_are_those_of_mlx),      TEST(views_may_have_any_strides),
-    TEST(empty_views_are_left_alone), TEST(values_without_a_scale_are_refused),
-    TEST(bad_arguments_are_refused),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -116,7 +116,7 @@ static void check_ring(const mls_kv_ring *ring, const model *m)
 }
 
 /* Every capacity and number of sinks, with steps chosen by a linear congruence. */
-static void random_steps_agree_with_the_model(void)
+TEST(random_steps_agree_with_the_model)
 {
     uint32_t seed = 1;
     for (size_t capacity = 1; capacity <= 9; capacity += EVERY(4)) {
@@ -149,7 +149,7 @@ static void random_steps_agree_with_the_model(void)
     }
 }
 
-static void bad_requests_change_nothing(void)
+TEST(bad_requests_change_nothing)
 {
     mls_kv_ring ring = {0};
     mls_status st;
@@ -192,7 +192,7 @@ static void bad_requests_change_nothing(void)
 }
 
 /* Without elements, any number of tokens can be appended. */
-static void positions_do_not_wrap(void)
+TEST(positions_do_not_wrap)
 {
     mls_kv_ring ring = {0};
     mls_status st;
@@ -212,7 +212,7 @@ static void positions_do_not_wrap(void)
 }
 
 /* Rows above and below the limit of short rows, packed and with gaps. */
-static void long_rows_and_rows_with_gaps_are_copied(void)
+TEST(long_rows_and_rows_with_gaps_are_copied)
 {
     static int32_t memory[2][3][2048];
     mls_status st;
@@ -245,7 +245,7 @@ static void long_rows_and_rows_with_gaps_are_copied(void)
 }
 
 /* A ring over the slots of another one has its positions, at every length. */
-static void borrowed_slots_are_the_same_ring(void)
+TEST(borrowed_slots_are_the_same_ring)
 {
     static int32_t memory[20];
     mls_status st;
@@ -280,17 +280,4 @@ static void borrowed_slots_are_the_same_ring(void)
     slots.shape[1] = 7;
     CHECK(mls_kv_ring_borrow(&refused, &slots, 1, 7, 0, &st) == MLS_E_CAPACITY);
     CHECK(refused.slots.rank == 0);
-}
-
-static const test_case tests[] = {
-    TEST(random_steps_agree_with_the_model),
-    TEST(bad_requests_change_nothing),
-    TEST(positions_do_not_wrap),
-    TEST(long_rows_and_rows_with_gaps_are_copied),
-    TEST(borrowed_slots_are_the_same_ring),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

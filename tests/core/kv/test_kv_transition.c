@@ -12,7 +12,7 @@ static mls_code check(mls_kv_kind kind, int64_t target, int64_t position, mls_st
     return mls_kv_check(RANK, shape, request, st);
 }
 
-static void requests_that_cannot_work_are_refused(void)
+TEST(requests_that_cannot_work_are_refused)
 {
     mls_status st;
     CHECK(check(MLS_KV_EXPAND, 8, 8, &st) == MLS_OK);
@@ -34,7 +34,7 @@ static void requests_that_cannot_work_are_refused(void)
           NULL);
 }
 
-static void axes_are_counted_from_both_ends(void)
+TEST(axes_are_counted_from_both_ends)
 {
     const size_t ones[MLS_KV_MAX_RANK + 1] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
     mls_status st;
@@ -69,7 +69,7 @@ static mls_code check_shapes(int source_rank, const size_t *source, int target_r
                                kind, st);
 }
 
-static void shapes_of_two_models_must_agree(void)
+TEST(shapes_of_two_models_must_agree)
 {
     mls_status st;
     size_t other[9] = {2, 3, 16, 4, 1, 1, 1, 1, 1};
@@ -92,7 +92,7 @@ static void shapes_of_two_models_must_agree(void)
 
 enum { ITEMS = 2 * 3 * 8 * 4, MORE = 2 * 3 * 16 * 4 };
 
-static void tokens_move_and_the_rest_is_padded(void)
+TEST(tokens_move_and_the_rest_is_padded)
 {
     static uint16_t from[ITEMS], to[MORE];
     const size_t large[RANK] = {2, 3, 16, 4};
@@ -122,7 +122,7 @@ static void tokens_move_and_the_rest_is_padded(void)
     CHECK(to[8] == 0xEEEE && to[7] == from[7]); /* no padding asked for */
 }
 
-static void threads_give_the_same_bytes(void)
+TEST(threads_give_the_same_bytes)
 {
     enum { LAYERS = 4, LARGE = LAYERS * 4 * 2048 * 128 };
     static uint16_t from[LARGE / 2], one[LARGE],
@@ -194,7 +194,7 @@ static bool is_moved(const mls_tensor *dst, const mls_tensor *src, int axis,
 
 /* Caches with 1, 2 and many rows, short and long, below and above the size at which
  * threads share them. */
-static void every_axis_moves_with_threads_too(void)
+TEST(every_axis_moves_with_threads_too)
 {
     static const size_t shapes[][5] = {{3, 1, 2, 5, 7},      {1, 1, 1, 1, 1},
                                        {2, 300, 1, 3, 1700}, {700, 5, 900, 1, 1},
@@ -234,7 +234,7 @@ static void every_axis_moves_with_threads_too(void)
     mls_pool_free(pool);
 }
 
-static void targets_are_checked_before_anything_is_written(void)
+TEST(targets_are_checked_before_anything_is_written)
 {
     static uint16_t memory[MORE * 2];
     const size_t large[RANK] = {2, 3, 16, 4};
@@ -293,7 +293,7 @@ static bool rows_are_padded(const mls_kernels *kernels, size_t used, size_t row,
 
 /* Every number of token bytes and every row length, at any alignment of the source. The
  * pattern of the padding stays aligned to the row: an element is not torn. */
-static void row_kernels_copy_tokens_and_pad(void)
+TEST(row_kernels_copy_tokens_and_pad)
 {
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
         const mls_kernels *kernels = mls_kernels_of((mls_cpu)cpu);
@@ -318,7 +318,7 @@ static void row_kernels_copy_tokens_and_pad(void)
 
 /* The sequence is innermost and stores go past the cache, so rows take the kernel if the
  * processor has one; a length that is not a multiple of 16 bytes takes the other way. */
-static void innermost_rows_move_past_the_cache(void)
+TEST(innermost_rows_move_past_the_cache)
 {
     enum { ROWS = 6000, LONGEST = 400, WORDS = ROWS * LONGEST };
     static uint16_t from[WORDS], to[WORDS];
@@ -349,21 +349,4 @@ static void innermost_rows_move_past_the_cache(void)
             }
         }
     }
-}
-
-static const test_case tests[] = {
-    TEST(requests_that_cannot_work_are_refused),
-    TEST(axes_are_counted_from_both_ends),
-    TEST(shapes_of_two_models_must_agree),
-    TEST(tokens_move_and_the_rest_is_padded),
-    TEST(threads_give_the_same_bytes),
-    TEST(every_axis_moves_with_threads_too),
-    TEST(row_kernels_copy_tokens_and_pad),
-    TEST(innermost_rows_move_past_the_cache),
-    TEST(targets_are_checked_before_anything_is_written),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

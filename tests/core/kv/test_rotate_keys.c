@@ -97,7 +97,7 @@ static void check_rotated(const cache *keys, const cache *got, const mls_rotatio
 
 /* Every dtype, layout, order of pairs and instruction set agrees with the definition, and
  * bit for bit with the scalar kernels. */
-static void rotations_agree_with_the_definition(void)
+TEST(rotations_agree_with_the_definition)
 {
     static const double tolerances[] = {
         [MLS_F16] = 4e-3, [MLS_BF16] = 3e-2, [MLS_F32] = 2e-6, [MLS_F64] = 1e-13};
@@ -145,7 +145,7 @@ static void rotations_agree_with_the_definition(void)
 }
 
 /* A shift of 0 keeps every bit. */
-static void a_shift_of_zero_changes_nothing(void)
+TEST(a_shift_of_zero_changes_nothing)
 {
     static cache keys, got;
     mls_status st;
@@ -164,7 +164,7 @@ static void a_shift_of_zero_changes_nothing(void)
     CHECK(memcmp(got.t.data, keys.t.data, HEADS * POSITIONS * 32) == 0);
 }
 
-static void bad_arguments_are_refused(void)
+TEST(bad_arguments_are_refused)
 {
     static cache keys, got;
     mls_status st;
@@ -215,15 +215,4 @@ static void bad_arguments_are_refused(void)
     CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_OVERLAP);
     keys.t.rank = 1;
     CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_SHAPE);
-}
-
-static const test_case tests[] = {
-    TEST(rotations_agree_with_the_definition),
-    TEST(a_shift_of_zero_changes_nothing),
-    TEST(bad_arguments_are_refused),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

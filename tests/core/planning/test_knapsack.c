@@ -59,7 +59,7 @@ static mls_knapsack_items fill(random_items *r, size_t count, uint64_t *seed, bo
     return (mls_knapsack_items){.seconds = r->seconds, .bytes = r->bytes, .count = count};
 }
 
-static void no_choice_is_better(void)
+TEST(no_choice_is_better)
 {
     uint64_t seed = 1;
     for (int round = 0; round < 200; round++) {
@@ -77,7 +77,7 @@ static void no_choice_is_better(void)
     }
 }
 
-static void few_states_give_a_bound(void)
+TEST(few_states_give_a_bound)
 {
     uint64_t seed = 2;
     random_items r;
@@ -98,7 +98,7 @@ static void few_states_give_a_bound(void)
     CHECK(short_of_states > 0);
 }
 
-static void what_decides_itself_does(void)
+TEST(what_decides_itself_does)
 {
     const double seconds[] = {1, 0, 5, 0};
     const int64_t bytes[] = {0, 10, 1000, 0};
@@ -127,7 +127,7 @@ static mls_code refusal(double seconds, int64_t bytes, int64_t budget, mls_statu
     return mls_knapsack(&items, budget, 0, nobody, kept, &result, st);
 }
 
-static void numbers_without_sense_are_refused(void)
+TEST(numbers_without_sense_are_refused)
 {
     mls_status st;
     CHECK(refusal(1, 1, 1, &st) == MLS_OK);
@@ -154,7 +154,7 @@ static bool never(void *context)
     return false;
 }
 
-static void choosing_can_be_stopped(void)
+TEST(choosing_can_be_stopped)
 {
     uint64_t seed = 3;
     random_items r;
@@ -164,14 +164,4 @@ static void choosing_can_be_stopped(void)
     mls_knapsack_result result;
     mls_status st;
     CHECK(mls_knapsack(&items, 5000, 0, poll, kept, &result, &st) == MLS_E_STOPPED);
-}
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(no_choice_is_better),      TEST(few_states_give_a_bound),
-        TEST(what_decides_itself_does), TEST(numbers_without_sense_are_refused),
-        TEST(choosing_can_be_stopped),
-    };
-    return RUN_TESTS(tests);
 }

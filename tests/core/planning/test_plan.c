@@ -33,7 +33,7 @@ static void check_plan(const test_chain *c, const mls_plan_request *request, dou
     mls_plan_fini(&plan);
 }
 
-static void plans_are_the_fastest_of_their_class(void)
+TEST(plans_are_the_fastest_of_their_class)
 {
     for (uint64_t seed = 0; seed < 300; seed++) {
         test_chain c;
@@ -52,7 +52,7 @@ static void plans_are_the_fastest_of_their_class(void)
     }
 }
 
-static void the_least_budget_is_named(void)
+TEST(the_least_budget_is_named)
 {
     test_chain c;
     mls_status st;
@@ -75,7 +75,7 @@ static void the_least_budget_is_named(void)
     CHECK(mls_plan_make(&c.chain, &nothing, &plan, &st) == MLS_E_VALUE);
 }
 
-static void a_large_budget_needs_no_recomputation(void)
+TEST(a_large_budget_needs_no_recomputation)
 {
     static test_chain c;
     mls_status st;
@@ -89,7 +89,7 @@ static void a_large_budget_needs_no_recomputation(void)
     }
 }
 
-static void too_many_points_mean_slots(void)
+TEST(too_many_points_mean_slots)
 {
     test_chain c;
     mls_status st;
@@ -106,7 +106,7 @@ static void too_many_points_mean_slots(void)
     mls_plan_curve_fini(&curve);
 }
 
-static void tables_that_are_too_large_are_refused(void)
+TEST(tables_that_are_too_large_are_refused)
 {
     enum { BLOCKS = 4000 };
     mls_status st;
@@ -127,7 +127,7 @@ static void tables_that_are_too_large_are_refused(void)
 }
 
 /* Each point's budget achieves its time, and a byte less does not. */
-static void the_curve_has_all_plans(void)
+TEST(the_curve_has_all_plans)
 {
     for (uint64_t seed = 0; seed < 20; seed++) {
         test_chain c;
@@ -152,7 +152,7 @@ static void the_curve_has_all_plans(void)
 }
 
 /* By slots: budgets that fit, in increasing order. */
-static void the_curve_by_slots_can_be_planned(void)
+TEST(the_curve_by_slots_can_be_planned)
 {
     test_chain c;
     mls_status st;
@@ -173,15 +173,4 @@ static void the_curve_by_slots_can_be_planned(void)
         mls_plan_fini(&plan);
     }
     mls_plan_curve_fini(&curve);
-}
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(plans_are_the_fastest_of_their_class),  TEST(the_least_budget_is_named),
-        TEST(a_large_budget_needs_no_recomputation), TEST(too_many_points_mean_slots),
-        TEST(tables_that_are_too_large_are_refused), TEST(the_curve_has_all_plans),
-        TEST(the_curve_by_slots_can_be_planned),
-    };
-    return RUN_TESTS(tests);
 }

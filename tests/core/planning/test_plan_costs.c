@@ -10,7 +10,7 @@ static bool says_no(void *context)
     return false;
 }
 
-static void requests_are_checked(void)
+TEST(requests_are_checked)
 {
     test_chain c;
     mls_status st;
@@ -25,7 +25,7 @@ static void requests_are_checked(void)
     CHECK(mls_plan_costs_init(&costs, &c.chain, 500, 0, false, &st) == MLS_E_VALUE);
 }
 
-static void slots_round_up(void)
+TEST(slots_round_up)
 {
     test_chain c;
     mls_status st;
@@ -42,7 +42,7 @@ static void slots_round_up(void)
 }
 
 /* Products of more than 64 bits: still at least the true number of slots. */
-static void slots_of_huge_sizes_round_up(void)
+TEST(slots_of_huge_sizes_round_up)
 {
     test_chain c;
     mls_status st;
@@ -71,7 +71,7 @@ static int64_t least_of(const mls_chain *chain, bool offload)
     return least;
 }
 
-static void the_least_budget_is_the_least(void)
+TEST(the_least_budget_is_the_least)
 {
     for (uint64_t seed = 0; seed < 200; seed++) {
         test_chain c;
@@ -85,7 +85,7 @@ static void the_least_budget_is_the_least(void)
 }
 
 /* If any schedule fits, the one traced by needs does. */
-static void what_fits_is_found(void)
+TEST(what_fits_is_found)
 {
     for (uint64_t seed = 0; seed < 60; seed++) {
         test_chain c;
@@ -112,7 +112,7 @@ static void what_fits_is_found(void)
     }
 }
 
-static void enough_is_what_a_plain_run_needs(void)
+TEST(enough_is_what_a_plain_run_needs)
 {
     for (uint64_t seed = 0; seed < 60; seed++) {
         test_chain c;
@@ -133,7 +133,7 @@ static void enough_is_what_a_plain_run_needs(void)
     }
 }
 
-static void a_poll_stops_it(void)
+TEST(a_poll_stops_it)
 {
     test_chain c;
     mls_status st;
@@ -151,18 +151,4 @@ static void a_poll_stops_it(void)
     CHECK(schedule.steps == NULL);
     mls_plan_needs_fini(&needs);
     mls_plan_costs_fini(&costs);
-}
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(requests_are_checked),
-        TEST(slots_round_up),
-        TEST(slots_of_huge_sizes_round_up),
-        TEST(the_least_budget_is_the_least),
-        TEST(what_fits_is_found),
-        TEST(enough_is_what_a_plain_run_needs),
-        TEST(a_poll_stops_it),
-    };
-    return RUN_TESTS(tests);
 }

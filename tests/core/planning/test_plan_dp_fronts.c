@@ -31,7 +31,7 @@ static void check_all(const mls_chain *chain, int64_t budget, bool offload)
     mls_plan_costs_fini(&costs);
 }
 
-static void values_are_those_of_the_recursion(void)
+TEST(values_are_those_of_the_recursion)
 {
     for (uint64_t seed = 0; seed < 60; seed++) {
         test_chain c;
@@ -40,7 +40,7 @@ static void values_are_those_of_the_recursion(void)
     }
 }
 
-static void blocks_without_bytes_are_free(void)
+TEST(blocks_without_bytes_are_free)
 {
     test_chain c;
     chain_of(&c, 4, 1, 5);
@@ -57,7 +57,7 @@ static void front_is_a_front(const mls_plan_front *front)
 }
 
 /* Threads divide the segments; the fronts are the same. */
-static void threads_change_nothing(void)
+TEST(threads_change_nothing)
 {
     enum { BLOCKS = 40 };
     static test_chain c;
@@ -84,7 +84,7 @@ static void threads_change_nothing(void)
     mls_pool_free(pool);
 }
 
-static void too_much_is_refused_and_a_poll_stops_it(void)
+TEST(too_much_is_refused_and_a_poll_stops_it)
 {
     test_chain c;
     mls_status st;
@@ -99,15 +99,4 @@ static void too_much_is_refused_and_a_poll_stops_it(void)
     CHECK(mls_plan_dp_fronts(&costs, MANY, NULL, soon, &fronts, &st) == MLS_E_STOPPED);
     CHECK(fronts.fronts == NULL);
     mls_plan_costs_fini(&costs);
-}
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(values_are_those_of_the_recursion),
-        TEST(blocks_without_bytes_are_free),
-        TEST(threads_change_nothing),
-        TEST(too_much_is_refused_and_a_poll_stops_it),
-    };
-    return RUN_TESTS(tests);
 }

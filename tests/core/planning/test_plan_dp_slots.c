@@ -31,7 +31,7 @@ static void check_all(const mls_chain *chain, int64_t above, mls_cpu cpu, bool o
     mls_plan_costs_fini(&costs);
 }
 
-static void values_are_those_of_the_recursion(void)
+TEST(values_are_those_of_the_recursion)
 {
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
         for (uint64_t seed = 0; mls_cpu_offers((mls_cpu)cpu) && seed < 40; seed++) {
@@ -57,7 +57,7 @@ static bool same_table(const mls_plan_table *a, const mls_plan_table *b, size_t 
 }
 
 /* Long enough for all kinds of tiles; every instruction set gives the same bits. */
-static void all_kernels_and_threads_agree(void)
+TEST(all_kernels_and_threads_agree)
 {
     static test_chain c;
     mls_status st;
@@ -112,7 +112,7 @@ static float plainly(const mls_plan_costs *c, float *const *table, size_t s, siz
     return best;
 }
 
-static void tiles_leave_nothing_out(void)
+TEST(tiles_leave_nothing_out)
 {
     enum { BLOCKS = 45, SLOTS = 61 };
     static float values[BLOCKS * BLOCKS][SLOTS + 1];
@@ -142,7 +142,7 @@ static void tiles_leave_nothing_out(void)
     mls_plan_costs_fini(&costs);
 }
 
-static void a_poll_stops_it(void)
+TEST(a_poll_stops_it)
 {
     static test_chain c;
     mls_status st;
@@ -158,19 +158,9 @@ static void a_poll_stops_it(void)
     mls_plan_costs_fini(&costs);
 }
 
-static void bytes_of_a_table_are_known(void)
+TEST(bytes_of_a_table_are_known)
 {
     CHECK(mls_plan_table_bytes(4, 15) == 10 * 16 * sizeof(float));
     CHECK(mls_plan_table_bytes(5, 16) == 36 * 48 * sizeof(float));
     CHECK(mls_plan_table_bytes(SIZE_MAX / 8, 500) == SIZE_MAX);
-}
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(values_are_those_of_the_recursion), TEST(all_kernels_and_threads_agree),
-        TEST(tiles_leave_nothing_out),           TEST(a_poll_stops_it),
-        TEST(bytes_of_a_table_are_known),
-    };
-    return RUN_TESTS(tests);
 }

@@ -83,7 +83,7 @@ static double least_extra(const mls_chain *c, spot at, int64_t budget, double so
     return best;
 }
 
-static void nothing_is_better_on_the_shortest_chains(void)
+TEST(nothing_is_better_on_the_shortest_chains)
 {
     uint64_t seed = 42;
     int found_some = 0;
@@ -132,7 +132,7 @@ static int64_t least_peak(const mls_chain *c, bool offload)
     return found.least;
 }
 
-static void the_least_peak_is_where_schedules_begin(void)
+TEST(the_least_peak_is_where_schedules_begin)
 {
     random_chain r;
     fill_nine(&r, true);
@@ -152,7 +152,7 @@ static void the_least_peak_is_where_schedules_begin(void)
     CHECK(least_peak(&r.chain, true) <= least_peak(&r.chain, false));
 }
 
-static void few_states_are_too_few(void)
+TEST(few_states_are_too_few)
 {
     random_chain r;
     fill_nine(&r, false);
@@ -165,7 +165,7 @@ static void few_states_are_too_few(void)
 }
 
 /* The search finds only schedules below the bound; the bound itself is excluded. */
-static void nothing_below_the_best_is_found(void)
+TEST(nothing_below_the_best_is_found)
 {
     random_chain r;
     fill_nine(&r, false);
@@ -188,7 +188,7 @@ static bool count_down(void *context)
     return (*left)-- > 0;
 }
 
-static void a_search_can_be_stopped(void)
+TEST(a_search_can_be_stopped)
 {
     random_chain r;
     uint64_t seed = 7;
@@ -248,7 +248,7 @@ static mls_best best_from_start(size_t blocks, size_t states, double *before)
     return best;
 }
 
-static void a_short_chain_is_searched_through(void)
+TEST(a_short_chain_is_searched_through)
 {
     double before;
     mls_best best = best_from_start(8, 0, &before);
@@ -257,7 +257,7 @@ static void a_short_chain_is_searched_through(void)
 }
 
 /* The start is the result if the chain is too long, or the states are too few. */
-static void what_is_not_searched_through_is_the_start(void)
+TEST(what_is_not_searched_through_is_the_start)
 {
     double before;
     mls_best best = best_from_start(MLS_SEARCH_BLOCKS + 1, 0, &before);
@@ -270,7 +270,7 @@ static void what_is_not_searched_through_is_the_start(void)
     mls_schedule_fini(&best.schedule);
 }
 
-static void a_budget_that_nothing_fits_is_refused(void)
+TEST(a_budget_that_nothing_fits_is_refused)
 {
     uint64_t seed = 8;
     mls_status st;
@@ -291,7 +291,7 @@ static void a_budget_that_nothing_fits_is_refused(void)
     mls_schedule_fini(&best.schedule);
 }
 
-static void a_start_is_needed_or_must_be_good(void)
+TEST(a_start_is_needed_or_must_be_good)
 {
     uint64_t seed = 9;
     mls_status st;
@@ -311,20 +311,4 @@ static void a_start_is_needed_or_must_be_good(void)
         .budget_bytes = 1, .start = start.steps, .start_count = start.count};
     CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_VALUE);
     mls_schedule_fini(&start);
-}
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(nothing_is_better_on_the_shortest_chains),
-        TEST(the_least_peak_is_where_schedules_begin),
-        TEST(few_states_are_too_few),
-        TEST(nothing_below_the_best_is_found),
-        TEST(a_search_can_be_stopped),
-        TEST(a_short_chain_is_searched_through),
-        TEST(what_is_not_searched_through_is_the_start),
-        TEST(a_budget_that_nothing_fits_is_refused),
-        TEST(a_start_is_needed_or_must_be_good),
-    };
-    return RUN_TESTS(tests);
 }

@@ -1,7 +1,7 @@
 #include "runtime/cpu_features.h"
 #include "support/runner.h"
 
-static void the_oracle_is_always_offered(void)
+TEST(the_oracle_is_always_offered)
 {
     mls_cpu cpu = MLS_CPU_COUNT;
     mls_status st;
@@ -9,7 +9,7 @@ static void the_oracle_is_always_offered(void)
     CHECK(mls_cpu_choose("scalar", &cpu, &st) == MLS_OK && cpu == MLS_CPU_SCALAR);
 }
 
-static void the_default_is_the_best_offered(void)
+TEST(the_default_is_the_best_offered)
 {
     mls_cpu cpu = MLS_CPU_COUNT, same = MLS_CPU_COUNT;
     mls_status st;
@@ -20,7 +20,7 @@ static void the_default_is_the_best_offered(void)
     }
 }
 
-static void every_offered_set_can_be_asked_for_by_name(void)
+TEST(every_offered_set_can_be_asked_for_by_name)
 {
     for (int i = 0; i < MLS_CPU_COUNT; i++) {
         mls_cpu cpu = MLS_CPU_COUNT;
@@ -31,7 +31,7 @@ static void every_offered_set_can_be_asked_for_by_name(void)
     }
 }
 
-static void an_unknown_name_lists_what_is_offered(void)
+TEST(an_unknown_name_lists_what_is_offered)
 {
     mls_cpu cpu = MLS_CPU_COUNT;
     mls_status st;
@@ -40,27 +40,13 @@ static void an_unknown_name_lists_what_is_offered(void)
     CHECK(strstr(st.text, "'mmx'") != NULL && strstr(st.text, "scalar") != NULL);
 }
 
-static void there_is_a_processor(void)
+TEST(there_is_a_processor)
 {
     CHECK(mls_cpu_count() >= 1 && mls_cpu_count() < 100000);
 }
 
-static void how_memory_is_asked_for_does_not_change(void)
+TEST(how_memory_is_asked_for_does_not_change)
 {
     const bool first = mls_cpu_follows_runs();
     CHECK(mls_cpu_follows_runs() == first);
-}
-
-static const test_case tests[] = {
-    TEST(the_oracle_is_always_offered),
-    TEST(the_default_is_the_best_offered),
-    TEST(every_offered_set_can_be_asked_for_by_name),
-    TEST(an_unknown_name_lists_what_is_offered),
-    TEST(there_is_a_processor),
-    TEST(how_memory_is_asked_for_does_not_change),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -45,7 +45,7 @@ static unsigned decide(mls_store_choice *choice, const script *times, unsigned v
     return 0;
 }
 
-static void the_fastest_is_chosen_after_four_trials_of_each(void)
+TEST(the_fastest_is_chosen_after_four_trials_of_each)
 {
     static const script fastest[ALL] = {{50, 100, 100}, {100, 60, 100}, {100, 100, 60}};
     for (int store = 0; store < ALL; store++) {
@@ -55,7 +55,7 @@ static void the_fastest_is_chosen_after_four_trials_of_each(void)
     }
 }
 
-static void a_tie_goes_to_the_simpler_variant(void)
+TEST(a_tie_goes_to_the_simpler_variant)
 {
     const script same = {100, 100, 100}, nearly = {100, 96, 96}, wins = {100, 90, 88};
     mls_store_choice a = undecided(), b = undecided(), c = undecided();
@@ -65,7 +65,7 @@ static void a_tie_goes_to_the_simpler_variant(void)
 }
 
 /* Every third trial is preempted: it takes a hundred times as long. */
-static void a_stolen_core_changes_nothing(void)
+TEST(a_stolen_core_changes_nothing)
 {
     const script times = {100, 60, 110};
     mls_store_choice choice = undecided();
@@ -73,7 +73,7 @@ static void a_stolen_core_changes_nothing(void)
     CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM1);
 }
 
-static void a_hopeless_variant_is_tried_twice_only(void)
+TEST(a_hopeless_variant_is_tried_twice_only)
 {
     const script times = {100, 90, 500};
     mls_store_choice choice = undecided();
@@ -84,7 +84,7 @@ static void a_hopeless_variant_is_tried_twice_only(void)
 
 /* The first copy went to memory that the system had just cleared, where plain stores win.
  * After some copies the choice is made again. */
-static void a_decision_is_made_again_after_some_bytes(void)
+TEST(a_decision_is_made_again_after_some_bytes)
 {
     mls_store_choices choices;
     mls_status st;
@@ -112,7 +112,7 @@ static void a_decision_is_made_again_after_some_bytes(void)
 }
 
 /* A trial whose thread did not survive a fork never ends; another one replaces it. */
-static void lost_trials_are_replaced(void)
+TEST(lost_trials_are_replaced)
 {
     const script times = {100, 50, 100};
     mls_store_choice choice = undecided();
@@ -123,7 +123,7 @@ static void lost_trials_are_replaced(void)
     CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM1);
 }
 
-static void a_clock_that_stands_still_is_no_trouble(void)
+TEST(a_clock_that_stands_still_is_no_trouble)
 {
     const script times = {0, 0, 0};
     mls_store_choice choice = undecided();
@@ -131,7 +131,7 @@ static void a_clock_that_stands_still_is_no_trouble(void)
     CHECK(atomic_load(&choice.chosen) == MLS_STORE_PLAIN);
 }
 
-static void the_environment_forces_a_variant(void)
+TEST(the_environment_forces_a_variant)
 {
     mls_store_choices choices;
     mls_status st;
@@ -168,7 +168,7 @@ static unsigned decide_again(mls_store_choice *choice, const script *times)
 /* Streaming evicts data that are read next, so within the last level it must win by a
  * quarter, twice in succession.
  */
-static void a_stream_must_win_by_a_quarter_twice_where_the_cache_may_hold_the_result(void)
+TEST(a_stream_must_win_by_a_quarter_twice_where_the_cache_may_hold_the_result)
 {
     const script by_a_fifth = {120, 100, 100}, by_a_third = {133, 100, 100};
     mls_store_choices choices;
@@ -190,7 +190,7 @@ static void a_stream_must_win_by_a_quarter_twice_where_the_cache_may_hold_the_re
 }
 
 /* Plain stores to lines evicted by streaming are no fair measure of plain stores. */
-static void within_the_cache_each_variant_stores_two_results_and_the_second_counts(void)
+TEST(within_the_cache_each_variant_stores_two_results_and_the_second_counts)
 {
     static const struct {
         mls_store store;
@@ -222,7 +222,7 @@ static void within_the_cache_each_variant_stores_two_results_and_the_second_coun
 }
 
 /* A last level of 480 MiB, shared with other machines, does not decide alone. */
-static void a_large_cache_is_measured_too(void)
+TEST(a_large_cache_is_measured_too)
 {
     mls_store_choices choices;
     mls_status st;
@@ -238,7 +238,7 @@ static void a_large_cache_is_measured_too(void)
     }
 }
 
-static void results_are_measured_by_their_size_and_their_pages(void)
+TEST(results_are_measured_by_their_size_and_their_pages)
 {
     mls_store_choices choices;
     mls_status st;
@@ -301,7 +301,7 @@ static bool copy_by_threads(const mls_kernels *kernels, unsigned char *to,
            to[13 + THREADS * part] == 0xA5;
 }
 
-static void threads_decide_together_and_every_byte_arrives(void)
+TEST(threads_decide_together_and_every_byte_arrives)
 {
     unsigned char *to = malloc(LARGE), *from = malloc(LARGE);
     REQUIRE(to != NULL && from != NULL);
@@ -329,7 +329,7 @@ static void threads_decide_together_and_every_byte_arrives(void)
 }
 
 /* A checksum over several trials equals that of one pass. */
-static void checksums_go_on_over_trials(void)
+TEST(checksums_go_on_over_trials)
 {
     unsigned char *to = malloc(LARGE), *from = calloc(LARGE, 1);
     REQUIRE(to != NULL && from != NULL);
@@ -349,26 +349,4 @@ static void checksums_go_on_over_trials(void)
     CHECK(mls_crc_copy(crc, NULL, 7, to, from, LARGE - 3, mls_cached()) == wanted);
     free(to);
     free(from);
-}
-
-static const test_case tests[] = {
-    TEST(the_fastest_is_chosen_after_four_trials_of_each),
-    TEST(a_tie_goes_to_the_simpler_variant),
-    TEST(a_stolen_core_changes_nothing),
-    TEST(a_hopeless_variant_is_tried_twice_only),
-    TEST(a_decision_is_made_again_after_some_bytes),
-    TEST(lost_trials_are_replaced),
-    TEST(a_clock_that_stands_still_is_no_trouble),
-    TEST(the_environment_forces_a_variant),
-    TEST(a_stream_must_win_by_a_quarter_twice_where_the_cache_may_hold_the_result),
-    TEST(within_the_cache_each_variant_stores_two_results_and_the_second_counts),
-    TEST(a_large_cache_is_measured_too),
-    TEST(results_are_measured_by_their_size_and_their_pages),
-    TEST(threads_decide_together_and_every_byte_arrives),
-    TEST(checksums_go_on_over_trials),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

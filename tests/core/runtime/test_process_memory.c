@@ -43,7 +43,7 @@ static void forget(const char *name)
     remove(path);
 }
 
-static void version_2_counts_parents(void)
+TEST(version_2_counts_parents)
 {
     make_root();
     put("a/b/memory.max", "3000\n");
@@ -63,7 +63,7 @@ static void version_2_counts_parents(void)
     forget("");
 }
 
-static void version_1_has_a_folder_for_memory(void)
+TEST(version_1_has_a_folder_for_memory)
 {
     make_root();
     put("memory/job/memory.limit_in_bytes", "5000\n");
@@ -80,7 +80,7 @@ static void version_1_has_a_folder_for_memory(void)
     forget("");
 }
 
-static void nonsense_is_no_limit(void)
+TEST(nonsense_is_no_limit)
 {
     static char path[5000];
     static const char *const texts[] = {"", "\n\n", "0", "0:", "0::", ":memory", "::::"};
@@ -99,7 +99,7 @@ static void nonsense_is_no_limit(void)
     forget("");
 }
 
-static void the_system_tells(void)
+TEST(the_system_tells)
 {
     enum { BYTES = 64 << 20 };
     mls_process_memory before, after;
@@ -121,16 +121,4 @@ static void the_system_tells(void)
     CHECK(mls_process_memory_read(&before, &st) == MLS_E_IO);
     (void)after;
 #endif
-}
-
-static const test_case tests[] = {
-    TEST(version_2_counts_parents),
-    TEST(version_1_has_a_folder_for_memory),
-    TEST(nonsense_is_no_limit),
-    TEST(the_system_tells),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -29,7 +29,7 @@ static void *add_up(void *argument)
     return NULL;
 }
 
-static void what_is_waited_for_has_been_made(void)
+TEST(what_is_waited_for_has_been_made)
 {
     static factory f;
     pthread_t threads[READERS];
@@ -53,7 +53,7 @@ static void what_is_waited_for_has_been_made(void)
     mls_ready_counter_fini(&f.counter);
 }
 
-static void nobody_waits_for_nothing_or_behind_the_end(void)
+TEST(nobody_waits_for_nothing_or_behind_the_end)
 {
     mls_ready_counter counter;
     mls_ready_counter_init(&counter);
@@ -63,14 +63,4 @@ static void nobody_waits_for_nothing_or_behind_the_end(void)
     mls_ready_counter_wait(&counter, SIZE_MAX);
     mls_ready_counter_fini(&counter);
     CHECK(atomic_load(&counter.open) == SIZE_MAX);
-}
-
-static const test_case tests[] = {
-    TEST(what_is_waited_for_has_been_made),
-    TEST(nobody_waits_for_nothing_or_behind_the_end),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

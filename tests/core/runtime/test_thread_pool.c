@@ -30,7 +30,7 @@ static bool all_once(mls_pool *pool)
     return true;
 }
 
-static void every_index_runs_once_at_any_size(void)
+TEST(every_index_runs_once_at_any_size)
 {
     static const size_t sizes[] = {1, 2, 5, 3, 1, MLS_POOL_MAX_THREADS};
     mls_pool *pool = NULL;
@@ -46,7 +46,7 @@ static void every_index_runs_once_at_any_size(void)
     mls_pool_free(pool);
 }
 
-static void no_pool_and_no_work_are_fine(void)
+TEST(no_pool_and_no_work_are_fine)
 {
     mls_pool *pool = NULL;
     mls_status st;
@@ -57,7 +57,7 @@ static void no_pool_and_no_work_are_fine(void)
     mls_pool_free(NULL);
 }
 
-static void impossible_thread_counts_are_refused(void)
+TEST(impossible_thread_counts_are_refused)
 {
     mls_pool *pool = NULL;
     mls_status st;
@@ -90,7 +90,7 @@ static void *run_often(void *argument)
     return NULL;
 }
 
-static void threads_may_share_a_pool(void)
+TEST(threads_may_share_a_pool)
 {
     mls_pool *pool = NULL;
     mls_status st;
@@ -134,7 +134,7 @@ static void count_task(void *context, size_t index)
     atomic_fetch_add(&b->tasks, 1);
 }
 
-static void others_work_while_the_caller_is_at_its_own(void)
+TEST(others_work_while_the_caller_is_at_its_own)
 {
     static const size_t counts[] = {0, 1, MANY};
     mls_pool *pool = NULL;
@@ -152,7 +152,7 @@ static void others_work_while_the_caller_is_at_its_own(void)
 
 #if !defined(WITHOUT_FORK) /* TSan and qemu crash if a forked child starts a thread */
 /* A fork while the parent's threads sleep: the child must neither hang nor join them. */
-static void a_forked_child_works_and_can_end(void)
+TEST(a_forked_child_works_and_can_end)
 {
     mls_pool *pool = NULL;
     mls_status st;
@@ -178,19 +178,3 @@ static void a_forked_child_works_and_can_end(void)
     mls_pool_free(pool);
 }
 #endif
-
-static const test_case tests[] = {
-    TEST(others_work_while_the_caller_is_at_its_own),
-    TEST(every_index_runs_once_at_any_size),
-    TEST(no_pool_and_no_work_are_fine),
-    TEST(impossible_thread_counts_are_refused),
-    TEST(threads_may_share_a_pool),
-#if !defined(WITHOUT_FORK)
-    TEST(a_forked_child_works_and_can_end),
-#endif
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
-}

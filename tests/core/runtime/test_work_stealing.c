@@ -7,7 +7,7 @@
 
 enum { STRETCHES = 40, THREADS = 4 };
 
-static void a_thread_goes_along_its_own_stretch(void)
+TEST(a_thread_goes_along_its_own_stretch)
 {
     static const size_t starts[] = {0, 3, 6};
     static const size_t expected[][2] = {{0, 0}, {1, 3}, {0, 1}, {1, 4}, {1, 5}, {0, 2}};
@@ -23,7 +23,7 @@ static void a_thread_goes_along_its_own_stretch(void)
     mls_work_queues_fini(&all);
 }
 
-static void who_has_no_stretch_helps_another(void)
+TEST(who_has_no_stretch_helps_another)
 {
     static const size_t starts[] = {0, 4, 4, 5};
     mls_work_queues all;
@@ -39,7 +39,7 @@ static void who_has_no_stretch_helps_another(void)
     mls_work_queues_fini(&all);
 }
 
-static void nothing_is_nothing_to_take(void)
+TEST(nothing_is_nothing_to_take)
 {
     static const size_t starts[] = {0, 0, 0};
     for (size_t count = 0; count < 3; count++) {
@@ -68,7 +68,7 @@ static void *work(void *argument)
     return NULL;
 }
 
-static void threads_do_each_item_once(void)
+TEST(threads_do_each_item_once)
 {
     static yard y;
     size_t starts[STRETCHES + 1] = {0};
@@ -87,16 +87,4 @@ static void threads_do_each_item_once(void)
         CHECK(y.done[i] == 1);
     }
     mls_work_queues_fini(&y.all);
-}
-
-static const test_case tests[] = {
-    TEST(a_thread_goes_along_its_own_stretch),
-    TEST(who_has_no_stretch_helps_another),
-    TEST(nothing_is_nothing_to_take),
-    TEST(threads_do_each_item_once),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

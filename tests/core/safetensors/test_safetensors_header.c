@@ -52,7 +52,7 @@ static bool parses(const mls_header *h, mls_safetensors *out)
     return code == MLS_OK && out->has_crc;
 }
 
-static void large_items_come_first_then_names(void)
+TEST(large_items_come_first_then_names)
 {
     static const char *const order[] = {"none", "z", "a", "b"};
     static const size_t numbers[] = {3, 2, 1, 0};
@@ -79,7 +79,7 @@ static void large_items_come_first_then_names(void)
     CHECK(h.text.data == NULL && h.crcs == NULL);
 }
 
-static void the_first_tensor_lies_at_the_asked_alignment(void)
+TEST(the_first_tensor_lies_at_the_asked_alignment)
 {
     static const size_t alignments[] = {8, 64, 512, 4096, 1 << 16};
     for (size_t i = 0; i < sizeof alignments / sizeof alignments[0]; i++) {
@@ -95,7 +95,7 @@ static void the_first_tensor_lies_at_the_asked_alignment(void)
 }
 
 /* Metadata of increasing length, beyond the next multiple of the alignment. */
-static void no_length_of_the_text_moves_the_payload_off_its_place(void)
+TEST(no_length_of_the_text_moves_the_payload_off_its_place)
 {
     char long_value[200];
     memset(long_value, 'x', sizeof long_value);
@@ -125,7 +125,7 @@ static bool digits_are(const mls_header *h, size_t at, uint32_t value)
     return memcmp(h->text.data + at, digits, 8) == 0;
 }
 
-static void each_block_of_each_tensor_has_its_digits(void)
+TEST(each_block_of_each_tensor_has_its_digits)
 {
     enum { BLOCK = MLS_SAFETENSORS_BLOCK };
     static const size_t sizes[] = {BLOCK, BLOCK + 1, 3 * BLOCK, 0, 1};
@@ -158,7 +158,7 @@ static void each_block_of_each_tensor_has_its_digits(void)
     mls_header_fini(&h);
 }
 
-static void the_headers_checksum_is_that_of_zeros_in_its_place(void)
+TEST(the_headers_checksum_is_that_of_zeros_in_its_place)
 {
     mls_header_tensor tensors[4];
     mls_header h;
@@ -171,7 +171,7 @@ static void the_headers_checksum_is_that_of_zeros_in_its_place(void)
     mls_header_fini(&h);
 }
 
-static void metadata_goes_by_key_among_our_own(void)
+TEST(metadata_goes_by_key_among_our_own)
 {
     const mls_str_pair pairs[] = {{text("z"), text("\"\\")},
                                   {text("mlstate.shards"), text("{}")},
@@ -210,7 +210,7 @@ static bool refuses(mls_header_tensor *tensors, size_t count, const mls_str_pair
            strcmp(st.name, name) == 0 && strstr(st.text, why) != NULL;
 }
 
-static void names_and_keys_that_cannot_be_are_refused(void)
+TEST(names_and_keys_that_cannot_be_are_refused)
 {
     mls_header_tensor tensors[3];
     for (size_t i = 0; i < 3; i++) {
@@ -232,7 +232,7 @@ static void names_and_keys_that_cannot_be_are_refused(void)
     CHECK(refuses(&one, 1, &value, 1, "k", "UTF-8"));
 }
 
-static void a_long_name_leaves_room_for_the_reason(void)
+TEST(a_long_name_leaves_room_for_the_reason)
 {
     char name[1000];
     memset(name, 'n', sizeof name - 1);
@@ -245,7 +245,7 @@ static void a_long_name_leaves_room_for_the_reason(void)
     CHECK(strstr(st.text, "nnn' appears twice") != NULL);
 }
 
-static void a_header_over_the_formats_limit_is_refused(void)
+TEST(a_header_over_the_formats_limit_is_refused)
 {
     const size_t length = MLS_SAFETENSORS_MAX_HEADER;
     char *value = malloc(length);
@@ -258,21 +258,4 @@ static void a_header_over_the_formats_limit_is_refused(void)
     CHECK(mls_header_init(&h, &one, 1, &pair, 1, 64, &st) == MLS_E_SIZE);
     CHECK(h.count == 77 && strstr(st.text, "100000000") != NULL);
     free(value);
-}
-
-static const test_case tests[] = {
-    TEST(large_items_come_first_then_names),
-    TEST(the_first_tensor_lies_at_the_asked_alignment),
-    TEST(no_length_of_the_text_moves_the_payload_off_its_place),
-    TEST(each_block_of_each_tensor_has_its_digits),
-    TEST(the_headers_checksum_is_that_of_zeros_in_its_place),
-    TEST(metadata_goes_by_key_among_our_own),
-    TEST(names_and_keys_that_cannot_be_are_refused),
-    TEST(a_long_name_leaves_room_for_the_reason),
-    TEST(a_header_over_the_formats_limit_is_refused),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -32,7 +32,7 @@ static mls_code parse(const image *file, mls_safetensors *out, mls_status *st)
     "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape                            \
     "],\"data_offsets\":[" #begin "," #end "]}"
 
-static void another_writers_header_is_understood(void)
+TEST(another_writers_header_is_understood)
 {
     /* unsorted, with a contiguous payload, an unknown field, empty and 0-d tensors */
     const image file =
@@ -60,7 +60,7 @@ static void another_writers_header_is_understood(void)
     mls_safetensors_fini(&f);
 }
 
-static void a_file_without_tensors_is_good(void)
+TEST(a_file_without_tensors_is_good)
 {
     const image bare = image_of("{}", 0),
                 padded = image_of("{\"__metadata__\":{}}   ", 0);
@@ -73,7 +73,7 @@ static void a_file_without_tensors_is_good(void)
     mls_safetensors_fini(&f);
 }
 
-static void headers_that_lie_are_refused(void)
+TEST(headers_that_lie_are_refused)
 {
     static const struct {
         const char *header;
@@ -131,7 +131,7 @@ static void headers_that_lie_are_refused(void)
     }
 }
 
-static void lengths_that_lie_are_refused(void)
+TEST(lengths_that_lie_are_refused)
 {
     image file = image_of("{" T("a", "U8", "3", 0, 3) "}", 3);
     mls_safetensors f;
@@ -148,7 +148,7 @@ static void lengths_that_lie_are_refused(void)
     }
 }
 
-static void more_than_64_dimensions_are_refused(void)
+TEST(more_than_64_dimensions_are_refused)
 {
     char header[512], shape[160] = "";
     mls_safetensors f;
@@ -166,15 +166,4 @@ static void more_than_64_dimensions_are_refused(void)
             mls_safetensors_fini(&f);
         }
     }
-}
-
-static const test_case tests[] = {
-    TEST(another_writers_header_is_understood), TEST(a_file_without_tensors_is_good),
-    TEST(headers_that_lie_are_refused),         TEST(lengths_that_lie_are_refused),
-    TEST(more_than_64_dimensions_are_refused),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

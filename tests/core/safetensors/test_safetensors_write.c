@@ -77,7 +77,7 @@ static bool stored_is(size_t index, const char *name, const void *expected, size
     return same;
 }
 
-static void what_is_written_comes_back_in_order(void)
+TEST(what_is_written_comes_back_in_order)
 {
     float floats[6] = {0, 1, 2, 3, 4, 5};
     uint16_t halves[3] = {7, 8, 9};
@@ -111,7 +111,7 @@ static void what_is_written_comes_back_in_order(void)
     unlink(path);
 }
 
-static void the_order_of_the_arguments_does_not_matter(void)
+TEST(the_order_of_the_arguments_does_not_matter)
 {
     unsigned char data[4] = {1, 2, 3, 4};
     const mls_tensor t = view(data, MLS_U8, 1, 4, 0);
@@ -133,7 +133,7 @@ static void the_order_of_the_arguments_does_not_matter(void)
 }
 
 /* The same numbers through strided views, compared with a packed copy. */
-static void strided_and_swapped_tensors_are_packed(void)
+TEST(strided_and_swapped_tensors_are_packed)
 {
     enum { ROWS = 700, COLUMNS = 900 }; /* more than the buffer holds */
     uint32_t *numbers = malloc(4 * ROWS * COLUMNS), *packed = malloc(4 * ROWS * COLUMNS);
@@ -166,7 +166,7 @@ static void strided_and_swapped_tensors_are_packed(void)
     unlink(path);
 }
 
-static void one_swapped_number_without_dimensions_is_packed(void)
+TEST(one_swapped_number_without_dimensions_is_packed)
 {
     uint32_t number = 0x01020304;
     mls_tensor t = view(&number, MLS_F32, 0, 0, 0);
@@ -178,7 +178,7 @@ static void one_swapped_number_without_dimensions_is_packed(void)
     unlink(path);
 }
 
-static void names_that_no_file_can_hold_are_refused(void)
+TEST(names_that_no_file_can_hold_are_refused)
 {
     unsigned char byte = 1;
     const mls_tensor t = view(&byte, MLS_U8, 0, 0, 0);
@@ -203,7 +203,7 @@ static void names_that_no_file_can_hold_are_refused(void)
     CHECK(access(path, F_OK) != 0);
 }
 
-static void a_header_over_100_megabytes_is_refused(void)
+TEST(a_header_over_100_megabytes_is_refused)
 {
     const size_t bytes = 100000001;
     char *long_text = malloc(bytes);
@@ -227,7 +227,7 @@ static mls_code parse_all(const unsigned char *data, size_t length, bool verify,
     return code;
 }
 
-static void any_changed_byte_of_a_header_and_any_cut_is_noticed(void)
+TEST(any_changed_byte_of_a_header_and_any_cut_is_noticed)
 {
     float floats[4] = {1, 2, 3, 4};
     const mls_tensor t = view(floats, MLS_F32, 2, 2, 2);
@@ -255,7 +255,7 @@ static void any_changed_byte_of_a_header_and_any_cut_is_noticed(void)
     unlink(path);
 }
 
-static void a_changed_tensor_is_noticed_unless_nobody_looks(void)
+TEST(a_changed_tensor_is_noticed_unless_nobody_looks)
 {
     float floats[4] = {1, 2, 3, 4};
     float read_back[4];
@@ -284,7 +284,7 @@ static void a_changed_tensor_is_noticed_unless_nobody_looks(void)
     unlink(path);
 }
 
-static void the_first_damage_is_told_whatever_the_threads(void)
+TEST(the_first_damage_is_told_whatever_the_threads)
 {
     enum { COUNT = 3 << 20, ITEMS = 4 };
     mls_status st;
@@ -328,21 +328,4 @@ static void the_first_damage_is_told_whatever_the_threads(void)
     (void)close(fd);
     mls_safetensors_fini(&file);
     mls_free(data);
-}
-
-static const test_case tests[] = {
-    TEST(the_first_damage_is_told_whatever_the_threads),
-    TEST(what_is_written_comes_back_in_order),
-    TEST(the_order_of_the_arguments_does_not_matter),
-    TEST(strided_and_swapped_tensors_are_packed),
-    TEST(one_swapped_number_without_dimensions_is_packed),
-    TEST(names_that_no_file_can_hold_are_refused),
-    TEST(a_header_over_100_megabytes_is_refused),
-    TEST(any_changed_byte_of_a_header_and_any_cut_is_noticed),
-    TEST(a_changed_tensor_is_noticed_unless_nobody_looks),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

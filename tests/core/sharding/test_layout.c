@@ -53,7 +53,7 @@ static mls_part part_of(const mls_layout *layout, int rank, const size_t *shape,
     return part;
 }
 
-static void rows_are_cut_as_torch_cuts_them(void)
+TEST(rows_are_cut_as_torch_cuts_them)
 {
     const size_t shape[] = {5, 3};
     const mls_layout rows = one_step(0, 4);
@@ -65,7 +65,7 @@ static void rows_are_cut_as_torch_cuts_them(void)
     }
 }
 
-static void flat_chunks_are_never_of_negative_size(void)
+TEST(flat_chunks_are_never_of_negative_size)
 {
     const size_t shape[] = {3};
     const mls_layout flat = one_step(MLS_LAYOUT_FLAT, 8);
@@ -75,7 +75,7 @@ static void flat_chunks_are_never_of_negative_size(void)
     }
 }
 
-static void the_last_step_counts_fastest(void)
+TEST(the_last_step_counts_fastest)
 {
     const size_t shape[] = {4, 6};
     const mls_layout both = two_steps(1, 2, 0, 2);
@@ -101,7 +101,7 @@ static size_t layouts(mls_layout *out)
     return count;
 }
 
-static void the_parts_of_a_layout_are_the_tensor(void)
+TEST(the_parts_of_a_layout_are_the_tensor)
 {
     const size_t shape[] = {5, 4, 3};
     mls_layout all[64];
@@ -162,7 +162,7 @@ static void check_overlap(const mls_part *a, const mls_part *b, const size_t *sh
     }
 }
 
-static void any_part_meets_any_other_in_what_they_share(void)
+TEST(any_part_meets_any_other_in_what_they_share)
 {
     const size_t shapes[][3] = {{5, 4, 3}, {1, 7, 2}, {3, 0, 2}, {6, 1, 1}};
     mls_layout all[64];
@@ -184,7 +184,7 @@ static void any_part_meets_any_other_in_what_they_share(void)
     }
 }
 
-static void a_scalar_is_one_element(void)
+TEST(a_scalar_is_one_element)
 {
     const mls_part all = part_of(&whole_tensor, 0, NULL, 0);
     const mls_layout flat = one_step(MLS_LAYOUT_FLAT, 2);
@@ -201,7 +201,7 @@ static void a_scalar_is_one_element(void)
     CHECK(!mls_overlap_next(&overlap, &run));
 }
 
-static void rows_that_both_have_whole_are_one_run(void)
+TEST(rows_that_both_have_whole_are_one_run)
 {
     const size_t shape[] = {8, 4, 5};
     const mls_layout rows = one_step(0, 4);
@@ -215,7 +215,7 @@ static void rows_that_both_have_whole_are_one_run(void)
     CHECK(!mls_overlap_next(&overlap, &run));
 }
 
-static void impossible_layouts_are_refused(void)
+TEST(impossible_layouts_are_refused)
 {
     const size_t shape[] = {4, 4};
     mls_layout many = {.count = MLS_LAYOUT_STEPS + 1};
@@ -240,7 +240,7 @@ static void impossible_layouts_are_refused(void)
     CHECK(part.rank == 77);
 }
 
-static void a_copy_of_a_part_is_that_part(void)
+TEST(a_copy_of_a_part_is_that_part)
 {
     const size_t shape[] = {5, 3, 2};
     const mls_layout both = two_steps(1, 2, MLS_LAYOUT_FLAT, 3);
@@ -256,7 +256,7 @@ static void a_copy_of_a_part_is_that_part(void)
 }
 
 /* Values beyond the rank are ignored, and a flat part may be a whole box. */
-static void parts_with_the_same_elements_are_equal(void)
+TEST(parts_with_the_same_elements_are_equal)
 {
     const mls_part rows = {
         .rank = 2, .start = {1, 0, 7}, .length = {2, 3, 7}, .begin = 0, .end = 6};
@@ -272,7 +272,7 @@ static void parts_with_the_same_elements_are_equal(void)
     CHECK(mls_part_equal(&rows, &other));
 }
 
-static void more_parts_than_elements_leave_the_last_ones_empty(void)
+TEST(more_parts_than_elements_leave_the_last_ones_empty)
 {
     const size_t shape[] = {2, 2};
     const mls_layout rows = one_step(0, SIZE_MAX);
@@ -280,7 +280,7 @@ static void more_parts_than_elements_leave_the_last_ones_empty(void)
     CHECK(mls_part_count(&last) == 0 && last.start[0] == 2);
 }
 
-static void a_part_has_the_shape_of_its_box_or_one_dimension(void)
+TEST(a_part_has_the_shape_of_its_box_or_one_dimension)
 {
     const size_t shape[] = {10, 3};
     const mls_layout rows = one_step(0, 4), flat = one_step(MLS_LAYOUT_FLAT, 4);
@@ -308,7 +308,7 @@ static bool is_step(const char *text, int axis, size_t parts)
            has_parts == (strchr(text, '=') != NULL);
 }
 
-static void every_name_is_parsed_and_no_other_text(void)
+TEST(every_name_is_parsed_and_no_other_text)
 {
     static const char *const bad[] = {
         "",       "row",     "rows=",   "rows=x",          "rows ",
@@ -330,7 +330,7 @@ static void every_name_is_parsed_and_no_other_text(void)
           is_step("axis:12=999999999", 12, 999999999));
 }
 
-static void steps_without_an_axis_have_a_name(void)
+TEST(steps_without_an_axis_have_a_name)
 {
     int axis = 5;
     const char *flat = mls_layout_step_name(MLS_LAYOUT_FLAT);
@@ -341,26 +341,4 @@ static void steps_without_an_axis_have_a_name(void)
     CHECK(!mls_layout_step_from_name((mls_str){"whole", 5}, &axis) && axis == 5);
     CHECK(mls_layout_step_from_name((mls_str){flat, 4}, &axis) &&
           axis == MLS_LAYOUT_FLAT);
-}
-
-static const test_case tests[] = {
-    TEST(every_name_is_parsed_and_no_other_text),
-    TEST(steps_without_an_axis_have_a_name),
-    TEST(rows_are_cut_as_torch_cuts_them),
-    TEST(flat_chunks_are_never_of_negative_size),
-    TEST(the_last_step_counts_fastest),
-    TEST(the_parts_of_a_layout_are_the_tensor),
-    TEST(any_part_meets_any_other_in_what_they_share),
-    TEST(a_scalar_is_one_element),
-    TEST(rows_that_both_have_whole_are_one_run),
-    TEST(impossible_layouts_are_refused),
-    TEST(a_copy_of_a_part_is_that_part),
-    TEST(parts_with_the_same_elements_are_equal),
-    TEST(more_parts_than_elements_leave_the_last_ones_empty),
-    TEST(a_part_has_the_shape_of_its_box_or_one_dimension),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -63,7 +63,7 @@ static void compare(const mls_layout *stored, int rank, const size_t *shape,
     CHECK(!mls_layout_intersection_next(&meeting, &more));
 }
 
-static void the_parts_found_are_those_that_meet(void)
+TEST(the_parts_found_are_those_that_meet)
 {
     static const size_t shapes[][3] = {{5, 4, 6}, {7, 3, 2}, {1, 1, 1}, {2, 9, 3},
                                        {0, 4, 2}, {4, 0, 3}, {13, 2, 5}};
@@ -80,7 +80,7 @@ static void the_parts_found_are_those_that_meet(void)
     }
 }
 
-static void a_scalar_is_in_the_first_part(void)
+TEST(a_scalar_is_in_the_first_part)
 {
     const mls_layout flat = {1, {{MLS_LAYOUT_FLAT, 3}}};
     const mls_layout whole = {0};
@@ -92,7 +92,7 @@ static void a_scalar_is_in_the_first_part(void)
 }
 
 /* A thousand million parts: the cost does not depend on their number. */
-static void the_number_of_parts_does_not_matter(void)
+TEST(the_number_of_parts_does_not_matter)
 {
     const size_t shape[] = {1U << 20, 1U << 12};
     const mls_layout old = {1, {{MLS_LAYOUT_FLAT, 1U << 30}}};
@@ -114,15 +114,4 @@ static void the_number_of_parts_does_not_matter(void)
         CHECK(meet(&found, &to));
     }
     CHECK(count == 2 || count == 3);
-}
-
-static const test_case tests[] = {
-    TEST(the_parts_found_are_those_that_meet),
-    TEST(a_scalar_is_in_the_first_part),
-    TEST(the_number_of_parts_does_not_matter),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -26,7 +26,7 @@ static bool aligns(const char *state, int rank, const size_t *shape, int paramet
     return found && memcmp(axes, expected, (size_t)rank) == 0 && axes[rank] == UNTOUCHED;
 }
 
-static void a_state_of_the_same_shape_has_the_same_axes(void)
+TEST(a_state_of_the_same_shape_has_the_same_axes)
 {
     const size_t shape[] = {4, 4, 1};
     CHECK(aligns("m", 3, shape, 3, shape, NULL));
@@ -34,7 +34,7 @@ static void a_state_of_the_same_shape_has_the_same_axes(void)
     CHECK(aligns("m", 1, shape, 1, shape, NULL));
 }
 
-static void a_counter_has_no_axes_at_all(void)
+TEST(a_counter_has_no_axes_at_all)
 {
     const size_t shape[] = {4, 4};
     CHECK(aligns("step", 0, NULL, 2, shape, NULL));
@@ -42,7 +42,7 @@ static void a_counter_has_no_axes_at_all(void)
     CHECK(aligns("step", 0, NULL, 0, NULL, NULL));
 }
 
-static void sums_over_an_axis_lack_it(void)
+TEST(sums_over_an_axis_lack_it)
 {
     const size_t shape[] = {6, 4}, rows[] = {6}, columns[] = {4};
     CHECK(aligns("exp_avg_sq_row", 1, rows, 2, shape, (const signed char[]){0}));
@@ -54,7 +54,7 @@ static void sums_over_an_axis_lack_it(void)
     CHECK(aligns("row", 1, columns, 2, shape, (const signed char[]){1}));
 }
 
-static void names_decide_for_square_matrices(void)
+TEST(names_decide_for_square_matrices)
 {
     const size_t shape[] = {5, 5, 5}, sums[] = {5, 5};
     CHECK(aligns("exp_avg_sq_row", 1, sums, 2, shape, (const signed char[]){0}));
@@ -67,7 +67,7 @@ static void names_decide_for_square_matrices(void)
     CHECK(mls_optimizer_axes((mls_str){0}, 1, sums, 2, shape, (signed char[]){7}));
 }
 
-static void batches_of_matrices_keep_their_first_axes(void)
+TEST(batches_of_matrices_keep_their_first_axes)
 {
     const size_t shape[] = {3, 6, 4}, rows[] = {3, 6}, columns[] = {3, 4};
     const size_t first[] = {6, 4};
@@ -76,7 +76,7 @@ static void batches_of_matrices_keep_their_first_axes(void)
     CHECK(aligns("x", 2, first, 3, shape, (const signed char[]){1, 2}));
 }
 
-static void axes_of_length_one_are_lacking_too(void)
+TEST(axes_of_length_one_are_lacking_too)
 {
     const size_t shape[] = {6, 4}, rows[] = {6, 1}, columns[] = {1, 4}, both[] = {1, 1};
     const size_t vector[] = {6}, one[] = {1}, narrow[] = {1, 4};
@@ -88,7 +88,7 @@ static void axes_of_length_one_are_lacking_too(void)
     CHECK(aligns("v", 2, both, 2, narrow, (const signed char[]){0, NONE}));
 }
 
-static void what_does_not_fit_has_none_of_the_axes(void)
+TEST(what_does_not_fit_has_none_of_the_axes)
 {
     const size_t shape[] = {6, 4}, other[] = {6, 5, 4}, wrong[] = {7};
     const size_t none = 0;
@@ -129,7 +129,7 @@ static bool projects(mls_layout layout, size_t index, int rank, const signed cha
     return same;
 }
 
-static void the_same_axes_are_cut_the_same_way(void)
+TEST(the_same_axes_are_cut_the_same_way)
 {
     const mls_layout whole = {0}, both = cut_twice(1, 3, MLS_LAYOUT_FLAT, 4);
     CHECK(projects(whole, 0, 2, NULL, whole, 0));
@@ -138,7 +138,7 @@ static void the_same_axes_are_cut_the_same_way(void)
     }
 }
 
-static void steps_along_lacking_axes_are_left_out(void)
+TEST(steps_along_lacking_axes_are_left_out)
 {
     const signed char columns[] = {1}, swapped[] = {1, 0}, rows[] = {0, NONE};
     const mls_layout both = cut_twice(0, 3, 1, 4);
@@ -151,7 +151,7 @@ static void steps_along_lacking_axes_are_left_out(void)
     CHECK(projects(both, 11, 2, none, (mls_layout){0}, 0));
 }
 
-static void an_axis_that_is_cut_again_stays_so(void)
+TEST(an_axis_that_is_cut_again_stays_so)
 {
     const signed char rows[] = {0};
     const mls_layout again = {.count = 3, .steps = {{0, 2}, {1, 3}, {0, 5}}};
@@ -161,7 +161,7 @@ static void an_axis_that_is_cut_again_stays_so(void)
     }
 }
 
-static void flat_pieces_are_only_of_what_has_the_same_axes(void)
+TEST(flat_pieces_are_only_of_what_has_the_same_axes)
 {
     const signed char rows[] = {0};
     const mls_layout flat = cut(MLS_LAYOUT_FLAT, 4);
@@ -174,7 +174,7 @@ static void flat_pieces_are_only_of_what_has_the_same_axes(void)
 }
 
 /* Each rank's part of a row sum covers that rank's rows, for any layout. */
-static void a_projected_part_has_the_indices_of_its_parameter(void)
+TEST(a_projected_part_has_the_indices_of_its_parameter)
 {
     const size_t shape[] = {7, 5}, sums[] = {7};
     const signed char rows[] = {0};
@@ -189,24 +189,4 @@ static void a_projected_part_has_the_indices_of_its_parameter(void)
         REQUIRE(mls_layout_part(&projected, 1, sums, part_index, &part, &st) == MLS_OK);
         CHECK(part.start[0] == whole.start[0] && part.length[0] == whole.length[0]);
     }
-}
-
-static const test_case tests[] = {
-    TEST(a_state_of_the_same_shape_has_the_same_axes),
-    TEST(a_counter_has_no_axes_at_all),
-    TEST(sums_over_an_axis_lack_it),
-    TEST(names_decide_for_square_matrices),
-    TEST(batches_of_matrices_keep_their_first_axes),
-    TEST(axes_of_length_one_are_lacking_too),
-    TEST(what_does_not_fit_has_none_of_the_axes),
-    TEST(the_same_axes_are_cut_the_same_way),
-    TEST(steps_along_lacking_axes_are_left_out),
-    TEST(an_axis_that_is_cut_again_stays_so),
-    TEST(flat_pieces_are_only_of_what_has_the_same_axes),
-    TEST(a_projected_part_has_the_indices_of_its_parameter),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -68,7 +68,7 @@ static mls_code refusal(const mls_load_into_pair *pairs, size_t count, bool cast
 
 /* ---- refusals ---- */
 
-static void shapes_and_dtypes_are_refused_by_name(void)
+TEST(shapes_and_dtypes_are_refused_by_name)
 {
     fill_random(small, sizeof small, 1);
     const mls_tensor good = view(small, MLS_F32, 4, 4);
@@ -104,7 +104,7 @@ static void shapes_and_dtypes_are_refused_by_name(void)
     }
 }
 
-static void a_target_over_its_own_source_is_refused(void)
+TEST(a_target_over_its_own_source_is_refused)
 {
     mls_tensor target = view(small, MLS_F32, 8, 8);
     mls_tensor source = view(small + 128, MLS_F32, 8, 8);
@@ -127,7 +127,7 @@ static void a_target_over_its_own_source_is_refused(void)
     CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
 }
 
-static void a_target_over_another_source_is_refused_with_both_names(void)
+TEST(a_target_over_another_source_is_refused_with_both_names)
 {
     const mls_tensor a = view(small, MLS_F32, 8, 8);
     const mls_tensor b = view(small + 1024, MLS_F32, 8, 8);
@@ -151,7 +151,7 @@ static void a_target_over_another_source_is_refused_with_both_names(void)
     CHECK(strstr(st.text, "'kept'") != NULL);
 }
 
-static void both_names_are_seen_however_long_they_are(void)
+TEST(both_names_are_seen_however_long_they_are)
 {
     char long_a[602] = "a", long_b[602] = "b";
     for (size_t i = 1; i < 601;
@@ -172,7 +172,7 @@ static void both_names_are_seen_however_long_they_are(void)
     CHECK(strstr(st.text, "''") != NULL);
 }
 
-static void targets_that_lie_on_themselves_are_refused(void)
+TEST(targets_that_lie_on_themselves_are_refused)
 {
     mls_tensor target = view(small, MLS_F32, 4, 8);
     const mls_tensor source = view(small + 1024, MLS_F32, 4, 8);
@@ -194,7 +194,7 @@ static void targets_that_lie_on_themselves_are_refused(void)
 
 /* ---- pairs that are skipped ---- */
 
-static void a_target_that_is_its_source_is_left_out(void)
+TEST(a_target_that_is_its_source_is_left_out)
 {
     fill_random(small, sizeof small, 2);
     memcpy(before, small, sizeof small);
@@ -219,7 +219,7 @@ static void a_target_that_is_its_source_is_left_out(void)
     CHECK(memcmp(before, small, sizeof small) == 0);
 }
 
-static void nothing_and_empty_tensors_are_fine(void)
+TEST(nothing_and_empty_tensors_are_fine)
 {
     mls_tensor none = view(NULL, MLS_F32, 0, 8), inside = view(small, MLS_F32, 0, 8);
     mls_tensor source = view(small, MLS_F32, 2, 2),
@@ -261,7 +261,7 @@ static void check_pair(const mls_tensor *dst, const mls_tensor *src)
     }
 }
 
-static void large_tensors_of_any_layout_arrive_whole(void)
+TEST(large_tensors_of_any_layout_arrive_whole)
 {
     enum { ROWS = 700, COLUMNS = 900 };
     fill_random(from_bytes, sizeof from_bytes, 4);
@@ -291,7 +291,7 @@ static void large_tensors_of_any_layout_arrive_whole(void)
     check_pair(&target, &src);
 }
 
-static void large_tensors_are_cut_along_inner_axes_too(void)
+TEST(large_tensors_are_cut_along_inner_axes_too)
 {
     enum { INNER = 290000 };
     const size_t shape[3] = {3, 2, INNER}; /* one row is larger than a part */
@@ -306,7 +306,7 @@ static void large_tensors_are_cut_along_inner_axes_too(void)
     check_pair(&dst, &src);
 }
 
-static void every_float_converts_to_every_other(void)
+TEST(every_float_converts_to_every_other)
 {
     enum { ROWS = 500, COLUMNS = 1001 }; /* up to 4 MB */
     fill_random(from_bytes, sizeof from_bytes, 6);
@@ -329,7 +329,7 @@ static void every_float_converts_to_every_other(void)
     }
 }
 
-static void tied_targets_are_written_in_the_order_of_the_pairs(void)
+TEST(tied_targets_are_written_in_the_order_of_the_pairs)
 {
     enum { BYTES = 3 << 20 };
     fill_random(from_bytes, sizeof from_bytes, 7);
@@ -360,7 +360,7 @@ static void tied_targets_are_written_in_the_order_of_the_pairs(void)
     }
 }
 
-static void many_tensors_in_any_order_arrive(void)
+TEST(many_tensors_in_any_order_arrive)
 {
     enum { SLOT = 1024 };
     static mls_tensor views[2 * MANY];
@@ -410,7 +410,7 @@ static bool collides(const mls_tensor *targets, const mls_tensor *sources, size_
     return false;
 }
 
-static void the_sweep_agrees_with_comparing_all(void)
+TEST(the_sweep_agrees_with_comparing_all)
 {
     uint64_t seed = 10;
     size_t refused = 0, loaded = 0;
@@ -449,25 +449,4 @@ static void the_sweep_agrees_with_comparing_all(void)
         mls_load_into_free(plan);
     }
     CHECK(refused > 1000 && loaded > 1000);
-}
-
-static const test_case tests[] = {
-    TEST(shapes_and_dtypes_are_refused_by_name),
-    TEST(a_target_over_its_own_source_is_refused),
-    TEST(a_target_over_another_source_is_refused_with_both_names),
-    TEST(both_names_are_seen_however_long_they_are),
-    TEST(targets_that_lie_on_themselves_are_refused),
-    TEST(a_target_that_is_its_source_is_left_out),
-    TEST(nothing_and_empty_tensors_are_fine),
-    TEST(large_tensors_of_any_layout_arrive_whole),
-    TEST(large_tensors_are_cut_along_inner_axes_too),
-    TEST(every_float_converts_to_every_other),
-    TEST(tied_targets_are_written_in_the_order_of_the_pairs),
-    TEST(many_tensors_in_any_order_arrive),
-    TEST(the_sweep_agrees_with_comparing_all),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

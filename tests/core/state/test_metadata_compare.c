@@ -15,7 +15,7 @@ static mls_fact_pair both(mls_tensor_meta source, mls_tensor_meta target)
         .source = source, .target = target, .has_source = true, .has_target = true};
 }
 
-static void shapes_differ_by_rank_or_by_a_dimension(void)
+TEST(shapes_differ_by_rank_or_by_a_dimension)
 {
     const mls_tensor_meta a = facts(two_three, 2, "float32");
     const mls_tensor_meta turned = facts(three_two, 2, "float32");
@@ -29,7 +29,7 @@ static void shapes_differ_by_rank_or_by_a_dimension(void)
           !mls_tensor_meta_same_shape(&scalar, &a));
 }
 
-static void dtypes_are_compared_as_text(void)
+TEST(dtypes_are_compared_as_text)
 {
     char copy[] = "float32";
     const mls_tensor_meta a = facts(two_three, 2, "float32");
@@ -39,7 +39,7 @@ static void dtypes_are_compared_as_text(void)
           !mls_tensor_meta_same_dtype(&a, &other));
 }
 
-static void each_pair_gets_its_bits_and_all_are_counted(void)
+TEST(each_pair_gets_its_bits_and_all_are_counted)
 {
     const mls_tensor_meta a = facts(two_three, 2, "float32");
     const mls_tensor_meta turned = facts(three_two, 2, "float32");
@@ -63,14 +63,14 @@ static void each_pair_gets_its_bits_and_all_are_counted(void)
     CHECK(counts.shapes == 2 && counts.dtypes == 2 && counts.same == 1);
 }
 
-static void nothing_has_no_differences(void)
+TEST(nothing_has_no_differences)
 {
     const mls_metadata_counts counts = mls_metadata_compare(NULL, 0, NULL);
     CHECK(counts.missing + counts.unexpected + counts.shapes + counts.dtypes == 0);
     CHECK(counts.same == 0);
 }
 
-static void a_digest_begins_with_lengths_and_dimensions(void)
+TEST(a_digest_begins_with_lengths_and_dimensions)
 {
     static const size_t dims[] = {3, 258};
     const mls_tensor_meta facts = {.shape = dims, .dtype = "float32", .rank = 2};
@@ -80,17 +80,4 @@ static void a_digest_begins_with_lengths_and_dimensions(void)
     unsigned char head[MLS_FACTS_HEAD_MOST];
     CHECK(mls_tensor_meta_head((mls_str){"ab", 2}, &facts, head) == sizeof expected);
     CHECK(memcmp(head, expected, sizeof expected) == 0);
-}
-
-static const test_case tests[] = {
-    TEST(a_digest_begins_with_lengths_and_dimensions),
-    TEST(shapes_differ_by_rank_or_by_a_dimension),
-    TEST(dtypes_are_compared_as_text),
-    TEST(each_pair_gets_its_bits_and_all_are_counted),
-    TEST(nothing_has_no_differences),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -42,7 +42,7 @@ static void check(const mls_str *a, size_t a_count, const mls_str *b, size_t b_c
     }
 }
 
-static void lists_in_one_order_are_matched_in_step(void)
+TEST(lists_in_one_order_are_matched_in_step)
 {
     const mls_str names[] = {text("a"), text("b.c"), text(""), text("b")};
     size_t partners[4], rest[4], rest_count = 9;
@@ -60,14 +60,14 @@ static void lists_in_one_order_are_matched_in_step(void)
     check(names, 0, names, 0);
 }
 
-static void a_name_is_compared_as_bytes_with_its_length(void)
+TEST(a_name_is_compared_as_bytes_with_its_length)
 {
     const mls_str a[] = {{"x\0y", 3}, {"x\0z", 3}, {"x", 1}};
     const mls_str b[] = {{"x", 1}, {"x\0z", 3}, {"x\0y", 3}};
     check(a, 3, b, 3);
 }
 
-static void equal_names_of_a_list_get_one_partner_each(void)
+TEST(equal_names_of_a_list_get_one_partner_each)
 {
     const mls_str a[] = {text("w"), text("w"), text("v"), text("w")};
     const mls_str b[] = {text("v"), text("w"), text("w")};
@@ -75,7 +75,7 @@ static void equal_names_of_a_list_get_one_partner_each(void)
     check(b, 3, a, 4);
 }
 
-static void any_two_lists_are_matched(void)
+TEST(any_two_lists_are_matched)
 {
     static char chars[MOST][4];
     mls_str pool[MOST], a[MOST], b[MOST];
@@ -93,16 +93,4 @@ static void any_two_lists_are_matched(void)
         }
         check(a, a_count, b, b_count);
     }
-}
-
-static const test_case tests[] = {
-    TEST(lists_in_one_order_are_matched_in_step),
-    TEST(a_name_is_compared_as_bytes_with_its_length),
-    TEST(equal_names_of_a_list_get_one_partner_each),
-    TEST(any_two_lists_are_matched),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -39,7 +39,7 @@ static bool under_is(const mls_name_tree *names, mls_str path, const uint32_t *w
     under_is(names, path, (const uint32_t[]){__VA_ARGS__},                               \
              sizeof((const uint32_t[]){__VA_ARGS__}) / sizeof(uint32_t))
 
-static void a_model_becomes_a_tree(void)
+TEST(a_model_becomes_a_tree)
 {
     const mls_str list[] = {
         TEXT("embed"),         TEXT("layers.0.attn.weight"), TEXT("layers.0.attn.bias"),
@@ -67,7 +67,7 @@ static void a_model_becomes_a_tree(void)
     mls_name_tree_free(names);
 }
 
-static void what_is_not_there_is_not_found(void)
+TEST(what_is_not_there_is_not_found)
 {
     const mls_str list[] = {TEXT("a.b.c"), TEXT("a.d"), TEXT("a.e")};
     const mls_str absent[] = {TEXT("b"),    TEXT("a.b."), TEXT("a."),  TEXT(".a"),
@@ -84,7 +84,7 @@ static void what_is_not_there_is_not_found(void)
     mls_name_tree_free(names);
 }
 
-static void children_stand_in_the_order_of_the_list(void)
+TEST(children_stand_in_the_order_of_the_list)
 {
     const mls_str list[] = {TEXT("z.1"), TEXT("a.1"), TEXT("z.0"), TEXT("m"),
                             TEXT("a.0")};
@@ -105,7 +105,7 @@ static void children_stand_in_the_order_of_the_list(void)
     mls_name_tree_free(names);
 }
 
-static void a_walk_stays_under_its_top_and_can_skip(void)
+TEST(a_walk_stays_under_its_top_and_can_skip)
 {
     const mls_str list[] = {TEXT("a.b.c"), TEXT("a.b.d"), TEXT("a.e"), TEXT("f")};
     mls_name_tree *names = tree_of(list, 4);
@@ -124,7 +124,7 @@ static void a_walk_stays_under_its_top_and_can_skip(void)
     mls_name_tree_free(names);
 }
 
-static void a_name_can_have_names_under_it(void)
+TEST(a_name_can_have_names_under_it)
 {
     const mls_str list[] = {TEXT("a.b"), TEXT("a"), TEXT("a.b.c"), TEXT("ab")};
     mls_name_tree *names = tree_of(list, 4);
@@ -139,7 +139,7 @@ static void a_name_can_have_names_under_it(void)
     mls_name_tree_free(names);
 }
 
-static void empty_segments_are_segments(void)
+TEST(empty_segments_are_segments)
 {
     const mls_str list[] = {TEXT("a..b"), TEXT("a.b"), TEXT(".a"),
                             TEXT("a."),   TEXT(""),    TEXT("..")};
@@ -160,7 +160,7 @@ static void empty_segments_are_segments(void)
     mls_name_tree_free(names);
 }
 
-static void no_names_are_a_tree_of_one_node(void)
+TEST(no_names_are_a_tree_of_one_node)
 {
     mls_name_tree *names = tree_of(NULL, 0);
     REQUIRE(names != NULL);
@@ -173,7 +173,7 @@ static void no_names_are_a_tree_of_one_node(void)
     mls_name_tree_free(NULL);
 }
 
-static void an_empty_name_may_have_no_memory(void)
+TEST(an_empty_name_may_have_no_memory)
 {
     const mls_str list[] = {TEXT("a"), {.data = NULL, .length = 0}, TEXT("b")};
     mls_name_tree *names = tree_of(list, 3);
@@ -183,7 +183,7 @@ static void an_empty_name_may_have_no_memory(void)
     mls_name_tree_free(names);
 }
 
-static void any_bytes_are_a_name(void)
+TEST(any_bytes_are_a_name)
 {
     const mls_str list[] = {TEXT("a\0b.c"),
                             TEXT("a\0c.c"),
@@ -204,7 +204,7 @@ static void any_bytes_are_a_name(void)
     mls_name_tree_free(names);
 }
 
-static void a_name_that_occurs_twice_is_refused(void)
+TEST(a_name_that_occurs_twice_is_refused)
 {
     const mls_str list[] = {TEXT("a.b"), TEXT("100%s.x"), TEXT("c"), TEXT("100%s.x")};
     mls_name_tree *names = NULL;
@@ -218,7 +218,7 @@ static void a_name_that_occurs_twice_is_refused(void)
     mls_name_tree_free(names);
 }
 
-static void a_list_that_is_too_long_is_refused_unread(void)
+TEST(a_list_that_is_too_long_is_refused_unread)
 {
     mls_name_tree *names = NULL;
     mls_status st;
@@ -229,7 +229,7 @@ static void a_list_that_is_too_long_is_refused_unread(void)
 
 enum { DEPTH = 2000, LONG = 5000 };
 
-static void depth_costs_no_stack(void)
+TEST(depth_costs_no_stack)
 {
     /* "a.a.a...", the same with another end, and siblings of all its ancestors */
     static char deep[2][2 * DEPTH];
@@ -256,7 +256,7 @@ static void depth_costs_no_stack(void)
     mls_name_tree_free(names);
 }
 
-static void long_names_are_told_apart_by_any_byte(void)
+TEST(long_names_are_told_apart_by_any_byte)
 {
     /* one segment of 5,000 characters, and its copies with one byte changed */
     enum { COPIES = 40 };
@@ -325,7 +325,7 @@ static void check_node(const mls_name_tree *names, uint32_t node, const mls_str 
     CHECK(at->path.length == 0 || mls_name_tree_find(names, at->path) == node);
 }
 
-static void random_trees_agree_with_a_look_at_all_names(void)
+TEST(random_trees_agree_with_a_look_at_all_names)
 {
     static char chars[60][12];
     mls_str list[60];
@@ -359,7 +359,7 @@ static void many_names(const char *head, int digits, const char *tail, char (*ch
     }
 }
 
-static void many_children_of_one_node_take_no_longer(void)
+TEST(many_children_of_one_node_take_no_longer)
 {
     static const char *const heads[] = {"", "", "x", "a.b.", "12345678"};
     static const int digits[] = {1, 8, 1, 16, 24};
@@ -406,7 +406,7 @@ static const char *layers_of(const char *const *list, size_t count, uint32_t dep
     return text;
 }
 
-static void layers_come_in_the_order_of_their_first_names(void)
+TEST(layers_come_in_the_order_of_their_first_names)
 {
     static const char *const list[] = {"a.b.w", "c", "a.x", "d.e.f.w", "a.b.v", "d.w"};
     CHECK(strcmp(layers_of(list, 6, 0), "a.b||a|d.e.f|d|") == 0);
@@ -414,28 +414,4 @@ static void layers_come_in_the_order_of_their_first_names(void)
     CHECK(strcmp(layers_of(list, 6, 2), "a.b|d.e|") == 0);
     CHECK(strcmp(layers_of(list, 6, 9), "") == 0);
     CHECK(strcmp(layers_of(list, 0, 0), "") == 0);
-}
-
-static const test_case tests[] = {
-    TEST(layers_come_in_the_order_of_their_first_names),
-    TEST(a_model_becomes_a_tree),
-    TEST(what_is_not_there_is_not_found),
-    TEST(children_stand_in_the_order_of_the_list),
-    TEST(a_walk_stays_under_its_top_and_can_skip),
-    TEST(a_name_can_have_names_under_it),
-    TEST(empty_segments_are_segments),
-    TEST(no_names_are_a_tree_of_one_node),
-    TEST(an_empty_name_may_have_no_memory),
-    TEST(any_bytes_are_a_name),
-    TEST(a_name_that_occurs_twice_is_refused),
-    TEST(a_list_that_is_too_long_is_refused_unread),
-    TEST(depth_costs_no_stack),
-    TEST(long_names_are_told_apart_by_any_byte),
-    TEST(random_trees_agree_with_a_look_at_all_names),
-    TEST(many_children_of_one_node_take_no_longer),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -56,7 +56,7 @@ static size_t names_shown(const mls_name_tree *tree,
     return sum;
 }
 
-static void every_name_is_shown_or_counted_within_the_rows(void)
+TEST(every_name_is_shown_or_counted_within_the_rows)
 {
     void (*const kinds[])(char *, size_t) = {layered, flat, few};
     const size_t counts[] = {10000, 10000, 8};
@@ -77,7 +77,7 @@ static void every_name_is_shown_or_counted_within_the_rows(void)
     }
 }
 
-static void rows_come_in_pre_order_with_the_last_sibling(void)
+TEST(rows_come_in_pre_order_with_the_last_sibling)
 {
     mls_status st;
     mls_name_tree_preview_row *rows = NULL;
@@ -101,7 +101,7 @@ static void one(char *text, size_t i)
     snprintf(text, NAME, "%c.x.y", (char)('a' + i));
 }
 
-static void a_single_name_needs_one_row(void)
+TEST(a_single_name_needs_one_row)
 {
     mls_status st;
     mls_name_tree_preview_row *rows = NULL;
@@ -114,7 +114,7 @@ static void a_single_name_needs_one_row(void)
     mls_name_tree_free(tree);
 }
 
-static void no_rows_and_no_names_give_nothing(void)
+TEST(no_rows_and_no_names_give_nothing)
 {
     mls_status st;
     mls_name_tree_preview_row *rows = NULL;
@@ -131,7 +131,7 @@ static void no_rows_and_no_names_give_nothing(void)
     mls_name_tree_free(tree);
 }
 
-static void a_deep_name_costs_no_stack(void)
+TEST(a_deep_name_costs_no_stack)
 {
     enum { DEEP = 200000 };
     mls_status st;
@@ -154,7 +154,7 @@ static void a_deep_name_costs_no_stack(void)
 }
 
 /* "a", "a.b", "c.x.y", "d.0", "d.1" with 1, 2, 4, 8 and 16 bytes. */
-static void rows_say_what_lies_under_them(void)
+TEST(rows_say_what_lies_under_them)
 {
     const mls_str five[] = {{"a", 1}, {"a.b", 3}, {"c.x.y", 5}, {"d.0", 3}, {"d.1", 3}};
     const mls_name_tree_preview_sum leaves[] = {
@@ -185,18 +185,4 @@ static void rows_say_what_lies_under_them(void)
     CHECK(e.name == 1 && mls_str_is(e.label, "b"));
     mls_free(sums);
     mls_name_tree_free(tree);
-}
-
-static const test_case tests[] = {
-    TEST(rows_say_what_lies_under_them),
-    TEST(every_name_is_shown_or_counted_within_the_rows),
-    TEST(rows_come_in_pre_order_with_the_last_sibling),
-    TEST(a_single_name_needs_one_row),
-    TEST(no_rows_and_no_names_give_nothing),
-    TEST(a_deep_name_costs_no_stack),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

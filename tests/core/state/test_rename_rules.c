@@ -43,7 +43,7 @@ static bool one_rule(mls_str name, mls_str old, mls_str new, bool anywhere, mls_
     return becomes(name, &only, 1, want);
 }
 
-static void a_prefix_is_replaced_at_the_start_only(void)
+TEST(a_prefix_is_replaced_at_the_start_only)
 {
     CHECK(one_rule(TEXT("module.a.b"), TEXT("module."), TEXT(""), false, TEXT("a.b")));
     CHECK(one_rule(TEXT("a.module.b"), TEXT("module."), TEXT(""), false,
@@ -59,7 +59,7 @@ static void a_prefix_is_replaced_at_the_start_only(void)
     CHECK(one_rule(TEXT(""), TEXT("a"), TEXT("b"), true, TEXT("")));
 }
 
-static void anywhere_means_wherever_a_segment_starts(void)
+TEST(anywhere_means_wherever_a_segment_starts)
 {
     const mls_str mark = TEXT("_orig_mod.");
     CHECK(one_rule(TEXT("_orig_mod.a._orig_mod.b"), mark, TEXT(""), true, TEXT("a.b")));
@@ -78,7 +78,7 @@ static void anywhere_means_wherever_a_segment_starts(void)
     CHECK(one_rule(TEXT("a.b"), TEXT(""), TEXT("x."), true, TEXT("x.a.b")));
 }
 
-static void a_prefix_ends_where_a_segment_ends(void)
+TEST(a_prefix_ends_where_a_segment_ends)
 {
     const mls_str layer = TEXT("layers.1"), first = TEXT("layers.0");
     CHECK(one_rule(TEXT("layers.1.w"), layer, first, false, TEXT("layers.0.w")));
@@ -88,7 +88,7 @@ static void a_prefix_ends_where_a_segment_ends(void)
     CHECK(one_rule(TEXT("fc2.fc.w"), TEXT("fc"), TEXT("head"), true, TEXT("fc2.head.w")));
 }
 
-static void rules_that_match_are_marked(void)
+TEST(rules_that_match_are_marked)
 {
     const mls_rename_rule rules[] = {rule(TEXT("a."), TEXT("b."), false),
                                      rule(TEXT("b"), TEXT("c"), false),
@@ -101,7 +101,7 @@ static void rules_that_match_are_marked(void)
     CHECK(used[0] && used[1] && !used[2]);
 }
 
-static void rules_see_what_the_rules_before_them_made(void)
+TEST(rules_see_what_the_rules_before_them_made)
 {
     const mls_rename_rule unwrap[] = {rule(TEXT("_orig_mod."), TEXT(""), true),
                                       rule(TEXT("module."), TEXT("model."), false)};
@@ -114,14 +114,14 @@ static void rules_see_what_the_rules_before_them_made(void)
     CHECK(becomes(TEXT("a.a"), there_and_back, 0, TEXT("a.a")));
 }
 
-static void any_bytes_can_be_renamed(void)
+TEST(any_bytes_can_be_renamed)
 {
     CHECK(one_rule(TEXT("a\0b.%s"), TEXT("a\0b."), TEXT("\"'."), false, TEXT("\"'.%s")));
     CHECK(one_rule(TEXT("sch\xC3\xB6n.x"), TEXT("sch\xC3\xB6n"), TEXT("\0"), true,
                    TEXT("\0.x")));
 }
 
-static void without_room_it_says_what_is_enough(void)
+TEST(without_room_it_says_what_is_enough)
 {
     const mls_rename_rule grow = rule(TEXT("a"), TEXT("bbb"), true);
     char out[9];
@@ -134,7 +134,7 @@ static void without_room_it_says_what_is_enough(void)
     CHECK(mls_name_apply(TEXT(""), NULL, 0, NULL, 0, NULL) == 0);
 }
 
-static void endless_growth_is_told_and_not_tried(void)
+TEST(endless_growth_is_told_and_not_tried)
 {
     /* each rule makes a hundred segments of one: 100 ** 12 exceeds any memory */
     enum { SEGMENTS = 100, RULES = 12 };
@@ -172,7 +172,7 @@ static size_t by_definition(const char *name, size_t length, const char *old,
     return written;
 }
 
-static void random_names_are_renamed_by_definition(void)
+TEST(random_names_are_renamed_by_definition)
 {
     static const char *const olds[] = {"a", "a.", "b.a", ".", "ab", "a.a."};
     static const char *const news[] = {"", "a", "b.b.", "..", "aaaaaaa", "x"};
@@ -210,7 +210,7 @@ static bool rule_is(const mls_explanation *found, size_t at, const char *old,
            mls_str_is(found->rules[at].new, new) && found->rules[at].anywhere == anywhere;
 }
 
-static void a_prefix_too_much_is_found(void)
+TEST(a_prefix_too_much_is_found)
 {
     const mls_str unexpected[] = {TEXT("module.a.w"), TEXT("module.a.b"),
                                   TEXT("module.c")};
@@ -222,7 +222,7 @@ static void a_prefix_too_much_is_found(void)
     CHECK(found.rule_count == 0 && found.prefix == NULL);
 }
 
-static void a_prefix_too_little_is_found(void)
+TEST(a_prefix_too_little_is_found)
 {
     const mls_str unexpected[] = {TEXT("a.w"), TEXT("a.b"), TEXT("c"), TEXT("d")};
     const mls_str missing[] = {TEXT("net.inner.a.w"), TEXT("net.inner.a.b"),
@@ -233,7 +233,7 @@ static void a_prefix_too_little_is_found(void)
     mls_explanation_fini(&found);
 }
 
-static void marks_of_wrappers_are_found_wherever_they_stand(void)
+TEST(marks_of_wrappers_are_found_wherever_they_stand)
 {
     const mls_str unexpected[] = {
         TEXT("_fsdp_wrapped_module.a._fsdp_wrapped_module.w"),
@@ -247,7 +247,7 @@ static void marks_of_wrappers_are_found_wherever_they_stand(void)
     mls_explanation_fini(&found);
 }
 
-static void marks_and_a_prefix_are_found_together(void)
+TEST(marks_and_a_prefix_are_found_together)
 {
     /* no name contains the part "module.model." */
     const mls_str unexpected[] = {TEXT("module._orig_mod.model.a"),
@@ -264,7 +264,7 @@ static void marks_and_a_prefix_are_found_together(void)
     mls_explanation_fini(&found);
 }
 
-static void the_fewest_rules_are_given(void)
+TEST(the_fewest_rules_are_given)
 {
     /* a mark at the front alone is a prefix; a mark in both lists is kept */
     const mls_str front[] = {TEXT("_orig_mod.a"), TEXT("_orig_mod.b")};
@@ -284,7 +284,7 @@ static void the_fewest_rules_are_given(void)
     mls_explanation_fini(&found);
 }
 
-static void what_explains_too_little_is_not_given(void)
+TEST(what_explains_too_little_is_not_given)
 {
     const mls_str unexpected[] = {TEXT("module.a"), TEXT("module.b"), TEXT("x"),
                                   TEXT("y")};
@@ -298,7 +298,7 @@ static void what_explains_too_little_is_not_given(void)
     CHECK(found.rule_count == 0);
 }
 
-static void nothing_explains_empty_lists(void)
+TEST(nothing_explains_empty_lists)
 {
     const mls_str names[] = {TEXT("module.a"), TEXT("_orig_mod.b")};
     mls_explanation found = explain(NULL, 0, names, 2);
@@ -312,7 +312,7 @@ static void nothing_explains_empty_lists(void)
     CHECK(found.rule_count == 0 && found.matched == 0);
 }
 
-static void rules_that_make_names_one_are_not_given(void)
+TEST(rules_that_make_names_one_are_not_given)
 {
     /* "module.a" would become "a", which exists */
     const mls_str prefix[] = {TEXT("module.a"), TEXT("module.b"), TEXT("a")};
@@ -336,7 +336,7 @@ static void rules_that_make_names_one_are_not_given(void)
     mls_explanation_fini(&found);
 }
 
-static void rules_that_leave_nothing_of_a_name_are_not_given(void)
+TEST(rules_that_leave_nothing_of_a_name_are_not_given)
 {
     const mls_str unexpected[] = {TEXT("module."), TEXT("module.a")};
     const mls_str missing[] = {TEXT("a"), TEXT("z")};
@@ -348,7 +348,7 @@ static void rules_that_leave_nothing_of_a_name_are_not_given(void)
     CHECK(found.rule_count == 0);
 }
 
-static void a_prefix_is_whole_segments(void)
+TEST(a_prefix_is_whole_segments)
 {
     const mls_str unexpected[] = {TEXT("xa"), TEXT("xb")};
     const mls_str missing[] = {TEXT("a"), TEXT("b")};
@@ -360,7 +360,7 @@ static void a_prefix_is_whole_segments(void)
     CHECK(found.rule_count == 0);
 }
 
-static void well_known_prefixes_win_a_tie(void)
+TEST(well_known_prefixes_win_a_tie)
 {
     const mls_str unexpected[] = {TEXT("aux.w"), TEXT("aux.b"), TEXT("model.w"),
                                   TEXT("model.b")};
@@ -370,7 +370,7 @@ static void well_known_prefixes_win_a_tie(void)
     mls_explanation_fini(&found);
 }
 
-static void a_name_that_occurs_twice_is_refused(void)
+TEST(a_name_that_occurs_twice_is_refused)
 {
     const mls_str twice[] = {TEXT("a"), TEXT("b"), TEXT("a")};
     const mls_str once[] = {TEXT("m.a"), TEXT("m.b")};
@@ -382,7 +382,7 @@ static void a_name_that_occurs_twice_is_refused(void)
     CHECK(found.matched == 77);
 }
 
-static void long_and_strange_names_are_explained(void)
+TEST(long_and_strange_names_are_explained)
 {
     enum { LONG = 5000 };
     static char chars[2][LONG + 2];
@@ -420,7 +420,7 @@ static void model_names(const char *front, const char *middle, char (*chars)[96]
     }
 }
 
-static void a_whole_model_is_explained_from_both_sides(void)
+TEST(a_whole_model_is_explained_from_both_sides)
 {
     static char chars[2][MANY][96];
     static mls_str wrapped[MANY], plain[MANY];
@@ -444,7 +444,7 @@ static void a_whole_model_is_explained_from_both_sides(void)
     }
 }
 
-static void a_few_names_among_many_others_are_explained(void)
+TEST(a_few_names_among_many_others_are_explained)
 {
     enum { FEW = 30 };
     static char chars[2][MANY][96];
@@ -459,7 +459,7 @@ static void a_few_names_among_many_others_are_explained(void)
     mls_explanation_fini(&found);
 }
 
-static void a_star_means_anywhere(void)
+TEST(a_star_means_anywhere)
 {
     mls_rename_rule r;
     CHECK(mls_rename_rule_of(TEXT("*a."), TEXT("b"), &r) && r.anywhere);
@@ -468,37 +468,4 @@ static void a_star_means_anywhere(void)
     CHECK(mls_str_is(r.old, "a*"));
     CHECK(mls_rename_rule_of(TEXT(""), TEXT("model."), &r) && !r.anywhere);
     CHECK(!mls_rename_rule_of(TEXT("*"), TEXT("b"), &r));
-}
-
-static const test_case tests[] = {
-    TEST(a_star_means_anywhere),
-    TEST(a_prefix_is_replaced_at_the_start_only),
-    TEST(anywhere_means_wherever_a_segment_starts),
-    TEST(a_prefix_ends_where_a_segment_ends),
-    TEST(rules_that_match_are_marked),
-    TEST(rules_see_what_the_rules_before_them_made),
-    TEST(any_bytes_can_be_renamed),
-    TEST(without_room_it_says_what_is_enough),
-    TEST(endless_growth_is_told_and_not_tried),
-    TEST(random_names_are_renamed_by_definition),
-    TEST(a_prefix_too_much_is_found),
-    TEST(a_prefix_too_little_is_found),
-    TEST(marks_of_wrappers_are_found_wherever_they_stand),
-    TEST(marks_and_a_prefix_are_found_together),
-    TEST(the_fewest_rules_are_given),
-    TEST(what_explains_too_little_is_not_given),
-    TEST(nothing_explains_empty_lists),
-    TEST(rules_that_make_names_one_are_not_given),
-    TEST(rules_that_leave_nothing_of_a_name_are_not_given),
-    TEST(a_prefix_is_whole_segments),
-    TEST(well_known_prefixes_win_a_tie),
-    TEST(a_name_that_occurs_twice_is_refused),
-    TEST(long_and_strange_names_are_explained),
-    TEST(a_whole_model_is_explained_from_both_sides),
-    TEST(a_few_names_among_many_others_are_explained),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

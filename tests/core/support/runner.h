@@ -1,18 +1,15 @@
 /* runner: a minimal test framework for plain C.
  *
- * A test file lists its tests in one table and calls RUN_TESTS from main.  CHECK counts a
- * failure and continues; REQUIRE leaves the test.  Tests do not depend on each other.
+ * TEST(name) { ... } defines a test, named after the behaviour that it protects; main,
+ * defined here, runs all tests of the file in their order.  CHECK counts a failure and
+ * continues; REQUIRE leaves the test.  Tests do not depend on each other.
  */
 #ifndef MLS_RUNNER_H
 #define MLS_RUNNER_H
 
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
-
-typedef struct test_case {
-    const char *name;
-    void (*run)(void);
-} test_case;
 
 /* TRIES: the number of random cases; EVERY: the step through many cases. The slices of
  * sanitizers and emulators check memory and kernels; they define MLS_FEWER_TRIES, which
@@ -54,22 +51,72 @@ static int runner_failures; /* of the current test */
         }                                                                                \
     } while (0)
 
-static inline int runner_main(const char *file, const test_case *tests, size_t count)
+typedef struct runner_test {
+    const char *name;
+    void (*run)(void);
+    int line;
+    struct runner_test *next;
+} runner_test;
+
+static runner_test *runner_tests; /* by line: compilers may reorder constructors */
+static void (*runner_before)(void), (*runner_after)(void);
+
+static inline void runner_add(runner_test *test)
 {
-    int failed = 0;
-    for (size_t i = 0; i < count; i++) {
-        runner_failures = 0;
-        tests[i].run();
-        if (runner_failures > 0) {
-            printf("FAILED %s: %s\n", file, tests[i].name);
-            failed++;
-        }
+    runner_test **at = &runner_tests;
+    while (*at != NULL && (*at)->line < test->line) {
+        at = &(*at)->next;
     }
-    printf("%s: %d passed, %d failed\n", file, (int)count - failed, failed);
-    return failed == 0 ? 0 : 1;
+    test->next = *at;
+    *at = test;
 }
 
-#define TEST(name)       {#name, name}
-#define RUN_TESTS(tests) runner_main(__FILE__, tests, sizeof(tests) / sizeof((tests)[0]))
+#define TEST(name)                                                                       \
+    static void name(void);                                                              \
+    __attribute__((constructor)) static void runner_add_##name(void)                     \
+    {                                                                                    \
+        static runner_test test = {#name, name, __LINE__, NULL};                         \
+        runner_add(&test);                                                               \
+    }                                                                                    \
+    static void name(void)
+
+/* BEFORE_ALL { ... } runs before the first test, AFTER_ALL { ... } after the last one.
+ * What fails there is counted as a failed test. */
+#define BEFORE_ALL RUNNER_HOOK(runner_before, before_all)
+#define AFTER_ALL  RUNNER_HOOK(runner_after, after_all)
+#define RUNNER_HOOK(hook, name)                                                          \
+    static void name(void);                                                              \
+    __attribute__((constructor)) static void runner_set_##name(void)                     \
+    {                                                                                    \
+        hook = name;                                                                     \
+    }                                                                                    \
+    static void name(void)
+
+/* Whether it passed. */
+static inline bool runner_passes(const char *name, void (*run)(void))
+{
+    runner_failures = 0;
+    if (run != NULL) {
+        run();
+    }
+    if (runner_failures > 0) {
+        printf("FAILED %s: %s\n", __BASE_FILE__, name);
+    }
+    return runner_failures == 0;
+}
+
+int main(void)
+{
+    int passed = 0, failed = 0;
+    if (!runner_passes("before all", runner_before)) {
+        return 1;
+    }
+    for (const runner_test *t = runner_tests; t != NULL; t = t->next) {
+        *(runner_passes(t->name, t->run) ? &passed : &failed) += 1;
+    }
+    failed += !runner_passes("after all", runner_after);
+    printf("%s: %d passed, %d failed\n", __BASE_FILE__, passed, failed);
+    return failed == 0 ? 0 : 1;
+}
 
 #endif

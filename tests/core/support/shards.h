@@ -1,5 +1,5 @@
-/* shards: a checkpoint's pool in a temporary folder, and items to store in it; for the
- * tests that plan, compare, write and verify shards.
+/* shards: a checkpoint's pool in a temporary folder, for all tests of a file, and items
+ * to store in it; for the tests that plan, compare, write and verify shards.
  */
 #ifndef MLS_SHARDS_H
 #define MLS_SHARDS_H
@@ -84,22 +84,30 @@ static inline void leave_pool(void)
     CHECK(rmdir(pool_path) == 0);
 }
 
-/* Run all tests of a file, in a new pool. */
-static inline int run_in_pool(const char *file, const test_case *tests, size_t count)
+BEFORE_ALL
 {
     mls_cpu cpu;
     mls_status st;
-    if (mls_cpu_choose(NULL, &cpu, &st) != MLS_OK ||
-        mls_pool_new(4, &four_threads, &st) != MLS_OK) {
-        return 1;
-    }
+    REQUIRE(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(4, &four_threads, &st) == MLS_OK);
     kernels = mls_kernels_of(cpu);
     crc = mls_crc_of(cpu);
     enter_pool(NULL);
-    const int result = runner_main(file, tests, count);
+}
+
+AFTER_ALL
+{
     leave_pool();
     mls_pool_free(four_threads);
-    return result;
+}
+
+/* From now on, work in the calling thread, with the scalar kernels. */
+static inline void use_one_thread(void)
+{
+    mls_pool_free(four_threads);
+    four_threads = NULL;
+    kernels = mls_kernels_of(MLS_CPU_SCALAR);
+    crc = &mls_crc_scalar;
 }
 
 /* Bytes that do not repeat soon; the caller frees them. */

@@ -45,7 +45,7 @@ static void check_conversions(const mls_kernels *k)
     }
 }
 
-static void every_set_converts_as_the_oracle(void)
+TEST(every_set_converts_as_the_oracle)
 {
     fill_random(source, sizeof source, 42);
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
@@ -57,7 +57,7 @@ static void every_set_converts_as_the_oracle(void)
 
 /* All 65,536 float16 and bfloat16 values, and every float around each rounding
  * boundary. */
-static void every_half_and_boundary_agrees(void)
+TEST(every_half_and_boundary_agrees)
 {
     for (int i = 0; i < 65536; i++) {
         const uint16_t bits = (uint16_t)i;
@@ -93,7 +93,7 @@ static void every_half_and_boundary_agrees(void)
 }
 
 /* The oracle itself, at values worked out by hand. */
-static void the_oracle_rounds_to_nearest_even(void)
+TEST(the_oracle_rounds_to_nearest_even)
 {
     static const struct {
         float value;
@@ -133,7 +133,7 @@ static void the_oracle_rounds_to_nearest_even(void)
     CHECK(half == 0x3C01);
 }
 
-static void nan_stays_nan(void)
+TEST(nan_stays_nan)
 {
     const uint32_t signalling = 0x7F800001U;
     const mls_kernels *k = mls_kernels_of(MLS_CPU_SCALAR);
@@ -143,7 +143,7 @@ static void nan_stays_nan(void)
     CHECK((half & 0x7FFF) > 0x7C00 && (brain & 0x7FFF) > 0x7F80);
 }
 
-static void copies_and_fills_touch_their_bytes_only(void)
+TEST(copies_and_fills_touch_their_bytes_only)
 {
     fill_random(source, sizeof source, 7);
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
@@ -188,7 +188,7 @@ static bool element_copied(const mls_tensor *dst, const mls_tensor *src, size_t 
     return memcmp(at(dst, i, j), turned, n) == 0;
 }
 
-static void strided_copies_reach_every_element(void)
+TEST(strided_copies_reach_every_element)
 {
     static const ptrdiff_t strides[][2] = {{2, 600}, {600, 2},   {-600, 2}, {600, -2},
                                            {600, 6}, {600, 602}, {1201, 3}, {0, 2}};
@@ -223,7 +223,7 @@ static void strided_copies_reach_every_element(void)
     }
 }
 
-static void copies_check_shape_and_dtype_first(void)
+TEST(copies_check_shape_and_dtype_first)
 {
     mls_status st;
     mls_tensor a = {.dtype = MLS_F16, .rank = 2, .shape = {2, 3}};
@@ -246,7 +246,7 @@ static mls_code encode(double value, mls_dtype dtype, bool swapped, mls_element 
     return mls_element_encode(value, &t, out, &st);
 }
 
-static void elements_are_encoded_or_refused(void)
+TEST(elements_are_encoded_or_refused)
 {
     mls_element e;
     CHECK(encode(-2.0, MLS_I16, false, &e) == MLS_OK && e.size == 2);
@@ -267,7 +267,7 @@ static void elements_are_encoded_or_refused(void)
     CHECK(encode(2, MLS_BOOL, false, &e) == MLS_E_VALUE);
 }
 
-static void fills_follow_any_stride(void)
+TEST(fills_follow_any_stride)
 {
     unsigned char bytes[64];
     mls_element e;
@@ -282,21 +282,4 @@ static void fills_follow_any_stride(void)
             CHECK(step == 2 || bytes[i * step + 2] == 0xEE);
         }
     }
-}
-
-static const test_case tests[] = {
-    TEST(every_set_converts_as_the_oracle),
-    TEST(every_half_and_boundary_agrees),
-    TEST(the_oracle_rounds_to_nearest_even),
-    TEST(nan_stays_nan),
-    TEST(copies_and_fills_touch_their_bytes_only),
-    TEST(strided_copies_reach_every_element),
-    TEST(copies_check_shape_and_dtype_first),
-    TEST(elements_are_encoded_or_refused),
-    TEST(fills_follow_any_stride),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

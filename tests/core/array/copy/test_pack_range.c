@@ -82,7 +82,7 @@ static void check_all_ranges(const mls_tensor *t)
     free(expected);
 }
 
-static void contiguous_tensors_of_any_rank_are_packed(void)
+TEST(contiguous_tensors_of_any_rank_are_packed)
 {
     const size_t shape[] = {3, 2, 4, 2};
     for (int rank = 0; rank <= 4; rank++) {
@@ -91,7 +91,7 @@ static void contiguous_tensors_of_any_rank_are_packed(void)
     }
 }
 
-static void every_item_size_and_byte_order_is_packed(void)
+TEST(every_item_size_and_byte_order_is_packed)
 {
     static const mls_dtype dtypes[] = {MLS_U8, MLS_BF16, MLS_F32, MLS_I64, MLS_C64};
     const size_t shape[] = {3, 5};
@@ -103,7 +103,7 @@ static void every_item_size_and_byte_order_is_packed(void)
     }
 }
 
-static void transposed_tensors_are_packed(void)
+TEST(transposed_tensors_are_packed)
 {
     const size_t shape[] = {3, 4, 5};
     mls_tensor t = view(MLS_U16, 3, shape);
@@ -115,7 +115,7 @@ static void transposed_tensors_are_packed(void)
     check_all_ranges(&t);
 }
 
-static void tensors_with_gaps_are_packed(void)
+TEST(tensors_with_gaps_are_packed)
 {
     const size_t shape[] = {4, 3, 4};
     mls_tensor t = view(MLS_F32, 3, shape);
@@ -125,7 +125,7 @@ static void tensors_with_gaps_are_packed(void)
     check_all_ranges(&t);
 }
 
-static void backward_tensors_are_packed(void)
+TEST(backward_tensors_are_packed)
 {
     const size_t shape[] = {3, 4, 3};
     mls_tensor t = view(MLS_F32, 3, shape);
@@ -139,7 +139,7 @@ static void backward_tensors_are_packed(void)
     check_all_ranges(&t);
 }
 
-static void broadcast_tensors_are_packed(void)
+TEST(broadcast_tensors_are_packed)
 {
     const size_t shape[] = {4, 3, 5};
     for (int broadcast = 1; broadcast < 8; broadcast++) {
@@ -153,7 +153,7 @@ static void broadcast_tensors_are_packed(void)
     }
 }
 
-static void axes_of_one_and_none_do_no_harm(void)
+TEST(axes_of_one_and_none_do_no_harm)
 {
     const size_t ones[] = {1, 3, 1, 1, 4, 1}, none[] = {3, 0, 4};
     mls_tensor t = view(MLS_F32, 6, ones);
@@ -163,7 +163,7 @@ static void axes_of_one_and_none_do_no_harm(void)
     check_all_ranges(&t);
 }
 
-static void the_most_axes_that_there_are_can_be_packed(void)
+TEST(the_most_axes_that_there_are_can_be_packed)
 {
     size_t shape[MLS_MAX_RANK];
     for (int axis = 0; axis < MLS_MAX_RANK; axis++) {
@@ -174,7 +174,7 @@ static void the_most_axes_that_there_are_can_be_packed(void)
 }
 
 /* As a file is written: consecutive pieces of sizes that match no axis. */
-static void pieces_put_together_are_the_tensor(void)
+TEST(pieces_put_together_are_the_tensor)
 {
     static const size_t steps[] = {1, 7, 129, 1000, 4096, 40000};
     const size_t shape[] = {8, 64, 100};
@@ -194,7 +194,7 @@ static void pieces_put_together_are_the_tensor(void)
     free(expected);
 }
 
-static void every_instruction_set_packs_the_same(void)
+TEST(every_instruction_set_packs_the_same)
 {
     const mls_kernels *const fastest = kernels;
     const size_t shape[] = {6, 31};
@@ -211,27 +211,11 @@ static void every_instruction_set_packs_the_same(void)
     kernels = fastest;
 }
 
-static const test_case tests[] = {
-    TEST(contiguous_tensors_of_any_rank_are_packed),
-    TEST(every_item_size_and_byte_order_is_packed),
-    TEST(transposed_tensors_are_packed),
-    TEST(tensors_with_gaps_are_packed),
-    TEST(backward_tensors_are_packed),
-    TEST(broadcast_tensors_are_packed),
-    TEST(axes_of_one_and_none_do_no_harm),
-    TEST(the_most_axes_that_there_are_can_be_packed),
-    TEST(pieces_put_together_are_the_tensor),
-    TEST(every_instruction_set_packs_the_same),
-};
-
-int main(void)
+BEFORE_ALL
 {
     mls_cpu cpu;
     mls_status st;
-    if (mls_cpu_choose(NULL, &cpu, &st) != MLS_OK) {
-        return 1;
-    }
+    REQUIRE(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
     kernels = mls_kernels_of(cpu);
     fill_memory();
-    return RUN_TESTS(tests);
 }

@@ -47,7 +47,7 @@ static bool is(const mls_row_range *extent, size_t begin, size_t count, size_t a
     return extent->begin == begin && extent->count == count && extent->at == at;
 }
 
-static void layers_go_there_and_back(void)
+TEST(layers_go_there_and_back)
 {
     mls_index index = {0};
     mls_status st;
@@ -83,7 +83,7 @@ typedef struct lie {
     const char *from, *to, *name, *word;
 } lie;
 
-static void layers_that_lie_are_refused(void)
+TEST(layers_that_lie_are_refused)
 {
 #define ROWS "[null,null,\"1,1,1,1\"]"
     static const lie lies[] = {
@@ -165,7 +165,7 @@ static void layers_that_lie_are_refused(void)
 }
 
 /* Any value replaced by any other: refused, or accepted as valid; never a crash. */
-static void every_value_may_be_anything_else(void)
+TEST(every_value_may_be_anything_else)
 {
     static const char *const values[] = {
         "null", "0",  "1",     "-1",    "3",    "18446744073709551615", "\"\"",
@@ -191,15 +191,4 @@ static void every_value_may_be_anything_else(void)
         }
     }
     CHECK(all > 500 && refused > all / 2 && refused < all);
-}
-
-static const test_case tests[] = {
-    TEST(layers_go_there_and_back),
-    TEST(layers_that_lie_are_refused),
-    TEST(every_value_may_be_anything_else),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

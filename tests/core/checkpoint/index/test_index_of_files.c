@@ -72,7 +72,7 @@ static const char two[] =
     "{\"z\":{\"dtype\":\"U8\",\"shape\":[3],\"data_offsets\":[0,3]},"
     "\"m\":{\"dtype\":\"F32\",\"shape\":[2,1],\"data_offsets\":[3,11]}}";
 
-static void files_of_both_kinds_are_listed_by_name(void)
+TEST(files_of_both_kinds_are_listed_by_name)
 {
     enum { BYTES = MLS_SAFETENSORS_BLOCK + 5 };
     mls_index x;
@@ -97,7 +97,7 @@ static void files_of_both_kinds_are_listed_by_name(void)
     remove_folder();
 }
 
-static void a_file_without_tensors_is_listed(void)
+TEST(a_file_without_tensors_is_listed)
 {
     mls_index x;
     mls_status st;
@@ -110,7 +110,7 @@ static void a_file_without_tensors_is_listed(void)
     remove_folder();
 }
 
-static void errors_tell_the_file(void)
+TEST(errors_tell_the_file)
 {
     mls_index x;
     mls_status st;
@@ -133,15 +133,4 @@ static void errors_tell_the_file(void)
     CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &st) == MLS_E_FORMAT);
     CHECK(strstr(st.text, "17 dimensions") != NULL && failed == 1);
     remove_folder();
-}
-
-static const test_case tests[] = {
-    TEST(files_of_both_kinds_are_listed_by_name),
-    TEST(a_file_without_tensors_is_listed),
-    TEST(errors_tell_the_file),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

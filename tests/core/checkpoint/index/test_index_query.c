@@ -40,7 +40,7 @@ static mls_index index_of(mls_index_file *files, mls_index_shard *shards, size_t
                        .shard_count = count};
 }
 
-static void a_plain_shard_has_one_place(void)
+TEST(a_plain_shard_has_one_place)
 {
     const mls_index_shard shard = plain("w", 1, 80, 100);
     REQUIRE(mls_index_place_count(&shard) == 1);
@@ -50,7 +50,7 @@ static void a_plain_shard_has_one_place(void)
     CHECK(place.visible == NULL && mls_index_stored_bytes(&shard) == 100);
 }
 
-static void a_sparse_shard_has_its_layers(void)
+TEST(a_sparse_shard_has_its_layers)
 {
     mls_layer list[] = {{.file = 1, .offset = 8, .bytes = 60},
                         {.file = 0, .offset = 9, .bytes = 70}};
@@ -63,7 +63,7 @@ static void a_sparse_shard_has_its_layers(void)
     CHECK(mls_index_place_count(&shard) == 0 && mls_index_stored_bytes(&shard) == 0);
 }
 
-static void shards_are_sorted_and_none_is_there_twice(void)
+TEST(shards_are_sorted_and_none_is_there_twice)
 {
     mls_index_file files[2];
     mls_index_shard shards[] = {plain("c", 0, 8, 10), plain("a", 0, 28, 10),
@@ -80,7 +80,7 @@ static void shards_are_sorted_and_none_is_there_twice(void)
     CHECK_TEXT(st.text, "shard of 'b': \"part\" appears twice");
 }
 
-static void no_path_is_there_twice(void)
+TEST(no_path_is_there_twice)
 {
     mls_index_file files[2];
     mls_status st = {0};
@@ -109,7 +109,7 @@ static mls_code arrange(bool sparse, bool same_shard, uint64_t apart, mls_status
     return mls_index_arrange(&index, st);
 }
 
-static void no_byte_is_in_two_places(void)
+TEST(no_byte_is_in_two_places)
 {
     mls_status st = {0};
     for (uint64_t apart = 0; apart < 60; apart += 7) {
@@ -125,7 +125,7 @@ static void no_byte_is_in_two_places(void)
     CHECK(arrange(true, false, 50, &st) == MLS_OK);
 }
 
-static void zeros_are_no_more_than_can_be_counted(void)
+TEST(zeros_are_no_more_than_can_be_counted)
 {
     mls_index_file files[2];
     mls_layers none = {0};
@@ -148,7 +148,7 @@ static void check_key(mls_section section, const char *key, const char *name,
     CHECK(state == NULL || mls_str_is(id.state, state));
 }
 
-static void a_key_of_an_optimizer_ends_with_the_state(void)
+TEST(a_key_of_an_optimizer_ends_with_the_state)
 {
     check_key(MLS_PARAMS, "layer.0.weight", "layer.0.weight", NULL);
     check_key(MLS_OPTIM_STATE, "layer.0.weight.m", "layer.0.weight", "m");
@@ -157,19 +157,4 @@ static void a_key_of_an_optimizer_ends_with_the_state(void)
     check_key(MLS_OPTIM_STATE, "w.", "w", "");
     check_key(MLS_OPTIM_STATE, "", "", NULL);
     check_key(MLS_STATES, "critic/layer.0.weight", "critic/layer.0.weight", NULL);
-}
-
-static const test_case tests[] = {
-    TEST(a_plain_shard_has_one_place),
-    TEST(a_sparse_shard_has_its_layers),
-    TEST(shards_are_sorted_and_none_is_there_twice),
-    TEST(no_path_is_there_twice),
-    TEST(no_byte_is_in_two_places),
-    TEST(zeros_are_no_more_than_can_be_counted),
-    TEST(a_key_of_an_optimizer_ends_with_the_state),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

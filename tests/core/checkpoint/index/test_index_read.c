@@ -115,14 +115,14 @@ static mls_index one_file(mls_index_file *file, mls_index_shard *shards, size_t 
                        .shard_count = count};
 }
 
-static void an_index_of_nothing_goes_there_and_back(void)
+TEST(an_index_of_nothing_goes_there_and_back)
 {
     const mls_index empty = {
         .generation = "ffffffffffffffff", .rank = (1U << 24) - 1, .world_size = 1U << 24};
     check_round_trip(&empty);
 }
 
-static void every_dtype_goes_there_and_back(void)
+TEST(every_dtype_goes_there_and_back)
 {
     static const size_t shape[] = {3, 5};
     mls_index_file file;
@@ -146,7 +146,7 @@ static void every_dtype_goes_there_and_back(void)
     check_round_trip(&index);
 }
 
-static void every_part_of_every_layout_goes_there_and_back(void)
+TEST(every_part_of_every_layout_goes_there_and_back)
 {
     static const size_t shape[] = {5, 4, 3};
     static const mls_layout layouts[] = {
@@ -190,7 +190,7 @@ static void every_part_of_every_layout_goes_there_and_back(void)
     }
 }
 
-static void scalars_empty_tensors_and_sixteen_axes_go_there_and_back(void)
+TEST(scalars_empty_tensors_and_sixteen_axes_go_there_and_back)
 {
     static const size_t none[] = {7, 0, (size_t)1 << 40};
     static const size_t many[] = {1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 3};
@@ -213,7 +213,7 @@ static void scalars_empty_tensors_and_sixteen_axes_go_there_and_back(void)
     check_round_trip(&index);
 }
 
-static void states_have_axes_and_tiers(void)
+TEST(states_have_axes_and_tiers)
 {
     static const size_t column[] = {4, 1}, row[] = {6}, deep[] = {1, 2, 3};
     static const signed char of_column[] = {0, MLS_NO_AXIS}, of_row[] = {15},
@@ -257,7 +257,7 @@ static void states_have_axes_and_tiers(void)
     check_round_trip(&index);
 }
 
-static void names_may_be_any_utf8(void)
+TEST(names_may_be_any_utf8)
 {
     /* in the order of their bytes */
     static const mls_str names[] = {
@@ -306,7 +306,7 @@ static void names_may_be_any_utf8(void)
     check_round_trip(&index);
 }
 
-static void long_names_and_paths_go_there_and_back(void)
+TEST(long_names_and_paths_go_there_and_back)
 {
     enum { LONG = 100000 };
     char *name = malloc(LONG);
@@ -325,7 +325,7 @@ static void long_names_and_paths_go_there_and_back(void)
     free(name);
 }
 
-static void each_block_has_its_checksum(void)
+TEST(each_block_has_its_checksum)
 {
     enum { MIB = 1 << 20 };
     static const size_t sizes[] = {MIB - 1, MIB, MIB + 1, 2 * MIB, 5 * MIB + 7};
@@ -347,7 +347,7 @@ static void each_block_has_its_checksum(void)
     }
 }
 
-static void thousands_of_shards_go_there_and_back(void)
+TEST(thousands_of_shards_go_there_and_back)
 {
     enum { COUNT = 5000, NAME = 24 };
     static const size_t shape[] = {10};
@@ -382,7 +382,7 @@ static void thousands_of_shards_go_there_and_back(void)
     free(names);
 }
 
-static void ids_are_ordered_by_section_name_and_state(void)
+TEST(ids_are_ordered_by_section_name_and_state)
 {
     static const mls_tensor_id ordered[] = {
         {.section = MLS_PARAMS, .name = {"a", 1}},
@@ -417,7 +417,7 @@ static char *text_with_checksum(const char *body)
     return out;
 }
 
-static void unknown_members_spaces_escapes_and_any_order_are_read(void)
+TEST(unknown_members_spaces_escapes_and_any_order_are_read)
 {
     char *other = text_with_checksum(
         " , "
@@ -447,7 +447,7 @@ static void unknown_members_spaces_escapes_and_any_order_are_read(void)
     mls_index_fini(&index);
 }
 
-static void every_flipped_bit_of_an_index_is_found(void)
+TEST(every_flipped_bit_of_an_index_is_found)
 {
     static const size_t shape[] = {10};
     mls_index_file file;
@@ -475,24 +475,4 @@ static void every_flipped_bit_of_an_index_is_found(void)
         CHECK(mls_index_parse(b.data, length, crc, &back, &st) != MLS_OK);
     }
     mls_json_writer_fini(&b);
-}
-
-static const test_case tests[] = {
-    TEST(an_index_of_nothing_goes_there_and_back),
-    TEST(every_dtype_goes_there_and_back),
-    TEST(every_part_of_every_layout_goes_there_and_back),
-    TEST(scalars_empty_tensors_and_sixteen_axes_go_there_and_back),
-    TEST(states_have_axes_and_tiers),
-    TEST(names_may_be_any_utf8),
-    TEST(long_names_and_paths_go_there_and_back),
-    TEST(each_block_has_its_checksum),
-    TEST(thousands_of_shards_go_there_and_back),
-    TEST(ids_are_ordered_by_section_name_and_state),
-    TEST(unknown_members_spaces_escapes_and_any_order_are_read),
-    TEST(every_flipped_bit_of_an_index_is_found),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

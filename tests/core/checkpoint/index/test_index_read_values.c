@@ -18,7 +18,7 @@ static mls_index_source open_text(const char *text, mls_json_member *m)
     return (mls_index_source){.json = document, .st = &status};
 }
 
-static void numbers_are_read_in_turn(void)
+TEST(numbers_are_read_in_turn)
 {
     mls_json_member m;
     const mls_index_source in = open_text("{\"x\":\"0,17,9999999999999999999\"}", &m);
@@ -34,7 +34,7 @@ static void numbers_are_read_in_turn(void)
     CHECK_TEXT(status.text, "\"x\" must have one value for each row of its table");
 }
 
-static void other_numbers_are_refused(void)
+TEST(other_numbers_are_refused)
 {
     static const char *const texts[] = {"01",
                                         "1.0",
@@ -70,7 +70,7 @@ static void other_numbers_are_refused(void)
     }
 }
 
-static void checksums_have_eight_digits(void)
+TEST(checksums_have_eight_digits)
 {
     mls_json_member m;
     const mls_index_source in = open_text("{\"x\":\"0000000a89abcdeX0\"}", &m);
@@ -85,7 +85,7 @@ static void checksums_have_eight_digits(void)
     CHECK(mls_index_next_crc(&other, &c, &crc) == MLS_E_FORMAT);
 }
 
-static void a_column_that_is_absent_is_empty(void)
+TEST(a_column_that_is_absent_is_empty)
 {
     mls_json_member m;
     const mls_index_source in = open_text("{\"y\":1}", &m);
@@ -98,7 +98,7 @@ static void a_column_that_is_absent_is_empty(void)
     CHECK_TEXT(status.text, "\"x\" is missing");
 }
 
-static void arrays_have_a_value_for_each_row(void)
+TEST(arrays_have_a_value_for_each_row)
 {
     mls_json_member m;
     mls_json_node node;
@@ -118,7 +118,7 @@ static const char *color_of(int i)
     return i == 0 ? "red" : "blue";
 }
 
-static void words_are_one_of_some(void)
+TEST(words_are_one_of_some)
 {
     mls_json_member m;
     int which = 7;
@@ -133,15 +133,4 @@ static void words_are_one_of_some(void)
     CHECK_TEXT(status.got, "\"blu\"");
     mls_json_free(document);
     document = NULL;
-}
-
-static const test_case tests[] = {
-    TEST(numbers_are_read_in_turn),         TEST(other_numbers_are_refused),
-    TEST(checksums_have_eight_digits),      TEST(a_column_that_is_absent_is_empty),
-    TEST(arrays_have_a_value_for_each_row), TEST(words_are_one_of_some),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -70,7 +70,7 @@ static mls_code parse(const char *text, size_t length, mls_status *st)
     return code;
 }
 
-static void the_good_index_is_good(void)
+TEST(the_good_index_is_good)
 {
     char text[ROOM];
     mls_status st;
@@ -104,7 +104,7 @@ static void check_lies(const lie *lies, size_t count)
 
 #define CHECK_LIES(lies) check_lies(lies, sizeof(lies) / sizeof((lies)[0]))
 
-static void what_is_no_index_is_refused(void)
+TEST(what_is_no_index_is_refused)
 {
     static const lie lies[] = {
         {"\"format\":\"mlstate.index\"", "\"format\":\"mlstate.manifest\"", "", "format"},
@@ -143,7 +143,7 @@ static void what_is_no_index_is_refused(void)
     CHECK_LIES(lies);
 }
 
-static void heads_that_lie_are_refused(void)
+TEST(heads_that_lie_are_refused)
 {
     static const lie lies[] = {
         {"\"generation\":", "\"gen\":", "", "missing"},
@@ -185,7 +185,7 @@ static void heads_that_lie_are_refused(void)
     CHECK_LIES(lies);
 }
 
-static void paths_that_lead_elsewhere_are_refused(void)
+TEST(paths_that_lead_elsewhere_are_refused)
 {
     static const char *const paths[] = {
         "",
@@ -252,7 +252,7 @@ static void paths_that_lead_elsewhere_are_refused(void)
     check_lies(&longer, 1);
 }
 
-static void files_that_lie_are_refused(void)
+TEST(files_that_lie_are_refused)
 {
     static const lie lies[] = {
         {"\"path\":", "\"paths\":", "", "missing"},
@@ -295,7 +295,7 @@ static void files_that_lie_are_refused(void)
     CHECK_LIES(lies);
 }
 
-static void kinds_that_lie_are_refused(void)
+TEST(kinds_that_lie_are_refused)
 {
 #define F32 "\"section\":\"params\",\"dtype\":\"F32\""
     static const lie lies[] = {
@@ -333,7 +333,7 @@ static void kinds_that_lie_are_refused(void)
     CHECK_LIES(lies);
 }
 
-static void shards_of_the_wrong_kind_are_refused(void)
+TEST(shards_of_the_wrong_kind_are_refused)
 {
     static const lie lies[] = {
         {"\"name\":", "\"names\":", "", "missing"},
@@ -368,7 +368,7 @@ static void shards_of_the_wrong_kind_are_refused(void)
     CHECK_LIES(lies);
 }
 
-static void shapes_that_lie_are_refused(void)
+TEST(shapes_that_lie_are_refused)
 {
     static const lie lies[] = {
         {"\"shape\":\"1048577;4,6;1,12;2;\",", "", "", "missing"},
@@ -410,7 +410,7 @@ static void shapes_that_lie_are_refused(void)
     CHECK_LIES(lies);
 }
 
-static void layouts_that_lie_are_refused(void)
+TEST(layouts_that_lie_are_refused)
 {
 #define LAYOUT "\"layout\":[[0,2],[\"flat\",3]]"
     static const lie lies[] = {
@@ -447,7 +447,7 @@ static void layouts_that_lie_are_refused(void)
     CHECK_LIES(lies);
 }
 
-static void ranges_that_lie_are_refused(void)
+TEST(ranges_that_lie_are_refused)
 {
 #define OFFSETS "4096,1052680,4096,4120"
     static const lie lies[] = {
@@ -479,7 +479,7 @@ static void ranges_that_lie_are_refused(void)
     CHECK_LIES(lies);
 }
 
-static void checksums_that_lie_are_refused(void)
+TEST(checksums_that_lie_are_refused)
 {
 #define CRCS   "11111111fedcba980000000100000000"
 #define BLOCKS ",\n\"blocks\":\"2222222233333333\""
@@ -508,7 +508,7 @@ static void checksums_that_lie_are_refused(void)
 }
 
 /* A message contains the offset in the text, the expected value and the actual one. */
-static void messages_have_offset_and_values(void)
+TEST(messages_have_offset_and_values)
 {
     static const struct {
         const char *from, *to, *at, *text, *expected, *got;
@@ -539,7 +539,7 @@ static void messages_have_offset_and_values(void)
     }
 }
 
-static void duplicates_are_refused(void)
+TEST(duplicates_are_refused)
 {
     static const lie lies[] = {
         /* the same part twice, in other bytes */
@@ -553,7 +553,7 @@ static void duplicates_are_refused(void)
     CHECK_LIES(lies);
 }
 
-static void every_value_may_be_anything_else(void)
+TEST(every_value_may_be_anything_else)
 {
     /* each value of the good index replaced by another: refused, or accepted as valid;
      * never a crash */
@@ -589,7 +589,7 @@ static void every_value_may_be_anything_else(void)
     CHECK(all > 700 && refused > all * 3 / 4);
 }
 
-static void every_piece_that_is_missing_is_missed(void)
+TEST(every_piece_that_is_missing_is_missed)
 {
     /* the good index without one of its bytes, with a correct checksum: at worst
      * refused */
@@ -610,27 +610,4 @@ static void every_piece_that_is_missing_is_missed(void)
         (void)mls_json_checksum_set(text, length, &mls_crc_scalar);
         CHECK(parse(text, length, &st) == MLS_E_FORMAT);
     }
-}
-
-static const test_case tests[] = {
-    TEST(the_good_index_is_good),
-    TEST(what_is_no_index_is_refused),
-    TEST(heads_that_lie_are_refused),
-    TEST(paths_that_lead_elsewhere_are_refused),
-    TEST(files_that_lie_are_refused),
-    TEST(kinds_that_lie_are_refused),
-    TEST(shards_of_the_wrong_kind_are_refused),
-    TEST(shapes_that_lie_are_refused),
-    TEST(layouts_that_lie_are_refused),
-    TEST(ranges_that_lie_are_refused),
-    TEST(checksums_that_lie_are_refused),
-    TEST(messages_have_offset_and_values),
-    TEST(duplicates_are_refused),
-    TEST(every_value_may_be_anything_else),
-    TEST(every_piece_that_is_missing_is_missed),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -11,7 +11,7 @@ static mls_str text_of(const char *text)
     return (mls_str){text, strlen(text)};
 }
 
-static void an_index_is_these_bytes_on_every_machine(void)
+TEST(an_index_is_these_bytes_on_every_machine)
 {
     static const char expected[] =
         "{\"checksum\":\"00000000\",\n"
@@ -75,7 +75,7 @@ static void an_index_is_these_bytes_on_every_machine(void)
     mls_json_writer_fini(&text);
 }
 
-static void a_shard_is_described_without_its_place(void)
+TEST(a_shard_is_described_without_its_place)
 {
     mls_index_shard shard = {.id = {.section = MLS_PARAMS, .name = text_of("a\"b")},
                              .dtype = MLS_F32,
@@ -90,7 +90,7 @@ static void a_shard_is_described_without_its_place(void)
     mls_json_writer_fini(&text);
 }
 
-static void an_index_of_nothing_is_one(void)
+TEST(an_index_of_nothing_is_one)
 {
     const mls_index empty = {.generation = "0123456789abcdef", .world_size = 1};
     mls_index back;
@@ -105,7 +105,7 @@ static void an_index_of_nothing_is_one(void)
 }
 
 /* Many kinds: each shard has its own, and the text grows in proportion. */
-static void shards_of_any_number_of_kinds_are_written(void)
+TEST(shards_of_any_number_of_kinds_are_written)
 {
     enum { COUNT = 100, FILE_BYTES = 4096 + 2 * COUNT };
     mls_index_file file = {.path = "optim_state/w.safetensors", .bytes = FILE_BYTES};
@@ -137,16 +137,4 @@ static void shards_of_any_number_of_kinds_are_written(void)
     }
     mls_index_fini(&back);
     mls_json_writer_fini(&text);
-}
-
-static const test_case tests[] = {
-    TEST(an_index_is_these_bytes_on_every_machine),
-    TEST(a_shard_is_described_without_its_place),
-    TEST(an_index_of_nothing_is_one),
-    TEST(shards_of_any_number_of_kinds_are_written),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -1,17 +1,8 @@
 /* A header made from an index equals the one written to the file, or making it fails. */
-#include "support/runner.h"
-
-#if defined(_WIN32)
-int main(void)
-{
-    return 0;
-}
-#else
-
-#    include "base/size.h"
-#    include "checkpoint/index/shard_header_rebuild.h"
-#    include "safetensors/safetensors.h"
-#    include "support/shards.h"
+#include "base/size.h"
+#include "checkpoint/index/shard_header_rebuild.h"
+#include "safetensors/safetensors.h"
+#include "support/shards.h"
 
 enum { HEADER_MOST = 1 << 20 };
 
@@ -62,7 +53,7 @@ static bool is_made(const mls_index *index, size_t file)
     return good;
 }
 
-static void every_header_is_what_was_written(void)
+TEST(every_header_is_what_was_written)
 {
     unsigned char *data = noise(3 * 100000 * 4);
     mls_index index = store(data);
@@ -73,7 +64,7 @@ static void every_header_is_what_was_written(void)
     drop(&index, data);
 }
 
-static void a_file_with_tensors_that_are_not_listed_has_none(void)
+TEST(a_file_with_tensors_that_are_not_listed_has_none)
 {
     unsigned char *data = noise(3 * 100000 * 4);
     mls_index index = store(data);
@@ -95,7 +86,7 @@ static void a_file_with_tensors_that_are_not_listed_has_none(void)
     drop(&index, data);
 }
 
-static void the_index_that_lists_all_of_a_file_is_found(void)
+TEST(the_index_that_lists_all_of_a_file_is_found)
 {
     unsigned char *data = noise(2400000);
     REQUIRE(data != NULL);
@@ -116,14 +107,3 @@ static void the_index_that_lists_all_of_a_file_is_found(void)
     mls_json_writer_fini(&made);
     drop(&index, data);
 }
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(every_header_is_what_was_written),
-        TEST(a_file_with_tensors_that_are_not_listed_has_none),
-        TEST(the_index_that_lists_all_of_a_file_is_found),
-    };
-    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
-}
-#endif

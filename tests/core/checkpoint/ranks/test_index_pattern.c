@@ -58,7 +58,7 @@ static bool same_bytes(const mls_index *a, const mls_index *b)
     return same;
 }
 
-static void shards_of_one_layout_and_part_are_a_group(void)
+TEST(shards_of_one_layout_and_part_are_a_group)
 {
     mls_index_shard shards[4];
     const mls_index index = index_of(shards, 2);
@@ -73,7 +73,7 @@ static void shards_of_one_layout_and_part_are_a_group(void)
     mls_index_pattern_fini(&pattern); /* zeroed */
 }
 
-static void ranks_differ_in_parts_versions_and_tiers_only(void)
+TEST(ranks_differ_in_parts_versions_and_tiers_only)
 {
     mls_index_shard one[4], other[4];
     const mls_index a = index_of(one, 0), b = index_of(other, 3);
@@ -82,7 +82,7 @@ static void ranks_differ_in_parts_versions_and_tiers_only(void)
     CHECK(same_bytes(&a, &b));
 }
 
-static void all_else_tells_patterns_apart(void)
+TEST(all_else_tells_patterns_apart)
 {
     static const signed char axes[] = {1, 0};
     mls_index_shard one[4], other[4];
@@ -120,7 +120,7 @@ static void all_else_tells_patterns_apart(void)
 }
 
 /* One part of each of many layouts: as many groups as shards. */
-static void too_many_groups_are_no_pattern(void)
+TEST(too_many_groups_are_no_pattern)
 {
     mls_index_shard shards[MOST];
     mls_index index = {.shards = shards, .shard_count = MLS_PATTERN_GROUPS};
@@ -143,7 +143,7 @@ static void too_many_groups_are_no_pattern(void)
 }
 
 /* The groups of a tensor in three indexes, the second has too many groups. */
-static void places_are_the_groups_that_list_a_tensor(void)
+TEST(places_are_the_groups_that_list_a_tensor)
 {
     mls_index_shard one[4], two[MOST], three[4];
     mls_index indexes[3] = {
@@ -173,17 +173,4 @@ static void places_are_the_groups_that_list_a_tensor(void)
     for (size_t i = 0; i < 3; i++) {
         mls_index_pattern_fini(&patterns[i]);
     }
-}
-
-static const test_case tests[] = {
-    TEST(shards_of_one_layout_and_part_are_a_group),
-    TEST(ranks_differ_in_parts_versions_and_tiers_only),
-    TEST(all_else_tells_patterns_apart),
-    TEST(too_many_groups_are_no_pattern),
-    TEST(places_are_the_groups_that_list_a_tensor),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -1,16 +1,7 @@
 /* Selected parts, the reads they need, and their destinations, with files written by the
  * test. */
-#include "support/runner.h"
-
-#if defined(_WIN32)
-int main(void)
-{
-    return 0;
-}
-#else
-
-#    include "checkpoint/ranks/load_plan.h"
-#    include "support/shards.h"
+#include "checkpoint/ranks/load_plan.h"
+#include "support/shards.h"
 
 enum { ROWS = 8, COLUMNS = 6, LARGE = 1 << 20 };
 
@@ -67,7 +58,7 @@ static mls_wanted *add(fixture *f, const char *key)
     return mls_load_plan_add(&f->plan, &id);
 }
 
-static void tensors_are_found_in_any_order(void)
+TEST(tensors_are_found_in_any_order)
 {
     static const char *const keys[] = {"rows", "twice", "whole", "w.m", "rows", "whole"};
     fixture f;
@@ -81,7 +72,7 @@ static void tensors_are_found_in_any_order(void)
     fixture_end(&f);
 }
 
-static void a_part_is_cut_as_asked(void)
+TEST(a_part_is_cut_as_asked)
 {
     const mls_layout by_rows = {.count = 1, .steps = {{.axis = 0, .parts = 4}}};
     const mls_cutting none = {0}, third = {.index = 2, .world = 4};
@@ -109,7 +100,7 @@ static void a_part_is_cut_as_asked(void)
     fixture_end(&f);
 }
 
-static void elements_of_the_whole_tensor_are_a_part(void)
+TEST(elements_of_the_whole_tensor_are_a_part)
 {
     fixture f;
     mls_status st;
@@ -125,7 +116,7 @@ static void elements_of_the_whole_tensor_are_a_part(void)
     fixture_end(&f);
 }
 
-static void another_whole_tensor_is_refused(void)
+TEST(another_whole_tensor_is_refused)
 {
     const size_t other[] = {ROWS + 1, COLUMNS};
     fixture f;
@@ -142,7 +133,7 @@ static void another_whole_tensor_is_refused(void)
     fixture_end(&f);
 }
 
-static void a_target_of_another_dtype_or_shape_is_refused(void)
+TEST(a_target_of_another_dtype_or_shape_is_refused)
 {
     const mls_layout flat = {.count = 1, .steps = {{MLS_LAYOUT_FLAT, 4}}};
     const size_t twelve[] = {12}, thirteen[] = {13};
@@ -166,7 +157,7 @@ static void a_target_of_another_dtype_or_shape_is_refused(void)
 }
 
 /* Read into packed memory and into every other byte of `strided`. */
-static void parts_are_read_to_their_targets(void)
+TEST(parts_are_read_to_their_targets)
 {
     const mls_cutting none = {0};
     unsigned char packed[ROWS * COLUMNS], strided[2 * ROWS * COLUMNS];
@@ -209,7 +200,7 @@ static void parts_are_read_to_their_targets(void)
 }
 
 /* Mapped parts are not read: their read ranges are removed. */
-static void pieces_that_are_kept_move_up(void)
+TEST(pieces_that_are_kept_move_up)
 {
     const mls_cutting none = {0};
     unsigned char memory;
@@ -241,7 +232,7 @@ static void pieces_that_are_kept_move_up(void)
     fixture_end(&f);
 }
 
-static void a_file_of_another_length_is_found_before_memory_is_asked_for(void)
+TEST(a_file_of_another_length_is_found_before_memory_is_asked_for)
 {
     const mls_cutting none = {0};
     const char *file;
@@ -260,7 +251,7 @@ static void a_file_of_another_length_is_found_before_memory_is_asked_for(void)
 
 /* A megabyte of zeros with one nonzero byte: in zeroed memory, zeros are not written and
  * their pages stay untouched. */
-static void long_zeros_are_left_to_zeroed_memory(void)
+TEST(long_zeros_are_left_to_zeroed_memory)
 {
     const mls_cutting none = {0};
     const char *file;
@@ -288,22 +279,3 @@ static void long_zeros_are_left_to_zeroed_memory(void)
     CHECK(f.plan.pieces[0].data == f.data && f.plan.pieces[1].data == f.data);
     fixture_end(&f);
 }
-
-static const test_case tests[] = {
-    TEST(tensors_are_found_in_any_order),
-    TEST(a_part_is_cut_as_asked),
-    TEST(elements_of_the_whole_tensor_are_a_part),
-    TEST(another_whole_tensor_is_refused),
-    TEST(a_target_of_another_dtype_or_shape_is_refused),
-    TEST(parts_are_read_to_their_targets),
-    TEST(pieces_that_are_kept_move_up),
-    TEST(a_file_of_another_length_is_found_before_memory_is_asked_for),
-    TEST(long_zeros_are_left_to_zeroed_memory),
-};
-
-int main(void)
-{
-    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
-}
-
-#endif

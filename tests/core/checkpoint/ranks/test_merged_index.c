@@ -83,7 +83,7 @@ static void four_ranks(rank *ranks, const mls_index **indexes)
     }
 }
 
-static void parts_of_all_ranks_come_together(void)
+TEST(parts_of_all_ranks_come_together)
 {
     static const char *const names[] = {"only.0", "only.1", "only.2", "only.3", "w"};
     rank ranks[RANKS];
@@ -108,7 +108,7 @@ static void parts_of_all_ranks_come_together(void)
     mls_merged_index_fini(&merged); /* zeroed */
 }
 
-static void what_is_not_there_is_not_found(void)
+TEST(what_is_not_there_is_not_found)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
@@ -131,7 +131,7 @@ static void what_is_not_there_is_not_found(void)
 }
 
 /* Replicated tensors: the first index in the list wins. */
-static void a_part_that_several_have_is_the_first_ranks(void)
+TEST(a_part_that_several_have_is_the_first_ranks)
 {
     rank ranks[3];
     for (size_t i = 0; i < 3; i++) {
@@ -151,7 +151,7 @@ static void a_part_that_several_have_is_the_first_ranks(void)
     mls_merged_index_fini(&merged);
 }
 
-static void ranks_that_do_not_agree_are_refused(void)
+TEST(ranks_that_do_not_agree_are_refused)
 {
     const size_t other[] = {6, 8};
     for (size_t i = 0; i < 5; i++) {
@@ -170,7 +170,7 @@ static void ranks_that_do_not_agree_are_refused(void)
 
 /* Two ranks share a file: their shards must fit into it, and both must describe the same
  * file. */
-static void a_file_of_several_ranks_is_one_file(void)
+TEST(a_file_of_several_ranks_is_one_file)
 {
     rank ranks[2];
     mls_status st;
@@ -198,7 +198,7 @@ static void a_file_of_several_ranks_is_one_file(void)
     }
 }
 
-static void only_what_has_something_of_a_part_is_read(void)
+TEST(only_what_has_something_of_a_part_is_read)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
@@ -237,7 +237,7 @@ static void only_what_has_something_of_a_part_is_read(void)
     mls_merged_index_fini(&merged);
 }
 
-static void a_part_that_nobody_has_is_missed_where_it_is_wanted(void)
+TEST(a_part_that_nobody_has_is_missed_where_it_is_wanted)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
@@ -278,7 +278,7 @@ static void a_part_that_nobody_has_is_missed_where_it_is_wanted(void)
 }
 
 /* The work does not grow with the number of parts. */
-static void any_number_of_parts_may_be_claimed(void)
+TEST(any_number_of_parts_may_be_claimed)
 {
     rank r = rank_of(0);
     add(&r, "w", MLS_U8, 1, hundred, cut(0, 1000000000), 7);
@@ -302,7 +302,7 @@ static void any_number_of_parts_may_be_claimed(void)
     mls_merged_index_fini(&merged);
 }
 
-static void what_lies_in_one_run_needs_no_copy(void)
+TEST(what_lies_in_one_run_needs_no_copy)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
@@ -332,7 +332,7 @@ static void what_lies_in_one_run_needs_no_copy(void)
 
 /* Part 0 of w, rows 0 and 1: the first half of row 0 in an old layer, then its second
  * sixth in a new one; nothing else. */
-static void layers_are_read_where_they_show_something(void)
+TEST(layers_are_read_where_they_show_something)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
@@ -383,7 +383,7 @@ static void layers_are_read_where_they_show_something(void)
     mls_merged_index_fini(&merged);
 }
 
-static void a_part_that_is_not_stored_has_no_run(void)
+TEST(a_part_that_is_not_stored_has_no_run)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
@@ -398,23 +398,4 @@ static void a_part_that_is_not_stored_has_no_run(void)
     CHECK(mls_merged_index_run(&merged, &merged.tensors[2], &last, &offset) == NULL);
     CHECK(mls_merged_index_run(&merged, &merged.tensors[2], &middle, &offset) == NULL);
     mls_merged_index_fini(&merged);
-}
-
-static const test_case tests[] = {
-    TEST(parts_of_all_ranks_come_together),
-    TEST(what_is_not_there_is_not_found),
-    TEST(a_part_that_several_have_is_the_first_ranks),
-    TEST(ranks_that_do_not_agree_are_refused),
-    TEST(a_file_of_several_ranks_is_one_file),
-    TEST(only_what_has_something_of_a_part_is_read),
-    TEST(a_part_that_nobody_has_is_missed_where_it_is_wanted),
-    TEST(any_number_of_parts_may_be_claimed),
-    TEST(what_lies_in_one_run_needs_no_copy),
-    TEST(layers_are_read_where_they_show_something),
-    TEST(a_part_that_is_not_stored_has_no_run),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -5,7 +5,7 @@
 static const size_t shape[] = {40};
 
 /* Two shards of a tensor: one plain, one of two layers, the second of them compressed. */
-static void a_tensor_is_summed_over_its_shards(void)
+TEST(a_tensor_is_summed_over_its_shards)
 {
     const mls_compressed_frames frames = {.codec = MLS_ZSTD, .bytes = 12};
     mls_layer list[] = {{.bytes = 20, .row = 1},
@@ -34,7 +34,7 @@ static void a_tensor_is_summed_over_its_shards(void)
     CHECK(mls_layer_element_bytes(&list[1]) == 12);
 }
 
-static void an_index_is_summed_over_its_shards(void)
+TEST(an_index_is_summed_over_its_shards)
 {
     mls_layers none = {0};
     mls_index_shard shards[] = {
@@ -45,20 +45,9 @@ static void an_index_is_summed_over_its_shards(void)
     CHECK(sum.bytes == 80 && sum.stored_bytes == 40);
 }
 
-static void visible_elements_are_counted(void)
+TEST(visible_elements_are_counted)
 {
     const mls_row_range extents[] = {{.begin = 0, .count = 3}, {.begin = 9, .count = 4}};
     const mls_layer layer = {.visible = extents, .visible_count = 2};
     CHECK(mls_layer_visible_bytes(&layer, 8) == 7 * 8);
-}
-
-static const test_case tests[] = {
-    TEST(a_tensor_is_summed_over_its_shards),
-    TEST(an_index_is_summed_over_its_shards),
-    TEST(visible_elements_are_counted),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -28,7 +28,7 @@ static mls_read_range piece_of(const mls_stored_shard *shard)
     return (mls_read_range){.shard = shard, .to = shard->part, .data = &somewhere};
 }
 
-static void a_large_shard_is_cut_at_blocks_and_all_of_it_is_read(void)
+TEST(a_large_shard_is_cut_at_blocks_and_all_of_it_is_read)
 {
     const size_t bytes = 40 * (size_t)BLOCK + 3;
     const mls_stored_shard shard = shard_of("a", 100, bytes);
@@ -48,7 +48,7 @@ static void a_large_shard_is_cut_at_blocks_and_all_of_it_is_read(void)
     mls_read_plan_fini(&plan);
 }
 
-static void small_shards_share_a_task_in_the_order_of_their_files(void)
+TEST(small_shards_share_a_task_in_the_order_of_their_files)
 {
     static const uint64_t offsets[FEW] = {500, 100, 300, 0, 200, 400};
     mls_stored_shard shards[FEW];
@@ -72,7 +72,7 @@ static void small_shards_share_a_task_in_the_order_of_their_files(void)
 
 /* Destinations that are made first are filled first, whatever the names of their
  * files. */
-static void files_are_read_in_the_order_in_which_they_are_wanted(void)
+TEST(files_are_read_in_the_order_in_which_they_are_wanted)
 {
     static const char *const files[FEW] = {"10", "10", "2", "2", "1", "1"};
     mls_stored_shard shards[FEW];
@@ -91,7 +91,7 @@ static void files_are_read_in_the_order_in_which_they_are_wanted(void)
     mls_read_plan_fini(&plan);
 }
 
-static void zeros_that_are_there_already_are_one_span_however_long(void)
+TEST(zeros_that_are_there_already_are_one_span_however_long)
 {
     const mls_stored_shard shard = shard_of(NULL, 0, 100 * (size_t)BLOCK);
     mls_read_range piece = piece_of(&shard);
@@ -106,7 +106,7 @@ static void zeros_that_are_there_already_are_one_span_however_long(void)
     mls_read_plan_fini(&filled);
 }
 
-static void pieces_in_front_of_a_bad_record_are_planned(void)
+TEST(pieces_in_front_of_a_bad_record_are_planned)
 {
     mls_stored_shard good = shard_of("a", 0, 100), bad = good;
     bad.offset++;
@@ -122,7 +122,7 @@ static void pieces_in_front_of_a_bad_record_are_planned(void)
 }
 
 /* One thread reads all tasks of a file as one queue, unless other threads would idle. */
-static void tasks_along_a_file_are_a_queue(void)
+TEST(tasks_along_a_file_are_a_queue)
 {
     const mls_stored_shard shards[] = {shard_of("a", 0, 10 * (size_t)BLOCK),
                                        shard_of("b", 0, 200 * (size_t)BLOCK),
@@ -148,7 +148,7 @@ static void tasks_along_a_file_are_a_queue(void)
     mls_read_plan_fini(&plan);
 }
 
-static void nothing_makes_no_task(void)
+TEST(nothing_makes_no_task)
 {
     mls_read_plan plan = {0};
     mls_status st;
@@ -157,19 +157,4 @@ static void nothing_makes_no_task(void)
     CHECK(planned == 0 && plan.count == 0 && plan.task_count == 0);
     CHECK(plan.queue_count == 0);
     mls_read_plan_fini(&plan);
-}
-
-static const test_case tests[] = {
-    TEST(a_large_shard_is_cut_at_blocks_and_all_of_it_is_read),
-    TEST(small_shards_share_a_task_in_the_order_of_their_files),
-    TEST(files_are_read_in_the_order_in_which_they_are_wanted),
-    TEST(zeros_that_are_there_already_are_one_span_however_long),
-    TEST(pieces_in_front_of_a_bad_record_are_planned),
-    TEST(tasks_along_a_file_are_a_queue),
-    TEST(nothing_makes_no_task),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

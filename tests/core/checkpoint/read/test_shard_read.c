@@ -1,24 +1,16 @@
 /* Parts of shards, read from files: stored in one layout, requested in another. */
+#include "checkpoint/read/shard_read.h"
+#include "safetensors/safetensors.h"
+#include "support/random_bytes.h"
 #include "support/runner.h"
 
-#if defined(_WIN32)
-int main(void)
-{
-    return 0;
-}
-#else
-
-#    include "checkpoint/read/shard_read.h"
-#    include "safetensors/safetensors.h"
-#    include "support/random_bytes.h"
-
-#    include <errno.h>
-#    include <fcntl.h>
-#    include <stdatomic.h>
-#    include <stdlib.h>
-#    include <sys/stat.h>
-#    include <sys/uio.h>
-#    include <unistd.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 enum {
     BLOCK = MLS_SAFETENSORS_BLOCK,
@@ -75,19 +67,21 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset)
 static char folder_path[120];
 static int folder = -1;
 
-static void enter_folder(void)
+BEFORE_ALL
 {
     const char *base = getenv("TMPDIR");
+    mls_cpu cpu;
+    mls_status st;
+    REQUIRE(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
+    crc = mls_crc_of(cpu);
     snprintf(folder_path, sizeof folder_path, "%s/mlstate-shards-XXXXXX",
              base ? base : "/tmp");
-    if (mkdtemp(folder_path) == NULL ||
-        (folder = open(folder_path, O_RDONLY | O_DIRECTORY)) < 0) {
-        printf("    no temporary folder\n");
-        exit(1);
-    }
+    REQUIRE(mkdtemp(folder_path) != NULL);
+    folder = open(folder_path, O_RDONLY | O_DIRECTORY);
+    REQUIRE(folder >= 0);
 }
 
-static void leave_folder(void)
+AFTER_ALL
 {
     close(folder);
     rmdir(folder_path);
@@ -326,19 +320,19 @@ static void convert(size_t item, size_t first, size_t step, size_t threads)
     free(t);
 }
 
-static void every_layout_is_read_into_every_other(void)
+TEST(every_layout_is_read_into_every_other)
 {
     convert(4, 0, 1, 1);
 }
 
-static void elements_lie_across_the_ends_of_blocks(void)
+TEST(elements_lie_across_the_ends_of_blocks)
 {
     /* about 8 blocks in all, and no element is aligned to a block or a step */
     convert(150001, 0, 11, 1);
 }
 
 /* A destination less than a cache line ahead of the file offset, modulo 4 KiB. */
-static void slow_copies_take_the_way_through_a_buffer(void)
+TEST(slow_copies_take_the_way_through_a_buffer)
 {
     enum { BYTES = 700001, PAGE = 4096 };
     static const struct {
@@ -365,12 +359,12 @@ static void slow_copies_take_the_way_through_a_buffer(void)
     free(data);
 }
 
-static void several_threads_read_what_one_reads(void)
+TEST(several_threads_read_what_one_reads)
 {
     convert(150001, 3, 11, 4);
 }
 
-static void short_and_interrupted_reads_go_on(void)
+TEST(short_and_interrupted_reads_go_on)
 {
     short_reads = 70001;
     atomic_store(&interrupted, 50);
@@ -380,7 +374,7 @@ static void short_and_interrupted_reads_go_on(void)
 }
 
 /* Narrow columns, which gather thousands of short runs; and rows of one long run. */
-static void columns_of_a_large_matrix_are_gathered(void)
+TEST(columns_of_a_large_matrix_are_gathered)
 {
     static const size_t cuts[] = {2, 64, 512};
     const size_t matrix[] = {1500, 4096};
@@ -484,7 +478,7 @@ static void crowd_free(crowd *c)
     free(c);
 }
 
-static void many_small_pieces_share_few_files(void)
+TEST(many_small_pieces_share_few_files)
 {
     crowd *c = crowd_new();
     mls_status st;
@@ -509,7 +503,7 @@ static void many_small_pieces_share_few_files(void)
     crowd_free(c);
 }
 
-static void the_first_damaged_piece_is_reported(void)
+TEST(the_first_damaged_piece_is_reported)
 {
     crowd *c = crowd_new();
     mls_status st;
@@ -531,7 +525,7 @@ static void the_first_damaged_piece_is_reported(void)
     crowd_free(c);
 }
 
-static void progress_stops_the_work(void)
+TEST(progress_stops_the_work)
 {
     crowd *c = crowd_new();
     mls_status st;
@@ -593,7 +587,7 @@ static void take_pieces(place_maker *m, const crowd *c, bool in_order)
     atomic_store(&calls, 0);
 }
 
-static void places_may_be_made_while_others_are_read_to(void)
+TEST(places_may_be_made_while_others_are_read_to)
 {
     static place_maker m;
     crowd *c = crowd_new();
@@ -614,7 +608,7 @@ static void places_may_be_made_while_others_are_read_to(void)
     crowd_free(c);
 }
 
-static void places_that_cannot_be_made_stop_the_reading(void)
+TEST(places_that_cannot_be_made_stop_the_reading)
 {
     static place_maker m;
     crowd *c = crowd_new();
@@ -639,7 +633,7 @@ static void places_that_cannot_be_made_stop_the_reading(void)
 
 /* ---- damage ---- */
 
-static void damage_is_found_where_it_is(void)
+TEST(damage_is_found_where_it_is)
 {
     enum { BYTES = 3 * BLOCK + 5000 };
     static const size_t places[] = {0, BLOCK - 1, BLOCK, 2 * BLOCK + 77, BYTES - 1};
@@ -676,7 +670,7 @@ static void damage_is_found_where_it_is(void)
 }
 
 /* Of two damaged blocks of one piece the first is reported, in any order of threads. */
-static void the_first_damaged_block_is_reported(void)
+TEST(the_first_damaged_block_is_reported)
 {
     enum { BYTES = 17 * BLOCK };
     unsigned char *data = noise(BYTES), *got = malloc(BYTES);
@@ -702,7 +696,7 @@ static void the_first_damaged_block_is_reported(void)
 
 /* ---- files that differ from the index ---- */
 
-static void a_file_that_is_gone_is_an_error_of_the_system(void)
+TEST(a_file_that_is_gone_is_an_error_of_the_system)
 {
     unsigned char data[100] = {1}, got[100];
     mls_status st;
@@ -714,7 +708,7 @@ static void a_file_that_is_gone_is_an_error_of_the_system(void)
     drop(&shard);
 }
 
-static void another_length_than_recorded_is_refused(void)
+TEST(another_length_than_recorded_is_refused)
 {
     unsigned char data[100] = {1}, got[100];
     mls_status st;
@@ -729,7 +723,7 @@ static void another_length_than_recorded_is_refused(void)
     drop(&shard);
 }
 
-static void only_regular_files_are_read(void)
+TEST(only_regular_files_are_read)
 {
     unsigned char data[100] = {1}, got[100];
     mls_status st;
@@ -748,7 +742,7 @@ static void only_regular_files_are_read(void)
     drop(&shard);
 }
 
-static void records_that_point_beyond_the_file_are_refused(void)
+TEST(records_that_point_beyond_the_file_are_refused)
 {
     unsigned char data[100] = {1}, got[300];
     mls_status st;
@@ -776,7 +770,7 @@ static void records_that_point_beyond_the_file_are_refused(void)
     drop(&shard);
 }
 
-static void a_file_that_is_cut_off_meanwhile_is_noticed(void)
+TEST(a_file_that_is_cut_off_meanwhile_is_noticed)
 {
     enum { BYTES = 3 * BLOCK };
     unsigned char *data = noise(BYTES), *got = malloc(BYTES);
@@ -799,7 +793,7 @@ static void a_file_that_is_cut_off_meanwhile_is_noticed(void)
 
 /* ---- nothing to do ---- */
 
-static void nothing_in_common_opens_no_file(void)
+TEST(nothing_in_common_opens_no_file)
 {
     unsigned char got[4];
     mls_status st;
@@ -825,7 +819,7 @@ static void nothing_in_common_opens_no_file(void)
     CHECK(atomic_load(&seen.calls) == 0 && failed == 99);
 }
 
-static void a_scalar_is_read(void)
+TEST(a_scalar_is_read)
 {
     const mls_part one = {.rank = 0, .end = 1};
     unsigned char got[8] = {0};
@@ -837,40 +831,3 @@ static void a_scalar_is_read(void)
     CHECK(memcmp(got, "12345678", 8) == 0);
     drop(&shard);
 }
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(every_layout_is_read_into_every_other),
-        TEST(elements_lie_across_the_ends_of_blocks),
-        TEST(slow_copies_take_the_way_through_a_buffer),
-        TEST(several_threads_read_what_one_reads),
-        TEST(short_and_interrupted_reads_go_on),
-        TEST(columns_of_a_large_matrix_are_gathered),
-        TEST(many_small_pieces_share_few_files),
-        TEST(the_first_damaged_piece_is_reported),
-        TEST(progress_stops_the_work),
-        TEST(places_may_be_made_while_others_are_read_to),
-        TEST(places_that_cannot_be_made_stop_the_reading),
-        TEST(damage_is_found_where_it_is),
-        TEST(the_first_damaged_block_is_reported),
-        TEST(a_file_that_is_gone_is_an_error_of_the_system),
-        TEST(another_length_than_recorded_is_refused),
-        TEST(only_regular_files_are_read),
-        TEST(records_that_point_beyond_the_file_are_refused),
-        TEST(a_file_that_is_cut_off_meanwhile_is_noticed),
-        TEST(nothing_in_common_opens_no_file),
-        TEST(a_scalar_is_read),
-    };
-    mls_cpu cpu;
-    mls_status st;
-    if (mls_cpu_choose(NULL, &cpu, &st) != MLS_OK) {
-        return 1;
-    }
-    crc = mls_crc_of(cpu);
-    enter_folder();
-    const int result = RUN_TESTS(tests);
-    leave_folder();
-    return result;
-}
-#endif

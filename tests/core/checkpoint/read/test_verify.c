@@ -1,22 +1,13 @@
 /* Verify finds each problem of a checkpoint's files at its place, and reports no
  * others. */
-#include "support/runner.h"
+#include "base/size.h"
+#include "checkpoint/read/verify.h"
+#include "safetensors/safetensors.h"
+#include "support/shards.h"
 
-#if defined(_WIN32)
-int main(void)
-{
-    return 0;
-}
-#else
-
-#    include "base/size.h"
-#    include "checkpoint/read/verify.h"
-#    include "safetensors/safetensors.h"
-#    include "support/shards.h"
-
-#    include <errno.h>
-#    include <sys/stat.h>
-#    include <sys/uio.h>
+#include <errno.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
 
 enum { BLOCK = MLS_SAFETENSORS_BLOCK, LARGE = 19 * BLOCK + 777, PAYLOAD = 4096 };
 
@@ -134,7 +125,7 @@ static bool nothing_wrong(const stored *s)
 
 /* ---- tests ---- */
 
-static void good_files_have_no_problems(void)
+TEST(good_files_have_no_problems)
 {
     stored s;
     uint64_t bytes = 0;
@@ -150,7 +141,7 @@ static void good_files_have_no_problems(void)
     drop(&s);
 }
 
-static void no_shards_are_no_problem(void)
+TEST(no_shards_are_no_problem)
 {
     const stored none = {.index = {.world_size = 1}};
     mls_problems found = verify_with(&none, four_threads);
@@ -170,7 +161,7 @@ static bool altered_in(const stored *s, const mls_problem *p, uint64_t offset)
 }
 
 /* Every bit of the segment, but only one bit of each byte of padding. */
-static void every_flipped_bit_is_found(void)
+TEST(every_flipped_bit_is_found)
 {
     stored s;
     store(&s, 2000);
@@ -202,7 +193,7 @@ static void every_flipped_bit_is_found(void)
     drop(&s);
 }
 
-static void damage_is_told_by_block(void)
+TEST(damage_is_told_by_block)
 {
     static const size_t places[] = {
         0, BLOCK - 1, BLOCK, 8 * BLOCK - 1, 8 * BLOCK, 16 * BLOCK + 12345, LARGE - 1};
@@ -220,7 +211,7 @@ static void damage_is_told_by_block(void)
     drop(&s);
 }
 
-static void everything_is_listed_by_file_and_offset(void)
+TEST(everything_is_listed_by_file_and_offset)
 {
     stored s;
     store(&s, LARGE);
@@ -246,7 +237,7 @@ static void everything_is_listed_by_file_and_offset(void)
     drop(&s);
 }
 
-static void a_missing_file_is_told_once(void)
+TEST(a_missing_file_is_told_once)
 {
     stored s;
     store(&s, 2000);
@@ -256,7 +247,7 @@ static void a_missing_file_is_told_once(void)
     drop(&s);
 }
 
-static void another_length_is_told_where_it_begins(void)
+TEST(another_length_is_told_where_it_begins)
 {
     stored s;
     store(&s, 2000);
@@ -270,7 +261,7 @@ static void another_length_is_told_where_it_begins(void)
     drop(&s);
 }
 
-static void what_is_no_file_is_foreign(void)
+TEST(what_is_no_file_is_foreign)
 {
     stored s;
     store(&s, 2000);
@@ -287,7 +278,7 @@ static void what_is_no_file_is_foreign(void)
 }
 
 /* The same tensor from another save: a good file that the index does not describe. */
-static void a_good_file_in_the_place_of_another_is_foreign(void)
+TEST(a_good_file_in_the_place_of_another_is_foreign)
 {
     stored s;
     store(&s, 2000);
@@ -308,7 +299,7 @@ static void a_good_file_in_the_place_of_another_is_foreign(void)
 }
 
 /* The right bytes, in a file of another writer. */
-static void a_file_without_checksums_is_foreign(void)
+TEST(a_file_without_checksums_is_foreign)
 {
     char head[PAYLOAD];
     stored s;
@@ -326,7 +317,7 @@ static void a_file_without_checksums_is_foreign(void)
 }
 
 /* An index built around a file's own checksum. */
-static void a_record_that_the_header_contradicts_is_foreign(void)
+TEST(a_record_that_the_header_contradicts_is_foreign)
 {
     stored s;
     store(&s, 2000);
@@ -344,7 +335,7 @@ static void a_record_that_the_header_contradicts_is_foreign(void)
 }
 
 /* All of them have the same offset, that of the next tensor. */
-static void empty_tensors_of_other_dtypes_are_told_apart(void)
+TEST(empty_tensors_of_other_dtypes_are_told_apart)
 {
     static const size_t none[] = {0}, three[] = {3};
     static const mls_dtype dtypes[] = {MLS_U8, MLS_F64, MLS_F32, MLS_I8};
@@ -368,7 +359,7 @@ static void empty_tensors_of_other_dtypes_are_told_apart(void)
     }
 }
 
-static void what_the_system_refuses_is_unreadable(void)
+TEST(what_the_system_refuses_is_unreadable)
 {
     stored s;
     store(&s, 2000);
@@ -392,7 +383,7 @@ static void what_the_system_refuses_is_unreadable(void)
 }
 
 /* A pool that was deleted entirely. */
-static void the_list_has_an_end(void)
+TEST(the_list_has_an_end)
 {
     enum { MANY = MLS_PROBLEMS_MOST + 1000 };
     const size_t shape[] = {1};
@@ -424,7 +415,7 @@ static void the_list_has_an_end(void)
     free(shards);
 }
 
-static void progress_counts_all_bytes_and_stops(void)
+TEST(progress_counts_all_bytes_and_stops)
 {
     stored s;
     mls_status st;
@@ -449,7 +440,7 @@ static void progress_counts_all_bytes_and_stops(void)
     drop(&s);
 }
 
-static void each_kind_has_a_name(void)
+TEST(each_kind_has_a_name)
 {
     CHECK_TEXT(mls_problem_name(MLS_PROBLEM_MISSING), "missing");
     CHECK_TEXT(mls_problem_name(MLS_PROBLEM_UNREADABLE), "unreadable");
@@ -458,27 +449,3 @@ static void each_kind_has_a_name(void)
     CHECK_TEXT(mls_problem_name(MLS_PROBLEM_HEADER), "header");
     CHECK_TEXT(mls_problem_name(MLS_PROBLEM_ALTERED), "altered");
 }
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(good_files_have_no_problems),
-        TEST(no_shards_are_no_problem),
-        TEST(every_flipped_bit_is_found),
-        TEST(damage_is_told_by_block),
-        TEST(everything_is_listed_by_file_and_offset),
-        TEST(a_missing_file_is_told_once),
-        TEST(another_length_is_told_where_it_begins),
-        TEST(what_is_no_file_is_foreign),
-        TEST(a_good_file_in_the_place_of_another_is_foreign),
-        TEST(a_file_without_checksums_is_foreign),
-        TEST(a_record_that_the_header_contradicts_is_foreign),
-        TEST(empty_tensors_of_other_dtypes_are_told_apart),
-        TEST(what_the_system_refuses_is_unreadable),
-        TEST(the_list_has_an_end),
-        TEST(progress_counts_all_bytes_and_stops),
-        TEST(each_kind_has_a_name),
-    };
-    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
-}
-#endif

@@ -1,18 +1,9 @@
 /* Frames: encoded, stored, and read again with and without checksums; and invalid
  * frames. */
 #include "checkpoint/storage/compressed_frames.h"
-#include "support/runner.h"
-
-#if defined(_WIN32)
-int main(void)
-{
-    return 0;
-}
-#else
-
-#    include "safetensors/safetensors.h"
-#    include "support/shards.h"
-#    include "support/toy_codec.h"
+#include "safetensors/safetensors.h"
+#include "support/shards.h"
+#include "support/toy_codec.h"
 
 enum { FRAME = MLS_FRAME_BYTES, BLOCK = MLS_SAFETENSORS_BLOCK, OFFSET = 513 };
 
@@ -29,7 +20,7 @@ static bool reads_as(const char *chars, size_t bytes, const size_t *ends)
            (ends == NULL || memcmp(got, ends, count * sizeof *ends) == 0);
 }
 
-static void lengths_become_ends(void)
+TEST(lengths_become_ends)
 {
     static const size_t ends[] = {812, 812 + FRAME, 813 + FRAME};
     CHECK(reads_as("812,1048576,1", 2 * FRAME + 1, ends));
@@ -49,7 +40,7 @@ static void lengths_become_ends(void)
     CHECK_TEXT(mls_codec_name(MLS_ZSTD), "zstd");
 }
 
-static void texts_that_are_no_lengths_are_refused(void)
+TEST(texts_that_are_no_lengths_are_refused)
 {
     static const char *const bad[] = {"",
                                       "5",
@@ -212,7 +203,7 @@ static void fill(unsigned char *data, size_t bytes, size_t item, int kind)
     free(random);
 }
 
-static void what_is_coded_reads_as_it_was(void)
+TEST(what_is_coded_reads_as_it_was)
 {
     static const size_t items[] = {1, 2, 4, 8};
     static const size_t sizes[] = {16, 1008, FRAME, FRAME + 16, 4 * FRAME + 4096};
@@ -240,7 +231,7 @@ static void what_is_coded_reads_as_it_was(void)
 }
 
 /* A frame of one byte cannot become shorter. */
-static void the_smallest_frames(void)
+TEST(the_smallest_frames)
 {
     unsigned char data[3] = {5, 5, 5};
     stored s;
@@ -252,7 +243,7 @@ static void the_smallest_frames(void)
 }
 
 /* Five frames in one block: after the first read the file is not needed. */
-static void each_block_is_read_once(void)
+TEST(each_block_is_read_once)
 {
     unsigned char *data = malloc(5 * FRAME), *zeros = calloc(1, BLOCK);
     mls_compressed_frame_room room = {0};
@@ -283,7 +274,7 @@ static void each_block_is_read_once(void)
 }
 
 /* One room for two layers: a block of one is never used for the other. */
-static void a_room_knows_what_it_holds(void)
+TEST(a_room_knows_what_it_holds)
 {
     unsigned char *a = malloc(2 * FRAME), *b = malloc(2 * FRAME);
     mls_compressed_frame_room room = {0};
@@ -321,7 +312,7 @@ static bool flip_stored(const stored *s, size_t at)
     return flip("params/x", OFFSET + at, 0x20);
 }
 
-static void damaged_blocks_are_found(void)
+TEST(damaged_blocks_are_found)
 {
     unsigned char *data = malloc(5 * FRAME);
     mls_compressed_frame_room room = {0};
@@ -352,7 +343,7 @@ static void damaged_blocks_are_found(void)
 }
 
 /* Without checksums only the codec can notice damage. */
-static void unverified_damage_is_the_codecs(void)
+TEST(unverified_damage_is_the_codecs)
 {
     unsigned char *data = malloc(2 * FRAME);
     mls_compressed_frame_room room = {0};
@@ -371,7 +362,7 @@ static void unverified_damage_is_the_codecs(void)
     free(data);
 }
 
-static void files_that_are_shorter_by_now(void)
+TEST(files_that_are_shorter_by_now)
 {
     unsigned char *data = malloc(2 * FRAME);
     mls_compressed_frame_room room = {0};
@@ -391,7 +382,7 @@ static void files_that_are_shorter_by_now(void)
     free(data);
 }
 
-static void errors_of_codecs_are_passed_on(void)
+TEST(errors_of_codecs_are_passed_on)
 {
     static const mls_code codes[] = {MLS_E_FORMAT, MLS_E_MEMORY, MLS_E_VALUE,
                                      MLS_E_STOPPED};
@@ -422,7 +413,7 @@ static void errors_of_codecs_are_passed_on(void)
     free(data);
 }
 
-static void without_codecs_only_what_was_stored_as_it_was_is_read(void)
+TEST(without_codecs_only_what_was_stored_as_it_was_is_read)
 {
     unsigned char *data = malloc(5 * FRAME);
     mls_compressed_frame_room room = {0};
@@ -444,23 +435,3 @@ static void without_codecs_only_what_was_stored_as_it_was_is_read(void)
     drop(&s);
     free(data);
 }
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(lengths_become_ends),
-        TEST(texts_that_are_no_lengths_are_refused),
-        TEST(what_is_coded_reads_as_it_was),
-        TEST(the_smallest_frames),
-        TEST(each_block_is_read_once),
-        TEST(a_room_knows_what_it_holds),
-        TEST(damaged_blocks_are_found),
-        TEST(unverified_damage_is_the_codecs),
-        TEST(files_that_are_shorter_by_now),
-        TEST(errors_of_codecs_are_passed_on),
-        TEST(without_codecs_only_what_was_stored_as_it_was_is_read),
-    };
-    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
-}
-
-#endif

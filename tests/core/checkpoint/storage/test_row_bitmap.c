@@ -24,7 +24,7 @@ static size_t row_of(mls_part part, size_t item)
     return mls_rows_of(&part, item).row;
 }
 
-static void rows_are_those_of_the_first_axis_within_bounds(void)
+TEST(rows_are_those_of_the_first_axis_within_bounds)
 {
     CHECK(row_of(box(2, 50000, 768, 0), 4) == 768);
     CHECK(row_of(box(2, 50000, 64, 0), 4) == 64);
@@ -40,7 +40,7 @@ static void rows_are_those_of_the_first_axis_within_bounds(void)
     CHECK(row_of(box(0, 0, 0, 0), 4) == 64);
 }
 
-static void counts_of_rows_take_the_short_last_one_along(void)
+TEST(counts_of_rows_take_the_short_last_one_along)
 {
     const mls_row_cut rows = {.row = 64, .elements = 64 * 8 + 1, .item = 4};
     const mls_row_cut one = {.row = 64, .elements = 1, .item = 4};
@@ -48,7 +48,7 @@ static void counts_of_rows_take_the_short_last_one_along(void)
     CHECK(mls_rows_count(&one) == 1 && mls_rows_bits(&one) == 1);
 }
 
-static void one_bit_anywhere_is_not_zero(void)
+TEST(one_bit_anywhere_is_not_zero)
 {
     unsigned char data[300] = {0};
     for (size_t length = 0; length < sizeof data; length += 7) {
@@ -84,7 +84,7 @@ static size_t below(size_t n)
 }
 
 /* Rows of any size, marked in pieces with arbitrary ends, compared with row_differs. */
-static void bits_say_which_rows_are_filled_or_changed(void)
+TEST(bits_say_which_rows_are_filled_or_changed)
 {
     enum { MOST = 5000 };
     static unsigned char now[MOST * 4], zeros[MOST * 4];
@@ -121,7 +121,7 @@ static void bits_say_which_rows_are_filled_or_changed(void)
     }
 }
 
-static void rows_are_counted_once_however_often_they_are_marked(void)
+TEST(rows_are_counted_once_however_often_they_are_marked)
 {
     const mls_row_cut rows = {.row = 4, .elements = 10, .item = 1};
     const unsigned char data[10] = {1, 0, 0, 1, 0, 0, 0, 0, 9, 0};
@@ -132,7 +132,7 @@ static void rows_are_counted_once_however_often_they_are_marked(void)
 }
 
 /* Runs contain exactly the rows whose bits are set, and do not touch each other. */
-static void runs_are_what_the_bits_say(void)
+TEST(runs_are_what_the_bits_say)
 {
     for (int turn = 0; turn < 500; turn++) {
         const mls_row_cut rows = {
@@ -188,7 +188,7 @@ static void mark_task(void *context, size_t index)
 }
 
 /* Rows of three elements: tasks share rows, and bytes of the bitmap. */
-static void threads_share_bytes_of_bits(void)
+TEST(threads_share_bytes_of_bits)
 {
     mls_pool *pool = NULL;
     mls_status st;
@@ -206,18 +206,4 @@ static void threads_share_bytes_of_bits(void)
     CHECK(mls_rows_runs(&m.rows, bits, NULL) == 1);
     CHECK(mls_rows_runs(&m.rows, bits, &run) == 1 && run.count == TOGETHER);
     mls_pool_free(pool);
-}
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(rows_are_those_of_the_first_axis_within_bounds),
-        TEST(counts_of_rows_take_the_short_last_one_along),
-        TEST(one_bit_anywhere_is_not_zero),
-        TEST(bits_say_which_rows_are_filled_or_changed),
-        TEST(rows_are_counted_once_however_often_they_are_marked),
-        TEST(runs_are_what_the_bits_say),
-        TEST(threads_share_bytes_of_bits),
-    };
-    return RUN_TESTS(tests);
 }

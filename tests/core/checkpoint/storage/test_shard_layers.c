@@ -71,7 +71,7 @@ static void check_lists(const mls_layers *layers, size_t elements, const int *pa
     CHECK(seen == elements && extents == used + elsewhere && extents == changes);
 }
 
-static void layers_show_what_was_painted_last(void)
+TEST(layers_show_what_was_painted_last)
 {
     static mls_row_range runs[MLS_LAYERS_MOST][RUNS];
     mls_row_range *room = malloc((2 * MLS_LAYERS_MOST * RUNS + 1) * sizeof *room);
@@ -104,7 +104,7 @@ static void layers_show_what_was_painted_last(void)
     free(room);
 }
 
-static void without_layers_all_is_zero(void)
+TEST(without_layers_all_is_zero)
 {
     mls_layers layers = {0};
     mls_row_range room[1];
@@ -114,7 +114,7 @@ static void without_layers_all_is_zero(void)
     CHECK(room[0].begin == 0 && room[0].count == SIZE_MAX);
 }
 
-static void rows_that_the_shard_has_not_are_refused(void)
+TEST(rows_that_the_shard_has_not_are_refused)
 {
     mls_row_range run = {9, 9, 9};
     mls_rows rows = mls_layer_rows(4, 10); /* three rows, the last of two elements */
@@ -144,7 +144,7 @@ static size_t runs_of(const char *text, size_t row, size_t elements, mls_row_ran
     return mls_layer_rows_read(&rows, all, runs, &count) ? count : SIZE_MAX;
 }
 
-static void rows_are_read_from_their_text(void)
+TEST(rows_are_read_from_their_text)
 {
     static const char *const refused[] = {"",
                                           "1",
@@ -182,16 +182,4 @@ static void rows_are_read_from_their_text(void)
     CHECK(runs[0].count == SIZE_MAX);
     CHECK(mls_layer_rows_count((mls_str){"0,1,1,1", 7}) == 2);
     CHECK(mls_layer_rows_count((mls_str){"0,1", 3}) == 1);
-}
-
-static const test_case tests[] = {
-    TEST(layers_show_what_was_painted_last),
-    TEST(without_layers_all_is_zero),
-    TEST(rows_that_the_shard_has_not_are_refused),
-    TEST(rows_are_read_from_their_text),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -129,7 +129,7 @@ static void map_bytes(const stored *s, size_t *map)
     }
 }
 
-static void runs_are_where_the_elements_lie(void)
+TEST(runs_are_where_the_elements_lie)
 {
     stored *s = calloc(1, sizeof *s);
     size_t *map = malloc((2 * ELEMENTS + 100) * ITEM * sizeof *map);
@@ -161,7 +161,7 @@ static void runs_are_where_the_elements_lie(void)
     free(s);
 }
 
-static void ranges_hold_all_that_is_wanted(void)
+TEST(ranges_hold_all_that_is_wanted)
 {
     stored *s = calloc(1, sizeof *s);
     size_t *map = malloc((2 * ELEMENTS + 100) * ITEM * sizeof *map);
@@ -198,7 +198,7 @@ static void ranges_hold_all_that_is_wanted(void)
     free(s);
 }
 
-static void verified_reads_take_each_block_once(void)
+TEST(verified_reads_take_each_block_once)
 {
     enum { BLOCK = MLS_SAFETENSORS_BLOCK };
     const mls_row_range visible[] = {{0, 10, 0}, {20, 10, 100}, {40, 5, 3 * BLOCK - 2}};
@@ -217,7 +217,7 @@ static void verified_reads_take_each_block_once(void)
     CHECK(reads.bytes == 2 * BLOCK + 50); /* all but the second */
 }
 
-static void bytes_lie_in_their_file_or_in_none(void)
+TEST(bytes_lie_in_their_file_or_in_none)
 {
     size_t bytes = 0;
     mls_part part = {.rank = 1, .length = {10}, .end = 10};
@@ -234,7 +234,7 @@ static void bytes_lie_in_their_file_or_in_none(void)
     CHECK(!mls_stored_bytes(&shard, &bytes));
 }
 
-static void a_failure_names_the_tensor_and_its_file(void)
+TEST(a_failure_names_the_tensor_and_its_file)
 {
     const mls_stored_shard shard = {.file = "shards/a", .name = {"weight", 6}},
                            zeros = {.name = {"bias", 4}};
@@ -249,17 +249,4 @@ static void a_failure_names_the_tensor_and_its_file(void)
     mls_fail(&st, MLS_E_MEMORY, "no memory");
     CHECK(mls_stored_blame(&zeros, &st) == MLS_E_MEMORY);
     CHECK_TEXT(st.text, "tensor 'bias', file '': no memory");
-}
-
-static const test_case tests[] = {
-    TEST(runs_are_where_the_elements_lie),
-    TEST(ranges_hold_all_that_is_wanted),
-    TEST(verified_reads_take_each_block_once),
-    TEST(bytes_lie_in_their_file_or_in_none),
-    TEST(a_failure_names_the_tensor_and_its_file),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

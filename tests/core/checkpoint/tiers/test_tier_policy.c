@@ -38,7 +38,7 @@ static void follow(mls_tiers *t, mls_tier_moves *moves)
     mls_tier_moves_fini(moves);
 }
 
-static void units_are_counted_where_they_are(void)
+TEST(units_are_counted_where_they_are)
 {
     mls_tiers t;
     mls_status st;
@@ -58,7 +58,7 @@ static void units_are_counted_where_they_are(void)
     CHECK(t.units == NULL && t.count == 0);
 }
 
-static void sums_beyond_64_bits_are_refused(void)
+TEST(sums_beyond_64_bits_are_refused)
 {
     mls_tiers t;
     mls_status st;
@@ -73,7 +73,7 @@ static void sums_beyond_64_bits_are_refused(void)
     mls_tiers_fini(&t);
 }
 
-static void a_move_counts_in_both_tiers_until_it_ends(void)
+TEST(a_move_counts_in_both_tiers_until_it_ends)
 {
     mls_tiers t;
     mls_status st;
@@ -90,7 +90,7 @@ static void a_move_counts_in_both_tiers_until_it_ends(void)
     mls_tiers_fini(&t);
 }
 
-static void a_unit_fits_or_the_text_says_why_not(void)
+TEST(a_unit_fits_or_the_text_says_why_not)
 {
     mls_tiers t;
     mls_status st;
@@ -109,7 +109,7 @@ static void a_unit_fits_or_the_text_says_why_not(void)
     mls_tiers_fini(&t);
 }
 
-static void room_is_made_by_the_least_used_and_the_longest_unused(void)
+TEST(room_is_made_by_the_least_used_and_the_longest_unused)
 {
     mls_tiers t;
     mls_status st;
@@ -130,7 +130,7 @@ static void room_is_made_by_the_least_used_and_the_longest_unused(void)
     mls_tiers_fini(&t);
 }
 
-static void what_a_larger_one_made_needless_stays(void)
+TEST(what_a_larger_one_made_needless_stays)
 {
     mls_tiers t;
     mls_status st;
@@ -146,7 +146,7 @@ static void what_a_larger_one_made_needless_stays(void)
     mls_tiers_fini(&t);
 }
 
-static void pinned_units_stay_and_are_said_to_be_in_the_way(void)
+TEST(pinned_units_stay_and_are_said_to_be_in_the_way)
 {
     mls_tiers t;
     mls_status st;
@@ -166,7 +166,7 @@ static void pinned_units_stay_and_are_said_to_be_in_the_way(void)
     mls_tiers_fini(&t);
 }
 
-static void what_leaves_hot_goes_to_warm_and_others_go_cold_for_it(void)
+TEST(what_leaves_hot_goes_to_warm_and_others_go_cold_for_it)
 {
     mls_tiers t;
     mls_status st;
@@ -190,7 +190,7 @@ static void what_leaves_hot_goes_to_warm_and_others_go_cold_for_it(void)
     mls_tiers_fini(&t);
 }
 
-static void a_unit_that_grew_makes_room_where_it_is(void)
+TEST(a_unit_that_grew_makes_room_where_it_is)
 {
     mls_tiers t;
     mls_status st;
@@ -205,7 +205,7 @@ static void a_unit_that_grew_makes_room_where_it_is(void)
     mls_tiers_fini(&t);
 }
 
-static void the_most_used_are_nearest(void)
+TEST(the_most_used_are_nearest)
 {
     mls_tiers t;
     mls_status st;
@@ -229,7 +229,7 @@ static void the_most_used_are_nearest(void)
     mls_tiers_fini(&t);
 }
 
-static void equals_do_not_take_turns(void)
+TEST(equals_do_not_take_turns)
 {
     mls_tiers t;
     mls_status st;
@@ -249,7 +249,7 @@ static void equals_do_not_take_turns(void)
     mls_tiers_fini(&t);
 }
 
-static void what_was_never_used_moves_only_where_it_must(void)
+TEST(what_was_never_used_moves_only_where_it_must)
 {
     mls_tiers t;
     mls_status st;
@@ -264,7 +264,7 @@ static void what_was_never_used_moves_only_where_it_must(void)
     mls_tiers_fini(&t);
 }
 
-static void scores_end_at_a_limit_and_age(void)
+TEST(scores_end_at_a_limit_and_age)
 {
     mls_tiers t;
     mls_status st;
@@ -281,25 +281,4 @@ static void scores_end_at_a_limit_and_age(void)
     }
     CHECK(t.units[a].score == 0);
     mls_tiers_fini(&t);
-}
-
-static const test_case tests[] = {
-    TEST(units_are_counted_where_they_are),
-    TEST(sums_beyond_64_bits_are_refused),
-    TEST(a_move_counts_in_both_tiers_until_it_ends),
-    TEST(a_unit_fits_or_the_text_says_why_not),
-    TEST(room_is_made_by_the_least_used_and_the_longest_unused),
-    TEST(what_a_larger_one_made_needless_stays),
-    TEST(pinned_units_stay_and_are_said_to_be_in_the_way),
-    TEST(what_leaves_hot_goes_to_warm_and_others_go_cold_for_it),
-    TEST(a_unit_that_grew_makes_room_where_it_is),
-    TEST(the_most_used_are_nearest),
-    TEST(equals_do_not_take_turns),
-    TEST(what_was_never_used_moves_only_where_it_must),
-    TEST(scores_end_at_a_limit_and_age),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -114,7 +114,7 @@ static void write_all(mls_layout layout, bool strided)
     free_memory();
 }
 
-static void parts_of_every_layout_make_the_tensor(void)
+TEST(parts_of_every_layout_make_the_tensor)
 {
     static const mls_layout layouts[] = {
         {0},
@@ -137,7 +137,7 @@ static bool stop(void *context, uint64_t bytes)
     return false;
 }
 
-static void a_stop_and_a_failed_write_are_reported(void)
+TEST(a_stop_and_a_failed_write_are_reported)
 {
     uint32_t crcs[BLOCKS] = {0};
     uint64_t written = 0, started = 0, told = 0;
@@ -159,14 +159,4 @@ static void a_stop_and_a_failed_write_are_reported(void)
     close(fd);
     unlink(path);
     free_memory();
-}
-
-static const test_case tests[] = {
-    TEST(parts_of_every_layout_make_the_tensor),
-    TEST(a_stop_and_a_failed_write_are_reported),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -17,7 +17,7 @@ static mls_tensor tensor_of(void *data, int rank, const size_t *shape)
     return t;
 }
 
-static void items_keep_their_shapes_while_the_list_grows(void)
+TEST(items_keep_their_shapes_while_the_list_grows)
 {
     mls_shard_list list = {0};
     mls_status st;
@@ -39,7 +39,7 @@ static void items_keep_their_shapes_while_the_list_grows(void)
     mls_shard_list_fini(&list); /* zeroed */
 }
 
-static void ranks_take_turns_over_the_parts(void)
+TEST(ranks_take_turns_over_the_parts)
 {
     static float data[ROWS * COLUMNS];
     const mls_tensor array = tensor_of(data, 2, matrix);
@@ -60,7 +60,7 @@ static void ranks_take_turns_over_the_parts(void)
     }
 }
 
-static void without_parts_the_array_is_this_ranks(void)
+TEST(without_parts_the_array_is_this_ranks)
 {
     static float data[ROWS * COLUMNS];
     const mls_tensor array = tensor_of(data, 2, matrix);
@@ -73,7 +73,7 @@ static void without_parts_the_array_is_this_ranks(void)
     mls_shard_list_fini(&list);
 }
 
-static void flat_parts_begin_inside_the_array(void)
+TEST(flat_parts_begin_inside_the_array)
 {
     static float data[ROWS * COLUMNS];
     const mls_tensor array = tensor_of(data, 2, matrix);
@@ -87,7 +87,7 @@ static void flat_parts_begin_inside_the_array(void)
     mls_shard_list_fini(&list);
 }
 
-static void what_is_not_packed_has_a_view(void)
+TEST(what_is_not_packed_has_a_view)
 {
     static float data[2 * ROWS * COLUMNS];
     mls_tensor array = tensor_of(data, 2, matrix);
@@ -108,7 +108,7 @@ static void what_is_not_packed_has_a_view(void)
     mls_shard_list_fini(&list);
 }
 
-static void memory_must_have_the_elements_of_its_part(void)
+TEST(memory_must_have_the_elements_of_its_part)
 {
     static float data[ROWS * COLUMNS];
     const size_t eight[] = {8}, nine[] = {9};
@@ -123,18 +123,4 @@ static void memory_must_have_the_elements_of_its_part(void)
     CHECK_TEXT(st.text,
                "params 'w': the shard has 9 elements, and its part of the tensor 8");
     CHECK(mls_shard_item_check(&none, matrix, &good, "w", &st) == MLS_E_VALUE);
-}
-
-static const test_case tests[] = {
-    TEST(items_keep_their_shapes_while_the_list_grows),
-    TEST(ranks_take_turns_over_the_parts),
-    TEST(without_parts_the_array_is_this_ranks),
-    TEST(flat_parts_begin_inside_the_array),
-    TEST(what_is_not_packed_has_a_view),
-    TEST(memory_must_have_the_elements_of_its_part),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

@@ -1,19 +1,10 @@
 /* Shard files: valid, equal for any number of threads, and deleted if the write fails. */
-#include "support/runner.h"
+#include "safetensors/safetensors.h"
+#include "support/shards.h"
 
-#if defined(_WIN32)
-int main(void)
-{
-    return 0;
-}
-#else
-
-#    include "safetensors/safetensors.h"
-#    include "support/shards.h"
-
-#    include <errno.h>
-#    include <signal.h>
-#    include <sys/resource.h>
+#include <errno.h>
+#include <signal.h>
+#include <sys/resource.h>
 
 enum { MIB = 1 << 20, LARGE = 19 * MIB + 12344 }; /* three tasks, a partial block */
 
@@ -68,7 +59,7 @@ static bool files_are_good(const mls_index *index)
 
 /* All kinds: several sections, sizes on both sides of every limit, no element, one
  * element. */
-static void what_is_written_can_be_read_back(void)
+TEST(what_is_written_can_be_read_back)
 {
     static const size_t sizes[] = {LARGE,  4 * MIB, MIB, MIB - 1,     300000,  262144,
                                    262143, 5000,    0,   8 * MIB + 1, 2 * MIB, 77};
@@ -101,7 +92,7 @@ static void what_is_written_can_be_read_back(void)
     empty_pool();
 }
 
-static void the_checksums_told_are_those_of_the_files(void)
+TEST(the_checksums_told_are_those_of_the_files)
 {
     unsigned char *data = noise(3 * MIB);
     const size_t shape[] = {3 * MIB - 5};
@@ -122,7 +113,7 @@ static void the_checksums_told_are_those_of_the_files(void)
 }
 
 /* So that a folder of shard files without indexes is not lost. */
-static void a_file_says_which_shards_it_holds(void)
+TEST(a_file_says_which_shards_it_holds)
 {
     const size_t shape[] = {10};
     const mls_shard_item items[] = {
@@ -210,7 +201,7 @@ static void check_strided(size_t rows, size_t columns)
     free(turned);
 }
 
-static void strided_memory_is_packed_on_its_way(void)
+TEST(strided_memory_is_packed_on_its_way)
 {
     check_strided(3, 5);       /* segments */
     check_strided(233, 1021);  /* through the page cache */
@@ -218,7 +209,7 @@ static void strided_memory_is_packed_on_its_way(void)
 }
 
 /* The same on a file system in memory, which may not support direct I/O. */
-static void a_file_system_in_memory_is_written_too(void)
+TEST(a_file_system_in_memory_is_written_too)
 {
     char kept[sizeof pool_path];
     const int kept_fd = pool_fd;
@@ -235,7 +226,7 @@ static void a_file_system_in_memory_is_written_too(void)
     pool_fd = kept_fd;
 }
 
-static void nothing_and_what_is_empty_can_be_stored(void)
+TEST(nothing_and_what_is_empty_can_be_stored)
 {
     const size_t none[] = {0, 3}, two[] = {2};
     const mls_shard_item items[] = {
@@ -263,7 +254,7 @@ static void nothing_and_what_is_empty_can_be_stored(void)
 
 /* ---- repeated writes ---- */
 
-static void only_what_changed_is_written_again(void)
+TEST(only_what_changed_is_written_again)
 {
     enum { COUNT = 6 };
     static const char *const names[COUNT] = {"a", "b", "c", "d", "e", "large"};
@@ -301,7 +292,7 @@ static void only_what_changed_is_written_again(void)
     empty_pool();
 }
 
-static void what_became_damaged_is_mended_by_the_next_write(void)
+TEST(what_became_damaged_is_mended_by_the_next_write)
 {
     unsigned char *data = noise(MIB);
     const size_t shape[] = {MIB};
@@ -357,7 +348,7 @@ static mls_code fails(const mls_shard_job *job, mls_status *st)
     return code;
 }
 
-static void a_folder_that_is_missing_leaves_nothing(void)
+TEST(a_folder_that_is_missing_leaves_nothing)
 {
     ten t;
     mls_status st;
@@ -373,7 +364,7 @@ static void a_folder_that_is_missing_leaves_nothing(void)
 }
 
 /* The target of a link may belong to another checkpoint. */
-static void a_folder_that_is_a_link_is_refused(void)
+TEST(a_folder_that_is_a_link_is_refused)
 {
     ten t;
     mls_status st;
@@ -393,7 +384,7 @@ static void a_folder_that_is_a_link_is_refused(void)
     free(t.data);
 }
 
-static void a_folder_that_may_not_be_written_leaves_nothing(void)
+TEST(a_folder_that_may_not_be_written_leaves_nothing)
 {
     ten t;
     mls_status st;
@@ -409,7 +400,7 @@ static void a_folder_that_may_not_be_written_leaves_nothing(void)
 }
 
 /* Committed files are changed neither by a write nor by its rollback. */
-static void a_generation_is_written_only_once(void)
+TEST(a_generation_is_written_only_once)
 {
     ten t;
     mls_status st;
@@ -434,7 +425,7 @@ static void a_generation_is_written_only_once(void)
     empty_pool();
 }
 
-static void a_disk_without_room_leaves_nothing(void)
+TEST(a_disk_without_room_leaves_nothing)
 {
     struct rlimit limit, small;
     mls_status st;
@@ -457,7 +448,7 @@ static void a_disk_without_room_leaves_nothing(void)
     (void)signal(SIGXFSZ, action);
 }
 
-static void the_first_tensor_that_failed_is_told(void)
+TEST(the_first_tensor_that_failed_is_told)
 {
     ten t;
     mls_status st;
@@ -473,7 +464,7 @@ static void the_first_tensor_that_failed_is_told(void)
     empty_pool();
 }
 
-static void progress_counts_every_byte_once(void)
+TEST(progress_counts_every_byte_once)
 {
     ten t;
     mls_shards_written written;
@@ -492,7 +483,7 @@ static void progress_counts_every_byte_once(void)
     }
 }
 
-static void progress_stops_the_work_and_leaves_nothing(void)
+TEST(progress_stops_the_work_and_leaves_nothing)
 {
     ten t;
     mls_status st;
@@ -511,7 +502,7 @@ static void progress_stops_the_work_and_leaves_nothing(void)
     free(t.data);
 }
 
-static void what_the_plan_refuses_writes_nothing(void)
+TEST(what_the_plan_refuses_writes_nothing)
 {
     ten t;
     mls_status st;
@@ -525,28 +516,3 @@ static void what_the_plan_refuses_writes_nothing(void)
     CHECK(fails(&job, &st) == MLS_E_VALUE);
     free(t.data);
 }
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(what_is_written_can_be_read_back),
-        TEST(the_checksums_told_are_those_of_the_files),
-        TEST(a_file_says_which_shards_it_holds),
-        TEST(strided_memory_is_packed_on_its_way),
-        TEST(a_file_system_in_memory_is_written_too),
-        TEST(nothing_and_what_is_empty_can_be_stored),
-        TEST(only_what_changed_is_written_again),
-        TEST(what_became_damaged_is_mended_by_the_next_write),
-        TEST(a_folder_that_is_missing_leaves_nothing),
-        TEST(a_folder_that_is_a_link_is_refused),
-        TEST(a_folder_that_may_not_be_written_leaves_nothing),
-        TEST(a_generation_is_written_only_once),
-        TEST(a_disk_without_room_leaves_nothing),
-        TEST(the_first_tensor_that_failed_is_told),
-        TEST(progress_counts_every_byte_once),
-        TEST(progress_stops_the_work_and_leaves_nothing),
-        TEST(what_the_plan_refuses_writes_nothing),
-    };
-    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
-}
-#endif

@@ -1,16 +1,7 @@
 /* Staging: which items fit, that the copies are exact, and that the owner of the others
  * is notified at the right moment. */
-#include "support/runner.h"
-
-#if defined(_WIN32)
-int main(void)
-{
-    return 0;
-}
-#else
-
-#    include "checkpoint/write/staging.h"
-#    include "support/shards.h"
+#include "checkpoint/write/staging.h"
+#include "support/shards.h"
 
 enum { COUNT = 6, MIB = 1 << 20 };
 
@@ -95,7 +86,7 @@ static size_t stage(size_t budget, bool threads, mls_staged *staged)
     return copied;
 }
 
-static void a_budget_of_all_holds_all(void)
+TEST(a_budget_of_all_holds_all)
 {
     size_t all = 0;
     mls_staged staged;
@@ -108,7 +99,7 @@ static void a_budget_of_all_holds_all(void)
     CHECK(stage(all - 1, true, &staged) == COUNT - 1);
 }
 
-static void small_items_come_first(void)
+TEST(small_items_come_first)
 {
     mls_staged staged;
     CHECK(stage(0, true, &staged) == 1 && staged.bytes == 0); /* the empty one */
@@ -120,7 +111,7 @@ static void small_items_come_first(void)
 
 /* The items left out are as small as possible, because the owner waits until they are
  * written. */
-static void little_is_left_out(void)
+TEST(little_is_left_out)
 {
     size_t all = 0;
     mls_staged staged;
@@ -137,7 +128,7 @@ static void little_is_left_out(void)
 }
 
 /* Each thread has a buffer; compressed shards are held whole. */
-static void the_overhead_of_a_save_is_known_before(void)
+TEST(the_overhead_of_a_save_is_known_before)
 {
     state s;
     mls_status st;
@@ -157,7 +148,7 @@ static void the_overhead_of_a_save_is_known_before(void)
 }
 
 /* Items that the caller has copied are not copied again. */
-static void what_is_staged_already_stays(void)
+TEST(what_is_staged_already_stays)
 {
     state s;
     mls_status st;
@@ -175,7 +166,7 @@ static void what_is_staged_already_stays(void)
 }
 
 /* The size of the part counts, not the size of the tensor. */
-static void copies_of_the_caller_are_noted_by_their_address(void)
+TEST(copies_of_the_caller_are_noted_by_their_address)
 {
     unsigned char memory[64] = {0}, other[8] = {0};
     const mls_tensor view = {.data = memory + 9};
@@ -187,7 +178,7 @@ static void copies_of_the_caller_are_noted_by_their_address(void)
     CHECK(items[0].staged && !items[1].staged && items[2].staged && !items[3].staged);
 }
 
-static void what_is_needed_is_the_part_and_a_bad_one_is_named(void)
+TEST(what_is_needed_is_the_part_and_a_bad_one_is_named)
 {
     state s;
     mls_status st;
@@ -215,7 +206,7 @@ static void what_is_needed_is_the_part_and_a_bad_one_is_named(void)
     free_state(&s);
 }
 
-static void touching_clears_just_that(void)
+TEST(touching_clears_just_that)
 {
     const size_t bytes = 5 * MIB + 3;
     unsigned char *memory = noise(bytes);
@@ -281,7 +272,7 @@ static void write_with(size_t budget, uint64_t pack_below, const char *generatio
     }
 }
 
-static void arrays_may_be_overwritten_when_that_is_told(void)
+TEST(arrays_may_be_overwritten_when_that_is_told)
 {
     write_with(0, 256 << 10, generations[0]);
     write_with(6000, 256 << 10, generations[1]); /* one segment of both kinds */
@@ -290,7 +281,7 @@ static void arrays_may_be_overwritten_when_that_is_told(void)
 }
 
 /* A write that fails before that moment does not notify the owner. */
-static void a_write_that_failed_before_tells_nothing(void)
+TEST(a_write_that_failed_before_tells_nothing)
 {
     state s;
     mls_status st;
@@ -308,22 +299,3 @@ static void a_write_that_failed_before_tells_nothing(void)
     CHECK(pool_files() == 0);
     free_state(&s);
 }
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(a_budget_of_all_holds_all),
-        TEST(small_items_come_first),
-        TEST(little_is_left_out),
-        TEST(the_overhead_of_a_save_is_known_before),
-        TEST(what_is_staged_already_stays),
-        TEST(copies_of_the_caller_are_noted_by_their_address),
-        TEST(what_is_needed_is_the_part_and_a_bad_one_is_named),
-        TEST(touching_clears_just_that),
-        TEST(arrays_may_be_overwritten_when_that_is_told),
-        TEST(a_write_that_failed_before_tells_nothing),
-    };
-    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
-}
-
-#endif

@@ -1,17 +1,8 @@
 /* Compressed writes with a toy codec: compressible data are compressed, other data are
  * stored unchanged, and failures leave no file. */
-#include "support/runner.h"
-
-#if defined(_WIN32)
-int main(void)
-{
-    return 0;
-}
-#else
-
-#    include "checkpoint/write/write_plan.h"
-#    include "support/shards.h"
-#    include "support/toy_codec.h"
+#include "checkpoint/write/write_plan.h"
+#include "support/shards.h"
+#include "support/toy_codec.h"
 
 enum {
     MIB = 1 << 20,
@@ -107,7 +98,7 @@ static const mls_layer *layer_of(const mls_index_shard *shard, size_t number)
 
 /* ---- the decision to compress ---- */
 
-static void what_gets_smaller_is_coded(void)
+TEST(what_gets_smaller_is_coded)
 {
     table t;
     begin(&t);
@@ -136,7 +127,7 @@ static void what_gets_smaller_is_coded(void)
     drop(&t);
 }
 
-static void what_does_not_pay_is_stored_as_it_is(void)
+TEST(what_does_not_pay_is_stored_as_it_is)
 {
     table t;
     begin(&t);
@@ -157,7 +148,7 @@ static void fill_behind_samples(table *t)
     fill_noise(t->data + half + 2 * room, half - 4 * room);
 }
 
-static void samples_may_promise_too_much(void)
+TEST(samples_may_promise_too_much)
 {
     watcher w = {.allowed = 1 << 30};
     const mls_progress progress = {watch, &w};
@@ -178,7 +169,7 @@ static void samples_may_promise_too_much(void)
 }
 
 /* The same for a layer of rows: rows left out stay left out. */
-static void rows_that_do_not_get_smaller_are_a_plain_layer(void)
+TEST(rows_that_do_not_get_smaller_are_a_plain_layer)
 {
     table t;
     begin(&t);
@@ -197,7 +188,7 @@ static void rows_that_do_not_get_smaller_are_a_plain_layer(void)
     drop(&t);
 }
 
-static void rows_that_hold_anything_are_coded(void)
+TEST(rows_that_hold_anything_are_coded)
 {
     table t;
     begin(&t);
@@ -216,7 +207,7 @@ static void rows_that_hold_anything_are_coded(void)
 }
 
 /* Sizes on both sides of every limit. */
-static void small_shards_are_left_alone(void)
+TEST(small_shards_are_left_alone)
 {
     static const size_t sizes[] = {
         (16 << 10) - 1,  16 << 10, (16 << 10) + 1, 3 * (128 << 10) - 1,
@@ -254,7 +245,7 @@ static void small_shards_are_left_alone(void)
 }
 
 /* Elements of all sizes, and memory that is not packed. */
-static void memory_of_any_kind(void)
+TEST(memory_of_any_kind)
 {
     static const mls_dtype dtypes[] = {MLS_U8, MLS_I16, MLS_F32, MLS_F64};
     static const size_t turned[] = {300, 700}, shape[] = {700, 300};
@@ -303,7 +294,7 @@ static void memory_of_any_kind(void)
 
 /* ---- repeated saves ---- */
 
-static void what_did_not_change_stays_coded(void)
+TEST(what_did_not_change_stays_coded)
 {
     table t;
     begin(&t);
@@ -327,7 +318,7 @@ static void what_did_not_change_stays_coded(void)
     drop(&t);
 }
 
-static void rows_that_changed_lie_over_what_is_coded(void)
+TEST(rows_that_changed_lie_over_what_is_coded)
 {
     table t;
     begin(&t);
@@ -356,7 +347,7 @@ static void rows_that_changed_lie_over_what_is_coded(void)
 }
 
 /* The codec may change from one save to the next. */
-static void codecs_may_change_between_saves(void)
+TEST(codecs_may_change_between_saves)
 {
     table t;
     begin(&t);
@@ -376,7 +367,7 @@ static void codecs_may_change_between_saves(void)
     drop(&t);
 }
 
-static void without_codecs_what_was_coded_is_written_again(void)
+TEST(without_codecs_what_was_coded_is_written_again)
 {
     table t;
     begin(&t);
@@ -406,7 +397,7 @@ static void without_codecs_what_was_coded_is_written_again(void)
     drop(&t);
 }
 
-static void nothing_is_laid_over_what_is_damaged(void)
+TEST(nothing_is_laid_over_what_is_damaged)
 {
     for (int how = 0; how < 3; how++) {
         table t;
@@ -438,7 +429,7 @@ static void nothing_is_laid_over_what_is_damaged(void)
 static const mls_code codes[] = {MLS_E_FORMAT, MLS_E_MEMORY, MLS_E_VALUE, MLS_E_STOPPED};
 
 /* Errors in the first sample, the last one, the first frame, the last one. */
-static void errors_of_codecs_end_the_save(void)
+TEST(errors_of_codecs_end_the_save)
 {
     static const int calls[] = {1, 3, 4, 8};
     table t;
@@ -466,7 +457,7 @@ static void errors_of_codecs_end_the_save(void)
 
 /* If the codec finds an error in stored bytes, they count as changed; a stop or a lack of
  * memory is no such error. */
-static void errors_while_comparing(void)
+TEST(errors_while_comparing)
 {
     for (size_t i = 0; i < 8; i++) {
         const bool ends = codes[i % 4] == MLS_E_MEMORY || codes[i % 4] == MLS_E_STOPPED;
@@ -495,7 +486,7 @@ static void errors_while_comparing(void)
     }
 }
 
-static void errors_while_reading(void)
+TEST(errors_while_reading)
 {
     const mls_layout whole = {0};
     const mls_index *indexes[1];
@@ -547,7 +538,7 @@ static void errors_while_reading(void)
     drop(&t);
 }
 
-static void progress_stops_the_coding(void)
+TEST(progress_stops_the_coding)
 {
     table t;
     begin(&t);
@@ -573,7 +564,7 @@ static void progress_stops_the_coding(void)
 enum { MANY = 40 };
 
 /* Any number of threads writes the same files, byte for byte, as one thread. */
-static void threads_do_not_matter(void)
+TEST(threads_do_not_matter)
 {
     static char names[MANY][8];
     static size_t sizes[MANY];
@@ -616,29 +607,3 @@ static void threads_do_not_matter(void)
     CHECK(sums[0] == sums[1]);
     free(data);
 }
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(what_gets_smaller_is_coded),
-        TEST(what_does_not_pay_is_stored_as_it_is),
-        TEST(samples_may_promise_too_much),
-        TEST(rows_that_do_not_get_smaller_are_a_plain_layer),
-        TEST(rows_that_hold_anything_are_coded),
-        TEST(small_shards_are_left_alone),
-        TEST(memory_of_any_kind),
-        TEST(what_did_not_change_stays_coded),
-        TEST(rows_that_changed_lie_over_what_is_coded),
-        TEST(codecs_may_change_between_saves),
-        TEST(without_codecs_what_was_coded_is_written_again),
-        TEST(nothing_is_laid_over_what_is_damaged),
-        TEST(errors_of_codecs_end_the_save),
-        TEST(errors_while_comparing),
-        TEST(errors_while_reading),
-        TEST(progress_stops_the_coding),
-        TEST(threads_do_not_matter),
-    };
-    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
-}
-
-#endif

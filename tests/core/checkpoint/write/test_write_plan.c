@@ -1,16 +1,7 @@
 /* Which shards are written, into which files, and which stay in their files. */
-#include "support/runner.h"
-
-#if defined(_WIN32)
-int main(void)
-{
-    return 0;
-}
-#else
-
-#    include "checkpoint/write/write_plan.h"
-#    include "io/safe_filename.h"
-#    include "support/shards.h"
+#include "checkpoint/write/write_plan.h"
+#include "io/safe_filename.h"
+#include "support/shards.h"
 
 enum { MIB = 1 << 20 };
 
@@ -47,7 +38,7 @@ static const char *path_of(const mls_write_plan *plan, size_t i)
 
 /* ---- order ---- */
 
-static void items_come_in_the_order_of_an_index(void)
+TEST(items_come_in_the_order_of_an_index)
 {
     static const char *const keys[] = {"B", "a", "a", "a.b", "a.m", "a.v", "a.b.m"};
     mls_shard_item items[7];
@@ -74,7 +65,7 @@ static void items_come_in_the_order_of_an_index(void)
     CHECK(plan.planned == NULL && plan.files == NULL && plan.index.shards == NULL);
 }
 
-static void parts_have_their_own_shape_in_a_file(void)
+TEST(parts_have_their_own_shape_in_a_file)
 {
     const mls_shard_item whole = item_of("w", NULL, MLS_F32, 2, matrix, NULL);
     mls_shard_item items[5] = {
@@ -110,7 +101,7 @@ static mls_code refused(const mls_shard_item *items, size_t count, const char *n
     return code;
 }
 
-static void a_part_that_comes_twice_is_refused(void)
+TEST(a_part_that_comes_twice_is_refused)
 {
     mls_shard_item items[3] = {
         part_of(item_of("w", NULL, MLS_F32, 1, five, NULL), 0, 2, 1),
@@ -125,7 +116,7 @@ static void a_part_that_comes_twice_is_refused(void)
     mls_write_plan_fini(&plan);
 }
 
-static void names_that_an_index_cannot_hold_are_refused(void)
+TEST(names_that_an_index_cannot_hold_are_refused)
 {
     mls_shard_item item = item_of("a\xFF", NULL, MLS_F32, 1, five, NULL);
     CHECK(refused(&item, 1, "a") == MLS_E_VALUE);
@@ -138,7 +129,7 @@ static void names_that_an_index_cannot_hold_are_refused(void)
     CHECK(refused(&item, 1, "group.lr") == MLS_E_VALUE);
 }
 
-static void what_no_tensor_can_be_is_refused(void)
+TEST(what_no_tensor_can_be_is_refused)
 {
     const size_t huge[] = {SIZE_MAX / 2, 3}, many[17] = {0};
     const mls_shard_item good = item_of("w", NULL, MLS_F32, 2, matrix, NULL);
@@ -162,7 +153,7 @@ static void what_no_tensor_can_be_is_refused(void)
     CHECK(refused(&item, 1, "w") == MLS_E_SHAPE);
 }
 
-static void no_items_are_a_plan_of_nothing(void)
+TEST(no_items_are_a_plan_of_nothing)
 {
     const mls_shard_job job = job_of(NULL, 0, generations[0], NULL);
     mls_write_plan plan = place(&job, NULL);
@@ -172,7 +163,7 @@ static void no_items_are_a_plan_of_nothing(void)
     mls_write_plan_fini(&plan); /* zeroed */
 }
 
-static void axes_of_states_are_recorded_where_they_differ(void)
+TEST(axes_of_states_are_recorded_where_they_differ)
 {
     const size_t rows[] = {6}, fours[] = {4}, narrow[] = {6, 1};
     mls_shard_item items[] = {item_of("a", NULL, MLS_F32, 2, square, NULL),
@@ -205,7 +196,7 @@ static void axes_of_states_are_recorded_where_they_differ(void)
 
 /* ---- files ---- */
 
-static void small_shards_share_a_file_of_their_section(void)
+TEST(small_shards_share_a_file_of_their_section)
 {
     mls_shard_item items[5] = {item_of("a", NULL, MLS_F32, 1, five, NULL),
                                item_of("b", NULL, MLS_U8, 1, five, NULL),
@@ -230,7 +221,7 @@ static void small_shards_share_a_file_of_their_section(void)
     mls_write_plan_fini(&plan);
 }
 
-static void large_shards_have_files_of_their_own(void)
+TEST(large_shards_have_files_of_their_own)
 {
     const size_t at[] = {1000}, below[] = {999};
     mls_shard_item items[] = {
@@ -263,7 +254,7 @@ static uint64_t payload(const mls_write_plan *plan, size_t file)
     return bytes;
 }
 
-static void a_segment_holds_no_more_than_32_mebibytes(void)
+TEST(a_segment_holds_no_more_than_32_mebibytes)
 {
     enum { COUNT = 20 };
     static const size_t sizes[] = {4 * MIB, 5 * MIB, 32 * MIB, 33 * MIB, 3 * MIB + 77};
@@ -285,7 +276,7 @@ static void a_segment_holds_no_more_than_32_mebibytes(void)
     }
 }
 
-static void two_parts_of_one_tensor_never_share_a_file(void)
+TEST(two_parts_of_one_tensor_never_share_a_file)
 {
     mls_shard_item items[6];
     for (size_t i = 0; i < 3; i++) {
@@ -305,7 +296,7 @@ static void two_parts_of_one_tensor_never_share_a_file(void)
     mls_write_plan_fini(&plan);
 }
 
-static void file_names_are_those_of_any_file_system(void)
+TEST(file_names_are_those_of_any_file_system)
 {
     mls_shard_item items[] = {item_of("", NULL, MLS_U8, 1, five, NULL),
                               item_of("A/b", NULL, MLS_U8, 1, five, NULL),
@@ -322,7 +313,7 @@ static void file_names_are_those_of_any_file_system(void)
     mls_write_plan_fini(&plan);
 }
 
-static void cut_names_stay_apart_and_fit_an_index(void)
+TEST(cut_names_stay_apart_and_fit_an_index)
 {
     enum { COUNT = 30, LENGTH = 400 };
     static char names[COUNT][LENGTH + 1];
@@ -351,7 +342,7 @@ static void cut_names_stay_apart_and_fit_an_index(void)
 
 /* The plan is an index that the reader accepts, with each shard at the place that its
  * file's header names. */
-static void the_new_index_is_one_that_can_be_read(void)
+TEST(the_new_index_is_one_that_can_be_read)
 {
     enum { COUNT = 40 };
     static char names[COUNT][8];
@@ -391,7 +382,7 @@ static void the_new_index_is_one_that_can_be_read(void)
 }
 
 /* The items have no memory: planning uses only their metadata. */
-static void shapes_are_enough_for_an_index(void)
+TEST(shapes_are_enough_for_an_index)
 {
     static const size_t shape[] = {1 << 20, 1 << 12};
     mls_shard_item items[3];
@@ -434,7 +425,7 @@ static void six(mls_shard_item *items)
     }
 }
 
-static void a_shard_is_the_one_of_before_if_it_is_cut_alike(void)
+TEST(a_shard_is_the_one_of_before_if_it_is_cut_alike)
 {
     mls_shard_item items[6], then[6];
     six(items);
@@ -457,7 +448,7 @@ static void a_shard_is_the_one_of_before_if_it_is_cut_alike(void)
     mls_write_plan_fini(&first);
 }
 
-static void tensors_that_come_and_go_do_not_mix_up_the_others(void)
+TEST(tensors_that_come_and_go_do_not_mix_up_the_others)
 {
     mls_shard_item items[6];
     six(items);
@@ -476,7 +467,7 @@ static void tensors_that_come_and_go_do_not_mix_up_the_others(void)
     mls_write_plan_fini(&first);
 }
 
-static void what_did_not_change_keeps_its_record(void)
+TEST(what_did_not_change_keeps_its_record)
 {
     static const bool same[] = {true, false, true, true, false, true};
     mls_shard_item items[6];
@@ -506,7 +497,7 @@ static void what_did_not_change_keeps_its_record(void)
     mls_write_plan_fini(&first);
 }
 
-static void files_that_nothing_lives_in_are_not_listed(void)
+TEST(files_that_nothing_lives_in_are_not_listed)
 {
     static const bool same[] = {false, false, false, false, false, true};
     mls_shard_item items[6];
@@ -522,7 +513,7 @@ static void files_that_nothing_lives_in_are_not_listed(void)
 }
 
 /* Four equal shards: half in use is enough, a quarter is not. */
-static void a_segment_that_is_mostly_dead_is_given_up(void)
+TEST(a_segment_that_is_mostly_dead_is_given_up)
 {
     mls_shard_item items[6];
     six(items);
@@ -547,7 +538,7 @@ static void a_segment_that_is_mostly_dead_is_given_up(void)
 }
 
 /* Deleted shards, which the new items lack, count as dead. */
-static void deleted_tensors_make_a_segment_dead(void)
+TEST(deleted_tensors_make_a_segment_dead)
 {
     static const bool same[] = {true, true};
     mls_shard_item items[6];
@@ -561,7 +552,7 @@ static void deleted_tensors_make_a_segment_dead(void)
     mls_write_plan_fini(&first);
 }
 
-static void callers_versions_are_taken_as_they_are(void)
+TEST(callers_versions_are_taken_as_they_are)
 {
     mls_shard_item items[6];
     six(items);
@@ -579,7 +570,7 @@ static void callers_versions_are_taken_as_they_are(void)
 }
 
 /* An index could not store it. */
-static void the_last_version_does_not_go_up(void)
+TEST(the_last_version_does_not_go_up)
 {
     mls_shard_item item = item_of("w", NULL, MLS_U8, 1, hundred, NULL);
     item.version = INT64_MAX;
@@ -599,7 +590,7 @@ static void the_last_version_does_not_go_up(void)
     mls_write_plan_fini(&first);
 }
 
-static void a_name_that_files_reserve_is_refused(void)
+TEST(a_name_that_files_reserve_is_refused)
 {
     const mls_shard_item item = item_of("__metadata__", NULL, MLS_U8, 1, five, NULL);
     const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
@@ -608,35 +599,3 @@ static void a_name_that_files_reserve_is_refused(void)
     CHECK(mls_write_plan_init(&plan, &job, &st) == MLS_E_VALUE);
     CHECK_TEXT(st.name, "__metadata__");
 }
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(items_come_in_the_order_of_an_index),
-        TEST(parts_have_their_own_shape_in_a_file),
-        TEST(a_part_that_comes_twice_is_refused),
-        TEST(names_that_an_index_cannot_hold_are_refused),
-        TEST(what_no_tensor_can_be_is_refused),
-        TEST(no_items_are_a_plan_of_nothing),
-        TEST(axes_of_states_are_recorded_where_they_differ),
-        TEST(small_shards_share_a_file_of_their_section),
-        TEST(large_shards_have_files_of_their_own),
-        TEST(a_segment_holds_no_more_than_32_mebibytes),
-        TEST(two_parts_of_one_tensor_never_share_a_file),
-        TEST(file_names_are_those_of_any_file_system),
-        TEST(cut_names_stay_apart_and_fit_an_index),
-        TEST(the_new_index_is_one_that_can_be_read),
-        TEST(shapes_are_enough_for_an_index),
-        TEST(a_shard_is_the_one_of_before_if_it_is_cut_alike),
-        TEST(tensors_that_come_and_go_do_not_mix_up_the_others),
-        TEST(what_did_not_change_keeps_its_record),
-        TEST(files_that_nothing_lives_in_are_not_listed),
-        TEST(a_segment_that_is_mostly_dead_is_given_up),
-        TEST(deleted_tensors_make_a_segment_dead),
-        TEST(callers_versions_are_taken_as_they_are),
-        TEST(the_last_version_does_not_go_up),
-        TEST(a_name_that_files_reserve_is_refused),
-    };
-    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
-}
-#endif

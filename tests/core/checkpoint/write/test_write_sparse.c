@@ -1,15 +1,6 @@
 /* Zero rows and changed rows: which of them are written, and which layers stay. */
-#include "support/runner.h"
-
-#if defined(_WIN32)
-int main(void)
-{
-    return 0;
-}
-#else
-
-#    include "checkpoint/write/write_plan.h"
-#    include "support/shards.h"
+#include "checkpoint/write/write_plan.h"
+#include "support/shards.h"
 
 enum { ROWS = 1000, COLUMNS = 64, ROW_BYTES = 4 * COLUMNS, BYTES = ROWS * ROW_BYTES };
 
@@ -88,7 +79,7 @@ static bool is_stored(const table *t)
 
 /* ---- zeros ---- */
 
-static void what_is_all_zero_is_stored_as_nothing(void)
+TEST(what_is_all_zero_is_stored_as_nothing)
 {
     table t;
     begin(&t);
@@ -109,7 +100,7 @@ static void what_is_all_zero_is_stored_as_nothing(void)
     drop(&t);
 }
 
-static void rows_of_zeros_are_left_out(void)
+TEST(rows_of_zeros_are_left_out)
 {
     table t;
     begin(&t);
@@ -126,7 +117,7 @@ static void rows_of_zeros_are_left_out(void)
 }
 
 /* Three quarters are sparse enough, one more row is not. */
-static void what_is_nearly_full_is_stored_as_it_is(void)
+TEST(what_is_nearly_full_is_stored_as_it_is)
 {
     table t;
     begin(&t);
@@ -143,7 +134,7 @@ static void what_is_nearly_full_is_stored_as_it_is(void)
 
 /* ---- rows that changed ---- */
 
-static void a_few_rows_become_a_layer(void)
+TEST(a_few_rows_become_a_layer)
 {
     table t;
     begin(&t);
@@ -169,7 +160,7 @@ static void a_few_rows_become_a_layer(void)
     drop(&t);
 }
 
-static void more_than_half_of_the_rows_are_written_as_a_whole(void)
+TEST(more_than_half_of_the_rows_are_written_as_a_whole)
 {
     table t;
     begin(&t);
@@ -188,7 +179,7 @@ static void more_than_half_of_the_rows_are_written_as_a_whole(void)
 
 /* At most eight layers; rows hidden by newer layers do not count, and a file without
  * visible rows is dropped. */
-static void layers_are_bounded(void)
+TEST(layers_are_bounded)
 {
     table t;
     begin(&t);
@@ -215,7 +206,7 @@ static void layers_are_bounded(void)
 }
 
 /* All layers together take at most twice the size of the shard. */
-static void layers_do_not_become_larger_than_the_shard(void)
+TEST(layers_do_not_become_larger_than_the_shard)
 {
     table t;
     begin(&t);
@@ -234,7 +225,7 @@ static void layers_do_not_become_larger_than_the_shard(void)
     drop(&t);
 }
 
-static void layers_lie_over_rows_that_were_left_out(void)
+TEST(layers_lie_over_rows_that_were_left_out)
 {
     table t;
     begin(&t);
@@ -256,7 +247,7 @@ static void layers_lie_over_rows_that_were_left_out(void)
     drop(&t);
 }
 
-static void nothing_below_a_layer_may_be_damaged(void)
+TEST(nothing_below_a_layer_may_be_damaged)
 {
     table t;
     begin(&t);
@@ -274,7 +265,7 @@ static void nothing_below_a_layer_may_be_damaged(void)
     drop(&t);
 }
 
-static void a_layer_whose_file_is_gone_is_written_again(void)
+TEST(a_layer_whose_file_is_gone_is_written_again)
 {
     table t;
     begin(&t);
@@ -292,7 +283,7 @@ static void a_layer_whose_file_is_gone_is_written_again(void)
 }
 
 /* The version says that a shard changed; the changed rows are found all the same. */
-static void versions_do_not_hide_rows(void)
+TEST(versions_do_not_hide_rows)
 {
     table t;
     begin(&t);
@@ -314,7 +305,7 @@ static void versions_do_not_hide_rows(void)
 /* ---- memory of any kind ---- */
 
 /* Columns first, and with gaps: rows are gathered from everywhere. */
-static void strided_memory_gives_the_same_layers(void)
+TEST(strided_memory_gives_the_same_layers)
 {
     table t;
     mls_tensor view;
@@ -353,7 +344,7 @@ enum { SMALL = 300 };
 
 /* Small shards are stored whole or not at all; layers share segments like shards, and are
  * dropped with them. */
-static void small_shards_and_layers_share_files(void)
+TEST(small_shards_and_layers_share_files)
 {
     static const size_t four[] = {4};
     static float values[SMALL][4];
@@ -389,7 +380,7 @@ static void small_shards_and_layers_share_files(void)
 
 /* A segment of layers that is mostly dead is dropped: its live shards are written again,
  * even unchanged ones. */
-static void dead_segments_of_layers_are_given_up(void)
+TEST(dead_segments_of_layers_are_given_up)
 {
     enum { COUNT = 4, TURNS = 4 };
     static const char *const names[COUNT] = {"a", "b", "c", "d"};
@@ -433,7 +424,7 @@ static void dead_segments_of_layers_are_given_up(void)
 
 /* ---- progress ---- */
 
-static void bytes_that_are_left_out_count_as_done(void)
+TEST(bytes_that_are_left_out_count_as_done)
 {
     table t;
     watcher w = {.allowed = 1 << 30};
@@ -460,27 +451,3 @@ static void bytes_that_are_left_out_count_as_done(void)
     mls_index_fini(&first);
     drop(&t);
 }
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(what_is_all_zero_is_stored_as_nothing),
-        TEST(rows_of_zeros_are_left_out),
-        TEST(what_is_nearly_full_is_stored_as_it_is),
-        TEST(a_few_rows_become_a_layer),
-        TEST(more_than_half_of_the_rows_are_written_as_a_whole),
-        TEST(layers_are_bounded),
-        TEST(layers_do_not_become_larger_than_the_shard),
-        TEST(layers_lie_over_rows_that_were_left_out),
-        TEST(nothing_below_a_layer_may_be_damaged),
-        TEST(a_layer_whose_file_is_gone_is_written_again),
-        TEST(versions_do_not_hide_rows),
-        TEST(strided_memory_gives_the_same_layers),
-        TEST(small_shards_and_layers_share_files),
-        TEST(dead_segments_of_layers_are_given_up),
-        TEST(bytes_that_are_left_out_count_as_done),
-    };
-    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
-}
-
-#endif

@@ -1,18 +1,9 @@
 /* Detecting unchanged shards, by bytes and by versions. */
-#include "support/runner.h"
+#include "checkpoint/write/write_plan.h"
+#include "support/shards.h"
 
-#if defined(_WIN32)
-int main(void)
-{
-    return 0;
-}
-#else
-
-#    include "checkpoint/write/write_plan.h"
-#    include "support/shards.h"
-
-#    include <errno.h>
-#    include <sys/uio.h>
+#include <errno.h>
+#include <sys/uio.h>
 
 enum { BYTES = 700001, COUNT = 5 };
 
@@ -90,7 +81,7 @@ static unsigned same_items(const state *s, size_t threads)
 
 enum { ALL = (1 << COUNT) - 1 };
 
-static void the_same_bytes_are_found_to_be_the_same(void)
+TEST(the_same_bytes_are_found_to_be_the_same)
 {
     state s;
     commit(&s);
@@ -107,7 +98,7 @@ static void the_same_bytes_are_found_to_be_the_same(void)
 }
 
 /* At the ends of the tensor and of the blocks that are read. */
-static void one_changed_byte_anywhere_is_found(void)
+TEST(one_changed_byte_anywhere_is_found)
 {
     static const size_t places[] = {0,     1,      16383,  16384,  16385,
                                     99999, 278527, 278528, 540672, BYTES - 1};
@@ -127,7 +118,7 @@ static void one_changed_byte_anywhere_is_found(void)
     drop(&s);
 }
 
-static void the_first_element_counts_from_where_the_part_lies(void)
+TEST(the_first_element_counts_from_where_the_part_lies)
 {
     state s;
     commit(&s);
@@ -146,7 +137,7 @@ static void the_first_element_counts_from_where_the_part_lies(void)
     drop(&s);
 }
 
-static void strided_and_swapped_memory_is_compared(void)
+TEST(strided_and_swapped_memory_is_compared)
 {
     enum { ROWS = 300, COLUMNS = 500 };
     const size_t shape[] = {ROWS, COLUMNS}, across[] = {COLUMNS, ROWS};
@@ -202,7 +193,7 @@ static const char *path_of(const state *s, const char *name)
     return "";
 }
 
-static void a_file_that_is_gone_counts_as_changed(void)
+TEST(a_file_that_is_gone_counts_as_changed)
 {
     state s;
     commit(&s);
@@ -213,7 +204,7 @@ static void a_file_that_is_gone_counts_as_changed(void)
     drop(&s);
 }
 
-static void a_file_of_another_length_counts_as_changed(void)
+TEST(a_file_of_another_length_counts_as_changed)
 {
     state s;
     commit(&s);
@@ -227,7 +218,7 @@ static void a_file_of_another_length_counts_as_changed(void)
     drop(&s);
 }
 
-static void a_damaged_file_counts_as_changed(void)
+TEST(a_damaged_file_counts_as_changed)
 {
     state s;
     commit(&s);
@@ -237,7 +228,7 @@ static void a_damaged_file_counts_as_changed(void)
 }
 
 /* Readers refuse such a file, although all bytes of its tensors are good. */
-static void a_damaged_header_counts_as_changed(void)
+TEST(a_damaged_header_counts_as_changed)
 {
     static const size_t places[] = {0, 5, 8, 200, 4095};
     for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
@@ -253,7 +244,7 @@ static void a_damaged_header_counts_as_changed(void)
 }
 
 /* The memory may have been loaded from the damaged file. */
-static void damage_that_is_in_memory_too_counts_as_changed(void)
+TEST(damage_that_is_in_memory_too_counts_as_changed)
 {
     state s;
     commit(&s);
@@ -263,7 +254,7 @@ static void damage_that_is_in_memory_too_counts_as_changed(void)
     drop(&s);
 }
 
-static void what_is_no_file_counts_as_changed(void)
+TEST(what_is_no_file_counts_as_changed)
 {
     state s;
     commit(&s);
@@ -277,7 +268,7 @@ static void what_is_no_file_counts_as_changed(void)
     drop(&s);
 }
 
-static void what_cannot_be_read_counts_as_changed(void)
+TEST(what_cannot_be_read_counts_as_changed)
 {
     state s;
     commit(&s);
@@ -289,7 +280,7 @@ static void what_cannot_be_read_counts_as_changed(void)
 
 /* ---- versions ---- */
 
-static void the_callers_version_decides_without_reading_tensors(void)
+TEST(the_callers_version_decides_without_reading_tensors)
 {
     state s;
     commit(&s);
@@ -305,7 +296,7 @@ static void the_callers_version_decides_without_reading_tensors(void)
 }
 
 /* Otherwise the save would commit an index that refers to a missing file. */
-static void a_version_is_no_excuse_for_a_file_that_is_gone(void)
+TEST(a_version_is_no_excuse_for_a_file_that_is_gone)
 {
     state s;
     commit(&s);
@@ -320,7 +311,7 @@ static void a_version_is_no_excuse_for_a_file_that_is_gone(void)
     drop(&s);
 }
 
-static void a_version_that_goes_back_is_refused(void)
+TEST(a_version_that_goes_back_is_refused)
 {
     state s;
     commit(&s);
@@ -342,7 +333,7 @@ static void a_version_that_goes_back_is_refused(void)
     drop(&s);
 }
 
-static void a_version_beyond_what_files_hold_is_refused(void)
+TEST(a_version_beyond_what_files_hold_is_refused)
 {
     mls_write_plan plan;
     mls_status st;
@@ -358,7 +349,7 @@ static void a_version_beyond_what_files_hold_is_refused(void)
 
 /* ---- progress ---- */
 
-static void progress_counts_what_is_the_same_and_stops(void)
+TEST(progress_counts_what_is_the_same_and_stops)
 {
     state s;
     commit(&s);
@@ -380,7 +371,7 @@ static void progress_counts_what_is_the_same_and_stops(void)
 }
 
 /* Enough shards for many batches: several threads get the result of one. */
-static void many_threads_find_what_one_finds(void)
+TEST(many_threads_find_what_one_finds)
 {
     enum { MANY = 300, EACH = 100000 };
     static char names[MANY][8];
@@ -413,28 +404,3 @@ static void many_threads_find_what_one_finds(void)
         (void)files_in(pool_folders[i], true);
     }
 }
-
-int main(void)
-{
-    static const test_case tests[] = {
-        TEST(the_same_bytes_are_found_to_be_the_same),
-        TEST(one_changed_byte_anywhere_is_found),
-        TEST(the_first_element_counts_from_where_the_part_lies),
-        TEST(strided_and_swapped_memory_is_compared),
-        TEST(a_file_that_is_gone_counts_as_changed),
-        TEST(a_file_of_another_length_counts_as_changed),
-        TEST(a_damaged_file_counts_as_changed),
-        TEST(a_damaged_header_counts_as_changed),
-        TEST(damage_that_is_in_memory_too_counts_as_changed),
-        TEST(what_is_no_file_counts_as_changed),
-        TEST(what_cannot_be_read_counts_as_changed),
-        TEST(the_callers_version_decides_without_reading_tensors),
-        TEST(a_version_is_no_excuse_for_a_file_that_is_gone),
-        TEST(a_version_that_goes_back_is_refused),
-        TEST(a_version_beyond_what_files_hold_is_refused),
-        TEST(progress_counts_what_is_the_same_and_stops),
-        TEST(many_threads_find_what_one_finds),
-    };
-    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
-}
-#endif

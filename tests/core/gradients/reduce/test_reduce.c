@@ -135,7 +135,7 @@ static void check_reduction(mls_reduction r, bool tame)
     }
 }
 
-static void every_set_reduces_as_the_oracle_does(void)
+TEST(every_set_reduces_as_the_oracle_does)
 {
     for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
         for (int op = 0; op < 3; op++) {
@@ -180,7 +180,7 @@ static void check_add(mls_dtype to, mls_dtype from, double scale, bool tame)
     }
 }
 
-static void every_set_adds_as_the_oracle_does(void)
+TEST(every_set_adds_as_the_oracle_does)
 {
     static const double scales[] = {1, -0.3, 0x1p-20};
     for (int to = 0; to < MLS_CONVERTIBLE; to++) {
@@ -199,7 +199,7 @@ static void every_set_adds_as_the_oracle_does(void)
     check_add(MLS_C64, MLS_C64, 1.5, false);
 }
 
-static void every_set_scales_as_the_oracle_does(void)
+TEST(every_set_scales_as_the_oracle_does)
 {
     static const mls_dtype dtypes[] = {MLS_F16, MLS_BF16, MLS_F32, MLS_F64, MLS_C64};
     mls_status st;
@@ -247,7 +247,7 @@ static bool adds_to(mls_dtype dtype, uint16_t x, double scale, uint16_t y, uint1
     return right;
 }
 
-static void halves_round_to_even_and_overflow_to_infinity(void)
+TEST(halves_round_to_even_and_overflow_to_infinity)
 {
     CHECK(adds_to(MLS_F16, 0x3C00, 1, 0x1000, 0x3C00)); /* 1 + 2**-11: a tie, to even */
     CHECK(adds_to(MLS_F16, 0x3C01, 1, 0x1000, 0x3C02)); /* the next one up */
@@ -263,7 +263,7 @@ static void halves_round_to_even_and_overflow_to_infinity(void)
     CHECK(adds_to(MLS_F16, 0x0000, 2, 0x7C00, 0x7C00));
 }
 
-static void brains_round_to_even_and_keep_subnormal_numbers(void)
+TEST(brains_round_to_even_and_keep_subnormal_numbers)
 {
     CHECK(adds_to(MLS_BF16, 0x3F80, 1, 0x3B80, 0x3F80)); /* 1 + 2**-8: a tie, to even */
     CHECK(adds_to(MLS_BF16, 0x3F81, 1, 0x3B80, 0x3F82));
@@ -276,7 +276,7 @@ static void brains_round_to_even_and_keep_subnormal_numbers(void)
 }
 
 /* In float32 the ones are not lost one by one, as they would be in float16. */
-static void sixteen_bit_sums_are_rounded_once(void)
+TEST(sixteen_bit_sums_are_rounded_once)
 {
     uint16_t big[40], small[40], out[40];
     const void *const sources[] = {big, small, small};
@@ -294,7 +294,7 @@ static void sixteen_bit_sums_are_rounded_once(void)
     }
 }
 
-static void sums_are_made_in_the_order_of_the_sources(void)
+TEST(sums_are_made_in_the_order_of_the_sources)
 {
     const float a = 1e8F, b = -1e8F, c = 1;
     const void *const one[] = {&a, &b, &c}, *const other[] = {&a, &c, &b};
@@ -308,7 +308,7 @@ static void sums_are_made_in_the_order_of_the_sources(void)
     CHECK(out == 0);
 }
 
-static void a_mean_is_divided_before_it_is_rounded(void)
+TEST(a_mean_is_divided_before_it_is_rounded)
 {
     const uint16_t most = 0x7BFF; /* 65504, twice of which is beyond float16 */
     const void *const sources[] = {&most, &most};
@@ -319,7 +319,7 @@ static void a_mean_is_divided_before_it_is_rounded(void)
     CHECK(out == most);
 }
 
-static void integers_wrap(void)
+TEST(integers_wrap)
 {
     const uint8_t a = 200, b = 100;
     const int32_t c = INT32_MAX, d = 1;
@@ -340,7 +340,7 @@ static void integers_wrap(void)
     CHECK(word == INT32_MAX);
 }
 
-static void a_nan_wins_minima_and_maxima(void)
+TEST(a_nan_wins_minima_and_maxima)
 {
     const float nan = NAN, one = 1, two = 2;
     const void *const orders[][3] = {
@@ -360,7 +360,7 @@ static void a_nan_wins_minima_and_maxima(void)
     CHECK(out == 1);
 }
 
-static void the_output_may_be_a_source(void)
+TEST(the_output_may_be_a_source)
 {
     for (size_t target = 0; target < 3; target++) {
         for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
@@ -381,7 +381,7 @@ static void the_output_may_be_a_source(void)
 
 /* ---- norm partials ---- */
 
-static void norm_partials_count_what_is_not_finite(void)
+TEST(norm_partials_count_what_is_not_finite)
 {
     float x[5000];
     mls_norm_partial partial = {0};
@@ -405,7 +405,7 @@ static void norm_partials_count_what_is_not_finite(void)
 }
 
 /* Squares of large float64 numbers overflow, although the numbers are finite. */
-static void a_square_may_overflow_without_being_counted(void)
+TEST(a_square_may_overflow_without_being_counted)
 {
     double x[40] = {1e200, 1};
     mls_norm_partial partial = {0};
@@ -415,7 +415,7 @@ static void a_square_may_overflow_without_being_counted(void)
 }
 
 /* In parts that begin at multiples of a block, by any number of threads, in any order. */
-static void norm_partials_do_not_depend_on_who_did_what(void)
+TEST(norm_partials_do_not_depend_on_who_did_what)
 {
     /* more blocks than the core stores sums for at a time */
     const size_t n = ((size_t)2100 * MLS_NORM_BLOCK) + 70001;
@@ -513,7 +513,7 @@ static void check_views(mls_dtype dtype, const ptrdiff_t *s, const ptrdiff_t *t,
     CHECK(same_partial(oracle, partial));
 }
 
-static void any_two_views_are_added_element_by_element(void)
+TEST(any_two_views_are_added_element_by_element)
 {
     static const ptrdiff_t strides[][2] = {{230, 1}, {1, 37}, {-230, 1}, {230, -1}};
     static const ptrdiff_t more[][2] = {{230, 1}, {1, 37}, {0, 1}, {0, 0}, {-230, -1}};
@@ -523,7 +523,7 @@ static void any_two_views_are_added_element_by_element(void)
     }
 }
 
-static void an_array_may_be_added_to_itself(void)
+TEST(an_array_may_be_added_to_itself)
 {
     float x[100];
     mls_status st;
@@ -538,7 +538,7 @@ static void an_array_may_be_added_to_itself(void)
     CHECK(x[98] == 294 && x[99] == 99);
 }
 
-static void empty_and_scalar_tensors_are_added(void)
+TEST(empty_and_scalar_tensors_are_added)
 {
     float x = 1, y = 2;
     mls_tensor a = {.data = (unsigned char *)&x, .dtype = MLS_F32};
@@ -569,7 +569,7 @@ static mls_code refused(mls_dtype dtype, mls_dtype out, mls_reduce_op op, double
     return code;
 }
 
-static void reductions_that_make_no_sense_are_refused(void)
+TEST(reductions_that_make_no_sense_are_refused)
 {
     CHECK(refused(MLS_BOOL, MLS_BOOL, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
     CHECK(refused(MLS_BOOL, MLS_BOOL, MLS_REDUCE_MAX, 1) == MLS_OK);
@@ -603,7 +603,7 @@ static bool stays(const mls_tensor *dst, const mls_tensor *src, double scale,
            partial.nonfinite == 2 && memcmp(before, memory[0], sizeof before) == 0;
 }
 
-static void what_cannot_be_added_changes_nothing(void)
+TEST(what_cannot_be_added_changes_nothing)
 {
     fill_random(memory[0], sizeof memory[0], 8);
     const mls_tensor f = vector_of(memory[0], MLS_F32, 8);
@@ -638,7 +638,7 @@ static void what_cannot_be_added_changes_nothing(void)
 }
 
 /* A float64 on either side is not rounded to float32 in between. */
-static void mixed_sums_are_computed_in_float64(void)
+TEST(mixed_sums_are_computed_in_float64)
 {
     float x = 1;
     double y = 0x1p-24 + 0x1p-40; /* in float32 a tie, which rounds to 1 */
@@ -646,32 +646,4 @@ static void mixed_sums_are_computed_in_float64(void)
     mls_status st;
     CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &dst, &src, 1, NULL, &st) == MLS_OK);
     CHECK(x == 1 + 0x1p-23F);
-}
-
-static const test_case tests[] = {
-    TEST(every_set_reduces_as_the_oracle_does),
-    TEST(every_set_adds_as_the_oracle_does),
-    TEST(every_set_scales_as_the_oracle_does),
-    TEST(halves_round_to_even_and_overflow_to_infinity),
-    TEST(brains_round_to_even_and_keep_subnormal_numbers),
-    TEST(sixteen_bit_sums_are_rounded_once),
-    TEST(sums_are_made_in_the_order_of_the_sources),
-    TEST(a_mean_is_divided_before_it_is_rounded),
-    TEST(integers_wrap),
-    TEST(a_nan_wins_minima_and_maxima),
-    TEST(the_output_may_be_a_source),
-    TEST(norm_partials_count_what_is_not_finite),
-    TEST(a_square_may_overflow_without_being_counted),
-    TEST(norm_partials_do_not_depend_on_who_did_what),
-    TEST(any_two_views_are_added_element_by_element),
-    TEST(an_array_may_be_added_to_itself),
-    TEST(empty_and_scalar_tensors_are_added),
-    TEST(reductions_that_make_no_sense_are_refused),
-    TEST(what_cannot_be_added_changes_nothing),
-    TEST(mixed_sums_are_computed_in_float64),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }

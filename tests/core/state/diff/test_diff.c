@@ -75,7 +75,7 @@ static mls_diff_result one_nan(void)
         CHECK(finds(dtype, &x, &y, expected));                                           \
     } while (0)
 
-static void floats_differ_by_their_float64_values(void)
+TEST(floats_differ_by_their_float64_values)
 {
     FINDS(MLS_F32, float, 1.5F, 1.5F, same());
     FINDS(MLS_F32, float, 1.5F, 1.0F, apart(0.5, 0.5 / 1.5));
@@ -100,7 +100,7 @@ static void floats_differ_by_their_float64_values(void)
 }
 
 /* Quiet and signalling NaNs, of any payload and sign. */
-static void two_nans_are_the_same(void)
+TEST(two_nans_are_the_same)
 {
     FINDS(MLS_F32, uint32_t, 0x7FC00000U, 0xFF800001U, same());
     FINDS(MLS_F32, uint32_t, 0x7F800001U, 0x3F800000U, one_nan());
@@ -111,7 +111,7 @@ static void two_nans_are_the_same(void)
     FINDS(MLS_F64, uint64_t, 0x7FF8000000000000U, 0xFFF0000000000001U, same());
 }
 
-static void halves_and_brains_are_exact(void)
+TEST(halves_and_brains_are_exact)
 {
     FINDS(MLS_F16, uint16_t, 0x3C00, 0x3C01, apart(0x1p-10, 0x1p-10 / (1 + 0x1p-10)));
     FINDS(MLS_F16, uint16_t, 0x0001, 0x8001, apart(0x1p-23, 2));
@@ -122,7 +122,7 @@ static void halves_and_brains_are_exact(void)
     FINDS(MLS_BF16, uint16_t, 0xFF80, 0x3F80, apart(INF, INF));
 }
 
-static void integers_are_subtracted_exactly(void)
+TEST(integers_are_subtracted_exactly)
 {
     FINDS(MLS_I8, int8_t, -128, 127, apart(255, 255.0 / 128));
     FINDS(MLS_U8, uint8_t, 0, 255, apart(255, 1));
@@ -145,7 +145,7 @@ typedef struct complex_pair {
     float real, imaginary;
 } complex_pair;
 
-static void complex_numbers_differ_by_a_modulus(void)
+TEST(complex_numbers_differ_by_a_modulus)
 {
     static const struct {
         complex_pair a, b;
@@ -168,7 +168,7 @@ static void complex_numbers_differ_by_a_modulus(void)
 }
 
 /* The edge cases of each 8-bit format: codes and their values. */
-static void eight_bit_floats_are_decoded(void)
+TEST(eight_bit_floats_are_decoded)
 {
     static const struct {
         mls_dtype dtype;
@@ -254,7 +254,7 @@ static void check_all_sets(void)
     }
 }
 
-static void every_set_agrees_on_random_bits(void)
+TEST(every_set_agrees_on_random_bits)
 {
     fill_random(left, sizeof left, 42);
     fill_random(right, sizeof right, 43);
@@ -262,7 +262,7 @@ static void every_set_agrees_on_random_bits(void)
 }
 
 /* Few elements differ, so most blocks and vectors are equal. */
-static void every_set_agrees_where_little_changed(void)
+TEST(every_set_agrees_where_little_changed)
 {
     uint64_t seed = 5;
     fill_random(left, sizeof left, 44);
@@ -275,7 +275,7 @@ static void every_set_agrees_where_little_changed(void)
 
 /* Changes of a training step: every element by a little, by the same ratio, or to a
  * neighbour. A kernel that avoids divisions could fail on the rounding of the ratio. */
-static void every_set_agrees_on_small_changes(void)
+TEST(every_set_agrees_on_small_changes)
 {
     static const float ratios[] = {1.5F, 1.1F, 3.0F, 0.999F, 1.0F, -1.0F};
     for (size_t r = 0; r < sizeof ratios / sizeof ratios[0]; r++) {
@@ -300,7 +300,7 @@ static void every_set_agrees_on_small_changes(void)
 
 /* After many equal ratios that are not floats comes a larger one at any position: by one
  * unit in the last place, so that few kernels notice it. */
-static void every_set_agrees_behind_equal_ratios(void)
+TEST(every_set_agrees_behind_equal_ratios)
 {
     uint64_t seed = 31;
     for (int i = 0; i < TRIES(60); i++) {
@@ -322,7 +322,7 @@ static void every_set_agrees_behind_equal_ratios(void)
 }
 
 /* The caller's rounding mode is preserved, and does not affect vector kernels. */
-static void every_set_keeps_the_rounding(void)
+TEST(every_set_keeps_the_rounding)
 {
     fill_random(left, sizeof left, 45);
     fill_random(right, sizeof right, 46);
@@ -344,7 +344,7 @@ static void every_set_keeps_the_rounding(void)
 }
 
 /* Special numbers among ordinary ones, in any lane, on either side or both. */
-static void every_set_agrees_on_special_numbers(void)
+TEST(every_set_agrees_on_special_numbers)
 {
     static const uint32_t specials[] = {
         0,           0x80000000U, 0x7F800000U, 0xFF800000U, 0x7FC00000U, 0x7F800001U,
@@ -383,7 +383,7 @@ static uint16_t near_float(uint64_t *seed, unsigned digits, unsigned exponent,
 
 /* Many short ranges around each exponent: with differences that float32 rounds, tied with
  * the maximum, subnormal, and beyond float32. */
-static void every_set_agrees_on_close_calls_of_sixteen_bits(void)
+TEST(every_set_agrees_on_close_calls_of_sixteen_bits)
 {
     uint64_t seed = 2024;
     for (unsigned run = 0; run < TRIES(12000); run++) {
@@ -447,7 +447,7 @@ static void check_steps(mls_dtype dtype, uint16_t x, uint16_t first, uint16_t la
 
 /* 1.5 against numbers so much smaller that their difference needs more than 24 bits, or
  * that the quotient exceeds the previous one by less than one unit in the last place. */
-static void every_set_agrees_on_maxima_that_rise_in_small_steps(void)
+TEST(every_set_agrees_on_maxima_that_rise_in_small_steps)
 {
     for (uint16_t end = 0; end < 8; end++) { /* what the last step misses is seen */
         check_steps(MLS_F16, 0x3E00, 0x0440, 0x0400 + end);
@@ -498,7 +498,7 @@ static void check_next_ratio(mls_dtype dtype, unsigned above, unsigned below,
 }
 
 /* From the smallest ratio to more than a quarter, the smallest numbers included. */
-static void every_set_agrees_on_ratios_next_to_each_other(void)
+TEST(every_set_agrees_on_ratios_next_to_each_other)
 {
     uint64_t seed = 7;
     for (unsigned run = 0; run < TRIES(2000); run++) {
@@ -512,7 +512,7 @@ static void every_set_agrees_on_ratios_next_to_each_other(void)
 }
 
 /* A quotient of 1 of the two smallest numbers, after one of nearly 1. */
-static void every_set_agrees_on_products_that_vanish(void)
+TEST(every_set_agrees_on_products_that_vanish)
 {
     put_stretch(0, 0x3F80, 0x3680);
     put_stretch(1, 0x0001, 0x0000);
@@ -520,7 +520,7 @@ static void every_set_agrees_on_products_that_vanish(void)
 }
 
 /* Quotients of subnormal float64 numbers must be exact. */
-static void every_set_agrees_on_tiny_doubles(void)
+TEST(every_set_agrees_on_tiny_doubles)
 {
     uint64_t seed = 3;
     for (size_t i = 0; i < ROOM / 8; i++) {
@@ -574,7 +574,7 @@ static mls_cpu best_cpu(void)
 }
 
 /* Any strides and byte orders on both sides, several dtypes. */
-static void any_two_views_are_compared_element_by_element(void)
+TEST(any_two_views_are_compared_element_by_element)
 {
     static const ptrdiff_t strides[][2] = {{8, 560},   {560, 8}, {-560, 8}, {560, -8},
                                            {560, 16},  {0, 8},   {0, 0},    {8, 0},
@@ -609,7 +609,7 @@ static void any_two_views_are_compared_element_by_element(void)
     }
 }
 
-static void empty_and_scalar_tensors_compare(void)
+TEST(empty_and_scalar_tensors_compare)
 {
     float one = 1, two = 2;
     mls_tensor a = {.data = (unsigned char *)&one, .dtype = MLS_F32};
@@ -629,7 +629,7 @@ static void empty_and_scalar_tensors_compare(void)
 }
 
 /* Two views that overlap by one element; and identical views. */
-static void views_may_share_memory(void)
+TEST(views_may_share_memory)
 {
     float values[1000];
     const size_t shape[1] = {999};
@@ -650,7 +650,7 @@ static void views_may_share_memory(void)
     CHECK(found[2].changed == 998); /* 0 is the same in both byte orders */
 }
 
-static void shape_dtype_and_count_are_checked(void)
+TEST(shape_dtype_and_count_are_checked)
 {
     mls_status st;
     mls_tensor a = {.dtype = MLS_F16, .rank = 2, .shape = {2, 3}};
@@ -672,7 +672,7 @@ static void shape_dtype_and_count_are_checked(void)
 /* ---- threads ---- */
 
 /* Arrays large enough to be divided, not a multiple of a part; and small ones. */
-static void threads_find_what_one_finds(void)
+TEST(threads_find_what_one_finds)
 {
     const size_t shapes[][2] = {{1000, 1003}, {1, 5}, {3, 70000}, {0, 4}, {1, 131072}};
     enum { PAIRS = sizeof shapes / sizeof shapes[0] };
@@ -722,7 +722,7 @@ static void count_only(const void *a, const void *b, size_t count, mls_diff_resu
     into->changed += count;
 }
 
-static void the_search_for_a_difference_stops_early(void)
+TEST(the_search_for_a_difference_stops_early)
 {
     const mls_diff_kernels k = {.run = {[MLS_U8] = count_only}};
     mls_tensor a = {.data = memory[0], /* never read */
@@ -739,7 +739,7 @@ static void the_search_for_a_difference_stops_early(void)
 }
 
 /* More parts than memory could list; strides of 0 make such a view possible. */
-static void too_many_parts_are_an_error_and_change_nothing(void)
+TEST(too_many_parts_are_an_error_and_change_nothing)
 {
     mls_tensor a = {.data = memory[0],
                     .dtype = MLS_U8,
@@ -753,36 +753,4 @@ static void too_many_parts_are_an_error_and_change_nothing(void)
     CHECK(mls_diff_check(&a, &b, &st) == MLS_OK);
     CHECK(mls_diff(mls_diff_of(best_cpu()), NULL, pairs, 4, out, &st) == MLS_E_MEMORY);
     CHECK(out[0].changed == 5 && st.code == MLS_E_MEMORY);
-}
-
-static const test_case tests[] = {
-    TEST(floats_differ_by_their_float64_values),
-    TEST(two_nans_are_the_same),
-    TEST(halves_and_brains_are_exact),
-    TEST(integers_are_subtracted_exactly),
-    TEST(complex_numbers_differ_by_a_modulus),
-    TEST(eight_bit_floats_are_decoded),
-    TEST(every_set_agrees_on_random_bits),
-    TEST(every_set_agrees_where_little_changed),
-    TEST(every_set_agrees_on_small_changes),
-    TEST(every_set_agrees_behind_equal_ratios),
-    TEST(every_set_keeps_the_rounding),
-    TEST(every_set_agrees_on_special_numbers),
-    TEST(every_set_agrees_on_close_calls_of_sixteen_bits),
-    TEST(every_set_agrees_on_maxima_that_rise_in_small_steps),
-    TEST(every_set_agrees_on_ratios_next_to_each_other),
-    TEST(every_set_agrees_on_products_that_vanish),
-    TEST(every_set_agrees_on_tiny_doubles),
-    TEST(any_two_views_are_compared_element_by_element),
-    TEST(empty_and_scalar_tensors_compare),
-    TEST(views_may_share_memory),
-    TEST(shape_dtype_and_count_are_checked),
-    TEST(threads_find_what_one_finds),
-    TEST(the_search_for_a_difference_stops_early),
-    TEST(too_many_parts_are_an_error_and_change_nothing),
-};
-
-int main(void)
-{
-    return RUN_TESTS(tests);
 }
