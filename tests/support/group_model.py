@@ -1,5 +1,9 @@
 """The expected results of a group's operations in NumPy, for jobs of any engine."""
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import numpy as np
 
 # in elements: empty, small, above the limit of the small path, several blocks
@@ -72,6 +76,19 @@ def raises(error, text, call, *args, **keywords):
         assert text in str(caught), str(caught)
         return caught
     raise AssertionError(f"{call} raised nothing")
+
+
+def shared_folder(group):
+    """A new folder that all ranks know."""
+    made = tempfile.mkdtemp() if group.rank == 0 else ""
+    return Path(group.gather_bytes(made.encode())[0].decode())
+
+
+def remove_folder(group, folder):
+    """Delete a shared folder after all ranks have called this."""
+    group.barrier()
+    if group.rank == 0:
+        shutil.rmtree(folder)
 
 
 def as_tensor(array):

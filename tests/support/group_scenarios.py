@@ -10,7 +10,9 @@ from group_model import (
     inputs,
     raises,
     reduced,
+    remove_folder,
     same_bits,
+    shared_folder,
 )
 from thread_team import run_in_threads
 from torch_processes import scenario
@@ -230,22 +232,15 @@ def wrong_arguments_fail_before_anything_is_sent(group):
 
 @scenario
 def checkpoints_are_saved_and_loaded_by_all(group):
-    import tempfile
-
     from mlstate import load, save
     from mlstate.checkpoint import Layout
 
     world, rank = group.world_size, group.rank
-    name = tempfile.mkdtemp().encode() if rank == 0 else b""
-    folder = group.gather_bytes(name)[0].decode()
+    folder = shared_folder(group)
     whole = np.arange(7.0 * 3).reshape(7, 3)
-    path = f"{folder}/checkpoint"
+    path = folder / "checkpoint"
     save(path, {"w": Layout.rows(world).shard(whole, rank), "b": np.ones(2)}, group=group)
     same_bits(load(path).model["w"], whole)
     mine = load(path, group=group, layout="rows").model["w"]
     same_bits(mine, Layout.rows(world).take(whole, rank))
-    group.barrier()
-    if rank == 0:
-        import shutil
-
-        shutil.rmtree(folder)
+    remove_folder(group, folder)

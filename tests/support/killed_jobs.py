@@ -4,6 +4,7 @@ The ordinary tests kill each job once; `make faults` kills it four times, on one
 """
 
 import contextlib
+import importlib.util
 import os
 import random
 import signal
@@ -13,6 +14,14 @@ import threading
 import time
 
 FULL = os.environ.get("MLSTATE_FAULTS") == "all"
+
+
+def module_of(path):
+    """Import the file of a job, whose classes run in this process too."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def start(arguments):

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 _FOLDER = "mlstate"  # in the output folder of the Trainer
 
 
-def _inner(value: Any, name: str) -> Any:
-    """Return the object that a wrapper of accelerate holds."""
-    return getattr(value, name, value)
-
-
 def _generators() -> dict[str, Any]:
     """Return the generators that a training draws from."""
     import torch
@@ -174,7 +169,7 @@ class MLStateCallback:
             state.global_step,
             into={
                 "model": model,
-                "optimizer": _inner(optimizer, "optimizer"),
+                "optimizer": getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it
                 "states": {"scheduler": lr_scheduler, "generators": generators},
             },
             group=self._group,
@@ -210,7 +205,7 @@ class MLStateCallback:
         manager.save(
             state.global_step,
             model,
-            _inner(optimizer, "optimizer"),
+            getattr(optimizer, "optimizer", optimizer),
             states={"scheduler": lr_scheduler, "generators": _generators()},
             metadata={"epoch": state.epoch},
             group=self._group,

@@ -1,6 +1,7 @@
 """Models, schedules and comparisons for the tests of plans on torch."""
 
 import torch
+from plan_model import ChainModel, State, refusal, run
 from torch import nn
 
 from mlstate.activation import Chain
@@ -146,71 +147,32 @@ def segments(blocks, size, first=0):
     return [*steps, *segments(last, size, k), ("drop", k), *segments(k, size, first)]
 
 
-class _Walk:
-    """A random valid schedule."""
-
-    def __init__(self, blocks, rng, host):
-        self.rng, self.host, self.left = rng, host, blocks
-        self.alone, self.saved, self.steps = {0}, {}, []
-
-    def held(self, k):
-        return k in self.alone or self.saved.get(k - 1) == "device"
-
-    def take(self, kind, i):
-        self.steps.append((kind, i))
-        if kind == "forward":
-            self.alone.add(i + 1)
-        elif kind == "save":
-            self.saved[i] = "device"
-        elif kind == "drop":
-            self.alone.discard(i)
-        elif kind == "offload":
-            self.saved[i] = "host"
-            self.alone.add(i + 1)
-        elif kind == "load":
-            self.saved[i] = "device"
-        else:
-            self.left = i
-            del self.saved[i]
-
-    def possible(self):
-        """All steps except backward that are valid now."""
-        found = [("drop", k) for k in self.alone if k]
-        for i in range(self.left):
-            if self.held(i) and not self.held(i + 1):
-                found.append(("forward", i))
-                if i not in self.saved:
-                    found.append(("save", i))
-            if self.host and self.saved.get(i) == "device":
-                found.append(("offload", i))
-            if self.saved.get(i) == "host" and i + 1 not in self.alone:
-                found.append(("load", i))
-        return found
-
-    def towards(self):
-        """The next step on the way to the next backward run."""
-        i = self.left - 1
-        if i + 1 in self.alone and self.saved.get(i) != "device":
-            return "drop", i + 1
-        if self.saved.get(i) == "host":
-            return "load", i
-        if not self.held(i):
-            return "forward", max(k for k in range(i) if self.held(k))
-        return ("backward", i) if i in self.saved else ("save", i)
-
-    def run(self, wander):
-        while self.left:
-            others = self.possible()
-            if others and self.rng.random() < wander:
-                self.take(*self.rng.choice(others))
-            else:
-                self.take(*self.towards())
-        return self.steps
-
-
 def random_steps(blocks, rng, *, host=False, wander=0.35):
     """Steps of a random valid schedule, which is rarely a persistent one."""
-    return _Walk(blocks, rng, host).run(wander)
+    ones, rate = (1,) * blocks, 1.0 if host else None
+    chain = ChainModel(ones, ones, (*ones, 1), ones, offload_rate=rate, load_rate=rate)
+    state, steps = State.begin(chain), []
+    while state.next_backward >= 0:
+        others = [("drop", k) for k in state.alone if k]
+        for i in range(state.next_backward + 1):
+            others += [(kind, i) for kind in ("forward", "save", "offload", "load")
+                       if refusal(chain, state, kind, i) is None]  # fmt: skip
+        step = rng.choice(others) if others and rng.random() < wander else _next_step(state)
+        state, *_ = run(chain, state, *step)
+        steps.append(step)
+    return steps
+
+
+def _next_step(state):
+    """The next step on the way to the next backward run."""
+    i = state.next_backward
+    if i + 1 in state.alone and i not in state.saved:
+        return "drop", i + 1
+    if i in state.host:
+        return "load", i
+    if not state.has(i):
+        return "forward", max(k for k in range(i) if state.has(k))
+    return ("backward" if i in state.saved else "save"), i
 
 
 def loss_of(out):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 import torch_processes
+from group_model import raises
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, save_async
@@ -77,12 +78,8 @@ def each_rank_stores_its_own_shards(group, folder):
 
 @scenario
 def a_state_may_change_while_it_is_saved(group, folder):
-    try:
-        save_async(folder, shards(group, "rows"), group=group)
-    except ValueError as error:
-        assert "torch's default group" in str(error), error
-    else:
-        raise AssertionError("a group that training uses was taken")
+    state = shards(group, "rows")
+    raises(ValueError, "torch's default group", save_async, folder, state, group=group)
     with TorchGroup(dist.new_group(backend="gloo")) as own:
         for step, budget in ((1, None), (2, 100_000), (3, 0)):
             state = shards(group, "flat", step)
@@ -114,12 +111,8 @@ def what_one_rank_has_alone_is_stored_too(group, folder):
     mlstate.save(folder, mine, group=group)
     expected = {f"stage{r}.w": np.full(3, r) for r in range(group.world_size)}
     same(mlstate.load(folder).model, expected | {"shared": np.ones(2)})
-    try:
-        mlstate.save(folder, mine, group=group, layout="rows")
-    except (ValueError, mlstate.CollectiveError) as error:
-        assert "do not both have 'stage" in str(error), error
-    else:
-        raise AssertionError("layout= cut what not all ranks have")
+    errors, text = (ValueError, mlstate.CollectiveError), "do not both have 'stage"
+    raises(errors, text, mlstate.save, folder, mine, group=group, layout="rows")
     same(mlstate.load(folder).model, expected | {"shared": np.ones(2)})
     no_litter(group, folder)
 
@@ -140,15 +133,12 @@ def a_rank_that_fails_leaves_the_old_checkpoint(group, folder):
     for bad in range(group.world_size):
         for wrong in (object(), np.array(["text"])):
             mine = state | ({"wrong": wrong} if group.rank == bad else {})
-            try:
-                mlstate.save(folder, mine, group=group)
-            except mlstate.CollectiveError as error:
-                assert group.rank != bad
-                assert f"rank {bad}" in str(error) and error.rank == bad, error
-            except (TypeError, mlstate.CompatibilityError):
-                assert group.rank == bad
+            if group.rank == bad:
+                errors, text = (TypeError, mlstate.CompatibilityError), ""
             else:
-                raise AssertionError("nobody noticed")
+                errors, text = mlstate.CollectiveError, f"rank {bad}"
+            error = raises(errors, text, mlstate.save, folder, mine, group=group)
+            assert group.rank == bad or error.rank == bad, error
             same(mlstate.load(folder).model, whole(1))
             no_litter(group, folder)
     mlstate.save(folder, state, group=group)
@@ -166,12 +156,8 @@ def ranks_that_do_not_save_the_same_are_told(group, folder):
         {"model": whole_ones, "layout": "cols" if first else None},
         {"model": whole_ones, "metadata": {"a": {1}} if first else None},
     ):
-        try:
-            mlstate.save(folder, **keywords, group=group)
-        except (ValueError, TypeError, mlstate.CollectiveError):
-            pass
-        else:
-            raise AssertionError(f"{keywords} went through")
+        errors = (ValueError, TypeError, mlstate.CollectiveError)
+        raises(errors, "", mlstate.save, folder, **keywords, group=group)
         same(mlstate.load(folder).model, whole(1))
         no_litter(group, folder)
 
@@ -186,16 +172,12 @@ def a_writer_elsewhere_stops_all_ranks(group, folder):
     if group.rank == group.world_size - 1:
         lock.acquire()
     group.barrier()
-    try:
-        mlstate.save(folder, shards(group, "rows", 2), group=group)
-    except mlstate.StoreError as error:
-        assert "is writing it" in str(error), error
-    else:
-        raise AssertionError("the lock was passed over")
+    state = shards(group, "rows", 2)
+    raises(mlstate.StoreError, "is writing it", mlstate.save, folder, state, group=group)
     group.barrier()
     lock.release()
     group.barrier()
-    mlstate.save(folder, shards(group, "rows", 2), group=group)
+    mlstate.save(folder, state, group=group)
     same(mlstate.load(folder).model, whole(2))
 
 
@@ -259,12 +241,7 @@ def a_killed_rank_leaves_the_old_checkpoint(group, folder):
             os.kill(os.getpid(), signal.SIGKILL)
 
     state = shards(group, "rows", 2) | {"more": Shard(np.zeros(1), replica=int(group.rank > 0))}
-    try:
-        mlstate.save(folder, state, group=group, progress=kill)
-    except mlstate.CollectiveError:
-        pass
-    else:
-        raise AssertionError("nobody noticed")
+    raises(mlstate.CollectiveError, "", mlstate.save, folder, state, group=group, progress=kill)
     same(mlstate.load(folder).model, whole(1))
     if group.rank == 0:
         mlstate.save(folder, {"alone": np.ones(2)})

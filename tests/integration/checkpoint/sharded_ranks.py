@@ -7,8 +7,9 @@ import tracemalloc
 import numpy as np
 import torch
 from group_model import raises
+from sharded_models import flat, model, sharded, train, trained
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -46,30 +47,19 @@ class Recording:
         return self._group.broadcast(array, **keywords)
 
 
-def model(dtype=torch.float32):
-    """Five rows: uneven on two ranks, none for the last of four."""
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(
-        torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
-    )
-    layers.register_buffer("scale", torch.arange(3.0))
-    return layers.to(dtype)
-
-
-def train(module, optimizer, steps=2, dtype=torch.float32):
-    torch.manual_seed(7)  # the same data on all ranks, so that sums have the same bits
-    for _ in range(steps):
-        optimizer.zero_grad()
-        module(torch.randn(4, 3, dtype=dtype)).square().sum().backward()
-        optimizer.step()
-
-
 def same(found, expected):
     assert set(found) == set(expected), (set(found), set(expected))
     for name, value in expected.items():
         tensor = torch.as_tensor(np.asarray(found[name]) if name not in found else found[name])
         assert tensor.dtype == value.dtype, (name, tensor.dtype, value.dtype)
         assert torch.equal(tensor, value.detach()), (name, tensor, value)
+
+
+def check_states(found, module, optimizer):
+    """Compare gathered states with those of a plain module's optimizer."""
+    for name, parameter in module.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            torch.testing.assert_close(torch.as_tensor(found[f"{name}.{key}"]), value)
 
 
 def gathered(group, source, **keywords):
@@ -144,8 +134,7 @@ def modules_and_their_wrappers_have_the_same_names(group):
 @scenario
 def replicas_of_ddp_are_compared(group):
     module = DistributedDataParallel(model())
-    optimizer = torch.optim.Adam(module.parameters())
-    train(module, optimizer)
+    optimizer = trained(module)
     full = gathered(group, module)
     if group.rank == 0:
         same(full, module.module.state_dict())
@@ -200,17 +189,10 @@ def numbers_of_optimizers_are_filled_too(group):
 # ---- FSDP2 ----
 
 
-def sharded(dtype=torch.float32, mesh=None):
-    module = model(dtype)
-    keywords = {} if mesh is None else {"mesh": mesh}
-    fully_shard(module[0], **keywords)
-    return fully_shard(module, **keywords)
-
-
 @scenario
 def fsdp2_is_assembled(group):
     for dtype in (torch.float32, torch.bfloat16):
-        module = sharded(dtype)
+        module = sharded(model(dtype))
         state = DistributedStateCollector(group).collect_local_state(module)
         shard = state["0.weight"]
         assert (shard.layout, shard.index) == (Layout.rows(group.world_size), group.rank)
@@ -230,20 +212,15 @@ def fsdp2_is_assembled(group):
 
 @scenario
 def optimizers_of_fsdp2_are_assembled(group):
-    module, plain = sharded(), model()
-    for one in (module, plain):
-        train(one, optimizer := torch.optim.Adam(one.parameters()))
-        if one is module:
-            mine = optimizer
+    module, plain = sharded(model()), model()
+    mine, optimizer = trained(module), trained(plain)
     full = gathered(group, mine, model=module)
     state = DistributedStateCollector(group).collect_local_state(mine, model=module)
     assert state.step == 2
     assert state["0.bias.exp_avg"].layout == Layout.rows(group.world_size)
     if full is not None:
         assert full.parameters() == [name for name, _ in plain.named_parameters()]
-        for name, parameter in plain.named_parameters():
-            for key, value in optimizer.state[parameter].items():
-                torch.testing.assert_close(torch.as_tensor(full[f"{name}.{key}"]), value)
+        check_states(full, plain, optimizer)
         other = torch.optim.Adam((fresh := model()).parameters())
         other.load_state_dict(full.to_torch(other, fresh))
     kept = full if full is None else {name: value.clone() for name, value in full.items()}
@@ -257,8 +234,8 @@ def optimizers_of_fsdp2_are_assembled(group):
 
 @scenario
 def a_module_between_forward_and_backward_has_its_shards(group):
-    module = sharded()
-    train(module, optimizer := torch.optim.Adam(module.parameters()), steps=1)
+    module = sharded(model())
+    optimizer = trained(module, steps=1)
     loss = module(torch.ones(4, 3)).sum()
     full = gathered(group, module)
     states = gathered(group, optimizer, model=module)
@@ -295,7 +272,7 @@ def memory_is_bounded(group):
 
 @scenario
 def a_missing_shard_is_an_error_everywhere(group):
-    state = DistributedStateCollector(group).collect_local_state(sharded())
+    state = DistributedStateCollector(group).collect_local_state(sharded(model()))
     if group.rank == 1:
         shard = state["0.weight"]
         state["0.weight"] = mlstate.checkpoint.Shard(
@@ -320,12 +297,8 @@ def fsdp1_is_assembled(group):
     for original in (False, True):
         plain = model()
         module = model()
-        module[0] = FullyShardedDataParallel(
-            module[0], use_orig_params=original, device_id=torch.device("cpu")
-        )
-        module = FullyShardedDataParallel(
-            module, use_orig_params=original, device_id=torch.device("cpu")
-        )
+        module[0] = flat(module[0], original)
+        module = flat(module, original)
         state = DistributedStateCollector(group).collect_local_state(module)
         assert state["0.weight"].layout == Layout.rows(group.world_size)
         full = gathered(group, module)
@@ -335,14 +308,12 @@ def fsdp1_is_assembled(group):
         optimizer = torch.optim.Adam(module.parameters())
         assert not DistributedStateCollector(group).collect_local_state(optimizer, model=module)
         train(module, optimizer)
-        train(plain, expected := torch.optim.Adam(plain.parameters()))
+        expected = trained(plain)
         found = gathered(group, optimizer, model=module)
         if found is not None:
             assert found.step == 2
             assert set(found.parameters()) == {name for name, _ in plain.named_parameters()}
-            for name, parameter in plain.named_parameters():
-                for key, value in expected.state[parameter].items():
-                    torch.testing.assert_close(torch.as_tensor(found[f"{name}.{key}"]), value)
+            check_states(found, plain, expected)
         sent_back(group, module, full)
         same(merged(group, module), model().state_dict())
         other = model() if group.rank else module
@@ -411,7 +382,7 @@ def meshes_of_two_dimensions_are_layouts(group):
 @scenario
 def hybrid_sharding_has_replicas(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    module = sharded(mesh=mesh)
+    module = sharded(model(), mesh=mesh)
     shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
     assert (shard.layout, shard.index, shard.replica) == (
         Layout.rows(2), group.rank % 2, group.rank // 2,
@@ -436,10 +407,8 @@ def hybrid_sharding_has_replicas(group):
 def hybrid_sharding_of_fsdp1_has_replicas(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for original in (False, True):
-        module = FullyShardedDataParallel(
-            model(), device_mesh=mesh, use_orig_params=original,
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_id=torch.device("cpu"),
-        )  # fmt: skip
+        strategy = ShardingStrategy.HYBRID_SHARD
+        module = flat(model(), original, device_mesh=mesh, sharding_strategy=strategy)
         shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
         assert (shard.layout, shard.index) == (Layout.rows(2), group.rank % 2)
         assert shard.replica == group.rank // 2

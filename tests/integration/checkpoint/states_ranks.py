@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from averaged_model import Ema
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch_processes import main, scenario
@@ -16,22 +17,6 @@ FOLDER = Path(sys.argv[1]).parent
 
 def path(name):
     return FOLDER / name
-
-
-class Ema:
-    """An average of sharded parameters."""
-
-    def __init__(self, module):
-        self.count = 0
-        self.shadow = {name: p.detach().clone() for name, p in module.named_parameters()}
-
-    def state_dict(self):
-        return {"shadow": self.shadow, "count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-        for name, value in state["shadow"].items():
-            self.shadow[name].copy_(value)
 
 
 def sharded(seed):

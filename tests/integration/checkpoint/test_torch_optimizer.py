@@ -32,6 +32,13 @@ def train(module, optimizer, first, last):
         optimizer.step()
 
 
+def trained(make=optim.Adam, steps=2, dtype=torch.float32):
+    module = model(dtype=dtype)
+    optimizer = make(module.parameters())
+    train(module, optimizer, 0, steps)
+    return module, optimizer, OptimizerStateDict.from_torch(optimizer, module)
+
+
 class Counting(optim.Optimizer):
     """Keeps a Python int, a Python float and a tensor."""
 
@@ -108,10 +115,7 @@ def test_training_goes_on_bit_for_bit(make):
 
 
 def test_names_step_rate_and_kind():
-    module = model()
-    optimizer = optim.AdamW(module.parameters(), lr=0.25)
-    train(module, optimizer, 0, 3)
-    state = OptimizerStateDict.from_torch(optimizer, module)
+    module, optimizer, state = trained(lambda p: optim.AdamW(p, lr=0.25), 3)
     assert (state.optimizer_type, state.step, state.learning_rate) == ("adamw", 3, 0.25)
     assert state.parameters() == ["0.weight", "0.bias", "2.weight"]
     assert state.state_names("0.weight") == ["step", "exp_avg", "exp_avg_sq"]
@@ -156,10 +160,7 @@ def test_momentum_not_yet_there_is_left_out():
 
 @pytest.mark.skipif(not hasattr(optim, "Adafactor"), reason="torch 2.5 has Adafactor")
 def test_factors_of_adafactor_have_their_shapes():
-    module = model()
-    optimizer = optim.Adafactor(module.parameters())
-    train(module, optimizer, 0, 1)
-    state = OptimizerStateDict.from_torch(optimizer, module)
+    module, _optimizer, state = trained(optim.Adafactor, 1)
     assert state.state_names("0.weight") == ["step", "row_var", "col_var"]
     assert state["0.weight.row_var"].shape == (8, 1)
     assert state["0.weight.col_var"].shape == (1, 4)
@@ -258,10 +259,7 @@ def test_state_of_no_parameter_and_names_with_dots_are_refused():
 
 
 def test_python_numbers_are_arrays_and_come_back_as_numbers():
-    module = model()
-    optimizer = Counting(module.parameters())
-    train(module, optimizer, 0, 2)
-    state = OptimizerStateDict.from_torch(optimizer, module)
+    module, _optimizer, state = trained(Counting)
     assert (state["0.weight.step"].dtype, state["0.weight.step"].shape) == (np.int64, ())
     assert state["0.weight.decay"].dtype == np.float64
     assert state.param_groups[0]["python_numbers"] == ["decay", "step"]
@@ -273,10 +271,7 @@ def test_python_numbers_are_arrays_and_come_back_as_numbers():
 
 
 def test_what_the_optimizer_holds_decides_between_number_and_tensor():
-    module = model()
-    optimizer = optim.Adam(module.parameters())
-    train(module, optimizer, 0, 2)
-    state = OptimizerStateDict.from_torch(optimizer, module)
+    module, optimizer, state = trained()
     for values in optimizer.state.values():
         values["step"] = int(values["step"])
     assert state.to_torch(optimizer, module)["state"][0]["step"] == 2
@@ -314,10 +309,7 @@ def test_groups_are_taken_over_where_they_fit():
 
 
 def test_parameters_are_found_by_name_whatever_their_order():
-    module = model()
-    optimizer = optim.Adam(module.parameters())
-    train(module, optimizer, 0, 2)
-    state = OptimizerStateDict.from_torch(optimizer, module)
+    module, optimizer, state = trained()
     turned = optim.Adam(reversed(list(module.parameters())), lr=7.0)
     turned.load_state_dict(state.to_torch(turned, module))
     for parameter, values in optimizer.state.items():
@@ -327,10 +319,7 @@ def test_parameters_are_found_by_name_whatever_their_order():
 
 
 def test_other_groups_keep_their_own_values_but_the_rate():
-    module = model()
-    optimizer = optim.AdamW(module.parameters(), lr=0.3, betas=(0.1, 0.2))
-    train(module, optimizer, 0, 1)
-    state = OptimizerStateDict.from_torch(optimizer, module)
+    module, _optimizer, state = trained(lambda p: optim.AdamW(p, lr=0.3, betas=(0.1, 0.2)), 1)
     loaded = state.to_torch(grouped(module), module)
     assert [group["lr"] for group in loaded["param_groups"]] == [0.3, 0.5]
     assert loaded["param_groups"][0]["betas"] == (0.9, 0.999)
@@ -343,13 +332,6 @@ def test_a_state_without_groups_or_rate_keeps_the_optimizers_rate():
 
 
 # ---- checks before anything is loaded ----
-
-
-def trained():
-    module = model()
-    optimizer = optim.Adam(module.parameters())
-    train(module, optimizer, 0, 2)
-    return module, optimizer, OptimizerStateDict.from_torch(optimizer, module)
 
 
 def test_unknown_parameters_are_refused_with_the_rename():
@@ -457,10 +439,7 @@ def test_torch_casts_states_to_the_parameters_dtype():
 
 def test_bfloat16_states_are_shared():
     pytest.importorskip("ml_dtypes", reason="has bfloat16")
-    module = model(dtype=torch.bfloat16)
-    optimizer = optim.Adam(module.parameters())
-    train(module, optimizer, 0, 2)
-    state = OptimizerStateDict.from_torch(optimizer, module)
+    module, optimizer, state = trained(dtype=torch.bfloat16)
     assert state["0.weight.exp_avg"].dtype.name == "bfloat16"
     tensors = state.to_torch(optimizer, module)["state"][0]
     assert tensors["exp_avg"].data_ptr() == optimizer.state[module[0].weight]["exp_avg"].data_ptr()

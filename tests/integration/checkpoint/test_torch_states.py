@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rank_jobs
+from averaged_model import Ema
 
 torch = pytest.importorskip("torch")
 
@@ -16,28 +17,6 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
 RANKS = Path(__file__).with_name("states_ranks.py")
 WANTED = {2: rank_jobs.scenarios(RANKS)}
 outcomes, test_ranks_agree = rank_jobs.agreement(RANKS, WANTED, limit_seconds=150)
-
-
-class Ema:
-    """A moving average as libraries write it: tensors, and a plain count."""
-
-    def __init__(self, module):
-        self.count = 0
-        self.shadow = {name: p.detach().clone() for name, p in module.named_parameters()}
-
-    def update(self, module):
-        self.count += 1
-        for name, p in module.named_parameters():
-            self.shadow[name].mul_(0.9).add_(p.detach(), alpha=0.1)
-
-    def state_dict(self):
-        return {"shadow": self.shadow, "count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-        for name, value in state["shadow"].items():
-            assert isinstance(value, torch.Tensor)
-            self.shadow[name].copy_(value)
 
 
 class Run:

@@ -7,13 +7,15 @@ import copy
 import re
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from group_model import raises
+from sharded_models import flat, model, sharded, train, trained
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -30,26 +32,6 @@ def folder_of(name):
     return HERE / f"{name}-{dist.get_world_size()}"
 
 
-def model(dtype=torch.float32, seed=0):
-    """Five rows: uneven on two ranks, none for the last of four."""
-    torch.manual_seed(seed)
-    layers = torch.nn.Sequential(
-        torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
-    )
-    layers.register_buffer("scale", torch.arange(3.0) + seed)
-    return layers.to(dtype)
-
-
-def flat(module, original=False, **keywords):
-    keywords = {"device_id": torch.device("cpu"), "use_orig_params": original, **keywords}
-    return FullyShardedDataParallel(module, **keywords)
-
-
-def sharded(module, **keywords):
-    fully_shard(module[0], **keywords)
-    return fully_shard(module, **keywords)
-
-
 def wrapped(kind, seed=0, dtype=torch.float32):
     module = model(dtype, seed)
     if kind == "fsdp2":
@@ -58,14 +40,6 @@ def wrapped(kind, seed=0, dtype=torch.float32):
         return DistributedDataParallel(module)
     module[0] = flat(module[0], kind == "fsdp1-orig")
     return flat(module, kind == "fsdp1-orig")
-
-
-def train(module, optimizer, steps=2, dtype=torch.float32):
-    torch.manual_seed(7)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        module(torch.randn(4, 3, dtype=dtype)).square().sum().backward()
-        optimizer.step()
 
 
 def bits(tensor):
@@ -88,6 +62,22 @@ def same(first, second):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, (a, b)
 
 
+def refused(group, error, text, folder, into, **keywords):
+    """A load is refused on this rank."""
+    return raises(error, text, mlstate.load, folder, into=into, group=group, **keywords)
+
+
+def check_resumed(group, name, module, optimizer, fresh):
+    """Save, load into another module and a new optimizer, and compare; return both."""
+    folder = folder_of(name)
+    mlstate.save(folder, module, optimizer, group=group)
+    other = type(optimizer)(fresh.parameters())
+    mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+    same(local_bits(fresh, other), local_bits(module, optimizer))
+    return folder, other
+
+
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 KINDS = ("ddp", "fsdp2", "fsdp1", "fsdp1-orig")
 
 
@@ -95,8 +85,7 @@ KINDS = ("ddp", "fsdp2", "fsdp1", "fsdp1-orig")
 def every_kind_is_filled_where_it_lies(group):
     for kind in KINDS:
         module = wrapped(kind)
-        optimizer = torch.optim.Adam(module.parameters())
-        train(module, optimizer)
+        optimizer = trained(module)
         expected = local_bits(module, optimizer)
         folder = folder_of(f"kinds-{kind}")
         mlstate.save(folder, module, optimizer, group=group)
@@ -123,8 +112,7 @@ def every_kind_is_filled_where_it_lies(group):
 @scenario
 def every_kind_is_loaded_as_every_other(group):
     module = wrapped("fsdp2")
-    optimizer = torch.optim.Adam(module.parameters())
-    train(module, optimizer)
+    optimizer = trained(module)
     folder = folder_of("others")
     mlstate.save(folder, module, optimizer, group=group)
     expected = mlstate.load(folder)
@@ -142,8 +130,7 @@ def every_kind_is_loaded_as_every_other(group):
 @scenario
 def shards_are_stored_from_where_they_lie(group):
     module = wrapped("fsdp2")
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    train(module, optimizer)
+    optimizer = trained(module, MOMENTUM)
     folder = folder_of("own")
     saved = mlstate.save(folder, module, optimizer, group=group)
     shards = [s for s in saved.shards() if s.key in ("0.weight", "0.weight.momentum_buffer")]
@@ -168,12 +155,7 @@ def tied_weights_are_one_tensor_under_two_names(group):
         optimizer = torch.optim.Adam(module.parameters())
         module(torch.arange(7)).square().sum().backward()
         optimizer.step()
-        folder = folder_of(f"tied-{kind}")
-        mlstate.save(folder, module, optimizer, group=group)
-        fresh = tied(kind, 3)
-        other = torch.optim.Adam(fresh.parameters())
-        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
-        same(local_bits(fresh, other), local_bits(module, optimizer))
+        check_resumed(group, f"tied-{kind}", module, optimizer, tied(kind, 3))
 
 
 class Factored(torch.optim.Optimizer):
@@ -206,59 +188,34 @@ def factors_lie_along_their_own_axes(group):
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4))
 
-    module = sharded(wide(0))
-    optimizer = Factored(module.parameters())
-    train(module, optimizer)
-    folder = folder_of("factors")
-    mlstate.save(folder, module, optimizer, group=group)
+    module, fresh = sharded(wide(0)), sharded(wide(5))
+    optimizer = trained(module, Factored)
+    folder, other = check_resumed(group, "factors", module, optimizer, fresh)
     records = {t.key: t for t in inspect(folder).tensors()}
     assert records["0.weight.row_var"].axes == (0, None)
     assert records["0.weight.row_var"].shards == group.world_size
     assert records["0.weight.col_var"].axes == (None, 1)
     assert records["0.weight.col_var"].shards == 1
-    fresh = sharded(wide(5))
-    other = Factored(fresh.parameters())
-    mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
     row = other.state[fresh[0].weight]["row_var"]
     assert row.placements == fresh[0].weight.placements
     assert other.state[fresh[0].weight]["col_var"].placements == (Replicate(),)
-    same(local_bits(fresh, other), local_bits(module, optimizer))
     plain = wide(5)
     other = Factored(plain.parameters())
     mlstate.load(folder, into={"model": plain, "optimizer": other}, group=group)
     assert torch.equal(other.state[plain[0].weight]["row_var"], row.full_tensor())
     flattened = flat(wide(5))
-    raises(
-        CompatibilityError,
-        "FSDP1 flattens parameters",
-        mlstate.load,
-        folder,
-        into={"model": flattened, "optimizer": Factored(flattened.parameters())},
-        group=group,
-    )
+    into = {"model": flattened, "optimizer": Factored(flattened.parameters())}
+    refused(group, CompatibilityError, "FSDP1 flattens parameters", folder, into)
 
 
 @scenario
 def bfloat16_goes_through(group):
     for kind in ("fsdp2", "fsdp1-orig"):
         module = wrapped(kind, dtype=torch.bfloat16)
-        optimizer = torch.optim.AdamW(module.parameters())
-        train(module, optimizer, dtype=torch.bfloat16)
-        folder = folder_of(f"half-{kind}")
-        mlstate.save(folder, module, optimizer, group=group)
+        optimizer = trained(module, torch.optim.AdamW, dtype=torch.bfloat16)
         fresh = wrapped(kind, seed=2, dtype=torch.bfloat16)
-        other = torch.optim.AdamW(fresh.parameters())
-        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
-        same(local_bits(fresh, other), local_bits(module, optimizer))
-        whole = wrapped(kind, seed=2)
-        raises(
-            CompatibilityError,
-            "bfloat16",
-            mlstate.load,
-            folder,
-            into={"model": whole},
-            group=group,
-        )
+        folder, _ = check_resumed(group, f"half-{kind}", module, optimizer, fresh)
+        refused(group, CompatibilityError, "bfloat16", folder, {"model": wrapped(kind, seed=2)})
 
 
 @scenario
@@ -298,8 +255,7 @@ def a_sharded_module_without_its_group_is_refused(group):
     world = group.world_size
     for kind in ("fsdp2", "fsdp1", "fsdp1-orig"):
         module = wrapped(kind)
-        optimizer = torch.optim.Adam(module.parameters())
-        train(module, optimizer)
+        optimizer = trained(module)
         folder = folder_of(f"alone-{kind}-{group.rank}")
         words = f"is spread over {world} ranks, and 1 saves: pass group="
         error = raises(ValueError, words, mlstate.save, folder, module, optimizer)
@@ -313,17 +269,15 @@ def a_sharded_module_without_its_group_is_refused(group):
 @scenario
 def other_names_and_shapes_are_refused_on_every_rank(group):
     module = wrapped("fsdp2")
-    optimizer = torch.optim.Adam(module.parameters())
-    train(module, optimizer)
+    optimizer = trained(module)
     folder = folder_of("shapes")
     mlstate.save(folder, module, optimizer, group=group)
 
-    def refused(other, kind, text):
+    def stays(other, kind, text):
         other = {"fsdp2": fully_shard, "fsdp1": flat, "plain": lambda m: m}[kind](other)
         adam = torch.optim.Adam(other.parameters())
         before = local_bits(other, adam)
-        into = {"model": other, "optimizer": adam}
-        raises(CompatibilityError, text, mlstate.load, folder, into=into, group=group)
+        refused(group, CompatibilityError, text, folder, {"model": other, "optimizer": adam})
         same(local_bits(other, adam), before)
         assert not adam.state
 
@@ -331,20 +285,18 @@ def other_names_and_shapes_are_refused_on_every_rank(group):
         shape = model()
         shape[0] = torch.nn.Linear(3, 6)
         shape[1], shape[3] = torch.nn.LayerNorm(6), torch.nn.Linear(6, 1)
-        refused(shape, kind, "0.bias")
+        stays(shape, kind, "0.bias")
         turned = model()  # with the same number of elements
         turned[0].weight = torch.nn.Parameter(torch.zeros(1, 15))
-        refused(turned, kind, "0.weight")
-        refused(torch.nn.Sequential(model()), kind, "Missing key(s)")
+        stays(turned, kind, "0.weight")
+        stays(torch.nn.Sequential(model()), kind, "Missing key(s)")
     # an error that only one rank finds is raised on all, before anything is changed
     own = model(seed=3)
     if group.rank == 1:
         own[0] = torch.nn.Linear(3, 4)
     before = [bits(p) for p in own.parameters()]
     words = "0.bias" if group.rank == 1 else "rank 1: "
-    error = raises(
-        CompatibilityError, words, mlstate.load, folder, into={"model": own}, group=group
-    )
+    error = refused(group, CompatibilityError, words, folder, {"model": own})
     assert group.rank == 1 or error.rank == 1
     same([bits(p) for p in own.parameters()], before)
 
@@ -353,15 +305,14 @@ def other_names_and_shapes_are_refused_on_every_rank(group):
 def an_optimizer_of_another_module_is_refused(group):
     folder = folder_of("foreign")
     module = wrapped("fsdp2")
-    optimizer = torch.optim.Adam(module.parameters())
-    train(module, optimizer)
+    optimizer = trained(module)
     mlstate.save(folder, module, optimizer, group=group)
     for kind in KINDS:
         module, other = wrapped(kind), wrapped(kind)
         optimizer = torch.optim.Adam(other.parameters())
         into = {"model": module, "optimizer": optimizer}
         words = "the optimizer has parameters that"
-        raises(ValueError, words, mlstate.load, folder, into=into, group=group)
+        refused(group, ValueError, words, folder, into)
         raises(ValueError, words, mlstate.save, folder, module, optimizer, group=group)
     early = model()
     optimizer = torch.optim.Adam(early.parameters())
@@ -381,32 +332,22 @@ def placements_that_no_layout_says_are_named(group):
     words = "'weight' is a DTensor with placements (Partial(sum),)"
     raises(TypeError, words, mlstate.save, folder, module, group=group)
     mlstate.save(folder, torch.nn.Linear(2, 2), group=group)
-    raises(TypeError, words, mlstate.load, folder, into={"model": module}, group=group)
+    refused(group, TypeError, words, folder, {"model": module})
     module = wrapped("fsdp2")
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    train(module, optimizer)
+    optimizer = trained(module, MOMENTUM)
     state = optimizer.state[module[0].weight]
     state["momentum_buffer"] = state["momentum_buffer"].to_local()
     words = "'0.weight.momentum_buffer' is a plain tensor of shape"
     raises(TypeError, words, mlstate.save, folder, module, optimizer, group=group)
     mlstate.save(folder, module, group=group)
-    raises(
-        TypeError,
-        "its layout is known: do not pass layout=",
-        mlstate.load,
-        folder,
-        into={"model": module},
-        layout="rows",
-        group=group,
-        names="0.weight",
-    )
+    words = "its layout is known: do not pass layout="
+    refused(group, TypeError, words, folder, {"model": module}, layout="rows", names="0.weight")
 
 
 @scenario
 def steps_that_differ_do_not_fit_into_one_flat_parameter(group):
     module = model()
-    optimizer = torch.optim.Adam(module.parameters())
-    train(module, optimizer)
+    optimizer = trained(module)
     optimizer.state[module[0].bias]["step"] += 1
     folder = folder_of("steps")
     mlstate.save(folder, module, optimizer, group=group)
@@ -415,7 +356,7 @@ def steps_that_differ_do_not_fit_into_one_flat_parameter(group):
     before = local_bits(fresh, other)
     into = {"model": fresh, "optimizer": other}
     words = "'0.bias.step' is 3.0 and '0.weight.step' is 2.0, but FSDP1"
-    raises(CompatibilityError, words, mlstate.load, folder, into=into, group=group)
+    refused(group, CompatibilityError, words, folder, into)
     same(local_bits(fresh, other), before)
     fresh = wrapped("fsdp1-orig", seed=1)
     other = torch.optim.Adam(fresh.parameters())
@@ -429,17 +370,9 @@ def states_that_were_not_saved_are_not_there_afterwards(group):
         before = torch.optim.Adam(module.parameters())
         folder = folder_of(f"stateless-{kind}")
         mlstate.save(folder, module, before, group=group)
-        train(module, optimizer := torch.optim.Adam(module.parameters()))
+        optimizer = trained(module)
         into = {"model": module, "optimizer": optimizer}
-        raises(
-            CompatibilityError,
-            "Missing key(s)",
-            mlstate.load,
-            folder,
-            into=into,
-            group=group,
-            missing="error",
-        )
+        refused(group, CompatibilityError, "Missing key(s)", folder, into, missing="error")
         mlstate.load(folder, into=into, group=group, missing="zeros")
         held = [s["exp_avg"] for s in optimizer.state.values()]
         assert not any(bits(tensor).any() for tensor in held), kind
@@ -461,15 +394,8 @@ def hybrid_sharding_stores_each_part_once(group):
             return sharded(module, mesh=mesh) if kind == "fsdp2" else flat(module, **keywords)
 
         module = wrap(0)
-        optimizer = torch.optim.Adam(module.parameters())
-        train(module, optimizer)
-        folder = folder_of(f"hybrid-{kind}")
-        saved = mlstate.save(folder, module, optimizer, group=group)
-        assert sum(s.key == "0.weight" for s in saved.shards()) == 2
-        fresh = wrap(4)
-        other = torch.optim.Adam(fresh.parameters())
-        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
-        same(local_bits(fresh, other), local_bits(module, optimizer))
+        folder, _ = check_resumed(group, f"hybrid-{kind}", module, trained(module), wrap(4))
+        assert sum(s.key == "0.weight" for s in inspect(folder).shards()) == 2
 
 
 @scenario

@@ -1,6 +1,6 @@
 """The ranks of test_torch_group.py: scenarios for torch groups; also runs group_scenarios.py."""
 
-import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from group_model import raises
 from group_scenarios import check_reductions
-from torch_processes import SCENARIOS, main, scenario
+from torch_processes import SCENARIOS, main, scenario, tell
 
 from mlstate import CollectiveError
 from mlstate.collectives import ProcessGroup
@@ -92,6 +92,7 @@ def a_closed_group_says_so(group):
     assert work.done()
     caught = raises(CollectiveError, "this group was closed", other.barrier)
     assert (caught.name, caught.rank) == ("barrier", group.rank)
+    assert repr(other).endswith(", closed)")
     other.close()
     group.barrier()  # torch's group still exists
 
@@ -115,62 +116,22 @@ def a_part_of_the_ranks_is_a_group(group):
 
 @scenario
 def a_rank_that_does_not_come_is_a_timeout(group):
-    if group.rank == 0:
-        began = time.monotonic()
-        caught = raises(
-            CollectiveError,
-            "all_reduce on rank 0: not done after 0.5 s: rank 1 did not call it",
-            group.all_reduce,
-            np.zeros(9),
-            timeout=0.5,
-        )
-        assert time.monotonic() - began < 10
-        assert (caught.name, caught.rank) == ("all_reduce", 0)
-        raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
-    else:
+    calls = {
+        "all_reduce": lambda g: g.all_reduce(np.zeros(9), timeout=0.5),
+        "barrier": lambda g: g.barrier(timeout=0.5),
+        "broadcast": lambda g: g.broadcast(np.zeros(1 << 20), root=1, timeout=0.5),
+    }
+    groups = [TorchGroup(dist.new_group()) for _ in calls]
+    if group.rank == 1:
         sys.stdin.readline()  # until rank 0 has finished
-
-
-def stop_at_once(name):
-    import os
-
-    print(json.dumps({name: "ok"}), flush=True)
-    os._exit(0)
-
-
-@scenario
-def a_barrier_names_the_rank_that_does_not_come(group):
-    if group.rank == 0:
-        text = "barrier on rank 0: not done after 0.5 s: rank 1 did not call it"
-        raises(CollectiveError, text, group.barrier, timeout=0.5)
-    else:
-        sys.stdin.readline()
-
-
-@scenario
-def a_barrier_names_the_rank_that_dies(group):
-    group.barrier()
-    if group.rank == 1:
-        stop_at_once("a_barrier_names_the_rank_that_dies")
-    raises(CollectiveError, "barrier on rank 0: rank 1 is gone", group.barrier, timeout=15)
-
-
-@scenario
-def a_broadcast_names_the_rank_that_does_not_come(group):
-    if group.rank == 0:
-        text = "broadcast on rank 0: not done after 0.5 s: rank 1 did not call it"
-        raises(CollectiveError, text, group.broadcast, np.zeros(1 << 20), root=1, timeout=0.5)
-    else:
-        sys.stdin.readline()
-
-
-@scenario
-def a_broadcast_names_the_rank_that_dies(group):
-    group.barrier()
-    if group.rank == 1:
-        stop_at_once("a_broadcast_names_the_rank_that_dies")
-    text = "broadcast on rank 0: rank 1 is gone"
-    raises(CollectiveError, text, group.broadcast, np.zeros(3), root=1, timeout=15)
+        return
+    for (name, call), other in zip(calls.items(), groups, strict=True):
+        began = time.monotonic()
+        text = f"{name} on rank 0: not done after 0.5 s: rank 1 did not call it"
+        caught = raises(CollectiveError, text, call, other)
+        assert time.monotonic() - began < 10
+        assert (caught.name, caught.rank) == (name, 0)
+        raises(CollectiveError, f"broken by {name}, which failed", other.barrier)
 
 
 @scenario
@@ -187,17 +148,24 @@ def an_async_operation_times_out_too(group):
 
 @scenario
 def a_rank_that_dies_is_seen(group):
-    group.barrier()
-    if group.rank == group.world_size - 1:
-        stop_at_once("a_rank_that_dies_is_seen")
-    began = time.monotonic()
-    caught = raises(
-        CollectiveError,
-        f"on rank {group.rank}: ",
-        lambda: [group.all_reduce(np.zeros(9), timeout=15) for _ in range(3)],
-    )
-    assert "the group is unusable: create a new one" in str(caught)
-    assert time.monotonic() - began < 20
+    calls = {
+        "barrier on rank 0: rank 1 is gone": lambda g: g.barrier(timeout=15),
+        "broadcast on rank 0: rank 1 is gone": lambda g: g.broadcast(
+            np.zeros(3), root=1, timeout=15
+        ),
+        "on rank 0: ": lambda g: [g.all_reduce(np.zeros(9), timeout=15) for _ in range(3)],
+    }
+    groups = [TorchGroup(dist.new_group()) for _ in calls]
+    for other in groups:
+        other.barrier()
+    if group.rank == 1:
+        tell("a_rank_that_dies_is_seen", "ok")
+        os._exit(0)
+    for (text, call), other in zip(calls.items(), groups, strict=True):
+        began = time.monotonic()
+        caught = raises(CollectiveError, text, call, other)
+        assert "the group is unusable: create a new one" in str(caught)
+        assert time.monotonic() - began < 20
 
 
 @scenario

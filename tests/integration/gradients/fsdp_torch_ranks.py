@@ -118,6 +118,16 @@ def same(units, sums, but=()):
         assert torch.equal(found, expected), (name, found, expected)
 
 
+def check_sums(group, loss=loss_of, make=language, divisor=1.0, **keywords):
+    """The hooks of a new model scatter the sums of one backward pass; return the units."""
+    model = make()
+    units, hook = hooked(group, model, **keywords)
+    with hook:
+        loss(model, group.rank).backward()
+    same(units, in_rank_order(group, own_gradients(loss, make), divisor))
+    return units
+
+
 # ---- success ----
 
 
@@ -140,13 +150,8 @@ def a_tied_transformer_with_frozen_parameters(group):
 
 @scenario
 def means_and_divisors(group):
-    world = group.world_size
-    for keywords, divisor in (({"op": "mean"}, world), ({"gradient_divide_factor": 7.0}, 7.0)):
-        model = language()
-        units, hook = hooked(group, model, **keywords)
-        with hook:
-            loss_of(model, group.rank).backward()
-        same(units, in_rank_order(group, own_gradients(loss_of), divisor))
+    check_sums(group, divisor=group.world_size, op="mean")
+    check_sums(group, divisor=7.0, gradient_divide_factor=7.0)
 
 
 @scenario
@@ -154,12 +159,8 @@ def a_model_in_bfloat16(group):
     def make():
         return language().bfloat16()
 
-    own = own_gradients(loss_of, make)
-    model = make()
-    units, hook = hooked(group, model, op="mean")
-    with hook:
-        loss_of(model, group.rank).backward()
-    same(units, in_rank_order(group, own, group.world_size))
+    check_sums(group, make=make, divisor=group.world_size, op="mean")
+    own, model = own_gradients(loss_of, make), make()
     units, hook = hooked(group, model, op="mean", reduce_dtype="float32")
     with hook:
         loss_of(model, group.rank).backward()
@@ -176,12 +177,8 @@ def autocast(group):
         with torch.autocast("cpu", torch.bfloat16):
             return loss_of(model, rank)
 
-    model = language()
-    units, hook = hooked(group, model)
-    with hook:
-        loss(model, group.rank).backward()
+    units = check_sums(group, loss)
     assert all(unit.local_gradient.dtype == torch.float32 for unit in units.values())
-    same(units, in_rank_order(group, own_gradients(loss)))
 
 
 @scenario
@@ -406,11 +403,7 @@ def several_forward_passes_before_one_backward(group):
     def loss(model, rank):
         return loss_of(model, rank, 0) + loss_of(model, rank, 1)
 
-    model = language()
-    units, hook = hooked(group, model)
-    with hook:
-        loss(model, group.rank).backward()
-    same(units, in_rank_order(group, own_gradients(loss)))
+    check_sums(group, loss)
 
 
 @scenario

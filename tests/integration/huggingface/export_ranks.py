@@ -1,13 +1,11 @@
 """The ranks of test_export_ranks.py."""
 
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
-from group_model import raises
+from group_model import raises, remove_folder, shared_folder
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -21,20 +19,8 @@ from mlstate.checkpoint import Layout, export_huggingface, inspect
 from mlstate.checkpoint._huggingface import export as export_module
 
 
-def folder_of(group):
-    """A new folder that all ranks know."""
-    made = tempfile.mkdtemp() if group.rank == 0 else ""
-    return Path(next(iter(group.gather_bytes(made.encode()))).decode())
-
-
 def names_in(folder):
     return [path.name for path in folder.iterdir()]
-
-
-def remove(group, folder):
-    group.barrier()
-    if group.rank == 0:
-        shutil.rmtree(folder)
 
 
 class Tied(torch.nn.Module):
@@ -58,7 +44,7 @@ def expected(model=None):
 
 def check(group, module, wanted=None, files=3, **keywords):
     """Export, and compare the folder with the unsharded state on every rank."""
-    folder = folder_of(group)
+    folder = shared_folder(group)
     export_huggingface(folder / "out", module, group=group, max_shard_bytes=1200, **keywords)
     wanted = expected() if wanted is None else wanted
     found = mlstate.load(folder / "out").model
@@ -70,7 +56,7 @@ def check(group, module, wanted=None, files=3, **keywords):
     assert mlstate.verify(folder / "out")
     assert len(inspect(folder / "out").files()) == files, inspect(folder / "out").files()
     assert names_in(folder) == ["out"]
-    remove(group, folder)
+    remove_folder(group, folder)
 
 
 def shard_linears(model, mesh):
@@ -118,7 +104,7 @@ def shards_of_a_state_dict_are_exported(group):
     for layout in (Layout.rows(group.world_size), Layout.flat(group.world_size)):
         state = {name: layout.shard(array, group.rank) for name, array in arrays.items()}
         state["whole"] = np.ones(3)
-        folder = folder_of(group)
+        folder = shared_folder(group)
         export_huggingface(
             folder / "out", state, group=group, rename={"a": "first.a"}, max_shard_bytes=300
         )
@@ -126,18 +112,18 @@ def shards_of_a_state_dict_are_exported(group):
         assert set(found) == {"first.a", "b", "whole"}
         np.testing.assert_array_equal(found["first.a"], arrays["a"])
         np.testing.assert_array_equal(found["b"], arrays["b"])
-        remove(group, folder)
+        remove_folder(group, folder)
 
 
 @scenario
 def ranks_with_different_tensors_are_merged(group):
     state = {f"stage{group.rank}.w": np.full(3, group.rank), "both": np.ones(2)}
-    folder = folder_of(group)
+    folder = shared_folder(group)
     export_huggingface(folder / "out", state, group=group)
     found = mlstate.load(folder / "out").model
     assert set(found) == {"both", *(f"stage{r}.w" for r in range(group.world_size))}
     assert all((found[f"stage{r}.w"] == r).all() for r in range(group.world_size))
-    remove(group, folder)
+    remove_folder(group, folder)
 
 
 # ---- failures ----
@@ -145,7 +131,7 @@ def ranks_with_different_tensors_are_merged(group):
 
 @scenario
 def a_failure_of_any_rank_leaves_nothing(group):
-    folder = folder_of(group)
+    folder = shared_folder(group)
     module = fully_shard(Tied())
     write, finish = _core.parts_write, export_module._finish
 
@@ -165,12 +151,12 @@ def a_failure_of_any_rank_leaves_nothing(group):
     group.barrier()
     assert names_in(folder) == []
     assert _core.parts_write is write
-    remove(group, folder)
+    remove_folder(group, folder)
 
 
 @scenario
 def wrong_arguments_of_one_rank_are_an_error_on_all(group):
-    folder = folder_of(group)
+    folder = shared_folder(group)
     state = {"a": np.ones(3)}
     last = group.world_size - 1
     size = 100 if group.rank == last else 200
@@ -197,7 +183,7 @@ def wrong_arguments_of_one_rank_are_an_error_on_all(group):
     raises(mlstate.StoreError, "exists already", export_huggingface, folder / "out", state,
            group=group)  # fmt: skip
     assert names_in(folder) == ["out"]
-    remove(group, folder)
+    remove_folder(group, folder)
 
 
 # ---- memory ----
@@ -224,7 +210,7 @@ def peak_growth(call):
 def memory_does_not_grow_with_the_ranks(group):
     if not os.access("/proc/self/clear_refs", os.W_OK):
         return
-    folder = folder_of(group)
+    folder = shared_folder(group)
     mesh = init_device_mesh("cpu", (group.world_size,))
     tensors = {f"w{i}": torch.randn(4096, 1024) for i in range(4)}  # 64 MiB
     layers = torch.nn.ParameterDict({
@@ -235,7 +221,7 @@ def memory_does_not_grow_with_the_ranks(group):
     export_huggingface(folder / "first", layers, group=group)
     grown = peak_growth(lambda: export_huggingface(folder / "out", layers, group=group))
     assert grown < 4 << 20, grown  # of 64 MiB; the same for any number of ranks
-    remove(group, folder)
+    remove_folder(group, folder)
 
 
 # ---- two dimensions: four ranks ----

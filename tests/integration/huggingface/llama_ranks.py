@@ -1,10 +1,7 @@
 """The ranks of test_llama_ranks.py: a Llama model with tied weights on four meshes."""
 
-import shutil
-import tempfile
-from pathlib import Path
-
 import torch
+from group_model import remove_folder, shared_folder
 from small_models import small_models
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,8 +36,7 @@ def shard(module, mesh=None):
 
 def check(group, module):
     """Export; rank 0 loads it with from_pretrained, all ranks load their own parts of it."""
-    made = tempfile.mkdtemp() if group.rank == 0 else ""
-    folder = Path(next(iter(group.gather_bytes(made.encode()))).decode())
+    folder = shared_folder(group)
     wanted = model()
     if group.rank == 0:
         wanted.config.save_pretrained(folder / "source")
@@ -60,9 +56,7 @@ def check(group, module):
     for name, value in module.state_dict().items():
         local = value.to_local() if hasattr(value, "to_local") else value
         assert torch.equal(local, before[name]), name
-    group.barrier()
-    if group.rank == 0:
-        shutil.rmtree(folder)
+    remove_folder(group, folder)
 
 
 @scenario

@@ -174,31 +174,16 @@ def test_reads_what_a_renamed_state_is_called_now(packages):
     assert list(state_specs(spec)) == ["renamed"]
 
 
-def test_agrees_on_packages_without_states(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "suffix"), [("mlprogram", "mlpackage"), ("neuralnetwork", "mlmodel")]
+)
+def test_agrees_on_models_without_states(tmp_path, kind, suffix):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         traced = torch.jit.trace(torch.nn.ReLU().eval(), torch.ones(1, 4))
-        model = ct.convert(
-            traced,
-            inputs=[ct.TensorType(shape=(1, 4))],
-            convert_to="mlprogram",
-            skip_model_load=True,
-        )
-    model.save(str(tmp_path / "m.mlpackage"))
-    assert agree(tmp_path / "m.mlpackage", tmp_path / "m.mlpackage") == {}
-
-
-def test_agrees_on_a_neural_network_file(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        traced = torch.jit.trace(torch.nn.ReLU().eval(), torch.ones(1, 4))
-        model = ct.convert(
-            traced,
-            inputs=[ct.TensorType(shape=(1, 4))],
-            convert_to="neuralnetwork",
-            skip_model_load=True,
-        )
-    path = tmp_path / "m.mlmodel"
+        inputs = [ct.TensorType(shape=(1, 4))]
+        model = ct.convert(traced, inputs=inputs, convert_to=kind, skip_model_load=True)
+    path = tmp_path / f"m.{suffix}"
     model.save(str(path))
     assert agree(path, path) == {}
 

@@ -26,15 +26,9 @@ JOB = Path(__file__).with_name("lightning_job.py")
 
 @pytest.fixture(scope="module")
 def job():
-    """The job's module, whose classes run in this process too."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("lightning_job", JOB)
-    module = importlib.util.module_from_spec(spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        spec.loader.exec_module(module)
-    return module
+        return killed_jobs.module_of(JOB)
 
 
 def checkpoint():

@@ -28,13 +28,7 @@ JOB = Path(__file__).with_name("transformers_job.py")
 
 @pytest.fixture(scope="module")
 def job():
-    """The job's module, whose classes run in this process too."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("transformers_job", JOB)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return killed_jobs.module_of(JOB)
 
 
 class Stop(Exception):

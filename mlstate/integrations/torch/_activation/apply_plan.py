@@ -33,7 +33,8 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
     elif isinstance(blocks, str):
         found = modules_named(module, blocks)
     else:
-        names = {} if not isinstance(module, torch.nn.Module) else _names_of(module)
+        known = module.named_modules() if isinstance(module, torch.nn.Module) else ()
+        names = {id(m): name for name, m in known}
         found = [(names.get(id(b), f"block {i}"), b) for i, b in enumerate(blocks)]
     bad = next((block for _, block in found if not callable(block)), None)
     if bad is not None:
@@ -44,10 +45,6 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
         shown = ", ".join(name for name, _ in found[:6]) + (", …" if len(found) > 6 else "")
         raise ValueError(f"the plan is for {count} blocks, found {len(found)}: {shown}")
     return found
-
-
-def _names_of(module: Any) -> dict[int, str]:
-    return {id(m): name for name, m in module.named_modules()}
 
 
 def _children(module: Any, count: int | None) -> list[tuple[str, Any]]:

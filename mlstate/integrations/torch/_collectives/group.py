@@ -226,6 +226,7 @@ class TorchGroup(ExchangeEngine):
     def _target(self, operation: str, place: Any, *, reduced: bool) -> torch.Tensor:
         import torch
 
+        check_plain(operation, place)
         if not _is_flat(place) and is_torch(place):
             place = torch.empty_like(place, memory_format=torch.contiguous_format)
         elif not _is_flat(place):

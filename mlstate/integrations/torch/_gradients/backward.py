@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ...._common.text import names_hint
 from ....collectives._arguments import check_group, check_timeout, dtype_name
 from ....errors import CollectiveError
-from ....fsdp._hook_registry import Hooks
+from ....fsdp._hook_registry import Hooks, live_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,9 +66,7 @@ class ModuleHooks(Hooks):
         self._keep = keep or is_full
         self._earlier: dict[str, torch.Tensor] = {}  # reduced gradients that a pass adds to
         if not self._keep:
-            from .step_warning import watch_steps
-
-            watch_steps()
+            _watch_steps()
         for name, parameter in self.parameters.items():
             units[name].like = parameter.detach()
             register: Any = parameter.register_post_accumulate_grad_hook
@@ -171,6 +170,41 @@ def _check_parameter(
             f"{name}: the parameter is {dtype_name(parameter)} {tuple(parameter.shape)}, its unit "
             f"{unit.dtype} {unit.shape}"
         )
+
+
+# ---- optimizers ----
+
+
+@cache
+def _watch_steps() -> None:
+    """Check the parameters of every optimizer before each step, from the first call on."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    register_optimizer_step_pre_hook(_warn_of_taken_gradients)
+
+
+def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warn once for each hook object if an optimizer skips its parameters."""
+    for hooks in live_hooks():
+        if not isinstance(hooks, ModuleHooks) or not hooks.taken or hooks.has_warned:
+            continue
+        names = {id(hooks.parameters[name]): name for name in hooks.taken}
+        empty = [
+            names[id(parameter)]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is None and id(parameter) in names
+        ]
+        if empty:
+            hooks.has_warned = True
+            warnings.warn(
+                f"{type(optimizer).__name__}.step changes nothing in {len(empty)} parameters "
+                f"({', '.join(empty[:3])}{', ...' if len(empty) > 3 else ''}): their gradients "
+                "are in unit.local_gradient, and parameter.grad is None. Pass gradients='full' "
+                "to register_hooks, or give the optimizer this rank's parts",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 # ---- the backward pass ----

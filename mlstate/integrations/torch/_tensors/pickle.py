@@ -170,12 +170,7 @@ def restore_state(
 
 
 def register() -> None:
-    """Register state dicts with ``torch.load(weights_only=True)``, if torch is installed.
-
-    Notes
-    -----
-    Costs nothing if torch is already imported; otherwise imports it.
-    """
+    """Register state dicts with ``torch.load(weights_only=True)``; imports torch if installed."""
     try:
         from torch.serialization import add_safe_globals
     except ImportError:  # not installed, or currently being imported
