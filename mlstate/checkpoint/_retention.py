@@ -126,7 +126,7 @@ def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: A
 
 
 class SaveTimer:
-    """Decides when to save: after a number of steps or after a time, whichever comes first.
+    """Decides when to save: after a number of steps or after a time.
 
     Without these limits, every step is saved.
     """

@@ -59,7 +59,7 @@ def codecs_of(checkpoint):
     return {record.key: record.codec for record in checkpoint.tensors()}
 
 
-# ---- what is written ----
+# ---- stored bytes ----
 
 
 @codecs
