@@ -349,7 +349,7 @@ class Checkpoint:
         ['a', 'b']
         """
         return [
-            TensorRecord._make((*record[:6], Layout._of(record[6]), *record[7:]))
+            TensorRecord._make((*record[:6], Layout(record[6]), *record[7:]))
             for record in self._merged_index.tensors()
         ]
 

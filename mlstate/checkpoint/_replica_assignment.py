@@ -90,7 +90,7 @@ def _summarize(dicts: _Dicts, steps: Steps, states: Sequence[str]) -> _Summary:
         "model": dicts[0] is not None,
         "optimizer": dicts[1] is not None,
         "states": list(states),
-        "layout": None if not steps else repr(Layout._of(steps)),
+        "layout": None if not steps else repr(Layout(steps)),
         "whole": whole,
     }
 

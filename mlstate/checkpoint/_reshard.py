@@ -57,7 +57,7 @@ class _ShardAssigner:
             place = (section, key, index)
             replica = int(place in self._stored)
             self._stored.add(place)
-            layout = Layout._of(steps)
+            layout = Layout(steps)
             made[key] = Shard(array, layout, index, shape=shape, tier=tier, replica=replica)
         return made
 
