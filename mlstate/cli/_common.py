@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.local_path import local_path
 from .._common.text import steps_text, table_text
-from ..checkpoint import Checkpoint
+from ..checkpoint import inspect
 from ..checkpoint._files.convert import FORMATS
 from ..checkpoint._load import LoadedState, load
 from ..checkpoint._manager import find_root
@@ -22,6 +22,8 @@ from ..errors import MLStateError
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator, Sequence
+
+    from ..checkpoint import Checkpoint
 
 __all__ = [
     "EPILOG",
@@ -86,7 +88,7 @@ class Folder(NamedTuple):
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint and read its indexes."""
-        return Checkpoint._opened(_folder.RootPath(self.path, self.root))
+        return inspect(_folder.RootPath(self.path, self.root))
 
     def load(self, **keywords: Any) -> LoadedState:
         """Load the checkpoint."""
