@@ -8,7 +8,9 @@ from ..errors import FormatError, StoreError, StoreNotFoundError, StorePermissio
 
 
 def store_error(error: OSError, what: str, path: Any) -> StoreError:
-    """Return an OSError as a StoreError, of the subclass for its errno."""
+    """Return an OSError as a StoreError, of the subclass for its errno; a StoreError unchanged."""
+    if isinstance(error, StoreError):
+        return error
     cls: Any = StoreError
     if isinstance(error, FileNotFoundError):
         cls = StoreNotFoundError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -80,14 +81,7 @@ class Layout:
         plain = tuple(_step(step) for step in steps)
         _core.layout_project(plain, 0, 0, None)  # raises for invalid steps
         self._steps: Steps = plain
-        self._parts = 1
-        for _, parts in plain:
-            self._parts *= parts
-
-    @classmethod
-    def _of(cls, steps: Steps) -> Layout:
-        """Return the layout for steps in the core's form."""
-        return cls(steps)
+        self._parts = prod(parts for _, parts in plain)
 
     @classmethod
     def whole(cls) -> Layout:
@@ -350,7 +344,7 @@ class Shard:
         self.replica = replica
         self._version = version or 0
         wanted, have = layout.shape(self.shape, index), tuple(array.shape)
-        if _count(wanted) != _count(have):
+        if prod(wanted) != prod(have):
             raise ValueError(
                 f"part {index} of {layout.parts} of a tensor of shape {self.shape} has shape "
                 f"{wanted}, but the array has shape {have}"
@@ -403,13 +397,6 @@ class Shard:
     def __repr__(self) -> str:
         part = f"{self.index} of {self.layout.parts} of {self.shape}"
         return f"Shard({part}, {self.layout!r})"
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def steps_of(layout: Layout | str | None, world_size: int) -> Steps | None:

@@ -32,8 +32,7 @@ from ._manager import CheckpointManager
 from ._prune import PruneReport, prune
 from ._reshard import reshard
 from ._save import save
-from ._save_async import SaveHandle, save_async
-from ._save_times import SaveTimes
+from ._save_async import SaveHandle, SaveTimes, save_async
 from ._staging import Staging
 from ._tiers.report import TierRecord, TierReport, Traffic
 from ._tiers.tiered_state import StateDicts, TieredState

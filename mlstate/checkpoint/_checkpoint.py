@@ -251,26 +251,6 @@ class Checkpoint:
             self._read_index = _folder.load_merged_index(self.path, self._manifest)
         return self._read_index
 
-    @classmethod
-    def _opened(
-        cls,
-        path: str | os.PathLike[str],
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> Checkpoint:
-        """Read the indexes at once, so that a writer cannot delete them before their first use."""
-        folder, root, _ = _folder.open_path(path, storage_options)
-        root, known = _folder.open_root(folder, root)
-
-        def read(manifest: Manifest) -> Checkpoint:
-            found = cls(_folder.RootPath(folder, root, manifest))
-            _ = found._merged_index
-            return found
-
-        try:
-            return _folder.read_root(folder, root, read, known)
-        except (FormatError, StoreError):  # of an index; the manifest may be readable
-            return cls(_folder.RootPath(folder, root))
-
     @property
     def generation(self) -> str:
         """Unique identifier of this save."""
@@ -349,7 +329,7 @@ class Checkpoint:
         ['a', 'b']
         """
         return [
-            TensorRecord._make((*record[:6], Layout._of(record[6]), *record[7:]))
+            TensorRecord._make((*record[:6], Layout(record[6]), *record[7:]))
             for record in self._merged_index.tensors()
         ]
 
@@ -482,4 +462,15 @@ def inspect(
     tensor  state  dtype    shape   shards  bytes  version
     w              float32  (4, 2)  1       32 B   1
     """
-    return Checkpoint._opened(path, storage_options=storage_options)
+    folder, root, _ = _folder.open_path(path, storage_options)
+    root, known = _folder.open_root(folder, root)
+
+    def read(manifest: Manifest) -> Checkpoint:
+        found = Checkpoint(_folder.RootPath(folder, root, manifest))
+        _ = found._merged_index  # now: a writer may delete the indexes before their first use
+        return found
+
+    try:
+        return _folder.read_root(folder, root, read, known)
+    except (FormatError, StoreError):  # of an index; the manifest may be readable
+        return Checkpoint(_folder.RootPath(folder, root))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ._checkpoint import TensorRecord
     from ._load import LoadedState
-    from ._save_times import SaveTimes
+    from ._save_async import SaveTimes
     from ._store.manifest import Manifest
     from ._table import Group, Parameter
     from ._verify import VerifyReport

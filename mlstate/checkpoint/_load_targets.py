@@ -180,7 +180,7 @@ def _shape_of(
         steps = ((layout[0][0], world),)
     else:
         steps, index = _core.layout_project(steps, index, len(shape), axes)
-    return Layout._of(steps).shape(shape, index)
+    return Layout(steps).shape(shape, index)
 
 
 def _cuts(loader: Loader, filling: Any, names: list[str]) -> Any:

@@ -17,7 +17,7 @@ from ._checkpoint import Checkpoint
 from ._commit import gather_bytes
 from ._load import LoadedState, load
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder
-from ._retention import NO_RULES, Retention, SaveTimer, check_retention
+from ._retention import NO_RULES, Retention, SaveTimer, SignalWatch, check_retention
 from ._save import PACK_BELOW, SaveFolder, save
 from ._step_roots import OTHER, agreed_roots, holds_no_steps, if_alone, try_root
 from ._store import folder as _folder
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .._common.budget import MemorySize
     from .._sharding.layout import Layout
     from ..collectives import ProcessGroup
-    from ._preemption import SignalWatch
     from ._save_async import SaveHandle
     from ._staging import Staging
     from ._store.manifest import Manifest
@@ -552,8 +551,6 @@ class CheckpointManager:
         [3]
         """
         import signal
-
-        from ._preemption import SignalWatch
 
         if self._signals is not None:
             self._signals.close()

@@ -31,7 +31,7 @@ class Assignment(NamedTuple):
     mine: tuple[frozenset[str], ...] | None = None  # whole arrays by section; None for all
     copies: bytes = b""  # names of shards that another rank must write, if to be reported
     error: BaseException | None = None  # of this rank, or one that names another rank
-    digests: tuple[set[bytes], ...] = ()  # those of all ranks, for each of this rank's
+    digests: tuple[set[bytes], ...] = ()  # of all ranks, for each own digest
 
 
 # ---- names ----
@@ -90,7 +90,7 @@ def _summarize(dicts: _Dicts, steps: Steps, states: Sequence[str]) -> _Summary:
         "model": dicts[0] is not None,
         "optimizer": dicts[1] is not None,
         "states": list(states),
-        "layout": None if not steps else repr(Layout._of(steps)),
+        "layout": None if not steps else repr(Layout(steps)),
         "whole": whole,
     }
 

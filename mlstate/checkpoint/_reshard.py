@@ -57,7 +57,7 @@ class _ShardAssigner:
             place = (section, key, index)
             replica = int(place in self._stored)
             self._stored.add(place)
-            layout = Layout._of(steps)
+            layout = Layout(steps)
             made[key] = Shard(array, layout, index, shape=shape, tier=tier, replica=replica)
         return made
 
@@ -105,7 +105,7 @@ def _folders(
     target: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[str, str]:
-    """Return the folders of two paths; `storage_options` are those of the URLs among them."""
+    """Return the folders of two paths; `storage_options` apply to the URLs."""
     is_url = [isinstance(path, str) and split_url(path) is not None for path in (source, target)]
     given = [storage_options if url or not any(is_url) else None for url in is_url]
     found = (

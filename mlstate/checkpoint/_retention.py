@@ -1,9 +1,12 @@
-"""Which steps of a run a manager keeps, and when it saves."""
+"""Which steps of a run a manager keeps, when it saves, and the signal that ends a job."""
 
 from __future__ import annotations
 
 import math
 import operator
+import os
+import signal
+import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,7 +129,7 @@ def check_retention(best: Any, monitor: Any, mode: Any, period: Any, interval: A
 
 
 class SaveTimer:
-    """Decides when to save: after a number of steps or after a time, whichever comes first.
+    """Decides when to save: after a number of steps or after a time.
 
     Without these limits, every step is saved.
     """
@@ -147,3 +150,41 @@ class SaveTimer:
     def note(self) -> None:
         """Record that a save begins."""
         self.last = time.monotonic()
+
+
+class SignalWatch:
+    """Records signals until `close`; the handler itself saves nothing.
+
+    A signal that arrives a second time is handled as before the watch, so that a job that hangs
+    can be stopped.
+    """
+
+    def __init__(self, signals: tuple[int, ...]) -> None:
+        self._old: dict[int, Any] = {}
+        self._pid = os.getpid()
+        self.received: int | None = None
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "signals can be watched only by the main thread: call watch_signals there"
+            )
+        try:
+            for number in signals:
+                self._old[number] = signal.signal(number, self._receive)
+        except (OSError, TypeError, ValueError):
+            self.close()
+            raise
+
+    def _receive(self, number: int, frame: object) -> None:
+        self.received = number
+        self._restore(number)
+
+    def _restore(self, number: int) -> None:
+        old = self._old.pop(number, None)
+        if signal.getsignal(number) == self._receive:
+            signal.signal(number, signal.SIG_DFL if old is None else old)
+
+    def close(self) -> None:
+        """Restore the handlers from before the watch."""
+        if threading.current_thread() is threading.main_thread():
+            for number in list(self._old):
+                self._restore(number)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.local_path import local_path
 from .._common.text import table_text
-from ..checkpoint import Checkpoint
+from ..checkpoint import inspect
 from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._load import LoadedState, load
 from ..checkpoint._manager import find_root
@@ -22,6 +22,8 @@ from ..errors import MLStateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from ..checkpoint import Checkpoint
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
 PATH_HELP = "a checkpoint, the folder of a run or of a Hugging Face model, or a .safetensors file"
@@ -68,7 +70,7 @@ class Folder(NamedTuple):
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint and read its indexes."""
-        return Checkpoint._opened(_folder.RootPath(self.path, self.root))
+        return inspect(_folder.RootPath(self.path, self.root))
 
     def load(self, **keywords: Any) -> LoadedState:
         """Load the checkpoint."""

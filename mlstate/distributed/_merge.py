@@ -157,14 +157,14 @@ def _compare_metadata(name: str, held: Mapping[int, Entry]) -> list[RankDifferen
     cut = {rank: entry.steps for rank, entry in held.items() if entry.steps is not None}
     if not found and cut:
         found += _find_outliers(
-            "layout", name, {rank: Layout._of(steps) for rank, steps in cut.items()}
+            "layout", name, {rank: Layout(steps) for rank, steps in cut.items()}
         )
     return found
 
 
 def _find_gaps(tensor: Tensor) -> list[RankDifference]:
     """Return a difference for parts that no rank has; empty parts are not required."""
-    layout = Layout._of(tensor.steps or ())
+    layout = Layout(tensor.steps or ())
     lost = [
         index
         for index in range(layout.parts)

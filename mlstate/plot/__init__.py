@@ -188,7 +188,7 @@ def plot_saves(
     >>> len(plot_saves([handle]).axes)
     1
     """
-    from ..checkpoint._save_times import SaveTimes
+    from ..checkpoint._save_async import SaveTimes
 
     if not saves:
         raise ValueError("there are no saves to draw")

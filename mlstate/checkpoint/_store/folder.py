@@ -147,8 +147,6 @@ def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
     if is_weights_root(name):
         try:
             return read_weights(folder, name, _read_index(folder, name) if name == INDEX else None)
-        except StoreError:
-            raise
         except OSError as error:
             raise store_error(error, "cannot read the folder", folder) from None
     try:
@@ -244,8 +242,6 @@ def list_names(folder: str, part: str) -> list[str]:
             return os.listdir(descriptor.fileno())
     except FileNotFoundError:
         return []
-    except StoreError:
-        raise
     except OSError as error:
         raise store_error(error, "cannot list the folder", os.path.join(folder, part)) from None
 
@@ -396,8 +392,6 @@ def create(folder: str, *, states: bool = False) -> None:
                 made = True
         if made:
             _core.folder_sync(folder)
-    except StoreError:
-        raise
     except FileExistsError:
         text = "a file has this name, and is not replaced by a folder: delete it first"
         error = FileExistsError(errno.EEXIST, text)
@@ -490,8 +484,6 @@ def _remove_from(folder: str, part: str, names: list[str]) -> list[str]:
                     removed.append(os.path.join(part, name))
     except FileNotFoundError:
         return []
-    except StoreError:
-        raise
     except OSError as error:
         raise store_error(error, "cannot delete the file", path) from None
     finally:

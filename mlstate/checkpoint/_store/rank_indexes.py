@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Indexes:
-    """The indexes of a root that have been read, those of `ranks`, as one `merged_index`.
+    """The indexes of `ranks`, which have been read, as one `merged_index`.
 
     Initially it lists all tensors; after `need`, it lists all shards of the requested parts.
     """

@@ -167,8 +167,6 @@ class WriterLock:
                     time.sleep(_PAUSE)
         except OSError as error:
             self.release()  # we may hold it, with a text that could not be written
-            if isinstance(error, StoreError):
-                raise
             raise store_error(error, f"cannot lock the {self._what}", self._path) from None
         except BaseException:
             self.release()

@@ -24,7 +24,7 @@ from ..._common.text import names_hint
 from ..._sharding.layout import Shard, Tier
 from ...distributed._byte_ranges import place_key
 from ...distributed._merge import like
-from ...errors import CapacityError, FormatError, StoreError, TensorNotFoundError
+from ...errors import CapacityError, FormatError, TensorNotFoundError
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import ModelStateDict, StateDict
 from .._store import folder as _folder
@@ -154,8 +154,6 @@ class TierMoves:
         try:
             _folder.make_path(self._directory)
         except OSError as error:
-            if isinstance(error, StoreError):
-                raise
             raise _folder.store_error(
                 error, "cannot create the folder of tiers", self._directory
             ) from None
