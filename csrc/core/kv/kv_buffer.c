@@ -62,8 +62,7 @@ static mls_code fail_capacity(mls_status *st, const char *what, size_t got,
 {
     mls_fail(st, MLS_E_CAPACITY, "%s %zu is beyond %s %zu", what, got, limit, most);
     mls_status_expected(st, "at most %zu", most);
-    mls_status_got(st, "%zu", got);
-    return MLS_E_CAPACITY;
+    return mls_status_got(st, "%zu", got);
 }
 
 /* New pages are zero, so the invariant holds for every length. */
@@ -198,8 +197,7 @@ mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_statu
                  "capacity %zu is below the present %zu, and a capacity cannot shrink",
                  capacity, buffer->capacity);
         mls_status_expected(st, "at least %zu", buffer->capacity);
-        mls_status_got(st, "%zu", capacity);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "%zu", capacity);
     }
     if (!compute_extent(buffer, buffer->capacity, &old) ||
         !compute_extent(buffer, capacity, &now)) {

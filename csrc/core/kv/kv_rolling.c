@@ -67,8 +67,7 @@ static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
             "sinks or a larger capacity",
             sinks, capacity);
         mls_status_expected(st, "0..%zu", capacity - 1);
-        mls_status_got(st, "%zu", sinks);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "%zu", sinks);
     }
     return MLS_OK;
 }
@@ -82,8 +81,7 @@ mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
     if (code == MLS_OK && slots->shape[axis] == 0) {
         mls_fail(st, MLS_E_CAPACITY, "capacity must be at least 1 position, got 0");
         mls_status_expected(st, "at least 1");
-        mls_status_got(st, "0");
-        code = MLS_E_CAPACITY;
+        code = mls_status_got(st, "0");
     }
     if (code == MLS_OK) {
         code = mls_tensor_init(&ring.slots, NULL, slots->dtype, slots->rank, slots->shape,
@@ -147,18 +145,14 @@ static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
             "tokens have shape %s, the cache %s: they may differ only in axis %d, the "
             "sequence",
             text, wanted, ring->axis);
-        mls_status_expected(st, "%s", wanted);
-        mls_status_got(st, "%s", text);
-        return MLS_E_SHAPE;
+        return mls_status_differ(st, wanted, text);
     }
     if (tokens->dtype != ring->slots.dtype) {
         const char *got = mls_dtype_of(tokens->dtype)->name;
         const char *expected = mls_dtype_of(ring->slots.dtype)->name;
         mls_fail(st, MLS_E_DTYPE, "tokens are %s, the cache is %s: convert them first",
                  got, expected);
-        mls_status_expected(st, "%s", expected);
-        mls_status_got(st, "%s", got);
-        return MLS_E_DTYPE;
+        return mls_status_differ(st, expected, got);
     }
     if (mls_tensor_overlap(&ring->slots, tokens)) {
         return mls_fail(st, MLS_E_OVERLAP,
@@ -289,8 +283,7 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
         mls_fail(st, MLS_E_CAPACITY, "cannot drop %zu tokens: the cache holds %zu", count,
                  length);
         mls_status_expected(st, "0..%zu", length);
-        mls_status_got(st, "%zu", count);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "%zu", count);
     }
     const size_t others = held_others(ring);
     const size_t newest = count < others ? count : others;

@@ -37,8 +37,7 @@ static mls_code check_rank(const char *what, int rank, const size_t *shape,
              "head_dim), got %d: shape %s",
              what, MLS_KV_MIN_RANK, MLS_KV_MAX_RANK, rank, text);
     mls_status_expected(st, "%d to %d dimensions", MLS_KV_MIN_RANK, MLS_KV_MAX_RANK);
-    mls_status_got(st, "%s", text);
-    return MLS_E_SHAPE;
+    return mls_status_got(st, "%s", text);
 }
 
 mls_code mls_kv_find_axis(const char *what, int rank, const size_t *shape,
@@ -56,8 +55,7 @@ mls_code mls_kv_find_axis(const char *what, int rank, const size_t *shape,
                  axis_name, seq_axis, -rank, rank - 1, what, rank,
                  mls_shape_text(text, sizeof text, rank, shape));
         mls_status_expected(st, "%d..%d", -rank, rank - 1);
-        mls_status_got(st, "%" PRId64, seq_axis);
-        return MLS_E_SHAPE;
+        return mls_status_got(st, "%" PRId64, seq_axis);
     }
     *axis = (int)(seq_axis < 0 ? seq_axis + rank : seq_axis);
     return MLS_OK;
@@ -82,8 +80,7 @@ static const char *axis_note(char *text, int rank, const size_t *shape, int axis
 static mls_code add_capacity_range(mls_status *st, int64_t limit, int64_t got)
 {
     mls_status_expected(st, "0..%" PRId64, limit);
-    mls_status_got(st, "%" PRId64, got);
-    return MLS_E_CAPACITY;
+    return mls_status_got(st, "%" PRId64, got);
 }
 
 /* Checks the target's length against the source's first, then the tokens against both:
@@ -106,8 +103,7 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                  "%s %" PRId64 " is smaller than the source's %" PRId64 "%s: %s",
                  names->target_length, target, length, note, names->if_shorter);
         mls_status_expected(st, "at least %" PRId64, length);
-        mls_status_got(st, "%" PRId64, target);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "%" PRId64, target);
     }
     if (request.position < 0 || request.position > length) {
         mls_fail(st, MLS_E_CAPACITY,
@@ -135,8 +131,7 @@ static mls_code fail_difference(const char *what, size_t source, size_t target,
              "belong to the same model",
              what, source, target, note);
     mls_status_expected(st, "%zu", source);
-    mls_status_got(st, "%zu", target);
-    return MLS_E_SHAPE;
+    return mls_status_got(st, "%zu", target);
 }
 
 /* All axes except the sequence belong to the model, so a difference in them is a shape
@@ -175,8 +170,7 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
                  "compact instead of expanding",
                  target[axis], source[axis], note);
         mls_status_expected(st, "at least %zu", source[axis]);
-        mls_status_got(st, "%zu", target[axis]);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "%zu", target[axis]);
     }
     return MLS_OK;
 }
