@@ -383,14 +383,19 @@ static void rotate_tile(void *context, size_t index)
  * sides and in this machine's byte order. */
 static mls_rotate_rows_run choose_fused(const job *j)
 {
+#if defined(__x86_64__)
     const int inner = j->by_pair ? j->rotation->axis : j->keys.rank - 1;
     const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(&j->keys);
     const bool packed = j->keys.strides[inner] == item && j->dst.strides[inner] == item;
-    if (!packed || j->keys.swapped || j->dst.swapped) {
-        return NULL;
+    const mls_cpu cpu = j->kernels->cpu;
+    if (packed && !j->keys.swapped && !j->dst.swapped &&
+        (cpu == MLS_CPU_AVX2 || cpu == MLS_CPU_AVX512)) {
+        return mls_rotate_rows_avx2(j->keys.dtype,
+                                    j->rotation->interleaved && !j->by_pair);
     }
-    return mls_rotate_rows_of(j->kernels->cpu, j->keys.dtype,
-                              j->rotation->interleaved && !j->by_pair);
+#endif
+    (void)j;
+    return NULL;
 }
 
 /* Copy the elements of the last axis that do not rotate. */
