@@ -21,14 +21,6 @@ static mls_code view_capacity(const mls_kv_buffer *b, size_t capacity, mls_tenso
     return mls_tensor_init(out, b->pages.data, b->dtype, b->rank, shape, st);
 }
 
-/* Return the bytes of a view that exists, so that they cannot overflow. */
-static size_t bytes_of(const mls_tensor *t)
-{
-    size_t bytes = 0;
-    (void)mls_tensor_bytes(t, &bytes);
-    return bytes;
-}
-
 /* Fail with MLS_E_CAPACITY: `what` is `got`, but at most `most`, the value of `limit`. */
 static mls_code fail_capacity(mls_status *st, const char *what, size_t got,
                               const char *limit, size_t most)
@@ -51,7 +43,7 @@ mls_code mls_kv_buffer_init(mls_kv_buffer *out, int rank, const size_t *shape, i
     mls_tensor whole;
     mls_code code = view_capacity(&b, capacity, &whole, st);
     if (code == MLS_OK) {
-        code = mls_pages_init(&b.pages, bytes_of(&whole), st);
+        code = mls_pages_init(&b.pages, mls_kv_bytes(&whole), st);
     }
     if (code != MLS_OK) {
         return code;
@@ -116,7 +108,8 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
     if (position < before) {
         const mls_tensor dropped = slice_positions(buffer, position, before - position);
         const mls_element zero = {.size = mls_dtype_of(buffer->dtype)->item_bytes};
-        mls_fill(kernels, &dropped, zero, (mls_destination){.bytes = bytes_of(&dropped)});
+        mls_fill(kernels, &dropped, zero,
+                 (mls_destination){.bytes = mls_kv_bytes(&dropped)});
     }
     buffer->shape[buffer->axis] = length;
     return MLS_OK;
@@ -167,7 +160,7 @@ mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_statu
     /* the system cannot grow a range whose parts have different advice; the new pages
      * inherit this advice */
     mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false);
-    const size_t total = bytes_of(&whole);
+    const size_t total = mls_kv_bytes(&whole);
     code = mls_pages_grow(&buffer->pages, total, st);
     if (code != MLS_OK) {
         return code;

@@ -6,6 +6,7 @@
  */
 #include "kv/kv_quantize.h"
 
+#include "kv/kv_transition.h"
 #include "kv/quantize_kernels.h"
 
 #include <math.h>
@@ -347,13 +348,9 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
     const int last = j->values->rank - 1;
     const size_t length = j->values->shape[last], group = j->quantized->group;
     const size_t all_rows = last > 0 ? j->values->shape[last - 1] : 1;
-    size_t bytes = 0, outer = 1;
-    (void)mls_tensor_bytes(j->values, &bytes); /* the view exists: no overflow */
+    const size_t bytes = mls_kv_bytes(j->values);
     if (bytes == 0) {
         return;
-    }
-    for (int axis = 0; axis < last - 1; axis++) {
-        outer *= j->values->shape[axis]; /* smaller than the values */
     }
     j->columns = length < TILE ? length : TILE / group * group;
     j->rows = TILE / j->columns;
@@ -362,7 +359,7 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
     j->groups = group_kernels_of(j->kernels->cpu);
     j->levels = j->quantized->bits == 4 ? 15 : 255;
     mls_pool_run(bytes >= MLS_POOL_COPY_BYTES ? pool : NULL, task, j,
-                 outer * j->row_tiles * j->column_tiles);
+                 mls_kv_rows(j->values, last - 1) * j->row_tiles * j->column_tiles);
 }
 
 mls_code mls_quantize(const mls_kernels *kernels, mls_pool *pool,

@@ -75,7 +75,6 @@ static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
 mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
                           size_t sinks, mls_status *st)
 {
-    size_t bytes = 0;
     mls_kv_ring ring = {.axis = axis, .sinks = sinks, .oldest = sinks};
     mls_code code = check_ring(slots, axis, sinks, st);
     if (code == MLS_OK && slots->shape[axis] == 0) {
@@ -87,11 +86,9 @@ mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
         code = mls_tensor_init(&ring.slots, NULL, slots->dtype, slots->rank, slots->shape,
                                st);
     }
-    if (code != MLS_OK) {
-        return code;
+    if (code == MLS_OK) {
+        code = mls_pages_init(&ring.pages, mls_kv_bytes(&ring.slots), st);
     }
-    (void)mls_tensor_bytes(&ring.slots, &bytes); /* mls_tensor_init checked it */
-    code = mls_pages_init(&ring.pages, bytes, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -194,11 +191,7 @@ static void copy_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
 {
     const mls_tensor to = mls_tensor_slice(&ring->slots, ring->axis, slot, count);
     const mls_tensor from = mls_tensor_slice(tokens, ring->axis, at, count);
-    size_t bytes = 0, rows = 1;
-    (void)mls_tensor_bytes(&to, &bytes); /* smaller than the ring */
-    for (int axis = 0; axis < ring->axis; axis++) {
-        rows *= to.shape[axis]; /* smaller than the ring */
-    }
+    const size_t bytes = mls_kv_bytes(&to), rows = mls_kv_rows(&to, ring->axis);
     const bool packed =
         mls_tensor_is_contiguous(tokens) && tokens->swapped == ring->slots.swapped;
     if (bytes == 0 || !packed || bytes / rows > SHORT_ROW) {
@@ -265,9 +258,8 @@ static void clear_slots(const mls_kv_ring *ring, const mls_kernels *kernels, siz
         const size_t part = adjacent_slots(ring, first, count);
         const mls_tensor dropped =
             mls_tensor_slice(&ring->slots, ring->axis, slot_of(ring, first), part);
-        size_t bytes = 0;
-        (void)mls_tensor_bytes(&dropped, &bytes);
-        mls_fill(kernels, &dropped, zero, (mls_destination){.bytes = bytes});
+        mls_fill(kernels, &dropped, zero,
+                 (mls_destination){.bytes = mls_kv_bytes(&dropped)});
         first += part;
         count -= part;
     }
@@ -301,8 +293,8 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
 void mls_kv_ring_copy_ordered(const mls_kv_ring *ring, const mls_kernels *kernels,
                               const mls_tensor *dst)
 {
-    size_t bytes = 0, at = 0;
-    (void)mls_tensor_bytes(dst, &bytes);
+    const size_t bytes = mls_kv_bytes(dst);
+    size_t at = 0;
     const size_t firsts[] = {0, ring->oldest};
     const size_t counts[] = {held_sinks(ring), held_others(ring)};
     for (int range = 0; range < 2; range++) {

@@ -419,8 +419,7 @@ void mls_rotate_keys(const mls_kernels *kernels, mls_pool *pool, const mls_tenso
     const int last = keys->rank - 1;
     const size_t dim = rotation->rotary_dim, all = keys->shape[rotation->axis];
     const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(keys);
-    size_t bytes = 0;
-    (void)mls_tensor_bytes(keys, &bytes); /* the view exists, so it does not overflow */
+    const size_t bytes = mls_kv_bytes(keys);
     if (bytes == 0) {
         return;
     }
