@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
 
 from .. import _core
 from .._common.dtypes import DTYPES, dtype_name
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CacheKind: TypeAlias = Literal["full", "sliding", "recurrent", "conv", "quantized", "opaque"]
 
-KINDS = ("full", "sliding", "recurrent", "conv", "quantized", "opaque")
+KINDS: tuple[str, ...] = get_args(CacheKind)
 SEQUENCE_KINDS = ("full", "sliding", "quantized")  # the array has an axis of positions
 _ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Overflow = Literal["stop", "shift_refill", "roll"]
 
-_OVERFLOWS = ("stop", "shift_refill", "roll")
+_OVERFLOWS = get_args(Overflow)
 _LISTED = 3  # batches in a repr
 _MINUS_INFINITY = float("-inf")
 

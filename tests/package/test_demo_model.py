@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_model import LAYOUTS
 from tries import tries
 
 safetensors = pytest.importorskip("safetensors", reason="reads the fixture independently of us")
@@ -162,17 +163,12 @@ def layouts(cache: np.ndarray):
         longer = np.full((*shape[:2], max(context, room), shape[3]), 7.5, np.float16)
         longer[:, :, :room] = cache
         yield longer
-    yield np.asfortranarray(cache)
-    swapped = np.ascontiguousarray(cache.transpose(3, 2, 1, 0)).transpose(3, 2, 1, 0)
-    yield swapped
+    yield from (make(cache) for name, make in LAYOUTS.items() if name != "swapped")
     for shift in (2, 6, 14, 30, 62):
         raw = np.empty(cache.nbytes + 64, np.uint8)
         shifted = raw[shift : shift + cache.nbytes].view(np.float16).reshape(shape)
         shifted[...] = cache
         yield shifted
-    wide = np.zeros((*shape[:3], 2 * shape[3]), np.float16)
-    wide[..., ::2] = cache
-    yield wide[..., ::2]
 
 
 @pytest.mark.parametrize("position", [0, 1, 7, 63, 128, 180, 255])

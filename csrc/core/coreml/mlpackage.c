@@ -93,14 +93,6 @@ static mls_code find_name(mls_protobuf message, uint32_t number, const char *wha
 
 /* ---- a state ---- */
 
-/* Add the state's name to a status that is already filled. The caller returns the code.
- */
-static mls_code add_state_name(mls_status *st, mls_str name)
-{
-    mls_status_name(st, name.data, name.length);
-    return st->code;
-}
-
 /* Append a dimension. The format's type is signed, so -1, which means "any" in other
  * places, arrives as a 64-bit number. */
 static mls_code add_dimension(mls_ml_state *state, uint64_t value, uint64_t offset,
@@ -118,8 +110,7 @@ static mls_code add_dimension(mls_ml_state *state, uint64_t value, uint64_t offs
             "and positive",
             NAME_ARGS(state->name), state->rank, (long long)value);
         mls_status_expected(st, "a positive dimension");
-        mls_status_got(st, "%lld", (long long)value);
-        return st->code;
+        return mls_status_got(st, "%lld", (long long)value);
     }
     state->shape[state->rank++] = dimension;
     return MLS_OK;
@@ -168,8 +159,7 @@ static mls_code read_dtype(uint64_t number, uint64_t offset, mls_ml_state *state
         "65552, float32 65568, float64 65600, int32 131104, int8 131080",
         NAME_ARGS(state->name), (unsigned long long)number);
     mls_status_expected(st, "a known data type");
-    mls_status_got(st, "data type %llu", (unsigned long long)number);
-    return st->code;
+    return mls_status_got(st, "data type %llu", (unsigned long long)number);
 }
 
 /* Check that the state's bytes fit a signed size, as array libraries use it: every caller
@@ -251,7 +241,7 @@ static mls_code read_state(mls_protobuf feature, mls_ml_state *out, mls_status *
                                          NAME_ARGS(state.name));
     }
     if (code != MLS_OK) {
-        return add_state_name(st, state.name);
+        return mls_status_name(st, state.name.data, state.name.length);
     }
     *out = state;
     return MLS_OK;
@@ -294,7 +284,7 @@ static mls_code add_state(mls_mlpackage *package, mls_protobuf feature, mls_stat
         if (mls_str_equal(package->states[function->first + i].name, state.name)) {
             mls_protobuf_fail(st, at, "two states are called %.*s",
                               NAME_ARGS(state.name));
-            return add_state_name(st, state.name);
+            return mls_status_name(st, state.name.data, state.name.length);
         }
     }
     void *states = package->states;
@@ -492,8 +482,7 @@ static mls_code peek_field(const source *from, uint64_t offset, mls_protobuf_fie
                           (unsigned)field->number, (unsigned long long)field->value,
                           rest);
         mls_status_expected(st, "at most %llu bytes", rest);
-        mls_status_got(st, "%llu bytes", (unsigned long long)field->value);
-        return st->code;
+        return mls_status_got(st, "%llu bytes", (unsigned long long)field->value);
     }
     return MLS_OK;
 }
@@ -706,8 +695,7 @@ static mls_code find_root(const mls_json *doc, mls_str *out, mls_status *st)
         mls_protobuf_fail(st, mls_json_offset(doc, path),
                           "the root model's path is not inside the package");
         mls_status_expected(st, "a relative path without . or ..");
-        mls_status_got(st, "%.*s", NAME_ARGS(text));
-        return st->code;
+        return mls_status_got(st, "%.*s", NAME_ARGS(text));
     }
     *out = text;
     return MLS_OK;

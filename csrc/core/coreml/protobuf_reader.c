@@ -164,8 +164,7 @@ mls_code mls_protobuf_next(mls_protobuf *message, mls_protobuf_field *out, mls_s
                 st, field.offset, "field %u claims %llu bytes, but %zu are left",
                 (unsigned)field.number, (unsigned long long)field.value, left);
             mls_status_expected(st, "at most %zu bytes", left);
-            mls_status_got(st, "%llu bytes", (unsigned long long)field.value);
-            return st->code;
+            return mls_status_got(st, "%llu bytes", (unsigned long long)field.value);
         }
         field.bytes = mls_protobuf_init(rest.data + rest.at, (size_t)field.value,
                                         mls_protobuf_offset(&rest));

@@ -34,8 +34,7 @@ mls_code mls_mask_check(const mls_mask_request *request, const mls_mask_names *n
         mls_fail(st, MLS_E_CAPACITY, "%s %" PRId64 " is outside 0..%" PRId64 ", the %s",
                  names->position, position, length, names->seq_length);
         mls_status_expected(st, "0..%" PRId64, length);
-        mls_status_got(st, "%" PRId64, position);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "%" PRId64, position);
     }
     code = check_sign(names->sinks, request->sinks, st);
     if (code == MLS_OK && (first < 0 || end < first || end > length)) {
@@ -44,8 +43,7 @@ mls_code mls_mask_check(const mls_mask_request *request, const mls_mask_names *n
                  ", the %s",
                  names->rows, first, end, length, names->seq_length);
         mls_status_expected(st, "0 <= start <= stop <= %" PRId64, length);
-        mls_status_got(st, "(%" PRId64 ", %" PRId64 ")", first, end);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "(%" PRId64 ", %" PRId64 ")", first, end);
     }
     return code;
 }

@@ -8,52 +8,17 @@
  */
 #include "kv/kv_buffer.h"
 
-#include "base/size.h"
-
 #include <string.h>
 
-/* Bytes of one position (`step`) and of one row of `capacity` positions (`row`), the
- * number of rows, and the bytes of all rows (`total`). */
-typedef struct extent {
-    size_t step, row, rows, total;
-} extent;
-
-/* Multiply `*total` by the lengths of axes first .. last-1. Returns false on overflow. */
-static bool multiply_lengths(const mls_kv_buffer *b, int first, int last, size_t *total)
-{
-    for (int axis = first; axis < last; axis++) {
-        if (!mls_size_mul(*total, b->shape[axis], total)) {
-            return false;
-        }
-    }
-    return true;
-}
-
-/* Compute the extent of the buffer for a capacity. Returns false if its bytes overflow.
- */
-static bool compute_extent(const mls_kv_buffer *b, size_t capacity, extent *out)
-{
-    extent e = {.step = mls_dtype_of(b->dtype)->item_bytes, .rows = 1};
-    if (!multiply_lengths(b, b->axis + 1, b->rank, &e.step) ||
-        !mls_size_mul(e.step, capacity, &e.row) ||
-        !multiply_lengths(b, 0, b->axis, &e.rows) ||
-        !mls_size_mul(e.row, e.rows, &e.total) || e.total > PTRDIFF_MAX) {
-        return false;
-    }
-    *out = e;
-    return true;
-}
-
-/* Fail because compute_extent overflowed; the message has the shape at that capacity. */
-static mls_code fail_too_large(const mls_kv_buffer *b, size_t capacity, mls_status *st)
+/* View all `capacity` positions of a buffer, before or after it has this capacity.
+ * MLS_E_SIZE: they exceed the address space. */
+static mls_code view_capacity(const mls_kv_buffer *b, size_t capacity, mls_tensor *out,
+                              mls_status *st)
 {
     size_t shape[MLS_KV_MAX_RANK];
-    char text[MLS_FACT_BYTES];
     memcpy(shape, b->shape, sizeof shape);
     shape[b->axis] = capacity;
-    return mls_fail(st, MLS_E_SIZE, "%s of %s is larger than memory",
-                    mls_shape_text(text, sizeof text, b->rank, shape),
-                    mls_dtype_of(b->dtype)->name);
+    return mls_tensor_init(out, b->pages.data, b->dtype, b->rank, shape, st);
 }
 
 /* Fail with MLS_E_CAPACITY: `what` is `got`, but at most `most`, the value of `limit`. */
@@ -62,8 +27,7 @@ static mls_code fail_capacity(mls_status *st, const char *what, size_t got,
 {
     mls_fail(st, MLS_E_CAPACITY, "%s %zu is beyond %s %zu", what, got, limit, most);
     mls_status_expected(st, "at most %zu", most);
-    mls_status_got(st, "%zu", got);
-    return MLS_E_CAPACITY;
+    return mls_status_got(st, "%zu", got);
 }
 
 /* New pages are zero, so the invariant holds for every length. */
@@ -76,11 +40,11 @@ mls_code mls_kv_buffer_init(mls_kv_buffer *out, int rank, const size_t *shape, i
         return fail_capacity(st, "sequence length", shape[axis], "the capacity",
                              capacity);
     }
-    extent e;
-    if (!compute_extent(&b, capacity, &e)) {
-        return fail_too_large(&b, capacity, st);
+    mls_tensor whole;
+    mls_code code = view_capacity(&b, capacity, &whole, st);
+    if (code == MLS_OK) {
+        code = mls_pages_init(&b.pages, mls_kv_bytes(&whole), st);
     }
-    const mls_code code = mls_pages_init(&b.pages, e.total, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -100,19 +64,10 @@ void mls_kv_buffer_fini(mls_kv_buffer *buffer)
 /* Return positions start .. start+length-1 of every row. */
 static mls_tensor slice_positions(const mls_kv_buffer *b, size_t start, size_t length)
 {
-    mls_tensor t = {.data = b->pages.data, .dtype = b->dtype, .rank = b->rank};
-    size_t stride = mls_dtype_of(b->dtype)->item_bytes;
-    for (int axis = b->rank - 1; axis >= 0; axis--) {
-        const bool is_sequence = axis == b->axis;
-        t.shape[axis] = is_sequence ? length : b->shape[axis];
-        t.strides[axis] = (ptrdiff_t)stride;
-        if (is_sequence) {
-            t.data += start * stride;
-        }
-        /* if the buffer is empty, its strides are unused and may wrap */
-        stride *= is_sequence ? b->capacity : b->shape[axis];
-    }
-    return t;
+    mls_tensor whole = {0};
+    mls_status unused;
+    (void)view_capacity(b, b->capacity, &whole, &unused); /* it is reserved */
+    return mls_tensor_slice(&whole, b->axis, start, length);
 }
 
 mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer)
@@ -153,10 +108,8 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
     if (position < before) {
         const mls_tensor dropped = slice_positions(buffer, position, before - position);
         const mls_element zero = {.size = mls_dtype_of(buffer->dtype)->item_bytes};
-        size_t bytes = 0;
-        (void)mls_tensor_bytes(
-            &dropped, &bytes); /* smaller than the buffer, so it cannot overflow */
-        mls_fill(kernels, &dropped, zero, (mls_destination){.bytes = bytes});
+        mls_fill(kernels, &dropped, zero,
+                 (mls_destination){.bytes = mls_kv_bytes(&dropped)});
     }
     buffer->shape[buffer->axis] = length;
     return MLS_OK;
@@ -192,29 +145,33 @@ static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t ol
 /* The buffer does not change before the memory is available. */
 mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_status *st)
 {
-    extent old, now;
+    mls_tensor whole;
     if (capacity < buffer->capacity) {
         mls_fail(st, MLS_E_CAPACITY,
                  "capacity %zu is below the present %zu, and a capacity cannot shrink",
                  capacity, buffer->capacity);
         mls_status_expected(st, "at least %zu", buffer->capacity);
-        mls_status_got(st, "%zu", capacity);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "%zu", capacity);
     }
-    if (!compute_extent(buffer, buffer->capacity, &old) ||
-        !compute_extent(buffer, capacity, &now)) {
-        return fail_too_large(buffer, capacity, st);
+    mls_code code = view_capacity(buffer, capacity, &whole, st);
+    if (code != MLS_OK) {
+        return code;
     }
     /* the system cannot grow a range whose parts have different advice; the new pages
      * inherit this advice */
     mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false);
-    const mls_code code = mls_pages_grow(&buffer->pages, now.total, st);
+    const size_t total = mls_kv_bytes(&whole);
+    code = mls_pages_grow(&buffer->pages, total, st);
     if (code != MLS_OK) {
         return code;
     }
     mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false); /* if copied */
-    spread_rows(buffer->pages.data, now.rows, mls_kv_buffer_length(buffer) * old.step,
-                old.row, now.row);
+    if (total > 0) {
+        const size_t step = (size_t)whole.strides[buffer->axis]; /* of a position */
+        spread_rows(buffer->pages.data, total / (step * capacity),
+                    step * mls_kv_buffer_length(buffer), step * buffer->capacity,
+                    step * capacity);
+    }
     buffer->capacity = capacity;
     return MLS_OK;
 }

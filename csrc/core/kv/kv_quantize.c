@@ -6,6 +6,7 @@
  */
 #include "kv/kv_quantize.h"
 
+#include "kv/kv_transition.h"
 #include "kv/quantize_kernels.h"
 
 #include <math.h>
@@ -25,16 +26,14 @@ mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_
     if (bits != 4 && bits != 8) {
         mls_fail(st, MLS_E_VALUE, "bits must be 4 or 8, got %u", bits);
         mls_status_expected(st, "4 or 8");
-        mls_status_got(st, "%u", bits);
-        return MLS_E_VALUE;
+        return mls_status_got(st, "%u", bits);
     }
     if (group == 0 || group % MLS_QUANTIZE_UNIT != 0 || group > MLS_QUANTIZE_MOST_GROUP) {
         mls_fail(st, MLS_E_VALUE, "group must be a multiple of %d up to %d, got %zu",
                  MLS_QUANTIZE_UNIT, MLS_QUANTIZE_MOST_GROUP, group);
         mls_status_expected(st, "a multiple of %d up to %d", MLS_QUANTIZE_UNIT,
                             MLS_QUANTIZE_MOST_GROUP);
-        mls_status_got(st, "%zu", group);
-        return MLS_E_VALUE;
+        return mls_status_got(st, "%zu", group);
     }
     if (length % group != 0) {
         mls_fail(st, MLS_E_SHAPE,
@@ -42,8 +41,7 @@ mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_
                  "a group that divides it",
                  length, group);
         mls_status_expected(st, "a multiple of %zu", group);
-        mls_status_got(st, "%zu", length);
-        return MLS_E_SHAPE;
+        return mls_status_got(st, "%zu", length);
     }
     *words = length / (32 / bits);
     *groups = length / group;
@@ -59,22 +57,17 @@ static mls_code check_view(const char *what, const mls_tensor *view,
     size_t shape[MLS_MAX_RANK];
     memcpy(shape, values->shape, sizeof shape);
     shape[values->rank - 1] = last;
-    const size_t bytes = sizeof(size_t) * (size_t)values->rank;
-    if (view->rank != values->rank || memcmp(view->shape, shape, bytes) != 0) {
+    if (!mls_shape_equal(view->rank, view->shape, values->rank, shape)) {
         mls_shape_text(text, sizeof text, view->rank, view->shape);
         mls_shape_text(wanted, sizeof wanted, values->rank, shape);
         mls_fail(st, MLS_E_SHAPE, "%s have shape %s instead of %s", what, text, wanted);
-        mls_status_expected(st, "%s", wanted);
-        mls_status_got(st, "%s", text);
-        return MLS_E_SHAPE;
+        return mls_status_differ(st, wanted, text);
     }
     if (view->dtype != dtype) {
         const char *got = mls_dtype_of(view->dtype)->name;
         const char *expected = mls_dtype_of(dtype)->name;
         mls_fail(st, MLS_E_DTYPE, "%s are %s instead of %s", what, got, expected);
-        mls_status_expected(st, "%s", expected);
-        mls_status_got(st, "%s", got);
-        return MLS_E_DTYPE;
+        return mls_status_differ(st, expected, got);
     }
     return MLS_OK;
 }
@@ -90,8 +83,7 @@ mls_code mls_quantize_check(const mls_tensor *values, const mls_quantized *quant
                  "the values are %s: only float16, bfloat16 and float32 are quantized",
                  name);
         mls_status_expected(st, "float16, bfloat16 or float32");
-        mls_status_got(st, "%s", name);
-        return MLS_E_DTYPE;
+        return mls_status_got(st, "%s", name);
     }
     if (values->rank == 0) {
         return mls_fail(st, MLS_E_SHAPE, "the values have no axis to make groups of");
@@ -356,13 +348,9 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
     const int last = j->values->rank - 1;
     const size_t length = j->values->shape[last], group = j->quantized->group;
     const size_t all_rows = last > 0 ? j->values->shape[last - 1] : 1;
-    size_t bytes = 0, outer = 1;
-    (void)mls_tensor_bytes(j->values, &bytes); /* the view exists: no overflow */
+    const size_t bytes = mls_kv_bytes(j->values);
     if (bytes == 0) {
         return;
-    }
-    for (int axis = 0; axis < last - 1; axis++) {
-        outer *= j->values->shape[axis]; /* smaller than the values */
     }
     j->columns = length < TILE ? length : TILE / group * group;
     j->rows = TILE / j->columns;
@@ -371,7 +359,7 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
     j->groups = group_kernels_of(j->kernels->cpu);
     j->levels = j->quantized->bits == 4 ? 15 : 255;
     mls_pool_run(bytes >= MLS_POOL_COPY_BYTES ? pool : NULL, task, j,
-                 outer * j->row_tiles * j->column_tiles);
+                 mls_kv_rows(j->values, last - 1) * j->row_tiles * j->column_tiles);
 }
 
 mls_code mls_quantize(const mls_kernels *kernels, mls_pool *pool,

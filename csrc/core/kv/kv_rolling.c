@@ -67,8 +67,7 @@ static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
             "sinks or a larger capacity",
             sinks, capacity);
         mls_status_expected(st, "0..%zu", capacity - 1);
-        mls_status_got(st, "%zu", sinks);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "%zu", sinks);
     }
     return MLS_OK;
 }
@@ -76,24 +75,20 @@ static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
 mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
                           size_t sinks, mls_status *st)
 {
-    size_t bytes = 0;
     mls_kv_ring ring = {.axis = axis, .sinks = sinks, .oldest = sinks};
     mls_code code = check_ring(slots, axis, sinks, st);
     if (code == MLS_OK && slots->shape[axis] == 0) {
         mls_fail(st, MLS_E_CAPACITY, "capacity must be at least 1 position, got 0");
         mls_status_expected(st, "at least 1");
-        mls_status_got(st, "0");
-        code = MLS_E_CAPACITY;
+        code = mls_status_got(st, "0");
     }
     if (code == MLS_OK) {
         code = mls_tensor_init(&ring.slots, NULL, slots->dtype, slots->rank, slots->shape,
                                st);
     }
-    if (code != MLS_OK) {
-        return code;
+    if (code == MLS_OK) {
+        code = mls_pages_init(&ring.pages, mls_kv_bytes(&ring.slots), st);
     }
-    (void)mls_tensor_bytes(&ring.slots, &bytes); /* mls_tensor_init checked it */
-    code = mls_pages_init(&ring.pages, bytes, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -147,18 +142,14 @@ static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
             "tokens have shape %s, the cache %s: they may differ only in axis %d, the "
             "sequence",
             text, wanted, ring->axis);
-        mls_status_expected(st, "%s", wanted);
-        mls_status_got(st, "%s", text);
-        return MLS_E_SHAPE;
+        return mls_status_differ(st, wanted, text);
     }
     if (tokens->dtype != ring->slots.dtype) {
         const char *got = mls_dtype_of(tokens->dtype)->name;
         const char *expected = mls_dtype_of(ring->slots.dtype)->name;
         mls_fail(st, MLS_E_DTYPE, "tokens are %s, the cache is %s: convert them first",
                  got, expected);
-        mls_status_expected(st, "%s", expected);
-        mls_status_got(st, "%s", got);
-        return MLS_E_DTYPE;
+        return mls_status_differ(st, expected, got);
     }
     if (mls_tensor_overlap(&ring->slots, tokens)) {
         return mls_fail(st, MLS_E_OVERLAP,
@@ -200,11 +191,7 @@ static void copy_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
 {
     const mls_tensor to = mls_tensor_slice(&ring->slots, ring->axis, slot, count);
     const mls_tensor from = mls_tensor_slice(tokens, ring->axis, at, count);
-    size_t bytes = 0, rows = 1;
-    (void)mls_tensor_bytes(&to, &bytes); /* smaller than the ring */
-    for (int axis = 0; axis < ring->axis; axis++) {
-        rows *= to.shape[axis]; /* smaller than the ring */
-    }
+    const size_t bytes = mls_kv_bytes(&to), rows = mls_kv_rows(&to, ring->axis);
     const bool packed =
         mls_tensor_is_contiguous(tokens) && tokens->swapped == ring->slots.swapped;
     if (bytes == 0 || !packed || bytes / rows > SHORT_ROW) {
@@ -271,9 +258,8 @@ static void clear_slots(const mls_kv_ring *ring, const mls_kernels *kernels, siz
         const size_t part = adjacent_slots(ring, first, count);
         const mls_tensor dropped =
             mls_tensor_slice(&ring->slots, ring->axis, slot_of(ring, first), part);
-        size_t bytes = 0;
-        (void)mls_tensor_bytes(&dropped, &bytes);
-        mls_fill(kernels, &dropped, zero, (mls_destination){.bytes = bytes});
+        mls_fill(kernels, &dropped, zero,
+                 (mls_destination){.bytes = mls_kv_bytes(&dropped)});
         first += part;
         count -= part;
     }
@@ -289,8 +275,7 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
         mls_fail(st, MLS_E_CAPACITY, "cannot drop %zu tokens: the cache holds %zu", count,
                  length);
         mls_status_expected(st, "0..%zu", length);
-        mls_status_got(st, "%zu", count);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "%zu", count);
     }
     const size_t others = held_others(ring);
     const size_t newest = count < others ? count : others;
@@ -308,8 +293,8 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
 void mls_kv_ring_copy_ordered(const mls_kv_ring *ring, const mls_kernels *kernels,
                               const mls_tensor *dst)
 {
-    size_t bytes = 0, at = 0;
-    (void)mls_tensor_bytes(dst, &bytes);
+    const size_t bytes = mls_kv_bytes(dst);
+    size_t at = 0;
     const size_t firsts[] = {0, ring->oldest};
     const size_t counts[] = {held_sinks(ring), held_others(ring)};
     for (int range = 0; range < 2; range++) {

@@ -37,8 +37,7 @@ static mls_code check_rank(const char *what, int rank, const size_t *shape,
              "head_dim), got %d: shape %s",
              what, MLS_KV_MIN_RANK, MLS_KV_MAX_RANK, rank, text);
     mls_status_expected(st, "%d to %d dimensions", MLS_KV_MIN_RANK, MLS_KV_MAX_RANK);
-    mls_status_got(st, "%s", text);
-    return MLS_E_SHAPE;
+    return mls_status_got(st, "%s", text);
 }
 
 mls_code mls_kv_find_axis(const char *what, int rank, const size_t *shape,
@@ -56,8 +55,7 @@ mls_code mls_kv_find_axis(const char *what, int rank, const size_t *shape,
                  axis_name, seq_axis, -rank, rank - 1, what, rank,
                  mls_shape_text(text, sizeof text, rank, shape));
         mls_status_expected(st, "%d..%d", -rank, rank - 1);
-        mls_status_got(st, "%" PRId64, seq_axis);
-        return MLS_E_SHAPE;
+        return mls_status_got(st, "%" PRId64, seq_axis);
     }
     *axis = (int)(seq_axis < 0 ? seq_axis + rank : seq_axis);
     return MLS_OK;
@@ -82,8 +80,7 @@ static const char *axis_note(char *text, int rank, const size_t *shape, int axis
 static mls_code add_capacity_range(mls_status *st, int64_t limit, int64_t got)
 {
     mls_status_expected(st, "0..%" PRId64, limit);
-    mls_status_got(st, "%" PRId64, got);
-    return MLS_E_CAPACITY;
+    return mls_status_got(st, "%" PRId64, got);
 }
 
 /* Checks the target's length against the source's first, then the tokens against both:
@@ -106,8 +103,7 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                  "%s %" PRId64 " is smaller than the source's %" PRId64 "%s: %s",
                  names->target_length, target, length, note, names->if_shorter);
         mls_status_expected(st, "at least %" PRId64, length);
-        mls_status_got(st, "%" PRId64, target);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "%" PRId64, target);
     }
     if (request.position < 0 || request.position > length) {
         mls_fail(st, MLS_E_CAPACITY,
@@ -135,8 +131,7 @@ static mls_code fail_difference(const char *what, size_t source, size_t target,
              "belong to the same model",
              what, source, target, note);
     mls_status_expected(st, "%zu", source);
-    mls_status_got(st, "%zu", target);
-    return MLS_E_SHAPE;
+    return mls_status_got(st, "%zu", target);
 }
 
 /* All axes except the sequence belong to the model, so a difference in them is a shape
@@ -175,8 +170,7 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
                  "compact instead of expanding",
                  target[axis], source[axis], note);
         mls_status_expected(st, "at least %zu", source[axis]);
-        mls_status_got(st, "%zu", target[axis]);
-        return MLS_E_CAPACITY;
+        return mls_status_got(st, "%zu", target[axis]);
     }
     return MLS_OK;
 }
@@ -236,22 +230,13 @@ typedef struct job {
     bool inner_huge; /* use huge pages where tokens fill them */
 } job;
 
-static size_t count_rows(const mls_tensor *t, int seq_axis)
-{
-    size_t rows = 1;
-    for (int axis = 0; axis < seq_axis; axis++) {
-        rows *= t->shape[axis]; /* at most the bytes of the cache */
-    }
-    return rows;
-}
-
 /* Divide a target of `bytes` bytes, more than 0. Rows longer than `longest` are divided
  * by positions; shorter rows stay whole, and parts have up to `together` bytes of them.
  * No product here exceeds `bytes`. */
 static division divide_rows(const mls_tensor *t, int seq_axis, size_t bytes,
                             size_t longest, size_t together)
 {
-    const size_t row = bytes / count_rows(t, seq_axis);
+    const size_t row = bytes / mls_kv_rows(t, seq_axis);
     const bool by_position = seq_axis == 0 || row > longest;
     const size_t most = by_position ? longest : together;
     int axis = by_position ? seq_axis : seq_axis - 1;
@@ -265,7 +250,7 @@ static division divide_rows(const mls_tensor *t, int seq_axis, size_t bytes,
         d.step = most / unit > 0 ? most / unit : 1;
     }
     d.slices = (t->shape[axis] + d.step - 1) / d.step;
-    d.parts = count_rows(t, axis) * d.slices;
+    d.parts = mls_kv_rows(t, axis) * d.slices;
     return d;
 }
 
@@ -280,13 +265,11 @@ static void narrow_axis(mls_tensor *t, int axis, size_t start, size_t length)
  * page has tokens. */
 static void populate_rows(const job *j, const mls_tensor *tokens)
 {
-    size_t bytes = 0, rows = count_rows(tokens, j->axis);
+    size_t rows = mls_kv_rows(tokens, j->axis), bytes = mls_kv_bytes(tokens) / rows;
     size_t distance = 0; /* between two rows */
     for (int axis = j->axis - 1; axis >= 0 && distance == 0; axis--) {
         distance = tokens->shape[axis] > 1 ? (size_t)tokens->strides[axis] : 0;
     }
-    (void)mls_tensor_bytes(tokens, &bytes); /* the whole target did not overflow */
-    bytes /= rows;
     if (distance < mls_page_bytes()) {
         bytes += (rows - 1) * distance;
         rows = 1;
@@ -386,7 +369,7 @@ static bool has_row_kernel(const job *j, size_t row)
 static bool move_rows(const job *j, const mls_tensor *to, const mls_tensor *from,
                       size_t bytes)
 {
-    const size_t rows = count_rows(to, j->axis);
+    const size_t rows = mls_kv_rows(to, j->axis);
     const size_t row = bytes / rows, step = row / to->shape[j->axis];
     const mls_store_trial trial =
         mls_store_begin(j->kernels->choices, MLS_STORING_COPY, j->kernels->copy_variants,
@@ -433,9 +416,9 @@ static void move_staged_parts(void *context, size_t task)
     bool is_padded = false;
     for (size_t turn = task * j->parts_per_task; turn < end; turn++) {
         mls_tensor to = *j->dst, from = *j->src;
-        size_t positions, bytes = 0;
+        size_t positions;
         (void)select_part(j, part_at(j, turn), &to, &from, &positions);
-        (void)mls_tensor_bytes(&to, &bytes);
+        const size_t bytes = mls_kv_bytes(&to);
         if (j->has_kernel && move_rows(j, &to, &from, bytes)) {
             continue;
         }
@@ -463,7 +446,7 @@ static bool are_rows_staged(const job *j, size_t bytes)
         j->position == length && j->position == j->src->shape[j->axis];
     return is_written && !is_one_run && j->axis > 0 && choices != NULL &&
            (bytes >= choices->least[MLS_STORING_WITHIN] || j->has_kernel) &&
-           bytes / count_rows(j->dst, j->axis) <= STAGE_BYTES / 4 &&
+           bytes / mls_kv_rows(j->dst, j->axis) <= STAGE_BYTES / 4 &&
            mls_tensor_is_contiguous(j->dst);
 }
 
@@ -473,8 +456,7 @@ void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *d
                  const mls_tensor *src, int axis, size_t position, const mls_element *pad,
                  mls_kv_memory memory)
 {
-    size_t bytes = 0;
-    (void)mls_tensor_bytes(dst, &bytes);
+    const size_t bytes = mls_kv_bytes(dst);
     if (bytes == 0) {
         return;
     }
@@ -488,8 +470,8 @@ void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *d
              .pad = pad,
              .destination = {.bytes = bytes, .is_fresh = memory != MLS_KV_TOUCHED},
              .populate = memory == MLS_KV_SPARSE,
-             .inner_huge = count_rows(dst, axis) <= MOST_ADVISED};
-    j.has_kernel = has_row_kernel(&j, bytes / count_rows(dst, axis));
+             .inner_huge = mls_kv_rows(dst, axis) <= MOST_ADVISED};
+    j.has_kernel = has_row_kernel(&j, bytes / mls_kv_rows(dst, axis));
     const bool is_staged = are_rows_staged(&j, bytes);
     const bool stay_whole = shared == NULL || memory == MLS_KV_SPARSE;
     j.division = divide_rows(dst, axis, bytes, stay_whole ? SIZE_MAX : task_bytes,

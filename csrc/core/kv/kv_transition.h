@@ -39,6 +39,24 @@ typedef struct mls_kv_request {
     const mls_kv_names *names; /* borrowed */
 } mls_kv_request;
 
+/* Return the bytes of a view that exists, so that they cannot overflow. */
+static inline size_t mls_kv_bytes(const mls_tensor *t)
+{
+    size_t bytes = 0;
+    (void)mls_tensor_bytes(t, &bytes);
+    return bytes;
+}
+
+/* Return the number of rows of a cache that exists. */
+static inline size_t mls_kv_rows(const mls_tensor *t, int seq_axis)
+{
+    size_t rows = 1;
+    for (int axis = 0; axis < seq_axis; axis++) {
+        rows *= t->shape[axis]; /* at most the bytes of the cache */
+    }
+    return rows;
+}
+
 /* Check the rank of a cache and convert its sequence axis, which may count from the end,
  * to 0 .. rank-1. Messages call the cache `what` and the axis `axis_name`.
  * MLS_E_SHAPE: the rank is not 2 to 8, or the axis is not one of the cache. */

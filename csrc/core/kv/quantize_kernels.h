@@ -15,25 +15,17 @@ typedef struct mls_group_range {
     bool is_finite;
 } mls_group_range;
 
-/* Find the extremes. */
-typedef mls_group_range (*mls_group_measure)(const float *x, size_t count);
-
-/* Compute clip((x - bias) / scale, 0, levels), rounded to nearest even. */
-typedef void (*mls_group_encode)(const float *x, size_t count, float scale, float bias,
-                                 float levels, unsigned char *codes);
-
-/* Compute scale * code + bias. */
-typedef void (*mls_group_decode)(const unsigned char *codes, size_t count, float scale,
-                                 float bias, float *x);
-
-/* Pack `count` 4-bit codes, one in each byte, two into each byte; and the reverse. */
-typedef void (*mls_nibbles)(const unsigned char *from, size_t count, unsigned char *to);
-
 typedef struct mls_group_kernels {
-    mls_group_measure measure;
-    mls_group_encode encode;
-    mls_group_decode decode;
-    mls_nibbles join, split;
+    mls_group_range (*measure)(const float *x, size_t count);
+    /* Compute clip((x - bias) / scale, 0, levels), rounded to nearest even. */
+    void (*encode)(const float *x, size_t count, float scale, float bias, float levels,
+                   unsigned char *codes);
+    /* Compute scale * code + bias. */
+    void (*decode)(const unsigned char *codes, size_t count, float scale, float bias,
+                   float *x);
+    /* Pack `count` 4-bit codes, one in each byte, two into each byte; and the reverse. */
+    void (*join)(const unsigned char *from, size_t count, unsigned char *to);
+    void (*split)(const unsigned char *from, size_t count, unsigned char *to);
 } mls_group_kernels;
 
 #if defined(__x86_64__)

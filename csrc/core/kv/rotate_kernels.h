@@ -7,7 +7,6 @@
 #define MLS_ROTATE_KERNELS_H
 
 #include "array/dtype.h"
-#include "runtime/cpu_features.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -27,22 +26,8 @@ typedef struct mls_rotate_rows {
 typedef void (*mls_rotate_rows_run)(const mls_rotate_rows *r);
 
 #if defined(__x86_64__)
+/* Return the fused function for AVX2, or NULL if the dtype has none. */
 mls_rotate_rows_run mls_rotate_rows_avx2(mls_dtype dtype, bool interleaved);
 #endif
-
-/* Return the fused function of an instruction set, or NULL if it has none. */
-static inline mls_rotate_rows_run mls_rotate_rows_of(mls_cpu cpu, mls_dtype dtype,
-                                                     bool interleaved)
-{
-#if defined(__x86_64__)
-    if (cpu == MLS_CPU_AVX2 || cpu == MLS_CPU_AVX512) {
-        return mls_rotate_rows_avx2(dtype, interleaved);
-    }
-#endif
-    (void)cpu;
-    (void)dtype;
-    (void)interleaved;
-    return NULL;
-}
 
 #endif

@@ -44,8 +44,7 @@ static mls_code check_keys(const mls_tensor *keys, const mls_rotation *r, mls_st
         mls_fail(st, MLS_E_DTYPE,
                  "keys are %s: only float16, bfloat16, float32 and float64 rotate",
                  mls_dtype_of(keys->dtype)->name);
-        mls_status_got(st, "%s", mls_dtype_of(keys->dtype)->name);
-        return MLS_E_DTYPE;
+        return mls_status_got(st, "%s", mls_dtype_of(keys->dtype)->name);
     }
     const size_t dim = keys->shape[keys->rank - 1];
     const size_t most = dim < MLS_ROTATE_MOST_DIM ? dim : MLS_ROTATE_MOST_DIM;
@@ -56,8 +55,7 @@ static mls_code check_keys(const mls_tensor *keys, const mls_rotation *r, mls_st
             "%zu)",
             r->rotary_dim, most, dim);
         mls_status_expected(st, "even, 2..%zu", most);
-        mls_status_got(st, "%zu", r->rotary_dim);
-        return MLS_E_VALUE;
+        return mls_status_got(st, "%zu", r->rotary_dim);
     }
     const size_t positions = keys->shape[r->axis];
     if (r->shift_count != 1 && r->shift_count != positions) {
@@ -66,8 +64,7 @@ static mls_code check_keys(const mls_tensor *keys, const mls_rotation *r, mls_st
             "shift has %zu entries for %zu positions: pass one for each, or one number",
             r->shift_count, positions);
         mls_status_expected(st, "%zu", positions);
-        mls_status_got(st, "%zu", r->shift_count);
-        return MLS_E_SHAPE;
+        return mls_status_got(st, "%zu", r->shift_count);
     }
     return MLS_OK;
 }
@@ -79,8 +76,7 @@ static mls_code check_positive(const char *name, double value, mls_status *st)
         return MLS_OK;
     }
     mls_fail(st, MLS_E_VALUE, "%s must be finite and above 0, got %g", name, value);
-    mls_status_got(st, "%g", value);
-    return MLS_E_VALUE;
+    return mls_status_got(st, "%g", value);
 }
 
 /* Return whether two views of equal shape have the same elements in the same order. */
@@ -112,9 +108,8 @@ mls_code mls_rotate_keys_check(const mls_tensor *dst, const mls_tensor *keys,
     if (dst->dtype != keys->dtype) {
         mls_fail(st, MLS_E_DTYPE, "keys are %s, the target is %s: pass equal dtypes",
                  mls_dtype_of(keys->dtype)->name, mls_dtype_of(dst->dtype)->name);
-        mls_status_expected(st, "%s", mls_dtype_of(keys->dtype)->name);
-        mls_status_got(st, "%s", mls_dtype_of(dst->dtype)->name);
-        return MLS_E_DTYPE;
+        return mls_status_differ(st, mls_dtype_of(keys->dtype)->name,
+                                 mls_dtype_of(dst->dtype)->name);
     }
     if (mls_tensor_overlap(dst, keys) && !is_same_view(dst, keys)) {
         return mls_fail(
@@ -388,14 +383,19 @@ static void rotate_tile(void *context, size_t index)
  * sides and in this machine's byte order. */
 static mls_rotate_rows_run choose_fused(const job *j)
 {
+#if defined(__x86_64__)
     const int inner = j->by_pair ? j->rotation->axis : j->keys.rank - 1;
     const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(&j->keys);
     const bool packed = j->keys.strides[inner] == item && j->dst.strides[inner] == item;
-    if (!packed || j->keys.swapped || j->dst.swapped) {
-        return NULL;
+    const mls_cpu cpu = j->kernels->cpu;
+    if (packed && !j->keys.swapped && !j->dst.swapped &&
+        (cpu == MLS_CPU_AVX2 || cpu == MLS_CPU_AVX512)) {
+        return mls_rotate_rows_avx2(j->keys.dtype,
+                                    j->rotation->interleaved && !j->by_pair);
     }
-    return mls_rotate_rows_of(j->kernels->cpu, j->keys.dtype,
-                              j->rotation->interleaved && !j->by_pair);
+#endif
+    (void)j;
+    return NULL;
 }
 
 /* Copy the elements of the last axis that do not rotate. */
@@ -419,8 +419,7 @@ void mls_rotate_keys(const mls_kernels *kernels, mls_pool *pool, const mls_tenso
     const int last = keys->rank - 1;
     const size_t dim = rotation->rotary_dim, all = keys->shape[rotation->axis];
     const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(keys);
-    size_t bytes = 0;
-    (void)mls_tensor_bytes(keys, &bytes); /* the view exists, so it does not overflow */
+    const size_t bytes = mls_kv_bytes(keys);
     if (bytes == 0) {
         return;
     }
