@@ -142,7 +142,7 @@ static void report_progress(verifier *v, uint64_t bytes)
     pthread_mutex_lock(&v->lock);
     v->found.bytes_read += bytes;
     pthread_mutex_unlock(&v->lock);
-    if (v->progress != NULL && !v->progress->report(v->progress->context, bytes)) {
+    if (!mls_progress_report(v->progress, bytes)) {
         set_failure(v, MLS_E_STOPPED);
     }
 }
