@@ -51,14 +51,9 @@ TARGET static inline __m256i rounded_upper(floats values)
 }
 
 /* As rounded_upper, with the results in the lower halves. */
-TARGET static inline __m256i rounded_bf16(floats values)
-{
-    return _mm256_srli_epi32(rounded_upper(values), 16);
-}
-
 TARGET static inline void store_bf16(unsigned char *items, floats values)
 {
-    const __m256i all = rounded_bf16(values);
+    const __m256i all = _mm256_srli_epi32(rounded_upper(values), 16);
     const __m128i low = _mm256_castsi256_si128(all);
     const __m128i high = _mm256_extracti128_si256(all, 1);
     _mm_storeu_si128((__m128i *)(void *)items, _mm_packus_epi32(low, high));
