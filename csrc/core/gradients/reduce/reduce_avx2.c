@@ -30,6 +30,11 @@ TARGET static inline __m128i load_quarter(const unsigned char *items)
     return _mm_loadl_epi64((const __m128i *)(const void *)items);
 }
 
+TARGET static inline void store_half(unsigned char *items, __m128i half)
+{
+    _mm_storeu_si128((__m128i *)(void *)items, half);
+}
+
 /* Rounds to bfloat16 by an addition, as in copy_avx2.c; the results are in the upper
  * halves. Wrong for NaN. */
 TARGET static inline __m256i rounded_numbers(floats values)
@@ -56,7 +61,7 @@ TARGET static inline void store_bf16(unsigned char *items, floats values)
     const __m256i all = _mm256_srli_epi32(rounded_upper(values), 16);
     const __m128i low = _mm256_castsi256_si128(all);
     const __m128i high = _mm256_extracti128_si256(all, 1);
-    _mm_storeu_si128((__m128i *)(void *)items, _mm_packus_epi32(low, high));
+    store_half(items, _mm_packus_epi32(low, high));
 }
 
 /* Rounds each into its half. NaNs are rare: one branch is cheaper than two blends. */

@@ -28,6 +28,11 @@ TARGET static inline __m256i load_half(const unsigned char *items)
     return _mm256_loadu_si256((const __m256i *)(const void *)items);
 }
 
+TARGET static inline void store_half(unsigned char *items, __m256i half)
+{
+    _mm256_storeu_si256((__m256i *)(void *)items, half);
+}
+
 /* Rounds to bfloat16 by an addition, as in copy_avx2.c; the results are in the upper
  * halves. A NaN keeps its upper half with the quiet bit set. */
 TARGET static inline __m512i rounded_bf16(floats values)
@@ -43,7 +48,7 @@ TARGET static inline __m512i rounded_bf16(floats values)
 TARGET static inline void store_bf16(unsigned char *items, floats values)
 {
     const __m512i upper = _mm512_srli_epi32(rounded_bf16(values), 16);
-    _mm256_storeu_si256((__m256i *)(void *)items, _mm512_cvtepi32_epi16(upper));
+    store_half(items, _mm512_cvtepi32_epi16(upper));
 }
 
 TARGET static inline floats join_bf16(floats even, floats odd)

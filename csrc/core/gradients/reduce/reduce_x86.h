@@ -5,12 +5,12 @@
  *     TARGET             the attribute that lets a function use the instruction set
  *     MM(name), HALF_MM(name)    the intrinsics for a whole and for half a register
  *     half_floats, half_register    the types of half registers
- *     load_half, load_quarter    load a part of a register from any address
+ *     load_half, load_quarter, store_half    load and store a part of a register at any
+ *                        address, by intrinsics: with memcpy gcc merges the store into
+ *                        the conversion, which made float16 sums 16 % slower (AMD EPYC)
  */
 #ifndef MLS_REDUCE_X86_H
 #define MLS_REDUCE_X86_H
-
-#include <string.h>
 
 /* floats_X: exact for every dtype. */
 TARGET static inline floats floats_f16(const unsigned char *items)
@@ -28,9 +28,8 @@ TARGET static inline floats floats_bf16(const unsigned char *items)
  * mode does not matter. */
 TARGET static inline void store_f16(unsigned char *items, floats values)
 {
-    const half_register halves =
-        MM(cvtps_ph)(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    memcpy(items, &halves, sizeof halves);
+    store_half(items,
+               MM(cvtps_ph)(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 /* The value that store_f16 leaves. Compilers merge the common computation. */
