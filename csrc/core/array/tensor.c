@@ -127,6 +127,15 @@ bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
            low_a < high_b && low_b < high_a;
 }
 
+bool mls_tensor_same_view(const mls_tensor *a, const mls_tensor *b)
+{
+    bool same = a->data == b->data;
+    for (int axis = 0; same && axis < a->rank; axis++) {
+        same = a->shape[axis] <= 1 || a->strides[axis] == b->strides[axis];
+    }
+    return same;
+}
+
 /* snprintf returns the untruncated length, so `used` may exceed the room; printing then
  * ends. A single dimension has Python's comma: "(3,)". */
 char *mls_shape_text(char *text, size_t room, int rank, const size_t *shape)

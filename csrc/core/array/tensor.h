@@ -53,6 +53,10 @@ bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high);
  * sharing an element count as overlapping. */
 bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b);
 
+/* Return whether two views of equal shapes have the same elements at the same addresses.
+ * The stride of an axis of length 1 does not matter; dtypes are not compared. */
+bool mls_tensor_same_view(const mls_tensor *a, const mls_tensor *b);
+
 /* Return whether two shapes have the same rank and dimensions. */
 static inline bool mls_shape_equal(int rank, const size_t *shape, int other_rank,
                                    const size_t *other)

@@ -12,10 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(_WIN32)
-#    define MLS_HAVE_MMAP 0
-#else
-#    define MLS_HAVE_MMAP 1
+#if !defined(_WIN32)
 #    include <errno.h>
 #    include <sys/mman.h>
 #    include <unistd.h>
@@ -62,7 +59,7 @@ static mls_code fail_mapping(mls_status *st, size_t bytes)
     return mls_fail(st, MLS_E_MEMORY, "cannot map %zu bytes of memory", bytes);
 }
 
-#if MLS_HAVE_MMAP
+#if !defined(_WIN32)
 
 /* Asked on each call: a cached value would be a mutable static. */
 size_t mls_page_bytes(void)
@@ -73,15 +70,43 @@ size_t mls_page_bytes(void)
 
 /* Anonymous private memory reads as zeros; the system allocates each page at its first
  * access. */
+static void *map_zeros(size_t bytes)
+{
+    void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    return data == MAP_FAILED ? NULL : data;
+}
+
+static void unmap(void *data, size_t bytes)
+{
+    munmap(data, bytes);
+}
+
+#else /* no mmap: use the heap */
+
+/* Only the unit to round sizes up to: nothing is mapped. */
+size_t mls_page_bytes(void)
+{
+    return 4096;
+}
+
+static void *map_zeros(size_t bytes)
+{
+    return calloc(bytes, 1);
+}
+
+static void unmap(void *data, size_t bytes)
+{
+    (void)bytes;
+    free(data);
+}
+
+#endif
+
 mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 {
     size_t mapped;
-    if (!whole_pages(bytes, &mapped)) {
-        return fail_mapping(st, bytes);
-    }
-    void *data =
-        mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-    if (data == MAP_FAILED) {
+    void *data = whole_pages(bytes, &mapped) ? map_zeros(mapped) : NULL;
+    if (data == NULL) {
         return fail_mapping(st, bytes);
     }
     *out = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
@@ -100,7 +125,7 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
         pages->bytes = bytes;
         return MLS_OK;
     }
-#    if defined(__linux__)
+#if defined(__linux__)
     void *data = mremap(pages->data, pages->mapped, mapped, MREMAP_MAYMOVE);
     if (data != MAP_FAILED) {
         *pages = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
@@ -110,7 +135,8 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
     if (errno != EFAULT) {
         return fail_mapping(st, bytes);
     }
-#    endif
+#endif
+    /* both blocks exist during the copy, for lack of mremap */
     mls_pages bigger;
     const mls_code code = mls_pages_init(&bigger, bytes, st);
     if (code != MLS_OK) {
@@ -125,12 +151,12 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 void mls_pages_fini(mls_pages *pages)
 {
     if (pages->data != NULL) {
-        munmap(pages->data, pages->mapped);
+        unmap(pages->data, pages->mapped);
     }
     *pages = (mls_pages){0};
 }
 
-#    if defined(__linux__)
+#if defined(__linux__)
 /* Give advice for the whole pages of `page` bytes inside the range. The partial pages at
  * both ends may hold other data. */
 static void advise_pages(void *data, size_t bytes, size_t page, int advice)
@@ -148,94 +174,35 @@ static void advise(void *data, size_t bytes, int advice)
 {
     advise_pages(data, bytes, mls_page_bytes(), advice);
 }
-#    endif
+#endif
 
 void mls_advise_inner_huge_pages(void *data, size_t bytes)
 {
-#    if defined(__linux__)
+#if defined(__linux__)
     /* A page table has 8-byte entries and fills one page, so it maps one huge page of
      * this size. Advice for another size would do no harm. */
     const size_t page = mls_page_bytes();
     advise_pages(data, bytes, page / 8 * page, MADV_HUGEPAGE);
-#    else
+#else
     (void)data, (void)bytes;
-#    endif
+#endif
 }
 
 void mls_advise_pages(void *data, size_t bytes, bool huge)
 {
-#    if defined(__linux__)
+#if defined(__linux__)
     advise(data, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-#    else
+#else
     (void)data, (void)bytes, (void)huge;
-#    endif
+#endif
 }
 
 /* Systems without this request clear each page when it is first accessed. */
 void mls_populate_pages(void *data, size_t bytes)
 {
-#    if defined(MADV_POPULATE_WRITE) /* Linux 5.14 */
+#if defined(MADV_POPULATE_WRITE) /* Linux 5.14 */
     advise(data, bytes, MADV_POPULATE_WRITE);
-#    else
+#else
     (void)data, (void)bytes;
-#    endif
-}
-
-#else /* no mmap: use the heap; growing copies */
-
-/* Only the unit to round sizes up to: nothing is mapped. */
-size_t mls_page_bytes(void)
-{
-    return 4096;
-}
-
-mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
-{
-    size_t mapped;
-    void *data = whole_pages(bytes, &mapped) ? calloc(mapped, 1) : NULL;
-    if (data == NULL) {
-        return fail_mapping(st, bytes);
-    }
-    *out = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
-    return MLS_OK;
-}
-
-/* Both blocks exist during the copy, for lack of mremap. */
-mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
-{
-    mls_pages bigger;
-    if (bytes < pages->bytes) {
-        return fail_mapping(st, bytes);
-    }
-    const mls_code code = mls_pages_init(&bigger, bytes, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    memcpy(bigger.data, pages->data, pages->bytes);
-    mls_pages_fini(pages);
-    *pages = bigger;
-    return MLS_OK;
-}
-
-void mls_pages_fini(mls_pages *pages)
-{
-    free(pages->data);
-    *pages = (mls_pages){0};
-}
-
-void mls_advise_inner_huge_pages(void *data, size_t bytes)
-{
-    (void)data, (void)bytes;
-}
-
-void mls_advise_pages(void *data, size_t bytes, bool huge)
-{
-    (void)data, (void)bytes, (void)huge;
-}
-
-void mls_populate_pages(void *data, size_t bytes)
-{
-    (void)data, (void)bytes;
-}
-
 #endif
+}

@@ -157,25 +157,3 @@ mls_code mls_status_differ(mls_status *st, const char *expected, const char *got
     mls_status_expected(st, "%s", expected);
     return mls_status_got(st, "%s", got);
 }
-
-/* The cast turns a negative code, which only a bug can produce, into a large one. */
-const char *mls_code_name(mls_code code)
-{
-    static const char *const names[MLS_E_COUNT] = {
-        [MLS_OK] = "ok",
-        [MLS_E_MEMORY] = "memory",
-        [MLS_E_VALUE] = "value",
-        [MLS_E_SHAPE] = "shape",
-        [MLS_E_DTYPE] = "dtype",
-        [MLS_E_CAPACITY] = "capacity",
-        [MLS_E_OVERLAP] = "overlap",
-        [MLS_E_SIZE] = "size",
-        [MLS_E_FORMAT] = "format",
-        [MLS_E_CHECKSUM] = "checksum",
-        [MLS_E_IO] = "io",
-        [MLS_E_BUSY] = "busy",
-        [MLS_E_STOPPED] = "stopped",
-        [MLS_E_PEER] = "peer",
-    };
-    return (unsigned)code < MLS_E_COUNT ? names[code] : "?";
-}

@@ -77,7 +77,4 @@ mls_code mls_status_expected(mls_status *st, const char *format, ...) MLS_PRINTF
 mls_code mls_status_got(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);
 mls_code mls_status_differ(mls_status *st, const char *expected, const char *got);
 
-/* Return a short constant name of a code, such as "shape", or "?" for an unknown code. */
-const char *mls_code_name(mls_code code);
-
 #endif

@@ -13,15 +13,6 @@
 static const float F16_MAX = 65504.0f;
 static const float BF16_MAX = 3.3895313892515355e38f;
 
-const char *mls_gradient_compression_name(mls_gradient_compression wire)
-{
-    static const char *const names[MLS_GRADIENT_COMPRESSION_COUNT] = {
-        [MLS_GRADIENT_COMPRESSION_F16] = "float16",
-        [MLS_GRADIENT_COMPRESSION_BF16] = "bfloat16",
-        [MLS_GRADIENT_COMPRESSION_INT8] = "int8"};
-    return names[wire];
-}
-
 static size_t blocks_of(size_t n)
 {
     return n / MLS_GRADIENT_COMPRESSION_BLOCK + (n % MLS_GRADIENT_COMPRESSION_BLOCK != 0);
@@ -36,9 +27,12 @@ static size_t encoded_bytes(mls_gradient_compression wire, size_t n)
 
 bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *out)
 {
+    static const char *const names[MLS_GRADIENT_COMPRESSION_COUNT] = {
+        [MLS_GRADIENT_COMPRESSION_F16] = "float16",
+        [MLS_GRADIENT_COMPRESSION_BF16] = "bfloat16",
+        [MLS_GRADIENT_COMPRESSION_INT8] = "int8"};
     for (int wire = 0; wire < MLS_GRADIENT_COMPRESSION_COUNT; wire++) {
-        if (mls_str_is(name,
-                       mls_gradient_compression_name((mls_gradient_compression)wire))) {
+        if (mls_str_is(name, names[wire])) {
             *out = (mls_gradient_compression)wire;
             return true;
         }

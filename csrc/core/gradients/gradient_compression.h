@@ -24,10 +24,7 @@ typedef enum mls_gradient_compression {
 
 enum { MLS_GRADIENT_COMPRESSION_BLOCK = 256 };
 
-/* Returns "float16", "bfloat16" or "int8". */
-const char *mls_gradient_compression_name(mls_gradient_compression wire);
-
-/* Looks up a format by name; returns false for an unknown name. */
+/* Looks up "float16", "bfloat16" or "int8"; returns false for an unknown name. */
 bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *out);
 
 /* Returns the bytes of n encoded elements, a multiple of MLS_BUCKET_ALIGN. Cannot

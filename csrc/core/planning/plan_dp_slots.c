@@ -45,11 +45,6 @@ typedef struct solver {
     atomic_bool stopped;
 } solver;
 
-static const mls_plan_kernels *kernels_of(mls_cpu cpu)
-{
-    return MLS_CPU_TABLE(cpu, mls_plan);
-}
-
 static size_t round_up(size_t value, size_t unit)
 {
     return (value + unit - 1) / unit * unit;
@@ -495,7 +490,7 @@ mls_code mls_plan_dp_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *p
                            mls_poll poll, mls_plan_table *out, mls_status *st)
 {
     solver v = {.costs = costs,
-                .kernels = kernels_of(cpu),
+                .kernels = MLS_CPU_TABLE(cpu, mls_plan),
                 .table = out,
                 .poll = poll,
                 .n = costs->blocks,

@@ -36,6 +36,9 @@
 enum { MLS_SAFETENSORS_BLOCK = 1 << 20 };
 size_t mls_safetensors_blocks(size_t bytes);
 
+/* Combine the checksums of a tensor's blocks into the checksum of its `bytes` bytes. */
+uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes);
+
 /* Prefix of the keys in "__metadata__" that are reserved for mlstate. */
 #define MLS_SAFETENSORS_PREFIX "mlstate."
 

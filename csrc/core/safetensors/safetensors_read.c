@@ -250,15 +250,26 @@ size_t mls_safetensors_blocks(size_t bytes)
     return bytes / MLS_SAFETENSORS_BLOCK + (bytes % MLS_SAFETENSORS_BLOCK != 0 ? 1 : 0);
 }
 
+uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes)
+{
+    uint32_t crc = 0;
+    for (size_t at = 0; at < bytes; at += MLS_SAFETENSORS_BLOCK) {
+        const size_t left = bytes - at;
+        crc = mls_crc_combine(
+            crc, *crcs++, left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK);
+    }
+    return crc;
+}
+
 /* A mismatch can have a harmless cause: a program copied the metadata of an mlstate file
  * into another file, whose checksums differ. */
 static mls_code fail_checksum(header_reader *r, const char *what)
 {
-    mls_fail(r->st, MLS_E_CHECKSUM,
-             "safetensors header: %s: the file is damaged, or another program kept the "
-             "\"" MLS_SAFETENSORS_PREFIX "*\" metadata of a file that it changed",
-             what);
-    return MLS_E_CHECKSUM;
+    return mls_fail(
+        r->st, MLS_E_CHECKSUM,
+        "safetensors header: %s: the file is damaged, or another program kept the "
+        "\"" MLS_SAFETENSORS_PREFIX "*\" metadata of a file that it changed",
+        what);
 }
 
 /* Compare the header with its checksum, computed over the bytes in the file with zeros

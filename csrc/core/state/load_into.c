@@ -176,20 +176,13 @@ static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status
     return add_pair_name(st, pair);
 }
 
-/* Returns whether two views of equal shapes are the same. The stride of an axis of length
- * 1 and the byte order of single bytes do not matter. */
-static bool same_view(const mls_tensor *a, const mls_tensor *b)
+/* Returns whether two views of equal shapes are the same. The byte order of single bytes
+ * does not matter. */
+static bool is_same(const mls_tensor *a, const mls_tensor *b)
 {
-    if (a->data != b->data || a->dtype != b->dtype ||
-        (a->swapped != b->swapped && mls_tensor_item_bytes(a) > 1)) {
-        return false;
-    }
-    for (int axis = 0; axis < a->rank; axis++) {
-        if (a->shape[axis] > 1 && a->strides[axis] != b->strides[axis]) {
-            return false;
-        }
-    }
-    return true;
+    return a->dtype == b->dtype &&
+           (a->swapped == b->swapped || mls_tensor_item_bytes(a) == 1) &&
+           mls_tensor_same_view(a, b);
 }
 
 /* Returns whether the elements of a view certainly do not overlap: from the innermost
@@ -265,7 +258,7 @@ static mls_code check_pair(planner *p, size_t index)
         return code;
     }
     add_range(p->spans, &p->reads, pair->src, index, false);
-    if (same_view(pair->dst, pair->src)) {
+    if (is_same(pair->dst, pair->src)) {
         return MLS_OK;
     }
     if (!has_separate_elements(pair->dst) || !mls_tensor_bytes(pair->dst, &it->bytes)) {

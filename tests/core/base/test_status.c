@@ -59,12 +59,3 @@ TEST(long_texts_are_cut_at_a_character)
         CHECK((strlen(st.name) - shift) % 2 == 0);
     }
 }
-
-TEST(every_code_has_a_name)
-{
-    for (int code = 0; code < MLS_E_COUNT; code++) {
-        CHECK(mls_code_name((mls_code)code)[0] != '?');
-    }
-    CHECK_TEXT(mls_code_name(MLS_E_COUNT), "?");
-    CHECK_TEXT(mls_code_name(MLS_E_SHAPE), "shape");
-}

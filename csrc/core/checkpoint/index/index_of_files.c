@@ -53,17 +53,6 @@ static const uint32_t *convert_crcs(mls_index *x, const mls_stored *tensor, size
     return crcs;
 }
 
-static uint32_t combine_blocks(const uint32_t *crcs, size_t bytes)
-{
-    uint32_t crc = 0;
-    for (size_t at = 0, i = 0; at < bytes; at += MLS_SAFETENSORS_BLOCK, i++) {
-        const size_t left = bytes - at;
-        crc = mls_crc_combine(
-            crc, crcs[i], left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK);
-    }
-    return crc;
-}
-
 static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_status *st)
 {
     const mls_safetensors *header = &x->headers[file];
@@ -85,7 +74,7 @@ static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_s
         shard->bytes = t->bytes;
         if (header->has_crc) {
             shard->crcs = convert_crcs(x, t, crcs_used);
-            shard->crc = combine_blocks(shard->crcs, t->bytes);
+            shard->crc = mls_safetensors_join_crcs(shard->crcs, t->bytes);
         }
     }
     return MLS_OK;

@@ -13,8 +13,8 @@ static const char out_of_range[] = "is not a whole number in its range";
 
 /* ---- errors ---- */
 
-mls_code mls_index_fail_at(const mls_index_source *in, size_t at, const char *key,
-                           const char *what)
+static mls_code fail_at(const mls_index_source *in, size_t at, const char *key,
+                        const char *what)
 {
     if (in->name.data == NULL) {
         return mls_fail_at(in->st, at, "\"%s\" %s", key, what);
@@ -36,7 +36,7 @@ mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
     const mls_json_type type = mls_json_type_of(in->json, node);
     const mls_str text = mls_json_text(in->json, node);
     const int shown = (int)(text.length < SHOWN_NAME ? text.length : SHOWN_NAME);
-    mls_index_fail_at(in, mls_json_offset(in->json, node), key, what);
+    fail_at(in, mls_json_offset(in->json, node), key, what);
     if (type == MLS_JSON_STRING || type == MLS_JSON_NUMBER) {
         mls_status_got(in->st, type == MLS_JSON_STRING ? "\"%.*s\"" : "%.*s", shown,
                        text.data);
@@ -73,8 +73,7 @@ mls_code mls_index_find_members(const mls_index_source *in, mls_json_node object
     }
     const mls_json_member *m = &table[bad];
     return m->node == MLS_JSON_NONE
-               ? mls_index_fail_at(in, mls_json_offset(in->json, object), m->key,
-                                   "is missing")
+               ? fail_at(in, mls_json_offset(in->json, object), m->key, "is missing")
                : fail_type(in, m->node, m->key, m->type);
 }
 
@@ -137,8 +136,8 @@ mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member 
     }
     const size_t count = mls_json_size(in->json, m->node);
     if (count != rows) {
-        mls_index_fail_at(in, mls_json_offset(in->json, m->node), m->key,
-                          "must have one value for each row of its table");
+        fail_at(in, mls_json_offset(in->json, m->node), m->key,
+                "must have one value for each row of its table");
         mls_status_expected(in->st, "%zu", rows);
         return mls_status_got(in->st, "%zu", count);
     }
@@ -155,7 +154,7 @@ mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_colum
     while (length < rest.length && length < SHOWN_VALUE && rest.data[length] != ',') {
         length++;
     }
-    mls_index_fail_at(in, column->offset, column->key, what);
+    fail_at(in, column->offset, column->key, what);
     return mls_status_got(in->st, "%.*s", (int)length, length > 0 ? rest.data : "");
 }
 

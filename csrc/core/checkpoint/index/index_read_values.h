@@ -30,10 +30,7 @@ typedef struct mls_index_source {
 #define MLS_INDEX_MEMBER(name, kind, must)                                               \
     {.key = (name), .length = sizeof(name) - 1, .needed = (must), .type = (kind)}
 
-/* Fill the status with "shard of 'x': "key" what". The first function takes an offset in
- * the text, the second a value. Both return MLS_E_FORMAT. */
-mls_code mls_index_fail_at(const mls_index_source *in, size_t at, const char *key,
-                           const char *what);
+/* Fill the status with "shard of 'x': "key" what" for a value. Returns MLS_E_FORMAT. */
 mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
                               const char *key, const char *what);
 

@@ -76,9 +76,9 @@ static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
         used = again ? used : 0;
         if (file->bytes != before->bytes || file->header_crc != before->header_crc ||
             !mls_u64_add(used, files[i].used, &used) || used > file->bytes) {
-            mls_fail(st, MLS_E_FORMAT,
-                     "the ranks have different records of the file %.150s", file->path);
-            return MLS_E_FORMAT;
+            return mls_fail(st, MLS_E_FORMAT,
+                            "the ranks have different records of the file %.150s",
+                            file->path);
         }
     }
     return MLS_OK;

@@ -582,9 +582,7 @@ static void read_task(read_worker *w, size_t index)
         }
         i += all;
     }
-    const mls_progress *progress = shared->request.progress;
-    if (progress != NULL && w->done > 0 &&
-        !progress->report(progress->context, w->done)) {
+    if (w->done > 0 && !mls_progress_report(shared->request.progress, w->done)) {
         record_stop(shared, shared->plan.order[end - 1]);
     }
     w->done = 0;

@@ -24,6 +24,12 @@ typedef struct mls_progress {
     void *context;
 } mls_progress;
 
+/* Report to a callback, which may be NULL. Returns false to stop. */
+static inline bool mls_progress_report(const mls_progress *progress, uint64_t bytes)
+{
+    return progress == NULL || progress->report(progress->context, bytes);
+}
+
 /* Allocates destination buffers while earlier ones are being filled. The calling thread
  * calls `make` once. It sets the `data` of the pieces in their order, and advances the
  * counter to the number of pieces that have it. Before the call, `data` is NULL if it

@@ -45,8 +45,11 @@ enum {
     FIRST_ROOM = 16   /* initial capacity of the list */
 };
 
-/* A place of a shard: the only one of a plain shard, or one of its layers. */
+/* A place of a shard, the only one of a plain shard or one of its layers, with the keys
+ * of the order. */
 typedef struct spot {
+    size_t file;
+    uint64_t offset;
     size_t shard, layer;
 } spot;
 
@@ -142,7 +145,7 @@ static void report_progress(verifier *v, uint64_t bytes)
     pthread_mutex_lock(&v->lock);
     v->found.bytes_read += bytes;
     pthread_mutex_unlock(&v->lock);
-    if (v->progress != NULL && !v->progress->report(v->progress->context, bytes)) {
+    if (!mls_progress_report(v->progress, bytes)) {
         set_failure(v, MLS_E_STOPPED);
     }
 }
@@ -456,23 +459,17 @@ static void verify_task(void *context, size_t index)
 
 /* ---- the whole index ---- */
 
-typedef struct located {
-    size_t file;
-    uint64_t offset;
-    spot spot;
-} located;
-
 static int compare_places(const void *a, const void *b)
 {
-    const located *x = a, *y = b;
-    return x->file != y->file              ? (x->file < y->file ? -1 : 1)
-           : x->offset != y->offset        ? (x->offset < y->offset ? -1 : 1)
-           : x->spot.shard < y->spot.shard ? -1
-                                           : x->spot.shard > y->spot.shard;
+    const spot *x = a, *y = b;
+    return x->file != y->file       ? (x->file < y->file ? -1 : 1)
+           : x->offset != y->offset ? (x->offset < y->offset ? -1 : 1)
+           : x->shard < y->shard    ? -1
+                                    : x->shard > y->shard;
 }
 
 /* List all places by file and offset, for sequential reads; the places of a file become
- * neighbours. Gives. */
+ * neighbours. */
 static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
                             mls_status *st)
 {
@@ -480,11 +477,8 @@ static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
     for (size_t i = 0; i < index->shard_count; i++) {
         all += mls_index_place_count(&index->shards[i]);
     }
-    located *places = mls_alloc(all, sizeof *places);
     spot *order = mls_alloc(all, sizeof *order);
-    if (places == NULL || order == NULL) {
-        mls_free(places);
-        mls_free(order);
+    if (order == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to verify %zu shards",
                         index->shard_count);
     }
@@ -493,14 +487,10 @@ static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
         const size_t layers = mls_index_place_count(&index->shards[i]);
         for (size_t j = 0; j < layers; j++) {
             const mls_layer place = mls_index_place(&index->shards[i], j);
-            places[all++] = (located){place.file, place.offset, {i, j}};
+            order[all++] = (spot){place.file, place.offset, i, j};
         }
     }
-    qsort(places, all, sizeof *places, compare_places);
-    for (size_t i = 0; i < all; i++) {
-        order[i] = places[i].spot;
-    }
-    mls_free(places);
+    qsort(order, all, sizeof *order, compare_places);
     *out = order;
     *count = all;
     return MLS_OK;

@@ -77,15 +77,14 @@ static void add_share(writing *w, const unsigned char *data, size_t to, size_t c
 /* Report bytes when there are enough of them: runs may be short. */
 static mls_code report(writing *w, size_t count, mls_status *st)
 {
-    const mls_progress *progress = w->writer->progress;
     *w->place->written += count;
     w->unreported += count;
-    if (progress == NULL || w->unreported < MLS_PART_STEP) {
+    if (w->unreported < MLS_PART_STEP) {
         return MLS_OK;
     }
     const size_t bytes = w->unreported;
     w->unreported = 0;
-    return progress->report(progress->context, bytes)
+    return mls_progress_report(w->writer->progress, bytes)
                ? MLS_OK
                : mls_fail(st, MLS_E_STOPPED, "cancelled by the caller");
 }

@@ -138,8 +138,7 @@ typedef struct sink {
 /* Report progress. A stop is handled like any other failure. */
 static mls_code report_progress(const sink *s, size_t bytes)
 {
-    const mls_progress *progress = s->w->job->progress;
-    return s->silent || progress == NULL || progress->report(progress->context, bytes)
+    return s->silent || mls_progress_report(s->w->job->progress, bytes)
                ? MLS_OK
                : mls_fail(s->st, MLS_E_STOPPED, "stopped");
 }
@@ -684,17 +683,6 @@ static mls_code make_durable(const writer *w, mls_status *st)
 
 /* ---- the index ---- */
 
-static uint32_t combine_crcs(const uint32_t *crcs, size_t bytes)
-{
-    uint32_t crc = 0;
-    for (size_t start = 0, i = 0; start < bytes; start += MLS_SAFETENSORS_BLOCK) {
-        const size_t left = bytes - start;
-        crc = mls_crc_combine(
-            crc, crcs[i++], left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK);
-    }
-    return crc;
-}
-
 /* Write a small file: temporary file, rename. It is synced here only if files are synced
  * separately. */
 static mls_code write_small(const writer *w, const char *path,
@@ -739,9 +727,9 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
         const size_t bytes = mls_planned_bytes(planned, shard);
         out->data_bytes += shard->bytes;
         if (planned->fresh != NULL) {
-            planned->fresh->crc = combine_crcs(planned->fresh->crcs, bytes);
+            planned->fresh->crc = mls_safetensors_join_crcs(planned->fresh->crcs, bytes);
         } else if (mls_planned_is_written(planned)) {
-            shard->crc = combine_crcs(shard->crcs, bytes);
+            shard->crc = mls_safetensors_join_crcs(shard->crcs, bytes);
         }
         out->new_shards += mls_planned_is_written(planned);
         out->new_bytes += bytes;

@@ -222,8 +222,7 @@ mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
 
 static mls_code report_progress(const mls_shard_job *job, size_t bytes, mls_status *st)
 {
-    const mls_progress *progress = job->progress;
-    return progress == NULL || progress->report(progress->context, bytes)
+    return mls_progress_report(job->progress, bytes)
                ? MLS_OK
                : mls_fail(st, MLS_E_STOPPED, "stopped");
 }

@@ -176,7 +176,6 @@ static void scan_task(void *context, size_t index)
 /* Create the layers of sparse shards. Omitted bytes count as done. */
 static mls_code set_sparse_layers(const sparse_scan *s, mls_status *st)
 {
-    const mls_progress *progress = s->plan->job->progress;
     for (size_t i = 0; i < s->count; i++) {
         const scanned_shard *one = &s->shards[i];
         mls_planned *planned = &s->plan->planned[one->shard];
@@ -187,9 +186,8 @@ static mls_code set_sparse_layers(const sparse_scan *s, mls_status *st)
         if (mls_planned_set_layers(planned, false, &one->rows, one->bits, st) != MLS_OK) {
             return st->code;
         }
-        if (progress != NULL &&
-            !progress->report(progress->context,
-                              shard->bytes - mls_planned_bytes(planned, shard))) {
+        if (!mls_progress_report(s->plan->job->progress,
+                                 shard->bytes - mls_planned_bytes(planned, shard))) {
             return mls_fail(st, MLS_E_STOPPED, "stopped");
         }
     }

@@ -310,7 +310,6 @@ static bool has_stopped(const compare_state *c)
 static void compare_task(void *context, size_t index)
 {
     compare_state *c = context;
-    const mls_progress *progress = c->plan->job->progress;
     file_reader r = {.fd = -1};
     if (has_stopped(c)) {
         return;
@@ -327,9 +326,8 @@ static void compare_task(void *context, size_t index)
         compared_shard *one = &c->shards[c->pieces[i].shard];
         compare_piece(c, &c->pieces[i], &r);
         if (atomic_fetch_sub(&one->left, 1) == 1 && atomic_load(&one->changed) == 0 &&
-            progress != NULL &&
-            !progress->report(progress->context,
-                              c->plan->planned[one->shard].before->bytes)) {
+            !mls_progress_report(c->plan->job->progress,
+                                 c->plan->planned[one->shard].before->bytes)) {
             atomic_store(&c->stopped, true);
         }
     }
@@ -504,19 +502,6 @@ static void make_batches(compare_state *c)
 
 /* ---- results ---- */
 
-/* Report progress for the kept bytes of a shard that gets a layer. */
-static mls_code report_kept(const compare_state *c, const compared_shard *one,
-                            mls_status *st)
-{
-    const mls_progress *progress = c->plan->job->progress;
-    const mls_planned *planned = &c->plan->planned[one->shard];
-    return progress == NULL ||
-                   progress->report(progress->context,
-                                    planned->before->bytes - planned->fresh->bytes)
-               ? MLS_OK
-               : mls_fail(st, MLS_E_STOPPED, "stopped");
-}
-
 static mls_code apply_results(const compare_state *c, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -528,7 +513,11 @@ static mls_code apply_results(const compare_state *c, mls_status *st)
         planned->same = changed == 0;
         if (changed > 0 && changed <= one->most) {
             code = mls_planned_set_layers(planned, true, &one->rows, one->bits, st);
-            code = code == MLS_OK ? report_kept(c, one, st) : code;
+            if (code == MLS_OK &&
+                !mls_progress_report(c->plan->job->progress,
+                                     planned->before->bytes - planned->fresh->bytes)) {
+                code = mls_fail(st, MLS_E_STOPPED, "stopped");
+            }
         }
     }
     return code;

@@ -416,17 +416,6 @@ static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_stat
     return MLS_OK;
 }
 
-/* Returns whether two views have the same elements at the same addresses. Their shapes
- * are equal. */
-static bool same_view(const mls_tensor *a, const mls_tensor *b)
-{
-    bool same = a->data == b->data && a->dtype == b->dtype;
-    for (int axis = 0; same && axis < a->rank; axis++) {
-        same = a->shape[axis] <= 1 || a->strides[axis] == b->strides[axis];
-    }
-    return same;
-}
-
 /* Returns whether a view has an axis with stride 0, so that several indices share one
  * element. */
 static bool has_zero_stride(const mls_tensor *t)
@@ -459,7 +448,8 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
         return mls_fail(st, MLS_E_OVERLAP,
                         "nothing can be added to an array that repeats its elements");
     }
-    if (mls_tensor_overlap(dst, src) && !same_view(dst, src)) {
+    if (mls_tensor_overlap(dst, src) &&
+        !(dst->dtype == src->dtype && mls_tensor_same_view(dst, src))) {
         return mls_fail(st, MLS_E_OVERLAP,
                         "an array cannot be added to one that it shares memory with, "
                         "unless they are the same: copy it first");

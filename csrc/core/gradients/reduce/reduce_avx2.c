@@ -10,42 +10,29 @@
 
 #    include <immintrin.h>
 
-#    define TARGET __attribute__((target("avx2,f16c")))
+#    define TARGET        __attribute__((target("avx2,f16c")))
+#    define MM(name)      _mm256_##name
+#    define HALF_MM(name) _mm_##name
 
+typedef __m128 half_floats;
+typedef __m128i half_register;
 enum { WIDTH = 32 };
 MLS_REDUCE_REGISTERS(32);
 
-TARGET static inline __m128i load_128(const unsigned char *items)
+TARGET static inline __m128i load_half(const unsigned char *items)
 {
     return _mm_loadu_si128((const __m128i *)(const void *)items);
 }
 
 /* Loads 8 bytes; the upper half is zero. */
-TARGET static inline __m128i load_64(const unsigned char *items)
+TARGET static inline __m128i load_quarter(const unsigned char *items)
 {
     return _mm_loadl_epi64((const __m128i *)(const void *)items);
 }
 
-/* floats_X: exact for every dtype. */
-TARGET static inline floats floats_f16(const unsigned char *items)
+TARGET static inline void store_half(unsigned char *items, __m128i half)
 {
-    return _mm256_cvtph_ps(load_128(items));
-}
-
-/* A bfloat16 is the upper half of a float. */
-TARGET static inline floats floats_bf16(const unsigned char *items)
-{
-    const __m256i widened = _mm256_cvtepu16_epi32(load_128(items));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(widened, 16));
-}
-
-/* store_X: rounds to nearest even. The rounding mode is explicit, so the thread's own
- * mode does not matter. */
-TARGET static inline void store_f16(unsigned char *items, floats values)
-{
-    const __m128i halves =
-        _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm_storeu_si128((__m128i *)(void *)items, halves);
+    _mm_storeu_si128((__m128i *)(void *)items, half);
 }
 
 /* Rounds to bfloat16 by an addition, as in copy_avx2.c; the results are in the upper
@@ -69,17 +56,12 @@ TARGET static inline __m256i rounded_upper(floats values)
 }
 
 /* As rounded_upper, with the results in the lower halves. */
-TARGET static inline __m256i rounded_bf16(floats values)
-{
-    return _mm256_srli_epi32(rounded_upper(values), 16);
-}
-
 TARGET static inline void store_bf16(unsigned char *items, floats values)
 {
-    const __m256i all = rounded_bf16(values);
+    const __m256i all = _mm256_srli_epi32(rounded_upper(values), 16);
     const __m128i low = _mm256_castsi256_si128(all);
     const __m128i high = _mm256_extracti128_si256(all, 1);
-    _mm_storeu_si128((__m128i *)(void *)items, _mm_packus_epi32(low, high));
+    store_half(items, _mm_packus_epi32(low, high));
 }
 
 /* Rounds each into its half. NaNs are rare: one branch is cheaper than two blends. */
@@ -95,13 +77,6 @@ TARGET static inline floats join_bf16(floats even, floats odd)
         _mm256_blend_epi16(_mm256_srli_epi32(low, 16), high, UPPER_HALVES));
 }
 
-/* The value that store_f16 leaves. Compilers merge the common computation. */
-TARGET static inline floats kept_f16(floats values)
-{
-    return _mm256_cvtph_ps(
-        _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-
 TARGET static inline doubles lower_half(floats values)
 {
     return _mm256_cvtps_pd(_mm256_castps256_ps128(values));
@@ -112,22 +87,7 @@ TARGET static inline doubles upper_half(floats values)
     return _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1));
 }
 
-/* doubles_X: exact for every dtype. */
-TARGET static inline doubles doubles_f32(const unsigned char *items)
-{
-    return _mm256_cvtps_pd(_mm_castsi128_ps(load_128(items)));
-}
-
-TARGET static inline doubles doubles_f16(const unsigned char *items)
-{
-    return _mm256_cvtps_pd(_mm_cvtph_ps(load_64(items)));
-}
-
-TARGET static inline doubles doubles_bf16(const unsigned char *items)
-{
-    const __m128i widened = _mm_cvtepu16_epi32(load_64(items));
-    return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(widened, 16)));
-}
+#    include "gradients/reduce/reduce_x86.h"
 
 #    include "gradients/reduce/reduce_simd.h"
 

@@ -9,41 +9,28 @@
 
 #    include <immintrin.h>
 
-#    define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c")))
+#    define TARGET        __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c")))
+#    define MM(name)      _mm512_##name
+#    define HALF_MM(name) _mm256_##name
 
+typedef __m256 half_floats;
+typedef __m256i half_register;
 enum { WIDTH = 64 };
 MLS_REDUCE_REGISTERS(64);
 
-TARGET static inline __m128i load_128(const unsigned char *items)
+TARGET static inline __m128i load_quarter(const unsigned char *items)
 {
     return _mm_loadu_si128((const __m128i *)(const void *)items);
 }
 
-TARGET static inline __m256i load_256(const unsigned char *items)
+TARGET static inline __m256i load_half(const unsigned char *items)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)items);
 }
 
-/* floats_X: exact for every dtype. */
-TARGET static inline floats floats_f16(const unsigned char *items)
+TARGET static inline void store_half(unsigned char *items, __m256i half)
 {
-    return _mm512_cvtph_ps(load_256(items));
-}
-
-/* A bfloat16 is the upper half of a float. */
-TARGET static inline floats floats_bf16(const unsigned char *items)
-{
-    const __m512i widened = _mm512_cvtepu16_epi32(load_256(items));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(widened, 16));
-}
-
-/* store_X: rounds to nearest even. The rounding mode is explicit, so the thread's own
- * mode does not matter. */
-TARGET static inline void store_f16(unsigned char *items, floats values)
-{
-    const __m256i halves =
-        _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm256_storeu_si256((__m256i *)(void *)items, halves);
+    _mm256_storeu_si256((__m256i *)(void *)items, half);
 }
 
 /* Rounds to bfloat16 by an addition, as in copy_avx2.c; the results are in the upper
@@ -61,7 +48,7 @@ TARGET static inline __m512i rounded_bf16(floats values)
 TARGET static inline void store_bf16(unsigned char *items, floats values)
 {
     const __m512i upper = _mm512_srli_epi32(rounded_bf16(values), 16);
-    _mm256_storeu_si256((__m256i *)(void *)items, _mm512_cvtepi32_epi16(upper));
+    store_half(items, _mm512_cvtepi32_epi16(upper));
 }
 
 TARGET static inline floats join_bf16(floats even, floats odd)
@@ -69,13 +56,6 @@ TARGET static inline floats join_bf16(floats even, floats odd)
     const __m512i lower = _mm512_srli_epi32(rounded_bf16(even), 16);
     const __mmask32 odds = 0xAAAAAAAAU;
     return _mm512_castsi512_ps(_mm512_mask_blend_epi16(odds, lower, rounded_bf16(odd)));
-}
-
-/* The value that store_f16 leaves. Compilers merge the common computation. */
-TARGET static inline floats kept_f16(floats values)
-{
-    return _mm512_cvtph_ps(
-        _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 TARGET static inline doubles lower_half(floats values)
@@ -88,27 +68,12 @@ TARGET static inline doubles upper_half(floats values)
     return _mm512_cvtps_pd(_mm512_extractf32x8_ps(values, 1));
 }
 
-/* doubles_X: exact for every dtype. */
-TARGET static inline doubles doubles_f32(const unsigned char *items)
-{
-    return _mm512_cvtps_pd(_mm256_castsi256_ps(load_256(items)));
-}
-
-TARGET static inline doubles doubles_f16(const unsigned char *items)
-{
-    return _mm512_cvtps_pd(_mm256_cvtph_ps(load_128(items)));
-}
-
-TARGET static inline doubles doubles_bf16(const unsigned char *items)
-{
-    const __m256i widened = _mm256_cvtepu16_epi32(load_128(items));
-    return _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(widened, 16)));
-}
-
 /* Float32 sums use 32-byte registers: two threads that add float32 arrays are
  * memory-bound and took 3 to 10 % longer with 64-byte registers (16 to 256 MiB, AMD EPYC
  * family 25 model 17). */
 #    define MLS_SUM_F32 mls_sum_f32_avx2
+
+#    include "gradients/reduce/reduce_x86.h"
 
 #    include "gradients/reduce/reduce_simd.h"
 

@@ -141,13 +141,10 @@ static void measure_part(const mls_diff_kernels *kernels, mls_diff_pair pair,
 static size_t elements_of(mls_diff_pair pair)
 {
     size_t count = 0;
-    bool same = pair.a->data == pair.b->data && pair.a->swapped == pair.b->swapped;
-    for (int axis = 0; axis < pair.a->rank; axis++) {
-        same = same && (pair.a->shape[axis] <= 1 ||
-                        pair.a->strides[axis] == pair.b->strides[axis]);
+    if (pair.a->swapped != pair.b->swapped || !mls_tensor_same_view(pair.a, pair.b)) {
+        (void)mls_tensor_count(pair.a, &count); /* cannot overflow: checked */
     }
-    (void)mls_tensor_count(pair.a, &count); /* cannot overflow: checked */
-    return same ? 0 : count;
+    return count;
 }
 
 static size_t part_length(mls_diff_pair pair)

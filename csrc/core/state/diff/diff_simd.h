@@ -5,9 +5,10 @@
  *     TARGET              the attribute that lets a function use the instruction set
  *     WIDTH               bytes of a register
  *     registers           the types below, by MLS_DIFF_REGISTERS
- *     wide_max, max       the larger of two floats (doubles); x or y if one of them is
- * NaN signed_max          the larger of two integers of 32 bits wide_fma, fma_of    x * y
- * + z, rounded once widened             doubles from half a register of floats
+ *     wide_max, max       the larger of two floats (doubles); x or y if one is NaN
+ *     signed_max          the larger of two integers of 32 bits
+ *     wide_fma, fma_of    x * y + z, rounded once
+ *     widened             doubles from half a register of floats
  *     signed_widened      doubles from half a register of integers
  *     wide_f16            floats from WIDTH / 2 bytes of float16, exactly
  *     any                 whether a bit is set
