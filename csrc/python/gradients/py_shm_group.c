@@ -496,13 +496,8 @@ static PyType_Slot link_slots[] = {
 };
 
 /* Instances are created only by the functions below. */
-static PyType_Spec link_spec = {
-    .name = "mlstate._core.LocalLink",
-    .basicsize = sizeof(link_object),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = link_slots,
-};
+MLSPY_DEFINE_SPEC(link, "LocalLink", link_object,
+                  Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION);
 
 /* ---- construction ---- */
 

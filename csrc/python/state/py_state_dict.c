@@ -664,12 +664,8 @@ static PyType_Slot statedict_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec statedict_spec = {
-    .name = "mlstate._core.StateDict",
-    .basicsize = sizeof(statedict_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = statedict_slots,
-};
+MLSPY_DEFINE_SPEC(statedict, "StateDict", statedict_object,
+                  Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC);
 
 /* Created from the module, so that every instance finds the module's state through its
  * type. */

@@ -400,11 +400,9 @@ static PyObject *unused_rules(const bool *used, size_t rule_count)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < rule_count; i++) {
-        PyObject *number = used[i] ? NULL : PyLong_FromSize_t(i);
-        if (!used[i] && (number == NULL || PyList_Append(list, number) < 0)) {
-            Py_CLEAR(list);
+        if (!used[i]) {
+            mlspy_append(&list, PyLong_FromSize_t(i));
         }
-        Py_XDECREF(number);
     }
     return list;
 }
