@@ -2,7 +2,7 @@
  * mlstate/checkpoint/__init__.py has the public functions and their docstrings; these
  * functions take positional arguments only.
  *
- * shards_collect, shards_stage (py_staging.c): list and copy the shards
+ * shards_collect, shards_stage (py_shard_items.c): list and copy the shards
  * shards_write: calls mls_shards_write without the GIL */
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/codecs.h"
