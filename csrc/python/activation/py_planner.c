@@ -1,9 +1,9 @@
 /* py_planner: chains, simulated schedules, plans, and the best schedules and choices of
  * operators. The public functions are in mlstate/activation, in _chain.py, _plan.py,
- * _planner.py and _operator_selection.py; these take positional arguments only.
+ * _planner.py and _operator_selection.py.
  *
- * The GIL is released while the core plans. Now and then the calling thread reacquires it
- * to check for signals, so that Ctrl-C ends a long search.
+ * The GIL is released while the core plans. Now and then the calling thread reacquires
+ * it to check for signals, so that Ctrl-C ends a long search.
  */
 #include "common/args.h"
 #include "common/array_view.h"

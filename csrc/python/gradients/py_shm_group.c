@@ -83,7 +83,7 @@ static int occupy_link(link_object *self)
     }
     pthread_mutex_unlock(&self->lock);
     if (trouble != NULL) {
-        return MLSPY_REFUSE(PyExc_RuntimeError, trouble);
+        return MLSPY_REFUSE(PyExc_RuntimeError, "%s", trouble);
     }
     return 0;
 }

@@ -1,8 +1,8 @@
 /* py_state_compare: compares two state dicts: names, shapes, dtypes, elements. The public
- * functions are in mlstate/state; these take positional arguments only.
+ * functions are in mlstate/state.
  *
- * Cheap checks come first: names before shapes, shapes before elements. The most frequent
- * result (no difference) is found before any list is created.
+ * Cheap checks come first: names before shapes, shapes before elements. The most
+ * frequent result (no difference) is found before any list is created.
  */
 #include "state/states.h"
 

@@ -1,5 +1,5 @@
 /* py_state_names: the layers of a state dict, its preview, and renaming. The public
- * functions are in mlstate/state; these take positional arguments only.
+ * functions are in mlstate/state.
  *
  * The name tree is built once and cached by the state dict. Arrays are always looked up
  * again, so an outdated index may miss a name but never returns a wrong array.
