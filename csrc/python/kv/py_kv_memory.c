@@ -20,7 +20,6 @@
 
 #include "kv/kv_buffer.h"
 #include "kv/kv_rolling.h"
-#include "kv/kv_transition.h"
 
 #include <pthread.h>
 #include <structmember.h>
