@@ -32,7 +32,7 @@ typedef struct strategy_object {
 } strategy_object;
 
 /* A subclass has the base type, so the state is found. */
-static mlspy_state *state_of(const strategy_object *self)
+static mlspy_state *state_of(strategy_object *self)
 {
     return mlspy_state_of_type(Py_TYPE(self));
 }

@@ -40,14 +40,14 @@ int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *ou
                             (int)MLS_LAYOUT_STEPS);
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++) {
-        PyObject *pair = PyTuple_GET_ITEM(object, i);
+        PyObject *first, *second;
         int64_t axis, parts;
-        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-            return MLSPY_REFUSE(PyExc_TypeError, "a layout is a tuple of pairs");
+        if (mlspy_take_tuple(PyTuple_GET_ITEM(object, i), "a step of a layout", "OO",
+                             &first, &second) < 0) {
+            return -1;
         }
-        const int named = take_axis(state, PyTuple_GET_ITEM(pair, 0), &axis);
-        if (named < 0 ||
-            mlspy_take_int64(state, PyTuple_GET_ITEM(pair, 1), "parts", &parts) < 0) {
+        const int named = take_axis(state, first, &axis);
+        if (named < 0 || mlspy_take_int64(state, second, "parts", &parts) < 0) {
             return -1;
         }
         /* checked before the conversion to smaller types, which could make invalid values

@@ -492,12 +492,8 @@ static PyType_Slot merged_index_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec merged_index_spec = {
-    .name = "mlstate._core.MergedIndex",
-    .basicsize = sizeof(mlspy_merged_index),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = merged_index_slots,
-};
+MLSPY_DEFINE_SPEC(merged_index, "MergedIndex", mlspy_merged_index,
+                  Py_TPFLAGS_IMMUTABLETYPE);
 
 /* The type is immutable, so that no code can replace methods that others rely on. */
 int mlspy_merged_index_add(PyObject *module)

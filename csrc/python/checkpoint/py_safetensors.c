@@ -1,5 +1,5 @@
 /* py_safetensors: safetensors files. mlstate/checkpoint/__init__.py has the public
- * functions and their docstrings; these functions take positional arguments only.
+ * functions and their docstrings.
  *
  * Each function has three parts. With the GIL, it converts Python objects to plain
  * pointers, which strong references keep valid. Without the GIL, the core does the work.

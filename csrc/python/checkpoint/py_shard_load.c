@@ -88,11 +88,14 @@ static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting 
     return 0;
 }
 
-/* Raise an error of the core with the checkpoint's path. Always returns -1. */
-static int raise_status(const load_job *job, const mls_status *st)
+/* As mlspy_check, with the checkpoint's path. */
+static int check_core(const load_job *job, mls_code code, const mls_status *st)
 {
-    mlspy_raise_under(job->state, st, job->path, NULL);
-    return -1;
+    if (code != MLS_OK) {
+        mlspy_raise_under(job->state, st, job->path, NULL);
+        return -1;
+    }
+    return 0;
 }
 
 /* Choose the part of one tensor from its place: (whole shape, layout, index) or (whole
@@ -111,25 +114,19 @@ static int take_place(const load_job *job, PyObject *place, mls_wanted *w)
         return -1;
     }
     const int rank = mlspy_take_shape(job->state, dims, shape);
-    if (rank < 0 || mlspy_take_int64(job->state, last, "index or end", &end) < 0) {
+    if (rank < 0 || mlspy_take_int64(job->state, last, "index or end", &end) < 0 ||
+        check_core(job, mls_wanted_check_whole(w, rank, shape, &st), &st) < 0) {
         return -1;
-    }
-    if (mls_wanted_check_whole(w, rank, shape, &st) != MLS_OK) {
-        return raise_status(job, &st);
     }
     if (!PyTuple_Check(how)) {
-        if (mlspy_take_int64(job->state, how, "begin", &begin) < 0) {
-            return -1;
-        }
-        return mls_wanted_run(w, begin, end, &st) == MLS_OK ? 0 : raise_status(job, &st);
-    }
-    if (mlspy_take_layout(job->state, how, &layout) < 0) {
-        return -1;
+        return mlspy_take_int64(job->state, how, "begin", &begin) < 0
+                   ? -1
+                   : check_core(job, mls_wanted_run(w, begin, end, &st), &st);
     }
     /* a negative index becomes a large one, which is refused too */
-    return mls_wanted_part(w, &layout, (size_t)end, &st) == MLS_OK
-               ? 0
-               : raise_status(job, &st);
+    return mlspy_take_layout(job->state, how, &layout) < 0
+               ? -1
+               : check_core(job, mls_wanted_part(w, &layout, (size_t)end, &st), &st);
 }
 
 /* Look up all keys of a list; the result has the same order. `places` has one entry for
@@ -139,9 +136,10 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
 {
     const Py_ssize_t count = PyList_GET_SIZE(keys);
     mls_status st;
-    if (mls_load_plan_init(&job->plan, &job->merged->merged, (size_t)count, &st) !=
-        MLS_OK) {
-        return raise_status(job, &st);
+    if (check_core(
+            job, mls_load_plan_init(&job->plan, &job->merged->merged, (size_t)count, &st),
+            &st) < 0) {
+        return -1;
     }
     job->wanted = mls_realloc(NULL, (size_t)count, sizeof *job->wanted);
     if (job->wanted == NULL) {
@@ -160,12 +158,9 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
                                 "Tensor '%.200U' not found in checkpoint", key);
         }
         job->wanted[i] = (load_result){.key = Py_NewRef(key)};
-        if (places != NULL) {
-            if (take_place(job, PyList_GET_ITEM(places, i), w) < 0) {
-                return -1;
-            }
-        } else if (mls_wanted_cut(w, how, &st) != MLS_OK) {
-            return raise_status(job, &st);
+        if ((places != NULL ? take_place(job, PyList_GET_ITEM(places, i), w)
+                            : check_core(job, mls_wanted_cut(w, how, &st), &st)) < 0) {
+            return -1;
         }
     }
     return 0;
@@ -429,11 +424,9 @@ PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *arg
 {
     load_job job = {.folder = -1};
     PyObject *result = NULL;
-    if (mlspy_take_count("load", 7, count) < 0) {
-        return NULL;
-    }
     bool verify, maps;
-    if (mlspy_take_bool(args[4], &verify) == 0 && mlspy_take_bool(args[5], &maps) == 0 &&
+    if (mlspy_take_count("load", 7, count) == 0 &&
+        mlspy_take_bool(args[4], &verify) == 0 && mlspy_take_bool(args[5], &maps) == 0 &&
         load_init(&job, self, args[0], args[1], args[2], args[3]) == 0) {
         result = maps ? map_and_read(&job, verify, args[6])
                       : make_and_read(&job, verify, args[6]);
@@ -451,7 +444,7 @@ static int keep_target(const load_job *job, size_t i, mlspy_view *view)
     mls_status st;
     if (mls_wanted_check_target(&job->plan.wanted[i], &view->tensor, &st) != MLS_OK ||
         mls_load_target_init(&job->targets[i], &view->tensor, &st) != MLS_OK) {
-        return raise_status(job, &st);
+        return check_core(job, st.code, &st);
     }
     job->wanted[i].array = view->owner;
     view->owner = NULL;
@@ -518,10 +511,8 @@ PyObject *mlspy_merged_index_fits(mlspy_merged_index *self, PyObject *const *arg
                                   Py_ssize_t count)
 {
     load_job job = {.folder = -1};
-    if (mlspy_take_count("fits", 5, count) < 0) {
-        return NULL;
-    }
-    const bool good = load_begin(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
+    const bool good = mlspy_take_count("fits", 5, count) == 0 &&
+                      load_begin(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
                       view_targets(&job, args[4]) == 0;
     load_fini(&job);
     return good ? Py_NewRef(Py_None) : NULL;
@@ -538,18 +529,16 @@ PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const
     load_job job = {.folder = -1};
     mls_status st;
     bool good = false, verify;
-    if (mlspy_take_count("load_into", 7, count) < 0) {
-        return NULL;
-    }
-    if (mlspy_take_bool(args[5], &verify) == 0 &&
+    if (mlspy_take_count("load_into", 7, count) == 0 &&
+        mlspy_take_bool(args[5], &verify) == 0 &&
         load_init(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
         view_targets(&job, args[4]) == 0) {
-        if (mls_load_plan_place_all(&job.plan, job.targets, &st) != MLS_OK) {
-            raise_status(&job, &st);
-        } else if (read_all(&job, verify, args[6], NULL) == 0) {
-            mls_load_plan_scatter(&job.plan, job.targets, job.state->kernels);
-            good = true;
-        }
+        good = check_core(&job, mls_load_plan_place_all(&job.plan, job.targets, &st),
+                          &st) == 0 &&
+               read_all(&job, verify, args[6], NULL) == 0;
+    }
+    if (good) {
+        mls_load_plan_scatter(&job.plan, job.targets, job.state->kernels);
     }
     load_fini(&job);
     return good ? Py_NewRef(Py_None) : NULL;
@@ -568,7 +557,7 @@ static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
     mls_index_pattern pattern;
     mls_status st;
     mls_json_writer bytes = {.most = (size_t)1 << 30};
-    PyObject *parts = NULL, *result = NULL;
+    PyObject *result = NULL;
     if (mls_index_pattern_init(index, &pattern, &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
@@ -581,14 +570,9 @@ static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
                  index->shard_count);
         mlspy_raise(state, &st, NULL);
     } else {
-        parts = PyTuple_New((Py_ssize_t)pattern.group_count);
-    }
-    for (size_t i = 0; parts != NULL && i < pattern.group_count; i++) {
-        mlspy_put(&parts, (Py_ssize_t)i, PyLong_FromSize_t(pattern.parts[i]));
-    }
-    if (parts != NULL) {
-        result = Py_BuildValue("(y#N)", bytes.data == NULL ? "" : bytes.data,
-                               (Py_ssize_t)bytes.length, parts);
+        result = Py_BuildValue(
+            "(y#N)", bytes.data == NULL ? "" : bytes.data, (Py_ssize_t)bytes.length,
+            mlspy_sizes_tuple(pattern.parts, (Py_ssize_t)pattern.group_count));
     }
     mls_json_writer_fini(&bytes);
     mls_index_pattern_fini(&pattern);
@@ -709,11 +693,9 @@ PyObject *mlspy_merged_index_wanted_parts(mlspy_merged_index *self, PyObject *co
     load_job job = {.folder = -1};
     mls_index_pattern *patterns = NULL;
     PyObject *dict = NULL;
-    if (mlspy_take_count("wanted_parts", 5, count) < 0) {
-        return NULL;
-    }
-    const Py_ssize_t most = PyLong_AsSsize_t(args[4]);
-    if ((most != -1 || !PyErr_Occurred()) &&
+    const Py_ssize_t most = count == 5 ? PyLong_AsSsize_t(args[4]) : 0;
+    if (mlspy_take_count("wanted_parts", 5, count) == 0 &&
+        (most != -1 || !PyErr_Occurred()) &&
         load_begin(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
         (patterns = find_patterns(job.merged, job.state)) != NULL) {
         dict = PyDict_New();
@@ -729,10 +711,11 @@ PyObject *mlspy_merged_index_wanted_parts(mlspy_merged_index *self, PyObject *co
 }
 
 /* Append the reads of one tensor to a list of (path, begin, end, bytes), one for each
- * place. They are computed by the same function as in a load, but without destinations.
- * Zeros that were not stored are not read. */
-static int add_reads(const load_job *job, const mls_wanted *w, bool verify,
-                     PyObject *list)
+ * place; on failure the list is released and set to NULL. They are computed by the same
+ * function as in a load, but without destinations. Zeros that were not stored are not
+ * read. */
+static void add_reads(const load_job *job, const mls_wanted *w, bool verify,
+                      PyObject **list)
 {
     const size_t most = w->tensor->places;
     const mls_read_scratch room = {mls_alloc(most, sizeof *room.stored),
@@ -740,31 +723,28 @@ static int add_reads(const load_job *job, const mls_wanted *w, bool verify,
                                    mls_alloc(most, sizeof *room.pieces)};
     mls_status st;
     size_t count = 0;
-    int failed = 0;
     if (room.stored == NULL || room.parts == NULL || room.pieces == NULL) {
         PyErr_NoMemory();
-        failed = -1;
-    } else if (mls_merged_index_pieces(&job->merged->merged, w->tensor, &w->part, NULL,
-                                       &room, &count, &st) != MLS_OK) {
-        mlspy_raise_under(job->state, &st, job->path, NULL);
-        failed = -1;
+        Py_CLEAR(*list);
+    } else if (check_core(job,
+                          mls_merged_index_pieces(&job->merged->merged, w->tensor,
+                                                  &w->part, NULL, &room, &count, &st),
+                          &st) < 0) {
+        Py_CLEAR(*list);
     }
-    for (size_t i = 0; failed == 0 && i < count; i++) {
+    for (size_t i = 0; *list != NULL && i < count; i++) {
         const mls_stored_shard *stored = &room.stored[i];
-        if (stored->file == NULL) {
-            continue;
+        if (stored->file != NULL) {
+            const mls_stored_reads e = mls_stored_reads_of(stored, &w->part, verify);
+            mlspy_append(list, Py_BuildValue("(sKKK)", stored->file,
+                                             (unsigned long long)e.begin,
+                                             (unsigned long long)e.end,
+                                             (unsigned long long)e.bytes));
         }
-        const mls_stored_reads e = mls_stored_reads_of(stored, &w->part, verify);
-        PyObject *tuple =
-            Py_BuildValue("(sKKK)", stored->file, (unsigned long long)e.begin,
-                          (unsigned long long)e.end, (unsigned long long)e.bytes);
-        failed = tuple == NULL ? -1 : PyList_Append(list, tuple);
-        Py_XDECREF(tuple);
     }
     mls_free(room.stored);
     mls_free(room.parts);
     mls_free(room.pieces);
-    return failed;
 }
 
 /* reads(folder, section, keys, cutting, verify) -> [(path, begin, end, bytes), ...]
@@ -774,18 +754,15 @@ PyObject *mlspy_merged_index_reads(mlspy_merged_index *self, PyObject *const *ar
                                    Py_ssize_t count)
 {
     load_job job = {.folder = -1};
-    if (mlspy_take_count("reads", 5, count) < 0) {
-        return NULL;
-    }
+    PyObject *list = NULL;
     bool verify;
-    PyObject *list = mlspy_take_bool(args[4], &verify) < 0 ? NULL : PyList_New(0);
-    if (list != NULL && load_begin(&job, self, args[0], args[1], args[2], args[3]) < 0) {
-        Py_CLEAR(list);
+    if (mlspy_take_count("reads", 5, count) == 0 &&
+        mlspy_take_bool(args[4], &verify) == 0 &&
+        load_begin(&job, self, args[0], args[1], args[2], args[3]) == 0) {
+        list = PyList_New(0);
     }
     for (size_t i = 0; list != NULL && i < job.plan.count; i++) {
-        if (add_reads(&job, &job.plan.wanted[i], verify, list) < 0) {
-            Py_CLEAR(list);
-        }
+        add_reads(&job, &job.plan.wanted[i], verify, &list);
     }
     load_fini(&job);
     return list;

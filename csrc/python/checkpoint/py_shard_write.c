@@ -1,8 +1,7 @@
 /* py_shard_write: write one rank's shards, and small helpers for checkpoints.
- * mlstate/checkpoint/__init__.py has the public functions and their docstrings; these
- * functions take positional arguments only.
+ * mlstate/checkpoint/__init__.py has the public functions and their docstrings.
  *
- * shards_collect, shards_stage (py_staging.c): list and copy the shards
+ * shards_collect, shards_stage (py_shard_items.c): list and copy the shards
  * shards_write: calls mls_shards_write without the GIL */
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/codecs.h"

@@ -338,12 +338,7 @@ static PyType_Slot tiers_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec tiers_spec = {
-    .name = "mlstate._core.Tiers",
-    .basicsize = sizeof(tiers_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = tiers_slots,
-};
+MLSPY_DEFINE_SPEC(tiers, "Tiers", tiers_object, Py_TPFLAGS_IMMUTABLETYPE);
 
 /* file_name(name, number) -> a valid file name on any system
  *

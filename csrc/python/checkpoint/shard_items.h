@@ -29,19 +29,9 @@ typedef struct mlspy_shard_items {
     Py_buffer staging; /* memory of the items' copies; `obj` is NULL if there is none */
 } mlspy_shard_items;
 
-/* Fill the list from `dicts`: one for each section, each may be None. The dicts are
- * copied at the start; foreign code, such as an array's own methods, may change them
- * later. Release the list in both cases. */
-int mlspy_shard_items_add(mlspy_shard_items *g, PyObject *const *dicts);
-
 /* Release arrays that are no longer read: all if `all` is set, else those of copied
  * items. Names are kept. */
 void mlspy_shard_items_release(mlspy_shard_items *g, bool all);
-
-/* Needs the GIL. Accepts a partly filled list. */
-void mlspy_shard_items_fini(mlspy_shard_items *g);
-
-/* ---- py_staging.c ---- */
 
 /* Return the list of a capsule from shards_collect, which owns it, or NULL with an
  * exception set. */

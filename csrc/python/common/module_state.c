@@ -1,7 +1,6 @@
 /* module_state: the state of the extension module, from creation to deallocation. */
 #include "common/module_state.h"
 
-#include "base/memory.h"
 #include "base/status.h"
 #include "runtime/cpu_features.h"
 

@@ -143,12 +143,7 @@ static PyType_Slot descriptor_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec descriptor_spec = {
-    .name = "mlstate._core.Descriptor",
-    .basicsize = sizeof(descriptor_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = descriptor_slots,
-};
+MLSPY_DEFINE_SPEC(descriptor, "Descriptor", descriptor_object, Py_TPFLAGS_IMMUTABLETYPE);
 
 int mlspy_descriptor_add(PyObject *module)
 {

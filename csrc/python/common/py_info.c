@@ -2,7 +2,6 @@
 #include "common/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
-#include "common/gil.h"
 #include "common/module_state.h"
 #include "common/results.h"
 

@@ -18,6 +18,14 @@
 #endif
 #include <numpy/arrayobject.h>
 
+/* Define type_spec: a class of _core, with instances of struct `object` and the slots
+ * type_slots. `more` are flags besides the default ones. */
+#define MLSPY_DEFINE_SPEC(type, class, object, more)                                     \
+    static PyType_Spec type##_spec = {.name = "mlstate._core." class,                    \
+                                      .basicsize = sizeof(object),                       \
+                                      .flags = Py_TPFLAGS_DEFAULT | (more),              \
+                                      .slots = type##_slots}
+
 /* The entry of a PyMethodDef table for method `name` of a type, implemented by
  * type_name. `parameters` are those after $self, for inspect.signature. */
 #define MLSPY_METHOD(type, name, flags, parameters)                                      \

@@ -8,10 +8,10 @@ PyObject *mlspy_str_of(mls_str text)
     return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
 }
 
-PyObject *mlspy_sizes_tuple(const size_t *sizes, int count)
+PyObject *mlspy_sizes_tuple(const size_t *sizes, Py_ssize_t count)
 {
     PyObject *tuple = PyTuple_New(count);
-    for (int i = 0; tuple != NULL && i < count; i++) {
+    for (Py_ssize_t i = 0; tuple != NULL && i < count; i++) {
         mlspy_put(&tuple, i, PyLong_FromSize_t(sizes[i]));
     }
     return tuple;

@@ -10,7 +10,7 @@
 PyObject *mlspy_str_of(mls_str text);
 
 /* Return a new tuple of numbers. */
-PyObject *mlspy_sizes_tuple(const size_t *sizes, int count);
+PyObject *mlspy_sizes_tuple(const size_t *sizes, Py_ssize_t count);
 
 /* These add a new reference, `item`, to a new list, tuple or dict. If `item` is NULL or
  * memory runs out, `*out` is released and set to NULL; an exception is then set. Stop

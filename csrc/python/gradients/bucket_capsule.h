@@ -18,11 +18,6 @@ int mlspy_take_op(PyObject *object, mls_reduce_op *out);
  * do. */
 mls_bucket *mlspy_bucket_of(PyObject *capsule);
 
-/* Views an array that is packed, aligned and in native byte order. Returns -1 with an
- * exception set; the message calls the array `what` of a bucket. */
-int mlspy_view_packed(const mlspy_state *state, PyObject *array, const char *what,
-                      bool writable, mlspy_view *out);
-
 /* Returns a new pair (squares, nonfinite). */
 PyObject *mlspy_norm_pair(const mls_norm_partial *partial);
 

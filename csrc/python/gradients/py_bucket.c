@@ -100,8 +100,10 @@ static held_bucket *bucket_new(size_t count, size_t world)
     return held;
 }
 
-int mlspy_view_packed(const mlspy_state *state, PyObject *array, const char *what,
-                      bool writable, mlspy_view *out)
+/* Views an array that is packed, aligned and in native byte order. The message calls it
+ * `what` of a bucket. */
+static int view_packed(const mlspy_state *state, PyObject *array, const char *what,
+                       bool writable, mlspy_view *out)
 {
     if (mlspy_view_for(state, array, what, writable, out) < 0) {
         return -1;
@@ -208,7 +210,7 @@ static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *ou
 {
     PyObject *output = PyTuple_GET_ITEM(tuple, 2);
     if (PyTuple_GET_SIZE(tuple) == 3) {
-        return mlspy_view_packed(state, output, "the output", true, out);
+        return view_packed(state, output, "the output", true, out);
     }
     int fits = Py_TYPE(output) == Py_TYPE(PyTuple_GET_ITEM(tuple, 0));
     if (fits) {
@@ -239,8 +241,8 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
                             "a segment is a tuple (array, counts, out) or "
                             "(array, counts, out, dtype, shape)");
     }
-    if (mlspy_view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false,
-                          &views[0]) < 0) {
+    if (view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false, &views[0]) <
+        0) {
         return -1;
     }
     if (view_output(state, tuple, &views[1]) < 0) {
@@ -387,7 +389,7 @@ static int view_messages(const mlspy_state *state, PyObject *array, size_t wante
                          bool writable, mlspy_view *out)
 {
     size_t have = 0;
-    if (mlspy_view_packed(state, array, "the messages", writable, out) < 0) {
+    if (view_packed(state, array, "the messages", writable, out) < 0) {
         return -1;
     }
     if (mls_tensor_bytes(&out->tensor, &have) && have >= wanted &&
@@ -443,8 +445,8 @@ static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObjec
     for (size_t i = 0; i < b->count; i++) {
         size_t elements = 0;
         mlspy_view *view = &job->views[i];
-        if (mlspy_view_packed(state, PyTuple_GET_ITEM(list, (Py_ssize_t)i), "a residual",
-                              true, view) < 0) {
+        if (view_packed(state, PyTuple_GET_ITEM(list, (Py_ssize_t)i), "a residual", true,
+                        view) < 0) {
             return -1;
         }
         job->count++; /* from here on pack_fini releases the view */
@@ -577,7 +579,7 @@ PyObject *core_sketch(mlspy_state *state, PyObject *const *args)
     size_t elements = 0;
     if (mlspy_take_int64(state, args[1], "start", &start) < 0 ||
         mlspy_take_int64(state, args[2], "seed", &seed) < 0 ||
-        mlspy_view_packed(state, args[0], "an array", false, &view) < 0) {
+        view_packed(state, args[0], "an array", false, &view) < 0) {
         return NULL;
     }
     (void)mls_tensor_count(&view.tensor, &elements);

@@ -1,5 +1,5 @@
 /* py_reduce: reduces, adds, scales, clears arrays, and computes norm partials. The public
- * functions are in mlstate/fsdp; these take positional arguments only.
+ * functions are in mlstate/fsdp.
  *
  * Work on many arrays is all or nothing: every array is viewed and checked before the
  * first one changes, and the views hold the arrays while the GIL is released. Writes by
@@ -134,61 +134,50 @@ static mls_norm_partial *new_partials(Py_ssize_t count)
     return partials;
 }
 
-/* ---- targets += scale * sources ---- */
-
-/* Checks every pair before the first one changes. Pairs are independent: a repeated
+/* Checks that `factor` times all arrays can be computed, and added to the targets unless
+ * these are NULL, before the first array changes. Pairs are independent: a repeated
  * target is allowed and receives both sums. */
-static int check_pairs(const mlspy_state *state, const named_views *targets,
-                       const named_views *sources, double scale)
+static int check_arrays(const mlspy_state *state, const named_views *targets,
+                        const named_views *arrays, double factor)
 {
     mls_status st;
-    for (Py_ssize_t i = 0; i < targets->count; i++) {
-        if (mls_accumulate_check(&targets->views[i].tensor, &sources->views[i].tensor,
-                                 scale, &st) != MLS_OK) {
-            raise_for_array(state, targets, i, &st);
+    for (Py_ssize_t i = 0; i < arrays->count; i++) {
+        const mls_tensor *t = &arrays->views[i].tensor;
+        if ((targets == NULL ? mls_scale_check(t, factor, &st)
+                             : mls_accumulate_check(&targets->views[i].tensor, t, factor,
+                                                    &st)) != MLS_OK) {
+            raise_for_array(state, arrays, i, &st);
             return -1;
         }
     }
     return 0;
 }
 
-/* Adds all pairs, which were checked, so this cannot fail. `partials` are zeroed, or NULL
- * for none. The pool works on one array at a time. */
-static void add_pairs(const mlspy_state *state, const named_views *targets,
-                      const named_views *sources, double scale,
-                      mls_norm_partial *partials)
-{
-    mls_status st;
-    PyThreadState *saved = mlspy_leave_python(targets->bytes);
-    for (Py_ssize_t i = 0; i < targets->count; i++) {
-        (void)mls_accumulate(state->kernels->cpu, state->pool, &targets->views[i].tensor,
-                             &sources->views[i].tensor, scale,
-                             partials == NULL ? NULL : &partials[i], &st);
-    }
-    mlspy_resume_python(saved);
-}
+/* ---- targets += scale * sources ---- */
 
-/* Implements `accumulate` for viewed arrays; Allocates the norm partials before the
- * first array changes. */
+/* Implements `accumulate` for viewed arrays. The norm partials are allocated before the
+ * first array changes. The pool works on one array at a time. */
 static PyObject *accumulate_views(const mlspy_state *state, const named_views *targets,
                                   const named_views *sources, double scale,
                                   bool wants_norms)
 {
-    if (check_pairs(state, targets, sources, scale) < 0) {
+    mls_status st;
+    mls_norm_partial *partials = NULL;
+    if (check_arrays(state, targets, sources, scale) < 0 ||
+        (wants_norms && (partials = new_partials(targets->count)) == NULL)) {
         return NULL;
     }
-    if (!wants_norms) {
-        add_pairs(state, targets, sources, scale, NULL);
-        Py_RETURN_NONE;
+    PyThreadState *saved = mlspy_leave_python(targets->bytes);
+    for (Py_ssize_t i = 0; i < targets->count; i++) {
+        (void)mls_accumulate(state->kernels->cpu, state->pool, &targets->views[i].tensor,
+                             &sources->views[i].tensor, scale,
+                             wants_norms ? &partials[i] : NULL, &st);
     }
-    mls_norm_partial *partials = new_partials(targets->count);
-    if (partials == NULL) {
-        return NULL;
-    }
-    add_pairs(state, targets, sources, scale, partials);
-    PyObject *list = list_partials(partials, targets->count);
+    mlspy_resume_python(saved);
+    PyObject *result =
+        wants_norms ? list_partials(partials, targets->count) : Py_NewRef(Py_None);
     mls_free(partials);
-    return list;
+    return result;
 }
 
 /* accumulate(names, targets, sources, scale, wants_norms) -> [(squares, nonfinite)] or
@@ -202,11 +191,9 @@ PyObject *core_accumulate(mlspy_state *state, PyObject *const *args)
     named_views targets = {0}, sources = {0};
     PyObject *result = NULL;
     double scale;
-    if (mlspy_take_double(args[3], "scale", &scale) < 0) {
-        return NULL;
-    }
     bool wants_norms;
-    if (mlspy_take_bool(args[4], &wants_norms) == 0 &&
+    if (mlspy_take_double(args[3], "scale", &scale) == 0 &&
+        mlspy_take_bool(args[4], &wants_norms) == 0 &&
         named_views_of(state, args[0], args[1], true, &targets) == 0 &&
         named_views_of(state, args[0], args[2], false, &sources) == 0) {
         if (targets.count == sources.count) {
@@ -222,19 +209,6 @@ PyObject *core_accumulate(mlspy_state *state, PyObject *const *args)
 
 /* ---- single arrays ---- */
 
-/* Checks that all arrays can be scaled. */
-static int check_scaling(const mlspy_state *state, const named_views *v, double factor)
-{
-    mls_status st;
-    for (Py_ssize_t i = 0; i < v->count; i++) {
-        if (mls_scale_check(&v->views[i].tensor, factor, &st) != MLS_OK) {
-            raise_for_array(state, v, i, &st);
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* scale(names, arrays, factor): all or none */
 PyObject *core_scale(mlspy_state *state, PyObject *const *args)
 {
@@ -245,7 +219,7 @@ PyObject *core_scale(mlspy_state *state, PyObject *const *args)
         named_views_of(state, args[0], args[1], true, &v) < 0) {
         return NULL;
     }
-    const int failed = check_scaling(state, &v, factor);
+    const int failed = check_arrays(state, NULL, &v, factor);
     if (failed == 0) {
         PyThreadState *saved = mlspy_leave_python(v.bytes);
         for (Py_ssize_t i = 0; i < v.count; i++) {

@@ -83,7 +83,7 @@ static int occupy_link(link_object *self)
     }
     pthread_mutex_unlock(&self->lock);
     if (trouble != NULL) {
-        return MLSPY_REFUSE(PyExc_RuntimeError, trouble);
+        return MLSPY_REFUSE(PyExc_RuntimeError, "%s", trouble);
     }
     return 0;
 }
@@ -496,13 +496,8 @@ static PyType_Slot link_slots[] = {
 };
 
 /* Instances are created only by the functions below. */
-static PyType_Spec link_spec = {
-    .name = "mlstate._core.LocalLink",
-    .basicsize = sizeof(link_object),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = link_slots,
-};
+MLSPY_DEFINE_SPEC(link, "LocalLink", link_object,
+                  Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION);
 
 /* ---- construction ---- */
 

@@ -10,7 +10,6 @@
 
 #include "kv/kv_quantize.h"
 #include "kv/kv_rolling.h"
-#include "kv/kv_transition.h"
 #include "kv/rotate_keys.h"
 
 /* ---- quantized caches ---- */

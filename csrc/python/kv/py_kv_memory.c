@@ -20,7 +20,6 @@
 
 #include "kv/kv_buffer.h"
 #include "kv/kv_rolling.h"
-#include "kv/kv_transition.h"
 
 #include <pthread.h>
 #include <structmember.h>
@@ -439,26 +438,11 @@ static PyType_Slot lease_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec buffer_spec = {
-    .name = "mlstate._core.KVBuffer",
-    .basicsize = sizeof(buffer_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = buffer_slots,
-};
-static PyType_Spec ring_spec = {
-    .name = "mlstate._core.RollingBuffer",
-    .basicsize = sizeof(ring_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = ring_slots,
-};
+MLSPY_DEFINE_SPEC(buffer, "KVBuffer", buffer_object, Py_TPFLAGS_IMMUTABLETYPE);
+MLSPY_DEFINE_SPEC(ring, "RollingBuffer", ring_object, Py_TPFLAGS_IMMUTABLETYPE);
 /* Only buffer_view makes leases. */
-static PyType_Spec lease_spec = {
-    .name = "mlstate._core.KVLease",
-    .basicsize = sizeof(lease_object),
-    .flags =
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = lease_slots,
-};
+MLSPY_DEFINE_SPEC(lease, "KVLease", lease_object,
+                  Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION);
 
 /* The lease's type is not added to the module, because users need no name for it. */
 int mlspy_kv_memory_add(PyObject *module)

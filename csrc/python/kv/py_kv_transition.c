@@ -1,6 +1,5 @@
 /* py_kv_transition: KV-cache transitions and masks. The public functions and their
- * docstrings are in mlstate/kv/_transition.py and _mask.py; these functions take
- * positional arguments only.
+ * docstrings are in mlstate/kv/_transition.py and _mask.py.
  *
  * The steps of a transition are: view the source, read and check the numbers, find or
  * allocate the target, encode the padding, move. Nothing is allocated before the request

@@ -1,8 +1,8 @@
 /* py_state_compare: compares two state dicts: names, shapes, dtypes, elements. The public
- * functions are in mlstate/state; these take positional arguments only.
+ * functions are in mlstate/state.
  *
- * Cheap checks come first: names before shapes, shapes before elements. The most frequent
- * result (no difference) is found before any list is created.
+ * Cheap checks come first: names before shapes, shapes before elements. The most
+ * frequent result (no difference) is found before any list is created.
  */
 #include "state/states.h"
 
@@ -467,29 +467,27 @@ static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
     return same;
 }
 
+/* Check: the entry is a name with an array. */
+static int is_array_entry(const mlspy_state *state, PyObject *key, PyObject *value,
+                          mlspy_finder *other)
+{
+    (void)state, (void)other;
+    PyObject *name = mlspy_check_entry(key, value);
+    Py_XDECREF(name);
+    return name == NULL ? -1 : 1;
+}
+
 /* Returns whether an arbitrary dict holds only names and arrays. TypeError and ValueError
  * mean "no"; other errors, such as MemoryError, are passed on. */
-static int holds_arrays(PyObject *dict)
+static int holds_arrays(const mlspy_state *state, PyObject *dict)
 {
-    PyObject *key, *value;
-    Py_ssize_t at = 0;
-    bool good = true;
-    MLSPY_BEGIN_LOCKED(dict)
-        while (good && PyDict_Next(dict, &at, &key, &value)) {
-            PyObject *held[] = {Py_NewRef(key), Py_NewRef(value)};
-            PyObject *name = mlspy_check_entry(held[0], held[1]);
-            good = name != NULL;
-            Py_XDECREF(name);
-            Py_DECREF(held[0]);
-            Py_DECREF(held[1]);
-        }
-    MLSPY_END_LOCKED()
-    if (!good && (PyErr_ExceptionMatches(PyExc_TypeError) ||
-                  PyErr_ExceptionMatches(PyExc_ValueError))) {
+    const int good = check_all_entries(state, dict, dict, is_array_entry);
+    if (good < 0 && (PyErr_ExceptionMatches(PyExc_TypeError) ||
+                     PyErr_ExceptionMatches(PyExc_ValueError))) {
         PyErr_Clear();
         return 0;
     }
-    return good ? 1 : -1;
+    return good;
 }
 
 /* Compares everything except the elements first, because that is cheap. A dict with other
@@ -501,7 +499,7 @@ int mlspy_states_equal(const mlspy_state *state, PyObject *a, PyObject *b)
     if (PyDict_GET_SIZE(a) != PyDict_GET_SIZE(b)) {
         return 0;
     }
-    const int good = holds_arrays(b);
+    const int good = holds_arrays(state, b);
     if (good != 1) {
         return good;
     }

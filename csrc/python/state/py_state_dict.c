@@ -455,12 +455,7 @@ static int copy_attributes(PyObject *self, PyObject *copy)
         Py_XDECREF(state);
         return state == NULL ? -1 : 0;
     }
-    PyObject *restore = PyObject_GetAttrString(copy, "__setstate__");
-    PyObject *done = NULL;
-    if (restore != NULL) {
-        done = PyObject_CallOneArg(restore, state);
-        Py_DECREF(restore);
-    }
+    PyObject *done = PyObject_CallMethod(copy, "__setstate__", "(O)", state);
     Py_XDECREF(done);
     Py_DECREF(state);
     return done == NULL ? -1 : 0;
@@ -488,14 +483,12 @@ static int set_attributes(PyObject *self, PyObject *names)
  * Entries are not part of it: pickle sets those one by one, with the check. */
 static PyObject *statedict_setstate(PyObject *self, PyObject *state)
 {
-    int failed;
-    if (PyTuple_Check(state) && PyTuple_GET_SIZE(state) == 2) {
-        failed = set_attributes(self, PyTuple_GET_ITEM(state, 0)) < 0 ||
-                 set_attributes(self, PyTuple_GET_ITEM(state, 1)) < 0;
-    } else {
-        failed = set_attributes(self, state) < 0;
+    const bool pair = PyTuple_Check(state) && PyTuple_GET_SIZE(state) == 2;
+    if (set_attributes(self, pair ? PyTuple_GET_ITEM(state, 0) : state) < 0 ||
+        (pair && set_attributes(self, PyTuple_GET_ITEM(state, 1)) < 0)) {
+        return NULL;
     }
-    return failed ? NULL : Py_NewRef(Py_None);
+    Py_RETURN_NONE;
 }
 
 /* Returns a new, empty instance of the same class with the same attributes; __init__ does
@@ -664,12 +657,8 @@ static PyType_Slot statedict_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec statedict_spec = {
-    .name = "mlstate._core.StateDict",
-    .basicsize = sizeof(statedict_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = statedict_slots,
-};
+MLSPY_DEFINE_SPEC(statedict, "StateDict", statedict_object,
+                  Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC);
 
 /* Created from the module, so that every instance finds the module's state through its
  * type. */

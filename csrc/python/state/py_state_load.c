@@ -1,6 +1,6 @@
 /* py_state_load: operations on a whole state dict: loads it into another one, finds
- * targets that share memory, and digests it. The public functions are in mlstate/state;
- * these take positional arguments only. */
+ * targets that share memory, and digests it. The public functions are in mlstate/state.
+ */
 #include "common/args.h"
 #include "common/array_view.h"
 #include "common/dict_items.h"

@@ -1,5 +1,5 @@
 /* py_state_names: the layers of a state dict, its preview, and renaming. The public
- * functions are in mlstate/state; these take positional arguments only.
+ * functions are in mlstate/state.
  *
  * The name tree is built once and cached by the state dict. Arrays are always looked up
  * again, so an outdated index may miss a name but never returns a wrong array.
@@ -400,11 +400,9 @@ static PyObject *unused_rules(const bool *used, size_t rule_count)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < rule_count; i++) {
-        PyObject *number = used[i] ? NULL : PyLong_FromSize_t(i);
-        if (!used[i] && (number == NULL || PyList_Append(list, number) < 0)) {
-            Py_CLEAR(list);
+        if (!used[i]) {
+            mlspy_append(&list, PyLong_FromSize_t(i));
         }
-        Py_XDECREF(number);
     }
     return list;
 }
