@@ -92,18 +92,18 @@ static const bytes *spec_of(const bytes *description)
 
 static bytes description; /* of the current test */
 
+BEFORE_EACH
+{
+    description.length = 0;
+}
+
 static mls_code parse(mls_mlpackage *out)
 {
     const bytes *spec = spec_of(&description);
     return mls_mlpackage_parse(spec->data, spec->length, out, &st);
 }
 
-static bool name_is(mls_str name, const char *expected)
-{
-    return mls_str_is(name, expected);
-}
-
-/* The description must be refused, with `part` in the message. */
+/* The description must be refused, with `part` in the message; then it is empty. */
 static void refuses(const char *part)
 {
     mls_mlpackage package = {0};
@@ -115,6 +115,7 @@ static void refuses(const char *part)
         CHECK_TEXT(st.text, part);
     }
     mls_mlpackage_fini(&package);
+    description.length = 0;
 }
 
 /* ---- valid specifications ---- */
@@ -123,18 +124,17 @@ TEST(reads_the_states_of_a_plain_model)
 {
     const uint64_t wide[2] = {4, 300};
     mls_mlpackage package = {0};
-    description.length = 0;
     put_text(&description, 1, "an input, unread");
     put_state(&description, 13, "kv_cache", 65552, 4, kv, true);
     put_state(&description, 13, "\xC3\xA9tat", 131104, 2, wide, false);
     REQUIRE(parse(&package) == MLS_OK);
     CHECK(package.function_count == 1 && package.state_count == 2);
-    CHECK(name_is(package.functions[0].name, "main"));
+    CHECK(mls_str_is(package.functions[0].name, "main"));
     CHECK(package.default_function == 0 && package.functions[0].states == 2);
     const mls_ml_state *state = &package.states[0];
-    CHECK(name_is(state->name, "kv_cache") && state->dtype == MLS_F16);
+    CHECK(mls_str_is(state->name, "kv_cache") && state->dtype == MLS_F16);
     CHECK(state->rank == 4 && state->shape[0] == 36 && state->shape[2] == 256);
-    CHECK(name_is(state[1].name, "\xC3\xA9tat") && state[1].dtype == MLS_I32);
+    CHECK(mls_str_is(state[1].name, "\xC3\xA9tat") && state[1].dtype == MLS_I32);
     CHECK(state[1].rank == 2 && state[1].shape[1] == 300);
     mls_mlpackage_fini(&package);
     CHECK(package.functions == NULL && package.states == NULL);
@@ -143,7 +143,6 @@ TEST(reads_the_states_of_a_plain_model)
 TEST(reads_a_model_without_states)
 {
     mls_mlpackage package = {0};
-    description.length = 0;
     REQUIRE(parse(&package) == MLS_OK);
     CHECK(package.function_count == 1 && package.state_count == 0);
     mls_mlpackage_fini(&package);
@@ -167,13 +166,12 @@ static void put_function(const char *name, uint64_t positions, int states)
 TEST(reads_every_function)
 {
     mls_mlpackage package = {0};
-    description.length = 0;
     put_function("short", 256, 2);
     put_function("long", 512, 1);
     put_text(&description, 21, "long");
     REQUIRE(parse(&package) == MLS_OK);
     CHECK(package.function_count == 2 && package.default_function == 1);
-    CHECK(name_is(package.functions[0].name, "short"));
+    CHECK(mls_str_is(package.functions[0].name, "short"));
     CHECK(package.functions[0].first == 0 && package.functions[0].states == 2);
     CHECK(package.functions[1].first == 2 && package.functions[1].states == 1);
     CHECK(package.states[2].shape[2] == 512);
@@ -183,7 +181,6 @@ TEST(reads_every_function)
 TEST(has_no_default_where_the_model_names_none)
 {
     mls_mlpackage package = {0};
-    description.length = 0;
     put_function("short", 256, 1);
     REQUIRE(parse(&package) == MLS_OK);
     CHECK(package.default_function == 0); /* the only one */
@@ -218,12 +215,10 @@ TEST(reads_every_data_type_of_core_ml)
 
 TEST(refuses_unknown_data_types)
 {
-    description.length = 0;
     put_state(&description, 13, "kv", 65553, 4, kv, true);
     refuses("state kv has the data type 65553, which is unknown");
     CHECK_TEXT(st.got, "data type 65553");
     CHECK_TEXT(st.name, "kv");
-    description.length = 0;
     put_state(&description, 13, "kv", 0, 4, kv, true);
     refuses("the data type 0");
 }
@@ -242,7 +237,6 @@ TEST(refuses_shapes_that_cannot_be)
                                         "exceed the address space"};
     for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
         for (int packed = 0; packed < 2; packed++) {
-            description.length = 0;
             put_state(&description, 13, "kv", 65552, 4, shapes[i], packed != 0);
             refuses(texts[i]);
         }
@@ -251,10 +245,8 @@ TEST(refuses_shapes_that_cannot_be)
     for (int i = 0; i <= MLS_ML_MAX_RANK; i++) {
         many[i] = 1;
     }
-    description.length = 0;
     put_state(&description, 13, "kv", 65552, MLS_ML_MAX_RANK + 1, many, true);
     refuses("more than 16 dimensions");
-    description.length = 0;
     put_state(&description, 13, "kv", 65552, 0, many, false);
     refuses("no shape");
 }
@@ -267,22 +259,18 @@ TEST(refuses_names_that_name_nothing)
     static const char *const texts[] = {"the name of a state is missing", "has 0 bytes",
                                         "not UTF-8", "not UTF-8", "has 1025 bytes"};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        description.length = 0;
         put_state(&description, 13, names[i], 65552, 4, kv, true);
         refuses(texts[i]);
     }
-    description.length = 0;
     put_function(NULL, 256, 1);
     refuses("the name of a function is missing");
 }
 
 TEST(refuses_duplicate_names)
 {
-    description.length = 0;
     put_state(&description, 13, "kv", 65552, 4, kv, true);
     put_state(&description, 13, "kv", 65552, 4, kv, true);
     refuses("two states are called kv");
-    description.length = 0;
     put_function("main", 256, 1);
     put_function("main", 512, 1);
     refuses("two functions are called main");
@@ -290,11 +278,9 @@ TEST(refuses_duplicate_names)
 
 TEST(refuses_contradictions_about_functions)
 {
-    description.length = 0;
     put_function("main", 256, 1);
     put_text(&description, 21, "other");
     refuses("the default function is not among the model's functions");
-    description.length = 0;
     put_function("main", 256, 1);
     put_state(&description, 13, "kv", 65552, 4, kv, true);
     refuses("a state that belongs to no function");
@@ -304,25 +290,21 @@ TEST(refuses_fields_of_the_wrong_type)
 {
     static const unsigned numbers[] = {13, 20, 21};
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
-        description.length = 0;
         put_varint(&description, numbers[i], 1);
         refuses("is not of its type");
     }
-    description.length = 0;
     put_bytes(&description, 13, "\x0A\x02kv", 4);
     refuses("state kv has no array type");
 }
 
 TEST(refuses_more_than_it_will_hold)
 {
-    description.length = 0;
     for (int i = 0; i <= MLS_ML_MAX_STATES; i++) {
         char name[16];
         snprintf(name, sizeof name, "s%d", i);
         put_state(&description, 13, name, 65552, 1, kv, true);
     }
     refuses("more than 2048 states");
-    description.length = 0;
     for (int i = 0; i <= MLS_ML_MAX_FUNCTIONS; i++) {
         char name[16];
         snprintf(name, sizeof name, "f%d", i);
@@ -350,7 +332,6 @@ TEST(refuses_what_is_no_specification)
 
 TEST(refuses_a_specification_cut_off_anywhere)
 {
-    description.length = 0;
     put_function("short", 256, 2);
     put_text(&description, 21, "short");
     const bytes *spec = spec_of(&description);
@@ -406,7 +387,6 @@ static void start_package(void)
     REQUIRE(mkdtemp(root) != NULL);
     make_folder("m.mlpackage");
     make_folder("m.mlpackage/Data");
-    description.length = 0;
     put_state(&description, 13, "kv", 65552, 4, kv, true);
     const bytes *spec = spec_of(&description);
     write_file("m.mlpackage/Data/model.mlmodel", spec->data, spec->length);
@@ -443,7 +423,7 @@ TEST(reads_a_package_and_a_bare_file)
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
         mls_mlpackage package = {0};
         CHECK(read_named(names[i], &package) == MLS_OK);
-        CHECK(package.state_count == 1 && name_is(package.states[0].name, "kv"));
+        CHECK(package.state_count == 1 && mls_str_is(package.states[0].name, "kv"));
         mls_mlpackage_fini(&package);
     }
     end_package();
@@ -520,8 +500,6 @@ TEST(steps_over_a_large_program)
     static bytes head;
     mls_mlpackage package = {0};
     start_package();
-    description.length = 0;
-    put_state(&description, 13, "kv", 65552, 4, kv, true);
     head.length = 0;
     put_bytes(&head, 2, description.data, description.length);
     put_number(&head, (502U << 3) | 2U);

@@ -2,14 +2,6 @@
 #include "support/chains.h"
 #include "support/runner.h"
 
-static const mls_poll nobody = {0};
-
-static bool says_no(void *context)
-{
-    (void)context;
-    return false;
-}
-
 TEST(requests_are_checked)
 {
     test_chain c;
@@ -140,13 +132,14 @@ TEST(a_poll_stops_it)
     mls_plan_costs costs;
     mls_plan_needs needs;
     mls_schedule schedule = {0};
-    const mls_poll no = {says_no, NULL};
+    int left = 0, again = 0;
+    const mls_poll no = {says_no, &left}, no_again = {says_no, &again};
     chain_of(&c, 3, 100, 1);
     REQUIRE(mls_plan_costs_init(&costs, &c.chain, 10000, 0, false, &st) == MLS_OK);
     CHECK(mls_plan_least(&costs, no, &needs, &st) == MLS_E_STOPPED);
     CHECK(needs.memory == NULL);
     REQUIRE(mls_plan_least(&costs, nobody, &needs, &st) == MLS_OK);
-    CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, no, &schedule, &st) ==
+    CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, no_again, &schedule, &st) ==
           MLS_E_STOPPED);
     CHECK(schedule.steps == NULL);
     mls_plan_needs_fini(&needs);

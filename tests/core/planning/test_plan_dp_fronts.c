@@ -2,15 +2,7 @@
 #include "support/chains.h"
 #include "support/runner.h"
 
-static const mls_poll nobody = {0};
-
 enum { MANY = 1 << 20 };
-
-static bool says_no(void *context)
-{
-    int *left = context;
-    return (*left)-- > 0;
-}
 
 /* Every segment of a chain at every memory size, compared with the plain recursion. */
 static void check_all(const mls_chain *chain, int64_t budget, bool offload)

@@ -2,14 +2,6 @@
 #include "support/chains.h"
 #include "support/runner.h"
 
-static const mls_poll nobody = {0};
-
-static bool says_no(void *context)
-{
-    int *left = context;
-    return (*left)-- > 0;
-}
-
 /* If a slot is a byte, the values equal those of the plain recursion. */
 static void check_all(const mls_chain *chain, int64_t above, mls_cpu cpu, bool offload)
 {

@@ -3,15 +3,11 @@
 #include "base/size.h"
 #include "safetensors/safetensors_header.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdlib.h>
 
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 static const size_t five[] = {5}, matrix[] = {2, 3}, none[] = {0, 4};
 

@@ -4,6 +4,7 @@
 #include "io/file.h"
 #include "safetensors/safetensors.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <fcntl.h>
 #include <stdlib.h>
@@ -29,11 +30,6 @@ static void make_path(void)
     const char *base = getenv("TMPDIR");
     snprintf(path, sizeof path, "%s/mlstate-st-%ld.safetensors", base ? base : "/tmp",
              (long)getpid());
-}
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
 static mls_code save(const mls_named_tensor *tensors, size_t count,

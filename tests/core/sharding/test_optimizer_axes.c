@@ -2,15 +2,11 @@
  * them. */
 #include "sharding/optimizer_axes.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <string.h>
 
 enum { NONE = MLS_NO_AXIS, UNTOUCHED = 99 };
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 /* Whether mls_optimizer_axes finds `expected`; NULL: the parameter's own axes. */
 static bool aligns(const char *state, int rank, const size_t *shape, int parameter_rank,

@@ -1,6 +1,7 @@
 #include "state/load_into.h"
 #include "support/random_bytes.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -9,11 +10,6 @@ enum { SMALL = 4096, LARGE = 4 << 20, MANY = 3000, MOST_THREADS = 4 };
 
 static unsigned char small[SMALL], before[SMALL];
 static unsigned char from_bytes[2 * LARGE], to_bytes[2 * LARGE], wanted_bytes[2 * LARGE];
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 static mls_tensor view(void *data, mls_dtype dtype, size_t rows, size_t columns)
 {

@@ -1,15 +1,11 @@
 /* Matching of names, compared with a search through both lists. */
 #include "state/name_pairs.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdlib.h>
 
 enum { MOST = 40 };
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 /* Match, and check the promises of the header. */
 static void check(const mls_str *a, size_t a_count, const mls_str *b, size_t b_count)

@@ -2,12 +2,21 @@
 #ifndef MLS_CHAINS_H
 #define MLS_CHAINS_H
 
-#include "activation/chain.h"
+#include "planning/plan_costs.h"
 
 #include <math.h>
 #include <string.h>
 
 enum { CHAIN_ROOM = 130 };
+
+static const mls_poll nobody = {0};
+
+/* A poll that stops the work after `*context` calls. */
+static inline bool says_no(void *context)
+{
+    int *left = context;
+    return (*left)-- > 0;
+}
 
 /* A chain that owns its numbers; use `chain` after chain_of. */
 typedef struct test_chain {

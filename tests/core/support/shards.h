@@ -9,6 +9,7 @@
 #include "checkpoint/write/shard_write.h"
 #include "io/file.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -74,10 +75,18 @@ static inline size_t pool_files(void)
            files_in("index", false);
 }
 
-static inline void leave_pool(void)
+/* Delete all files of the pool. */
+static inline void empty_pool(void)
 {
     for (size_t i = 0; i < 3; i++) {
         (void)files_in(pool_folders[i], true);
+    }
+}
+
+static inline void leave_pool(void)
+{
+    empty_pool();
+    for (size_t i = 0; i < 3; i++) {
         (void)unlinkat(pool_fd, pool_folders[i], AT_REMOVEDIR);
     }
     close(pool_fd);
@@ -120,11 +129,6 @@ static inline unsigned char *noise(size_t bytes)
         data[i] = (unsigned char)(state >> 56);
     }
     return data;
-}
-
-static inline mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
 /* A whole tensor; with `state` an optimizer state. */

@@ -3,15 +3,11 @@
 #include "io/json_checksum.h"
 #include "safetensors/safetensors.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdlib.h>
 
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 /* ---- round trips ---- */
 

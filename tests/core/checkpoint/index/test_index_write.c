@@ -1,14 +1,10 @@
 #include "checkpoint/index/index.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 static const mls_crc_kernels *crc(void)
 {
     return mls_crc_of(MLS_CPU_SCALAR);
-}
-
-static mls_str text_of(const char *text)
-{
-    return (mls_str){text, strlen(text)};
 }
 
 TEST(an_index_is_these_bytes_on_every_machine)
@@ -43,7 +39,7 @@ TEST(an_index_is_these_bytes_on_every_machine)
                            .bytes = 2101280,
                            .header_crc = 0xc0ffee};
     mls_index_shard shard = {
-        .id = {MLS_OPTIM_STATE, text_of("w"), text_of("m"), true},
+        .id = {MLS_OPTIM_STATE, text("w"), text("m"), true},
         .dtype = MLS_BF16,
         .rank = 2,
         .shape = shape,
@@ -77,7 +73,7 @@ TEST(an_index_is_these_bytes_on_every_machine)
 
 TEST(a_shard_is_described_without_its_place)
 {
-    mls_index_shard shard = {.id = {.section = MLS_PARAMS, .name = text_of("a\"b")},
+    mls_index_shard shard = {.id = {.section = MLS_PARAMS, .name = text("a\"b")},
                              .dtype = MLS_F32,
                              .version = 1,
                              .offset = 99};
@@ -113,8 +109,8 @@ TEST(shards_of_any_number_of_kinds_are_written)
     char states[COUNT][4];
     for (size_t i = 0; i < COUNT; i++) {
         snprintf(states[i], sizeof states[i], "%02zu", i < 50 ? i : i - 50);
-        shards[i].id = (mls_tensor_id){MLS_OPTIM_STATE, text_of(i < 50 ? "a" : "b"),
-                                       text_of(states[i]), true};
+        shards[i].id = (mls_tensor_id){MLS_OPTIM_STATE, text(i < 50 ? "a" : "b"),
+                                       text(states[i]), true};
         shards[i].version = 1;
         shards[i].offset = 4096 + 2 * i;
         shards[i].bytes = 2;

@@ -28,9 +28,7 @@ static mls_index store(unsigned char *data)
 
 static void drop(mls_index *index, unsigned char *data)
 {
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
+    empty_pool();
     mls_index_fini(index);
     free(data);
 }

@@ -1,17 +1,13 @@
 /* Patterns: the common content of indexes, and the places of a tensor in them. */
 #include "checkpoint/ranks/index_pattern.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdlib.h>
 
 enum { MOST = 40 };
 
 static const size_t matrix[] = {8, 6}, hundred[] = {100};
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 static mls_layout cut(int axis, size_t parts)
 {

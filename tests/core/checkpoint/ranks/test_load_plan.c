@@ -15,61 +15,63 @@ typedef struct fixture {
     mls_load_plan plan;
 } fixture;
 
-static void fixture_end(fixture *f)
+static fixture f; /* of the current test */
+
+static void drop(void)
 {
-    mls_load_plan_fini(&f->plan);
-    mls_merged_index_fini(&f->merged);
-    mls_index_fini(&f->index);
-    free(f->data);
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
+    mls_load_plan_fini(&f.plan);
+    mls_merged_index_fini(&f.merged);
+    mls_index_fini(&f.index);
+    free(f.data);
+    empty_pool();
+}
+
+AFTER_EACH
+{
+    drop();
 }
 
 /* "rows", divided by one layout, both parts; "twice", divided by two; "whole", undivided;
  * "w.m", whose axes are those of "w" transposed. */
-static bool fixture_begin(fixture *f)
+BEFORE_EACH
 {
     static const signed char turned[] = {1, 0};
     mls_shards_written written;
     mls_status st;
-    *f = (fixture){.data = noise(ROWS * COLUMNS)};
-    const mls_shard_item whole = item_of("whole", NULL, MLS_U8, 2, matrix, f->data);
-    const mls_shard_item rows = item_of("rows", NULL, MLS_U8, 2, matrix, f->data);
+    f = (fixture){.data = noise(ROWS * COLUMNS)};
+    const mls_shard_item whole = item_of("whole", NULL, MLS_U8, 2, matrix, f.data);
+    const mls_shard_item rows = item_of("rows", NULL, MLS_U8, 2, matrix, f.data);
     mls_shard_item items[5] = {whole, part_of(rows, 0, 2, 0), part_of(rows, 0, 2, 1),
-                               item_of("twice", NULL, MLS_U8, 2, matrix, f->data),
-                               item_of("w", "m", MLS_U8, 2, matrix, f->data)};
-    items[2].data = f->data + ROWS / 2 * COLUMNS;
+                               item_of("twice", NULL, MLS_U8, 2, matrix, f.data),
+                               item_of("w", "m", MLS_U8, 2, matrix, f.data)};
+    items[2].data = f.data + ROWS / 2 * COLUMNS;
     items[3].layout =
         (mls_layout){.count = 2, .steps = {{.axis = 0, .parts = 2}, {1, 2}}};
     items[4].axes = turned;
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
-    f->index = write_all(&job, &written);
-    const mls_index *index = &f->index;
-    return mls_merged_index_init(&f->merged, &index, 1, &st) == MLS_OK &&
-           mls_load_plan_init(&f->plan, &f->merged, 8, &st) == MLS_OK;
+    f.index = write_all(&job, &written);
+    const mls_index *index = &f.index;
+    REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &st) == MLS_OK);
+    REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 8, &st) == MLS_OK);
 }
 
 /* Add a tensor of the fixture, "w.m" as the state of a parameter. */
-static mls_wanted *add(fixture *f, const char *key)
+static mls_wanted *add(const char *key)
 {
     const mls_section section = strcmp(key, "w.m") == 0 ? MLS_OPTIM_STATE : MLS_PARAMS;
     const mls_tensor_id id = mls_tensor_id_of(section, text(key));
-    return mls_load_plan_add(&f->plan, &id);
+    return mls_load_plan_add(&f.plan, &id);
 }
 
 TEST(tensors_are_found_in_any_order)
 {
     static const char *const keys[] = {"rows", "twice", "whole", "w.m", "rows", "whole"};
-    fixture f;
-    REQUIRE(fixture_begin(&f));
     for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
-        const mls_wanted *w = add(&f, keys[i]);
+        const mls_wanted *w = add(keys[i]);
         REQUIRE(w != NULL && w == &f.plan.wanted[i]);
         CHECK(mls_str_is(w->tensor->facts->id.name, i == 3 ? "w" : keys[i]));
     }
-    CHECK(add(&f, "w") == NULL && add(&f, "") == NULL && f.plan.count == 6);
-    fixture_end(&f);
+    CHECK(add("w") == NULL && add("") == NULL && f.plan.count == 6);
 }
 
 TEST(a_part_is_cut_as_asked)
@@ -77,11 +79,9 @@ TEST(a_part_is_cut_as_asked)
     const mls_layout by_rows = {.count = 1, .steps = {{.axis = 0, .parts = 4}}};
     const mls_cutting none = {0}, third = {.index = 2, .world = 4};
     const mls_cutting layout = {.has_layout = true, .layout = by_rows, .index = 1};
-    fixture f;
     mls_status st;
-    REQUIRE(fixture_begin(&f));
-    mls_wanted *rows = add(&f, "rows"), *twice = add(&f, "twice");
-    mls_wanted *whole = add(&f, "whole"), *state = add(&f, "w.m");
+    mls_wanted *rows = add("rows"), *twice = add("twice");
+    mls_wanted *whole = add("whole"), *state = add("w.m");
     REQUIRE(rows != NULL && twice != NULL && whole != NULL && state != NULL);
     CHECK(mls_wanted_cut(rows, &none, &st) == MLS_OK);
     CHECK(rows->part.length[0] == ROWS && mls_wanted_bytes(rows) == ROWS * COLUMNS);
@@ -97,15 +97,12 @@ TEST(a_part_is_cut_as_asked)
     CHECK(mls_wanted_cut(twice, &third, &st) == MLS_E_VALUE);
     CHECK_TEXT(st.text, "its layout has 2 steps: give a layout of 4 parts");
     CHECK_TEXT(st.name, "twice");
-    fixture_end(&f);
 }
 
 TEST(elements_of_the_whole_tensor_are_a_part)
 {
-    fixture f;
     mls_status st;
-    REQUIRE(fixture_begin(&f));
-    mls_wanted *w = add(&f, "whole");
+    mls_wanted *w = add("whole");
     REQUIRE(w != NULL);
     CHECK(mls_wanted_run(w, 5, 17, &st) == MLS_OK && mls_wanted_bytes(w) == 12);
     CHECK(mls_wanted_run(w, 48, 48, &st) == MLS_OK && mls_wanted_bytes(w) == 0);
@@ -113,16 +110,13 @@ TEST(elements_of_the_whole_tensor_are_a_part)
     CHECK(mls_wanted_run(w, 4, 3, &st) == MLS_E_VALUE);
     CHECK(mls_wanted_run(w, 0, 49, &st) == MLS_E_VALUE);
     CHECK_TEXT(st.text, "elements 0 to 49 do not exist: the tensor has 48");
-    fixture_end(&f);
 }
 
 TEST(another_whole_tensor_is_refused)
 {
     const size_t other[] = {ROWS + 1, COLUMNS};
-    fixture f;
     mls_status st;
-    REQUIRE(fixture_begin(&f));
-    const mls_wanted *w = add(&f, "whole");
+    const mls_wanted *w = add("whole");
     REQUIRE(w != NULL);
     CHECK(mls_wanted_check_whole(w, 2, matrix, &st) == MLS_OK);
     CHECK(mls_wanted_check_whole(w, 1, matrix, &st) == MLS_E_SHAPE);
@@ -130,19 +124,16 @@ TEST(another_whole_tensor_is_refused)
     CHECK_TEXT(st.expected, "(9, 6)");
     CHECK_TEXT(st.got, "(8, 6)");
     CHECK_TEXT(st.name, "whole");
-    fixture_end(&f);
 }
 
 TEST(a_target_of_another_dtype_or_shape_is_refused)
 {
     const mls_layout flat = {.count = 1, .steps = {{MLS_LAYOUT_FLAT, 4}}};
     const size_t twelve[] = {12}, thirteen[] = {13};
-    fixture f;
     mls_status st;
     mls_tensor t;
     unsigned char memory[64];
-    REQUIRE(fixture_begin(&f));
-    mls_wanted *w = add(&f, "whole");
+    mls_wanted *w = add("whole");
     REQUIRE(w != NULL && mls_wanted_part(w, &flat, 1, &st) == MLS_OK);
     REQUIRE(mls_tensor_init(&t, memory, MLS_U8, 1, twelve, &st) == MLS_OK);
     CHECK(mls_wanted_check_target(w, &t, &st) == MLS_OK);
@@ -153,7 +144,6 @@ TEST(a_target_of_another_dtype_or_shape_is_refused)
     CHECK_TEXT(st.text,
                "the checkpoint has uint8 of (12,), the target is uint8 of (13,)");
     CHECK(mls_wanted_part(w, &flat, 4, &st) == MLS_E_VALUE);
-    fixture_end(&f);
 }
 
 /* Read into packed memory and into every other byte of `strided`. */
@@ -163,12 +153,10 @@ TEST(parts_are_read_to_their_targets)
     unsigned char packed[ROWS * COLUMNS], strided[2 * ROWS * COLUMNS];
     const char *file;
     size_t failed;
-    fixture f;
     mls_status st;
     mls_tensor view;
     mls_load_target targets[2];
-    REQUIRE(fixture_begin(&f));
-    mls_wanted *rows = add(&f, "rows"), *whole = add(&f, "whole");
+    mls_wanted *rows = add("rows"), *whole = add("whole");
     REQUIRE(rows != NULL && mls_wanted_cut(rows, &none, &st) == MLS_OK);
     REQUIRE(whole != NULL && mls_wanted_cut(whole, &none, &st) == MLS_OK);
     REQUIRE(mls_tensor_init(&view, packed, MLS_U8, 2, matrix, &st) == MLS_OK);
@@ -196,7 +184,6 @@ TEST(parts_are_read_to_their_targets)
     }
     mls_load_target_fini(&targets[0]);
     mls_load_target_fini(&targets[1]);
-    fixture_end(&f);
 }
 
 /* Mapped parts are not read: their read ranges are removed. */
@@ -206,12 +193,10 @@ TEST(pieces_that_are_kept_move_up)
     unsigned char memory;
     size_t used = 0;
     const char *file;
-    fixture f;
     mls_status st;
-    REQUIRE(fixture_begin(&f));
     static const char *const keys[] = {"rows", "twice", "whole"};
     for (size_t i = 0; i < 3; i++) {
-        mls_wanted *w = add(&f, keys[i]);
+        mls_wanted *w = add(keys[i]);
         REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
     }
     /* one of the four parts of "twice" is stored, so the tensor is incomplete */
@@ -220,7 +205,7 @@ TEST(pieces_that_are_kept_move_up)
     mls_load_plan_fini(&f.plan);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 8, &st) == MLS_OK);
     for (size_t i = 0; i < 3; i += 2) {
-        mls_wanted *w = add(&f, keys[i]);
+        mls_wanted *w = add(keys[i]);
         REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
     }
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_OK);
@@ -229,24 +214,20 @@ TEST(pieces_that_are_kept_move_up)
     mls_load_plan_keep(&f.plan, 1, &used);
     CHECK(used == 1 && f.plan.pieces[0].shard == last);
     CHECK(f.plan.pieces[0].data == &memory);
-    fixture_end(&f);
 }
 
 TEST(a_file_of_another_length_is_found_before_memory_is_asked_for)
 {
     const mls_cutting none = {0};
     const char *file;
-    fixture f;
     mls_status st;
-    REQUIRE(fixture_begin(&f));
-    mls_wanted *w = add(&f, "whole");
+    mls_wanted *w = add("whole");
     REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
     const char *path = f.index.files[f.merged.tensors[f.plan.last].facts->file].path;
     REQUIRE(set_length(path, 3));
     CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_E_FORMAT);
     REQUIRE(file != NULL);
     CHECK_TEXT(file, path);
-    fixture_end(&f);
 }
 
 /* A megabyte of zeros with one nonzero byte: in zeroed memory, zeros are not written and
@@ -255,9 +236,10 @@ TEST(long_zeros_are_left_to_zeroed_memory)
 {
     const mls_cutting none = {0};
     const char *file;
-    fixture f = {.data = calloc(LARGE, 1)};
     mls_shards_written written;
     mls_status st;
+    drop();
+    f = (fixture){.data = calloc(LARGE, 1)};
     REQUIRE(f.data != NULL);
     f.data[5] = 1;
     const mls_shard_item item = item_of("zeros", NULL, MLS_U8, 1, large, f.data);
@@ -267,7 +249,7 @@ TEST(long_zeros_are_left_to_zeroed_memory)
     const mls_index *index = &f.index;
     REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &st) == MLS_OK);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 1, &st) == MLS_OK);
-    mls_wanted *w = add(&f, "zeros");
+    mls_wanted *w = add("zeros");
     REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_OK);
     CHECK(w->long_zeros && w->count == 2);
@@ -277,5 +259,4 @@ TEST(long_zeros_are_left_to_zeroed_memory)
     }
     mls_load_plan_place(&f.plan, 0, f.data, false); /* memory with other content */
     CHECK(f.plan.pieces[0].data == f.data && f.plan.pieces[1].data == f.data);
-    fixture_end(&f);
 }

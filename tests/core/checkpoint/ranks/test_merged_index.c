@@ -1,17 +1,13 @@
 /* The indexes of all ranks as one list of tensors, and the reads that a part needs. */
 #include "checkpoint/ranks/merged_index.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdint.h>
 
 enum { RANKS = 4, MOST = 6, PAYLOAD = 4096 };
 
 static const size_t matrix[] = {8, 6}, hundred[] = {100};
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 /* The shards that one rank stored, added in order. */
 typedef struct rank {

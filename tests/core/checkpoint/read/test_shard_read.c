@@ -1,8 +1,7 @@
 /* Parts of shards, read from files: stored in one layout, requested in another. */
 #include "checkpoint/read/shard_read.h"
 #include "safetensors/safetensors.h"
-#include "support/random_bytes.h"
-#include "support/runner.h"
+#include "support/shards.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -18,8 +17,6 @@ enum {
     PARTS = 16,    /* at most, in its layouts */
     PAYLOAD = 4096
 };
-
-static const mls_crc_kernels *crc; /* the machine's fastest */
 
 /* ---- pread and preadv, which misbehave on request ---- */
 
@@ -62,53 +59,13 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset)
     return preadv(fd, &place, 1, offset);
 }
 
-/* ---- a folder with shards ---- */
-
-static char folder_path[120];
-static int folder = -1;
-
-BEFORE_ALL
-{
-    const char *base = getenv("TMPDIR");
-    mls_cpu cpu;
-    mls_status st;
-    REQUIRE(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
-    crc = mls_crc_of(cpu);
-    snprintf(folder_path, sizeof folder_path, "%s/mlstate-shards-XXXXXX",
-             base ? base : "/tmp");
-    REQUIRE(mkdtemp(folder_path) != NULL);
-    folder = open(folder_path, O_RDONLY | O_DIRECTORY);
-    REQUIRE(folder >= 0);
-}
-
-AFTER_ALL
-{
-    close(folder);
-    rmdir(folder_path);
-}
-
-/* Bytes that do not repeat soon. */
-static unsigned char *noise(size_t bytes)
-{
-    unsigned char *data = malloc(bytes + 1);
-    if (data != NULL) {
-        fill_random(data, bytes, 0x9E3779B97F4A7C15U);
-    }
-    return data;
-}
+/* ---- shards, each with a file in the pool ---- */
 
 /* Write `bytes` bytes into a file at `offset`; creates the file if necessary. */
 static bool put(const char *file, const void *data, size_t bytes, uint64_t offset)
 {
-    const int fd = openat(folder, file, O_WRONLY | O_CREAT, 0600);
+    const int fd = openat(pool_fd, file, O_WRONLY | O_CREAT, 0600);
     const bool good = fd >= 0 && pwrite(fd, data, bytes, (off_t)offset) == (ssize_t)bytes;
-    return (fd < 0 || close(fd) == 0) && good;
-}
-
-static bool set_length(const char *file, uint64_t bytes)
-{
-    const int fd = openat(folder, file, O_WRONLY);
-    const bool good = fd >= 0 && ftruncate(fd, (off_t)bytes) == 0;
     return (fd < 0 || close(fd) == 0) && good;
 }
 
@@ -121,11 +78,6 @@ static uint32_t *checksums(const unsigned char *data, size_t bytes)
         crcs[i] = crc->update(0, data + i * BLOCK, left < BLOCK ? left : BLOCK);
     }
     return crcs;
-}
-
-static mls_str name_of(const char *name)
-{
-    return (mls_str){.data = name, .length = strlen(name)};
 }
 
 static mls_part flat_part(size_t total, size_t begin, size_t end)
@@ -144,7 +96,7 @@ static mls_stored_shard store(const char *file, const unsigned char *data, size_
                                     .item_bytes = 1,
                                     .part = part,
                                     .crcs = checksums(data, bytes),
-                                    .name = name_of("weight")};
+                                    .name = text("weight")};
     if (part != NULL) {
         *part = flat_part(bytes, 0, bytes);
     }
@@ -154,7 +106,7 @@ static mls_stored_shard store(const char *file, const unsigned char *data, size_
 
 static void drop(mls_stored_shard *shard)
 {
-    (void)unlinkat(folder, shard->file, 0);
+    (void)unlinkat(pool_fd, shard->file, 0);
     free((void *)(uintptr_t)shard->crcs);
     free((void *)(uintptr_t)shard->part);
 }
@@ -165,7 +117,7 @@ static mls_read_request request_of(const mls_read_range *pieces, size_t count,
                                    mls_pool *pool)
 {
     return (mls_read_request){
-        .folder = folder, .pieces = pieces, .count = count, .crc = crc, .pool = pool};
+        .folder = pool_fd, .pieces = pieces, .count = count, .crc = crc, .pool = pool};
 }
 
 /* Read one piece on the calling thread only. */
@@ -174,12 +126,12 @@ static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void
 {
     const mls_read_range piece = {.shard = shard, .to = to, .data = data};
     size_t failed = 99;
-    const int before = dup(folder);
+    const int before = dup(pool_fd);
     mls_read_request request = request_of(&piece, 1, NULL);
     request.crc = verify ? crc : NULL;
     const mls_code code = mls_shards_read(&request, &failed, st);
     CHECK(failed == (code == MLS_OK ? 99U : 0U));
-    const int after = dup(folder);
+    const int after = dup(pool_fd);
     CHECK(after == before + 1); /* no descriptor stayed open */
     close(before);
     close(after);
@@ -228,7 +180,7 @@ static size_t pack(const mls_part *part, const unsigned char *tensor, size_t ite
     return kept;
 }
 
-/* A tensor all parts of which are stored, in two files. */
+/* A tensor with all its parts stored, in two files. */
 typedef struct stored_tensor {
     size_t item, count;
     unsigned char *bytes;
@@ -250,7 +202,7 @@ static void store_parts(stored_tensor *t, const mls_layout *layout)
         *s = (mls_stored_shard){.file = files[i % 2],
                                 .offset = ends[i % 2],
                                 .item_bytes = t->item,
-                                .name = name_of("w")};
+                                .name = text("w")};
         mls_part *part = malloc(sizeof *part);
         REQUIRE(part != NULL);
         CHECK(mls_layout_part(layout, 3, shape, i, part, &st) == MLS_OK);
@@ -412,19 +364,6 @@ TEST(columns_of_a_large_matrix_are_gathered)
 }
 
 /* ---- many small pieces ---- */
-
-/* The state of a progress callback. */
-typedef struct watcher {
-    atomic_ullong bytes;
-    atomic_int calls, allowed; /* the callback returns false after this many calls */
-} watcher;
-
-static bool watch(void *context, uint64_t bytes)
-{
-    watcher *w = context;
-    atomic_fetch_add(&w->bytes, bytes);
-    return atomic_fetch_add(&w->calls, 1) + 1 < atomic_load(&w->allowed);
-}
 
 enum { SMALL = 1200, SMALL_BYTES = 6000 };
 
@@ -701,7 +640,7 @@ TEST(a_file_that_is_gone_is_an_error_of_the_system)
     unsigned char data[100] = {1}, got[100];
     mls_status st;
     mls_stored_shard shard = store("gone", data, sizeof data);
-    CHECK(unlinkat(folder, "gone", 0) == 0);
+    CHECK(unlinkat(pool_fd, "gone", 0) == 0);
     CHECK(read_one(&shard, shard.part, got, true, &st) == MLS_E_IO);
     CHECK(st.os_error == ENOENT && strstr(st.text, "'gone'") != NULL);
     CHECK_TEXT(st.name, "weight");
@@ -728,16 +667,16 @@ TEST(only_regular_files_are_read)
     unsigned char data[100] = {1}, got[100];
     mls_status st;
     mls_stored_shard shard = store("real", data, sizeof data);
-    CHECK(mkfifoat(folder, "fifo", 0600) == 0 && mkdirat(folder, "inner", 0700) == 0);
-    CHECK(symlinkat("real", folder, "link") == 0);
-    CHECK(symlinkat("nowhere", folder, "dangling") == 0);
+    CHECK(mkfifoat(pool_fd, "fifo", 0600) == 0 && mkdirat(pool_fd, "inner", 0700) == 0);
+    CHECK(symlinkat("real", pool_fd, "link") == 0);
+    CHECK(symlinkat("nowhere", pool_fd, "dangling") == 0);
     static const char *const files[] = {"fifo", "inner", "link", "dangling"};
     for (size_t i = 0; i < 4; i++) {
         mls_stored_shard other = shard;
         other.file = files[i];
         CHECK(read_one(&other, shard.part, got, true, &st) == MLS_E_FORMAT);
         CHECK_TEXT(st.expected, "a regular file");
-        CHECK(unlinkat(folder, files[i], i == 1 ? AT_REMOVEDIR : 0) == 0);
+        CHECK(unlinkat(pool_fd, files[i], i == 1 ? AT_REMOVEDIR : 0) == 0);
     }
     drop(&shard);
 }
@@ -778,7 +717,7 @@ TEST(a_file_that_is_cut_off_meanwhile_is_noticed)
     REQUIRE(data != NULL && got != NULL);
     for (int verify = 0; verify < 2; verify++) {
         mls_stored_shard shard = store("shrinking", data, BYTES);
-        snprintf(cut_file, sizeof cut_file, "%s/shrinking", folder_path);
+        snprintf(cut_file, sizeof cut_file, "%s/shrinking", pool_path);
         /* before the first read, or between the reads of two blocks */
         atomic_store(&cut_after, verify);
         CHECK(read_one(&shard, shard.part, got, verify, &st) == MLS_E_FORMAT);

@@ -73,9 +73,7 @@ static void store(stored *s, size_t large)
 
 static void drop(stored *s)
 {
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
+    empty_pool();
     mls_index_fini(&s->index);
     free(s->data);
 }
@@ -354,9 +352,7 @@ TEST(empty_tensors_of_other_dtypes_are_told_apart)
     CHECK(index.shard_count == 5 && index.file_count == 1 && found.count == 0);
     mls_problems_fini(&found);
     mls_index_fini(&index);
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
+    empty_pool();
 }
 
 TEST(what_the_system_refuses_is_unreadable)

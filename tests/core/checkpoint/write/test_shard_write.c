@@ -10,13 +10,6 @@ enum { MIB = 1 << 20, LARGE = 19 * MIB + 12344 }; /* three tasks, a partial bloc
 
 /* ---- helpers ---- */
 
-static void empty_pool(void)
-{
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
-}
-
 /* Whether a file is valid: its header, and the checksum of every block. */
 static bool file_is_good(const mls_index_file *record)
 {
