@@ -9,8 +9,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static mls_status st;
-
 /* ---- a minimal writer of messages ---- */
 
 typedef struct bytes {
@@ -100,7 +98,7 @@ BEFORE_EACH
 static mls_code parse(mls_mlpackage *out)
 {
     const bytes *spec = spec_of(&description);
-    return mls_mlpackage_parse(spec->data, spec->length, out, &st);
+    return mls_mlpackage_parse(spec->data, spec->length, out, &status);
 }
 
 /* The description must be refused, with `part` in the message; then it is empty. */
@@ -110,9 +108,9 @@ static void refuses(const char *part)
     const mls_code code = parse(&package);
     CHECK(code == MLS_E_FORMAT);
     CHECK(package.functions == NULL && package.text == NULL);
-    CHECK(st.has_offset);
-    if (strstr(st.text, part) == NULL) {
-        CHECK_TEXT(st.text, part);
+    CHECK(status.has_offset);
+    if (strstr(status.text, part) == NULL) {
+        CHECK_TEXT(status.text, part);
     }
     mls_mlpackage_fini(&package);
     description.length = 0;
@@ -217,8 +215,8 @@ TEST(refuses_unknown_data_types)
 {
     put_state(&description, 13, "kv", 65553, 4, kv, true);
     refuses("state kv has the data type 65553, which is unknown");
-    CHECK_TEXT(st.got, "data type 65553");
-    CHECK_TEXT(st.name, "kv");
+    CHECK_TEXT(status.got, "data type 65553");
+    CHECK_TEXT(status.name, "kv");
     put_state(&description, 13, "kv", 0, 4, kv, true);
     refuses("the data type 0");
 }
@@ -320,14 +318,14 @@ TEST(refuses_what_is_no_specification)
         many[i] = 0x08;
     }
     mls_mlpackage package = {0};
-    CHECK(mls_mlpackage_parse((const unsigned char *)"", 0, &package, &st) ==
+    CHECK(mls_mlpackage_parse((const unsigned char *)"", 0, &package, &status) ==
           MLS_E_FORMAT);
-    CHECK(strstr(st.text, "without a model's description") != NULL);
-    CHECK(mls_mlpackage_parse(many, sizeof many, &package, &st) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "more than 4096 fields") != NULL);
+    CHECK(strstr(status.text, "without a model's description") != NULL);
+    CHECK(mls_mlpackage_parse(many, sizeof many, &package, &status) == MLS_E_FORMAT);
+    CHECK(strstr(status.text, "more than 4096 fields") != NULL);
     CHECK(mls_mlpackage_parse((const unsigned char *)"\x12\x00\x12\x00", 4, &package,
-                              &st) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "appears twice") != NULL);
+                              &status) == MLS_E_FORMAT);
+    CHECK(strstr(status.text, "appears twice") != NULL);
 }
 
 TEST(refuses_a_specification_cut_off_anywhere)
@@ -342,7 +340,7 @@ TEST(refuses_a_specification_cut_off_anywhere)
         REQUIRE(copy != NULL);
         memcpy(copy, spec->data, length);
         mls_mlpackage package = {0};
-        const mls_code code = mls_mlpackage_parse(copy, length, &package, &st);
+        const mls_code code = mls_mlpackage_parse(copy, length, &package, &status);
         CHECK(code == (length == whole ? MLS_OK : MLS_E_FORMAT));
         mls_mlpackage_fini(&package);
         free(copy);
@@ -412,7 +410,7 @@ static mls_code read_named(const char *name, mls_mlpackage *out)
 {
     char path[512];
     snprintf(path, sizeof path, "%s/%s", root, name);
-    return mls_mlpackage_read(path, out, &st);
+    return mls_mlpackage_read(path, out, &status);
 }
 
 TEST(reads_a_package_and_a_bare_file)
@@ -439,8 +437,8 @@ TEST(refuses_a_manifest_that_points_outside)
         mls_mlpackage package = {0};
         write_manifest(paths[i]);
         CHECK(read_named("m.mlpackage", &package) == MLS_E_FORMAT);
-        CHECK(strstr(st.text, "Manifest.json: byte ") == st.text);
-        CHECK(strstr(st.text, "is not inside the package") != NULL);
+        CHECK(strstr(status.text, "Manifest.json: byte ") == status.text);
+        CHECK(strstr(status.text, "is not inside the package") != NULL);
     }
     end_package();
 }
@@ -463,7 +461,7 @@ TEST(refuses_a_manifest_that_says_too_little)
         mls_mlpackage package = {0};
         write_file("m.mlpackage/Manifest.json", texts[i], strlen(texts[i]));
         CHECK(read_named("m.mlpackage", &package) == MLS_E_FORMAT);
-        CHECK(strstr(st.text, "Manifest.json: ") == st.text);
+        CHECK(strstr(status.text, "Manifest.json: ") == status.text);
     }
     end_package();
 }
@@ -472,12 +470,12 @@ TEST(says_what_is_missing)
 {
     mls_mlpackage package = {0};
     start_package();
-    CHECK(read_named("nothing", &package) == MLS_E_IO && st.os_error == ENOENT);
+    CHECK(read_named("nothing", &package) == MLS_E_IO && status.os_error == ENOENT);
     CHECK(read_named("m.mlpackage/Data", &package) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "not a .mlpackage") != NULL);
+    CHECK(strstr(status.text, "not a .mlpackage") != NULL);
     write_manifest("other.mlmodel");
-    CHECK(read_named("m.mlpackage", &package) == MLS_E_IO && st.os_error == ENOENT);
-    CHECK(strstr(st.text, "Data/other.mlmodel: ") == st.text);
+    CHECK(read_named("m.mlpackage", &package) == MLS_E_IO && status.os_error == ENOENT);
+    CHECK(strstr(status.text, "Data/other.mlmodel: ") == status.text);
     end_package();
 }
 
@@ -490,7 +488,7 @@ TEST(refuses_a_fifo_without_waiting)
     CHECK(mkfifo(path, 0600) == 0);
     write_manifest("fifo");
     CHECK(read_named("m.mlpackage", &package) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "regular file") != NULL);
+    CHECK(strstr(status.text, "regular file") != NULL);
     end_package();
 }
 
@@ -506,7 +504,7 @@ TEST(steps_over_a_large_program)
     put_number(&head, (uint64_t)1 << 33);
     write_file("m.mlpackage/Data/model.mlmodel", head.data, head.length);
     CHECK(read_named("m.mlpackage", &package) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "field 502 claims 8589934592 bytes") != NULL);
+    CHECK(strstr(status.text, "field 502 claims 8589934592 bytes") != NULL);
     char path[512];
     snprintf(path, sizeof path, "%s/m.mlpackage/Data/model.mlmodel", root);
     if (truncate(path, (off_t)(head.length + ((uint64_t)1 << 33))) == 0) { /* sparse */
@@ -522,6 +520,7 @@ TEST(keeps_long_paths_out_of_the_way_of_the_reason)
     static char name[3000];
     mls_mlpackage package = {0};
     memset(name, 'd', sizeof name - 1);
-    CHECK(mls_mlpackage_read(name, &package, &st) == MLS_E_IO);
-    CHECK(strncmp(st.text, "...ddd", 6) == 0 && strstr(st.text, "cannot open") != NULL);
+    CHECK(mls_mlpackage_read(name, &package, &status) == MLS_E_IO);
+    CHECK(strncmp(status.text, "...ddd", 6) == 0 &&
+          strstr(status.text, "cannot open") != NULL);
 }

@@ -29,9 +29,8 @@ static bool text_is(const mls_json *doc, mls_json_node node, const char *expecte
 TEST(every_kind_of_value_is_read)
 {
     mls_json *doc = NULL;
-    mls_status st;
     REQUIRE(parse(" { \"a\" : [1, -2.5e+3 ,true,false,null,\"x\"], \"b\":{} }\n", &doc,
-                  &st) == MLS_OK);
+                  &status) == MLS_OK);
     CHECK(mls_json_type_of(doc, 0) == MLS_JSON_OBJECT);
     CHECK(mls_json_size(doc, 0) == 2);
     mls_json_node list = mls_json_find(doc, 0, "a");
@@ -65,8 +64,7 @@ TEST(every_kind_of_value_is_read)
 TEST(members_after_a_nested_container_are_found)
 {
     mls_json *doc = NULL;
-    mls_status st;
-    REQUIRE(parse("[[1,[2,{\"k\":[3]}]],4,{\"z\":5}]", &doc, &st) == MLS_OK);
+    REQUIRE(parse("[[1,[2,{\"k\":[3]}]],4,{\"z\":5}]", &doc, &status) == MLS_OK);
     CHECK(mls_json_size(doc, 0) == 3);
     mls_json_node second = mls_json_next(doc, mls_json_first(doc, 0));
     CHECK(text_is(doc, second, "4"));
@@ -93,11 +91,10 @@ TEST(every_byte_is_seen_at_every_place_of_a_string)
 TEST(escapes_become_utf8)
 {
     mls_json *doc = NULL;
-    mls_status st;
     REQUIRE(
         parse("[\"\\\"\\\\\\/\\b\\f\\n\\r\\t\", \"\\u0041\\u00e9\\u20AC\\ud83d\\ude00\", "
               "\"a\\u0000b\", \"\xC3\xA9\xF0\x9F\x98\x80\"]",
-              &doc, &st) == MLS_OK);
+              &doc, &status) == MLS_OK);
     mls_json_node node = mls_json_first(doc, 0);
     CHECK(text_is(doc, node, "\"\\/\b\f\n\r\t"));
     node = mls_json_next(doc, node);
@@ -129,9 +126,8 @@ TEST(integers_are_read_up_to_two_to_the_64)
                  {"[]", false, 0}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         mls_json *doc = NULL;
-        mls_status st;
         uint64_t value = 77;
-        REQUIRE(parse(cases[i].text, &doc, &st) == MLS_OK);
+        REQUIRE(parse(cases[i].text, &doc, &status) == MLS_OK);
         CHECK(mls_json_u64(doc, 0, &value) == cases[i].good);
         CHECK(value == (cases[i].good ? cases[i].value : 77));
         mls_json_free(doc);
@@ -185,12 +181,12 @@ TEST(what_is_not_json_is_refused_at_its_offset)
                  {"\"\\ud800\\u0041\"", 1}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         mls_json *doc = NULL;
-        mls_status st;
-        const mls_code code = parse(cases[i].text, &doc, &st);
+        const mls_code code = parse(cases[i].text, &doc, &status);
         CHECK(code == MLS_E_FORMAT && doc == NULL);
-        CHECK(st.has_offset && st.offset == cases[i].offset);
-        if (st.offset != cases[i].offset) {
-            printf("    %s: offset %d: %s\n", cases[i].text, (int)st.offset, st.text);
+        CHECK(status.has_offset && status.offset == cases[i].offset);
+        if (status.offset != cases[i].offset) {
+            printf("    %s: offset %d: %s\n", cases[i].text, (int)status.offset,
+                   status.text);
         }
         mls_json_free(doc);
     }
@@ -220,10 +216,9 @@ TEST(text_with_a_nul_byte_is_refused)
 TEST(duplicate_keys_are_refused_however_they_are_spelled)
 {
     mls_json *doc = NULL;
-    mls_status st;
-    CHECK(parse("{\"a\":1,\"b\":2,\"\\u0061\":3}", &doc, &st) == MLS_E_FORMAT);
-    CHECK(st.offset == 13);
-    CHECK_TEXT(st.name, "a");
+    CHECK(parse("{\"a\":1,\"b\":2,\"\\u0061\":3}", &doc, &status) == MLS_E_FORMAT);
+    CHECK(status.offset == 13);
+    CHECK_TEXT(status.name, "a");
     CHECK(!accepts("[{\"x\":{\"\":1,\"\":2}}]", 19));
     CHECK(accepts("[{\"x\":1},{\"x\":1,\"xx\":{\"x\":2}}]", 30));
 }
@@ -271,8 +266,7 @@ TEST(objects_after_one_another_are_each_read_for_themselves)
         CHECK(accepts(cases[i].text, strlen(cases[i].text)) == cases[i].good);
     }
     mls_json *doc = NULL;
-    mls_status st;
-    REQUIRE(parse(cases[0].text, &doc, &st) == MLS_OK);
+    REQUIRE(parse(cases[0].text, &doc, &status) == MLS_OK);
     static const char *const expected[][2] = {
         {"1", "2"}, {"3", "4"}, {"6", "5"}, {"7", NULL}};
     mls_json_node object = mls_json_first(doc, 0);
@@ -340,15 +334,14 @@ TEST(depth_is_bounded_and_costs_no_stack)
     memset(text, '[', DEPTH);
     memset(text + DEPTH, ']', DEPTH);
     mls_json *doc = NULL;
-    mls_status st;
     const mls_json_limits few = {.depth = 5, .nodes = 100};
-    CHECK(mls_json_parse(text, 2 * DEPTH, few, &doc, &st) == MLS_E_FORMAT);
-    CHECK(st.offset == 5);
-    CHECK(mls_json_parse(text + DEPTH - 5, 10, few, &doc, &st) == MLS_OK);
+    CHECK(mls_json_parse(text, 2 * DEPTH, few, &doc, &status) == MLS_E_FORMAT);
+    CHECK(status.offset == 5);
+    CHECK(mls_json_parse(text + DEPTH - 5, 10, few, &doc, &status) == MLS_OK);
     mls_json_free(doc);
     doc = NULL;
     const mls_json_limits all = {.depth = DEPTH, .nodes = DEPTH};
-    CHECK(mls_json_parse(text, 2 * DEPTH, all, &doc, &st) == MLS_OK);
+    CHECK(mls_json_parse(text, 2 * DEPTH, all, &doc, &status) == MLS_OK);
     mls_json_free(doc);
     free(text);
 }
@@ -356,13 +349,12 @@ TEST(depth_is_bounded_and_costs_no_stack)
 TEST(the_number_of_values_is_bounded)
 {
     mls_json *doc = NULL;
-    mls_status st;
     const mls_json_limits few = {.depth = 5, .nodes = 3};
-    CHECK(mls_json_parse("[1,2]", 5, few, &doc, &st) == MLS_OK);
+    CHECK(mls_json_parse("[1,2]", 5, few, &doc, &status) == MLS_OK);
     mls_json_free(doc);
     doc = NULL;
-    CHECK(mls_json_parse("[1,2,3]", 7, few, &doc, &st) == MLS_E_FORMAT);
-    CHECK(st.offset == 5 && doc == NULL);
+    CHECK(mls_json_parse("[1,2,3]", 7, few, &doc, &status) == MLS_E_FORMAT);
+    CHECK(status.offset == 5 && doc == NULL);
 }
 
 TEST(any_cut_of_a_document_is_refused)

@@ -14,37 +14,35 @@ static mls_code check(mls_kv_kind kind, int64_t target, int64_t position, mls_st
 
 TEST(requests_that_cannot_work_are_refused)
 {
-    mls_status st;
-    CHECK(check(MLS_KV_EXPAND, 8, 8, &st) == MLS_OK);
-    CHECK(check(MLS_KV_EXPAND, 7, 2, &st) == MLS_E_CAPACITY);
-    CHECK(strstr(st.text, "compact instead of expanding") != NULL);
-    CHECK(check(MLS_KV_COMPACT, 7, 2, &st) == MLS_OK);
-    CHECK(check(MLS_KV_COMPACT, 20, 8, &st) == MLS_OK);
-    CHECK(check(MLS_KV_EXPAND, 10, -1, &st) == MLS_E_CAPACITY);
-    CHECK(check(MLS_KV_EXPAND, 10, 9, &st) == MLS_E_CAPACITY);
-    CHECK_TEXT(st.expected, "0..8");
-    CHECK_TEXT(st.got, "9");
-    CHECK(check(MLS_KV_COMPACT, 4, 5, &st) == MLS_E_CAPACITY);
-    CHECK(strstr(st.text, "at least 5") != NULL);
-    CHECK(check(MLS_KV_COMPACT, -4, 0, &st) == MLS_E_CAPACITY);
-    CHECK(strchr(st.text, '(') == NULL); /* the usual layout needs no note */
+    CHECK(check(MLS_KV_EXPAND, 8, 8, &status) == MLS_OK);
+    CHECK(check(MLS_KV_EXPAND, 7, 2, &status) == MLS_E_CAPACITY);
+    CHECK(strstr(status.text, "compact instead of expanding") != NULL);
+    CHECK(check(MLS_KV_COMPACT, 7, 2, &status) == MLS_OK);
+    CHECK(check(MLS_KV_COMPACT, 20, 8, &status) == MLS_OK);
+    CHECK(check(MLS_KV_EXPAND, 10, -1, &status) == MLS_E_CAPACITY);
+    CHECK(check(MLS_KV_EXPAND, 10, 9, &status) == MLS_E_CAPACITY);
+    CHECK_TEXT(status.expected, "0..8");
+    CHECK_TEXT(status.got, "9");
+    CHECK(check(MLS_KV_COMPACT, 4, 5, &status) == MLS_E_CAPACITY);
+    CHECK(strstr(status.text, "at least 5") != NULL);
+    CHECK(check(MLS_KV_COMPACT, -4, 0, &status) == MLS_E_CAPACITY);
+    CHECK(strchr(status.text, '(') == NULL); /* the usual layout needs no note */
     const mls_kv_request other = {.target_length = 3, .position = 1, .axis = 3};
-    CHECK(mls_kv_check(RANK, shape, other, &st) == MLS_E_CAPACITY);
-    CHECK(strstr(st.text, "the source's 4 (sequence axis 3 of shape (2, 3, 8, 4)): ") !=
-          NULL);
+    CHECK(mls_kv_check(RANK, shape, other, &status) == MLS_E_CAPACITY);
+    CHECK(strstr(status.text,
+                 "the source's 4 (sequence axis 3 of shape (2, 3, 8, 4)): ") != NULL);
 }
 
 TEST(axes_are_counted_from_both_ends)
 {
     const size_t ones[MLS_KV_MAX_RANK + 1] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
-    mls_status st;
     for (int rank = 0; rank <= MLS_KV_MAX_RANK + 1; rank++) {
         for (int64_t wanted = -11; wanted <= 11; wanted++) {
             const bool is_rank = rank >= MLS_KV_MIN_RANK && rank <= MLS_KV_MAX_RANK;
             const bool is_axis = wanted >= -rank && wanted < rank;
             int axis = -100;
             const mls_code code =
-                mls_kv_find_axis("it", rank, ones, "its axis", wanted, &axis, &st);
+                mls_kv_find_axis("it", rank, ones, "its axis", wanted, &axis, &status);
             CHECK(code == (is_rank && is_axis ? MLS_OK : MLS_E_SHAPE));
             CHECK(axis == (code != MLS_OK ? -100
                            : wanted < 0   ? rank + (int)wanted
@@ -52,13 +50,14 @@ TEST(axes_are_counted_from_both_ends)
         }
     }
     int axis;
-    CHECK(mls_kv_find_axis("it", 1, shape, "at", 0, &axis, &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.expected, "2 to 8 dimensions");
-    CHECK_TEXT(st.got, "(2,)");
-    CHECK(mls_kv_find_axis("it", RANK, shape, "at", INT64_MIN, &axis, &st) ==
+    CHECK(mls_kv_find_axis("it", 1, shape, "at", 0, &axis, &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.expected, "2 to 8 dimensions");
+    CHECK_TEXT(status.got, "(2,)");
+    CHECK(mls_kv_find_axis("it", RANK, shape, "at", INT64_MIN, &axis, &status) ==
           MLS_E_SHAPE);
-    CHECK(mls_kv_find_axis("it", RANK, shape, "at", 4, &axis, &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.text, "at 4 is outside -4..3: it has 4 dimensions, shape (2, 3, 8, 4)");
+    CHECK(mls_kv_find_axis("it", RANK, shape, "at", 4, &axis, &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.text,
+               "at 4 is outside -4..3: it has 4 dimensions, shape (2, 3, 8, 4)");
 }
 
 static mls_code check_shapes(int source_rank, const size_t *source, int target_rank,
@@ -71,23 +70,22 @@ static mls_code check_shapes(int source_rank, const size_t *source, int target_r
 
 TEST(shapes_of_two_models_must_agree)
 {
-    mls_status st;
     size_t other[9] = {2, 3, 16, 4, 1, 1, 1, 1, 1};
-    CHECK(check_shapes(4, shape, 4, other, -2, MLS_KV_EXPAND, &st) == MLS_OK);
-    CHECK(check_shapes(4, other, 4, shape, 2, MLS_KV_EXPAND, &st) == MLS_E_CAPACITY);
-    CHECK(check_shapes(4, other, 4, shape, -2, MLS_KV_COMPACT, &st) == MLS_OK);
-    CHECK(check_shapes(1, other, 4, shape, -2, MLS_KV_COMPACT, &st) == MLS_E_SHAPE);
-    CHECK(check_shapes(4, shape, 9, other, -2, MLS_KV_COMPACT, &st) == MLS_E_SHAPE);
-    CHECK(check_shapes(4, shape, 4, other, 4, MLS_KV_COMPACT, &st) == MLS_E_SHAPE);
-    CHECK(check_shapes(4, shape, 5, other, -2, MLS_KV_COMPACT, &st) == MLS_E_SHAPE);
-    CHECK(strstr(st.text, "dimensions differ: the source has 4, the target 5") ==
-          st.text);
-    CHECK(check_shapes(4, shape, 4, other, -1, MLS_KV_EXPAND, &st) == MLS_E_SHAPE);
-    CHECK(strstr(st.text, "lengths of axis 2 differ: the source has 8, the target 16 "
-                          "(sequence axis 3 of shape (2, 3, 8, 4))") == st.text);
+    CHECK(check_shapes(4, shape, 4, other, -2, MLS_KV_EXPAND, &status) == MLS_OK);
+    CHECK(check_shapes(4, other, 4, shape, 2, MLS_KV_EXPAND, &status) == MLS_E_CAPACITY);
+    CHECK(check_shapes(4, other, 4, shape, -2, MLS_KV_COMPACT, &status) == MLS_OK);
+    CHECK(check_shapes(1, other, 4, shape, -2, MLS_KV_COMPACT, &status) == MLS_E_SHAPE);
+    CHECK(check_shapes(4, shape, 9, other, -2, MLS_KV_COMPACT, &status) == MLS_E_SHAPE);
+    CHECK(check_shapes(4, shape, 4, other, 4, MLS_KV_COMPACT, &status) == MLS_E_SHAPE);
+    CHECK(check_shapes(4, shape, 5, other, -2, MLS_KV_COMPACT, &status) == MLS_E_SHAPE);
+    CHECK(strstr(status.text, "dimensions differ: the source has 4, the target 5") ==
+          status.text);
+    CHECK(check_shapes(4, shape, 4, other, -1, MLS_KV_EXPAND, &status) == MLS_E_SHAPE);
+    CHECK(strstr(status.text, "lengths of axis 2 differ: the source has 8, the target 16 "
+                              "(sequence axis 3 of shape (2, 3, 8, 4))") == status.text);
     other[1] = 9;
-    CHECK(check_shapes(4, shape, 4, other, -2, MLS_KV_EXPAND, &st) == MLS_E_SHAPE);
-    CHECK(strstr(st.text, "heads") == st.text);
+    CHECK(check_shapes(4, shape, 4, other, -2, MLS_KV_EXPAND, &status) == MLS_E_SHAPE);
+    CHECK(strstr(status.text, "heads") == status.text);
 }
 
 enum { ITEMS = 2 * 3 * 8 * 4, MORE = 2 * 3 * 16 * 4 };
@@ -98,13 +96,12 @@ TEST(tokens_move_and_the_rest_is_padded)
     const size_t large[RANK] = {2, 3, 16, 4};
     mls_tensor src = {0}, dst = {0};
     mls_element pad;
-    mls_status st;
     for (int i = 0; i < ITEMS; i++) {
         from[i] = (uint16_t)(i + 1);
     }
-    REQUIRE(mls_tensor_init(&src, from, MLS_U16, 4, shape, &st) == MLS_OK);
-    REQUIRE(mls_tensor_init(&dst, to, MLS_U16, 4, large, &st) == MLS_OK);
-    REQUIRE(mls_element_encode(9, &dst, &pad, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&src, from, MLS_U16, 4, shape, &status) == MLS_OK);
+    REQUIRE(mls_tensor_init(&dst, to, MLS_U16, 4, large, &status) == MLS_OK);
+    REQUIRE(mls_element_encode(9, &dst, &pad, &status) == MLS_OK);
     for (size_t position = 0; position <= 8; position++) {
         memset(to, 0xEE, sizeof to);
         mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, AXIS, position,
@@ -132,16 +129,15 @@ TEST(threads_give_the_same_bytes)
     mls_tensor src = {0}, dst = {0}, again = {0};
     mls_element pad = {.size = 2};
     mls_pool *pool = NULL;
-    mls_status st;
     for (size_t i = 0; i < LARGE / 2; i++) {
         from[i] = (uint16_t)(i * 2654435761U >> 7);
     }
-    REQUIRE(mls_tensor_init(&src, from, MLS_F16, 4, small, &st) == MLS_OK);
-    REQUIRE(mls_tensor_init(&dst, one, MLS_F16, 4, large, &st) == MLS_OK);
-    REQUIRE(mls_tensor_init(&again, many, MLS_F16, 4, large, &st) == MLS_OK);
-    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&src, from, MLS_F16, 4, small, &status) == MLS_OK);
+    REQUIRE(mls_tensor_init(&dst, one, MLS_F16, 4, large, &status) == MLS_OK);
+    REQUIRE(mls_tensor_init(&again, many, MLS_F16, 4, large, &status) == MLS_OK);
+    REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
     mls_cpu best = MLS_CPU_SCALAR;
-    REQUIRE(mls_cpu_choose(NULL, &best, &st) == MLS_OK);
+    REQUIRE(mls_cpu_choose(NULL, &best, &status) == MLS_OK);
     memset(one, 1, sizeof one);
     memset(many, 2, sizeof many);
     mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, AXIS, 1000, &pad,
@@ -203,10 +199,9 @@ TEST(every_axis_moves_with_threads_too)
     enum { WORDS = 8 << 20 };
     static uint16_t from[WORDS], to[WORDS];
     mls_pool *pool = NULL;
-    mls_status st;
     mls_cpu best = MLS_CPU_SCALAR;
-    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
-    REQUIRE(mls_cpu_choose(NULL, &best, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
+    REQUIRE(mls_cpu_choose(NULL, &best, &status) == MLS_OK);
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
         for (int axis = 0; axis < 5; axis++) {
             size_t longer[5];
@@ -224,7 +219,7 @@ TEST(every_axis_moves_with_threads_too)
             const size_t positions[] = {0, shapes[i][axis] / 2, shapes[i][axis]};
             for (int j = 0; j < 3; j++) {
                 mls_element pad;
-                REQUIRE(mls_element_encode(9, &dst, &pad, &st) == MLS_OK);
+                REQUIRE(mls_element_encode(9, &dst, &pad, &status) == MLS_OK);
                 mls_kv_move(mls_kernels_of(best), j == 1 ? NULL : pool, &dst, &src, axis,
                             positions[j], &pad, (mls_kv_memory)j);
                 CHECK(is_moved(&dst, &src, axis, positions[j]));
@@ -240,21 +235,20 @@ TEST(targets_are_checked_before_anything_is_written)
     const size_t large[RANK] = {2, 3, 16, 4};
     mls_kv_request request = {MLS_KV_EXPAND, 16, 8, AXIS, NULL};
     mls_tensor src = {0}, dst = {0};
-    mls_status st;
-    REQUIRE(mls_tensor_init(&src, memory, MLS_U16, 4, shape, &st) == MLS_OK);
-    REQUIRE(mls_tensor_init(&dst, memory + 1, MLS_U16, 4, large, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&src, memory, MLS_U16, 4, shape, &status) == MLS_OK);
+    REQUIRE(mls_tensor_init(&dst, memory + 1, MLS_U16, 4, large, &status) == MLS_OK);
     const mls_kv_names names = {.source = "from", .target = "to", .if_shared = "copy"};
     request.names = &names;
-    CHECK(mls_kv_check_target(&dst, &src, request, &st) == MLS_E_OVERLAP);
-    CHECK_TEXT(st.text, "to shares memory with from: copy");
-    REQUIRE(mls_tensor_init(&dst, memory + ITEMS, MLS_U16, 4, large, &st) == MLS_OK);
-    CHECK(mls_kv_check_target(&dst, &src, request, &st) == MLS_OK);
+    CHECK(mls_kv_check_target(&dst, &src, request, &status) == MLS_E_OVERLAP);
+    CHECK_TEXT(status.text, "to shares memory with from: copy");
+    REQUIRE(mls_tensor_init(&dst, memory + ITEMS, MLS_U16, 4, large, &status) == MLS_OK);
+    CHECK(mls_kv_check_target(&dst, &src, request, &status) == MLS_OK);
     dst.shape[2] = 15;
-    CHECK(mls_kv_check_target(&dst, &src, request, &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.expected, "(2, 3, 16, 4)");
+    CHECK(mls_kv_check_target(&dst, &src, request, &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.expected, "(2, 3, 16, 4)");
     dst.shape[2] = 16;
     dst.dtype = MLS_F16;
-    CHECK(mls_kv_check_target(&dst, &src, request, &st) == MLS_E_DTYPE);
+    CHECK(mls_kv_check_target(&dst, &src, request, &status) == MLS_E_DTYPE);
 }
 
 /* Fill bytes with a pattern that no padding of the tests has. */
@@ -326,12 +320,11 @@ TEST(innermost_rows_move_past_the_cache)
     static const char *const stores[] = {"plain", "stream1", "stream4"};
     static const size_t lengths[][2] = {
         {40, 80}, {33, 96}, {50, 101}, {104, 400}, {300, 304}};
-    mls_status st;
     mls_cpu best = MLS_CPU_SCALAR;
-    REQUIRE(mls_cpu_choose(NULL, &best, &st) == MLS_OK);
+    REQUIRE(mls_cpu_choose(NULL, &best, &status) == MLS_OK);
     for (size_t i = 0; i < sizeof stores / sizeof stores[0]; i++) {
         mls_kernels kernels = *mls_kernels_of(best);
-        REQUIRE(mls_store_choices_init(&choices, stores[i], &st) == MLS_OK);
+        REQUIRE(mls_store_choices_init(&choices, stores[i], &status) == MLS_OK);
         choices.least[MLS_STORING_WITHIN] = 1; /* stage the rows of small results too */
         kernels.choices = &choices;
         for (size_t j = 0; j < sizeof lengths / sizeof lengths[0]; j++) {
@@ -342,7 +335,7 @@ TEST(innermost_rows_move_past_the_cache)
             const size_t positions[] = {0, 7, before[2]};
             for (int k = 0; k < 3; k++) {
                 mls_element pad;
-                REQUIRE(mls_element_encode(9, &dst, &pad, &st) == MLS_OK);
+                REQUIRE(mls_element_encode(9, &dst, &pad, &status) == MLS_OK);
                 mls_kv_move(&kernels, NULL, &dst, &src, 2, positions[k], &pad,
                             MLS_KV_TOUCHED);
                 CHECK(is_moved(&dst, &src, 2, positions[k]));

@@ -123,8 +123,7 @@ TEST(rotations_agree_with_the_definition)
         make(&scalar, dtype, dim[0], (kind & 8) != 0, 0);
         make(&got, dtype, dim[0], (kind & 8) != 0, offset);
         fill(&keys);
-        mls_status st;
-        REQUIRE(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_OK);
+        REQUIRE(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_OK);
         mls_rotate_keys(mls_kernels_of(MLS_CPU_SCALAR), NULL, &scalar.t, &keys.t, &r);
         check_rotated(&keys, &scalar, &r, tolerances[dtype]);
         const size_t bytes = HEADS * POSITIONS * dim[0] * mls_tensor_item_bytes(&keys.t);
@@ -148,7 +147,6 @@ TEST(rotations_agree_with_the_definition)
 TEST(a_shift_of_zero_changes_nothing)
 {
     static cache keys, got;
-    mls_status st;
     const int64_t zero = 0;
     const mls_rotation r = {.base = 1e4,
                             .scaling = 1,
@@ -159,7 +157,7 @@ TEST(a_shift_of_zero_changes_nothing)
     make(&keys, MLS_F16, 16, false, 0);
     make(&got, MLS_F16, 16, false, 0);
     fill(&keys);
-    REQUIRE(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_OK);
+    REQUIRE(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_OK);
     mls_rotate_keys(mls_kernels_of(MLS_CPU_SCALAR), NULL, &got.t, &keys.t, &r);
     CHECK(memcmp(got.t.data, keys.t.data, HEADS * POSITIONS * 32) == 0);
 }
@@ -167,7 +165,6 @@ TEST(a_shift_of_zero_changes_nothing)
 TEST(bad_arguments_are_refused)
 {
     static cache keys, got;
-    mls_status st;
     const int64_t shifts[2] = {0};
     const mls_rotation good = {.base = 1e4,
                                .scaling = 1,
@@ -177,42 +174,42 @@ TEST(bad_arguments_are_refused)
                                .shift_count = 1};
     make(&keys, MLS_F16, 16, false, 0);
     make(&got, MLS_F16, 16, false, 0);
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_OK);
-    CHECK(mls_rotate_keys_check(&keys.t, &keys.t, &good, &st) == MLS_OK);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_OK);
+    CHECK(mls_rotate_keys_check(&keys.t, &keys.t, &good, &status) == MLS_OK);
     mls_rotation r = good;
     r.axis = 2;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_SHAPE);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_E_SHAPE);
     r = good;
     r.shift_count = 2;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_SHAPE);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_E_SHAPE);
     static const size_t dims[] = {0, 1, 3, 18, SIZE_MAX - 1};
     for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
         r = good;
         r.rotary_dim = dims[i];
-        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_VALUE);
+        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_E_VALUE);
     }
     static const double numbers[] = {0, -1, INFINITY, NAN};
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
         r = good;
         r.base = numbers[i];
-        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_VALUE);
+        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_E_VALUE);
         r = good;
         r.scaling = numbers[i];
-        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_VALUE);
+        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_E_VALUE);
     }
     got.t.dtype = MLS_BF16;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_DTYPE);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_E_DTYPE);
     got.t.dtype = MLS_I8;
-    CHECK(mls_rotate_keys_check(&got.t, &got.t, &good, &st) == MLS_E_DTYPE);
+    CHECK(mls_rotate_keys_check(&got.t, &got.t, &good, &status) == MLS_E_DTYPE);
     got.t.dtype = MLS_F16;
     got.t.shape[0] = 1;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_SHAPE);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_E_SHAPE);
     got.t.shape[0] = HEADS;
     got.t.data = keys.t.data + 2;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_OVERLAP);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_E_OVERLAP);
     got.t = keys.t;
     got.t.strides[1] = 0;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_OVERLAP);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_E_OVERLAP);
     keys.t.rank = 1;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_SHAPE);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_E_SHAPE);
 }

@@ -55,9 +55,8 @@ TEST(large_items_come_first_then_names)
     mls_header_tensor tensors[4];
     mls_header h;
     mls_safetensors file = {0};
-    mls_status st;
     four(tensors);
-    REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &st) == MLS_OK);
+    REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &status) == MLS_OK);
     (void)mls_header_finish(&h, crc);
     CHECK(h.count == 4 && h.tensors == tensors);
     REQUIRE(parses(&h, &file) && file.count == 4);
@@ -81,9 +80,9 @@ TEST(the_first_tensor_lies_at_the_asked_alignment)
     for (size_t i = 0; i < sizeof alignments / sizeof alignments[0]; i++) {
         mls_header_tensor tensors[4];
         mls_header h;
-        mls_status st;
         four(tensors);
-        REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, alignments[i], &st) == MLS_OK);
+        REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, alignments[i], &status) ==
+                MLS_OK);
         CHECK(h.text.length % alignments[i] == 0 && tensors[0].offset == h.text.length);
         CHECK(h.text.length <= 512 || h.text.length == alignments[i]);
         mls_header_fini(&h);
@@ -100,9 +99,8 @@ TEST(no_length_of_the_text_moves_the_payload_off_its_place)
         mls_header_tensor tensors[4];
         mls_header h;
         mls_safetensors file = {0};
-        mls_status st;
         four(tensors);
-        REQUIRE(mls_header_init(&h, tensors, 4, &pair, 1, 64, &st) == MLS_OK);
+        REQUIRE(mls_header_init(&h, tensors, 4, &pair, 1, 64, &status) == MLS_OK);
         (void)mls_header_finish(&h, crc);
         CHECK(h.text.length % 64 == 0);
         CHECK(mls_load_le64((unsigned char *)h.text.data) == h.text.length - 8);
@@ -129,11 +127,10 @@ TEST(each_block_of_each_tensor_has_its_digits)
     mls_header_tensor tensors[5];
     mls_header h;
     mls_safetensors file = {0};
-    mls_status st;
     for (size_t i = 0; i < 5; i++) {
         tensors[i] = tensor(names[i], MLS_U8, 1, &sizes[i]);
     }
-    REQUIRE(mls_header_init(&h, tensors, 5, NULL, 0, 4096, &st) == MLS_OK);
+    REQUIRE(mls_header_init(&h, tensors, 5, NULL, 0, 4096, &status) == MLS_OK);
     REQUIRE(h.block_count == 1 + 2 + 3 + 0 + 1);
     CHECK(tensors[0].crcs == h.crcs && tensors[4].crcs == h.crcs + 6);
     for (size_t i = 0; i < h.block_count; i++) {
@@ -158,9 +155,8 @@ TEST(the_headers_checksum_is_that_of_zeros_in_its_place)
 {
     mls_header_tensor tensors[4];
     mls_header h;
-    mls_status st;
     four(tensors);
-    REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &st) == MLS_OK);
+    REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &status) == MLS_OK);
     const uint32_t own = mls_header_finish(&h, crc);
     memcpy(h.text.data + h.header_crc, "00000000", 8);
     CHECK(crc->update(0, h.text.data, h.text.length) == own);
@@ -174,9 +170,8 @@ TEST(metadata_goes_by_key_among_our_own)
                                   {text("a"), text("")}};
     mls_header h;
     mls_safetensors file = {0};
-    mls_status st;
     mls_header_tensor unused;
-    REQUIRE(mls_header_init(&h, &unused, 0, pairs, 3, 8, &st) == MLS_OK);
+    REQUIRE(mls_header_init(&h, &unused, 0, pairs, 3, 8, &status) == MLS_OK);
     (void)mls_header_finish(&h, crc);
     mls_json_writer_put(&h.text, "", 1); /* terminated for strstr */
     h.text.length--;
@@ -236,9 +231,8 @@ TEST(a_long_name_leaves_room_for_the_reason)
     mls_header_tensor tensors[2] = {tensor(name, MLS_U8, 1, five),
                                     tensor(name, MLS_U8, 1, five)};
     mls_header h;
-    mls_status st;
-    CHECK(mls_header_init(&h, tensors, 2, NULL, 0, 64, &st) == MLS_E_VALUE);
-    CHECK(strstr(st.text, "nnn' appears twice") != NULL);
+    CHECK(mls_header_init(&h, tensors, 2, NULL, 0, 64, &status) == MLS_E_VALUE);
+    CHECK(strstr(status.text, "nnn' appears twice") != NULL);
 }
 
 TEST(a_header_over_the_formats_limit_is_refused)
@@ -250,8 +244,7 @@ TEST(a_header_over_the_formats_limit_is_refused)
     const mls_str_pair pair = {text("k"), {value, length}};
     mls_header_tensor one = tensor("a", MLS_U8, 1, five);
     mls_header h = {.count = 77};
-    mls_status st;
-    CHECK(mls_header_init(&h, &one, 1, &pair, 1, 64, &st) == MLS_E_SIZE);
-    CHECK(h.count == 77 && strstr(st.text, "100000000") != NULL);
+    CHECK(mls_header_init(&h, &one, 1, &pair, 1, 64, &status) == MLS_E_SIZE);
+    CHECK(h.count == 77 && strstr(status.text, "100000000") != NULL);
     free(value);
 }

@@ -196,21 +196,20 @@ TEST(any_bytes_are_a_name)
 TEST(a_name_that_occurs_twice_is_refused)
 {
     const mls_str list[] = {TEXT("a.b"), TEXT("100%s.x"), TEXT("c"), TEXT("100%s.x")};
-    mls_status st;
-    CHECK(mls_name_tree_new(list, 4, &names, &st) == MLS_E_VALUE && names == NULL);
-    CHECK_TEXT(st.name, "100%s.x");
-    CHECK_TEXT(st.text, "names 1 and 3 of the list are the same");
+    CHECK(mls_name_tree_new(list, 4, &names, &status) == MLS_E_VALUE && names == NULL);
+    CHECK_TEXT(status.name, "100%s.x");
+    CHECK_TEXT(status.text, "names 1 and 3 of the list are the same");
     const mls_str neighbours[] = {TEXT(""), TEXT("")};
-    CHECK(mls_name_tree_new(neighbours, 2, &names, &st) == MLS_E_VALUE && names == NULL);
-    CHECK(mls_name_tree_new(neighbours, 1, &names, &st) == MLS_OK);
+    CHECK(mls_name_tree_new(neighbours, 2, &names, &status) == MLS_E_VALUE &&
+          names == NULL);
+    CHECK(mls_name_tree_new(neighbours, 1, &names, &status) == MLS_OK);
 }
 
 TEST(a_list_that_is_too_long_is_refused_unread)
 {
-    mls_status st;
-    CHECK(mls_name_tree_new(NULL, (size_t)1 << 31, &names, &st) == MLS_E_CAPACITY);
-    CHECK(mls_name_tree_new(NULL, SIZE_MAX, &names, &st) == MLS_E_CAPACITY);
-    CHECK(names == NULL && strstr(st.text, "segments") != NULL);
+    CHECK(mls_name_tree_new(NULL, (size_t)1 << 31, &names, &status) == MLS_E_CAPACITY);
+    CHECK(mls_name_tree_new(NULL, SIZE_MAX, &names, &status) == MLS_E_CAPACITY);
+    CHECK(names == NULL && strstr(status.text, "segments") != NULL);
 }
 
 enum { DEPTH = 2000, LONG = 5000 };

@@ -64,11 +64,10 @@ TEST(every_name_is_shown_or_counted_within_the_rows)
         mls_name_tree *tree = tree_of(counts[kind], kinds[kind]);
         const size_t limits[] = {1, 2, 3, 12, 40, 120, SIZE_MAX};
         for (size_t i = 0; tree != NULL && i < sizeof limits / sizeof limits[0]; i++) {
-            mls_status st;
             mls_name_tree_preview_row *rows = NULL;
             size_t count = 0;
-            CHECK(mls_name_tree_preview_new(tree, limits[i], 12, &rows, &count, &st) ==
-                  MLS_OK);
+            CHECK(mls_name_tree_preview_new(tree, limits[i], 12, &rows, &count,
+                                            &status) == MLS_OK);
             CHECK(count > 0 && count <= limits[i]);
             CHECK(names_shown(tree, rows, count) == counts[kind]);
             mls_free(rows);
@@ -79,12 +78,11 @@ TEST(every_name_is_shown_or_counted_within_the_rows)
 
 TEST(rows_come_in_pre_order_with_the_last_sibling)
 {
-    mls_status st;
     mls_name_tree_preview_row *rows = NULL;
     size_t count = 0;
     mls_name_tree *tree = tree_of(8, few); /* a.0 a.1 b.0 ... d.1 */
     const mls_name_node *nodes = mls_name_tree_nodes(tree);
-    CHECK(mls_name_tree_preview_new(tree, 7, 3, &rows, &count, &st) == MLS_OK);
+    CHECK(mls_name_tree_preview_new(tree, 7, 3, &rows, &count, &status) == MLS_OK);
     /* a with two members, two siblings counted, d with two members */
     CHECK(count == 7);
     CHECK(mls_str_is(nodes[rows[0].node].path, "a") && rows[0].open);
@@ -103,11 +101,10 @@ static void one(char *text, size_t i)
 
 TEST(a_single_name_needs_one_row)
 {
-    mls_status st;
     mls_name_tree_preview_row *rows = NULL;
     size_t count = 0;
     mls_name_tree *tree = tree_of(3, one);
-    CHECK(mls_name_tree_preview_new(tree, 50, 12, &rows, &count, &st) == MLS_OK &&
+    CHECK(mls_name_tree_preview_new(tree, 50, 12, &rows, &count, &status) == MLS_OK &&
           count == 3);
     CHECK(!rows[0].open && mls_name_tree_nodes(tree)[rows[0].node].count == 1);
     mls_free(rows);
@@ -116,16 +113,15 @@ TEST(a_single_name_needs_one_row)
 
 TEST(no_rows_and_no_names_give_nothing)
 {
-    mls_status st;
     mls_name_tree_preview_row *rows = NULL;
     size_t count = 9;
     mls_name_tree *tree = tree_of(8, few);
-    CHECK(mls_name_tree_preview_new(tree, 0, 12, &rows, &count, &st) == MLS_OK &&
+    CHECK(mls_name_tree_preview_new(tree, 0, 12, &rows, &count, &status) == MLS_OK &&
           count == 0);
     mls_free(rows);
     mls_name_tree_free(tree);
     tree = tree_of(0, few);
-    CHECK(mls_name_tree_preview_new(tree, 50, 12, &rows, &count, &st) == MLS_OK &&
+    CHECK(mls_name_tree_preview_new(tree, 50, 12, &rows, &count, &status) == MLS_OK &&
           count == 0);
     mls_free(rows);
     mls_name_tree_free(tree);
@@ -134,7 +130,6 @@ TEST(no_rows_and_no_names_give_nothing)
 TEST(a_deep_name_costs_no_stack)
 {
     enum { DEEP = 200000 };
-    mls_status st;
     mls_name_tree *tree = NULL;
     mls_name_tree_preview_row *rows = NULL;
     size_t count = 0;
@@ -145,8 +140,8 @@ TEST(a_deep_name_costs_no_stack)
     /* two names that share all parts except the last */
     const mls_str both[] = {{.data = text, .length = DEEP - 1},
                             {.data = text, .length = DEEP - 3}};
-    CHECK(mls_name_tree_new(both, 2, &tree, &st) == MLS_OK);
-    CHECK(mls_name_tree_preview_new(tree, SIZE_MAX, 3, &rows, &count, &st) == MLS_OK);
+    CHECK(mls_name_tree_new(both, 2, &tree, &status) == MLS_OK);
+    CHECK(mls_name_tree_preview_new(tree, SIZE_MAX, 3, &rows, &count, &status) == MLS_OK);
     CHECK(count == DEEP / 2);
     mls_free(rows);
     mls_name_tree_free(tree);
@@ -161,9 +156,8 @@ TEST(rows_say_what_lies_under_them)
         {1, "int8"}, {2, "int8"}, {4, NULL}, {8, "int8"}, {16, "float32"}};
     mls_name_tree *tree = NULL;
     mls_name_tree_preview_sum *sums = NULL;
-    mls_status st;
-    REQUIRE(mls_name_tree_new(five, 5, &tree, &st) == MLS_OK);
-    REQUIRE(mls_name_tree_preview_sums(tree, leaves, &sums, &st) == MLS_OK);
+    REQUIRE(mls_name_tree_new(five, 5, &tree, &status) == MLS_OK);
+    REQUIRE(mls_name_tree_preview_sums(tree, leaves, &sums, &status) == MLS_OK);
     CHECK(sums[0].bytes == 31);
     CHECK_TEXT(sums[0].dtype, "mixed");
     const uint32_t a = mls_name_tree_find(tree, five[0]);

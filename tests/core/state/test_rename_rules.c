@@ -374,11 +374,10 @@ TEST(a_name_that_occurs_twice_is_refused)
 {
     const mls_str twice[] = {TEXT("a"), TEXT("b"), TEXT("a")};
     const mls_str once[] = {TEXT("m.a"), TEXT("m.b")};
-    mls_status st;
     mls_explanation found = {.matched = 77};
-    CHECK(mls_name_tree_explain(twice, 3, once, 2, &found, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "a");
-    CHECK(mls_name_tree_explain(once, 2, twice, 3, &found, &st) == MLS_E_VALUE);
+    CHECK(mls_name_tree_explain(twice, 3, once, 2, &found, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "a");
+    CHECK(mls_name_tree_explain(once, 2, twice, 3, &found, &status) == MLS_E_VALUE);
     CHECK(found.matched == 77);
 }
 

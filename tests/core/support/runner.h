@@ -7,6 +7,8 @@
 #ifndef MLS_RUNNER_H
 #define MLS_RUNNER_H
 
+#include "base/status.h"
+
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
@@ -24,6 +26,8 @@
 #endif
 
 static int runner_failures; /* of the current test */
+
+static mls_status status; /* for the calls of the current test; zeroed before it */
 
 #define CHECK(condition)                                                                 \
     do {                                                                                 \
@@ -122,6 +126,7 @@ int main(void)
         return 1;
     }
     for (const runner_test *t = runner_tests; t != NULL; t = t->next) {
+        memset(&status, 0, sizeof status);
         runner_before_each();
         if (runner_failures == 0) {
             t->run();

@@ -96,9 +96,8 @@ static inline void leave_pool(void)
 BEFORE_ALL
 {
     mls_cpu cpu;
-    mls_status st;
-    REQUIRE(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
-    REQUIRE(mls_pool_new(4, &four_threads, &st) == MLS_OK);
+    REQUIRE(mls_cpu_choose(NULL, &cpu, &status) == MLS_OK);
+    REQUIRE(mls_pool_new(4, &four_threads, &status) == MLS_OK);
     kernels = mls_kernels_of(cpu);
     crc = mls_crc_of(cpu);
     enter_pool(NULL);

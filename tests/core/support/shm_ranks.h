@@ -126,12 +126,12 @@ static inline void in_processes(mls_shm_shape shape, void (*run)(rank_case *c),
         }
     }
     for (size_t r = 0; r < shape.world; r++) {
-        int status = 0;
-        waitpid(pids[r], &status, 0);
+        int ended = 0;
+        waitpid(pids[r], &ended, 0);
         if ((int)r == killed) {
-            CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+            CHECK(WIFSIGNALED(ended) && WTERMSIG(ended) == SIGKILL);
         } else {
-            CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+            CHECK(WIFEXITED(ended) && WEXITSTATUS(ended) == 0);
         }
     }
     close(fd);

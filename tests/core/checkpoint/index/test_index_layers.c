@@ -24,12 +24,12 @@ static bool is(const mls_row_range *extent, size_t begin, size_t count, size_t a
 TEST(layers_go_there_and_back)
 {
     mls_index index = {0};
-    mls_status st;
     mls_json_writer text = {0};
     uint32_t sum;
     char expected[INDEX_ROOM];
     const size_t length = change_index(good, "", "", expected);
-    REQUIRE(mls_index_parse(expected, length, &mls_crc_scalar, &index, &st) == MLS_OK);
+    REQUIRE(mls_index_parse(expected, length, &mls_crc_scalar, &index, &status) ==
+            MLS_OK);
     REQUIRE(index.shard_count == 3);
     const mls_index_shard *plain = &index.shards[0], *w = &index.shards[1];
     const mls_index_shard *zero = &index.shards[2];
@@ -46,7 +46,7 @@ TEST(layers_go_there_and_back)
     CHECK(w->layers->zero_count == 0 && zero->layers->count == 0);
     REQUIRE(zero->layers->zero_count == 1 && is(zero->layers->zeros, 0, 15, 0));
     /* writing it again gives the same text */
-    CHECK(mls_index_build(&index, &mls_crc_scalar, &text, &sum, &st) == MLS_OK);
+    CHECK(mls_index_build(&index, &mls_crc_scalar, &text, &sum, &status) == MLS_OK);
     CHECK(text.length == length && memcmp(text.data, expected, length) == 0);
     mls_json_writer_fini(&text);
     mls_index_fini(&index);

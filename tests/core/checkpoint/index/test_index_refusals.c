@@ -29,9 +29,8 @@ static const char good[] = MLS_JSON_CHECKSUM_START
 TEST(the_good_index_is_good)
 {
     char text[INDEX_ROOM];
-    mls_status st;
     const size_t length = change_index(good, "\"rank\":3", "\"rank\":3", text);
-    CHECK(parse_index(text, length, &st) == MLS_OK);
+    CHECK(parse_index(text, length, &status) == MLS_OK);
 }
 
 TEST(what_is_no_index_is_refused)
@@ -457,15 +456,14 @@ TEST(messages_have_offset_and_values)
     };
     for (size_t i = 0; i < sizeof lies / sizeof lies[0]; i++) {
         char text[INDEX_ROOM];
-        mls_status st;
         const size_t length = change_index(good, lies[i].from, lies[i].to, text);
-        CHECK(parse_index(text, length, &st) == MLS_E_FORMAT);
+        CHECK(parse_index(text, length, &status) == MLS_E_FORMAT);
         const char *at = strstr(text, lies[i].at);
         REQUIRE(at != NULL);
-        CHECK(st.offset == (uint64_t)(at - text));
-        CHECK(strncmp(st.text, lies[i].text, strlen(lies[i].text)) == 0);
-        CHECK_TEXT(st.expected, lies[i].expected);
-        CHECK_TEXT(st.got, lies[i].got);
+        CHECK(status.offset == (uint64_t)(at - text));
+        CHECK(strncmp(status.text, lies[i].text, strlen(lies[i].text)) == 0);
+        CHECK_TEXT(status.expected, lies[i].expected);
+        CHECK_TEXT(status.got, lies[i].got);
     }
 }
 
@@ -507,18 +505,16 @@ TEST(every_piece_that_is_missing_is_missed)
     for (size_t skip = sizeof MLS_JSON_CHECKSUM_START - 1; skip < sizeof good - 1;
          skip++) {
         char text[INDEX_ROOM];
-        mls_status st;
         snprintf(text, sizeof text, "%.*s%s", (int)skip, good, good + skip + 1);
         (void)mls_json_checksum_set(text, strlen(text), &mls_crc_scalar);
-        const mls_code code = parse_index(text, strlen(text), &st);
+        const mls_code code = parse_index(text, strlen(text), &status);
         CHECK(code == MLS_OK || code == MLS_E_FORMAT);
     }
     for (size_t length = sizeof MLS_JSON_CHECKSUM_START - 1; length < sizeof good - 2;
          length++) {
         char text[INDEX_ROOM];
-        mls_status st;
         memcpy(text, good, length);
         (void)mls_json_checksum_set(text, length, &mls_crc_scalar);
-        CHECK(parse_index(text, length, &st) == MLS_E_FORMAT);
+        CHECK(parse_index(text, length, &status) == MLS_E_FORMAT);
     }
 }

@@ -60,9 +60,8 @@ TEST(an_index_is_these_bytes_on_every_machine)
                        .shards = &shard,
                        .shard_count = 1};
     mls_json_writer text = {0};
-    mls_status st;
     uint32_t whole = 0;
-    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &st) == MLS_OK);
+    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &status) == MLS_OK);
     CHECK(whole == crc()->update(0, text.data, text.length));
     CHECK(text.length == sizeof expected - 1);
     memset(text.data + 13, '0', 8); /* the digits of the checksum */
@@ -91,10 +90,9 @@ TEST(an_index_of_nothing_is_one)
     const mls_index empty = {.generation = "0123456789abcdef", .world_size = 1};
     mls_index back;
     mls_json_writer text = {0};
-    mls_status st;
     uint32_t whole;
-    REQUIRE(mls_index_build(&empty, crc(), &text, &whole, &st) == MLS_OK);
-    REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &st) == MLS_OK);
+    REQUIRE(mls_index_build(&empty, crc(), &text, &whole, &status) == MLS_OK);
+    REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &status) == MLS_OK);
     CHECK(back.shard_count == 0 && back.file_count == 0 && back.world_size == 1);
     mls_index_fini(&back);
     mls_json_writer_fini(&text);
@@ -123,10 +121,9 @@ TEST(shards_of_any_number_of_kinds_are_written)
                              .shard_count = COUNT};
     mls_index back;
     mls_json_writer text = {0};
-    mls_status st;
     uint32_t whole;
-    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &st) == MLS_OK);
-    REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &st) == MLS_OK);
+    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &status) == MLS_OK);
+    REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &status) == MLS_OK);
     REQUIRE(back.shard_count == COUNT);
     for (size_t i = 0; i < COUNT; i++) {
         CHECK(mls_index_compare(&back.shards[i], &shards[i]) == 0);

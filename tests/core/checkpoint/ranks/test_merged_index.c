@@ -71,7 +71,6 @@ static mls_part part_of(mls_layout layout, int dims, const size_t *shape, size_t
 static rank ranks[RANKS];
 static const mls_index *indexes[RANKS];
 static mls_merged_index merged;
-static mls_status st;
 
 BEFORE_EACH
 {
@@ -93,7 +92,7 @@ TEST(parts_of_all_ranks_come_together)
 {
     static const char *const names[] = {"only.0", "only.1", "only.2", "only.3", "w"};
     const mls_index *turned[RANKS] = {indexes[2], indexes[0], indexes[3], indexes[1]};
-    REQUIRE(mls_merged_index_init(&merged, turned, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, turned, RANKS, &status) == MLS_OK);
     REQUIRE(merged.tensor_count == 5 && merged.shard_count == 8);
     for (size_t i = 0; i < 5; i++) {
         const mls_tensor_id id = id_of(names[i]);
@@ -112,7 +111,7 @@ TEST(parts_of_all_ranks_come_together)
 TEST(what_is_not_there_is_not_found)
 {
     static const char *const absent[] = {"", "only", "only.4", "w.", "x"};
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     for (size_t i = 0; i < sizeof absent / sizeof absent[0]; i++) {
         const mls_tensor_id id = id_of(absent[i]);
         CHECK(mls_merged_index_find(&merged, &id) == SIZE_MAX);
@@ -121,7 +120,7 @@ TEST(what_is_not_there_is_not_found)
     state.section = MLS_OPTIM_STATE;
     CHECK(mls_merged_index_find(&merged, &state) == SIZE_MAX);
     mls_merged_index_fini(&merged);
-    REQUIRE(mls_merged_index_init(&merged, NULL, 0, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, NULL, 0, &status) == MLS_OK);
     CHECK(merged.tensor_count == 0 && mls_merged_index_find(&merged, &state) == SIZE_MAX);
 }
 
@@ -135,7 +134,7 @@ TEST(a_part_that_several_have_is_the_first_ranks)
         indexes[i] = index_of(&ranks[i]);
     }
     const mls_index *turned[] = {indexes[2], indexes[1], indexes[0]};
-    REQUIRE(mls_merged_index_init(&merged, turned, 3, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, turned, 3, &status) == MLS_OK);
     REQUIRE(merged.tensor_count == 2 && merged.shard_count == 3);
     CHECK(merged.tensors[0].count == 2 && merged.tensors[1].count == 1);
     CHECK(merged.shards[0].index->rank == 1 && merged.shards[1].index->rank == 3);
@@ -152,8 +151,8 @@ TEST(ranks_that_do_not_agree_are_refused)
             i == 3 ? cut(0, 3) : cut(i == 4 ? MLS_LAYOUT_FLAT : 0, 2), 1);
         const mls_index *both[] = {index_of(&a), index_of(&b)};
         merged = (mls_merged_index){.tensor_count = 77};
-        CHECK(mls_merged_index_init(&merged, both, 2, &st) == MLS_E_FORMAT);
-        CHECK_TEXT(st.name, "w");
+        CHECK(mls_merged_index_init(&merged, both, 2, &status) == MLS_E_FORMAT);
+        CHECK_TEXT(status.name, "w");
         CHECK(merged.tensor_count == 77);
     }
     merged = (mls_merged_index){0};
@@ -172,18 +171,18 @@ TEST(a_file_of_several_ranks_is_one_file)
             indexes[i] = index_of(&ranks[i]);
         }
         merged = (mls_merged_index){.tensor_count = 77};
-        CHECK(mls_merged_index_init(&merged, indexes, 2, &st) ==
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &status) ==
               (claimed == 200 ? MLS_OK : MLS_E_FORMAT));
         CHECK(merged.tensor_count == (claimed == 200 ? 2U : 77U));
         if (claimed == 200) {
             mls_merged_index_fini(&merged);
         }
         ranks[1].file.header_crc = 1;
-        CHECK(mls_merged_index_init(&merged, indexes, 2, &st) == MLS_E_FORMAT);
-        CHECK(strstr(st.text, "params/x") != NULL);
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &status) == MLS_E_FORMAT);
+        CHECK(strstr(status.text, "params/x") != NULL);
         ranks[1].file.header_crc = 0;
         ranks[1].file.bytes = 4000;
-        CHECK(mls_merged_index_init(&merged, indexes, 2, &st) == MLS_E_FORMAT);
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &status) == MLS_E_FORMAT);
     }
     merged = (mls_merged_index){0};
 }
@@ -191,7 +190,7 @@ TEST(a_file_of_several_ranks_is_one_file)
 TEST(only_what_has_something_of_a_part_is_read)
 {
     unsigned char place[1];
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     static const size_t counts[] = {2, 2, 1}; /* rows 0 .. 3, 3 .. 6, 6 .. 8 of 2 each */
     for (size_t i = 0; i < 3; i++) {
         const mls_part to = part_of(cut(0, 3), 2, matrix, i);
@@ -201,7 +200,7 @@ TEST(only_what_has_something_of_a_part_is_read)
         size_t count = 77;
         CHECK(mls_merged_index_pieces(&merged, &merged.tensors[4], &to, place,
                                       &(mls_read_scratch){stored, parts, pieces}, &count,
-                                      &st) == MLS_OK);
+                                      &status) == MLS_OK);
         REQUIRE(count == counts[i]);
         for (size_t j = 0; j < count; j++) {
             const mls_stored_shard *shard = pieces[j].shard;
@@ -217,7 +216,7 @@ TEST(only_what_has_something_of_a_part_is_read)
     const mls_part none = part_of(cut(0, 9), 2, matrix, 8);
     size_t count = 77;
     CHECK(mls_merged_index_pieces(&merged, &merged.tensors[4], &none, place,
-                                  &(mls_read_scratch){0}, &count, &st) == MLS_OK);
+                                  &(mls_read_scratch){0}, &count, &status) == MLS_OK);
     CHECK(count == 0);
 }
 
@@ -228,31 +227,31 @@ TEST(a_part_that_nobody_has_is_missed_where_it_is_wanted)
     mls_read_range pieces[RANKS];
     size_t count;
     indexes[1] = indexes[3]; /* rows 2 .. 4 are missing */
-    REQUIRE(mls_merged_index_init(&merged, indexes, 3, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 3, &status) == MLS_OK);
     const mls_tensor_id id = id_of("w");
     const mls_merged_index_tensor *w =
         &merged.tensors[mls_merged_index_find(&merged, &id)];
     const mls_part whole = part_of((mls_layout){0}, 2, matrix, 0);
     CHECK(mls_merged_index_pieces(&merged, w, &whole, NULL,
                                   &(mls_read_scratch){stored, parts, pieces}, &count,
-                                  &st) == MLS_E_FORMAT);
-    CHECK_TEXT(st.name, "w");
-    CHECK(strstr(st.text, "3 of its 4 parts") != NULL);
-    CHECK(strstr(st.text, "36 of the 48 requested elements") != NULL);
+                                  &status) == MLS_E_FORMAT);
+    CHECK_TEXT(status.name, "w");
+    CHECK(strstr(status.text, "3 of its 4 parts") != NULL);
+    CHECK(strstr(status.text, "36 of the 48 requested elements") != NULL);
     const mls_part half = part_of(cut(0, 2), 2, matrix, 1);
     CHECK(mls_merged_index_pieces(&merged, w, &half, NULL,
                                   &(mls_read_scratch){stored, parts, pieces}, &count,
-                                  &st) == MLS_OK);
+                                  &status) == MLS_OK);
     CHECK(count == 2 && stored[0].part != &half);
     const mls_part row = part_of(cut(0, 4), 2, matrix, 0);
     CHECK(mls_merged_index_pieces(&merged, w, &row, NULL,
                                   &(mls_read_scratch){stored, NULL, pieces}, &count,
-                                  &st) == MLS_OK);
+                                  &status) == MLS_OK);
     CHECK(count == 1 && stored[0].part == &row); /* a plain shard needs no room */
     const mls_part column = part_of(cut(1, 6), 2, matrix, 3);
     CHECK(mls_merged_index_pieces(&merged, w, &column, NULL,
                                   &(mls_read_scratch){stored, parts, pieces}, &count,
-                                  &st) == MLS_E_FORMAT);
+                                  &status) == MLS_E_FORMAT);
 }
 
 /* The work does not grow with the number of parts. */
@@ -265,21 +264,21 @@ TEST(any_number_of_parts_may_be_claimed)
     mls_part parts[1];
     mls_read_range piece;
     size_t count;
-    REQUIRE(mls_merged_index_init(&merged, &index, 1, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, &index, 1, &status) == MLS_OK);
     const mls_part seventh = part_of(cut(0, 100), 1, hundred, 7);
     const mls_part eighth = part_of(cut(0, 100), 1, hundred, 8);
     CHECK(mls_merged_index_pieces(&merged, merged.tensors, &seventh, NULL,
                                   &(mls_read_scratch){&stored, parts, &piece}, &count,
-                                  &st) == MLS_OK);
+                                  &status) == MLS_OK);
     CHECK(count == 1);
     CHECK(mls_merged_index_pieces(&merged, merged.tensors, &eighth, NULL,
                                   &(mls_read_scratch){&stored, parts, &piece}, &count,
-                                  &st) == MLS_E_FORMAT);
+                                  &status) == MLS_E_FORMAT);
 }
 
 TEST(what_lies_in_one_run_needs_no_copy)
 {
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     const mls_merged_index_tensor *w = &merged.tensors[4];
     for (size_t row = 0; row < 8; row++) {
         const mls_part to = part_of(cut(0, 8), 2, matrix, row);
@@ -312,7 +311,7 @@ TEST(layers_are_read_where_they_show_something)
     CHECK(mls_layers_room(&layers) == 5);
     CHECK(mls_layers_resolve(&layers, 12, room) == 4);
     ranks[0].shards[1].layers = &layers;
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     const mls_merged_index_tensor *w = &merged.tensors[4];
     REQUIRE(w->places == 6); /* three plain ones, two layers, zeros */
     static const struct {
@@ -331,7 +330,7 @@ TEST(layers_are_read_where_they_show_something)
         size_t count = 0;
         CHECK(mls_merged_index_pieces(&merged, w, &to, NULL,
                                       &(mls_read_scratch){stored, parts, pieces}, &count,
-                                      &st) == MLS_OK);
+                                      &status) == MLS_OK);
         REQUIRE(count == cases[i].pieces + 3);
         for (size_t j = 0; j < cases[i].pieces; j++) {
             const bool zeros = j == cases[i].pieces - 1;
@@ -349,7 +348,7 @@ TEST(layers_are_read_where_they_show_something)
 TEST(a_part_that_is_not_stored_has_no_run)
 {
     uint64_t offset;
-    REQUIRE(mls_merged_index_init(&merged, indexes, 2, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 2, &status) == MLS_OK);
     const mls_part last = part_of(cut(0, 4), 2, matrix, 3);
     const mls_part middle =
         part_of(cut(0, 3), 2, matrix, 1); /* starts within a stored part */

@@ -323,14 +323,13 @@ TEST(empty_tensors_of_other_dtypes_are_told_apart)
     mls_shard_item items[5];
     mls_shards_written written;
     mls_problems found = {0};
-    mls_status st;
     for (size_t i = 0; i < 4; i++) {
         items[i] = item_of(names[i], NULL, dtypes[i], 1, none, "");
     }
     items[4] = item_of("e", NULL, MLS_U8, 1, three, "abc");
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
     mls_index index = write_all(&job, &written);
-    CHECK(mls_index_verify(pool_fd, &index, crc, NULL, NULL, &found, &st) == MLS_OK);
+    CHECK(mls_index_verify(pool_fd, &index, crc, NULL, NULL, &found, &status) == MLS_OK);
     CHECK(index.shard_count == 5 && index.file_count == 1 && found.count == 0);
     mls_problems_fini(&found);
     mls_index_fini(&index);
@@ -392,7 +391,6 @@ TEST(the_list_has_an_end)
 
 TEST(progress_counts_all_bytes_and_stops)
 {
-    mls_status st;
     store(LARGE);
     for (int allowed = 1; allowed <= 5; allowed++) {
         for (int several = 0; several < 2; several++) {
@@ -401,7 +399,7 @@ TEST(progress_counts_all_bytes_and_stops)
             mls_problems found = {.count = 77};
             const mls_code code =
                 mls_index_verify(pool_fd, &s.index, crc, several ? four_threads : NULL,
-                                 &progress, &found, &st);
+                                 &progress, &found, &status);
             CHECK(code == (allowed == 5 ? MLS_OK : MLS_E_STOPPED));
             CHECK(found.count == (allowed == 5 ? 0U : 77U));
             CHECK(allowed == 5 || atomic_load(&seen.calls) < allowed + 4);

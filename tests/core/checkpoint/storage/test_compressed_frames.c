@@ -209,7 +209,6 @@ static void fill(unsigned char *data, size_t bytes, size_t item, int kind)
 static unsigned char *data; /* five frames */
 static stored s;
 static mls_compressed_frame_room room;
-static mls_status st;
 
 BEFORE_EACH
 {
@@ -267,7 +266,7 @@ TEST(each_block_is_read_once)
     fill(data, 5 * FRAME, 4, 0);
     REQUIRE(store(&s, data, 5 * FRAME, 4) && s.coded.bytes < BLOCK);
     CHECK(is_frame(&room, &s, 0));
-    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &st) == MLS_OK);
+    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &status) == MLS_OK);
     for (size_t i = 1; i < 5; i++) {
         CHECK(is_frame(&room, &s, i));
     }
@@ -279,7 +278,7 @@ TEST(each_block_is_read_once)
     REQUIRE(mls_compressed_frame_begin(&s.frames, 1) < BLOCK && s.ends[1] > BLOCK);
     REQUIRE(s.ends[2] < 2 * BLOCK);
     CHECK(is_frame(&room, &s, 1));
-    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &st) == MLS_OK);
+    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &status) == MLS_OK);
     CHECK(is_frame(&room, &s, 2));
     free(zeros);
 }
@@ -311,8 +310,8 @@ TEST(a_room_knows_what_it_holds)
 static mls_code read_one(size_t number)
 {
     const unsigned char *frame;
-    mls_status_clear(&st);
-    return mls_compressed_frame_read(&room, &s.coded, number, &frame, &st);
+    mls_status_clear(&status);
+    return mls_compressed_frame_read(&room, &s.coded, number, &frame, &status);
 }
 
 static bool flip_stored(size_t at)
@@ -332,8 +331,8 @@ TEST(damaged_blocks_are_found)
                              (s.ends[i] - 1) / BLOCK >= block;
             mls_compressed_frame_room_fini(&room);
             CHECK(read_one(i) == (bad ? MLS_E_CHECKSUM : MLS_OK));
-            CHECK(!bad || (st.has_offset && st.offset == OFFSET + block * BLOCK));
-            CHECK(!bad || (strlen(st.expected) == 8 && strlen(st.got) == 8));
+            CHECK(!bad || (status.has_offset && status.offset == OFFSET + block * BLOCK));
+            CHECK(!bad || (strlen(status.expected) == 8 && strlen(status.got) == 8));
         }
         REQUIRE(flip_stored(at));        /* undo the change */
         for (size_t i = 0; i < 5; i++) { /* no damaged block was kept in the room */
@@ -351,7 +350,7 @@ TEST(unverified_damage_is_the_codecs)
     REQUIRE(flip_stored(s.ends[0])); /* the count of a repeated byte */
     CHECK(read_one(0) == MLS_OK);
     CHECK(read_one(1) == MLS_E_FORMAT);
-    CHECK(st.has_offset && st.offset == OFFSET + s.ends[0]);
+    CHECK(status.has_offset && status.offset == OFFSET + s.ends[0]);
 }
 
 TEST(files_that_are_shorter_by_now)
@@ -379,11 +378,12 @@ TEST(errors_of_codecs_are_passed_on)
         s.codec.encode_fails_at = s.codec.decode_fails_at = 1;
         s.codec.failure = codes[i];
         CHECK(read_one(0) == codes[i]);
-        CHECK_TEXT(st.text, "zstd is broken");
-        CHECK(st.has_offset == (codes[i] == MLS_E_FORMAT));
+        CHECK_TEXT(status.text, "zstd is broken");
+        CHECK(status.has_offset == (codes[i] == MLS_E_FORMAT));
         CHECK(mls_compressed_frame_encode(&s.codec.codecs, MLS_ZLIB, 8, data, FRAME,
-                                          rooms, rooms + FRAME, &out, &st) == codes[i]);
-        CHECK_TEXT(st.text, "zlib is broken");
+                                          rooms, rooms + FRAME, &out,
+                                          &status) == codes[i]);
+        CHECK_TEXT(status.text, "zlib is broken");
         CHECK(out == 77);
         s.codec.decode_fails_at = 0;
         CHECK(is_frame(&room, &s, 0));
@@ -401,7 +401,7 @@ TEST(without_codecs_only_what_was_stored_as_it_was_is_read)
             CHECK(is_frame(&room, &s, i));
         } else {
             CHECK(read_one(i) == MLS_E_VALUE);
-            CHECK_TEXT(st.text, "no decoder for zstd is available");
+            CHECK_TEXT(status.text, "no decoder for zstd is available");
         }
     }
 }

@@ -238,15 +238,14 @@ TEST(a_failure_names_the_tensor_and_its_file)
 {
     const mls_stored_shard shard = {.file = "shards/a", .name = {"weight", 6}},
                            zeros = {.name = {"bias", 4}};
-    mls_status st;
-    mls_fail_at(&st, 7, "it is damaged");
-    mls_status_got(&st, "nonsense");
-    CHECK(mls_stored_blame(&shard, &st) == MLS_E_FORMAT);
-    CHECK_TEXT(st.text, "tensor 'weight', file 'shards/a': it is damaged");
-    CHECK_TEXT(st.name, "weight");
-    CHECK_TEXT(st.got, "nonsense");
-    CHECK(st.has_offset && st.offset == 7);
-    mls_fail(&st, MLS_E_MEMORY, "no memory");
-    CHECK(mls_stored_blame(&zeros, &st) == MLS_E_MEMORY);
-    CHECK_TEXT(st.text, "tensor 'bias', file '': no memory");
+    mls_fail_at(&status, 7, "it is damaged");
+    mls_status_got(&status, "nonsense");
+    CHECK(mls_stored_blame(&shard, &status) == MLS_E_FORMAT);
+    CHECK_TEXT(status.text, "tensor 'weight', file 'shards/a': it is damaged");
+    CHECK_TEXT(status.name, "weight");
+    CHECK_TEXT(status.got, "nonsense");
+    CHECK(status.has_offset && status.offset == 7);
+    mls_fail(&status, MLS_E_MEMORY, "no memory");
+    CHECK(mls_stored_blame(&zeros, &status) == MLS_E_MEMORY);
+    CHECK_TEXT(status.text, "tensor 'bias', file '': no memory");
 }

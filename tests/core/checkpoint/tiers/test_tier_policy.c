@@ -9,7 +9,6 @@ static const mls_tier HOT = MLS_TIER_HOT, WARM = MLS_TIER_WARM, COLD = MLS_TIER_
 
 static mls_tiers t; /* of the current test */
 static mls_tier_moves moves;
-static mls_status st;
 
 AFTER_EACH
 {
@@ -20,7 +19,7 @@ AFTER_EACH
 static size_t add(uint64_t bytes, mls_tier tier)
 {
     size_t unit = SIZE_MAX;
-    CHECK(mls_tiers_add(&t, bytes, tier, &unit, &st) == MLS_OK);
+    CHECK(mls_tiers_add(&t, bytes, tier, &unit, &status) == MLS_OK);
     return unit;
 }
 
@@ -35,14 +34,14 @@ static void use(size_t unit, int times)
 static size_t make_room(size_t unit, mls_tier tier)
 {
     mls_tier_moves_fini(&moves);
-    CHECK(mls_tiers_make_room(&t, unit, tier, &moves, &st) == MLS_OK);
+    CHECK(mls_tiers_make_room(&t, unit, tier, &moves, &status) == MLS_OK);
     return moves.count;
 }
 
 static size_t rebalance(void)
 {
     mls_tier_moves_fini(&moves);
-    CHECK(mls_tiers_rebalance(&t, &moves, &st) == MLS_OK);
+    CHECK(mls_tiers_rebalance(&t, &moves, &status) == MLS_OK);
     return moves.count;
 }
 
@@ -55,7 +54,8 @@ static bool is_move(size_t at, size_t unit, mls_tier to)
 static void follow(void)
 {
     for (size_t i = 0; i < moves.count; i++) {
-        CHECK(mls_tiers_begin(&t, moves.list[i].unit, moves.list[i].to, &st) == MLS_OK);
+        CHECK(mls_tiers_begin(&t, moves.list[i].unit, moves.list[i].to, &status) ==
+              MLS_OK);
         mls_tiers_end(&t, moves.list[i].unit, moves.list[i].to, true);
     }
 }
@@ -65,7 +65,7 @@ TEST(units_are_counted_where_they_are)
     mls_tiers_init(&t, 100, MLS_TIERS_UNLIMITED);
     const size_t a = add(10, WARM), b = add(20, COLD), c = add(30, HOT);
     CHECK(t.bytes[HOT] == 30 && t.bytes[WARM] == 10 && t.bytes[COLD] == 20);
-    CHECK(mls_tiers_resize(&t, a, 15, &st) == MLS_OK && t.bytes[WARM] == 15);
+    CHECK(mls_tiers_resize(&t, a, 15, &status) == MLS_OK && t.bytes[WARM] == 15);
     mls_tiers_remove(&t, b);
     CHECK(!mls_tiers_has(&t, b) && !mls_tiers_has(&t, 3) && mls_tiers_has(&t, c));
     CHECK(t.bytes[COLD] == 0);
@@ -83,22 +83,22 @@ TEST(sums_beyond_64_bits_are_refused)
     size_t unit = 77;
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, MLS_TIERS_UNLIMITED);
     const size_t a = add(UINT64_MAX - 1, COLD), b = add(2, WARM);
-    CHECK(mls_tiers_add(&t, 2, COLD, &unit, &st) == MLS_E_SIZE && unit == 77);
-    CHECK(mls_tiers_begin(&t, b, COLD, &st) == MLS_E_SIZE && t.units[b].pins == 0);
-    CHECK(mls_tiers_resize(&t, a, UINT64_MAX, &st) == MLS_OK);
+    CHECK(mls_tiers_add(&t, 2, COLD, &unit, &status) == MLS_E_SIZE && unit == 77);
+    CHECK(mls_tiers_begin(&t, b, COLD, &status) == MLS_E_SIZE && t.units[b].pins == 0);
+    CHECK(mls_tiers_resize(&t, a, UINT64_MAX, &status) == MLS_OK);
     CHECK(add(0, COLD) == 2);
-    CHECK(mls_tiers_resize(&t, 2, 1, &st) == MLS_E_SIZE && t.units[2].bytes == 0);
+    CHECK(mls_tiers_resize(&t, 2, 1, &status) == MLS_E_SIZE && t.units[2].bytes == 0);
 }
 
 TEST(a_move_counts_in_both_tiers_until_it_ends)
 {
     mls_tiers_init(&t, 100, 100);
     const size_t a = add(60, WARM);
-    REQUIRE(mls_tiers_begin(&t, a, HOT, &st) == MLS_OK);
+    REQUIRE(mls_tiers_begin(&t, a, HOT, &status) == MLS_OK);
     CHECK(t.bytes[HOT] == 60 && t.bytes[WARM] == 60 && t.units[a].pins == 1);
     mls_tiers_end(&t, a, HOT, false);
     CHECK(t.bytes[HOT] == 0 && t.bytes[WARM] == 60 && t.units[a].tier == WARM);
-    REQUIRE(mls_tiers_begin(&t, a, HOT, &st) == MLS_OK);
+    REQUIRE(mls_tiers_begin(&t, a, HOT, &status) == MLS_OK);
     mls_tiers_end(&t, a, HOT, true);
     CHECK(t.bytes[HOT] == 60 && t.bytes[WARM] == 0 && t.units[a].tier == HOT);
     CHECK(t.units[a].pins == 0);
@@ -109,14 +109,14 @@ TEST(a_unit_fits_or_the_text_says_why_not)
     mls_tiers_init(&t, 10, 100);
     (void)add(70, WARM);
     const size_t b = add(40, COLD), c = add(30, COLD);
-    CHECK(mls_tiers_fits(&t, c, WARM, &st) == MLS_OK);
-    CHECK(mls_tiers_fits(&t, b, COLD, &st) == MLS_OK); /* its present tier */
-    CHECK(mls_tiers_fits(&t, b, WARM, &st) == MLS_E_CAPACITY);
-    CHECK_TEXT(st.text,
+    CHECK(mls_tiers_fits(&t, c, WARM, &status) == MLS_OK);
+    CHECK(mls_tiers_fits(&t, b, COLD, &status) == MLS_OK); /* its present tier */
+    CHECK(mls_tiers_fits(&t, b, WARM, &status) == MLS_E_CAPACITY);
+    CHECK_TEXT(status.text,
                "a unit of 40 bytes does not fit: of the warm budget of 100 bytes 30 "
                "are left");
-    CHECK(mls_tiers_fits(&t, b, HOT, &st) == MLS_E_CAPACITY);
-    CHECK_TEXT(st.text,
+    CHECK(mls_tiers_fits(&t, b, HOT, &status) == MLS_E_CAPACITY);
+    CHECK_TEXT(status.text,
                "a unit of 40 bytes is more than the whole hot budget of 10 bytes");
 }
 
@@ -149,11 +149,12 @@ TEST(pinned_units_stay_and_are_said_to_be_in_the_way)
     mls_tiers_init(&t, 5, 100);
     const size_t a = add(60, WARM), b = add(40, WARM), in = add(50, COLD);
     mls_tiers_pin(&t, a);
-    CHECK(mls_tiers_make_room(&t, in, WARM, &moves, &st) == MLS_E_CAPACITY);
-    CHECK_TEXT(st.text, "no room for a unit of 50 bytes: units in use or moving occupy "
-                        "too much of the warm budget of 100 bytes");
+    CHECK(mls_tiers_make_room(&t, in, WARM, &moves, &status) == MLS_E_CAPACITY);
+    CHECK_TEXT(status.text,
+               "no room for a unit of 50 bytes: units in use or moving occupy "
+               "too much of the warm budget of 100 bytes");
     CHECK(moves.list == NULL);
-    CHECK(mls_tiers_make_room(&t, in, HOT, &moves, &st) == MLS_E_CAPACITY);
+    CHECK(mls_tiers_make_room(&t, in, HOT, &moves, &status) == MLS_E_CAPACITY);
     mls_tiers_unpin(&t, a);
     CHECK(make_room(in, WARM) == 1 && is_move(0, a, COLD) && t.units[b].tier == WARM);
 }
@@ -175,7 +176,7 @@ TEST(a_unit_that_grew_makes_room_where_it_is)
 {
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, 100);
     const size_t a = add(50, WARM), b = add(50, WARM);
-    REQUIRE(mls_tiers_resize(&t, a, 70, &st) == MLS_OK); /* this exceeds the budget */
+    REQUIRE(mls_tiers_resize(&t, a, 70, &status) == MLS_OK); /* this exceeds the budget */
     CHECK(make_room(a, WARM) == 1 && is_move(0, b, COLD));
     follow();
     CHECK(t.bytes[WARM] == 70);

@@ -344,13 +344,12 @@ static mls_code fails(const mls_shard_job *job, mls_status *st)
 TEST(a_folder_that_is_missing_leaves_nothing)
 {
     ten t;
-    mls_status st;
     ten_of(&t, 300000);
     const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
     for (size_t i = 0; i < 3; i++) {
         CHECK(unlinkat(pool_fd, pool_folders[i], AT_REMOVEDIR) == 0);
-        CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == ENOENT);
-        CHECK(strstr(st.text, pool_folders[i]) != NULL);
+        CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == ENOENT);
+        CHECK(strstr(status.text, pool_folders[i]) != NULL);
         CHECK(mkdirat(pool_fd, pool_folders[i], 0700) == 0);
     }
     free(t.data);
@@ -360,16 +359,15 @@ TEST(a_folder_that_is_missing_leaves_nothing)
 TEST(a_folder_that_is_a_link_is_refused)
 {
     ten t;
-    mls_status st;
     ten_of(&t, 300000);
     const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
     CHECK(mkdirat(pool_fd, "other", 0700) == 0);
     for (size_t i = 0; i < 3; i++) {
         CHECK(unlinkat(pool_fd, pool_folders[i], AT_REMOVEDIR) == 0);
         CHECK(symlinkat("other", pool_fd, pool_folders[i]) == 0);
-        CHECK(fails(&job, &st) == MLS_E_IO);
-        CHECK(st.os_error == ENOTDIR || st.os_error == ELOOP);
-        CHECK(strstr(st.text, pool_folders[i]) != NULL);
+        CHECK(fails(&job, &status) == MLS_E_IO);
+        CHECK(status.os_error == ENOTDIR || status.os_error == ELOOP);
+        CHECK(strstr(status.text, pool_folders[i]) != NULL);
         CHECK(unlinkat(pool_fd, pool_folders[i], 0) == 0);
         CHECK(mkdirat(pool_fd, pool_folders[i], 0700) == 0);
     }
@@ -380,14 +378,13 @@ TEST(a_folder_that_is_a_link_is_refused)
 TEST(a_folder_that_may_not_be_written_leaves_nothing)
 {
     ten t;
-    mls_status st;
     if (geteuid() == 0) {
         return; /* root may write everywhere */
     }
     ten_of(&t, 300000);
     const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
     CHECK(fchmodat(pool_fd, "optim_state", 0500, 0) == 0);
-    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EACCES);
+    CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EACCES);
     CHECK(fchmodat(pool_fd, "optim_state", 0700, 0) == 0);
     free(t.data);
 }
@@ -396,22 +393,21 @@ TEST(a_folder_that_may_not_be_written_leaves_nothing)
 TEST(a_generation_is_written_only_once)
 {
     ten t;
-    mls_status st;
     mls_shards_written written;
     ten_of(&t, 300000);
     mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
     mls_index index = write_all(&job, &written);
     const uint32_t sum = fingerprint(&index, written.path);
     t.data[0] ^= 1;
-    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
+    CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EEXIST);
     job.count = 0; /* now only the index is in the way */
-    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
+    CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EEXIST);
     job.count = 10;
     for (size_t i = 0; i < 10; i++) {
         t.items[i].id.section = MLS_PARAMS;
         t.names[i][0] = (char)('a' + i); /* only the index has its name */
     }
-    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
+    CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EEXIST);
     CHECK(fingerprint(&index, written.path) == sum && files_are_good(&index));
     mls_index_fini(&index);
     free(t.data);
@@ -421,7 +417,6 @@ TEST(a_generation_is_written_only_once)
 TEST(a_disk_without_room_leaves_nothing)
 {
     struct rlimit limit, small;
-    mls_status st;
     void (*const action)(int) = signal(SIGXFSZ, SIG_IGN);
     CHECK(getrlimit(RLIMIT_FSIZE, &limit) == 0);
     /* when the space is reserved, during the writes, and at the last bytes */
@@ -434,7 +429,7 @@ TEST(a_disk_without_room_leaves_nothing)
         small = limit;
         small.rlim_cur = most[i];
         CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
-        CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EFBIG);
+        CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EFBIG);
         CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0);
         free(t.data);
     }
@@ -444,14 +439,13 @@ TEST(a_disk_without_room_leaves_nothing)
 TEST(the_first_tensor_that_failed_is_told)
 {
     ten t;
-    mls_status st;
     ten_of(&t, 300000);
     mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
     job.pool = NULL;
     CHECK(close(openat(pool_fd, "params/3.0-1.0123456789abcdef-0.safetensors.tmp",
                        O_CREAT | O_WRONLY, 0600)) == 0);
-    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
-    CHECK_TEXT(st.name, "3");
+    CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EEXIST);
+    CHECK_TEXT(status.name, "3");
     CHECK(pool_files() == 1); /* the file of another writer stays */
     free(t.data);
     empty_pool();
@@ -479,7 +473,6 @@ TEST(progress_counts_every_byte_once)
 TEST(progress_stops_the_work_and_leaves_nothing)
 {
     ten t;
-    mls_status st;
     ten_of(&t, 3 * MIB);
     for (int allowed = 1; allowed < 12; allowed += 3) {
         for (int one = 0; one < 2; one++) {
@@ -488,7 +481,7 @@ TEST(progress_stops_the_work_and_leaves_nothing)
             mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
             job.progress = &progress;
             job.pool = one == 1 ? NULL : four_threads;
-            CHECK(fails(&job, &st) == MLS_E_STOPPED && st.code == MLS_E_STOPPED);
+            CHECK(fails(&job, &status) == MLS_E_STOPPED && status.code == MLS_E_STOPPED);
             CHECK(atomic_load(&seen.calls) < allowed + 4);
         }
     }
@@ -498,14 +491,13 @@ TEST(progress_stops_the_work_and_leaves_nothing)
 TEST(what_the_plan_refuses_writes_nothing)
 {
     ten t;
-    mls_status st;
     ten_of(&t, 1000);
     t.items[9].id.state = text("a.b");
     const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
-    CHECK(fails(&job, &st) == MLS_E_VALUE);
+    CHECK(fails(&job, &status) == MLS_E_VALUE);
     t.items[9].id = t.items[8].id;
-    CHECK(fails(&job, &st) == MLS_E_VALUE);
+    CHECK(fails(&job, &status) == MLS_E_VALUE);
     t.items[9].id = (mls_tensor_id){.name = text("__metadata__")};
-    CHECK(fails(&job, &st) == MLS_E_VALUE);
+    CHECK(fails(&job, &status) == MLS_E_VALUE);
     free(t.data);
 }

@@ -148,31 +148,29 @@ TEST(little_is_left_out)
 /* Each thread has a buffer; compressed shards are held whole. */
 TEST(the_overhead_of_a_save_is_known_before)
 {
-    mls_status st;
     size_t none = 0, one = 0, two = 0, coded = 0;
-    CHECK(mls_staging_overhead(s.items, 0, 1, false, &none, &st) == MLS_OK);
-    CHECK(mls_staging_overhead(s.items, COUNT, 1, false, &one, &st) == MLS_OK);
-    CHECK(mls_staging_overhead(s.items, COUNT, 2, false, &two, &st) == MLS_OK);
-    CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &st) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, 0, 1, false, &none, &status) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, COUNT, 1, false, &one, &status) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, COUNT, 2, false, &two, &status) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &status) == MLS_OK);
     CHECK(none > MLS_WRITE_BUFFER && one > none && one < none + MIB);
     CHECK(two - one >= MLS_WRITE_BUFFER && two - one < MLS_WRITE_BUFFER + MIB);
     CHECK(coded - two >= 2 * (3 * (5 * MIB / 4)) && coded - two < 2 * 8 * MIB);
     s.items[0].part = 4;
-    CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &st) == MLS_E_VALUE);
-    CHECK(strcmp(st.name, "large") == 0);
+    CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &status) == MLS_E_VALUE);
+    CHECK(strcmp(status.name, "large") == 0);
 }
 
 /* Items that the caller has copied are not copied again. */
 TEST(what_is_staged_already_stays)
 {
-    mls_status st;
     mls_staged staged;
     unsigned char memory[64];
     for (size_t i = 0; i < COUNT; i++) {
         s.items[i].staged = i != 2;
     }
     const mls_staging to = {.memory = memory, .bytes = sizeof memory, .kernels = kernels};
-    CHECK(mls_stage(&to, s.items, COUNT, &staged, &st) == MLS_OK);
+    CHECK(mls_stage(&to, s.items, COUNT, &staged, &status) == MLS_OK);
     CHECK(staged.bytes == 28 && staged.lent == 0 && s.items[2].data == memory);
     CHECK(s.items[0].data == s.data[0] && s.items[5].strided == &s.strided);
 }
@@ -192,27 +190,27 @@ TEST(copies_of_the_caller_are_noted_by_their_address)
 
 TEST(what_is_needed_is_the_part_and_a_bad_one_is_named)
 {
-    mls_status st;
     size_t bytes = 1;
     s.items[3] = part_of(s.items[3], 0, 4, 3);
-    CHECK(mls_staging_need(s.items + 2, 2, &bytes, &st) == MLS_OK);
+    CHECK(mls_staging_need(s.items + 2, 2, &bytes, &status) == MLS_OK);
     CHECK(bytes == 28 + 1000);
-    CHECK(mls_staging_need(s.items, 0, &bytes, &st) == MLS_OK && bytes == 0);
+    CHECK(mls_staging_need(s.items, 0, &bytes, &status) == MLS_OK && bytes == 0);
     s.items[3].part = 4;
     bytes = 17;
-    CHECK(mls_staging_need(s.items, COUNT, &bytes, &st) == MLS_E_VALUE && bytes == 17);
-    CHECK(strcmp(st.name, "b") == 0);
+    CHECK(mls_staging_need(s.items, COUNT, &bytes, &status) == MLS_E_VALUE &&
+          bytes == 17);
+    CHECK(strcmp(status.name, "b") == 0);
     mls_staged staged;
     const mls_staging to = {.memory = s.data[0], .bytes = 9, .kernels = kernels};
-    CHECK(mls_stage(&to, s.items, COUNT, &staged, &st) == MLS_E_VALUE);
+    CHECK(mls_stage(&to, s.items, COUNT, &staged, &status) == MLS_E_VALUE);
     CHECK(!s.items[2].staged && !s.items[1].staged);
     const size_t huge[] = {SIZE_MAX / 4};
     s.items[0] = item_of("x", NULL, MLS_F64, 1, huge, s.data[0]);
-    CHECK(mls_staging_need(s.items, 1, &bytes, &st) == MLS_E_SIZE);
+    CHECK(mls_staging_need(s.items, 1, &bytes, &status) == MLS_E_SIZE);
     s.items[0].dtype = s.items[1].dtype = MLS_U8;
     s.items[1].shape = s.items[0].shape;
     s.items[2] = s.items[3] = s.items[4] = s.items[0];
-    CHECK(mls_staging_need(s.items, 5, &bytes, &st) == MLS_E_SIZE && bytes == 17);
+    CHECK(mls_staging_need(s.items, 5, &bytes, &status) == MLS_E_SIZE && bytes == 17);
 }
 
 TEST(touching_clears_just_that)
@@ -282,7 +280,6 @@ TEST(arrays_may_be_overwritten_when_that_is_told)
 /* A write that fails before that moment does not notify the owner. */
 TEST(a_write_that_failed_before_tells_nothing)
 {
-    mls_status st;
     mls_shards_written written;
     int calls = 0;
     watcher w = {0};
@@ -292,6 +289,6 @@ TEST(a_write_that_failed_before_tells_nothing)
     job.progress = &progress;
     job.freed = spoil;
     job.freed_context = &calls;
-    CHECK(mls_shards_write(&job, &written, &st) == MLS_E_STOPPED && calls == 0);
+    CHECK(mls_shards_write(&job, &written, &status) == MLS_E_STOPPED && calls == 0);
     CHECK(pool_files() == 0);
 }

@@ -236,7 +236,6 @@ TEST(memory_of_any_kind)
     static const mls_dtype dtypes[] = {MLS_U8, MLS_I16, MLS_F32, MLS_F64};
     static const size_t turned[] = {300, 700}, shape[] = {700, 300};
     unsigned char *data = malloc(700 * 300 * 16), *other = malloc(700 * 300 * 16);
-    mls_status st;
     toy codec;
     REQUIRE(data != NULL && other != NULL);
     toy_begin(&codec);
@@ -250,7 +249,7 @@ TEST(memory_of_any_kind)
         for (size_t i = 0; i < 700 * 300; i++) {
             memcpy(other + (i % 300 * 700 + i / 300) * item, data + i * item, item);
         }
-        REQUIRE(mls_tensor_init(&view, other, dtypes[d], 2, turned, &st) == MLS_OK);
+        REQUIRE(mls_tensor_init(&view, other, dtypes[d], 2, turned, &status) == MLS_OK);
         mls_tensor transposed = view;
         for (int i = 0; i < 2; i++) {
             transposed.shape[i] = view.shape[1 - i];
@@ -402,15 +401,14 @@ TEST(errors_of_codecs_end_the_save)
     static const int calls[] = {1, 3, 4, 8};
     for (size_t i = 0; i < 16; i++) {
         char generation[MLS_GENERATION_DIGITS + 1];
-        mls_status st;
         const mls_shard_job job = next_job(generation);
         toy_begin(&t.codec);
         t.codec.failure = codes[i % 4];
         t.codec.encode_fails_at = calls[i / 4];
         t.written.shard_count = 77;
-        CHECK(mls_shards_write(&job, &t.written, &st) == codes[i % 4]);
-        CHECK_TEXT(st.text, "zstd is broken");
-        CHECK_TEXT(st.name, "w.m");
+        CHECK(mls_shards_write(&job, &t.written, &status) == codes[i % 4]);
+        CHECK_TEXT(status.text, "zstd is broken");
+        CHECK_TEXT(status.name, "w.m");
         CHECK(pool_files() == 0 && t.written.shard_count == 77);
         CHECK(atomic_load(&t.codec.encoded) == calls[i / 4]);
     }
@@ -426,13 +424,12 @@ TEST(errors_while_comparing)
     for (size_t i = 0; i < 8; i++) {
         const bool ends = codes[i % 4] == MLS_E_MEMORY || codes[i % 4] == MLS_E_STOPPED;
         char generation[MLS_GENERATION_DIGITS + 1];
-        mls_status st;
         (void)save(true, false, false);
         mls_shard_job job = next_job(generation);
         job.incremental = i / 4 == 1;
         t.codec.failure = codes[i % 4];
         t.codec.decode_fails_at = 2;
-        const mls_code code = mls_shards_write(&job, &t.written, &st);
+        const mls_code code = mls_shards_write(&job, &t.written, &status);
         t.codec.decode_fails_at = 0;
         CHECK(code == (ends ? codes[i % 4] : MLS_OK));
         CHECK(pool_files() == (ends ? 2 : 4));
@@ -458,16 +455,15 @@ TEST(errors_while_reading)
     mls_part parts[1];
     mls_read_range pieces[1];
     mls_part to;
-    mls_status st;
     size_t count = 0, failed;
     REQUIRE(t.data != NULL && got != NULL);
     REQUIRE(save(true, false, false) != NULL);
     indexes[0] = &t.index;
-    REQUIRE(mls_merged_index_init(&merged, indexes, 1, &st) == MLS_OK);
-    REQUIRE(mls_layout_part(&whole, 2, matrix, 0, &to, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 1, &status) == MLS_OK);
+    REQUIRE(mls_layout_part(&whole, 2, matrix, 0, &to, &status) == MLS_OK);
     REQUIRE(mls_merged_index_pieces(&merged, &merged.tensors[0], &to, got,
                                     &(mls_read_scratch){stored, parts, pieces}, &count,
-                                    &st) == MLS_OK);
+                                    &status) == MLS_OK);
     for (size_t i = 0; i < 8; i++) {
         toy_begin(&t.codec);
         t.codec.failure = codes[i % 4];
@@ -479,20 +475,21 @@ TEST(errors_while_reading)
                                                   .crc = crc,
                                                   .codecs = &t.codec.codecs,
                                                   .pool = four_threads},
-                              &failed, &st) == codes[i % 4]);
+                              &failed, &status) == codes[i % 4]);
         CHECK(failed == 0);
-        CHECK_TEXT(st.name, "w");
-        CHECK(st.has_offset == (codes[i % 4] == MLS_E_FORMAT));
-        CHECK(strstr(st.text, "tensor 'w', file 'optim_state/") == st.text);
-        CHECK(codes[i % 4] == MLS_E_STOPPED || strstr(st.text, "zstd is broken") != NULL);
+        CHECK_TEXT(status.name, "w");
+        CHECK(status.has_offset == (codes[i % 4] == MLS_E_FORMAT));
+        CHECK(strstr(status.text, "tensor 'w', file 'optim_state/") == status.text);
+        CHECK(codes[i % 4] == MLS_E_STOPPED ||
+              strstr(status.text, "zstd is broken") != NULL);
     }
     CHECK(mls_shards_read(&(mls_read_request){.folder = pool_fd,
                                               .pieces = pieces,
                                               .count = count,
                                               .crc = crc,
                                               .pool = four_threads},
-                          &failed, &st) == MLS_E_VALUE);
-    CHECK(strstr(st.text, "no decoder for zstd is available") != NULL);
+                          &failed, &status) == MLS_E_VALUE);
+    CHECK(strstr(status.text, "no decoder for zstd is available") != NULL);
     mls_merged_index_fini(&merged);
     free(got);
 }
@@ -503,10 +500,9 @@ TEST(progress_stops_the_coding)
         watcher w = {.allowed = allowed};
         const mls_progress progress = {watch, &w};
         char generation[MLS_GENERATION_DIGITS + 1];
-        mls_status st;
         mls_shard_job job = next_job(generation);
         job.progress = &progress;
-        const mls_code code = mls_shards_write(&job, &t.written, &st);
+        const mls_code code = mls_shards_write(&job, &t.written, &status);
         CHECK(code == (allowed > 5 ? MLS_OK : MLS_E_STOPPED)); /* of five frames each */
         CHECK(allowed < 6 || atomic_load(&w.bytes) == BYTES);
         CHECK(pool_files() == (allowed > 5 ? 2 : 0));

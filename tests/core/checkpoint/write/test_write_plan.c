@@ -39,7 +39,6 @@ static const char *path_of(const mls_write_plan *plan, size_t i)
 /* ---- of the current test ---- */
 
 static mls_write_plan plan, first, second;
-static mls_status st;
 
 AFTER_EACH
 {
@@ -62,7 +61,7 @@ TEST(items_come_in_the_order_of_an_index)
     items[5] = part_of(item_of("a", NULL, MLS_F32, 1, five, NULL), 0, 2, 0);
     items[6] = item_of("B", NULL, MLS_F32, 1, five, NULL);
     const mls_shard_job job = job_of(items, 7, generations[0], NULL);
-    REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
     CHECK(plan.index.shard_count == 7 && plan.index.world_size == 1);
     CHECK_TEXT(plan.index.generation, generations[0]);
     for (size_t i = 0; i < 7; i++) {
@@ -85,7 +84,7 @@ TEST(parts_have_their_own_shape_in_a_file)
     static const int ranks[] = {2, 2, 2, 0, 1};
     static const size_t firsts[] = {2, 2, 0, 0, 4}, bytes[] = {32, 32, 0, 8, 16};
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
-    REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
     for (size_t i = 0; i < 5; i++) {
         CHECK(plan.planned[i].rank == ranks[i] && plan.index.shards[i].bytes == bytes[i]);
         CHECK(ranks[i] == 0 || plan.planned[i].shape[0] == firsts[i]);
@@ -97,9 +96,9 @@ TEST(parts_have_their_own_shape_in_a_file)
 static mls_code refused(const mls_shard_item *items, size_t count, const char *name)
 {
     const mls_shard_job job = job_of(items, count, generations[0], NULL);
-    const mls_code code = mls_write_plan_init(&plan, &job, &st);
+    const mls_code code = mls_write_plan_init(&plan, &job, &status);
     CHECK(code != MLS_OK && plan.planned == NULL && plan.index.shards == NULL);
-    CHECK_TEXT(st.name, name);
+    CHECK_TEXT(status.name, name);
     if (code == MLS_OK) {
         mls_write_plan_fini(&plan);
     }
@@ -115,7 +114,7 @@ TEST(a_part_that_comes_twice_is_refused)
     CHECK(refused(items, 3, "w") == MLS_E_VALUE);
     items[2].id.section = MLS_OPTIM_STATE; /* another item of that name */
     const mls_shard_job job = job_of(items, 3, generations[0], NULL);
-    CHECK(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
+    CHECK(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
 }
 
 TEST(names_that_an_index_cannot_hold_are_refused)
@@ -357,8 +356,8 @@ TEST(the_new_index_is_one_that_can_be_read)
     mls_json_writer built = {0};
     mls_index read = {0};
     uint32_t sum;
-    CHECK(mls_index_build(&plan.index, crc, &built, &sum, &st) == MLS_OK);
-    REQUIRE(mls_index_parse(built.data, built.length, crc, &read, &st) == MLS_OK);
+    CHECK(mls_index_build(&plan.index, crc, &built, &sum, &status) == MLS_OK);
+    REQUIRE(mls_index_parse(built.data, built.length, crc, &read, &status) == MLS_OK);
     CHECK(read.shard_count == COUNT && read.file_count == plan.file_count);
     for (size_t i = 0; i < plan.file_count; i++) {
         const mls_header *h = &plan.files[i].header;
@@ -390,8 +389,8 @@ TEST(shapes_are_enough_for_an_index)
     mls_json_writer text = {0};
     mls_index read = {0};
     job.crc = crc;
-    REQUIRE(mls_write_plan_index(&job, &text, &st) == MLS_OK);
-    REQUIRE(mls_index_parse(text.data, text.length, crc, &read, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_index(&job, &text, &status) == MLS_OK);
+    REQUIRE(mls_index_parse(text.data, text.length, crc, &read, &status) == MLS_OK);
     CHECK(read.shard_count == 3 && read.file_count == 3);
     CHECK(read.shards[0].bytes == (size_t)4 << 32 && read.shards[0].crc == 0);
     CHECK(read.shards[1].bytes == 2 << 12 && read.shards[1].part == 7);
@@ -400,7 +399,7 @@ TEST(shapes_are_enough_for_an_index)
     mls_index_fini(&read);
     mls_json_writer_fini(&text);
     items[1].part = 1 << 20;
-    CHECK(mls_write_plan_index(&job, &text, &st) == MLS_E_VALUE);
+    CHECK(mls_write_plan_index(&job, &text, &status) == MLS_E_VALUE);
     CHECK(text.length == 0);
     mls_json_writer_fini(&text);
 }
@@ -431,7 +430,7 @@ TEST(a_shard_is_the_one_of_before_if_it_is_cut_alike)
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
     first = place(&job, NULL);
     const mls_shard_job again = job_of(then, 6, generations[1], &first.index);
-    REQUIRE(mls_write_plan_init(&second, &again, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&second, &again, &status) == MLS_OK);
     for (size_t i = 0; i < 6; i++) {
         CHECK(second.planned[i].before ==
               (i == 0 || i == 5 ? &first.index.shards[i] : NULL));
@@ -446,7 +445,7 @@ TEST(tensors_that_come_and_go_do_not_mix_up_the_others)
     first = place(&job, NULL);
     items[2].id.name = text("cc");
     const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
-    REQUIRE(mls_write_plan_init(&second, &again, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&second, &again, &status) == MLS_OK);
     CHECK(second.planned[0].before == NULL && second.planned[2].before == NULL);
     CHECK(second.planned[1].before == &first.index.shards[0]);
     CHECK(second.planned[3].before == &first.index.shards[2]);
@@ -556,9 +555,9 @@ TEST(the_last_version_does_not_go_up)
     first = place(&job, NULL);
     item.version = 0;
     const mls_shard_job again = job_of(&item, 1, generations[1], &first.index);
-    REQUIRE(mls_write_plan_init(&second, &again, &st) == MLS_OK);
-    CHECK(mls_write_plan_assign_files(&second, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "w");
+    REQUIRE(mls_write_plan_init(&second, &again, &status) == MLS_OK);
+    CHECK(mls_write_plan_assign_files(&second, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "w");
     mls_write_plan_fini(&second);
     static const bool same[] = {true};
     second = place(&again, same); /* an unchanged shard keeps its version */
@@ -569,6 +568,6 @@ TEST(a_name_that_files_reserve_is_refused)
 {
     const mls_shard_item item = item_of("__metadata__", NULL, MLS_U8, 1, five, NULL);
     const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
-    CHECK(mls_write_plan_init(&plan, &job, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "__metadata__");
+    CHECK(mls_write_plan_init(&plan, &job, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "__metadata__");
 }

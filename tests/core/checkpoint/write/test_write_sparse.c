@@ -276,12 +276,11 @@ TEST(versions_do_not_hide_rows)
 TEST(strided_memory_gives_the_same_layers)
 {
     mls_tensor view;
-    mls_status st;
     const size_t turned[] = {COLUMNS, ROWS};
     uint32_t *columns = calloc(BYTES, 1);
     REQUIRE(columns != NULL);
-    REQUIRE(mls_tensor_init(&view, (unsigned char *)columns, MLS_F32, 2, turned, &st) ==
-            MLS_OK);
+    REQUIRE(mls_tensor_init(&view, (unsigned char *)columns, MLS_F32, 2, turned,
+                            &status) == MLS_OK);
     mls_tensor transposed = view;
     for (int i = 0; i < 2; i++) {
         transposed.shape[i] = view.shape[1 - i];
@@ -387,7 +386,6 @@ TEST(bytes_that_are_left_out_count_as_done)
 {
     watcher w = {.allowed = 1 << 30};
     const mls_progress progress = {watch, &w};
-    mls_status st;
     fill(0, 10);
     mls_shard_job job = job_of(&t.item, 1, generations[0], NULL);
     job.sparse = true;
@@ -404,6 +402,6 @@ TEST(bytes_that_are_left_out_count_as_done)
     atomic_store(&w.allowed, 0);
     fill(0, 2);
     job.generation = generations[2];
-    CHECK(mls_shards_write(&job, &t.written, &st) == MLS_E_STOPPED);
+    CHECK(mls_shards_write(&job, &t.written, &status) == MLS_E_STOPPED);
     mls_index_fini(&first);
 }

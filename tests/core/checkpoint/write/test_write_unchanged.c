@@ -144,14 +144,13 @@ TEST(strided_and_swapped_memory_is_compared)
     const size_t shape[] = {ROWS, COLUMNS}, across[] = {COLUMNS, ROWS};
     uint32_t *numbers = (uint32_t *)(void *)noise(4 * ROWS * COLUMNS);
     uint32_t *turned = malloc(4 * ROWS * COLUMNS);
-    mls_status st;
     mls_tensor view;
     mls_shards_written written;
     REQUIRE(numbers != NULL && turned != NULL);
     for (size_t i = 0; i < ROWS * COLUMNS; i++) {
         turned[i % COLUMNS * ROWS + i / COLUMNS] = __builtin_bswap32(numbers[i]);
     }
-    CHECK(mls_tensor_init(&view, turned, MLS_U32, 2, across, &st) == MLS_OK);
+    CHECK(mls_tensor_init(&view, turned, MLS_U32, 2, across, &status) == MLS_OK);
     view.shape[0] = ROWS;
     view.shape[1] = COLUMNS;
     view.strides[0] = 4;
@@ -167,8 +166,8 @@ TEST(strided_and_swapped_memory_is_compared)
     for (size_t round = 0; round < 3; round++) {
         mls_write_plan plan;
         const mls_shard_job again = job_of(&item, 1, generations[1], &index);
-        REQUIRE(mls_write_plan_init(&plan, &again, &st) == MLS_OK);
-        CHECK(mls_write_plan_unchanged(&plan, &st) == MLS_OK);
+        REQUIRE(mls_write_plan_init(&plan, &again, &status) == MLS_OK);
+        CHECK(mls_write_plan_unchanged(&plan, &status) == MLS_OK);
         CHECK(plan.planned[0].same == (round < 2));
         mls_write_plan_fini(&plan);
         /* an element of the other part, then the last one */
@@ -288,15 +287,14 @@ TEST(a_version_is_no_excuse_for_a_file_that_is_gone)
 TEST(a_version_that_goes_back_is_refused)
 {
     mls_write_plan plan;
-    mls_status st;
     s.index.shards[0].version = 7; /* "a" */
     s.items[0].version = 6;
     const mls_shard_job job = job_of(s.items, COUNT, generations[1], &s.index);
-    REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
-    CHECK(mls_write_plan_unchanged(&plan, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "a");
-    CHECK_TEXT(st.expected, "7 or more");
-    CHECK_TEXT(st.got, "6");
+    REQUIRE(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
+    CHECK(mls_write_plan_unchanged(&plan, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "a");
+    CHECK_TEXT(status.expected, "7 or more");
+    CHECK_TEXT(status.got, "6");
     mls_write_plan_fini(&plan);
     s.items[0].version = 7;
     CHECK(same_items(4) == ALL);
@@ -307,14 +305,13 @@ TEST(a_version_that_goes_back_is_refused)
 TEST(a_version_beyond_what_files_hold_is_refused)
 {
     mls_write_plan plan;
-    mls_status st;
     mls_shard_item item = item_of("w", NULL, MLS_U8, 0, NULL, "x");
     item.version = (uint64_t)INT64_MAX + 1;
     const mls_shard_job job = job_of(&item, 1, generations[2], NULL);
-    REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
-    CHECK(mls_write_plan_unchanged(&plan, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "w");
-    CHECK_TEXT(st.expected, "at most 9223372036854775807");
+    REQUIRE(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
+    CHECK(mls_write_plan_unchanged(&plan, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "w");
+    CHECK_TEXT(status.expected, "at most 9223372036854775807");
     mls_write_plan_fini(&plan);
 }
 
@@ -322,15 +319,14 @@ TEST(a_version_beyond_what_files_hold_is_refused)
 
 TEST(progress_counts_what_is_the_same_and_stops)
 {
-    mls_status st;
     for (int allowed = 0; allowed <= 2; allowed++) {
         watcher seen = {.allowed = allowed == 2 ? 1 << 30 : allowed + 1};
         const mls_progress progress = {.report = watch, .context = &seen};
         mls_write_plan plan;
         mls_shard_job job = job_of(s.items, COUNT, generations[1], &s.index);
         job.progress = &progress;
-        REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
-        const mls_code code = mls_write_plan_unchanged(&plan, &st);
+        REQUIRE(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
+        const mls_code code = mls_write_plan_unchanged(&plan, &status);
         CHECK(code == (allowed == 2 ? MLS_OK : MLS_E_STOPPED));
         CHECK(allowed < 2 || atomic_load(&seen.bytes) == s.written.data_bytes);
         CHECK(allowed == 2 || atomic_load(&seen.calls) == allowed + 1);
@@ -347,7 +343,6 @@ TEST(many_threads_find_what_one_finds)
     const size_t shape[] = {EACH};
     unsigned char *data = noise(MANY * 64 + EACH);
     mls_shards_written written;
-    mls_status st;
     REQUIRE(data != NULL);
     for (size_t i = 0; i < MANY; i++) {
         snprintf(names[i], sizeof names[i], "%03zu", i);
@@ -360,8 +355,8 @@ TEST(many_threads_find_what_one_finds)
     }
     mls_write_plan plan;
     const mls_shard_job again = job_of(items, MANY, generations[1], &index);
-    REQUIRE(mls_write_plan_init(&plan, &again, &st) == MLS_OK);
-    CHECK(mls_write_plan_unchanged(&plan, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&plan, &again, &status) == MLS_OK);
+    CHECK(mls_write_plan_unchanged(&plan, &status) == MLS_OK);
     for (size_t i = 0; i < MANY; i++) {
         CHECK(plan.planned[i].same == (i % 7 != 0));
     }
