@@ -135,6 +135,14 @@ static void check_reduction(mls_reduction r, bool tame)
     }
 }
 
+/* By the oracle, without a norm partial. */
+static void reduce(const mls_reduction *r, const void *const *sources, size_t count,
+                   void *out, size_t n)
+{
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), r, sources, count, out, n,
+                   mls_cached(), NULL);
+}
+
 TEST(every_set_reduces_as_the_oracle_does)
 {
     for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
@@ -299,11 +307,9 @@ TEST(sums_are_made_in_the_order_of_the_sources)
     const void *const one[] = {&a, &b, &c}, *const other[] = {&a, &c, &b};
     const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1};
     float out = 9;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, one, 3, &out, 1, mls_cached(),
-                   NULL);
+    reduce(&r, one, 3, &out, 1);
     CHECK(out == 1);
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, other, 3, &out, 1, mls_cached(),
-                   NULL);
+    reduce(&r, other, 3, &out, 1);
     CHECK(out == 0);
 }
 
@@ -313,8 +319,7 @@ TEST(a_mean_is_divided_before_it_is_rounded)
     const void *const sources[] = {&most, &most};
     const mls_reduction r = {MLS_F16, MLS_F16, MLS_REDUCE_SUM, 2};
     uint16_t out = 0;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, sources, 2, &out, 1, mls_cached(),
-                   NULL);
+    reduce(&r, sources, 2, &out, 1);
     CHECK(out == most);
 }
 
@@ -326,16 +331,13 @@ TEST(integers_wrap)
     mls_reduction r = {MLS_U8, MLS_U8, MLS_REDUCE_SUM, 1};
     uint8_t byte = 0;
     int32_t word = 0;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, bytes, 2, &byte, 1, mls_cached(),
-                   NULL);
+    reduce(&r, bytes, 2, &byte, 1);
     CHECK(byte == 44);
     r.dtype = r.out_dtype = MLS_I32;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, words, 2, &word, 1, mls_cached(),
-                   NULL);
+    reduce(&r, words, 2, &word, 1);
     CHECK(word == INT32_MIN);
     r.op = MLS_REDUCE_MAX;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, words, 2, &word, 1, mls_cached(),
-                   NULL);
+    reduce(&r, words, 2, &word, 1);
     CHECK(word == INT32_MAX);
 }
 
@@ -348,14 +350,12 @@ TEST(a_nan_wins_minima_and_maxima)
         const mls_reduction r = {MLS_F32, MLS_F32,
                                  i < 3 ? MLS_REDUCE_MIN : MLS_REDUCE_MAX, 1};
         float out = 0;
-        mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, orders[i % 3], 3, &out, 1,
-                       mls_cached(), NULL);
+        reduce(&r, orders[i % 3], 3, &out, 1);
         CHECK(isnan(out));
     }
     const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_MIN, 1};
     float out = 0;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, orders[0] + 1, 2, &out, 1,
-                   mls_cached(), NULL);
+    reduce(&r, orders[0] + 1, 2, &out, 1);
     CHECK(out == 1);
 }
 
