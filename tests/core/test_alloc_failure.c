@@ -27,8 +27,8 @@
 #include "state/name_tree.h"
 #include "state/name_tree_preview.h"
 #include "state/rename_rules.h"
+#include "support/chains.h"
 #include "support/failing_alloc.h"
-#include "support/random_chain.h"
 #include "support/runner.h"
 #include "support/shards.h"
 
@@ -690,7 +690,7 @@ TEST(deciding_survives_every_failure)
 static mls_code find_schedule(mls_status *st)
 {
     uint64_t seed = 4;
-    random_chain r;
+    test_chain r;
     random_chain_fill(&r, 7, &seed, true);
     const mls_best_options options = {.budget_bytes = 450, .offload = true};
     mls_best best = {.states = 77};
@@ -726,7 +726,7 @@ static mls_code choose_items(mls_status *st)
 static mls_code make_plan(size_t slots, mls_status *st)
 {
     uint64_t seed = 4;
-    random_chain r;
+    test_chain r;
     random_chain_fill(&r, 7, &seed, true);
     const mls_plan_request request = {
         .budget_bytes = 450, .slots = slots, .offload = true};
@@ -758,7 +758,7 @@ static mls_code plan_that_fits(mls_status *st)
 static mls_code whole_curve(mls_status *st)
 {
     uint64_t seed = 4;
-    random_chain r;
+    test_chain r;
     random_chain_fill(&r, 7, &seed, true);
     const mls_plan_request request = {.slots = 0};
     mls_plan_curve curve = {0};

@@ -1,12 +1,10 @@
 /* Selection within a budget: compared with exhaustive search, and invalid arguments. */
 #include "planning/knapsack.h"
 
-#include "support/random_chain.h"
+#include "support/chains.h"
 #include "support/runner.h"
 
 #include <math.h>
-
-static const mls_poll nobody;
 
 /* The fewest seconds that any of the 2^n choices leaves to recompute. */
 static double fewest(const mls_knapsack_items *items, int64_t budget)

@@ -3,10 +3,8 @@
  * every order of steps on the shortest chains, and tests its limits. */
 #include "planning/schedule_search.h"
 
-#include "support/random_chain.h"
+#include "support/chains.h"
 #include "support/runner.h"
-
-#include <math.h>
 
 /* ---- exhaustive search ---- */
 
@@ -88,7 +86,7 @@ TEST(nothing_is_better_on_the_shortest_chains)
     uint64_t seed = 42;
     int found_some = 0;
     for (int round = 0; round < TRIES(40); round++) {
-        random_chain r;
+        test_chain r;
         random_chain_fill(&r, 1 + (size_t)round % TINY, &seed, false);
         const mls_chain *c = &r.chain;
         double most = 1; /* more than any persistent schedule takes */
@@ -113,7 +111,7 @@ TEST(nothing_is_better_on_the_shortest_chains)
 
 /* ---- limits ---- */
 
-static void fill_nine(random_chain *r, bool rates)
+static void fill_nine(test_chain *r, bool rates)
 {
     uint64_t seed = 7;
     random_chain_fill(r, 9, &seed, rates);
@@ -133,7 +131,7 @@ static int64_t least_peak(const mls_chain *c, bool offload)
 
 TEST(the_least_peak_is_where_schedules_begin)
 {
-    random_chain r;
+    test_chain r;
     fill_nine(&r, true);
     for (int offload = 0; offload < 2; offload++) {
         const int64_t least = least_peak(&r.chain, offload != 0);
@@ -152,7 +150,7 @@ TEST(the_least_peak_is_where_schedules_begin)
 
 TEST(few_states_are_too_few)
 {
-    random_chain r;
+    test_chain r;
     fill_nine(&r, false);
     const mls_search_limits limits = {
         .budget_bytes = least_peak(&r.chain, false), .below = INFINITY, .states = 50};
@@ -164,7 +162,7 @@ TEST(few_states_are_too_few)
 /* The search finds only schedules below the bound; the bound itself is excluded. */
 TEST(nothing_below_the_best_is_found)
 {
-    random_chain r;
+    test_chain r;
     fill_nine(&r, false);
     mls_search_limits limits = {.budget_bytes = least_peak(&r.chain, false) + 20,
                                 .below = INFINITY};
@@ -178,20 +176,14 @@ TEST(nothing_below_the_best_is_found)
     CHECK(!found.found && !found.ran_out);
 }
 
-static bool count_down(void *context)
-{
-    int *left = context;
-    return (*left)-- > 0;
-}
-
 TEST(a_search_can_be_stopped)
 {
-    random_chain r;
+    test_chain r;
     uint64_t seed = 7;
     random_chain_fill(&r, 12, &seed, true);
     int left = 2;
     const mls_search_limits limits = {.offload = true,
-                                      .poll = {.go_on = count_down, .context = &left}};
+                                      .poll = {.go_on = says_no, .context = &left}};
     mls_found found = {.states = 77};
     CHECK(mls_search_least(&r.chain, &limits, &found, &status) == MLS_E_STOPPED);
     CHECK(found.states == 77 && left == -1);
@@ -224,7 +216,7 @@ static mls_best best_from_start(size_t blocks, size_t states, double *before)
 {
     uint64_t seed = 5;
     mls_status st;
-    random_chain r;
+    test_chain r;
     mls_schedule start = {0};
     mls_totals totals;
     mls_best best = {0};
@@ -268,7 +260,7 @@ TEST(what_is_not_searched_through_is_the_start)
 TEST(a_budget_that_nothing_fits_is_refused)
 {
     uint64_t seed = 8;
-    random_chain r;
+    test_chain r;
     mls_best best = {.states = 77};
     random_chain_fill(&r, 6, &seed, false);
     mls_best_options options = {.budget_bytes = 0};
@@ -288,7 +280,7 @@ TEST(a_budget_that_nothing_fits_is_refused)
 TEST(a_start_is_needed_or_must_be_good)
 {
     uint64_t seed = 9;
-    random_chain r;
+    test_chain r;
     mls_best best;
     random_chain_fill(&r, 40, &seed, false);
     mls_best_options options = {.budget_bytes = 100};
