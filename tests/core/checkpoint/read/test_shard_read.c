@@ -331,8 +331,7 @@ TEST(columns_of_a_large_matrix_are_gathered)
     const size_t matrix[] = {1500, 4096};
     const size_t bytes = matrix[0] * matrix[1];
     unsigned char *data = noise(bytes), *got = malloc(bytes);
-    mls_pool *pool = NULL;
-    REQUIRE(data != NULL && got != NULL && mls_pool_new(4, &pool, &status) == MLS_OK);
+    REQUIRE(data != NULL && got != NULL);
     mls_stored_shard shard = store("matrix", data, bytes);
     const mls_layout whole = {0};
     mls_part all;
@@ -346,7 +345,7 @@ TEST(columns_of_a_large_matrix_are_gathered)
         CHECK(mls_layout_part(&columns, 2, matrix, cuts[i / 2] - 1, &to, &status) ==
               MLS_OK);
         const mls_read_range piece = {.shard = &shard, .to = &to, .data = got};
-        mls_read_request request = request_of(&piece, 1, pool);
+        mls_read_request request = request_of(&piece, 1, four_threads);
         request.crc = i % 2 == 0 ? crc : NULL;
         CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
         for (size_t row = 0; row < matrix[0]; row++) {
@@ -356,7 +355,6 @@ TEST(columns_of_a_large_matrix_are_gathered)
         }
         CHECK(wrong == 0);
     }
-    mls_pool_free(pool);
     drop(&shard);
     free(data);
     free(got);
@@ -372,16 +370,14 @@ typedef struct crowd {
     mls_part part; /* of each small shard */
     mls_read_range pieces[SMALL];
     unsigned char *data, *got;
-    mls_pool *pool;
 } crowd;
 
 static crowd *crowd_new(void)
 {
     static const char *const files[] = {"segment-a", "segment-b", "segment-c"};
     const size_t each = (size_t)(SMALL / 3) * SMALL_BYTES;
-    mls_status st;
     crowd *c = calloc(1, sizeof *c);
-    CHECK(c != NULL && mls_pool_new(4, &c->pool, &st) == MLS_OK);
+    CHECK(c != NULL);
     c->data = noise(3 * each);
     c->got = calloc(3, each);
     c->part = flat_part(SMALL_BYTES, 0, SMALL_BYTES);
@@ -410,7 +406,6 @@ static void crowd_free(crowd *c)
     for (size_t i = 0; i < 3; i++) {
         drop(&c->segments[i]);
     }
-    mls_pool_free(c->pool);
     free(c->data);
     free(c->got);
     free(c);
@@ -427,7 +422,7 @@ TEST(many_small_pieces_share_few_files)
         memset(c->got, 0, SMALL * SMALL_BYTES);
         short_reads = i < 2 ? 0 : SMALL_BYTES / 2; /* then one by one */
         atomic_store(&calls, 0);
-        mls_read_request request = request_of(c->pieces, SMALL, c->pool);
+        mls_read_request request = request_of(c->pieces, SMALL, four_threads);
         request.crc = verify ? crc : NULL;
         request.progress = &progress;
         CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
@@ -453,7 +448,7 @@ TEST(the_first_damaged_piece_is_reported)
                c->shards[first].crcs[0]) {
             first++;
         }
-        mls_read_request request = request_of(c->pieces, SMALL, c->pool);
+        mls_read_request request = request_of(c->pieces, SMALL, four_threads);
         CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_CHECKSUM);
         CHECK(failed == first && status.has_offset);
         CHECK(status.offset == c->shards[first].offset);
@@ -469,7 +464,7 @@ TEST(progress_stops_the_work)
         const mls_progress progress = {.report = watch, .context = &seen};
         size_t failed = SMALL;
         mls_read_request request =
-            request_of(c->pieces, SMALL, allowed < 3 ? NULL : c->pool);
+            request_of(c->pieces, SMALL, allowed < 3 ? NULL : four_threads);
         request.progress = &progress;
         CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_STOPPED);
         CHECK(status.code == MLS_E_STOPPED && failed < SMALL);
@@ -532,7 +527,8 @@ TEST(places_may_be_made_while_others_are_read_to)
         const bool alone = i >= 2;
         m = (place_maker){.allowed = SMALL, .waits = i == 0};
         take_pieces(&m, c, i % 2 == 0);
-        mls_read_request request = request_of(m.pieces, SMALL, alone ? NULL : c->pool);
+        mls_read_request request =
+            request_of(m.pieces, SMALL, alone ? NULL : four_threads);
         request.maker = &maker;
         CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
         CHECK(memcmp(c->got, c->data, SMALL * SMALL_BYTES) == 0);
@@ -552,7 +548,7 @@ TEST(places_that_cannot_be_made_stop_the_reading)
         m = (place_maker){.allowed = allowed};
         take_pieces(&m, c, true);
         mls_read_request request =
-            request_of(m.pieces, SMALL, allowed == 0 ? NULL : c->pool);
+            request_of(m.pieces, SMALL, allowed == 0 ? NULL : four_threads);
         request.maker = &maker;
         CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_STOPPED);
         CHECK(status.code == MLS_E_STOPPED);
@@ -607,8 +603,7 @@ TEST(the_first_damaged_block_is_reported)
 {
     enum { BYTES = 17 * BLOCK };
     unsigned char *data = noise(BYTES), *got = malloc(BYTES);
-    mls_pool *pool = NULL;
-    REQUIRE(data != NULL && got != NULL && mls_pool_new(4, &pool, &status) == MLS_OK);
+    REQUIRE(data != NULL && got != NULL);
     mls_stored_shard shard = store("damaged", data, BYTES);
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 3 * BLOCK));
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 4 * BLOCK));
@@ -616,11 +611,10 @@ TEST(the_first_damaged_block_is_reported)
     const mls_read_range pieces[] = {{.shard = &shard, .to = shard.part, .data = got}};
     for (int i = 0; i < 5; i++) {
         size_t failed = 99;
-        mls_read_request request = request_of(pieces, 1, pool);
+        mls_read_request request = request_of(pieces, 1, four_threads);
         CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_CHECKSUM);
         CHECK(failed == 0 && status.offset == PAYLOAD + 3 * BLOCK);
     }
-    mls_pool_free(pool);
     drop(&shard);
     free(data);
     free(got);
