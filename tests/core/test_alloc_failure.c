@@ -27,8 +27,8 @@
 #include "state/name_tree.h"
 #include "state/name_tree_preview.h"
 #include "state/rename_rules.h"
+#include "support/chains.h"
 #include "support/failing_alloc.h"
-#include "support/random_chain.h"
 #include "support/runner.h"
 #include "support/shards.h"
 
@@ -169,10 +169,9 @@ static mls_code index_files(mls_status *st)
 
 TEST(opening_survives_every_failure)
 {
-    mls_status st;
     write_old();
     countdown = 0;
-    CHECK(write_state(&st) == MLS_OK);
+    CHECK(write_state(&status) == MLS_OK);
     CHECK(fail_each(read_state) >= 6);
     CHECK(fail_each(index_files) >= 8);
     unlink(path);
@@ -284,10 +283,9 @@ static mls_code parse_index(mls_status *st)
 
 TEST(parsing_an_index_survives_every_failure)
 {
-    mls_status st;
     uint32_t sum;
     countdown = 0;
-    CHECK(build_index(&index_text, &sum, &st) == MLS_OK);
+    CHECK(build_index(&index_text, &sum, &status) == MLS_OK);
     CHECK(fail_each(parse_index) >= 14);
     mls_json_writer_fini(&index_text);
 }
@@ -576,10 +574,9 @@ static mls_code outline_names(mls_status *st)
 TEST(outlining_names_survives_every_failure)
 {
     const mls_str list[] = {text("a.b"), text("a.c")};
-    mls_status st;
     outlined = NULL;
     countdown = 0;
-    CHECK(mls_name_tree_new(list, 2, &outlined, &st) == MLS_OK);
+    CHECK(mls_name_tree_new(list, 2, &outlined, &status) == MLS_OK);
     CHECK(fail_each(outline_names) == 4);
     mls_name_tree_free(outlined);
 }
@@ -693,7 +690,7 @@ TEST(deciding_survives_every_failure)
 static mls_code find_schedule(mls_status *st)
 {
     uint64_t seed = 4;
-    random_chain r;
+    test_chain r;
     random_chain_fill(&r, 7, &seed, true);
     const mls_best_options options = {.budget_bytes = 450, .offload = true};
     mls_best best = {.states = 77};
@@ -729,7 +726,7 @@ static mls_code choose_items(mls_status *st)
 static mls_code make_plan(size_t slots, mls_status *st)
 {
     uint64_t seed = 4;
-    random_chain r;
+    test_chain r;
     random_chain_fill(&r, 7, &seed, true);
     const mls_plan_request request = {
         .budget_bytes = 450, .slots = slots, .offload = true};
@@ -761,7 +758,7 @@ static mls_code plan_that_fits(mls_status *st)
 static mls_code whole_curve(mls_status *st)
 {
     uint64_t seed = 4;
-    random_chain r;
+    test_chain r;
     random_chain_fill(&r, 7, &seed, true);
     const mls_plan_request request = {.slots = 0};
     mls_plan_curve curve = {0};

@@ -98,7 +98,6 @@ TEST(compressed_checkpoints_survive_every_failure)
 {
     mls_shards_written written;
     uint32_t sum;
-    mls_status st;
     countdown = 0;
     use_one_thread(); /* several would allocate in any order */
     memset(bytes, 5, sizeof bytes);
@@ -109,7 +108,7 @@ TEST(compressed_checkpoints_survive_every_failure)
     job.codecs = &codec.codecs;
     coded = write_all(&job, &written);
     if (coded.shard_count == 1 && coded.frames != NULL) {
-        CHECK(mls_index_build(&coded, crc, &index_text, &sum, &st) == MLS_OK);
+        CHECK(mls_index_build(&coded, crc, &index_text, &sum, &status) == MLS_OK);
         CHECK(fail_each(parse_coded) >= 11);
         CHECK(fail_each(read_coded) >= 6);
         CHECK(fail_each(write_coded) >= 40);

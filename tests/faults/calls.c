@@ -27,6 +27,9 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
+/* Both names of a function that has the same arguments for small and for large files. */
+#define SAME(name, other) EXPORT __typeof__(name) name __attribute__((alias(#other)))
+
 enum { COPY_STEP = 1 << 16 };
 
 /* ---- recording ---- */
@@ -169,30 +172,27 @@ static mode_t mode_argument(int flags, va_list list)
     return (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(list, mode_t) : 0;
 }
 
-/* X(name): functions of (path, flags, ...) */
-#define OPEN(name)                                                                       \
-    EXPORT int name(const char *path, int flags, ...)                                    \
-    {                                                                                    \
-        va_list list;                                                                    \
-        va_start(list, flags);                                                           \
-        const mode_t mode = mode_argument(flags, list);                                  \
-        va_end(list);                                                                    \
-        return shim_open(AT_FDCWD, path, flags, mode);                                   \
-    }
-OPEN(open)
-OPEN(open64)
+EXPORT int open(const char *path, int flags, ...)
+{
+    va_list list;
+    va_start(list, flags);
+    const mode_t mode = mode_argument(flags, list);
+    va_end(list);
+    return shim_open(AT_FDCWD, path, flags, mode);
+}
 
-#define OPENAT(name)                                                                     \
-    EXPORT int name(int at, const char *path, int flags, ...)                            \
-    {                                                                                    \
-        va_list list;                                                                    \
-        va_start(list, flags);                                                           \
-        const mode_t mode = mode_argument(flags, list);                                  \
-        va_end(list);                                                                    \
-        return shim_open(at, path, flags, mode);                                         \
-    }
-OPENAT(openat)
-OPENAT(openat64)
+SAME(open64, open);
+
+EXPORT int openat(int at, const char *path, int flags, ...)
+{
+    va_list list;
+    va_start(list, flags);
+    const mode_t mode = mode_argument(flags, list);
+    va_end(list);
+    return shim_open(at, path, flags, mode);
+}
+
+SAME(openat64, openat);
 
 EXPORT int creat(const char *path, mode_t mode)
 {
@@ -206,11 +206,7 @@ EXPORT int __open_2(const char *path, int flags)
     return shim_open(AT_FDCWD, path, flags, 0);
 }
 
-EXPORT int __open64_2(const char *path, int flags);
-EXPORT int __open64_2(const char *path, int flags)
-{
-    return shim_open(AT_FDCWD, path, flags, 0);
-}
+EXPORT int __open64_2(const char *path, int flags) __attribute__((alias("__open_2")));
 
 /* On Linux a descriptor whose close fails is closed all the same, so close first, then
  * fail.
@@ -245,10 +241,7 @@ EXPORT ssize_t pread64(int fd, void *data, size_t bytes, off64_t offset)
                    : syscall(SYS_pread64, fd, data, mls_shortened(&step, bytes), offset));
 }
 
-EXPORT ssize_t pread(int fd, void *data, size_t bytes, off_t offset)
-{
-    return pread64(fd, data, bytes, offset);
-}
+SAME(pread, pread64);
 
 EXPORT ssize_t preadv64(int fd, const struct iovec *parts, int count, off64_t offset)
 {
@@ -261,10 +254,7 @@ EXPORT ssize_t preadv64(int fd, const struct iovec *parts, int count, off64_t of
                                 : syscall(SYS_preadv, fd, parts, count, offset, 0L));
 }
 
-EXPORT ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset)
-{
-    return preadv64(fd, parts, count, offset);
-}
+SAME(preadv, preadv64);
 
 /* ---- write ---- */
 
@@ -305,10 +295,7 @@ EXPORT ssize_t pwrite64(int fd, const void *data, size_t bytes, off64_t offset)
     return mls_leave(&step, result);
 }
 
-EXPORT ssize_t pwrite(int fd, const void *data, size_t bytes, off_t offset)
-{
-    return pwrite64(fd, data, bytes, offset);
-}
+SAME(pwrite, pwrite64);
 
 /* Each part that was written gets its own entry. */
 static void record_parts(const mls_step *step, int fd, const struct iovec *parts,
@@ -427,10 +414,7 @@ EXPORT ssize_t sendfile64(int out, int in, off64_t *offset, size_t bytes)
     return mls_leave(&step, result);
 }
 
-EXPORT ssize_t sendfile(int out, int in, off_t *offset, size_t bytes)
-{
-    return sendfile64(out, in, offset, bytes);
-}
+SAME(sendfile, sendfile64);
 
 EXPORT int ftruncate64(int fd, off64_t bytes)
 {
@@ -446,10 +430,7 @@ EXPORT int ftruncate64(int fd, off64_t bytes)
     return (int)mls_leave(&step, result);
 }
 
-EXPORT int ftruncate(int fd, off_t bytes)
-{
-    return ftruncate64(fd, bytes);
-}
+SAME(ftruncate, ftruncate64);
 
 /* Open the path first: the recorder identifies files by descriptor. */
 EXPORT int truncate64(const char *path, off64_t bytes)
@@ -465,10 +446,7 @@ EXPORT int truncate64(const char *path, off64_t bytes)
     return result;
 }
 
-EXPORT int truncate(const char *path, off_t bytes)
-{
-    return truncate64(path, bytes);
-}
+SAME(truncate, truncate64);
 
 /* Preallocation: recorded if it extends the file. */
 EXPORT int fallocate64(int fd, int mode, off64_t offset, off64_t bytes)
@@ -489,10 +467,7 @@ EXPORT int fallocate64(int fd, int mode, off64_t offset, off64_t bytes)
     return (int)mls_leave(&step, result);
 }
 
-EXPORT int fallocate(int fd, int mode, off_t offset, off_t bytes)
-{
-    return fallocate64(fd, mode, offset, bytes);
-}
+SAME(fallocate, fallocate64);
 
 /* Returns the error instead of setting errno. */
 EXPORT int posix_fallocate64(int fd, off64_t offset, off64_t bytes)
@@ -503,10 +478,7 @@ EXPORT int posix_fallocate64(int fd, off64_t offset, off64_t bytes)
     return result;
 }
 
-EXPORT int posix_fallocate(int fd, off_t offset, off_t bytes)
-{
-    return posix_fallocate64(fd, offset, bytes);
-}
+SAME(posix_fallocate, posix_fallocate64);
 
 /* ---- sync ---- */
 
@@ -709,10 +681,7 @@ EXPORT void *mmap64(void *where, size_t bytes, int access, int flags, int fd,
     return data;
 }
 
-EXPORT void *mmap(void *where, size_t bytes, int access, int flags, int fd, off_t offset)
-{
-    return mmap64(where, bytes, access, flags, fd, offset);
-}
+SAME(mmap, mmap64);
 
 static int shim_stat(int at, const char *path, void *info, int flags)
 {
@@ -775,32 +744,20 @@ EXPORT int flock(int fd, int operation)
 
 /* Descriptor flags and locks of another kind. Commands that duplicate descriptors or only
  * query are passed through. */
-static int shim_fcntl(int fd, int command, void *argument)
+EXPORT int fcntl(int fd, int command, ...)
 {
     const bool acts = command == F_SETFL || command == F_SETLK || command == F_SETLKW ||
                       command == F_OFD_SETLK || command == F_OFD_SETLKW;
     const mls_step step = mls_enter(MLS_fcntl, acts && mls_is_ours(fd));
+    va_list list;
+    va_start(list, command);
+    void *argument = va_arg(list, void *);
+    va_end(list);
     return (int)mls_leave(
         &step, mls_refused(&step) ? -1 : syscall(SYS_fcntl, fd, command, argument));
 }
 
-EXPORT int fcntl(int fd, int command, ...)
-{
-    va_list list;
-    va_start(list, command);
-    void *argument = va_arg(list, void *);
-    va_end(list);
-    return shim_fcntl(fd, command, argument);
-}
-
-EXPORT int fcntl64(int fd, int command, ...)
-{
-    va_list list;
-    va_start(list, command);
-    void *argument = va_arg(list, void *);
-    va_end(list);
-    return shim_fcntl(fd, command, argument);
-}
+SAME(fcntl64, fcntl);
 
 /* The C library's function of that name. memcpy, because ISO C has no cast from object to
  * function pointers. */

@@ -163,11 +163,6 @@ class SaveCheckpoint(SaveFile):
     pack_below_bytes = 100_000  # some tensors share files, others have their own
     options: ClassVar = {}  # options of the save
 
-    def missing(self):
-        if not hasattr(mlstate, "save"):
-            return "mlstate.save is not there yet"
-        return None
-
     def prepare(self):
         """The optimizer has moments of each parameter."""
         self.states, self.parts = {}, {}
@@ -391,7 +386,7 @@ class SaveByRanks(SaveCheckpoint):
             import torch.distributed as dist
         except ImportError:
             return "torch is not installed"
-        return super().missing() or (None if dist.is_gloo_available() else "torch has no gloo")
+        return None if dist.is_gloo_available() else "torch has no gloo"
 
     def prepare(self):
         import torch.distributed  # before the fork: it takes seconds  # noqa: F401
@@ -444,11 +439,6 @@ class MoveTiers(SaveFile):
         **SaveCheckpoint.harmless,
         "mmap": "what cannot be compared with what is to be written is written again",
     }
-
-    def missing(self):
-        if not hasattr(mlstate, "TieredState"):
-            return "mlstate.TieredState is not there yet"
-        return None
 
     def prepare(self):
         """One parameter; the other tensors of a state become its optimizer states."""

@@ -120,6 +120,8 @@ class Verify(Save):
 class Repair(Save):
     """mlstate.verify that replaces a damaged step by an older one."""
 
+    damage = (-1, os.SEEK_END)  # the place of a wrong byte in a file
+
     def prepare(self, folder):
         """Prepare three steps, the last of them damaged."""
         manager = CheckpointManager(folder / "ckpt", keep=3)
@@ -127,7 +129,7 @@ class Repair(Save):
             manager.save(step, OLD)
         path = next(iter(manager.save(3, NEW).files()))
         with (folder / "ckpt" / path).open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
+            file.seek(*self.damage)
             file.write(b"x")
 
     def call(self, folder):
@@ -146,15 +148,7 @@ class Repair(Save):
 class Mend(Repair):
     """mlstate.verify that rewrites a damaged header."""
 
-    def prepare(self, folder):
-        """Prepare three steps, the last of them with a damaged header."""
-        manager = CheckpointManager(folder / "ckpt", keep=3)
-        for step in (1, 2):
-            manager.save(step, OLD)
-        path = next(iter(manager.save(3, NEW).files()))
-        with (folder / "ckpt" / path).open("r+b") as file:
-            file.seek(4000)
-            file.write(b"x")
+    damage = (4000, os.SEEK_SET)
 
     def check(self, folder):
         """Repeat the call, which must succeed."""

@@ -71,6 +71,21 @@ def outputs(cells, kind):
     return found
 
 
+def runs_a_notebook(test):
+    """Mark a test that runs one of the examples."""
+    sanitized = "MLSTATE_UNDER_SANITIZER" in os.environ
+    unbuilt = pytest.mark.skipif(sanitized, reason="the kernel is not built with the sanitizer")
+    return needs_notebooks(pytest.mark.slow(unbuilt(test)))
+
+
+def shown(name, folder):
+    """Run an example; return its HTML outputs, its printed text, and its images."""
+    process, cells = execute(EXAMPLES / f"{name}.ipynb", folder)
+    assert process.returncode == 0, process.stderr
+    printed = "".join(outputs(cells, "stdout"))
+    return outputs(cells, "text/html"), printed, outputs(cells, "image/png")
+
+
 ABSOLUTE = re.compile(r"(?<![\w.:/<])(?:/[a-z]\w*){2,}|\b[A-Z]:\\\\")
 
 
@@ -124,96 +139,61 @@ def test_wrong_outputs_are_noticed():
     assert faults_of_stored(notebook([shown])) == ["the path /tmp/x1/a"]
 
 
-@needs_notebooks
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
-)
+@runs_a_notebook
 def test_coreml_transition_shows_what_it_says(tmp_path):
-    process, cells = execute(EXAMPLES / "coreml_transition.ipynb", tmp_path)
-    assert process.returncode == 0, process.stderr
-    fits, too_long = outputs(cells, "text/html")
+    (fits, too_long), printed, images = shown("coreml_transition", tmp_path)
     assert "184 tokens: fits" in fits and "<table>" in fits
     assert "300 tokens: does not fit" in too_long
-    printed = "".join(outputs(cells, "stdout"))
     assert "300 tokens do not fit the target state's 256 positions" in printed
     assert printed.count("class Cache:") == 2  # the prompt, and the text generated from it
     if importlib.util.find_spec("matplotlib"):
-        assert outputs(cells, "image/png")
+        assert images
 
 
-@needs_notebooks
-@pytest.mark.slow
+@runs_a_notebook
 @pytest.mark.coreai
-@pytest.mark.skipif(
-    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
-)
 def test_coreai_shows_what_it_says(tmp_path):
     if not importlib.util.find_spec("coreai_torch"):
         pytest.skip("coreai-torch converts its model")
-    process, cells = execute(EXAMPLES / "coreai.ipynb", tmp_path)
-    assert process.returncode == 0, process.stderr
-    specs, fits, too_long, growing, static = outputs(cells, "text/html")
+    (specs, fits, too_long, growing, static), printed, _ = shown("coreai", tmp_path)
     assert "2x1x2x?x8" in specs
     assert "100 tokens: fits" in fits and "100 tokens: does not fit" in too_long
     assert "state of 512 positions, in use" in growing and "empty" in static
-    printed = "".join(outputs(cells, "stdout"))
     for position in (64, 128, 256):
         assert f"position {position}: grow to {2 * position}\n" in printed
     assert "refill\n48 kept, dropped range(4, 21)\n" in printed
     assert "half.aimodel/main.mlirb True" in printed
 
 
-@needs_notebooks
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
-)
+@runs_a_notebook
 def test_state_dicts_shows_what_it_says(tmp_path):
-    process, cells = execute(EXAMPLES / "state_dicts.ipynb", tmp_path)
-    assert process.returncode == 0, process.stderr
-    model, layer, result, tuned, loaded = outputs(cells, "text/html")
+    (model, layer, result, tuned, loaded), printed, _ = shown("state_dicts", tmp_path)
     assert "<details" in model and "26 tensors" in model
     assert "out.weight" in layer and "layers" not in layer.split("</style>")[-1]
     assert "module." in result
     assert "1 changed" in tuned and "layers.3.out.weight" in tuned and "25 unchanged" in tuned
     assert "1 changed" in loaded
-    printed = "".join(outputs(cells, "stdout"))
     assert "size mismatch for norm.weight" in printed and "(32,)" in printed
 
 
-@needs_notebooks
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
-)
+@runs_a_notebook
 def test_checkpoints_shows_what_it_says(tmp_path):
-    process, cells = execute(EXAMPLES / "checkpoints.ipynb", tmp_path)
-    assert process.returncode == 0, process.stderr
-    saved, damaged, resharded = outputs(cells, "text/html")
+    (saved, damaged, resharded), printed, images = shown("checkpoints", tmp_path)
     assert "18 tensors" in saved and "1 rank, step 150" in saved and "<details" in saved
     assert "1 problem" in damaged and "altered" in damaged and "layers.1.weight" in damaged
     assert "4 ranks, step 150" in resharded
-    printed = "".join(outputs(cells, "stdout"))
     assert "its bytes have changed since they were written" in printed
     assert "restored: step 120" in printed
     assert "3 {'layers.1.weight': (64, 256), 'out.weight': (0, 256)}" in printed
     if importlib.util.find_spec("matplotlib"):
-        assert outputs(cells, "image/png")
+        assert images
 
 
-@needs_notebooks
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
-)
+@runs_a_notebook
 def test_gradients_shows_what_it_says(tmp_path):
-    process, cells = execute(EXAMPLES / "gradients.ipynb", tmp_path)
-    assert process.returncode == 0, process.stderr
-    report, verified = outputs(cells, "text/html")
+    (report, verified), printed, images = shown("gradients", tmp_path)
     assert "1.01 MiB of gradients in 5 buckets" in report and "<table>" in report
     assert "1 of 12 gradients differs" in verified and "layers.3.weight" in verified
-    printed = "".join(outputs(cells, "stdout"))
     steps = re.findall(r"step (\d+): accuracy (\S+), norm", printed)
     assert [step for step, _ in steps] == ["40", "80", "120"]
     assert float(steps[-1][1]) > 0.9
@@ -229,24 +209,17 @@ def test_gradients_shows_what_it_says(tmp_path):
     if importlib.util.find_spec("torch"):
         assert "1 {'0.weight': (32, 2), '0.bias': (32,), '2.weight': (0, 64)" in printed
     if importlib.util.find_spec("matplotlib"):
-        assert len(outputs(cells, "image/png")) == 2
+        assert len(images) == 2
 
 
-@needs_notebooks
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
-)
+@runs_a_notebook
 def test_activation_shows_what_it_says(tmp_path):
     pytest.importorskip("torch", reason="its model is one of torch")
-    process, cells = execute(EXAMPLES / "activation.ipynb", tmp_path)
-    assert process.returncode == 0, process.stderr
-    chain, curve, made, noisy = outputs(cells, "text/html")
+    (chain, curve, made, noisy), printed, images = shown("activation", tmp_path)
     assert "8 blocks" in chain and "layers.7" in chain
     assert "points from" in curve and "found to the byte" in curve
     assert "the fastest of all persistent schedules within the budget" in made
     assert "3 blocks were run again: 1 finding" in noisy and "elements differ" in noisy
-    printed = "".join(outputs(cells, "stdout"))
     assert "blocks were run again: all gave the same bits" in printed
     peaks = re.findall(r"predicted (\S+) MiB, measured (\S+)", printed)
     (plain, before), (planned, after) = [tuple(map(float, pair)) for pair in peaks]
@@ -257,22 +230,15 @@ def test_activation_shows_what_it_says(tmp_path):
     first, last = re.findall(r"loss (\S+) -> (\S+)", printed)[0]
     assert float(last) < float(first)
     if importlib.util.find_spec("matplotlib"):
-        assert len(outputs(cells, "image/png")) == 2
+        assert len(images) == 2
 
 
-@needs_notebooks
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
-)
+@runs_a_notebook
 def test_training_shows_what_it_says(tmp_path):
-    process, cells = execute(EXAMPLES / "training.ipynb", tmp_path)
-    assert process.returncode == 0, process.stderr
-    handle, tiers = outputs(cells, "text/html")
+    (handle, tiers), printed, images = shown("training", tmp_path)
     assert "24.00 MiB of 24.00 MiB" in handle and "the caller waited" in handle
     assert "8 units, 24.00 MiB: 3 warm (9.00 MiB of 9.00 MiB), 5 cold" in tiers
     assert "warm to cold: " in tiers and "experts.7" in tiers
-    printed = "".join(outputs(cells, "stdout"))
     under_way = re.findall(r"step (\d+): loss (\S+), while step \d+ is written", printed)
     assert under_way[0][0] == "20"
     assert float(under_way[-1][1]) < float(under_way[0][1])
@@ -289,29 +255,22 @@ def test_training_shows_what_it_says(tmp_path):
     assert "step 120 is what memory for all would have given: True" in printed
     assert printed.endswith("cold warm\n")
     if importlib.util.find_spec("matplotlib"):
-        assert len(outputs(cells, "image/png")) == 1
+        assert len(images) == 1
 
 
-@needs_notebooks
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
-)
+@runs_a_notebook
 def test_rolling_cache_shows_what_it_says(tmp_path):
     pytest.importorskip("matplotlib", reason="its plots")
-    process, cells = execute(EXAMPLES / "rolling_cache.ipynb", tmp_path)
-    assert process.returncode == 0, process.stderr
-    ring, rolled, strategy, ladder = outputs(cells, "text/html")
+    (ring, rolled, strategy, ladder), printed, images = shown("rolling_cache", tmp_path)
     assert "RollingKVState: 8 of 8 positions" in ring
     assert "RollingKVState: 256 of 256 positions" in rolled and "744" in rolled
     assert "CombinedStrategy: prefill 512, generate 256" in strategy
     assert "grow to 128" in ladder
-    printed = "".join(outputs(cells, "stdout"))
     assert "positions [ 0  1  8  9 10  5  6  7]" in printed
     assert "256 tokens held, 744 evicted, 256 KiB" in printed
     assert "(1, 1, 64, 512) 65536 bytes" in printed
     assert "below 0.001: True" in printed
-    assert len(outputs(cells, "image/png")) == 3
+    assert len(images) == 3
 
 
 @pytest.mark.slow

@@ -19,63 +19,60 @@ static void small_chain(test_chain *c)
 TEST(good_chains_pass)
 {
     test_chain c;
-    mls_status st;
     small_chain(&c);
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_OK);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_OK);
     c.chain.offload_rate = c.chain.load_rate = 0;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_OK);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_OK);
 }
 
 TEST(bad_entries_are_named)
 {
     test_chain c;
-    mls_status st;
     small_chain(&c);
     c.forward[1] = (double)NAN;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "forward_seconds");
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "forward_seconds");
     small_chain(&c);
     c.backward[0] = -1;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
-    CHECK(strstr(st.text, "backward_seconds[0]") != NULL);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_E_VALUE);
+    CHECK(strstr(status.text, "backward_seconds[0]") != NULL);
     small_chain(&c);
     c.temporary[2][1] = -27;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
-    CHECK(strstr(st.text, "backward_temporary_bytes[1] is -27") != NULL);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_E_VALUE);
+    CHECK(strstr(status.text, "backward_temporary_bytes[1] is -27") != NULL);
     small_chain(&c);
     c.gradient[1] = 1000;
     c.temporary[2][1] = -(c.saved[1] + c.gradient[2]);
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_OK);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_OK);
     c.temporary[2][1]--;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
-    CHECK(strstr(st.text, "the step frees") != NULL);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_E_VALUE);
+    CHECK(strstr(status.text, "the step frees") != NULL);
     small_chain(&c);
     c.saved[0] = 19;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
-    CHECK(strstr(st.text, "saved_bytes[0] is 19") != NULL);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_E_VALUE);
+    CHECK(strstr(status.text, "saved_bytes[0] is 19") != NULL);
 }
 
 TEST(bad_wholes_are_refused)
 {
     test_chain c;
-    mls_status st;
     small_chain(&c);
     c.chain.load_rate = 0;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_E_VALUE);
     small_chain(&c);
     c.chain.offload_rate = (double)INFINITY;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_E_VALUE);
     small_chain(&c);
     c.chain.blocks = 0;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_E_VALUE);
     c.chain.blocks = MLS_CHAIN_MAX_BLOCKS + 1;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_E_VALUE);
     small_chain(&c);
     c.temporary[0][0] = INT64_MAX / 2;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_SIZE);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_E_SIZE);
     small_chain(&c);
     c.forward[0] = 1e308;
-    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_SIZE);
+    CHECK(mls_chain_check(&c.chain, &status) == MLS_E_SIZE);
 }
 
 /* Steps as tests write them. */
@@ -88,10 +85,9 @@ TEST(a_plain_run_is_added_up)
     static const int64_t peaks[] = {60, 90, 115, 90}, afters[] = {60, 90, 80, 20};
     mls_step_record records[4];
     mls_totals totals;
-    mls_status st;
     test_chain c;
     small_chain(&c);
-    REQUIRE(mls_chain_simulate(&c.chain, steps, 4, records, &totals, &st) == MLS_OK);
+    REQUIRE(mls_chain_simulate(&c.chain, steps, 4, records, &totals, &status) == MLS_OK);
     CHECK(totals.peak_bytes == 115 && is_near(totals.seconds, 9, 1e-12));
     for (size_t i = 0; i < 4; i++) {
         CHECK(records[i].peak == peaks[i] && records[i].after == afters[i]);
@@ -107,12 +103,11 @@ TEST(what_is_dropped_and_moved_is_not_held)
                                      S(BACKWARD, 1), S(DROP, 1),    S(LOAD, 0),
                                      S(BACKWARD, 0)};
     mls_totals totals;
-    mls_status st;
     test_chain c;
     small_chain(&c);
-    REQUIRE(mls_chain_simulate(&c.chain, again, 6, NULL, &totals, &st) == MLS_OK);
+    REQUIRE(mls_chain_simulate(&c.chain, again, 6, NULL, &totals, &status) == MLS_OK);
     CHECK(totals.peak_bytes == 90 && is_near(totals.seconds, 10, 1e-12));
-    REQUIRE(mls_chain_simulate(&c.chain, moved, 7, NULL, &totals, &st) == MLS_OK);
+    REQUIRE(mls_chain_simulate(&c.chain, moved, 7, NULL, &totals, &status) == MLS_OK);
     CHECK(totals.peak_bytes == 90 && is_near(totals.seconds, 19, 1e-12));
 }
 
@@ -168,9 +163,8 @@ TEST(schedules_begin_and_end_as_they_must)
 TEST(schedules_grow)
 {
     mls_schedule schedule = {0};
-    mls_status st;
     for (size_t i = 0; i < 1000; i++) {
-        REQUIRE(mls_schedule_push(&schedule, MLS_STEP_SAVE, i, &st) == MLS_OK);
+        REQUIRE(mls_schedule_push(&schedule, MLS_STEP_SAVE, i, &status) == MLS_OK);
     }
     CHECK(schedule.count == 1000 && schedule.steps[999].index == 999);
     CHECK_TEXT(mls_step_name(schedule.steps[5].kind), "save");

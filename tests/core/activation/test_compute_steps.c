@@ -75,10 +75,9 @@ TEST(offload_drops_what_nobody_reads)
     };
     enum { COUNT = sizeof steps / sizeof steps[0] };
     mls_compute_step runs[COUNT];
-    mls_status st;
     mls_totals totals;
     unsigned char scratch[2 * (N + 1)];
-    REQUIRE(mls_chain_simulate(&chain, steps, COUNT, NULL, &totals, &st) == MLS_OK);
+    REQUIRE(mls_chain_simulate(&chain, steps, COUNT, NULL, &totals, &status) == MLS_OK);
     size_t count = mls_compute_steps_of(steps, COUNT, runs);
     CHECK(mls_compute_steps_tidy(&chain, runs, &count, scratch));
     check_written(runs, count, steps, COUNT);

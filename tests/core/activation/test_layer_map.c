@@ -40,14 +40,13 @@ TEST(every_layer_is_found_whatever_the_hash)
 {
     enum { LAYERS = 700 };
     char room[64];
-    mls_status st;
     for (int kind = 0; kind < 3; kind++) {
         mls_layer_map t = {0};
         for (int i = 0; i < LAYERS; i++) {
             mls_table_layer *layer = NULL;
             const mls_layer_key key = key_of(room, sizeof room, i, hash_of(i, kind));
             CHECK(mls_layer_find(&t, &key) == NULL);
-            REQUIRE(mls_layer_add(&t, &key, &layer, &st) == MLS_OK);
+            REQUIRE(mls_layer_add(&t, &key, &layer, &status) == MLS_OK);
             layer->bytes = (size_t)i;
             memset(room, 'x', sizeof room); /* names are copied */
         }
@@ -69,11 +68,10 @@ TEST(adding_again_finds_the_same)
 {
     mls_layer_map t = {0};
     mls_table_layer *first = NULL, *again = NULL;
-    mls_status st;
     const mls_layer_key key = named("layer.1");
-    REQUIRE(mls_layer_add(&t, &key, &first, &st) == MLS_OK);
+    REQUIRE(mls_layer_add(&t, &key, &first, &status) == MLS_OK);
     first->calls = 9;
-    REQUIRE(mls_layer_add(&t, &key, &again, &st) == MLS_OK);
+    REQUIRE(mls_layer_add(&t, &key, &again, &status) == MLS_OK);
     CHECK(again == first && again->calls == 9 && t.count == 1);
     mls_layer_map_fini(&t);
 }
@@ -82,7 +80,6 @@ TEST(names_are_bytes_of_any_kind)
 {
     mls_layer_map t = {0};
     mls_table_layer *layer = NULL;
-    mls_status st;
     const mls_layer_key keys[] = {
         {.name = {NULL, 0}, .hash = 1},
         {.name = {"a\0b", 3}, .hash = 1},
@@ -91,7 +88,7 @@ TEST(names_are_bytes_of_any_kind)
     };
     for (size_t i = 0; i < 4; i++) {
         CHECK(mls_layer_find(&t, &keys[i]) == NULL);
-        REQUIRE(mls_layer_add(&t, &keys[i], &layer, &st) == MLS_OK);
+        REQUIRE(mls_layer_add(&t, &keys[i], &layer, &status) == MLS_OK);
         CHECK(mls_layer_name(&t, layer).length == keys[i].name.length);
     }
     for (size_t i = 0; i < 4; i++) {
@@ -105,13 +102,12 @@ TEST(names_are_compared_to_the_last_byte)
 {
     enum { LONGEST = 40 };
     char name[LONGEST];
-    mls_status st;
     memset(name, 'n', sizeof name);
     for (size_t length = 1; length <= LONGEST; length++) {
         mls_layer_map t = {0};
         mls_table_layer *layer = NULL;
         const mls_layer_key key = {.name = {name, length}, .hash = 5};
-        REQUIRE(mls_layer_add(&t, &key, &layer, &st) == MLS_OK);
+        REQUIRE(mls_layer_add(&t, &key, &layer, &status) == MLS_OK);
         for (size_t at = 0; at < length; at++) {
             name[at] = 'x';
             CHECK(mls_layer_find(&t, &key) == NULL);
@@ -125,15 +121,14 @@ TEST(names_are_compared_to_the_last_byte)
 TEST(a_layer_has_one_mark)
 {
     mls_layer_map t = {0};
-    mls_status st;
     const mls_layer_key a = named("a"), b = named("b");
-    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &st) == MLS_OK);
-    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &st) == MLS_OK);
+    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &status) == MLS_OK);
+    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &status) == MLS_OK);
     CHECK(mls_layer_choice_of(&t, &a) == MLS_LAYER_EXCLUDE);
     CHECK(mls_layer_choice_of(&t, &b) == MLS_LAYER_PLAIN);
-    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_CHECKPOINT, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "a");
-    CHECK_TEXT(st.text, "layers cannot be both checkpointed and excluded: a");
+    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_CHECKPOINT, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "a");
+    CHECK_TEXT(status.text, "layers cannot be both checkpointed and excluded: a");
     CHECK(mls_layer_choice_of(&t, &a) == MLS_LAYER_EXCLUDE && t.count == 1);
     mls_layer_map_fini(&t);
 }

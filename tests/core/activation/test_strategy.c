@@ -46,11 +46,11 @@ static void mark(mls_strategy *s, const char *name, mls_layer_choice as)
 TEST(numbers_above_nought_are_kept)
 {
     mls_strategy s = {.number = 5};
-    mls_status st;
     for (int64_t bad = -3; bad <= 0; bad += 3) {
-        CHECK(mls_strategy_init(&s, &bad, "interval", 1, "share", 0, &st) == MLS_E_VALUE);
+        CHECK(mls_strategy_init(&s, &bad, "interval", 1, "share", 0, &status) ==
+              MLS_E_VALUE);
     }
-    CHECK_TEXT(st.text, "interval must be greater than 0, got 0");
+    CHECK_TEXT(status.text, "interval must be greater than 0, got 0");
     CHECK(s.number == 5);
 }
 
@@ -167,12 +167,12 @@ TEST(memory_aware_refuses_no_share)
 {
     static const double bad[] = {0, -0.5, 1.001, 1e-60, NAN, INFINITY, -INFINITY};
     mls_strategy s = {.interval = 77};
-    mls_status st;
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        CHECK(mls_strategy_init(&s, NULL, NULL, bad[i], "share", 0, &st) == MLS_E_VALUE);
+        CHECK(mls_strategy_init(&s, NULL, NULL, bad[i], "share", 0, &status) ==
+              MLS_E_VALUE);
     }
-    CHECK(mls_strategy_init(&s, NULL, NULL, 1.001, "share", 0, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.text, "share must be above 0 and at most 1, got 1.001");
+    CHECK(mls_strategy_init(&s, NULL, NULL, 1.001, "share", 0, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.text, "share must be above 0 and at most 1, got 1.001");
     CHECK(s.interval == 77);
 }
 
@@ -180,11 +180,10 @@ TEST(ticks_are_tenths_of_microseconds)
 {
     static const double bad[] = {NAN, INFINITY, -INFINITY, 1e12, -1e12};
     int64_t ticks = 5;
-    mls_status st;
-    CHECK(mls_ticks_from_seconds(0.3, &ticks, &st) == MLS_OK && ticks == 3000000);
-    CHECK(mls_ticks_from_seconds(-1.5, &ticks, &st) == MLS_OK && ticks == -15000000);
+    CHECK(mls_ticks_from_seconds(0.3, &ticks, &status) == MLS_OK && ticks == 3000000);
+    CHECK(mls_ticks_from_seconds(-1.5, &ticks, &status) == MLS_OK && ticks == -15000000);
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        CHECK(mls_ticks_from_seconds(bad[i], &ticks, &st) == MLS_E_VALUE);
+        CHECK(mls_ticks_from_seconds(bad[i], &ticks, &status) == MLS_E_VALUE);
     }
     CHECK(ticks == -15000000);
     const int64_t before = mls_ticks_now();
@@ -194,15 +193,14 @@ TEST(ticks_are_tenths_of_microseconds)
 TEST(memory_aware_is_restored)
 {
     mls_strategy s = made(0, 0.8);
-    mls_status st;
-    CHECK(mls_strategy_restore(&s, 9, 7, SECONDS(90), 3, &st) == MLS_OK);
+    CHECK(mls_strategy_restore(&s, 9, 7, SECONDS(90), 3, &status) == MLS_OK);
     CHECK(s.interval == 7 && s.high == 3 && mls_strategy_is_due(&s, SECONDS(100)));
-    CHECK(mls_strategy_restore(&s, 9, 0, 0, 0, &st) == MLS_E_VALUE);
-    CHECK(mls_strategy_restore(&s, 9, 11, 0, 0, &st) == MLS_E_VALUE);
-    CHECK(mls_strategy_restore(&s, 9, 2, 0, -1, &st) == MLS_E_VALUE);
-    CHECK(mls_strategy_restore(&s, 9, 2, INT64_MAX, 0, &st) == MLS_E_VALUE);
-    CHECK(mls_strategy_restore(&s, 9, 2, INT64_MIN, 0, &st) == MLS_E_VALUE);
-    CHECK(mls_strategy_restore(&s, -1, 2, 0, 0, &st) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore(&s, 9, 0, 0, 0, &status) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore(&s, 9, 11, 0, 0, &status) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore(&s, 9, 2, 0, -1, &status) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore(&s, 9, 2, INT64_MAX, 0, &status) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore(&s, 9, 2, INT64_MIN, 0, &status) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore(&s, -1, 2, 0, 0, &status) == MLS_E_VALUE);
     CHECK(s.interval == 7 && s.high == 3 && s.adjusted_at == SECONDS(90));
     CHECK(s.checkpointed == 9);
 }
@@ -278,25 +276,23 @@ TEST(smart_takes_empty_activations)
 TEST(smart_refuses_a_sum_beyond_memory)
 {
     mls_strategy s = made(0, 1);
-    mls_status st;
     CHECK(!ask(mls_decide_smart, &s, "a", SIZE_MAX, 0));
     const mls_layer_key b = named("b");
     const mls_layer_question q = {b, 1, 99};
-    CHECK(mls_decide_smart(&s, &q, &st) == -1 && st.code == MLS_E_SIZE);
+    CHECK(mls_decide_smart(&s, &q, &status) == -1 && status.code == MLS_E_SIZE);
     CHECK(s.seen.count == 1 && s.collecting && s.total_bytes == SIZE_MAX);
-    CHECK(mls_strategy_restore_layer(&s, &b, 1, 1, &st) == MLS_E_SIZE);
+    CHECK(mls_strategy_restore_layer(&s, &b, 1, 1, &status) == MLS_E_SIZE);
     mls_strategy_fini(&s);
 }
 
 TEST(smart_is_restored)
 {
     mls_strategy s = made(0, 1);
-    mls_status st;
     const mls_layer_key a = named("a"), b = named("b");
-    CHECK(mls_strategy_restore_layer(&s, &a, 100, 4, &st) == MLS_OK);
-    CHECK(mls_strategy_restore_layer(&s, &a, 100, 4, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "a");
-    CHECK(mls_strategy_restore_layer(&s, &b, 100, 0, &st) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore_layer(&s, &a, 100, 4, &status) == MLS_OK);
+    CHECK(mls_strategy_restore_layer(&s, &a, 100, 4, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "a");
+    CHECK(mls_strategy_restore_layer(&s, &b, 100, 0, &status) == MLS_E_VALUE);
     CHECK(s.seen.count == 1 && s.total_bytes == 100);
     s.collecting = false;
     CHECK(!ask(mls_decide_smart, &s, "a", 5, 0) && s.seen.layers[0].calls == 5);

@@ -25,13 +25,12 @@ TEST(an_empty_block_is_no_failure)
 
 TEST(pages_grow_with_their_content_and_zeros_behind)
 {
-    mls_status st;
     mls_pages pages = {0};
     const size_t page = mls_page_bytes();
-    REQUIRE(mls_pages_init(&pages, 100, &st) == MLS_OK);
+    REQUIRE(mls_pages_init(&pages, 100, &status) == MLS_OK);
     CHECK(pages.mapped == page && pages.bytes == 100);
     memset(pages.data, 7, 100);
-    REQUIRE(mls_pages_grow(&pages, 300 * page + 1, &st) == MLS_OK);
+    REQUIRE(mls_pages_grow(&pages, 300 * page + 1, &status) == MLS_OK);
     CHECK(pages.mapped == 301 * page);
     CHECK(pages.data[99] == 7 && pages.data[100] == 0 && pages.data[300 * page] == 0);
     mls_advise_pages(pages.data, pages.mapped, false);
@@ -47,11 +46,10 @@ TEST(pages_grow_with_their_content_and_zeros_behind)
 
 TEST(growing_inside_the_last_page_keeps_the_range)
 {
-    mls_status st;
     mls_pages pages = {0};
-    REQUIRE(mls_pages_init(&pages, 1, &st) == MLS_OK);
+    REQUIRE(mls_pages_init(&pages, 1, &status) == MLS_OK);
     const unsigned char *before = pages.data;
-    CHECK(mls_pages_grow(&pages, 2, &st) == MLS_OK);
+    CHECK(mls_pages_grow(&pages, 2, &status) == MLS_OK);
     CHECK(pages.data == before && pages.bytes == 2);
     mls_pages_fini(&pages);
 }
@@ -59,15 +57,14 @@ TEST(growing_inside_the_last_page_keeps_the_range)
 /* The kernel keeps parts that differed in advice when they were first written. */
 TEST(a_range_grows_after_advice_for_a_part)
 {
-    mls_status st;
     mls_pages pages = {0};
     const size_t bytes = (size_t)8 << 20;
-    REQUIRE(mls_pages_init(&pages, bytes, &st) == MLS_OK);
+    REQUIRE(mls_pages_init(&pages, bytes, &status) == MLS_OK);
     mls_advise_pages(pages.data, pages.mapped, false);
     mls_advise_inner_huge_pages(pages.data, bytes / 2);
     memset(pages.data, 7, bytes);
     mls_advise_pages(pages.data, pages.mapped, false);
-    REQUIRE(mls_pages_grow(&pages, 2 * bytes, &st) == MLS_OK);
+    REQUIRE(mls_pages_grow(&pages, 2 * bytes, &status) == MLS_OK);
     CHECK(pages.mapped == 2 * bytes && pages.data[0] == 7);
     CHECK(memcmp(pages.data, pages.data + 1, bytes - 1) == 0);
     CHECK(pages.data[bytes] == 0 && pages.data[2 * bytes - 1] == 0);
@@ -76,15 +73,14 @@ TEST(a_range_grows_after_advice_for_a_part)
 
 TEST(refused_sizes_leave_the_range_alone)
 {
-    mls_status st;
     mls_pages pages = {0};
-    CHECK(mls_pages_init(&pages, SIZE_MAX - 1, &st) == MLS_E_MEMORY);
+    CHECK(mls_pages_init(&pages, SIZE_MAX - 1, &status) == MLS_E_MEMORY);
     CHECK(pages.data == NULL);
-    REQUIRE(mls_pages_init(&pages, 10, &st) == MLS_OK);
+    REQUIRE(mls_pages_init(&pages, 10, &status) == MLS_OK);
     const mls_pages before = pages;
-    CHECK(mls_pages_grow(&pages, SIZE_MAX / 2, &st) == MLS_E_MEMORY);
-    CHECK(mls_pages_grow(&pages, 9, &st) == MLS_E_MEMORY); /* smaller */
+    CHECK(mls_pages_grow(&pages, SIZE_MAX / 2, &status) == MLS_E_MEMORY);
+    CHECK(mls_pages_grow(&pages, 9, &status) == MLS_E_MEMORY); /* smaller */
     CHECK(memcmp(&before, &pages, sizeof pages) == 0);
-    CHECK(st.text[0] != '\0');
+    CHECK(status.text[0] != '\0');
     mls_pages_fini(&pages);
 }

@@ -5,44 +5,40 @@
 
 TEST(failing_fills_every_field_and_returns_the_code)
 {
-    mls_status st;
-    mls_code code = mls_fail(&st, MLS_E_SHAPE, "layer %d: %s", 3, "too short");
-    CHECK(code == MLS_E_SHAPE && st.code == MLS_E_SHAPE);
-    CHECK_TEXT(st.text, "layer 3: too short");
-    CHECK_TEXT(st.name, "");
-    CHECK(!st.has_offset && st.os_error == 0);
+    mls_code code = mls_fail(&status, MLS_E_SHAPE, "layer %d: %s", 3, "too short");
+    CHECK(code == MLS_E_SHAPE && status.code == MLS_E_SHAPE);
+    CHECK_TEXT(status.text, "layer 3: too short");
+    CHECK_TEXT(status.name, "");
+    CHECK(!status.has_offset && status.os_error == 0);
 }
 
 TEST(a_second_failure_drops_the_facts_of_the_first)
 {
-    mls_status st;
-    mls_fail_at(&st, 77, "bad");
-    mls_status_name(&st, "w", 1);
-    mls_status_expected(&st, "%d", 4);
-    mls_status_got(&st, "%d", 5);
-    CHECK(st.has_offset && st.offset == 77);
-    CHECK_TEXT(st.name, "w");
-    CHECK_TEXT(st.expected, "4");
-    CHECK_TEXT(st.got, "5");
-    mls_fail(&st, MLS_E_VALUE, "other");
-    CHECK(!st.has_offset);
-    CHECK_TEXT(st.name, "");
-    CHECK_TEXT(st.expected, "");
-    CHECK_TEXT(st.got, "");
+    mls_fail_at(&status, 77, "bad");
+    mls_status_name(&status, "w", 1);
+    mls_status_expected(&status, "%d", 4);
+    mls_status_got(&status, "%d", 5);
+    CHECK(status.has_offset && status.offset == 77);
+    CHECK_TEXT(status.name, "w");
+    CHECK_TEXT(status.expected, "4");
+    CHECK_TEXT(status.got, "5");
+    mls_fail(&status, MLS_E_VALUE, "other");
+    CHECK(!status.has_offset);
+    CHECK_TEXT(status.name, "");
+    CHECK_TEXT(status.expected, "");
+    CHECK_TEXT(status.got, "");
 }
 
 TEST(system_errors_carry_errno_and_its_text)
 {
-    mls_status st;
-    CHECK(mls_fail_os(&st, ENOENT, "cannot open %s", "x") == MLS_E_IO);
-    CHECK(st.os_error == ENOENT);
-    CHECK(strstr(st.text, "cannot open x: ") == st.text);
-    CHECK(strlen(st.text) > strlen("cannot open x: "));
+    CHECK(mls_fail_os(&status, ENOENT, "cannot open %s", "x") == MLS_E_IO);
+    CHECK(status.os_error == ENOENT);
+    CHECK(strstr(status.text, "cannot open x: ") == status.text);
+    CHECK(strlen(status.text) > strlen("cannot open x: "));
 }
 
 TEST(long_texts_are_cut_at_a_character)
 {
-    mls_status st;
     char long_text[2 * MLS_TEXT_BYTES];
     for (size_t shift = 0; shift < 4; shift++) {
         memset(long_text, 'a', shift);
@@ -51,11 +47,11 @@ TEST(long_texts_are_cut_at_a_character)
         }
         long_text[sizeof long_text - 1] = '\0';
         long_text[sizeof long_text - 2] = '\0';
-        mls_fail(&st, MLS_E_VALUE, "%s", long_text);
-        const size_t length = strlen(st.text);
+        mls_fail(&status, MLS_E_VALUE, "%s", long_text);
+        const size_t length = strlen(status.text);
         CHECK(length < MLS_TEXT_BYTES && length + 3 > MLS_TEXT_BYTES);
         CHECK((length - shift) % 2 == 0);
-        mls_status_name(&st, long_text, strlen(long_text));
-        CHECK((strlen(st.name) - shift) % 2 == 0);
+        mls_status_name(&status, long_text, strlen(long_text));
+        CHECK((strlen(status.name) - shift) % 2 == 0);
     }
 }

@@ -1,10 +1,6 @@
 #include "base/string_view.h"
 #include "support/runner.h"
-
-static mls_str text_of(const char *data)
-{
-    return (mls_str){.data = data, .length = strlen(data)};
-}
+#include "support/text.h"
 
 TEST(utf8_is_told_from_other_bytes)
 {
@@ -45,30 +41,30 @@ TEST(a_code_point_becomes_the_character_of_its_length)
 TEST(a_text_is_equal_only_to_all_of_itself)
 {
     const mls_str nul = {.data = "a\0b", .length = 3};
-    CHECK(mls_str_is(text_of("ab"), "ab") && !mls_str_is(text_of("ab"), "abc"));
+    CHECK(mls_str_is(text("ab"), "ab") && !mls_str_is(text("ab"), "abc"));
     CHECK(!mls_str_is(nul, "a"));
-    CHECK(mls_str_equal(text_of("ab"), text_of("ab")));
-    CHECK(!mls_str_equal(nul, text_of("a")));
-    CHECK(mls_str_equal((mls_str){0}, text_of("")));
-    CHECK(!mls_str_equal(text_of("ab"), text_of("ac")));
+    CHECK(mls_str_equal(text("ab"), text("ab")));
+    CHECK(!mls_str_equal(nul, text("a")));
+    CHECK(mls_str_equal((mls_str){0}, text("")));
+    CHECK(!mls_str_equal(text("ab"), text("ac")));
 }
 
 TEST(a_prefix_is_no_longer_than_its_text)
 {
-    CHECK(mls_str_starts(text_of("module.w"), text_of("module.")));
-    CHECK(mls_str_starts(text_of("w"), (mls_str){0}));
+    CHECK(mls_str_starts(text("module.w"), text("module.")));
+    CHECK(mls_str_starts(text("w"), (mls_str){0}));
     CHECK(mls_str_starts((mls_str){0}, (mls_str){0}));
-    CHECK(!mls_str_starts(text_of("mod"), text_of("module.")));
-    CHECK(!mls_str_starts(text_of("Module.w"), text_of("module.")));
+    CHECK(!mls_str_starts(text("mod"), text("module.")));
+    CHECK(!mls_str_starts(text("Module.w"), text("module.")));
 }
 
 TEST(order_is_that_of_the_bytes)
 {
-    CHECK(mls_str_compare(text_of("a"), text_of("b")) < 0);
-    CHECK(mls_str_compare(text_of("b"), text_of("aa")) > 0);
-    CHECK(mls_str_compare(text_of("a"), text_of("aa")) < 0);
-    CHECK(mls_str_compare(text_of("\xC3\xA9"), text_of("z")) > 0);
-    CHECK(mls_str_compare((mls_str){0}, text_of("")) == 0);
+    CHECK(mls_str_compare(text("a"), text("b")) < 0);
+    CHECK(mls_str_compare(text("b"), text("aa")) > 0);
+    CHECK(mls_str_compare(text("a"), text("aa")) < 0);
+    CHECK(mls_str_compare(text("\xC3\xA9"), text("z")) > 0);
+    CHECK(mls_str_compare((mls_str){0}, text("")) == 0);
 }
 
 /* The ASCII characters that RFC 8259 allows unescaped in a string, one by one. */

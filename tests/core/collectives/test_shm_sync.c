@@ -38,9 +38,7 @@ TEST(calls_that_differ_fail_everywhere_and_the_group_lives_on)
 {
     in_threads((mls_shm_shape){.world = 2}, differ);
     in_threads((mls_shm_shape){.world = 4, .depth = 2}, differ);
-#if !defined(WITHOUT_FORK)
     in_processes((mls_shm_shape){.world = 3}, differ, -1);
-#endif
 }
 
 static void wait_in_vain(rank_case *c)
@@ -66,9 +64,7 @@ static void wait_in_vain(rank_case *c)
 TEST(a_rank_that_does_not_come_is_named)
 {
     in_threads((mls_shm_shape){.world = 2}, wait_in_vain);
-#if !defined(WITHOUT_FORK)
     in_processes((mls_shm_shape){.world = 2}, wait_in_vain, -1);
-#endif
 }
 
 static bool stop(void *context)
@@ -115,9 +111,7 @@ static void leave_early(rank_case *c)
 TEST(a_rank_that_left_is_named)
 {
     in_threads((mls_shm_shape){.world = 3}, leave_early);
-#if !defined(WITHOUT_FORK)
     in_processes((mls_shm_shape){.world = 3}, leave_early, -1);
-#endif
 }
 
 static void abort_one(rank_case *c)
@@ -203,7 +197,5 @@ TEST(ranks_never_see_a_slot_too_early_or_too_late)
 {
     in_threads((mls_shm_shape){.world = 2, .slot_bytes = 4096, .depth = 2}, stress);
     in_threads((mls_shm_shape){.world = 5, .slot_bytes = 4096}, stress);
-#if !defined(WITHOUT_FORK)
     in_processes((mls_shm_shape){.world = 4, .slot_bytes = 4096}, stress, -1);
-#endif
 }

@@ -38,14 +38,13 @@ TEST(the_sketch_of_a_sum_is_the_sum_of_the_sketches)
 TEST(an_array_may_be_cut_anywhere)
 {
     float a[COUNT];
-    mls_status st;
     fill(a, 0.25f);
     const mls_ams_sketch whole = sketch_of(a, 0, COUNT);
     const size_t cuts[] = {0, 1, 63, 64, 65, 127, COUNT};
     for (size_t i = 0; i < sizeof cuts / sizeof cuts[0]; i++) {
         mls_ams_sketch sketch = sketch_of(a, 0, cuts[i]);
         CHECK(mls_ams_sketch_add(&sketch, a + cuts[i], MLS_F32, cuts[i], COUNT - cuts[i],
-                                 7, &st) == MLS_OK);
+                                 7, &status) == MLS_OK);
         CHECK(sketch.signed_sum == whole.signed_sum);
         CHECK(sketch.magnitude == whole.magnitude);
     }
@@ -76,10 +75,9 @@ TEST(all_numbers_can_be_sketched_and_nothing_else)
 {
     static const unsigned char ones[8] = {1};
     for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
-        mls_status st;
         mls_ams_sketch sketch = {.signed_sum = 5, .magnitude = 5};
         const mls_code code =
-            mls_ams_sketch_add(&sketch, ones, (mls_dtype)dtype, 0, 1, 0, &st);
+            mls_ams_sketch_add(&sketch, ones, (mls_dtype)dtype, 0, 1, 0, &status);
         const bool number = dtype <= MLS_U64;
         CHECK(code == (number ? MLS_OK : MLS_E_DTYPE));
         CHECK(sketch.signed_sum != 5 || !number || dtype <= MLS_F64);
@@ -89,11 +87,10 @@ TEST(all_numbers_can_be_sketched_and_nothing_else)
 
 TEST(halves_are_read_as_what_they_are)
 {
-    mls_status st;
     mls_ams_sketch sketch = {0};
     const uint16_t half = 0xC000, brain = 0xC000; /* both are -2 */
-    CHECK(mls_ams_sketch_add(&sketch, &half, MLS_F16, 0, 1, 1, &st) == MLS_OK);
+    CHECK(mls_ams_sketch_add(&sketch, &half, MLS_F16, 0, 1, 1, &status) == MLS_OK);
     CHECK(sketch.magnitude == 2);
-    CHECK(mls_ams_sketch_add(&sketch, &brain, MLS_BF16, 0, 1, 1, &st) == MLS_OK);
+    CHECK(mls_ams_sketch_add(&sketch, &brain, MLS_BF16, 0, 1, 1, &status) == MLS_OK);
     CHECK(sketch.magnitude == 4 && fabs(sketch.signed_sum) == 4);
 }

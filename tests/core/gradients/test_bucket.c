@@ -96,11 +96,10 @@ TEST(every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks)
 TEST(parts_start_where_any_element_may_lie)
 {
     rank_data r;
-    mls_status st;
     size_t bytes = 0;
     rank_init(&r, 2);
-    CHECK(mls_bucket_bytes(&r.bucket, 0, &bytes, &st) == MLS_OK && bytes == 16 + 16);
-    CHECK(mls_bucket_bytes(&r.bucket, 2, &bytes, &st) == MLS_OK && bytes == 16);
+    CHECK(mls_bucket_bytes(&r.bucket, 0, &bytes, &status) == MLS_OK && bytes == 16 + 16);
+    CHECK(mls_bucket_bytes(&r.bucket, 2, &bytes, &status) == MLS_OK && bytes == 16);
     mls_bucket_pack(&r.bucket, r.send);
     CHECK(memcmp(r.send, r.weights, 12) == 0 && memcmp(r.send + 16, r.biases, 2) == 0);
     CHECK(r.send[12] == 0 && r.send[18] == 0); /* padding does not leak memory content */
@@ -109,14 +108,13 @@ TEST(parts_start_where_any_element_may_lie)
 
 TEST(sizes_beyond_memory_are_refused)
 {
-    mls_status st;
     size_t bytes = 77;
     const size_t counts[2] = {SIZE_MAX / 4 + 1, 1};
     mls_segment s = {.counts = counts,
                      .reduction = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1}};
     mls_bucket b = {.segments = &s, .count = 1, .world = 2, .rank = 0};
-    CHECK(mls_bucket_bytes(&b, 0, &bytes, &st) == MLS_E_SIZE && bytes == 77);
-    CHECK(mls_bucket_bytes(&b, 1, &bytes, &st) == MLS_OK && bytes == 16);
+    CHECK(mls_bucket_bytes(&b, 0, &bytes, &status) == MLS_E_SIZE && bytes == 77);
+    CHECK(mls_bucket_bytes(&b, 1, &bytes, &status) == MLS_OK && bytes == 16);
 }
 
 /* A packed array of float32; `memory` is not read. */
@@ -132,15 +130,14 @@ TEST(arrays_must_fit_their_counts)
 {
     static const size_t counts[] = {3, 0, 2}, many[] = {SIZE_MAX, 2, 3};
     float memory[5], part[3];
-    mls_status st;
     const mls_tensor data = floats(memory, 5), out = floats(part, 3);
-    CHECK(mls_segment_check(&data, &out, counts, 3, 0, &st) == MLS_OK);
-    CHECK(mls_segment_check(&data, &out, counts, 3, 1, &st) == MLS_E_VALUE);
-    CHECK(mls_segment_check(&data, &out, counts, 2, 0, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.text,
+    CHECK(mls_segment_check(&data, &out, counts, 3, 0, &status) == MLS_OK);
+    CHECK(mls_segment_check(&data, &out, counts, 3, 1, &status) == MLS_E_VALUE);
+    CHECK(mls_segment_check(&data, &out, counts, 2, 0, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.text,
                "an array of 5 elements and an output of 3 do not fit counts that "
                "add up to 3, with 3 for this rank");
-    CHECK(mls_segment_check(&data, &out, many, 3, 2, &st) == MLS_E_VALUE);
+    CHECK(mls_segment_check(&data, &out, many, 3, 2, &status) == MLS_E_VALUE);
     const mls_segment segment = {.counts = counts};
     CHECK(mls_segment_elements(&segment, 3) == 5 &&
           mls_segment_elements(&segment, 0) == 0);
@@ -150,14 +147,13 @@ TEST(an_output_is_its_own_part_or_other_memory)
 {
     static const size_t counts[] = {2, 3};
     float memory[5];
-    mls_status st;
     const mls_tensor data = floats(memory, 5), own = floats(memory + 2, 3);
-    CHECK(mls_segment_check(&data, &own, counts, 2, 1, &st) == MLS_OK);
+    CHECK(mls_segment_check(&data, &own, counts, 2, 1, &status) == MLS_OK);
     const mls_tensor before = floats(memory + 1, 3);
-    CHECK(mls_segment_check(&data, &before, counts, 2, 1, &st) == MLS_E_OVERLAP);
+    CHECK(mls_segment_check(&data, &before, counts, 2, 1, &status) == MLS_E_OVERLAP);
     mls_tensor other = own;
     other.dtype = MLS_I32;
-    CHECK(mls_segment_check(&data, &other, counts, 2, 1, &st) == MLS_E_OVERLAP);
+    CHECK(mls_segment_check(&data, &other, counts, 2, 1, &status) == MLS_E_OVERLAP);
 }
 
 TEST(a_bucket_takes_packed_and_aligned_arrays)
@@ -182,11 +178,10 @@ TEST(a_bucket_takes_packed_and_aligned_arrays)
 TEST(messages_add_up)
 {
     rank_data r;
-    mls_status st;
     size_t sent = 0, received = 0;
     rank_init(&r, 1);
-    CHECK(mls_bucket_sent_bytes(&r.bucket, &sent, &st) == MLS_OK);
+    CHECK(mls_bucket_sent_bytes(&r.bucket, &sent, &status) == MLS_OK);
     CHECK(sent == 16 + 16 + 16); /* two arrays for rank 0, one for rank 2 */
-    CHECK(mls_bucket_received_bytes(&r.bucket, &received, &st) == MLS_OK);
+    CHECK(mls_bucket_received_bytes(&r.bucket, &received, &status) == MLS_OK);
     CHECK(received == 2 * (16 + 16));
 }

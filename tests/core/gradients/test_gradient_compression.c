@@ -197,17 +197,16 @@ TEST(names_stand_for_wires)
 TEST(only_sums_of_float32_are_compressed)
 {
     static const size_t counts[] = {300, 0, 5};
-    mls_status st;
     mls_segment s = {.counts = counts,
                      .reduction = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1}};
     const mls_bucket b = {.segments = &s, .count = 1, .world = 3, .rank = 1};
-    CHECK(mls_gradient_compression_check(&b, &st) == MLS_OK);
+    CHECK(mls_gradient_compression_check(&b, &status) == MLS_OK);
     CHECK(mls_gradient_compression_sent_bytes(&b, MLS_GRADIENT_COMPRESSION_F16) ==
           mls_gradient_compression_bytes(MLS_GRADIENT_COMPRESSION_F16, 300) +
               mls_gradient_compression_bytes(MLS_GRADIENT_COMPRESSION_F16, 5));
     s.reduction.op = MLS_REDUCE_MAX;
-    CHECK(mls_gradient_compression_check(&b, &st) == MLS_E_VALUE);
+    CHECK(mls_gradient_compression_check(&b, &status) == MLS_E_VALUE);
     s.reduction.op = MLS_REDUCE_SUM;
     s.reduction.out_dtype = MLS_F16;
-    CHECK(mls_gradient_compression_check(&b, &st) == MLS_E_VALUE);
+    CHECK(mls_gradient_compression_check(&b, &status) == MLS_E_VALUE);
 }

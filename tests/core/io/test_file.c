@@ -12,17 +12,13 @@
 
 enum { PATH_ROOM = 256 };
 
-/* The test's own folder; leave_folder deletes it. */
-static char folder[PATH_ROOM / 2];
+static char folder[PATH_ROOM / 2]; /* of the current test */
 
-static void enter_folder(void)
+BEFORE_EACH
 {
     const char *base = getenv("TMPDIR");
     snprintf(folder, sizeof folder, "%s/mlstate-fsio-XXXXXX", base ? base : "/tmp");
-    if (mkdtemp(folder) == NULL) {
-        perror("mkdtemp");
-        exit(1);
-    }
+    REQUIRE(mkdtemp(folder) != NULL);
 }
 
 /* Number of entries in the folder; deletes them if `removes`. */
@@ -45,7 +41,7 @@ static int entries(bool removes)
     return count;
 }
 
-static void leave_folder(void)
+AFTER_EACH
 {
     entries(true);
     rmdir(folder);
@@ -92,210 +88,169 @@ static mls_code replace(const char *path, const char *text, mls_status *st)
     return mls_atomic_commit(&file, st);
 }
 
+static char path[PATH_ROOM];
+
 TEST(a_file_is_read_whole_and_bounded)
 {
-    char path[PATH_ROOM];
     unsigned char *data = NULL;
     size_t length = 7;
-    mls_status st;
-    enter_folder();
     write_plain(in_folder(path, "a"), "hello");
-    CHECK(mls_file_read(path, 5, &data, &length, &st) == MLS_OK);
+    CHECK(mls_file_read(path, 5, &data, &length, &status) == MLS_OK);
     CHECK(length == 5 && memcmp(data, "hello", 5) == 0);
     mls_free(data);
     data = NULL;
     length = 7;
-    CHECK(mls_file_read(path, 4, &data, &length, &st) == MLS_E_FORMAT);
+    CHECK(mls_file_read(path, 4, &data, &length, &status) == MLS_E_FORMAT);
     CHECK(data == NULL && length == 7);
     write_plain(path, "");
-    CHECK(mls_file_read(path, 0, &data, &length, &st) == MLS_OK && length == 0);
+    CHECK(mls_file_read(path, 0, &data, &length, &status) == MLS_OK && length == 0);
     mls_free(data);
-    leave_folder();
 }
 
 TEST(what_is_no_regular_file_is_refused_without_waiting)
 {
-    char path[PATH_ROOM];
     unsigned char *data = NULL;
     size_t length;
-    mls_status st;
-    enter_folder();
-    CHECK(mls_file_read(folder, 9, &data, &length, &st) == MLS_E_IO);
-    CHECK(st.os_error == EISDIR);
-    CHECK(mls_file_read(in_folder(path, "none"), 9, &data, &length, &st) == MLS_E_IO);
-    CHECK(st.os_error == ENOENT);
+    CHECK(mls_file_read(folder, 9, &data, &length, &status) == MLS_E_IO);
+    CHECK(status.os_error == EISDIR);
+    CHECK(mls_file_read(in_folder(path, "none"), 9, &data, &length, &status) == MLS_E_IO);
+    CHECK(status.os_error == ENOENT);
     CHECK(mkfifo(in_folder(path, "fifo"), 0600) == 0);
-    CHECK(mls_file_read(path, 9, &data, &length, &st) == MLS_E_FORMAT);
-    CHECK(replace(path, "x", &st) == MLS_E_VALUE);
-    CHECK(mls_file_read("/dev/null", 9, &data, &length, &st) == MLS_E_FORMAT);
+    CHECK(mls_file_read(path, 9, &data, &length, &status) == MLS_E_FORMAT);
+    CHECK(replace(path, "x", &status) == MLS_E_VALUE);
+    CHECK(mls_file_read("/dev/null", 9, &data, &length, &status) == MLS_E_FORMAT);
     CHECK(entries(false) == 1);
-    leave_folder();
 }
 
 TEST(reading_beyond_the_end_is_noticed)
 {
-    char path[PATH_ROOM];
     char room[8] = "";
     int fd = -1;
     uint64_t length = 0;
-    mls_status st;
-    enter_folder();
     write_plain(in_folder(path, "a"), "hello");
-    REQUIRE(mls_file_open(path, &fd, &length, &st) == MLS_OK);
+    REQUIRE(mls_file_open(path, &fd, &length, &status) == MLS_OK);
     CHECK(length == 5);
-    CHECK(mls_file_read_at(fd, room, 3, 2, &st) == MLS_OK && memcmp(room, "llo", 3) == 0);
-    CHECK(mls_file_read_at(fd, room, 4, 2, &st) == MLS_E_FORMAT);
-    CHECK(st.has_offset && st.offset == 5);
+    CHECK(mls_file_read_at(fd, room, 3, 2, &status) == MLS_OK &&
+          memcmp(room, "llo", 3) == 0);
+    CHECK(mls_file_read_at(fd, room, 4, 2, &status) == MLS_E_FORMAT);
+    CHECK(status.has_offset && status.offset == 5);
     close(fd);
-    CHECK(mls_file_read_at(fd, room, 1, 0, &st) == MLS_E_IO && st.os_error == EBADF);
-    leave_folder();
+    CHECK(mls_file_read_at(fd, room, 1, 0, &status) == MLS_E_IO &&
+          status.os_error == EBADF);
 }
 
 TEST(a_new_file_appears_whole_with_usual_permissions)
 {
-    char path[PATH_ROOM];
     struct stat info;
-    mls_status st;
-    enter_folder();
     const mode_t mask = umask(027);
-    CHECK(replace(in_folder(path, "new"), "text", &st) == MLS_OK);
+    CHECK(replace(in_folder(path, "new"), "text", &status) == MLS_OK);
     umask(mask);
     CHECK(content_is(path, "text"));
     CHECK(stat(path, &info) == 0 && (info.st_mode & 07777) == 0640);
     CHECK(entries(false) == 1);
-    leave_folder();
 }
 
 TEST(an_old_file_keeps_its_permissions_and_its_readers_their_content)
 {
-    char path[PATH_ROOM];
     char seen[4] = "";
     struct stat info;
-    mls_status st;
-    enter_folder();
     write_plain(in_folder(path, "a"), "old");
     CHECK(chmod(path, 0604) == 0);
     const int reader = open(path, O_RDONLY);
-    CHECK(replace(path, "newer", &st) == MLS_OK);
+    CHECK(replace(path, "newer", &status) == MLS_OK);
     CHECK(content_is(path, "newer"));
     CHECK(stat(path, &info) == 0 && (info.st_mode & 07777) == 0604);
     CHECK(read(reader, seen, 3) == 3 && memcmp(seen, "old", 3) == 0);
     close(reader);
-    leave_folder();
 }
 
 TEST(until_the_commit_and_after_an_abort_the_old_file_stands)
 {
-    char path[PATH_ROOM];
     mls_atomic_file file;
-    mls_status st;
-    enter_folder();
     write_plain(in_folder(path, "a"), "old");
-    REQUIRE(mls_atomic_begin(path, 0666, &file, &st) == MLS_OK);
+    REQUIRE(mls_atomic_begin(path, 0666, &file, &status) == MLS_OK);
     CHECK(strncmp(file.temporary, ".mlstate-", 9) == 0 && entries(false) == 2);
-    CHECK(mls_atomic_write(&file, "new", 3, 0, &st) == MLS_OK);
+    CHECK(mls_atomic_write(&file, "new", 3, 0, &status) == MLS_OK);
     CHECK(content_is(path, "old"));
     mls_atomic_abort(&file);
     CHECK(content_is(path, "old") && entries(false) == 1);
-    leave_folder();
 }
 
 TEST(a_failed_write_or_sync_leaves_no_trace)
 {
-    char path[PATH_ROOM];
     mls_atomic_file file;
-    mls_status st;
-    enter_folder();
     write_plain(in_folder(path, "a"), "old");
-    REQUIRE(mls_atomic_begin(path, 0666, &file, &st) == MLS_OK);
+    REQUIRE(mls_atomic_begin(path, 0666, &file, &status) == MLS_OK);
     close(file.fd); /* simulates a failing disk */
-    CHECK(mls_atomic_write(&file, "new", 3, 0, &st) == MLS_E_IO);
-    CHECK(st.os_error == EBADF);
-    CHECK(mls_atomic_commit(&file, &st) == MLS_E_IO);
+    CHECK(mls_atomic_write(&file, "new", 3, 0, &status) == MLS_E_IO);
+    CHECK(status.os_error == EBADF);
+    CHECK(mls_atomic_commit(&file, &status) == MLS_E_IO);
     CHECK(content_is(path, "old") && entries(false) == 1);
-    leave_folder();
 }
 
 TEST(a_failed_rename_leaves_no_trace)
 {
-    char path[PATH_ROOM];
     mls_atomic_file file;
-    mls_status st;
-    enter_folder();
     in_folder(path, "a");
-    REQUIRE(mls_atomic_begin(path, 0666, &file, &st) == MLS_OK);
-    CHECK(mls_atomic_write(&file, "new", 3, 0, &st) == MLS_OK);
+    REQUIRE(mls_atomic_begin(path, 0666, &file, &status) == MLS_OK);
+    CHECK(mls_atomic_write(&file, "new", 3, 0, &status) == MLS_OK);
     CHECK(mkdir(path, 0700) == 0); /* another process was quicker */
-    CHECK(mls_atomic_commit(&file, &st) == MLS_E_IO);
+    CHECK(mls_atomic_commit(&file, &status) == MLS_E_IO);
     CHECK(entries(false) == 1);
-    leave_folder();
 }
 
 TEST(a_link_is_followed_and_stays)
 {
-    char link[PATH_ROOM], path[PATH_ROOM];
+    char link[PATH_ROOM];
     struct stat info;
-    mls_status st;
-    enter_folder();
     write_plain(in_folder(path, "real"), "old");
     CHECK(symlink("real", in_folder(link, "b")) == 0);
     CHECK(symlink("b", in_folder(link, "a")) == 0);
-    CHECK(replace(link, "new", &st) == MLS_OK);
+    CHECK(replace(link, "new", &status) == MLS_OK);
     CHECK(content_is(path, "new"));
     CHECK(lstat(link, &info) == 0 && S_ISLNK(info.st_mode));
-    leave_folder();
 }
 
 TEST(a_dangling_link_makes_its_target_and_a_loop_is_refused)
 {
-    char link[PATH_ROOM], path[PATH_ROOM];
-    mls_status st;
-    enter_folder();
+    char link[PATH_ROOM];
     CHECK(symlink("absent", in_folder(link, "a")) == 0);
-    CHECK(replace(link, "new", &st) == MLS_OK);
+    CHECK(replace(link, "new", &status) == MLS_OK);
     CHECK(content_is(in_folder(path, "absent"), "new"));
     CHECK(symlink("loop", in_folder(link, "loop")) == 0);
-    CHECK(replace(link, "new", &st) == MLS_E_IO && st.os_error == ELOOP);
+    CHECK(replace(link, "new", &status) == MLS_E_IO && status.os_error == ELOOP);
     CHECK(entries(false) == 3);
-    leave_folder();
 }
 
 TEST(what_cannot_be_written_is_refused_at_once)
 {
-    char path[PATH_ROOM];
-    mls_status st;
-    enter_folder();
-    CHECK(replace(in_folder(path, "no/file"), "x", &st) == MLS_E_IO);
-    CHECK(st.os_error == ENOENT);
-    CHECK(replace(folder, "x", &st) == MLS_E_IO && st.os_error == EISDIR);
-    CHECK(replace(in_folder(path, ""), "x", &st) == MLS_E_IO && st.os_error == EISDIR);
-    CHECK(replace("", "x", &st) == MLS_E_IO);
+    CHECK(replace(in_folder(path, "no/file"), "x", &status) == MLS_E_IO);
+    CHECK(status.os_error == ENOENT);
+    CHECK(replace(folder, "x", &status) == MLS_E_IO && status.os_error == EISDIR);
+    CHECK(replace(in_folder(path, ""), "x", &status) == MLS_E_IO &&
+          status.os_error == EISDIR);
+    CHECK(replace("", "x", &status) == MLS_E_IO);
     write_plain(in_folder(path, "a"), "old");
     CHECK(chmod(path, 0444) == 0);
     if (geteuid() != 0) { /* root may write everything */
-        CHECK(replace(path, "x", &st) == MLS_E_IO && st.os_error == EACCES);
+        CHECK(replace(path, "x", &status) == MLS_E_IO && status.os_error == EACCES);
     }
     CHECK(entries(false) == 1);
-    leave_folder();
 }
 
 TEST(a_mapping_shows_the_file_until_it_ends)
 {
-    char path[PATH_ROOM];
     int fd = -1;
     uint64_t length = 0;
     mls_mapping mapping = {0};
-    mls_status st;
-    enter_folder();
     write_plain(in_folder(path, "a"), "hello");
-    REQUIRE(mls_file_open(path, &fd, &length, &st) == MLS_OK);
-    REQUIRE(mls_mapping_init(&mapping, fd, length, &st) == MLS_OK);
+    REQUIRE(mls_file_open(path, &fd, &length, &status) == MLS_OK);
+    REQUIRE(mls_mapping_init(&mapping, fd, length, &status) == MLS_OK);
     close(fd);
-    CHECK(replace(path, "other", &st) == MLS_OK);
+    CHECK(replace(path, "other", &status) == MLS_OK);
     CHECK(mapping.bytes == 5 && memcmp(mapping.data, "hello", 5) == 0);
     mls_mapping_fini(&mapping);
     mls_mapping_fini(&mapping);
-    CHECK(mls_mapping_init(&mapping, -1, 0, &st) == MLS_OK && mapping.data == NULL);
-    CHECK(mls_mapping_init(&mapping, -1, 5, &st) == MLS_E_IO);
-    leave_folder();
+    CHECK(mls_mapping_init(&mapping, -1, 0, &status) == MLS_OK && mapping.data == NULL);
+    CHECK(mls_mapping_init(&mapping, -1, 5, &status) == MLS_E_IO);
 }

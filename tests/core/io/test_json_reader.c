@@ -7,31 +7,39 @@
 
 static const mls_json_limits roomy = {.depth = 64, .nodes = 1 << 20};
 
-static mls_code parse(const char *text, mls_json **doc, mls_status *st)
+static mls_json *doc; /* of the current test */
+
+AFTER_EACH
 {
-    return mls_json_parse(text, strlen(text), roomy, doc, st);
+    mls_json_free(doc);
+    doc = NULL;
+}
+
+static mls_code parse(const char *text)
+{
+    mls_json_free(doc);
+    doc = NULL;
+    return mls_json_parse(text, strlen(text), roomy, &doc, &status);
 }
 
 static bool accepts(const char *text, size_t length)
 {
-    mls_json *doc = NULL;
+    mls_json *read = NULL;
     mls_status st;
-    const mls_code code = mls_json_parse(text, length, roomy, &doc, &st);
-    mls_json_free(doc);
+    const mls_code code = mls_json_parse(text, length, roomy, &read, &st);
+    mls_json_free(read);
     return code == MLS_OK;
 }
 
-static bool text_is(const mls_json *doc, mls_json_node node, const char *expected)
+static bool text_is(mls_json_node node, const char *expected)
 {
     return mls_str_is(mls_json_text(doc, node), expected);
 }
 
 TEST(every_kind_of_value_is_read)
 {
-    mls_json *doc = NULL;
-    mls_status st;
-    REQUIRE(parse(" { \"a\" : [1, -2.5e+3 ,true,false,null,\"x\"], \"b\":{} }\n", &doc,
-                  &st) == MLS_OK);
+    REQUIRE(parse(" { \"a\" : [1, -2.5e+3 ,true,false,null,\"x\"], \"b\":{} }\n") ==
+            MLS_OK);
     CHECK(mls_json_type_of(doc, 0) == MLS_JSON_OBJECT);
     CHECK(mls_json_size(doc, 0) == 2);
     mls_json_node list = mls_json_find(doc, 0, "a");
@@ -49,8 +57,8 @@ TEST(every_kind_of_value_is_read)
         CHECK(mls_json_size(doc, item) == 0);
     }
     CHECK(item == MLS_JSON_NONE);
-    CHECK(text_is(doc, mls_json_first(doc, list), "1"));
-    CHECK(text_is(doc, mls_json_next(doc, mls_json_first(doc, list)), "-2.5e+3"));
+    CHECK(text_is(mls_json_first(doc, list), "1"));
+    CHECK(text_is(mls_json_next(doc, mls_json_first(doc, list)), "-2.5e+3"));
     mls_json_node empty = mls_json_find(doc, 0, "b");
     CHECK(mls_json_type_of(doc, empty) == MLS_JSON_OBJECT);
     CHECK(mls_json_first(doc, empty) == MLS_JSON_NONE);
@@ -58,22 +66,18 @@ TEST(every_kind_of_value_is_read)
     CHECK(mls_json_find(doc, list, "a") == MLS_JSON_NONE);
     CHECK(mls_json_find(doc, 0, "c") == MLS_JSON_NONE);
     CHECK(mls_json_text(doc, list).length == 0);
-    mls_json_free(doc);
     mls_json_free(NULL);
 }
 
 TEST(members_after_a_nested_container_are_found)
 {
-    mls_json *doc = NULL;
-    mls_status st;
-    REQUIRE(parse("[[1,[2,{\"k\":[3]}]],4,{\"z\":5}]", &doc, &st) == MLS_OK);
+    REQUIRE(parse("[[1,[2,{\"k\":[3]}]],4,{\"z\":5}]") == MLS_OK);
     CHECK(mls_json_size(doc, 0) == 3);
     mls_json_node second = mls_json_next(doc, mls_json_first(doc, 0));
-    CHECK(text_is(doc, second, "4"));
+    CHECK(text_is(second, "4"));
     mls_json_node third = mls_json_next(doc, second);
-    CHECK(text_is(doc, mls_json_find(doc, third, "z"), "5"));
+    CHECK(text_is(mls_json_find(doc, third, "z"), "5"));
     CHECK(mls_json_next(doc, third) == MLS_JSON_NONE);
-    mls_json_free(doc);
 }
 
 /* Strings are scanned eight bytes at a time: every byte value counts at every
@@ -92,22 +96,18 @@ TEST(every_byte_is_seen_at_every_place_of_a_string)
 
 TEST(escapes_become_utf8)
 {
-    mls_json *doc = NULL;
-    mls_status st;
     REQUIRE(
         parse("[\"\\\"\\\\\\/\\b\\f\\n\\r\\t\", \"\\u0041\\u00e9\\u20AC\\ud83d\\ude00\", "
-              "\"a\\u0000b\", \"\xC3\xA9\xF0\x9F\x98\x80\"]",
-              &doc, &st) == MLS_OK);
+              "\"a\\u0000b\", \"\xC3\xA9\xF0\x9F\x98\x80\"]") == MLS_OK);
     mls_json_node node = mls_json_first(doc, 0);
-    CHECK(text_is(doc, node, "\"\\/\b\f\n\r\t"));
+    CHECK(text_is(node, "\"\\/\b\f\n\r\t"));
     node = mls_json_next(doc, node);
-    CHECK(text_is(doc, node, "A\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80"));
+    CHECK(text_is(node, "A\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80"));
     node = mls_json_next(doc, node);
     const mls_str with_nul = mls_json_text(doc, node);
     CHECK(with_nul.length == 3 && memcmp(with_nul.data, "a\0b", 3) == 0);
     node = mls_json_next(doc, node);
-    CHECK(text_is(doc, node, "\xC3\xA9\xF0\x9F\x98\x80"));
-    mls_json_free(doc);
+    CHECK(text_is(node, "\xC3\xA9\xF0\x9F\x98\x80"));
 }
 
 TEST(integers_are_read_up_to_two_to_the_64)
@@ -128,13 +128,10 @@ TEST(integers_are_read_up_to_two_to_the_64)
                  {"true", false, 0},
                  {"[]", false, 0}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        mls_json *doc = NULL;
-        mls_status st;
         uint64_t value = 77;
-        REQUIRE(parse(cases[i].text, &doc, &st) == MLS_OK);
+        REQUIRE(parse(cases[i].text) == MLS_OK);
         CHECK(mls_json_u64(doc, 0, &value) == cases[i].good);
         CHECK(value == (cases[i].good ? cases[i].value : 77));
-        mls_json_free(doc);
     }
 }
 
@@ -184,15 +181,13 @@ TEST(what_is_not_json_is_refused_at_its_offset)
                  {"\"\\udc00\"", 1},
                  {"\"\\ud800\\u0041\"", 1}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        mls_json *doc = NULL;
-        mls_status st;
-        const mls_code code = parse(cases[i].text, &doc, &st);
+        const mls_code code = parse(cases[i].text);
         CHECK(code == MLS_E_FORMAT && doc == NULL);
-        CHECK(st.has_offset && st.offset == cases[i].offset);
-        if (st.offset != cases[i].offset) {
-            printf("    %s: offset %d: %s\n", cases[i].text, (int)st.offset, st.text);
+        CHECK(status.has_offset && status.offset == cases[i].offset);
+        if (status.offset != cases[i].offset) {
+            printf("    %s: offset %d: %s\n", cases[i].text, (int)status.offset,
+                   status.text);
         }
-        mls_json_free(doc);
     }
 }
 
@@ -219,11 +214,9 @@ TEST(text_with_a_nul_byte_is_refused)
 
 TEST(duplicate_keys_are_refused_however_they_are_spelled)
 {
-    mls_json *doc = NULL;
-    mls_status st;
-    CHECK(parse("{\"a\":1,\"b\":2,\"\\u0061\":3}", &doc, &st) == MLS_E_FORMAT);
-    CHECK(st.offset == 13);
-    CHECK_TEXT(st.name, "a");
+    CHECK(parse("{\"a\":1,\"b\":2,\"\\u0061\":3}") == MLS_E_FORMAT);
+    CHECK(status.offset == 13);
+    CHECK_TEXT(status.name, "a");
     CHECK(!accepts("[{\"x\":{\"\":1,\"\":2}}]", 19));
     CHECK(accepts("[{\"x\":1},{\"x\":1,\"xx\":{\"x\":2}}]", 30));
 }
@@ -270,19 +263,15 @@ TEST(objects_after_one_another_are_each_read_for_themselves)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         CHECK(accepts(cases[i].text, strlen(cases[i].text)) == cases[i].good);
     }
-    mls_json *doc = NULL;
-    mls_status st;
-    REQUIRE(parse(cases[0].text, &doc, &st) == MLS_OK);
+    REQUIRE(parse(cases[0].text) == MLS_OK);
     static const char *const expected[][2] = {
         {"1", "2"}, {"3", "4"}, {"6", "5"}, {"7", NULL}};
     mls_json_node object = mls_json_first(doc, 0);
     for (size_t i = 0; i < 4; i++, object = mls_json_next(doc, object)) {
-        CHECK(text_is(doc, mls_json_find(doc, object, "a"), expected[i][0]));
+        CHECK(text_is(mls_json_find(doc, object, "a"), expected[i][0]));
         const mls_json_node b = mls_json_find(doc, object, "b");
-        CHECK(expected[i][1] == NULL ? b == MLS_JSON_NONE
-                                     : text_is(doc, b, expected[i][1]));
+        CHECK(expected[i][1] == NULL ? b == MLS_JSON_NONE : text_is(b, expected[i][1]));
     }
-    mls_json_free(doc);
 }
 
 /* Members found in an object: returns the first bad entry, and checks the texts of all
@@ -294,10 +283,8 @@ static size_t members_of(const char *text, mls_json_node *nodes)
         {.key = "four", .length = 4, .type = MLS_JSON_STRING},
         {.key = "has_eight", .length = 9, .type = MLS_JSON_NUMBER, .needed = true},
         {.key = "longer_than_sixteen", .length = 19, .type = MLS_JSON_ARRAY}};
-    mls_json *doc = NULL;
-    mls_status st;
     const size_t count = sizeof table / sizeof *table;
-    if (parse(text, &doc, &st) != MLS_OK) {
+    if (parse(text) != MLS_OK) {
         CHECK(false);
         return SIZE_MAX;
     }
@@ -306,7 +293,6 @@ static size_t members_of(const char *text, mls_json_node *nodes)
         nodes[i] = table[i].node;
         CHECK(mls_json_find(doc, 0, table[i].key) == table[i].node);
     }
-    mls_json_free(doc);
     return bad;
 }
 
@@ -339,30 +325,25 @@ TEST(depth_is_bounded_and_costs_no_stack)
     REQUIRE(text != NULL);
     memset(text, '[', DEPTH);
     memset(text + DEPTH, ']', DEPTH);
-    mls_json *doc = NULL;
-    mls_status st;
     const mls_json_limits few = {.depth = 5, .nodes = 100};
-    CHECK(mls_json_parse(text, 2 * DEPTH, few, &doc, &st) == MLS_E_FORMAT);
-    CHECK(st.offset == 5);
-    CHECK(mls_json_parse(text + DEPTH - 5, 10, few, &doc, &st) == MLS_OK);
+    CHECK(mls_json_parse(text, 2 * DEPTH, few, &doc, &status) == MLS_E_FORMAT);
+    CHECK(status.offset == 5);
+    CHECK(mls_json_parse(text + DEPTH - 5, 10, few, &doc, &status) == MLS_OK);
     mls_json_free(doc);
     doc = NULL;
     const mls_json_limits all = {.depth = DEPTH, .nodes = DEPTH};
-    CHECK(mls_json_parse(text, 2 * DEPTH, all, &doc, &st) == MLS_OK);
-    mls_json_free(doc);
+    CHECK(mls_json_parse(text, 2 * DEPTH, all, &doc, &status) == MLS_OK);
     free(text);
 }
 
 TEST(the_number_of_values_is_bounded)
 {
-    mls_json *doc = NULL;
-    mls_status st;
     const mls_json_limits few = {.depth = 5, .nodes = 3};
-    CHECK(mls_json_parse("[1,2]", 5, few, &doc, &st) == MLS_OK);
+    CHECK(mls_json_parse("[1,2]", 5, few, &doc, &status) == MLS_OK);
     mls_json_free(doc);
     doc = NULL;
-    CHECK(mls_json_parse("[1,2,3]", 7, few, &doc, &st) == MLS_E_FORMAT);
-    CHECK(st.offset == 5 && doc == NULL);
+    CHECK(mls_json_parse("[1,2,3]", 7, few, &doc, &status) == MLS_E_FORMAT);
+    CHECK(status.offset == 5 && doc == NULL);
 }
 
 TEST(any_cut_of_a_document_is_refused)

@@ -119,12 +119,11 @@ TEST(codes_are_within_a_step)
         for (size_t kind = 0; kind < 10; kind += EVERY(3)) {
             const size_t *size = sizes[kind / 2];
             const unsigned bits = kind % 2 == 0 ? 4 : 8;
-            mls_status st;
             make(&scalar, (mls_dtype)dtype, HEADS, ROWS, size[0], bits, size[1]);
             fill(&scalar);
-            REQUIRE(mls_quantize_check(&scalar.t, &scalar.q, &st) == MLS_OK);
+            REQUIRE(mls_quantize_check(&scalar.t, &scalar.q, &status) == MLS_OK);
             const mls_kernels *plain = mls_kernels_of(MLS_CPU_SCALAR);
-            REQUIRE(mls_quantize(plain, NULL, &scalar.q, &scalar.t, &st) == MLS_OK);
+            REQUIRE(mls_quantize(plain, NULL, &scalar.q, &scalar.t, &status) == MLS_OK);
             const float tiny = dtype == MLS_F32   ? 1e-6F
                                : dtype == MLS_F16 ? 1e-3F
                                                   : 8e-3F;
@@ -138,7 +137,7 @@ TEST(codes_are_within_a_step)
                 fill(&got);
                 const size_t words = count_of(&got.q.codes);
                 got.codes[words] = 0xA5A5A5A5;
-                CHECK(mls_quantize(kernels, NULL, &got.q, &got.t, &st) == MLS_OK);
+                CHECK(mls_quantize(kernels, NULL, &got.q, &got.t, &status) == MLS_OK);
                 CHECK(memcmp(got.codes, scalar.codes, words * 4) == 0);
                 CHECK(got.codes[words] == 0xA5A5A5A5); /* not written past the end */
                 const size_t item = mls_tensor_item_bytes(&got.t);
@@ -154,14 +153,13 @@ TEST(codes_are_within_a_step)
 TEST(values_are_computed_from_codes)
 {
     static store s;
-    mls_status st;
     for (int cpu = MLS_CPU_SCALAR; cpu < MLS_CPU_COUNT; cpu++) {
         for (int dtype = MLS_F16; dtype <= MLS_F32 && mls_cpu_offers((mls_cpu)cpu);
              dtype++) {
             const mls_kernels *kernels = mls_kernels_of((mls_cpu)cpu);
             make(&s, (mls_dtype)dtype, 2, 5, 64, dtype == MLS_F16 ? 4 : 8, 16);
             fill(&s);
-            REQUIRE(mls_quantize(kernels, NULL, &s.q, &s.t, &st) == MLS_OK);
+            REQUIRE(mls_quantize(kernels, NULL, &s.q, &s.t, &status) == MLS_OK);
             memset(s.values, 0xA5, sizeof s.values);
             mls_dequantize(kernels, NULL, &s.t, &s.q);
             for (size_t i = 0; i < count_of(&s.t); i++) {
@@ -185,13 +183,12 @@ TEST(bits_are_those_of_mlx)
                           eight[] = {0x84add6ff, 0xe708325b, 0x426b94be, 0xa5cef819,
                                      0x0029527c, 0x638cb6df, 0xc6ef103a, 0x214a749d};
     static store s;
-    mls_status st;
     for (unsigned bits = 4; bits <= 8; bits += 4) {
         make(&s, MLS_F32, 1, 1, 32, bits, 32);
         for (size_t i = 0; i < 32; i++) {
             s.values[i] = (float)((int)(i * 37 % 32) - 11) * 0.375F;
         }
-        REQUIRE(mls_quantize(mls_kernels_of(MLS_CPU_SCALAR), NULL, &s.q, &s.t, &st) ==
+        REQUIRE(mls_quantize(mls_kernels_of(MLS_CPU_SCALAR), NULL, &s.q, &s.t, &status) ==
                 MLS_OK);
         CHECK(memcmp(s.codes, bits == 4 ? four : eight, bits * 4) == 0);
         CHECK(s.scales[0] == (bits == 4 ? -0.75F : -0x1.745d18p-5F));
@@ -203,11 +200,10 @@ TEST(bits_are_those_of_mlx)
 TEST(views_may_have_any_strides)
 {
     static store packed, spread;
-    mls_status st;
     const mls_kernels *kernels = mls_kernels_of(MLS_CPU_SCALAR);
     make(&packed, MLS_F32, 2, 6, 16, 8, 8);
     fill(&packed);
-    REQUIRE(mls_quantize(kernels, NULL, &packed.q, &packed.t, &st) == MLS_OK);
+    REQUIRE(mls_quantize(kernels, NULL, &packed.q, &packed.t, &status) == MLS_OK);
     make(&spread, MLS_F32, 2, 6, 32, 8, 8);
     spread.t.shape[2] = 16;
     spread.t.strides[2] = -8;
@@ -217,8 +213,8 @@ TEST(views_may_have_any_strides)
     spread.q.scales.shape[2] = spread.q.biases.shape[2] = 2;
     spread.q.codes.swapped = true;
     mls_copy(kernels, &spread.t, &packed.t, mls_cached());
-    REQUIRE(mls_quantize_check(&spread.t, &spread.q, &st) == MLS_OK);
-    CHECK(mls_quantize(kernels, NULL, &spread.q, &spread.t, &st) == MLS_OK);
+    REQUIRE(mls_quantize_check(&spread.t, &spread.q, &status) == MLS_OK);
+    CHECK(mls_quantize(kernels, NULL, &spread.q, &spread.t, &status) == MLS_OK);
     const uint32_t word = spread.codes[8];
     CHECK((word >> 24 | (word >> 8 & 0xFF00) | (word << 8 & 0xFF0000) | word << 24) ==
           packed.codes[4]);
@@ -240,8 +236,8 @@ TEST(views_may_have_any_strides)
     packed.q.scales.strides[0] = packed.q.biases.strides[0] = 4;
     const uint32_t first = packed.codes[0];
     packed.codes[0] = 0;
-    REQUIRE(mls_quantize_check(&packed.t, &packed.q, &st) == MLS_OK);
-    CHECK(mls_quantize(kernels, NULL, &packed.q, &packed.t, &st) == MLS_OK);
+    REQUIRE(mls_quantize_check(&packed.t, &packed.q, &status) == MLS_OK);
+    CHECK(mls_quantize(kernels, NULL, &packed.q, &packed.t, &status) == MLS_OK);
     CHECK(packed.codes[0] == first);
 }
 
@@ -249,10 +245,10 @@ TEST(views_may_have_any_strides)
 TEST(empty_views_are_left_alone)
 {
     static store s;
-    mls_status st;
     make(&s, MLS_F16, 2, 0, 64, 4, 64);
-    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_OK);
-    CHECK(mls_quantize(mls_kernels_of(MLS_CPU_SCALAR), NULL, &s.q, &s.t, &st) == MLS_OK);
+    CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_OK);
+    CHECK(mls_quantize(mls_kernels_of(MLS_CPU_SCALAR), NULL, &s.q, &s.t, &status) ==
+          MLS_OK);
     mls_dequantize(mls_kernels_of(MLS_CPU_SCALAR), NULL, &s.t, &s.q);
     CHECK(s.codes[0] == 0 && s.values[0] <= 0);
 }
@@ -262,7 +258,6 @@ TEST(values_without_a_scale_are_refused)
     static const float bad[][2] = {
         {NAN, 0}, {INFINITY, 0}, {-INFINITY, 0}, {3e38F, -3e38F}};
     static store s;
-    mls_status st;
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         for (int cpu = MLS_CPU_SCALAR; cpu < MLS_CPU_COUNT; cpu++) {
             if (!mls_cpu_offers((mls_cpu)cpu)) {
@@ -272,7 +267,7 @@ TEST(values_without_a_scale_are_refused)
             fill(&s);
             s.values[100] = bad[i][0];
             s.values[101] = bad[i][1];
-            CHECK(mls_quantize(mls_kernels_of((mls_cpu)cpu), NULL, &s.q, &s.t, &st) ==
+            CHECK(mls_quantize(mls_kernels_of((mls_cpu)cpu), NULL, &s.q, &s.t, &status) ==
                   MLS_E_VALUE);
         }
     }
@@ -281,41 +276,40 @@ TEST(values_without_a_scale_are_refused)
 TEST(bad_arguments_are_refused)
 {
     static store s;
-    mls_status st;
     make(&s, MLS_F16, 2, 3, 64, 4, 32);
     const store good = {.t = s.t, .q = s.q};
-    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_OK);
+    CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_OK);
     static const unsigned bits[] = {0, 2, 5, 16};
     for (size_t i = 0; i < sizeof bits / sizeof bits[0]; i++) {
         s.q.bits = bits[i];
-        CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_VALUE);
+        CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_VALUE);
     }
     s.q = good.q;
     static const size_t groups[] = {0, 4, 12, 4104, SIZE_MAX};
     for (size_t i = 0; i < sizeof groups / sizeof groups[0]; i++) {
         s.q.group = groups[i];
-        CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_VALUE);
+        CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_VALUE);
     }
     s.q.group = 48;
-    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_SHAPE);
+    CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_SHAPE);
     s.q = good.q;
     s.q.codes.shape[2] = 9;
-    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.text, "codes have shape (2, 3, 9) instead of (2, 3, 8)");
+    CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.text, "codes have shape (2, 3, 9) instead of (2, 3, 8)");
     s.q = good.q;
     s.q.scales.rank = 2;
-    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_SHAPE);
+    CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_SHAPE);
     s.q = good.q;
     s.q.biases.dtype = MLS_F32;
-    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_DTYPE);
-    CHECK_TEXT(st.text, "biases are float32 instead of float16");
+    CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_DTYPE);
+    CHECK_TEXT(status.text, "biases are float32 instead of float16");
     s.q = good.q;
     s.q.codes.dtype = MLS_I32;
-    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_DTYPE);
+    CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_DTYPE);
     s.q = good.q;
     s.t.dtype = MLS_F64;
-    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_DTYPE);
+    CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_DTYPE);
     s.t = good.t;
     s.t.rank = 0;
-    CHECK(mls_quantize_check(&s.t, &s.q, &st) == MLS_E_SHAPE);
+    CHECK(mls_quantize_check(&s.t, &s.q, &status) == MLS_E_SHAPE);
 }

@@ -123,7 +123,6 @@ TEST(random_steps_agree_with_the_model)
         for (size_t sinks = 0; sinks < capacity; sinks++) {
             for (int axis = 1; axis <= 2; axis++) {
                 mls_kv_ring ring = {0};
-                mls_status st;
                 model m = {.capacity = capacity, .sinks = sinks};
                 REQUIRE(make(&ring, capacity, sinks, axis));
                 size_t token = 0;
@@ -132,7 +131,8 @@ TEST(random_steps_agree_with_the_model)
                     const size_t count = seed >> 24 & 31;
                     if ((seed >> 16 & 3) == 0) {
                         const size_t dropped = count % (m.length + 1);
-                        CHECK(mls_kv_ring_trim(&ring, kernels(), dropped, &st) == MLS_OK);
+                        CHECK(mls_kv_ring_trim(&ring, kernels(), dropped, &status) ==
+                              MLS_OK);
                         model_trim(&m, dropped);
                     } else {
                         const size_t some = (seed >> 18 & 1) != 0 ? 1 : count;
@@ -152,22 +152,21 @@ TEST(random_steps_agree_with_the_model)
 TEST(bad_requests_change_nothing)
 {
     mls_kv_ring ring = {0};
-    mls_status st;
     mls_tensor slots, tokens;
     const size_t shape[] = {2, 4, 3}, huge[] = {SIZE_MAX / 8, 4, 3};
     const size_t long_shape[] = {1, 1, 1, 1, 1, 1, 1, 1, 4};
-    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 3, shape, &st) == MLS_OK);
-    CHECK(mls_kv_ring_init(&ring, &slots, 1, 4, &st) == MLS_E_CAPACITY);
-    CHECK(strstr(st.text, "4 sinks leave no room") != NULL);
+    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 3, shape, &status) == MLS_OK);
+    CHECK(mls_kv_ring_init(&ring, &slots, 1, 4, &status) == MLS_E_CAPACITY);
+    CHECK(strstr(status.text, "4 sinks leave no room") != NULL);
     slots.shape[1] = 0;
-    CHECK(mls_kv_ring_init(&ring, &slots, 1, 0, &st) == MLS_E_CAPACITY);
+    CHECK(mls_kv_ring_init(&ring, &slots, 1, 0, &status) == MLS_E_CAPACITY);
     slots.rank = 1;
-    CHECK(mls_kv_ring_init(&ring, &slots, 0, 0, &st) == MLS_E_SHAPE);
-    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 9, long_shape, &st) == MLS_OK);
-    CHECK(mls_kv_ring_init(&ring, &slots, 8, 0, &st) == MLS_E_SHAPE);
+    CHECK(mls_kv_ring_init(&ring, &slots, 0, 0, &status) == MLS_E_SHAPE);
+    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 9, long_shape, &status) == MLS_OK);
+    CHECK(mls_kv_ring_init(&ring, &slots, 8, 0, &status) == MLS_E_SHAPE);
     memcpy(slots.shape, huge, sizeof huge);
     slots.rank = 3;
-    CHECK(mls_kv_ring_init(&ring, &slots, 1, 0, &st) == MLS_E_SIZE);
+    CHECK(mls_kv_ring_init(&ring, &slots, 1, 0, &status) == MLS_E_SIZE);
     CHECK(ring.pages.data == NULL);
 
     REQUIRE(make(&ring, 4, 1, 1));
@@ -176,16 +175,16 @@ TEST(bad_requests_change_nothing)
     for (size_t token = 0; token < 6; token++) {
         model_append(&m, token);
     }
-    CHECK(mls_kv_ring_trim(&ring, kernels(), 5, &st) == MLS_E_CAPACITY);
-    CHECK_TEXT(st.text, "cannot drop 5 tokens: the cache holds 4");
+    CHECK(mls_kv_ring_trim(&ring, kernels(), 5, &status) == MLS_E_CAPACITY);
+    CHECK_TEXT(status.text, "cannot drop 5 tokens: the cache holds 4");
     tokens = mls_tensor_slice(&ring.slots, 1, 0, 1);
-    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_E_OVERLAP);
+    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_E_OVERLAP);
     tokens.dtype = MLS_F32;
-    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_E_DTYPE);
+    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_E_DTYPE);
     tokens.shape[2]++;
-    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_E_SHAPE);
+    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_E_SHAPE);
     tokens.rank = 2;
-    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_E_SHAPE);
+    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_E_SHAPE);
     check_ring(&ring, &m);
     mls_kv_ring_fini(&ring);
     mls_kv_ring_fini(&ring);
@@ -195,18 +194,17 @@ TEST(bad_requests_change_nothing)
 TEST(positions_do_not_wrap)
 {
     mls_kv_ring ring = {0};
-    mls_status st;
     mls_tensor slots;
     const size_t none[] = {0, 4, 3};
-    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 3, none, &st) == MLS_OK);
-    REQUIRE(mls_kv_ring_init(&ring, &slots, 1, 1, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 3, none, &status) == MLS_OK);
+    REQUIRE(mls_kv_ring_init(&ring, &slots, 1, 1, &status) == MLS_OK);
     slots.shape[1] = INT64_MAX;
-    CHECK(mls_kv_ring_append(&ring, kernels(), &slots, &st) == MLS_OK);
+    CHECK(mls_kv_ring_append(&ring, kernels(), &slots, &status) == MLS_OK);
     CHECK(ring.next == INT64_MAX && ring.evicted == INT64_MAX - 4);
     slots.shape[1] = 1;
-    CHECK(mls_kv_ring_append(&ring, kernels(), &slots, &st) == MLS_E_SIZE);
+    CHECK(mls_kv_ring_append(&ring, kernels(), &slots, &status) == MLS_E_SIZE);
     slots.shape[1] = SIZE_MAX;
-    CHECK(mls_kv_ring_append(&ring, kernels(), &slots, &st) == MLS_E_SIZE);
+    CHECK(mls_kv_ring_append(&ring, kernels(), &slots, &status) == MLS_E_SIZE);
     CHECK(ring.next == INT64_MAX && mls_kv_ring_length(&ring) == 4);
     mls_kv_ring_fini(&ring);
 }
@@ -215,23 +213,23 @@ TEST(positions_do_not_wrap)
 TEST(long_rows_and_rows_with_gaps_are_copied)
 {
     static int32_t memory[2][3][2048];
-    mls_status st;
     for (size_t width = 1; width <= 1024; width *= 4) {
         for (size_t count = 1; count <= 3; count += 2) {
             for (size_t gap = 0; gap < 2; gap++) {
                 mls_kv_ring ring = {0};
                 mls_tensor slots, tokens;
                 const size_t shape[] = {2, 4, width}, some[] = {2, count, width + gap};
-                REQUIRE(mls_tensor_init(&slots, NULL, MLS_I32, 3, shape, &st) == MLS_OK);
-                REQUIRE(mls_kv_ring_init(&ring, &slots, 1, 0, &st) == MLS_OK);
-                REQUIRE(mls_tensor_init(&tokens, memory, MLS_I32, 3, some, &st) ==
+                REQUIRE(mls_tensor_init(&slots, NULL, MLS_I32, 3, shape, &status) ==
+                        MLS_OK);
+                REQUIRE(mls_kv_ring_init(&ring, &slots, 1, 0, &status) == MLS_OK);
+                REQUIRE(mls_tensor_init(&tokens, memory, MLS_I32, 3, some, &status) ==
                         MLS_OK);
                 int32_t *flat = &memory[0][0][0];
                 for (size_t i = 0; i < 2 * count * (width + gap); i++) {
                     flat[i] = (int32_t)i + 1;
                 }
                 tokens.shape[2] = width;
-                CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_OK);
+                CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_OK);
                 for (size_t i = 0; i < 2 * count * width; i++) {
                     const size_t row = i / width / count, token = i / width % count;
                     const int32_t *got = (const int32_t *)(const void *)ring.slots.data +
@@ -248,23 +246,22 @@ TEST(long_rows_and_rows_with_gaps_are_copied)
 TEST(borrowed_slots_are_the_same_ring)
 {
     static int32_t memory[20];
-    mls_status st;
     mls_tensor slots, tokens;
     const size_t shape[] = {1, 7, 1}, all[] = {1, 20, 1};
     for (int32_t i = 0; i < 20; i++) {
         memory[i] = i;
     }
-    REQUIRE(mls_tensor_init(&slots, NULL, MLS_I32, 3, shape, &st) == MLS_OK);
-    REQUIRE(mls_tensor_init(&tokens, memory, MLS_I32, 3, all, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&slots, NULL, MLS_I32, 3, shape, &status) == MLS_OK);
+    REQUIRE(mls_tensor_init(&tokens, memory, MLS_I32, 3, all, &status) == MLS_OK);
     for (size_t sinks = 0; sinks < 7; sinks += 2) {
         for (size_t length = 0; length <= 20; length++) {
             mls_kv_ring ring = {0}, borrowed;
             int64_t wanted[7], got[7];
-            REQUIRE(mls_kv_ring_init(&ring, &slots, 1, sinks, &st) == MLS_OK);
+            REQUIRE(mls_kv_ring_init(&ring, &slots, 1, sinks, &status) == MLS_OK);
             tokens.shape[1] = length;
-            CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_OK);
-            REQUIRE(mls_kv_ring_borrow(&borrowed, &ring.slots, 1, sinks, length, &st) ==
-                    MLS_OK);
+            CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_OK);
+            REQUIRE(mls_kv_ring_borrow(&borrowed, &ring.slots, 1, sinks, length,
+                                       &status) == MLS_OK);
             mls_kv_ring_positions(&ring, wanted);
             mls_kv_ring_positions(&borrowed, got);
             CHECK(memcmp(wanted, got, sizeof got) == 0);
@@ -275,9 +272,9 @@ TEST(borrowed_slots_are_the_same_ring)
     }
     mls_kv_ring empty = {0}, refused = {0};
     slots.shape[1] = 0;
-    CHECK(mls_kv_ring_borrow(&empty, &slots, 1, 0, 3, &st) == MLS_OK);
+    CHECK(mls_kv_ring_borrow(&empty, &slots, 1, 0, 3, &status) == MLS_OK);
     CHECK(mls_kv_ring_length(&empty) == 0);
     slots.shape[1] = 7;
-    CHECK(mls_kv_ring_borrow(&refused, &slots, 1, 7, 0, &st) == MLS_E_CAPACITY);
+    CHECK(mls_kv_ring_borrow(&refused, &slots, 1, 7, 0, &status) == MLS_E_CAPACITY);
     CHECK(refused.slots.rank == 0);
 }

@@ -1,12 +1,10 @@
 /* Selection within a budget: compared with exhaustive search, and invalid arguments. */
 #include "planning/knapsack.h"
 
-#include "support/random_chain.h"
+#include "support/chains.h"
 #include "support/runner.h"
 
 #include <math.h>
-
-static const mls_poll nobody;
 
 /* The fewest seconds that any of the 2^n choices leaves to recompute. */
 static double fewest(const mls_knapsack_items *items, int64_t budget)
@@ -66,11 +64,11 @@ TEST(no_choice_is_better)
         random_items r;
         unsigned char kept[MANY];
         mls_knapsack_result result;
-        mls_status st;
         const mls_knapsack_items items =
             fill(&r, (size_t)round % 12, &seed, round % 3 == 0);
         const int64_t budget = random_below(&seed, 500);
-        REQUIRE(mls_knapsack(&items, budget, 0, nobody, kept, &result, &st) == MLS_OK);
+        REQUIRE(mls_knapsack(&items, budget, 0, nobody, kept, &result, &status) ==
+                MLS_OK);
         check_choice(&items, budget, kept, &result);
         CHECK((long)result.seconds == (long)fewest(&items, budget));
         CHECK(result.optimal && (long)result.least == (long)result.seconds);
@@ -83,13 +81,12 @@ TEST(few_states_give_a_bound)
     random_items r;
     unsigned char kept[MANY];
     mls_knapsack_result best, quick;
-    mls_status st;
     int short_of_states = 0;
     for (int round = 0; round < 20; round++) {
         const mls_knapsack_items items = fill(&r, MANY, &seed, false);
-        REQUIRE(mls_knapsack(&items, 5003, 0, nobody, kept, &best, &st) == MLS_OK);
+        REQUIRE(mls_knapsack(&items, 5003, 0, nobody, kept, &best, &status) == MLS_OK);
         CHECK(best.optimal);
-        REQUIRE(mls_knapsack(&items, 5003, 3, nobody, kept, &quick, &st) == MLS_OK);
+        REQUIRE(mls_knapsack(&items, 5003, 3, nobody, kept, &quick, &status) == MLS_OK);
         check_choice(&items, 5003, kept, &quick);
         CHECK(quick.least <= best.seconds && best.seconds <= quick.seconds);
         CHECK(quick.states <= 3 || quick.optimal);
@@ -105,14 +102,13 @@ TEST(what_decides_itself_does)
     const mls_knapsack_items items = {.seconds = seconds, .bytes = bytes, .count = 4};
     unsigned char kept[4];
     mls_knapsack_result result;
-    mls_status st;
-    REQUIRE(mls_knapsack(&items, 0, 0, nobody, kept, &result, &st) == MLS_OK);
+    REQUIRE(mls_knapsack(&items, 0, 0, nobody, kept, &result, &status) == MLS_OK);
     CHECK(kept[0] == 1 && kept[1] == 0 && kept[2] == 0 && kept[3] == 1);
     CHECK(result.bytes == 0 && (int)result.seconds == 5 && result.optimal);
-    REQUIRE(mls_knapsack(&items, INT64_MAX, 0, nobody, kept, &result, &st) == MLS_OK);
+    REQUIRE(mls_knapsack(&items, INT64_MAX, 0, nobody, kept, &result, &status) == MLS_OK);
     CHECK(kept[2] == 1 && kept[1] == 0 && (int)result.seconds == 0);
     const mls_knapsack_items none = {0};
-    REQUIRE(mls_knapsack(&none, 7, 0, nobody, kept, &result, &st) == MLS_OK);
+    REQUIRE(mls_knapsack(&none, 7, 0, nobody, kept, &result, &status) == MLS_OK);
     CHECK(result.bytes == 0 && result.optimal);
 }
 
@@ -129,23 +125,22 @@ static mls_code refusal(double seconds, int64_t bytes, int64_t budget, mls_statu
 
 TEST(numbers_without_sense_are_refused)
 {
-    mls_status st;
-    CHECK(refusal(1, 1, 1, &st) == MLS_OK);
-    CHECK(refusal(NAN, 1, 1, &st) == MLS_E_VALUE);
-    CHECK(strstr(st.text, "seconds[1] is") != NULL);
-    CHECK(refusal(-1, 1, 1, &st) == MLS_E_VALUE);
-    CHECK(refusal(INFINITY, 1, 1, &st) == MLS_E_VALUE);
-    CHECK(refusal(1, -7, 1, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.text, "bytes[1] is -7: expected 0 or more");
-    CHECK(refusal(1, 1, -1, &st) == MLS_E_VALUE);
-    CHECK(refusal(1, 200, 1, &st) == MLS_E_SIZE);
-    CHECK(refusal(1, INT64_MAX, 1, &st) == MLS_E_SIZE);
+    CHECK(refusal(1, 1, 1, &status) == MLS_OK);
+    CHECK(refusal(NAN, 1, 1, &status) == MLS_E_VALUE);
+    CHECK(strstr(status.text, "seconds[1] is") != NULL);
+    CHECK(refusal(-1, 1, 1, &status) == MLS_E_VALUE);
+    CHECK(refusal(INFINITY, 1, 1, &status) == MLS_E_VALUE);
+    CHECK(refusal(1, -7, 1, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.text, "bytes[1] is -7: expected 0 or more");
+    CHECK(refusal(1, 1, -1, &status) == MLS_E_VALUE);
+    CHECK(refusal(1, 200, 1, &status) == MLS_E_SIZE);
+    CHECK(refusal(1, INT64_MAX, 1, &status) == MLS_E_SIZE);
     const mls_knapsack_items huge = {.count = MLS_KNAPSACK_ITEMS + 1};
-    CHECK(mls_knapsack(&huge, 1, 0, nobody, NULL, NULL, &st) == MLS_E_VALUE);
+    CHECK(mls_knapsack(&huge, 1, 0, nobody, NULL, NULL, &status) == MLS_E_VALUE);
     const double most[] = {1e308, 1e308};
     const int64_t one[] = {1, 1};
     const mls_knapsack_items endless = {.seconds = most, .bytes = one, .count = 2};
-    CHECK(mls_knapsack(&endless, 1, 0, nobody, NULL, NULL, &st) == MLS_E_SIZE);
+    CHECK(mls_knapsack(&endless, 1, 0, nobody, NULL, NULL, &status) == MLS_E_SIZE);
 }
 
 static bool never(void *context)
@@ -162,6 +157,5 @@ TEST(choosing_can_be_stopped)
     const mls_poll poll = {.go_on = never};
     unsigned char kept[MANY];
     mls_knapsack_result result;
-    mls_status st;
-    CHECK(mls_knapsack(&items, 5000, 0, poll, kept, &result, &st) == MLS_E_STOPPED);
+    CHECK(mls_knapsack(&items, 5000, 0, poll, kept, &result, &status) == MLS_E_STOPPED);
 }

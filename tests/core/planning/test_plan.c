@@ -55,35 +55,34 @@ TEST(plans_are_the_fastest_of_their_class)
 TEST(the_least_budget_is_named)
 {
     test_chain c;
-    mls_status st;
     mls_plan plan = {0};
     int64_t least;
     chain_of(&c, 12, 1000, 7);
-    REQUIRE(mls_plan_least_bytes(&c.chain, false, (mls_poll){0}, &least, &st) == MLS_OK);
+    REQUIRE(mls_plan_least_bytes(&c.chain, false, (mls_poll){0}, &least, &status) ==
+            MLS_OK);
     for (size_t slots = 0; slots <= 500; slots += 100) {
         mls_plan_request request = request_of(least - 1, slots, false);
-        CHECK(mls_plan_make(&c.chain, &request, &plan, &st) == MLS_E_CAPACITY);
-        CHECK(strtoll(st.expected, NULL, 10) == least);
+        CHECK(mls_plan_make(&c.chain, &request, &plan, &status) == MLS_E_CAPACITY);
+        CHECK(strtoll(status.expected, NULL, 10) == least);
         request.budget_bytes = least;
-        REQUIRE(mls_plan_make(&c.chain, &request, &plan, &st) == MLS_OK);
+        REQUIRE(mls_plan_make(&c.chain, &request, &plan, &status) == MLS_OK);
         mls_plan_fini(&plan);
     }
     mls_plan_request nothing = request_of(0, 0, false);
-    CHECK(mls_plan_make(&c.chain, &nothing, &plan, &st) == MLS_E_CAPACITY);
-    CHECK(strtoll(st.expected, NULL, 10) == least);
+    CHECK(mls_plan_make(&c.chain, &nothing, &plan, &status) == MLS_E_CAPACITY);
+    CHECK(strtoll(status.expected, NULL, 10) == least);
     nothing.budget_bytes = -1;
-    CHECK(mls_plan_make(&c.chain, &nothing, &plan, &st) == MLS_E_VALUE);
+    CHECK(mls_plan_make(&c.chain, &nothing, &plan, &status) == MLS_E_VALUE);
 }
 
 TEST(a_large_budget_needs_no_recomputation)
 {
     static test_chain c;
-    mls_status st;
     mls_plan plan;
     chain_of(&c, 100, 100000, 3);
     for (size_t slots = 0; slots <= 64; slots += 64) {
         const mls_plan_request request = request_of(INT64_MAX, slots, false);
-        REQUIRE(mls_plan_make(&c.chain, &request, &plan, &st) == MLS_OK);
+        REQUIRE(mls_plan_make(&c.chain, &request, &plan, &status) == MLS_OK);
         CHECK(plan.schedule.count == 200);
         mls_plan_fini(&plan);
     }
@@ -92,16 +91,15 @@ TEST(a_large_budget_needs_no_recomputation)
 TEST(too_many_points_mean_slots)
 {
     test_chain c;
-    mls_status st;
     mls_plan plan;
     mls_plan_curve curve;
     chain_of(&c, 24, 100000, 3);
     mls_plan_request request = request_of(1500000, 0, false);
     request.most_points = 50;
-    REQUIRE(mls_plan_make(&c.chain, &request, &plan, &st) == MLS_OK);
+    REQUIRE(mls_plan_make(&c.chain, &request, &plan, &status) == MLS_OK);
     CHECK(plan.method == MLS_PLAN_BY_SLOTS && plan.slots == MLS_PLAN_AUTO_SLOTS);
     mls_plan_fini(&plan);
-    REQUIRE(mls_plan_pareto(&c.chain, &request, &curve, &st) == MLS_OK);
+    REQUIRE(mls_plan_pareto(&c.chain, &request, &curve, &status) == MLS_OK);
     CHECK(curve.method == MLS_PLAN_BY_SLOTS && curve.slots == MLS_PLAN_AUTO_SLOTS);
     mls_plan_curve_fini(&curve);
 }
@@ -109,7 +107,6 @@ TEST(too_many_points_mean_slots)
 TEST(tables_that_are_too_large_are_refused)
 {
     enum { BLOCKS = 4000 };
-    mls_status st;
     mls_plan plan;
     double *seconds = calloc(BLOCKS, sizeof *seconds);
     int64_t *bytes = calloc(BLOCKS + 1, sizeof *bytes);
@@ -120,8 +117,8 @@ TEST(tables_that_are_too_large_are_refused)
     const mls_chain chain = {BLOCKS, seconds, seconds, bytes, bytes, bytes,
                              bytes,  bytes,   bytes,   0,     0};
     const mls_plan_request request = request_of(10, 100000, false);
-    CHECK(mls_plan_make(&chain, &request, &plan, &st) == MLS_E_SIZE);
-    CHECK(strstr(st.text, "choose at most") != NULL);
+    CHECK(mls_plan_make(&chain, &request, &plan, &status) == MLS_E_SIZE);
+    CHECK(strstr(status.text, "choose at most") != NULL);
     free(seconds);
     free(bytes);
 }
@@ -131,13 +128,12 @@ TEST(the_curve_has_all_plans)
 {
     for (uint64_t seed = 0; seed < 20; seed++) {
         test_chain c;
-        mls_status st;
         mls_plan_curve curve;
         const size_t n = 1 + seed % 5;
         chain_of(&c, n, 50, seed);
         const mls_plan_request request = request_of(0, 0, false);
         const double plain = plain_of(&c.chain);
-        REQUIRE(mls_plan_pareto(&c.chain, &request, &curve, &st) == MLS_OK);
+        REQUIRE(mls_plan_pareto(&c.chain, &request, &curve, &status) == MLS_OK);
         REQUIRE(curve.count > 0 && curve.method == MLS_PLAN_BY_BYTES);
         CHECK(is_near(curve.points[curve.count - 1].seconds, plain, 1e-12));
         for (size_t i = 0; i < curve.count; i++) {
@@ -155,20 +151,19 @@ TEST(the_curve_has_all_plans)
 TEST(the_curve_by_slots_can_be_planned)
 {
     test_chain c;
-    mls_status st;
     mls_plan plan;
     mls_plan_curve curve;
     mls_totals totals;
     chain_of(&c, 15, 100000, 2);
     mls_plan_request request = request_of(0, 40, false);
-    REQUIRE(mls_plan_pareto(&c.chain, &request, &curve, &st) == MLS_OK);
+    REQUIRE(mls_plan_pareto(&c.chain, &request, &curve, &status) == MLS_OK);
     REQUIRE(curve.count > 3);
     request.slots = 0;
     for (size_t i = 0; i < curve.count; i++) {
         request.budget_bytes = curve.points[i].memory;
-        REQUIRE(mls_plan_make(&c.chain, &request, &plan, &st) == MLS_OK);
+        REQUIRE(mls_plan_make(&c.chain, &request, &plan, &status) == MLS_OK);
         REQUIRE(mls_chain_simulate(&c.chain, plan.schedule.steps, plan.schedule.count,
-                                   NULL, &totals, &st) == MLS_OK);
+                                   NULL, &totals, &status) == MLS_OK);
         CHECK(totals.seconds <= curve.points[i].seconds * (1 + 1e-5));
         mls_plan_fini(&plan);
     }

@@ -2,38 +2,28 @@
 #include "support/chains.h"
 #include "support/runner.h"
 
-static const mls_poll nobody = {0};
-
-static bool says_no(void *context)
-{
-    (void)context;
-    return false;
-}
-
 TEST(requests_are_checked)
 {
     test_chain c;
-    mls_status st;
     mls_plan_costs costs;
     chain_of(&c, 3, 100, 1);
     c.activation[0] = 50;
-    CHECK(mls_plan_costs_init(&costs, &c.chain, -1, 0, false, &st) == MLS_E_VALUE);
-    CHECK(mls_plan_costs_init(&costs, &c.chain, 49, 0, false, &st) == MLS_E_CAPACITY);
+    CHECK(mls_plan_costs_init(&costs, &c.chain, -1, 0, false, &status) == MLS_E_VALUE);
+    CHECK(mls_plan_costs_init(&costs, &c.chain, 49, 0, false, &status) == MLS_E_CAPACITY);
     CHECK(mls_plan_costs_init(&costs, &c.chain, 500, MLS_PLAN_MAX_SLOTS + 1, false,
-                              &st) == MLS_E_VALUE);
+                              &status) == MLS_E_VALUE);
     c.chain.blocks = MLS_PLAN_MAX_BLOCKS + 1;
-    CHECK(mls_plan_costs_init(&costs, &c.chain, 500, 0, false, &st) == MLS_E_VALUE);
+    CHECK(mls_plan_costs_init(&costs, &c.chain, 500, 0, false, &status) == MLS_E_VALUE);
 }
 
 TEST(slots_round_up)
 {
     test_chain c;
-    mls_status st;
     mls_plan_costs costs;
     chain_of(&c, 3, 100, 1);
     memcpy(c.activation, (int64_t[]){0, 1, 100, 99}, 4 * sizeof(int64_t));
     c.saved[0] = 101;
-    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 100, 10, false, &st) == MLS_OK);
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 100, 10, false, &status) == MLS_OK);
     CHECK(costs.budget == 10);
     CHECK(costs.activation[0] == 0 && costs.activation[1] == 1);
     CHECK(costs.activation[2] == 10 && costs.activation[3] == 10);
@@ -45,13 +35,13 @@ TEST(slots_round_up)
 TEST(slots_of_huge_sizes_round_up)
 {
     test_chain c;
-    mls_status st;
     mls_plan_costs costs;
     const int64_t budget = INT64_C(1) << 61;
     chain_of(&c, 1, 100, 1);
     memcpy(c.activation, (int64_t[]){0, (INT64_C(1) << 60) + 1}, 2 * sizeof(int64_t));
     c.saved[0] = budget;
-    REQUIRE(mls_plan_costs_init(&costs, &c.chain, budget, 1000, false, &st) == MLS_OK);
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, budget, 1000, false, &status) ==
+            MLS_OK);
     CHECK(costs.activation[1] == 501 && costs.saved[0] >= 1000);
     mls_plan_costs_fini(&costs);
 }
@@ -89,23 +79,23 @@ TEST(what_fits_is_found)
 {
     for (uint64_t seed = 0; seed < 60; seed++) {
         test_chain c;
-        mls_status st;
         mls_plan_costs costs;
         mls_plan_needs needs;
         mls_schedule schedule = {0};
         mls_totals totals;
         chain_of(&c, 1 + seed % 30, 1000, seed);
         const int64_t budget = c.activation[0] + least_of(&c.chain, false);
-        REQUIRE(mls_plan_costs_init(&costs, &c.chain, budget, 0, false, &st) == MLS_OK);
-        REQUIRE(mls_plan_least(&costs, nobody, &needs, &st) == MLS_OK);
-        CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, nobody, &schedule, &st) ==
+        REQUIRE(mls_plan_costs_init(&costs, &c.chain, budget, 0, false, &status) ==
+                MLS_OK);
+        REQUIRE(mls_plan_least(&costs, nobody, &needs, &status) == MLS_OK);
+        CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, nobody, &schedule, &status) ==
               MLS_OK);
         CHECK(mls_chain_simulate(&c.chain, schedule.steps, schedule.count, NULL, &totals,
-                                 &st) == MLS_OK);
+                                 &status) == MLS_OK);
         CHECK(totals.peak_bytes == budget);
         mls_schedule_fini(&schedule);
         costs.budget--;
-        CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, nobody, &schedule, &st) ==
+        CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, nobody, &schedule, &status) ==
               MLS_E_CAPACITY);
         mls_plan_needs_fini(&needs);
         mls_plan_costs_fini(&costs);
@@ -116,7 +106,6 @@ TEST(enough_is_what_a_plain_run_needs)
 {
     for (uint64_t seed = 0; seed < 60; seed++) {
         test_chain c;
-        mls_status st;
         mls_plan_costs costs;
         mls_step steps[2 * CHAIN_ROOM];
         mls_totals totals;
@@ -126,8 +115,9 @@ TEST(enough_is_what_a_plain_run_needs)
             steps[i] = (mls_step){MLS_STEP_SAVE, (int32_t)i};
             steps[2 * n - 1 - i] = (mls_step){MLS_STEP_BACKWARD, (int32_t)i};
         }
-        REQUIRE(mls_chain_simulate(&c.chain, steps, 2 * n, NULL, &totals, &st) == MLS_OK);
-        REQUIRE(mls_plan_costs_init(&costs, &c.chain, 1000, 0, false, &st) == MLS_OK);
+        REQUIRE(mls_chain_simulate(&c.chain, steps, 2 * n, NULL, &totals, &status) ==
+                MLS_OK);
+        REQUIRE(mls_plan_costs_init(&costs, &c.chain, 1000, 0, false, &status) == MLS_OK);
         CHECK(c.activation[0] + mls_plan_enough(&costs) == totals.peak_bytes);
         mls_plan_costs_fini(&costs);
     }
@@ -136,17 +126,17 @@ TEST(enough_is_what_a_plain_run_needs)
 TEST(a_poll_stops_it)
 {
     test_chain c;
-    mls_status st;
     mls_plan_costs costs;
     mls_plan_needs needs;
     mls_schedule schedule = {0};
-    const mls_poll no = {says_no, NULL};
+    int left = 0, again = 0;
+    const mls_poll no = {says_no, &left}, no_again = {says_no, &again};
     chain_of(&c, 3, 100, 1);
-    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 10000, 0, false, &st) == MLS_OK);
-    CHECK(mls_plan_least(&costs, no, &needs, &st) == MLS_E_STOPPED);
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 10000, 0, false, &status) == MLS_OK);
+    CHECK(mls_plan_least(&costs, no, &needs, &status) == MLS_E_STOPPED);
     CHECK(needs.memory == NULL);
-    REQUIRE(mls_plan_least(&costs, nobody, &needs, &st) == MLS_OK);
-    CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, no, &schedule, &st) ==
+    REQUIRE(mls_plan_least(&costs, nobody, &needs, &status) == MLS_OK);
+    CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, no_again, &schedule, &status) ==
           MLS_E_STOPPED);
     CHECK(schedule.steps == NULL);
     mls_plan_needs_fini(&needs);

@@ -2,15 +2,7 @@
 #include "support/chains.h"
 #include "support/runner.h"
 
-static const mls_poll nobody = {0};
-
 enum { MANY = 1 << 20 };
-
-static bool says_no(void *context)
-{
-    int *left = context;
-    return (*left)-- > 0;
-}
 
 /* Every segment of a chain at every memory size, compared with the plain recursion. */
 static void check_all(const mls_chain *chain, int64_t budget, bool offload)
@@ -61,15 +53,14 @@ TEST(threads_change_nothing)
 {
     enum { BLOCKS = 40 };
     static test_chain c;
-    mls_status st;
     mls_pool *pool = NULL;
     mls_plan_costs costs;
     mls_plan_fronts one, three;
     chain_of(&c, BLOCKS, 100000, 8);
-    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
-    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 2000000, 0, false, &st) == MLS_OK);
-    REQUIRE(mls_plan_dp_fronts(&costs, MANY, NULL, nobody, &one, &st) == MLS_OK);
-    REQUIRE(mls_plan_dp_fronts(&costs, MANY, pool, nobody, &three, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 2000000, 0, false, &status) == MLS_OK);
+    REQUIRE(mls_plan_dp_fronts(&costs, MANY, NULL, nobody, &one, &status) == MLS_OK);
+    REQUIRE(mls_plan_dp_fronts(&costs, MANY, pool, nobody, &three, &status) == MLS_OK);
     CHECK(one.points == three.points && one.points > 1000);
     for (size_t i = 0; i < BLOCKS * (BLOCKS + 1) / 2; i++) {
         const size_t count = one.fronts[i].count;
@@ -87,16 +78,16 @@ TEST(threads_change_nothing)
 TEST(too_much_is_refused_and_a_poll_stops_it)
 {
     test_chain c;
-    mls_status st;
     mls_plan_costs costs;
     mls_plan_fronts fronts;
     int left = 20;
     const mls_poll soon = {says_no, &left};
     chain_of(&c, 20, 100000, 9);
-    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 2000000, 0, false, &st) == MLS_OK);
-    CHECK(mls_plan_dp_fronts(&costs, 100, NULL, nobody, &fronts, &st) == MLS_E_SIZE);
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 2000000, 0, false, &status) == MLS_OK);
+    CHECK(mls_plan_dp_fronts(&costs, 100, NULL, nobody, &fronts, &status) == MLS_E_SIZE);
     CHECK(fronts.fronts == NULL);
-    CHECK(mls_plan_dp_fronts(&costs, MANY, NULL, soon, &fronts, &st) == MLS_E_STOPPED);
+    CHECK(mls_plan_dp_fronts(&costs, MANY, NULL, soon, &fronts, &status) ==
+          MLS_E_STOPPED);
     CHECK(fronts.fronts == NULL);
     mls_plan_costs_fini(&costs);
 }

@@ -2,14 +2,6 @@
 #include "support/chains.h"
 #include "support/runner.h"
 
-static const mls_poll nobody = {0};
-
-static bool says_no(void *context)
-{
-    int *left = context;
-    return (*left)-- > 0;
-}
-
 /* If a slot is a byte, the values equal those of the plain recursion. */
 static void check_all(const mls_chain *chain, int64_t above, mls_cpu cpu, bool offload)
 {
@@ -60,23 +52,22 @@ static bool same_table(const mls_plan_table *a, const mls_plan_table *b, size_t 
 TEST(all_kernels_and_threads_agree)
 {
     static test_chain c;
-    mls_status st;
     mls_pool *pool = NULL;
-    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
     for (size_t blocks = 29; blocks < CHAIN_ROOM; blocks += 47) {
         enum { SLOTS = 203 };
         mls_plan_costs costs;
         mls_plan_table oracle, table;
         chain_of(&c, blocks, 100000, blocks);
         const int64_t budget = (int64_t)blocks * 60000;
-        REQUIRE(mls_plan_costs_init(&costs, &c.chain, budget, SLOTS, true, &st) ==
+        REQUIRE(mls_plan_costs_init(&costs, &c.chain, budget, SLOTS, true, &status) ==
                 MLS_OK);
-        REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &oracle, &st) ==
-                MLS_OK);
+        REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &oracle,
+                                  &status) == MLS_OK);
         for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
             if (mls_cpu_offers((mls_cpu)cpu)) {
                 REQUIRE(mls_plan_dp_slots(&costs, (mls_cpu)cpu, pool, nobody, &table,
-                                          &st) == MLS_OK);
+                                          &status) == MLS_OK);
                 CHECK(same_table(&oracle, &table, blocks, SLOTS + 1));
                 mls_plan_table_fini(&table);
             }
@@ -118,12 +109,12 @@ TEST(tiles_leave_nothing_out)
     static float values[BLOCKS * BLOCKS][SLOTS + 1];
     static float *rows[BLOCKS * BLOCKS];
     static test_chain c;
-    mls_status st;
     mls_plan_costs costs;
     mls_plan_table table;
     chain_of(&c, BLOCKS, 1000, 4);
-    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 20000, SLOTS, false, &st) == MLS_OK);
-    REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &table, &st) ==
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 20000, SLOTS, false, &status) ==
+            MLS_OK);
+    REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &table, &status) ==
             MLS_OK);
     for (size_t i = 0; i < BLOCKS * BLOCKS; i++) {
         rows[i] = values[i];
@@ -145,14 +136,13 @@ TEST(tiles_leave_nothing_out)
 TEST(a_poll_stops_it)
 {
     static test_chain c;
-    mls_status st;
     mls_plan_costs costs;
     mls_plan_table table;
     int left = 3;
     const mls_poll soon = {says_no, &left};
     chain_of(&c, 100, 1000, 4);
-    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 20000, 50, false, &st) == MLS_OK);
-    CHECK(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, soon, &table, &st) ==
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 20000, 50, false, &status) == MLS_OK);
+    CHECK(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, soon, &table, &status) ==
           MLS_E_STOPPED);
     CHECK(table.values == NULL);
     mls_plan_costs_fini(&costs);

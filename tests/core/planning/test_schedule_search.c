@@ -3,10 +3,8 @@
  * every order of steps on the shortest chains, and tests its limits. */
 #include "planning/schedule_search.h"
 
-#include "support/random_chain.h"
+#include "support/chains.h"
 #include "support/runner.h"
-
-#include <math.h>
 
 /* ---- exhaustive search ---- */
 
@@ -88,7 +86,7 @@ TEST(nothing_is_better_on_the_shortest_chains)
     uint64_t seed = 42;
     int found_some = 0;
     for (int round = 0; round < TRIES(40); round++) {
-        random_chain r;
+        test_chain r;
         random_chain_fill(&r, 1 + (size_t)round % TINY, &seed, false);
         const mls_chain *c = &r.chain;
         double most = 1; /* more than any persistent schedule takes */
@@ -100,9 +98,8 @@ TEST(nothing_is_better_on_the_shortest_chains)
             const spot begin = {.left = c->blocks, .held = c->activation_bytes[0]};
             const double expected = least_extra(c, begin, budget, 0, most);
             mls_found found;
-            mls_status st;
             const mls_search_limits limits = {.budget_bytes = budget, .below = INFINITY};
-            REQUIRE(mls_search(c, &limits, &found, &st) == MLS_OK);
+            REQUIRE(mls_search(c, &limits, &found, &status) == MLS_OK);
             CHECK(found.found == (expected < most) && !found.ran_out);
             CHECK(!found.found || (long)found.extra == (long)expected);
             found_some += found.found ? 1 : 0;
@@ -114,7 +111,7 @@ TEST(nothing_is_better_on_the_shortest_chains)
 
 /* ---- limits ---- */
 
-static void fill_nine(random_chain *r, bool rates)
+static void fill_nine(test_chain *r, bool rates)
 {
     uint64_t seed = 7;
     random_chain_fill(r, 9, &seed, rates);
@@ -134,17 +131,16 @@ static int64_t least_peak(const mls_chain *c, bool offload)
 
 TEST(the_least_peak_is_where_schedules_begin)
 {
-    random_chain r;
+    test_chain r;
     fill_nine(&r, true);
     for (int offload = 0; offload < 2; offload++) {
         const int64_t least = least_peak(&r.chain, offload != 0);
         REQUIRE(least > 0);
         for (int64_t budget = least - 1; budget <= least; budget++) {
             mls_found found;
-            mls_status st;
             const mls_search_limits limits = {
                 .offload = offload != 0, .budget_bytes = budget, .below = INFINITY};
-            REQUIRE(mls_search(&r.chain, &limits, &found, &st) == MLS_OK);
+            REQUIRE(mls_search(&r.chain, &limits, &found, &status) == MLS_OK);
             CHECK(found.found == (budget == least) || found.ran_out);
             mls_schedule_fini(&found.runs);
         }
@@ -154,51 +150,42 @@ TEST(the_least_peak_is_where_schedules_begin)
 
 TEST(few_states_are_too_few)
 {
-    random_chain r;
+    test_chain r;
     fill_nine(&r, false);
     const mls_search_limits limits = {
         .budget_bytes = least_peak(&r.chain, false), .below = INFINITY, .states = 50};
     mls_found found;
-    mls_status st;
-    REQUIRE(mls_search(&r.chain, &limits, &found, &st) == MLS_OK);
+    REQUIRE(mls_search(&r.chain, &limits, &found, &status) == MLS_OK);
     CHECK(!found.found && found.ran_out && found.states == 50 && found.runs.count == 0);
 }
 
 /* The search finds only schedules below the bound; the bound itself is excluded. */
 TEST(nothing_below_the_best_is_found)
 {
-    random_chain r;
+    test_chain r;
     fill_nine(&r, false);
     mls_search_limits limits = {.budget_bytes = least_peak(&r.chain, false) + 20,
                                 .below = INFINITY};
     mls_found found;
-    mls_status st;
-    REQUIRE(mls_search(&r.chain, &limits, &found, &st) == MLS_OK);
+    REQUIRE(mls_search(&r.chain, &limits, &found, &status) == MLS_OK);
     REQUIRE(found.found);
     CHECK(found.extra > 0);
     mls_schedule_fini(&found.runs);
     limits.below = found.extra;
-    REQUIRE(mls_search(&r.chain, &limits, &found, &st) == MLS_OK);
+    REQUIRE(mls_search(&r.chain, &limits, &found, &status) == MLS_OK);
     CHECK(!found.found && !found.ran_out);
-}
-
-static bool count_down(void *context)
-{
-    int *left = context;
-    return (*left)-- > 0;
 }
 
 TEST(a_search_can_be_stopped)
 {
-    random_chain r;
+    test_chain r;
     uint64_t seed = 7;
     random_chain_fill(&r, 12, &seed, true);
     int left = 2;
     const mls_search_limits limits = {.offload = true,
-                                      .poll = {.go_on = count_down, .context = &left}};
+                                      .poll = {.go_on = says_no, .context = &left}};
     mls_found found = {.states = 77};
-    mls_status st;
-    CHECK(mls_search_least(&r.chain, &limits, &found, &st) == MLS_E_STOPPED);
+    CHECK(mls_search_least(&r.chain, &limits, &found, &status) == MLS_E_STOPPED);
     CHECK(found.states == 77 && left == -1);
 }
 
@@ -229,7 +216,7 @@ static mls_best best_from_start(size_t blocks, size_t states, double *before)
 {
     uint64_t seed = 5;
     mls_status st;
-    random_chain r;
+    test_chain r;
     mls_schedule start = {0};
     mls_totals totals;
     mls_best best = {0};
@@ -273,20 +260,19 @@ TEST(what_is_not_searched_through_is_the_start)
 TEST(a_budget_that_nothing_fits_is_refused)
 {
     uint64_t seed = 8;
-    mls_status st;
-    random_chain r;
+    test_chain r;
     mls_best best = {.states = 77};
     random_chain_fill(&r, 6, &seed, false);
     mls_best_options options = {.budget_bytes = 0};
-    CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_CAPACITY);
-    CHECK(best.states == 77 && st.expected[0] != '\0');
+    CHECK(mls_best_schedule(&r.chain, &options, &best, &status) == MLS_E_CAPACITY);
+    CHECK(best.states == 77 && status.expected[0] != '\0');
     /* the budget named by the error is the least that works */
     long long least = 0;
-    REQUIRE(sscanf(st.expected, "at least %lld", &least) == 1);
+    REQUIRE(sscanf(status.expected, "at least %lld", &least) == 1);
     options.budget_bytes = least - 1;
-    CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_CAPACITY);
+    CHECK(mls_best_schedule(&r.chain, &options, &best, &status) == MLS_E_CAPACITY);
     options.budget_bytes = least;
-    REQUIRE(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_OK);
+    REQUIRE(mls_best_schedule(&r.chain, &options, &best, &status) == MLS_OK);
     CHECK(best.totals.peak_bytes == least && best.optimal);
     mls_schedule_fini(&best.schedule);
 }
@@ -294,21 +280,20 @@ TEST(a_budget_that_nothing_fits_is_refused)
 TEST(a_start_is_needed_or_must_be_good)
 {
     uint64_t seed = 9;
-    mls_status st;
-    random_chain r;
+    test_chain r;
     mls_best best;
     random_chain_fill(&r, 40, &seed, false);
     mls_best_options options = {.budget_bytes = 100};
-    CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_CAPACITY);
-    CHECK(strstr(st.text, "a persistent one") != NULL);
+    CHECK(mls_best_schedule(&r.chain, &options, &best, &status) == MLS_E_CAPACITY);
+    CHECK(strstr(status.text, "a persistent one") != NULL);
     const mls_step wrong[] = {{MLS_STEP_SAVE, 1}};
     options.start = wrong;
     options.start_count = 1;
-    CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_VALUE);
+    CHECK(mls_best_schedule(&r.chain, &options, &best, &status) == MLS_E_VALUE);
     mls_schedule start = {0};
-    REQUIRE(keep_nothing(&r.chain, &start, &st) == MLS_OK);
+    REQUIRE(keep_nothing(&r.chain, &start, &status) == MLS_OK);
     options = (mls_best_options){
         .budget_bytes = 1, .start = start.steps, .start_count = start.count};
-    CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_VALUE);
+    CHECK(mls_best_schedule(&r.chain, &options, &best, &status) == MLS_E_VALUE);
     mls_schedule_fini(&start);
 }

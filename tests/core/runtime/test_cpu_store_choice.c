@@ -87,10 +87,9 @@ TEST(a_hopeless_variant_is_tried_twice_only)
 TEST(a_decision_is_made_again_after_some_bytes)
 {
     mls_store_choices choices;
-    mls_status st;
     const script cleared = {50, 100, 100}, usual = {100, 60, 100};
     const mls_destination large = {.bytes = SIZE_MAX};
-    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     mls_store_choice *choice = &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0];
     CHECK(decide(choice, &cleared, ALL, 1) > 0);
     CHECK(atomic_load(&choice->chosen) == MLS_STORE_PLAIN);
@@ -134,11 +133,10 @@ TEST(a_clock_that_stands_still_is_no_trouble)
 TEST(the_environment_forces_a_variant)
 {
     mls_store_choices choices;
-    mls_status st;
     const mls_destination large = {.bytes = LARGE};
     for (int store = 0; store < ALL; store++) {
         const char *const name = mls_store_name((mls_store)store);
-        REQUIRE(mls_store_choices_init(&choices, name, &st) == MLS_OK);
+        REQUIRE(mls_store_choices_init(&choices, name, &status) == MLS_OK);
         for (unsigned variants = 1; variants <= ALL; variants++) {
             const mls_store_trial trial =
                 mls_store_begin(&choices, MLS_STORING_FILL, variants, large, LARGE);
@@ -147,10 +145,12 @@ TEST(the_environment_forces_a_variant)
             CHECK(trial.store == ((unsigned)store < last ? (unsigned)store : last));
         }
     }
-    CHECK(mls_store_choices_init(&choices, "auto", &st) == MLS_OK && choices.forced < 0);
-    CHECK(mls_store_choices_init(&choices, "", &st) == MLS_OK && choices.forced < 0);
-    CHECK(mls_store_choices_init(&choices, "streams", &st) == MLS_E_VALUE);
-    CHECK(strstr(st.text, "streams") != NULL && strstr(st.text, "stream4") != NULL);
+    CHECK(mls_store_choices_init(&choices, "auto", &status) == MLS_OK &&
+          choices.forced < 0);
+    CHECK(mls_store_choices_init(&choices, "", &status) == MLS_OK && choices.forced < 0);
+    CHECK(mls_store_choices_init(&choices, "streams", &status) == MLS_E_VALUE);
+    CHECK(strstr(status.text, "streams") != NULL &&
+          strstr(status.text, "stream4") != NULL);
     CHECK(choices.forced < 0);
 }
 
@@ -172,8 +172,7 @@ TEST(a_stream_must_win_by_a_quarter_twice_where_the_cache_may_hold_the_result)
 {
     const script by_a_fifth = {120, 100, 100}, by_a_third = {133, 100, 100};
     mls_store_choices choices;
-    mls_status st;
-    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     mls_store_choice(*some)[2] = choices.choice[MLS_STORING_COPY];
     CHECK(decide(&some[MLS_STORING_WITHIN][0], &by_a_fifth, ALL, 1) > 0);
     CHECK(decide(&some[MLS_STORING_WITHIN][1], &by_a_third, ALL, 1) > 0);
@@ -205,8 +204,7 @@ TEST(within_the_cache_each_variant_stores_two_results_and_the_second_counts)
         CHECK(counts[0] == wanted[i].counts && counts[1] == wanted[i].counts);
     }
     mls_store_choices choices;
-    mls_status st;
-    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     choices.least[MLS_STORING_WITHIN] = MIB;
     choices.least[MLS_STORING_WITHIN_4X] = 4 * MIB;
     choices.least[MLS_STORING_PAST] = 64 * MIB;
@@ -225,8 +223,7 @@ TEST(within_the_cache_each_variant_stores_two_results_and_the_second_counts)
 TEST(a_large_cache_is_measured_too)
 {
     mls_store_choices choices;
-    mls_status st;
-    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     const size_t past = choices.least[MLS_STORING_PAST];
     const size_t within = choices.least[MLS_STORING_WITHIN];
     CHECK(past == choices.cache_bytes / 2);
@@ -241,8 +238,7 @@ TEST(a_large_cache_is_measured_too)
 TEST(results_are_measured_by_their_size_and_their_pages)
 {
     mls_store_choices choices;
-    mls_status st;
-    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     choices.least[MLS_STORING_WITHIN] = 2 * MIB;
     choices.least[MLS_STORING_WITHIN_4X] = 4 * MIB;
     choices.least[MLS_STORING_WITHIN_16X] = 4 * MIB;
@@ -310,11 +306,10 @@ TEST(threads_decide_together_and_every_byte_arrives)
     }
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
         static mls_store_choices choices;
-        mls_status st;
         if (!mls_cpu_offers((mls_cpu)cpu)) {
             continue;
         }
-        REQUIRE(mls_store_choices_init(&choices, "auto", &st) == MLS_OK);
+        REQUIRE(mls_store_choices_init(&choices, "auto", &status) == MLS_OK);
         choices.least[MLS_STORING_PAST] = MIB;
         mls_kernels kernels = *mls_kernels_of((mls_cpu)cpu);
         kernels.choices = &choices;
@@ -337,10 +332,9 @@ TEST(checksums_go_on_over_trials)
         from[i] = (unsigned char)(i >> 5);
     }
     mls_cpu cpu;
-    mls_status st;
     static mls_store_choices choices;
-    REQUIRE(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
-    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    REQUIRE(mls_cpu_choose(NULL, &cpu, &status) == MLS_OK);
+    REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     const mls_crc_kernels *crc = mls_crc_of(cpu);
     const uint32_t wanted = crc->update(7, from, LARGE - 3);
     CHECK(mls_crc_copy(crc, &choices, 7, to + 1, from, LARGE - 3,

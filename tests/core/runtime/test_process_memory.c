@@ -103,22 +103,21 @@ TEST(the_system_tells)
 {
     enum { BYTES = 64 << 20 };
     mls_process_memory before, after;
-    mls_status st;
 #if defined(__linux__) || defined(__APPLE__)
-    REQUIRE(mls_process_memory_read(&before, &st) == MLS_OK);
+    REQUIRE(mls_process_memory_read(&before, &status) == MLS_OK);
     CHECK(before.used > 0 && before.peak >= before.used && before.total > before.used);
     mls_pages pages = {0};
-    REQUIRE(mls_pages_init(&pages, BYTES, &st) == MLS_OK);
+    REQUIRE(mls_pages_init(&pages, BYTES, &status) == MLS_OK);
     memset(pages.data, 1, BYTES);
-    REQUIRE(mls_process_memory_read(&after, &st) == MLS_OK);
+    REQUIRE(mls_process_memory_read(&after, &status) == MLS_OK);
     CHECK(after.used >= before.used + BYTES / 8 * 7 && after.peak >= after.used);
     CHECK(after.total == before.total);
     mls_pages_fini(&pages);
-    REQUIRE(mls_process_memory_read(&before, &st) == MLS_OK);
+    REQUIRE(mls_process_memory_read(&before, &status) == MLS_OK);
     CHECK(before.used < after.used - BYTES / 8 * 7);
     CHECK(before.peak >= after.used - BYTES / 8);
 #else
-    CHECK(mls_process_memory_read(&before, &st) == MLS_E_IO);
+    CHECK(mls_process_memory_read(&before, &status) == MLS_E_IO);
     (void)after;
 #endif
 }

@@ -34,10 +34,9 @@ TEST(every_index_runs_once_at_any_size)
 {
     static const size_t sizes[] = {1, 2, 5, 3, 1, MLS_POOL_MAX_THREADS};
     mls_pool *pool = NULL;
-    mls_status st;
-    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
-        CHECK(mls_pool_resize(pool, sizes[i], &st) == MLS_OK);
+        CHECK(mls_pool_resize(pool, sizes[i], &status) == MLS_OK);
         CHECK(mls_pool_threads(pool) == sizes[i]);
         for (int round = 0; round < 20; round++) {
             CHECK(all_once(pool));
@@ -49,9 +48,8 @@ TEST(every_index_runs_once_at_any_size)
 TEST(no_pool_and_no_work_are_fine)
 {
     mls_pool *pool = NULL;
-    mls_status st;
     CHECK(all_once(NULL));
-    REQUIRE(mls_pool_new(2, &pool, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(2, &pool, &status) == MLS_OK);
     mls_pool_run(pool, count_one, NULL, 0);
     mls_pool_free(pool);
     mls_pool_free(NULL);
@@ -60,12 +58,11 @@ TEST(no_pool_and_no_work_are_fine)
 TEST(impossible_thread_counts_are_refused)
 {
     mls_pool *pool = NULL;
-    mls_status st;
-    CHECK(mls_pool_new(0, &pool, &st) == MLS_E_VALUE);
-    CHECK(mls_pool_new(MLS_POOL_MAX_THREADS + 1, &pool, &st) == MLS_E_VALUE);
+    CHECK(mls_pool_new(0, &pool, &status) == MLS_E_VALUE);
+    CHECK(mls_pool_new(MLS_POOL_MAX_THREADS + 1, &pool, &status) == MLS_E_VALUE);
     CHECK(pool == NULL);
-    REQUIRE(mls_pool_new(2, &pool, &st) == MLS_OK);
-    CHECK(mls_pool_resize(pool, 0, &st) == MLS_E_VALUE);
+    REQUIRE(mls_pool_new(2, &pool, &status) == MLS_OK);
+    CHECK(mls_pool_resize(pool, 0, &status) == MLS_E_VALUE);
     CHECK(mls_pool_threads(pool) == 2);
     mls_pool_free(pool);
 }
@@ -93,10 +90,9 @@ static void *run_often(void *argument)
 TEST(threads_may_share_a_pool)
 {
     mls_pool *pool = NULL;
-    mls_status st;
     atomic_int total = 0;
     pthread_t threads[8];
-    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
     shared_run shared = {pool, &total};
     for (int i = 0; i < 8; i++) {
         REQUIRE(pthread_create(&threads[i], NULL, run_often, &shared) == 0);
@@ -138,8 +134,7 @@ TEST(others_work_while_the_caller_is_at_its_own)
 {
     static const size_t counts[] = {0, 1, MANY};
     mls_pool *pool = NULL;
-    mls_status st;
-    REQUIRE(mls_pool_new(2, &pool, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(2, &pool, &status) == MLS_OK);
     for (size_t i = 0; i < 6; i++) {
         const size_t count = counts[i % 3];
         beside b = {.caller = pthread_self(), .waits = i < 3 && count > 1};
@@ -155,8 +150,7 @@ TEST(others_work_while_the_caller_is_at_its_own)
 TEST(a_forked_child_works_and_can_end)
 {
     mls_pool *pool = NULL;
-    mls_status st;
-    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
     CHECK(all_once(pool));
     for (int child = 0; child < 3; child++) {
         const pid_t pid = fork();
@@ -165,14 +159,15 @@ TEST(a_forked_child_works_and_can_end)
             alarm(20); /* turns a hang into a failure */
             bool good = child == 2 || all_once(pool);
             if (child == 1) {
-                good = good && mls_pool_resize(pool, 2, &st) == MLS_OK && all_once(pool);
+                good =
+                    good && mls_pool_resize(pool, 2, &status) == MLS_OK && all_once(pool);
             }
             mls_pool_free(pool);
             _exit(good ? 0 : 1);
         }
-        int status = -1;
-        waitpid(pid, &status, 0);
-        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+        int ended = -1;
+        waitpid(pid, &ended, 0);
+        CHECK(WIFEXITED(ended) && WEXITSTATUS(ended) == 0);
         CHECK(all_once(pool));
     }
     mls_pool_free(pool);

@@ -3,15 +3,11 @@
 #include "base/size.h"
 #include "safetensors/safetensors_header.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdlib.h>
 
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 static const size_t five[] = {5}, matrix[] = {2, 3}, none[] = {0, 4};
 
@@ -26,45 +22,61 @@ static mls_header_tensor tensor(const char *name, mls_dtype dtype, int rank,
         .name = text(name), .dtype = dtype, .rank = rank, .shape = shape, .bytes = bytes};
 }
 
-/* Four tensors, not in the file's order, numbered by position. */
-static void four(mls_header_tensor *out)
+/* ---- of the current test ---- */
+
+static mls_header_tensor tensors[4];
+static mls_header h;
+static mls_safetensors file;
+
+static void drop(void)
 {
-    out[0] = tensor("b", MLS_U8, 1, five);
-    out[1] = tensor("a", MLS_U8, 1, five);
-    out[2] = tensor("z", MLS_F32, 2, matrix);
-    out[3] = tensor("none", MLS_F64, 2, none);
+    mls_safetensors_fini(&file);
+    mls_header_fini(&h);
+}
+
+/* Four tensors, not in the file's order, numbered by position. */
+static void four(void)
+{
+    tensors[0] = tensor("b", MLS_U8, 1, five);
+    tensors[1] = tensor("a", MLS_U8, 1, five);
+    tensors[2] = tensor("z", MLS_F32, 2, matrix);
+    tensors[3] = tensor("none", MLS_F64, 2, none);
     for (size_t i = 0; i < 4; i++) {
-        out[i].number = i;
+        tensors[i].number = i;
     }
 }
 
-/* Whether the finished text is the start of a valid file of mlstate; stores its header in
- * `out`. */
-static bool parses(const mls_header *h, mls_safetensors *out)
+BEFORE_EACH
 {
-    mls_status st;
+    four();
+}
+
+AFTER_EACH
+{
+    drop();
+}
+
+/* Whether the finished text is the start of a valid file of mlstate; stores its header in
+ * `file`. */
+static bool parses(void)
+{
     const mls_code code =
-        mls_safetensors_parse((const unsigned char *)h->text.data, h->text.length,
-                              h->file_bytes, crc, true, out, &st);
+        mls_safetensors_parse((const unsigned char *)h.text.data, h.text.length,
+                              h.file_bytes, crc, true, &file, &status);
     if (code != MLS_OK) {
-        printf("    %s\n", st.text);
+        printf("    %s\n", status.text);
     }
-    return code == MLS_OK && out->has_crc;
+    return code == MLS_OK && file.has_crc;
 }
 
 TEST(large_items_come_first_then_names)
 {
     static const char *const order[] = {"none", "z", "a", "b"};
     static const size_t numbers[] = {3, 2, 1, 0};
-    mls_header_tensor tensors[4];
-    mls_header h;
-    mls_safetensors file = {0};
-    mls_status st;
-    four(tensors);
-    REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &st) == MLS_OK);
+    REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &status) == MLS_OK);
     (void)mls_header_finish(&h, crc);
     CHECK(h.count == 4 && h.tensors == tensors);
-    REQUIRE(parses(&h, &file) && file.count == 4);
+    REQUIRE(parses() && file.count == 4);
     for (size_t i = 0; i < 4; i++) {
         const mls_stored *stored = &file.tensors[i];
         CHECK(mls_str_is(tensors[i].name, order[i]) && tensors[i].number == numbers[i]);
@@ -74,8 +86,7 @@ TEST(large_items_come_first_then_names)
         CHECK(tensors[i].offset % mls_dtype_of(tensors[i].dtype)->item_bytes == 0);
     }
     CHECK(h.file_bytes == h.text.length + 34);
-    mls_safetensors_fini(&file);
-    mls_header_fini(&h);
+    drop();
     CHECK(h.text.data == NULL && h.crcs == NULL);
 }
 
@@ -83,14 +94,12 @@ TEST(the_first_tensor_lies_at_the_asked_alignment)
 {
     static const size_t alignments[] = {8, 64, 512, 4096, 1 << 16};
     for (size_t i = 0; i < sizeof alignments / sizeof alignments[0]; i++) {
-        mls_header_tensor tensors[4];
-        mls_header h;
-        mls_status st;
-        four(tensors);
-        REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, alignments[i], &st) == MLS_OK);
+        four();
+        REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, alignments[i], &status) ==
+                MLS_OK);
         CHECK(h.text.length % alignments[i] == 0 && tensors[0].offset == h.text.length);
         CHECK(h.text.length <= 512 || h.text.length == alignments[i]);
-        mls_header_fini(&h);
+        drop();
     }
 }
 
@@ -101,28 +110,23 @@ TEST(no_length_of_the_text_moves_the_payload_off_its_place)
     memset(long_value, 'x', sizeof long_value);
     for (size_t length = 0; length < sizeof long_value; length++) {
         const mls_str_pair pair = {text("key"), {long_value, length}};
-        mls_header_tensor tensors[4];
-        mls_header h;
-        mls_safetensors file = {0};
-        mls_status st;
-        four(tensors);
-        REQUIRE(mls_header_init(&h, tensors, 4, &pair, 1, 64, &st) == MLS_OK);
+        four();
+        REQUIRE(mls_header_init(&h, tensors, 4, &pair, 1, 64, &status) == MLS_OK);
         (void)mls_header_finish(&h, crc);
         CHECK(h.text.length % 64 == 0);
         CHECK(mls_load_le64((unsigned char *)h.text.data) == h.text.length - 8);
-        REQUIRE(parses(&h, &file) && file.metadata_count == 1);
+        REQUIRE(parses() && file.metadata_count == 1);
         CHECK(file.metadata[0].value.length == length);
-        mls_safetensors_fini(&file);
-        mls_header_fini(&h);
+        drop();
     }
 }
 
 /* Whether the text at `at` contains these digits, such as "0000abcd". */
-static bool digits_are(const mls_header *h, size_t at, uint32_t value)
+static bool digits_are(size_t at, uint32_t value)
 {
     char digits[9];
     snprintf(digits, sizeof digits, "%08x", (unsigned)value);
-    return memcmp(h->text.data + at, digits, 8) == 0;
+    return memcmp(h.text.data + at, digits, 8) == 0;
 }
 
 TEST(each_block_of_each_tensor_has_its_digits)
@@ -130,45 +134,35 @@ TEST(each_block_of_each_tensor_has_its_digits)
     enum { BLOCK = MLS_SAFETENSORS_BLOCK };
     static const size_t sizes[] = {BLOCK, BLOCK + 1, 3 * BLOCK, 0, 1};
     static const char *const names[] = {"a", "b", "c", "d", "e"};
-    mls_header_tensor tensors[5];
-    mls_header h;
-    mls_safetensors file = {0};
-    mls_status st;
+    mls_header_tensor blocks[5];
     for (size_t i = 0; i < 5; i++) {
-        tensors[i] = tensor(names[i], MLS_U8, 1, &sizes[i]);
+        blocks[i] = tensor(names[i], MLS_U8, 1, &sizes[i]);
     }
-    REQUIRE(mls_header_init(&h, tensors, 5, NULL, 0, 4096, &st) == MLS_OK);
+    REQUIRE(mls_header_init(&h, blocks, 5, NULL, 0, 4096, &status) == MLS_OK);
     REQUIRE(h.block_count == 1 + 2 + 3 + 0 + 1);
-    CHECK(tensors[0].crcs == h.crcs && tensors[4].crcs == h.crcs + 6);
+    CHECK(blocks[0].crcs == h.crcs && blocks[4].crcs == h.crcs + 6);
     for (size_t i = 0; i < h.block_count; i++) {
-        CHECK(h.crcs[i] == 0 && digits_are(&h, h.block_crcs + 8 * i, 0));
+        CHECK(h.crcs[i] == 0 && digits_are(h.block_crcs + 8 * i, 0));
         h.crcs[i] = (uint32_t)(0x01234567 * (i + 1));
     }
     const size_t length = h.text.length;
     const uint32_t own = mls_header_finish(&h, crc);
     CHECK(h.text.length == length); /* nothing moved */
     for (size_t i = 0; i < h.block_count; i++) {
-        CHECK(digits_are(&h, h.block_crcs + 8 * i, h.crcs[i]));
+        CHECK(digits_are(h.block_crcs + 8 * i, h.crcs[i]));
     }
-    CHECK(digits_are(&h, h.header_crc, own));
-    REQUIRE(parses(&h, &file));
+    CHECK(digits_are(h.header_crc, own));
+    REQUIRE(parses());
     CHECK(file.header_crc == own);
     CHECK(memcmp(file.tensors[1].blocks, "02468ace", 8) == 0);
-    mls_safetensors_fini(&file);
-    mls_header_fini(&h);
 }
 
 TEST(the_headers_checksum_is_that_of_zeros_in_its_place)
 {
-    mls_header_tensor tensors[4];
-    mls_header h;
-    mls_status st;
-    four(tensors);
-    REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &st) == MLS_OK);
+    REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &status) == MLS_OK);
     const uint32_t own = mls_header_finish(&h, crc);
     memcpy(h.text.data + h.header_crc, "00000000", 8);
     CHECK(crc->update(0, h.text.data, h.text.length) == own);
-    mls_header_fini(&h);
 }
 
 TEST(metadata_goes_by_key_among_our_own)
@@ -176,11 +170,8 @@ TEST(metadata_goes_by_key_among_our_own)
     const mls_str_pair pairs[] = {{text("z"), text("\"\\")},
                                   {text("mlstate.shards"), text("{}")},
                                   {text("a"), text("")}};
-    mls_header h;
-    mls_safetensors file = {0};
-    mls_status st;
     mls_header_tensor unused;
-    REQUIRE(mls_header_init(&h, &unused, 0, pairs, 3, 8, &st) == MLS_OK);
+    REQUIRE(mls_header_init(&h, &unused, 0, pairs, 3, 8, &status) == MLS_OK);
     (void)mls_header_finish(&h, crc);
     mls_json_writer_put(&h.text, "", 1); /* terminated for strstr */
     h.text.length--;
@@ -193,31 +184,29 @@ TEST(metadata_goes_by_key_among_our_own)
         CHECK(found != NULL && found > before);
         before = found != NULL ? found : before;
     }
-    REQUIRE(parses(&h, &file));
+    REQUIRE(parses());
     CHECK(file.count == 0 && h.file_bytes == h.text.length);
-    mls_safetensors_fini(&file);
-    mls_header_fini(&h);
 }
 
 /* Refused, with the tensor's name, and with nothing to release. */
-static bool refuses(mls_header_tensor *tensors, size_t count, const mls_str_pair *pairs,
+static bool refuses(mls_header_tensor *bad, size_t count, const mls_str_pair *pairs,
                     size_t pair_count, const char *name, const char *why)
 {
-    mls_header h = {.count = 77};
+    mls_header untouched = {.count = 77};
     mls_status st;
-    const mls_code code = mls_header_init(&h, tensors, count, pairs, pair_count, 64, &st);
-    return code == MLS_E_VALUE && h.count == 77 && h.text.data == NULL &&
+    const mls_code code =
+        mls_header_init(&untouched, bad, count, pairs, pair_count, 64, &st);
+    return code == MLS_E_VALUE && untouched.count == 77 && untouched.text.data == NULL &&
            strcmp(st.name, name) == 0 && strstr(st.text, why) != NULL;
 }
 
 TEST(names_and_keys_that_cannot_be_are_refused)
 {
-    mls_header_tensor tensors[3];
+    mls_header_tensor three[3];
     for (size_t i = 0; i < 3; i++) {
-        tensors[i] =
-            tensor(i == 1 ? "other" : "same", i == 0 ? MLS_U8 : MLS_F32, 1, five);
+        three[i] = tensor(i == 1 ? "other" : "same", i == 0 ? MLS_U8 : MLS_F32, 1, five);
     }
-    CHECK(refuses(tensors, 3, NULL, 0, "same", "twice")); /* for any dtypes */
+    CHECK(refuses(three, 3, NULL, 0, "same", "twice")); /* for any dtypes */
     mls_header_tensor one = tensor("__metadata__", MLS_U8, 1, five);
     CHECK(refuses(&one, 1, NULL, 0, "__metadata__", "reserved"));
     one = tensor("a\xC3", MLS_U8, 1, five);
@@ -237,12 +226,11 @@ TEST(a_long_name_leaves_room_for_the_reason)
     char name[1000];
     memset(name, 'n', sizeof name - 1);
     name[sizeof name - 1] = '\0';
-    mls_header_tensor tensors[2] = {tensor(name, MLS_U8, 1, five),
-                                    tensor(name, MLS_U8, 1, five)};
-    mls_header h;
-    mls_status st;
-    CHECK(mls_header_init(&h, tensors, 2, NULL, 0, 64, &st) == MLS_E_VALUE);
-    CHECK(strstr(st.text, "nnn' appears twice") != NULL);
+    mls_header_tensor twins[2] = {tensor(name, MLS_U8, 1, five),
+                                  tensor(name, MLS_U8, 1, five)};
+    mls_header untouched;
+    CHECK(mls_header_init(&untouched, twins, 2, NULL, 0, 64, &status) == MLS_E_VALUE);
+    CHECK(strstr(status.text, "nnn' appears twice") != NULL);
 }
 
 TEST(a_header_over_the_formats_limit_is_refused)
@@ -253,9 +241,8 @@ TEST(a_header_over_the_formats_limit_is_refused)
     memset(value, 'x', length);
     const mls_str_pair pair = {text("k"), {value, length}};
     mls_header_tensor one = tensor("a", MLS_U8, 1, five);
-    mls_header h = {.count = 77};
-    mls_status st;
-    CHECK(mls_header_init(&h, &one, 1, &pair, 1, 64, &st) == MLS_E_SIZE);
-    CHECK(h.count == 77 && strstr(st.text, "100000000") != NULL);
+    mls_header untouched = {.count = 77};
+    CHECK(mls_header_init(&untouched, &one, 1, &pair, 1, 64, &status) == MLS_E_SIZE);
+    CHECK(untouched.count == 77 && strstr(status.text, "100000000") != NULL);
     free(value);
 }

@@ -44,8 +44,7 @@ TEST(another_writers_header_is_understood)
                             "c", "F8_E4M3", "3", 8, 11) "}  ",
                  11);
     mls_safetensors f;
-    mls_status st;
-    REQUIRE(parse(&file, &f, &st) == MLS_OK);
+    REQUIRE(parse(&file, &f, &status) == MLS_OK);
     CHECK(f.count == 4 && !f.has_crc && f.metadata_count == 2);
     CHECK(mls_str_is(f.metadata[0].key, "format"));
     CHECK(mls_str_is(f.metadata[0].value, "pt"));
@@ -65,11 +64,10 @@ TEST(a_file_without_tensors_is_good)
     const image bare = image_of("{}", 0),
                 padded = image_of("{\"__metadata__\":{}}   ", 0);
     mls_safetensors f;
-    mls_status st;
-    REQUIRE(parse(&bare, &f, &st) == MLS_OK);
+    REQUIRE(parse(&bare, &f, &status) == MLS_OK);
     CHECK(f.count == 0);
     mls_safetensors_fini(&f);
-    REQUIRE(parse(&padded, &f, &st) == MLS_OK);
+    REQUIRE(parse(&padded, &f, &status) == MLS_OK);
     mls_safetensors_fini(&f);
 }
 
@@ -120,10 +118,9 @@ TEST(headers_that_lie_are_refused)
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const image file = image_of(cases[i].header, cases[i].payload);
         mls_safetensors f = {0};
-        mls_status st;
-        const mls_code code = parse(&file, &f, &st);
-        CHECK(code == MLS_E_FORMAT && f.tensors == NULL && st.has_offset);
-        CHECK_TEXT(st.name, cases[i].name);
+        const mls_code code = parse(&file, &f, &status);
+        CHECK(code == MLS_E_FORMAT && f.tensors == NULL && status.has_offset);
+        CHECK_TEXT(status.name, cases[i].name);
         if (code != MLS_E_FORMAT) {
             printf("    accepted: %s\n", cases[i].header);
             mls_safetensors_fini(&f);
@@ -135,15 +132,14 @@ TEST(lengths_that_lie_are_refused)
 {
     image file = image_of("{" T("a", "U8", "3", 0, 3) "}", 3);
     mls_safetensors f;
-    mls_status st;
     static const uint64_t wrong[] = {
         0, 1, 7, ROOM, 100000001U, (uint64_t)1 << 63, UINT64_MAX, UINT64_MAX - 7};
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         mls_store_le64(file.bytes, wrong[i]);
-        CHECK(parse(&file, &f, &st) == MLS_E_FORMAT);
+        CHECK(parse(&file, &f, &status) == MLS_E_FORMAT);
     }
     for (size_t bytes = 0; bytes < 8; bytes++) {
-        CHECK(mls_safetensors_parse(file.bytes, bytes, bytes, crc, true, &f, &st) ==
+        CHECK(mls_safetensors_parse(file.bytes, bytes, bytes, crc, true, &f, &status) ==
               MLS_E_FORMAT);
     }
 }
@@ -152,14 +148,13 @@ TEST(more_than_64_dimensions_are_refused)
 {
     char header[512], shape[160] = "";
     mls_safetensors f;
-    mls_status st;
     for (int rank = 1; rank <= 65; rank++) {
         strcat(shape, rank == 1 ? "1" : ",1");
         snprintf(header, sizeof header,
                  "{\"a\":{\"dtype\":\"U8\",\"shape\":[%s],\"data_offsets\":[0,1]}}",
                  shape);
         const image file = image_of(header, 1);
-        const mls_code code = parse(&file, &f, &st);
+        const mls_code code = parse(&file, &f, &status);
         CHECK(code == (rank <= 64 ? MLS_OK : MLS_E_FORMAT));
         if (code == MLS_OK) {
             CHECK(f.tensors[0].rank == rank);

@@ -4,6 +4,7 @@
 #include "io/file.h"
 #include "safetensors/safetensors.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <fcntl.h>
 #include <stdlib.h>
@@ -24,22 +25,21 @@ static mls_code read_one(int fd, const mls_stored *tensor, bool has_crc,
 
 static char path[160];
 
-static void make_path(void)
+BEFORE_EACH
 {
     const char *base = getenv("TMPDIR");
     snprintf(path, sizeof path, "%s/mlstate-st-%ld.safetensors", base ? base : "/tmp",
              (long)getpid());
 }
 
-static mls_str text(const char *chars)
+AFTER_EACH
 {
-    return (mls_str){.data = chars, .length = strlen(chars)};
+    (void)unlink(path);
 }
 
 static mls_code save(const mls_named_tensor *tensors, size_t count,
                      const mls_str_pair *pairs, size_t pair_count, mls_status *st)
 {
-    make_path();
     const mls_safetensors_content content = {.tensors = tensors,
                                              .count = count,
                                              .metadata = pairs,
@@ -93,8 +93,7 @@ TEST(what_is_written_comes_back_in_order)
                                         {text("f1"), &none},
                                         {text(""), &d}};
     const mls_str_pair pairs[] = {{text("z"), text("last")}, {text("a"), text("\x01\"")}};
-    mls_status st;
-    REQUIRE(save(tensors, 5, pairs, 2, &st) == MLS_OK);
+    REQUIRE(save(tensors, 5, pairs, 2, &status) == MLS_OK);
     CHECK(stored_is(0, "", &one, 8));
     CHECK(stored_is(1, "f1", "", 0));
     CHECK(stored_is(2, "f2", floats, sizeof floats));
@@ -102,13 +101,12 @@ TEST(what_is_written_comes_back_in_order)
     CHECK(stored_is(4, "b\"\\\n\xC3\xA9", bytes, sizeof bytes));
     int fd;
     mls_safetensors file;
-    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &file, &st) == MLS_OK);
+    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &file, &status) == MLS_OK);
     CHECK(file.tensors[0].offset % 64 == 0);
     CHECK(file.metadata_count == 2 && mls_str_is(file.metadata[0].key, "a"));
     CHECK(mls_str_is(file.metadata[0].value, "\x01\""));
     mls_safetensors_fini(&file);
     close(fd);
-    unlink(path);
 }
 
 TEST(the_order_of_the_arguments_does_not_matter)
@@ -116,20 +114,18 @@ TEST(the_order_of_the_arguments_does_not_matter)
     unsigned char data[4] = {1, 2, 3, 4};
     const mls_tensor t = view(data, MLS_U8, 1, 4, 0);
     mls_named_tensor tensors[] = {{text("a"), &t}, {text("b"), &t}, {text("ab"), &t}};
-    mls_status st;
     unsigned char *first = NULL, *second = NULL;
     size_t first_bytes = 0, second_bytes = 0;
-    REQUIRE(save(tensors, 3, NULL, 0, &st) == MLS_OK);
-    REQUIRE(mls_file_read(path, ROOM, &first, &first_bytes, &st) == MLS_OK);
+    REQUIRE(save(tensors, 3, NULL, 0, &status) == MLS_OK);
+    REQUIRE(mls_file_read(path, ROOM, &first, &first_bytes, &status) == MLS_OK);
     const mls_named_tensor kept = tensors[0];
     tensors[0] = tensors[2];
     tensors[2] = kept;
-    CHECK(save(tensors, 3, NULL, 0, &st) == MLS_OK);
-    CHECK(mls_file_read(path, ROOM, &second, &second_bytes, &st) == MLS_OK);
+    CHECK(save(tensors, 3, NULL, 0, &status) == MLS_OK);
+    CHECK(mls_file_read(path, ROOM, &second, &second_bytes, &status) == MLS_OK);
     CHECK(first_bytes == second_bytes && memcmp(first, second, first_bytes) == 0);
     mls_free(first);
     mls_free(second);
-    unlink(path);
 }
 
 /* The same numbers through strided views, compared with a packed copy. */
@@ -150,8 +146,7 @@ TEST(strided_and_swapped_tensors_are_packed)
     back.strides[0] = -4 * COLUMNS;
     back.swapped = true;
     const mls_named_tensor tensors[] = {{text("b"), &back}, {text("t"), &t}};
-    mls_status st;
-    REQUIRE(save(tensors, 2, NULL, 0, &st) == MLS_OK);
+    REQUIRE(save(tensors, 2, NULL, 0, &status) == MLS_OK);
     for (size_t i = 0; i < ROWS * COLUMNS; i++) {
         packed[i] =
             __builtin_bswap32(numbers[(ROWS - 1 - i / COLUMNS) * COLUMNS + i % COLUMNS]);
@@ -163,7 +158,6 @@ TEST(strided_and_swapped_tensors_are_packed)
     CHECK(stored_is(1, "t", packed, 4 * ROWS * COLUMNS));
     free(numbers);
     free(packed);
-    unlink(path);
 }
 
 TEST(one_swapped_number_without_dimensions_is_packed)
@@ -172,10 +166,8 @@ TEST(one_swapped_number_without_dimensions_is_packed)
     mls_tensor t = view(&number, MLS_F32, 0, 0, 0);
     t.swapped = true;
     const mls_named_tensor tensors[] = {{text("x"), &t}};
-    mls_status st;
-    REQUIRE(save(tensors, 1, NULL, 0, &st) == MLS_OK);
+    REQUIRE(save(tensors, 1, NULL, 0, &status) == MLS_OK);
     CHECK(stored_is(0, "x", "\1\2\3\4", 4));
-    unlink(path);
 }
 
 TEST(names_that_no_file_can_hold_are_refused)
@@ -190,16 +182,14 @@ TEST(names_that_no_file_can_hold_are_refused)
     const mls_str_pair broken_key = {text("\xC3"), text("")};
     const mls_str_pair broken_value = {text("k"), text("\xED\xA0\x80")};
     const mls_str_pair same[] = {{text("k"), text("1")}, {text("k"), text("2")}};
-    mls_status st;
-    make_path();
-    CHECK(save(twice, 3, NULL, 0, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "a");
-    CHECK(save(&reserved, 1, NULL, 0, &st) == MLS_E_VALUE);
-    CHECK(save(&broken, 1, NULL, 0, &st) == MLS_E_VALUE);
-    CHECK(save(&good, 1, &ours, 1, &st) == MLS_E_VALUE);
-    CHECK(save(&good, 1, &broken_key, 1, &st) == MLS_E_VALUE);
-    CHECK(save(&good, 1, &broken_value, 1, &st) == MLS_E_VALUE);
-    CHECK(save(&good, 1, same, 2, &st) == MLS_E_VALUE);
+    CHECK(save(twice, 3, NULL, 0, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "a");
+    CHECK(save(&reserved, 1, NULL, 0, &status) == MLS_E_VALUE);
+    CHECK(save(&broken, 1, NULL, 0, &status) == MLS_E_VALUE);
+    CHECK(save(&good, 1, &ours, 1, &status) == MLS_E_VALUE);
+    CHECK(save(&good, 1, &broken_key, 1, &status) == MLS_E_VALUE);
+    CHECK(save(&good, 1, &broken_value, 1, &status) == MLS_E_VALUE);
+    CHECK(save(&good, 1, same, 2, &status) == MLS_E_VALUE);
     CHECK(access(path, F_OK) != 0);
 }
 
@@ -210,8 +200,7 @@ TEST(a_header_over_100_megabytes_is_refused)
     REQUIRE(long_text != NULL);
     memset(long_text, 'x', bytes);
     const mls_str_pair pair = {text("k"), {.data = long_text, .length = bytes}};
-    mls_status st;
-    CHECK(save(NULL, 0, &pair, 1, &st) == MLS_E_SIZE);
+    CHECK(save(NULL, 0, &pair, 1, &status) == MLS_E_SIZE);
     CHECK(access(path, F_OK) != 0);
     free(long_text);
 }
@@ -235,24 +224,22 @@ TEST(any_changed_byte_of_a_header_and_any_cut_is_noticed)
     const mls_str_pair pair = {text("key"), text("value")};
     unsigned char *data = NULL;
     size_t length = 0;
-    mls_status st;
-    REQUIRE(save(tensors, 2, &pair, 1, &st) == MLS_OK);
-    REQUIRE(mls_file_read(path, ROOM, &data, &length, &st) == MLS_OK);
-    CHECK(parse_all(data, length, true, &st) == MLS_OK);
+    REQUIRE(save(tensors, 2, &pair, 1, &status) == MLS_OK);
+    REQUIRE(mls_file_read(path, ROOM, &data, &length, &status) == MLS_OK);
+    CHECK(parse_all(data, length, true, &status) == MLS_OK);
     const size_t header = 8 + (size_t)mls_load_le64(data);
     for (size_t i = 0; i < header; i++) {
         for (unsigned flip = 1; flip < 256; flip++) {
             data[i] ^= (unsigned char)flip;
-            const mls_code code = parse_all(data, length, true, &st);
+            const mls_code code = parse_all(data, length, true, &status);
             CHECK(code == MLS_E_FORMAT || code == MLS_E_CHECKSUM);
             data[i] ^= (unsigned char)flip;
         }
     }
     for (size_t cut = 0; cut < length; cut++) {
-        CHECK(parse_all(data, cut, true, &st) == MLS_E_FORMAT);
+        CHECK(parse_all(data, cut, true, &status) == MLS_E_FORMAT);
     }
     mls_free(data);
-    unlink(path);
 }
 
 TEST(a_changed_tensor_is_noticed_unless_nobody_looks)
@@ -262,45 +249,42 @@ TEST(a_changed_tensor_is_noticed_unless_nobody_looks)
     const mls_tensor t = view(floats, MLS_F32, 1, 4, 0);
     const mls_named_tensor tensors[] = {{text("weight"), &t}};
     mls_safetensors f = {0};
-    mls_status st;
     int fd = -1;
-    REQUIRE(save(tensors, 1, NULL, 0, &st) == MLS_OK);
-    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &f, &st) == MLS_OK);
+    REQUIRE(save(tensors, 1, NULL, 0, &status) == MLS_OK);
+    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &f, &status) == MLS_OK);
     const mls_stored *stored = &f.tensors[0];
-    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &st) == MLS_OK);
+    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &status) == MLS_OK);
     FILE *file = fopen(path, "r+b");
     REQUIRE(file != NULL);
     fseek(file, (long)stored->offset + 5, SEEK_SET);
     fputc(0x55, file);
     fclose(file);
-    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &st) == MLS_E_CHECKSUM);
-    CHECK_TEXT(st.name, "weight");
-    CHECK(st.has_offset && st.offset == stored->offset);
-    CHECK(read_one(fd, stored, f.has_crc, NULL, read_back, &st) == MLS_OK);
+    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &status) == MLS_E_CHECKSUM);
+    CHECK_TEXT(status.name, "weight");
+    CHECK(status.has_offset && status.offset == stored->offset);
+    CHECK(read_one(fd, stored, f.has_crc, NULL, read_back, &status) == MLS_OK);
     CHECK(truncate(path, (off_t)stored->offset + 3) == 0);
-    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &st) == MLS_E_FORMAT);
+    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &status) == MLS_E_FORMAT);
     close(fd);
     mls_safetensors_fini(&f);
-    unlink(path);
 }
 
 TEST(the_first_damage_is_told_whatever_the_threads)
 {
     enum { COUNT = 3 << 20, ITEMS = 4 };
-    mls_status st;
     mls_tensor views[ITEMS];
     mls_named_tensor named[ITEMS];
     static const char *const names[ITEMS] = {"a", "b", "c", "d"};
     float *data = mls_alloc(COUNT, sizeof *data);
     const size_t shape[] = {COUNT};
     for (size_t i = 0; i < ITEMS; i++) {
-        CHECK(mls_tensor_init(&views[i], data, MLS_F32, 1, shape, &st) == MLS_OK);
+        CHECK(mls_tensor_init(&views[i], data, MLS_F32, 1, shape, &status) == MLS_OK);
         named[i] = (mls_named_tensor){.name = {names[i], 1}, .tensor = &views[i]};
     }
-    CHECK(save(named, ITEMS, NULL, 0, &st) == MLS_OK);
+    CHECK(save(named, ITEMS, NULL, 0, &status) == MLS_OK);
     int fd = -1;
     mls_safetensors file = {0};
-    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &file, &st) == MLS_OK);
+    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &file, &status) == MLS_OK);
     const int damage = open(path, O_WRONLY);
     for (size_t i = 1; i < ITEMS; i++) { /* in all but the first, near the end */
         const uint64_t at = file.tensors[i].offset + file.tensors[i].bytes - 9;
@@ -313,11 +297,12 @@ TEST(the_first_damage_is_told_whatever_the_threads)
     }
     for (size_t threads = 1; threads <= 4; threads++) {
         mls_pool *pool = NULL;
-        CHECK(mls_pool_new(threads, &pool, &st) == MLS_OK);
-        CHECK(mls_safetensors_read(fd, &file, places, crc, pool, &st) == MLS_E_CHECKSUM);
-        CHECK(strcmp(st.name, "b") == 0);
-        CHECK(st.offset == file.tensors[1].offset + ((COUNT * 4 - 9) >> 20 << 20));
-        CHECK(mls_safetensors_read(fd, &file, places, NULL, pool, &st) == MLS_OK);
+        CHECK(mls_pool_new(threads, &pool, &status) == MLS_OK);
+        CHECK(mls_safetensors_read(fd, &file, places, crc, pool, &status) ==
+              MLS_E_CHECKSUM);
+        CHECK(strcmp(status.name, "b") == 0);
+        CHECK(status.offset == file.tensors[1].offset + ((COUNT * 4 - 9) >> 20 << 20));
+        CHECK(mls_safetensors_read(fd, &file, places, NULL, pool, &status) == MLS_OK);
         CHECK(memcmp(places[0], data, COUNT * sizeof *data) == 0);
         CHECK(((char *)places[3])[COUNT * 4 - 9] == 'x');
         mls_pool_free(pool);

@@ -107,9 +107,8 @@ TEST(the_parts_of_a_layout_are_the_tensor)
     mls_layout all[64];
     const size_t count = layouts(all);
     for (size_t i = 0; i < count; i++) {
-        mls_status st;
         size_t parts, seen[MOST] = {0}, elements[MOST];
-        CHECK(mls_layout_parts(&all[i], &parts, &st) == MLS_OK);
+        CHECK(mls_layout_parts(&all[i], &parts, &status) == MLS_OK);
         for (size_t index = 0; index < parts; index++) {
             const mls_part part = part_of(&all[i], 3, shape, index);
             const size_t kept = elements_of(&part, shape, elements);
@@ -170,10 +169,9 @@ TEST(any_part_meets_any_other_in_what_they_share)
     for (size_t s = 0; s < sizeof shapes / sizeof shapes[0]; s++) {
         for (size_t i = 0; i < count; i++) {
             for (size_t j = 0; j < count; j++) {
-                mls_status st;
                 size_t a_parts = 0, b_parts = 0;
-                mls_layout_parts(&all[i], &a_parts, &st);
-                mls_layout_parts(&all[j], &b_parts, &st);
+                mls_layout_parts(&all[i], &a_parts, &status);
+                mls_layout_parts(&all[j], &b_parts, &status);
                 for (size_t x = 0; x < a_parts; x++) {
                     const mls_part a = part_of(&all[i], 3, shapes[s], x);
                     const mls_part b = part_of(&all[j], 3, shapes[s], (x * 7) % b_parts);
@@ -224,18 +222,17 @@ TEST(impossible_layouts_are_refused)
     const mls_layout beyond = one_step(2, 2), later = two_steps(0, 2, 2, 2);
     const mls_layout huge = two_steps(0, SIZE_MAX, 1, 2), rows = one_step(0, 2);
     const size_t enormous[] = {SIZE_MAX, 2};
-    mls_status st;
     mls_part part = {.rank = 77};
-    CHECK(mls_layout_part(&many, 2, shape, 0, &part, &st) == MLS_E_VALUE);
-    CHECK(mls_layout_part(&none, 2, shape, 0, &part, &st) == MLS_E_VALUE);
-    CHECK(mls_layout_part(&negative, 2, shape, 0, &part, &st) == MLS_E_VALUE);
-    CHECK(mls_layout_part(&early, 2, shape, 0, &part, &st) == MLS_E_VALUE);
-    CHECK(mls_layout_part(&beyond, 2, shape, 0, &part, &st) == MLS_E_SHAPE);
-    CHECK(mls_layout_part(&later, 2, shape, 0, &part, &st) == MLS_E_SHAPE);
-    CHECK(mls_layout_part(&huge, 2, shape, 0, &part, &st) == MLS_E_SIZE);
-    CHECK(mls_layout_part(&rows, 2, shape, 2, &part, &st) == MLS_E_VALUE);
-    CHECK(mls_layout_part(&rows, 2, enormous, 0, &part, &st) == MLS_E_SIZE);
-    CHECK(mls_layout_part(&rows, MLS_LAYOUT_RANK + 1, shape, 0, &part, &st) ==
+    CHECK(mls_layout_part(&many, 2, shape, 0, &part, &status) == MLS_E_VALUE);
+    CHECK(mls_layout_part(&none, 2, shape, 0, &part, &status) == MLS_E_VALUE);
+    CHECK(mls_layout_part(&negative, 2, shape, 0, &part, &status) == MLS_E_VALUE);
+    CHECK(mls_layout_part(&early, 2, shape, 0, &part, &status) == MLS_E_VALUE);
+    CHECK(mls_layout_part(&beyond, 2, shape, 0, &part, &status) == MLS_E_SHAPE);
+    CHECK(mls_layout_part(&later, 2, shape, 0, &part, &status) == MLS_E_SHAPE);
+    CHECK(mls_layout_part(&huge, 2, shape, 0, &part, &status) == MLS_E_SIZE);
+    CHECK(mls_layout_part(&rows, 2, shape, 2, &part, &status) == MLS_E_VALUE);
+    CHECK(mls_layout_part(&rows, 2, enormous, 0, &part, &status) == MLS_E_SIZE);
+    CHECK(mls_layout_part(&rows, MLS_LAYOUT_RANK + 1, shape, 0, &part, &status) ==
           MLS_E_SHAPE);
     CHECK(part.rank == 77);
 }

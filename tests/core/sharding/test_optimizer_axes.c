@@ -2,15 +2,11 @@
  * them. */
 #include "sharding/optimizer_axes.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <string.h>
 
 enum { NONE = MLS_NO_AXIS, UNTOUCHED = 99 };
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 /* Whether mls_optimizer_axes finds `expected`; NULL: the parameter's own axes. */
 static bool aligns(const char *state, int rank, const size_t *shape, int parameter_rank,
@@ -183,10 +179,10 @@ TEST(a_projected_part_has_the_indices_of_its_parameter)
         mls_layout projected;
         size_t part_index;
         mls_part whole, part;
-        mls_status st;
         mls_layout_project(&layout, index, 1, rows, &projected, &part_index);
-        REQUIRE(mls_layout_part(&layout, 2, shape, index, &whole, &st) == MLS_OK);
-        REQUIRE(mls_layout_part(&projected, 1, sums, part_index, &part, &st) == MLS_OK);
+        REQUIRE(mls_layout_part(&layout, 2, shape, index, &whole, &status) == MLS_OK);
+        REQUIRE(mls_layout_part(&projected, 1, sums, part_index, &part, &status) ==
+                MLS_OK);
         CHECK(part.start[0] == whole.start[0] && part.length[0] == whole.length[0]);
     }
 }

@@ -1,6 +1,7 @@
 #include "state/load_into.h"
 #include "support/random_bytes.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -9,11 +10,6 @@ enum { SMALL = 4096, LARGE = 4 << 20, MANY = 3000, MOST_THREADS = 4 };
 
 static unsigned char small[SMALL], before[SMALL];
 static unsigned char from_bytes[2 * LARGE], to_bytes[2 * LARGE], wanted_bytes[2 * LARGE];
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 static mls_tensor view(void *data, mls_dtype dtype, size_t rows, size_t columns)
 {
@@ -77,30 +73,30 @@ TEST(shapes_and_dtypes_are_refused_by_name)
     const mls_tensor half = view(small + 2048, MLS_F16, 4, 4);
     const mls_tensor whole = view(small + 2048, MLS_I32, 4, 4);
     mls_tensor vector = flat;
-    mls_status st;
     mls_load_into_pair pairs[2] = {pair("first", &good, &source),
                                    pair("second", &half, &flat)};
-    CHECK(refusal(pairs, 2, true, &st) == MLS_E_SHAPE); /* the shape is checked first */
-    CHECK_TEXT(st.name, "second");
-    CHECK_TEXT(st.expected, "(2, 8)");
-    CHECK_TEXT(st.got, "(4, 4)");
-    CHECK(strstr(st.text, "'second'") != NULL);
+    CHECK(refusal(pairs, 2, true, &status) ==
+          MLS_E_SHAPE); /* the shape is checked first */
+    CHECK_TEXT(status.name, "second");
+    CHECK_TEXT(status.expected, "(2, 8)");
+    CHECK_TEXT(status.got, "(4, 4)");
+    CHECK(strstr(status.text, "'second'") != NULL);
     vector.rank = 1;
     pairs[1].dst = &vector;
-    CHECK(refusal(pairs, 2, true, &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.got, "(2,)");
+    CHECK(refusal(pairs, 2, true, &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.got, "(2,)");
 
     pairs[1] = pair("third", &half, &source);
-    CHECK(refusal(pairs, 2, false, &st) == MLS_E_DTYPE);
-    CHECK_TEXT(st.name, "third");
-    CHECK_TEXT(st.expected, "float32");
-    CHECK_TEXT(st.got, "float16");
-    CHECK(strstr(st.text, "nothing is converted") != NULL);
+    CHECK(refusal(pairs, 2, false, &status) == MLS_E_DTYPE);
+    CHECK_TEXT(status.name, "third");
+    CHECK_TEXT(status.expected, "float32");
+    CHECK_TEXT(status.got, "float16");
+    CHECK(strstr(status.text, "nothing is converted") != NULL);
     pairs[1].dst = &whole;
     for (int cast = 0; cast < 2; cast++) { /* casting does not help */
-        CHECK(refusal(pairs, 2, cast != 0, &st) == MLS_E_DTYPE);
-        CHECK_TEXT(st.name, "third");
-        CHECK(strstr(st.text, "cast=") == NULL);
+        CHECK(refusal(pairs, 2, cast != 0, &status) == MLS_E_DTYPE);
+        CHECK_TEXT(status.name, "third");
+        CHECK(strstr(status.text, "cast=") == NULL);
     }
 }
 
@@ -109,22 +105,21 @@ TEST(a_target_over_its_own_source_is_refused)
     mls_tensor target = view(small, MLS_F32, 8, 8);
     mls_tensor source = view(small + 128, MLS_F32, 8, 8);
     mls_load_into_pair one = pair("weight", &target, &source);
-    mls_status st;
-    CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
-    CHECK_TEXT(st.name, "weight");
-    CHECK(strstr(st.text, "its own source") != NULL);
+    CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
+    CHECK_TEXT(status.name, "weight");
+    CHECK(strstr(status.text, "its own source") != NULL);
     source = target; /* transposed, byte-swapped, or of another kind: no longer the same
                         view */
     source.strides[0] = target.strides[1], source.strides[1] = target.strides[0];
-    CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
+    CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
     source = target;
     source.swapped = true;
-    CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
+    CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
     source = view(small, MLS_F64, 8, 8);
-    CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
+    CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
     source = target;
     source.data += 7 * 32, source.strides[0] = -32;
-    CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
+    CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
 }
 
 TEST(a_target_over_another_source_is_refused_with_both_names)
@@ -133,22 +128,21 @@ TEST(a_target_over_another_source_is_refused_with_both_names)
     const mls_tensor b = view(small + 1024, MLS_F32, 8, 8);
     const mls_tensor c = view(small + 2048, MLS_F32, 8, 8);
     const mls_tensor over_c = view(small + 2048 + 252, MLS_F32, 8, 8);
-    mls_status st;
     const mls_load_into_pair swapped[2] = {pair("a", &a, &b), pair("b", &b, &a)};
-    CHECK(refusal(swapped, 2, false, &st) == MLS_E_OVERLAP);
-    CHECK_TEXT(st.name, "a");
-    CHECK(strstr(st.text, "'a'") != NULL && strstr(st.text, "'b'") != NULL);
+    CHECK(refusal(swapped, 2, false, &status) == MLS_E_OVERLAP);
+    CHECK_TEXT(status.name, "a");
+    CHECK(strstr(status.text, "'a'") != NULL && strstr(status.text, "'b'") != NULL);
 
     mls_load_into_pair chained[2] = {pair("here", &a, &b), pair("there", &over_c, &a)};
-    CHECK(refusal(chained, 2, false, &st) == MLS_E_OVERLAP);
-    CHECK_TEXT(st.name, "here");
-    CHECK(strstr(st.text, "'there'") != NULL);
+    CHECK(refusal(chained, 2, false, &status) == MLS_E_OVERLAP);
+    CHECK_TEXT(status.name, "here");
+    CHECK(strstr(status.text, "'there'") != NULL);
     /* a source that is its own target must keep its content */
     chained[0] = pair("kept", &c, &c);
     chained[1] = pair("moved", &over_c, &a);
-    CHECK(refusal(chained, 2, false, &st) == MLS_E_OVERLAP);
-    CHECK_TEXT(st.name, "moved");
-    CHECK(strstr(st.text, "'kept'") != NULL);
+    CHECK(refusal(chained, 2, false, &status) == MLS_E_OVERLAP);
+    CHECK_TEXT(status.name, "moved");
+    CHECK(strstr(status.text, "'kept'") != NULL);
 }
 
 TEST(both_names_are_seen_however_long_they_are)
@@ -161,15 +155,14 @@ TEST(both_names_are_seen_however_long_they_are)
     }
     const mls_tensor a = view(small, MLS_U8, 8, 8), b = view(small + 64, MLS_U8, 8, 8);
     const mls_load_into_pair pairs[2] = {pair(long_a, &a, &b), pair(long_b, &b, &a)};
-    mls_status st;
-    CHECK(refusal(pairs, 2, false, &st) == MLS_E_OVERLAP);
-    CHECK(strstr(st.text, "\xE2\x82\xAC...'") != NULL);
-    CHECK(strstr(st.text, "\xE2\x86\x92...'") != NULL);
-    CHECK(mls_utf8_valid(st.text, strlen(st.text)));
+    CHECK(refusal(pairs, 2, false, &status) == MLS_E_OVERLAP);
+    CHECK(strstr(status.text, "\xE2\x82\xAC...'") != NULL);
+    CHECK(strstr(status.text, "\xE2\x86\x92...'") != NULL);
+    CHECK(mls_utf8_valid(status.text, strlen(status.text)));
     const mls_load_into_pair nameless[2] = {{.name = {NULL, 0}, .dst = &a, .src = &b},
                                             {.name = {NULL, 0}, .dst = &b, .src = &a}};
-    CHECK(refusal(nameless, 2, false, &st) == MLS_E_OVERLAP);
-    CHECK(strstr(st.text, "''") != NULL);
+    CHECK(refusal(nameless, 2, false, &status) == MLS_E_OVERLAP);
+    CHECK(strstr(status.text, "''") != NULL);
 }
 
 TEST(targets_that_lie_on_themselves_are_refused)
@@ -177,19 +170,18 @@ TEST(targets_that_lie_on_themselves_are_refused)
     mls_tensor target = view(small, MLS_F32, 4, 8);
     const mls_tensor source = view(small + 1024, MLS_F32, 4, 8);
     const mls_load_into_pair one = pair("wide", &target, &source);
-    mls_status st;
     target.strides[0] = 0; /* broadcast */
-    CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
-    CHECK_TEXT(st.name, "wide");
-    CHECK(strstr(st.text, "broadcast") != NULL);
+    CHECK(refusal(&one, 1, false, &status) == MLS_E_OVERLAP);
+    CHECK_TEXT(status.name, "wide");
+    CHECK(strstr(status.text, "broadcast") != NULL);
     target.strides[0] = 4; /* windows */
-    CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
+    CHECK(refusal(&one, 1, false, &status) == MLS_E_OVERLAP);
     target.strides[0] = -28;
-    CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
+    CHECK(refusal(&one, 1, false, &status) == MLS_E_OVERLAP);
     target.strides[0] = PTRDIFF_MIN; /* no sum may overflow */
-    CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
+    CHECK(refusal(&one, 1, false, &status) == MLS_E_OVERLAP);
     target.strides[0] = 32, target.strides[1] = 2; /* overlapping items */
-    CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
+    CHECK(refusal(&one, 1, false, &status) == MLS_E_OVERLAP);
 }
 
 /* ---- pairs that are skipped ---- */
@@ -211,8 +203,7 @@ TEST(a_target_that_is_its_source_is_left_out)
         pair("bytes", &bytes, &turned), pair("wide", &wide, &wide),
         pair("row", &row, &same_row)};
     mls_load_into *plan = NULL;
-    mls_status st;
-    REQUIRE(mls_load_into_new(pairs, 5, false, &plan, &st) == MLS_OK);
+    REQUIRE(mls_load_into_new(pairs, 5, false, &plan, &status) == MLS_OK);
     CHECK(mls_load_into_bytes(plan) == 0);
     mls_load_into_run(plan, best_kernels(), NULL);
     mls_load_into_free(plan);
@@ -228,10 +219,9 @@ TEST(nothing_and_empty_tensors_are_fine)
                                         pair("t", &target, &source),
                                         pair("inside", &inside, &none)};
     mls_load_into *plan = NULL;
-    mls_status st;
     CHECK(load(NULL, 0, 2));
     fill_random(small, sizeof small, 3);
-    REQUIRE(mls_load_into_new(pairs, 3, false, &plan, &st) == MLS_OK);
+    REQUIRE(mls_load_into_new(pairs, 3, false, &plan, &status) == MLS_OK);
     CHECK(mls_load_into_bytes(plan) == 16);
     mls_load_into_run(plan, best_kernels(), NULL);
     CHECK(memcmp(small, small + 64, 16) == 0);
@@ -296,10 +286,9 @@ TEST(large_tensors_are_cut_along_inner_axes_too)
     enum { INNER = 290000 };
     const size_t shape[3] = {3, 2, INNER}; /* one row is larger than a part */
     mls_tensor dst = {0}, src = {0};
-    mls_status st;
     fill_random(from_bytes, sizeof from_bytes, 5);
-    REQUIRE(mls_tensor_init(&dst, to_bytes, MLS_U32, 3, shape, &st) == MLS_OK);
-    REQUIRE(mls_tensor_init(&src, from_bytes, MLS_U32, 3, shape, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&dst, to_bytes, MLS_U32, 3, shape, &status) == MLS_OK);
+    REQUIRE(mls_tensor_init(&src, from_bytes, MLS_U32, 3, shape, &status) == MLS_OK);
     dst.strides[1] += 12, dst.strides[0] = 2 * dst.strides[1] + 4;
     check_pair(&dst, &src);
     src.strides[0] = src.strides[1], src.strides[1] = 0;
@@ -419,7 +408,6 @@ TEST(the_sweep_agrees_with_comparing_all)
         mls_load_into_pair pairs[FEW];
         const size_t count = 1 + random_next(&seed) % FEW;
         unsigned char wanted[SMALL];
-        mls_status st;
         mls_load_into *plan = NULL;
         for (size_t i = 0; i < count; i++) {
             const size_t bytes = random_next(&seed) % 40;
@@ -434,7 +422,7 @@ TEST(the_sweep_agrees_with_comparing_all)
             }
         }
         memcpy(wanted, small, sizeof small);
-        const mls_code code = mls_load_into_new(pairs, count, false, &plan, &st);
+        const mls_code code = mls_load_into_new(pairs, count, false, &plan, &status);
         CHECK((code == MLS_E_OVERLAP) == collides(targets, sources, count));
         if (code == MLS_OK) {
             for (size_t i = 0; i < count; i++) {

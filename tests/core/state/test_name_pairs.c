@@ -1,15 +1,11 @@
 /* Matching of names, compared with a search through both lists. */
 #include "state/name_pairs.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdlib.h>
 
 enum { MOST = 40 };
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 /* Match, and check the promises of the header. */
 static void check(const mls_str *a, size_t a_count, const mls_str *b, size_t b_count)
@@ -46,8 +42,7 @@ TEST(lists_in_one_order_are_matched_in_step)
 {
     const mls_str names[] = {text("a"), text("b.c"), text(""), text("b")};
     size_t partners[4], rest[4], rest_count = 9;
-    mls_status st;
-    REQUIRE(mls_pair_names(names, 4, names, 4, partners, rest, &rest_count, &st) ==
+    REQUIRE(mls_pair_names(names, 4, names, 4, partners, rest, &rest_count, &status) ==
             MLS_OK);
     CHECK(rest_count == 0);
     for (size_t i = 0; i < 4; i++) {

@@ -9,24 +9,31 @@
 /* A literal with all its bytes, NUL characters included. */
 #define TEXT(literal) ((mls_str){.data = "" literal, .length = sizeof(literal) - 1})
 
-/* The tree of a list without errors. */
-static mls_name_tree *tree_of(const mls_str *list, size_t count)
+static mls_name_tree *names; /* of the current test */
+
+AFTER_EACH
 {
-    mls_name_tree *names = NULL;
-    mls_status st;
-    CHECK(mls_name_tree_new(list, count, &names, &st) == MLS_OK && names != NULL);
-    return names;
+    mls_name_tree_free(names);
+    names = NULL;
 }
 
-static const mls_name_node *node_at(const mls_name_tree *names, mls_str path)
+/* Make the tree of a list. */
+static bool grows(const mls_str *list, size_t count)
+{
+    mls_status st;
+    mls_name_tree_free(names);
+    names = NULL;
+    return mls_name_tree_new(list, count, &names, &st) == MLS_OK && names != NULL;
+}
+
+static const mls_name_node *node_at(mls_str path)
 {
     const uint32_t node = mls_name_tree_find(names, path);
     return node == MLS_NAME_NONE ? NULL : &mls_name_tree_nodes(names)[node];
 }
 
 /* Whether exactly these positions are below `path`. */
-static bool under_is(const mls_name_tree *names, mls_str path, const uint32_t *want,
-                     size_t count)
+static bool under_is(mls_str path, const uint32_t *want, size_t count)
 {
     uint32_t got[64];
     const uint32_t node = mls_name_tree_find(names, path);
@@ -35,8 +42,8 @@ static bool under_is(const mls_name_tree *names, mls_str path, const uint32_t *w
            (count == 0 || memcmp(got, want, count * sizeof *want) == 0);
 }
 
-#define UNDER(names, path, ...)                                                          \
-    under_is(names, path, (const uint32_t[]){__VA_ARGS__},                               \
+#define UNDER(path, ...)                                                                 \
+    under_is(path, (const uint32_t[]){__VA_ARGS__},                                      \
              sizeof((const uint32_t[]){__VA_ARGS__}) / sizeof(uint32_t))
 
 TEST(a_model_becomes_a_tree)
@@ -44,8 +51,7 @@ TEST(a_model_becomes_a_tree)
     const mls_str list[] = {
         TEXT("embed"),         TEXT("layers.0.attn.weight"), TEXT("layers.0.attn.bias"),
         TEXT("layers.0.norm"), TEXT("layers.1.norm"),        TEXT("head")};
-    mls_name_tree *names = tree_of(list, 6);
-    REQUIRE(names != NULL);
+    REQUIRE(grows(list, 6));
     CHECK(mls_name_tree_size(names) == 11);
     const mls_name_node *nodes = mls_name_tree_nodes(names);
     CHECK(nodes[0].parent == MLS_NAME_NONE && nodes[0].count == 6 && nodes[0].depth == 0);
@@ -53,18 +59,17 @@ TEST(a_model_becomes_a_tree)
     for (size_t i = 1; i < mls_name_tree_size(names); i++) {
         CHECK(nodes[i].parent < i && nodes[i].depth == nodes[nodes[i].parent].depth + 1);
     }
-    const mls_name_node *attn = node_at(names, TEXT("layers.0.attn"));
+    const mls_name_node *attn = node_at(TEXT("layers.0.attn"));
     REQUIRE(attn != NULL);
     CHECK(attn->count == 2 && attn->depth == 3 && attn->name == MLS_NAME_NONE);
     CHECK(mls_str_is(attn->segment, "attn") && mls_str_is(attn->path, "layers.0.attn"));
-    CHECK(UNDER(names, TEXT("layers"), 1, 2, 3, 4));
-    CHECK(UNDER(names, TEXT("layers.0"), 1, 2, 3));
-    CHECK(UNDER(names, TEXT("layers.1"), 4));
-    CHECK(UNDER(names, TEXT(""), 0, 1, 2, 3, 4, 5));
-    CHECK(under_is(names, TEXT("head"), NULL, 0));
+    CHECK(UNDER(TEXT("layers"), 1, 2, 3, 4));
+    CHECK(UNDER(TEXT("layers.0"), 1, 2, 3));
+    CHECK(UNDER(TEXT("layers.1"), 4));
+    CHECK(UNDER(TEXT(""), 0, 1, 2, 3, 4, 5));
+    CHECK(under_is(TEXT("head"), NULL, 0));
     CHECK(mls_name_tree_position(names, TEXT("layers.1.norm")) == 4);
     CHECK(mls_name_tree_position(names, TEXT("layers.1")) == MLS_NAME_NONE);
-    mls_name_tree_free(names);
 }
 
 TEST(what_is_not_there_is_not_found)
@@ -73,15 +78,13 @@ TEST(what_is_not_there_is_not_found)
     const mls_str absent[] = {TEXT("b"),    TEXT("a.b."), TEXT("a."),  TEXT(".a"),
                               TEXT("a.bb"), TEXT("a.dd"), TEXT("A.d"), TEXT("a.b.c.d"),
                               TEXT("."),    TEXT("a..d"), TEXT("ab")};
-    mls_name_tree *names = tree_of(list, 3);
-    REQUIRE(names != NULL);
+    REQUIRE(grows(list, 3));
     for (size_t i = 0; i < sizeof absent / sizeof absent[0]; i++) {
         CHECK(mls_name_tree_find(names, absent[i]) == MLS_NAME_NONE);
         CHECK(mls_name_tree_position(names, absent[i]) == MLS_NAME_NONE);
     }
     CHECK(mls_name_tree_position(names, TEXT("")) == MLS_NAME_NONE);
     CHECK(mls_name_tree_find(names, (mls_str){0}) == 0);
-    mls_name_tree_free(names);
 }
 
 TEST(children_stand_in_the_order_of_the_list)
@@ -89,8 +92,7 @@ TEST(children_stand_in_the_order_of_the_list)
     const mls_str list[] = {TEXT("z.1"), TEXT("a.1"), TEXT("z.0"), TEXT("m"),
                             TEXT("a.0")};
     static const char *const order[] = {"z", "z.1", "z.0", "a", "a.1", "a.0", "m"};
-    mls_name_tree *names = tree_of(list, 5);
-    REQUIRE(names != NULL);
+    REQUIRE(grows(list, 5));
     const mls_name_node *nodes = mls_name_tree_nodes(names);
     uint32_t node = 0;
     for (size_t i = 0; i < 7; i++) {
@@ -100,16 +102,14 @@ TEST(children_stand_in_the_order_of_the_list)
     }
     CHECK(mls_name_tree_next(names, 0, node, false) == MLS_NAME_NONE);
     /* but positions are sorted */
-    CHECK(UNDER(names, TEXT("z"), 0, 2));
-    CHECK(UNDER(names, TEXT(""), 0, 1, 2, 3, 4));
-    mls_name_tree_free(names);
+    CHECK(UNDER(TEXT("z"), 0, 2));
+    CHECK(UNDER(TEXT(""), 0, 1, 2, 3, 4));
 }
 
 TEST(a_walk_stays_under_its_top_and_can_skip)
 {
     const mls_str list[] = {TEXT("a.b.c"), TEXT("a.b.d"), TEXT("a.e"), TEXT("f")};
-    mls_name_tree *names = tree_of(list, 4);
-    REQUIRE(names != NULL);
+    REQUIRE(grows(list, 4));
     const uint32_t a = mls_name_tree_find(names, TEXT("a"));
     const uint32_t b = mls_name_tree_find(names, TEXT("a.b"));
     const uint32_t e = mls_name_tree_find(names, TEXT("a.e"));
@@ -121,66 +121,57 @@ TEST(a_walk_stays_under_its_top_and_can_skip)
     CHECK(mls_name_tree_next(names, b, b, true) == MLS_NAME_NONE);
     CHECK(mls_name_tree_next(names, f, f, false) == MLS_NAME_NONE);
     CHECK(mls_name_tree_next(names, 0, a, true) == f);
-    mls_name_tree_free(names);
 }
 
 TEST(a_name_can_have_names_under_it)
 {
     const mls_str list[] = {TEXT("a.b"), TEXT("a"), TEXT("a.b.c"), TEXT("ab")};
-    mls_name_tree *names = tree_of(list, 4);
-    REQUIRE(names != NULL);
-    const mls_name_node *a = node_at(names, TEXT("a"));
+    REQUIRE(grows(list, 4));
+    const mls_name_node *a = node_at(TEXT("a"));
     REQUIRE(a != NULL);
     CHECK(a->name == 1 && a->count == 3 && a->first_child != MLS_NAME_NONE);
-    CHECK(UNDER(names, TEXT("a"), 0, 2));
-    CHECK(UNDER(names, TEXT("a.b"), 2));
+    CHECK(UNDER(TEXT("a"), 0, 2));
+    CHECK(UNDER(TEXT("a.b"), 2));
     CHECK(mls_name_tree_position(names, TEXT("a")) == 1);
     CHECK(mls_name_tree_position(names, TEXT("ab")) == 3);
-    mls_name_tree_free(names);
 }
 
 TEST(empty_segments_are_segments)
 {
     const mls_str list[] = {TEXT("a..b"), TEXT("a.b"), TEXT(".a"),
                             TEXT("a."),   TEXT(""),    TEXT("..")};
-    mls_name_tree *names = tree_of(list, 6);
-    REQUIRE(names != NULL);
+    REQUIRE(grows(list, 6));
     for (uint32_t i = 0; i < 6; i++) {
         CHECK(mls_name_tree_position(names, list[i]) == i);
     }
-    const mls_name_node *b = node_at(names, TEXT("a..b"));
+    const mls_name_node *b = node_at(TEXT("a..b"));
     REQUIRE(b != NULL);
     CHECK(b->depth == 3 && mls_str_is(b->segment, "b"));
-    CHECK(UNDER(names, TEXT("a"), 0, 1, 3));
-    CHECK(UNDER(names, TEXT("a."), 0));
-    CHECK(UNDER(names, TEXT("."), 5));
+    CHECK(UNDER(TEXT("a"), 0, 1, 3));
+    CHECK(UNDER(TEXT("a."), 0));
+    CHECK(UNDER(TEXT("."), 5));
     /* the empty path is the root, not the empty name */
     CHECK(mls_name_tree_find(names, TEXT("")) == 0);
-    CHECK(UNDER(names, TEXT(""), 0, 1, 2, 3, 4, 5));
-    mls_name_tree_free(names);
+    CHECK(UNDER(TEXT(""), 0, 1, 2, 3, 4, 5));
 }
 
 TEST(no_names_are_a_tree_of_one_node)
 {
-    mls_name_tree *names = tree_of(NULL, 0);
-    REQUIRE(names != NULL);
+    REQUIRE(grows(NULL, 0));
     uint32_t none;
     CHECK(mls_name_tree_size(names) == 1 && mls_name_tree_nodes(names)[0].count == 0);
     CHECK(mls_name_tree_under(names, 0, &none) == 0);
     CHECK(mls_name_tree_find(names, TEXT("a")) == MLS_NAME_NONE);
     CHECK(mls_name_tree_next(names, 0, 0, false) == MLS_NAME_NONE);
-    mls_name_tree_free(names);
     mls_name_tree_free(NULL);
 }
 
 TEST(an_empty_name_may_have_no_memory)
 {
     const mls_str list[] = {TEXT("a"), {.data = NULL, .length = 0}, TEXT("b")};
-    mls_name_tree *names = tree_of(list, 3);
-    REQUIRE(names != NULL);
+    REQUIRE(grows(list, 3));
     CHECK(mls_name_tree_position(names, (mls_str){0}) == 1);
     CHECK(mls_name_tree_position(names, TEXT("b")) == 2);
-    mls_name_tree_free(names);
 }
 
 TEST(any_bytes_are_a_name)
@@ -193,38 +184,32 @@ TEST(any_bytes_are_a_name)
                             TEXT("sch\xC3\xB6"),
                             TEXT("\xFF\xFE.\x80"),
                             TEXT("a b.\n")};
-    mls_name_tree *names = tree_of(list, 8);
-    REQUIRE(names != NULL);
+    REQUIRE(grows(list, 8));
     for (uint32_t i = 0; i < 8; i++) {
         CHECK(mls_name_tree_position(names, list[i]) == i);
     }
-    CHECK(UNDER(names, TEXT("a\0b"), 0));
-    CHECK(UNDER(names, TEXT("%s%n"), 3));
-    CHECK(under_is(names, TEXT("a"), NULL, 0));
-    mls_name_tree_free(names);
+    CHECK(UNDER(TEXT("a\0b"), 0));
+    CHECK(UNDER(TEXT("%s%n"), 3));
+    CHECK(under_is(TEXT("a"), NULL, 0));
 }
 
 TEST(a_name_that_occurs_twice_is_refused)
 {
     const mls_str list[] = {TEXT("a.b"), TEXT("100%s.x"), TEXT("c"), TEXT("100%s.x")};
-    mls_name_tree *names = NULL;
-    mls_status st;
-    CHECK(mls_name_tree_new(list, 4, &names, &st) == MLS_E_VALUE && names == NULL);
-    CHECK_TEXT(st.name, "100%s.x");
-    CHECK_TEXT(st.text, "names 1 and 3 of the list are the same");
+    CHECK(mls_name_tree_new(list, 4, &names, &status) == MLS_E_VALUE && names == NULL);
+    CHECK_TEXT(status.name, "100%s.x");
+    CHECK_TEXT(status.text, "names 1 and 3 of the list are the same");
     const mls_str neighbours[] = {TEXT(""), TEXT("")};
-    CHECK(mls_name_tree_new(neighbours, 2, &names, &st) == MLS_E_VALUE && names == NULL);
-    CHECK(mls_name_tree_new(neighbours, 1, &names, &st) == MLS_OK);
-    mls_name_tree_free(names);
+    CHECK(mls_name_tree_new(neighbours, 2, &names, &status) == MLS_E_VALUE &&
+          names == NULL);
+    CHECK(mls_name_tree_new(neighbours, 1, &names, &status) == MLS_OK);
 }
 
 TEST(a_list_that_is_too_long_is_refused_unread)
 {
-    mls_name_tree *names = NULL;
-    mls_status st;
-    CHECK(mls_name_tree_new(NULL, (size_t)1 << 31, &names, &st) == MLS_E_CAPACITY);
-    CHECK(mls_name_tree_new(NULL, SIZE_MAX, &names, &st) == MLS_E_CAPACITY);
-    CHECK(names == NULL && strstr(st.text, "segments") != NULL);
+    CHECK(mls_name_tree_new(NULL, (size_t)1 << 31, &names, &status) == MLS_E_CAPACITY);
+    CHECK(mls_name_tree_new(NULL, SIZE_MAX, &names, &status) == MLS_E_CAPACITY);
+    CHECK(names == NULL && strstr(status.text, "segments") != NULL);
 }
 
 enum { DEPTH = 2000, LONG = 5000 };
@@ -240,20 +225,18 @@ TEST(depth_costs_no_stack)
     deep[1][2 * DEPTH - 2] = 'b';
     const mls_str list[] = {
         {deep[0], 2 * DEPTH - 1}, TEXT("b"), {deep[1], 2 * DEPTH - 1}};
-    mls_name_tree *names = tree_of(list, 3);
-    REQUIRE(names != NULL);
+    REQUIRE(grows(list, 3));
     CHECK(mls_name_tree_size(names) == DEPTH + 3);
     CHECK(mls_name_tree_position(names, list[2]) == 2);
-    const mls_name_node *last = node_at(names, list[2]);
+    const mls_name_node *last = node_at(list[2]);
     REQUIRE(last != NULL);
     CHECK(last->depth == DEPTH && mls_str_is(last->segment, "b"));
-    CHECK(UNDER(names, TEXT("a.a.a"), 0, 2));
+    CHECK(UNDER(TEXT("a.a.a"), 0, 2));
     uint32_t node = 0, seen = 0;
     while ((node = mls_name_tree_next(names, 0, node, false)) != MLS_NAME_NONE) {
         seen++;
     }
     CHECK(seen == DEPTH + 2);
-    mls_name_tree_free(names);
 }
 
 TEST(long_names_are_told_apart_by_any_byte)
@@ -269,13 +252,11 @@ TEST(long_names_are_told_apart_by_any_byte)
         }
         list[i] = (mls_str){chars[i], LONG};
     }
-    mls_name_tree *names = tree_of(list, COPIES);
-    REQUIRE(names != NULL);
+    REQUIRE(grows(list, COPIES));
     for (uint32_t i = 0; i < COPIES; i++) {
         CHECK(mls_name_tree_position(names, list[i]) == i);
     }
     CHECK(mls_name_tree_position(names, (mls_str){chars[0], LONG - 1}) == MLS_NAME_NONE);
-    mls_name_tree_free(names);
 }
 
 /* Whether `name` is below `path`, by its bytes alone. */
@@ -306,8 +287,7 @@ static size_t random_names(char chars[][12], mls_str *list, size_t count)
 }
 
 /* Compare one node with a scan of all names. */
-static void check_node(const mls_name_tree *names, uint32_t node, const mls_str *list,
-                       size_t count)
+static void check_node(uint32_t node, const mls_str *list, size_t count)
 {
     uint32_t got[64];
     const mls_name_node *at = &mls_name_tree_nodes(names)[node];
@@ -332,15 +312,13 @@ TEST(random_trees_agree_with_a_look_at_all_names)
     srand(20);
     for (int round = 0; round < 300; round++) {
         const size_t count = random_names(chars, list, 60);
-        mls_name_tree *names = tree_of(list, count);
-        REQUIRE(names != NULL);
+        REQUIRE(grows(list, count));
         for (uint32_t node = 0; node < mls_name_tree_size(names); node++) {
-            check_node(names, node, list, count);
+            check_node(node, list, count);
         }
         for (size_t i = 0; i < count; i++) {
             CHECK(mls_name_tree_position(names, list[i]) == i);
         }
-        mls_name_tree_free(names);
     }
 }
 
@@ -369,14 +347,12 @@ TEST(many_children_of_one_node_take_no_longer)
     for (size_t form = 0; form < 5; form++) {
         many_names(heads[form], digits[form], tails[form], chars, list);
         const clock_t start = clock();
-        mls_name_tree *names = tree_of(list, MANY);
-        REQUIRE(names != NULL);
+        REQUIRE(grows(list, MANY));
         for (uint32_t i = 0; i < MANY; i += 7) {
             CHECK(mls_name_tree_position(names, list[i]) == i);
         }
         /* about 20 ms; with linear searches it would take a minute */
         CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 10);
-        mls_name_tree_free(names);
     }
 }
 

@@ -1,44 +1,66 @@
 #include "base/memory.h"
 #include "state/name_tree_preview.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 enum { MOST = 12000, NAME = 48 };
 
 static char texts[MOST][NAME];
 static mls_str names[MOST];
 
-/* The tree of `count` names written by `write`. */
-static mls_name_tree *tree_of(size_t count, void (*write)(char *text, size_t i))
+/* ---- of the current test ---- */
+
+static mls_name_tree *tree;
+static mls_name_tree_preview_row *rows;
+static size_t count;
+
+AFTER_EACH
 {
-    mls_status st;
-    mls_name_tree *tree = NULL;
-    for (size_t i = 0; i < count; i++) {
+    mls_free(rows);
+    mls_name_tree_free(tree);
+    rows = NULL;
+    tree = NULL;
+}
+
+/* Make the tree of `most` names written by `write`. */
+static void make_tree(size_t most, void (*write)(char *chars, size_t i))
+{
+    mls_name_tree_free(tree);
+    for (size_t i = 0; i < most; i++) {
         write(texts[i], i);
-        names[i] = (mls_str){.data = texts[i], .length = strlen(texts[i])};
+        names[i] = text(texts[i]);
     }
-    CHECK(mls_name_tree_new(names, count, &tree, &st) == MLS_OK);
-    return tree;
+    CHECK(mls_name_tree_new(names, most, &tree, &status) == MLS_OK);
 }
 
-static void layered(char *text, size_t i)
+/* Make the rows of the tree; returns their number. */
+static size_t preview(size_t limit, size_t siblings)
 {
-    snprintf(text, NAME, "layers.%zu.part%zu", i / 9, i % 9);
+    mls_free(rows);
+    count = SIZE_MAX;
+    CHECK(mls_name_tree_preview_new(tree, limit, siblings, &rows, &count, &status) ==
+          MLS_OK);
+    return count;
 }
 
-static void flat(char *text, size_t i)
+static void layered(char *chars, size_t i)
 {
-    snprintf(text, NAME, "t%zu", i);
+    snprintf(chars, NAME, "layers.%zu.part%zu", i / 9, i % 9);
 }
 
-static void few(char *text, size_t i)
+static void flat(char *chars, size_t i)
 {
-    snprintf(text, NAME, "%c.%zu", (char)('a' + i / 2), i % 2);
+    snprintf(chars, NAME, "t%zu", i);
+}
+
+static void few(char *chars, size_t i)
+{
+    snprintf(chars, NAME, "%c.%zu", (char)('a' + i / 2), i % 2);
 }
 
 /* The number of names that the rows stand for: names below closed rows, below counted
  * siblings, and names that end at an open row. */
-static size_t names_shown(const mls_name_tree *tree,
-                          const mls_name_tree_preview_row *rows, size_t count)
+static size_t names_shown(void)
 {
     const mls_name_node *nodes = mls_name_tree_nodes(tree);
     size_t sum = 0;
@@ -58,99 +80,64 @@ static size_t names_shown(const mls_name_tree *tree,
 
 TEST(every_name_is_shown_or_counted_within_the_rows)
 {
+    static const size_t limits[] = {1, 2, 3, 12, 40, 120, SIZE_MAX};
     void (*const kinds[])(char *, size_t) = {layered, flat, few};
     const size_t counts[] = {10000, 10000, 8};
     for (size_t kind = 0; kind < 3; kind++) {
-        mls_name_tree *tree = tree_of(counts[kind], kinds[kind]);
-        const size_t limits[] = {1, 2, 3, 12, 40, 120, SIZE_MAX};
-        for (size_t i = 0; tree != NULL && i < sizeof limits / sizeof limits[0]; i++) {
-            mls_status st;
-            mls_name_tree_preview_row *rows = NULL;
-            size_t count = 0;
-            CHECK(mls_name_tree_preview_new(tree, limits[i], 12, &rows, &count, &st) ==
-                  MLS_OK);
-            CHECK(count > 0 && count <= limits[i]);
-            CHECK(names_shown(tree, rows, count) == counts[kind]);
-            mls_free(rows);
+        make_tree(counts[kind], kinds[kind]);
+        for (size_t i = 0; i < sizeof limits / sizeof limits[0]; i++) {
+            CHECK(preview(limits[i], 12) > 0 && count <= limits[i]);
+            CHECK(names_shown() == counts[kind]);
         }
-        mls_name_tree_free(tree);
     }
 }
 
 TEST(rows_come_in_pre_order_with_the_last_sibling)
 {
-    mls_status st;
-    mls_name_tree_preview_row *rows = NULL;
-    size_t count = 0;
-    mls_name_tree *tree = tree_of(8, few); /* a.0 a.1 b.0 ... d.1 */
+    make_tree(8, few); /* a.0 a.1 b.0 ... d.1 */
     const mls_name_node *nodes = mls_name_tree_nodes(tree);
-    CHECK(mls_name_tree_preview_new(tree, 7, 3, &rows, &count, &st) == MLS_OK);
     /* a with two members, two siblings counted, d with two members */
-    CHECK(count == 7);
+    CHECK(preview(7, 3) == 7);
     CHECK(mls_str_is(nodes[rows[0].node].path, "a") && rows[0].open);
     CHECK(mls_str_is(nodes[rows[1].node].path, "a.0") && !rows[1].open);
     CHECK(mls_str_is(nodes[rows[2].node].path, "a.1"));
     CHECK(mls_str_is(nodes[rows[3].node].path, "b") && rows[3].hidden == 2);
     CHECK(mls_str_is(nodes[rows[4].node].path, "d") && rows[4].open);
-    mls_free(rows);
-    mls_name_tree_free(tree);
 }
 
-static void one(char *text, size_t i)
+static void one(char *chars, size_t i)
 {
-    snprintf(text, NAME, "%c.x.y", (char)('a' + i));
+    snprintf(chars, NAME, "%c.x.y", (char)('a' + i));
 }
 
 TEST(a_single_name_needs_one_row)
 {
-    mls_status st;
-    mls_name_tree_preview_row *rows = NULL;
-    size_t count = 0;
-    mls_name_tree *tree = tree_of(3, one);
-    CHECK(mls_name_tree_preview_new(tree, 50, 12, &rows, &count, &st) == MLS_OK &&
-          count == 3);
+    make_tree(3, one);
+    CHECK(preview(50, 12) == 3);
     CHECK(!rows[0].open && mls_name_tree_nodes(tree)[rows[0].node].count == 1);
-    mls_free(rows);
-    mls_name_tree_free(tree);
 }
 
 TEST(no_rows_and_no_names_give_nothing)
 {
-    mls_status st;
-    mls_name_tree_preview_row *rows = NULL;
-    size_t count = 9;
-    mls_name_tree *tree = tree_of(8, few);
-    CHECK(mls_name_tree_preview_new(tree, 0, 12, &rows, &count, &st) == MLS_OK &&
-          count == 0);
-    mls_free(rows);
-    mls_name_tree_free(tree);
-    tree = tree_of(0, few);
-    CHECK(mls_name_tree_preview_new(tree, 50, 12, &rows, &count, &st) == MLS_OK &&
-          count == 0);
-    mls_free(rows);
-    mls_name_tree_free(tree);
+    make_tree(8, few);
+    CHECK(preview(0, 12) == 0);
+    make_tree(0, few);
+    CHECK(preview(50, 12) == 0);
 }
 
 TEST(a_deep_name_costs_no_stack)
 {
     enum { DEEP = 200000 };
-    mls_status st;
-    mls_name_tree *tree = NULL;
-    mls_name_tree_preview_row *rows = NULL;
-    size_t count = 0;
-    char *text = mls_alloc(DEEP, 1);
+    char *chars = mls_alloc(DEEP, 1);
     for (size_t i = 0; i < DEEP; i++) {
-        text[i] = i % 2 == 0 ? 'x' : '.';
+        chars[i] = i % 2 == 0 ? 'x' : '.';
     }
     /* two names that share all parts except the last */
-    const mls_str both[] = {{.data = text, .length = DEEP - 1},
-                            {.data = text, .length = DEEP - 3}};
-    CHECK(mls_name_tree_new(both, 2, &tree, &st) == MLS_OK);
-    CHECK(mls_name_tree_preview_new(tree, SIZE_MAX, 3, &rows, &count, &st) == MLS_OK);
-    CHECK(count == DEEP / 2);
-    mls_free(rows);
-    mls_name_tree_free(tree);
-    mls_free(text);
+    const mls_str both[] = {{.data = chars, .length = DEEP - 1},
+                            {.data = chars, .length = DEEP - 3}};
+    CHECK(mls_name_tree_new(both, 2, &tree, &status) == MLS_OK);
+    CHECK(preview(SIZE_MAX, 3) == DEEP / 2);
+    mls_free(chars);
 }
 
 /* "a", "a.b", "c.x.y", "d.0", "d.1" with 1, 2, 4, 8 and 16 bytes. */
@@ -159,11 +146,9 @@ TEST(rows_say_what_lies_under_them)
     const mls_str five[] = {{"a", 1}, {"a.b", 3}, {"c.x.y", 5}, {"d.0", 3}, {"d.1", 3}};
     const mls_name_tree_preview_sum leaves[] = {
         {1, "int8"}, {2, "int8"}, {4, NULL}, {8, "int8"}, {16, "float32"}};
-    mls_name_tree *tree = NULL;
     mls_name_tree_preview_sum *sums = NULL;
-    mls_status st;
-    REQUIRE(mls_name_tree_new(five, 5, &tree, &st) == MLS_OK);
-    REQUIRE(mls_name_tree_preview_sums(tree, leaves, &sums, &st) == MLS_OK);
+    REQUIRE(mls_name_tree_new(five, 5, &tree, &status) == MLS_OK);
+    REQUIRE(mls_name_tree_preview_sums(tree, leaves, &sums, &status) == MLS_OK);
     CHECK(sums[0].bytes == 31);
     CHECK_TEXT(sums[0].dtype, "mixed");
     const uint32_t a = mls_name_tree_find(tree, five[0]);
@@ -184,5 +169,4 @@ TEST(rows_say_what_lies_under_them)
     e = mls_name_tree_preview_describe(tree, sums, &row);
     CHECK(e.name == 1 && mls_str_is(e.label, "b"));
     mls_free(sums);
-    mls_name_tree_free(tree);
 }

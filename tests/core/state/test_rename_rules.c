@@ -193,21 +193,25 @@ TEST(random_names_are_renamed_by_definition)
 
 /* ---- explaining ---- */
 
-static mls_explanation explain(const mls_str *unexpected, size_t unexpected_count,
-                               const mls_str *missing, size_t missing_count)
+static mls_explanation found; /* of the current test */
+
+AFTER_EACH
 {
-    mls_status st;
-    mls_explanation found = {0};
-    CHECK(mls_name_tree_explain(unexpected, unexpected_count, missing, missing_count,
-                                &found, &st) == MLS_OK);
-    return found;
+    mls_explanation_fini(&found);
 }
 
-static bool rule_is(const mls_explanation *found, size_t at, const char *old,
-                    const char *new, bool anywhere)
+static void explain(const mls_str *unexpected, size_t unexpected_count,
+                    const mls_str *missing, size_t missing_count)
 {
-    return at < found->rule_count && mls_str_is(found->rules[at].old, old) &&
-           mls_str_is(found->rules[at].new, new) && found->rules[at].anywhere == anywhere;
+    mls_explanation_fini(&found);
+    CHECK(mls_name_tree_explain(unexpected, unexpected_count, missing, missing_count,
+                                &found, &status) == MLS_OK);
+}
+
+static bool rule_is(size_t at, const char *old, const char *new, bool anywhere)
+{
+    return at < found.rule_count && mls_str_is(found.rules[at].old, old) &&
+           mls_str_is(found.rules[at].new, new) && found.rules[at].anywhere == anywhere;
 }
 
 TEST(a_prefix_too_much_is_found)
@@ -215,9 +219,9 @@ TEST(a_prefix_too_much_is_found)
     const mls_str unexpected[] = {TEXT("module.a.w"), TEXT("module.a.b"),
                                   TEXT("module.c")};
     const mls_str missing[] = {TEXT("a.w"), TEXT("a.b"), TEXT("c")};
-    mls_explanation found = explain(unexpected, 3, missing, 3);
+    explain(unexpected, 3, missing, 3);
     CHECK(found.rule_count == 1 && found.matched == 3);
-    CHECK(rule_is(&found, 0, "module.", "", false));
+    CHECK(rule_is(0, "module.", "", false));
     mls_explanation_fini(&found);
     CHECK(found.rule_count == 0 && found.prefix == NULL);
 }
@@ -227,10 +231,9 @@ TEST(a_prefix_too_little_is_found)
     const mls_str unexpected[] = {TEXT("a.w"), TEXT("a.b"), TEXT("c"), TEXT("d")};
     const mls_str missing[] = {TEXT("net.inner.a.w"), TEXT("net.inner.a.b"),
                                TEXT("net.inner.c")};
-    mls_explanation found = explain(unexpected, 4, missing, 3);
+    explain(unexpected, 4, missing, 3);
     CHECK(found.rule_count == 1 && found.matched == 3);
-    CHECK(rule_is(&found, 0, "", "net.inner.", false));
-    mls_explanation_fini(&found);
+    CHECK(rule_is(0, "", "net.inner.", false));
 }
 
 TEST(marks_of_wrappers_are_found_wherever_they_stand)
@@ -240,11 +243,10 @@ TEST(marks_of_wrappers_are_found_wherever_they_stand)
         TEXT("_fsdp_wrapped_module.b._checkpoint_wrapped_module.w"),
         TEXT("_fsdp_wrapped_module.c._fsdp_wrapped_module._checkpoint_wrapped_module.w")};
     const mls_str missing[] = {TEXT("a.w"), TEXT("b.w"), TEXT("c.w")};
-    mls_explanation found = explain(unexpected, 3, missing, 3);
+    explain(unexpected, 3, missing, 3);
     CHECK(found.rule_count == 2 && found.matched == 3);
-    CHECK(rule_is(&found, 0, "_fsdp_wrapped_module.", "", true));
-    CHECK(rule_is(&found, 1, "_checkpoint_wrapped_module.", "", true));
-    mls_explanation_fini(&found);
+    CHECK(rule_is(0, "_fsdp_wrapped_module.", "", true));
+    CHECK(rule_is(1, "_checkpoint_wrapped_module.", "", true));
 }
 
 TEST(marks_and_a_prefix_are_found_together)
@@ -253,15 +255,14 @@ TEST(marks_and_a_prefix_are_found_together)
     const mls_str unexpected[] = {TEXT("module._orig_mod.model.a"),
                                   TEXT("module._orig_mod.model.b._orig_mod.w")};
     const mls_str missing[] = {TEXT("a"), TEXT("b.w"), TEXT("z")};
-    mls_explanation found = explain(unexpected, 2, missing, 3);
+    explain(unexpected, 2, missing, 3);
     CHECK(found.rule_count == 2 && found.matched == 2);
-    CHECK(rule_is(&found, 0, "_orig_mod.", "", true));
-    CHECK(rule_is(&found, 1, "module.model.", "", false));
+    CHECK(rule_is(0, "_orig_mod.", "", true));
+    CHECK(rule_is(1, "module.model.", "", false));
     char out[64];
     CHECK(mls_name_apply(unexpected[1], found.rules, found.rule_count, out, 64, NULL) ==
           3);
     CHECK(memcmp(out, "b.w", 3) == 0);
-    mls_explanation_fini(&found);
 }
 
 TEST(the_fewest_rules_are_given)
@@ -269,19 +270,16 @@ TEST(the_fewest_rules_are_given)
     /* a mark at the front alone is a prefix; a mark in both lists is kept */
     const mls_str front[] = {TEXT("_orig_mod.a"), TEXT("_orig_mod.b")};
     const mls_str plain[] = {TEXT("a"), TEXT("b")};
-    mls_explanation found = explain(front, 2, plain, 2);
-    CHECK(found.rule_count == 1 && rule_is(&found, 0, "_orig_mod.", "", false));
-    mls_explanation_fini(&found);
+    explain(front, 2, plain, 2);
+    CHECK(found.rule_count == 1 && rule_is(0, "_orig_mod.", "", false));
     const mls_str both[] = {TEXT("module.a._fsdp_wrapped_module.w"),
                             TEXT("module.b._fsdp_wrapped_module.w")};
     const mls_str still[] = {TEXT("a._fsdp_wrapped_module.w"),
                              TEXT("b._fsdp_wrapped_module.w")};
-    found = explain(both, 2, still, 2);
-    CHECK(found.rule_count == 1 && rule_is(&found, 0, "module.", "", false));
-    mls_explanation_fini(&found);
-    found = explain(plain, 2, front, 2);
-    CHECK(found.rule_count == 1 && rule_is(&found, 0, "", "_orig_mod.", false));
-    mls_explanation_fini(&found);
+    explain(both, 2, still, 2);
+    CHECK(found.rule_count == 1 && rule_is(0, "module.", "", false));
+    explain(plain, 2, front, 2);
+    CHECK(found.rule_count == 1 && rule_is(0, "", "_orig_mod.", false));
 }
 
 TEST(what_explains_too_little_is_not_given)
@@ -289,26 +287,25 @@ TEST(what_explains_too_little_is_not_given)
     const mls_str unexpected[] = {TEXT("module.a"), TEXT("module.b"), TEXT("x"),
                                   TEXT("y")};
     const mls_str half[] = {TEXT("a"), TEXT("b"), TEXT("p"), TEXT("q"), TEXT("r")};
-    mls_explanation found = explain(unexpected, 4, half, 5);
+    explain(unexpected, 4, half, 5);
     CHECK(found.rule_count == 0 && found.matched == 0 && found.prefix == NULL);
-    found = explain(unexpected, 4, half, 3); /* two of three */
+    explain(unexpected, 4, half, 3); /* two of three */
     CHECK(found.rule_count == 1 && found.matched == 2);
-    mls_explanation_fini(&found);
-    found = explain(unexpected + 2, 2, half + 2, 3);
+    explain(unexpected + 2, 2, half + 2, 3);
     CHECK(found.rule_count == 0);
 }
 
 TEST(nothing_explains_empty_lists)
 {
     const mls_str names[] = {TEXT("module.a"), TEXT("_orig_mod.b")};
-    mls_explanation found = explain(NULL, 0, names, 2);
+    explain(NULL, 0, names, 2);
     CHECK(found.rule_count == 0 && found.matched == 0);
-    found = explain(names, 2, NULL, 0);
+    explain(names, 2, NULL, 0);
     CHECK(found.rule_count == 0);
-    found = explain(NULL, 0, NULL, 0);
+    explain(NULL, 0, NULL, 0);
     CHECK(found.rule_count == 0);
     /* names that match already need no rules */
-    found = explain(names, 2, names, 2);
+    explain(names, 2, names, 2);
     CHECK(found.rule_count == 0 && found.matched == 0);
 }
 
@@ -317,34 +314,32 @@ TEST(rules_that_make_names_one_are_not_given)
     /* "module.a" would become "a", which exists */
     const mls_str prefix[] = {TEXT("module.a"), TEXT("module.b"), TEXT("a")};
     const mls_str b[] = {TEXT("b")};
-    mls_explanation found = explain(prefix, 3, b, 1);
+    explain(prefix, 3, b, 1);
     CHECK(found.rule_count == 0);
-    found = explain(prefix, 2, b, 1);
+    explain(prefix, 2, b, 1);
     CHECK(found.rule_count == 1 && found.matched == 1);
-    mls_explanation_fini(&found);
     /* without the mark one name would equal another */
     const mls_str marked[] = {TEXT("x._orig_mod.a"), TEXT("x.a"), TEXT("y._orig_mod.b")};
     const mls_str missing[] = {TEXT("y.b")};
-    found = explain(marked, 3, missing, 1);
+    explain(marked, 3, missing, 1);
     CHECK(found.rule_count == 0);
     /* a renamed name makes way for the next one */
     const mls_str twice[] = {TEXT("m.m.a"), TEXT("m.a"), TEXT("m.b")};
     const mls_str once[] = {TEXT("a"), TEXT("b"), TEXT("c")};
-    found = explain(twice, 3, once, 3);
+    explain(twice, 3, once, 3);
     CHECK(found.rule_count == 1 && found.matched == 2);
-    CHECK(rule_is(&found, 0, "m.", "", false));
-    mls_explanation_fini(&found);
+    CHECK(rule_is(0, "m.", "", false));
 }
 
 TEST(rules_that_leave_nothing_of_a_name_are_not_given)
 {
     const mls_str unexpected[] = {TEXT("module."), TEXT("module.a")};
     const mls_str missing[] = {TEXT("a"), TEXT("z")};
-    mls_explanation found = explain(unexpected, 2, missing, 1);
+    explain(unexpected, 2, missing, 1);
     CHECK(found.rule_count == 0);
     const mls_str marked[] = {TEXT("_orig_mod."), TEXT("x._orig_mod.a")};
     const mls_str plain[] = {TEXT("x.a")};
-    found = explain(marked, 2, plain, 1);
+    explain(marked, 2, plain, 1);
     CHECK(found.rule_count == 0);
 }
 
@@ -352,11 +347,11 @@ TEST(a_prefix_is_whole_segments)
 {
     const mls_str unexpected[] = {TEXT("xa"), TEXT("xb")};
     const mls_str missing[] = {TEXT("a"), TEXT("b")};
-    mls_explanation found = explain(unexpected, 2, missing, 2);
+    explain(unexpected, 2, missing, 2);
     CHECK(found.rule_count == 0);
     const mls_str inside[] = {TEXT("x_orig_mod.a"), TEXT("y_orig_mod.b")};
     const mls_str without[] = {TEXT("xa"), TEXT("yb")};
-    found = explain(inside, 2, without, 2);
+    explain(inside, 2, without, 2);
     CHECK(found.rule_count == 0);
 }
 
@@ -365,21 +360,19 @@ TEST(well_known_prefixes_win_a_tie)
     const mls_str unexpected[] = {TEXT("aux.w"), TEXT("aux.b"), TEXT("model.w"),
                                   TEXT("model.b")};
     const mls_str missing[] = {TEXT("w"), TEXT("b")};
-    mls_explanation found = explain(unexpected, 4, missing, 2);
-    CHECK(found.rule_count == 1 && rule_is(&found, 0, "model.", "", false));
-    mls_explanation_fini(&found);
+    explain(unexpected, 4, missing, 2);
+    CHECK(found.rule_count == 1 && rule_is(0, "model.", "", false));
 }
 
 TEST(a_name_that_occurs_twice_is_refused)
 {
     const mls_str twice[] = {TEXT("a"), TEXT("b"), TEXT("a")};
     const mls_str once[] = {TEXT("m.a"), TEXT("m.b")};
-    mls_status st;
-    mls_explanation found = {.matched = 77};
-    CHECK(mls_name_tree_explain(twice, 3, once, 2, &found, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "a");
-    CHECK(mls_name_tree_explain(once, 2, twice, 3, &found, &st) == MLS_E_VALUE);
-    CHECK(found.matched == 77);
+    mls_explanation untouched = {.matched = 77};
+    CHECK(mls_name_tree_explain(twice, 3, once, 2, &untouched, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "a");
+    CHECK(mls_name_tree_explain(once, 2, twice, 3, &untouched, &status) == MLS_E_VALUE);
+    CHECK(untouched.matched == 77);
 }
 
 TEST(long_and_strange_names_are_explained)
@@ -395,15 +388,13 @@ TEST(long_and_strange_names_are_explained)
     const mls_str unexpected[] = {{chars[0], LONG + 1}, {chars[1], LONG + 1}};
     const mls_str missing[] = {{chars[0] + 200, LONG - 199},
                                {chars[1] + 200, LONG - 199}};
-    mls_explanation found = explain(unexpected, 2, missing, 2);
+    explain(unexpected, 2, missing, 2);
     CHECK(found.rule_count == 1 && found.matched == 2);
     CHECK(found.rules[0].old.length == 200 && found.rules[0].new.length == 0);
-    mls_explanation_fini(&found);
     const mls_str strange[] = {TEXT("%n\"\0.a"), TEXT("%n\"\0.\xC3\xB6")};
     const mls_str rest[] = {TEXT("a"), TEXT("\xC3\xB6")};
-    found = explain(strange, 2, rest, 2);
+    explain(strange, 2, rest, 2);
     CHECK(found.rule_count == 1 && mls_str_equal(found.rules[0].old, TEXT("%n\"\0.")));
-    mls_explanation_fini(&found);
 }
 
 enum { MANY = 3000 };
@@ -428,19 +419,17 @@ TEST(a_whole_model_is_explained_from_both_sides)
     model_names("", "", chars[1], plain);
     /* each list in turn is the longer one */
     for (size_t fewer = 0; fewer <= 400; fewer += 400) {
-        mls_explanation found = explain(wrapped, MANY - fewer, plain, MANY - 200);
+        explain(wrapped, MANY - fewer, plain, MANY - 200);
         CHECK(found.matched == MANY - (fewer > 200 ? fewer : 200));
         CHECK(found.rule_count == 2);
-        CHECK(rule_is(&found, 0, "_checkpoint_wrapped_module.", "", true));
-        CHECK(rule_is(&found, 1, "_orig_mod.net.", "", false));
-        mls_explanation_fini(&found);
+        CHECK(rule_is(0, "_checkpoint_wrapped_module.", "", true));
+        CHECK(rule_is(1, "_orig_mod.net.", "", false));
     }
     model_names("", "", chars[0], wrapped);
     model_names("transformer.", "", chars[1], plain);
     for (size_t fewer = 0; fewer <= 400; fewer += 400) {
-        mls_explanation found = explain(wrapped, MANY - fewer, plain, MANY - 200);
-        CHECK(found.rule_count == 1 && rule_is(&found, 0, "", "transformer.", false));
-        mls_explanation_fini(&found);
+        explain(wrapped, MANY - fewer, plain, MANY - 200);
+        CHECK(found.rule_count == 1 && rule_is(0, "", "transformer.", false));
     }
 }
 
@@ -451,12 +440,10 @@ TEST(a_few_names_among_many_others_are_explained)
     static mls_str many[MANY], few[MANY];
     model_names("model.", "", chars[0], many);
     model_names("", "", chars[1], few);
-    mls_explanation found = explain(many, MANY, few + MANY / 2, FEW);
-    CHECK(found.matched == FEW && rule_is(&found, 0, "model.", "", false));
-    mls_explanation_fini(&found);
-    found = explain(few + MANY / 2, FEW, many, MANY);
-    CHECK(found.matched == FEW && rule_is(&found, 0, "", "model.", false));
-    mls_explanation_fini(&found);
+    explain(many, MANY, few + MANY / 2, FEW);
+    CHECK(found.matched == FEW && rule_is(0, "model.", "", false));
+    explain(few + MANY / 2, FEW, many, MANY);
+    CHECK(found.matched == FEW && rule_is(0, "", "model.", false));
 }
 
 TEST(a_star_means_anywhere)

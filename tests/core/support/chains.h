@@ -2,12 +2,22 @@
 #ifndef MLS_CHAINS_H
 #define MLS_CHAINS_H
 
-#include "activation/chain.h"
+#include "planning/plan_costs.h"
+#include "support/random_bytes.h"
 
 #include <math.h>
 #include <string.h>
 
 enum { CHAIN_ROOM = 130 };
+
+static const mls_poll nobody = {0};
+
+/* A poll that stops the work after `*context` calls. */
+static inline bool says_no(void *context)
+{
+    int *left = context;
+    return (*left)-- > 0;
+}
 
 /* A chain that owns its numbers; use `chain` after chain_of. */
 typedef struct test_chain {
@@ -37,6 +47,31 @@ static inline void bind_chain(test_chain *c, size_t blocks, double rate)
                            .backward_temporary_bytes = c->temporary[2],
                            .offload_rate = rate,
                            .load_rate = rate};
+}
+
+static inline int64_t random_below(uint64_t *state, uint64_t bound)
+{
+    return (int64_t)(random_next(state) % bound);
+}
+
+/* Seconds are whole, so that sums are exact. */
+static inline void random_chain_fill(test_chain *out, size_t blocks, uint64_t *state,
+                                     bool rates)
+{
+    for (size_t k = 0; k <= blocks; k++) {
+        out->activation[k] = 1 + random_below(state, 99);
+        out->gradient[k] = random_below(state, 4) == 0 ? 0 : out->activation[k];
+    }
+    for (size_t i = 0; i < blocks; i++) {
+        out->forward[i] = (double)(1 + random_below(state, 255));
+        out->backward[i] = (double)(1 + random_below(state, 511));
+        out->saved[i] = out->activation[i + 1] + random_below(state, 150);
+        for (size_t t = 0; t < 3; t++) {
+            out->temporary[t][i] = random_below(state, 40);
+        }
+    }
+    bind_chain(out, blocks, rates ? 2 : 0);
+    out->chain.load_rate *= 2;
 }
 
 /* `blocks` blocks with sizes below `bytes`, and times that are quarters of seconds. */

@@ -7,6 +7,8 @@
 #ifndef MLS_RUNNER_H
 #define MLS_RUNNER_H
 
+#include "base/status.h"
+
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
@@ -24,6 +26,8 @@
 #endif
 
 static int runner_failures; /* of the current test */
+
+static mls_status status; /* for the calls of the current test; zeroed before it */
 
 #define CHECK(condition)                                                                 \
     do {                                                                                 \
@@ -59,7 +63,6 @@ typedef struct runner_test {
 } runner_test;
 
 static runner_test *runner_tests; /* by line: compilers may reorder constructors */
-static void (*runner_before)(void), (*runner_after)(void);
 
 static inline void runner_add(runner_test *test)
 {
@@ -80,41 +83,59 @@ static inline void runner_add(runner_test *test)
     }                                                                                    \
     static void name(void)
 
-/* BEFORE_ALL { ... } runs before the first test, AFTER_ALL { ... } after the last one.
- * What fails there is counted as a failed test. */
-#define BEFORE_ALL RUNNER_HOOK(runner_before, before_all)
-#define AFTER_ALL  RUNNER_HOOK(runner_after, after_all)
-#define RUNNER_HOOK(hook, name)                                                          \
-    static void name(void);                                                              \
-    __attribute__((constructor)) static void runner_set_##name(void)                     \
+/* BEFORE_ALL { ... } runs before the first test, AFTER_ALL { ... } after the last one;
+ * BEFORE_EACH and AFTER_EACH run around every test.  Their failures count as well; a test
+ * does not start if BEFORE_EACH failed. */
+#define BEFORE_ALL  RUNNER_HOOK(runner_before_all)
+#define AFTER_ALL   RUNNER_HOOK(runner_after_all)
+#define BEFORE_EACH RUNNER_HOOK(runner_before_each)
+#define AFTER_EACH  RUNNER_HOOK(runner_after_each)
+#define RUNNER_HOOK(hook)                                                                \
+    static void hook##_here(void);                                                       \
+    __attribute__((constructor)) static void hook##_set(void)                            \
     {                                                                                    \
-        hook = name;                                                                     \
+        hook = hook##_here;                                                              \
     }                                                                                    \
-    static void name(void)
+    static void hook##_here(void)
 
-/* Whether it passed. */
-static inline bool runner_passes(const char *name, void (*run)(void))
+static inline void runner_nothing(void)
 {
-    runner_failures = 0;
-    if (run != NULL) {
-        run();
-    }
-    if (runner_failures > 0) {
+}
+
+static void (*runner_before_all)(void) = runner_nothing;
+static void (*runner_after_all)(void) = runner_nothing;
+static void (*runner_before_each)(void) = runner_nothing;
+static void (*runner_after_each)(void) = runner_nothing;
+
+/* Whether no check failed since the last call. */
+static inline bool runner_passed(const char *name)
+{
+    const bool passed = runner_failures == 0;
+    if (!passed) {
         printf("FAILED %s: %s\n", __BASE_FILE__, name);
     }
-    return runner_failures == 0;
+    runner_failures = 0;
+    return passed;
 }
 
 int main(void)
 {
     int passed = 0, failed = 0;
-    if (!runner_passes("before all", runner_before)) {
+    runner_before_all();
+    if (!runner_passed("before all")) {
         return 1;
     }
     for (const runner_test *t = runner_tests; t != NULL; t = t->next) {
-        *(runner_passes(t->name, t->run) ? &passed : &failed) += 1;
+        memset(&status, 0, sizeof status);
+        runner_before_each();
+        if (runner_failures == 0) {
+            t->run();
+        }
+        runner_after_each();
+        *(runner_passed(t->name) ? &passed : &failed) += 1;
     }
-    failed += !runner_passes("after all", runner_after);
+    runner_after_all();
+    failed += !runner_passed("after all");
     printf("%s: %d passed, %d failed\n", __BASE_FILE__, passed, failed);
     return failed == 0 ? 0 : 1;
 }

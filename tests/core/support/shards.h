@@ -9,6 +9,7 @@
 #include "checkpoint/write/shard_write.h"
 #include "io/file.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -74,10 +75,18 @@ static inline size_t pool_files(void)
            files_in("index", false);
 }
 
-static inline void leave_pool(void)
+/* Delete all files of the pool. */
+static inline void empty_pool(void)
 {
     for (size_t i = 0; i < 3; i++) {
         (void)files_in(pool_folders[i], true);
+    }
+}
+
+static inline void leave_pool(void)
+{
+    empty_pool();
+    for (size_t i = 0; i < 3; i++) {
         (void)unlinkat(pool_fd, pool_folders[i], AT_REMOVEDIR);
     }
     close(pool_fd);
@@ -87,9 +96,8 @@ static inline void leave_pool(void)
 BEFORE_ALL
 {
     mls_cpu cpu;
-    mls_status st;
-    REQUIRE(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
-    REQUIRE(mls_pool_new(4, &four_threads, &st) == MLS_OK);
+    REQUIRE(mls_cpu_choose(NULL, &cpu, &status) == MLS_OK);
+    REQUIRE(mls_pool_new(4, &four_threads, &status) == MLS_OK);
     kernels = mls_kernels_of(cpu);
     crc = mls_crc_of(cpu);
     enter_pool(NULL);
@@ -120,11 +128,6 @@ static inline unsigned char *noise(size_t bytes)
         data[i] = (unsigned char)(state >> 56);
     }
     return data;
-}
-
-static inline mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
 /* A whole tensor; with `state` an optimizer state. */

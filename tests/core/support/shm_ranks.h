@@ -107,7 +107,7 @@ static inline void forked_rank(const mls_shm_shape *shape, size_t rank, int fd,
     _exit(c.failures == 0 ? 0 : 1);
 }
 
-/* `killed` is a rank that ends by SIGKILL, or -1. */
+/* `killed` is a rank that ends by SIGKILL, or -1. Nothing without fork. */
 static inline void in_processes(mls_shm_shape shape, void (*run)(rank_case *c),
                                 int killed)
 {
@@ -126,15 +126,21 @@ static inline void in_processes(mls_shm_shape shape, void (*run)(rank_case *c),
         }
     }
     for (size_t r = 0; r < shape.world; r++) {
-        int status = 0;
-        waitpid(pids[r], &status, 0);
+        int ended = 0;
+        waitpid(pids[r], &ended, 0);
         if ((int)r == killed) {
-            CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+            CHECK(WIFSIGNALED(ended) && WTERMSIG(ended) == SIGKILL);
         } else {
-            CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+            CHECK(WIFEXITED(ended) && WEXITSTATUS(ended) == 0);
         }
     }
     close(fd);
+}
+#else
+static inline void in_processes(mls_shm_shape shape, void (*run)(rank_case *c),
+                                int killed)
+{
+    (void)shape, (void)run, (void)killed;
 }
 #endif
 
@@ -153,9 +159,7 @@ static inline void everywhere(void (*run)(rank_case *c))
 {
     for (size_t i = 0; i < SHAPES; i++) {
         in_threads(shapes[i], run);
-#if !defined(WITHOUT_FORK)
         in_processes(shapes[i], run, -1);
-#endif
     }
 }
 

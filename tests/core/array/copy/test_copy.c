@@ -225,18 +225,17 @@ TEST(strided_copies_reach_every_element)
 
 TEST(copies_check_shape_and_dtype_first)
 {
-    mls_status st;
     mls_tensor a = {.dtype = MLS_F16, .rank = 2, .shape = {2, 3}};
     mls_tensor b = {.dtype = MLS_F16, .rank = 2, .shape = {2, 4}};
-    CHECK(mls_copy_check(&a, &b, "w", &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.expected, "(2, 4)");
-    CHECK_TEXT(st.got, "(2, 3)");
+    CHECK(mls_copy_check(&a, &b, "w", &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.expected, "(2, 4)");
+    CHECK_TEXT(status.got, "(2, 3)");
     b.shape[1] = 3;
-    CHECK(mls_copy_check(&a, &b, "w", &st) == MLS_OK);
+    CHECK(mls_copy_check(&a, &b, "w", &status) == MLS_OK);
     b.dtype = MLS_I32;
-    CHECK(mls_copy_check(&a, &b, "w", &st) == MLS_E_DTYPE);
+    CHECK(mls_copy_check(&a, &b, "w", &status) == MLS_E_DTYPE);
     b.rank = 1;
-    CHECK(mls_copy_check(&a, &b, "w", &st) == MLS_E_SHAPE);
+    CHECK(mls_copy_check(&a, &b, "w", &status) == MLS_E_SHAPE);
 }
 
 static mls_code encode(double value, mls_dtype dtype, bool swapped, mls_element *out)

@@ -214,8 +214,7 @@ TEST(every_instruction_set_packs_the_same)
 BEFORE_ALL
 {
     mls_cpu cpu;
-    mls_status st;
-    REQUIRE(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
+    REQUIRE(mls_cpu_choose(NULL, &cpu, &status) == MLS_OK);
     kernels = mls_kernels_of(cpu);
     fill_memory();
 }

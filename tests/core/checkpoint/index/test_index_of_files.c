@@ -76,12 +76,11 @@ TEST(files_of_both_kinds_are_listed_by_name)
 {
     enum { BYTES = MLS_SAFETENSORS_BLOCK + 5 };
     mls_index x;
-    mls_status st;
     size_t failed;
     REQUIRE(make_folder());
     write_raw(names[0], two, 11);
     write_own(names[1], "n", BYTES);
-    REQUIRE(mls_index_of_files(folder, names, 2, crc, &x, &failed, &st) == MLS_OK);
+    REQUIRE(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) == MLS_OK);
     REQUIRE(x.shard_count == 3 && x.file_count == 2 && x.links && x.world_size == 1);
     const mls_index_shard *m = &x.shards[0], *n = &x.shards[1], *z = &x.shards[2];
     CHECK(mls_str_is(m->id.name, "m") && mls_str_is(n->id.name, "n"));
@@ -100,11 +99,10 @@ TEST(files_of_both_kinds_are_listed_by_name)
 TEST(a_file_without_tensors_is_listed)
 {
     mls_index x;
-    mls_status st;
     size_t failed;
     REQUIRE(make_folder());
     write_raw(names[0], "{}", 0);
-    REQUIRE(mls_index_of_files(folder, names, 1, crc, &x, &failed, &st) == MLS_OK);
+    REQUIRE(mls_index_of_files(folder, names, 1, crc, &x, &failed, &status) == MLS_OK);
     CHECK(x.shard_count == 0 && x.file_count == 1 && x.files[0].bytes == 10);
     mls_index_fini(&x);
     remove_folder();
@@ -113,24 +111,26 @@ TEST(a_file_without_tensors_is_listed)
 TEST(errors_tell_the_file)
 {
     mls_index x;
-    mls_status st;
     size_t failed = 9;
     REQUIRE(make_folder());
     write_raw(names[0], two, 11);
-    CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &st) == MLS_E_IO);
+    CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) == MLS_E_IO);
     CHECK(failed == 1);
     write_raw(names[1], two, 10);
-    CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &st) == MLS_E_FORMAT);
+    CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) ==
+          MLS_E_FORMAT);
     CHECK(failed == 1);
     write_own(names[1], "z", 3);
-    CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &st) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "the tensor is in ") != NULL);
-    CHECK_TEXT(st.name, "z");
+    CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) ==
+          MLS_E_FORMAT);
+    CHECK(strstr(status.text, "the tensor is in ") != NULL);
+    CHECK_TEXT(status.name, "z");
     write_raw(names[1],
               "{\"d\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"
               "\"data_offsets\":[0,1]}}",
               1);
-    CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &st) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "17 dimensions") != NULL && failed == 1);
+    CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) ==
+          MLS_E_FORMAT);
+    CHECK(strstr(status.text, "17 dimensions") != NULL && failed == 1);
     remove_folder();
 }

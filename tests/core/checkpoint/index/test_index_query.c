@@ -2,16 +2,12 @@
  * cover single shards. */
 #include "checkpoint/index/index.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdlib.h>
 
 static const size_t shape[] = {100};
 static const uint32_t sum;
-
-static mls_str text(const char *bytes)
-{
-    return (mls_str){bytes, strlen(bytes)};
-}
 
 static mls_index_shard plain(const char *name, size_t file, uint64_t offset, size_t bytes)
 {

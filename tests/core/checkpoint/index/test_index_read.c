@@ -3,15 +3,11 @@
 #include "io/json_checksum.h"
 #include "safetensors/safetensors.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdlib.h>
 
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 /* ---- round trips ---- */
 
@@ -162,14 +158,14 @@ TEST(every_part_of_every_layout_goes_there_and_back)
     };
     for (size_t i = 0; i < sizeof layouts / sizeof layouts[0]; i++) {
         size_t parts = 0;
-        mls_status st;
         mls_index_file file;
         mls_index_shard shards[16];
         uint64_t offset = 4096;
-        REQUIRE(mls_layout_parts(&layouts[i], &parts, &st) == MLS_OK && parts <= 16);
+        REQUIRE(mls_layout_parts(&layouts[i], &parts, &status) == MLS_OK && parts <= 16);
         for (size_t part = 0; part < parts; part++) {
             mls_part piece;
-            REQUIRE(mls_layout_part(&layouts[i], 3, shape, part, &piece, &st) == MLS_OK);
+            REQUIRE(mls_layout_part(&layouts[i], 3, shape, part, &piece, &status) ==
+                    MLS_OK);
             const size_t bytes = 2 * mls_part_count(&piece);
             shards[part] = (mls_index_shard){.id = {.name = text("w")},
                                              .dtype = MLS_BF16,
@@ -435,9 +431,8 @@ TEST(unknown_members_spaces_escapes_and_any_order_are_read)
         "\"generation\":\"00000000000000ff\",\"format_version\":3,"
         "\"format\":\"mlstate.index\"}\r\n ");
     mls_index index;
-    mls_status st;
     REQUIRE(other != NULL);
-    REQUIRE(mls_index_parse(other, strlen(other), crc, &index, &st) == MLS_OK);
+    REQUIRE(mls_index_parse(other, strlen(other), crc, &index, &status) == MLS_OK);
     free(other); /* it need not outlive the call */
     CHECK(index.shard_count == 2 && index.rank == 1 && index.world_size == 2);
     CHECK(mls_str_is(index.shards[0].id.name, "a/\xf0\x9f\x98\x80"));
@@ -459,20 +454,19 @@ TEST(every_flipped_bit_of_an_index_is_found)
                              .bytes = 20};
     const mls_index index = one_file(&file, &shard, 1);
     mls_json_writer b = {0};
-    mls_status st;
     uint32_t sum;
-    REQUIRE(mls_index_build(&index, crc, &b, &sum, &st) == MLS_OK);
+    REQUIRE(mls_index_build(&index, crc, &b, &sum, &status) == MLS_OK);
     for (size_t bit = 0; bit < 8 * b.length; bit++) {
         mls_index back = {0};
         b.data[bit / 8] = (char)(b.data[bit / 8] ^ (1 << bit % 8));
-        const mls_code code = mls_index_parse(b.data, b.length, crc, &back, &st);
+        const mls_code code = mls_index_parse(b.data, b.length, crc, &back, &status);
         CHECK(code == MLS_E_CHECKSUM || code == MLS_E_FORMAT);
         CHECK(back.json == NULL && back.shards == NULL);
         b.data[bit / 8] = (char)(b.data[bit / 8] ^ (1 << bit % 8));
     }
     for (size_t length = 0; length < b.length; length++) {
         mls_index back = {0};
-        CHECK(mls_index_parse(b.data, length, crc, &back, &st) != MLS_OK);
+        CHECK(mls_index_parse(b.data, length, crc, &back, &status) != MLS_OK);
     }
     mls_json_writer_fini(&b);
 }

@@ -3,7 +3,6 @@
 #include "support/runner.h"
 
 static mls_json *document;
-static mls_status status;
 
 /* Parse an object, and find its member "x". */
 static mls_index_source open_text(const char *text, mls_json_member *m)

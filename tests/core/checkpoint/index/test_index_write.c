@@ -1,14 +1,10 @@
 #include "checkpoint/index/index.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 static const mls_crc_kernels *crc(void)
 {
     return mls_crc_of(MLS_CPU_SCALAR);
-}
-
-static mls_str text_of(const char *text)
-{
-    return (mls_str){text, strlen(text)};
 }
 
 TEST(an_index_is_these_bytes_on_every_machine)
@@ -43,7 +39,7 @@ TEST(an_index_is_these_bytes_on_every_machine)
                            .bytes = 2101280,
                            .header_crc = 0xc0ffee};
     mls_index_shard shard = {
-        .id = {MLS_OPTIM_STATE, text_of("w"), text_of("m"), true},
+        .id = {MLS_OPTIM_STATE, text("w"), text("m"), true},
         .dtype = MLS_BF16,
         .rank = 2,
         .shape = shape,
@@ -64,9 +60,8 @@ TEST(an_index_is_these_bytes_on_every_machine)
                        .shards = &shard,
                        .shard_count = 1};
     mls_json_writer text = {0};
-    mls_status st;
     uint32_t whole = 0;
-    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &st) == MLS_OK);
+    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &status) == MLS_OK);
     CHECK(whole == crc()->update(0, text.data, text.length));
     CHECK(text.length == sizeof expected - 1);
     memset(text.data + 13, '0', 8); /* the digits of the checksum */
@@ -77,7 +72,7 @@ TEST(an_index_is_these_bytes_on_every_machine)
 
 TEST(a_shard_is_described_without_its_place)
 {
-    mls_index_shard shard = {.id = {.section = MLS_PARAMS, .name = text_of("a\"b")},
+    mls_index_shard shard = {.id = {.section = MLS_PARAMS, .name = text("a\"b")},
                              .dtype = MLS_F32,
                              .version = 1,
                              .offset = 99};
@@ -95,10 +90,9 @@ TEST(an_index_of_nothing_is_one)
     const mls_index empty = {.generation = "0123456789abcdef", .world_size = 1};
     mls_index back;
     mls_json_writer text = {0};
-    mls_status st;
     uint32_t whole;
-    REQUIRE(mls_index_build(&empty, crc(), &text, &whole, &st) == MLS_OK);
-    REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &st) == MLS_OK);
+    REQUIRE(mls_index_build(&empty, crc(), &text, &whole, &status) == MLS_OK);
+    REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &status) == MLS_OK);
     CHECK(back.shard_count == 0 && back.file_count == 0 && back.world_size == 1);
     mls_index_fini(&back);
     mls_json_writer_fini(&text);
@@ -113,8 +107,8 @@ TEST(shards_of_any_number_of_kinds_are_written)
     char states[COUNT][4];
     for (size_t i = 0; i < COUNT; i++) {
         snprintf(states[i], sizeof states[i], "%02zu", i < 50 ? i : i - 50);
-        shards[i].id = (mls_tensor_id){MLS_OPTIM_STATE, text_of(i < 50 ? "a" : "b"),
-                                       text_of(states[i]), true};
+        shards[i].id = (mls_tensor_id){MLS_OPTIM_STATE, text(i < 50 ? "a" : "b"),
+                                       text(states[i]), true};
         shards[i].version = 1;
         shards[i].offset = 4096 + 2 * i;
         shards[i].bytes = 2;
@@ -127,10 +121,9 @@ TEST(shards_of_any_number_of_kinds_are_written)
                              .shard_count = COUNT};
     mls_index back;
     mls_json_writer text = {0};
-    mls_status st;
     uint32_t whole;
-    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &st) == MLS_OK);
-    REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &st) == MLS_OK);
+    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &status) == MLS_OK);
+    REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &status) == MLS_OK);
     REQUIRE(back.shard_count == COUNT);
     for (size_t i = 0; i < COUNT; i++) {
         CHECK(mls_index_compare(&back.shards[i], &shards[i]) == 0);

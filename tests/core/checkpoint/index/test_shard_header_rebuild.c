@@ -28,9 +28,7 @@ static mls_index store(unsigned char *data)
 
 static void drop(mls_index *index, unsigned char *data)
 {
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
+    empty_pool();
     mls_index_fini(index);
     free(data);
 }
@@ -95,14 +93,14 @@ TEST(the_index_that_lists_all_of_a_file_is_found)
     part.shard_count = 0;
     const mls_index both[] = {part, index};
     mls_json_writer made = {.most = HEADER_MOST};
-    mls_status st;
     REQUIRE(index.file_count > 0);
     const char *path = index.files[0].path;
-    CHECK(mls_shard_header_rebuild_path(both, 1, path, crc, &made, &st) == MLS_E_VALUE);
-    CHECK(mls_shard_header_rebuild_path(both, 2, "params/none", crc, &made, &st) ==
+    CHECK(mls_shard_header_rebuild_path(both, 1, path, crc, &made, &status) ==
+          MLS_E_VALUE);
+    CHECK(mls_shard_header_rebuild_path(both, 2, "params/none", crc, &made, &status) ==
           MLS_E_VALUE);
     CHECK(made.length == 0);
-    CHECK(mls_shard_header_rebuild_path(both, 2, path, crc, &made, &st) == MLS_OK);
+    CHECK(mls_shard_header_rebuild_path(both, 2, path, crc, &made, &status) == MLS_OK);
     CHECK(made.length > 8);
     mls_json_writer_fini(&made);
     drop(&index, data);

@@ -1,17 +1,13 @@
 /* Patterns: the common content of indexes, and the places of a tensor in them. */
 #include "checkpoint/ranks/index_pattern.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdlib.h>
 
 enum { MOST = 40 };
 
 static const size_t matrix[] = {8, 6}, hundred[] = {100};
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 static mls_layout cut(int axis, size_t parts)
 {
@@ -63,8 +59,7 @@ TEST(shards_of_one_layout_and_part_are_a_group)
     mls_index_shard shards[4];
     const mls_index index = index_of(shards, 2);
     mls_index_pattern pattern;
-    mls_status st;
-    REQUIRE(mls_index_pattern_init(&index, &pattern, &st) == MLS_OK);
+    REQUIRE(mls_index_pattern_init(&index, &pattern, &status) == MLS_OK);
     CHECK(pattern.known && pattern.group_count == 3);
     CHECK(pattern.groups[0] == 0 && pattern.groups[1] == 1 && pattern.groups[2] == 0 &&
           pattern.groups[3] == 2);
@@ -125,19 +120,18 @@ TEST(too_many_groups_are_no_pattern)
     mls_index_shard shards[MOST];
     mls_index index = {.shards = shards, .shard_count = MLS_PATTERN_GROUPS};
     mls_index_pattern pattern;
-    mls_status st;
     for (size_t i = 0; i < MOST; i++) {
         shards[i] = shard_of("w", cut(0, MOST), i);
     }
-    REQUIRE(mls_index_pattern_init(&index, &pattern, &st) == MLS_OK);
+    REQUIRE(mls_index_pattern_init(&index, &pattern, &status) == MLS_OK);
     CHECK(pattern.known && pattern.group_count == MLS_PATTERN_GROUPS);
     mls_index_pattern_fini(&pattern);
     index.shard_count++;
-    REQUIRE(mls_index_pattern_init(&index, &pattern, &st) == MLS_OK);
+    REQUIRE(mls_index_pattern_init(&index, &pattern, &status) == MLS_OK);
     CHECK(!pattern.known && pattern.groups == NULL && pattern.group_count == 0);
     mls_index_pattern_fini(&pattern);
     index.shard_count = 0;
-    REQUIRE(mls_index_pattern_init(&index, &pattern, &st) == MLS_OK);
+    REQUIRE(mls_index_pattern_init(&index, &pattern, &status) == MLS_OK);
     CHECK(pattern.known && pattern.group_count == 0);
     mls_index_pattern_fini(&pattern);
 }
@@ -149,13 +143,12 @@ TEST(places_are_the_groups_that_list_a_tensor)
     mls_index indexes[3] = {
         index_of(one, 0), {.shards = two, .shard_count = MOST}, index_of(three, 2)};
     mls_index_pattern patterns[3];
-    mls_status st;
     for (size_t i = 0; i < MOST; i++) {
         two[i] = shard_of("a.c", cut(0, MOST), i);
     }
     three[0] = shard_of("a.c", cut(1, 6), 1); /* two parts of "a.c" */
     for (size_t i = 0; i < 3; i++) {
-        REQUIRE(mls_index_pattern_init(&indexes[i], &patterns[i], &st) == MLS_OK);
+        REQUIRE(mls_index_pattern_init(&indexes[i], &patterns[i], &status) == MLS_OK);
     }
     static const char *const names[] = {"a", "a.b", "a.c", "e", "f"};
     static const mls_index_pattern_place wanted[5][3] = {

@@ -15,61 +15,62 @@ typedef struct fixture {
     mls_load_plan plan;
 } fixture;
 
-static void fixture_end(fixture *f)
+static fixture f; /* of the current test */
+
+static void drop(void)
 {
-    mls_load_plan_fini(&f->plan);
-    mls_merged_index_fini(&f->merged);
-    mls_index_fini(&f->index);
-    free(f->data);
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
+    mls_load_plan_fini(&f.plan);
+    mls_merged_index_fini(&f.merged);
+    mls_index_fini(&f.index);
+    free(f.data);
+    empty_pool();
+}
+
+AFTER_EACH
+{
+    drop();
 }
 
 /* "rows", divided by one layout, both parts; "twice", divided by two; "whole", undivided;
  * "w.m", whose axes are those of "w" transposed. */
-static bool fixture_begin(fixture *f)
+BEFORE_EACH
 {
     static const signed char turned[] = {1, 0};
     mls_shards_written written;
-    mls_status st;
-    *f = (fixture){.data = noise(ROWS * COLUMNS)};
-    const mls_shard_item whole = item_of("whole", NULL, MLS_U8, 2, matrix, f->data);
-    const mls_shard_item rows = item_of("rows", NULL, MLS_U8, 2, matrix, f->data);
+    f = (fixture){.data = noise(ROWS * COLUMNS)};
+    const mls_shard_item whole = item_of("whole", NULL, MLS_U8, 2, matrix, f.data);
+    const mls_shard_item rows = item_of("rows", NULL, MLS_U8, 2, matrix, f.data);
     mls_shard_item items[5] = {whole, part_of(rows, 0, 2, 0), part_of(rows, 0, 2, 1),
-                               item_of("twice", NULL, MLS_U8, 2, matrix, f->data),
-                               item_of("w", "m", MLS_U8, 2, matrix, f->data)};
-    items[2].data = f->data + ROWS / 2 * COLUMNS;
+                               item_of("twice", NULL, MLS_U8, 2, matrix, f.data),
+                               item_of("w", "m", MLS_U8, 2, matrix, f.data)};
+    items[2].data = f.data + ROWS / 2 * COLUMNS;
     items[3].layout =
         (mls_layout){.count = 2, .steps = {{.axis = 0, .parts = 2}, {1, 2}}};
     items[4].axes = turned;
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
-    f->index = write_all(&job, &written);
-    const mls_index *index = &f->index;
-    return mls_merged_index_init(&f->merged, &index, 1, &st) == MLS_OK &&
-           mls_load_plan_init(&f->plan, &f->merged, 8, &st) == MLS_OK;
+    f.index = write_all(&job, &written);
+    const mls_index *index = &f.index;
+    REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &status) == MLS_OK);
+    REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 8, &status) == MLS_OK);
 }
 
 /* Add a tensor of the fixture, "w.m" as the state of a parameter. */
-static mls_wanted *add(fixture *f, const char *key)
+static mls_wanted *add(const char *key)
 {
     const mls_section section = strcmp(key, "w.m") == 0 ? MLS_OPTIM_STATE : MLS_PARAMS;
     const mls_tensor_id id = mls_tensor_id_of(section, text(key));
-    return mls_load_plan_add(&f->plan, &id);
+    return mls_load_plan_add(&f.plan, &id);
 }
 
 TEST(tensors_are_found_in_any_order)
 {
     static const char *const keys[] = {"rows", "twice", "whole", "w.m", "rows", "whole"};
-    fixture f;
-    REQUIRE(fixture_begin(&f));
     for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
-        const mls_wanted *w = add(&f, keys[i]);
+        const mls_wanted *w = add(keys[i]);
         REQUIRE(w != NULL && w == &f.plan.wanted[i]);
         CHECK(mls_str_is(w->tensor->facts->id.name, i == 3 ? "w" : keys[i]));
     }
-    CHECK(add(&f, "w") == NULL && add(&f, "") == NULL && f.plan.count == 6);
-    fixture_end(&f);
+    CHECK(add("w") == NULL && add("") == NULL && f.plan.count == 6);
 }
 
 TEST(a_part_is_cut_as_asked)
@@ -77,83 +78,69 @@ TEST(a_part_is_cut_as_asked)
     const mls_layout by_rows = {.count = 1, .steps = {{.axis = 0, .parts = 4}}};
     const mls_cutting none = {0}, third = {.index = 2, .world = 4};
     const mls_cutting layout = {.has_layout = true, .layout = by_rows, .index = 1};
-    fixture f;
-    mls_status st;
-    REQUIRE(fixture_begin(&f));
-    mls_wanted *rows = add(&f, "rows"), *twice = add(&f, "twice");
-    mls_wanted *whole = add(&f, "whole"), *state = add(&f, "w.m");
+    mls_wanted *rows = add("rows"), *twice = add("twice");
+    mls_wanted *whole = add("whole"), *state = add("w.m");
     REQUIRE(rows != NULL && twice != NULL && whole != NULL && state != NULL);
-    CHECK(mls_wanted_cut(rows, &none, &st) == MLS_OK);
+    CHECK(mls_wanted_cut(rows, &none, &status) == MLS_OK);
     CHECK(rows->part.length[0] == ROWS && mls_wanted_bytes(rows) == ROWS * COLUMNS);
     /* the stored layout, for another world */
-    CHECK(mls_wanted_cut(rows, &third, &st) == MLS_OK);
+    CHECK(mls_wanted_cut(rows, &third, &status) == MLS_OK);
     CHECK(rows->part.start[0] == 4 && rows->part.length[0] == 2);
-    CHECK(mls_wanted_cut(whole, &third, &st) == MLS_OK && whole->part.length[0] == ROWS);
+    CHECK(mls_wanted_cut(whole, &third, &status) == MLS_OK &&
+          whole->part.length[0] == ROWS);
     /* by a layout of the parameter: the first axis of "w" is the second one of its
      * state */
-    CHECK(mls_wanted_cut(twice, &layout, &st) == MLS_OK && twice->part.length[0] == 2);
-    CHECK(mls_wanted_cut(state, &layout, &st) == MLS_OK);
+    CHECK(mls_wanted_cut(twice, &layout, &status) == MLS_OK &&
+          twice->part.length[0] == 2);
+    CHECK(mls_wanted_cut(state, &layout, &status) == MLS_OK);
     CHECK(state->part.length[0] == ROWS && state->part.length[1] == 2);
-    CHECK(mls_wanted_cut(twice, &third, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.text, "its layout has 2 steps: give a layout of 4 parts");
-    CHECK_TEXT(st.name, "twice");
-    fixture_end(&f);
+    CHECK(mls_wanted_cut(twice, &third, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.text, "its layout has 2 steps: give a layout of 4 parts");
+    CHECK_TEXT(status.name, "twice");
 }
 
 TEST(elements_of_the_whole_tensor_are_a_part)
 {
-    fixture f;
-    mls_status st;
-    REQUIRE(fixture_begin(&f));
-    mls_wanted *w = add(&f, "whole");
+    mls_wanted *w = add("whole");
     REQUIRE(w != NULL);
-    CHECK(mls_wanted_run(w, 5, 17, &st) == MLS_OK && mls_wanted_bytes(w) == 12);
-    CHECK(mls_wanted_run(w, 48, 48, &st) == MLS_OK && mls_wanted_bytes(w) == 0);
-    CHECK(mls_wanted_run(w, -1, 3, &st) == MLS_E_VALUE);
-    CHECK(mls_wanted_run(w, 4, 3, &st) == MLS_E_VALUE);
-    CHECK(mls_wanted_run(w, 0, 49, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.text, "elements 0 to 49 do not exist: the tensor has 48");
-    fixture_end(&f);
+    CHECK(mls_wanted_run(w, 5, 17, &status) == MLS_OK && mls_wanted_bytes(w) == 12);
+    CHECK(mls_wanted_run(w, 48, 48, &status) == MLS_OK && mls_wanted_bytes(w) == 0);
+    CHECK(mls_wanted_run(w, -1, 3, &status) == MLS_E_VALUE);
+    CHECK(mls_wanted_run(w, 4, 3, &status) == MLS_E_VALUE);
+    CHECK(mls_wanted_run(w, 0, 49, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.text, "elements 0 to 49 do not exist: the tensor has 48");
 }
 
 TEST(another_whole_tensor_is_refused)
 {
     const size_t other[] = {ROWS + 1, COLUMNS};
-    fixture f;
-    mls_status st;
-    REQUIRE(fixture_begin(&f));
-    const mls_wanted *w = add(&f, "whole");
+    const mls_wanted *w = add("whole");
     REQUIRE(w != NULL);
-    CHECK(mls_wanted_check_whole(w, 2, matrix, &st) == MLS_OK);
-    CHECK(mls_wanted_check_whole(w, 1, matrix, &st) == MLS_E_SHAPE);
-    CHECK(mls_wanted_check_whole(w, 2, other, &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.expected, "(9, 6)");
-    CHECK_TEXT(st.got, "(8, 6)");
-    CHECK_TEXT(st.name, "whole");
-    fixture_end(&f);
+    CHECK(mls_wanted_check_whole(w, 2, matrix, &status) == MLS_OK);
+    CHECK(mls_wanted_check_whole(w, 1, matrix, &status) == MLS_E_SHAPE);
+    CHECK(mls_wanted_check_whole(w, 2, other, &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.expected, "(9, 6)");
+    CHECK_TEXT(status.got, "(8, 6)");
+    CHECK_TEXT(status.name, "whole");
 }
 
 TEST(a_target_of_another_dtype_or_shape_is_refused)
 {
     const mls_layout flat = {.count = 1, .steps = {{MLS_LAYOUT_FLAT, 4}}};
     const size_t twelve[] = {12}, thirteen[] = {13};
-    fixture f;
-    mls_status st;
     mls_tensor t;
     unsigned char memory[64];
-    REQUIRE(fixture_begin(&f));
-    mls_wanted *w = add(&f, "whole");
-    REQUIRE(w != NULL && mls_wanted_part(w, &flat, 1, &st) == MLS_OK);
-    REQUIRE(mls_tensor_init(&t, memory, MLS_U8, 1, twelve, &st) == MLS_OK);
-    CHECK(mls_wanted_check_target(w, &t, &st) == MLS_OK);
+    mls_wanted *w = add("whole");
+    REQUIRE(w != NULL && mls_wanted_part(w, &flat, 1, &status) == MLS_OK);
+    REQUIRE(mls_tensor_init(&t, memory, MLS_U8, 1, twelve, &status) == MLS_OK);
+    CHECK(mls_wanted_check_target(w, &t, &status) == MLS_OK);
     t.dtype = MLS_I8;
-    CHECK(mls_wanted_check_target(w, &t, &st) == MLS_E_SHAPE);
-    REQUIRE(mls_tensor_init(&t, memory, MLS_U8, 1, thirteen, &st) == MLS_OK);
-    CHECK(mls_wanted_check_target(w, &t, &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.text,
+    CHECK(mls_wanted_check_target(w, &t, &status) == MLS_E_SHAPE);
+    REQUIRE(mls_tensor_init(&t, memory, MLS_U8, 1, thirteen, &status) == MLS_OK);
+    CHECK(mls_wanted_check_target(w, &t, &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.text,
                "the checkpoint has uint8 of (12,), the target is uint8 of (13,)");
-    CHECK(mls_wanted_part(w, &flat, 4, &st) == MLS_E_VALUE);
-    fixture_end(&f);
+    CHECK(mls_wanted_part(w, &flat, 4, &status) == MLS_E_VALUE);
 }
 
 /* Read into packed memory and into every other byte of `strided`. */
@@ -163,32 +150,29 @@ TEST(parts_are_read_to_their_targets)
     unsigned char packed[ROWS * COLUMNS], strided[2 * ROWS * COLUMNS];
     const char *file;
     size_t failed;
-    fixture f;
-    mls_status st;
     mls_tensor view;
     mls_load_target targets[2];
-    REQUIRE(fixture_begin(&f));
-    mls_wanted *rows = add(&f, "rows"), *whole = add(&f, "whole");
-    REQUIRE(rows != NULL && mls_wanted_cut(rows, &none, &st) == MLS_OK);
-    REQUIRE(whole != NULL && mls_wanted_cut(whole, &none, &st) == MLS_OK);
-    REQUIRE(mls_tensor_init(&view, packed, MLS_U8, 2, matrix, &st) == MLS_OK);
-    REQUIRE(mls_load_target_init(&targets[0], &view, &st) == MLS_OK);
+    mls_wanted *rows = add("rows"), *whole = add("whole");
+    REQUIRE(rows != NULL && mls_wanted_cut(rows, &none, &status) == MLS_OK);
+    REQUIRE(whole != NULL && mls_wanted_cut(whole, &none, &status) == MLS_OK);
+    REQUIRE(mls_tensor_init(&view, packed, MLS_U8, 2, matrix, &status) == MLS_OK);
+    REQUIRE(mls_load_target_init(&targets[0], &view, &status) == MLS_OK);
     CHECK(targets[0].data == packed && targets[0].strided == NULL);
     view.data = strided;
     view.strides[1] = 2;
     view.strides[0] = 2 * COLUMNS;
     memset(strided, 7, sizeof strided);
-    REQUIRE(mls_load_target_init(&targets[1], &view, &st) == MLS_OK);
+    REQUIRE(mls_load_target_init(&targets[1], &view, &status) == MLS_OK);
     CHECK(targets[1].data == NULL && targets[1].strided != NULL);
-    REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_OK);
+    REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_OK);
     CHECK(f.plan.piece_count == 3 && rows->count == 2 && whole->first == 2);
-    REQUIRE(mls_load_plan_place_all(&f.plan, targets, &st) == MLS_OK);
+    REQUIRE(mls_load_plan_place_all(&f.plan, targets, &status) == MLS_OK);
     const mls_read_request request = {.folder = pool_fd,
                                       .pieces = f.plan.pieces,
                                       .count = f.plan.piece_count,
                                       .crc = crc,
                                       .pool = four_threads};
-    REQUIRE(mls_shards_read(&request, &failed, &st) == MLS_OK);
+    REQUIRE(mls_shards_read(&request, &failed, &status) == MLS_OK);
     mls_load_plan_scatter(&f.plan, targets, kernels);
     CHECK(memcmp(packed, f.data, sizeof packed) == 0);
     for (size_t i = 0; i < ROWS * COLUMNS; i++) {
@@ -196,7 +180,6 @@ TEST(parts_are_read_to_their_targets)
     }
     mls_load_target_fini(&targets[0]);
     mls_load_target_fini(&targets[1]);
-    fixture_end(&f);
 }
 
 /* Mapped parts are not read: their read ranges are removed. */
@@ -206,47 +189,39 @@ TEST(pieces_that_are_kept_move_up)
     unsigned char memory;
     size_t used = 0;
     const char *file;
-    fixture f;
-    mls_status st;
-    REQUIRE(fixture_begin(&f));
     static const char *const keys[] = {"rows", "twice", "whole"};
     for (size_t i = 0; i < 3; i++) {
-        mls_wanted *w = add(&f, keys[i]);
-        REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
+        mls_wanted *w = add(keys[i]);
+        REQUIRE(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
     }
     /* one of the four parts of "twice" is stored, so the tensor is incomplete */
-    CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_E_FORMAT);
-    CHECK_TEXT(st.name, "twice");
+    CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_E_FORMAT);
+    CHECK_TEXT(status.name, "twice");
     mls_load_plan_fini(&f.plan);
-    REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 8, &st) == MLS_OK);
+    REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 8, &status) == MLS_OK);
     for (size_t i = 0; i < 3; i += 2) {
-        mls_wanted *w = add(&f, keys[i]);
-        REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
+        mls_wanted *w = add(keys[i]);
+        REQUIRE(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
     }
-    REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_OK);
+    REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_OK);
     const mls_stored_shard *last = f.plan.pieces[2].shard;
     mls_load_plan_place(&f.plan, 1, &memory, true);
     mls_load_plan_keep(&f.plan, 1, &used);
     CHECK(used == 1 && f.plan.pieces[0].shard == last);
     CHECK(f.plan.pieces[0].data == &memory);
-    fixture_end(&f);
 }
 
 TEST(a_file_of_another_length_is_found_before_memory_is_asked_for)
 {
     const mls_cutting none = {0};
     const char *file;
-    fixture f;
-    mls_status st;
-    REQUIRE(fixture_begin(&f));
-    mls_wanted *w = add(&f, "whole");
-    REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
+    mls_wanted *w = add("whole");
+    REQUIRE(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
     const char *path = f.index.files[f.merged.tensors[f.plan.last].facts->file].path;
     REQUIRE(set_length(path, 3));
-    CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_E_FORMAT);
+    CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_E_FORMAT);
     REQUIRE(file != NULL);
     CHECK_TEXT(file, path);
-    fixture_end(&f);
 }
 
 /* A megabyte of zeros with one nonzero byte: in zeroed memory, zeros are not written and
@@ -255,9 +230,9 @@ TEST(long_zeros_are_left_to_zeroed_memory)
 {
     const mls_cutting none = {0};
     const char *file;
-    fixture f = {.data = calloc(LARGE, 1)};
     mls_shards_written written;
-    mls_status st;
+    drop();
+    f = (fixture){.data = calloc(LARGE, 1)};
     REQUIRE(f.data != NULL);
     f.data[5] = 1;
     const mls_shard_item item = item_of("zeros", NULL, MLS_U8, 1, large, f.data);
@@ -265,11 +240,11 @@ TEST(long_zeros_are_left_to_zeroed_memory)
     job.sparse = true;
     f.index = write_all(&job, &written);
     const mls_index *index = &f.index;
-    REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &st) == MLS_OK);
-    REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 1, &st) == MLS_OK);
-    mls_wanted *w = add(&f, "zeros");
-    REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
-    REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &status) == MLS_OK);
+    REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 1, &status) == MLS_OK);
+    mls_wanted *w = add("zeros");
+    REQUIRE(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
+    REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_OK);
     CHECK(w->long_zeros && w->count == 2);
     mls_load_plan_foresee(&f.plan);
     for (size_t i = 0; i < w->count; i++) {
@@ -277,5 +252,4 @@ TEST(long_zeros_are_left_to_zeroed_memory)
     }
     mls_load_plan_place(&f.plan, 0, f.data, false); /* memory with other content */
     CHECK(f.plan.pieces[0].data == f.data && f.plan.pieces[1].data == f.data);
-    fixture_end(&f);
 }

@@ -1,17 +1,13 @@
 /* The indexes of all ranks as one list of tensors, and the reads that a part needs. */
 #include "checkpoint/ranks/merged_index.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdint.h>
 
 enum { RANKS = 4, MOST = 6, PAYLOAD = 4096 };
 
 static const size_t matrix[] = {8, 6}, hundred[] = {100};
-
-static mls_str text(const char *chars)
-{
-    return (mls_str){.data = chars, .length = strlen(chars)};
-}
 
 /* The shards that one rank stored, added in order. */
 typedef struct rank {
@@ -72,7 +68,11 @@ static mls_part part_of(mls_layout layout, int dims, const size_t *shape, size_t
 }
 
 /* Four ranks, each with a row part of "w"; "only.0" .. "only.3" are on one rank each. */
-static void four_ranks(rank *ranks, const mls_index **indexes)
+static rank ranks[RANKS];
+static const mls_index *indexes[RANKS];
+static mls_merged_index merged;
+
+BEFORE_EACH
 {
     static const char *const names[] = {"only.0", "only.1", "only.2", "only.3"};
     for (size_t i = 0; i < RANKS; i++) {
@@ -83,16 +83,16 @@ static void four_ranks(rank *ranks, const mls_index **indexes)
     }
 }
 
+AFTER_EACH
+{
+    mls_merged_index_fini(&merged);
+}
+
 TEST(parts_of_all_ranks_come_together)
 {
     static const char *const names[] = {"only.0", "only.1", "only.2", "only.3", "w"};
-    rank ranks[RANKS];
-    const mls_index *indexes[RANKS];
-    mls_merged_index merged;
-    mls_status st;
-    four_ranks(ranks, indexes);
     const mls_index *turned[RANKS] = {indexes[2], indexes[0], indexes[3], indexes[1]};
-    REQUIRE(mls_merged_index_init(&merged, turned, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, turned, RANKS, &status) == MLS_OK);
     REQUIRE(merged.tensor_count == 5 && merged.shard_count == 8);
     for (size_t i = 0; i < 5; i++) {
         const mls_tensor_id id = id_of(names[i]);
@@ -110,13 +110,8 @@ TEST(parts_of_all_ranks_come_together)
 
 TEST(what_is_not_there_is_not_found)
 {
-    rank ranks[RANKS];
-    const mls_index *indexes[RANKS];
-    mls_merged_index merged;
-    mls_status st;
     static const char *const absent[] = {"", "only", "only.4", "w.", "x"};
-    four_ranks(ranks, indexes);
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     for (size_t i = 0; i < sizeof absent / sizeof absent[0]; i++) {
         const mls_tensor_id id = id_of(absent[i]);
         CHECK(mls_merged_index_find(&merged, &id) == SIZE_MAX);
@@ -125,30 +120,25 @@ TEST(what_is_not_there_is_not_found)
     state.section = MLS_OPTIM_STATE;
     CHECK(mls_merged_index_find(&merged, &state) == SIZE_MAX);
     mls_merged_index_fini(&merged);
-    REQUIRE(mls_merged_index_init(&merged, NULL, 0, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, NULL, 0, &status) == MLS_OK);
     CHECK(merged.tensor_count == 0 && mls_merged_index_find(&merged, &state) == SIZE_MAX);
-    mls_merged_index_fini(&merged);
 }
 
 /* Replicated tensors: the first index in the list wins. */
 TEST(a_part_that_several_have_is_the_first_ranks)
 {
-    rank ranks[3];
     for (size_t i = 0; i < 3; i++) {
         ranks[i] = rank_of(i + 1);
         add(&ranks[i], "b", MLS_F32, 2, matrix, cut(1, 2), i == 2);
         add(&ranks[i], "w", MLS_U8, 1, hundred, (mls_layout){0}, 0);
+        indexes[i] = index_of(&ranks[i]);
     }
-    const mls_index *indexes[] = {index_of(&ranks[2]), index_of(&ranks[1]),
-                                  index_of(&ranks[0])};
-    mls_merged_index merged;
-    mls_status st;
-    REQUIRE(mls_merged_index_init(&merged, indexes, 3, &st) == MLS_OK);
+    const mls_index *turned[] = {indexes[2], indexes[1], indexes[0]};
+    REQUIRE(mls_merged_index_init(&merged, turned, 3, &status) == MLS_OK);
     REQUIRE(merged.tensor_count == 2 && merged.shard_count == 3);
     CHECK(merged.tensors[0].count == 2 && merged.tensors[1].count == 1);
     CHECK(merged.shards[0].index->rank == 1 && merged.shards[1].index->rank == 3);
     CHECK(merged.shards[2].index->rank == 1);
-    mls_merged_index_fini(&merged);
 }
 
 TEST(ranks_that_do_not_agree_are_refused)
@@ -159,54 +149,48 @@ TEST(ranks_that_do_not_agree_are_refused)
         add(&a, "w", MLS_F32, 2, matrix, cut(0, 2), 0);
         add(&b, "w", i == 0 ? MLS_I32 : MLS_F32, i == 1 ? 1 : 2, i == 2 ? other : matrix,
             i == 3 ? cut(0, 3) : cut(i == 4 ? MLS_LAYOUT_FLAT : 0, 2), 1);
-        const mls_index *indexes[] = {index_of(&a), index_of(&b)};
-        mls_merged_index merged = {.tensor_count = 77};
-        mls_status st;
-        CHECK(mls_merged_index_init(&merged, indexes, 2, &st) == MLS_E_FORMAT);
-        CHECK_TEXT(st.name, "w");
+        const mls_index *both[] = {index_of(&a), index_of(&b)};
+        merged = (mls_merged_index){.tensor_count = 77};
+        CHECK(mls_merged_index_init(&merged, both, 2, &status) == MLS_E_FORMAT);
+        CHECK_TEXT(status.name, "w");
         CHECK(merged.tensor_count == 77);
     }
+    merged = (mls_merged_index){0};
 }
 
 /* Two ranks share a file: their shards must fit into it, and both must describe the same
  * file. */
 TEST(a_file_of_several_ranks_is_one_file)
 {
-    rank ranks[2];
-    mls_status st;
     for (uint64_t claimed = 200; claimed >= 199; claimed--) {
         for (size_t i = 0; i < 2; i++) {
             ranks[i] = rank_of(i);
             add(&ranks[i], i == 0 ? "a" : "b", MLS_U8, 1, hundred, (mls_layout){0}, 0);
             snprintf(ranks[i].file.path, sizeof ranks[i].file.path, "params/x");
             ranks[i].file.bytes = claimed;
+            indexes[i] = index_of(&ranks[i]);
         }
-        const mls_index *indexes[] = {index_of(&ranks[0]), index_of(&ranks[1])};
-        mls_merged_index merged = {.tensor_count = 77};
-        CHECK(mls_merged_index_init(&merged, indexes, 2, &st) ==
+        merged = (mls_merged_index){.tensor_count = 77};
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &status) ==
               (claimed == 200 ? MLS_OK : MLS_E_FORMAT));
         CHECK(merged.tensor_count == (claimed == 200 ? 2U : 77U));
         if (claimed == 200) {
             mls_merged_index_fini(&merged);
         }
         ranks[1].file.header_crc = 1;
-        CHECK(mls_merged_index_init(&merged, indexes, 2, &st) == MLS_E_FORMAT);
-        CHECK(strstr(st.text, "params/x") != NULL);
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &status) == MLS_E_FORMAT);
+        CHECK(strstr(status.text, "params/x") != NULL);
         ranks[1].file.header_crc = 0;
         ranks[1].file.bytes = 4000;
-        CHECK(mls_merged_index_init(&merged, indexes, 2, &st) == MLS_E_FORMAT);
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &status) == MLS_E_FORMAT);
     }
+    merged = (mls_merged_index){0};
 }
 
 TEST(only_what_has_something_of_a_part_is_read)
 {
-    rank ranks[RANKS];
-    const mls_index *indexes[RANKS];
-    mls_merged_index merged;
-    mls_status st;
     unsigned char place[1];
-    four_ranks(ranks, indexes);
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     static const size_t counts[] = {2, 2, 1}; /* rows 0 .. 3, 3 .. 6, 6 .. 8 of 2 each */
     for (size_t i = 0; i < 3; i++) {
         const mls_part to = part_of(cut(0, 3), 2, matrix, i);
@@ -216,7 +200,7 @@ TEST(only_what_has_something_of_a_part_is_read)
         size_t count = 77;
         CHECK(mls_merged_index_pieces(&merged, &merged.tensors[4], &to, place,
                                       &(mls_read_scratch){stored, parts, pieces}, &count,
-                                      &st) == MLS_OK);
+                                      &status) == MLS_OK);
         REQUIRE(count == counts[i]);
         for (size_t j = 0; j < count; j++) {
             const mls_stored_shard *shard = pieces[j].shard;
@@ -232,49 +216,42 @@ TEST(only_what_has_something_of_a_part_is_read)
     const mls_part none = part_of(cut(0, 9), 2, matrix, 8);
     size_t count = 77;
     CHECK(mls_merged_index_pieces(&merged, &merged.tensors[4], &none, place,
-                                  &(mls_read_scratch){0}, &count, &st) == MLS_OK);
+                                  &(mls_read_scratch){0}, &count, &status) == MLS_OK);
     CHECK(count == 0);
-    mls_merged_index_fini(&merged);
 }
 
 TEST(a_part_that_nobody_has_is_missed_where_it_is_wanted)
 {
-    rank ranks[RANKS];
-    const mls_index *indexes[RANKS];
-    mls_merged_index merged;
-    mls_status st;
     mls_stored_shard stored[RANKS];
     mls_part parts[RANKS];
     mls_read_range pieces[RANKS];
     size_t count;
-    four_ranks(ranks, indexes);
     indexes[1] = indexes[3]; /* rows 2 .. 4 are missing */
-    REQUIRE(mls_merged_index_init(&merged, indexes, 3, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 3, &status) == MLS_OK);
     const mls_tensor_id id = id_of("w");
     const mls_merged_index_tensor *w =
         &merged.tensors[mls_merged_index_find(&merged, &id)];
     const mls_part whole = part_of((mls_layout){0}, 2, matrix, 0);
     CHECK(mls_merged_index_pieces(&merged, w, &whole, NULL,
                                   &(mls_read_scratch){stored, parts, pieces}, &count,
-                                  &st) == MLS_E_FORMAT);
-    CHECK_TEXT(st.name, "w");
-    CHECK(strstr(st.text, "3 of its 4 parts") != NULL);
-    CHECK(strstr(st.text, "36 of the 48 requested elements") != NULL);
+                                  &status) == MLS_E_FORMAT);
+    CHECK_TEXT(status.name, "w");
+    CHECK(strstr(status.text, "3 of its 4 parts") != NULL);
+    CHECK(strstr(status.text, "36 of the 48 requested elements") != NULL);
     const mls_part half = part_of(cut(0, 2), 2, matrix, 1);
     CHECK(mls_merged_index_pieces(&merged, w, &half, NULL,
                                   &(mls_read_scratch){stored, parts, pieces}, &count,
-                                  &st) == MLS_OK);
+                                  &status) == MLS_OK);
     CHECK(count == 2 && stored[0].part != &half);
     const mls_part row = part_of(cut(0, 4), 2, matrix, 0);
     CHECK(mls_merged_index_pieces(&merged, w, &row, NULL,
                                   &(mls_read_scratch){stored, NULL, pieces}, &count,
-                                  &st) == MLS_OK);
+                                  &status) == MLS_OK);
     CHECK(count == 1 && stored[0].part == &row); /* a plain shard needs no room */
     const mls_part column = part_of(cut(1, 6), 2, matrix, 3);
     CHECK(mls_merged_index_pieces(&merged, w, &column, NULL,
                                   &(mls_read_scratch){stored, parts, pieces}, &count,
-                                  &st) == MLS_E_FORMAT);
-    mls_merged_index_fini(&merged);
+                                  &status) == MLS_E_FORMAT);
 }
 
 /* The work does not grow with the number of parts. */
@@ -283,33 +260,25 @@ TEST(any_number_of_parts_may_be_claimed)
     rank r = rank_of(0);
     add(&r, "w", MLS_U8, 1, hundred, cut(0, 1000000000), 7);
     const mls_index *index = index_of(&r);
-    mls_merged_index merged;
-    mls_status st;
     mls_stored_shard stored;
     mls_part parts[1];
     mls_read_range piece;
     size_t count;
-    REQUIRE(mls_merged_index_init(&merged, &index, 1, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, &index, 1, &status) == MLS_OK);
     const mls_part seventh = part_of(cut(0, 100), 1, hundred, 7);
     const mls_part eighth = part_of(cut(0, 100), 1, hundred, 8);
     CHECK(mls_merged_index_pieces(&merged, merged.tensors, &seventh, NULL,
                                   &(mls_read_scratch){&stored, parts, &piece}, &count,
-                                  &st) == MLS_OK);
+                                  &status) == MLS_OK);
     CHECK(count == 1);
     CHECK(mls_merged_index_pieces(&merged, merged.tensors, &eighth, NULL,
                                   &(mls_read_scratch){&stored, parts, &piece}, &count,
-                                  &st) == MLS_E_FORMAT);
-    mls_merged_index_fini(&merged);
+                                  &status) == MLS_E_FORMAT);
 }
 
 TEST(what_lies_in_one_run_needs_no_copy)
 {
-    rank ranks[RANKS];
-    const mls_index *indexes[RANKS];
-    mls_merged_index merged;
-    mls_status st;
-    four_ranks(ranks, indexes);
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     const mls_merged_index_tensor *w = &merged.tensors[4];
     for (size_t row = 0; row < 8; row++) {
         const mls_part to = part_of(cut(0, 8), 2, matrix, row);
@@ -327,28 +296,22 @@ TEST(what_lies_in_one_run_needs_no_copy)
     CHECK(mls_merged_index_run(&merged, w, &two, &offset) == NULL);
     CHECK(mls_merged_index_run(&merged, w, &column, &offset) == NULL);
     CHECK(mls_merged_index_run(&merged, w, &none, &offset) == NULL);
-    mls_merged_index_fini(&merged);
 }
 
 /* Part 0 of w, rows 0 and 1: the first half of row 0 in an old layer, then its second
  * sixth in a new one; nothing else. */
 TEST(layers_are_read_where_they_show_something)
 {
-    rank ranks[RANKS];
-    const mls_index *indexes[RANKS];
-    mls_merged_index merged;
-    mls_status st;
     const mls_row_range old = {0, 3, 0}, new = {1, 1, 0};
     mls_layer list[] = {
         {.offset = 8, .bytes = 12, .row = 1, .runs = &old, .run_count = 1},
         {.offset = 20, .bytes = 4, .row = 1, .runs = &new, .run_count = 1}};
     mls_layers layers = {.list = list, .count = 2};
     mls_row_range room[5];
-    four_ranks(ranks, indexes);
     CHECK(mls_layers_room(&layers) == 5);
     CHECK(mls_layers_resolve(&layers, 12, room) == 4);
     ranks[0].shards[1].layers = &layers;
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     const mls_merged_index_tensor *w = &merged.tensors[4];
     REQUIRE(w->places == 6); /* three plain ones, two layers, zeros */
     static const struct {
@@ -367,7 +330,7 @@ TEST(layers_are_read_where_they_show_something)
         size_t count = 0;
         CHECK(mls_merged_index_pieces(&merged, w, &to, NULL,
                                       &(mls_read_scratch){stored, parts, pieces}, &count,
-                                      &st) == MLS_OK);
+                                      &status) == MLS_OK);
         REQUIRE(count == cases[i].pieces + 3);
         for (size_t j = 0; j < cases[i].pieces; j++) {
             const bool zeros = j == cases[i].pieces - 1;
@@ -380,22 +343,15 @@ TEST(layers_are_read_where_they_show_something)
     uint64_t offset;
     const mls_part row = part_of(cut(0, 8), 2, matrix, 0);
     CHECK(mls_merged_index_run(&merged, w, &row, &offset) == NULL);
-    mls_merged_index_fini(&merged);
 }
 
 TEST(a_part_that_is_not_stored_has_no_run)
 {
-    rank ranks[RANKS];
-    const mls_index *indexes[RANKS];
-    mls_merged_index merged;
-    mls_status st;
     uint64_t offset;
-    four_ranks(ranks, indexes);
-    REQUIRE(mls_merged_index_init(&merged, indexes, 2, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 2, &status) == MLS_OK);
     const mls_part last = part_of(cut(0, 4), 2, matrix, 3);
     const mls_part middle =
         part_of(cut(0, 3), 2, matrix, 1); /* starts within a stored part */
     CHECK(mls_merged_index_run(&merged, &merged.tensors[2], &last, &offset) == NULL);
     CHECK(mls_merged_index_run(&merged, &merged.tensors[2], &middle, &offset) == NULL);
-    mls_merged_index_fini(&merged);
 }

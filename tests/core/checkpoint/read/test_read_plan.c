@@ -34,9 +34,8 @@ TEST(a_large_shard_is_cut_at_blocks_and_all_of_it_is_read)
     const mls_stored_shard shard = shard_of("a", 100, bytes);
     const mls_read_range piece = piece_of(&shard);
     mls_read_plan plan = {0};
-    mls_status st;
     size_t planned = 0, from = 0;
-    REQUIRE(mls_read_plan_make(&plan, &piece, 1, &planned, &st) == MLS_OK);
+    REQUIRE(mls_read_plan_make(&plan, &piece, 1, &planned, &status) == MLS_OK);
     CHECK(planned == 1 && plan.count > 1 && plan.task_count > 1);
     for (size_t i = 0; i < plan.count; i++) {
         const mls_read_span *s = plan.order[i];
@@ -54,13 +53,12 @@ TEST(small_shards_share_a_task_in_the_order_of_their_files)
     mls_stored_shard shards[FEW];
     mls_read_range pieces[FEW];
     mls_read_plan plan = {0};
-    mls_status st;
     size_t planned = 0;
     for (size_t i = 0; i < FEW; i++) {
         shards[i] = shard_of(i % 2 == 0 ? "b" : "a", offsets[i], 100);
         pieces[i] = piece_of(&shards[i]);
     }
-    REQUIRE(mls_read_plan_make(&plan, pieces, FEW, &planned, &st) == MLS_OK);
+    REQUIRE(mls_read_plan_make(&plan, pieces, FEW, &planned, &status) == MLS_OK);
     CHECK(planned == FEW && plan.count == FEW && plan.task_count == 1);
     for (size_t i = 0; i < FEW; i++) {
         CHECK_TEXT(plan.order[i]->file, i < 3 ? "a" : "b");
@@ -78,13 +76,12 @@ TEST(files_are_read_in_the_order_in_which_they_are_wanted)
     mls_stored_shard shards[FEW];
     mls_read_range pieces[FEW];
     mls_read_plan plan = {0};
-    mls_status st;
     size_t planned = 0;
     for (size_t i = 0; i < FEW; i++) {
         shards[i] = shard_of(files[i], i % 2 * 100, 100);
         pieces[i] = piece_of(&shards[i]);
     }
-    REQUIRE(mls_read_plan_make(&plan, pieces, FEW, &planned, &st) == MLS_OK);
+    REQUIRE(mls_read_plan_make(&plan, pieces, FEW, &planned, &status) == MLS_OK);
     for (size_t i = 0; i < FEW; i++) {
         CHECK(plan.order[i] == &plan.spans[i]);
     }
@@ -96,11 +93,10 @@ TEST(zeros_that_are_there_already_are_one_span_however_long)
     const mls_stored_shard shard = shard_of(NULL, 0, 100 * (size_t)BLOCK);
     mls_read_range piece = piece_of(&shard);
     mls_read_plan zeros = {0}, filled = {0};
-    mls_status st;
     size_t planned = 0;
-    REQUIRE(mls_read_plan_make(&filled, &piece, 1, &planned, &st) == MLS_OK);
+    REQUIRE(mls_read_plan_make(&filled, &piece, 1, &planned, &status) == MLS_OK);
     piece.data = NULL;
-    REQUIRE(mls_read_plan_make(&zeros, &piece, 1, &planned, &st) == MLS_OK);
+    REQUIRE(mls_read_plan_make(&zeros, &piece, 1, &planned, &status) == MLS_OK);
     CHECK(zeros.count == 1 && filled.count > 1 && zeros.cost < filled.cost);
     mls_read_plan_fini(&zeros);
     mls_read_plan_fini(&filled);
@@ -112,12 +108,11 @@ TEST(pieces_in_front_of_a_bad_record_are_planned)
     bad.offset++;
     const mls_read_range pieces[] = {piece_of(&good), piece_of(&bad), piece_of(&good)};
     mls_read_plan plan = {0};
-    mls_status st;
     size_t planned = 0;
-    CHECK(mls_read_plan_make(&plan, pieces, 3, &planned, &st) == MLS_E_FORMAT);
+    CHECK(mls_read_plan_make(&plan, pieces, 3, &planned, &status) == MLS_E_FORMAT);
     CHECK(planned == 1 && plan.count == 1 && plan.task_count == 1);
-    CHECK_TEXT(st.name, "weight");
-    CHECK_TEXT(st.expected, "at most 100 bytes");
+    CHECK_TEXT(status.name, "weight");
+    CHECK_TEXT(status.expected, "at most 100 bytes");
     mls_read_plan_fini(&plan);
 }
 
@@ -130,9 +125,8 @@ TEST(tasks_along_a_file_are_a_queue)
     const mls_read_range pieces[] = {piece_of(shards), piece_of(shards + 1),
                                      piece_of(shards + 2)};
     mls_read_plan plan = {0};
-    mls_status st;
     size_t planned = 0, longest = 0;
-    REQUIRE(mls_read_plan_make(&plan, pieces, 3, &planned, &st) == MLS_OK);
+    REQUIRE(mls_read_plan_make(&plan, pieces, 3, &planned, &status) == MLS_OK);
     CHECK(plan.queue_count > 2 && plan.queue_count < plan.task_count);
     CHECK(plan.queues[0] == 0 && plan.queues[plan.queue_count] == plan.task_count);
     for (size_t i = 0; i < plan.queue_count; i++) {
@@ -151,9 +145,8 @@ TEST(tasks_along_a_file_are_a_queue)
 TEST(nothing_makes_no_task)
 {
     mls_read_plan plan = {0};
-    mls_status st;
     size_t planned = 9;
-    CHECK(mls_read_plan_make(&plan, NULL, 0, &planned, &st) == MLS_OK);
+    CHECK(mls_read_plan_make(&plan, NULL, 0, &planned, &status) == MLS_OK);
     CHECK(planned == 0 && plan.count == 0 && plan.task_count == 0);
     CHECK(plan.queue_count == 0);
     mls_read_plan_fini(&plan);

@@ -1,8 +1,7 @@
 /* Parts of shards, read from files: stored in one layout, requested in another. */
 #include "checkpoint/read/shard_read.h"
 #include "safetensors/safetensors.h"
-#include "support/random_bytes.h"
-#include "support/runner.h"
+#include "support/shards.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -18,8 +17,6 @@ enum {
     PARTS = 16,    /* at most, in its layouts */
     PAYLOAD = 4096
 };
-
-static const mls_crc_kernels *crc; /* the machine's fastest */
 
 /* ---- pread and preadv, which misbehave on request ---- */
 
@@ -62,53 +59,13 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset)
     return preadv(fd, &place, 1, offset);
 }
 
-/* ---- a folder with shards ---- */
-
-static char folder_path[120];
-static int folder = -1;
-
-BEFORE_ALL
-{
-    const char *base = getenv("TMPDIR");
-    mls_cpu cpu;
-    mls_status st;
-    REQUIRE(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
-    crc = mls_crc_of(cpu);
-    snprintf(folder_path, sizeof folder_path, "%s/mlstate-shards-XXXXXX",
-             base ? base : "/tmp");
-    REQUIRE(mkdtemp(folder_path) != NULL);
-    folder = open(folder_path, O_RDONLY | O_DIRECTORY);
-    REQUIRE(folder >= 0);
-}
-
-AFTER_ALL
-{
-    close(folder);
-    rmdir(folder_path);
-}
-
-/* Bytes that do not repeat soon. */
-static unsigned char *noise(size_t bytes)
-{
-    unsigned char *data = malloc(bytes + 1);
-    if (data != NULL) {
-        fill_random(data, bytes, 0x9E3779B97F4A7C15U);
-    }
-    return data;
-}
+/* ---- shards, each with a file in the pool ---- */
 
 /* Write `bytes` bytes into a file at `offset`; creates the file if necessary. */
 static bool put(const char *file, const void *data, size_t bytes, uint64_t offset)
 {
-    const int fd = openat(folder, file, O_WRONLY | O_CREAT, 0600);
+    const int fd = openat(pool_fd, file, O_WRONLY | O_CREAT, 0600);
     const bool good = fd >= 0 && pwrite(fd, data, bytes, (off_t)offset) == (ssize_t)bytes;
-    return (fd < 0 || close(fd) == 0) && good;
-}
-
-static bool set_length(const char *file, uint64_t bytes)
-{
-    const int fd = openat(folder, file, O_WRONLY);
-    const bool good = fd >= 0 && ftruncate(fd, (off_t)bytes) == 0;
     return (fd < 0 || close(fd) == 0) && good;
 }
 
@@ -121,11 +78,6 @@ static uint32_t *checksums(const unsigned char *data, size_t bytes)
         crcs[i] = crc->update(0, data + i * BLOCK, left < BLOCK ? left : BLOCK);
     }
     return crcs;
-}
-
-static mls_str name_of(const char *name)
-{
-    return (mls_str){.data = name, .length = strlen(name)};
 }
 
 static mls_part flat_part(size_t total, size_t begin, size_t end)
@@ -144,7 +96,7 @@ static mls_stored_shard store(const char *file, const unsigned char *data, size_
                                     .item_bytes = 1,
                                     .part = part,
                                     .crcs = checksums(data, bytes),
-                                    .name = name_of("weight")};
+                                    .name = text("weight")};
     if (part != NULL) {
         *part = flat_part(bytes, 0, bytes);
     }
@@ -154,7 +106,7 @@ static mls_stored_shard store(const char *file, const unsigned char *data, size_
 
 static void drop(mls_stored_shard *shard)
 {
-    (void)unlinkat(folder, shard->file, 0);
+    (void)unlinkat(pool_fd, shard->file, 0);
     free((void *)(uintptr_t)shard->crcs);
     free((void *)(uintptr_t)shard->part);
 }
@@ -165,7 +117,7 @@ static mls_read_request request_of(const mls_read_range *pieces, size_t count,
                                    mls_pool *pool)
 {
     return (mls_read_request){
-        .folder = folder, .pieces = pieces, .count = count, .crc = crc, .pool = pool};
+        .folder = pool_fd, .pieces = pieces, .count = count, .crc = crc, .pool = pool};
 }
 
 /* Read one piece on the calling thread only. */
@@ -174,12 +126,12 @@ static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void
 {
     const mls_read_range piece = {.shard = shard, .to = to, .data = data};
     size_t failed = 99;
-    const int before = dup(folder);
+    const int before = dup(pool_fd);
     mls_read_request request = request_of(&piece, 1, NULL);
     request.crc = verify ? crc : NULL;
     const mls_code code = mls_shards_read(&request, &failed, st);
     CHECK(failed == (code == MLS_OK ? 99U : 0U));
-    const int after = dup(folder);
+    const int after = dup(pool_fd);
     CHECK(after == before + 1); /* no descriptor stayed open */
     close(before);
     close(after);
@@ -228,7 +180,7 @@ static size_t pack(const mls_part *part, const unsigned char *tensor, size_t ite
     return kept;
 }
 
-/* A tensor all parts of which are stored, in two files. */
+/* A tensor with all its parts stored, in two files. */
 typedef struct stored_tensor {
     size_t item, count;
     unsigned char *bytes;
@@ -250,7 +202,7 @@ static void store_parts(stored_tensor *t, const mls_layout *layout)
         *s = (mls_stored_shard){.file = files[i % 2],
                                 .offset = ends[i % 2],
                                 .item_bytes = t->item,
-                                .name = name_of("w")};
+                                .name = text("w")};
         mls_part *part = malloc(sizeof *part);
         REQUIRE(part != NULL);
         CHECK(mls_layout_part(layout, 3, shape, i, part, &st) == MLS_OK);
@@ -347,9 +299,8 @@ TEST(slow_copies_take_the_way_through_a_buffer)
     notes_place = true;
     for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
         unsigned char *place = page + cases[i / 2].ahead;
-        mls_status st;
         memset(place, 0, BYTES);
-        CHECK(read_one(&shard, shard.part, place, i % 2 == 0, &st) == MLS_OK);
+        CHECK(read_one(&shard, shard.part, place, i % 2 == 0, &status) == MLS_OK);
         CHECK(memcmp(place, data, BYTES) == 0);
         CHECK((last_place - (uintptr_t)place < BYTES) == cases[i / 2].straight);
     }
@@ -380,24 +331,23 @@ TEST(columns_of_a_large_matrix_are_gathered)
     const size_t matrix[] = {1500, 4096};
     const size_t bytes = matrix[0] * matrix[1];
     unsigned char *data = noise(bytes), *got = malloc(bytes);
-    mls_status st;
-    mls_pool *pool = NULL;
-    REQUIRE(data != NULL && got != NULL && mls_pool_new(4, &pool, &st) == MLS_OK);
+    REQUIRE(data != NULL && got != NULL);
     mls_stored_shard shard = store("matrix", data, bytes);
     const mls_layout whole = {0};
     mls_part all;
-    CHECK(mls_layout_part(&whole, 2, matrix, 0, &all, &st) == MLS_OK);
+    CHECK(mls_layout_part(&whole, 2, matrix, 0, &all, &status) == MLS_OK);
     *(mls_part *)(uintptr_t)shard.part = all;
     for (size_t i = 0; i < 6; i++) {
         const mls_layout columns = {.count = 1, .steps = {{1, cuts[i / 2]}}};
         const size_t width = matrix[1] / cuts[i / 2], start = width * (cuts[i / 2] - 1);
         mls_part to;
         size_t failed, wrong = 0;
-        CHECK(mls_layout_part(&columns, 2, matrix, cuts[i / 2] - 1, &to, &st) == MLS_OK);
+        CHECK(mls_layout_part(&columns, 2, matrix, cuts[i / 2] - 1, &to, &status) ==
+              MLS_OK);
         const mls_read_range piece = {.shard = &shard, .to = &to, .data = got};
-        mls_read_request request = request_of(&piece, 1, pool);
+        mls_read_request request = request_of(&piece, 1, four_threads);
         request.crc = i % 2 == 0 ? crc : NULL;
-        CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
         for (size_t row = 0; row < matrix[0]; row++) {
             wrong += memcmp(got + row * width, data + row * matrix[1] + start, width) != 0
                          ? 1
@@ -405,26 +355,12 @@ TEST(columns_of_a_large_matrix_are_gathered)
         }
         CHECK(wrong == 0);
     }
-    mls_pool_free(pool);
     drop(&shard);
     free(data);
     free(got);
 }
 
 /* ---- many small pieces ---- */
-
-/* The state of a progress callback. */
-typedef struct watcher {
-    atomic_ullong bytes;
-    atomic_int calls, allowed; /* the callback returns false after this many calls */
-} watcher;
-
-static bool watch(void *context, uint64_t bytes)
-{
-    watcher *w = context;
-    atomic_fetch_add(&w->bytes, bytes);
-    return atomic_fetch_add(&w->calls, 1) + 1 < atomic_load(&w->allowed);
-}
 
 enum { SMALL = 1200, SMALL_BYTES = 6000 };
 
@@ -434,16 +370,14 @@ typedef struct crowd {
     mls_part part; /* of each small shard */
     mls_read_range pieces[SMALL];
     unsigned char *data, *got;
-    mls_pool *pool;
 } crowd;
 
 static crowd *crowd_new(void)
 {
     static const char *const files[] = {"segment-a", "segment-b", "segment-c"};
     const size_t each = (size_t)(SMALL / 3) * SMALL_BYTES;
-    mls_status st;
     crowd *c = calloc(1, sizeof *c);
-    CHECK(c != NULL && mls_pool_new(4, &c->pool, &st) == MLS_OK);
+    CHECK(c != NULL);
     c->data = noise(3 * each);
     c->got = calloc(3, each);
     c->part = flat_part(SMALL_BYTES, 0, SMALL_BYTES);
@@ -472,7 +406,6 @@ static void crowd_free(crowd *c)
     for (size_t i = 0; i < 3; i++) {
         drop(&c->segments[i]);
     }
-    mls_pool_free(c->pool);
     free(c->data);
     free(c->got);
     free(c);
@@ -481,7 +414,6 @@ static void crowd_free(crowd *c)
 TEST(many_small_pieces_share_few_files)
 {
     crowd *c = crowd_new();
-    mls_status st;
     size_t failed;
     for (int i = 0; i < 4; i++) {
         const bool verify = i % 2 == 1;
@@ -490,10 +422,10 @@ TEST(many_small_pieces_share_few_files)
         memset(c->got, 0, SMALL * SMALL_BYTES);
         short_reads = i < 2 ? 0 : SMALL_BYTES / 2; /* then one by one */
         atomic_store(&calls, 0);
-        mls_read_request request = request_of(c->pieces, SMALL, c->pool);
+        mls_read_request request = request_of(c->pieces, SMALL, four_threads);
         request.crc = verify ? crc : NULL;
         request.progress = &progress;
-        CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
         CHECK(memcmp(c->got, c->data, SMALL * SMALL_BYTES) == 0);
         CHECK(atomic_load(&seen.bytes) == SMALL * SMALL_BYTES);
         CHECK(atomic_load(&seen.calls) < 50); /* not one for each piece */
@@ -506,7 +438,6 @@ TEST(many_small_pieces_share_few_files)
 TEST(the_first_damaged_piece_is_reported)
 {
     crowd *c = crowd_new();
-    mls_status st;
     for (size_t round = 0; round < 5; round++) {
         size_t failed = SMALL;
         for (size_t i = 900; i > 300; i -= 100 + round) {
@@ -517,10 +448,10 @@ TEST(the_first_damaged_piece_is_reported)
                c->shards[first].crcs[0]) {
             first++;
         }
-        mls_read_request request = request_of(c->pieces, SMALL, c->pool);
-        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_CHECKSUM);
-        CHECK(failed == first && st.has_offset);
-        CHECK(st.offset == c->shards[first].offset);
+        mls_read_request request = request_of(c->pieces, SMALL, four_threads);
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_CHECKSUM);
+        CHECK(failed == first && status.has_offset);
+        CHECK(status.offset == c->shards[first].offset);
     }
     crowd_free(c);
 }
@@ -528,17 +459,16 @@ TEST(the_first_damaged_piece_is_reported)
 TEST(progress_stops_the_work)
 {
     crowd *c = crowd_new();
-    mls_status st;
     for (int allowed = 1; allowed <= 3; allowed++) {
         watcher seen = {.allowed = allowed};
         const mls_progress progress = {.report = watch, .context = &seen};
         size_t failed = SMALL;
         mls_read_request request =
-            request_of(c->pieces, SMALL, allowed < 3 ? NULL : c->pool);
+            request_of(c->pieces, SMALL, allowed < 3 ? NULL : four_threads);
         request.progress = &progress;
-        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_STOPPED);
-        CHECK(st.code == MLS_E_STOPPED && failed < SMALL);
-        CHECK_TEXT(st.name, "weight");
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_STOPPED);
+        CHECK(status.code == MLS_E_STOPPED && failed < SMALL);
+        CHECK_TEXT(status.name, "weight");
         CHECK(atomic_load(&seen.calls) < allowed + 4);
         CHECK(allowed >= 3 || atomic_load(&seen.bytes) < SMALL * SMALL_BYTES);
     }
@@ -591,16 +521,16 @@ TEST(places_may_be_made_while_others_are_read_to)
 {
     static place_maker m;
     crowd *c = crowd_new();
-    mls_status st;
     size_t failed;
     for (int i = 0; i < 4; i++) {
         const mls_maker maker = {.make = make_places, .context = &m};
         const bool alone = i >= 2;
         m = (place_maker){.allowed = SMALL, .waits = i == 0};
         take_pieces(&m, c, i % 2 == 0);
-        mls_read_request request = request_of(m.pieces, SMALL, alone ? NULL : c->pool);
+        mls_read_request request =
+            request_of(m.pieces, SMALL, alone ? NULL : four_threads);
         request.maker = &maker;
-        CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
         CHECK(memcmp(c->got, c->data, SMALL * SMALL_BYTES) == 0);
         CHECK(!m.waits || m.early > 0);
         CHECK(!alone || m.early == 0);
@@ -612,22 +542,21 @@ TEST(places_that_cannot_be_made_stop_the_reading)
 {
     static place_maker m;
     crowd *c = crowd_new();
-    mls_status st;
     size_t failed;
     const mls_maker maker = {.make = make_places, .context = &m};
     for (size_t allowed = 0; allowed < SMALL; allowed += SMALL / 3) {
         m = (place_maker){.allowed = allowed};
         take_pieces(&m, c, true);
         mls_read_request request =
-            request_of(m.pieces, SMALL, allowed == 0 ? NULL : c->pool);
+            request_of(m.pieces, SMALL, allowed == 0 ? NULL : four_threads);
         request.maker = &maker;
-        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_STOPPED);
-        CHECK(st.code == MLS_E_STOPPED);
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_STOPPED);
+        CHECK(status.code == MLS_E_STOPPED);
     }
     m = (place_maker){.allowed = 0};
     mls_read_request request = request_of(NULL, 0, NULL);
     request.maker = &maker;
-    CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_STOPPED);
+    CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_STOPPED);
     crowd_free(c);
 }
 
@@ -638,7 +567,6 @@ TEST(damage_is_found_where_it_is)
     enum { BYTES = 3 * BLOCK + 5000 };
     static const size_t places[] = {0, BLOCK - 1, BLOCK, 2 * BLOCK + 77, BYTES - 1};
     unsigned char *data = noise(BYTES), *got = malloc(BYTES);
-    mls_status st;
     REQUIRE(data != NULL && got != NULL);
     mls_stored_shard shard = store("damaged", data, BYTES);
     for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
@@ -646,21 +574,22 @@ TEST(damage_is_found_where_it_is)
         const size_t end = start + BLOCK < BYTES ? start + BLOCK : BYTES;
         const unsigned char bad = data[places[i]] ^ 0x10U;
         CHECK(put(shard.file, &bad, 1, PAYLOAD + places[i]));
-        CHECK(read_one(&shard, shard.part, got, true, &st) == MLS_E_CHECKSUM);
-        CHECK(st.has_offset && st.offset == PAYLOAD + start);
-        CHECK_TEXT(st.name, "weight");
-        CHECK(strstr(st.text, "'damaged'") != NULL && st.expected[0] && st.got[0]);
-        CHECK(read_one(&shard, shard.part, got, false, &st) == MLS_OK);
+        CHECK(read_one(&shard, shard.part, got, true, &status) == MLS_E_CHECKSUM);
+        CHECK(status.has_offset && status.offset == PAYLOAD + start);
+        CHECK_TEXT(status.name, "weight");
+        CHECK(strstr(status.text, "'damaged'") != NULL && status.expected[0] &&
+              status.got[0]);
+        CHECK(read_one(&shard, shard.part, got, false, &status) == MLS_OK);
         CHECK(got[places[i]] == bad);
         /* another byte of the damaged block; then all bytes before and after the block */
         const size_t other = places[i] == start ? end - 1 : start;
         mls_part part = flat_part(BYTES, other, other + 1);
-        CHECK(read_one(&shard, &part, got, true, &st) == MLS_E_CHECKSUM);
+        CHECK(read_one(&shard, &part, got, true, &status) == MLS_E_CHECKSUM);
         part = flat_part(BYTES, 0, start);
-        CHECK(read_one(&shard, &part, got, true, &st) == MLS_OK);
+        CHECK(read_one(&shard, &part, got, true, &status) == MLS_OK);
         CHECK(memcmp(got, data, start) == 0);
         part = flat_part(BYTES, end, BYTES);
-        CHECK(read_one(&shard, &part, got, true, &st) == MLS_OK);
+        CHECK(read_one(&shard, &part, got, true, &status) == MLS_OK);
         CHECK(memcmp(got, data + end, BYTES - end) == 0);
         CHECK(put(shard.file, &data[places[i]], 1, PAYLOAD + places[i]));
     }
@@ -674,9 +603,7 @@ TEST(the_first_damaged_block_is_reported)
 {
     enum { BYTES = 17 * BLOCK };
     unsigned char *data = noise(BYTES), *got = malloc(BYTES);
-    mls_status st;
-    mls_pool *pool = NULL;
-    REQUIRE(data != NULL && got != NULL && mls_pool_new(4, &pool, &st) == MLS_OK);
+    REQUIRE(data != NULL && got != NULL);
     mls_stored_shard shard = store("damaged", data, BYTES);
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 3 * BLOCK));
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 4 * BLOCK));
@@ -684,11 +611,10 @@ TEST(the_first_damaged_block_is_reported)
     const mls_read_range pieces[] = {{.shard = &shard, .to = shard.part, .data = got}};
     for (int i = 0; i < 5; i++) {
         size_t failed = 99;
-        mls_read_request request = request_of(pieces, 1, pool);
-        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_CHECKSUM);
-        CHECK(failed == 0 && st.offset == PAYLOAD + 3 * BLOCK);
+        mls_read_request request = request_of(pieces, 1, four_threads);
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_CHECKSUM);
+        CHECK(failed == 0 && status.offset == PAYLOAD + 3 * BLOCK);
     }
-    mls_pool_free(pool);
     drop(&shard);
     free(data);
     free(got);
@@ -699,26 +625,24 @@ TEST(the_first_damaged_block_is_reported)
 TEST(a_file_that_is_gone_is_an_error_of_the_system)
 {
     unsigned char data[100] = {1}, got[100];
-    mls_status st;
     mls_stored_shard shard = store("gone", data, sizeof data);
-    CHECK(unlinkat(folder, "gone", 0) == 0);
-    CHECK(read_one(&shard, shard.part, got, true, &st) == MLS_E_IO);
-    CHECK(st.os_error == ENOENT && strstr(st.text, "'gone'") != NULL);
-    CHECK_TEXT(st.name, "weight");
+    CHECK(unlinkat(pool_fd, "gone", 0) == 0);
+    CHECK(read_one(&shard, shard.part, got, true, &status) == MLS_E_IO);
+    CHECK(status.os_error == ENOENT && strstr(status.text, "'gone'") != NULL);
+    CHECK_TEXT(status.name, "weight");
     drop(&shard);
 }
 
 TEST(another_length_than_recorded_is_refused)
 {
     unsigned char data[100] = {1}, got[100];
-    mls_status st;
     mls_stored_shard shard = store("length", data, sizeof data);
     for (uint64_t bytes = PAYLOAD + 99; bytes <= PAYLOAD + 101; bytes += 2) {
         CHECK(set_length("length", bytes));
-        CHECK(read_one(&shard, shard.part, got, false, &st) == MLS_E_FORMAT);
-        CHECK_TEXT(st.expected, "4196 bytes");
-        CHECK_TEXT(st.got, bytes < PAYLOAD + 100 ? "4195 bytes" : "4197 bytes");
-        CHECK_TEXT(st.name, "weight");
+        CHECK(read_one(&shard, shard.part, got, false, &status) == MLS_E_FORMAT);
+        CHECK_TEXT(status.expected, "4196 bytes");
+        CHECK_TEXT(status.got, bytes < PAYLOAD + 100 ? "4195 bytes" : "4197 bytes");
+        CHECK_TEXT(status.name, "weight");
     }
     drop(&shard);
 }
@@ -726,18 +650,17 @@ TEST(another_length_than_recorded_is_refused)
 TEST(only_regular_files_are_read)
 {
     unsigned char data[100] = {1}, got[100];
-    mls_status st;
     mls_stored_shard shard = store("real", data, sizeof data);
-    CHECK(mkfifoat(folder, "fifo", 0600) == 0 && mkdirat(folder, "inner", 0700) == 0);
-    CHECK(symlinkat("real", folder, "link") == 0);
-    CHECK(symlinkat("nowhere", folder, "dangling") == 0);
+    CHECK(mkfifoat(pool_fd, "fifo", 0600) == 0 && mkdirat(pool_fd, "inner", 0700) == 0);
+    CHECK(symlinkat("real", pool_fd, "link") == 0);
+    CHECK(symlinkat("nowhere", pool_fd, "dangling") == 0);
     static const char *const files[] = {"fifo", "inner", "link", "dangling"};
     for (size_t i = 0; i < 4; i++) {
         mls_stored_shard other = shard;
         other.file = files[i];
-        CHECK(read_one(&other, shard.part, got, true, &st) == MLS_E_FORMAT);
-        CHECK_TEXT(st.expected, "a regular file");
-        CHECK(unlinkat(folder, files[i], i == 1 ? AT_REMOVEDIR : 0) == 0);
+        CHECK(read_one(&other, shard.part, got, true, &status) == MLS_E_FORMAT);
+        CHECK_TEXT(status.expected, "a regular file");
+        CHECK(unlinkat(pool_fd, files[i], i == 1 ? AT_REMOVEDIR : 0) == 0);
     }
     drop(&shard);
 }
@@ -745,27 +668,26 @@ TEST(only_regular_files_are_read)
 TEST(records_that_point_beyond_the_file_are_refused)
 {
     unsigned char data[100] = {1}, got[300];
-    mls_status st;
     size_t failed = 99;
     mls_stored_shard shard = store("real", data, sizeof data), liar = shard;
     liar.offset++;
-    CHECK(read_one(&liar, liar.part, got, false, &st) == MLS_E_FORMAT);
-    CHECK_TEXT(st.name, "weight");
+    CHECK(read_one(&liar, liar.part, got, false, &status) == MLS_E_FORMAT);
+    CHECK_TEXT(status.name, "weight");
     liar.offset = UINT64_MAX - 50;
-    CHECK(read_one(&liar, liar.part, got, true, &st) == MLS_E_FORMAT);
+    CHECK(read_one(&liar, liar.part, got, true, &status) == MLS_E_FORMAT);
     liar.offset = PAYLOAD;
     liar.item_bytes = SIZE_MAX / 50;
-    CHECK(read_one(&liar, liar.part, got, true, &st) == MLS_E_FORMAT);
+    CHECK(read_one(&liar, liar.part, got, true, &status) == MLS_E_FORMAT);
     /* the error is about the damaged piece before it */
     const mls_read_range pieces[] = {
         {.shard = &shard, .to = shard.part, .data = got},
         {.shard = &shard, .to = shard.part, .data = got + 100},
         {.shard = &liar, .to = shard.part, .data = got + 200}};
     mls_read_request request = request_of(pieces, 3, NULL);
-    CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_FORMAT);
+    CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_FORMAT);
     CHECK(failed == 2 && got[0] == 1);
     CHECK(put("real", "x", 1, PAYLOAD));
-    CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_CHECKSUM);
+    CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_CHECKSUM);
     CHECK(failed == 0);
     drop(&shard);
 }
@@ -774,16 +696,15 @@ TEST(a_file_that_is_cut_off_meanwhile_is_noticed)
 {
     enum { BYTES = 3 * BLOCK };
     unsigned char *data = noise(BYTES), *got = malloc(BYTES);
-    mls_status st;
     REQUIRE(data != NULL && got != NULL);
     for (int verify = 0; verify < 2; verify++) {
         mls_stored_shard shard = store("shrinking", data, BYTES);
-        snprintf(cut_file, sizeof cut_file, "%s/shrinking", folder_path);
+        snprintf(cut_file, sizeof cut_file, "%s/shrinking", pool_path);
         /* before the first read, or between the reads of two blocks */
         atomic_store(&cut_after, verify);
-        CHECK(read_one(&shard, shard.part, got, verify, &st) == MLS_E_FORMAT);
-        CHECK(st.has_offset && strstr(st.text, "shorter") != NULL);
-        CHECK_TEXT(st.name, "weight");
+        CHECK(read_one(&shard, shard.part, got, verify, &status) == MLS_E_FORMAT);
+        CHECK(status.has_offset && strstr(status.text, "shorter") != NULL);
+        CHECK_TEXT(status.name, "weight");
         atomic_store(&cut_after, -1);
         drop(&shard);
     }
@@ -796,7 +717,6 @@ TEST(a_file_that_is_cut_off_meanwhile_is_noticed)
 TEST(nothing_in_common_opens_no_file)
 {
     unsigned char got[4];
-    mls_status st;
     size_t failed = 99;
     watcher seen = {.allowed = 0};
     const mls_progress progress = {.report = watch, .context = &seen};
@@ -807,15 +727,15 @@ TEST(nothing_in_common_opens_no_file)
                                     .offset = PAYLOAD,
                                     .item_bytes = 1,
                                     .part = &part};
-    CHECK(read_one(&shard, &to, got, true, &st) == MLS_OK);
+    CHECK(read_one(&shard, &to, got, true, &status) == MLS_OK);
     part.begin = 40; /* also for an empty shard */
     const mls_read_range piece = {.shard = &shard, .to = &to, .data = got};
     mls_read_request request = request_of(&piece, 1, NULL);
     request.progress = &progress;
-    CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+    CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
     request = request_of(NULL, 0, NULL);
     request.progress = &progress;
-    CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+    CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
     CHECK(atomic_load(&seen.calls) == 0 && failed == 99);
 }
 
@@ -823,11 +743,10 @@ TEST(a_scalar_is_read)
 {
     const mls_part one = {.rank = 0, .end = 1};
     unsigned char got[8] = {0};
-    mls_status st;
     mls_stored_shard shard = store("scalar", (const unsigned char *)"12345678", 8);
     shard.item_bytes = 8;
     *(mls_part *)(uintptr_t)shard.part = one;
-    CHECK(read_one(&shard, &one, got, true, &st) == MLS_OK);
+    CHECK(read_one(&shard, &one, got, true, &status) == MLS_OK);
     CHECK(memcmp(got, "12345678", 8) == 0);
     drop(&shard);
 }

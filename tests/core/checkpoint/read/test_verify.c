@@ -55,43 +55,44 @@ typedef struct stored {
 
 enum { A, B, C, D, E }; /* shards of the index */
 
-static void store(stored *s, size_t large)
+static stored s; /* of the current test */
+
+static void store(size_t large)
 {
     static const size_t sizes[] = {0, 5000, 40, 24, 3};
     static const char *const names[] = {"a", "b", "c", "d", "e"};
     mls_shards_written written;
-    s->data = noise(large + 5000);
+    s.data = noise(large + 5000);
     for (size_t i = 0; i < 5; i++) {
-        s->shapes[i][0] = i == 0 ? large : sizes[i];
-        s->items[i] = item_of(names[i], NULL, MLS_U8, 1, s->shapes[i], s->data + i);
+        s.shapes[i][0] = i == 0 ? large : sizes[i];
+        s.items[i] = item_of(names[i], NULL, MLS_U8, 1, s.shapes[i], s.data + i);
     }
-    mls_shard_job job = job_of(s->items, 5, generations[0], NULL);
+    mls_shard_job job = job_of(s.items, 5, generations[0], NULL);
     job.pack_below = 1000;
-    s->index = write_all(&job, &written);
-    CHECK(s->index.shard_count == 5 && s->index.file_count == 3);
+    s.index = write_all(&job, &written);
+    CHECK(s.index.shard_count == 5 && s.index.file_count == 3);
 }
 
-static void drop(stored *s)
+AFTER_EACH
 {
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
-    mls_index_fini(&s->index);
-    free(s->data);
+    empty_pool();
+    mls_index_fini(&s.index);
+    free(s.data);
+    s = (stored){0};
 }
 
-static const mls_index_file *file_of(const stored *s, size_t shard)
+static const mls_index_file *file_of(size_t shard)
 {
-    return &s->index.files[s->index.shards[shard].file];
+    return &s.index.files[s.index.shards[shard].file];
 }
 
 /* The problems found; checks that no file stays open. */
-static mls_problems verify_with(const stored *s, mls_pool *pool)
+static mls_problems verify_with(mls_pool *pool)
 {
     mls_problems found = {0};
     mls_status st;
     const int before = dup(pool_fd);
-    CHECK(mls_index_verify(pool_fd, &s->index, crc, pool, NULL, &found, &st) == MLS_OK);
+    CHECK(mls_index_verify(pool_fd, &s.index, crc, pool, NULL, &found, &st) == MLS_OK);
     const int after = dup(pool_fd);
     CHECK(after == before + 1);
     close(before);
@@ -100,12 +101,12 @@ static mls_problems verify_with(const stored *s, mls_pool *pool)
 }
 
 /* Whether one thread and several threads find exactly this problem. */
-static bool only(const stored *s, mls_problem_kind kind, size_t file, size_t shard,
-                 uint64_t offset, uint64_t bytes)
+static bool only(mls_problem_kind kind, size_t file, size_t shard, uint64_t offset,
+                 uint64_t bytes)
 {
     bool good = true;
     for (int several = 0; several < 2; several++) {
-        mls_problems found = verify_with(s, several ? four_threads : NULL);
+        mls_problems found = verify_with(several ? four_threads : NULL);
         const mls_problem *p = found.list;
         good = good && found.count == 1 && p->kind == kind && p->file == file &&
                p->shard == shard && p->offset == offset && p->bytes == bytes &&
@@ -115,9 +116,9 @@ static bool only(const stored *s, mls_problem_kind kind, size_t file, size_t sha
     return good;
 }
 
-static bool nothing_wrong(const stored *s)
+static bool nothing_wrong(void)
 {
-    mls_problems found = verify_with(s, four_threads);
+    mls_problems found = verify_with(four_threads);
     const bool good = found.count == 0;
     mls_problems_fini(&found);
     return good;
@@ -127,33 +128,31 @@ static bool nothing_wrong(const stored *s)
 
 TEST(good_files_have_no_problems)
 {
-    stored s;
     uint64_t bytes = 0;
-    store(&s, LARGE);
+    store(LARGE);
     for (size_t i = 0; i < s.index.file_count; i++) {
         bytes += s.index.files[i].bytes;
     }
     for (int several = 0; several < 2; several++) {
-        mls_problems found = verify_with(&s, several ? four_threads : NULL);
+        mls_problems found = verify_with(several ? four_threads : NULL);
         CHECK(found.count == 0 && found.bytes_read == bytes); /* all bytes of all files */
         mls_problems_fini(&found);
     }
-    drop(&s);
 }
 
 TEST(no_shards_are_no_problem)
 {
-    const stored none = {.index = {.world_size = 1}};
-    mls_problems found = verify_with(&none, four_threads);
+    s.index.world_size = 1;
+    mls_problems found = verify_with(four_threads);
     CHECK(found.count == 0 && found.bytes_read == 0);
     mls_problems_fini(&found);
     mls_problems_fini(&found); /* zeroed */
 }
 
 /* Which tensor of the segment a problem names, and where. */
-static bool altered_in(const stored *s, const mls_problem *p, uint64_t offset)
+static bool altered_in(const mls_problem *p, uint64_t offset)
 {
-    const mls_index_shard *shard = &s->index.shards[p->shard];
+    const mls_index_shard *shard = &s.index.shards[p->shard];
     return p->kind == MLS_PROBLEM_ALTERED && p->shard != SIZE_MAX &&
            shard->file == p->file && p->offset == shard->offset &&
            p->bytes == shard->bytes && offset >= p->offset &&
@@ -163,9 +162,8 @@ static bool altered_in(const stored *s, const mls_problem *p, uint64_t offset)
 /* Every bit of the segment, but only one bit of each byte of padding. */
 TEST(every_flipped_bit_is_found)
 {
-    stored s;
-    store(&s, 2000);
-    const mls_index_file *file = file_of(&s, C);
+    store(2000);
+    const mls_index_file *file = file_of(C);
     size_t length = 0, missed = 0, wrong = 0;
     unsigned char *all = read_pool_file(file->path, &length);
     REQUIRE(all != NULL && length == PAYLOAD + 67 && file->bytes == length);
@@ -173,7 +171,7 @@ TEST(every_flipped_bit_is_found)
         const bool padding = at < PAYLOAD && all[at] == ' ' && all[at - 1] == ' ';
         for (unsigned bit = padding ? 7 - at % 8 : 0; bit < 8; bit += padding ? 8 : 1) {
             CHECK(flip(file->path, at, 1U << bit));
-            mls_problems found = verify_with(&s, NULL);
+            mls_problems found = verify_with(NULL);
             missed += found.count == 0;
             if (found.count > 0) {
                 const mls_problem *p = found.list;
@@ -181,47 +179,43 @@ TEST(every_flipped_bit_is_found)
                     (p->kind == MLS_PROBLEM_HEADER || p->kind == MLS_PROBLEM_FOREIGN) &&
                     p->shard == SIZE_MAX && p->offset == 0 && p->bytes == PAYLOAD;
                 wrong += found.count != 1 || p->file != s.index.shards[C].file ||
-                         !(at < PAYLOAD ? header : altered_in(&s, p, at));
+                         !(at < PAYLOAD ? header : altered_in(p, at));
             }
             mls_problems_fini(&found);
             CHECK(flip(file->path, at, 1U << bit));
         }
     }
     CHECK(missed == 0 && wrong == 0);
-    CHECK(nothing_wrong(&s));
+    CHECK(nothing_wrong());
     mls_free(all);
-    drop(&s);
 }
 
 TEST(damage_is_told_by_block)
 {
     static const size_t places[] = {
         0, BLOCK - 1, BLOCK, 8 * BLOCK - 1, 8 * BLOCK, 16 * BLOCK + 12345, LARGE - 1};
-    stored s;
-    store(&s, LARGE);
+    store(LARGE);
     for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
         const size_t start = places[i] / BLOCK * BLOCK;
         const size_t bytes = LARGE - start < BLOCK ? LARGE - start : BLOCK;
-        CHECK(flip(file_of(&s, A)->path, PAYLOAD + places[i], 0x80));
-        CHECK(only(&s, MLS_PROBLEM_ALTERED, s.index.shards[A].file, A, PAYLOAD + start,
-                   bytes));
-        CHECK(flip(file_of(&s, A)->path, PAYLOAD + places[i], 0x80));
+        CHECK(flip(file_of(A)->path, PAYLOAD + places[i], 0x80));
+        CHECK(
+            only(MLS_PROBLEM_ALTERED, s.index.shards[A].file, A, PAYLOAD + start, bytes));
+        CHECK(flip(file_of(A)->path, PAYLOAD + places[i], 0x80));
     }
-    CHECK(nothing_wrong(&s));
-    drop(&s);
+    CHECK(nothing_wrong());
 }
 
 TEST(everything_is_listed_by_file_and_offset)
 {
-    stored s;
-    store(&s, LARGE);
-    CHECK(flip(file_of(&s, A)->path, PAYLOAD + 17 * BLOCK, 1));
-    CHECK(flip(file_of(&s, A)->path, PAYLOAD + 2 * BLOCK, 1));
-    CHECK(flip(file_of(&s, A)->path, 100, 1));
-    CHECK(unlinkat(pool_fd, file_of(&s, B)->path, 0) == 0);
-    CHECK(flip(file_of(&s, C)->path, s.index.shards[E].offset, 1));
+    store(LARGE);
+    CHECK(flip(file_of(A)->path, PAYLOAD + 17 * BLOCK, 1));
+    CHECK(flip(file_of(A)->path, PAYLOAD + 2 * BLOCK, 1));
+    CHECK(flip(file_of(A)->path, 100, 1));
+    CHECK(unlinkat(pool_fd, file_of(B)->path, 0) == 0);
+    CHECK(flip(file_of(C)->path, s.index.shards[E].offset, 1));
     for (int round = 0; round < 10; round++) {
-        mls_problems found = verify_with(&s, four_threads);
+        mls_problems found = verify_with(four_threads);
         size_t kinds[MLS_PROBLEM_COUNT] = {0};
         CHECK(found.count == 5);
         for (size_t i = 0; i < found.count; i++) {
@@ -234,104 +228,90 @@ TEST(everything_is_listed_by_file_and_offset)
         CHECK(kinds[MLS_PROBLEM_HEADER] + kinds[MLS_PROBLEM_FOREIGN] == 1);
         mls_problems_fini(&found);
     }
-    drop(&s);
 }
 
 TEST(a_missing_file_is_told_once)
 {
-    stored s;
-    store(&s, 2000);
-    CHECK(unlinkat(pool_fd, file_of(&s, C)->path, 0) == 0); /* three tensors */
-    CHECK(
-        only(&s, MLS_PROBLEM_MISSING, s.index.shards[C].file, SIZE_MAX, 0, PAYLOAD + 67));
-    drop(&s);
+    store(2000);
+    CHECK(unlinkat(pool_fd, file_of(C)->path, 0) == 0); /* three tensors */
+    CHECK(only(MLS_PROBLEM_MISSING, s.index.shards[C].file, SIZE_MAX, 0, PAYLOAD + 67));
 }
 
 TEST(another_length_is_told_where_it_begins)
 {
-    stored s;
-    store(&s, 2000);
+    store(2000);
     const size_t file = s.index.shards[B].file;
-    CHECK(set_length(file_of(&s, B)->path, PAYLOAD + 4900));
-    CHECK(only(&s, MLS_PROBLEM_LENGTH, file, SIZE_MAX, PAYLOAD + 4900, 100));
-    CHECK(set_length(file_of(&s, B)->path, 0));
-    CHECK(only(&s, MLS_PROBLEM_LENGTH, file, SIZE_MAX, 0, PAYLOAD + 5000));
-    CHECK(set_length(file_of(&s, B)->path, PAYLOAD + 5003));
-    CHECK(only(&s, MLS_PROBLEM_LENGTH, file, SIZE_MAX, PAYLOAD + 5000, 3));
-    drop(&s);
+    CHECK(set_length(file_of(B)->path, PAYLOAD + 4900));
+    CHECK(only(MLS_PROBLEM_LENGTH, file, SIZE_MAX, PAYLOAD + 4900, 100));
+    CHECK(set_length(file_of(B)->path, 0));
+    CHECK(only(MLS_PROBLEM_LENGTH, file, SIZE_MAX, 0, PAYLOAD + 5000));
+    CHECK(set_length(file_of(B)->path, PAYLOAD + 5003));
+    CHECK(only(MLS_PROBLEM_LENGTH, file, SIZE_MAX, PAYLOAD + 5000, 3));
 }
 
 TEST(what_is_no_file_is_foreign)
 {
-    stored s;
-    store(&s, 2000);
+    store(2000);
     const size_t file = s.index.shards[B].file;
-    const char *path = file_of(&s, B)->path;
+    const char *path = file_of(B)->path;
     CHECK(unlinkat(pool_fd, path, 0) == 0 && mkdirat(pool_fd, path, 0700) == 0);
-    CHECK(only(&s, MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD + 5000));
+    CHECK(only(MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD + 5000));
     CHECK(unlinkat(pool_fd, path, AT_REMOVEDIR) == 0);
     CHECK(symlinkat("a", pool_fd, path) == 0);
-    CHECK(only(&s, MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD + 5000));
+    CHECK(only(MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD + 5000));
     CHECK(unlinkat(pool_fd, path, 0) == 0 && mkfifoat(pool_fd, path, 0600) == 0);
-    CHECK(only(&s, MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD + 5000));
-    drop(&s);
+    CHECK(only(MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD + 5000));
 }
 
 /* The same tensor from another save: a good file that the index does not describe. */
 TEST(a_good_file_in_the_place_of_another_is_foreign)
 {
-    stored s;
-    store(&s, 2000);
+    store(2000);
     mls_shards_written written;
     s.items[B].data = s.data + 100;
     mls_shard_job job = job_of(&s.items[B], 1, generations[1], NULL);
     job.pack_below = 0;
     mls_index other = write_all(&job, &written);
-    REQUIRE(other.file_count == 1 && other.files[0].bytes == file_of(&s, B)->bytes);
-    CHECK(renameat(pool_fd, other.files[0].path, pool_fd, file_of(&s, B)->path) == 0);
-    mls_problems found = verify_with(&s, four_threads);
+    REQUIRE(other.file_count == 1 && other.files[0].bytes == file_of(B)->bytes);
+    CHECK(renameat(pool_fd, other.files[0].path, pool_fd, file_of(B)->path) == 0);
+    mls_problems found = verify_with(four_threads);
     REQUIRE(found.count == 2);
     CHECK(found.list[0].kind == MLS_PROBLEM_FOREIGN && found.list[0].offset == 0);
     CHECK(found.list[1].kind == MLS_PROBLEM_ALTERED && found.list[1].shard == B);
     mls_problems_fini(&found);
     mls_index_fini(&other);
-    drop(&s);
 }
 
 /* The right bytes, in a file of another writer. */
 TEST(a_file_without_checksums_is_foreign)
 {
     char head[PAYLOAD];
-    stored s;
-    store(&s, 2000);
+    store(2000);
     memset(head, ' ', sizeof head);
     mls_store_le64((unsigned char *)head, PAYLOAD - 8);
     static const char json[] =
         "{\"b\":{\"dtype\":\"U8\",\"shape\":[5000],\"data_offsets\":[0,5000]}}";
     memcpy(head + 8, json, sizeof json - 1);
-    const int fd = openat(pool_fd, file_of(&s, B)->path, O_WRONLY);
+    const int fd = openat(pool_fd, file_of(B)->path, O_WRONLY);
     CHECK(pwrite(fd, head, sizeof head, 0) == PAYLOAD);
     close(fd);
-    CHECK(only(&s, MLS_PROBLEM_FOREIGN, s.index.shards[B].file, SIZE_MAX, 0, PAYLOAD));
-    drop(&s);
+    CHECK(only(MLS_PROBLEM_FOREIGN, s.index.shards[B].file, SIZE_MAX, 0, PAYLOAD));
 }
 
 /* An index built around a file's own checksum. */
 TEST(a_record_that_the_header_contradicts_is_foreign)
 {
-    stored s;
-    store(&s, 2000);
+    store(2000);
     const size_t file = s.index.shards[C].file;
     mls_index_shard *shard = &s.index.shards[D];
     shard->dtype = MLS_I8; /* of the same size */
-    CHECK(only(&s, MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD));
+    CHECK(only(MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD));
     shard->dtype = MLS_U8;
-    CHECK(nothing_wrong(&s));
+    CHECK(nothing_wrong());
     shard->offset++;
-    mls_problems found = verify_with(&s, NULL);
+    mls_problems found = verify_with(NULL);
     CHECK(found.count == 2 && found.list[0].kind == MLS_PROBLEM_FOREIGN);
     mls_problems_fini(&found);
-    drop(&s);
 }
 
 /* All of them have the same offset, that of the next tensor. */
@@ -343,31 +323,26 @@ TEST(empty_tensors_of_other_dtypes_are_told_apart)
     mls_shard_item items[5];
     mls_shards_written written;
     mls_problems found = {0};
-    mls_status st;
     for (size_t i = 0; i < 4; i++) {
         items[i] = item_of(names[i], NULL, dtypes[i], 1, none, "");
     }
     items[4] = item_of("e", NULL, MLS_U8, 1, three, "abc");
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
     mls_index index = write_all(&job, &written);
-    CHECK(mls_index_verify(pool_fd, &index, crc, NULL, NULL, &found, &st) == MLS_OK);
+    CHECK(mls_index_verify(pool_fd, &index, crc, NULL, NULL, &found, &status) == MLS_OK);
     CHECK(index.shard_count == 5 && index.file_count == 1 && found.count == 0);
     mls_problems_fini(&found);
     mls_index_fini(&index);
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
 }
 
 TEST(what_the_system_refuses_is_unreadable)
 {
-    stored s;
-    store(&s, 2000);
+    store(2000);
     /* files are read in turn: length, header, then the shards, small ones together */
     for (int reads = 0; reads < 7; reads++) {
         bad.file = 0;
         atomic_store(&reads_until_failure, reads);
-        mls_problems found = verify_with(&s, NULL);
+        mls_problems found = verify_with(NULL);
         CHECK(atomic_load(&reads_until_failure) < 0 && found.count == 1);
         if (found.count == 1) {
             const mls_problem *p = found.list;
@@ -379,7 +354,6 @@ TEST(what_the_system_refuses_is_unreadable)
     }
     bad.file = 0;
     atomic_store(&reads_until_failure, -1);
-    drop(&s);
 }
 
 /* A pool that was deleted entirely. */
@@ -402,10 +376,9 @@ TEST(the_list_has_an_end)
                                       .bytes = 1,
                                       .crcs = &sum};
     }
-    const stored s = {
-        .index = {
-            .files = files, .file_count = MANY, .shards = shards, .shard_count = MANY}};
-    mls_problems found = verify_with(&s, four_threads);
+    s.index = (mls_index){
+        .files = files, .file_count = MANY, .shards = shards, .shard_count = MANY};
+    mls_problems found = verify_with(four_threads);
     CHECK(found.count == MLS_PROBLEMS_MOST && found.bytes_read == 0);
     for (size_t i = 0; i < found.count; i++) {
         CHECK(found.list[i].kind == MLS_PROBLEM_MISSING);
@@ -413,13 +386,12 @@ TEST(the_list_has_an_end)
     mls_problems_fini(&found);
     free(files);
     free(shards);
+    s.index = (mls_index){0};
 }
 
 TEST(progress_counts_all_bytes_and_stops)
 {
-    stored s;
-    mls_status st;
-    store(&s, LARGE);
+    store(LARGE);
     for (int allowed = 1; allowed <= 5; allowed++) {
         for (int several = 0; several < 2; several++) {
             watcher seen = {.allowed = allowed == 5 ? 1 << 30 : allowed};
@@ -427,7 +399,7 @@ TEST(progress_counts_all_bytes_and_stops)
             mls_problems found = {.count = 77};
             const mls_code code =
                 mls_index_verify(pool_fd, &s.index, crc, several ? four_threads : NULL,
-                                 &progress, &found, &st);
+                                 &progress, &found, &status);
             CHECK(code == (allowed == 5 ? MLS_OK : MLS_E_STOPPED));
             CHECK(found.count == (allowed == 5 ? 0U : 77U));
             CHECK(allowed == 5 || atomic_load(&seen.calls) < allowed + 4);
@@ -437,7 +409,6 @@ TEST(progress_counts_all_bytes_and_stops)
             }
         }
     }
-    drop(&s);
 }
 
 TEST(each_kind_has_a_name)

@@ -147,6 +147,7 @@ static bool store(stored *s, unsigned char *data, size_t bytes, size_t item)
 static void drop(stored *s)
 {
     (void)close(s->coded.fd);
+    s->coded.fd = -1;
     (void)unlinkat(pool_fd, "params/x", 0);
 }
 
@@ -203,13 +204,30 @@ static void fill(unsigned char *data, size_t bytes, size_t item, int kind)
     free(random);
 }
 
+/* ---- of the current test ---- */
+
+static unsigned char *data; /* five frames */
+static stored s;
+static mls_compressed_frame_room room;
+
+BEFORE_EACH
+{
+    data = malloc(5 * FRAME);
+    s = (stored){.coded.fd = -1};
+    REQUIRE(data != NULL);
+}
+
+AFTER_EACH
+{
+    mls_compressed_frame_room_fini(&room);
+    drop(&s);
+    free(data);
+}
+
 TEST(what_is_coded_reads_as_it_was)
 {
     static const size_t items[] = {1, 2, 4, 8};
     static const size_t sizes[] = {16, 1008, FRAME, FRAME + 16, 4 * FRAME + 4096};
-    unsigned char *data = malloc(5 * FRAME);
-    stored s;
-    REQUIRE(data != NULL);
     for (size_t i = 0; i < 4 * 5 * 5; i++) {
         const size_t item = items[i % 4], bytes = sizes[i / 4 % 5];
         if (bytes > 2 * FRAME && i % 4 != i / 20 % 4 && i % 4 != (i / 20 + 2) % 4) {
@@ -227,14 +245,12 @@ TEST(what_is_coded_reads_as_it_was)
         CHECK(all_frames_are_good(&s));
         drop(&s);
     }
-    free(data);
 }
 
 /* A frame of one byte cannot become shorter. */
 TEST(the_smallest_frames)
 {
-    unsigned char data[3] = {5, 5, 5};
-    stored s;
+    memset(data, 5, 3);
     for (size_t bytes = 1; bytes <= 3; bytes++) {
         REQUIRE(store(&s, data, bytes, 1));
         CHECK(s.coded.bytes == (bytes == 3 ? 2 : bytes) && all_frames_are_good(&s));
@@ -245,15 +261,12 @@ TEST(the_smallest_frames)
 /* Five frames in one block: after the first read the file is not needed. */
 TEST(each_block_is_read_once)
 {
-    unsigned char *data = malloc(5 * FRAME), *zeros = calloc(1, BLOCK);
-    mls_compressed_frame_room room = {0};
-    mls_status st;
-    stored s;
-    REQUIRE(data != NULL && zeros != NULL);
+    unsigned char *zeros = calloc(1, BLOCK);
+    REQUIRE(zeros != NULL);
     fill(data, 5 * FRAME, 4, 0);
     REQUIRE(store(&s, data, 5 * FRAME, 4) && s.coded.bytes < BLOCK);
     CHECK(is_frame(&room, &s, 0));
-    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &st) == MLS_OK);
+    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &status) == MLS_OK);
     for (size_t i = 1; i < 5; i++) {
         CHECK(is_frame(&room, &s, i));
     }
@@ -265,19 +278,15 @@ TEST(each_block_is_read_once)
     REQUIRE(mls_compressed_frame_begin(&s.frames, 1) < BLOCK && s.ends[1] > BLOCK);
     REQUIRE(s.ends[2] < 2 * BLOCK);
     CHECK(is_frame(&room, &s, 1));
-    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &st) == MLS_OK);
+    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &status) == MLS_OK);
     CHECK(is_frame(&room, &s, 2));
-    mls_compressed_frame_room_fini(&room);
-    drop(&s);
     free(zeros);
-    free(data);
 }
 
 /* One room for two layers: a block of one is never used for the other. */
 TEST(a_room_knows_what_it_holds)
 {
     unsigned char *a = malloc(2 * FRAME), *b = malloc(2 * FRAME);
-    mls_compressed_frame_room room = {0};
     stored one, two;
     REQUIRE(a != NULL && b != NULL);
     fill(a, 2 * FRAME, 2, 0);
@@ -298,128 +307,92 @@ TEST(a_room_knows_what_it_holds)
 
 /* ---- damage ---- */
 
-static mls_code read_one(mls_compressed_frame_room *room, const stored *s, size_t number,
-                         mls_status *st)
+static mls_code read_one(size_t number)
 {
-    const unsigned char *data;
-    mls_status_clear(st);
-    return mls_compressed_frame_read(room, &s->coded, number, &data, st);
+    const unsigned char *frame;
+    mls_status_clear(&status);
+    return mls_compressed_frame_read(&room, &s.coded, number, &frame, &status);
 }
 
-static bool flip_stored(const stored *s, size_t at)
+static bool flip_stored(size_t at)
 {
-    (void)s;
     return flip("params/x", OFFSET + at, 0x20);
 }
 
 TEST(damaged_blocks_are_found)
 {
-    unsigned char *data = malloc(5 * FRAME);
-    mls_compressed_frame_room room = {0};
-    mls_status st;
-    stored s;
-    REQUIRE(data != NULL);
     fill(data, 5 * FRAME, 2, 4); /* noise in 0, 2, 4: block boundaries are within it */
     REQUIRE(store(&s, data, 5 * FRAME, 2));
     for (size_t at = 0; at < s.coded.bytes; at += BLOCK / 3 + 1) {
         const size_t block = at / BLOCK;
-        REQUIRE(flip_stored(&s, at));
+        REQUIRE(flip_stored(at));
         for (size_t i = 0; i < 5; i++) {
             const bool bad = mls_compressed_frame_begin(&s.frames, i) / BLOCK <= block &&
                              (s.ends[i] - 1) / BLOCK >= block;
             mls_compressed_frame_room_fini(&room);
-            CHECK(read_one(&room, &s, i, &st) == (bad ? MLS_E_CHECKSUM : MLS_OK));
-            CHECK(!bad || (st.has_offset && st.offset == OFFSET + block * BLOCK));
-            CHECK(!bad || (strlen(st.expected) == 8 && strlen(st.got) == 8));
+            CHECK(read_one(i) == (bad ? MLS_E_CHECKSUM : MLS_OK));
+            CHECK(!bad || (status.has_offset && status.offset == OFFSET + block * BLOCK));
+            CHECK(!bad || (strlen(status.expected) == 8 && strlen(status.got) == 8));
         }
-        REQUIRE(flip_stored(&s, at));    /* undo the change */
+        REQUIRE(flip_stored(at));        /* undo the change */
         for (size_t i = 0; i < 5; i++) { /* no damaged block was kept in the room */
             CHECK(is_frame(&room, &s, i));
         }
     }
-    mls_compressed_frame_room_fini(&room);
-    drop(&s);
-    free(data);
 }
 
 /* Without checksums only the codec can notice damage. */
 TEST(unverified_damage_is_the_codecs)
 {
-    unsigned char *data = malloc(2 * FRAME);
-    mls_compressed_frame_room room = {0};
-    mls_status st;
-    stored s;
-    REQUIRE(data != NULL);
     fill(data, 2 * FRAME, 4, 0);
     REQUIRE(store(&s, data, 2 * FRAME, 4));
     s.coded.crc = NULL;
-    REQUIRE(flip_stored(&s, s.ends[0])); /* the count of a repeated byte */
-    CHECK(read_one(&room, &s, 0, &st) == MLS_OK);
-    CHECK(read_one(&room, &s, 1, &st) == MLS_E_FORMAT);
-    CHECK(st.has_offset && st.offset == OFFSET + s.ends[0]);
-    mls_compressed_frame_room_fini(&room);
-    drop(&s);
-    free(data);
+    REQUIRE(flip_stored(s.ends[0])); /* the count of a repeated byte */
+    CHECK(read_one(0) == MLS_OK);
+    CHECK(read_one(1) == MLS_E_FORMAT);
+    CHECK(status.has_offset && status.offset == OFFSET + s.ends[0]);
 }
 
 TEST(files_that_are_shorter_by_now)
 {
-    unsigned char *data = malloc(2 * FRAME);
-    mls_compressed_frame_room room = {0};
-    mls_status st;
-    stored s;
-    REQUIRE(data != NULL);
     fill(data, 2 * FRAME, 4, 1);
     REQUIRE(store(&s, data, 2 * FRAME, 4));
     REQUIRE(set_length("params/x", OFFSET + FRAME + 10));
     for (int verified = 0; verified < 2; verified++) {
         s.coded.crc = verified ? crc : NULL;
-        CHECK(read_one(&room, &s, 1, &st) == MLS_E_FORMAT);
+        CHECK(read_one(1) == MLS_E_FORMAT);
         CHECK(is_frame(&room, &s, 0));
     }
-    mls_compressed_frame_room_fini(&room);
-    drop(&s);
-    free(data);
 }
 
 TEST(errors_of_codecs_are_passed_on)
 {
     static const mls_code codes[] = {MLS_E_FORMAT, MLS_E_MEMORY, MLS_E_VALUE,
                                      MLS_E_STOPPED};
-    unsigned char *data = malloc(FRAME), *rooms = malloc(2 * FRAME);
-    mls_compressed_frame_room room = {0};
-    mls_status st;
-    stored s;
-    REQUIRE(data != NULL && rooms != NULL);
+    unsigned char *rooms = malloc(2 * FRAME);
+    REQUIRE(rooms != NULL);
     fill(data, FRAME, 8, 2);
     REQUIRE(store(&s, data, FRAME, 8));
     for (size_t i = 0; i < sizeof codes / sizeof codes[0]; i++) {
         size_t out = 77;
         s.codec.encode_fails_at = s.codec.decode_fails_at = 1;
         s.codec.failure = codes[i];
-        CHECK(read_one(&room, &s, 0, &st) == codes[i]);
-        CHECK_TEXT(st.text, "zstd is broken");
-        CHECK(st.has_offset == (codes[i] == MLS_E_FORMAT));
+        CHECK(read_one(0) == codes[i]);
+        CHECK_TEXT(status.text, "zstd is broken");
+        CHECK(status.has_offset == (codes[i] == MLS_E_FORMAT));
         CHECK(mls_compressed_frame_encode(&s.codec.codecs, MLS_ZLIB, 8, data, FRAME,
-                                          rooms, rooms + FRAME, &out, &st) == codes[i]);
-        CHECK_TEXT(st.text, "zlib is broken");
+                                          rooms, rooms + FRAME, &out,
+                                          &status) == codes[i]);
+        CHECK_TEXT(status.text, "zlib is broken");
         CHECK(out == 77);
         s.codec.decode_fails_at = 0;
         CHECK(is_frame(&room, &s, 0));
     }
-    mls_compressed_frame_room_fini(&room);
-    drop(&s);
     free(rooms);
-    free(data);
 }
 
 TEST(without_codecs_only_what_was_stored_as_it_was_is_read)
 {
-    unsigned char *data = malloc(5 * FRAME);
-    mls_compressed_frame_room room = {0};
-    mls_status st;
-    stored s;
-    REQUIRE(data != NULL);
     fill(data, 5 * FRAME, 4, 4);
     REQUIRE(store(&s, data, 5 * FRAME, 4));
     s.coded.codecs = NULL;
@@ -427,11 +400,8 @@ TEST(without_codecs_only_what_was_stored_as_it_was_is_read)
         if (i % 2 == 0) {
             CHECK(is_frame(&room, &s, i));
         } else {
-            CHECK(read_one(&room, &s, i, &st) == MLS_E_VALUE);
-            CHECK_TEXT(st.text, "no decoder for zstd is available");
+            CHECK(read_one(i) == MLS_E_VALUE);
+            CHECK_TEXT(status.text, "no decoder for zstd is available");
         }
     }
-    mls_compressed_frame_room_fini(&room);
-    drop(&s);
-    free(data);
 }

@@ -191,10 +191,9 @@ static void mark_task(void *context, size_t index)
 TEST(threads_share_bytes_of_bits)
 {
     mls_pool *pool = NULL;
-    mls_status st;
     static unsigned char data[TOGETHER], bits[TOGETHER];
     marking m = {.rows = {3, TOGETHER, 1}, .data = data, .bits = bits};
-    REQUIRE(mls_pool_new(4, &pool, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(4, &pool, &status) == MLS_OK);
     memset(data, 1, sizeof data);
     mls_pool_run(pool, mark_task, &m, TASKS);
     size_t marked = 0;

@@ -91,7 +91,24 @@ typedef struct stored {
     size_t bytes;
 } stored;
 
-static void make(stored *s)
+/* Of the current round, and a map of its bytes. */
+static stored *s;
+static size_t *map;
+
+BEFORE_EACH
+{
+    s = calloc(1, sizeof *s);
+    map = malloc((2 * ELEMENTS + 100) * ITEM * sizeof *map);
+    REQUIRE(s != NULL && map != NULL);
+}
+
+AFTER_EACH
+{
+    free(map);
+    free(s);
+}
+
+static void make(void)
 {
     s->shard = (mls_stored_shard){
         .file = "x", .item_bytes = ITEM, .crcs = &sum, .part = &s->part};
@@ -114,7 +131,7 @@ static void make(stored *s)
 }
 
 /* Which byte of the requested part comes from byte `at` of the place; SIZE_MAX: none. */
-static void map_bytes(const stored *s, size_t *map)
+static void map_bytes(void)
 {
     for (size_t i = 0; i < s->bytes; i++) {
         map[i] = SIZE_MAX;
@@ -131,12 +148,9 @@ static void map_bytes(const stored *s, size_t *map)
 
 TEST(runs_are_where_the_elements_lie)
 {
-    stored *s = calloc(1, sizeof *s);
-    size_t *map = malloc((2 * ELEMENTS + 100) * ITEM * sizeof *map);
-    REQUIRE(s != NULL && map != NULL);
     for (int round = 0; round < 20000; round++) {
-        make(s);
-        map_bytes(s, map);
+        make();
+        map_bytes();
         const size_t from = below(3) ? 0 : below(s->bytes + 1);
         const size_t end = below(3) ? s->bytes : from + below(s->bytes - from + 1);
         mls_stored_runs runs;
@@ -157,18 +171,13 @@ TEST(runs_are_where_the_elements_lie)
         }
         CHECK(!mls_stored_runs_next(&runs, &run));
     }
-    free(map);
-    free(s);
 }
 
 TEST(ranges_hold_all_that_is_wanted)
 {
-    stored *s = calloc(1, sizeof *s);
-    size_t *map = malloc((2 * ELEMENTS + 100) * ITEM * sizeof *map);
-    REQUIRE(s != NULL && map != NULL);
     for (int round = 0; round < 20000; round++) {
-        make(s);
-        map_bytes(s, map);
+        make();
+        map_bytes();
         size_t first = SIZE_MAX, last = 0, all = 0;
         mls_stored_range range = {0};
         for (size_t i = 0; i < s->bytes; i++) {
@@ -194,8 +203,6 @@ TEST(ranges_hold_all_that_is_wanted)
         s->shard.crcs = NULL;
         CHECK(mls_stored_reads_of(&s->shard, &s->wanted, true).bytes == all);
     }
-    free(map);
-    free(s);
 }
 
 TEST(verified_reads_take_each_block_once)
@@ -238,15 +245,14 @@ TEST(a_failure_names_the_tensor_and_its_file)
 {
     const mls_stored_shard shard = {.file = "shards/a", .name = {"weight", 6}},
                            zeros = {.name = {"bias", 4}};
-    mls_status st;
-    mls_fail_at(&st, 7, "it is damaged");
-    mls_status_got(&st, "nonsense");
-    CHECK(mls_stored_blame(&shard, &st) == MLS_E_FORMAT);
-    CHECK_TEXT(st.text, "tensor 'weight', file 'shards/a': it is damaged");
-    CHECK_TEXT(st.name, "weight");
-    CHECK_TEXT(st.got, "nonsense");
-    CHECK(st.has_offset && st.offset == 7);
-    mls_fail(&st, MLS_E_MEMORY, "no memory");
-    CHECK(mls_stored_blame(&zeros, &st) == MLS_E_MEMORY);
-    CHECK_TEXT(st.text, "tensor 'bias', file '': no memory");
+    mls_fail_at(&status, 7, "it is damaged");
+    mls_status_got(&status, "nonsense");
+    CHECK(mls_stored_blame(&shard, &status) == MLS_E_FORMAT);
+    CHECK_TEXT(status.text, "tensor 'weight', file 'shards/a': it is damaged");
+    CHECK_TEXT(status.name, "weight");
+    CHECK_TEXT(status.got, "nonsense");
+    CHECK(status.has_offset && status.offset == 7);
+    mls_fail(&status, MLS_E_MEMORY, "no memory");
+    CHECK(mls_stored_blame(&zeros, &status) == MLS_E_MEMORY);
+    CHECK_TEXT(status.text, "tensor 'bias', file '': no memory");
 }

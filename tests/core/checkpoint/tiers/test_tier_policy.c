@@ -7,51 +7,71 @@
 
 static const mls_tier HOT = MLS_TIER_HOT, WARM = MLS_TIER_WARM, COLD = MLS_TIER_COLD;
 
-static size_t add(mls_tiers *t, uint64_t bytes, mls_tier tier)
+static mls_tiers t; /* of the current test */
+static mls_tier_moves moves;
+
+AFTER_EACH
+{
+    mls_tier_moves_fini(&moves);
+    mls_tiers_fini(&t);
+}
+
+static size_t add(uint64_t bytes, mls_tier tier)
 {
     size_t unit = SIZE_MAX;
-    mls_status st;
-    CHECK(mls_tiers_add(t, bytes, tier, &unit, &st) == MLS_OK);
+    CHECK(mls_tiers_add(&t, bytes, tier, &unit, &status) == MLS_OK);
     return unit;
 }
 
-static void use(mls_tiers *t, size_t unit, int times)
+static void use(size_t unit, int times)
 {
     for (int i = 0; i < times; i++) {
-        mls_tiers_touch(t, unit);
+        mls_tiers_touch(&t, unit);
     }
 }
 
-static bool is_move(const mls_tier_moves *moves, size_t at, size_t unit, mls_tier to)
+/* Set `moves` to the moves that make room for a unit; returns their number. */
+static size_t make_room(size_t unit, mls_tier tier)
 {
-    return at < moves->count && moves->list[at].unit == unit && moves->list[at].to == to;
+    mls_tier_moves_fini(&moves);
+    CHECK(mls_tiers_make_room(&t, unit, tier, &moves, &status) == MLS_OK);
+    return moves.count;
+}
+
+static size_t rebalance(void)
+{
+    mls_tier_moves_fini(&moves);
+    CHECK(mls_tiers_rebalance(&t, &moves, &status) == MLS_OK);
+    return moves.count;
+}
+
+static bool is_move(size_t at, size_t unit, mls_tier to)
+{
+    return at < moves.count && moves.list[at].unit == unit && moves.list[at].to == to;
 }
 
 /* Carry out the moves, as the caller must. */
-static void follow(mls_tiers *t, mls_tier_moves *moves)
+static void follow(void)
 {
-    mls_status st;
-    for (size_t i = 0; i < moves->count; i++) {
-        CHECK(mls_tiers_begin(t, moves->list[i].unit, moves->list[i].to, &st) == MLS_OK);
-        mls_tiers_end(t, moves->list[i].unit, moves->list[i].to, true);
+    for (size_t i = 0; i < moves.count; i++) {
+        CHECK(mls_tiers_begin(&t, moves.list[i].unit, moves.list[i].to, &status) ==
+              MLS_OK);
+        mls_tiers_end(&t, moves.list[i].unit, moves.list[i].to, true);
     }
-    mls_tier_moves_fini(moves);
 }
 
 TEST(units_are_counted_where_they_are)
 {
-    mls_tiers t;
-    mls_status st;
     mls_tiers_init(&t, 100, MLS_TIERS_UNLIMITED);
-    const size_t a = add(&t, 10, WARM), b = add(&t, 20, COLD), c = add(&t, 30, HOT);
+    const size_t a = add(10, WARM), b = add(20, COLD), c = add(30, HOT);
     CHECK(t.bytes[HOT] == 30 && t.bytes[WARM] == 10 && t.bytes[COLD] == 20);
-    CHECK(mls_tiers_resize(&t, a, 15, &st) == MLS_OK && t.bytes[WARM] == 15);
+    CHECK(mls_tiers_resize(&t, a, 15, &status) == MLS_OK && t.bytes[WARM] == 15);
     mls_tiers_remove(&t, b);
     CHECK(!mls_tiers_has(&t, b) && !mls_tiers_has(&t, 3) && mls_tiers_has(&t, c));
     CHECK(t.bytes[COLD] == 0);
-    CHECK(add(&t, 5, COLD) == b && add(&t, 5, COLD) == 3); /* numbers are reused */
+    CHECK(add(5, COLD) == b && add(5, COLD) == 3); /* numbers are reused */
     for (int i = 0; i < 40; i++) {
-        CHECK(add(&t, 1, COLD) == (size_t)(4 + i));
+        CHECK(add(1, COLD) == (size_t)(4 + i));
     }
     CHECK(t.bytes[COLD] == 50 && mls_tiers_has(&t, 43));
     mls_tiers_fini(&t);
@@ -60,225 +80,155 @@ TEST(units_are_counted_where_they_are)
 
 TEST(sums_beyond_64_bits_are_refused)
 {
-    mls_tiers t;
-    mls_status st;
     size_t unit = 77;
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, MLS_TIERS_UNLIMITED);
-    const size_t a = add(&t, UINT64_MAX - 1, COLD), b = add(&t, 2, WARM);
-    CHECK(mls_tiers_add(&t, 2, COLD, &unit, &st) == MLS_E_SIZE && unit == 77);
-    CHECK(mls_tiers_begin(&t, b, COLD, &st) == MLS_E_SIZE && t.units[b].pins == 0);
-    CHECK(mls_tiers_resize(&t, a, UINT64_MAX, &st) == MLS_OK);
-    CHECK(add(&t, 0, COLD) == 2);
-    CHECK(mls_tiers_resize(&t, 2, 1, &st) == MLS_E_SIZE && t.units[2].bytes == 0);
-    mls_tiers_fini(&t);
+    const size_t a = add(UINT64_MAX - 1, COLD), b = add(2, WARM);
+    CHECK(mls_tiers_add(&t, 2, COLD, &unit, &status) == MLS_E_SIZE && unit == 77);
+    CHECK(mls_tiers_begin(&t, b, COLD, &status) == MLS_E_SIZE && t.units[b].pins == 0);
+    CHECK(mls_tiers_resize(&t, a, UINT64_MAX, &status) == MLS_OK);
+    CHECK(add(0, COLD) == 2);
+    CHECK(mls_tiers_resize(&t, 2, 1, &status) == MLS_E_SIZE && t.units[2].bytes == 0);
 }
 
 TEST(a_move_counts_in_both_tiers_until_it_ends)
 {
-    mls_tiers t;
-    mls_status st;
     mls_tiers_init(&t, 100, 100);
-    const size_t a = add(&t, 60, WARM);
-    REQUIRE(mls_tiers_begin(&t, a, HOT, &st) == MLS_OK);
+    const size_t a = add(60, WARM);
+    REQUIRE(mls_tiers_begin(&t, a, HOT, &status) == MLS_OK);
     CHECK(t.bytes[HOT] == 60 && t.bytes[WARM] == 60 && t.units[a].pins == 1);
     mls_tiers_end(&t, a, HOT, false);
     CHECK(t.bytes[HOT] == 0 && t.bytes[WARM] == 60 && t.units[a].tier == WARM);
-    REQUIRE(mls_tiers_begin(&t, a, HOT, &st) == MLS_OK);
+    REQUIRE(mls_tiers_begin(&t, a, HOT, &status) == MLS_OK);
     mls_tiers_end(&t, a, HOT, true);
     CHECK(t.bytes[HOT] == 60 && t.bytes[WARM] == 0 && t.units[a].tier == HOT);
     CHECK(t.units[a].pins == 0);
-    mls_tiers_fini(&t);
 }
 
 TEST(a_unit_fits_or_the_text_says_why_not)
 {
-    mls_tiers t;
-    mls_status st;
     mls_tiers_init(&t, 10, 100);
-    (void)add(&t, 70, WARM);
-    const size_t b = add(&t, 40, COLD), c = add(&t, 30, COLD);
-    CHECK(mls_tiers_fits(&t, c, WARM, &st) == MLS_OK);
-    CHECK(mls_tiers_fits(&t, b, COLD, &st) == MLS_OK); /* its present tier */
-    CHECK(mls_tiers_fits(&t, b, WARM, &st) == MLS_E_CAPACITY);
-    CHECK_TEXT(st.text,
+    (void)add(70, WARM);
+    const size_t b = add(40, COLD), c = add(30, COLD);
+    CHECK(mls_tiers_fits(&t, c, WARM, &status) == MLS_OK);
+    CHECK(mls_tiers_fits(&t, b, COLD, &status) == MLS_OK); /* its present tier */
+    CHECK(mls_tiers_fits(&t, b, WARM, &status) == MLS_E_CAPACITY);
+    CHECK_TEXT(status.text,
                "a unit of 40 bytes does not fit: of the warm budget of 100 bytes 30 "
                "are left");
-    CHECK(mls_tiers_fits(&t, b, HOT, &st) == MLS_E_CAPACITY);
-    CHECK_TEXT(st.text,
+    CHECK(mls_tiers_fits(&t, b, HOT, &status) == MLS_E_CAPACITY);
+    CHECK_TEXT(status.text,
                "a unit of 40 bytes is more than the whole hot budget of 10 bytes");
-    mls_tiers_fini(&t);
 }
 
 TEST(room_is_made_by_the_least_used_and_the_longest_unused)
 {
-    mls_tiers t;
-    mls_status st;
-    mls_tier_moves moves = {0};
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, 100);
-    const size_t often = add(&t, 40, WARM), late = add(&t, 30, WARM);
-    const size_t early = add(&t, 30, WARM), in = add(&t, 50, COLD);
-    use(&t, often, 2);
-    use(&t, early, 1);
-    use(&t, late, 1);
-    REQUIRE(mls_tiers_make_room(&t, in, WARM, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 2);
-    CHECK(is_move(&moves, 0, early, COLD) && is_move(&moves, 1, late, COLD));
-    follow(&t, &moves);
-    REQUIRE(mls_tiers_make_room(&t, in, WARM, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 0); /* there is room */
-    mls_tier_moves_fini(&moves);
-    mls_tiers_fini(&t);
+    const size_t often = add(40, WARM), late = add(30, WARM);
+    const size_t early = add(30, WARM), in = add(50, COLD);
+    use(often, 2);
+    use(early, 1);
+    use(late, 1);
+    CHECK(make_room(in, WARM) == 2);
+    CHECK(is_move(0, early, COLD) && is_move(1, late, COLD));
+    follow();
+    CHECK(make_room(in, WARM) == 0); /* there is room */
 }
 
 TEST(what_a_larger_one_made_needless_stays)
 {
-    mls_tiers t;
-    mls_status st;
-    mls_tier_moves moves = {0};
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, 100);
-    const size_t small = add(&t, 10, WARM), large = add(&t, 90, WARM);
-    const size_t in = add(&t, 80, COLD);
-    use(&t, large, 1);
-    REQUIRE(mls_tiers_make_room(&t, in, WARM, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 1 && is_move(&moves, 0, large, COLD));
+    const size_t small = add(10, WARM), large = add(90, WARM);
+    const size_t in = add(80, COLD);
+    use(large, 1);
+    CHECK(make_room(in, WARM) == 1 && is_move(0, large, COLD));
     CHECK(t.units[small].tier == WARM);
-    mls_tier_moves_fini(&moves);
-    mls_tiers_fini(&t);
 }
 
 TEST(pinned_units_stay_and_are_said_to_be_in_the_way)
 {
-    mls_tiers t;
-    mls_status st;
-    mls_tier_moves moves = {0};
     mls_tiers_init(&t, 5, 100);
-    const size_t a = add(&t, 60, WARM), b = add(&t, 40, WARM), in = add(&t, 50, COLD);
+    const size_t a = add(60, WARM), b = add(40, WARM), in = add(50, COLD);
     mls_tiers_pin(&t, a);
-    CHECK(mls_tiers_make_room(&t, in, WARM, &moves, &st) == MLS_E_CAPACITY);
-    CHECK_TEXT(st.text, "no room for a unit of 50 bytes: units in use or moving occupy "
-                        "too much of the warm budget of 100 bytes");
+    CHECK(mls_tiers_make_room(&t, in, WARM, &moves, &status) == MLS_E_CAPACITY);
+    CHECK_TEXT(status.text,
+               "no room for a unit of 50 bytes: units in use or moving occupy "
+               "too much of the warm budget of 100 bytes");
     CHECK(moves.list == NULL);
-    CHECK(mls_tiers_make_room(&t, in, HOT, &moves, &st) == MLS_E_CAPACITY);
+    CHECK(mls_tiers_make_room(&t, in, HOT, &moves, &status) == MLS_E_CAPACITY);
     mls_tiers_unpin(&t, a);
-    REQUIRE(mls_tiers_make_room(&t, in, WARM, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 1 && is_move(&moves, 0, a, COLD) && t.units[b].tier == WARM);
-    mls_tier_moves_fini(&moves);
-    mls_tiers_fini(&t);
+    CHECK(make_room(in, WARM) == 1 && is_move(0, a, COLD) && t.units[b].tier == WARM);
 }
 
 TEST(what_leaves_hot_goes_to_warm_and_others_go_cold_for_it)
 {
-    mls_tiers t;
-    mls_status st;
-    mls_tier_moves moves = {0};
     mls_tiers_init(&t, 50, 100);
-    const size_t hot = add(&t, 50, HOT), in = add(&t, 50, WARM),
-                 other = add(&t, 50, WARM);
-    REQUIRE(mls_tiers_make_room(&t, in, HOT, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 1 && is_move(&moves, 0, hot, WARM)); /* they are exchanged */
-    mls_tier_moves_fini(&moves);
-    const size_t third = add(&t, 50, COLD);
-    REQUIRE(mls_tiers_make_room(&t, third, HOT, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 2 && is_move(&moves, 0, other, COLD));
-    CHECK(is_move(&moves, 1, hot, WARM));
-    mls_tier_moves_fini(&moves);
+    const size_t hot = add(50, HOT), in = add(50, WARM), other = add(50, WARM);
+    CHECK(make_room(in, HOT) == 1 && is_move(0, hot, WARM)); /* they are exchanged */
+    const size_t third = add(50, COLD);
+    CHECK(make_room(third, HOT) == 2 && is_move(0, other, COLD));
+    CHECK(is_move(1, hot, WARM));
     mls_tiers_pin(&t, in);
     mls_tiers_pin(&t, other);
-    REQUIRE(mls_tiers_make_room(&t, third, HOT, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 1 && is_move(&moves, 0, hot, COLD)); /* too large for warm */
-    mls_tier_moves_fini(&moves);
-    mls_tiers_fini(&t);
+    CHECK(make_room(third, HOT) == 1 && is_move(0, hot, COLD)); /* too large for warm */
 }
 
 TEST(a_unit_that_grew_makes_room_where_it_is)
 {
-    mls_tiers t;
-    mls_status st;
-    mls_tier_moves moves = {0};
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, 100);
-    const size_t a = add(&t, 50, WARM), b = add(&t, 50, WARM);
-    REQUIRE(mls_tiers_resize(&t, a, 70, &st) == MLS_OK); /* this exceeds the budget */
-    REQUIRE(mls_tiers_make_room(&t, a, WARM, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 1 && is_move(&moves, 0, b, COLD));
-    follow(&t, &moves);
+    const size_t a = add(50, WARM), b = add(50, WARM);
+    REQUIRE(mls_tiers_resize(&t, a, 70, &status) == MLS_OK); /* this exceeds the budget */
+    CHECK(make_room(a, WARM) == 1 && is_move(0, b, COLD));
+    follow();
     CHECK(t.bytes[WARM] == 70);
-    mls_tiers_fini(&t);
 }
 
 TEST(the_most_used_are_nearest)
 {
-    mls_tiers t;
-    mls_status st;
-    mls_tier_moves moves = {0};
     mls_tiers_init(&t, 10, 20);
-    const size_t a = add(&t, 10, HOT), b = add(&t, 10, WARM), c = add(&t, 10, WARM);
-    const size_t d = add(&t, 10, COLD), e = add(&t, 10, COLD);
-    use(&t, d, 9);
-    use(&t, b, 5);
-    use(&t, a, 1);
-    REQUIRE(mls_tiers_rebalance(&t, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 3); /* c makes room, a moves to warm, d moves up */
-    CHECK(is_move(&moves, 0, c, COLD) && is_move(&moves, 1, a, WARM));
-    CHECK(is_move(&moves, 2, d, HOT));
+    const size_t a = add(10, HOT), b = add(10, WARM), c = add(10, WARM);
+    const size_t d = add(10, COLD), e = add(10, COLD);
+    use(d, 9);
+    use(b, 5);
+    use(a, 1);
+    CHECK(rebalance() == 3); /* c makes room, a moves to warm, d moves up */
+    CHECK(is_move(0, c, COLD) && is_move(1, a, WARM));
+    CHECK(is_move(2, d, HOT));
     CHECK(t.units[d].score == 9 * MLS_TIERS_USE / 2 && t.units[d].uses == 9);
-    follow(&t, &moves);
+    follow();
     CHECK(t.bytes[HOT] == 10 && t.bytes[WARM] == 20 && t.units[e].tier == COLD);
-    REQUIRE(mls_tiers_rebalance(&t, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 0); /* stable */
-    mls_tier_moves_fini(&moves);
-    mls_tiers_fini(&t);
+    CHECK(rebalance() == 0); /* stable */
 }
 
 TEST(equals_do_not_take_turns)
 {
-    mls_tiers t;
-    mls_status st;
-    mls_tier_moves moves = {0};
     mls_tiers_init(&t, 0, 10);
-    const size_t here = add(&t, 10, WARM), there = add(&t, 10, COLD);
-    use(&t, here, 8);
-    use(&t, there, 10); /* exactly a quarter more is not enough */
-    REQUIRE(mls_tiers_rebalance(&t, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 0);
-    mls_tier_moves_fini(&moves);
-    use(&t, there, 1);
-    REQUIRE(mls_tiers_rebalance(&t, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 2 && is_move(&moves, 0, here, COLD));
-    CHECK(is_move(&moves, 1, there, WARM));
-    mls_tier_moves_fini(&moves);
-    mls_tiers_fini(&t);
+    const size_t here = add(10, WARM), there = add(10, COLD);
+    use(here, 8);
+    use(there, 10); /* exactly a quarter more is not enough */
+    CHECK(rebalance() == 0);
+    use(there, 1);
+    CHECK(rebalance() == 2 && is_move(0, here, COLD));
+    CHECK(is_move(1, there, WARM));
 }
 
 TEST(what_was_never_used_moves_only_where_it_must)
 {
-    mls_tiers t;
-    mls_status st;
-    mls_tier_moves moves = {0};
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, 25);
-    const size_t a = add(&t, 10, WARM), b = add(&t, 10, WARM), c = add(&t, 10, WARM);
-    const size_t d = add(&t, 10, COLD);
-    REQUIRE(mls_tiers_rebalance(&t, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 1 && is_move(&moves, 0, c, COLD)); /* beyond the budget */
+    const size_t a = add(10, WARM), b = add(10, WARM), c = add(10, WARM);
+    const size_t d = add(10, COLD);
+    CHECK(rebalance() == 1 && is_move(0, c, COLD)); /* beyond the budget */
     CHECK(t.units[a].tier == WARM && t.units[b].tier == WARM && t.units[d].tier == COLD);
-    mls_tier_moves_fini(&moves);
-    mls_tiers_fini(&t);
 }
 
 TEST(scores_end_at_a_limit_and_age)
 {
-    mls_tiers t;
-    mls_status st;
-    mls_tier_moves moves = {0};
     mls_tiers_init(&t, 0, 0);
-    const size_t a = add(&t, 1, COLD);
+    const size_t a = add(1, COLD);
     t.units[a].score = (UINT64_C(1) << 60) - 1;
-    use(&t, a, 2);
+    use(a, 2);
     CHECK(t.units[a].score == UINT64_C(1) << 60 && t.units[a].used_at == 2);
     for (int i = 0; i < 61; i++) {
-        REQUIRE(mls_tiers_rebalance(&t, &moves, &st) == MLS_OK);
-        CHECK(moves.count == 0);
-        mls_tier_moves_fini(&moves);
+        CHECK(rebalance() == 0);
     }
     CHECK(t.units[a].score == 0);
-    mls_tiers_fini(&t);
 }

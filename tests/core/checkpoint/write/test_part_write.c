@@ -141,7 +141,6 @@ TEST(a_stop_and_a_failed_write_are_reported)
 {
     uint32_t crcs[BLOCKS] = {0};
     uint64_t written = 0, started = 0, told = 0;
-    mls_status st;
     REQUIRE(make_memory());
     const int fd = mkstemp(path);
     REQUIRE(fd >= 0);
@@ -153,9 +152,9 @@ TEST(a_stop_and_a_failed_write_are_reported)
                                  .shape = shape,
                                  .data = (const unsigned char *)numbers};
     mls_tensor_place place = {fd, OFFSET, crcs, &written, &started};
-    CHECK(mls_part_write(&writer, &item, &place, &st) == MLS_E_STOPPED && told > 0);
+    CHECK(mls_part_write(&writer, &item, &place, &status) == MLS_E_STOPPED && told > 0);
     place.fd = -1;
-    CHECK(mls_part_write(&writer, &item, &place, &st) == MLS_E_IO);
+    CHECK(mls_part_write(&writer, &item, &place, &status) == MLS_E_IO);
     close(fd);
     unlink(path);
     free_memory();

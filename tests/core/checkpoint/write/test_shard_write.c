@@ -10,13 +10,6 @@ enum { MIB = 1 << 20, LARGE = 19 * MIB + 12344 }; /* three tasks, a partial bloc
 
 /* ---- helpers ---- */
 
-static void empty_pool(void)
-{
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
-}
-
 /* Whether a file is valid: its header, and the checksum of every block. */
 static bool file_is_good(const mls_index_file *record)
 {
@@ -55,6 +48,23 @@ static bool files_are_good(const mls_index *index)
     return good;
 }
 
+/* ---- of the current test ---- */
+
+static unsigned char *data;
+static mls_shards_written written;
+static struct {
+    size_t shape[1];
+    char names[10][4];
+    mls_shard_item items[10];
+} ten;
+
+AFTER_EACH
+{
+    free(data);
+    data = NULL;
+    empty_pool();
+}
+
 /* ---- good files ---- */
 
 /* All kinds: several sections, sizes on both sides of every limit, no element, one
@@ -65,9 +75,8 @@ TEST(what_is_written_can_be_read_back)
                                    262143, 5000,    0,   8 * MIB + 1, 2 * MIB, 77};
     enum { COUNT = sizeof sizes / sizeof sizes[0] };
     static char names[COUNT][8];
-    unsigned char *data = noise(LARGE + COUNT);
+    data = noise(LARGE + COUNT);
     mls_shard_item items[COUNT];
-    mls_shards_written written;
     uint64_t bytes = 0;
     REQUIRE(data != NULL);
     for (size_t i = 0; i < COUNT; i++) {
@@ -88,16 +97,13 @@ TEST(what_is_written_can_be_read_back)
     CHECK(written.data_bytes == bytes && written.new_bytes == bytes);
     CHECK(written.new_files == index.file_count && pool_files() == index.file_count + 1);
     mls_index_fini(&index);
-    free(data);
-    empty_pool();
 }
 
 TEST(the_checksums_told_are_those_of_the_files)
 {
-    unsigned char *data = noise(3 * MIB);
+    data = noise(3 * MIB);
     const size_t shape[] = {3 * MIB - 5};
     const mls_shard_item item = item_of("w", NULL, MLS_U8, 1, shape, data);
-    mls_shards_written written;
     const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
     mls_index index = write_all(&job, &written);
     size_t length = 0;
@@ -108,8 +114,6 @@ TEST(the_checksums_told_are_those_of_the_files)
     CHECK(index.shards[0].crcs[2] == crc->update(0, data + 2 * MIB, MIB - 5));
     mls_free(all);
     mls_index_fini(&index);
-    free(data);
-    empty_pool();
 }
 
 /* So that a folder of shard files without indexes is not lost. */
@@ -119,7 +123,6 @@ TEST(a_file_says_which_shards_it_holds)
     const mls_shard_item items[] = {
         part_of(item_of("w", NULL, MLS_U8, 1, shape, "0123456789"), 0, 2, 1),
         item_of("\"", NULL, MLS_U8, 1, shape, "0123456789")};
-    mls_shards_written written;
     const mls_shard_job job = job_of(items, 2, generations[0], NULL);
     mls_index index = write_all(&job, &written);
     size_t length = 0;
@@ -131,7 +134,6 @@ TEST(a_file_says_which_shards_it_holds)
     CHECK(strstr(all + 8, "\\\"part\\\":1") != NULL);
     mls_free(all);
     mls_index_fini(&index);
-    empty_pool();
 }
 
 /* A checksum over all files of a pool, in the index's order. */
@@ -181,7 +183,6 @@ static void check_strided(size_t rows, size_t columns)
         }
     }
     for (size_t i = 0; i < 3; i++) {
-        mls_shards_written written;
         mls_pool *two = NULL;
         CHECK(mls_pool_new(2, &two, &st) == MLS_OK);
         mls_shard_job job = job_of(items, 5, generations[0], NULL);
@@ -234,7 +235,6 @@ TEST(nothing_and_what_is_empty_can_be_stored)
         part_of(item_of("two", NULL, MLS_U8, 1, two, "xy"), 0, 3, 2),
         item_of("none", "m", MLS_F64, 2, none, NULL)};
     for (uint64_t pack_below = 0; pack_below < 2; pack_below++) {
-        mls_shards_written written;
         mls_shard_job job = job_of(items, 3, generations[0], NULL);
         job.pack_below = pack_below;
         mls_index index = write_all(&job, &written);
@@ -244,12 +244,10 @@ TEST(nothing_and_what_is_empty_can_be_stored)
         mls_index_fini(&index);
         empty_pool();
     }
-    mls_shards_written written;
     const mls_shard_job job = job_of(NULL, 0, generations[0], NULL);
     mls_index index = write_all(&job, &written);
     CHECK(index.shard_count == 0 && written.new_files == 0 && pool_files() == 1);
     mls_index_fini(&index);
-    empty_pool();
 }
 
 /* ---- repeated writes ---- */
@@ -258,10 +256,9 @@ TEST(only_what_changed_is_written_again)
 {
     enum { COUNT = 6 };
     static const char *const names[COUNT] = {"a", "b", "c", "d", "e", "large"};
-    unsigned char *data = noise(2 * MIB);
+    data = noise(2 * MIB);
     const size_t small[] = {1000}, large[] = {MIB};
     mls_shard_item items[COUNT];
-    mls_shards_written written;
     REQUIRE(data != NULL);
     for (size_t i = 0; i < COUNT; i++) {
         items[i] =
@@ -288,16 +285,13 @@ TEST(only_what_changed_is_written_again)
     mls_index_fini(&first);
     mls_index_fini(&second);
     mls_index_fini(&third);
-    free(data);
-    empty_pool();
 }
 
 TEST(what_became_damaged_is_mended_by_the_next_write)
 {
-    unsigned char *data = noise(MIB);
+    data = noise(MIB);
     const size_t shape[] = {MIB};
     const mls_shard_item item = item_of("w", NULL, MLS_U8, 1, shape, data);
-    mls_shards_written written;
     mls_shard_job job = job_of(&item, 1, generations[0], NULL);
     mls_index first = write_all(&job, &written);
     REQUIRE(data != NULL && first.file_count == 1);
@@ -308,35 +302,27 @@ TEST(what_became_damaged_is_mended_by_the_next_write)
     CHECK(reads_back(&second, &item, data, NULL));
     mls_index_fini(&first);
     mls_index_fini(&second);
-    free(data);
-    empty_pool();
 }
 
 /* ---- failures ---- */
 
 /* Ten files, so that some are complete when others fail. */
-typedef struct ten {
-    unsigned char *data;
-    size_t shape[1];
-    char names[10][4];
-    mls_shard_item items[10];
-} ten;
-
-static void ten_of(ten *t, size_t bytes)
+static void make_ten(size_t bytes)
 {
-    t->data = noise(bytes + 10);
-    t->shape[0] = bytes;
+    free(data);
+    data = noise(bytes + 10);
+    ten.shape[0] = bytes;
     for (size_t i = 0; i < 10; i++) {
-        snprintf(t->names[i], sizeof t->names[i], "%zu", i);
-        t->items[i] =
-            item_of(t->names[i], i < 5 ? NULL : "m", MLS_U8, 1, t->shape, t->data + i);
+        snprintf(ten.names[i], sizeof ten.names[i], "%zu", i);
+        ten.items[i] =
+            item_of(ten.names[i], i < 5 ? NULL : "m", MLS_U8, 1, ten.shape, data + i);
     }
 }
 
 /* A write that fails leaves no file and no descriptor. */
 static mls_code fails(const mls_shard_job *job, mls_status *st)
 {
-    mls_shards_written written = {.shard_count = 77};
+    written.shard_count = 77;
     const size_t files = pool_files();
     const int before = dup(pool_fd);
     const mls_code code = mls_shards_write(job, &written, st);
@@ -350,169 +336,139 @@ static mls_code fails(const mls_shard_job *job, mls_status *st)
 
 TEST(a_folder_that_is_missing_leaves_nothing)
 {
-    ten t;
-    mls_status st;
-    ten_of(&t, 300000);
-    const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+    make_ten(300000);
+    const mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
     for (size_t i = 0; i < 3; i++) {
         CHECK(unlinkat(pool_fd, pool_folders[i], AT_REMOVEDIR) == 0);
-        CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == ENOENT);
-        CHECK(strstr(st.text, pool_folders[i]) != NULL);
+        CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == ENOENT);
+        CHECK(strstr(status.text, pool_folders[i]) != NULL);
         CHECK(mkdirat(pool_fd, pool_folders[i], 0700) == 0);
     }
-    free(t.data);
 }
 
 /* The target of a link may belong to another checkpoint. */
 TEST(a_folder_that_is_a_link_is_refused)
 {
-    ten t;
-    mls_status st;
-    ten_of(&t, 300000);
-    const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+    make_ten(300000);
+    const mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
     CHECK(mkdirat(pool_fd, "other", 0700) == 0);
     for (size_t i = 0; i < 3; i++) {
         CHECK(unlinkat(pool_fd, pool_folders[i], AT_REMOVEDIR) == 0);
         CHECK(symlinkat("other", pool_fd, pool_folders[i]) == 0);
-        CHECK(fails(&job, &st) == MLS_E_IO);
-        CHECK(st.os_error == ENOTDIR || st.os_error == ELOOP);
-        CHECK(strstr(st.text, pool_folders[i]) != NULL);
+        CHECK(fails(&job, &status) == MLS_E_IO);
+        CHECK(status.os_error == ENOTDIR || status.os_error == ELOOP);
+        CHECK(strstr(status.text, pool_folders[i]) != NULL);
         CHECK(unlinkat(pool_fd, pool_folders[i], 0) == 0);
         CHECK(mkdirat(pool_fd, pool_folders[i], 0700) == 0);
     }
     CHECK(unlinkat(pool_fd, "other", AT_REMOVEDIR) == 0); /* it is empty */
-    free(t.data);
 }
 
 TEST(a_folder_that_may_not_be_written_leaves_nothing)
 {
-    ten t;
-    mls_status st;
     if (geteuid() == 0) {
         return; /* root may write everywhere */
     }
-    ten_of(&t, 300000);
-    const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+    make_ten(300000);
+    const mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
     CHECK(fchmodat(pool_fd, "optim_state", 0500, 0) == 0);
-    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EACCES);
+    CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EACCES);
     CHECK(fchmodat(pool_fd, "optim_state", 0700, 0) == 0);
-    free(t.data);
 }
 
 /* Committed files are changed neither by a write nor by its rollback. */
 TEST(a_generation_is_written_only_once)
 {
-    ten t;
-    mls_status st;
-    mls_shards_written written;
-    ten_of(&t, 300000);
-    mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+    make_ten(300000);
+    mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
     mls_index index = write_all(&job, &written);
     const uint32_t sum = fingerprint(&index, written.path);
-    t.data[0] ^= 1;
-    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
+    data[0] ^= 1;
+    CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EEXIST);
     job.count = 0; /* now only the index is in the way */
-    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
+    CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EEXIST);
     job.count = 10;
     for (size_t i = 0; i < 10; i++) {
-        t.items[i].id.section = MLS_PARAMS;
-        t.names[i][0] = (char)('a' + i); /* only the index has its name */
+        ten.items[i].id.section = MLS_PARAMS;
+        ten.names[i][0] = (char)('a' + i); /* only the index has its name */
     }
-    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
+    CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EEXIST);
     CHECK(fingerprint(&index, written.path) == sum && files_are_good(&index));
     mls_index_fini(&index);
-    free(t.data);
-    empty_pool();
 }
 
 TEST(a_disk_without_room_leaves_nothing)
 {
     struct rlimit limit, small;
-    mls_status st;
     void (*const action)(int) = signal(SIGXFSZ, SIG_IGN);
     CHECK(getrlimit(RLIMIT_FSIZE, &limit) == 0);
     /* when the space is reserved, during the writes, and at the last bytes */
     static const size_t bytes[] = {3 * MIB, 600000, 300000};
     static const rlim_t most[] = {2 * MIB, 500000, 303000};
     for (size_t i = 0; i < 3; i++) {
-        ten t;
-        ten_of(&t, bytes[i]);
-        const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+        make_ten(bytes[i]);
+        const mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
         small = limit;
         small.rlim_cur = most[i];
         CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
-        CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EFBIG);
+        CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EFBIG);
         CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0);
-        free(t.data);
     }
     (void)signal(SIGXFSZ, action);
 }
 
 TEST(the_first_tensor_that_failed_is_told)
 {
-    ten t;
-    mls_status st;
-    ten_of(&t, 300000);
-    mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+    make_ten(300000);
+    mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
     job.pool = NULL;
     CHECK(close(openat(pool_fd, "params/3.0-1.0123456789abcdef-0.safetensors.tmp",
                        O_CREAT | O_WRONLY, 0600)) == 0);
-    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
-    CHECK_TEXT(st.name, "3");
+    CHECK(fails(&job, &status) == MLS_E_IO && status.os_error == EEXIST);
+    CHECK_TEXT(status.name, "3");
     CHECK(pool_files() == 1); /* the file of another writer stays */
-    free(t.data);
-    empty_pool();
 }
 
 TEST(progress_counts_every_byte_once)
 {
-    ten t;
-    mls_shards_written written;
     for (size_t i = 0; i < 3; i++) {
         static const size_t sizes[] = {1000, 300000, 9 * MIB};
         watcher seen = {.allowed = 1 << 30};
         const mls_progress progress = {.report = watch, .context = &seen};
-        ten_of(&t, sizes[i]);
-        mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+        make_ten(sizes[i]);
+        mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
         job.progress = &progress;
         mls_index index = write_all(&job, &written);
         CHECK(atomic_load(&seen.bytes) == written.data_bytes);
         mls_index_fini(&index);
-        free(t.data);
         empty_pool();
     }
 }
 
 TEST(progress_stops_the_work_and_leaves_nothing)
 {
-    ten t;
-    mls_status st;
-    ten_of(&t, 3 * MIB);
+    make_ten(3 * MIB);
     for (int allowed = 1; allowed < 12; allowed += 3) {
         for (int one = 0; one < 2; one++) {
             watcher seen = {.allowed = allowed};
             const mls_progress progress = {.report = watch, .context = &seen};
-            mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+            mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
             job.progress = &progress;
             job.pool = one == 1 ? NULL : four_threads;
-            CHECK(fails(&job, &st) == MLS_E_STOPPED && st.code == MLS_E_STOPPED);
+            CHECK(fails(&job, &status) == MLS_E_STOPPED && status.code == MLS_E_STOPPED);
             CHECK(atomic_load(&seen.calls) < allowed + 4);
         }
     }
-    free(t.data);
 }
 
 TEST(what_the_plan_refuses_writes_nothing)
 {
-    ten t;
-    mls_status st;
-    ten_of(&t, 1000);
-    t.items[9].id.state = text("a.b");
-    const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
-    CHECK(fails(&job, &st) == MLS_E_VALUE);
-    t.items[9].id = t.items[8].id;
-    CHECK(fails(&job, &st) == MLS_E_VALUE);
-    t.items[9].id = (mls_tensor_id){.name = text("__metadata__")};
-    CHECK(fails(&job, &st) == MLS_E_VALUE);
-    free(t.data);
+    make_ten(1000);
+    ten.items[9].id.state = text("a.b");
+    const mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
+    CHECK(fails(&job, &status) == MLS_E_VALUE);
+    ten.items[9].id = ten.items[8].id;
+    CHECK(fails(&job, &status) == MLS_E_VALUE);
+    ten.items[9].id = (mls_tensor_id){.name = text("__metadata__")};
+    CHECK(fails(&job, &status) == MLS_E_VALUE);
 }

@@ -17,39 +17,59 @@ typedef struct state {
 
 static const size_t sizes[COUNT] = {5 * MIB / 4 + 3, 0, 7, 1000, 999, 300 * 401};
 
-static void make_state(state *s)
+static state s; /* of the current test */
+
+static void make_state(void)
 {
     static const char *const names[COUNT] = {"large", "empty", "a", "b", "c", "strided"};
     for (size_t i = 0; i < COUNT; i++) {
-        s->shapes[i][0] = sizes[i];
-        s->bytes[i] = sizes[i] * 4;
-        s->data[i] = noise(s->bytes[i] * 2);
-        s->items[i] = item_of(names[i], NULL, MLS_F32, 1, s->shapes[i], s->data[i]);
+        s.shapes[i][0] = sizes[i];
+        s.bytes[i] = sizes[i] * 4;
+        s.data[i] = noise(s.bytes[i] * 2);
+        s.items[i] = item_of(names[i], NULL, MLS_F32, 1, s.shapes[i], s.data[i]);
     }
     /* every second element, backwards */
-    s->strided = (mls_tensor){.data = s->data[5] + 8 * (sizes[5] - 1),
-                              .dtype = MLS_F32,
-                              .rank = 1,
-                              .shape = {sizes[5]},
-                              .strides = {-8}};
-    s->items[5].data = NULL;
-    s->items[5].strided = &s->strided;
+    s.strided = (mls_tensor){.data = s.data[5] + 8 * (sizes[5] - 1),
+                             .dtype = MLS_F32,
+                             .rank = 1,
+                             .shape = {sizes[5]},
+                             .strides = {-8}};
+    s.items[5].data = NULL;
+    s.items[5].strided = &s.strided;
 }
 
-static void free_state(state *s)
+static void free_state(void)
 {
     for (size_t i = 0; i < COUNT; i++) {
-        free(s->data[i]);
+        free(s.data[i]);
     }
+}
+
+/* For a test that changed the state. */
+static void renew_state(void)
+{
+    free_state();
+    make_state();
+}
+
+BEFORE_EACH
+{
+    make_state();
+}
+
+AFTER_EACH
+{
+    free_state();
+    empty_pool();
 }
 
 /* Whether a staged copy equals the state. */
-static bool copy_is_good(const state *s, const mls_shard_item *item, size_t number)
+static bool copy_is_good(const mls_shard_item *item, size_t number)
 {
     bool good = item->data != NULL && item->strided == NULL && item->first == 0;
     for (size_t i = 0; good && i < sizes[number]; i++) {
         const unsigned char *from =
-            number == 5 ? s->data[5] + 8 * (sizes[5] - 1 - i) : s->data[number] + 4 * i;
+            number == 5 ? s.data[5] + 8 * (sizes[5] - 1 - i) : s.data[number] + 4 * i;
         good = memcmp(item->data + 4 * i, from, 4) == 0;
     }
     return good;
@@ -58,10 +78,9 @@ static bool copy_is_good(const state *s, const mls_shard_item *item, size_t numb
 /* Stage with a budget; checks each copy, and returns the number of copied items. */
 static size_t stage(size_t budget, bool threads, mls_staged *staged)
 {
-    state s;
     mls_status st;
     size_t copied = 0;
-    make_state(&s);
+    renew_state();
     unsigned char *memory = malloc(budget + 17);
     memset(memory, 0x5A, budget + 17);
     const mls_staging to = {.memory = memory + 1, /* unaligned */
@@ -78,11 +97,10 @@ static size_t stage(size_t budget, bool threads, mls_staged *staged)
     }
     for (size_t i = 0; i < COUNT; i++) {
         copied += s.items[i].staged;
-        CHECK(!s.items[i].staged || copy_is_good(&s, &s.items[i], i));
+        CHECK(!s.items[i].staged || copy_is_good(&s.items[i], i));
     }
     CHECK(copied + staged->lent == COUNT);
     free(memory);
-    free_state(&s);
     return copied;
 }
 
@@ -130,39 +148,31 @@ TEST(little_is_left_out)
 /* Each thread has a buffer; compressed shards are held whole. */
 TEST(the_overhead_of_a_save_is_known_before)
 {
-    state s;
-    mls_status st;
     size_t none = 0, one = 0, two = 0, coded = 0;
-    make_state(&s);
-    CHECK(mls_staging_overhead(s.items, 0, 1, false, &none, &st) == MLS_OK);
-    CHECK(mls_staging_overhead(s.items, COUNT, 1, false, &one, &st) == MLS_OK);
-    CHECK(mls_staging_overhead(s.items, COUNT, 2, false, &two, &st) == MLS_OK);
-    CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &st) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, 0, 1, false, &none, &status) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, COUNT, 1, false, &one, &status) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, COUNT, 2, false, &two, &status) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &status) == MLS_OK);
     CHECK(none > MLS_WRITE_BUFFER && one > none && one < none + MIB);
     CHECK(two - one >= MLS_WRITE_BUFFER && two - one < MLS_WRITE_BUFFER + MIB);
     CHECK(coded - two >= 2 * (3 * (5 * MIB / 4)) && coded - two < 2 * 8 * MIB);
     s.items[0].part = 4;
-    CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &st) == MLS_E_VALUE);
-    CHECK(strcmp(st.name, "large") == 0);
-    free_state(&s);
+    CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &status) == MLS_E_VALUE);
+    CHECK(strcmp(status.name, "large") == 0);
 }
 
 /* Items that the caller has copied are not copied again. */
 TEST(what_is_staged_already_stays)
 {
-    state s;
-    mls_status st;
     mls_staged staged;
     unsigned char memory[64];
-    make_state(&s);
     for (size_t i = 0; i < COUNT; i++) {
         s.items[i].staged = i != 2;
     }
     const mls_staging to = {.memory = memory, .bytes = sizeof memory, .kernels = kernels};
-    CHECK(mls_stage(&to, s.items, COUNT, &staged, &st) == MLS_OK);
+    CHECK(mls_stage(&to, s.items, COUNT, &staged, &status) == MLS_OK);
     CHECK(staged.bytes == 28 && staged.lent == 0 && s.items[2].data == memory);
     CHECK(s.items[0].data == s.data[0] && s.items[5].strided == &s.strided);
-    free_state(&s);
 }
 
 /* The size of the part counts, not the size of the tensor. */
@@ -180,30 +190,27 @@ TEST(copies_of_the_caller_are_noted_by_their_address)
 
 TEST(what_is_needed_is_the_part_and_a_bad_one_is_named)
 {
-    state s;
-    mls_status st;
     size_t bytes = 1;
-    make_state(&s);
     s.items[3] = part_of(s.items[3], 0, 4, 3);
-    CHECK(mls_staging_need(s.items + 2, 2, &bytes, &st) == MLS_OK);
+    CHECK(mls_staging_need(s.items + 2, 2, &bytes, &status) == MLS_OK);
     CHECK(bytes == 28 + 1000);
-    CHECK(mls_staging_need(s.items, 0, &bytes, &st) == MLS_OK && bytes == 0);
+    CHECK(mls_staging_need(s.items, 0, &bytes, &status) == MLS_OK && bytes == 0);
     s.items[3].part = 4;
     bytes = 17;
-    CHECK(mls_staging_need(s.items, COUNT, &bytes, &st) == MLS_E_VALUE && bytes == 17);
-    CHECK(strcmp(st.name, "b") == 0);
+    CHECK(mls_staging_need(s.items, COUNT, &bytes, &status) == MLS_E_VALUE &&
+          bytes == 17);
+    CHECK(strcmp(status.name, "b") == 0);
     mls_staged staged;
     const mls_staging to = {.memory = s.data[0], .bytes = 9, .kernels = kernels};
-    CHECK(mls_stage(&to, s.items, COUNT, &staged, &st) == MLS_E_VALUE);
+    CHECK(mls_stage(&to, s.items, COUNT, &staged, &status) == MLS_E_VALUE);
     CHECK(!s.items[2].staged && !s.items[1].staged);
     const size_t huge[] = {SIZE_MAX / 4};
     s.items[0] = item_of("x", NULL, MLS_F64, 1, huge, s.data[0]);
-    CHECK(mls_staging_need(s.items, 1, &bytes, &st) == MLS_E_SIZE);
+    CHECK(mls_staging_need(s.items, 1, &bytes, &status) == MLS_E_SIZE);
     s.items[0].dtype = s.items[1].dtype = MLS_U8;
     s.items[1].shape = s.items[0].shape;
     s.items[2] = s.items[3] = s.items[4] = s.items[0];
-    CHECK(mls_staging_need(s.items, 5, &bytes, &st) == MLS_E_SIZE && bytes == 17);
-    free_state(&s);
+    CHECK(mls_staging_need(s.items, 5, &bytes, &status) == MLS_E_SIZE && bytes == 17);
 }
 
 TEST(touching_clears_just_that)
@@ -223,18 +230,12 @@ TEST(touching_clears_just_that)
 
 /* ---- the owner is notified when its memory is no longer read ---- */
 
-/* An owner that changes its memory as soon as it is notified. */
-typedef struct owner {
-    state *state;
-    int calls;
-} owner;
-
-static void spoil(void *context)
+/* Change the memory as soon as its owner is notified. */
+static void spoil(void *calls)
 {
-    owner *o = context;
-    o->calls++;
+    ++*(int *)calls;
     for (size_t i = 0; i < COUNT; i++) {
-        memset(o->state->data[i], 0xEE, 2 * o->state->bytes[i]);
+        memset(s.data[i], 0xEE, 2 * s.bytes[i]);
     }
 }
 
@@ -242,11 +243,10 @@ static void spoil(void *context)
  * checksums in the index match the old bytes. */
 static void write_with(size_t budget, uint64_t pack_below, const char *generation)
 {
-    state s;
     mls_status st;
     mls_staged staged;
     mls_shards_written written, expected;
-    make_state(&s);
+    renew_state();
     mls_shard_job job = job_of(s.items, COUNT, "a123456789abcdef", NULL);
     job.pack_below = pack_below;
     mls_index good = write_all(&job, &expected);
@@ -254,22 +254,19 @@ static void write_with(size_t budget, uint64_t pack_below, const char *generatio
     const mls_staging to = {
         .memory = memory, .bytes = budget, .kernels = kernels, .pool = four_threads};
     CHECK(mls_stage(&to, s.items, COUNT, &staged, &st) == MLS_OK);
-    owner o = {.state = &s};
+    int calls = 0;
     job.generation = generation;
     job.freed = spoil;
-    job.freed_context = &o;
+    job.freed_context = &calls;
     mls_index index = write_all(&job, &written);
-    CHECK(o.calls == 1 && index.shard_count == COUNT);
+    CHECK(calls == 1 && index.shard_count == COUNT);
     for (size_t i = 0; i < index.shard_count && i < good.shard_count; i++) {
         CHECK(index.shards[i].crc == good.shards[i].crc);
     }
     mls_index_fini(&index);
     mls_index_fini(&good);
     free(memory);
-    free_state(&s);
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
+    empty_pool();
 }
 
 TEST(arrays_may_be_overwritten_when_that_is_told)
@@ -283,19 +280,15 @@ TEST(arrays_may_be_overwritten_when_that_is_told)
 /* A write that fails before that moment does not notify the owner. */
 TEST(a_write_that_failed_before_tells_nothing)
 {
-    state s;
-    mls_status st;
     mls_shards_written written;
-    make_state(&s);
-    owner o = {.state = &s};
+    int calls = 0;
     watcher w = {0};
     atomic_store(&w.allowed, 1);
     const mls_progress progress = {.report = watch, .context = &w};
     mls_shard_job job = job_of(s.items, COUNT, generations[0], NULL);
     job.progress = &progress;
     job.freed = spoil;
-    job.freed_context = &o;
-    CHECK(mls_shards_write(&job, &written, &st) == MLS_E_STOPPED && o.calls == 0);
+    job.freed_context = &calls;
+    CHECK(mls_shards_write(&job, &written, &status) == MLS_E_STOPPED && calls == 0);
     CHECK(pool_files() == 0);
-    free_state(&s);
 }

@@ -24,28 +24,34 @@ typedef struct table {
     size_t saves;
 } table;
 
-static void begin(table *t)
+static table t; /* of the current test */
+
+static void begin(void)
 {
-    *t = (table){.data = malloc(BYTES)};
-    toy_begin(&t->codec);
-    t->item = item_of("w", "m", MLS_F32, 2, matrix, t->data);
-    for (size_t i = 0; t->data != NULL && i < BYTES; i++) {
-        t->data[i] = (unsigned char)(i / 4096); /* runs */
+    t = (table){.data = malloc(BYTES)};
+    REQUIRE(t.data != NULL);
+    toy_begin(&t.codec);
+    t.item = item_of("w", "m", MLS_F32, 2, matrix, t.data);
+    for (size_t i = 0; i < BYTES; i++) {
+        t.data[i] = (unsigned char)(i / 4096); /* runs */
     }
 }
 
-static void empty_pool(void)
+static void drop(void)
 {
-    for (size_t i = 0; i < 3; i++) {
-        (void)files_in(pool_folders[i], true);
-    }
-}
-
-static void drop(table *t)
-{
-    mls_index_fini(&t->index);
+    mls_index_fini(&t.index);
     empty_pool();
-    free(t->data);
+    free(t.data);
+}
+
+BEFORE_EACH
+{
+    begin();
+}
+
+AFTER_EACH
+{
+    drop();
 }
 
 /* Write noise into `bytes` bytes. */
@@ -58,35 +64,35 @@ static void fill_noise(unsigned char *to, size_t bytes)
     free(random);
 }
 
-static mls_shard_job next_job(table *t, char generation[MLS_GENERATION_DIGITS + 1])
+static mls_shard_job next_job(char generation[MLS_GENERATION_DIGITS + 1])
 {
-    snprintf(generation, MLS_GENERATION_DIGITS + 1, "%016zx", ++t->saves);
+    snprintf(generation, MLS_GENERATION_DIGITS + 1, "%016zx", ++t.saves);
     mls_shard_job job =
-        job_of(&t->item, 1, generation, t->index.shard_count == 0 ? NULL : &t->index);
+        job_of(&t.item, 1, generation, t.index.shard_count == 0 ? NULL : &t.index);
     job.pack_below = 1000;
     job.compress = true;
     job.codec = MLS_ZSTD;
-    job.codecs = &t->codec.codecs;
+    job.codecs = &t.codec.codecs;
     return job;
 }
 
 /* Save; the next save compares with the state of this one. */
-static const mls_index_shard *save(table *t, bool compress, bool sparse, bool incremental)
+static const mls_index_shard *save(bool compress, bool sparse, bool incremental)
 {
     char generation[MLS_GENERATION_DIGITS + 1];
-    mls_shard_job job = next_job(t, generation);
+    mls_shard_job job = next_job(generation);
     job.compress = compress;
     job.sparse = sparse;
     job.incremental = incremental;
-    mls_index after = write_all(&job, &t->written);
-    mls_index_fini(&t->index);
-    t->index = after;
-    return after.shard_count == 1 ? &t->index.shards[0] : NULL;
+    mls_index after = write_all(&job, &t.written);
+    mls_index_fini(&t.index);
+    t.index = after;
+    return after.shard_count == 1 ? &t.index.shards[0] : NULL;
 }
 
-static bool is_stored(const table *t)
+static bool is_stored(void)
 {
-    return reads_back(&t->index, &t->item, t->data, &t->codec.codecs);
+    return reads_back(&t.index, &t.item, t.data, &t.codec.codecs);
 }
 
 static const mls_layer *layer_of(const mls_index_shard *shard, size_t number)
@@ -100,10 +106,7 @@ static const mls_layer *layer_of(const mls_index_shard *shard, size_t number)
 
 TEST(what_gets_smaller_is_coded)
 {
-    table t;
-    begin(&t);
-    REQUIRE(t.data != NULL);
-    const mls_index_shard *shard = save(&t, true, false, false);
+    const mls_index_shard *shard = save(true, false, false);
     const mls_layer *layer = layer_of(shard, 0);
     REQUIRE(layer != NULL && layer->frames != NULL && shard->layers->count == 1);
     CHECK(layer->row == 0 && layer->frames->codec == MLS_ZSTD &&
@@ -115,7 +118,7 @@ TEST(what_gets_smaller_is_coded)
     CHECK(t.written.new_shards == 1 && t.written.new_files == 1 &&
           t.index.file_count == 1);
     CHECK(t.index.files[0].bytes == 4096 + layer->bytes);
-    CHECK(mls_index_stored_bytes(shard) == layer->bytes && is_stored(&t));
+    CHECK(mls_index_stored_bytes(shard) == layer->bytes && is_stored());
     /* other readers of its file see a row of bytes */
     size_t length;
     char *file = (char *)read_pool_file(t.index.files[0].path, &length);
@@ -124,28 +127,23 @@ TEST(what_gets_smaller_is_coded)
     CHECK(strstr(file + 8, "\"dtype\":\"U8\"") != NULL);
     CHECK(strstr(file + 8, "\\\"codec\\\":\\\"zstd\\\",\\\"frames\\\":\\\"") != NULL);
     mls_free(file);
-    drop(&t);
 }
 
 TEST(what_does_not_pay_is_stored_as_it_is)
 {
-    table t;
-    begin(&t);
-    REQUIRE(t.data != NULL);
     fill_noise(t.data, BYTES);
-    const mls_index_shard *shard = save(&t, true, false, false);
+    const mls_index_shard *shard = save(true, false, false);
     REQUIRE(shard != NULL && shard->layers == NULL);
-    CHECK(t.written.new_bytes == BYTES && is_stored(&t));
+    CHECK(t.written.new_bytes == BYTES && is_stored());
     CHECK(atomic_load(&t.codec.encoded) == 3); /* only samples were encoded */
-    drop(&t);
 }
 
 /* The first, middle and last 128 KiB, which are sampled, differ from the rest. */
-static void fill_behind_samples(table *t)
+static void fill_behind_samples(void)
 {
     const size_t half = BYTES / 2, room = 100 << 10;
-    fill_noise(t->data + 2 * room, half - 4 * room);
-    fill_noise(t->data + half + 2 * room, half - 4 * room);
+    fill_noise(t.data + 2 * room, half - 4 * room);
+    fill_noise(t.data + half + 2 * room, half - 4 * room);
 }
 
 TEST(samples_may_promise_too_much)
@@ -153,57 +151,45 @@ TEST(samples_may_promise_too_much)
     watcher w = {.allowed = 1 << 30};
     const mls_progress progress = {watch, &w};
     char generation[MLS_GENERATION_DIGITS + 1];
-    table t;
-    begin(&t);
-    REQUIRE(t.data != NULL);
-    fill_behind_samples(&t);
-    mls_shard_job job = next_job(&t, generation);
+    fill_behind_samples();
+    mls_shard_job job = next_job(generation);
     job.progress = &progress;
     t.index = write_all(&job, &t.written);
     REQUIRE(t.index.shard_count == 1 && t.index.shards[0].layers == NULL);
-    CHECK(t.written.new_bytes == BYTES && t.written.new_files == 1 && is_stored(&t));
+    CHECK(t.written.new_bytes == BYTES && t.written.new_files == 1 && is_stored());
     CHECK(t.index.file_count == 1 && t.index.shards[0].file == 0);
     CHECK(atomic_load(&t.codec.encoded) > 3); /* compression was tried, */
     CHECK(atomic_load(&w.bytes) == BYTES);    /* and progress counts the bytes once */
-    drop(&t);
 }
 
 /* The same for a layer of rows: rows left out stay left out. */
 TEST(rows_that_do_not_get_smaller_are_a_plain_layer)
 {
-    table t;
-    begin(&t);
-    REQUIRE(t.data != NULL);
     memset(t.data, 0x77, BYTES);
     const size_t held = ROWS / 4 * ROW_BYTES;    /* 1.2 MiB */
     fill_noise(t.data + (150 << 10), 380 << 10); /* between the samples */
     fill_noise(t.data + (720 << 10), 360 << 10);
     memset(t.data + held, 0, BYTES - held);
-    const mls_index_shard *shard = save(&t, true, true, false);
+    const mls_index_shard *shard = save(true, true, false);
     const mls_layer *layer = layer_of(shard, 0);
     REQUIRE(layer != NULL && shard->layers->count == 1);
     CHECK(atomic_load(&t.codec.encoded) > 3);
     CHECK(layer->frames == NULL && layer->row == COLUMNS && layer->bytes == held);
-    CHECK(t.written.new_bytes == held && is_stored(&t) && mls_index_is_sparse(shard));
-    drop(&t);
+    CHECK(t.written.new_bytes == held && is_stored() && mls_index_is_sparse(shard));
 }
 
 TEST(rows_that_hold_anything_are_coded)
 {
-    table t;
-    begin(&t);
-    REQUIRE(t.data != NULL);
     for (size_t i = 0; i < ROWS; i++) {
         memset(t.data + i * ROW_BYTES, i % 7 < 4 ? 0 : (int)(1 + i % 250), ROW_BYTES);
     }
-    const mls_index_shard *shard = save(&t, true, true, false);
+    const mls_index_shard *shard = save(true, true, false);
     const mls_layer *layer = layer_of(shard, 0);
     REQUIRE(layer != NULL && layer->frames != NULL && shard->layers->count == 1);
     const size_t held = (ROWS / 7 * 3 + (ROWS % 7 > 4 ? ROWS % 7 - 4 : 0)) * ROW_BYTES;
     CHECK(layer->row == COLUMNS && layer->frames->bytes == held &&
           layer->bytes < held / 4);
-    CHECK(mls_index_is_sparse(shard) && is_stored(&t));
-    drop(&t);
+    CHECK(mls_index_is_sparse(shard) && is_stored());
 }
 
 /* Sizes on both sides of every limit. */
@@ -250,7 +236,6 @@ TEST(memory_of_any_kind)
     static const mls_dtype dtypes[] = {MLS_U8, MLS_I16, MLS_F32, MLS_F64};
     static const size_t turned[] = {300, 700}, shape[] = {700, 300};
     unsigned char *data = malloc(700 * 300 * 16), *other = malloc(700 * 300 * 16);
-    mls_status st;
     toy codec;
     REQUIRE(data != NULL && other != NULL);
     toy_begin(&codec);
@@ -264,7 +249,7 @@ TEST(memory_of_any_kind)
         for (size_t i = 0; i < 700 * 300; i++) {
             memcpy(other + (i % 300 * 700 + i / 300) * item, data + i * item, item);
         }
-        REQUIRE(mls_tensor_init(&view, other, dtypes[d], 2, turned, &st) == MLS_OK);
+        REQUIRE(mls_tensor_init(&view, other, dtypes[d], 2, turned, &status) == MLS_OK);
         mls_tensor transposed = view;
         for (int i = 0; i < 2; i++) {
             transposed.shape[i] = view.shape[1 - i];
@@ -296,66 +281,55 @@ TEST(memory_of_any_kind)
 
 TEST(what_did_not_change_stays_coded)
 {
-    table t;
-    begin(&t);
-    REQUIRE(t.data != NULL);
-    (void)save(&t, true, false, false);
+    (void)save(true, false, false);
     const int encoded = atomic_load(&t.codec.encoded);
     for (int compress = 0; compress < 2; compress++) {
-        const mls_index_shard *shard = save(&t, compress, false, false);
+        const mls_index_shard *shard = save(compress, false, false);
         const mls_layer *layer = layer_of(shard, 0);
         REQUIRE(layer != NULL && layer->frames != NULL);
-        CHECK(shard->version == 1 && t.written.new_bytes == 0 && is_stored(&t));
+        CHECK(shard->version == 1 && t.written.new_bytes == 0 && is_stored());
         CHECK(atomic_load(&t.codec.encoded) == encoded);
     }
     /* one bit, in the last element */
     t.data[BYTES - 1] ^= 1;
-    const mls_index_shard *shard = save(&t, false, false, false);
+    const mls_index_shard *shard = save(false, false, false);
     REQUIRE(shard != NULL && shard->layers == NULL);
-    CHECK(shard->version == 2 && t.written.new_bytes == BYTES && is_stored(&t));
-    shard = save(&t, true, false, false); /* nothing changed: it stays plain */
+    CHECK(shard->version == 2 && t.written.new_bytes == BYTES && is_stored());
+    shard = save(true, false, false); /* nothing changed: it stays plain */
     CHECK(shard != NULL && shard->layers == NULL && t.written.new_bytes == 0);
-    drop(&t);
 }
 
 TEST(rows_that_changed_lie_over_what_is_coded)
 {
-    table t;
-    begin(&t);
-    REQUIRE(t.data != NULL);
-    (void)save(&t, true, false, true);
+    (void)save(true, false, true);
     memset(t.data + 300 * ROW_BYTES, 0x11, 300 * ROW_BYTES); /* a compressible layer */
-    const mls_index_shard *shard = save(&t, true, false, true);
+    const mls_index_shard *shard = save(true, false, true);
     REQUIRE(layer_of(shard, 1) != NULL && shard->layers->count == 2);
     CHECK(layer_of(shard, 0)->frames != NULL && layer_of(shard, 1)->frames != NULL);
-    CHECK(layer_of(shard, 1)->frames->bytes == 300 * ROW_BYTES && is_stored(&t));
+    CHECK(layer_of(shard, 1)->frames->bytes == 300 * ROW_BYTES && is_stored());
     CHECK(t.written.new_bytes == layer_of(shard, 1)->bytes && shard->version == 2);
     fill_noise(t.data + 5000 * ROW_BYTES, 200 * ROW_BYTES); /* an incompressible one */
-    shard = save(&t, true, false, true);
+    shard = save(true, false, true);
     REQUIRE(layer_of(shard, 2) != NULL && shard->layers->count == 3);
-    CHECK(layer_of(shard, 2)->frames == NULL && is_stored(&t));
+    CHECK(layer_of(shard, 2)->frames == NULL && is_stored());
     CHECK(t.written.new_bytes == 200 * ROW_BYTES);
     memset(t.data + (ROWS - 90) * ROW_BYTES, 0x22, 90 * ROW_BYTES); /* not compressed */
-    shard = save(&t, false, false, true);
+    shard = save(false, false, true);
     REQUIRE(layer_of(shard, 3) != NULL && shard->layers->count == 4);
     CHECK(layer_of(shard, 0)->frames != NULL && layer_of(shard, 3)->frames == NULL);
-    CHECK(is_stored(&t));
-    shard = save(&t, true, true, true); /* nothing changed */
+    CHECK(is_stored());
+    shard = save(true, true, true); /* nothing changed */
     REQUIRE(layer_of(shard, 3) != NULL);
-    CHECK(t.written.new_bytes == 0 && shard->version == 4 && is_stored(&t));
-    drop(&t);
+    CHECK(t.written.new_bytes == 0 && shard->version == 4 && is_stored());
 }
 
 /* The codec may change from one save to the next. */
 TEST(codecs_may_change_between_saves)
 {
-    table t;
-    begin(&t);
-    REQUIRE(t.data != NULL);
-    (void)save(&t, true, false, false);
+    (void)save(true, false, false);
     memset(t.data, 0x33, 100 * ROW_BYTES);
     char generation[MLS_GENERATION_DIGITS + 1];
-    mls_shard_job job = next_job(&t, generation);
+    mls_shard_job job = next_job(generation);
     job.codec = MLS_ZLIB;
     job.incremental = true;
     mls_index after = write_all(&job, &t.written);
@@ -363,19 +337,15 @@ TEST(codecs_may_change_between_saves)
     t.index = after;
     REQUIRE(t.index.shard_count == 1 && layer_of(t.index.shards, 1) != NULL);
     CHECK(layer_of(t.index.shards, 0)->frames->codec == MLS_ZSTD);
-    CHECK(layer_of(t.index.shards, 1)->frames->codec == MLS_ZLIB && is_stored(&t));
-    drop(&t);
+    CHECK(layer_of(t.index.shards, 1)->frames->codec == MLS_ZLIB && is_stored());
 }
 
 TEST(without_codecs_what_was_coded_is_written_again)
 {
-    table t;
-    begin(&t);
-    REQUIRE(t.data != NULL);
-    (void)save(&t, true, false, false);
+    (void)save(true, false, false);
     for (int incremental = 0; incremental < 2; incremental++) {
         char generation[MLS_GENERATION_DIGITS + 1];
-        mls_shard_job job = next_job(&t, generation);
+        mls_shard_job job = next_job(generation);
         job.compress = false;
         job.codecs = NULL;
         job.incremental = incremental != 0;
@@ -388,23 +358,19 @@ TEST(without_codecs_what_was_coded_is_written_again)
     /* if the caller's version is unchanged, the codec is not called */
     t.item.version = 1;
     char generation[MLS_GENERATION_DIGITS + 1];
-    mls_shard_job job = next_job(&t, generation);
+    mls_shard_job job = next_job(generation);
     job.codecs = NULL;
     job.compress = false;
     mls_index after = write_all(&job, &t.written);
     CHECK(t.written.new_bytes == 0 && layer_of(after.shards, 0) != NULL);
     mls_index_fini(&after);
-    drop(&t);
 }
 
 TEST(nothing_is_laid_over_what_is_damaged)
 {
     for (int how = 0; how < 3; how++) {
-        table t;
-        begin(&t);
-        REQUIRE(t.data != NULL);
         fill_noise(t.data + MIB, MIB); /* a frame that is stored uncompressed */
-        const mls_index_shard *shard = save(&t, true, false, false);
+        const mls_index_shard *shard = save(true, false, false);
         const mls_layer *layer = layer_of(shard, 0);
         REQUIRE(layer != NULL && layer->frames != NULL);
         const char *path = t.index.files[layer->file].path;
@@ -417,10 +383,11 @@ TEST(nothing_is_laid_over_what_is_damaged)
         } else {
             CHECK(unlinkat(pool_fd, path, 0) == 0);
         }
-        shard = save(&t, false, false, true);
+        shard = save(false, false, true);
         REQUIRE(shard != NULL);
-        CHECK(shard->layers == NULL && t.written.new_bytes == BYTES && is_stored(&t));
-        drop(&t);
+        CHECK(shard->layers == NULL && t.written.new_bytes == BYTES && is_stored());
+        drop();
+        begin();
     }
 }
 
@@ -432,27 +399,22 @@ static const mls_code codes[] = {MLS_E_FORMAT, MLS_E_MEMORY, MLS_E_VALUE, MLS_E_
 TEST(errors_of_codecs_end_the_save)
 {
     static const int calls[] = {1, 3, 4, 8};
-    table t;
-    begin(&t);
-    REQUIRE(t.data != NULL);
     for (size_t i = 0; i < 16; i++) {
         char generation[MLS_GENERATION_DIGITS + 1];
-        mls_status st;
-        const mls_shard_job job = next_job(&t, generation);
+        const mls_shard_job job = next_job(generation);
         toy_begin(&t.codec);
         t.codec.failure = codes[i % 4];
         t.codec.encode_fails_at = calls[i / 4];
         t.written.shard_count = 77;
-        CHECK(mls_shards_write(&job, &t.written, &st) == codes[i % 4]);
-        CHECK_TEXT(st.text, "zstd is broken");
-        CHECK_TEXT(st.name, "w.m");
+        CHECK(mls_shards_write(&job, &t.written, &status) == codes[i % 4]);
+        CHECK_TEXT(status.text, "zstd is broken");
+        CHECK_TEXT(status.name, "w.m");
         CHECK(pool_files() == 0 && t.written.shard_count == 77);
         CHECK(atomic_load(&t.codec.encoded) == calls[i / 4]);
     }
     toy_begin(&t.codec);
-    CHECK(save(&t, true, false, false) != NULL && is_stored(&t)); /* all 8 calls */
+    CHECK(save(true, false, false) != NULL && is_stored()); /* all 8 calls */
     CHECK(atomic_load(&t.codec.encoded) == 8);
-    drop(&t);
 }
 
 /* If the codec finds an error in stored bytes, they count as changed; a stop or a lack of
@@ -462,16 +424,12 @@ TEST(errors_while_comparing)
     for (size_t i = 0; i < 8; i++) {
         const bool ends = codes[i % 4] == MLS_E_MEMORY || codes[i % 4] == MLS_E_STOPPED;
         char generation[MLS_GENERATION_DIGITS + 1];
-        mls_status st;
-        table t;
-        begin(&t);
-        REQUIRE(t.data != NULL);
-        (void)save(&t, true, false, false);
-        mls_shard_job job = next_job(&t, generation);
+        (void)save(true, false, false);
+        mls_shard_job job = next_job(generation);
         job.incremental = i / 4 == 1;
         t.codec.failure = codes[i % 4];
         t.codec.decode_fails_at = 2;
-        const mls_code code = mls_shards_write(&job, &t.written, &st);
+        const mls_code code = mls_shards_write(&job, &t.written, &status);
         t.codec.decode_fails_at = 0;
         CHECK(code == (ends ? codes[i % 4] : MLS_OK));
         CHECK(pool_files() == (ends ? 2 : 4));
@@ -481,8 +439,9 @@ TEST(errors_while_comparing)
             CHECK(reads_back(&after, &t.item, t.data, &t.codec.codecs));
             mls_index_fini(&after);
         }
-        CHECK(is_stored(&t)); /* the previous state */
-        drop(&t);
+        CHECK(is_stored()); /* the previous state */
+        drop();
+        begin();
     }
 }
 
@@ -496,18 +455,15 @@ TEST(errors_while_reading)
     mls_part parts[1];
     mls_read_range pieces[1];
     mls_part to;
-    mls_status st;
     size_t count = 0, failed;
-    table t;
-    begin(&t);
     REQUIRE(t.data != NULL && got != NULL);
-    REQUIRE(save(&t, true, false, false) != NULL);
+    REQUIRE(save(true, false, false) != NULL);
     indexes[0] = &t.index;
-    REQUIRE(mls_merged_index_init(&merged, indexes, 1, &st) == MLS_OK);
-    REQUIRE(mls_layout_part(&whole, 2, matrix, 0, &to, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 1, &status) == MLS_OK);
+    REQUIRE(mls_layout_part(&whole, 2, matrix, 0, &to, &status) == MLS_OK);
     REQUIRE(mls_merged_index_pieces(&merged, &merged.tensors[0], &to, got,
                                     &(mls_read_scratch){stored, parts, pieces}, &count,
-                                    &st) == MLS_OK);
+                                    &status) == MLS_OK);
     for (size_t i = 0; i < 8; i++) {
         toy_begin(&t.codec);
         t.codec.failure = codes[i % 4];
@@ -519,44 +475,39 @@ TEST(errors_while_reading)
                                                   .crc = crc,
                                                   .codecs = &t.codec.codecs,
                                                   .pool = four_threads},
-                              &failed, &st) == codes[i % 4]);
+                              &failed, &status) == codes[i % 4]);
         CHECK(failed == 0);
-        CHECK_TEXT(st.name, "w");
-        CHECK(st.has_offset == (codes[i % 4] == MLS_E_FORMAT));
-        CHECK(strstr(st.text, "tensor 'w', file 'optim_state/") == st.text);
-        CHECK(codes[i % 4] == MLS_E_STOPPED || strstr(st.text, "zstd is broken") != NULL);
+        CHECK_TEXT(status.name, "w");
+        CHECK(status.has_offset == (codes[i % 4] == MLS_E_FORMAT));
+        CHECK(strstr(status.text, "tensor 'w', file 'optim_state/") == status.text);
+        CHECK(codes[i % 4] == MLS_E_STOPPED ||
+              strstr(status.text, "zstd is broken") != NULL);
     }
     CHECK(mls_shards_read(&(mls_read_request){.folder = pool_fd,
                                               .pieces = pieces,
                                               .count = count,
                                               .crc = crc,
                                               .pool = four_threads},
-                          &failed, &st) == MLS_E_VALUE);
-    CHECK(strstr(st.text, "no decoder for zstd is available") != NULL);
+                          &failed, &status) == MLS_E_VALUE);
+    CHECK(strstr(status.text, "no decoder for zstd is available") != NULL);
     mls_merged_index_fini(&merged);
     free(got);
-    drop(&t);
 }
 
 TEST(progress_stops_the_coding)
 {
-    table t;
-    begin(&t);
-    REQUIRE(t.data != NULL);
     for (int allowed = 0; allowed < 8; allowed++) {
         watcher w = {.allowed = allowed};
         const mls_progress progress = {watch, &w};
         char generation[MLS_GENERATION_DIGITS + 1];
-        mls_status st;
-        mls_shard_job job = next_job(&t, generation);
+        mls_shard_job job = next_job(generation);
         job.progress = &progress;
-        const mls_code code = mls_shards_write(&job, &t.written, &st);
+        const mls_code code = mls_shards_write(&job, &t.written, &status);
         CHECK(code == (allowed > 5 ? MLS_OK : MLS_E_STOPPED)); /* of five frames each */
         CHECK(allowed < 6 || atomic_load(&w.bytes) == BYTES);
         CHECK(pool_files() == (allowed > 5 ? 2 : 0));
         empty_pool();
     }
-    drop(&t);
 }
 
 /* ---- many ---- */

@@ -36,14 +36,23 @@ static const char *path_of(const mls_write_plan *plan, size_t i)
     return plan->index.files[plan->index.shards[i].file].path;
 }
 
+/* ---- of the current test ---- */
+
+static mls_write_plan plan, first, second;
+
+AFTER_EACH
+{
+    mls_write_plan_fini(&second);
+    mls_write_plan_fini(&first);
+    mls_write_plan_fini(&plan);
+}
+
 /* ---- order ---- */
 
 TEST(items_come_in_the_order_of_an_index)
 {
     static const char *const keys[] = {"B", "a", "a", "a.b", "a.m", "a.v", "a.b.m"};
     mls_shard_item items[7];
-    mls_write_plan plan;
-    mls_status st;
     items[0] = item_of("a.b", "m", MLS_F32, 1, five, NULL);
     items[1] = item_of("a", "v", MLS_F32, 1, five, NULL);
     items[2] = item_of("a.b", NULL, MLS_F32, 1, five, NULL);
@@ -52,7 +61,7 @@ TEST(items_come_in_the_order_of_an_index)
     items[5] = part_of(item_of("a", NULL, MLS_F32, 1, five, NULL), 0, 2, 0);
     items[6] = item_of("B", NULL, MLS_F32, 1, five, NULL);
     const mls_shard_job job = job_of(items, 7, generations[0], NULL);
-    REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
     CHECK(plan.index.shard_count == 7 && plan.index.world_size == 1);
     CHECK_TEXT(plan.index.generation, generations[0]);
     for (size_t i = 0; i < 7; i++) {
@@ -74,27 +83,22 @@ TEST(parts_have_their_own_shape_in_a_file)
         part_of(item_of("y", NULL, MLS_F32, 2, matrix, NULL), MLS_LAYOUT_FLAT, 5, 4)};
     static const int ranks[] = {2, 2, 2, 0, 1};
     static const size_t firsts[] = {2, 2, 0, 0, 4}, bytes[] = {32, 32, 0, 8, 16};
-    mls_write_plan plan;
-    mls_status st;
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
-    REQUIRE(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
     for (size_t i = 0; i < 5; i++) {
         CHECK(plan.planned[i].rank == ranks[i] && plan.index.shards[i].bytes == bytes[i]);
         CHECK(ranks[i] == 0 || plan.planned[i].shape[0] == firsts[i]);
     }
     CHECK(plan.index.shards[4].shape == matrix); /* of the whole tensor */
-    mls_write_plan_fini(&plan);
 }
 
 /* The error code of a plan that must fail; the error names the tensor. */
 static mls_code refused(const mls_shard_item *items, size_t count, const char *name)
 {
-    mls_write_plan plan;
-    mls_status st;
     const mls_shard_job job = job_of(items, count, generations[0], NULL);
-    const mls_code code = mls_write_plan_init(&plan, &job, &st);
+    const mls_code code = mls_write_plan_init(&plan, &job, &status);
     CHECK(code != MLS_OK && plan.planned == NULL && plan.index.shards == NULL);
-    CHECK_TEXT(st.name, name);
+    CHECK_TEXT(status.name, name);
     if (code == MLS_OK) {
         mls_write_plan_fini(&plan);
     }
@@ -110,10 +114,7 @@ TEST(a_part_that_comes_twice_is_refused)
     CHECK(refused(items, 3, "w") == MLS_E_VALUE);
     items[2].id.section = MLS_OPTIM_STATE; /* another item of that name */
     const mls_shard_job job = job_of(items, 3, generations[0], NULL);
-    mls_write_plan plan;
-    mls_status st;
-    CHECK(mls_write_plan_init(&plan, &job, &st) == MLS_OK);
-    mls_write_plan_fini(&plan);
+    CHECK(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
 }
 
 TEST(names_that_an_index_cannot_hold_are_refused)
@@ -156,7 +157,7 @@ TEST(what_no_tensor_can_be_is_refused)
 TEST(no_items_are_a_plan_of_nothing)
 {
     const mls_shard_job job = job_of(NULL, 0, generations[0], NULL);
-    mls_write_plan plan = place(&job, NULL);
+    plan = place(&job, NULL);
     CHECK(plan.index.shard_count == 0 && plan.file_count == 0);
     CHECK(plan.index.file_count == 0);
     mls_write_plan_fini(&plan);
@@ -182,7 +183,7 @@ TEST(axes_of_states_are_recorded_where_they_differ)
     elsewhere.axes = given; /* another rank stores its parameter */
     items[8] = elsewhere;
     const mls_shard_job job = job_of(items, 10, generations[0], NULL);
-    mls_write_plan plan = place(&job, NULL);
+    plan = place(&job, NULL);
     const mls_index_shard *shards = plan.index.shards; /* params a and b come first */
     CHECK(shards[0].axes == NULL && shards[1].axes == NULL);
     REQUIRE(shards[2].axes && shards[3].axes && shards[5].axes && shards[6].axes);
@@ -191,7 +192,6 @@ TEST(axes_of_states_are_recorded_where_they_differ)
     CHECK(shards[5].axes[0] == 0 && shards[5].axes[1] == MLS_NO_AXIS);
     CHECK(shards[6].axes[0] == 0);
     CHECK(shards[8].axes == given && shards[9].axes == NULL);
-    mls_write_plan_fini(&plan);
 }
 
 /* ---- files ---- */
@@ -206,7 +206,7 @@ TEST(small_shards_share_a_file_of_their_section)
     mls_shard_job job = job_of(items, 5, generations[0], NULL);
     job.rank = 7;
     job.world_size = 8;
-    mls_write_plan plan = place(&job, NULL);
+    plan = place(&job, NULL);
     REQUIRE(plan.file_count == 2 && plan.index.file_count == 2);
     for (size_t i = 0; i < 5; i++) {
         CHECK_TEXT(path_of(&plan, i),
@@ -218,7 +218,6 @@ TEST(small_shards_share_a_file_of_their_section)
     CHECK(plan.index.shards[1].offset == 4096 + 60);
     CHECK(plan.index.files[0].bytes == 4096 + 65);
     CHECK(plan.files[0].header.tensors[0].number == 2);
-    mls_write_plan_fini(&plan);
 }
 
 TEST(large_shards_have_files_of_their_own)
@@ -231,7 +230,7 @@ TEST(large_shards_have_files_of_their_own)
         part_of(item_of("part", NULL, MLS_F64, 1, at, NULL), 0, 3, 1)};
     mls_shard_job job = job_of(items, 4, generations[1], NULL);
     job.pack_below = 1000;
-    mls_write_plan plan = place(&job, NULL);
+    plan = place(&job, NULL);
     CHECK(plan.file_count == 3);
     CHECK_TEXT(path_of(&plan, 0), "params/at.0-1.1123456789abcdef-0.safetensors");
     CHECK_TEXT(path_of(&plan, 1), "params/segment-0.1123456789abcdef-0.safetensors");
@@ -241,15 +240,14 @@ TEST(large_shards_have_files_of_their_own)
     job.pack_below = 0; /* no shard is small, not even an empty one */
     plan = place(&job, NULL);
     CHECK(plan.file_count == 4);
-    mls_write_plan_fini(&plan);
 }
 
 /* Bytes of all shards in file `file`. */
-static uint64_t payload(const mls_write_plan *plan, size_t file)
+static uint64_t payload(size_t file)
 {
     uint64_t bytes = 0;
-    for (size_t i = 0; i < plan->index.shard_count; i++) {
-        bytes += plan->index.shards[i].file == file ? plan->index.shards[i].bytes : 0;
+    for (size_t i = 0; i < plan.index.shard_count; i++) {
+        bytes += plan.index.shards[i].file == file ? plan.index.shards[i].bytes : 0;
     }
     return bytes;
 }
@@ -270,8 +268,8 @@ TEST(a_segment_holds_no_more_than_32_mebibytes)
         }
         mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
         job.pack_below = UINT64_MAX;
-        mls_write_plan plan = place(&job, NULL);
-        CHECK(plan.file_count == files[i] && payload(&plan, 0) == firsts[i]);
+        plan = place(&job, NULL);
+        CHECK(plan.file_count == files[i] && payload(0) == firsts[i]);
         mls_write_plan_fini(&plan);
     }
 }
@@ -287,13 +285,12 @@ TEST(two_parts_of_one_tensor_never_share_a_file)
     }
     items[5] = item_of("c", NULL, MLS_U8, 1, five, NULL);
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
-    mls_write_plan plan = place(&job, NULL);
+    plan = place(&job, NULL);
     static const size_t files[] = {0, 1, 2, 0, 1, 0};
     CHECK(plan.file_count == 3);
     for (size_t i = 0; i < 6; i++) {
         CHECK(plan.index.shards[i].file == files[i]);
     }
-    mls_write_plan_fini(&plan);
 }
 
 TEST(file_names_are_those_of_any_file_system)
@@ -304,13 +301,12 @@ TEST(file_names_are_those_of_any_file_system)
                               item_of("con", "M", MLS_U8, 1, five, NULL)};
     mls_shard_job job = job_of(items, 4, generations[0], NULL);
     job.pack_below = 0;
-    mls_write_plan plan = place(&job, NULL);
+    plan = place(&job, NULL);
     CHECK_TEXT(path_of(&plan, 0), "params/=.0-1.0123456789abcdef-0.safetensors");
     CHECK_TEXT(path_of(&plan, 1), "params/=41=2fb.0-1.0123456789abcdef-0.safetensors");
     CHECK_TEXT(path_of(&plan, 2), "params/a=2fb.0-1.0123456789abcdef-0.safetensors");
     CHECK_TEXT(path_of(&plan, 3),
                "optim_state/=63on.=4d.0-1.0123456789abcdef-0.safetensors");
-    mls_write_plan_fini(&plan);
 }
 
 TEST(cut_names_stay_apart_and_fit_an_index)
@@ -329,7 +325,7 @@ TEST(cut_names_stay_apart_and_fit_an_index)
     job.pack_below = 0;
     job.world_size = 1 << 24;
     job.rank = job.world_size - 1;
-    mls_write_plan plan = place(&job, NULL);
+    plan = place(&job, NULL);
     REQUIRE(plan.file_count == COUNT);
     for (size_t i = 0; i < COUNT; i++) {
         CHECK(strlen(path_of(&plan, i)) <= MLS_PATH_BYTES);
@@ -337,7 +333,6 @@ TEST(cut_names_stay_apart_and_fit_an_index)
             CHECK(strcmp(path_of(&plan, i), path_of(&plan, j)) != 0);
         }
     }
-    mls_write_plan_fini(&plan);
 }
 
 /* The plan is an index that the reader accepts, with each shard at the place that its
@@ -357,13 +352,12 @@ TEST(the_new_index_is_one_that_can_be_read)
     }
     mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
     job.pack_below = 3000;
-    mls_write_plan plan = place(&job, NULL);
+    plan = place(&job, NULL);
     mls_json_writer built = {0};
     mls_index read = {0};
-    mls_status st;
     uint32_t sum;
-    CHECK(mls_index_build(&plan.index, crc, &built, &sum, &st) == MLS_OK);
-    REQUIRE(mls_index_parse(built.data, built.length, crc, &read, &st) == MLS_OK);
+    CHECK(mls_index_build(&plan.index, crc, &built, &sum, &status) == MLS_OK);
+    REQUIRE(mls_index_parse(built.data, built.length, crc, &read, &status) == MLS_OK);
     CHECK(read.shard_count == COUNT && read.file_count == plan.file_count);
     for (size_t i = 0; i < plan.file_count; i++) {
         const mls_header *h = &plan.files[i].header;
@@ -378,7 +372,6 @@ TEST(the_new_index_is_one_that_can_be_read)
     }
     mls_index_fini(&read);
     mls_json_writer_fini(&built);
-    mls_write_plan_fini(&plan);
 }
 
 /* The items have no memory: planning uses only their metadata. */
@@ -395,10 +388,9 @@ TEST(shapes_are_enough_for_an_index)
     job.pack_below = 1 << 20;
     mls_json_writer text = {0};
     mls_index read = {0};
-    mls_status st;
     job.crc = crc;
-    REQUIRE(mls_write_plan_index(&job, &text, &st) == MLS_OK);
-    REQUIRE(mls_index_parse(text.data, text.length, crc, &read, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_index(&job, &text, &status) == MLS_OK);
+    REQUIRE(mls_index_parse(text.data, text.length, crc, &read, &status) == MLS_OK);
     CHECK(read.shard_count == 3 && read.file_count == 3);
     CHECK(read.shards[0].bytes == (size_t)4 << 32 && read.shards[0].crc == 0);
     CHECK(read.shards[1].bytes == 2 << 12 && read.shards[1].part == 7);
@@ -407,7 +399,7 @@ TEST(shapes_are_enough_for_an_index)
     mls_index_fini(&read);
     mls_json_writer_fini(&text);
     items[1].part = 1 << 20;
-    CHECK(mls_write_plan_index(&job, &text, &st) == MLS_E_VALUE);
+    CHECK(mls_write_plan_index(&job, &text, &status) == MLS_E_VALUE);
     CHECK(text.length == 0);
     mls_json_writer_fini(&text);
 }
@@ -436,16 +428,13 @@ TEST(a_shard_is_the_one_of_before_if_it_is_cut_alike)
     then[3].dtype = MLS_I8;
     then[4].shape = (const size_t[]){99};
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
-    mls_write_plan first = place(&job, NULL), second;
-    mls_status st;
+    first = place(&job, NULL);
     const mls_shard_job again = job_of(then, 6, generations[1], &first.index);
-    REQUIRE(mls_write_plan_init(&second, &again, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&second, &again, &status) == MLS_OK);
     for (size_t i = 0; i < 6; i++) {
         CHECK(second.planned[i].before ==
               (i == 0 || i == 5 ? &first.index.shards[i] : NULL));
     }
-    mls_write_plan_fini(&second);
-    mls_write_plan_fini(&first);
 }
 
 TEST(tensors_that_come_and_go_do_not_mix_up_the_others)
@@ -453,18 +442,15 @@ TEST(tensors_that_come_and_go_do_not_mix_up_the_others)
     mls_shard_item items[6];
     six(items);
     const mls_shard_job job = job_of(items + 1, 4, generations[0], NULL); /* b .. e */
-    mls_write_plan first = place(&job, NULL), second;
-    mls_status st;
+    first = place(&job, NULL);
     items[2].id.name = text("cc");
     const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
-    REQUIRE(mls_write_plan_init(&second, &again, &st) == MLS_OK);
+    REQUIRE(mls_write_plan_init(&second, &again, &status) == MLS_OK);
     CHECK(second.planned[0].before == NULL && second.planned[2].before == NULL);
     CHECK(second.planned[1].before == &first.index.shards[0]);
     CHECK(second.planned[3].before == &first.index.shards[2]);
     CHECK(second.planned[4].before == &first.index.shards[3]);
     CHECK(second.planned[5].before == NULL);
-    mls_write_plan_fini(&second);
-    mls_write_plan_fini(&first);
 }
 
 TEST(what_did_not_change_keeps_its_record)
@@ -473,10 +459,10 @@ TEST(what_did_not_change_keeps_its_record)
     mls_shard_item items[6];
     six(items);
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
-    mls_write_plan first = place(&job, NULL);
+    first = place(&job, NULL);
     first.index.shards[2].crc = 1234;
     const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
-    mls_write_plan second = place(&again, same);
+    second = place(&again, same);
     CHECK(second.file_count == 1 && second.index.file_count == 3);
     for (size_t i = 0; i < 6; i++) {
         const mls_index_shard *before = &first.index.shards[i];
@@ -493,8 +479,6 @@ TEST(what_did_not_change_keeps_its_record)
     }
     CHECK(second.index.shards[2].crc == 1234);
     CHECK(second.index.files[0].bytes == first.index.files[0].bytes);
-    mls_write_plan_fini(&second);
-    mls_write_plan_fini(&first);
 }
 
 TEST(files_that_nothing_lives_in_are_not_listed)
@@ -503,13 +487,11 @@ TEST(files_that_nothing_lives_in_are_not_listed)
     mls_shard_item items[6];
     six(items);
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
-    mls_write_plan first = place(&job, NULL);
+    first = place(&job, NULL);
     const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
-    mls_write_plan second = place(&again, same);
+    second = place(&again, same);
     CHECK(second.index.file_count == 2);
     CHECK_TEXT(second.index.files[0].path, path_of(&first, 5));
-    mls_write_plan_fini(&second);
-    mls_write_plan_fini(&first);
 }
 
 /* Four equal shards: half in use is enough, a quarter is not. */
@@ -518,14 +500,14 @@ TEST(a_segment_that_is_mostly_dead_is_given_up)
     mls_shard_item items[6];
     six(items);
     const mls_shard_job job = job_of(items, 4, generations[0], NULL);
-    mls_write_plan first = place(&job, NULL);
+    first = place(&job, NULL);
     for (size_t alive = 0; alive <= 4; alive++) {
         bool same[4];
         for (size_t i = 0; i < 4; i++) {
             same[i] = i < alive;
         }
         const mls_shard_job again = job_of(items, 4, generations[1], &first.index);
-        mls_write_plan second = place(&again, same);
+        second = place(&again, same);
         CHECK(second.file_count == (alive == 4 ? 0U : 1U));
         CHECK(second.index.file_count == (alive == 2 || alive == 3 ? 2U : 1U));
         for (size_t i = 0; i < 4; i++) {
@@ -534,7 +516,6 @@ TEST(a_segment_that_is_mostly_dead_is_given_up)
         }
         mls_write_plan_fini(&second);
     }
-    mls_write_plan_fini(&first);
 }
 
 /* Deleted shards, which the new items lack, count as dead. */
@@ -544,12 +525,10 @@ TEST(deleted_tensors_make_a_segment_dead)
     mls_shard_item items[6];
     six(items);
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
-    mls_write_plan first = place(&job, NULL);
+    first = place(&job, NULL);
     const mls_shard_job again = job_of(items, 2, generations[1], &first.index);
-    mls_write_plan second = place(&again, same);
+    second = place(&again, same);
     CHECK(!second.planned[0].kept && !second.planned[1].kept && second.file_count == 1);
-    mls_write_plan_fini(&second);
-    mls_write_plan_fini(&first);
 }
 
 TEST(callers_versions_are_taken_as_they_are)
@@ -558,15 +537,13 @@ TEST(callers_versions_are_taken_as_they_are)
     six(items);
     items[0].version = 41;
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
-    mls_write_plan first = place(&job, NULL);
+    first = place(&job, NULL);
     CHECK(first.index.shards[0].version == 41 && first.index.shards[1].version == 1);
     items[0].version = 0; /* from now on mlstate counts the version */
     items[1].version = 77;
     const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
-    mls_write_plan second = place(&again, NULL);
+    second = place(&again, NULL);
     CHECK(second.index.shards[0].version == 42 && second.index.shards[1].version == 77);
-    mls_write_plan_fini(&second);
-    mls_write_plan_fini(&first);
 }
 
 /* An index could not store it. */
@@ -575,27 +552,22 @@ TEST(the_last_version_does_not_go_up)
     mls_shard_item item = item_of("w", NULL, MLS_U8, 1, hundred, NULL);
     item.version = INT64_MAX;
     const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
-    mls_write_plan first = place(&job, NULL), second;
-    mls_status st;
+    first = place(&job, NULL);
     item.version = 0;
     const mls_shard_job again = job_of(&item, 1, generations[1], &first.index);
-    REQUIRE(mls_write_plan_init(&second, &again, &st) == MLS_OK);
-    CHECK(mls_write_plan_assign_files(&second, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "w");
+    REQUIRE(mls_write_plan_init(&second, &again, &status) == MLS_OK);
+    CHECK(mls_write_plan_assign_files(&second, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "w");
     mls_write_plan_fini(&second);
     static const bool same[] = {true};
     second = place(&again, same); /* an unchanged shard keeps its version */
     CHECK(second.index.shards[0].version == INT64_MAX);
-    mls_write_plan_fini(&second);
-    mls_write_plan_fini(&first);
 }
 
 TEST(a_name_that_files_reserve_is_refused)
 {
     const mls_shard_item item = item_of("__metadata__", NULL, MLS_U8, 1, five, NULL);
     const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
-    mls_write_plan plan;
-    mls_status st;
-    CHECK(mls_write_plan_init(&plan, &job, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.name, "__metadata__");
+    CHECK(mls_write_plan_init(&plan, &job, &status) == MLS_E_VALUE);
+    CHECK_TEXT(status.name, "__metadata__");
 }

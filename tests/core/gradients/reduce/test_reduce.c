@@ -135,6 +135,14 @@ static void check_reduction(mls_reduction r, bool tame)
     }
 }
 
+/* By the oracle, without a norm partial. */
+static void reduce(const mls_reduction *r, const void *const *sources, size_t count,
+                   void *out, size_t n)
+{
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), r, sources, count, out, n,
+                   mls_cached(), NULL);
+}
+
 TEST(every_set_reduces_as_the_oracle_does)
 {
     for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
@@ -202,19 +210,18 @@ TEST(every_set_adds_as_the_oracle_does)
 TEST(every_set_scales_as_the_oracle_does)
 {
     static const mls_dtype dtypes[] = {MLS_F16, MLS_BF16, MLS_F32, MLS_F64, MLS_C64};
-    mls_status st;
     for (size_t k = 0; k < 5 * LENGTHS; k++) {
         const mls_dtype dtype = dtypes[k / LENGTHS];
         const size_t n = lengths[k % LENGTHS];
         fill_random(input[0], ROOM, 9 + k);
         memcpy(wanted, input[0], ROOM);
         mls_tensor t = vector_of(wanted + 8, dtype, n);
-        CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &t, 0.7, &st) == MLS_OK);
+        CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &t, 0.7, &status) == MLS_OK);
         for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
             if (mls_cpu_offers((mls_cpu)cpu)) {
                 memcpy(found, input[0], ROOM);
                 t.data = found + 8;
-                CHECK(mls_scale((mls_cpu)cpu, NULL, &t, 0.7, &st) == MLS_OK);
+                CHECK(mls_scale((mls_cpu)cpu, NULL, &t, 0.7, &status) == MLS_OK);
                 CHECK(same_items(dtype, wanted + 8, found + 8, n));
             }
         }
@@ -300,11 +307,9 @@ TEST(sums_are_made_in_the_order_of_the_sources)
     const void *const one[] = {&a, &b, &c}, *const other[] = {&a, &c, &b};
     const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1};
     float out = 9;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, one, 3, &out, 1, mls_cached(),
-                   NULL);
+    reduce(&r, one, 3, &out, 1);
     CHECK(out == 1);
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, other, 3, &out, 1, mls_cached(),
-                   NULL);
+    reduce(&r, other, 3, &out, 1);
     CHECK(out == 0);
 }
 
@@ -314,8 +319,7 @@ TEST(a_mean_is_divided_before_it_is_rounded)
     const void *const sources[] = {&most, &most};
     const mls_reduction r = {MLS_F16, MLS_F16, MLS_REDUCE_SUM, 2};
     uint16_t out = 0;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, sources, 2, &out, 1, mls_cached(),
-                   NULL);
+    reduce(&r, sources, 2, &out, 1);
     CHECK(out == most);
 }
 
@@ -327,16 +331,13 @@ TEST(integers_wrap)
     mls_reduction r = {MLS_U8, MLS_U8, MLS_REDUCE_SUM, 1};
     uint8_t byte = 0;
     int32_t word = 0;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, bytes, 2, &byte, 1, mls_cached(),
-                   NULL);
+    reduce(&r, bytes, 2, &byte, 1);
     CHECK(byte == 44);
     r.dtype = r.out_dtype = MLS_I32;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, words, 2, &word, 1, mls_cached(),
-                   NULL);
+    reduce(&r, words, 2, &word, 1);
     CHECK(word == INT32_MIN);
     r.op = MLS_REDUCE_MAX;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, words, 2, &word, 1, mls_cached(),
-                   NULL);
+    reduce(&r, words, 2, &word, 1);
     CHECK(word == INT32_MAX);
 }
 
@@ -349,14 +350,12 @@ TEST(a_nan_wins_minima_and_maxima)
         const mls_reduction r = {MLS_F32, MLS_F32,
                                  i < 3 ? MLS_REDUCE_MIN : MLS_REDUCE_MAX, 1};
         float out = 0;
-        mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, orders[i % 3], 3, &out, 1,
-                       mls_cached(), NULL);
+        reduce(&r, orders[i % 3], 3, &out, 1);
         CHECK(isnan(out));
     }
     const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_MIN, 1};
     float out = 0;
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, orders[0] + 1, 2, &out, 1,
-                   mls_cached(), NULL);
+    reduce(&r, orders[0] + 1, 2, &out, 1);
     CHECK(out == 1);
 }
 
@@ -421,11 +420,10 @@ TEST(norm_partials_do_not_depend_on_who_did_what)
     const size_t n = ((size_t)2100 * MLS_NORM_BLOCK) + 70001;
     float *x = malloc(n * sizeof *x), *y = malloc(n * sizeof *y);
     mls_pool *pool = NULL;
-    mls_status st;
     uint64_t seed = 5;
     mls_cpu cpu = MLS_CPU_SCALAR;
-    REQUIRE(x != NULL && y != NULL && mls_pool_new(3, &pool, &st) == MLS_OK);
-    (void)mls_cpu_choose(NULL, &cpu, &st);
+    REQUIRE(x != NULL && y != NULL && mls_pool_new(3, &pool, &status) == MLS_OK);
+    (void)mls_cpu_choose(NULL, &cpu, &status);
     for (size_t i = 0; i < n; i++) {
         x[i] = (float)(random_next(&seed) % 100000) * 0.001F;
         y[i] = 0;
@@ -435,7 +433,7 @@ TEST(norm_partials_do_not_depend_on_who_did_what)
     mls_norm_partial alone = {0}, shared = {0}, parts = {0}, added = {0};
     mls_norm_partial_of(cpu, NULL, &src, &alone);
     mls_norm_partial_of(cpu, pool, &src, &shared);
-    CHECK(mls_accumulate(cpu, pool, &dst, &src, 1, &added, &st) == MLS_OK);
+    CHECK(mls_accumulate(cpu, pool, &dst, &src, 1, &added, &status) == MLS_OK);
     for (size_t start = 0; start < n; start += 100 * MLS_NORM_BLOCK) {
         const size_t rest = n - start, most = 100 * MLS_NORM_BLOCK;
         const mls_tensor part = vector_of(x + start, MLS_F32, rest < most ? rest : most);
@@ -526,15 +524,14 @@ TEST(any_two_views_are_added_element_by_element)
 TEST(an_array_may_be_added_to_itself)
 {
     float x[100];
-    mls_status st;
     mls_tensor t = vector_of(x, MLS_F32, 50);
     for (int i = 0; i < 100; i++) {
         x[i] = (float)i;
     }
     t.strides[0] = 8;
-    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &t, &t, 0.5, NULL, &st) == MLS_OK);
+    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &t, &t, 0.5, NULL, &status) == MLS_OK);
     CHECK(x[98] == 147 && x[99] == 99);
-    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &t, 2, &st) == MLS_OK);
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &t, 2, &status) == MLS_OK);
     CHECK(x[98] == 294 && x[99] == 99);
 }
 
@@ -547,11 +544,11 @@ TEST(empty_and_scalar_tensors_are_added)
     const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1};
     const void *const sources[] = {NULL};
     mls_norm_partial partial = {0};
-    mls_status st;
-    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &a, &b, 3, &partial, &st) == MLS_OK);
+    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &a, &b, 3, &partial, &status) == MLS_OK);
     CHECK(x == 7 && partial.squares == 49);
-    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &none, &none, 3, &partial, &st) == MLS_OK);
-    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &none, 3, &st) == MLS_OK);
+    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &none, &none, 3, &partial, &status) ==
+          MLS_OK);
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &none, 3, &status) == MLS_OK);
     mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &none, &partial);
     mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, sources, 1, NULL, 0, mls_cached(),
                    &partial);
@@ -630,11 +627,10 @@ TEST(what_cannot_be_added_changes_nothing)
     CHECK(stays(&f, &f, 1e300, MLS_E_VALUE));
     CHECK(stays(&f, &over, 1, MLS_E_OVERLAP));
     CHECK(stays(&still, &f, 1, MLS_E_OVERLAP));
-    mls_status st;
-    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &i, 2, &st) == MLS_E_DTYPE);
-    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &e, 2, &st) == MLS_E_DTYPE);
-    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &f, (double)NAN, &st) == MLS_E_VALUE);
-    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &still, 2, &st) == MLS_E_OVERLAP);
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &i, 2, &status) == MLS_E_DTYPE);
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &e, 2, &status) == MLS_E_DTYPE);
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &f, (double)NAN, &status) == MLS_E_VALUE);
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &still, 2, &status) == MLS_E_OVERLAP);
 }
 
 /* A float64 on either side is not rounded to float32 in between. */
@@ -643,7 +639,6 @@ TEST(mixed_sums_are_computed_in_float64)
     float x = 1;
     double y = 0x1p-24 + 0x1p-40; /* in float32 a tie, which rounds to 1 */
     const mls_tensor dst = vector_of(&x, MLS_F32, 1), src = vector_of(&y, MLS_F64, 1);
-    mls_status st;
-    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &dst, &src, 1, NULL, &st) == MLS_OK);
+    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &dst, &src, 1, NULL, &status) == MLS_OK);
     CHECK(x == 1 + 0x1p-23F);
 }

@@ -598,9 +598,8 @@ TEST(any_two_views_are_compared_element_by_element)
             b.strides[0] = t[0], b.strides[1] = t[1];
             const mls_diff_pair pair = {&a, &b};
             mls_diff_result found = {9, 9, 9, 9};
-            mls_status st;
-            CHECK(mls_diff_check(&a, &b, &st) == MLS_OK);
-            CHECK(mls_diff(mls_diff_of(best_cpu()), NULL, &pair, 1, &found, &st) ==
+            CHECK(mls_diff_check(&a, &b, &status) == MLS_OK);
+            CHECK(mls_diff(mls_diff_of(best_cpu()), NULL, &pair, 1, &found, &status) ==
                   MLS_OK);
             CHECK(equal(found, expect(&a, &b)));
             CHECK(mls_diff_same(mls_diff_of(best_cpu()), NULL, &pair, 1) ==
@@ -618,12 +617,11 @@ TEST(empty_and_scalar_tensors_compare)
     const mls_diff_pair pairs[] = {{&none, &none}, {&a, &b}, {&a, &a}};
     const mls_diff_kernels *k = mls_diff_of(best_cpu());
     mls_diff_result found[3];
-    mls_status st;
-    CHECK(mls_diff_check(&none, &none, &st) == MLS_OK);
-    CHECK(mls_diff(k, NULL, pairs, 3, found, &st) == MLS_OK);
+    CHECK(mls_diff_check(&none, &none, &status) == MLS_OK);
+    CHECK(mls_diff(k, NULL, pairs, 3, found, &status) == MLS_OK);
     CHECK(equal(found[0], same()) && equal(found[2], same()));
     CHECK(equal(found[1], apart(1, 0.5)));
-    CHECK(mls_diff(k, NULL, NULL, 0, NULL, &st) == MLS_OK);
+    CHECK(mls_diff(k, NULL, NULL, 0, NULL, &status) == MLS_OK);
     CHECK(mls_diff_same(k, NULL, NULL, 0) && mls_diff_same(k, NULL, pairs, 1));
     CHECK(!mls_diff_same(k, NULL, pairs, 2));
 }
@@ -634,17 +632,16 @@ TEST(views_may_share_memory)
     float values[1000];
     const size_t shape[1] = {999};
     mls_tensor a, b;
-    mls_status st;
     for (int i = 0; i < 1000; i++) {
         values[i] = (float)i;
     }
-    REQUIRE(mls_tensor_init(&a, values, MLS_F32, 1, shape, &st) == MLS_OK);
-    REQUIRE(mls_tensor_init(&b, values + 1, MLS_F32, 1, shape, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&a, values, MLS_F32, 1, shape, &status) == MLS_OK);
+    REQUIRE(mls_tensor_init(&b, values + 1, MLS_F32, 1, shape, &status) == MLS_OK);
     mls_tensor turned = a;
     turned.swapped = true;
     const mls_diff_pair pairs[] = {{&a, &b}, {&a, &a}, {&a, &turned}};
     mls_diff_result found[3];
-    REQUIRE(mls_diff(mls_diff_of(best_cpu()), NULL, pairs, 3, found, &st) == MLS_OK);
+    REQUIRE(mls_diff(mls_diff_of(best_cpu()), NULL, pairs, 3, found, &status) == MLS_OK);
     CHECK(found[0].changed == 999 && found[0].max_abs == 1.0 && found[0].max_rel == 1.0);
     CHECK(equal(found[1], same()));
     CHECK(found[2].changed == 998); /* 0 is the same in both byte orders */
@@ -652,21 +649,20 @@ TEST(views_may_share_memory)
 
 TEST(shape_dtype_and_count_are_checked)
 {
-    mls_status st;
     mls_tensor a = {.dtype = MLS_F16, .rank = 2, .shape = {2, 3}};
     mls_tensor b = {.dtype = MLS_F16, .rank = 2, .shape = {2, 4}};
-    CHECK(mls_diff_check(&a, &b, &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.expected, "(2, 3)");
-    CHECK_TEXT(st.got, "(2, 4)");
+    CHECK(mls_diff_check(&a, &b, &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.expected, "(2, 3)");
+    CHECK_TEXT(status.got, "(2, 4)");
     b.shape[1] = 3;
-    CHECK(mls_diff_check(&a, &b, &st) == MLS_OK);
+    CHECK(mls_diff_check(&a, &b, &status) == MLS_OK);
     b.dtype = MLS_BF16;
-    CHECK(mls_diff_check(&a, &b, &st) == MLS_E_DTYPE);
-    CHECK_TEXT(st.got, "bfloat16");
+    CHECK(mls_diff_check(&a, &b, &status) == MLS_E_DTYPE);
+    CHECK_TEXT(status.got, "bfloat16");
     b.rank = 1;
-    CHECK(mls_diff_check(&a, &b, &st) == MLS_E_SHAPE);
+    CHECK(mls_diff_check(&a, &b, &status) == MLS_E_SHAPE);
     a.shape[0] = a.shape[1] = SIZE_MAX / 2; /* strides of 0 */
-    CHECK(mls_diff_check(&a, &a, &st) == MLS_E_SIZE);
+    CHECK(mls_diff_check(&a, &a, &status) == MLS_E_SIZE);
 }
 
 /* ---- threads ---- */
@@ -680,16 +676,15 @@ TEST(threads_find_what_one_finds)
     mls_diff_pair pairs[PAIRS];
     mls_diff_result alone[PAIRS], together[PAIRS];
     mls_pool *pool = NULL;
-    mls_status st;
     const mls_diff_kernels *k = mls_diff_of(best_cpu());
     unsigned char *x = malloc(1003000 * 4 + 4096), *y = malloc(1003000 * 4 + 4096);
     REQUIRE(x != NULL && y != NULL);
-    REQUIRE(mls_pool_new(4, &pool, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(4, &pool, &status) == MLS_OK);
     fill_random(x, 1003000 * 4 + 4096, 11);
     memcpy(y, x, 1003000 * 4 + 4096);
     for (size_t i = 0; i < PAIRS; i++) {
-        CHECK(mls_tensor_init(&a[i], x, MLS_F32, 2, shapes[i], &st) == MLS_OK);
-        CHECK(mls_tensor_init(&b[i], y, MLS_F32, 2, shapes[i], &st) == MLS_OK);
+        CHECK(mls_tensor_init(&a[i], x, MLS_F32, 2, shapes[i], &status) == MLS_OK);
+        CHECK(mls_tensor_init(&b[i], y, MLS_F32, 2, shapes[i], &status) == MLS_OK);
         pairs[i] = (mls_diff_pair){&a[i], &b[i]};
     }
     b[2].data += 4, b[2].strides[0] += 4; /* rows with gaps: several runs */
@@ -700,8 +695,8 @@ TEST(threads_find_what_one_finds)
     CHECK(!mls_diff_same(k, pool, pairs, PAIRS));
     fill_random(y, 2000000, 12);
     b[2].data += 4, b[2].strides[0] += 4;
-    CHECK(mls_diff(k, NULL, pairs, PAIRS, alone, &st) == MLS_OK);
-    CHECK(mls_diff(k, pool, pairs, PAIRS, together, &st) == MLS_OK);
+    CHECK(mls_diff(k, NULL, pairs, PAIRS, alone, &status) == MLS_OK);
+    CHECK(mls_diff(k, pool, pairs, PAIRS, together, &status) == MLS_OK);
     for (size_t i = 0; i < PAIRS; i++) {
         CHECK(equal(alone[i], together[i]));
         CHECK(equal(alone[i], expect(&a[i], &b[i])));
@@ -749,8 +744,8 @@ TEST(too_many_parts_are_an_error_and_change_nothing)
     b.data = memory[1];
     const mls_diff_pair pairs[] = {{&a, &b}, {&a, &b}, {&a, &b}, {&a, &b}};
     mls_diff_result out[4] = {{5, 5, 5, 5}};
-    mls_status st;
-    CHECK(mls_diff_check(&a, &b, &st) == MLS_OK);
-    CHECK(mls_diff(mls_diff_of(best_cpu()), NULL, pairs, 4, out, &st) == MLS_E_MEMORY);
-    CHECK(out[0].changed == 5 && st.code == MLS_E_MEMORY);
+    CHECK(mls_diff_check(&a, &b, &status) == MLS_OK);
+    CHECK(mls_diff(mls_diff_of(best_cpu()), NULL, pairs, 4, out, &status) ==
+          MLS_E_MEMORY);
+    CHECK(out[0].changed == 5 && status.code == MLS_E_MEMORY);
 }
