@@ -294,8 +294,7 @@ static mls_code add_room(json_parser *p, size_t at)
 {
     mls_json *doc = p->doc;
     if (doc->count >= p->limits->nodes) {
-        mls_fail_at(p->st, at, "JSON has more than %zu values", p->limits->nodes);
-        return MLS_E_FORMAT;
+        return mls_fail_at(p->st, at, "JSON has more than %zu values", p->limits->nodes);
     }
     size_t room = doc->room + doc->room / 2 + 16;
     room = room < p->limits->nodes ? room : p->limits->nodes;

@@ -469,7 +469,7 @@ static int compare_places(const void *a, const void *b)
 }
 
 /* List all places by file and offset, for sequential reads; the places of a file become
- * neighbours. */
+ * neighbours. Gives. */
 static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
                             mls_status *st)
 {
