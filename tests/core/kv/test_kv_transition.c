@@ -1,4 +1,5 @@
 #include "kv/kv_transition.h"
+#include "support/cpus.h"
 #include "support/runner.h"
 
 enum { RANK = 4, AXIS = 2 };
@@ -136,8 +137,7 @@ TEST(threads_give_the_same_bytes)
     REQUIRE(mls_tensor_init(&dst, one, MLS_F16, 4, large, &status) == MLS_OK);
     REQUIRE(mls_tensor_init(&again, many, MLS_F16, 4, large, &status) == MLS_OK);
     REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
-    mls_cpu best = MLS_CPU_SCALAR;
-    REQUIRE(mls_cpu_choose(NULL, &best, &status) == MLS_OK);
+    const mls_cpu best = best_cpu();
     memset(one, 1, sizeof one);
     memset(many, 2, sizeof many);
     mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, AXIS, 1000, &pad,
@@ -320,8 +320,7 @@ TEST(innermost_rows_move_past_the_cache)
     static const char *const stores[] = {"plain", "stream1", "stream4"};
     static const size_t lengths[][2] = {
         {40, 80}, {33, 96}, {50, 101}, {104, 400}, {300, 304}};
-    mls_cpu best = MLS_CPU_SCALAR;
-    REQUIRE(mls_cpu_choose(NULL, &best, &status) == MLS_OK);
+    const mls_cpu best = best_cpu();
     for (size_t i = 0; i < sizeof stores / sizeof stores[0]; i++) {
         mls_kernels kernels = *mls_kernels_of(best);
         REQUIRE(mls_store_choices_init(&choices, stores[i], &status) == MLS_OK);
