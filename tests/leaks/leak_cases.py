@@ -18,6 +18,12 @@ def case(*names, calls=CALLS):
     return register
 
 
+def methods(thing, *but):
+    """The public members of a class, as `case` names them."""
+    names = (name for name in vars(thing) if name[0] != "_" and name not in but)
+    return [f"{thing.__name__}.{name}" for name in names]
+
+
 def raises(error, call, *args, **kwargs):
     """A call that must raise `error`, whose traceback is dropped afterwards."""
 

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 from gradient_model import Model
-from leak_cases import case, each, raises
+from leak_cases import case, each, methods, raises
 
 from mlstate import _core, collectives, errors, fsdp
 
@@ -73,12 +73,7 @@ def reductions(_):
 # ---- scattered ----
 
 
-def public(name):
-    """The public methods of a class, as `test_leaks` calls them."""
-    return [f"{name}.{member}" for member in vars(getattr(fsdp, name)) if member[0] != "_"]
-
-
-@case("FSDP", *public("FSDP"), "FSDPBackwardHook", *public("FSDPBackwardHook"), calls=60)
+@case("FSDP", *methods(fsdp.FSDP), "FSDPBackwardHook", *methods(fsdp.FSDPBackwardHook), calls=60)
 def scattered(_):
     gradients = {"w": np.ones((5, 3), np.float32), "b": np.ones(7, np.float32)}
     bad = {"w": gradients["w"], "b": np.full(7, np.nan, np.float32)}
@@ -145,8 +140,8 @@ def awaited(_):
     return use, []  # asyncio creates reference cycles
 
 
-@case("FSDPShardingUnit", *public("FSDPShardingUnit"), "ReduceScatterOperation",
-      *public("ReduceScatterOperation"), "clip_grad_norm")  # fmt: skip
+@case("FSDPShardingUnit", *methods(fsdp.FSDPShardingUnit), "ReduceScatterOperation",
+      *methods(fsdp.ReduceScatterOperation), "clip_grad_norm")  # fmt: skip
 def parts(_):
     group, gradient = collectives.SingleGroup(), np.ones((3, 2))
 

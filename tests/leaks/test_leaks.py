@@ -31,7 +31,7 @@ import leaks_of_strategies  # noqa: F401 - its cases
 import leaks_of_tiers  # noqa: F401 - its cases
 import numpy as np
 import pytest
-from leak_cases import CALLS, CASES, case, each, raises
+from leak_cases import CALLS, CASES, case, each, methods, raises
 from leaks_of_kv import cache
 
 import mlstate
@@ -74,12 +74,12 @@ FEW_BYTES = 4  # allowed bytes a call
 # Names that cannot be called: protocols for annotations.
 NOT_CALLED = {
     "CheckpointStrategy",
-    *(f"CheckpointStrategy.{n}" for n in vars(activation.CheckpointStrategy) if n[0] != "_"),
+    *methods(activation.CheckpointStrategy),
     "MLStateLike",
     "MLStateLike.read_state",
     "MLStateLike.write_state",
     "ProcessGroup",
-    *(f"ProcessGroup.{name}" for name in vars(collectives.ProcessGroup) if name[0] != "_"),
+    *methods(collectives.ProcessGroup),
     "Stateful",
     "Stateful.get_state_dict",
     "Stateful.load_state_dict",
@@ -390,7 +390,7 @@ def checkpoints(tmp_path):
 
 @case(
     "CheckpointManager",
-    *(f"CheckpointManager.{n}" for n in vars(checkpoint.CheckpointManager) if n[0] != "_"),
+    *methods(checkpoint.CheckpointManager),
     "reshard",
     "prune",
     "PruneReport",
@@ -417,15 +417,7 @@ def steps_of_a_run(tmp_path):
     return run, [model]
 
 
-@case(
-    "Layout",
-    *(
-        f"Layout.{n}"
-        for n in vars(checkpoint.Layout)
-        if n[0] != "_" and n not in ("steps", "parts")
-    ),
-    "Shard",
-)
+@case("Layout", *methods(checkpoint.Layout, "steps", "parts"), "Shard")
 def layouts(_):
     array = np.ones((5, 3))
 
@@ -537,10 +529,9 @@ class LastOfAll:
 @case(
     "RankDifference",
     "DistributedStateCollector",
-    *(f"DistributedStateCollector.{n}" for n in vars(distributed.DistributedStateCollector)
-      if n[0] != "_"),
+    *methods(distributed.DistributedStateCollector),
     calls=100,
-)  # fmt: skip
+)
 def collected_states(_):
     whole = np.arange(60.0).reshape(5, 12)
     plain, other, target = np.ones(3), np.zeros(3), np.zeros(3)

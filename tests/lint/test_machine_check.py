@@ -30,6 +30,12 @@ def fake(tmp_path, name, text):
     return str(path)
 
 
+def python_with(tmp_path, case):
+    """This Python, but with a case of a shell for its second argument."""
+    script = f'case "$2" in {case} ;; *) exec "{sys.executable}" "$@" ;; esac'
+    return fake(tmp_path, "python3", script)
+
+
 def assert_one_line(result, *words):
     code, error = result
     assert code == 1
@@ -55,11 +61,7 @@ def test_old_python(tmp_path):
 
 
 def test_no_venv(tmp_path):
-    lacking = fake(
-        tmp_path,
-        "python3",
-        f'case "$2" in *ensurepip*) exit 1 ;; *) exec "{sys.executable}" "$@" ;; esac',
-    )
+    lacking = python_with(tmp_path, "*ensurepip*) exit 1")
     assert_one_line(check(PYTHON=lacking), "no venv module")
 
 
@@ -72,9 +74,5 @@ def test_compiler_that_does_not_work(tmp_path):
 
 
 def test_no_python_headers(tmp_path):
-    lacking = fake(
-        tmp_path,
-        "python3",
-        f'case "$2" in *get_path*) echo "{tmp_path}" ;; *) exec "{sys.executable}" "$@" ;; esac',
-    )
+    lacking = python_with(tmp_path, f'*get_path*) echo "{tmp_path}"')
     assert_one_line(check(PYTHON=lacking), "no Python.h")

@@ -97,20 +97,20 @@ import mlstate
     child.run(code)
 
 
-def test_an_unknown_instruction_set_fails_the_import():
-    for name in ("sse9", "AVX2", "scalar "):
-        done = child.attempt("import mlstate.state", MLSTATE_CPU=name)
+@pytest.mark.parametrize(
+    ("variable", "kind", "names", "known"),
+    [
+        ("MLSTATE_CPU", "instruction set", ("sse9", "AVX2", "scalar "), "scalar"),
+        ("MLSTATE_COPY", "copy strategy", ("fast", "Plain", "stream2"),
+         "plain, stream1, stream4, auto"),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_in_the_environment_fails_the_import(variable, kind, names, known):
+    for name in names:
+        done = child.attempt("import mlstate.state", **{variable: name})
         assert done.returncode == 1
-        assert f"ImportError: MLSTATE_CPU: instruction set '{name}'" in done.stderr
-        assert "choose one of: scalar" in done.stderr
-
-
-def test_an_unknown_copy_strategy_fails_the_import():
-    for name in ("fast", "Plain", "stream2"):
-        done = child.attempt("import mlstate.state", MLSTATE_COPY=name)
-        assert done.returncode == 1
-        assert f"ImportError: MLSTATE_COPY: copy strategy '{name}'" in done.stderr
-        assert "choose one of: plain, stream1, stream4, auto" in done.stderr
+        assert f"ImportError: {variable}: {kind} '{name}'" in done.stderr
+        assert f"choose one of: {known}" in done.stderr
 
 
 def test_a_failed_import_can_be_tried_again():

@@ -1,3 +1,4 @@
+#include "support/cpus.h"
 #include "support/shm_ranks.h"
 
 /* Element i of a rank's array: the sums are not exact in float32. */
@@ -254,10 +255,8 @@ TEST(a_sum_counts_only_if_all_arrays_were_whole)
 
 TEST(large_sums_have_the_same_bits_with_every_instruction_set)
 {
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        if (mls_cpu_offers((mls_cpu)cpu)) {
-            threads_with((mls_cpu)cpu, (mls_shm_shape){.world = 2}, scatter_large);
-        }
+    EACH_CPU (cpu) {
+        threads_with(cpu, (mls_shm_shape){.world = 2}, scatter_large);
     }
 }
 

@@ -1,5 +1,6 @@
 /* Gradient compression: the error is known, kept as a residual, and fed back. */
 #include "gradients/gradient_compression.h"
+#include "support/cpus.h"
 #include "support/runner.h"
 
 #include <math.h>
@@ -72,11 +73,9 @@ TEST(all_instruction_sets_give_the_same_bits)
     fill(src);
     for (int wire = 0; wire < MLS_GRADIENT_COMPRESSION_COUNT; wire++) {
         round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)wire, src, NULL, expected);
-        for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-            if (mls_cpu_offers((mls_cpu)cpu)) {
-                round_trip((mls_cpu)cpu, (mls_gradient_compression)wire, src, NULL, back);
-                CHECK(memcmp(back, expected, sizeof back) == 0);
-            }
+        EACH_CPU (cpu) {
+            round_trip(cpu, (mls_gradient_compression)wire, src, NULL, back);
+            CHECK(memcmp(back, expected, sizeof back) == 0);
         }
     }
 }

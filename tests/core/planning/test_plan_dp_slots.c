@@ -1,5 +1,6 @@
 #include "planning/plan_dp_slots.h"
 #include "support/chains.h"
+#include "support/cpus.h"
 #include "support/runner.h"
 
 /* If a slot is a byte, the values equal those of the plain recursion. */
@@ -64,13 +65,11 @@ TEST(all_kernels_and_threads_agree)
                 MLS_OK);
         REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &oracle,
                                   &status) == MLS_OK);
-        for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-            if (mls_cpu_offers((mls_cpu)cpu)) {
-                REQUIRE(mls_plan_dp_slots(&costs, (mls_cpu)cpu, pool, nobody, &table,
-                                          &status) == MLS_OK);
-                CHECK(same_table(&oracle, &table, blocks, SLOTS + 1));
-                mls_plan_table_fini(&table);
-            }
+        EACH_CPU (cpu) {
+            REQUIRE(mls_plan_dp_slots(&costs, cpu, pool, nobody, &table, &status) ==
+                    MLS_OK);
+            CHECK(same_table(&oracle, &table, blocks, SLOTS + 1));
+            mls_plan_table_fini(&table);
         }
         CHECK(isfinite(mls_plan_dp_slots_value(&oracle, 0, blocks - 1, SLOTS)));
         mls_plan_table_fini(&oracle);

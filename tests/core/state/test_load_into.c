@@ -1,4 +1,5 @@
 #include "state/load_into.h"
+#include "support/cpus.h"
 #include "support/random_bytes.h"
 #include "support/runner.h"
 #include "support/text.h"
@@ -26,14 +27,6 @@ static mls_load_into_pair pair(const char *name, const mls_tensor *dst,
     return (mls_load_into_pair){.name = text(name), .dst = dst, .src = src};
 }
 
-static const mls_kernels *best_kernels(void)
-{
-    mls_cpu cpu = MLS_CPU_SCALAR;
-    mls_status st;
-    CHECK(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
-    return mls_kernels_of(cpu);
-}
-
 /* Load with a number of threads; returns false if it was refused. */
 static bool load(const mls_load_into_pair *pairs, size_t count, size_t threads)
 {
@@ -43,7 +36,7 @@ static bool load(const mls_load_into_pair *pairs, size_t count, size_t threads)
     const bool ready = mls_pool_new(threads, &pool, &st) == MLS_OK &&
                        mls_load_into_new(pairs, count, true, &plan, &st) == MLS_OK;
     if (ready) {
-        mls_load_into_run(plan, best_kernels(), pool);
+        mls_load_into_run(plan, mls_kernels_of(best_cpu()), pool);
     }
     mls_load_into_free(plan);
     mls_pool_free(pool);
@@ -205,7 +198,7 @@ TEST(a_target_that_is_its_source_is_left_out)
     mls_load_into *plan = NULL;
     REQUIRE(mls_load_into_new(pairs, 5, false, &plan, &status) == MLS_OK);
     CHECK(mls_load_into_bytes(plan) == 0);
-    mls_load_into_run(plan, best_kernels(), NULL);
+    mls_load_into_run(plan, mls_kernels_of(best_cpu()), NULL);
     mls_load_into_free(plan);
     CHECK(memcmp(before, small, sizeof small) == 0);
 }
@@ -223,7 +216,7 @@ TEST(nothing_and_empty_tensors_are_fine)
     fill_random(small, sizeof small, 3);
     REQUIRE(mls_load_into_new(pairs, 3, false, &plan, &status) == MLS_OK);
     CHECK(mls_load_into_bytes(plan) == 16);
-    mls_load_into_run(plan, best_kernels(), NULL);
+    mls_load_into_run(plan, mls_kernels_of(best_cpu()), NULL);
     CHECK(memcmp(small, small + 64, 16) == 0);
     mls_load_into_free(plan);
     mls_load_into_free(NULL);
@@ -310,7 +303,7 @@ TEST(every_float_converts_to_every_other)
                 memset(to_bytes, 0xA5, sizeof to_bytes);
                 memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
                 dst.swapped = wanted.swapped = threads > 1;
-                mls_copy(best_kernels(), &wanted, &src, mls_cached());
+                mls_copy(mls_kernels_of(best_cpu()), &wanted, &src, mls_cached());
                 CHECK(load(&one, 1, threads));
                 CHECK(memcmp(to_bytes, wanted_bytes, sizeof to_bytes) == 0);
             }
@@ -429,7 +422,7 @@ TEST(the_sweep_agrees_with_comparing_all)
                 memcpy(wanted + (targets[i].data - small), sources[i].data,
                        targets[i].shape[1]);
             }
-            mls_load_into_run(plan, best_kernels(), NULL);
+            mls_load_into_run(plan, mls_kernels_of(best_cpu()), NULL);
             loaded++;
         }
         refused += code == MLS_E_OVERLAP;

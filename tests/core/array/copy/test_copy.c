@@ -1,5 +1,6 @@
 /* Kernels compared with the oracle, strided copies with a plain loop. */
 #include "array/copy/copy.h"
+#include "support/cpus.h"
 #include "support/random_bytes.h"
 #include "support/runner.h"
 
@@ -48,10 +49,8 @@ static void check_conversions(const mls_kernels *k)
 TEST(every_set_converts_as_the_oracle)
 {
     fill_random(source, sizeof source, 42);
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        if (mls_cpu_offers((mls_cpu)cpu)) {
-            check_conversions(mls_kernels_of((mls_cpu)cpu));
-        }
+    EACH_CPU (cpu) {
+        check_conversions(mls_kernels_of(cpu));
     }
 }
 
@@ -79,15 +78,13 @@ TEST(every_half_and_boundary_agrees)
             const uint32_t bits = high << 16 | lows[i];
             memcpy(source + 4 * i, &bits, 4);
         }
-        for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-            if (mls_cpu_offers((mls_cpu)cpu)) {
-                memcpy(source + 32, source, 32);
-                memcpy(source + 64, source, 64);
-                CHECK(run_agrees(mls_kernels_of((mls_cpu)cpu), MLS_F32, MLS_F16, 0, 32,
-                                 MLS_STORE_PLAIN));
-                CHECK(run_agrees(mls_kernels_of((mls_cpu)cpu), MLS_F32, MLS_BF16, 0, 32,
-                                 MLS_STORE_PLAIN));
-            }
+        EACH_CPU (cpu) {
+            memcpy(source + 32, source, 32);
+            memcpy(source + 64, source, 64);
+            CHECK(run_agrees(mls_kernels_of(cpu), MLS_F32, MLS_F16, 0, 32,
+                             MLS_STORE_PLAIN));
+            CHECK(run_agrees(mls_kernels_of(cpu), MLS_F32, MLS_BF16, 0, 32,
+                             MLS_STORE_PLAIN));
         }
     }
 }

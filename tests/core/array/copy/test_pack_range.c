@@ -1,5 +1,6 @@
 /* Any range of any tensor's elements, compared with a plain loop over them. */
 #include "array/copy/pack_range.h"
+#include "support/cpus.h"
 #include "support/runner.h"
 
 #include <stdint.h>
@@ -202,19 +203,15 @@ TEST(every_instruction_set_packs_the_same)
     t.strides[0] = 4;
     t.strides[1] = 24;
     t.swapped = true;
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        if (mls_cpu_offers((mls_cpu)cpu)) {
-            kernels = mls_kernels_of((mls_cpu)cpu);
-            check_all_ranges(&t);
-        }
+    EACH_CPU (cpu) {
+        kernels = mls_kernels_of(cpu);
+        check_all_ranges(&t);
     }
     kernels = fastest;
 }
 
 BEFORE_ALL
 {
-    mls_cpu cpu;
-    REQUIRE(mls_cpu_choose(NULL, &cpu, &status) == MLS_OK);
-    kernels = mls_kernels_of(cpu);
+    kernels = mls_kernels_of(best_cpu());
     fill_memory();
 }

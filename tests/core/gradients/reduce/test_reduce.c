@@ -2,6 +2,7 @@
  * oracle, norm partials for any division of an array, and views with a plain loop. */
 #include "array/float_convert.h"
 #include "gradients/reduce/reduce.h"
+#include "support/cpus.h"
 #include "support/random_bytes.h"
 #include "support/runner.h"
 
@@ -105,16 +106,14 @@ static bool sets_agree(const mls_reduction *r, size_t count, size_t n, size_t of
     }
     mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), r, sources, count, wanted + offset, n,
                    mls_cached(), &oracle);
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        if (mls_cpu_offers((mls_cpu)cpu)) {
-            mls_norm_partial partial = {0};
-            memset(found, 0xA5, sizeof found);
-            mls_reduce_run(mls_kernels_of((mls_cpu)cpu), r, sources, count,
-                           found + offset, n, mls_cached(), &partial);
-            agree = agree && same_partial(oracle, partial) && found[offset - 1] == 0xA5 &&
-                    found[offset + n * item(r->out_dtype)] == 0xA5 &&
-                    same_items(r->out_dtype, wanted + offset, found + offset, n);
-        }
+    EACH_CPU (cpu) {
+        mls_norm_partial partial = {0};
+        memset(found, 0xA5, sizeof found);
+        mls_reduce_run(mls_kernels_of(cpu), r, sources, count, found + offset, n,
+                       mls_cached(), &partial);
+        agree = agree && same_partial(oracle, partial) && found[offset - 1] == 0xA5 &&
+                found[offset + n * item(r->out_dtype)] == 0xA5 &&
+                same_items(r->out_dtype, wanted + offset, found + offset, n);
     }
     return agree;
 }
@@ -173,17 +172,14 @@ static void check_add(mls_dtype to, mls_dtype from, double scale, bool tame)
         mls_tensor dst = vector_of(wanted + offset, to, n);
         CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &dst, &src, scale, &oracle, &st) ==
               MLS_OK);
-        for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
-            if (mls_cpu_offers((mls_cpu)cpu)) {
-                memcpy(found, input[0], ROOM);
-                dst.data = found + offset;
-                partial = (mls_norm_partial){0};
-                CHECK(mls_accumulate((mls_cpu)cpu, NULL, &dst, &src, scale, &partial,
-                                     &st) == MLS_OK);
-                CHECK(same_partial(oracle, partial));
-                CHECK(same_items(to, wanted + offset, found + offset, n));
-                CHECK(memcmp(found, input[0], offset) == 0);
-            }
+        EACH_VECTOR_CPU (cpu) {
+            memcpy(found, input[0], ROOM);
+            dst.data = found + offset;
+            partial = (mls_norm_partial){0};
+            CHECK(mls_accumulate(cpu, NULL, &dst, &src, scale, &partial, &st) == MLS_OK);
+            CHECK(same_partial(oracle, partial));
+            CHECK(same_items(to, wanted + offset, found + offset, n));
+            CHECK(memcmp(found, input[0], offset) == 0);
         }
     }
 }
@@ -217,13 +213,11 @@ TEST(every_set_scales_as_the_oracle_does)
         memcpy(wanted, input[0], ROOM);
         mls_tensor t = vector_of(wanted + 8, dtype, n);
         CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &t, 0.7, &status) == MLS_OK);
-        for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
-            if (mls_cpu_offers((mls_cpu)cpu)) {
-                memcpy(found, input[0], ROOM);
-                t.data = found + 8;
-                CHECK(mls_scale((mls_cpu)cpu, NULL, &t, 0.7, &status) == MLS_OK);
-                CHECK(same_items(dtype, wanted + 8, found + 8, n));
-            }
+        EACH_VECTOR_CPU (cpu) {
+            memcpy(found, input[0], ROOM);
+            t.data = found + 8;
+            CHECK(mls_scale(cpu, NULL, &t, 0.7, &status) == MLS_OK);
+            CHECK(same_items(dtype, wanted + 8, found + 8, n));
         }
     }
 }
@@ -234,21 +228,19 @@ TEST(every_set_scales_as_the_oracle_does)
 static bool adds_to(mls_dtype dtype, uint16_t x, double scale, uint16_t y, uint16_t sum)
 {
     bool right = true;
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        if (mls_cpu_offers((mls_cpu)cpu)) {
-            uint16_t a[100], b[100];
-            mls_status st;
-            for (int i = 0; i < 100; i++) {
-                a[i] = x;
-                b[i] = y;
-            }
-            const mls_tensor dst = vector_of(a, dtype, 100);
-            const mls_tensor src = vector_of(b, dtype, 100);
-            right = right && mls_accumulate((mls_cpu)cpu, NULL, &dst, &src, scale, NULL,
-                                            &st) == MLS_OK;
-            for (int i = 0; i < 100; i++) {
-                right = right && a[i] == sum;
-            }
+    EACH_CPU (cpu) {
+        uint16_t a[100], b[100];
+        mls_status st;
+        for (int i = 0; i < 100; i++) {
+            a[i] = x;
+            b[i] = y;
+        }
+        const mls_tensor dst = vector_of(a, dtype, 100);
+        const mls_tensor src = vector_of(b, dtype, 100);
+        right =
+            right && mls_accumulate(cpu, NULL, &dst, &src, scale, NULL, &st) == MLS_OK;
+        for (int i = 0; i < 100; i++) {
+            right = right && a[i] == sum;
         }
     }
     return right;
@@ -292,12 +284,9 @@ TEST(sixteen_bit_sums_are_rounded_once)
         big[i] = 0x6800;   /* 2048: 1 is half a unit */
         small[i] = 0x3C00; /* 1 */
     }
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        if (mls_cpu_offers((mls_cpu)cpu)) {
-            mls_reduce_run(mls_kernels_of((mls_cpu)cpu), &r, sources, 3, out, 40,
-                           mls_cached(), NULL);
-            CHECK(out[0] == 0x6801 && out[39] == 0x6801); /* 2050 */
-        }
+    EACH_CPU (cpu) {
+        mls_reduce_run(mls_kernels_of(cpu), &r, sources, 3, out, 40, mls_cached(), NULL);
+        CHECK(out[0] == 0x6801 && out[39] == 0x6801); /* 2050 */
     }
 }
 
@@ -421,9 +410,8 @@ TEST(norm_partials_do_not_depend_on_who_did_what)
     float *x = malloc(n * sizeof *x), *y = malloc(n * sizeof *y);
     mls_pool *pool = NULL;
     uint64_t seed = 5;
-    mls_cpu cpu = MLS_CPU_SCALAR;
+    const mls_cpu cpu = best_cpu();
     REQUIRE(x != NULL && y != NULL && mls_pool_new(3, &pool, &status) == MLS_OK);
-    (void)mls_cpu_choose(NULL, &cpu, &status);
     for (size_t i = 0; i < n; i++) {
         x[i] = (float)(random_next(&seed) % 100000) * 0.001F;
         y[i] = 0;
@@ -493,8 +481,7 @@ static void check_views(mls_dtype dtype, const ptrdiff_t *s, const ptrdiff_t *t,
     mls_tensor src = dst;
     mls_norm_partial oracle = {0}, partial = {0};
     mls_status st;
-    mls_cpu cpu = MLS_CPU_SCALAR;
-    (void)mls_cpu_choose(NULL, &cpu, &st);
+    const mls_cpu cpu = best_cpu();
     src.data = memory[1] + 100000;
     src.swapped = (swapped & 2) != 0;
     src.strides[0] = t[0] * bytes, src.strides[1] = t[1] * bytes;

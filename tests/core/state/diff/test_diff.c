@@ -2,6 +2,7 @@
  * oracle, and pairs of views with a plain loop. */
 #include "array/float_convert.h"
 #include "state/diff/diff.h"
+#include "support/cpus.h"
 #include "support/random_bytes.h"
 #include "support/runner.h"
 
@@ -34,19 +35,17 @@ static bool finds(mls_dtype dtype, const void *a, const void *b, mls_diff_result
         memcpy(right + 3 + i * bytes, b, bytes);
     }
     bool right_so = true;
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        if (mls_cpu_offers((mls_cpu)cpu)) {
-            mls_diff_result one = {0}, all = {0}, turned = {0};
-            const mls_diff_run run = mls_diff_of((mls_cpu)cpu)->run[dtype];
-            mls_diff_result wanted = expected;
-            run(a, b, 1, &one);
-            run(b, a, 1, &turned);
-            run(left + 1, right + 3, many, &all);
-            right_so = right_so && equal(one, wanted) && equal(turned, wanted);
-            wanted.changed *= many;
-            wanted.nan *= many;
-            right_so = right_so && equal(all, wanted);
-        }
+    EACH_CPU (cpu) {
+        mls_diff_result one = {0}, all = {0}, turned = {0};
+        const mls_diff_run run = mls_diff_of(cpu)->run[dtype];
+        mls_diff_result wanted = expected;
+        run(a, b, 1, &one);
+        run(b, a, 1, &turned);
+        run(left + 1, right + 3, many, &all);
+        right_so = right_so && equal(one, wanted) && equal(turned, wanted);
+        wanted.changed *= many;
+        wanted.nan *= many;
+        right_so = right_so && equal(all, wanted);
     }
     return right_so;
 }
@@ -314,9 +313,8 @@ TEST(every_set_agrees_behind_equal_ratios)
         memcpy(&y, right + place, 4);
         y = nextafterf(y, INFINITY);
         memcpy(right + place, &y, 4);
-        for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
-            CHECK(!mls_cpu_offers((mls_cpu)cpu) ||
-                  run_agrees(mls_diff_of((mls_cpu)cpu), MLS_F32, 0, 0, LONGEST, same()));
+        EACH_VECTOR_CPU (cpu) {
+            CHECK(run_agrees(mls_diff_of(cpu), MLS_F32, 0, 0, LONGEST, same()));
         }
     }
 }
@@ -400,9 +398,8 @@ TEST(every_set_agrees_on_close_calls_of_sixteen_bits)
             memcpy(left + 2 * i, &x, 2);
             memcpy(right + 2 * i, &y, 2);
         }
-        for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
-            CHECK(!mls_cpu_offers((mls_cpu)cpu) ||
-                  run_agrees(mls_diff_of((mls_cpu)cpu), dtype, 0, 0, 192, same()));
+        EACH_VECTOR_CPU (cpu) {
+            CHECK(run_agrees(mls_diff_of(cpu), dtype, 0, 0, 192, same()));
         }
     }
 }
@@ -418,10 +415,8 @@ static void put_stretch(size_t at, uint16_t x, uint16_t y)
 
 static void check_stretches(mls_dtype dtype, size_t count)
 {
-    for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
-        CHECK(
-            !mls_cpu_offers((mls_cpu)cpu) ||
-            run_agrees(mls_diff_of((mls_cpu)cpu), (int)dtype, 0, 0, 64 * count, same()));
+    EACH_VECTOR_CPU (cpu) {
+        CHECK(run_agrees(mls_diff_of(cpu), (int)dtype, 0, 0, 64 * count, same()));
     }
 }
 
@@ -563,14 +558,6 @@ static mls_diff_result expect(const mls_tensor *a, const mls_tensor *b)
         }
     }
     return sum;
-}
-
-static mls_cpu best_cpu(void)
-{
-    mls_cpu cpu = MLS_CPU_SCALAR;
-    mls_status st;
-    (void)mls_cpu_choose(NULL, &cpu, &st);
-    return cpu;
 }
 
 /* Any strides and byte orders on both sides, several dtypes. */
