@@ -83,7 +83,10 @@ def full_state(folder, name):
 
 
 def difference(first, second, path=""):
-    """Describe the bitwise differences of two full states; empty if there are none."""
+    """Describe the first bitwise difference of two trees; empty if there is none.
+
+    Lists and tuples count as equal.
+    """
     import torch
 
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
@@ -103,7 +106,8 @@ def difference(first, second, path=""):
             return f"{path}: {len(first)}, {len(second)}"
         pairs = enumerate(zip(first, second, strict=True))
         return next(filter(None, (difference(a, b, f"{path}/{i}") for i, (a, b) in pairs)), "")
-    return "" if first == second else f"{path}: {first!r} {second!r}"
+    same = type(first) is type(second) and first == second
+    return "" if same else f"{path}: {first!r} {second!r}"
 
 
 def state_difference(folder, kind, optimizer, saved, other, world):

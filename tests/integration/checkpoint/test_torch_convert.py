@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rank_jobs
+from resume_jobs import difference
 
 from mlstate import (
     CompatibilityError,
@@ -59,26 +60,6 @@ def train(module, optimizer, first, last):
         optimizer.zero_grad()
         module(inputs).square().sum().backward()
         optimizer.step()
-
-
-def assert_same_tree(found, expected):
-    """Tensors equal in bits and dtype; lists and tuples count as equal."""
-    if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor)
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert found.view(torch.uint8).equal(expected.view(torch.uint8)) if found.dim() else (
-            found.equal(expected) or found.isnan()
-        )  # fmt: skip
-    elif isinstance(expected, dict):
-        assert set(found) == set(expected)
-        for key in expected:
-            assert_same_tree(found[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same_tree(one, other)
-    else:
-        assert (type(found), found) == (type(expected), expected)
 
 
 def write_by_torch(path, tree):
@@ -139,12 +120,12 @@ def test_training_goes_on_bit_for_bit(tmp_path, way, start, end, optimizer_name)
     train(second, new, 0, 1)  # so that there is a state to replace
     tree = {"model": second.state_dict(), "optimizer": new.state_dict()}
     found = read_by_torch(path, tree)
-    assert_same_tree(found["model"], dict(first.state_dict()))
-    assert_same_tree(found["optimizer"], old.state_dict())
+    assert not difference(found["model"], dict(first.state_dict()))
+    assert not difference(found["optimizer"], old.state_dict())
     second.load_state_dict(found["model"])
     new.load_state_dict(found["optimizer"])
     train(second, new, 3, 6)
-    assert_same_tree(dict(second.state_dict()), dict(whole.state_dict()))
+    assert not difference(dict(second.state_dict()), dict(whole.state_dict()))
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
@@ -159,7 +140,7 @@ def test_every_dtype_survives(tmp_path, suffix):
     write_any(tmp_path / f"b.{suffix}", *parts, format=NAMED.get(suffix))
     again = read_any(tmp_path / f"b.{suffix}")
     write_any(tmp_path / "c.pt", *again)
-    assert_same_tree(torch.load(tmp_path / "c.pt", weights_only=True), tree)
+    assert not difference(torch.load(tmp_path / "c.pt", weights_only=True), tree)
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
