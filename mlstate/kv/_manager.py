@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from .. import _core
 from .._common.set_module import set_module
@@ -88,6 +88,10 @@ class StateTransitionManager:
     def __init__(self, *, seq_axis: int = -2) -> None:
         self.models: dict[str, ModelConfig] = {}
         self.seq_axis = valid_axis(seq_axis)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__dict__.setdefault("seq_axis", -2)  # pickles of earlier versions do not have it
 
     def register_model(
         self,

@@ -12,7 +12,7 @@ from group_model import raises
 from group_scenarios import check_reductions
 from torch_processes import SCENARIOS, main, scenario, tell
 
-from mlstate import CollectiveError
+from mlstate import CollectiveError, CompatibilityError
 from mlstate.collectives import ProcessGroup
 from mlstate.integrations.torch import TorchGroup
 
@@ -83,6 +83,14 @@ def a_checked_group_tells_calls_that_do_not_go_together(group):
             assert text in str(caught), (text, str(caught))
         assert caught.rank == rank
     checked.barrier()  # nothing was sent: the group stays usable
+
+
+@scenario
+def a_dtype_that_torch_lacks_is_refused(group):
+    if np.dtype(np.longdouble).itemsize > 8:
+        array = np.zeros(2, np.longdouble)
+        raises(CompatibilityError, "torch has no dtype", group.all_reduce, array)
+    group.barrier()
 
 
 @scenario
