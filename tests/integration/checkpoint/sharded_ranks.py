@@ -56,7 +56,7 @@ def same(found, expected):
 
 
 def check_states(found, module, optimizer):
-    """Compare gathered states with those of a plain module's optimizer."""
+    """Compare gathered states with a plain module's optimizer."""
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state[parameter].items():
             torch.testing.assert_close(torch.as_tensor(found[f"{name}.{key}"]), value)

@@ -94,7 +94,7 @@ def every_kind_is_filled_where_it_lies(group):
         other = torch.optim.Adam(fresh.parameters(), lr=0.5)
         pointers = [p.data_ptr() for p in fresh.parameters()]
         with torch.no_grad():
-            fresh(torch.ones(2, 3))  # invalidates what was gathered from the old elements
+            fresh(torch.ones(2, 3))  # invalidates copies of the old elements
         mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
         assert [p.data_ptr() for p in fresh.parameters()] == pointers
         assert other.param_groups[0]["lr"] == 1e-3

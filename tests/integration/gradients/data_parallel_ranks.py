@@ -58,7 +58,7 @@ def same(found, expected):
 
 
 def same_but(layer, found, expected):
-    """Compare gradients; those of one layer must be NaN."""
+    """Compare gradients; all gradients of one layer must be NaN."""
     for name, gradient in found.items():
         if name.startswith(f"{layer}."):
             assert gradient.isnan().all()

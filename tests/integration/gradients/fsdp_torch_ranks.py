@@ -105,7 +105,7 @@ def hooked(group, model, *, layout="flat", keep_full_gradient=False, accumulate=
 
 
 def same(units, sums, but=()):
-    """Check that the parts equal those of the sums, to the bit; the names in `but` have none."""
+    """Check that the units have the parts of the sums, to the bit; the names in `but` have none."""
     assert set(units) == set(sums) | set(but), set(units) ^ set(sums)
     for name, unit in units.items():
         if name in but:
