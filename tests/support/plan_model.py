@@ -102,10 +102,12 @@ def refusal(chain, state, kind, index):
         return f"{kind} {index}: there is no such number"
     reasons = {
         FORWARD: [
+            (index > state.next_backward, f"backward {index} has run already"),
             (not state.has(index), f"activation {index} does not exist"),
             (state.has(index + 1), f"activation {index + 1} already exists"),
         ],
         SAVE: [
+            (index > state.next_backward, f"backward {index} has run already"),
             (not state.has(index), f"activation {index} does not exist"),
             (index in state.saved, f"saved {index} already exists"),
             (index in state.host, f"saved {index} is on the host"),

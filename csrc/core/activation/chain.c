@@ -211,10 +211,14 @@ static bool activation_is_held(const machine *m, size_t k)
     return m->alone[k] != 0 || (k > 0 && m->saved[k - 1] == ON_DEVICE);
 }
 
-/* Rules of both forward and save: the input is held, and the output is not, in any form.
- */
+/* Rules of both forward and save: the block has its backward pass before it, the input is
+ * held, and the output is not, in any form. */
 static bool can_run(const machine *m, size_t i, refusal *why)
 {
+    if (i >= m->left) {
+        *why = (refusal){"backward", "has run already", i};
+        return false;
+    }
     if (!activation_is_held(m, i)) {
         *why = (refusal){"activation", "does not exist", i};
         return false;

@@ -9,10 +9,11 @@
  *     save i      needs activation i; makes saved i, which contains activation i + 1.
  *     backward i  needs activation i, saved i and gradient i + 1; makes gradient i, then
  *                 frees saved i and gradient i + 1.
- *     drop k      frees activation k, which has its own memory; activation 0 is never
- * dropped. offload i   moves saved i to the host; activation i + 1 stays, in its own
- * memory. load i      moves saved i back, with activation i + 1 in it.
+ *     drop k      frees activation k, which has its own memory; never activation 0.
+ *     offload i   moves saved i to the host; activation i + 1 stays in its own memory.
+ *     load i      moves saved i back, with activation i + 1 in it.
  *
+ * After backward i, forward i and save i are invalid: nothing could use their result.
  * An activation is held either in its own memory or inside saved i - 1 on the device,
  * never twice: a forward, save or load that would make it a second time is invalid.
  * Activation 0 is held from the beginning to the end. Gradient n is made by the step

@@ -133,6 +133,8 @@ TEST(what_a_step_lacks_is_said)
 {
     REFUSED("step 0, save 1: activation 1 does not exist", S(SAVE, 1));
     REFUSED("step 1, save 0: activation 1 already exists", S(FORWARD, 0), S(SAVE, 0));
+    REFUSED("step 3, forward 1: backward 1 has run already", S(SAVE, 0), S(SAVE, 1),
+            S(BACKWARD, 1), S(FORWARD, 1));
     REFUSED("step 1, forward 0: activation 1 already exists", S(SAVE, 0), S(FORWARD, 0));
     REFUSED("step 1, backward 0: gradient 1 does not exist", S(SAVE, 0), S(BACKWARD, 0));
     REFUSED("step 1, backward 1: saved 1 does not exist", S(FORWARD, 0), S(BACKWARD, 1));
@@ -156,8 +158,8 @@ TEST(schedules_begin_and_end_as_they_must)
             {MLS_STEP_KINDS, 0});
     REFUSED("step 0, save -1: there is no such step in a chain of 2 blocks", S(SAVE, -1));
     REFUSED("the schedule ends after 1 steps with 2 backward passes to go", S(SAVE, 0));
-    REFUSED("step 4, backward 1: gradient 2 does not exist", S(SAVE, 0), S(SAVE, 1),
-            S(BACKWARD, 1), S(SAVE, 1), S(BACKWARD, 1));
+    REFUSED("step 3, backward 1: gradient 2 does not exist", S(SAVE, 0), S(SAVE, 1),
+            S(BACKWARD, 1), S(BACKWARD, 1));
 }
 
 TEST(schedules_grow)
