@@ -69,8 +69,9 @@ static int fill_index(name_index *index, const mlspy_items *items)
     }
     /* the names of a dict are unique, so only memory can be short */
     if (mls_name_tree_new(index->texts, items->count, &index->names, &st) != MLS_OK) {
-        return MLSPY_REFUSE(
-            st.code == MLS_E_MEMORY ? PyExc_MemoryError : PyExc_ValueError, st.text);
+        return MLSPY_REFUSE(st.code == MLS_E_MEMORY ? PyExc_MemoryError
+                                                    : PyExc_ValueError,
+                            "%s", st.text);
     }
     return 0;
 }
