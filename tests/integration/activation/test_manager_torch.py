@@ -123,6 +123,21 @@ def test_nothing_is_decided_without_gradients():
     assert manager.decisions == 0
 
 
+@pytest.mark.parametrize("holder", [dict, type("Batch", (dict,), {})], ids=lambda c: c.__name__)
+def test_sizes_are_those_of_tensors_in_dicts(holder):
+    class Inner(nn.Module):
+        def forward(self, batch):
+            return batch["x"] * 2
+
+    x = torch.ones(8, 16, requires_grad=True)
+    for least, expected in ((x.nbytes, 1), (x.nbytes + 1, 0)):
+        model = nn.ModuleList([Inner()])
+        manager = ActivationManager(SizeBasedStrategy(least))
+        with manager.apply(model):
+            model[0](holder(x=x))
+        assert manager.checkpointed == expected
+
+
 def test_children_are_blocks_by_default():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))

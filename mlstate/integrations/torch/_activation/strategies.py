@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
 from .module_patterns import modules_named, refuse_overlap
-from .tensors import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -56,11 +55,27 @@ class _Forward:
 
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
-        activation = next(iter(tensors_in((args, kwargs))), None)
+        activation = next(_tensors((args, kwargs)), None)
         if not self.manager.decide(self.name, activation, self.number):
             return self.plain(*args, **kwargs)
         # checkpoint's own keywords could collide with the block's
         return checkpoint(partial(self.plain, **kwargs), *args, use_reentrant=False)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments, also in nested tuples, lists and dicts of any subclass.
+
+    torch's pytree skips subclasses that are not registered, and takes longer to find the first.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
 
 
 def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:
