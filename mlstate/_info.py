@@ -268,7 +268,10 @@ def info() -> SystemInfo:
     Returns
     -------
     SystemInfo
-        Prints one line for each fact; ``to_dict()`` returns all of them as JSON values.
+        Prints one line for each fact. Its attributes are ``version``, ``python``, ``numpy``,
+        ``system``, ``processor``, ``instruction_set``, ``offered_instruction_sets``,
+        ``threads``, ``processors``, ``copies``, ``huge_pages`` and ``packages``; ``to_dict()``
+        returns all of them as JSON values.
 
     Notes
     -----

@@ -32,6 +32,7 @@ from ._store.writer_lock import WriterLock
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
+    from types import FrameType
 
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
@@ -59,13 +60,19 @@ class Committed(NamedTuple):
 
 
 def warn_caller(text: str) -> None:
-    """Issue a warning that names the line which called this package."""
+    """Issue a warning that names the line which called this package.
+
+    Without such a line, as in a function that ``atexit`` calls, the warning names the first
+    line of the stack.
+    """
     import warnings
 
     level = 1
-    while sys._getframe(level).f_globals["__name__"].startswith("mlstate."):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("mlstate."):
         level += 1
-    warnings.warn(text, stacklevel=level + 1)
+        frame = frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 # ---- messages between ranks; a process that saves alone sends none ----

@@ -364,9 +364,11 @@ class ProcessGroup(Protocol):
         [b'ok']
         """
 
+    @abstractmethod
     def abort(self) -> None:
         """Make the operations of this group fail, on this rank and, if possible, on the others."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release the group's resources; later calls do nothing."""
 

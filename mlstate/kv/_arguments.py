@@ -5,6 +5,8 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
+import numpy as np
+
 from ..errors import CapacityError, CompatibilityError
 
 
@@ -26,7 +28,7 @@ def capacity_error(
 
 def as_integer(name: str, value: Any) -> int:
     """Return an argument as an int; a bool is not accepted."""
-    if not isinstance(value, bool):
+    if not isinstance(value, bool | np.bool_):  # NumPy before 2.3 has an index of a bool
         try:
             return index(value)
         except TypeError:

@@ -166,7 +166,7 @@ static inline double mls_f64_nan(void)
     return mls_f64_from_bits(0x7FF8000000000000U);
 }
 
-/* The two codes of all ones are NaN; infinity has none. */
+/* The two codes of all ones are NaN; this format has no infinity. */
 static inline double mls_f64_from_e4m3(uint8_t bits)
 {
     return (bits & 0x7FU) == 0x7FU ? mls_f64_nan() : mls_f64_from_f8(bits, 3, 7);

@@ -277,7 +277,7 @@ static void release_memory(mls_shm_memory *memory)
     }
 }
 
-/* Creates a handle without memory of the group. Returns NULL without memory. */
+/* Creates a handle that has no memory of the group yet. Returns NULL if memory runs out. */
 static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
                               const mls_kernels *kernels)
 {

@@ -25,8 +25,8 @@ enum {
 };
 
 /* A search of a thousand states takes a fraction of a millisecond, and most searches that
- * fit in memory take less than a second. So the header has the only
- * bound, and nodes are small: 40 bytes each, plus 4 in the heap and 8 in the table. */
+ * fit in memory take less than a second. So the only bound is the one in the header, and
+ * nodes are small: 40 bytes each, plus 4 in the heap and 8 in the table. */
 
 typedef struct node {
     uint64_t key;

@@ -5,6 +5,8 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -255,6 +257,28 @@ def test_a_damaged_manifest_is_replaced_with_a_warning_and_a_newer_one_is_not(pa
     with pytest.raises(mlstate.FormatError, match="format version is 3"):
         mlstate.save(path, {"w": random(12)})
     assert manifest.read_bytes() == newer
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "atexit.register(mlstate.save, path, state)",
+        "exec('save(path, state)', {'save': mlstate.save, 'path': path, 'state': state})",
+    ],
+)
+def test_a_warning_of_a_save_that_no_module_called_does_not_stop_it(path, call):
+    mlstate.save(path, {"w": random(10)})
+    manifest = path / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"world_size": 1', b'"world_size": 2'))
+    script = (
+        "import atexit, sys, mlstate, numpy as np\npath, state = sys.argv[1], {'w': np.ones(3)}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script + call, str(path)], capture_output=True, text=True, check=True
+    )
+    assert "damaged and will be replaced" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert same({"w": np.ones(3)}, mlstate.load(path).model)
 
 
 def test_tensors_come_and_go_and_change_their_shape(path):

@@ -254,3 +254,16 @@ TEST(a_mapping_shows_the_file_until_it_ends)
     CHECK(mls_mapping_init(&mapping, -1, 0, &status) == MLS_OK && mapping.data == NULL);
     CHECK(mls_mapping_init(&mapping, -1, 5, &status) == MLS_E_IO);
 }
+
+#ifdef __linux__
+TEST(a_folder_of_a_file_system_that_cannot_sync_is_no_error)
+{
+    const int fd = open("/proc/self", O_RDONLY | O_DIRECTORY);
+    REQUIRE(fd >= 0);
+    CHECK(fsync(fd) != 0 && errno == EINVAL);
+    CHECK(mls_folder_sync(fd) == 0);
+    CHECK(mls_file_sync(fd) == EINVAL);
+    close(fd);
+    CHECK(mls_folder_sync(-1) == EBADF);
+}
+#endif

@@ -2,9 +2,7 @@
 
 import gc
 import logging
-import statistics
 import sys
-import time
 import warnings
 
 import numpy as np
@@ -274,19 +272,6 @@ def test_the_double_has_the_methods_of_the_real_state():
         real = inspect.signature(getattr(ct.models.model.MLState, name))
         ours = inspect.signature(getattr(FakeMLState, name))
         assert list(real.parameters) == list(ours.parameters)
-
-
-def test_reading_is_faster_than_coremltools(packages):
-    def seconds(function):
-        times = []
-        for _ in range(7):
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    path = packages["several"]
-    assert seconds(lambda: state_specs(path)) < seconds(lambda: ct.utils.load_spec(str(path)))
 
 
 @pytest.mark.parametrize("names", [{64: "small", 128: "large"}, {64: "multi", 128: "multi"}])

@@ -181,7 +181,7 @@ static bool is_same_kind(const mls_index_shard *a, const mls_index_shard *b)
 }
 
 /* Number the kinds in the order of their first shards. Both lists share one allocation,
- * at `firsts`; it is NULL without memory. */
+ * at `firsts`; it is NULL if memory runs out. */
 static kind_table number_kinds(const mls_index *index)
 {
     kind_table t = {.firsts = mls_alloc(index->shard_count, 2 * sizeof *t.firsts)};
