@@ -68,7 +68,11 @@ MODULE_PAGE = """\
 """
 
 # Private base classes with the documented methods of several public classes.
-SHARED_BASES = ("mlstate.collectives._group_base", "mlstate.kv._state_manager")
+SHARED_BASES = (
+    "mlstate.activation._combinators",
+    "mlstate.collectives._group_base",
+    "mlstate.kv._state_manager",
+)
 
 ENTRY = """\
 .. auto{kind}:: {name}

@@ -47,10 +47,10 @@ def shorten(name: str, limit: int) -> str:
     return name if name.isprintable() else repr(name)[1:-1]
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as text: ``rank 1``, ``ranks 0, 2 and 5 more``."""
-    shown = ", ".join(str(rank) for rank in ranks[:_LISTED])
-    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+def ranks_text(ranks: Sequence[int], most: int = _LISTED) -> str:
+    """Return at most this many ranks as text: ``rank 1``, ``ranks 0, 2 and 5 more``."""
+    shown = ", ".join(str(rank) for rank in ranks[:most])
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
 
 

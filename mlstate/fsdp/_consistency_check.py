@@ -175,7 +175,7 @@ def _describe_difference(facts: dict[int, str], what: str) -> tuple[int | None, 
     for rank, fact in facts.items():
         groups.setdefault(fact, []).append(rank)
     usual, *others = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
-    said = "; ".join(f"{ranks_text(ranks)}: {fact}" for fact, ranks in groups.items())
+    said = "; ".join(f"{ranks_text(ranks, len(ranks))}: {fact}" for fact, ranks in groups.items())
     alone = others[0][0] if len(others) == 1 and len(others[0]) < len(usual) else None
     return alone, f"{what} ({said})"
 
@@ -220,7 +220,7 @@ def _compare_descriptions(texts: Sequence[bytes]) -> Result:
             failures[name] = in_all
         elif absent:
             doing = "; ".join(_describe_work(rank, described[rank]) for rank in absent)
-            failures[name] = (absent[0], f"missing on {ranks_text(absent)} ({doing})")
+            failures[name] = (absent[0], f"missing on {ranks_text(absent, len(absent))} ({doing})")
         elif len(set(facts.values())) > 1:
             failures[name] = _describe_difference(facts, "ranks do not reduce the same")
     failures = {**reported, **failures}

@@ -16,6 +16,7 @@ from tries import tries
 from mlstate import CollectiveError
 from mlstate.errors import GradientMismatchError, GradientNamesError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+from mlstate.fsdp._consistency_check import _describe_difference
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -429,6 +430,15 @@ def test_another_setting_on_one_rank_is_an_error_on_all(setting, mode, dtype):
         rf"settings of FSDP differ between ranks \(rank 0: .*{name.get(setting, setting)}=",
         str(first),
     ), first
+
+
+def test_every_rank_is_named_if_many_differ():
+    facts = {rank: f"float{32 << rank % 2}" for rank in range(20)}
+    _, text = _describe_difference(facts, "dtypes differ")
+    assert [int(number) for number in re.findall(r"\b(\d+)(?=[,:])", text)] == [
+        *range(0, 20, 2),
+        *range(1, 20, 2),
+    ]
 
 
 def test_dtypes_that_differ_do_not_make_other_gradients_fail():

@@ -25,7 +25,7 @@ int mlspy_open_folder(const mlspy_state *state, PyObject *path, int *out)
     Py_END_ALLOW_THREADS
     Py_DECREF(encoded);
     if (fd < 0) {
-        mls_fail_os(&st, reason, "cannot open the checkpoint's folder");
+        mls_fail_os(&st, reason, "cannot open the folder");
         mlspy_raise(state, &st, path);
         return -1;
     }
