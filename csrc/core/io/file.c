@@ -552,4 +552,20 @@ failed:
     return st->code;
 }
 
+mls_code mls_file_replace(const char *path, unsigned mode, const void *data, size_t bytes,
+                          mls_status *st)
+{
+    mls_atomic_file file;
+    mls_code code = mls_atomic_begin(path, mode, &file, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_atomic_write(&file, data, bytes, 0, st);
+    if (code != MLS_OK) {
+        mls_atomic_abort(&file);
+        return code;
+    }
+    return mls_atomic_commit(&file, st);
+}
+
 #endif

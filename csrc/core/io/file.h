@@ -120,5 +120,10 @@ mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st);
 /* Remove the temporary and release `file`. */
 void mls_atomic_abort(mls_atomic_file *file);
 
+/* Replace `path` by a file of `bytes` bytes, in the three steps above and with their
+ * errors. */
+mls_code mls_file_replace(const char *path, unsigned mode, const void *data, size_t bytes,
+                          mls_status *st);
+
 #endif
 #endif

@@ -18,8 +18,6 @@
 #include "io/file.h"
 #include "io/json_checksum.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <unistd.h>
 
 enum { MANIFEST_NODES = 64 << 20 };
@@ -300,26 +298,10 @@ PyObject *core_crc32c(mlspy_state *state, PyObject *const *args)
     return PyLong_FromUnsignedLong(found);
 }
 
-/* Replace a file atomically and durably. Used for the roots of checkpoints. */
-static mls_code replace_file(const char *path, unsigned mode, const char *data,
-                             size_t length, mls_status *st)
-{
-    mls_atomic_file file;
-    mls_code code = mls_atomic_begin(path, mode, &file, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    code = mls_atomic_write(&file, data, length, 0, st);
-    if (code != MLS_OK) {
-        mls_atomic_abort(&file);
-        return code;
-    }
-    return mls_atomic_commit(&file, st);
-}
-
 /* file_replace(path, data, mode)
  *
- * Afterwards the file contains all of `data`, durably; after a failure it is unchanged.
+ * Used for the roots of checkpoints. Afterwards the file contains all of `data`, durably;
+ * after a failure it is unchanged.
  * `mode`, less the umask, applies to a new file. */
 PyObject *core_file_replace(mlspy_state *state, PyObject *const *args)
 {
@@ -335,7 +317,7 @@ PyObject *core_file_replace(mlspy_state *state, PyObject *const *args)
         return NULL;
     }
     const char *to = PyBytes_AS_STRING(encoded);
-    MLSPY_WITHOUT_GIL(code = replace_file(to, mode, bytes, (size_t)length, &st));
+    MLSPY_WITHOUT_GIL(code = mls_file_replace(to, mode, bytes, (size_t)length, &st));
     Py_DECREF(encoded);
     return code == MLS_OK ? Py_NewRef(Py_None) : mlspy_raise(state, &st, args[0]);
 }

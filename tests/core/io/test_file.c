@@ -6,7 +6,9 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -75,17 +77,7 @@ static bool content_is(const char *path, const char *expected)
 
 static mls_code replace(const char *path, const char *text, mls_status *st)
 {
-    mls_atomic_file file;
-    mls_code code = mls_atomic_begin(path, 0666, &file, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    code = mls_atomic_write(&file, text, strlen(text), 0, st);
-    if (code != MLS_OK) {
-        mls_atomic_abort(&file);
-        return code;
-    }
-    return mls_atomic_commit(&file, st);
+    return mls_file_replace(path, 0666, text, strlen(text), st);
 }
 
 static char path[PATH_ROOM];
@@ -197,6 +189,20 @@ TEST(a_failed_rename_leaves_no_trace)
     CHECK(mkdir(path, 0700) == 0); /* another process was quicker */
     CHECK(mls_atomic_commit(&file, &status) == MLS_E_IO);
     CHECK(entries(false) == 1);
+}
+
+TEST(a_write_that_fails_while_replacing_leaves_no_trace)
+{
+    struct rlimit old;
+    write_plain(in_folder(path, "a"), "old");
+    REQUIRE(getrlimit(RLIMIT_FSIZE, &old) == 0);
+    const struct rlimit small = {.rlim_cur = 2, .rlim_max = old.rlim_max};
+    void (*handler)(int) = signal(SIGXFSZ, SIG_IGN);
+    REQUIRE(setrlimit(RLIMIT_FSIZE, &small) == 0);
+    CHECK(replace(path, "new", &status) == MLS_E_IO && status.os_error == EFBIG);
+    CHECK(setrlimit(RLIMIT_FSIZE, &old) == 0);
+    signal(SIGXFSZ, handler);
+    CHECK(content_is(path, "old") && entries(false) == 1);
 }
 
 TEST(a_link_is_followed_and_stays)
