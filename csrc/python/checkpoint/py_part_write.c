@@ -16,12 +16,8 @@
 
 #include "base/memory.h"
 #include "checkpoint/write/part_write.h"
-#include "io/file.h"
 #include "safetensors/safetensors_header.h"
 
-#include <errno.h>
-#include <fcntl.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 enum { ALIGNMENT = 64 };
@@ -156,39 +152,25 @@ done:
 
 /* ---- parts ---- */
 
-/* An item and its place. */
-typedef struct placed_item {
-    const mls_shard_item *item;
-    int64_t file, offset, block, number;
-} placed_item;
-
 /* Arguments of parts_write, converted. */
-typedef struct parts_job {
-    placed_item *items;
-    size_t count;
-    PyObject *files; /* a tuple of str, borrowed */
-    const char **names;
-    size_t file_count;
+typedef struct parts_args {
+    mls_parts_job job;
     Py_buffer crcs, written;
-    int folder;
-    bool syncs;
-    size_t failed; /* file that an error is about */
-} parts_job;
+} parts_args;
 
-static void job_fini(parts_job *job)
+static void args_fini(parts_args *a)
 {
-    PyBuffer_Release(&job->crcs);
-    PyBuffer_Release(&job->written);
-    if (job->folder >= 0) {
-        (void)close(job->folder);
+    PyBuffer_Release(&a->crcs);
+    PyBuffer_Release(&a->written);
+    if (a->job.folder >= 0) {
+        (void)close(a->job.folder);
     }
-    mls_free(job->items);
-    mls_free((void *)job->names);
+    mls_free(a->job.items);
+    mls_free((void *)a->job.names);
 }
 
-/* Look up the place of an item, and check that it is inside the buffers. */
-static int take_place(parts_job *job, const mls_shard_item *item, PyObject *places,
-                      placed_item *out)
+/* Look up the place of an item. */
+static int take_place(const mls_shard_item *item, PyObject *places, mls_placed_item *out)
 {
     PyObject *name = mlspy_str_of(item->id.name), *place = NULL;
     out->item = item;
@@ -197,35 +179,13 @@ static int take_place(parts_job *job, const mls_shard_item *item, PyObject *plac
                                         &out->block, &out->number) < 0;
     Py_XDECREF(name);
     Py_XDECREF(place);
-    if (failed) {
-        return -1;
-    }
-    size_t bytes = mls_dtype_of(item->dtype)->item_bytes;
-    for (int i = 0; i < item->rank; i++) {
-        bytes *= item->shape[i]; /* fits: checked when the item was made */
-    }
-    const size_t blocks = (size_t)job->crcs.len / sizeof(uint32_t);
-    if (out->file < 0 || (size_t)out->file >= job->file_count || out->offset < 0 ||
-        out->block < 0 || (size_t)out->block > blocks ||
-        mls_safetensors_blocks(bytes) > blocks - (size_t)out->block || out->number < 0 ||
-        (size_t)out->number >= (size_t)job->written.len / sizeof(uint64_t)) {
-        return MLSPY_REFUSE(PyExc_ValueError, "a place is outside the files");
-    }
-    return 0;
+    return failed ? -1 : 0;
 }
 
-/* For qsort: by file and offset. */
-static int compare_places(const void *a, const void *b)
+/* Convert all arguments but `sync` and `progress`. */
+static int take_args(const mlspy_state *state, PyObject *const *args, parts_args *a)
 {
-    const placed_item *x = a, *y = b;
-    return x->file != y->file       ? (x->file < y->file ? -1 : 1)
-           : x->offset != y->offset ? (x->offset < y->offset ? -1 : 1)
-                                    : 0;
-}
-
-/* Convert all arguments but `progress`. */
-static int take_job(const mlspy_state *state, PyObject *const *args, parts_job *job)
-{
+    mls_parts_job *job = &a->job;
     const mlspy_shard_items *g = mlspy_shard_items_of(args[0]);
     if (g == NULL) {
         return -1;
@@ -233,70 +193,35 @@ static int take_job(const mlspy_state *state, PyObject *const *args, parts_job *
     if (!PyTuple_Check(args[2]) || mlspy_take_dict(args[3], "places") < 0) {
         return MLSPY_REFUSE(PyExc_TypeError, "files must be a tuple, and places a dict");
     }
-    job->files = args[2];
-    job->file_count = (size_t)PyTuple_GET_SIZE(job->files);
+    job->file_count = (size_t)PyTuple_GET_SIZE(args[2]);
     job->count = g->list.count;
     job->items = mls_alloc(job->count, sizeof *job->items);
     job->names = mls_alloc(job->file_count, sizeof *job->names);
     if (job->items == NULL || job->names == NULL) {
         return mlspy_no_memory();
     }
-    if (PyObject_GetBuffer(args[4], &job->crcs, PyBUF_WRITABLE) < 0 ||
-        PyObject_GetBuffer(args[5], &job->written, PyBUF_WRITABLE) < 0) {
+    if (PyObject_GetBuffer(args[4], &a->crcs, PyBUF_WRITABLE) < 0 ||
+        PyObject_GetBuffer(args[5], &a->written, PyBUF_WRITABLE) < 0) {
         return -1;
     }
+    job->crcs = a->crcs.buf;
+    job->block_count = (size_t)a->crcs.len / sizeof *job->crcs;
+    job->written = a->written.buf;
+    job->written_count = (size_t)a->written.len / sizeof *job->written;
     for (size_t i = 0; i < job->file_count; i++) {
         mls_str text;
-        if (mlspy_take_text(PyTuple_GET_ITEM(job->files, (Py_ssize_t)i), "file name",
+        if (mlspy_take_text(PyTuple_GET_ITEM(args[2], (Py_ssize_t)i), "file name",
                             &text) < 0) {
             return -1;
         }
         job->names[i] = text.data;
     }
     for (size_t i = 0; i < job->count; i++) {
-        if (take_place(job, &g->list.items[i], args[3], &job->items[i]) < 0) {
+        if (take_place(&g->list.items[i], args[3], &job->items[i]) < 0) {
             return -1;
         }
     }
-    qsort(job->items, job->count, sizeof *job->items, compare_places);
     return mlspy_open_folder(state, args[1], &job->folder);
-}
-
-/* Close a file that is complete on this rank, and sync it before if `syncs`. */
-static mls_code close_file(int fd, bool syncs, mls_code code, mls_status *st)
-{
-    const int reason = syncs && code == MLS_OK ? mls_file_sync(fd) : 0;
-    (void)close(fd);
-    return reason == 0 ? code : mls_fail_os(st, reason, "cannot sync the file to disk");
-}
-
-/* Write all items, file by file. */
-static mls_code write_items(parts_job *job, const mls_part_writer *writer, mls_status *st)
-{
-    mls_code code = MLS_OK;
-    uint64_t started = 0;
-    int fd = -1;
-    for (size_t i = 0; code == MLS_OK && i < job->count; i++) {
-        const placed_item *p = &job->items[i];
-        if (fd < 0) {
-            job->failed = (size_t)p->file;
-            started = (uint64_t)p->offset;
-            fd = openat(job->folder, job->names[p->file],
-                        O_WRONLY | O_CLOEXEC | O_NOFOLLOW);
-            if (fd < 0) {
-                return mls_fail_os(st, errno, "cannot open the file");
-            }
-        }
-        const mls_tensor_place place = {
-            fd, (uint64_t)p->offset, (uint32_t *)job->crcs.buf + p->block,
-            (uint64_t *)job->written.buf + p->number, &started};
-        code = mls_part_write(writer, p->item, &place, st);
-        if (code != MLS_OK || i + 1 == job->count || p[1].file != p->file) {
-            code = close_file(fd, job->syncs, code, st);
-            fd = -1;
-        }
-    }
-    return code;
 }
 
 /* parts_write(items, folder, files, places, crcs, written, sync, progress)
@@ -308,29 +233,26 @@ static mls_code write_items(parts_job *job, const mls_part_writer *writer, mls_s
 PyObject *core_parts_write(mlspy_state *state, PyObject *const *args)
 {
     mlspy_progress progress;
-    parts_job job = {.folder = -1};
+    parts_args a = {.job = {.folder = -1,
+                            .kernels = state->kernels,
+                            .crc = mlspy_crc(state),
+                            .progress = &progress.core}};
+    const char *failed;
     mls_status st;
     PyObject *result = NULL;
     if (mlspy_progress_init(&progress, args[7]) < 0) {
         return NULL;
     }
-    unsigned char *buffer = mls_alloc(MLS_PART_STEP, 1);
-    if (buffer == NULL) {
-        PyErr_NoMemory();
-    } else if (mlspy_take_bool(args[6], &job.syncs) == 0 &&
-               take_job(state, args, &job) == 0) {
-        const mls_part_writer writer = {state->kernels, mlspy_crc(state), &progress.core,
-                                        buffer};
+    if (mlspy_take_bool(args[6], &a.job.syncs) == 0 && take_args(state, args, &a) == 0) {
         mlspy_progress_begin(&progress);
-        const mls_code code = write_items(&job, &writer, &st);
+        const mls_code code = mls_parts_write(&a.job, &failed, &st);
         mlspy_progress_end(&progress);
         if (code != MLS_OK) {
-            mlspy_raise_under(state, &st, args[1], job.names[job.failed]);
+            mlspy_raise_under(state, &st, args[1], failed);
         } else if (mlspy_progress_finish(&progress) == 0) {
             result = Py_NewRef(Py_None);
         }
     }
-    job_fini(&job);
-    mls_free(buffer);
+    args_fini(&a);
     return result;
 }

@@ -4,13 +4,29 @@
 #    include "checkpoint/write/part_write.h"
 
 #    include "array/copy/pack_range.h"
+#    include "base/memory.h"
 #    include "io/file.h"
 #    include "safetensors/safetensors.h"
 
+#    include <errno.h>
+#    include <fcntl.h>
+#    include <stdlib.h>
+#    include <unistd.h>
+
+/* The open file. */
+typedef struct part_file {
+    int fd;
+    uint64_t started;      /* end of the bytes whose writeback has started */
+    unsigned char *buffer; /* MLS_PART_STEP bytes */
+} part_file;
+
+/* One item that is being written. */
 typedef struct writing {
-    const mls_part_writer *writer;
-    const mls_shard_item *item;
-    const mls_tensor_place *place;
+    const mls_parts_job *job;
+    const mls_placed_item *placed;
+    part_file *file;
+    uint64_t offset; /* of the tensor's first byte in the file */
+    uint32_t *crcs;  /* of the tensor's blocks */
     size_t item_bytes;
     size_t bytes; /* of the whole tensor */
     size_t unreported;
@@ -23,13 +39,13 @@ typedef struct writing {
 /* Return bytes `at` .. of the item, packed into the buffer if its memory is strided. */
 static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t count)
 {
-    const mls_shard_item *item = w->item;
+    const mls_shard_item *item = w->placed->item;
     if (item->data != NULL) {
         return item->data + item->first * w->item_bytes + at;
     }
-    mls_pack_range(w->writer->kernels, item->strided, item->first + at / w->item_bytes,
-                   count / w->item_bytes, w->writer->buffer);
-    return w->writer->buffer;
+    mls_pack_range(w->job->kernels, item->strided, item->first + at / w->item_bytes,
+                   count / w->item_bytes, w->file->buffer);
+    return w->file->buffer;
 }
 
 static void append_zeros(writing *w, size_t count)
@@ -49,7 +65,7 @@ static void finish_block(writing *w)
         const size_t block = (w->end - 1) / MLS_SAFETENSORS_BLOCK;
         const size_t next = (block + 1) * MLS_SAFETENSORS_BLOCK;
         const size_t end = next < w->bytes ? next : w->bytes;
-        w->place->crcs[block] ^= mls_crc_combine(w->share, 0, end - w->end);
+        w->crcs[block] ^= mls_crc_combine(w->share, 0, end - w->end);
         w->share = 0;
     }
 }
@@ -66,7 +82,7 @@ static void add_share(writing *w, const unsigned char *data, size_t to, size_t c
             finish_block(w);
         }
         append_zeros(w, to + step - w->end);
-        w->share ^= w->writer->crc->update(0, data, step);
+        w->share ^= w->job->crc->update(0, data, step);
         w->end = to + step;
         data += step;
         to += step;
@@ -77,14 +93,14 @@ static void add_share(writing *w, const unsigned char *data, size_t to, size_t c
 /* Report bytes when there are enough of them: runs may be short. */
 static mls_code report(writing *w, size_t count, mls_status *st)
 {
-    *w->place->written += count;
+    w->job->written[w->placed->number] += count;
     w->unreported += count;
     if (w->unreported < MLS_PART_STEP) {
         return MLS_OK;
     }
     const size_t bytes = w->unreported;
     w->unreported = 0;
-    return mls_progress_report(w->writer->progress, bytes)
+    return mls_progress_report(w->job->progress, bytes)
                ? MLS_OK
                : mls_fail(st, MLS_E_STOPPED, "cancelled by the caller");
 }
@@ -95,18 +111,15 @@ static mls_code report(writing *w, size_t count, mls_status *st)
 static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_status *st)
 {
     while (count > 0) {
-        const size_t room =
-            MLS_PART_STEP - (size_t)((w->place->offset + to) % MLS_PART_STEP);
+        const size_t room = MLS_PART_STEP - (size_t)((w->offset + to) % MLS_PART_STEP);
         const size_t step = count < room ? count : room;
         const unsigned char *data = item_bytes_at(w, at, step);
         add_share(w, data, to, step);
-        if (mls_file_write_at(w->place->fd, data, step, w->place->offset + to, st) !=
-                MLS_OK ||
+        if (mls_file_write_at(w->file->fd, data, step, w->offset + to, st) != MLS_OK ||
             report(w, step, st) != MLS_OK) {
             return st->code;
         }
-        mls_file_start_writeback(w->place->fd, w->place->started,
-                                 w->place->offset + to + step);
+        mls_file_start_writeback(w->file->fd, &w->file->started, w->offset + to + step);
         at += step;
         to += step;
         count -= step;
@@ -115,9 +128,10 @@ static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_st
 }
 
 /* The runs of the part ascend in the whole tensor. */
-mls_code mls_part_write(const mls_part_writer *writer, const mls_shard_item *item,
-                        const mls_tensor_place *place, mls_status *st)
+static mls_code write_item(const mls_parts_job *job, const mls_placed_item *placed,
+                           part_file *file, mls_status *st)
 {
+    const mls_shard_item *item = placed->item;
     const mls_layout all = {0};
     mls_part part, whole;
     mls_overlap overlap;
@@ -129,9 +143,11 @@ mls_code mls_part_write(const mls_part_writer *writer, const mls_shard_item *ite
         return code;
     }
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
-    writing w = {.writer = writer,
-                 .item = item,
-                 .place = place,
+    writing w = {.job = job,
+                 .placed = placed,
+                 .file = file,
+                 .offset = (uint64_t)placed->offset,
+                 .crcs = job->crcs + placed->block,
                  .item_bytes = size,
                  .bytes = mls_part_count(&whole) * size};
     mls_overlap_init(&overlap, &part, &whole);
@@ -139,6 +155,73 @@ mls_code mls_part_write(const mls_part_writer *writer, const mls_shard_item *ite
         code = write_run(&w, run.a * size, run.b * size, run.count * size, st);
     }
     finish_block(&w);
+    return code;
+}
+
+/* Write `count` items of one file, which is complete on this rank afterwards. */
+static mls_code write_file(const mls_parts_job *job, const mls_placed_item *items,
+                           size_t count, part_file *file, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    file->started = (uint64_t)items->offset;
+    file->fd =
+        openat(job->folder, job->names[items->file], O_WRONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (file->fd < 0) {
+        return mls_fail_os(st, errno, "cannot open the file");
+    }
+    for (size_t i = 0; code == MLS_OK && i < count; i++) {
+        code = write_item(job, &items[i], file, st);
+    }
+    const int reason = job->syncs && code == MLS_OK ? mls_file_sync(file->fd) : 0;
+    (void)close(file->fd);
+    return reason == 0 ? code : mls_fail_os(st, reason, "cannot sync the file to disk");
+}
+
+static bool is_inside(const mls_parts_job *job, const mls_placed_item *placed)
+{
+    const mls_shard_item *item = placed->item;
+    size_t bytes = mls_dtype_of(item->dtype)->item_bytes;
+    for (int i = 0; i < item->rank; i++) {
+        bytes *= item->shape[i]; /* fits: checked when the item was made */
+    }
+    return placed->file >= 0 && (size_t)placed->file < job->file_count &&
+           placed->offset >= 0 && placed->block >= 0 &&
+           (size_t)placed->block <= job->block_count &&
+           mls_safetensors_blocks(bytes) <= job->block_count - (size_t)placed->block &&
+           placed->number >= 0 && (size_t)placed->number < job->written_count;
+}
+
+/* For qsort: by file and offset. */
+static int compare_places(const void *a, const void *b)
+{
+    const mls_placed_item *x = a, *y = b;
+    return x->file != y->file       ? (x->file < y->file ? -1 : 1)
+           : x->offset != y->offset ? (x->offset < y->offset ? -1 : 1)
+                                    : 0;
+}
+
+mls_code mls_parts_write(const mls_parts_job *job, const char **failed, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    *failed = NULL;
+    for (size_t i = 0; i < job->count; i++) {
+        if (!is_inside(job, &job->items[i])) {
+            return mls_fail(st, MLS_E_VALUE, "a place is outside the files");
+        }
+    }
+    part_file file = {.buffer = mls_alloc(MLS_PART_STEP, 1)};
+    if (file.buffer == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of 256 KiB");
+    }
+    qsort(job->items, job->count, sizeof *job->items, compare_places);
+    for (size_t i = 0, next; code == MLS_OK && i < job->count; i = next) {
+        for (next = i + 1;
+             next < job->count && job->items[next].file == job->items[i].file; next++) {
+        }
+        *failed = job->names[job->items[i].file];
+        code = write_file(job, &job->items[i], next - i, &file, st);
+    }
+    mls_free(file.buffer);
     return code;
 }
 

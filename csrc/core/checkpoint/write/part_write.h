@@ -13,35 +13,46 @@
 #include "checkpoint/write/shard_write.h"
 #include "crc32c/crc32c.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #if !defined(_WIN32)
 
-/* The place of a whole tensor, and results for it. */
-typedef struct mls_tensor_place {
-    int fd;
-    uint64_t offset;   /* of the tensor's first byte in the file */
-    uint32_t *crcs;    /* one for each block of the tensor; shares are XORed to them */
-    uint64_t *written; /* bytes written; added to */
-    uint64_t *started; /* end of the file's bytes whose writeback has started */
-} mls_tensor_place;
+/* An item, and the place of its whole tensor. */
+typedef struct mls_placed_item {
+    const mls_shard_item *item;
+    int64_t file;   /* index of the file's name */
+    int64_t offset; /* of the tensor's first byte in the file */
+    int64_t block;  /* index of the checksum of the tensor's first block */
+    int64_t number; /* index in `written` */
+} mls_placed_item;
 
-/* How to write; everything is borrowed. */
-typedef struct mls_part_writer {
+/* What to write, and where. Everything is borrowed. */
+typedef struct mls_parts_job {
+    int folder;         /* descriptor of the files' folder */
+    const char **names; /* of existing files in the folder */
+    size_t file_count;
+    bool syncs;             /* make the bytes of the files durable */
+    mls_placed_item *items; /* in any order; mls_parts_write sorts them */
+    size_t count;
+    uint32_t *crcs; /* shares of the blocks' checksums are XORed to them */
+    size_t block_count;
+    uint64_t *written; /* numbers of bytes written; added to */
+    size_t written_count;
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
     const mls_progress *progress; /* or NULL */
-    unsigned char *buffer;        /* MLS_PART_STEP bytes */
-} mls_part_writer;
+} mls_parts_job;
 
-enum { MLS_PART_STEP = 256 << 10 };
+enum { MLS_PART_STEP = 256 << 10 }; /* bytes of one write, at most */
 
-/* Write the part that an item stores to its place in the whole tensor. The file is not
- * synced. The bytes of the item must not change meanwhile.
- * MLS_E_IO; MLS_E_STOPPED: `progress` returned false. */
-mls_code mls_part_write(const mls_part_writer *writer, const mls_shard_item *item,
-                        const mls_tensor_place *place, mls_status *st);
+/* Write the parts that the items store to their places in the whole tensors, file by
+ * file. The bytes of the items must not change meanwhile. On failure, `*failed` is the
+ * name of the file that the error is about, or NULL.
+ * MLS_E_VALUE: a place is outside the files or the results, and nothing was written.
+ * MLS_E_IO; MLS_E_MEMORY; MLS_E_STOPPED: `progress` returned false. */
+mls_code mls_parts_write(const mls_parts_job *job, const char **failed, mls_status *st);
 
 #endif
 #endif

@@ -6,6 +6,8 @@
 #include "safetensors/safetensors.h"
 #include "support/runner.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -21,7 +23,6 @@ enum {
 
 static const size_t shape[] = {ROWS, COLUMNS};
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
-static unsigned char buffer[MLS_PART_STEP];
 static uint32_t *numbers, *packed;
 static char path[160];
 
@@ -75,18 +76,35 @@ static void check_file(int fd, const uint32_t *crcs, uint64_t written)
     mls_free(read);
 }
 
+/* Return the job of writing one item to the file of the test. */
+static mls_parts_job job_of(mls_placed_item *item, uint32_t *crcs, uint64_t *written)
+{
+    static const char *names[1];
+    names[0] = path;
+    return (mls_parts_job){.folder = AT_FDCWD,
+                           .names = names,
+                           .file_count = 1,
+                           .items = item,
+                           .count = 1,
+                           .crcs = crcs,
+                           .block_count = BLOCKS,
+                           .written = written,
+                           .written_count = 1,
+                           .kernels = mls_kernels_of(MLS_CPU_SCALAR),
+                           .crc = crc};
+}
+
 /* Write all parts; with `strided`, from a transposed copy of their memory. */
 static void write_all(mls_layout layout, bool strided)
 {
     uint32_t crcs[BLOCKS] = {0};
-    uint64_t written = 0, started = 0;
+    uint64_t written = 0;
+    const char *failed;
     size_t parts = 0;
     mls_status st;
     REQUIRE(make_memory());
     const int fd = mkstemp(path);
     REQUIRE(fd >= 0);
-    const mls_part_writer writer = {mls_kernels_of(MLS_CPU_SCALAR), crc, NULL, buffer};
-    const mls_tensor_place place = {fd, OFFSET, crcs, &written, &started};
     CHECK(mls_layout_parts(&layout, &parts, &st) == MLS_OK && parts <= MOST_PARTS);
     for (size_t i = 0; i < parts; i++) {
         const size_t count = pack(&layout, i);
@@ -106,7 +124,9 @@ static void write_all(mls_layout layout, bool strided)
         } else {
             item.data = (const unsigned char *)packed;
         }
-        CHECK(mls_part_write(&writer, &item, &place, &st) == MLS_OK);
+        mls_placed_item placed = {.item = &item, .offset = OFFSET};
+        const mls_parts_job job = job_of(&placed, crcs, &written);
+        CHECK(mls_parts_write(&job, &failed, &st) == MLS_OK);
     }
     check_file(fd, crcs, written);
     close(fd);
@@ -137,25 +157,104 @@ static bool stop(void *context, uint64_t bytes)
     return false;
 }
 
+/* The whole tensor as one item. */
+static mls_shard_item whole_item(void)
+{
+    return (mls_shard_item){.dtype = MLS_F32,
+                            .rank = 2,
+                            .shape = shape,
+                            .data = (const unsigned char *)numbers};
+}
+
 TEST(a_stop_and_a_failed_write_are_reported)
 {
     uint32_t crcs[BLOCKS] = {0};
-    uint64_t written = 0, started = 0, told = 0;
+    uint64_t written = 0, told = 0;
+    const char *failed = NULL;
     REQUIRE(make_memory());
     const int fd = mkstemp(path);
     REQUIRE(fd >= 0);
-    const mls_progress progress = {stop, &told};
-    const mls_part_writer writer = {mls_kernels_of(MLS_CPU_SCALAR), crc, &progress,
-                                    buffer};
-    const mls_shard_item item = {.dtype = MLS_F32,
-                                 .rank = 2,
-                                 .shape = shape,
-                                 .data = (const unsigned char *)numbers};
-    mls_tensor_place place = {fd, OFFSET, crcs, &written, &started};
-    CHECK(mls_part_write(&writer, &item, &place, &status) == MLS_E_STOPPED && told > 0);
-    place.fd = -1;
-    CHECK(mls_part_write(&writer, &item, &place, &status) == MLS_E_IO);
     close(fd);
+    const mls_progress progress = {stop, &told};
+    const mls_shard_item item = whole_item();
+    mls_placed_item placed = {.item = &item, .offset = OFFSET};
+    mls_parts_job job = job_of(&placed, crcs, &written);
+    job.progress = &progress;
+    CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_STOPPED && told > 0);
+    CHECK(failed == path);
     unlink(path);
+    CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_IO && failed == path);
+    CHECK(status.os_error == ENOENT);
+#ifdef __linux__
+    job.names[0] = "/dev/full";
+    CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_IO);
+    CHECK(status.os_error == ENOSPC && strcmp(failed, "/dev/full") == 0);
+#endif
     free_memory();
+}
+
+TEST(items_are_written_file_by_file)
+{
+    enum { FILES = 2, ITEMS = 4, SMALL = 3 };
+    static const size_t three[] = {SMALL};
+    static const int64_t order[ITEMS][2] = {
+        {1, SMALL * 4}, {0, 0}, {1, 0}, {0, SMALL * 4}};
+    const char *names[FILES] = {"a", "b"};
+    mls_shard_item items[ITEMS];
+    mls_placed_item placed[ITEMS];
+    uint32_t crcs[ITEMS] = {0};
+    uint64_t written[ITEMS] = {0};
+    const char *failed = NULL;
+    REQUIRE(make_memory());
+    REQUIRE(mkdtemp(path) != NULL);
+    const int folder = open(path, O_RDONLY | O_DIRECTORY);
+    for (int i = 0; i < FILES; i++) {
+        close(openat(folder, names[i], O_WRONLY | O_CREAT, 0600));
+    }
+    for (int i = 0; i < ITEMS; i++) {
+        items[i] = (mls_shard_item){.dtype = MLS_F32,
+                                    .rank = 1,
+                                    .shape = three,
+                                    .data = (unsigned char *)(numbers + i * SMALL)};
+        placed[i] = (mls_placed_item){&items[i], order[i][0], order[i][1], i, i};
+    }
+    mls_parts_job job = job_of(placed, crcs, written);
+    job.folder = folder;
+    job.names = names;
+    job.file_count = FILES;
+    job.count = job.block_count = job.written_count = ITEMS;
+    job.syncs = true;
+    CHECK(mls_parts_write(&job, &failed, &status) == MLS_OK);
+    for (int i = 0; i < ITEMS; i++) {
+        uint32_t read[SMALL] = {0};
+        const int fd = openat(folder, names[order[i][0]], O_RDONLY);
+        CHECK(mls_file_read_at(fd, read, sizeof read, (uint64_t)order[i][1], &status) ==
+              MLS_OK);
+        CHECK(memcmp(read, numbers + i * SMALL, sizeof read) == 0);
+        CHECK(crcs[i] == crc->update(0, read, sizeof read) && written[i] == sizeof read);
+        close(fd);
+    }
+    for (int i = 0; i < FILES; i++) {
+        unlinkat(folder, names[i], 0);
+    }
+    close(folder);
+    rmdir(path);
+    free_memory();
+}
+
+TEST(places_outside_the_files_are_refused)
+{
+    const mls_shard_item item = {.dtype = MLS_F32, .rank = 2, .shape = shape};
+    const mls_placed_item wrong[] = {{&item, 1, 0, 0, 0},          {&item, -1, 0, 0, 0},
+                                     {&item, 0, -1, 0, 0},         {&item, 0, 0, 1, 0},
+                                     {&item, 0, 0, BLOCKS + 1, 0}, {&item, 0, 0, -1, 0},
+                                     {&item, 0, 0, 0, 1},          {&item, 0, 0, 0, -1}};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        uint32_t crcs[BLOCKS] = {0};
+        uint64_t written = 0;
+        const char *failed = path;
+        mls_placed_item placed = wrong[i];
+        const mls_parts_job job = job_of(&placed, crcs, &written);
+        CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_VALUE && failed == NULL);
+    }
 }
