@@ -26,7 +26,8 @@ WINDOWS = {"windows"}
 CORE_ORDER = (
     ("base",),
     ("runtime", "array", "activation"),
-    ("array/copy", "crc32c", "sharding", "planning"),
+    ("crc32c", "sharding", "planning"),
+    ("array/copy",),
     ("io", "kv", "state", "state/diff", "gradients/reduce"),
     ("safetensors", "coreml", "gradients"),
     ("collectives", "checkpoint/storage"),

@@ -2,11 +2,11 @@
 #include "common/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
+#include "common/gil.h"
 #include "common/module_state.h"
 #include "common/results.h"
 
-#include "base/memory.h"
-#include "crc32c/crc32c.h"
+#include "array/copy/measure_copies.h"
 
 /* ---- dtypes ---- */
 
@@ -104,54 +104,12 @@ PyObject *core_copy_choices(mlspy_state *state, PyObject *const *args)
                          least_dict(&state->choices), "choices", list);
 }
 
-/* Run one copy, two conversions, a fill and a checksum over large ranges, so that each
- * operation collects trials. */
-static void run_trials(const mlspy_state *state, unsigned char *to,
-                       const unsigned char *from, size_t bytes, mls_destination large)
-{
-    const mls_element one = {.bytes = {1}, .size = 2};
-    const mls_dtype pairs[][2] = {
-        {MLS_F32, MLS_F32}, {MLS_F32, MLS_F16}, {MLS_F16, MLS_F32}};
-    mls_status st;
-    for (size_t i = 0; i < sizeof pairs / sizeof pairs[0]; i++) {
-        const size_t count = bytes / 4; /* number of the larger items */
-        mls_tensor a, b;
-        if (mls_tensor_init(&a, to, pairs[i][1], 1, &count, &st) == MLS_OK &&
-            mls_tensor_init(&b, (void *)(uintptr_t)from, pairs[i][0], 1, &count, &st) ==
-                MLS_OK) {
-            mls_copy(state->kernels, &a, &b, large);
-        }
-    }
-    const size_t halves = bytes / 2;
-    mls_tensor filled;
-    if (mls_tensor_init(&filled, to, MLS_U16, 1, &halves, &st) == MLS_OK) {
-        mls_fill(state->kernels, &filled, one, large);
-    }
-    (void)mls_crc_copy(mls_crc_of(state->kernels->cpu), state->kernels->choices, 0, to,
-                       from, bytes, large);
-}
-
-/* measure_copies(): make the missing decisions for copies of 16 MiB now, with temporary
- * memory */
+/* measure_copies(): see mls_measure_copies */
 PyObject *core_measure_copies(mlspy_state *state, PyObject *const *args)
 {
     (void)args;
-    enum { BYTES = 16 << 20 }; /* bytes of source and of destination */
-    enum { RESULTS = 4 };      /* two for each variant: see mls_store_turn */
-    mls_pages pages;
     mls_status st;
     mls_code code;
-    Py_BEGIN_ALLOW_THREADS
-        code = mls_pages_init(&pages, (size_t)2 * BYTES, &st);
-        if (code == MLS_OK) {
-            memset(pages.data, 1, (size_t)2 * BYTES);
-            const size_t least = state->choices.least[MLS_STORING_WITHIN];
-            const mls_destination large = {.bytes = BYTES > least ? BYTES : least};
-            for (int result = 0; result < RESULTS; result++) {
-                run_trials(state, pages.data, pages.data + BYTES, BYTES, large);
-            }
-            mls_pages_fini(&pages);
-        }
-    Py_END_ALLOW_THREADS
+    MLSPY_WITHOUT_GIL(code = mls_measure_copies(state->kernels, mlspy_crc(state), &st));
     return mlspy_none(state, code, &st);
 }

@@ -1,0 +1,52 @@
+/* measure_copies: two large results of each variant of each operation. */
+#include "array/copy/measure_copies.h"
+
+#include "base/memory.h"
+
+#include <string.h>
+
+enum {
+    BYTES = 16 << 20, /* of source and of destination */
+    RESULTS = 4       /* two for each variant: see mls_store_turn */
+};
+
+/* Run one copy, two conversions, a fill and a checksum over BYTES bytes: trials of each
+ * operation. */
+static void run_trials(const mls_kernels *kernels, const mls_crc_kernels *crc,
+                       unsigned char *to, unsigned char *from, mls_destination large)
+{
+    static const mls_dtype pairs[][2] = {
+        {MLS_F32, MLS_F32}, {MLS_F32, MLS_F16}, {MLS_F16, MLS_F32}};
+    const mls_element one = {.bytes = {1}, .size = 2};
+    const size_t count = BYTES / 4, halves = BYTES / 2;
+    mls_tensor a, b;
+    mls_status st;
+    for (size_t i = 0; i < sizeof pairs / sizeof pairs[0]; i++) {
+        if (mls_tensor_init(&a, to, pairs[i][1], 1, &count, &st) == MLS_OK &&
+            mls_tensor_init(&b, from, pairs[i][0], 1, &count, &st) == MLS_OK) {
+            mls_copy(kernels, &a, &b, large);
+        }
+    }
+    if (mls_tensor_init(&a, to, MLS_U16, 1, &halves, &st) == MLS_OK) {
+        mls_fill(kernels, &a, one, large);
+    }
+    (void)mls_crc_copy(crc, kernels->choices, 0, to, from, BYTES, large);
+}
+
+mls_code mls_measure_copies(const mls_kernels *kernels, const mls_crc_kernels *crc,
+                            mls_status *st)
+{
+    mls_pages pages;
+    const mls_code code = mls_pages_init(&pages, (size_t)2 * BYTES, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    memset(pages.data, 1, (size_t)2 * BYTES);
+    const size_t least = kernels->choices->least[MLS_STORING_WITHIN];
+    const mls_destination large = {.bytes = BYTES > least ? BYTES : least};
+    for (int result = 0; result < RESULTS; result++) {
+        run_trials(kernels, crc, pages.data, pages.data + BYTES, large);
+    }
+    mls_pages_fini(&pages);
+    return MLS_OK;
+}
