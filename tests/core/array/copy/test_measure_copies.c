@@ -28,6 +28,7 @@ static void measure(mls_cpu cpu, mls_store_size size, size_t past)
     CHECK(mls_measure_copies(&kernels, crc, &status) == MLS_OK);
     CHECK(is_decided(&choices, MLS_STORING_COPY, size) == (kernels.copy_variants > 1));
     CHECK(is_decided(&choices, MLS_STORING_FILL, size) == (kernels.variants > 1));
+    CHECK(is_decided(&choices, MLS_STORING_NARROW, size) == (kernels.variants > 1));
     CHECK(is_decided(&choices, MLS_STORING_WIDEN, size) == (kernels.variants > 1));
     CHECK(is_decided(&choices, MLS_STORING_CHECKSUM, size) == (crc->copy_variants > 1));
     CHECK(!is_decided(&choices, MLS_STORING_REDUCE, size));
