@@ -249,6 +249,22 @@ mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *
     return MLS_OK;
 }
 
+mls_code mls_mapping_init_at(mls_mapping *out, int folder, const char *path, bool links,
+                             uint64_t bytes, mls_status *st)
+{
+    int fd;
+    uint64_t length;
+    mls_code code = mls_file_open_at(folder, path, links, &fd, &length, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = length == bytes
+               ? mls_mapping_init(out, fd, length, st)
+               : mls_fail_at(st, length, "the file's length changed meanwhile");
+    (void)close(fd);
+    return code;
+}
+
 /* No array over the mapping may exist any more: accessing one afterwards crashes the
  * process. */
 void mls_mapping_fini(mls_mapping *mapping)

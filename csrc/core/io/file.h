@@ -78,6 +78,11 @@ typedef struct mls_mapping {
  * more than the address space. `*out` is untouched on failure. */
 mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *st);
 
+/* The same for the file that mls_file_open_at opens. MLS_E_FORMAT also if it does not
+ * have exactly `bytes` bytes. */
+mls_code mls_mapping_init_at(mls_mapping *out, int folder, const char *path, bool links,
+                             uint64_t bytes, mls_status *st);
+
 void mls_mapping_fini(mls_mapping *mapping); /* accepts a zeroed struct; zeroes it */
 
 /* A file that is being written. Its bytes are written to a temporary file in the target's

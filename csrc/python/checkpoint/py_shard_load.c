@@ -210,20 +210,14 @@ static PyObject *map_file(load_job *job, PyObject *capsules, bool links,
                           const mls_index_file *file)
 {
     mls_status st;
+    mls_code code;
     mls_mapping mapping;
-    int fd;
-    uint64_t length;
     PyObject *capsule = PyDict_GetItemString(capsules, file->path);
     if (capsule != NULL) {
         return capsule;
     }
-    mls_code code = mls_file_open_at(job->folder, file->path, links, &fd, &length, &st);
-    if (code == MLS_OK) {
-        code = length == file->bytes
-                   ? mls_mapping_init(&mapping, fd, length, &st)
-                   : mls_fail_at(&st, length, "the file's length changed meanwhile");
-        (void)close(fd);
-    }
+    MLSPY_WITHOUT_GIL(code = mls_mapping_init_at(&mapping, job->folder, file->path, links,
+                                                 file->bytes, &st));
     if (code != MLS_OK) {
         return mlspy_raise_under(job->state, &st, job->path, file->path);
     }

@@ -261,6 +261,25 @@ TEST(a_mapping_shows_the_file_until_it_ends)
     CHECK(mls_mapping_init(&mapping, -1, 5, &status) == MLS_E_IO);
 }
 
+TEST(a_file_is_mapped_by_its_path_if_it_has_the_expected_length)
+{
+    mls_mapping mapping = {0};
+    write_plain(in_folder(path, "a"), "hello");
+    REQUIRE(symlink("a", in_folder(path, "link")) == 0);
+    const int in = open(folder, O_RDONLY | O_DIRECTORY);
+    REQUIRE(in >= 0);
+    REQUIRE(mls_mapping_init_at(&mapping, in, "a", false, 5, &status) == MLS_OK);
+    CHECK(mapping.bytes == 5 && memcmp(mapping.data, "hello", 5) == 0);
+    mls_mapping_fini(&mapping);
+    CHECK(mls_mapping_init_at(&mapping, in, "a", false, 4, &status) == MLS_E_FORMAT);
+    CHECK(status.has_offset && status.offset == 5 && mapping.data == NULL);
+    CHECK(mls_mapping_init_at(&mapping, in, "none", false, 5, &status) == MLS_E_IO);
+    CHECK(mls_mapping_init_at(&mapping, in, "link", false, 5, &status) == MLS_E_FORMAT);
+    REQUIRE(mls_mapping_init_at(&mapping, in, "link", true, 5, &status) == MLS_OK);
+    mls_mapping_fini(&mapping);
+    close(in);
+}
+
 #ifdef __linux__
 TEST(a_folder_of_a_file_system_that_cannot_sync_is_no_error)
 {
