@@ -61,6 +61,19 @@ static inline bool mls_u64_mul(uint64_t a, uint64_t b, uint64_t *out)
     return true;
 }
 
+/* The sum of `count` sizes in memory. */
+static inline bool mls_size_sum(const size_t *sizes, size_t count, size_t *out)
+{
+    size_t sum = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (!mls_size_add(sum, sizes[i], &sum)) {
+            return false;
+        }
+    }
+    *out = sum;
+    return true;
+}
+
 /* Convert a file size to a memory size. Returns false if size_t is too small for it. */
 static inline bool mls_size_from_u64(uint64_t value, size_t *out)
 {

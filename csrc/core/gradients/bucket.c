@@ -23,12 +23,9 @@ mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
                            mls_status *st)
 {
     size_t total = 0, start = 0, have = 0, mine = 0;
-    for (size_t r = 0; r < world; r++) {
-        start = r == rank ? total : start;
-        if (!mls_size_add(total, counts[r], &total)) {
-            return mls_fail(st, MLS_E_VALUE,
-                            "the parts of an array have more elements than memory");
-        }
+    if (!mls_size_sum(counts, world, &total) || !mls_size_sum(counts, rank, &start)) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "the parts of an array have more elements than memory");
     }
     if (!mls_tensor_count(data, &have) || !mls_tensor_count(out, &mine) ||
         have != total || mine != counts[rank]) {
@@ -50,9 +47,7 @@ mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
 size_t mls_segment_elements(const mls_segment *segment, size_t world)
 {
     size_t total = 0;
-    for (size_t rank = 0; rank < world; rank++) {
-        total += segment->counts[rank];
-    }
+    (void)mls_size_sum(segment->counts, world, &total); /* fits: it was checked */
     return total;
 }
 

@@ -178,28 +178,15 @@ static int take_counts(PyObject *list, size_t world, size_t *out)
     return 0;
 }
 
-/* Adds counts; returns false on overflow, which user-supplied counts may cause. */
-static bool add_counts(const size_t *counts, size_t world, size_t *out)
-{
-    size_t sum = 0;
-    for (size_t rank = 0; rank < world; rank++) {
-        if (!mls_size_add(sum, counts[rank], &sum)) {
-            return false;
-        }
-    }
-    *out = sum;
-    return true;
-}
-
 /* Checks that a view has as many elements as the counts together. Returns -1 with
- * ValueError set. This keeps the core within the array: where the core counts bytes,
- * wider elements only mean spare room. */
+ * ValueError set. User-supplied counts may overflow. This keeps the core within the
+ * array: where the core counts bytes, wider elements only mean spare room. */
 static int check_length(const mlspy_view *view, const char *what, const size_t *counts,
                         size_t world)
 {
     size_t count, wanted;
-    if (!mls_tensor_count(&view->tensor, &count) || !add_counts(counts, world, &wanted) ||
-        count != wanted) {
+    if (!mls_tensor_count(&view->tensor, &count) ||
+        !mls_size_sum(counts, world, &wanted) || count != wanted) {
         return MLSPY_REFUSE(PyExc_ValueError,
                             "%s has not as many elements as the counts say", what);
     }

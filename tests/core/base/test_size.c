@@ -11,6 +11,10 @@ TEST(sums_and_products_stop_at_the_limit)
     out = 9;
     CHECK(!mls_size_mul(SIZE_MAX / 2 + 1, 2, &out) && out == 9);
     CHECK(mls_size_mul(0, SIZE_MAX, &out) && out == 0);
+    const size_t parts[] = {SIZE_MAX - 3, 2, 1, 1};
+    CHECK(mls_size_sum(parts, 3, &out) && out == SIZE_MAX);
+    CHECK(!mls_size_sum(parts, 4, &out) && out == SIZE_MAX);
+    CHECK(mls_size_sum(parts, 0, &out) && out == 0);
     uint64_t wide = 9;
     CHECK(!mls_u64_add(UINT64_MAX, 1, &wide) && wide == 9);
     CHECK(!mls_u64_mul(UINT64_MAX, 2, &wide) && wide == 9);
