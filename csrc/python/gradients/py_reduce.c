@@ -283,8 +283,9 @@ PyObject *core_clear(mlspy_state *state, PyObject *const *args)
 typedef struct reduction {
     PyObject *sources; /* strong: a tuple */
     mlspy_view *views;
-    const void **data;
-    size_t count; /* number of views */
+    const mls_tensor **tensors; /* of the sources */
+    const void **data;          /* of the tensors */
+    size_t count;               /* number of views */
     mls_reduction what;
     size_t n;
 } reduction;
@@ -294,88 +295,17 @@ static void reduction_fini(reduction *r)
 {
     mlspy_views_release(r->views, r->count);
     mls_free(r->views);
+    mls_free((void *)r->tensors);
     mls_free(r->data);
     Py_CLEAR(r->sources);
 }
 
-/* Checks that an array is plain memory, which the core requires. The two floats of a
- * complex number are read separately, so the alignment of a float is enough. */
-static int check_plain(const mlspy_state *state, const mls_tensor *t, const char *what)
-{
-    const size_t item = mls_tensor_item_bytes(t);
-    const size_t unit = t->dtype == MLS_C64 ? item / 2 : item;
-    if (mls_tensor_is_contiguous(t) && !t->swapped && (uintptr_t)t->data % unit == 0) {
-        return 0;
-    }
-    return MLSPY_FAIL(
-        state, MLS_E_SHAPE,
-        "%s must be C-contiguous, aligned and in this machine's byte order: pass a "
-        "copy",
-        what);
-}
-
-/* Views one more array, which must have the first one's number of elements (shapes are
- * not compared), and, for a source, its dtype. The output may be a source, but must
- * not partly overlap one: see check_output. */
-static int reduction_add(const mlspy_state *state, reduction *r, PyObject *array,
-                         const char *what, bool output)
-{
-    mlspy_view *view = &r->views[r->count];
-    const mls_tensor *first = &r->views[0].tensor;
-    size_t n = 0;
-    if (mlspy_view_for(state, array, what, output, view) < 0) {
-        return -1;
-    }
-    r->count++;
-    if (check_plain(state, &view->tensor, what) < 0) {
-        return -1;
-    }
-    (void)mls_tensor_count(&view->tensor,
-                           &n); /* cannot overflow: the array is in memory */
-    if (r->count == 1) {
-        r->n = n;
-    }
-    mls_status st;
-    if (n != r->n) {
-        mls_fail(&st, MLS_E_SHAPE, "%s has %zu elements, sources[0] has %zu", what, n,
-                 r->n);
-    } else if (!output && view->tensor.dtype != first->dtype) {
-        mls_fail(&st, MLS_E_DTYPE, "%s is %s, sources[0] is %s", what,
-                 mls_dtype_of(view->tensor.dtype)->name,
-                 mls_dtype_of(first->dtype)->name);
-    } else {
-        return 0;
-    }
-    mlspy_raise(state, &st, NULL);
-    return -1;
-}
-
-/* Checks that no source overlaps the output unless it is the output. All are packed and
- * have the same number of elements, so an equal address and dtype means the same
- * elements, and each element is read before it is written. An output of a wider dtype
- * would overwrite elements that are not read yet. */
-static int check_output(const mlspy_state *state, const reduction *r)
-{
-    const mls_tensor *out = &r->views[r->count - 1].tensor;
-    mls_status st;
-    if (mlspy_check(state, mls_reduce_check(&r->what, &st), &st) < 0) {
-        return -1;
-    }
-    for (size_t i = 0; i + 1 < r->count; i++) {
-        const mls_tensor *source = &r->views[i].tensor;
-        if (mls_tensor_overlap(out, source) &&
-            (out->data != source->data || out->dtype != source->dtype)) {
-            return MLSPY_FAIL(state, MLS_E_OVERLAP, "out and sources[%zu] share memory",
-                              i);
-        }
-    }
-    return 0;
-}
-
-/* Views everything. The caller zeroes the reduction before and calls reduction_fini. */
+/* Views everything, and runs the core's checks. The caller zeroes the reduction before
+ * and calls reduction_fini. */
 static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject *out,
                           reduction *r)
 {
+    mls_status st;
     r->sources = PySequence_Tuple(sources);
     if (r->sources == NULL) {
         return -1;
@@ -385,25 +315,30 @@ static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject 
         return MLSPY_REFUSE(PyExc_ValueError, "reduce needs at least one source");
     }
     r->views = mls_alloc(count + 1, sizeof *r->views);
+    r->tensors = mls_alloc(count, sizeof *r->tensors);
     r->data = mls_alloc(count, sizeof *r->data);
-    if (r->views == NULL || r->data == NULL) {
+    if (r->views == NULL || r->tensors == NULL || r->data == NULL) {
         return mlspy_no_memory();
     }
     for (size_t i = 0; i < count; i++) {
         char what[32];
         PyOS_snprintf(what, sizeof what, "sources[%zu]", i);
-        PyObject *source = PyTuple_GET_ITEM(r->sources, (Py_ssize_t)i);
-        if (reduction_add(state, r, source, what, false) < 0) {
+        if (mlspy_view_for(state, PyTuple_GET_ITEM(r->sources, (Py_ssize_t)i), what,
+                           false, &r->views[i]) < 0) {
             return -1;
         }
+        r->count++;
+        r->tensors[i] = &r->views[i].tensor;
         r->data[i] = r->views[i].tensor.data;
     }
-    if (reduction_add(state, r, out, "out", true) < 0) {
+    if (mlspy_view_for(state, out, "out", true, &r->views[count]) < 0) {
         return -1;
     }
-    r->what.dtype = r->views[0].tensor.dtype;
-    r->what.out_dtype = r->views[count].tensor.dtype;
-    return check_output(state, r);
+    r->count++;
+    return mlspy_check(state,
+                       mls_reduce_check_arrays(r->tensors, count, &r->views[count].tensor,
+                                               &r->what, &r->n, &st),
+                       &st);
 }
 
 /* reduce(sources, out, op, divisor) -> (squares, nonfinite) of out

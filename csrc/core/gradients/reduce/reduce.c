@@ -14,6 +14,7 @@
 #include "array/strided_iter.h"
 
 #include <math.h>
+#include <stdio.h>
 
 enum {
     PART_BLOCKS = 16, /* blocks of a task: 64 Ki items */
@@ -286,6 +287,64 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
         mls_status_expected(st, "%s", name);
     }
     return mls_status_got(st, "%s", mls_dtype_of(r->out_dtype)->name);
+}
+
+/* Checks one array of a reduction against the first one. The two floats of a complex
+ * number are read separately, so the alignment of a float is enough. */
+static mls_code check_array(const mls_tensor *t, const char *what,
+                            const mls_tensor *first, mls_status *st)
+{
+    const size_t unit = mls_tensor_item_bytes(t) / parts_of(t->dtype);
+    size_t n = 0, wanted = 0;
+    if (!mls_tensor_is_contiguous(t) || t->swapped || (uintptr_t)t->data % unit != 0) {
+        return mls_fail(st, MLS_E_SHAPE,
+                        "%s must be C-contiguous, aligned and in this machine's byte "
+                        "order: pass a copy",
+                        what);
+    }
+    /* cannot overflow: the arrays are in memory */
+    (void)mls_tensor_count(t, &n);
+    (void)mls_tensor_count(first, &wanted);
+    return n == wanted
+               ? MLS_OK
+               : mls_fail(st, MLS_E_SHAPE, "%s has %zu elements, sources[0] has %zu",
+                          what, n, wanted);
+}
+
+/* All arrays are packed and have the same number of elements, so an equal address and
+ * dtype means the same elements, and each element is read before it is written. An output
+ * of a wider dtype would overwrite elements that are not read yet. */
+mls_code mls_reduce_check_arrays(const mls_tensor *const *sources, size_t count,
+                                 const mls_tensor *out, mls_reduction *r, size_t *n,
+                                 mls_status *st)
+{
+    const mls_tensor *first = sources[0];
+    for (size_t i = 0; i < count; i++) {
+        char what[32];
+        snprintf(what, sizeof what, "sources[%zu]", i);
+        if (check_array(sources[i], what, first, st) != MLS_OK) {
+            return st->code;
+        }
+        if (sources[i]->dtype != first->dtype) {
+            return mls_fail(st, MLS_E_DTYPE, "%s is %s, sources[0] is %s", what,
+                            mls_dtype_of(sources[i]->dtype)->name,
+                            mls_dtype_of(first->dtype)->name);
+        }
+    }
+    r->dtype = first->dtype;
+    r->out_dtype = out->dtype;
+    (void)mls_tensor_count(first, n);
+    if (check_array(out, "out", first, st) != MLS_OK ||
+        mls_reduce_check(r, st) != MLS_OK) {
+        return st->code;
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (mls_tensor_overlap(out, sources[i]) &&
+            (out->data != sources[i]->data || out->dtype != first->dtype)) {
+            return mls_fail(st, MLS_E_OVERLAP, "out and sources[%zu] share memory", i);
+        }
+    }
+    return MLS_OK;
 }
 
 static void reduce_step(const job *j, size_t start, size_t n)

@@ -48,6 +48,17 @@ typedef struct mls_reduction {
  */
 mls_code mls_reduce_check(const mls_reduction *r, mls_status *st);
 
+/* Checks `count` (at least 1) sources and an output for mls_reduce_run, and sets the
+ * number of elements `*n` and the two dtypes of `r`. Errors call the arrays "sources[i]"
+ * and "out". Errors of mls_reduce_check, and:
+ * - MLS_E_SHAPE: an array is not packed, aligned and in native byte order, or has not as
+ *   many elements as sources[0]. Shapes are not compared.
+ * - MLS_E_DTYPE: the sources have different dtypes.
+ * - MLS_E_OVERLAP: a source shares memory with the output and is not the output. */
+mls_code mls_reduce_check_arrays(const mls_tensor *const *sources, size_t count,
+                                 const mls_tensor *out, mls_reduction *r, size_t *n,
+                                 mls_status *st);
+
 /* Reduces `count` (at least 1) arrays of n elements, in their order, into `out`. `out`
  * may be one of the sources if the dtypes are equal. Arrays are aligned to their items.
  * The caller has checked the reduction with mls_reduce_check. A large `destination` may
