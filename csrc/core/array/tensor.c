@@ -99,6 +99,27 @@ mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t 
     return part;
 }
 
+bool mls_tensor_is_addressable(const mls_tensor *t)
+{
+    ptrdiff_t forth = 0, back = 0;
+    for (int axis = 0; axis < t->rank; axis++) {
+        if (t->shape[axis] == 0) {
+            return true; /* an empty tensor */
+        }
+    }
+    for (int axis = 0; axis < t->rank; axis++) {
+        ptrdiff_t *sum = t->strides[axis] < 0 ? &back : &forth;
+        ptrdiff_t way;
+        if (__builtin_mul_overflow(t->strides[axis], t->shape[axis] - 1, &way) ||
+            __builtin_add_overflow(*sum, way, sum)) {
+            return false;
+        }
+    }
+    uintptr_t last;
+    return !__builtin_add_overflow((uintptr_t)t->data, forth, &last) &&
+           !__builtin_add_overflow((uintptr_t)t->data, back, &last);
+}
+
 /* The sums cannot wrap, because all addresses are inside the owner's memory. */
 bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
 {

@@ -45,6 +45,10 @@ bool mls_tensor_is_contiguous(const mls_tensor *t);
  * The caller has checked that the part is inside. */
 mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t length);
 
+/* Return whether the address of every element is a valid number, which is true for arrays
+ * in memory, but not for any shape and strides. */
+bool mls_tensor_is_addressable(const mls_tensor *t);
+
 /* Compute the addresses from the lowest byte of a view up to one past its highest.
  * Returns false for an empty view. */
 bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high);

@@ -392,28 +392,6 @@ static const dlpack_tensor *capsule_tensor(PyObject *capsule, bool *readonly)
     return NULL;
 }
 
-/* Return whether the addresses of all elements are valid numbers. */
-static bool steps_fit(const mls_tensor *t)
-{
-    ptrdiff_t forth = 0, back = 0;
-    for (int axis = 0; axis < t->rank; axis++) {
-        if (t->shape[axis] == 0) {
-            return true; /* an empty tensor */
-        }
-    }
-    for (int axis = 0; axis < t->rank; axis++) {
-        ptrdiff_t *sum = t->strides[axis] < 0 ? &back : &forth;
-        ptrdiff_t way;
-        if (__builtin_mul_overflow(t->strides[axis], t->shape[axis] - 1, &way) ||
-            __builtin_add_overflow(*sum, way, sum)) {
-            return false;
-        }
-    }
-    uintptr_t last;
-    return !__builtin_add_overflow((uintptr_t)t->data, forth, &last) &&
-           !__builtin_add_overflow((uintptr_t)t->data, back, &last);
-}
-
 /* Fill in shape and strides of `t`, which has its address. Returns false if they do not
  * fit. */
 static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
@@ -437,7 +415,7 @@ static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
             return false;
         }
     }
-    return steps_fit(t);
+    return mls_tensor_is_addressable(t);
 }
 
 /* Names of the two kinds of owners; the name determines the deleter. */

@@ -81,6 +81,25 @@ TEST(overlap_sees_negative_strides)
 }
 
 /* Frameworks give empty tensors a null pointer; adding to it is undefined. */
+TEST(addresses_beyond_memory_are_noticed)
+{
+    const size_t shape[] = {2, 3};
+    mls_tensor t;
+    REQUIRE(mls_tensor_init(&t, &t, MLS_F32, 2, shape, &status) == MLS_OK);
+    CHECK(mls_tensor_is_addressable(&t));
+    t.strides[0] = -8;
+    CHECK(mls_tensor_is_addressable(&t));
+    t.strides[1] = PTRDIFF_MAX / 2 + 1; /* the reach of one axis wraps */
+    CHECK(!mls_tensor_is_addressable(&t));
+    t.strides[1] = PTRDIFF_MIN / 2; /* the address wraps */
+    t.strides[0] = 4;
+    CHECK(!mls_tensor_is_addressable(&t));
+    t.strides[0] = t.strides[1] = PTRDIFF_MAX / 2 - 1; /* the sum of the axes wraps */
+    CHECK(!mls_tensor_is_addressable(&t));
+    t.shape[0] = 0;
+    CHECK(mls_tensor_is_addressable(&t));
+}
+
 TEST(an_empty_view_without_memory_is_sliced)
 {
     mls_tensor t;
