@@ -421,6 +421,14 @@ static mls_code list_shards(mls_status *st)
     return code;
 }
 
+static mls_code find_patterns(mls_status *st)
+{
+    const mls_index indexes[] = {committed, committed};
+    mls_index_pattern *patterns = mls_index_patterns_new(indexes, 2, st);
+    mls_index_patterns_free(patterns, 2);
+    return patterns == NULL ? st->code : MLS_OK;
+}
+
 /* The pattern of the committed index, and the places of a tensor. */
 static mls_code find_shards(mls_status *st)
 {
@@ -503,6 +511,7 @@ TEST(checkpoints_survive_every_failure)
         CHECK(fail_each(write_layers) >= 30);
         CHECK(fail_each(write_shards) >= 30);
         CHECK(fail_each(list_shards) == 4);
+        CHECK(fail_each(find_patterns) == 3);
         CHECK(fail_each(find_shards) >= 3);
         CHECK(fail_each(make_header) >= 6);
         CHECK(fail_each(plan_load) >= 6);

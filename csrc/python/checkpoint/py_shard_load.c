@@ -585,31 +585,15 @@ PyObject *mlspy_merged_index_patterns(mlspy_merged_index *self, PyObject *unused
     return list;
 }
 
-/* Accepts NULL. */
-static void free_patterns(const mlspy_merged_index *self, mls_index_pattern *patterns)
-{
-    for (size_t i = 0; patterns != NULL && i < self->index_count; i++) {
-        mls_index_pattern_fini(&patterns[i]);
-    }
-    mls_free(patterns);
-}
-
 /* Return the patterns of all indexes, or NULL with an exception set. */
 static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
                                         const mlspy_state *state)
 {
     mls_status st;
-    mls_index_pattern *patterns = mls_alloc(self->index_count, sizeof *patterns);
+    mls_index_pattern *patterns =
+        mls_index_patterns_new(self->indexes, self->index_count, &st);
     if (patterns == NULL) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    for (size_t i = 0; i < self->index_count; i++) {
-        if (mls_index_pattern_init(&self->indexes[i], &patterns[i], &st) != MLS_OK) {
-            free_patterns(self, patterns);
-            mlspy_raise(state, &st, NULL);
-            return NULL;
-        }
+        mlspy_raise(state, &st, NULL);
     }
     return patterns;
 }
@@ -640,7 +624,7 @@ PyObject *mlspy_merged_index_places(mlspy_merged_index *self, PyObject *unused)
         mlspy_put(&list, (Py_ssize_t)i,
                   places_bytes(self, patterns, &self->merged.tensors[i]));
     }
-    free_patterns(self, patterns);
+    mls_index_patterns_free(patterns, self->index_count);
     return list;
 }
 
@@ -699,7 +683,7 @@ PyObject *mlspy_merged_index_wanted_parts(mlspy_merged_index *self, PyObject *co
             Py_CLEAR(dict);
         }
     }
-    free_patterns(self, patterns);
+    mls_index_patterns_free(patterns, self->index_count);
     load_fini(&job);
     return dict;
 }

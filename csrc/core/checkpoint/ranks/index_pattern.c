@@ -62,6 +62,31 @@ void mls_index_pattern_fini(mls_index_pattern *pattern)
     *pattern = (mls_index_pattern){0};
 }
 
+mls_index_pattern *mls_index_patterns_new(const mls_index *indexes, size_t count,
+                                          mls_status *st)
+{
+    mls_index_pattern *patterns = mls_alloc(count, sizeof *patterns);
+    if (patterns == NULL) {
+        mls_fail(st, MLS_E_MEMORY, "no memory for the patterns of %zu indexes", count);
+        return NULL;
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (mls_index_pattern_init(&indexes[i], &patterns[i], st) != MLS_OK) {
+            mls_index_patterns_free(patterns, i);
+            return NULL;
+        }
+    }
+    return patterns;
+}
+
+void mls_index_patterns_free(mls_index_pattern *patterns, size_t count)
+{
+    for (size_t i = 0; patterns != NULL && i < count; i++) {
+        mls_index_pattern_fini(&patterns[i]);
+    }
+    mls_free(patterns);
+}
+
 static void put_numbers(mls_json_writer *b, const size_t *numbers, size_t count)
 {
     mls_json_writer_put(b, (const char *)numbers, count * sizeof *numbers);

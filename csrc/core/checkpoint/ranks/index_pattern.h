@@ -34,6 +34,12 @@ mls_code mls_index_pattern_init(const mls_index *index, mls_index_pattern *out,
 void mls_index_pattern_fini(
     mls_index_pattern *pattern); /* accepts a zeroed one; zeroes it */
 
+/* The patterns of `count` indexes, or NULL on MLS_E_MEMORY. Gives: free with
+ * mls_index_patterns_free, which accepts NULL. */
+mls_index_pattern *mls_index_patterns_new(const mls_index *indexes, size_t count,
+                                          mls_status *st);
+void mls_index_patterns_free(mls_index_pattern *patterns, size_t count);
+
 /* Append bytes that are equal for two indexes if and only if their patterns are equal.
  * They depend on the machine's byte order. The caller checks the writer for errors. */
 void mls_index_pattern_bytes(const mls_index *index, const mls_index_pattern *pattern,

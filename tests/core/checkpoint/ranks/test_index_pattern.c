@@ -142,14 +142,12 @@ TEST(places_are_the_groups_that_list_a_tensor)
     mls_index_shard one[4], two[MOST], three[4];
     mls_index indexes[3] = {
         index_of(one, 0), {.shards = two, .shard_count = MOST}, index_of(three, 2)};
-    mls_index_pattern patterns[3];
     for (size_t i = 0; i < MOST; i++) {
         two[i] = shard_of("a.c", cut(0, MOST), i);
     }
     three[0] = shard_of("a.c", cut(1, 6), 1); /* two parts of "a.c" */
-    for (size_t i = 0; i < 3; i++) {
-        REQUIRE(mls_index_pattern_init(&indexes[i], &patterns[i], &status) == MLS_OK);
-    }
+    mls_index_pattern *patterns = mls_index_patterns_new(indexes, 3, &status);
+    REQUIRE(patterns != NULL);
     static const char *const names[] = {"a", "a.b", "a.c", "e", "f"};
     static const mls_index_pattern_place wanted[5][3] = {
         {{0}}, {{0, 0}}, {{0, 1}, {2, 0}, {2, 1}}, {{0, 2}, {2, 3}}, {{0}}};
@@ -163,7 +161,5 @@ TEST(places_are_the_groups_that_list_a_tensor)
         CHECK(counts[i] == 0 || memcmp(places.data, wanted[i], places.length) == 0);
         mls_json_writer_fini(&places);
     }
-    for (size_t i = 0; i < 3; i++) {
-        mls_index_pattern_fini(&patterns[i]);
-    }
+    mls_index_patterns_free(patterns, 3);
 }
