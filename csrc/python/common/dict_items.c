@@ -417,13 +417,10 @@ int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out)
         return said < 0 ? -1 : 0;
     }
     mlspy_view view;
-    size_t bytes = 0;
     if (mlspy_view_of(state, array, "tensor", &view) < 0) {
         return -1;
     }
-    (void)mls_tensor_bytes(&view.tensor,
-                           &bytes); /* cannot overflow, because the array is in memory */
-    *out = bytes;
+    *out = mlspy_bytes(&view.tensor);
     mlspy_view_release(&view);
     return 0;
 }

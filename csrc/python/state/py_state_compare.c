@@ -14,6 +14,7 @@
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
+#include "common/results.h"
 
 #include "base/memory.h"
 #include "state/diff/diff.h"
@@ -341,40 +342,31 @@ static int batch_fill(const mlspy_state *state, const mlspy_pairs *p, bool known
 /* ---- differences ---- */
 
 /* Appends (name, changed, size, nan, max_abs, max_rel) for each changed tensor. */
-static int append_changes(const mlspy_pairs *p, const view_batch *batch, PyObject *list)
+static void append_changes(const mlspy_pairs *p, const view_batch *batch, PyObject **list)
 {
-    for (size_t i = 0; i < batch->count; i++) {
+    for (size_t i = 0; *list != NULL && i < batch->count; i++) {
         const mls_diff_result *d = &batch->found[i];
         size_t size = 0;
-        if (d->changed == 0) {
-            continue;
-        }
-        (void)mls_tensor_count(batch->pairs[i].a, &size);
-        PyObject *entry =
-            Py_BuildValue("(OKnKdd)", mlspy_pair_key(p, batch->where[i]),
-                          (unsigned long long)d->changed, (Py_ssize_t)size,
-                          (unsigned long long)d->nan, d->max_abs, d->max_rel);
-        const int failed = entry == NULL ? -1 : PyList_Append(list, entry);
-        Py_XDECREF(entry);
-        if (failed < 0) {
-            return -1;
+        if (d->changed > 0) {
+            (void)mls_tensor_count(batch->pairs[i].a, &size);
+            mlspy_append(
+                list, Py_BuildValue("(OKnKdd)", mlspy_pair_key(p, batch->where[i]),
+                                    (unsigned long long)d->changed, (Py_ssize_t)size,
+                                    (unsigned long long)d->nan, d->max_abs, d->max_rel));
         }
     }
-    return 0;
 }
 
-/* Compares the pairs of a batch and appends the changes. The views hold their arrays
- * while the GIL is released. Writes by other threads meanwhile only affect the numbers.
- */
-static int measure_batch(const mlspy_state *state, const mlspy_pairs *p,
-                         view_batch *batch, PyObject *list)
+/* Compares the pairs of a batch. The views hold their arrays while the GIL is released.
+ * Writes by other threads meanwhile only affect the numbers. */
+static int measure_batch(const mlspy_state *state, view_batch *batch)
 {
     mls_status st;
     PyThreadState *saved = mlspy_leave_python(batch->bytes);
     const mls_code code = mls_diff(mls_diff_of(state->kernels->cpu), state->pool,
                                    batch->pairs, batch->count, batch->found, &st);
     mlspy_resume_python(saved);
-    return mlspy_check(state, code, &st) < 0 ? -1 : append_changes(p, batch, list);
+    return mlspy_check(state, code, &st);
 }
 
 /* Returns a new list of all changes. The batch is on the heap because of its size. */
@@ -386,9 +378,10 @@ static PyObject *changes_of(const mlspy_state *state, const mlspy_pairs *p)
      * nothing */
     for (size_t at = 0; list != NULL && at < p->source.count;) {
         if (batch_fill(state, p, false, &at, batch) < 0 ||
-            measure_batch(state, p, batch, list) < 0) {
+            measure_batch(state, batch) < 0) {
             Py_CLEAR(list);
         }
+        append_changes(p, batch, &list);
         batch_clear(batch);
     }
     mls_free(batch);

@@ -96,8 +96,8 @@ static PyObject *written_tensors(const mlspy_pairs *p)
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < p->source.count; i++) {
         PyObject *target = p->pairs[i].has_target ? p->target.items[i].value : NULL;
-        if (target != NULL && !PyArray_Check(target) && PyList_Append(list, target) < 0) {
-            Py_CLEAR(list);
+        if (target != NULL && !PyArray_Check(target)) {
+            mlspy_append(&list, Py_NewRef(target));
         }
     }
     return list;
