@@ -14,10 +14,10 @@ Thing = TypeVar("Thing", bound="Callable[..., Any]")
 def set_module(module: str) -> Callable[[Thing], Thing]:
     """Return a decorator that sets ``__module__`` of a class, its methods and nested classes.
 
-    Pickles name a class or function by its module. A public name that is defined in a private
-    file needs this decorator, so that pickles still load after the file is renamed. The
-    decorator comes first, above `dataclass` and others. If several modules export the name, pass
-    the one that documents it: never the top level, unless no other module exports the name.
+    A public name needs this decorator if other code can import its private file before, or
+    without, the public module: `set_module_of_exports` sets all others. The decorator comes first,
+    above `dataclass` and others. If several modules export the name, pass the one that documents
+    it: never the top level, unless no other module exports the name.
     """
 
     def decorate(thing: Thing) -> Thing:
@@ -25,6 +25,19 @@ def set_module(module: str) -> Callable[[Thing], Thing]:
         return thing
 
     return decorate
+
+
+def set_module_of_exports(namespace: dict[str, Any]) -> None:
+    """Set ``__module__`` of the objects that a public module imports and lists in ``__all__``.
+
+    Pickles name a class or function by its module. They still load after a private file is
+    renamed, because they name the public module. Call this after the imports, with `globals`.
+    """
+    module = namespace["__name__"]
+    for name in namespace["__all__"]:
+        thing = namespace.get(name)  # None if the module loads it on first use
+        if getattr(thing, "__module__", module) != module:
+            _set_module_of(thing, thing.__module__, module)
 
 
 def _set_module_of(thing: Any, old: str, new: str) -> None:

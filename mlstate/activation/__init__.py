@@ -15,6 +15,7 @@ Examples
 [True, False, True, False, False]
 """
 
+from .._common.set_module import set_module_of_exports
 from ._chain import Chain
 from ._combinators import AllOf, AnyOf, CheckpointStrategy, FirstMatch, Not
 from ._config import (
@@ -79,3 +80,5 @@ __all__ = [
     "register_strategy",
     "select_operators",
 ]
+
+set_module_of_exports(globals())

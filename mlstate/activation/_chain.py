@@ -11,7 +11,6 @@ import numpy as np
 from .. import _core
 from .._common.backend import backend_named
 from .._common.budget import Budget, parse_budget
-from .._common.set_module import set_module
 from .._common.text import bytes_text, table_html, table_text
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ def check_names(names: Iterable[str] | None, count: int, what: str) -> tuple[str
     return found
 
 
-@set_module("mlstate.activation")
 class Chain:
     """Costs of n blocks that run in sequence, forward and then backward.
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from .._common.set_module import set_module
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@set_module("mlstate.activation")
 @runtime_checkable
 class CheckpointStrategy(Protocol):
     """Interface of a strategy; user-defined classes need not derive from it.
@@ -165,7 +162,6 @@ class _Vote(Composite):
         return None if None in said else not self._decisive
 
 
-@set_module("mlstate.activation")
 class AllOf(_Vote):
     """Checkpoint a layer if all members do: ``a & b``.
 
@@ -206,7 +202,6 @@ class AllOf(_Vote):
         return chosen
 
 
-@set_module("mlstate.activation")
 class AnyOf(_Vote):
     """Checkpoint a layer if any member does: ``a | b``.
 
@@ -243,7 +238,6 @@ class AnyOf(_Vote):
         return chosen
 
 
-@set_module("mlstate.activation")
 class Not(Composite):
     """Checkpoint a layer if the member does not: ``~a``.
 
@@ -283,7 +277,6 @@ class Not(Composite):
         return None if said is None else not said
 
 
-@set_module("mlstate.activation")
 class FirstMatch(Composite):
     """Use the decision of the first member that is not undecided.
 

@@ -9,7 +9,6 @@ from math import isnan
 from operator import index
 from typing import Any, Self, TypeAlias
 
-from .._common.set_module import set_module
 from ._combinators import CheckpointStrategy, check_strategy
 from ._strategies import (
     MEBIBYTE,
@@ -25,7 +24,6 @@ from ._strategies import (
 ENTRY_POINTS = "mlstate.strategies"
 
 
-@set_module("mlstate.activation")
 class StrategyKind(StrEnum):
     """The strategies of mlstate; each member equals its name as a str.
 
@@ -43,7 +41,6 @@ class StrategyKind(StrEnum):
     SMART = "smart"
 
 
-@set_module("mlstate.activation")
 @dataclass(frozen=True)
 class CheckpointConfig:
     """The name of a strategy and its settings; `create_strategy` creates the strategy.
@@ -215,7 +212,6 @@ _BUILT_IN: dict[str, Factory] = {
 _REGISTERED: dict[str, Factory] = {}
 
 
-@set_module("mlstate.activation")
 def register_strategy(name: str, factory: Factory) -> None:
     """Register a factory under a name, for use in configurations.
 
@@ -254,7 +250,6 @@ def register_strategy(name: str, factory: Factory) -> None:
     _REGISTERED[name] = factory
 
 
-@set_module("mlstate.activation")
 def create_strategy(config: CheckpointConfig) -> CheckpointStrategy:
     """Create the strategy that a configuration describes.
 
@@ -308,7 +303,6 @@ def _load_factory(name: str) -> Factory:
     return _REGISTERED[name]
 
 
-@set_module("mlstate.activation")
 def create_interval(interval: int = 2) -> IntervalStrategy:
     """Create an `IntervalStrategy`.
 
@@ -331,7 +325,6 @@ def create_interval(interval: int = 2) -> IntervalStrategy:
     return IntervalStrategy(interval)
 
 
-@set_module("mlstate.activation")
 def create_selective(
     checkpoint_layers: Iterable[str] | None = None, exclude_layers: Iterable[str] | None = None
 ) -> SelectiveStrategy:
@@ -356,7 +349,6 @@ def create_selective(
     return SelectiveStrategy(checkpoint_layers, exclude_layers)
 
 
-@set_module("mlstate.activation")
 def create_size_based(
     min_activation_size_bytes: int = MEBIBYTE, exclude_layers: Iterable[str] | None = None
 ) -> SizeBasedStrategy:
@@ -383,7 +375,6 @@ def create_size_based(
     return SizeBasedStrategy(min_activation_size_bytes, exclude_layers)
 
 
-@set_module("mlstate.activation")
 def create_memory_aware(
     max_memory_percentage: float = 0.8, memory_tracker: Any = None
 ) -> MemoryAwareStrategy:
@@ -410,7 +401,6 @@ def create_memory_aware(
     return MemoryAwareStrategy(max_memory_percentage, memory_tracker)
 
 
-@set_module("mlstate.activation")
 def create_smart(exclude_layers: Iterable[str] | None = None) -> SmartStrategy:
     """Create a `SmartStrategy`.
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.backend import backend_named
-from .._common.set_module import set_module
 from .._common.text import bytes_text, table_html, table_text
 from ._combinators import check_strategy, name_of
 
@@ -22,7 +21,6 @@ _ROWS = 40
 _HEADERS = ["layer", "index", "decisions", "checkpointed", "activation", "dropped in all"]
 
 
-@set_module("mlstate.activation")
 class LayerDecisions(NamedTuple):
     """Decisions about one layer.
 
@@ -73,7 +71,6 @@ class _Layer:
         self.is_checkpointed = False
 
 
-@set_module("mlstate.activation")
 class ActivationManager:
     """Query a strategy about the layers of a model, and record its decisions.
 

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.backend import backend_named
-from .._common.set_module import set_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@set_module("mlstate.activation")
 class MemoryStats(NamedTuple):
     """Memory at one moment, in bytes.
 
@@ -59,7 +57,6 @@ class MemoryStats(NamedTuple):
         return self.current_memory_used / self.total_memory
 
 
-@set_module("mlstate.activation")
 class MemoryTracker:
     """Measure memory in use and total memory.
 

@@ -9,7 +9,6 @@ import numpy as np
 from .. import _core
 from .._common.backend import backend_named
 from .._common.budget import parse_budget
-from .._common.set_module import set_module
 from .._common.text import bytes_text, table_html, table_text
 from ._chain import check_names, freeze_numbers
 
@@ -23,7 +22,6 @@ _ROWS = 40
 _HEADERS = ["operator", "seconds", "bytes", ""]
 
 
-@set_module("mlstate.activation")
 class OperatorSelection:
     """Operators whose outputs are kept, and operators that are recomputed in the backward pass.
 
@@ -181,7 +179,6 @@ class OperatorSelection:
         return table_html(self._title(), _HEADERS, self._rows())
 
 
-@set_module("mlstate.activation")
 def select_operators(
     seconds: Sequence[float] | NDArray,
     bytes: Sequence[int] | NDArray,

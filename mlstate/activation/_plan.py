@@ -11,7 +11,6 @@ import numpy as np
 
 from .. import _core
 from .._common.backend import backend_named
-from .._common.set_module import set_module
 from .._common.text import bytes_text, table_text
 from ._chain import Chain
 from ._combinators import name_of
@@ -30,7 +29,6 @@ _FORWARD, _SAVE, _BACKWARD, _DROP, _OFFLOAD, _LOAD = range(len(KINDS))
 _HEADERS = ["step", "", "before", "peak", "after", "time"]
 
 
-@set_module("mlstate.activation")
 class Step(NamedTuple):
     """One step of a schedule.
 
@@ -55,7 +53,6 @@ class Step(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index
 
 
-@set_module("mlstate.activation")
 class Simulation(NamedTuple):
     """Memory and time of each step of a plan; `Plan.simulate` returns it.
 
@@ -105,7 +102,6 @@ def _steps_array(steps: Any) -> NDArray:
     return array
 
 
-@set_module("mlstate.activation")
 class Plan:
     """A valid schedule of a chain, with its time and peak memory.
 

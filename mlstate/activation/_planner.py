@@ -7,7 +7,6 @@ from operator import index
 from typing import TYPE_CHECKING, Literal
 
 from .. import _core
-from .._common.set_module import set_module
 from .._common.text import bytes_text, table_html, table_text
 from ._plan import Plan
 
@@ -42,7 +41,6 @@ def _check_arguments(chain: Chain, slots: int | None, offload: bool) -> int:
     return index(slots)
 
 
-@set_module("mlstate.activation")
 def plan(
     chain: Chain,
     budget_bytes: MemorySize,
@@ -149,7 +147,6 @@ def _plan_any(chain: Chain, budget: int, slots: int, offload: bool) -> Plan:
     )
 
 
-@set_module("mlstate.activation")
 class Pareto:
     """Trade-off curve between memory budget and time.
 
@@ -264,7 +261,6 @@ class Pareto:
         return table_html(self._title(), _HEADERS, self._rows())
 
 
-@set_module("mlstate.activation")
 def pareto(chain: Chain, *, slots: int | None = None, offload: bool = False) -> Pareto:
     """Compute the fastest time for every budget in one call.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.backend import backend_named
-from .._common.set_module import set_module
 from .._common.text import table_html
 
 if TYPE_CHECKING:
@@ -15,7 +14,6 @@ _ROWS = 40
 _HEADERS = ["block", "where", "what", "in detail"]
 
 
-@set_module("mlstate.activation")
 class Finding(NamedTuple):
     """Reason why recomputing a block would not reproduce its first run.
 
@@ -46,7 +44,6 @@ class Finding(NamedTuple):
     text: str
 
 
-@set_module("mlstate.activation")
 class RecomputeReport:
     """Result of `check`; true if there are no findings.
 
@@ -108,7 +105,6 @@ class RecomputeReport:
         return table_html(self._title(), _HEADERS, self._rows())
 
 
-@set_module("mlstate.activation")
 def check(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> RecomputeReport:
     """Check before a long run that a model's blocks can be recomputed.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .. import _core
-from .._common.set_module import set_module
 from .._common.text import shorten
 from ._combinators import Operators
 from ._memory_tracker import MemoryTracker
@@ -89,7 +88,6 @@ class _Strategy(Operators):
             setattr(self, name, value)
 
 
-@set_module("mlstate.activation")
 class IntervalStrategy(_Strategy, _core.IntervalStrategy):
     """Checkpoint every `interval`-th layer, starting with index 0.
 
@@ -146,7 +144,6 @@ class IntervalStrategy(_Strategy, _core.IntervalStrategy):
         return f"Interval({self.interval})"
 
 
-@set_module("mlstate.activation")
 class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
     """Checkpoint the layers in a list, and no others.
 
@@ -212,7 +209,6 @@ class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
         return "Selective"
 
 
-@set_module("mlstate.activation")
 class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
     """Checkpoint layers whose activations have at least `min_size_bytes`.
 
@@ -275,7 +271,6 @@ class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
         return f"SizeBased({format_bytes(self.min_size_bytes)})"
 
 
-@set_module("mlstate.activation")
 class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
     """Checkpoint every n-th layer, with n adapted to the memory in use.
 
@@ -386,7 +381,6 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
         return f"MemoryAware({int(self._threshold * 100 + 0.5)}%)"
 
 
-@set_module("mlstate.activation")
 class SmartStrategy(_Strategy, _core.SmartStrategy):
     """Checkpoint by heuristics over layer sizes and counts that the strategy collects.
 

@@ -21,6 +21,7 @@ Examples
 
 from __future__ import annotations
 
+from .._common.set_module import set_module_of_exports
 from .._safetensors import load_file, load_metadata, save_file
 from .._sharding.layout import Layout, Shard, Tier
 from ._checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord, inspect
@@ -79,3 +80,5 @@ __all__ = [
     "save_file",
     "verify",
 ]
+
+set_module_of_exports(globals())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.set_module import set_module
 from .._common.text import bytes_text, table_text
 from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
@@ -31,7 +30,6 @@ def stored_text(nbytes: int, stored: int) -> str:
     return text if stored == nbytes else f"{text}, {bytes_text(stored)} stored"
 
 
-@set_module("mlstate.checkpoint")
 class TensorRecord(NamedTuple):
     """One tensor of a checkpoint.
 
@@ -88,7 +86,6 @@ class TensorRecord(NamedTuple):
     codec: str | None
 
 
-@set_module("mlstate.checkpoint")
 class LayerRecord(NamedTuple):
     """One stored layer of a sparse or compressed shard.
 
@@ -117,7 +114,6 @@ class LayerRecord(NamedTuple):
     codec: str | None
 
 
-@set_module("mlstate.checkpoint")
 class ShardRecord(NamedTuple):
     """One stored shard of a checkpoint.
 
@@ -176,7 +172,6 @@ class ShardRecord(NamedTuple):
         return sum(layer.nbytes for layer in self.layers)
 
 
-@set_module("mlstate.checkpoint")
 class Checkpoint:
     """An existing checkpoint.
 
@@ -427,7 +422,6 @@ class Checkpoint:
         return checkpoint_html(self._title(), self.tensors())
 
 
-@set_module("mlstate.checkpoint")
 def inspect(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint:

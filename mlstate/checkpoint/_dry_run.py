@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.set_module import set_module
 from .._sharding.layout import Layout, Shard, steps_of
 from ._load import chosen_names, ranks_of
 from ._remote.remote_folder import checkpoint_folder
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 _GENERATION = "0" * 16
 
 
-@set_module("mlstate.checkpoint")
 class SavePlan(NamedTuple):
     """The shards, files and bytes that one rank of a save would write.
 
@@ -73,7 +71,6 @@ class SavePlan(NamedTuple):
         )
 
 
-@set_module("mlstate.checkpoint")
 class FileRead(NamedTuple):
     """The bytes that a load would read of one shard.
 
@@ -99,7 +96,6 @@ class FileRead(NamedTuple):
     nbytes: int
 
 
-@set_module("mlstate.checkpoint")
 class LoadPlan(NamedTuple):
     """The files and bytes that a load would read.
 
@@ -159,7 +155,6 @@ def _shapes_only(state: Any) -> dict[str, Any] | None:
     return None if state is None else {name: _shape_only(v) for name, v in dict(state).items()}
 
 
-@set_module("mlstate.checkpoint")
 def plan_save(
     model: Any = None,
     optimizer: Any = None,
@@ -236,7 +231,6 @@ def plan_save(
     )
 
 
-@set_module("mlstate.checkpoint")
 def plan_load(
     path: str | os.PathLike[str],
     *,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.backend import torch_backend
 from .._common.dtypes import numpy_dtype
-from .._common.set_module import set_module
 from .._common.text import names_hint
 from .._sharding.layout import Layout, Steps, steps_of
 from ..collectives._arguments import check_group
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 MISSING = ("skip", "zeros", "error")
 
 
-@set_module("mlstate.checkpoint")
 class LoadedState:
     """The state that `load` returns.
 
@@ -434,7 +432,6 @@ def _verify_all(folder: str, manifest: Manifest, merged: Any) -> None:
         raise problems[0].as_error(folder)
 
 
-@set_module("mlstate.checkpoint")
 def load(
     path: str | os.PathLike[str],
     *,

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._common.log import log
-from .._common.set_module import set_module
 from .._common.text import steps_text
 from ..errors import FormatError, MLStateError
 from ._checkpoint import Checkpoint
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 _SHOWN = 20  # steps in a warning
 
 
-@set_module("mlstate.checkpoint")
 class CheckpointManager:
     """Checkpoints of a run, by step, in one folder.
 

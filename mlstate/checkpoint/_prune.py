@@ -6,7 +6,6 @@ import os
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.set_module import set_module
 from .._common.text import bytes_text
 from ..errors import FormatError, MLStateError
 from ._manager import CheckpointManager
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-@set_module("mlstate.checkpoint")
 class PruneReport(NamedTuple):
     """The steps and files that `prune` deleted, or would delete.
 
@@ -129,7 +127,6 @@ def _prune_store(folder: RemoteFolder, keep: int | None, dry_run: bool) -> Prune
     return PruneReport(folder, dry_run, steps, kept, sizes)
 
 
-@set_module("mlstate.checkpoint")
 def prune(
     path: str | os.PathLike[str],
     *,

@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from .._common.set_module import set_module
 from .._sharding.layout import Layout, Shard, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import (
@@ -131,7 +130,6 @@ def _load(folder: str, merged: Any, section: int, keys: list[str], cutting: Any)
     return arrays
 
 
-@set_module("mlstate.checkpoint")
 def reshard(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],

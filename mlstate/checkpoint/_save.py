@@ -21,7 +21,6 @@ from .. import _core
 from .._common.arrays import refuse_given_away
 from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.json_values import check_json_values
-from .._common.set_module import set_module
 from .._sharding.layout import Layout, Shard, Steps, steps_of
 from .._version import __version__
 from ..collectives._arguments import check_group
@@ -429,7 +428,6 @@ def _copy_to_host(
 # ---- the whole save ----
 
 
-@set_module("mlstate.checkpoint")
 def save(
     path: str | os.PathLike[str],
     model: Any = None,

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.budget import parse_budget
-from .._common.set_module import set_module
 from .._sharding.layout import Shard
 from ..errors import StoreError
 from ._commit import write_and_commit
@@ -50,7 +49,6 @@ _APART = 1e-3  # seconds: waits with a smaller gap are merged
 _groups: dict[int, SaveJob] = {}  # running saves of several ranks, by the id of their group
 
 
-@set_module("mlstate.checkpoint")
 class SaveTimes(NamedTuple):
     """Times of an asynchronous save; see `SaveHandle.times`.
 
@@ -448,7 +446,6 @@ def _bytes_of(value: Any) -> int:
     return found if isinstance(found, int) else 0
 
 
-@set_module("mlstate.checkpoint")
 class SaveHandle:
     """A running save, returned by `save_async` or `export_huggingface_async`.
 
@@ -745,7 +742,6 @@ def start_job(job: SaveJob, devices: list[Any], *, until_staged: bool = False) -
         raise
 
 
-@set_module("mlstate.checkpoint")
 def save_async(
     path: str | os.PathLike[str],
     model: Any = None,

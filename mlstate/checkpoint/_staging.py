@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from .._common.set_module import set_module
 
 _NOTHING = np.empty(0, np.uint8)  # created here, because freeing memory must not allocate
 
 
-@set_module("mlstate.checkpoint")
 class Staging:
     """Memory for the copies of `save_async`, kept for the next save.
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.log import log
-from .._common.set_module import set_module
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError
 from ._remote.remote_folder import RemoteFolder, refuse_remote
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 _ROWS = 20
 
 
-@set_module("mlstate.checkpoint")
 class Problem(NamedTuple):
     """One problem that `verify` found.
 
@@ -77,7 +75,6 @@ class Problem(NamedTuple):
         return error
 
 
-@set_module("mlstate.checkpoint")
 class VerifyReport:
     """The result of `verify`; it is true if the checkpoint is good.
 
@@ -409,7 +406,6 @@ def _repair(folder: str, report: VerifyReport) -> None:
                 damaged.append(root)
 
 
-@set_module("mlstate.checkpoint")
 def verify(
     path: str | os.PathLike[str],
     *,

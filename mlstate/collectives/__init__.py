@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._common.arrays import assign
+from .._common.set_module import set_module_of_exports
 from ._arguments import ReduceOp, check_counts
 from ._group_base import Engine, ProcessGroup
 from ._local_group import LocalGroup
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from ._group_base import Call
 
 __all__ = ["LocalGroup", "ProcessGroup", "ReduceOp", "SingleGroup", "Work"]
+
+set_module_of_exports(globals())
 
 
 class SingleGroup(Engine):

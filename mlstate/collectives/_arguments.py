@@ -15,14 +15,12 @@ import numpy as np
 from .._common.arrays import is_torch
 from .._common.backend import backend_of
 from .._common.dtypes import label_of, name_of
-from .._common.set_module import set_module
 from ..errors import CollectiveError, CompatibilityError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@set_module("mlstate.collectives")
 class ReduceOp(StrEnum):
     """Reduction of elements over ranks; each member equals its string value.
 

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from .._common.arrays import is_torch
-from .._common.set_module import set_module
 from ._arguments import (
     ReduceOp,
     check_array,
@@ -54,7 +53,6 @@ def shares(size: int, rows: Sequence[int]) -> list[int]:
     return [n * width for n in rows]
 
 
-@set_module("mlstate.collectives")
 @runtime_checkable
 class ProcessGroup(Protocol):
     """Interface of a group of processes; implementations need not derive from it.

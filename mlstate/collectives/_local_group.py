@@ -12,7 +12,6 @@ import numpy as np
 
 from .. import _core
 from .._common.arrays import assign, is_torch, new_packed, packed_array
-from .._common.set_module import set_module
 from ..errors import CollectiveError, CompatibilityError
 from ._arguments import check_plain, check_timeout, dtype_name, failed
 from ._group_base import Call, Engine, shares
@@ -109,7 +108,6 @@ def _operator(kind: str, world_size: int) -> tuple[str, float]:
     return ("sum", float(world_size)) if kind == "mean" else (kind, 1.0)
 
 
-@set_module("mlstate.collectives")
 class LocalGroup(Engine):
     """A group of processes or threads of one host, over shared memory.
 

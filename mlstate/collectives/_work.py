@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._common.set_module import set_module
 from ._arguments import check_timeout, failed
 
 
-@set_module("mlstate.collectives")
 class Work:
     """An operation that was started with ``async_op=True``.
 

@@ -9,6 +9,7 @@ To read an ``.aimodel`` and to create states, the package coreai-core is needed:
 Apple silicon. `verify`, and plans for given shapes, run without it.
 """
 
+from .._common.set_module import set_module_of_exports
 from ._asset import verify
 from ._plan import plan_transition
 from ._specs import StateSpec, StateSpecs, state_specs
@@ -22,3 +23,5 @@ __all__ = [
     "state_specs",
     "verify",
 ]
+
+set_module_of_exports(globals())

@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from .._common.local_path import local_path
-from .._common.set_module import set_module
 from .._common.store_error import store_error
 from ..errors import ChecksumError, StoreNotFoundError
 from ..kv._model_states import format_error, read_file, read_metadata
@@ -74,7 +73,6 @@ def _hash_of(path: str) -> tuple[str, int]:
         raise store_error(error, "cannot read", path) from error
 
 
-@set_module("mlstate.coreai")
 def verify(path: str | os.PathLike[str]) -> str:
     """Check that an ``.aimodel`` is complete and unaltered.
 

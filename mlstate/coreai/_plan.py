@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._common.set_module import set_module
 from ..kv._arguments import as_count, incompatible
 from ..kv._model_states import shape_text
 from ..kv._transition_plan import TransitionPlan, as_position, plan_states
@@ -60,7 +59,6 @@ def _fixed_lengths(specs: StateSpecs, axes: Mapping[str, int | None]) -> list[in
     return list(lengths)
 
 
-@set_module("mlstate.coreai")
 def plan_transition(
     source: Source,
     target: Source,

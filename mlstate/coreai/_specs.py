@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from .._common.dtypes import DTYPES, EXTENSIONS, ml_dtype
-from .._common.set_module import set_module
 from .._common.text import shorten
 from ..kv._arguments import as_count, incompatible
 from ..kv._axis import valid_axis, with_length
@@ -36,7 +35,6 @@ _DIMENSION = re.compile(r"\d+|\?", re.ASCII)
 _MAIN = "main"  # the function that the converters write
 
 
-@set_module("mlstate.coreai")
 class StateSpec(NamedTuple):
     """A state that a model declares.
 
@@ -103,7 +101,6 @@ class StateSpec(NamedTuple):
         return self._replace(shape=with_length(self.shape, dynamic[0], length))
 
 
-@set_module("mlstate.coreai")
 class StateSpecs(FunctionStates[StateSpec]):
     """The states of one function of a model: name to `StateSpec`, in declared order.
 
@@ -320,7 +317,6 @@ def find_axis(one: StateSpec, other: StateSpec) -> int | None:
     return axis
 
 
-@set_module("mlstate.coreai")
 def state_specs(
     source: Source,
     other: Source | None = None,

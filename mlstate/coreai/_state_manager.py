@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.set_module import set_module
 from ..kv._arguments import incompatible
 from ..kv._axis import with_length
 from ..kv._context_ladder import ContextLadder
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from ..kv._context_ladder import LadderStep, Overflow
 
 
-@set_module("mlstate.coreai")
 class StateManager(StateManagerBase):
     """Holds the states of a Core AI model with several context sizes, and moves them.
 

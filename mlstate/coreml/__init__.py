@@ -7,6 +7,7 @@ a family of models with several context sizes, and moves it between them. `FakeM
 state object on machines without Core ML.
 """
 
+from .._common.set_module import set_module_of_exports
 from ..kv._transition_plan import StateMove, TransitionPlan
 from ._plan import plan_transition
 from ._specs import StateShapeWarning, StateSpec, StateSpecs, state_specs
@@ -26,3 +27,5 @@ __all__ = [
     "state_specs",
     "transition_coreml_state",
 ]
+
+set_module_of_exports(globals())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._common.set_module import set_module
 from ..kv._axis import valid_axis
 from ..kv._transition_plan import TransitionPlan, as_position, plan_states
 from ._specs import StateSpecs, choose, warn_of_shapes
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from ._specs import Source
 
 
-@set_module("mlstate.coreml")
 def plan_transition(
     source: Source,
     target: Source,

@@ -13,7 +13,6 @@ import numpy as np
 
 from .. import _core
 from .._common.local_path import local_path
-from .._common.set_module import set_module
 from .._common.text import shorten
 from ..kv._model_states import FunctionStates, choose_function
 from ..kv._transition_plan import AXES, SEQUENCE
@@ -32,12 +31,10 @@ if TYPE_CHECKING:
 _ENGINE_MULTIPLE = 32
 
 
-@set_module("mlstate.coreml")
 class StateShapeWarning(UserWarning):
     """A state has a dimension that is known to fail on the Neural Engine."""
 
 
-@set_module("mlstate.coreml")
 class StateSpec(NamedTuple):
     """A state that a model declares.
 
@@ -66,7 +63,6 @@ class StateSpec(NamedTuple):
         return self.shape[SEQUENCE] if len(self.shape) == len(AXES) else None
 
 
-@set_module("mlstate.coreml")
 class StateSpecs(FunctionStates[StateSpec]):
     """The states of one function of a model: name to `StateSpec`, in declared order.
 
@@ -201,7 +197,6 @@ def _next_multiple(length: int) -> int:
     return -(-length // _ENGINE_MULTIPLE) * _ENGINE_MULTIPLE
 
 
-@set_module("mlstate.coreml")
 def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
     """Read the states that a Core ML model declares.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .._common.set_module import set_module
 from ..kv._arguments import incompatible
 from ..kv._state_manager import StateManagerBase
 from ._specs import StateSpec, choose
@@ -27,7 +26,6 @@ def _too_old(missing: str) -> Exception:
     )
 
 
-@set_module("mlstate.coreml")
 class StateManager(StateManagerBase):
     """Holds the state of Core ML models with several context sizes, and moves it between them.
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.dtypes import label_of, name_of
-from .._common.set_module import set_module
 from .._common.text import names_hint, shorten
 from ..kv._arguments import capacity_error, incompatible
 from ..kv._axis import valid_axis
@@ -129,7 +128,6 @@ def copy_coreml_state(source: MLStateLike, target: MLStateLike, name: str) -> No
     target.write_state(name=name, value=np.require(value, dtype, ["C", "W"]))
 
 
-@set_module("mlstate.coreml")
 def transition_coreml_state(
     source_mlstate: MLStateLike,
     target_mlstate: MLStateLike,
@@ -211,7 +209,6 @@ def transition_coreml_state(
     )
 
 
-@set_module("mlstate.coreml")
 def compact_coreml_state(
     source_mlstate: MLStateLike,
     target_mlstate: MLStateLike,
@@ -270,7 +267,6 @@ positions; choose a model with at least 300
 _FAKE_DTYPES = ("float16", "float32", "int32")
 
 
-@set_module("mlstate.coreml")
 class FakeMLState:
     """A replacement for coremltools' ``MLState``, for tests on any machine.
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.arrays import is_torch
 from .._common.backend import backend_of, is_module, is_optimizer
+from .._common.set_module import set_module_of_exports
 from .._common.text import names_hint
 from .._sharding.layout import Shard
 from ..collectives._arguments import check_group, check_root, check_timeout
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from ._merge import Entry
 
 __all__ = ["DistributedStateCollector", "RankDifference"]
+
+set_module_of_exports(globals())
 
 
 # ---- the local state ----

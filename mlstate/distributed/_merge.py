@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.arrays import new_packed
-from .._common.set_module import set_module
 from .._common.text import ranks_text, shorten
 from .._sharding.layout import Layout, Shard
 from ..errors import CompatibilityError
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from .._sharding.layout import Steps
 
 
-@set_module("mlstate.distributed")
 class RankDifference(NamedTuple):
     """One difference that prevents merging the states of several ranks.
 

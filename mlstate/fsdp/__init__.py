@@ -24,6 +24,7 @@ from math import isfinite, sqrt
 from typing import TYPE_CHECKING, Any
 
 from .._common.backend import backend_named
+from .._common.set_module import set_module_of_exports
 from ..collectives._arguments import check_group
 from ..errors import CollectiveError
 from ._accumulator import GradientAccumulator
@@ -51,6 +52,8 @@ __all__ = [
     "clip_grad_norm",
     "sharding_units",
 ]
+
+set_module_of_exports(globals())
 
 
 def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str, FSDPShardingUnit]:

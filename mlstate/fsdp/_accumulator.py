@@ -15,7 +15,6 @@ from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import backend_of
 from .._common.dtypes import FLOATS, INTEGERS, NARROW_FLOATS, as_numbers, name_of
-from .._common.set_module import set_module
 from ..collectives._arguments import dtype_name
 from ..errors import CompatibilityError
 from ._gradient_ops import place
@@ -174,7 +173,6 @@ def _check_dtype(dtype: DType | None) -> str | None:
     return name
 
 
-@set_module("mlstate.fsdp")
 class GradientAccumulator:
     """Add up the gradients of several micro-batches, with one running sum per parameter.
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from .._common.arrays import is_torch
 from .._common.backend import backend_named
-from .._common.set_module import set_module
 from ..collectives._arguments import dtype_name
 from ..collectives._operation_queue import OperationQueue
 from ..errors import CompatibilityError
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from .._common.backend import ModuleHooks
 
 
-@set_module("mlstate.fsdp")
 class FSDPBackwardHook:
     """Scatter the gradients of a model during its backward pass.
 

@@ -6,7 +6,6 @@ from math import isfinite
 from operator import index
 from typing import Any
 
-from .._common.set_module import set_module
 from ..collectives import ReduceOp
 from ..collectives._arguments import check_group, check_timeout
 from ._bucket import Terms
@@ -14,7 +13,6 @@ from ._reduction_session import Reductions
 from ._sharding_unit import dtype_text
 
 
-@set_module("mlstate.fsdp")
 class FSDP:
     """The ranks that share the gradients of a model, and their reduction settings.
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._common.set_module import set_module
 from ..collectives import ReduceOp
 from ._bucket import Entry
 from ._config import FSDP
 from ._sharding_unit import FSDPShardingUnit, bind_unit
 
 
-@set_module("mlstate.fsdp")
 class ReduceScatterOperation:
     """The reduce-scatter of one gradient.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._common.set_module import set_module
 from .._common.text import bytes_text, table_html, table_text
 
 if TYPE_CHECKING:
@@ -14,7 +13,6 @@ _ROWS = 40
 _HEADERS = ["bucket", "parameters", "bytes", "full", "agreed after", "reduced in", "GB/s"]
 
 
-@set_module("mlstate.fsdp")
 class Bucket(NamedTuple):
     """Timing of one bucket; times are seconds since the first gradient of the pass.
 
@@ -47,7 +45,6 @@ class Bucket(NamedTuple):
     waits: tuple[float, ...]
 
 
-@set_module("mlstate.fsdp")
 class BackwardReport:
     """Timing of the gradients and buckets of one backward pass.
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
-from .._common.set_module import set_module
 from .._sharding.layout import LAYOUT_NAMES, Layout, Shard, steps_of
 from ..errors import CompatibilityError
 
@@ -43,7 +42,6 @@ def _numpy_dtype(dtype: str) -> Any:
         return stored_dtype(dtype)
 
 
-@set_module("mlstate.fsdp")
 class FSDPShardingUnit:
     """A parameter and the part of its gradient that this rank keeps.
 

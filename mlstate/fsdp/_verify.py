@@ -12,7 +12,6 @@ import numpy as np
 from .. import _core
 from .._common.arrays import is_torch
 from .._common.dtypes import as_numbers
-from .._common.set_module import set_module
 from .._common.text import table_html, table_text
 from ._gradient_ops import packed
 
@@ -28,7 +27,6 @@ _SHOWN = 20
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
-@set_module("mlstate.fsdp")
 class Mismatch(NamedTuple):
     """A gradient that differs from its expected value.
 
@@ -51,7 +49,6 @@ class Mismatch(NamedTuple):
     actual: complex | str
 
 
-@set_module("mlstate.fsdp")
 class GradientReport:
     """Result of a verification; true if all gradients match.
 

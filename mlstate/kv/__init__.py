@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .._common.set_module import set_module_of_exports
 from ._combined_strategy import CombinedStrategy
 from ._context_ladder import ContextLadder, LadderStep
 from ._kv_state import KVState
@@ -48,6 +49,8 @@ __all__ = [
     "transition_kv_state",
     "validate_state_shapes",
 ]
+
+set_module_of_exports(globals())
 
 _OF_CACHES = ("CacheEntry", "CacheSpec", "CacheState")
 _OF_COREML = ("compact_coreml_state", "transition_coreml_state")

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.set_module import set_module
 from ._arguments import as_count, capacity_error, incompatible
 from ._context_ladder import ContextLadder, LadderStep, as_size, as_sizes, check_room, mask_rows
 
@@ -43,7 +42,6 @@ def _as_attention(name: str, value: Any, size: int) -> int | None:
     return attention_size
 
 
-@set_module("mlstate.kv")
 class CombinedStrategy:
     """Decides when to compact, generate with reduced attention, and expand.
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from .._common.set_module import set_module
 from ._arguments import as_count, as_counts, capacity_error
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
 
@@ -90,7 +89,6 @@ def mask_rows(
     return mask[:, :, position : position + count]
 
 
-@set_module("mlstate.kv")
 class LadderStep(NamedTuple):
     """What to do with a cache before the next tokens; see `ContextLadder`.
 
@@ -146,7 +144,6 @@ class LadderStep(NamedTuple):
         )
 
 
-@set_module("mlstate.kv")
 class ContextLadder:
     """Decides from positions alone when a cache grows, and what follows at the largest size.
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from .. import _core
 from .._common.dtypes import label_of
-from .._common.set_module import set_module
 from ._axis import with_length
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from .._types import DType, NDArray, NumpyDType
 
 
-@set_module("mlstate.kv")
 class KVState:
     """A KV cache that grows and shrinks inside reserved memory, without copying.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from .. import _core
-from .._common.set_module import set_module
 from ..errors import CapacityError, CompatibilityError
 from ._axis import sequence_axis, valid_axis
 from ._transition import transition_kv_state
@@ -39,7 +38,6 @@ def _dimension_axes(rank: int, axis: int) -> dict[str, int]:
     return axes
 
 
-@set_module("mlstate.kv")
 class StateTransitionManager:
     """Records the context sizes of a family of models, and moves caches between them.
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from .. import _core
 from .._common.arrays import write_into
-from .._common.set_module import set_module
 from ._arguments import capacity_error
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ def _mask(
     return run(None) if out is None else write_into(out, run)
 
 
-@set_module("mlstate.kv")
 def create_attention_size_mask(
     seq_length: int,
     attention_size: int,
@@ -132,7 +130,6 @@ def _as_pair(rows: Any) -> tuple[int, int]:
     return rows[0], rows[1]
 
 
-@set_module("mlstate.kv")
 def create_decode_mask(
     seq_length: int,
     attention_size: int,
@@ -184,7 +181,6 @@ def create_decode_mask(
     return _mask(seq_length, attention_size, current_position, sinks, True, dtype, fill, out)
 
 
-@set_module("mlstate.kv")
 def create_causal_mask(
     seq_length: int,
     attention_size: int | None = None,

@@ -8,7 +8,6 @@ import numpy as np
 
 from .. import _core
 from .._common.dtypes import label_of
-from .._common.set_module import set_module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from .._types import Array, DType, NDArray, NumpyDType
 
 
-@set_module("mlstate.kv")
 class RollingKVState:
     """A KV cache of fixed size that evicts its oldest tokens (sliding window with sinks).
 

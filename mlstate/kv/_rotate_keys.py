@@ -8,13 +8,11 @@ import numpy as np
 
 from .. import _core
 from .._common.arrays import write_into
-from .._common.set_module import set_module
 
 if TYPE_CHECKING:
     from .._types import Array, NDArray
 
 
-@set_module("mlstate.kv")
 def rotate_keys(
     keys: Array,
     shift: int | Array,

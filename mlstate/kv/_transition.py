@@ -12,7 +12,6 @@ import numpy as np
 from .. import _core
 from .._common.arrays import is_torch, write_into
 from .._common.backend import backend_of
-from .._common.set_module import set_module
 from .._common.text import names_hint
 from ..errors import CompatibilityError, MLStateError
 from ._integer_conversion import in_range
@@ -55,7 +54,6 @@ def _move(
     return run(None) if out is None else write_into(out, run)
 
 
-@set_module("mlstate.kv")
 def transition_kv_state(
     source_state: ArrayT,
     target_seq_length: int,
@@ -168,7 +166,6 @@ def transition_kv_state(
     return result
 
 
-@set_module("mlstate.kv")
 def compact_kv_state(
     source_state: ArrayT,
     target_seq_length: int,
@@ -233,7 +230,6 @@ target_seq_length of at least 300
     return result
 
 
-@set_module("mlstate.kv")
 def validate_state_shapes(
     source_state_shape: Sequence[int] | Mapping[str, Sequence[int]],
     target_state_shape: Sequence[int] | Mapping[str, Sequence[int]],
@@ -309,7 +305,6 @@ def name_errors(name: str) -> Iterator[None]:
         raise
 
 
-@set_module("mlstate.kv")
 def get_transition_info(
     source_seq_length: int, target_seq_length: int, current_position: int
 ) -> dict[str, int | float]:

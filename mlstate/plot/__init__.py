@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .._common.set_module import set_module_of_exports
 from .._common.text import bytes_text, shorten
 from ._caches import plot_cache, plot_cache_memory, plot_mask, plot_occupancy
 from ._figure import (
@@ -44,6 +45,8 @@ __all__ = [
     "plot_saves",
     "plot_shards",
 ]
+
+set_module_of_exports(globals())
 
 _MARKS = "osD^v<>"
 _BARS = 30

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.set_module import set_module
 from ._figure import AGAIN, AWAY, BUDGET, FREE, STATES, TEXT, USED, bytes_unit, new_figure
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ _CONTENTS = (
 )
 
 
-@set_module("mlstate.plot")
 def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
     """Plot the occupancy of a KV cache at several stages.
 
@@ -123,7 +121,6 @@ def _join_columns(kinds: NDArray) -> NDArray:
     return joined
 
 
-@set_module("mlstate.plot")
 def plot_cache(
     cache: KVState | RollingKVState | NDArray,
     *,
@@ -223,7 +220,6 @@ def _draw_pixels(axes: Any, kinds: NDArray, colours: Sequence[str], extent: Any)
     axes.spines[:].set_visible(False)
 
 
-@set_module("mlstate.plot")
 def plot_cache_memory(
     curves: Mapping[str, Sequence[tuple[int, int]]], tokens: int | None = None
 ) -> Figure:
@@ -292,7 +288,6 @@ def plot_cache_memory(
     return figure
 
 
-@set_module("mlstate.plot")
 def plot_mask(mask: NDArray, *, first_row: int = 0) -> Figure:
     """Plot an attention mask.
 

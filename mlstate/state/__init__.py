@@ -17,6 +17,7 @@ Examples
 array([1., 1.])
 """
 
+from .._common.set_module import set_module_of_exports
 from ._compatibility import (
     CompatibilityResult,
     Difference,
@@ -50,3 +51,5 @@ __all__ = [
     "rename",
     "shapes_match",
 ]
+
+set_module_of_exports(globals())

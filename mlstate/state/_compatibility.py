@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import _core
-from .._common.set_module import set_module
 from .._common.text import shorten
 
 SHOWN = 20  # names that a message lists
 LONGEST = 200  # characters of one of them
 
 
-@set_module("mlstate.state")
 class Difference(NamedTuple):
     """One difference between two states.
 
@@ -41,7 +39,6 @@ class Difference(NamedTuple):
     target: Any = None
 
 
-@set_module("mlstate.state")
 class CompatibilityResult:
     """The result of `check_compatibility`; callers may add their own errors and warnings.
 
@@ -168,7 +165,6 @@ def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-@set_module("mlstate.state")
 def keys_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
     """Return whether two states have the same names.
 
@@ -197,7 +193,6 @@ def keys_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
     return _core.state_keys_match(as_dict(state1), as_dict(state2))
 
 
-@set_module("mlstate.state")
 def get_missing_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> set[str]:
     """Return the names that `state1` has and `state2` lacks.
 
@@ -226,7 +221,6 @@ def get_missing_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> se
     return _core.state_missing(as_dict(state1), as_dict(state2))
 
 
-@set_module("mlstate.state")
 def get_unexpected_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> set[str]:
     """Return the names that `state2` has and `state1` lacks.
 
@@ -255,7 +249,6 @@ def get_unexpected_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) ->
     return _core.state_missing(as_dict(state2), as_dict(state1))
 
 
-@set_module("mlstate.state")
 def shapes_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
     """Return whether `state2` has every tensor of `state1` with the same shape.
 
@@ -332,7 +325,6 @@ def rename_hint(
     return rules, f"{matched:,} of {len(source):,} names match after rename(source, {rules!r})"
 
 
-@set_module("mlstate.state")
 def check_compatibility(
     source: Mapping[str, Any], target: Mapping[str, Any]
 ) -> CompatibilityResult:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.set_module import set_module
 from ._compatibility import as_dict
 
 if TYPE_CHECKING:
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 SHOWN = 20  # rows that a table shows
 
 
-@set_module("mlstate.state")
 class TensorChange(NamedTuple):
     """How much the elements of one tensor changed.
 
@@ -48,7 +46,6 @@ class TensorChange(NamedTuple):
     max_rel: float
 
 
-@set_module("mlstate.state")
 class StateDiff(NamedTuple):
     """The differences between two states.
 
@@ -130,7 +127,6 @@ class StateDiff(NamedTuple):
 _HEADERS = ("tensor", "changed", "max abs", "max rel", "")
 
 
-@set_module("mlstate.state")
 def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
     """Compare two states element by element.
 

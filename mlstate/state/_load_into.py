@@ -9,7 +9,6 @@ from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import backend_of
 from .._common.dtypes import FLOATS
-from .._common.set_module import set_module
 from .._common.text import shorten
 from ..errors import CompatibilityError
 from ._compatibility import LONGEST, SHOWN, as_dict, differences_of, join, rename_hint
@@ -69,7 +68,6 @@ def _refusal(
     return error
 
 
-@set_module("mlstate.state")
 def load_into(
     target: Mapping[str, Any],
     source: Mapping[str, Any],
@@ -160,7 +158,6 @@ def rename(state: State, rules: Mapping[str, str], *, unused: str = ...) -> Stat
 def rename(
     state: Mapping[str, Any], rules: Mapping[str, str], *, unused: str = ...
 ) -> StateDict: ...
-@set_module("mlstate.state")
 def rename(
     state: Mapping[str, Any], rules: Mapping[str, str], *, unused: str = "error"
 ) -> StateDict:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import _core
 from .._common.backend import backend_named
-from .._common.set_module import set_module
 from ._state_dict import StateDict, as_count
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 Self = TypeVar("Self", bound="OptimizerStateDict")
 
 
-@set_module("mlstate.state")
 class OptimizerType(StrEnum):
     """The optimizer that a state belongs to; each member equals the str of its value.
 
@@ -47,7 +45,6 @@ class OptimizerType(StrEnum):
     OTHER = "other"
 
 
-@set_module("mlstate.state")
 class OptimizerStateDict(StateDict):
     """The state of an optimizer: ``"<parameter>.<state name>"`` to array.
 

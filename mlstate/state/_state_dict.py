@@ -11,7 +11,6 @@ import numpy as np
 
 from .. import _core
 from .._common.backend import backend_named
-from .._common.set_module import set_module
 from .._common.text import shorten
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ def _set_state(target: Any, state: Any) -> None:
         setattr(target, name, value)
 
 
-@set_module("mlstate.state")
 class StateDict(_core.StateDict):
     """A dict of named arrays: the state of a model, an optimizer, or a part of one.
 
@@ -462,7 +460,6 @@ class StateDict(_core.StateDict):
         return list(self)
 
 
-@set_module("mlstate.state")
 class ModelStateDict(StateDict):
     """The state of a model, with its layers.
 
@@ -530,7 +527,6 @@ class ModelStateDict(StateDict):
         return [text for text in (shorten(model_type, 60), layers) if text]
 
 
-@set_module("mlstate.state")
 @runtime_checkable
 class Stateful(Protocol):
     """Protocol of objects that can return their state and load one.

@@ -5,6 +5,8 @@ import inspect
 import pickle
 import pkgutil
 import pydoc
+import subprocess
+import sys
 import typing
 
 import pytest
@@ -71,6 +73,26 @@ def test_methods_report_the_module_of_their_class(module, name, thing):
         member = getattr(member, "__func__", member)
         if inspect.isfunction(member) and member.__qualname__ == f"{name}.{key}":
             assert is_public(member.__module__), key
+
+
+@pytest.mark.parametrize(
+    ("file", "module"),
+    [
+        ("_sharding.layout", "checkpoint"),
+        ("_safetensors", "checkpoint"),
+        ("kv._transition_plan", "coreml"),
+    ],
+)
+def test_names_of_another_folder_report_it_before_it_is_imported(file, module):
+    script = (
+        f"import sys, mlstate.{file} as file\n"
+        f"assert 'mlstate.{module}' not in sys.modules\n"
+        f"homes = {{name: thing.__module__ for name, thing in vars(file).items() "
+        f"if getattr(thing, '__module__', '') == 'mlstate.{file}'}}\n"
+        f"import mlstate.{module} as public\n"
+        f"assert not homes.keys() & set(public.__all__), homes\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_methods_can_be_pickled():

@@ -22,7 +22,6 @@ from ... import _core
 from ..._common.atomic_file import replace_folder
 from ..._common.backend import backend_of, is_module
 from ..._common.local_path import local_path
-from ..._common.set_module import set_module
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
 from ...errors import StoreError
@@ -371,7 +370,6 @@ def export(
     write_folder(taken.target, plan, gathered.shards, files_from, overwrite)
 
 
-@set_module("mlstate.checkpoint")
 def export_huggingface(
     path: str | os.PathLike[str],
     model: Any,

@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..._common.local_path import local_folder
-from ..._common.set_module import set_module
 from .._checkpoint import inspect
 from .._save_async import SaveJob, devices_of, refuse_default_group, staging_of, start_job
 from .export import MAX_SHARD_BYTES, gather_parts, take_export, together, write_folder
@@ -71,7 +70,6 @@ class _ExportJob(SaveJob):
         return inspect(self.path)
 
 
-@set_module("mlstate.checkpoint")
 def export_huggingface_async(
     path: str | os.PathLike[str],
     model: Any,

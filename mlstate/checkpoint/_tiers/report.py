@@ -5,7 +5,6 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._common.set_module import set_module
 from ..._common.text import bytes_text, shorten, table_text
 from ..._sharding.layout import Tier
 from .._html import fit_page
@@ -32,7 +31,6 @@ _STYLE = (
 )
 
 
-@set_module("mlstate.checkpoint")
 class TierRecord(NamedTuple):
     """One unit of a `TierReport`.
 
@@ -68,7 +66,6 @@ class TierRecord(NamedTuple):
     lately: float
 
 
-@set_module("mlstate.checkpoint")
 class Traffic(NamedTuple):
     """Totals of all moves from one tier to another.
 
@@ -91,7 +88,6 @@ class Traffic(NamedTuple):
     seconds: float
 
 
-@set_module("mlstate.checkpoint")
 class TierReport:
     """Tiers, uses and moves of all units; see `TieredState.report`.
 

@@ -9,7 +9,6 @@ import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.set_module import set_module
 from ..._sharding.layout import Tier
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from ..._common.budget import MemorySize
 
 
-@set_module("mlstate.checkpoint")
 class StateDicts(NamedTuple):
     """The two states of a `TieredState`, for `mlstate.save`.
 
@@ -49,7 +47,6 @@ class StateDicts(NamedTuple):
     optimizer: OptimizerStateDict
 
 
-@set_module("mlstate.checkpoint")
 class TieredState(TierMoves):
     """The state of a model and its optimizer, with each unit in a hot, warm or cold tier.
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.arrays import is_torch
 from ..._common.dtypes import name_of
-from ..._common.set_module import set_module
 from ...distributed._byte_ranges import plain_of
 from ...errors import CompatibilityError
 from .unit_file import Part
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from .unit_file import Unit
 
 
-@set_module("mlstate.checkpoint")
 class TieredUnit:
     """A parameter and its optimizer states, provided by `TieredState.use`.
 
