@@ -202,7 +202,6 @@ def prune(
         sizes = _sizes(folder, [*dead, *temporary, *(root.path for root in old)])
         if lock is not None:
             _folder.delete_roots(folder, old)
-            _folder.discard_temporaries(folder)
-            _folder.prune(folder)
+            _folder.remove_files(folder, [*temporary, *sorted(dead)])
             lock.note(None)  # the unfinished files of a killed writer are deleted
     return PruneReport(folder, dry_run, steps, kept, sizes)

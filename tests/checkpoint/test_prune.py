@@ -8,6 +8,7 @@ import pytest
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune
+from mlstate.checkpoint._store import folder as checkpoint_files
 from mlstate.checkpoint._store.writer_lock import WriterLock
 
 GENERATION = "0123456789abcdef"
@@ -69,6 +70,19 @@ def test_a_dry_run_says_the_same_and_writes_nothing(manager):
     assert told._replace(dry_run=False) == done
     after = listing(manager.directory)
     assert done.files == {k: v for k, v in before.items() if k not in after}
+
+
+def test_each_index_is_read_once(manager, monkeypatch):
+    read = []
+    load = checkpoint_files.load_merged_index
+
+    def count_and_load(folder, manifest):
+        read.append(manifest.generation)
+        return load(folder, manifest)
+
+    monkeypatch.setattr(checkpoint_files, "load_merged_index", count_and_load)
+    prune(manager.directory)
+    assert len(read) == len(set(read)) == 5
 
 
 def test_steps_that_stay_are_whole(manager):
