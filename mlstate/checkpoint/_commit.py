@@ -32,7 +32,6 @@ from ._store.writer_lock import WriterLock
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
-    from types import FrameType
 
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
@@ -59,20 +58,33 @@ class Committed(NamedTuple):
     merged_indexes: dict[str, Any]
 
 
-def warn_caller(text: str) -> None:
-    """Issue a warning that names the line which called this package.
+class Caller(NamedTuple):
+    """The line that called this package; warnings of a save name it, also those of its thread."""
 
-    Without such a line, as in a function that ``atexit`` calls, the warning names the first
-    line of the stack.
+    path: str
+    line: int
+    module: str
+    registry: dict[Any, int]  # warnings that the module has shown
+
+    def warn(self, text: str) -> None:
+        """Issue a warning."""
+        import warnings
+
+        warnings.warn_explicit(text, UserWarning, *self)
+
+
+def find_caller() -> Caller:
+    """Return the line that called this package.
+
+    Without such a line, as in a function that ``atexit`` calls, return the first line of the
+    stack.
     """
-    import warnings
-
-    level = 1
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("mlstate."):
-        level += 1
+    frame = sys._getframe(1)
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("mlstate."):
         frame = frame.f_back
-    warnings.warn(text, stacklevel=level)
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    module = frame.f_globals.get("__name__", "<string>")  # as `warnings.warn` does
+    return Caller(frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 # ---- messages between ranks; a process that saves alone sends none ----
@@ -136,12 +148,13 @@ def refuse_manager_folder(target: SaveTarget) -> None:
         )
 
 
-def _read_replaced(folder: str) -> Manifest | None:
+def _read_replaced(target: SaveTarget) -> Manifest | None:
     """Return the checkpoint that a save replaces; None if there is none or it is damaged.
 
     A damaged checkpoint causes a warning. An intact manifest of a newer format raises
     FormatError.
     """
+    folder = target.folder
     try:
         return _folder.read_manifest(folder)
     except FileNotFoundError:
@@ -152,7 +165,8 @@ def _read_replaced(folder: str) -> Manifest | None:
             _core.json_checksum_check(data, folder)
         except FormatError:
             log("WARNING", "%s: the checkpoint is damaged and replaced: %s", folder, error)
-            warn_caller(f"the existing checkpoint is damaged and will be replaced: {error}")
+            text = f"the existing checkpoint is damaged and will be replaced: {error}"
+            target.caller.warn(text)
             return None
         raise
 
@@ -187,7 +201,7 @@ def open_folder(target: SaveTarget, lock: _Lock, *, states: bool = False) -> Sta
     _folder.create(folder, states=states)
     lock.acquire()
     refuse_manager_folder(target)
-    before = _read_replaced(folder)
+    before = _read_replaced(target)
     # roots/ may hold a newer root that did not become the manifest
     sequence = _folder.next_sequence(folder, before)
     if lock.unfinished is not None:
@@ -572,7 +586,7 @@ def write_and_commit(
     if target.group is not None:
         target.group.barrier()
     if warning is not None:
-        warn_caller(warning)
+        target.caller.warn(warning)
     manifest = committed and committed.manifest
     checkpoint = Checkpoint(_folder.RootPath(target.folder, manifest=manifest))
     checkpoint.written = written

@@ -16,7 +16,6 @@ from ._commit import (
     lock_of,
     open_folder,
     read_pattern,
-    warn_caller,
     write_rank,
 )
 from ._manager import find_root
@@ -95,7 +94,7 @@ def _write_all_ranks(
     finally:
         close_folder(lock, is_clean=is_clean)
     if warning is not None:
-        warn_caller(warning)
+        target.caller.warn(warning)
     return Checkpoint(_folder.RootPath(target.folder, manifest=committed.manifest))
 
 

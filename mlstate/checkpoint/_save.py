@@ -28,7 +28,7 @@ from ..errors import CollectiveError, StoreError
 from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
-from ._commit import refuse_manager_folder, write_and_commit
+from ._commit import Caller, find_caller, refuse_manager_folder, write_and_commit
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, take_states
@@ -83,6 +83,7 @@ class SaveTarget(NamedTuple):
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
     started: Callable[[SaveHandle], object] | None
     lock_timeout: float  # seconds
+    caller: Caller
 
 
 def delete_all_roots(folder: str, newest: Manifest) -> dict[str, Manifest]:
@@ -138,6 +139,7 @@ def check_target(
         partial(delete_all_roots, folder) if given.replace_steps else given.retain,
         given.started,
         check_timeout(lock_timeout),
+        find_caller(),
     )
 
 

@@ -404,6 +404,21 @@ def save_async_done(path):
     return handle
 
 
+@pytest.mark.parametrize("managed", [False, True])
+def test_a_warning_of_the_thread_names_the_line_of_the_call(path, managed):
+    def save(state):
+        return manager.save_async(1, state) if managed else save_async(path, state)
+
+    manager = CheckpointManager(path)
+    save({"w": random(10)}).wait()
+    manifest = path / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"world_size": 1', b'"world_size": 2'))
+    with pytest.warns(UserWarning, match="damaged and will be replaced") as found:
+        save({"w": random(11)}).wait()
+    [warning] = found
+    assert (warning.filename, warning.lineno) == (__file__, save.__code__.co_firstlineno + 1)
+
+
 def test_a_callback_that_raises_stops_the_save(path):
     mlstate.save(path, {"w": np.zeros(3)}, step=1)
 
