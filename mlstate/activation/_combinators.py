@@ -75,7 +75,10 @@ def name_of(strategy: Any) -> str:
 
 
 class Operators:
-    """``a & b``, ``a | b`` and ``~a`` for strategies; operands may be user-defined classes."""
+    """``a & b``, ``a | b`` and ``~a`` for strategies, and comparison of their settings.
+
+    The operands of ``&`` and ``|`` may be user-defined classes.
+    """
 
     __slots__ = ()
 
@@ -93,6 +96,14 @@ class Operators:
 
     def __invert__(self: Any) -> Not:
         return Not(self)
+
+    def __eq__(self: Any, other: Any) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return bool(self._settings() == other._settings())
+
+    def __hash__(self: Any) -> int:
+        return hash((type(self).__name__, self.name))
 
 
 class Composite(Operators):
@@ -122,14 +133,6 @@ class Composite(Operators):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self._members))})"
-
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented
-        return self._settings() == other._settings()
-
-    def __hash__(self) -> int:
-        return hash((type(self).__name__, self.name))
 
     # `_asks` and `_opinions` are bound methods of the members, so a copy must rebuild them
     def __getstate__(self) -> dict[str, Any]:

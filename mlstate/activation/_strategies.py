@@ -66,14 +66,6 @@ class _Strategy(Operators):
         )
         return f"{type(self).__name__}({text})"
 
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented
-        return self._settings() == other._settings()
-
-    def __hash__(self) -> int:
-        return hash((type(self).__name__, self.name))  # type: ignore[attr-defined]
-
     # copies and pickles: settings through the constructor, then the state
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
         return (), self._settings()
