@@ -4,13 +4,12 @@ import errno
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
 from checkpoint_model import same
@@ -323,8 +322,7 @@ import logging
 open(root, "wb").close()
 print(manager.steps(), [type(h).__name__ for h in logging.getLogger("mlstate").handlers])
 """
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = child.attempt(code, tmp_path / "run")
     assert done.stdout == "False\n[] ['NullHandler']\n"
     assert done.stderr == ""
 

@@ -7,13 +7,12 @@ files. A save over it either repairs it or is refused, and loses no good data.
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
 from checkpoint_victim import Victim, refused, saved, ways
@@ -328,23 +327,18 @@ COSTLY = {
     "a text": lambda n: b'"x":"' + b"x" * n + b'"',
 }
 
-CHILD = """
-import sys, mlstate
-def peak():
-    with open("/proc/self/status") as f:
-        return next(int(line.split()[1]) for line in f if line.startswith("VmHWM:"))
-import json
-before = peak()
+GROWTH = """
+import json, sys, mlstate
+before = status("VmHWM")
 try:
     mlstate.load(sys.argv[1])
 except mlstate.FormatError:
     pass
-print(1024 * (peak() - before))
+print(status("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-@pytest.mark.skipif("MLSTATE_UNDER_SANITIZER" in os.environ, reason="ASan pads every block")
+@child.needs_status
 @pytest.mark.parametrize("part", ["manifest", "index"])
 @pytest.mark.parametrize("kind", COSTLY)
 def test_memory_and_time_grow_with_the_text(kind, part, one):
@@ -355,11 +349,7 @@ def test_memory_and_time_grow_with_the_text(kind, part, one):
         one.put("manifest.json", data)
     else:
         one.put_index(data)
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(one)],
-        capture_output=True, text=True, timeout=60, env=environment, check=True,
-    )  # fmt: skip
+    growth = int(child.run(child.STATUS + GROWTH, one, timeout=60))
     assert time.monotonic() - start < 20
-    assert int(done.stdout) < 60 * len(data) + (8 << 20)
+    assert growth < 60 * len(data) + (8 << 20)

@@ -1,10 +1,10 @@
 """Eight threads on shared objects: correct on every build, and without the GIL if it is off."""
 
 import contextlib
-import subprocess
 import sys
 from importlib import resources
 
+import child
 import numpy as np
 import pytest
 from thread_team import run_in_threads
@@ -21,7 +21,7 @@ THREADS = 8
 )
 def test_importing_mlstate_leaves_the_gil_off():
     code = "import sys, mlstate; print(sys._is_gil_enabled())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = child.attempt(code, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("False", "")
 
 

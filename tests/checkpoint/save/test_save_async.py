@@ -193,10 +193,6 @@ import numpy as np
 import mlstate
 from mlstate.checkpoint import Staging, save_async
 
-def status(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
-
 path, share = sys.argv[1], float(sys.argv[2])
 state = {f"w{i}": np.full((1 << 20) + i, i, np.float32) for i in range(8)}
 state["strided"] = np.ones((2048, 1024), np.float32)[:, ::2]
@@ -217,17 +213,13 @@ for kept in (False, True):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.skipif(
-    bool(os.environ.get("MLSTATE_UNDER_SANITIZER")), reason="sanitizers need memory of their own"
-)
+@child.needs_status
 @pytest.mark.parametrize(
     "share",
     [1, 0.25, pytest.param(0.5, marks=pytest.mark.long), pytest.param(0, marks=pytest.mark.long)],
 )
 def test_extra_memory_is_within_the_budget(tmp_path, share):
-    code = f"import sys; sys.argv[1:] = {[str(tmp_path / 'ckpt'), str(share)]}\n{PEAK}"
-    for line in child.run(code).splitlines():
+    for line in child.run(child.STATUS + PEAK, tmp_path / "ckpt", share).splitlines():
         extra, kept, budget = map(int, line.split())
         # the writer's memory counts against the budget, if the budget is large enough for it
         assert extra <= (budget if budget and not kept else 16 << 20), line

@@ -5,13 +5,12 @@ import gc
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from contextlib import suppress
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
 from checkpoint_model import flip
@@ -623,7 +622,7 @@ def test_one_at_a_time_has_the_folder(folder):
         with pytest.raises(errors.StoreError):
             TieredState.open(folder)
         code = f"from mlstate import TieredState; TieredState.open({str(folder)!r})"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = child.attempt(code)
         assert done.returncode and "folder of tiers" in done.stderr
     tiers = TieredState({"w": np.ones(1)}, {}, folder)
     del tiers  # without close()

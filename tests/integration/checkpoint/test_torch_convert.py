@@ -2,12 +2,11 @@
 
 import datetime
 import pickle
-import subprocess
-import sys
 import warnings
 from collections import OrderedDict
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
 import rank_jobs
@@ -283,8 +282,8 @@ def test_torch_reads_it_without_mlstate(tmp_path):
         f"tree = torch.load({str(tmp_path / 'a.pt')!r}, weights_only=True); "
         "print(sorted(tree), tree['metadata'], 'mlstate' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "['metadata', 'mlstate', 'model', 'optimizer'] {'step': 1} False"
+    found = child.run(code).strip()
+    assert found == "['metadata', 'mlstate', 'model', 'optimizer'] {'step': 1} False"
 
 
 class Strange:
