@@ -199,39 +199,24 @@ def test_exported_names_resolve(module):
         assert getattr(module, name) is not None
 
 
+NAMES_OF_THE_DESIGN = {
+    mlstate: "save_file load_file set_num_threads MLStateError",
+    coreml: "state_specs plan_transition FakeMLState",
+    kv: """
+        StateTransitionManager validate_state_shapes get_transition_info
+        transition_coreml_state compact_coreml_state
+        create_attention_size_mask create_decode_mask create_causal_mask
+        KVState RollingKVState CacheEntry CacheSpec CacheState
+        ContextLadder CombinedStrategy rotate_keys
+    """,
+}
+
+
 def test_the_names_of_the_design():
-    for name in [
-        "save_file",
-        "load_file",
-        "transition_kv_state",
-        "compact_kv_state",
-        "set_num_threads",
-        "MLStateError",
-    ]:
-        assert name in mlstate.__all__
-    for name in [
-        "transition_kv_state",
-        "compact_kv_state",
-        "validate_state_shapes",
-        "get_transition_info",
-        "StateTransitionManager",
-        "transition_coreml_state",
-        "compact_coreml_state",
-        "create_attention_size_mask",
-        "create_decode_mask",
-        "create_causal_mask",
-        "KVState",
-        "ContextLadder",
-        "CombinedStrategy",
-        "CacheEntry",
-        "CacheSpec",
-        "CacheState",
-        "RollingKVState",
-        "rotate_keys",
-    ]:
-        assert name in kv.__all__
-    for name in ["state_specs", "plan_transition", "FakeMLState"]:
-        assert name in coreml.__all__
+    for module, names in NAMES_OF_THE_DESIGN.items():
+        assert set(names.split()) <= set(module.__all__)
+    for module in (mlstate, kv):
+        assert {"transition_kv_state", "compact_kv_state"} <= set(module.__all__)
 
 
 # ---- the private functions ----
