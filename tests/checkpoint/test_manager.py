@@ -12,7 +12,7 @@ from pathlib import Path
 import child
 import numpy as np
 import pytest
-from checkpoint_model import same
+from checkpoint_model import flip_shard, same
 from thread_team import run_in_threads
 
 import mlstate
@@ -39,11 +39,7 @@ def manager(tmp_path):
 
 def flip(manager, step, key="w"):
     shard = next(s for s in manager.checkpoint(step).shards() if s.key == key)
-    with Path(manager.directory, shard.path).open("r+b") as file:
-        file.seek(shard.offset + 2)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 0x10]))
+    flip_shard(manager.directory, shard, 2)
 
 
 def test_the_newest_steps_are_kept_and_each_is_whole(manager):

@@ -22,13 +22,14 @@ from gradient_model import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_model import LAYOUTS
+from thread_team import num_threads
 from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError
 from mlstate.collectives import SingleGroup
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, _bucket
 from mlstate.fsdp._bucket import Entry
-from mlstate.threads import get_num_threads, set_num_threads
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -135,32 +136,24 @@ def test_bits_are_those_of_a_sum_in_the_order_of_ranks(case):
             **expected,
         )
 
-    threads = get_num_threads()
-    set_num_threads(case["threads"])
-    try:
+    with num_threads(case["threads"]):
         run(work, case["world"], case["engine"])
-    finally:
-        set_num_threads(threads)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_large_gradients_have_the_same_bits_with_any_number_of_threads(engine):
     named = {"w": (300_001,), "v": (517, 129)}
+
+    def work(group):
+        units = units_of(group.rank, named, {"w": "float32", "v": "float16"})
+        gradients = gradients_of(group.rank, named, {"w": "float32", "v": "float16"})
+        FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients)
+        return [unit.local_gradient.tobytes() for unit in units.values()]
+
     found = []
-    before = get_num_threads()
-    try:
-        for count in (1, 2, 4):
-            set_num_threads(count)
-
-            def work(group):
-                units = units_of(group.rank, named, {"w": "float32", "v": "float16"})
-                gradients = gradients_of(group.rank, named, {"w": "float32", "v": "float16"})
-                FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients)
-                return [unit.local_gradient.tobytes() for unit in units.values()]
-
+    for count in (1, 2, 4):
+        with num_threads(count):
             found.append(run(work, 3, engine))
-    finally:
-        set_num_threads(before)
     assert found[0] == found[1] == found[2]
 
 
@@ -175,32 +168,14 @@ def test_the_order_of_ranks_decides_the_bits():
 # ---- arrays ----
 
 
-def every_other(gradient):
-    memory = np.full((*gradient.shape[:-1], 2 * gradient.shape[-1]), 77, gradient.dtype)
-    memory[..., ::2] = gradient
-    return memory[..., ::2]
-
-
 def read_only(gradient):
     gradient.flags.writeable = False
     return gradient
 
 
-def unaligned(gradient):
-    memory = np.zeros(gradient.nbytes + 1, np.uint8)
-    view = memory[1:].view(gradient.dtype).reshape(gradient.shape)
-    view[...] = gradient
-    assert not view.flags.aligned
-    return view
-
-
 VIEWS = {
-    "fortran": np.asfortranarray,
-    "every other": every_other,
-    "backwards": lambda gradient: gradient[::-1].copy()[::-1],
+    **{name: LAYOUTS[name] for name in ("fortran", "gaps", "backwards", "swapped", "unaligned")},
     "read-only": read_only,
-    "swapped bytes": lambda gradient: gradient.astype(gradient.dtype.newbyteorder()),
-    "unaligned": unaligned,
     "broadcast": lambda gradient: np.broadcast_to(gradient[:1], gradient.shape),
 }
 

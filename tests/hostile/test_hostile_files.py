@@ -12,6 +12,7 @@ import time
 import child
 import numpy as np
 import pytest
+from checkpoint_model import flipped
 
 import mlstate
 from mlstate.checkpoint import load_file, load_metadata, save_file
@@ -169,9 +170,7 @@ def test_every_byte_of_our_header_flipped(tmp_path):
     header = 8 + struct.unpack("<Q", good[:8])[0]
     for at in range(header):
         for flip in (0x01, 0x20, 0x80, 0xFF):
-            data = bytearray(good)
-            data[at] ^= flip
-            path.write_bytes(data)
+            path.write_bytes(flipped(good, at, flip))
             with pytest.raises(FormatError):
                 load_file(path)
 
@@ -180,9 +179,7 @@ def test_every_byte_of_our_tensors_flipped(tmp_path):
     path, good = saved(tmp_path)
     header = 8 + struct.unpack("<Q", good[:8])[0]
     for at in range(header, len(good)):
-        data = bytearray(good)
-        data[at] ^= 0x10
-        path.write_bytes(data)
+        path.write_bytes(flipped(good, at, 0x10))
         with pytest.raises(ChecksumError) as caught:
             load_file(path)
         assert caught.value.name == ("w" if at < header + 20 else "x")

@@ -15,6 +15,7 @@ from pathlib import Path
 import child
 import numpy as np
 import pytest
+from checkpoint_model import flipped
 from checkpoint_victim import Victim, refused, saved, ways
 from index_tables import tables_of
 from json_checksums import renew_checksum, text_with_checksum
@@ -31,9 +32,7 @@ def test_every_byte_of_a_header_flipped_is_found(one):
     name = one.path("params")
     good = one.good[name]
     for at in range(4096):
-        data = bytearray(good)
-        data[at] ^= (0x01, 0x20, 0x80, 0xFF)[at % 4]
-        one.put(name, data)
+        one.put(name, flipped(good, at, (0x01, 0x20, 0x80, 0xFF)[at % 4]))
         report = mlstate.verify(str(one))
         assert [problem.path for problem in report.problems] == [name], at
         assert report.problems[0].kind in ("header", "foreign"), at
@@ -44,9 +43,7 @@ def test_every_byte_of_the_tensors_flipped_is_found(one):
     good = one.good[name]
     assert len(good) == 4096 + 96 + 6
     for at in range(4096, len(good)):
-        data = bytearray(good)
-        data[at] ^= 0x10
-        one.put(name, data)
+        one.put(name, flipped(good, at, 0x10))
         for way in ({}, {"verify": "first"}, {"names": ["w", "b"]}):
             with pytest.raises(ChecksumError) as caught:
                 mlstate.load(str(one), **way)

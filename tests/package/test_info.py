@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import child
 import numpy as np
 import pytest
+from thread_team import num_threads
 
 import mlstate
 from mlstate import _core, _info
@@ -104,12 +105,8 @@ def test_every_fact_has_a_line(core):
 
 def test_the_facts_are_those_of_this_process(core):
     core(KNOWN)
-    before = mlstate.get_num_threads()
-    mlstate.set_num_threads(3)
-    try:
+    with num_threads(3):
         found = mlstate.info()
-    finally:
-        mlstate.set_num_threads(before)
     assert found.version == mlstate.__version__
     assert found.python.startswith(platform.python_version())
     assert found.numpy == np.__version__

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import re
-import threading
 import warnings
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from checkpoint_model import STEPS, part, parts_of, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from json_checksums import renew_checksum
+from thread_team import meanwhile
 from tries import tries
 
 import mlstate
@@ -787,32 +787,20 @@ def test_readers_see_one_checkpoint_or_the_other_while_it_is_replaced(path):
         return {f"w{j}": np.full((40, 40), i, np.float32) for j in range(8)}
 
     mlstate.save(path, state(0), pack_below_bytes=0)
-    stop = threading.Event()
-    seen, failed = set(), []
+    seen = set()
 
     def read():
-        while not stop.is_set():
-            try:
-                model = mlstate.load(path).model
-                values = {float(v) for array in model.values() for v in (array.min(), array.max())}
-                assert len(values) == 1, values
-                seen.update(values)
-                report = mlstate.verify(path)
-                assert report, report
-                mlstate.load(path, verify="first")
-            except BaseException as error:
-                failed.append(error)
-                return
+        model = mlstate.load(path).model
+        values = {float(v) for array in model.values() for v in (array.min(), array.max())}
+        assert len(values) == 1, values
+        seen.update(values)
+        report = mlstate.verify(path)
+        assert report, report
+        mlstate.load(path, verify="first")
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for i in range(1, 40):
-        mlstate.save(path, state(i), pack_below_bytes=0)
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert not failed
+    with meanwhile(read, 2):
+        for i in range(1, 40):
+            mlstate.save(path, state(i), pack_below_bytes=0)
     assert seen
 
 

@@ -15,7 +15,7 @@ import child
 import numpy as np
 import pytest
 from test_save import every_kind, native, random
-from thread_team import run_in_threads
+from thread_team import num_threads, run_in_threads
 
 import mlstate
 from mlstate import CollectiveError, CompatibilityError, OptimizerStateDict, StoreError, _core
@@ -105,17 +105,13 @@ def test_the_state_may_be_changed_once_it_is_staged(path, paused, share, pack):
 def test_nothing_is_spoiled_while_a_callback_holds_the_writer_up(path, held):
     state = {f"w{i}": random((1 << 20,), seed=i) for i in range(10)}
     expected = {name: array.copy() for name, array in state.items()}
-    threads = mlstate.get_num_threads()
-    mlstate.set_num_threads(1)  # no other thread works meanwhile
-    try:
+    with num_threads(1):  # no other thread works meanwhile
         handle = save_async(path, state, max_staging_bytes=1 << 20, progress=held)
         held.called.wait(SECONDS)
         held.go.set()
         handle.staged(SECONDS)
         spoil(state)
         found = handle.wait(SECONDS).load().model
-    finally:
-        mlstate.set_num_threads(threads)
     assert differ(found, expected) == []
 
 

@@ -14,6 +14,7 @@ import child
 import numpy as np
 import pytest
 from checkpoint_model import flip
+from thread_team import run_in_threads
 
 import mlstate
 from mlstate import OptimizerStateDict, errors
@@ -663,27 +664,18 @@ def test_threads_use_and_move_at_once(folder):
     for name in names:
         model[name][:] = 0
     with TieredState(model, adam, folder, warm_budget_bytes=5 * one) as tiers:
-        failed = []
+        locks = {name: threading.Lock() for name in names}
 
         def work(seed):
-            try:
-                rng = np.random.default_rng(seed)
-                for _ in range(25):
-                    name = names[rng.integers(8)]
-                    with tiers.use(name) as unit:
-                        locks[name].acquire()
-                        unit.parameter += 1
-                        locks[name].release()
-                    with suppress(BufferError):
-                        tiers.demote(names[rng.integers(8)])
-            except BaseException as error:
-                failed.append(error)
+            rng = np.random.default_rng(seed)
+            for _ in range(25):
+                name = names[rng.integers(8)]
+                with tiers.use(name) as unit, locks[name]:
+                    unit.parameter += 1
+                with suppress(BufferError):
+                    tiers.demote(names[rng.integers(8)])
 
-        locks = {name: threading.Lock() for name in names}
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        [t.start() for t in threads]
-        [t.join(60) for t in threads]
-        assert not failed and not any(t.is_alive() for t in threads)
+        run_in_threads(work, 4)
         total = 0
         for name in names:
             with tiers.use(name) as unit:
