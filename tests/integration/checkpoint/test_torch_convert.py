@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import rank_jobs
 from resume_jobs import difference
+from test_torch_optimizer import train
 
 from mlstate import (
     CompatibilityError,
@@ -50,15 +51,6 @@ def make(optimizer, seed=0, dtype=torch.float32):
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [{"params": trained[:2]}, {"params": trained[2:], "lr": 5e-3}]
     return module, optimizer(groups)
-
-
-def train(module, optimizer, first, last):
-    for number in range(first, last):
-        generator = torch.Generator().manual_seed(number)
-        inputs = torch.randn(5, 4, generator=generator).to(module[0].weight.dtype)
-        optimizer.zero_grad()
-        module(inputs).square().sum().backward()
-        optimizer.step()
 
 
 def write_by_torch(path, tree):
