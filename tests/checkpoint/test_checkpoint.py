@@ -113,12 +113,6 @@ def test_round_trip(tmp_path_factory, state, metadata):
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_scalars_of_numpy_are_arrays_of_no_dimensions(tmp_path):
-    save_file({"s": np.float32(2), "b": ml_dtypes.bfloat16(3)}, tmp_path / "f")
-    loaded = load_file(tmp_path / "f")
-    assert loaded["s"].shape == () and loaded["s"] == 2 and float(loaded["b"]) == 3
-
-
 def test_large_strided_arrays_are_packed_piece_by_piece(tmp_path):
     big = np.arange(3 * 500 * 700, dtype=np.int32).reshape(3, 500, 700)
     state = {
