@@ -6,7 +6,15 @@ import weakref
 
 import numpy as np
 import pytest
-from gradient_model import Model, assert_same, check_parts, gradients_of, run, units_of
+from gradient_model import (
+    Model,
+    assert_same,
+    backward,
+    check_parts,
+    gradients_of,
+    run,
+    units_of,
+)
 from thread_team import run_in_threads
 
 from mlstate import CollectiveError
@@ -273,8 +281,7 @@ def test_a_small_last_bucket_wakes_no_thread(elements, threads, monkeypatch):
     hook.use_units(units)
     for _ in range(2):
         del started[:]
-        hook.add_gradient("w", np.ones(elements, np.float32))
-        hook.finish()
+        backward(hook, {"w": np.ones(elements, np.float32)})
         assert started == ["mlstate-fsdp"] * threads
         assert units["w"].local_gradient.sum() == elements
         (bucket,) = hook.report().buckets
@@ -389,9 +396,7 @@ def test_a_broken_group_leaves_no_gradient_of_the_step_before():
     fsdp = FSDP(group, bucket_bytes=0)
     hook = FSDPBackwardHook(fsdp)
     hook.use_units(units)
-    for name in units:
-        hook.add_gradient(name, np.ones(4, np.float32))
-    hook.finish()
+    backward(hook, dict.fromkeys(units, np.ones(4, np.float32)))
     assert all(unit.local_gradient is not None for unit in units.values())
     group.is_broken = True
     with fsdp._reductions.queue._running:  # all buckets wait
@@ -457,9 +462,7 @@ def test_a_pass_that_was_given_up_is_over_when_the_hooks_are_closed():
         assert all(unit.local_gradient is None for unit in units.values())
         with FSDPBackwardHook(fsdp) as hook:
             hook.use_units(units)
-            for name in reversed(gradients):
-                hook.add_gradient(name, gradients[name])
-            hook.finish()
+            backward(hook, gradients)
         check_parts(units, 2, SHAPES)
 
     run(work)

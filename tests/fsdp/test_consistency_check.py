@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+from gradient_model import backward
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
@@ -383,9 +384,7 @@ def reduce_by(mode, hook, units, gradients):
         hook.scatter_multiple(units, gradients)
     else:
         hook.use_units(units)
-        for name in reversed(gradients):
-            hook.add_gradient(name, gradients[name])
-        hook.finish()
+        backward(hook, gradients)
 
 
 modes = pytest.mark.parametrize("mode", ["together", "hooks"])

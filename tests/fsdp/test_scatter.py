@@ -12,6 +12,7 @@ from gradient_model import (
     NARROW,
     Model,
     assert_same,
+    backward,
     check_parts,
     gradient_of,
     gradients_of,
@@ -57,9 +58,7 @@ def one_by_one(fsdp, units, gradients, rng):
 def in_a_loop(fsdp, units, gradients, rng):
     hook = FSDPBackwardHook(fsdp)
     hook.use_units(units)
-    for name in reversed(gradients):
-        hook.add_gradient(name, gradients[name])
-    hook.finish()
+    backward(hook, gradients)
 
 
 def in_any_order(fsdp, units, gradients, rng):
@@ -298,9 +297,7 @@ def test_the_next_pass_writes_into_the_same_memory(engine):
         hook.use_units(units)
         before = {}
         for step in range(3):
-            for name, gradient in gradients_of(group.rank, SHAPES).items():
-                hook.add_gradient(name, gradient)
-            hook.finish()
+            backward(hook, gradients_of(group.rank, SHAPES))
             check_parts(units, 2, SHAPES)
             if step:
                 assert all(units[name].local_gradient is before[name] for name in units)
@@ -423,9 +420,7 @@ def test_passes_add_up_in_the_local_gradients(hooks, bucket_bytes):
                 returned = model.backward(gradients)
                 assert all(returned[name] is units[name].local_gradient for name in units)
             else:
-                for name in reversed(gradients):
-                    hook.add_gradient(name, gradients[name])
-                hook.finish()
+                backward(hook, gradients)
         for name, whole in sums_of(SHAPES, 2, range(3)).items():
             assert_same(units[name].local_gradient, part_of(whole, "flat", group.rank, 2), name)
         hook.clear_gradients(units)
@@ -442,8 +437,7 @@ def test_narrow_gradients_of_several_passes_add_up_in_float32():
         hook = FSDPBackwardHook(FSDP(group, reduce_dtype="float32"))
         hook.use_units({"w": unit}, accumulate=True)
         for value in (2048, 0.5, 0.5):
-            hook.add_gradient("w", np.full(4, value, np.float16))
-            hook.finish()
+            backward(hook, {"w": np.full(4, value, np.float16)})
         return unit.local_gradient.dtype.name, unit.local_gradient.tolist()
 
     assert run(work) == [("float32", [4098.0] * 2)] * 2
@@ -482,9 +476,7 @@ def test_a_sum_may_lie_in_memory_as_it_likes():
         units["x"].local_gradient = np.ones(4, ">f4")
         hook = FSDPBackwardHook(FSDP(group))
         hook.use_units(units, accumulate=True)
-        for name in ("x", "w"):
-            hook.add_gradient(name, np.ones(8, np.float32))
-        hook.finish()
+        backward(hook, dict.fromkeys(units, np.ones(8, np.float32)))
         return [unit.local_gradient.tolist() for unit in units.values()]
 
     assert run(work) == [[[3.0] * 4] * 2] * 2

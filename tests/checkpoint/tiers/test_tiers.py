@@ -59,6 +59,14 @@ def given_bits(model, adam):
     return {name: array.tobytes() for name, array in both.items()}
 
 
+def assert_left_out(folder, text, rest):
+    """Opening the folder warns of files that are left out; the other units are `rest`."""
+    with pytest.warns(UserWarning, match=text):
+        tiers = TieredState.open(folder)
+    with tiers:
+        assert list(tiers) == rest
+
+
 def file_facts(folder):
     """Facts that change if a file is written."""
     facts = {}
@@ -460,10 +468,7 @@ def test_other_files_of_a_folder_are_left_alone(folder):
     mlstate.save_file({"x": np.ones(3)}, folder / "mine.safetensors")
     with TieredState({"w": np.ones(1)}, {}, folder, discard=True) as tiers:
         tiers.demote("w")
-    with pytest.warns(UserWarning, match=r"left out: mine\.safetensors.* not the file of a unit"):
-        tiers = TieredState.open(folder)
-    with tiers:
-        assert list(tiers) == ["w"]
+    assert_left_out(folder, r"left out: mine\.safetensors.* not the file of a unit", ["w"])
     assert mlstate.load_file(folder / "mine.safetensors")["x"].tolist() == [1, 1, 1]
 
 
@@ -523,10 +528,7 @@ def test_a_file_of_another_unit_is_not_believed(folder):
         (folder / "b.safetensors").replace(folder / "a.safetensors")
         with pytest.raises(errors.FormatError, match="another unit"):
             tiers.promote("a")
-    with pytest.warns(UserWarning, match="not the file of its unit"):
-        tiers = TieredState.open(folder)
-    with tiers:
-        assert list(tiers) == ["c"]
+    assert_left_out(folder, "not the file of its unit", ["c"])
 
 
 def test_a_damaged_header_leaves_the_other_units(folder):
@@ -534,10 +536,7 @@ def test_a_damaged_header_leaves_the_other_units(folder):
     with TieredState(model, {}, folder) as tiers:
         tiers.demote("a"), tiers.demote("b")
     flip(folder / "a.safetensors", 30)
-    with pytest.warns(UserWarning, match=r"left out: .*a\.safetensors"):
-        tiers = TieredState.open(folder)
-    with tiers:
-        assert list(tiers) == ["b"]
+    assert_left_out(folder, r"left out: .*a\.safetensors", ["b"])
 
 
 HOSTILE = [
@@ -567,10 +566,7 @@ def test_files_that_lie_about_their_unit_are_left_out(folder, text):
     folder.mkdir()
     metadata = {"tiers.unit": text}
     mlstate.save_file({"params/w": np.ones(3)}, folder / "w.safetensors", metadata)
-    with pytest.warns(UserWarning, match=r"left out: w\.safetensors"):
-        tiers = TieredState.open(folder)
-    with tiers:
-        assert not list(tiers)
+    assert_left_out(folder, r"left out: w\.safetensors", [])
 
 
 def test_a_write_that_fails_leaves_the_unit_where_it_was(folder):
