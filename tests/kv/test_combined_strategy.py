@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+from kv_model import mask_by_loop
 
 from mlstate import CapacityError, CompatibilityError
 from mlstate.kv import (
@@ -18,11 +19,7 @@ STRATEGY = CombinedStrategy(prefill=512, generate=(256, 128), expand_at=256)
 
 
 def formula_rows(size, reach, start, stop):
-    """Rows of the mask by the formula of the source document."""
-    mask = np.full((1, 1, stop - start, size), -np.inf, np.float32)
-    for row, position in enumerate(range(start, stop)):
-        mask[0, 0, row, max(0, position - reach) : position + 1] = 0
-    return mask
+    return mask_by_loop(size, reach, np.float32, rows=range(start, stop))
 
 
 def attend(cache, mask):
