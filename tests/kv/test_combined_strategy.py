@@ -161,22 +161,14 @@ def test_stages_that_are_refused(arguments, error, text):
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (
-            lambda x: x.after_prefill(513),
-            CapacityError,
-            "position 513 is beyond the 512 posit",
-        ),
+        (lambda x: x.after_prefill(513), CapacityError, "position 513 is beyond the 512 posit"),
         (lambda x: x.after_prefill(-1), CapacityError, "position must be at least 0, got -1"),
         (lambda x: x.next_step(257, 256), CapacityError, "position 257 is beyond the 256 posit"),
         (lambda x: x.next_step(10, 128), ValueError, "size 128 is unknown; .* 256, 512"),
         (lambda x: x.next_step(10, 256, True), TypeError, "new_tokens must be an integer"),
         (lambda x: x.prefill_mask(500, 13), CapacityError, "13 new tokens after 500 do not fit"),
         (lambda x: x.generate_mask(256, 256), CapacityError, "1 new tokens after 256 do not fit"),
-        (
-            lambda x: x.generate_mask(1, 128),
-            ValueError,
-            "size 128 is unknown; .* 256, 512",
-        ),
+        (lambda x: x.generate_mask(1, 128), ValueError, "size 128 is unknown; .* 256, 512"),
         (
             lambda x: x.generate_mask(1, 256, attention_size=300),
             CapacityError,

@@ -5,11 +5,11 @@ import platform
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import child
 import numpy as np
 import pytest
+from html_page import Page
 from thread_team import num_threads
 
 import mlstate
@@ -136,11 +136,7 @@ def test_nothing_names_the_machine_or_its_user(core):
 def test_the_page_has_all_lines(core):
     core(KNOWN)
     found = mlstate.info()
-    texts = []
-    parser = HTMLParser()
-    parser.handle_data = texts.append
-    parser.feed(found._repr_html_())
-    page = "".join(texts)
+    page = "".join(Page(found._repr_html_()).texts)
     for line in str(found).splitlines():
         assert line[14:] in page
 
@@ -311,11 +307,7 @@ def test_processors_where_no_affinity_is_known(monkeypatch):
             {"enabled": "madvise", "defrag": "defer", "bytes": 2097152},
             "madvise, defrag defer, 2.00 MiB",
         ),
-        (
-            {"enabled": "[never]\n"},
-            {"enabled": "never", "defrag": None, "bytes": None},
-            "never",
-        ),
+        ({"enabled": "[never]\n"}, {"enabled": "never", "defrag": None, "bytes": None}, "never"),
         (
             {"enabled": "always\n", "hpage_pmd_size": "large\n"},
             {"enabled": "always", "defrag": None, "bytes": None},
