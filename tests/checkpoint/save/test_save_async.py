@@ -315,6 +315,11 @@ def shown(monkeypatch):
     return errors
 
 
+def complain(count):
+    """Stop a save by its callback."""
+    raise KeyError("enough")
+
+
 def blocked(path):
     """A path at which no checkpoint can be created."""
     path.write_bytes(b"")
@@ -394,10 +399,6 @@ def save_async_done(path):
 
 def test_a_callback_that_raises_stops_the_save(path):
     mlstate.save(path, {"w": np.zeros(3)}, step=1)
-
-    def complain(count):
-        raise KeyError("enough")
-
     handle = save_async(path, {"w": np.ones(3)}, progress=complain, step=2)
     with pytest.raises(KeyError, match="enough"):
         handle.wait()
@@ -556,10 +557,6 @@ def test_a_manager_raises_what_nobody_was_told(tmp_path, follow):
 
 def test_a_manager_does_not_repeat_what_somebody_was_told(path):
     manager = CheckpointManager(path)
-
-    def complain(count):
-        raise KeyError("enough")
-
     handle = manager.save_async(1, {"w": np.zeros(3)}, progress=complain)
     with pytest.raises(KeyError):
         handle.wait()
@@ -638,11 +635,7 @@ def fail_as_rank(group, path, victim):
     """One rank has a state that cannot be saved, or cancels; no rank hangs."""
     mlstate.save(path, shards(group, 1), step=1, group=group)
     state = shards(group, 2)
-
-    def stop(count):
-        raise KeyError("enough")
-
-    bad = {"progress": stop} if group.rank == 1 else {}
+    bad = {"progress": complain} if group.rank == 1 else {}
     if victim == "dtype" and group.rank == 1:
         state["more"], bad = np.array("text"), {}
     if victim == "cancelled" and group.rank == 1:  # before the ranks exchange their parts

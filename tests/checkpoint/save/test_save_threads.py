@@ -173,10 +173,11 @@ def test_what_one_rank_has_wrong_is_told_as_what_it_is(path, case, asynchronous)
     assert files_of(path) == ["lock"]
 
 
-def test_a_first_save_that_cannot_commit_leaves_nothing(path, monkeypatch):
-    def full(name, *_):
-        raise mlstate.StoreError(errno.ENOSPC, "no room", name)
+def full(name, *_):
+    raise mlstate.StoreError(errno.ENOSPC, "no room", name)
 
+
+def test_a_first_save_that_cannot_commit_leaves_nothing(path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(_core, "file_replace", full)
         with pytest.raises(mlstate.StoreError, match="no room"):
@@ -187,9 +188,6 @@ def test_a_first_save_that_cannot_commit_leaves_nothing(path, monkeypatch):
 
 
 def test_what_could_not_be_taken_back_goes_with_the_next_save(path, monkeypatch):
-    def full(name, *_):
-        raise mlstate.StoreError(errno.ENOSPC, "no room", name)
-
     def stuck(*unused):
         raise mlstate.StoreError(errno.EIO, "stuck", "x")
 
