@@ -75,6 +75,12 @@ def views_of(base):
     }
 
 
+def files_of(folder):
+    """The bytes of all files in a folder and its folders, by their paths."""
+    files = (path for path in Path(folder).rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
 def flipped(data, at, mask=1):
     """Bytes with changed bits in one of them."""
     found = bytearray(data)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_model import files_of
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune, save_async
@@ -90,15 +91,6 @@ def test_a_save_never_commits_what_it_cannot_read(tmp_path, monkeypatch, what):
 
 
 # ---- linked folders ----
-
-
-def files_of(folder):
-    """Paths and contents of all files."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(Path(folder).rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.fixture
