@@ -9,10 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from interruption import interrupt
-from thread_team import run_in_threads
+from thread_team import num_threads, run_in_threads
 from tries import tries
 
-import mlstate
 from mlstate.activation import Chain, Plan, Step, pareto, plan
 from mlstate.errors import CapacityError
 
@@ -444,14 +443,10 @@ def test_plans_are_shown():
 def test_control_c_stops_a_plan_at_once():
     """The signal arrives during the search; the test measures how long the search continues."""
     chain = random_chain(1500)
-    threads = mlstate.get_num_threads()
-    mlstate.set_num_threads(1)
-    try:
+    with num_threads(1):
         # on a busy machine; 0.1 s on a quiet one, and minutes for the whole search
         budget = chain.plain_peak_bytes // 4
         interrupt(lambda: plan(chain, budget, slots=400), after=0.5, within=5.0)
-    finally:
-        mlstate.set_num_threads(threads)
 
 
 def test_threads_plan_side_by_side():

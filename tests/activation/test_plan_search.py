@@ -1,6 +1,5 @@
 """`schedules="any"`: the optimum over all schedules of short chains, else the persistent plan."""
 
-import threading
 import time
 
 import numpy as np
@@ -20,6 +19,7 @@ from plan_model import (
     random_chains,
     simulate,
 )
+from thread_team import meanwhile
 from tries import tries
 
 from mlstate import _core
@@ -149,20 +149,16 @@ def test_control_c_stops_a_search_at_once():
 def test_other_threads_run_meanwhile():
     chain, budget = hardest()
     ticks = []
-    done = threading.Event()
 
     def tick():
-        while not done.wait(0.01):
-            ticks.append(time.perf_counter())
+        time.sleep(0.01)
+        ticks.append(time.perf_counter())
 
-    thread = threading.Thread(target=tick)
-    thread.start()
-    start = plan(chain, budget, offload=True)
-    begin = time.perf_counter()
-    _core.search_schedules(chain._arrays, budget, True, start._steps, 1 << 17)
-    end = time.perf_counter()
-    done.set()
-    thread.join()
+    with meanwhile(tick):
+        start = plan(chain, budget, offload=True)
+        begin = time.perf_counter()
+        _core.search_schedules(chain._arrays, budget, True, start._steps, 1 << 17)
+        end = time.perf_counter()
     within = [t for t in ticks if begin < t < end]
     assert len(within) >= 1 + (end - begin) / 0.1
 

@@ -1,11 +1,12 @@
 """HTML views of checkpoints and reports: well formed, escaped, and complete or with counts."""
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_model import flip_shard
+from html_page import Page
 
 import mlstate
 from mlstate import StoreError
@@ -14,43 +15,18 @@ from mlstate.checkpoint._html import manager_html, report_html
 from mlstate.checkpoint._table import OTHER, WEIGHTS, columns_of, groups_of, layer_of
 
 MOST_BYTES = 30_000
-CLOSED_BY_OTHERS = {"p", "td", "th", "tr"}  # HTML closes these implicitly
-EMPTY = {"br"}
 
 
-class Page(HTMLParser):
-    """Nesting and texts of a page; a wrongly closed tag fails."""
+class Tables(Page):
+    closed_by_others = frozenset({"p", "td", "th", "tr"})
 
     def __init__(self, text):
-        super().__init__()
         assert len(text.encode()) < MOST_BYTES
-        self.tags, self.open, self.texts, self.attributes = [], [], [], set()
-        self.feed(text)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag, attrs):
-        self.attributes |= {name for name, _ in attrs}
-        self.tags.append(tag)
-        if tag not in EMPTY:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        while self.open and self.open[-1] != tag and self.open[-1] in CLOSED_BY_OTHERS:
-            self.open.pop()
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.texts.append(data)
-
-    @property
-    def text(self):
-        return "\n".join(self.texts)
+        super().__init__(text)
 
 
 def page(shown):
-    found = Page(shown._repr_html_())
+    found = Tables(shown._repr_html_())
     # no script, and nothing loaded from elsewhere
     assert found.attributes <= {"class", "open", "style"}
     assert "script" not in found.tags
@@ -136,9 +112,7 @@ def test_a_good_report_is_one_line(saved):
 def test_a_report_names_tensor_file_and_bytes(saved):
     checkpoint = saved({"w": np.ones(3)})
     [shard] = checkpoint.shards()
-    with (Path(checkpoint.path) / shard.path).open("r+b") as file:
-        file.seek(shard.offset)
-        file.write(b"!")
+    flip_shard(checkpoint.path, shard)
     (Path(checkpoint.path) / "<notes>.txt").touch()
     found = page(checkpoint.verify())
     assert "✗" in found.texts
@@ -154,7 +128,7 @@ def test_long_reports_fit_a_page(name):
     ]
     report.leftover = ["<" * 240] * 9_000
     report.strange = ["\n" * 240] * 9_000
-    found = Page(report_html("/ckpt: 9000 problems", report))
+    found = Tables(report_html("/ckpt: 9000 problems", report))
     shown = found.texts.count("altered")
     assert shown
     assert f"… {9_000 - shown:,} more" in found.texts

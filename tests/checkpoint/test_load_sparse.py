@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_model import same
+from checkpoint_model import flipped, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_tables import records_of
@@ -197,9 +197,7 @@ def test_damage_is_found_in_every_layer(which, sparse):
     for shard, layer in found:
         path = folder / layer.path
         good = path.read_bytes()
-        bad = bytearray(good)
-        bad[layer.offset + layer.nbytes // 2] ^= 16
-        path.write_bytes(bad)
+        path.write_bytes(flipped(good, layer.offset + layer.nbytes // 2))
         [problem] = verify(folder).problems
         assert (problem.name, problem.part, problem.path) == (shard.key, shard.part, layer.path)
         assert "layer" in problem.text and problem.kind == "altered"

@@ -4,16 +4,15 @@ import errno
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
-from checkpoint_model import same
+from checkpoint_model import flip_shard, same
 from thread_team import run_in_threads
 
 import mlstate
@@ -40,11 +39,7 @@ def manager(tmp_path):
 
 def flip(manager, step, key="w"):
     shard = next(s for s in manager.checkpoint(step).shards() if s.key == key)
-    with Path(manager.directory, shard.path).open("r+b") as file:
-        file.seek(shard.offset + 2)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 0x10]))
+    flip_shard(manager.directory, shard, 2)
 
 
 def test_the_newest_steps_are_kept_and_each_is_whole(manager):
@@ -323,8 +318,7 @@ import logging
 open(root, "wb").close()
 print(manager.steps(), [type(h).__name__ for h in logging.getLogger("mlstate").handlers])
 """
-    command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = child.attempt(code, tmp_path / "run")
     assert done.stdout == "False\n[] ['NullHandler']\n"
     assert done.stderr == ""
 

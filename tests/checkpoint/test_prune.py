@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_model import files_of
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune
@@ -15,11 +16,7 @@ GENERATION = "0123456789abcdef"
 
 
 def listing(folder):
-    return {
-        str(path.relative_to(folder)): path.stat().st_size
-        for path in Path(folder).rglob("*")
-        if path.is_file()
-    }
+    return {name: len(data) for name, data in files_of(folder).items()}
 
 
 @pytest.fixture

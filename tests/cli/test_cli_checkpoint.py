@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_model import flip
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager
@@ -71,14 +72,6 @@ def shard_file(folder, key, step=None):
     checkpoint = mlstate.checkpoint.inspect(folder) if step is None else manager.checkpoint(step)
     [shard] = [shard for shard in checkpoint.shards() if shard.key == key]
     return Path(folder, shard.path), shard
-
-
-def flip(path, offset):
-    with Path(path).open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 4]))
 
 
 def words(lines):

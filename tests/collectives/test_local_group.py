@@ -22,7 +22,7 @@ from group_model import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import run_local, run_ranks
-from thread_team import without_errors
+from thread_team import num_threads, without_errors
 from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError
@@ -108,17 +108,11 @@ def test_bits_depend_neither_on_the_cut_nor_on_threads_nor_on_the_run(dtype):
     def from_a_thread(group):
         return group.all_reduce(everyones[group.rank], async_op=True).wait(SECONDS)
 
-    from mlstate import threads
-
-    before = threads.get_num_threads()
-    try:
-        for count in (1, 3):
-            threads.set_num_threads(count)
+    for count in (1, 3):
+        with num_threads(count):
             for way in (whole, pieces, scattered, from_a_thread):
                 for found in ranks(way, world):
                     same_bits(found, expected)
-    finally:
-        threads.set_num_threads(before)
 
 
 # ---- any call, against NumPy ----

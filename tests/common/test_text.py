@@ -1,8 +1,7 @@
 """Formatting of numbers, names and tables."""
 
-from html.parser import HTMLParser
-
 import pytest
+from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,31 +16,25 @@ from mlstate._common.text import (
 )
 
 
-class Table(HTMLParser):
-    """The cells of a table; a wrongly closed tag fails."""
+class Table(Page):
+    """The cells of a table, and the texts outside of it."""
 
     def __init__(self, text):
-        super().__init__()
-        self.open, self.cells, self.texts = [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
+        self.cells = []
+        super().__init__(text)
 
     def handle_starttag(self, tag, attrs):
         assert tag in {"div", "style", "p", "table", "thead", "tbody", "tr", "th", "td", "caption"}
         assert attrs in ([], [("class", "mlstate-table")], [("class", "r")])
-        self.open.append(tag)
+        super().handle_starttag(tag, attrs)
         if tag in ("th", "td"):
             self.cells.append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
 
     def handle_data(self, data):
         if self.open[-1] in ("th", "td"):
             self.cells[-1] += data
-        elif self.open[-1] != "style":
-            self.texts.append(data)
+        else:
+            super().handle_data(data)
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs", "Cf", "Zl", "Zp"])))

@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+from gradient_model import backward
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
@@ -197,41 +198,27 @@ def test_one_gradient_alone_is_refused_in_the_same_way():
 
 
 @pytest.mark.parametrize("bucket_bytes", SIZES)
-@pytest.mark.parametrize("sent", [0, 1, 4])
-def test_a_refused_call_ends_the_backward_pass_of_another_rank(sent, bucket_bytes):
-    """All ranks leave at the same header, so the next call works."""
+@pytest.mark.parametrize("sent", [None, 0, 1, 4])
+def test_a_refused_call_ends_the_backward_pass_or_the_wait_of_another_rank(sent, bucket_bytes):
+    """All ranks leave at the same header, so the next call works; without units (None), too."""
 
     def work(group):
         units = units_of(group)
         gradients = gradients_of(group, units)
         hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
-        hook.use_units(units)
+        hook.scatter_multiple(units, gradients)  # the step before
+        if sent is not None:
+            hook.use_units(units)
         with pytest.raises(CollectiveError, match=r"(?s)nothing was .*'b': .*rank 1: no "):
             if group.rank == 1:
                 hook.scatter_multiple(units, gradients | {"b": None})
             else:
-                for name in list(reversed(gradients))[:sent]:
+                for name in list(reversed(gradients))[: sent or 0]:
                     hook.add_gradient(name, gradients[name])
                 hook.finish()
-        assert set(parts(units).values()) == {None}
+        if group.rank == 1 or sent is not None:
+            assert set(parts(units).values()) == {None}
         hook.scatter_multiple(units, gradients)
-        return parts(units) == expected_parts(units, 2, ())
-
-    assert run_ranks(work) == [True, True]
-
-
-def test_a_refused_call_ends_the_wait_of_a_rank_without_gradients():
-    def work(group):
-        units = units_of(group)
-        hook = FSDPBackwardHook(FSDP(group))
-        hook.scatter_multiple(units, gradients_of(group, units))
-        with pytest.raises(CollectiveError, match=r"(?s)nothing was .*'b': .*rank 1: no "):
-            if group.rank == 1:
-                hook.scatter_multiple(units, gradients_of(group, units) | {"b": None})
-            else:
-                hook.finish()
-        assert group.rank == 0 or set(parts(units).values()) == {None}
-        hook.scatter_multiple(units, gradients_of(group, units))
         return parts(units) == expected_parts(units, 2, ())
 
     assert run_ranks(work) == [True, True]
@@ -390,6 +377,17 @@ def test_one_bad_gradient_among_buckets_that_go_together_spoils_no_other(kind, a
 
 # ---- settings ----
 
+
+def reduce_by(mode, hook, units, gradients):
+    """Reduce by one call, or by a backward pass of hooks."""
+    if mode == "together":
+        hook.scatter_multiple(units, gradients)
+    else:
+        hook.use_units(units)
+        backward(hook, gradients)
+
+
+modes = pytest.mark.parametrize("mode", ["together", "hooks"])
 SETTINGS = {
     "op": ({"op": "sum"}, {"op": "max"}),
     "divisor": ({"gradient_divide_factor": 2}, {"gradient_divide_factor": 3}),
@@ -403,25 +401,17 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("mode", ["together", "hooks"])
+@modes
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_another_setting_on_one_rank_is_an_error_on_all(setting, mode, dtype):
     def work(group):
         fsdp = FSDP(group, **SETTINGS[setting][group.rank])
         hook = FSDPBackwardHook(fsdp)
         units = units_of(group, dtype=dtype)
-        gradients = gradients_of(group, units)
-        try:
-            if mode == "together":
-                hook.scatter_multiple(units, gradients)
-            else:
-                hook.use_units(units)
-                for name in reversed(gradients):
-                    hook.add_gradient(name, gradients[name])
-                hook.finish()
-        except CollectiveError as error:
-            assert set(parts(units).values()) == {None}
-            return error
+        with pytest.raises(CollectiveError) as caught:
+            reduce_by(mode, hook, units, gradients_of(group, units))
+        assert set(parts(units).values()) == {None}
+        return caught.value
 
     first, second = run_ranks(work)
     assert text_of(first) == text_of(second)
@@ -460,41 +450,24 @@ def test_dtypes_that_differ_do_not_make_other_gradients_fail():
 # ---- one rank makes another call ----
 
 
-def test_a_rank_that_never_comes_ends_the_wait_of_the_others():
+@modes
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+def test_a_rank_that_never_comes_ends_the_wait_of_the_others(mode, bucket_bytes):
+    """At once, also if there are many buckets."""
+
     def work(group):
         if group.rank == 1:
             return None
         units = units_of(group)
-        hook = FSDPBackwardHook(FSDP(group, timeout=0.2))
+        hook = FSDPBackwardHook(FSDP(group, timeout=0.2, bucket_bytes=bucket_bytes))
         units["a"].local_gradient = np.ones(8, np.float32)  # from the previous step
-        try:
-            hook.scatter_multiple(units, gradients_of(group, units))
-        except CollectiveError as error:
-            assert set(parts(units).values()) == {None}
-            return error
+        with pytest.raises(CollectiveError):
+            reduce_by(mode, hook, units, gradients_of(group, units))
+        assert set(parts(units).values()) == {None}
+        return len(group.calls)
 
-    error, _ = run_ranks(work)
-    assert isinstance(error, CollectiveError)
-
-
-def test_a_rank_that_never_comes_ends_a_backward_pass_of_many_buckets_at_once():
-    def work(group):
-        if group.rank == 1:
-            return None
-        units = units_of(group)
-        hook = FSDPBackwardHook(FSDP(group, timeout=0.2, bucket_bytes=0))
-        hook.use_units(units)
-        for name, gradient in gradients_of(group, units).items():
-            hook.add_gradient(name, gradient)
-        try:
-            hook.finish()
-        except CollectiveError as error:
-            assert set(parts(units).values()) == {None}
-            return error, group.calls
-
-    (error, calls), _ = run_ranks(work)
-    assert isinstance(error, CollectiveError)
-    assert len(calls) == 1, "the buckets after the one that failed were sent as well"
+    # 1: the buckets after the one that failed were not sent
+    assert run_ranks(work) == [1, None]
 
 
 def test_a_rank_that_gathers_bytes_of_its_own_is_named():

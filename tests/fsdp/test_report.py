@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from gradient_model import Model, run, units_of
+from gradient_model import Model, backward, run, units_of
 
 from mlstate import CollectiveError
 from mlstate.collectives import SingleGroup
@@ -118,8 +118,7 @@ def test_reports_are_short_and_safe_whatever_is_in_them():
 def test_a_pass_is_recorded_where_that_was_asked_for():
     hook = FSDPBackwardHook(FSDP(SingleGroup()))
     hook.use_units(units_of(0, {"w": (2,)}))
-    hook.add_gradient("w", np.ones(2, np.float32))
-    hook.finish()
+    backward(hook, {"w": np.ones(2, np.float32)})
     with pytest.raises(ValueError, match="make the group's FSDP with record=True"):
         hook.report()
     hook = FSDPBackwardHook(FSDP(SingleGroup(), record=True))
@@ -206,8 +205,7 @@ def test_what_is_reduced_outside_a_pass_leaves_its_report_alone():
     units = units_of(0, {"a": (4,)})
     hook = FSDPBackwardHook(FSDP(SingleGroup(), record=True))
     hook.use_units(units)
-    hook.add_gradient("a", np.ones(4, np.float32))
-    hook.finish()
+    backward(hook, {"a": np.ones(4, np.float32)})
     before = str(hook.report())
     hook.scatter_multiple(units_of(0, {"v": (3,)}), {"v": np.ones(3, np.float32)})
     assert str(hook.report()) == before

@@ -12,6 +12,7 @@ from gradient_model import (
     NARROW,
     Model,
     assert_same,
+    backward,
     check_parts,
     gradient_of,
     gradients_of,
@@ -22,13 +23,14 @@ from gradient_model import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_model import LAYOUTS
+from thread_team import num_threads
 from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError
 from mlstate.collectives import SingleGroup
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, _bucket
 from mlstate.fsdp._bucket import Entry
-from mlstate.threads import get_num_threads, set_num_threads
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,9 +58,7 @@ def one_by_one(fsdp, units, gradients, rng):
 def in_a_loop(fsdp, units, gradients, rng):
     hook = FSDPBackwardHook(fsdp)
     hook.use_units(units)
-    for name in reversed(gradients):
-        hook.add_gradient(name, gradients[name])
-    hook.finish()
+    backward(hook, gradients)
 
 
 def in_any_order(fsdp, units, gradients, rng):
@@ -135,32 +135,24 @@ def test_bits_are_those_of_a_sum_in_the_order_of_ranks(case):
             **expected,
         )
 
-    threads = get_num_threads()
-    set_num_threads(case["threads"])
-    try:
+    with num_threads(case["threads"]):
         run(work, case["world"], case["engine"])
-    finally:
-        set_num_threads(threads)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_large_gradients_have_the_same_bits_with_any_number_of_threads(engine):
     named = {"w": (300_001,), "v": (517, 129)}
+
+    def work(group):
+        units = units_of(group.rank, named, {"w": "float32", "v": "float16"})
+        gradients = gradients_of(group.rank, named, {"w": "float32", "v": "float16"})
+        FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients)
+        return [unit.local_gradient.tobytes() for unit in units.values()]
+
     found = []
-    before = get_num_threads()
-    try:
-        for count in (1, 2, 4):
-            set_num_threads(count)
-
-            def work(group):
-                units = units_of(group.rank, named, {"w": "float32", "v": "float16"})
-                gradients = gradients_of(group.rank, named, {"w": "float32", "v": "float16"})
-                FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients)
-                return [unit.local_gradient.tobytes() for unit in units.values()]
-
+    for count in (1, 2, 4):
+        with num_threads(count):
             found.append(run(work, 3, engine))
-    finally:
-        set_num_threads(before)
     assert found[0] == found[1] == found[2]
 
 
@@ -175,32 +167,14 @@ def test_the_order_of_ranks_decides_the_bits():
 # ---- arrays ----
 
 
-def every_other(gradient):
-    memory = np.full((*gradient.shape[:-1], 2 * gradient.shape[-1]), 77, gradient.dtype)
-    memory[..., ::2] = gradient
-    return memory[..., ::2]
-
-
 def read_only(gradient):
     gradient.flags.writeable = False
     return gradient
 
 
-def unaligned(gradient):
-    memory = np.zeros(gradient.nbytes + 1, np.uint8)
-    view = memory[1:].view(gradient.dtype).reshape(gradient.shape)
-    view[...] = gradient
-    assert not view.flags.aligned
-    return view
-
-
 VIEWS = {
-    "fortran": np.asfortranarray,
-    "every other": every_other,
-    "backwards": lambda gradient: gradient[::-1].copy()[::-1],
+    **{name: LAYOUTS[name] for name in ("fortran", "gaps", "backwards", "swapped", "unaligned")},
     "read-only": read_only,
-    "swapped bytes": lambda gradient: gradient.astype(gradient.dtype.newbyteorder()),
-    "unaligned": unaligned,
     "broadcast": lambda gradient: np.broadcast_to(gradient[:1], gradient.shape),
 }
 
@@ -323,9 +297,7 @@ def test_the_next_pass_writes_into_the_same_memory(engine):
         hook.use_units(units)
         before = {}
         for step in range(3):
-            for name, gradient in gradients_of(group.rank, SHAPES).items():
-                hook.add_gradient(name, gradient)
-            hook.finish()
+            backward(hook, gradients_of(group.rank, SHAPES))
             check_parts(units, 2, SHAPES)
             if step:
                 assert all(units[name].local_gradient is before[name] for name in units)
@@ -448,9 +420,7 @@ def test_passes_add_up_in_the_local_gradients(hooks, bucket_bytes):
                 returned = model.backward(gradients)
                 assert all(returned[name] is units[name].local_gradient for name in units)
             else:
-                for name in reversed(gradients):
-                    hook.add_gradient(name, gradients[name])
-                hook.finish()
+                backward(hook, gradients)
         for name, whole in sums_of(SHAPES, 2, range(3)).items():
             assert_same(units[name].local_gradient, part_of(whole, "flat", group.rank, 2), name)
         hook.clear_gradients(units)
@@ -467,8 +437,7 @@ def test_narrow_gradients_of_several_passes_add_up_in_float32():
         hook = FSDPBackwardHook(FSDP(group, reduce_dtype="float32"))
         hook.use_units({"w": unit}, accumulate=True)
         for value in (2048, 0.5, 0.5):
-            hook.add_gradient("w", np.full(4, value, np.float16))
-            hook.finish()
+            backward(hook, {"w": np.full(4, value, np.float16)})
         return unit.local_gradient.dtype.name, unit.local_gradient.tolist()
 
     assert run(work) == [("float32", [4098.0] * 2)] * 2
@@ -507,9 +476,7 @@ def test_a_sum_may_lie_in_memory_as_it_likes():
         units["x"].local_gradient = np.ones(4, ">f4")
         hook = FSDPBackwardHook(FSDP(group))
         hook.use_units(units, accumulate=True)
-        for name in ("x", "w"):
-            hook.add_gradient(name, np.ones(8, np.float32))
-        hook.finish()
+        backward(hook, dict.fromkeys(units, np.ones(8, np.float32)))
         return [unit.local_gradient.tolist() for unit in units.values()]
 
     assert run(work) == [[[3.0] * 4] * 2] * 2

@@ -9,6 +9,7 @@ import copy
 
 import numpy as np
 import pytest
+from checkpoint_model import flipped
 from checkpoint_victim import refused
 from json_checksums import START, renew_checksum, text_with_checksum
 
@@ -551,9 +552,7 @@ def test_every_byte_of_the_texts_flipped(one):
         good = one.good[name]
         for at in range(len(good)):
             for flip in (0x01, 0x20) if name == index else (0x01, 0x20, 0x80, 0xFF):
-                data = bytearray(good)
-                data[at] ^= flip
-                one.put(name, data)
+                one.put(name, flipped(good, at, flip))
                 with pytest.raises(FormatError) as caught:
                     mlstate.load(str(one))
                 assert caught.value.path == str(one.folder / name)
@@ -569,9 +568,7 @@ def test_every_byte_of_the_texts_flipped_with_a_correct_checksum(one):
         good = one.good[name]
         refusals = 0
         for at in range(22, len(good)):
-            data = bytearray(good)
-            data[at] ^= 0x01
-            put(renew_checksum(bytes(data)))
+            put(renew_checksum(flipped(good, at)))
             try:
                 inspect(str(one)).tensors()
             except MLStateError as error:

@@ -11,6 +11,7 @@ import time
 import warnings
 
 import pytest
+from checkpoint_model import flipped
 from mlpackage_writer import KV, field, number, spec_bytes, state, write_package
 
 from mlstate.coreml import StateShapeWarning, StateSpecs, state_specs
@@ -69,9 +70,7 @@ def test_every_byte_of_a_file_cut_off(tmp_path):
 def test_every_bit_flipped():
     for at in range(len(SMALL)):
         for bit in range(8):
-            flipped = bytearray(SMALL)
-            flipped[at] ^= 1 << bit
-            read(flipped)
+            read(flipped(SMALL, at, 1 << bit))
 
 
 def test_every_byte_set_to_the_extremes():
@@ -282,9 +281,7 @@ def test_every_byte_of_a_manifest_flipped(tmp_path):
     package = write_package(tmp_path / "m", SMALL)
     text = (package / "Manifest.json").read_bytes()
     for at in range(len(text)):
-        changed = bytearray(text)
-        changed[at] ^= 0x81
-        (package / "Manifest.json").write_bytes(changed)
+        (package / "Manifest.json").write_bytes(flipped(text, at, 0x81))
         read(package)
         (package / "Manifest.json").write_bytes(text[:at])
         refused(package, "Manifest.json: ")

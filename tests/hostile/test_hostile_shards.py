@@ -7,15 +7,15 @@ files. A save over it either repairs it or is refused, and loses no good data.
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
+from checkpoint_model import flipped
 from checkpoint_victim import Victim, refused, saved, ways
 from index_tables import tables_of
 from json_checksums import renew_checksum, text_with_checksum
@@ -32,9 +32,7 @@ def test_every_byte_of_a_header_flipped_is_found(one):
     name = one.path("params")
     good = one.good[name]
     for at in range(4096):
-        data = bytearray(good)
-        data[at] ^= (0x01, 0x20, 0x80, 0xFF)[at % 4]
-        one.put(name, data)
+        one.put(name, flipped(good, at, (0x01, 0x20, 0x80, 0xFF)[at % 4]))
         report = mlstate.verify(str(one))
         assert [problem.path for problem in report.problems] == [name], at
         assert report.problems[0].kind in ("header", "foreign"), at
@@ -45,9 +43,7 @@ def test_every_byte_of_the_tensors_flipped_is_found(one):
     good = one.good[name]
     assert len(good) == 4096 + 96 + 6
     for at in range(4096, len(good)):
-        data = bytearray(good)
-        data[at] ^= 0x10
-        one.put(name, data)
+        one.put(name, flipped(good, at, 0x10))
         for way in ({}, {"verify": "first"}, {"names": ["w", "b"]}):
             with pytest.raises(ChecksumError) as caught:
                 mlstate.load(str(one), **way)
@@ -94,30 +90,10 @@ def test_headers_that_lie_about_their_length_are_found(one):
 # ---- a directory, socket or link in the place of a file ----
 
 
-def put_directory(path, good):
-    path.mkdir()
-
-
-def put_fifo(path, good):
-    os.mkfifo(path)
-
-
-def put_loop(path, good):
-    path.symlink_to(path)
-
-
 def put_link(path, good):
     elsewhere = path.parent.parent.parent / f"real-{path.name}"
     elsewhere.write_bytes(good)
     path.symlink_to(elsewhere)
-
-
-def put_dangling(path, good):
-    path.symlink_to("nowhere")
-
-
-def put_zeros(path, good):
-    path.symlink_to("/dev/zero")
 
 
 def put_device(path, good):
@@ -145,38 +121,39 @@ def put_sparse(path, good):
         file.truncate(1 << 40)
 
 
-def put_nothing(path, good):
-    pass
-
-
-def put_empty(path, good):
-    path.write_bytes(b"")
-
-
-OTHERS = [
-    put_directory, put_fifo, put_loop, put_link, put_dangling, put_zeros, put_device, put_socket,
-    put_sparse, put_nothing, put_empty,
-]  # fmt: skip
+# What replaces a file, by functions of its path and its bytes.
+OTHERS = {
+    "directory": lambda path, good: path.mkdir(),
+    "fifo": lambda path, good: os.mkfifo(path),
+    "loop": lambda path, good: path.symlink_to(path),
+    "link": put_link,
+    "dangling": lambda path, good: path.symlink_to("nowhere"),
+    "zeros": lambda path, good: path.symlink_to("/dev/zero"),
+    "device": put_device,
+    "socket": put_socket,
+    "sparse": put_sparse,
+    "nothing": lambda path, good: None,
+    "empty": lambda path, good: path.write_bytes(b""),
+}
+no_folders = [kind for kind in OTHERS if kind not in ("directory", "link")]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="has other kinds of files")
-@pytest.mark.parametrize("put", OTHERS, ids=lambda put: put.__name__[4:])
+@pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("part", ["manifest.json", "index", "params", "optim_state"])
-def test_what_is_no_file_is_refused(part, put, one):
+def test_what_is_no_file_is_refused(part, kind, one):
     name = part if part == "manifest.json" else one.path(part)
-    put(one.replace(name), one.good[name])
+    OTHERS[kind](one.replace(name), one.good[name])
     only = {"load", "mmap", "unverified", "verified first", "reshard"}
-    refused(one, f"{part}: {put.__name__}", only | {"inspect"} if "i" in part[:2] else only)
+    refused(one, f"{part}: {kind}", only | {"inspect"} if "i" in part[:2] else only)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="has other kinds of files")
-@pytest.mark.parametrize("put", OTHERS, ids=lambda put: put.__name__[4:])
+@pytest.mark.parametrize("kind", no_folders)
 @pytest.mark.parametrize("part", ["index", "params", "optim_state"])
-def test_what_is_no_folder_is_refused(part, put, one):
-    if put is put_directory or put is put_link:
-        return
-    put(one.replace(part), b"")
-    refused(one, f"{part}: {put.__name__}", {"load", "mmap", "unverified", "verified first"})
+def test_what_is_no_folder_is_refused(part, kind, one):
+    OTHERS[kind](one.replace(part), b"")
+    refused(one, f"{part}: {kind}", {"load", "mmap", "unverified", "verified first"})
 
 
 @pytest.mark.parametrize("data", [None, b"", b"x"])
@@ -215,9 +192,11 @@ def test_a_lock_that_lies_deletes_nothing(text, tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="has other kinds of files")
-@pytest.mark.parametrize("put", OTHERS, ids=lambda put: put.__name__[4:])
-def test_a_lock_that_is_no_file(put, one):
-    put(one.folder / "lock" if not (one.folder / "lock").exists() else one.replace("lock"), b"")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_lock_that_is_no_file(kind, one):
+    OTHERS[kind](
+        one.folder / "lock" if not (one.folder / "lock").exists() else one.replace("lock"), b""
+    )
     with suppress(StoreError):  # refused, with all files unchanged
         mlstate.save(str(one), {"w": np.ones(2)})
     assert mlstate.verify(str(one))
@@ -225,15 +204,15 @@ def test_a_lock_that_is_no_file(put, one):
 
 @pytest.mark.filterwarnings("ignore:old files of the checkpoint were not deleted")
 @pytest.mark.filterwarnings("ignore:the existing checkpoint is damaged and will be replaced")
-@pytest.mark.parametrize("put", [*OTHERS, None], ids=lambda put: put.__name__[4:] if put else "x")
+@pytest.mark.parametrize("kind", [*OTHERS, "x"])
 @pytest.mark.parametrize("part", ["manifest.json", "index", "params"])
-def test_saving_over_damage_is_refused_or_mends_it(part, put, one):
+def test_saving_over_damage_is_refused_or_mends_it(part, kind, one):
     name = part if part == "manifest.json" else one.path(part)
     path = one.replace(name)
-    if put is None:
+    if kind == "x":
         path.write_bytes(b"x" * len(one.good[name]))
     else:
-        put(path, one.good[name])
+        OTHERS[kind](path, one.good[name])
     try:
         mlstate.save(str(one), {"w": np.arange(3.0)})
     except MLStateError:
@@ -328,23 +307,18 @@ COSTLY = {
     "a text": lambda n: b'"x":"' + b"x" * n + b'"',
 }
 
-CHILD = """
-import sys, mlstate
-def peak():
-    with open("/proc/self/status") as f:
-        return next(int(line.split()[1]) for line in f if line.startswith("VmHWM:"))
-import json
-before = peak()
+GROWTH = """
+import json, sys, mlstate
+before = status("VmHWM")
 try:
     mlstate.load(sys.argv[1])
 except mlstate.FormatError:
     pass
-print(1024 * (peak() - before))
+print(status("VmHWM") - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-@pytest.mark.skipif("MLSTATE_UNDER_SANITIZER" in os.environ, reason="ASan pads every block")
+@child.needs_status
 @pytest.mark.parametrize("part", ["manifest", "index"])
 @pytest.mark.parametrize("kind", COSTLY)
 def test_memory_and_time_grow_with_the_text(kind, part, one):
@@ -355,11 +329,7 @@ def test_memory_and_time_grow_with_the_text(kind, part, one):
         one.put("manifest.json", data)
     else:
         one.put_index(data)
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(one)],
-        capture_output=True, text=True, timeout=60, env=environment, check=True,
-    )  # fmt: skip
+    growth = int(child.run(child.STATUS + GROWTH, one, timeout=60))
     assert time.monotonic() - start < 20
-    assert int(done.stdout) < 60 * len(data) + (8 << 20)
+    assert growth < 60 * len(data) + (8 << 20)

@@ -18,9 +18,9 @@ from kv_model import (
     expand,
     random_bits,
 )
+from thread_team import num_threads
 from tries import tries
 
-import mlstate
 from mlstate import CapacityError, CompatibilityError
 from mlstate.kv import (
     KVState,
@@ -49,10 +49,8 @@ def shape_of(rank, axis, length):
 
 @pytest.fixture(params=[1, 3])
 def threads(request):
-    before = mlstate.get_num_threads()
-    mlstate.set_num_threads(request.param)
-    yield
-    mlstate.set_num_threads(before)
+    with num_threads(request.param):
+        yield
 
 
 # ---- transitions ----

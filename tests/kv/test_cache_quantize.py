@@ -1,7 +1,6 @@
 """Quantized entries: the same bits as the definition in NumPy, and all entries or none."""
 
 import sys
-import threading
 import time
 from collections import deque
 
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_model import LAYOUTS, assert_refused, assert_same_bits, dtype_of, layout
+from thread_team import meanwhile
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError, TensorNotFoundError, _core
@@ -143,12 +143,11 @@ def test_other_threads_run_during_a_call():
     """No thread is made to give up the GIL here, so the other one runs if the call releases it."""
     values, codes = normal((8, 4096, 128), "float32"), np.zeros((8, 4096, 32), np.uint32)
     scales, biases = np.zeros((2, 8, 4096, 2), np.float32)
-    noted, done = deque(maxlen=100_000), threading.Event()
+    noted = deque(maxlen=100_000)
 
     def note():
-        while not done.is_set():
-            noted.append(time.perf_counter())
-            time.sleep(1e-5)
+        noted.append(time.perf_counter())
+        time.sleep(1e-5)
 
     def runs_during(function):
         start = time.perf_counter()
@@ -157,16 +156,13 @@ def test_other_threads_run_during_a_call():
         return any(start < moment < end for moment in noted.copy())
 
     interval = sys.getswitchinterval()
-    thread = threading.Thread(target=note)
     sys.setswitchinterval(60)
-    thread.start()
     try:
-        for function in (_core.kv_quantize, _core.kv_dequantize):
-            assert any(runs_during(function) for _ in range(100))
+        with meanwhile(note):
+            for function in (_core.kv_quantize, _core.kv_dequantize):
+                assert any(runs_during(function) for _ in range(100))
     finally:
         sys.setswitchinterval(interval)
-        done.set()
-        thread.join()
 
 
 def test_integers_that_stand_for_bfloat16_are_quantized_as_such():

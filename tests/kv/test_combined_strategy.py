@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+from kv_model import mask_by_loop
 
 from mlstate import CapacityError, CompatibilityError
 from mlstate.kv import (
@@ -18,11 +19,7 @@ STRATEGY = CombinedStrategy(prefill=512, generate=(256, 128), expand_at=256)
 
 
 def formula_rows(size, reach, start, stop):
-    """Rows of the mask by the formula of the source document."""
-    mask = np.full((1, 1, stop - start, size), -np.inf, np.float32)
-    for row, position in enumerate(range(start, stop)):
-        mask[0, 0, row, max(0, position - reach) : position + 1] = 0
-    return mask
+    return mask_by_loop(size, reach, np.float32, rows=range(start, stop))
 
 
 def attend(cache, mask):
@@ -164,22 +161,14 @@ def test_stages_that_are_refused(arguments, error, text):
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (
-            lambda x: x.after_prefill(513),
-            CapacityError,
-            "position 513 is beyond the 512 posit",
-        ),
+        (lambda x: x.after_prefill(513), CapacityError, "position 513 is beyond the 512 posit"),
         (lambda x: x.after_prefill(-1), CapacityError, "position must be at least 0, got -1"),
         (lambda x: x.next_step(257, 256), CapacityError, "position 257 is beyond the 256 posit"),
         (lambda x: x.next_step(10, 128), ValueError, "size 128 is unknown; .* 256, 512"),
         (lambda x: x.next_step(10, 256, True), TypeError, "new_tokens must be an integer"),
         (lambda x: x.prefill_mask(500, 13), CapacityError, "13 new tokens after 500 do not fit"),
         (lambda x: x.generate_mask(256, 256), CapacityError, "1 new tokens after 256 do not fit"),
-        (
-            lambda x: x.generate_mask(1, 128),
-            ValueError,
-            "size 128 is unknown; .* 256, 512",
-        ),
+        (lambda x: x.generate_mask(1, 128), ValueError, "size 128 is unknown; .* 256, 512"),
         (
             lambda x: x.generate_mask(1, 256, attention_size=300),
             CapacityError,

@@ -6,7 +6,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from kv_model import assert_same_bits, dtype_of
+from kv_model import assert_same_bits, dtype_of, mask_by_loop
 from kv_model import layout as lay_out
 
 from mlstate import CapacityError, CompatibilityError
@@ -18,21 +18,6 @@ from mlstate.kv import (
 )
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
-
-
-def formula(seq_length, attention_size, dtype=np.float16, fill=-np.inf):
-    """The source document's loop."""
-    mask = np.full((1, 1, seq_length, seq_length), fill, dtype)
-    for position in range(seq_length):
-        start = max(0, position - attention_size)
-        mask[0, 0, position, start : position + 1] = 0.0
-    return mask
-
-
-def row_of(seq_length, attention_size, position, dtype=np.float16, fill=-np.inf):
-    row = np.full((1, 1, 1, seq_length), fill, dtype)
-    row[0, 0, 0, max(0, position - attention_size) : position + 1] = 0.0
-    return row
 
 
 def test_the_position_behind_the_last_one_has_no_row():
@@ -47,7 +32,7 @@ def test_every_small_causal_mask(seq_length):
     for attention_size in (None, *range(seq_length + 3)):
         size = seq_length if attention_size is None else attention_size
         mask = create_causal_mask(seq_length, attention_size)
-        assert_same_bits(mask, formula(seq_length, size))
+        assert_same_bits(mask, mask_by_loop(seq_length, size))
 
 
 def test_the_mask_does_not_depend_on_the_position():
@@ -59,7 +44,7 @@ def test_the_mask_does_not_depend_on_the_position():
 @pytest.mark.parametrize("seq_length", [0, 1, 2, 5, 31, 64, 100, 257])
 def test_full_masks(seq_length):
     for size in (0, 1, seq_length // 2, seq_length, 10 * seq_length, 2**63 - 1):
-        wanted = formula(seq_length, size, np.float32)
+        wanted = mask_by_loop(seq_length, size, np.float32)
         assert_same_bits(create_attention_size_mask(seq_length, size, 0, dtype="f4"), wanted)
         assert_same_bits(create_causal_mask(seq_length, size, dtype="f4").copy(), wanted)
 
@@ -70,9 +55,9 @@ def test_dtypes_and_fills(name, fill):
     dtype = dtype_of(name)
     for given in (name, dtype, dtype.type):
         mask = create_attention_size_mask(5, 2, 0, dtype=given, fill=fill)
-        assert_same_bits(mask, formula(5, 2, dtype, fill))
+        assert_same_bits(mask, mask_by_loop(5, 2, dtype, fill))
         row = create_decode_mask(5, 2, 3, dtype=given, fill=fill)
-        assert_same_bits(row, row_of(5, 2, 3, dtype, fill))
+        assert_same_bits(row, mask_by_loop(5, 2, dtype, fill, [3]))
         assert_same_bits(create_causal_mask(5, 2, dtype=given, fill=fill).copy(), mask)
 
 
@@ -84,17 +69,17 @@ def test_the_default_is_half_precision_and_minus_infinity():
 
 @pytest.mark.parametrize("dtype", [">f2", ">f4", "<f8"])
 def test_byte_orders(dtype):
-    assert_same_bits(create_attention_size_mask(5, 2, 0, dtype=dtype), formula(5, 2, dtype))
-    assert_same_bits(create_causal_mask(5, 2, dtype=dtype).copy(), formula(5, 2, dtype))
+    assert_same_bits(create_attention_size_mask(5, 2, 0, dtype=dtype), mask_by_loop(5, 2, dtype))
+    assert_same_bits(create_causal_mask(5, 2, dtype=dtype).copy(), mask_by_loop(5, 2, dtype))
 
 
 @pytest.mark.parametrize("integer", [np.int8, np.uint8, np.int64, np.uint64])
 def test_numpy_integers_are_lengths(integer):
-    wanted = formula(100, 100)
+    wanted = mask_by_loop(100, 100)
     with np.errstate(all="raise"):
         assert_same_bits(create_attention_size_mask(*[integer(100)] * 3), wanted)
         assert_same_bits(create_causal_mask(integer(100)).copy(), wanted)
-        assert_same_bits(create_causal_mask(integer(100), integer(7)).copy(), formula(100, 7))
+        assert_same_bits(create_causal_mask(integer(100), integer(7)).copy(), mask_by_loop(100, 7))
         assert create_causal_mask(integer(0)).shape == (1, 1, 0, 0)
 
 
@@ -175,16 +160,16 @@ def test_out(name, of):
     dtype = dtype_of(name)
     out = lay_out(of, np.ones((1, 1, 6, 6), dtype))
     assert create_attention_size_mask(6, 2, 0, out=out) is out
-    assert_same_bits(out, formula(6, 2, dtype))
+    assert_same_bits(out, mask_by_loop(6, 2, dtype))
     out = lay_out(of, np.ones((1, 1, 1, 6), dtype))
     assert create_decode_mask(6, 2, 4, out=out, fill=-7) is out
-    assert_same_bits(out, row_of(6, 2, 4, dtype, -7))
+    assert_same_bits(out, mask_by_loop(6, 2, dtype, -7, [4]))
 
 
 def test_out_in_the_other_byte_order():
     out = np.ones((1, 1, 6, 6), ">f4")
     create_attention_size_mask(6, 2, 0, out=out)
-    assert_same_bits(out, formula(6, 2, ">f4"))
+    assert_same_bits(out, mask_by_loop(6, 2, ">f4"))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +273,7 @@ def test_a_causal_mask_takes_the_memory_of_two_rows():
     assert mask.nbytes == (1 << 20) ** 2 * 2
     assert mask.strides == (0, 0, -2, 2)
     for row in (0, 6, 7, 1000, (1 << 20) - 1):
-        assert_same_bits(mask[:, :, row : row + 1].copy(), row_of(1 << 20, 7, row))
+        assert_same_bits(mask[:, :, row : row + 1].copy(), mask_by_loop(1 << 20, 7, rows=[row]))
 
 
 def test_a_causal_mask_is_read_only():

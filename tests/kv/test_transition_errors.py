@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from kv_model import assert_same_bits, cache, expand
 
-import mlstate
 from mlstate import CapacityError, CompatibilityError
 from mlstate.kv import compact_kv_state, transition_kv_state
 
@@ -220,8 +219,3 @@ def test_out_through_dlpack(name):
         target[...] = 1
         assert transition_kv_state(cache(dtype=dtype), 12, 5, out=out) is out
         assert_same_bits(target, expand(cache(dtype=dtype), 12, 5))
-
-
-def test_mlstate_errors_are_value_errors_here():
-    for error in (CapacityError, CompatibilityError):
-        assert issubclass(error, ValueError) and issubclass(error, mlstate.MLStateError)

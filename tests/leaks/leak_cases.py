@@ -18,6 +18,11 @@ def case(*names, calls=CALLS):
     return register
 
 
+def with_members(name, listed):
+    """A class and some of its members, separated by spaces, as `case` names them."""
+    return [name, *(f"{name}.{member}" for member in listed.split())]
+
+
 def methods(thing, *but):
     """The public members of a class, as `case` names them."""
     names = (name for name in vars(thing) if name[0] != "_" and name not in but)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from leak_cases import case, each, raises
+from leak_cases import case, each, raises, with_members
 
 import mlstate
 from mlstate import coreml, errors
@@ -16,8 +16,7 @@ PACKAGE = Path(mlstate.__file__).parent / "demo" / "data" / "model_256.mlpackage
     "StateSpec",
     "StateSpecs",
     "plan_transition",
-    "TransitionPlan",
-    "TransitionPlan.to_dict",
+    *with_members("TransitionPlan", "to_dict"),
     "StateMove",
 )
 def specs(_):
@@ -45,9 +44,7 @@ def hostile_specs(tmp_path):
 
 
 @case(
-    "FakeMLState",
-    "FakeMLState.read_state",
-    "FakeMLState.write_state",
+    *with_members("FakeMLState", "read_state write_state"),
     "transition_coreml_state",
     "compact_coreml_state",
 )

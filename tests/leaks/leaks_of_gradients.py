@@ -5,17 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 from gradient_model import Model
-from leak_cases import case, each, methods, raises
+from leak_cases import case, each, methods, raises, with_members
 
 from mlstate import _core, collectives, errors, fsdp
 
 
-@case(
-    "GradientAccumulator",
-    "GradientAccumulator.add_gradients",
-    "GradientAccumulator.get_and_clear_gradients",
-    "GradientAccumulator.reset",
-)
+@case(*with_members("GradientAccumulator", "add_gradients get_and_clear_gradients reset"))
 def accumulated(_):
     batch = {"w": np.ones((5, 7), np.float16), "b": np.full(5, 2.0)}
     bad = {"b": batch["b"], "w": np.ones(3, np.float16)}

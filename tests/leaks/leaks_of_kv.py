@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from leak_cases import case, each, raises
+from leak_cases import case, each, raises, with_members
 
 from mlstate import errors, kv
 
@@ -75,13 +75,7 @@ def masks(_):
     ), [out]
 
 
-@case(
-    "KVState",
-    "KVState.from_array",
-    "KVState.resize",
-    "KVState.reserve",
-    "KVState.contiguous",
-)
+@case(*with_members("KVState", "from_array resize reserve contiguous"))
 def kv_state(_):
     array = cache()
 
@@ -98,13 +92,7 @@ def kv_state(_):
     return each(run, raises(ValueError, kv.KVState, (1, 1, 8, 4), 4)), [array]
 
 
-@case(
-    "RollingKVState",
-    "RollingKVState.append",
-    "RollingKVState.ordered",
-    "RollingKVState.positions",
-    "RollingKVState.trim",
-)
+@case(*with_members("RollingKVState", "append ordered positions trim"))
 def rolling_kv_state(_):
     array = cache()
 
@@ -180,12 +168,7 @@ def quantized_cache_state(_):
     return run, [array, bad, spec]
 
 
-@case(
-    "StateTransitionManager",
-    "StateTransitionManager.register_model",
-    "StateTransitionManager.transition",
-    "StateTransitionManager.get_transition_path",
-)
+@case(*with_members("StateTransitionManager", "register_model transition get_transition_path"))
 def manager(_):
     source = cache()
 

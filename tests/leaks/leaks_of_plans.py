@@ -3,7 +3,7 @@
 import pickle
 
 import numpy as np
-from leak_cases import case, each, raises
+from leak_cases import case, each, raises, with_members
 
 from mlstate import _core, activation, errors
 
@@ -39,12 +39,7 @@ def chains(_):
 
 @case(
     "plan",
-    "Plan",
-    "Plan.steps",
-    "Plan.simulate",
-    "Plan.report",
-    "Plan.to_json",
-    "Plan.from_json",
+    *with_members("Plan", "steps simulate report to_json from_json"),
     "Simulation",
     "Step",
     calls=60,

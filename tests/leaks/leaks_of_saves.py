@@ -4,7 +4,7 @@ import itertools
 import shutil
 
 import numpy as np
-from leak_cases import case, each, raises
+from leak_cases import case, each, raises, with_members
 
 from mlstate import checkpoint, errors
 
@@ -13,15 +13,8 @@ FEW = 60
 
 @case(
     "save_async",
-    "SaveHandle",
-    "SaveHandle.staged",
-    "SaveHandle.wait",
-    "SaveHandle.done",
-    "SaveHandle.progress",
-    "SaveHandle.cancel",
-    "SaveHandle.times",
-    "SaveTimes",
-    "SaveTimes.blocked_seconds",
+    *with_members("SaveHandle", "staged wait done progress cancel times"),
+    *with_members("SaveTimes", "blocked_seconds"),
     "Staging",
     calls=FEW,
 )

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from leak_cases import case, each, raises
+from leak_cases import case, each, raises, with_members
 
 from mlstate import _core, activation, errors
 
@@ -20,8 +20,7 @@ class Shaped:
 
 @case(
     "IntervalStrategy",
-    "SelectiveStrategy",
-    "SelectiveStrategy.opinion",
+    *with_members("SelectiveStrategy", "opinion"),
     "SizeBasedStrategy",
     "MemoryAwareStrategy",
     "SmartStrategy",
@@ -115,18 +114,10 @@ def torch_activations(_):
 
 
 @case(
-    "AllOf",
-    "AllOf.should_checkpoint",
-    "AllOf.opinion",
-    "AnyOf",
-    "AnyOf.should_checkpoint",
-    "AnyOf.opinion",
-    "Not",
-    "Not.should_checkpoint",
-    "Not.opinion",
-    "FirstMatch",
-    "FirstMatch.should_checkpoint",
-    "FirstMatch.opinion",
+    *with_members("AllOf", "should_checkpoint opinion"),
+    *with_members("AnyOf", "should_checkpoint opinion"),
+    *with_members("Not", "should_checkpoint opinion"),
+    *with_members("FirstMatch", "should_checkpoint opinion"),
 )
 def composites(_):
     a, b = activation.IntervalStrategy(2), activation.SelectiveStrategy(["a"])
@@ -144,9 +135,7 @@ def composites(_):
 
 @case(
     "StrategyKind",
-    "CheckpointConfig",
-    "CheckpointConfig.to_dict",
-    "CheckpointConfig.from_dict",
+    *with_members("CheckpointConfig", "to_dict from_dict"),
     "create_strategy",
     "register_strategy",
     "create_interval",
@@ -177,12 +166,7 @@ def configurations(_):
     ), [names, mine]
 
 
-@case(
-    "MemoryTracker",
-    "MemoryTracker.get_stats",
-    "MemoryTracker.reset",
-    "MemoryStats",
-)
+@case(*with_members("MemoryTracker", "get_stats reset"), "MemoryStats")
 def memory_trackers(_):
     def source():
         return 5, 10
@@ -197,14 +181,7 @@ def memory_trackers(_):
     return each(use, raises(ValueError, activation.MemoryTracker, "x")), [source]
 
 
-@case(
-    "ActivationManager",
-    "ActivationManager.decide",
-    "ActivationManager.layers",
-    "ActivationManager.report",
-    "ActivationManager.reset",
-    "LayerDecisions",
-)
+@case(*with_members("ActivationManager", "decide layers report reset"), "LayerDecisions")
 def managers(_):
     strategy, array = activation.IntervalStrategy(2), np.zeros((3, 4))
 

@@ -3,7 +3,7 @@
 import itertools
 
 import numpy as np
-from leak_cases import case, each, raises
+from leak_cases import case, each, raises, with_members
 
 from mlstate import _core, checkpoint, errors
 
@@ -14,18 +14,9 @@ from mlstate import _core, checkpoint, errors
     "Traffic",
     "TierRecord",
     "TierReport",
-    "TieredState",
-    "TieredState.add",
-    "TieredState.close",
-    "TieredState.demote",
-    "TieredState.open",
-    "TieredState.promote",
-    "TieredState.rebalance",
-    "TieredState.remove",
-    "TieredState.report",
-    "TieredState.state_dicts",
-    "TieredState.tier",
-    "TieredState.use",
+    *with_members(
+        "TieredState", "add close demote open promote rebalance remove report state_dicts tier use"
+    ),
     "TieredUnit",
     calls=20,
 )

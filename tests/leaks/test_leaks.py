@@ -31,7 +31,7 @@ import leaks_of_strategies  # noqa: F401 - its cases
 import leaks_of_tiers  # noqa: F401 - its cases
 import numpy as np
 import pytest
-from leak_cases import CALLS, CASES, case, each, methods, raises
+from leak_cases import CALLS, CASES, case, each, methods, raises, with_members
 from leaks_of_kv import cache
 
 import mlstate
@@ -136,14 +136,7 @@ def weights(prefix="", dtype=np.float32):
     return {f"{prefix}layers.{i}.{n}": np.full((3, 4), i, dtype) for i in range(3) for n in "wb"}
 
 
-@case(
-    "StateDict",
-    "StateDict.get_tensor",
-    "StateDict.get_tensor_or_none",
-    "StateDict.has_tensor",
-    "StateDict.remove_tensor",
-    "StateDict.digest",
-)
+@case(*with_members("StateDict", "get_tensor get_tensor_or_none has_tensor remove_tensor digest"))
 def state_dicts(_):
     plain = weights()
     array, name = next(iter(plain.values())), next(iter(plain))
@@ -203,12 +196,7 @@ def model_states(_):
 
 
 @case(
-    "OptimizerStateDict",
-    "OptimizerStateDict.create",
-    "OptimizerStateDict.parameters",
-    "OptimizerStateDict.state_names",
-    "OptimizerStateDict.get_state",
-    "OptimizerStateDict.set_state",
+    *with_members("OptimizerStateDict", "create parameters state_names get_state set_state"),
     "OptimizerType",
 )
 def optimizer_states(_):
@@ -252,9 +240,7 @@ def torch_states(_):
     "get_missing_keys",
     "get_unexpected_keys",
     "check_compatibility",
-    "CompatibilityResult",
-    "CompatibilityResult.add_error",
-    "CompatibilityResult.add_warning",
+    *with_members("CompatibilityResult", "add_error add_warning"),
     "Difference",
 )
 def comparisons(_):
@@ -324,19 +310,13 @@ def loads(_):
     "load",
     "verify",
     "inspect",
-    "Checkpoint",
-    "Checkpoint.files",
-    "Checkpoint.load",
-    "Checkpoint.shards",
-    "Checkpoint.tensors",
-    "Checkpoint.verify",
+    *with_members("Checkpoint", "files load shards tensors verify"),
     "LayerRecord",
     "LoadedState",
     "ShardRecord",
     "TensorRecord",
     "VerifyReport",
-    "Problem",
-    "Problem.as_error",
+    *with_members("Problem", "as_error"),
     calls=FEW,
 )
 def checkpoints(tmp_path):

@@ -45,7 +45,7 @@ NO_WAY = {}
 
 
 class Save:
-    """mlstate.save over an older checkpoint."""
+    """mlstate.save over an older checkpoint; the other cases replace some of the methods."""
 
     files = (PACKAGE,)
     options = MappingProxyType({})
@@ -74,7 +74,6 @@ class New(Save):
         """Prepare nothing."""
 
     def check(self, folder):
-        """Check the folder, which may be empty."""
         mlstate.save(folder / "ckpt", NEW)
         clean(folder / "ckpt")
 
@@ -91,11 +90,9 @@ class Asynchronous(Save):
     files = (PACKAGE, threading.__file__)
 
     def call(self, folder):
-        """Make the call that is interrupted."""
         save_async(folder / "ckpt", NEW).wait()
 
     def check(self, folder):
-        """Check the folder, and save to it again."""
         super().check(folder)
         save_async(folder / "ckpt", OLD).wait()
         clean(folder / "ckpt")
@@ -105,7 +102,6 @@ class Load(Save):
     """mlstate.load."""
 
     def call(self, folder):
-        """Make the call that is interrupted."""
         mlstate.load(folder / "ckpt")
 
 
@@ -113,7 +109,6 @@ class Verify(Save):
     """mlstate.verify."""
 
     def call(self, folder):
-        """Make the call that is interrupted."""
         mlstate.verify(folder / "ckpt")
 
 
@@ -123,7 +118,6 @@ class Repair(Save):
     damage = (-1, os.SEEK_END)  # the place of a wrong byte in a file
 
     def prepare(self, folder):
-        """Prepare three steps, the last of them damaged."""
         manager = CheckpointManager(folder / "ckpt", keep=3)
         for step in (1, 2):
             manager.save(step, OLD)
@@ -133,11 +127,9 @@ class Repair(Save):
             file.write(b"x")
 
     def call(self, folder):
-        """Make the call that is interrupted."""
         mlstate.verify(folder / "ckpt", repair=True)
 
     def check(self, folder):
-        """Repeat the call, which must succeed."""
         self.call(folder)
         manager = CheckpointManager(folder / "ckpt", keep=3)
         manager.save(4, NEW)
@@ -151,7 +143,6 @@ class Mend(Repair):
     damage = (4000, os.SEEK_SET)
 
     def check(self, folder):
-        """Repeat the call, which must succeed."""
         self.call(folder)
         clean(folder / "ckpt")
         manager = CheckpointManager(folder / "ckpt", keep=None)
@@ -163,16 +154,13 @@ class Prune(Save):
     """mlstate.prune of files that a dead writer left."""
 
     def prepare(self, folder):
-        """Prepare a checkpoint with leftover files."""
         super().prepare(folder)
         litter(folder / "ckpt")
 
     def call(self, folder):
-        """Make the call that is interrupted."""
         prune(folder / "ckpt")
 
     def check(self, folder):
-        """Repeat the call, which must succeed."""
         self.call(folder)
         super().check(folder)
 
@@ -181,19 +169,16 @@ class Manager(Save):
     """A manager that saves two steps and deletes the oldest."""
 
     def prepare(self, folder):
-        """Prepare two steps."""
         manager = CheckpointManager(folder / "ckpt", keep=2)
         for step in (1, 2):
             manager.save(step, OLD)
 
     def call(self, folder):
-        """Make the call that is interrupted."""
         self.manager = CheckpointManager(folder / "ckpt", keep=2)
         self.manager.save(3, NEW)
         self.manager.delete(2)
 
     def check(self, folder):
-        """Save with the same manager."""
         manager = self.manager or CheckpointManager(folder / "ckpt", keep=2)
         found = manager.restore_latest()
         assert same(found.model, OLD if found.step < 3 else NEW)
@@ -211,14 +196,12 @@ class ManagerAsync(Manager):
     files = (PACKAGE, threading.__file__)
 
     def call(self, folder):
-        """Make the call that is interrupted."""
         self.manager = CheckpointManager(folder / "ckpt", keep=2)
         self.manager.save_async(3, NEW)
         self.manager.save_async(3, NEW)
         self.manager.close()
 
     def check(self, folder):
-        """Save with the same manager."""
         manager = self.manager or CheckpointManager(folder / "ckpt", keep=2)
         manager.save_async(4, NEW)
         manager.close()
@@ -229,11 +212,9 @@ class Reshard(Save):
     """mlstate.reshard."""
 
     def call(self, folder):
-        """Make the call that is interrupted."""
         reshard(folder / "ckpt", folder / "cut", layout="rows", world_size=2, overwrite=True)
 
     def check(self, folder):
-        """Repeat the call, which must succeed."""
         self.call(folder)
         clean(folder / "cut")
         assert same(mlstate.load(folder / "cut").model, OLD)
@@ -243,12 +224,10 @@ class Convert(Save):
     """mlstate.convert to files of other formats."""
 
     def call(self, folder):
-        """Make the call that is interrupted."""
         write_any(folder / "file.npz", *read_any(folder / "ckpt"), overwrite=True)
         write_any(folder / "file.safetensors", *read_any(folder / "file.npz"), overwrite=True)
 
     def check(self, folder):
-        """Repeat the call, which must succeed."""
         self.call(folder)
         assert not list(folder.glob("*.tmp"))
 

@@ -5,11 +5,12 @@ import platform
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import child
 import numpy as np
 import pytest
+from html_page import Page
+from thread_team import num_threads
 
 import mlstate
 from mlstate import _core, _info
@@ -104,12 +105,8 @@ def test_every_fact_has_a_line(core):
 
 def test_the_facts_are_those_of_this_process(core):
     core(KNOWN)
-    before = mlstate.get_num_threads()
-    mlstate.set_num_threads(3)
-    try:
+    with num_threads(3):
         found = mlstate.info()
-    finally:
-        mlstate.set_num_threads(before)
     assert found.version == mlstate.__version__
     assert found.python.startswith(platform.python_version())
     assert found.numpy == np.__version__
@@ -139,11 +136,7 @@ def test_nothing_names_the_machine_or_its_user(core):
 def test_the_page_has_all_lines(core):
     core(KNOWN)
     found = mlstate.info()
-    texts = []
-    parser = HTMLParser()
-    parser.handle_data = texts.append
-    parser.feed(found._repr_html_())
-    page = "".join(texts)
+    page = "".join(Page(found._repr_html_()).texts)
     for line in str(found).splitlines():
         assert line[14:] in page
 
@@ -314,11 +307,7 @@ def test_processors_where_no_affinity_is_known(monkeypatch):
             {"enabled": "madvise", "defrag": "defer", "bytes": 2097152},
             "madvise, defrag defer, 2.00 MiB",
         ),
-        (
-            {"enabled": "[never]\n"},
-            {"enabled": "never", "defrag": None, "bytes": None},
-            "never",
-        ),
+        ({"enabled": "[never]\n"}, {"enabled": "never", "defrag": None, "bytes": None}, "never"),
         (
             {"enabled": "always\n", "hpage_pmd_size": "large\n"},
             {"enabled": "always", "defrag": None, "bytes": None},

@@ -27,7 +27,8 @@ RE_EXPORTS = {  # every other name is defined by the module that exports it
 def exported(module_name):
     """Exported names and their objects, without modules and constants."""
     module = importlib.import_module(module_name)
-    things = ((name, getattr(module, name)) for name in module.__all__)
+    things = [(name, getattr(module, name)) for name in module.__all__]
+    assert len(set(module.__all__)) == len(things) and None not in [thing for _, thing in things]
     return [(name, thing) for name, thing in things if callable(thing)]
 
 

@@ -1,16 +1,16 @@
 """Threads of the core, threads of Python, and processes forked from either."""
 
+import contextlib
 import hashlib
 import multiprocessing
 import sys
-import threading
 import time
 
 import child
 import numpy as np
 import pytest
 from kv_model import assert_same_bits, expand
-from thread_team import run_in_threads
+from thread_team import meanwhile, run_in_threads
 
 import mlstate
 from mlstate import get_num_threads, set_num_threads
@@ -114,35 +114,31 @@ def test_the_gil_is_released_while_memory_moves():
 
     The interpreter's switch interval is set to more than the duration of the test.
     """
-    counted, stop = [0], threading.Event()
+    counted = [0]
 
     def count():
-        while not stop.is_set():
-            counted[0] += 1
-            time.sleep(0)  # releases the GIL at once
+        counted[0] += 1
+        time.sleep(0)  # releases the GIL at once
 
     shared, small = source(), np.ones((1, 1, 4, 4), np.float16)
     out = np.empty((*SHAPE[:2], LENGTH, SHAPE[3]), np.float32)
-    counter = threading.Thread(target=count)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)
     try:
-        counter.start()
-        before = counted[0]
-        for _ in range(1000):
-            transition_kv_state(small, 8)
-        assert counted[0] == before, "the other thread ran although nothing released the GIL"
-        for _ in range(200):
+        with meanwhile(count):
             before = counted[0]
-            transition_kv_state(shared, LENGTH, out=out)
-            if counted[0] > before:
-                break
-        else:
-            pytest.fail("200 large moves, and the other thread never ran")
+            for _ in range(1000):
+                transition_kv_state(small, 8)
+            assert counted[0] == before, "the other thread ran although nothing released the GIL"
+            for _ in range(200):
+                before = counted[0]
+                transition_kv_state(shared, LENGTH, out=out)
+                if counted[0] > before:
+                    break
+            else:
+                pytest.fail("200 large moves, and the other thread never ran")
     finally:
-        stop.set()
         sys.setswitchinterval(interval)
-        counter.join()
 
 
 def digest():
@@ -166,17 +162,10 @@ def test_a_forked_child_works(busy):
     """The parent's threads do not exist in the child, which starts its own."""
     wanted = digest()
     fork = multiprocessing.get_context("fork")
-    stop = threading.Event()
-
-    def keep_busy():
-        shared = source()
-        while not stop.is_set():
-            transition_kv_state(shared, LENGTH)
-
-    worker = threading.Thread(target=keep_busy)
-    if busy:  # the fork happens while another thread works, which holds the pool
-        worker.start()
-    try:
+    shared = source()
+    # the fork happens while another thread works, which holds the pool
+    working = meanwhile(lambda: transition_kv_state(shared, LENGTH))
+    with working if busy else contextlib.nullcontext():
         for _ in range(5):
             receiver, sender = fork.Pipe(duplex=False)
             process = fork.Process(target=send_digest, args=(sender,))
@@ -186,10 +175,6 @@ def test_a_forked_child_works(busy):
             process.join(60)
             assert process.exitcode == 0
             assert digest() == wanted, "the parent goes on as before"
-    finally:
-        stop.set()
-        if busy:
-            worker.join()
 
 
 @pytest.mark.skipif(

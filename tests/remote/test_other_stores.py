@@ -1,12 +1,12 @@
 """Checkpoints in stores other than S3, by local servers that follow their references."""
 
 import errno
-import threading
 
 import numpy as np
 import pytest
 from azure_server import AzureServer
 from gcs_server import GcsServer
+from thread_team import thread_outcomes
 
 import mlstate
 from mlstate import checkpoint
@@ -79,21 +79,12 @@ def test_a_manager_keeps_and_prunes_steps(server, url):
 def test_of_two_racing_writers_one_wins(server, url):
     folders = [RemoteFolder(url, server.options()) for _ in range(2)]
     for race in range(3):  # the first one creates the manifest
-        start, results = threading.Barrier(2), [None, None]
+        claims = [folder.claim("manifest.json").acquire() for folder in folders]
 
-        def write(rank, start=start, results=results):
-            claim = folders[rank].claim("manifest.json").acquire()
-            start.wait(30)
-            try:
-                claim.commit(b'{"sequence": "%d"}' % rank, 0)
-            except StoreError as error:
-                results[rank] = error
+        def write(rank, claims=claims):
+            claims[rank].commit(b'{"sequence": "%d"}' % rank, 0)
 
-        writers = [threading.Thread(target=write, args=(rank,)) for rank in range(2)]
-        for writer in writers:
-            writer.start()
-        for writer in writers:
-            writer.join(30)
+        results = thread_outcomes(write, 2, seconds=30)
         [winner] = [rank for rank in range(2) if results[rank] is None]
         assert results[1 - winner].errno == errno.EBUSY, race
         assert server.objects["run/manifest.json"].data == b'{"sequence": "%d"}' % winner

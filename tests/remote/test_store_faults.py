@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import warnings
 from datetime import timedelta
 
 import numpy as np
 import pytest
 from store_server import KINDS, at, at_random, since
+from thread_team import meanwhile, thread_outcomes
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune, reshard
@@ -304,25 +304,14 @@ def test_a_killed_writer_leaves_the_old_checkpoint(url, store):
 def test_readers_never_see_a_mixture(url, store):
     case = Case(url, store, save_again)
     options = store.options(direct=True)
-    stop = threading.Event()
-    seen, errors = [], []
+    seen = []
 
     def read():
-        try:
-            while not stop.is_set():
-                seen.append(number_of(mlstate.load(url, storage_options=options).model))
-        except Exception as error:  # the test fails with it below
-            errors.append(error)
+        seen.append(number_of(mlstate.load(url, storage_options=options).model))
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for _ in range(100 if FULL else 5):
-        save_again(case, options)
-    stop.set()
-    for reader in readers:
-        reader.join(60)
-    assert not errors
+    with meanwhile(read, 2):
+        for _ in range(100 if FULL else 5):
+            save_again(case, options)
     assert len(set(seen)) > 1 or not FULL
 
 
@@ -335,21 +324,11 @@ def test_of_racing_writers_none_overwrites_another(url, store):
     for race in range(RACES):
         if race % 2:  # answers to some conditional writes are lost, or these arrive twice
             store.faults.reset(at_random(race, 0.02, ("lost", "duplicate", "failed")))
-        start = threading.Barrier(WRITERS)
-        results = [None] * WRITERS
 
-        def write(rank, start=start, results=results, race=race):
-            start.wait(60)
-            try:
-                results[rank] = mlstate.save(folders[rank], state_of(race * WRITERS + rank))
-            except StoreError as caught:
-                results[rank] = caught
+        def write(rank, race=race):
+            return mlstate.save(folders[rank], state_of(race * WRITERS + rank))
 
-        writers = [threading.Thread(target=write, args=(rank,)) for rank in range(WRITERS)]
-        for writer in writers:
-            writer.start()
-        for writer in writers:
-            writer.join(120)
+        results = thread_outcomes(write, WRITERS, seconds=120)
         store.faults.reset()
         saved = {r.sequence: i for i, r in enumerate(results) if not isinstance(r, StoreError)}
         lost = [r for r in results if isinstance(r, StoreError)]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from thread_team import num_threads
 from tries import tries
 
-import mlstate
 from mlstate import CompatibilityError, StateDict
 from mlstate.state import (
     CompatibilityResult,
@@ -240,18 +240,14 @@ def test_small_floats_are_measured_by_their_values(dtype):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_large_tensors_are_measured_in_parts(threads):
-    before = mlstate.get_num_threads()
     rng = np.random.default_rng(0)
     a = {"w": rng.standard_normal((1500, 1001), np.float32), "h": np.zeros(10_000_003, np.float16)}
     b = {name: array.copy() for name, array in a.items()}
     b["w"][[3, 1499], [0, 1000]] += [1, 2]
     b["h"][-1] = np.nan
-    try:
-        mlstate.set_num_threads(threads)
+    with num_threads(threads):
         found = diff(a, b)
         assert StateDict(a) != StateDict(b) and StateDict(a) == StateDict(a).copy()
-    finally:
-        mlstate.set_num_threads(before)
     changes = {change.name: change for change in found.changes}
     assert changes["w"].changed == 2 and changes["h"][1:4] == (1, 10_000_003, 1)
     wanted = np.abs(a["w"].astype(float) - b["w"]).max()

@@ -1,10 +1,10 @@
 """HTML views of state dicts: a well-formed, escaped tree, complete or with counts."""
 
 import re
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from html_page import Page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tries import tries
@@ -15,34 +15,29 @@ MOST_BYTES = 30_000
 MIXED = (2, 3, 5, 7, 10_000)
 
 
-class Page(HTMLParser):
-    """Nesting and texts of a page; a wrongly closed tag fails."""
+class Tree(Page):
+    """The page of a state, and the number of its tensors."""
 
     def __init__(self, text):
-        super().__init__()
-        self.tags, self.open, self.deepest, self.texts = [], [], 0, []
+        self.deepest = 0
         self.more = []  # for each open <details>: whether it contains rows that the preview hides
         self.tensors = 0  # tensors shown, or counted in a row without details
-        self.feed(text)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
+        super().__init__(text)
+        assert self.attributes <= {"class", "open"}
 
     def handle_starttag(self, tag, attrs):
-        assert {name for name, _ in attrs} <= {"class", "open"}
-        self.tags.append(tag)
-        self.open.append(tag)
+        super().handle_starttag(tag, attrs)
         if tag == "details":
             self.more.append(("class", "more") in attrs)
         self.deepest = max(self.deepest, self.open.count("details"))
 
     def handle_endtag(self, tag):
-        assert self.open.pop() == tag
+        super().handle_endtag(tag)
         if tag == "details":
             self.more.pop()
 
     def handle_data(self, data):
-        if self.open[-1:] != ["style"]:
-            self.texts.append(data)
+        super().handle_data(data)
         in_summary = self.open[-2:] == ["summary", "i"]
         # already counted in the row above
         hidden = any(self.more[:-1] if in_summary else self.more)
@@ -55,7 +50,7 @@ class Page(HTMLParser):
 
 
 def page(state):
-    return Page(state._repr_html_())
+    return Tree(state._repr_html_())
 
 
 def model(layers, parts=("attn.q", "attn.k", "mlp.up", "mlp.down", "norm")):
@@ -90,7 +85,7 @@ def test_a_model_unfolds_down_to_every_tensor():
 def test_any_state_is_a_small_page_that_counts_what_it_hides(names):
     state = StateDict.fromkeys(names, np.zeros(2, np.float16))
     text = state._repr_html_()
-    found = Page(text)
+    found = Tree(text)
     assert len(text.encode()) < MOST_BYTES
     assert f"{len(state):,} tensors" in found.texts[0]
     assert found.tags.count("details") == found.tags.count("summary")
@@ -107,7 +102,7 @@ def test_hidden_layers_can_be_opened_and_equal_ones_are_one_row():
     arrays["layers.150.norm"] = np.zeros(4, np.float32)
     state = StateDict(arrays)
     text = state._repr_html_()
-    found = Page(text)
+    found = Tree(text)
     assert found.tensors == len(state) and len(text.encode()) < MOST_BYTES
     shown = sum(f">{i}</b>" in text for i in range(200))
     more = text[text.index("<details class=more>") :]

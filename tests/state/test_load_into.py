@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_team import num_threads
 from tries import tries
 
-import mlstate
 from mlstate import CompatibilityError, ModelStateDict, StateDict
 from mlstate.state import load_into, rename
 
@@ -241,16 +241,12 @@ def test_bad_arguments_change_nothing():
 
 
 def test_the_result_is_the_same_with_any_number_of_threads():
-    before = mlstate.get_num_threads()
-    try:
-        for threads in (1, 2, 4):
-            mlstate.set_num_threads(threads)
-            target = state(**{f"t{i}": (300 * i + 1, 513) for i in range(6)})
-            source = filled(target, threads)
+    for threads in (1, 2, 4):
+        target = state(**{f"t{i}": (300 * i + 1, 513) for i in range(6)})
+        source = filled(target, threads)
+        with num_threads(threads):
             load_into(target, source)
-            assert target == source
-    finally:
-        mlstate.set_num_threads(before)
+        assert target == source
 
 
 # ---- renaming ----

@@ -1,5 +1,7 @@
 """Sharded checkpoints in plain NumPy: the model that tests compare with."""
 
+from pathlib import Path
+
 import numpy as np
 
 import mlstate
@@ -73,8 +75,25 @@ def views_of(base):
     }
 
 
+def files_of(folder):
+    """The bytes of all files in a folder and its folders, by their paths."""
+    files = (path for path in Path(folder).rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def flipped(data, at, mask=1):
+    """Bytes with changed bits in one of them."""
+    found = bytearray(data)
+    found[at] ^= mask
+    return bytes(found)
+
+
 def flip(path, at, mask=1):
     """Change bits of one byte of a file."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= mask
-    path.write_bytes(data)
+    path = Path(path)
+    path.write_bytes(flipped(path.read_bytes(), at, mask))
+
+
+def flip_shard(folder, shard, at=0, mask=1):
+    """Change bits of one byte of a shard."""
+    flip(Path(folder, shard.path), shard.offset + at, mask)

@@ -9,6 +9,7 @@ import shutil
 import time
 
 import numpy as np
+from checkpoint_model import files_of
 from index_tables import records_of, tables_of
 from json_checksums import text_with_checksum
 
@@ -23,8 +24,7 @@ class Victim:
 
     def __init__(self, folder):
         self.folder = folder
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        self.good = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+        self.good = files_of(folder)
         self.patterns = True  # whether the manifest lists the patterns of the indexes
 
     def __str__(self):

@@ -19,17 +19,17 @@ needs_status = pytest.mark.skipif(
 )
 
 
-def run(code, *, timeout=120, **variables):
+def run(code, *arguments, timeout=120, **variables):
     """Run `code` and return its output; fail with its error output if it fails."""
-    done = attempt(code, timeout=timeout, **variables)
+    done = attempt(code, *arguments, timeout=timeout, **variables)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
-def attempt(code, *, timeout=120, **variables):
+def attempt(code, *arguments, timeout=120, **variables):
     """Run `code` and return the finished process, however it ended."""
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,

@@ -98,6 +98,13 @@ def assert_same(actual, expected, name=""):
     assert actual.tobytes() == np.ascontiguousarray(expected).tobytes(), name
 
 
+def backward(hook, gradients):
+    """A backward pass: pass the gradients from the last to the first, and finish."""
+    for name in reversed(gradients):
+        hook.add_gradient(name, gradients[name])
+    hook.finish()
+
+
 class Model:
     """A model in the specification's sense: it keeps a function for each parameter."""
 

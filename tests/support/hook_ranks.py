@@ -89,46 +89,31 @@ def hooks_of_a_model_scatter_sums_in_the_order_of_ranks(group):
 # ---- errors of one rank, raised on all ----
 
 
-def is_missing(units, gradients, rank):
-    gradients["rows"] = None
-
-
-def is_not_passed(units, gradients, rank):
-    del gradients["rows"]
-
-
-def is_unknown(units, gradients, rank):
-    del units["rows"], gradients["rows"]
-
-
-def has_another_dtype(units, gradients, rank):
-    gradients["rows"] = gradients["rows"].astype(np.float64)
-
-
-def has_another_shape(units, gradients, rank):
-    gradients["rows"] = gradients["rows"][:-1]
-
-
-def has_another_unit(units, gradients, rank):
+def give_another_unit(units, gradients, rank):
     units["rows"] = FSDPShardingUnit("rows", (8, 5), "float32", rank)
     gradients["rows"] = np.ones((8, 5), np.float32)
 
 
-def has_a_nan(units, gradients, rank):
-    gradients["rows"][3, 2] = np.nan
-
-
-FAULTS = {
-    is_missing: "rank {bad}: no gradient",
-    is_not_passed: "rank {bad}: no gradient was passed",
-    is_unknown: "missing on rank {bad}",
-    has_another_dtype: "rank {bad}: the gradient has dtype float64, expected float32",
-    has_another_shape: "rank {bad}: the gradient has shape (6, 5), expected (7, 5)",
-    has_another_unit: "rank {bad}: 'rows' float32 (8, 5) flat",
-    has_a_nan: "NaN or infinite elements (rank {bad}: 1)",
+# Changes of one rank's units and gradients, and the error; the first ones are known to the rank
+# itself, so that every rank refuses the call.
+MISMATCHES = {
+    "none": (lambda u, g, _: g.update(rows=None), "rank {bad}: no gradient"),
+    "not passed": (lambda u, g, _: g.pop("rows"), "rank {bad}: no gradient was passed"),
+    "dtype": (
+        lambda u, g, _: g.update(rows=g["rows"].astype(np.float64)),
+        "rank {bad}: the gradient has dtype float64, expected float32",
+    ),
+    "shape": (
+        lambda u, g, _: g.update(rows=g["rows"][:-1]),
+        "rank {bad}: the gradient has shape (6, 5), expected (7, 5)",
+    ),
 }
-# known to the rank itself, so that every rank refuses the call
-MISMATCHES = {is_missing, is_not_passed, has_another_dtype, has_another_shape}
+FAULTS = {
+    **MISMATCHES,
+    "unknown": (lambda u, g, _: (u.pop("rows"), g.pop("rows")), "missing on rank {bad}"),
+    "unit": (give_another_unit, "rank {bad}: 'rows' float32 (8, 5) flat"),
+    "nan": (lambda u, g, _: g["rows"].put(17, np.nan), "NaN or infinite elements (rank {bad}: 1)"),
+}
 
 
 def scatter_with(group, fault, bad, **settings):
@@ -136,22 +121,21 @@ def scatter_with(group, fault, bad, **settings):
 
     If the call was refused, no rank has a part; else all ranks have all other parts.
     """
+    change, text = FAULTS[fault]
     units = units_of(group.rank, SHAPES)
     gradients = gradients_of(group.rank, SHAPES)
     hook = FSDPBackwardHook(FSDP(group, **settings))
     hook.scatter_multiple(units, gradients)  # the step before
     if group.rank == bad:
-        fault(units, gradients, group.rank)
-    error = raises(
-        CollectiveError, FAULTS[fault].format(bad=bad), hook.scatter_multiple, units, gradients
-    )
+        change(units, gradients, group.rank)
+    error = raises(CollectiveError, text.format(bad=bad), hook.scatter_multiple, units, gradients)
     assert "'rows'" in str(error), str(error)
     is_refused = fault in MISMATCHES
     assert isinstance(error, ValueError) == (is_refused and group.rank == bad), repr(error)
     result = "refused, nothing was stored" if is_refused else "not reduced, all others were"
     assert f"a gradient was {result}" in str(error), str(error)
     # with two ranks that differ, neither is the exception
-    undecided = fault is has_another_unit and group.world_size == 2
+    undecided = fault == "unit" and group.world_size == 2
     who = None if undecided else bad
     assert (error.name, error.rank) == ("rows", who), (error.name, error.rank)
     if is_refused:

@@ -37,6 +37,15 @@ def expand(source, length, position=None, pad=0, dtype=None, axis=-2):
     return np.ascontiguousarray(np.moveaxis(target, 0, axis))
 
 
+def mask_by_loop(seq_length, attention_size, dtype=np.float16, fill=-np.inf, rows=None):
+    """The source document's loop: rows of an attention mask, all of them by default."""
+    rows = range(seq_length) if rows is None else rows
+    mask = np.full((1, 1, len(rows), seq_length), fill, dtype)
+    for row, position in enumerate(rows):
+        mask[0, 0, row, max(0, position - attention_size) : position + 1] = 0
+    return mask
+
+
 def random_bits(shape, dtype=np.float16, seed=0):
     """An array of any bit patterns, infinities and NaNs included."""
     dtype = np.dtype(dtype)

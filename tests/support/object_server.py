@@ -33,14 +33,22 @@ def xml(name, text):
     return f"<{name}>{text}</{name}>".encode()
 
 
-class ObjectHandler(BaseHTTPRequestHandler):
-    """Reads a request, calls `answer_request`, and answers errors as XML."""
+class QuietHandler(BaseHTTPRequestHandler):
+    """Logs nothing, and ends without an error when the client leaves."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def log_message(self, *_):
         pass
+
+    def handle(self):
+        with contextlib.suppress(ConnectionError, TimeoutError, ValueError):
+            super().handle()
+
+
+class ObjectHandler(QuietHandler):
+    """Reads a request, calls `answer_request`, and answers errors as XML."""
 
     def handle_one(self):
         url = urlsplit(self.path)
@@ -68,10 +76,6 @@ class ObjectHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_one
-
-    def handle(self):
-        with contextlib.suppress(ConnectionError, TimeoutError, ValueError):  # the client left
-            super().handle()
 
     def found(self):
         """Return the object of the request."""

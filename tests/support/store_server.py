@@ -5,17 +5,15 @@ the check and the write of moto are not atomic.
 """
 
 import collections
-import contextlib
 import http.client
 import random
 import socketserver
 import threading
 import time
-from http.server import BaseHTTPRequestHandler
 
 import pytest
+from object_server import BUCKET, QuietHandler
 
-BUCKET = "bucket"
 ERROR_BODY = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>injected</Message></Error>"
 HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length", "server", "date"}
 CLIENT_TIMEOUT = 0.4  # seconds until a client gives up on a delayed answer
@@ -89,13 +87,7 @@ def at_random(seed, rate, kinds=KINDS):
     return lambda got, method, path: source.choice(kinds) if source.random() < rate else None
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def log_message(self, *_):
-        pass
-
+class _Handler(QuietHandler):
     def forward(self, body):
         """Send the request to the store; return status, headers and body of its answer."""
         headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
@@ -166,10 +158,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(*answered)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_one
-
-    def handle(self):
-        with contextlib.suppress(ConnectionError, TimeoutError, ValueError):  # the client left
-            super().handle()
 
 
 class _Proxy(socketserver.ThreadingTCPServer):

@@ -1,8 +1,46 @@
-"""Call a function in several threads that start together."""
+"""Call a function in several threads that start together; set the number of mlstate's threads."""
 
+import contextlib
 import threading
 
+from mlstate.threads import get_num_threads, set_num_threads
+
 SECONDS = 60
+
+
+@contextlib.contextmanager
+def num_threads(count):
+    """Let mlstate use `count` threads within the block."""
+    before = get_num_threads()
+    set_num_threads(count)
+    try:
+        yield
+    finally:
+        set_num_threads(before)
+
+
+@contextlib.contextmanager
+def meanwhile(function, count=1):
+    """Call a function again and again in other threads until the block ends; raise its error."""
+    stop, errors = threading.Event(), []
+
+    def run():
+        try:
+            while not stop.is_set():
+                function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    without_errors(errors)
 
 
 def thread_outcomes(work, count, *, seconds=SECONDS):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_model import same
+from checkpoint_model import files_of, same
 
 import mlstate
 from mlstate import _core
@@ -36,25 +36,21 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def contents():
-    return {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_an_existing_target_is_refused_and_stays(name):
-    before = contents()
+    before = files_of("run")
     with pytest.raises(mlstate.StoreError, match=r"exists already; overwrite=True") as info:
         WRITERS[name]("run")
     assert info.value.errno == errno.EEXIST
-    assert contents() == before
+    assert files_of("run") == before
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_commands_refuse_and_replace(name, capsys):
-    before = contents()
+    before = files_of("run")
     assert main(COMMANDS[name]) == 2
     assert "--force" in capsys.readouterr().err
-    assert contents() == before
+    assert files_of("run") == before
     assert main([*COMMANDS[name], "--force"]) == 0
     assert same(NEW, mlstate.load("run").model)
     assert CheckpointManager("run").steps() == []

@@ -9,6 +9,7 @@ import child
 import numpy as np
 import pytest
 import rank_threads
+from checkpoint_model import flip, flip_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weight_folder import write_folder
@@ -124,10 +125,7 @@ def test_blocks_of_several_ranks_have_right_checksums(tmp_path):
 
     assert_none_fails(save, 4)
     assert_holds(tmp_path / "m", {"w": array})
-    path = tmp_path / "m" / "model.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-5] ^= 1
-    path.write_bytes(raw)
+    flip(tmp_path / "m" / "model.safetensors", -5)
     assert [p.kind for p in mlstate.verify(tmp_path / "m").problems] == ["altered"]
 
 
@@ -307,10 +305,7 @@ def test_convert_exports_the_model_of_a_checkpoint(tmp_path, capsys):
     assert len(inspect_checkpoint(out).files()) == 1
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "a.npz"), *options]) == 2
     assert "--files-from requires --to huggingface" in capsys.readouterr().err
-    shard = manager.checkpoint(1).shards()[0]
-    with (tmp_path / "run" / shard.path).open("r+b") as file:
-        file.seek(shard.offset)
-        file.write(b"!")
+    flip_shard(tmp_path / "run", manager.checkpoint(1).shards()[0])
     assert main([*command, "--force"]) == 2  # a damaged source is not exported
     assert mlstate.verify(out)
 

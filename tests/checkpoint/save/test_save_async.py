@@ -15,7 +15,7 @@ import child
 import numpy as np
 import pytest
 from test_save import every_kind, native, random
-from thread_team import run_in_threads
+from thread_team import num_threads, run_in_threads
 
 import mlstate
 from mlstate import CollectiveError, CompatibilityError, OptimizerStateDict, StoreError, _core
@@ -105,17 +105,13 @@ def test_the_state_may_be_changed_once_it_is_staged(path, paused, share, pack):
 def test_nothing_is_spoiled_while_a_callback_holds_the_writer_up(path, held):
     state = {f"w{i}": random((1 << 20,), seed=i) for i in range(10)}
     expected = {name: array.copy() for name, array in state.items()}
-    threads = mlstate.get_num_threads()
-    mlstate.set_num_threads(1)  # no other thread works meanwhile
-    try:
+    with num_threads(1):  # no other thread works meanwhile
         handle = save_async(path, state, max_staging_bytes=1 << 20, progress=held)
         held.called.wait(SECONDS)
         held.go.set()
         handle.staged(SECONDS)
         spoil(state)
         found = handle.wait(SECONDS).load().model
-    finally:
-        mlstate.set_num_threads(threads)
     assert differ(found, expected) == []
 
 
@@ -193,10 +189,6 @@ import numpy as np
 import mlstate
 from mlstate.checkpoint import Staging, save_async
 
-def status(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
-
 path, share = sys.argv[1], float(sys.argv[2])
 state = {f"w{i}": np.full((1 << 20) + i, i, np.float32) for i in range(8)}
 state["strided"] = np.ones((2048, 1024), np.float32)[:, ::2]
@@ -217,17 +209,13 @@ for kept in (False, True):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.skipif(
-    bool(os.environ.get("MLSTATE_UNDER_SANITIZER")), reason="sanitizers need memory of their own"
-)
+@child.needs_status
 @pytest.mark.parametrize(
     "share",
     [1, 0.25, pytest.param(0.5, marks=pytest.mark.long), pytest.param(0, marks=pytest.mark.long)],
 )
 def test_extra_memory_is_within_the_budget(tmp_path, share):
-    code = f"import sys; sys.argv[1:] = {[str(tmp_path / 'ckpt'), str(share)]}\n{PEAK}"
-    for line in child.run(code).splitlines():
+    for line in child.run(child.STATUS + PEAK, tmp_path / "ckpt", share).splitlines():
         extra, kept, budget = map(int, line.split())
         # the writer's memory counts against the budget, if the budget is large enough for it
         assert extra <= (budget if budget and not kept else 16 << 20), line
@@ -327,6 +315,11 @@ def shown(monkeypatch):
     return errors
 
 
+def complain(count):
+    """Stop a save by its callback."""
+    raise KeyError("enough")
+
+
 def blocked(path):
     """A path at which no checkpoint can be created."""
     path.write_bytes(b"")
@@ -421,10 +414,6 @@ def test_a_warning_of_the_thread_names_the_line_of_the_call(path, managed):
 
 def test_a_callback_that_raises_stops_the_save(path):
     mlstate.save(path, {"w": np.zeros(3)}, step=1)
-
-    def complain(count):
-        raise KeyError("enough")
-
     handle = save_async(path, {"w": np.ones(3)}, progress=complain, step=2)
     with pytest.raises(KeyError, match="enough"):
         handle.wait()
@@ -583,10 +572,6 @@ def test_a_manager_raises_what_nobody_was_told(tmp_path, follow):
 
 def test_a_manager_does_not_repeat_what_somebody_was_told(path):
     manager = CheckpointManager(path)
-
-    def complain(count):
-        raise KeyError("enough")
-
     handle = manager.save_async(1, {"w": np.zeros(3)}, progress=complain)
     with pytest.raises(KeyError):
         handle.wait()
@@ -665,11 +650,7 @@ def fail_as_rank(group, path, victim):
     """One rank has a state that cannot be saved, or cancels; no rank hangs."""
     mlstate.save(path, shards(group, 1), step=1, group=group)
     state = shards(group, 2)
-
-    def stop(count):
-        raise KeyError("enough")
-
-    bad = {"progress": stop} if group.rank == 1 else {}
+    bad = {"progress": complain} if group.rank == 1 else {}
     if victim == "dtype" and group.rank == 1:
         state["more"], bad = np.array("text"), {}
     if victim == "cancelled" and group.rank == 1:  # before the ranks exchange their parts

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from checkpoint_model import good, part, views_of
+from checkpoint_model import flip, good, part, views_of
 from rank_threads import run_ranks
 from word_model import WordModel
 
@@ -264,9 +264,7 @@ def test_nothing_is_laid_over_what_is_damaged(path):
     state = {"e": table()}
     mlstate.save(path, state, pack_below_bytes=0)
     [file] = (path / "params").iterdir()
-    data = bytearray(file.read_bytes())
-    data[4096 + 50 * ROW_BYTES] ^= 1
-    file.write_bytes(data)
+    flip(file, 4096 + 50 * ROW_BYTES)
     state["e"][50] += 1  # the damaged row itself changed
     saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)
     assert saved.written["new_bytes"] == state["e"].nbytes

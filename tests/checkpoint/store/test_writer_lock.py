@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_model import files_of
 from thread_team import thread_outcomes
 
 import mlstate
@@ -209,8 +210,7 @@ WRITERS = {
 
 def contents():
     """The bytes of all files except the locks."""
-    files = (path for path in Path().rglob("*") if path.is_file() and path.name != "lock")
-    return {str(path): path.read_bytes() for path in files}
+    return {name: data for name, data in files_of(".").items() if not name.endswith("/lock")}
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -5,16 +5,16 @@ import gc
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from contextlib import suppress
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
 from checkpoint_model import flip
+from thread_team import run_in_threads
 
 import mlstate
 from mlstate import OptimizerStateDict, errors
@@ -57,6 +57,14 @@ def bits(tiers):
 def given_bits(model, adam):
     both = {**{f"p {k}": v for k, v in model.items()}, **{f"o {k}": v for k, v in adam.items()}}
     return {name: array.tobytes() for name, array in both.items()}
+
+
+def assert_left_out(folder, text, rest):
+    """Opening the folder warns of files that are left out; the other units are `rest`."""
+    with pytest.warns(UserWarning, match=text):
+        tiers = TieredState.open(folder)
+    with tiers:
+        assert list(tiers) == rest
 
 
 def file_facts(folder):
@@ -460,10 +468,7 @@ def test_other_files_of_a_folder_are_left_alone(folder):
     mlstate.save_file({"x": np.ones(3)}, folder / "mine.safetensors")
     with TieredState({"w": np.ones(1)}, {}, folder, discard=True) as tiers:
         tiers.demote("w")
-    with pytest.warns(UserWarning, match=r"left out: mine\.safetensors.* not the file of a unit"):
-        tiers = TieredState.open(folder)
-    with tiers:
-        assert list(tiers) == ["w"]
+    assert_left_out(folder, r"left out: mine\.safetensors.* not the file of a unit", ["w"])
     assert mlstate.load_file(folder / "mine.safetensors")["x"].tolist() == [1, 1, 1]
 
 
@@ -523,10 +528,7 @@ def test_a_file_of_another_unit_is_not_believed(folder):
         (folder / "b.safetensors").replace(folder / "a.safetensors")
         with pytest.raises(errors.FormatError, match="another unit"):
             tiers.promote("a")
-    with pytest.warns(UserWarning, match="not the file of its unit"):
-        tiers = TieredState.open(folder)
-    with tiers:
-        assert list(tiers) == ["c"]
+    assert_left_out(folder, "not the file of its unit", ["c"])
 
 
 def test_a_damaged_header_leaves_the_other_units(folder):
@@ -534,10 +536,7 @@ def test_a_damaged_header_leaves_the_other_units(folder):
     with TieredState(model, {}, folder) as tiers:
         tiers.demote("a"), tiers.demote("b")
     flip(folder / "a.safetensors", 30)
-    with pytest.warns(UserWarning, match=r"left out: .*a\.safetensors"):
-        tiers = TieredState.open(folder)
-    with tiers:
-        assert list(tiers) == ["b"]
+    assert_left_out(folder, r"left out: .*a\.safetensors", ["b"])
 
 
 HOSTILE = [
@@ -567,10 +566,7 @@ def test_files_that_lie_about_their_unit_are_left_out(folder, text):
     folder.mkdir()
     metadata = {"tiers.unit": text}
     mlstate.save_file({"params/w": np.ones(3)}, folder / "w.safetensors", metadata)
-    with pytest.warns(UserWarning, match=r"left out: w\.safetensors"):
-        tiers = TieredState.open(folder)
-    with tiers:
-        assert not list(tiers)
+    assert_left_out(folder, r"left out: w\.safetensors", [])
 
 
 def test_a_write_that_fails_leaves_the_unit_where_it_was(folder):
@@ -623,7 +619,7 @@ def test_one_at_a_time_has_the_folder(folder):
         with pytest.raises(errors.StoreError):
             TieredState.open(folder)
         code = f"from mlstate import TieredState; TieredState.open({str(folder)!r})"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = child.attempt(code)
         assert done.returncode and "folder of tiers" in done.stderr
     tiers = TieredState({"w": np.ones(1)}, {}, folder)
     del tiers  # without close()
@@ -664,27 +660,18 @@ def test_threads_use_and_move_at_once(folder):
     for name in names:
         model[name][:] = 0
     with TieredState(model, adam, folder, warm_budget_bytes=5 * one) as tiers:
-        failed = []
+        locks = {name: threading.Lock() for name in names}
 
         def work(seed):
-            try:
-                rng = np.random.default_rng(seed)
-                for _ in range(25):
-                    name = names[rng.integers(8)]
-                    with tiers.use(name) as unit:
-                        locks[name].acquire()
-                        unit.parameter += 1
-                        locks[name].release()
-                    with suppress(BufferError):
-                        tiers.demote(names[rng.integers(8)])
-            except BaseException as error:
-                failed.append(error)
+            rng = np.random.default_rng(seed)
+            for _ in range(25):
+                name = names[rng.integers(8)]
+                with tiers.use(name) as unit, locks[name]:
+                    unit.parameter += 1
+                with suppress(BufferError):
+                    tiers.demote(names[rng.integers(8)])
 
-        locks = {name: threading.Lock() for name in names}
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        [t.start() for t in threads]
-        [t.join(60) for t in threads]
-        assert not failed and not any(t.is_alive() for t in threads)
+        run_in_threads(work, 4)
         total = 0
         for name in names:
             with tiers.use(name) as unit:

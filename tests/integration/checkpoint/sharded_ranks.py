@@ -73,6 +73,14 @@ def gathered(group, source, **keywords):
     return full
 
 
+def check_gathered(group, source, expected):
+    """Gather the full state and compare it; return it on rank 0, None on other ranks."""
+    full = gathered(group, source)
+    if full is not None:
+        same(full, expected)
+    return full
+
+
 def merged(group, source):
     """The full state on every rank, merged from states that were sent whole."""
     collector = DistributedStateCollector(group)
@@ -199,9 +207,7 @@ def fsdp2_is_assembled(group):
         local = module[0].weight.to_local()
         assert shard.array.shape == local.shape
         assert not local.numel() or shard.array.data_ptr() == local.data_ptr()
-        full = gathered(group, module)
-        if full is not None:
-            same(full, model(dtype).state_dict())
+        full = check_gathered(group, module, model(dtype).state_dict())
         if dtype == torch.float32:
             same(merged(group, module), model().state_dict())
         sent_back(group, module, full)
@@ -301,9 +307,7 @@ def fsdp1_is_assembled(group):
         module = flat(module, original)
         state = DistributedStateCollector(group).collect_local_state(module)
         assert state["0.weight"].layout == Layout.rows(group.world_size)
-        full = gathered(group, module)
-        if full is not None:
-            same(full, plain.state_dict())
+        full = check_gathered(group, module, plain.state_dict())
         same(merged(group, module), plain.state_dict())
         optimizer = torch.optim.Adam(module.parameters())
         assert not DistributedStateCollector(group).collect_local_state(optimizer, model=module)
@@ -343,9 +347,7 @@ def dtensors_are_shards(group):
         state = {"w": distribute_tensor(whole, mesh, [placement]), "p": torch.ones(2)}
         found = DistributedStateCollector(group).collect_local_state(state)["w"]
         assert isinstance(found, torch.Tensor) == isinstance(placement, Replicate)
-        full = gathered(group, state)
-        if full is not None:
-            assert torch.equal(full["w"], whole)
+        check_gathered(group, state, {"w": whole, "p": torch.ones(2)})
     partial = DTensor.from_local(whole, mesh, [Partial()])
     for state in ({"part.w": partial}, distribute_module(torch.nn.Linear(1, 1), mesh)):
         if isinstance(state, dict):
@@ -374,9 +376,7 @@ def meshes_of_two_dimensions_are_layouts(group):
         state = {"w": distribute_tensor(whole, mesh, placements)}
         shard = DistributedStateCollector(group).collect_local_state(state)["w"]
         assert shard.layout == layout
-        full = gathered(group, state)
-        if full is not None:
-            assert torch.equal(full["w"], whole)
+        check_gathered(group, state, {"w": whole})
 
 
 @scenario
@@ -387,9 +387,7 @@ def hybrid_sharding_has_replicas(group):
     assert (shard.layout, shard.index, shard.replica) == (
         Layout.rows(2), group.rank % 2, group.rank // 2,
     )  # fmt: skip
-    full = gathered(group, module)
-    if full is not None:
-        same(full, model().state_dict())
+    full = check_gathered(group, module, model().state_dict())
     if group.rank == 3:
         with torch.no_grad():
             module[0].weight.to_local()[0, 0] += 1
@@ -412,9 +410,7 @@ def hybrid_sharding_of_fsdp1_has_replicas(group):
         shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
         assert (shard.layout, shard.index) == (Layout.rows(2), group.rank % 2)
         assert shard.replica == group.rank // 2
-        full = gathered(group, module)
-        if full is not None:
-            same(full, model().state_dict())
+        full = check_gathered(group, module, model().state_dict())
         sent_back(group, module, full)
 
 
@@ -432,9 +428,7 @@ def tensor_parallel_modules_under_fsdp_are_assembled(group):
     shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
     assert shard.layout == Layout([(0, 2), (0, 2)])
     assert shard.index == (group.rank % 2) * 2 + group.rank // 2  # tensor parallelism divides first
-    full = gathered(group, module)
-    if full is not None:
-        same(full, plain.state_dict())
+    full = check_gathered(group, module, plain.state_dict())
     sent_back(group, module, full)
     same(merged(group, module), plain.state_dict())
 

@@ -2,16 +2,16 @@
 
 import datetime
 import pickle
-import subprocess
-import sys
 import warnings
 from collections import OrderedDict
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
 import rank_jobs
 from resume_jobs import difference
+from test_torch_optimizer import train
 
 from mlstate import (
     CompatibilityError,
@@ -51,15 +51,6 @@ def make(optimizer, seed=0, dtype=torch.float32):
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [{"params": trained[:2]}, {"params": trained[2:], "lr": 5e-3}]
     return module, optimizer(groups)
-
-
-def train(module, optimizer, first, last):
-    for number in range(first, last):
-        generator = torch.Generator().manual_seed(number)
-        inputs = torch.randn(5, 4, generator=generator).to(module[0].weight.dtype)
-        optimizer.zero_grad()
-        module(inputs).square().sum().backward()
-        optimizer.step()
 
 
 def write_by_torch(path, tree):
@@ -283,8 +274,8 @@ def test_torch_reads_it_without_mlstate(tmp_path):
         f"tree = torch.load({str(tmp_path / 'a.pt')!r}, weights_only=True); "
         "print(sorted(tree), tree['metadata'], 'mlstate' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "['metadata', 'mlstate', 'model', 'optimizer'] {'step': 1} False"
+    found = child.run(code).strip()
+    assert found == "['metadata', 'mlstate', 'model', 'optimizer'] {'step': 1} False"
 
 
 class Strange:

@@ -6,6 +6,7 @@ import multiprocessing
 import numpy as np
 import pytest
 from kv_model import assert_same_bits
+from thread_team import num_threads
 
 import mlstate
 from mlstate import CapacityError, CompatibilityError
@@ -592,11 +593,10 @@ class Moving(torch.utils.data.Dataset):
 @pytest.mark.timeout(120)
 def test_workers_of_a_data_loader():
     """They are forked from a parent that has used its threads."""
-    before = mlstate.get_num_threads()
     dataset = Moving()
-    wanted = [dataset[i].item() for i in range(4)]
+    with num_threads(2):
+        wanted = [dataset[i].item() for i in range(4)]
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
     )
     assert [item.item() for item in loader] == wanted
-    mlstate.set_num_threads(before)

@@ -2,10 +2,10 @@
 
 import io
 import pickle
-import subprocess
 import sys
 import warnings
 
+import child
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -137,31 +137,14 @@ class Tagged(torch.Tensor):
     pass
 
 
-def quantized():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates it
-        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-
-
-def nested():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls it a prototype
-        return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
-
-
-def compressed():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls it a beta
-        return torch.eye(2).to_sparse_csr()
-
-
+@pytest.mark.filterwarnings("ignore:.*(deprecated|prototype|beta)")  # by torch, of some kinds
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: torch.eye(2).to_sparse(), "sparse_coo.*to_dense"),
-        (compressed, "sparse_csr.*to_dense"),
-        (quantized, "qint8.*dequantize"),
-        (nested, "nested.*unbind"),
+        (lambda: torch.eye(2).to_sparse_csr(), "sparse_csr.*to_dense"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qint8.*dequant"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested.*unbind"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), "resolve_conj"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
         (lambda: torch.ones(2).as_subclass(Tagged), "Tagged.*plain tensors"),
@@ -656,8 +639,7 @@ else:
 
 def run_saved(path, imports, load):
     code = SAVED.format(imports=imports, load=load, path=str(path))
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return child.attempt(code, PYTHONWARNINGS="ignore")
 
 
 @pytest.fixture(scope="module")
@@ -680,8 +662,7 @@ def test_an_unregistered_process_is_told_what_to_import(tmp_path):
     path = str(tmp_path / "state.pt")
     torch.save(StateDict(w=np.ones(1)), path)
     code = f"import mlstate, torch; torch.load({path!r}, weights_only=True)"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    read = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    read = child.attempt(code, PYTHONWARNINGS="ignore")
     assert read.returncode == 1
     assert "mlstate.integrations.torch.restore_state" in read.stderr
 
