@@ -8,7 +8,7 @@
 #include "checkpoint/ranks/merged_index.h"
 #include "checkpoint/write/shard_write.h"
 #include "io/file.h"
-#include "support/runner.h"
+#include "support/parts.h"
 #include "support/text.h"
 
 #include <dirent.h>
@@ -149,7 +149,7 @@ static inline mls_shard_item item_of(const char *name, const char *state, mls_dt
 static inline mls_shard_item part_of(mls_shard_item whole, int axis, size_t parts,
                                      size_t part)
 {
-    whole.layout = (mls_layout){.count = 1, .steps = {{.axis = axis, .parts = parts}}};
+    whole.layout = cut(axis, parts);
     whole.part = part;
     return whole;
 }
@@ -216,16 +216,14 @@ static inline mls_index write_all(const mls_shard_job *job, mls_shards_written *
 static inline bool reads_back(const mls_index *index, const mls_shard_item *item,
                               const void *expected, const mls_codecs *codecs)
 {
-    const mls_layout whole = {0};
     mls_merged_index merged = {0};
     mls_stored_shard stored[16];
     mls_part parts[16];
     mls_read_range pieces[16];
-    mls_part to;
     mls_status st;
     size_t count = 0, failed;
-    if (mls_merged_index_init(&merged, &index, 1, &st) != MLS_OK ||
-        mls_layout_part(&whole, item->rank, item->shape, 0, &to, &st) != MLS_OK) {
+    const mls_part to = part_at((mls_layout){0}, item->rank, item->shape, 0);
+    if (mls_merged_index_init(&merged, &index, 1, &st) != MLS_OK) {
         return false;
     }
     const size_t bytes = mls_part_count(&to) * mls_dtype_of(item->dtype)->item_bytes;
