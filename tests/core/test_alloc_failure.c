@@ -31,6 +31,7 @@
 #include "support/failing_alloc.h"
 #include "support/runner.h"
 #include "support/shards.h"
+#include "support/tensors.h"
 
 #include <unistd.h>
 
@@ -107,15 +108,8 @@ TEST(reading_a_file_survives_every_failure)
 static mls_code write_state(mls_status *st)
 {
     float floats[6] = {0, 1, 2, 3, 4, 5};
-    const size_t shape[2] = {2, 3};
-    mls_tensor packed, strided;
-    mls_status unused;
-    CHECK(mls_tensor_init(&packed, floats, MLS_F32, 2, shape, &unused) == MLS_OK);
-    strided = packed;
-    strided.shape[0] = 3;
-    strided.shape[1] = 2;
-    strided.strides[0] = 4;
-    strided.strides[1] = 12;
+    const mls_tensor packed = matrix_of(floats, MLS_F32, 2, 3);
+    const mls_tensor strided = transposed_of(floats, MLS_F32, 3, 2);
     const mls_named_tensor tensors[] = {{text("packed"), &packed}, {text("t"), &strided}};
     const mls_str_pair pair = {text("key"), text("value")};
     const mls_safetensors_content content = {
@@ -527,13 +521,10 @@ static mls_code plan_loading(mls_status *st)
 {
     /* two that are tied, and one in more pieces than the first allocation holds */
     static unsigned char to[6 << 20], from[6 << 20];
-    const size_t shape[2] = {5, 1 << 20}, less[2] = {2, 100};
-    mls_tensor large_to, large_from, tied_to, tied_from;
-    mls_status unused;
-    CHECK(mls_tensor_init(&large_to, to, MLS_U8, 2, shape, &unused) == MLS_OK);
-    CHECK(mls_tensor_init(&large_from, from, MLS_U8, 2, shape, &unused) == MLS_OK);
-    CHECK(mls_tensor_init(&tied_to, to + (5 << 20), MLS_U8, 2, less, &unused) == MLS_OK);
-    CHECK(mls_tensor_init(&tied_from, from, MLS_U8, 2, less, &unused) == MLS_OK);
+    const mls_tensor large_to = matrix_of(to, MLS_U8, 5, 1 << 20);
+    const mls_tensor large_from = matrix_of(from, MLS_U8, 5, 1 << 20);
+    const mls_tensor tied_to = matrix_of(to + (5 << 20), MLS_U8, 2, 100);
+    const mls_tensor tied_from = matrix_of(from, MLS_U8, 2, 100);
     const mls_load_into_pair pairs[] = {{text("one"), &tied_to, &tied_from},
                                         {text("two"), &tied_to, &tied_from},
                                         {text("large"), &large_to, &large_from}};

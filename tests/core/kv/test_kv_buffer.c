@@ -22,8 +22,7 @@ static unsigned char *element(const mls_kv_buffer *b, size_t row, size_t positio
 
 static bool make(mls_kv_buffer *b, size_t capacity)
 {
-    mls_status st;
-    if (mls_kv_buffer_init(b, RANK, shape, AXIS, capacity, MLS_F16, &st) != MLS_OK) {
+    if (mls_kv_buffer_init(b, RANK, shape, AXIS, capacity, MLS_F16, &status) != MLS_OK) {
         return false;
     }
     for (size_t row = 0; row < 6; row++) {
@@ -37,10 +36,9 @@ static bool make(mls_kv_buffer *b, size_t capacity)
 TEST(growing_copies_nothing_and_shows_zeros)
 {
     mls_kv_buffer b = {0};
-    mls_status st;
     REQUIRE(make(&b, 32));
     const unsigned char *before = b.pages.data;
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 32, 8, "at", &st) == MLS_OK);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 32, 8, "at", &status) == MLS_OK);
     CHECK(b.pages.data == before && mls_kv_buffer_length(&b) == 32);
     for (size_t row = 0; row < 6; row++) {
         CHECK(element(&b, row, 7)[0] == row * 8 + 8);
@@ -52,19 +50,19 @@ TEST(growing_copies_nothing_and_shows_zeros)
 TEST(bad_requests_change_nothing)
 {
     mls_kv_buffer b = {0};
-    mls_status st;
     const size_t huge[RANK] = {SIZE_MAX / 2, 3, 1, 4};
-    CHECK(mls_kv_buffer_init(&b, RANK, shape, AXIS, 7, MLS_F16, &st) == MLS_E_CAPACITY);
-    CHECK(mls_kv_buffer_init(&b, RANK, huge, AXIS, 1, MLS_F16, &st) == MLS_E_SIZE);
+    CHECK(mls_kv_buffer_init(&b, RANK, shape, AXIS, 7, MLS_F16, &status) ==
+          MLS_E_CAPACITY);
+    CHECK(mls_kv_buffer_init(&b, RANK, huge, AXIS, 1, MLS_F16, &status) == MLS_E_SIZE);
     CHECK(b.pages.data == NULL);
     REQUIRE(make(&b, 16));
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 17, 0, "at", &st) == MLS_E_CAPACITY);
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 12, 9, "at", &st) == MLS_E_CAPACITY);
-    CHECK(strncmp(st.text, "at 9 is beyond", 14) == 0);
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 4, 5, "at", &st) == MLS_E_CAPACITY);
-    CHECK(mls_kv_buffer_reserve(&b, 15, &st) == MLS_E_CAPACITY);
-    CHECK(mls_kv_buffer_reserve(&b, SIZE_MAX / 4, &st) == MLS_E_SIZE);
-    CHECK(mls_kv_buffer_reserve(&b, (size_t)1 << 50, &st) == MLS_E_MEMORY);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 17, 0, "at", &status) == MLS_E_CAPACITY);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 12, 9, "at", &status) == MLS_E_CAPACITY);
+    CHECK(strncmp(status.text, "at 9 is beyond", 14) == 0);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 4, 5, "at", &status) == MLS_E_CAPACITY);
+    CHECK(mls_kv_buffer_reserve(&b, 15, &status) == MLS_E_CAPACITY);
+    CHECK(mls_kv_buffer_reserve(&b, SIZE_MAX / 4, &status) == MLS_E_SIZE);
+    CHECK(mls_kv_buffer_reserve(&b, (size_t)1 << 50, &status) == MLS_E_MEMORY);
     CHECK(mls_kv_buffer_length(&b) == 8 && b.capacity == 16 &&
           element(&b, 5, 7)[0] == 48);
     mls_kv_buffer_fini(&b);
@@ -74,11 +72,10 @@ TEST(bad_requests_change_nothing)
 TEST(an_empty_cache_is_a_cache)
 {
     mls_kv_buffer b = {0};
-    mls_status st;
     const size_t none[RANK] = {0, 3, 8, 4};
-    REQUIRE(mls_kv_buffer_init(&b, RANK, none, AXIS, 8, MLS_F32, &st) == MLS_OK);
-    CHECK(mls_kv_buffer_resize(&b, kernels(), 2, 2, "at", &st) == MLS_OK);
-    CHECK(mls_kv_buffer_reserve(&b, 100, &st) == MLS_OK);
+    REQUIRE(mls_kv_buffer_init(&b, RANK, none, AXIS, 8, MLS_F32, &status) == MLS_OK);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 2, 2, "at", &status) == MLS_OK);
+    CHECK(mls_kv_buffer_reserve(&b, 100, &status) == MLS_OK);
     mls_kv_buffer_fini(&b);
 }
 
@@ -106,10 +103,9 @@ static bool holds(const mls_kv_buffer *b, size_t kept)
 TEST(any_axis_can_be_the_sequence)
 {
     static const size_t three[] = {5, 5, 5};
-    mls_status st;
     for (int axis = 0; axis < 3; axis++) {
         mls_kv_buffer b = {0};
-        REQUIRE(mls_kv_buffer_init(&b, 3, three, axis, 6, MLS_U8, &st) == MLS_OK);
+        REQUIRE(mls_kv_buffer_init(&b, 3, three, axis, 6, MLS_U8, &status) == MLS_OK);
         const mls_tensor t = mls_kv_buffer_view(&b);
         for (size_t i = 0; i < 125; i++) {
             t.data[(ptrdiff_t)(i / 25) * t.strides[0] +
@@ -118,16 +114,17 @@ TEST(any_axis_can_be_the_sequence)
                 (unsigned char)(i / 25 * 49 + i / 5 % 5 * 7 + i % 5 + 1);
         }
         for (size_t capacity = 6; capacity < 40000; capacity = capacity * 3 + 1) {
-            REQUIRE(mls_kv_buffer_reserve(&b, capacity, &st) == MLS_OK);
+            REQUIRE(mls_kv_buffer_reserve(&b, capacity, &status) == MLS_OK);
             CHECK(holds(&b, 5));
-            CHECK(mls_kv_buffer_resize(&b, kernels(), capacity, 5, "at", &st) == MLS_OK);
+            CHECK(mls_kv_buffer_resize(&b, kernels(), capacity, 5, "at", &status) ==
+                  MLS_OK);
             CHECK(mls_kv_buffer_length(&b) == capacity && holds(&b, 5));
-            CHECK(mls_kv_buffer_resize(&b, kernels(), 5, 5, "at", &st) == MLS_OK);
+            CHECK(mls_kv_buffer_resize(&b, kernels(), 5, 5, "at", &status) == MLS_OK);
         }
-        CHECK(mls_kv_buffer_resize(&b, kernels(), 5, 3, "at", &st) == MLS_OK);
+        CHECK(mls_kv_buffer_resize(&b, kernels(), 5, 3, "at", &status) == MLS_OK);
         CHECK(holds(&b, 3));
-        CHECK(mls_kv_buffer_resize(&b, kernels(), 2, 1, "at", &st) == MLS_OK);
-        CHECK(mls_kv_buffer_resize(&b, kernels(), 9, 2, "at", &st) == MLS_OK);
+        CHECK(mls_kv_buffer_resize(&b, kernels(), 2, 1, "at", &status) == MLS_OK);
+        CHECK(mls_kv_buffer_resize(&b, kernels(), 9, 2, "at", &status) == MLS_OK);
         CHECK(holds(&b, 1));
         mls_kv_buffer_fini(&b);
     }

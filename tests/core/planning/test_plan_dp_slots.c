@@ -26,11 +26,11 @@ static void check_all(const mls_chain *chain, int64_t above, mls_cpu cpu, bool o
 
 TEST(values_are_those_of_the_recursion)
 {
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        for (uint64_t seed = 0; mls_cpu_offers((mls_cpu)cpu) && seed < 40; seed++) {
+    EACH_CPU (cpu) {
+        for (uint64_t seed = 0; seed < 40; seed++) {
             test_chain c;
             chain_of(&c, 1 + seed % 6, 2 + seed % 40, seed);
-            check_all(&c.chain, 140 + (int64_t)(seed % 7), (mls_cpu)cpu, seed % 3 == 0);
+            check_all(&c.chain, 140 + (int64_t)(seed % 7), cpu, seed % 3 == 0);
         }
     }
 }

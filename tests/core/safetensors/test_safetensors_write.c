@@ -3,7 +3,7 @@
 #include "base/size.h"
 #include "io/file.h"
 #include "safetensors/safetensors.h"
-#include "support/runner.h"
+#include "support/tensors.h"
 #include "support/text.h"
 
 #include <fcntl.h>
@@ -47,15 +47,6 @@ static mls_code save(const mls_named_tensor *tensors, size_t count,
     return mls_safetensors_write(path, &content, mls_kernels_of(MLS_CPU_SCALAR), crc, st);
 }
 
-static mls_tensor view(void *data, mls_dtype dtype, int rank, size_t a, size_t b)
-{
-    const size_t shape[2] = {a, b};
-    mls_tensor t = {0};
-    mls_status st;
-    CHECK(mls_tensor_init(&t, data, dtype, rank, shape, &st) == MLS_OK);
-    return t;
-}
-
 /* Read tensor `index` of the file at `path` and compare it with `expected`. */
 static bool stored_is(size_t index, const char *name, const void *expected, size_t bytes)
 {
@@ -83,10 +74,11 @@ TEST(what_is_written_comes_back_in_order)
     uint16_t halves[3] = {7, 8, 9};
     unsigned char bytes[5] = {1, 2, 3, 4, 5};
     double one = 2.5;
-    const mls_tensor f = view(floats, MLS_F32, 2, 2, 3),
-                     h = view(halves, MLS_BF16, 1, 3, 0),
-                     b = view(bytes, MLS_BOOL, 1, 5, 0), d = view(&one, MLS_F64, 0, 0, 0),
-                     none = view(NULL, MLS_F32, 2, 0, 3);
+    const mls_tensor f = matrix_of(floats, MLS_F32, 2, 3),
+                     h = vector_of(halves, MLS_BF16, 3),
+                     b = vector_of(bytes, MLS_BOOL, 5),
+                     d = tensor_of(&one, MLS_F64, 0, NULL),
+                     none = matrix_of(NULL, MLS_F32, 0, 3);
     const mls_named_tensor tensors[] = {{text("h"), &h},
                                         {text("b\"\\\n\xC3\xA9"), &b},
                                         {text("f2"), &f},
@@ -112,7 +104,7 @@ TEST(what_is_written_comes_back_in_order)
 TEST(the_order_of_the_arguments_does_not_matter)
 {
     unsigned char data[4] = {1, 2, 3, 4};
-    const mls_tensor t = view(data, MLS_U8, 1, 4, 0);
+    const mls_tensor t = vector_of(data, MLS_U8, 4);
     mls_named_tensor tensors[] = {{text("a"), &t}, {text("b"), &t}, {text("ab"), &t}};
     unsigned char *first = NULL, *second = NULL;
     size_t first_bytes = 0, second_bytes = 0;
@@ -137,11 +129,9 @@ TEST(strided_and_swapped_tensors_are_packed)
     for (size_t i = 0; i < ROWS * COLUMNS; i++) {
         numbers[i] = (uint32_t)i * 2654435761U;
     }
-    mls_tensor t = view(numbers, MLS_U32, 2, COLUMNS, ROWS); /* transposed */
-    t.strides[0] = 4;
-    t.strides[1] = 4 * COLUMNS;
-    mls_tensor back =
-        view(numbers, MLS_U32, 2, ROWS, COLUMNS); /* rows in reverse, byte-swapped */
+    const mls_tensor t = transposed_of(numbers, MLS_U32, COLUMNS, ROWS);
+    mls_tensor back = matrix_of(numbers, MLS_U32, ROWS, COLUMNS);
+    /* rows in reverse, byte-swapped */
     back.data += 4 * COLUMNS * (ROWS - 1);
     back.strides[0] = -4 * COLUMNS;
     back.swapped = true;
@@ -163,7 +153,7 @@ TEST(strided_and_swapped_tensors_are_packed)
 TEST(one_swapped_number_without_dimensions_is_packed)
 {
     uint32_t number = 0x01020304;
-    mls_tensor t = view(&number, MLS_F32, 0, 0, 0);
+    mls_tensor t = tensor_of(&number, MLS_F32, 0, NULL);
     t.swapped = true;
     const mls_named_tensor tensors[] = {{text("x"), &t}};
     REQUIRE(save(tensors, 1, NULL, 0, &status) == MLS_OK);
@@ -173,7 +163,7 @@ TEST(one_swapped_number_without_dimensions_is_packed)
 TEST(names_that_no_file_can_hold_are_refused)
 {
     unsigned char byte = 1;
-    const mls_tensor t = view(&byte, MLS_U8, 0, 0, 0);
+    const mls_tensor t = tensor_of(&byte, MLS_U8, 0, NULL);
     const mls_named_tensor good = {text("a"), &t};
     const mls_named_tensor twice[] = {good, {text("b"), &t}, good};
     const mls_named_tensor reserved = {text("__metadata__"), &t};
@@ -219,7 +209,7 @@ static mls_code parse_all(const unsigned char *data, size_t length, bool verify,
 TEST(any_changed_byte_of_a_header_and_any_cut_is_noticed)
 {
     float floats[4] = {1, 2, 3, 4};
-    const mls_tensor t = view(floats, MLS_F32, 2, 2, 2);
+    const mls_tensor t = matrix_of(floats, MLS_F32, 2, 2);
     const mls_named_tensor tensors[] = {{text("weight"), &t}, {text("x"), &t}};
     const mls_str_pair pair = {text("key"), text("value")};
     unsigned char *data = NULL;
@@ -246,7 +236,7 @@ TEST(a_changed_tensor_is_noticed_unless_nobody_looks)
 {
     float floats[4] = {1, 2, 3, 4};
     float read_back[4];
-    const mls_tensor t = view(floats, MLS_F32, 1, 4, 0);
+    const mls_tensor t = vector_of(floats, MLS_F32, 4);
     const mls_named_tensor tensors[] = {{text("weight"), &t}};
     mls_safetensors f = {0};
     int fd = -1;
@@ -276,9 +266,8 @@ TEST(the_first_damage_is_told_whatever_the_threads)
     mls_named_tensor named[ITEMS];
     static const char *const names[ITEMS] = {"a", "b", "c", "d"};
     float *data = mls_alloc(COUNT, sizeof *data);
-    const size_t shape[] = {COUNT};
     for (size_t i = 0; i < ITEMS; i++) {
-        CHECK(mls_tensor_init(&views[i], data, MLS_F32, 1, shape, &status) == MLS_OK);
+        views[i] = vector_of(data, MLS_F32, COUNT);
         named[i] = (mls_named_tensor){.name = {names[i], 1}, .tensor = &views[i]};
     }
     CHECK(save(named, ITEMS, NULL, 0, &status) == MLS_OK);

@@ -3,7 +3,7 @@
 #include "base/size.h"
 #include "checkpoint/index/index_of_files.h"
 #include "safetensors/safetensors.h"
-#include "support/runner.h"
+#include "support/tensors.h"
 
 #include <stdlib.h>
 #include <unistd.h>
@@ -54,13 +54,12 @@ static void write_raw(const char *name, const char *header, size_t payload)
 static void write_own(const char *name, const char *tensor, size_t bytes)
 {
     mls_status st;
-    mls_tensor view;
     unsigned char *data = mls_alloc(bytes, 1);
     REQUIRE(data != NULL);
     for (size_t i = 0; i < bytes; i++) {
         data[i] = (unsigned char)(i * 7);
     }
-    CHECK(mls_tensor_init(&view, data, MLS_U8, 1, &bytes, &st) == MLS_OK);
+    const mls_tensor view = vector_of(data, MLS_U8, bytes);
     const mls_named_tensor one = {{tensor, strlen(tensor)}, &view};
     const mls_safetensors_content content = {.tensors = &one, .count = 1};
     CHECK(mls_safetensors_write(path_of(name), &content, mls_kernels_of(MLS_CPU_SCALAR),

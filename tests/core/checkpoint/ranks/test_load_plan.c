@@ -2,6 +2,7 @@
  * test. */
 #include "checkpoint/ranks/load_plan.h"
 #include "support/shards.h"
+#include "support/tensors.h"
 
 enum { ROWS = 8, COLUMNS = 6, LARGE = 1 << 20 };
 
@@ -44,8 +45,7 @@ BEFORE_EACH
                                item_of("twice", NULL, MLS_U8, 2, matrix, f.data),
                                item_of("w", "m", MLS_U8, 2, matrix, f.data)};
     items[2].data = f.data + ROWS / 2 * COLUMNS;
-    items[3].layout =
-        (mls_layout){.count = 2, .steps = {{.axis = 0, .parts = 2}, {1, 2}}};
+    items[3].layout = cut_twice(0, 2, 1, 2);
     items[4].axes = turned;
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
     f.index = write_all(&job, &written);
@@ -75,9 +75,8 @@ TEST(tensors_are_found_in_any_order)
 
 TEST(a_part_is_cut_as_asked)
 {
-    const mls_layout by_rows = {.count = 1, .steps = {{.axis = 0, .parts = 4}}};
     const mls_cutting none = {0}, third = {.index = 2, .world = 4};
-    const mls_cutting layout = {.has_layout = true, .layout = by_rows, .index = 1};
+    const mls_cutting layout = {.has_layout = true, .layout = cut(0, 4), .index = 1};
     mls_wanted *rows = add("rows"), *twice = add("twice");
     mls_wanted *whole = add("whole"), *state = add("w.m");
     REQUIRE(rows != NULL && twice != NULL && whole != NULL && state != NULL);
@@ -126,17 +125,15 @@ TEST(another_whole_tensor_is_refused)
 
 TEST(a_target_of_another_dtype_or_shape_is_refused)
 {
-    const mls_layout flat = {.count = 1, .steps = {{MLS_LAYOUT_FLAT, 4}}};
-    const size_t twelve[] = {12}, thirteen[] = {13};
-    mls_tensor t;
+    const mls_layout flat = cut(MLS_LAYOUT_FLAT, 4);
     unsigned char memory[64];
+    mls_tensor t = vector_of(memory, MLS_U8, 12);
     mls_wanted *w = add("whole");
     REQUIRE(w != NULL && mls_wanted_part(w, &flat, 1, &status) == MLS_OK);
-    REQUIRE(mls_tensor_init(&t, memory, MLS_U8, 1, twelve, &status) == MLS_OK);
     CHECK(mls_wanted_check_target(w, &t, &status) == MLS_OK);
     t.dtype = MLS_I8;
     CHECK(mls_wanted_check_target(w, &t, &status) == MLS_E_SHAPE);
-    REQUIRE(mls_tensor_init(&t, memory, MLS_U8, 1, thirteen, &status) == MLS_OK);
+    t = vector_of(memory, MLS_U8, 13);
     CHECK(mls_wanted_check_target(w, &t, &status) == MLS_E_SHAPE);
     CHECK_TEXT(status.text,
                "the checkpoint has uint8 of (12,), the target is uint8 of (13,)");
@@ -150,12 +147,11 @@ TEST(parts_are_read_to_their_targets)
     unsigned char packed[ROWS * COLUMNS], strided[2 * ROWS * COLUMNS];
     const char *file;
     size_t failed;
-    mls_tensor view;
+    mls_tensor view = tensor_of(packed, MLS_U8, 2, matrix);
     mls_load_target targets[2];
     mls_wanted *rows = add("rows"), *whole = add("whole");
     REQUIRE(rows != NULL && mls_wanted_cut(rows, &none, &status) == MLS_OK);
     REQUIRE(whole != NULL && mls_wanted_cut(whole, &none, &status) == MLS_OK);
-    REQUIRE(mls_tensor_init(&view, packed, MLS_U8, 2, matrix, &status) == MLS_OK);
     REQUIRE(mls_load_target_init(&targets[0], &view, &status) == MLS_OK);
     CHECK(targets[0].data == packed && targets[0].strided == NULL);
     view.data = strided;

@@ -5,6 +5,7 @@
 #include "io/file.h"
 #include "safetensors/safetensors.h"
 #include "support/parts.h"
+#include "support/tensors.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -105,10 +106,9 @@ static void write_all(mls_layout layout, bool strided)
     CHECK(parts <= MOST_PARTS);
     for (size_t i = 0; i < parts; i++) {
         const size_t count = pack(layout, i);
-        mls_tensor view;
+        mls_tensor view = vector_of(packed, MLS_F32, count);
         mls_shard_item item = {
             .dtype = MLS_F32, .rank = 2, .shape = shape, .layout = layout, .part = i};
-        CHECK(mls_tensor_init(&view, packed, MLS_F32, 1, &count, &st) == MLS_OK);
         if (strided) { /* backwards, from the last element */
             for (size_t j = 0; j < count / 2; j++) {
                 const uint32_t kept = packed[j];

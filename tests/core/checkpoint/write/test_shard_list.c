@@ -1,6 +1,7 @@
 /* The list of shards to write. */
 #include "checkpoint/write/shard_list.h"
-#include "support/runner.h"
+#include "support/parts.h"
+#include "support/tensors.h"
 
 #include <stdlib.h>
 
@@ -8,14 +9,6 @@ enum { ROWS = 6, COLUMNS = 4 };
 
 static const mls_tensor_id weight = {.name = {"w", 1}};
 static const size_t matrix[] = {ROWS, COLUMNS};
-
-static mls_tensor tensor_of(void *data, int rank, const size_t *shape)
-{
-    mls_tensor t;
-    mls_status st;
-    CHECK(mls_tensor_init(&t, data, MLS_F32, rank, shape, &st) == MLS_OK);
-    return t;
-}
 
 TEST(items_keep_their_shapes_while_the_list_grows)
 {
@@ -41,7 +34,7 @@ TEST(items_keep_their_shapes_while_the_list_grows)
 TEST(ranks_take_turns_over_the_parts)
 {
     static float data[ROWS * COLUMNS];
-    const mls_tensor array = tensor_of(data, 2, matrix);
+    const mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
     const mls_layout rows = {.count = 1, .steps = {{.axis = 0, .parts = 3}}};
     for (uint64_t rank = 0; rank < 2; rank++) {
         mls_shard_list list = {0};
@@ -61,7 +54,7 @@ TEST(ranks_take_turns_over_the_parts)
 TEST(without_parts_the_array_is_this_ranks)
 {
     static float data[ROWS * COLUMNS];
-    const mls_tensor array = tensor_of(data, 2, matrix);
+    const mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
     const mls_layout none = {0};
     mls_shard_list list = {0};
     REQUIRE(mls_shard_list_add_whole(&list, &weight, &array, &none, NULL, 3, 4,
@@ -73,7 +66,7 @@ TEST(without_parts_the_array_is_this_ranks)
 TEST(flat_parts_begin_inside_the_array)
 {
     static float data[ROWS * COLUMNS];
-    const mls_tensor array = tensor_of(data, 2, matrix);
+    const mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
     const mls_layout flat = {.count = 1, .steps = {{MLS_LAYOUT_FLAT, 5}}};
     mls_shard_list list = {0};
     REQUIRE(mls_shard_list_add_whole(&list, &weight, &array, &flat, NULL, 1, 5,
@@ -86,7 +79,7 @@ TEST(flat_parts_begin_inside_the_array)
 TEST(what_is_not_packed_has_a_view)
 {
     static float data[2 * ROWS * COLUMNS];
-    mls_tensor array = tensor_of(data, 2, matrix);
+    mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
     const mls_layout none = {0};
     mls_shard_list list = {0};
     array.strides[1] *= 2;
@@ -96,7 +89,7 @@ TEST(what_is_not_packed_has_a_view)
     CHECK(list.items[0].data == NULL && list.items[0].strided != NULL);
     CHECK(list.items[0].strided != &array && list.items[0].strided->strides[1] == 8);
     const size_t empty[] = {0};
-    const mls_tensor nothing = tensor_of(NULL, 1, empty);
+    const mls_tensor nothing = tensor_of(NULL, MLS_F32, 1, empty);
     REQUIRE(mls_shard_list_add_whole(&list, &weight, &nothing, &none, NULL, 0, 1,
                                      &status) == MLS_OK);
     CHECK(list.items[1].data != NULL);
@@ -111,7 +104,8 @@ TEST(memory_must_have_the_elements_of_its_part)
         .rank = 2, .layout = {.count = 1, .steps = {{.axis = 0, .parts = 3}}}, .part = 1};
     mls_shard_item none = item;
     none.part = 3;
-    const mls_tensor good = tensor_of(data, 1, eight), bad = tensor_of(data, 1, nine);
+    const mls_tensor good = tensor_of(data, MLS_F32, 1, eight),
+                     bad = tensor_of(data, MLS_F32, 1, nine);
     CHECK(mls_shard_item_check(&item, matrix, &good, "params 'w'", &status) == MLS_OK);
     CHECK(mls_shard_item_check(&item, matrix, &bad, "params 'w'", &status) ==
           MLS_E_SHAPE);

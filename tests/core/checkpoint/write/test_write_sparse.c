@@ -1,6 +1,7 @@
 /* Zero rows and changed rows: which of them are written, and which layers stay. */
 #include "checkpoint/write/write_plan.h"
 #include "support/shards.h"
+#include "support/tensors.h"
 
 enum { ROWS = 1000, COLUMNS = 64, ROW_BYTES = 4 * COLUMNS, BYTES = ROWS * ROW_BYTES };
 
@@ -275,17 +276,9 @@ TEST(versions_do_not_hide_rows)
 /* Columns first, and with gaps: rows are gathered from everywhere. */
 TEST(strided_memory_gives_the_same_layers)
 {
-    mls_tensor view;
-    const size_t turned[] = {COLUMNS, ROWS};
     uint32_t *columns = calloc(BYTES, 1);
     REQUIRE(columns != NULL);
-    REQUIRE(mls_tensor_init(&view, (unsigned char *)columns, MLS_F32, 2, turned,
-                            &status) == MLS_OK);
-    mls_tensor transposed = view;
-    for (int i = 0; i < 2; i++) {
-        transposed.shape[i] = view.shape[1 - i];
-        transposed.strides[i] = view.strides[1 - i];
-    }
+    const mls_tensor transposed = transposed_of(columns, MLS_F32, ROWS, COLUMNS);
     t.item.data = NULL;
     t.item.strided = &transposed;
     for (size_t turn = 0; turn < 3; turn++) {

@@ -1,6 +1,7 @@
 /* Detecting unchanged shards, by bytes and by versions. */
 #include "checkpoint/write/write_plan.h"
 #include "support/shards.h"
+#include "support/tensors.h"
 
 #include <errno.h>
 #include <sys/uio.h>
@@ -141,20 +142,15 @@ TEST(the_first_element_counts_from_where_the_part_lies)
 TEST(strided_and_swapped_memory_is_compared)
 {
     enum { ROWS = 300, COLUMNS = 500 };
-    const size_t shape[] = {ROWS, COLUMNS}, across[] = {COLUMNS, ROWS};
+    const size_t shape[] = {ROWS, COLUMNS};
     uint32_t *numbers = (uint32_t *)(void *)noise(4 * ROWS * COLUMNS);
     uint32_t *turned = malloc(4 * ROWS * COLUMNS);
-    mls_tensor view;
+    mls_tensor view = transposed_of(turned, MLS_U32, ROWS, COLUMNS);
     mls_shards_written written;
     REQUIRE(numbers != NULL && turned != NULL);
     for (size_t i = 0; i < ROWS * COLUMNS; i++) {
         turned[i % COLUMNS * ROWS + i / COLUMNS] = __builtin_bswap32(numbers[i]);
     }
-    CHECK(mls_tensor_init(&view, turned, MLS_U32, 2, across, &status) == MLS_OK);
-    view.shape[0] = ROWS;
-    view.shape[1] = COLUMNS;
-    view.strides[0] = 4;
-    view.strides[1] = 4 * ROWS;
     view.swapped = true;
     mls_shard_item item =
         part_of(item_of("w", NULL, MLS_U32, 2, shape, numbers), 0, 2, 1);

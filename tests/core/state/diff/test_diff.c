@@ -1,10 +1,9 @@
 /* The oracle compared with values computed by hand, every instruction set with the
  * oracle, and pairs of views with a plain loop. */
-#include "array/float_convert.h"
 #include "state/diff/diff.h"
 #include "support/cpus.h"
 #include "support/random_bytes.h"
-#include "support/runner.h"
+#include "support/tensors.h"
 
 #include <fenv.h>
 #include <math.h>
@@ -244,11 +243,9 @@ static void check_runs(const mls_diff_kernels *k, int dtype)
 /* `check_runs` of the content of `left` and `right`, for every set and dtype. */
 static void check_all_sets(void)
 {
-    for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+    EACH_VECTOR_CPU (cpu) {
         for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
-            if (mls_cpu_offers((mls_cpu)cpu)) {
-                check_runs(mls_diff_of((mls_cpu)cpu), dtype);
-            }
+            check_runs(mls_diff_of(cpu), dtype);
         }
     }
 }
@@ -324,11 +321,10 @@ TEST(every_set_keeps_the_rounding)
 {
     fill_random(left, sizeof left, 45);
     fill_random(right, sizeof right, 46);
-    for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
-        for (int dtype = 0; dtype < MLS_DTYPE_COUNT && mls_cpu_offers((mls_cpu)cpu);
-             dtype++) {
+    EACH_VECTOR_CPU (cpu) {
+        for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
             mls_diff_result usual = {0}, found = {0};
-            const mls_diff_run run = mls_diff_of((mls_cpu)cpu)->run[dtype];
+            const mls_diff_run run = mls_diff_of(cpu)->run[dtype];
             const mls_diff_run oracle = mls_diff_of(MLS_CPU_SCALAR)->run[dtype];
             run(left, right, 4100, &usual);
             fesetround(FE_TOWARDZERO);
@@ -617,13 +613,11 @@ TEST(empty_and_scalar_tensors_compare)
 TEST(views_may_share_memory)
 {
     float values[1000];
-    const size_t shape[1] = {999};
-    mls_tensor a, b;
     for (int i = 0; i < 1000; i++) {
         values[i] = (float)i;
     }
-    REQUIRE(mls_tensor_init(&a, values, MLS_F32, 1, shape, &status) == MLS_OK);
-    REQUIRE(mls_tensor_init(&b, values + 1, MLS_F32, 1, shape, &status) == MLS_OK);
+    const mls_tensor a = vector_of(values, MLS_F32, 999);
+    const mls_tensor b = vector_of(values + 1, MLS_F32, 999);
     mls_tensor turned = a;
     turned.swapped = true;
     const mls_diff_pair pairs[] = {{&a, &b}, {&a, &a}, {&a, &turned}};
@@ -670,8 +664,8 @@ TEST(threads_find_what_one_finds)
     fill_random(x, 1003000 * 4 + 4096, 11);
     memcpy(y, x, 1003000 * 4 + 4096);
     for (size_t i = 0; i < PAIRS; i++) {
-        CHECK(mls_tensor_init(&a[i], x, MLS_F32, 2, shapes[i], &status) == MLS_OK);
-        CHECK(mls_tensor_init(&b[i], y, MLS_F32, 2, shapes[i], &status) == MLS_OK);
+        a[i] = tensor_of(x, MLS_F32, 2, shapes[i]);
+        b[i] = tensor_of(y, MLS_F32, 2, shapes[i]);
         pairs[i] = (mls_diff_pair){&a[i], &b[i]};
     }
     b[2].data += 4, b[2].strides[0] += 4; /* rows with gaps: several runs */
