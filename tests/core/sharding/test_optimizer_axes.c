@@ -95,6 +95,8 @@ TEST(what_does_not_fit_has_none_of_the_axes)
     CHECK(aligns("v", 1, &none, 2, shape, (const signed char[]){NONE}));
 }
 
+/* ---- layouts ---- */
+
 /* Whether a projection equals `expected`, and part `index` becomes `becomes`. */
 static bool projects(mls_layout layout, size_t index, int rank, const signed char *axes,
                      mls_layout expected, size_t becomes)

@@ -3,36 +3,11 @@
 #include "base/size.h"
 #include "checkpoint/index/index_of_files.h"
 #include "safetensors/safetensors.h"
+#include "support/temporary_folder.h"
 #include "support/tensors.h"
 
-#include <stdlib.h>
-#include <unistd.h>
-
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
-static char folder[160];
 static const char *const names[] = {"a.safetensors", "b.safetensors"};
-
-static const char *path_of(const char *name)
-{
-    static char path[200];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    return path;
-}
-
-static bool make_folder(void)
-{
-    const char *base = getenv("TMPDIR");
-    snprintf(folder, sizeof folder, "%s/mlstate-files-XXXXXX", base ? base : "/tmp");
-    return mkdtemp(folder) != NULL;
-}
-
-static void remove_folder(void)
-{
-    for (size_t i = 0; i < 2; i++) {
-        unlink(path_of(names[i]));
-    }
-    rmdir(folder);
-}
 
 /* A file of another writer: the header, then `payload` bytes of 0x11. */
 static void write_raw(const char *name, const char *header, size_t payload)
@@ -76,7 +51,6 @@ TEST(files_of_both_kinds_are_listed_by_name)
     enum { BYTES = MLS_SAFETENSORS_BLOCK + 5 };
     mls_index x;
     size_t failed;
-    REQUIRE(make_folder());
     write_raw(names[0], two, 11);
     write_own(names[1], "n", BYTES);
     REQUIRE(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) == MLS_OK);
@@ -92,26 +66,22 @@ TEST(files_of_both_kinds_are_listed_by_name)
     CHECK(x.files[0].bytes == 8 + sizeof two - 1 + 11 && x.files[0].header_crc == 0);
     CHECK_TEXT(x.files[1].path, names[1]);
     mls_index_fini(&x);
-    remove_folder();
 }
 
 TEST(a_file_without_tensors_is_listed)
 {
     mls_index x;
     size_t failed;
-    REQUIRE(make_folder());
     write_raw(names[0], "{}", 0);
     REQUIRE(mls_index_of_files(folder, names, 1, crc, &x, &failed, &status) == MLS_OK);
     CHECK(x.shard_count == 0 && x.file_count == 1 && x.files[0].bytes == 10);
     mls_index_fini(&x);
-    remove_folder();
 }
 
 TEST(errors_tell_the_file)
 {
     mls_index x;
     size_t failed = 9;
-    REQUIRE(make_folder());
     write_raw(names[0], two, 11);
     CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) == MLS_E_IO);
     CHECK(failed == 1);
@@ -131,5 +101,4 @@ TEST(errors_tell_the_file)
     CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) ==
           MLS_E_FORMAT);
     CHECK(strstr(status.text, "17 dimensions") != NULL && failed == 1);
-    remove_folder();
 }

@@ -5,11 +5,11 @@
 #include "io/file.h"
 #include "safetensors/safetensors.h"
 #include "support/parts.h"
+#include "support/temporary_folder.h"
 #include "support/tensors.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 enum {
@@ -25,12 +25,9 @@ enum {
 static const size_t shape[] = {ROWS, COLUMNS};
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
 static uint32_t *numbers, *packed;
-static char path[160];
 
 static bool make_memory(void)
 {
-    const char *base = getenv("TMPDIR");
-    snprintf(path, sizeof path, "%s/mlstate-part-XXXXXX", base ? base : "/tmp");
     numbers = mls_alloc(ELEMENTS, sizeof *numbers);
     packed = mls_alloc(ELEMENTS, sizeof *packed);
     for (size_t i = 0; numbers != NULL && i < ELEMENTS; i++) {
@@ -78,7 +75,7 @@ static void check_file(int fd, const uint32_t *crcs, uint64_t written)
 static mls_parts_job job_of(mls_placed_item *item, uint32_t *crcs, uint64_t *written)
 {
     static const char *names[1];
-    names[0] = path;
+    names[0] = file_path;
     return (mls_parts_job){.folder = AT_FDCWD,
                            .names = names,
                            .file_count = 1,
@@ -101,7 +98,7 @@ static void write_all(mls_layout layout, bool strided)
     const size_t parts = parts_of(layout);
     mls_status st;
     REQUIRE(make_memory());
-    const int fd = mkstemp(path);
+    const int fd = open(file_path, O_RDWR | O_CREAT | O_TRUNC, 0600);
     REQUIRE(fd >= 0);
     CHECK(parts <= MOST_PARTS);
     for (size_t i = 0; i < parts; i++) {
@@ -127,7 +124,6 @@ static void write_all(mls_layout layout, bool strided)
     }
     check_file(fd, crcs, written);
     close(fd);
-    unlink(path);
     free_memory();
 }
 
@@ -169,18 +165,16 @@ TEST(a_stop_and_a_failed_write_are_reported)
     uint64_t written = 0, told = 0;
     const char *failed = NULL;
     REQUIRE(make_memory());
-    const int fd = mkstemp(path);
-    REQUIRE(fd >= 0);
-    close(fd);
+    write_text(file_path, "");
     const mls_progress progress = {stop, &told};
     const mls_shard_item item = whole_item();
     mls_placed_item placed = {.item = &item, .offset = OFFSET};
     mls_parts_job job = job_of(&placed, crcs, &written);
     job.progress = &progress;
     CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_STOPPED && told > 0);
-    CHECK(failed == path);
-    unlink(path);
-    CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_IO && failed == path);
+    CHECK(failed == file_path);
+    unlink(file_path);
+    CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_IO && failed == file_path);
     CHECK(status.os_error == ENOENT);
 #ifdef __linux__
     job.names[0] = "/dev/full";
@@ -203,10 +197,9 @@ TEST(items_are_written_file_by_file)
     uint64_t written[ITEMS] = {0};
     const char *failed = NULL;
     REQUIRE(make_memory());
-    REQUIRE(mkdtemp(path) != NULL);
-    const int folder = open(path, O_RDONLY | O_DIRECTORY);
+    const int folder_fd = open(folder, O_RDONLY | O_DIRECTORY);
     for (int i = 0; i < FILES; i++) {
-        close(openat(folder, names[i], O_WRONLY | O_CREAT, 0600));
+        write_text(path_of(names[i]), "");
     }
     for (int i = 0; i < ITEMS; i++) {
         items[i] = (mls_shard_item){.dtype = MLS_F32,
@@ -216,7 +209,7 @@ TEST(items_are_written_file_by_file)
         placed[i] = (mls_placed_item){&items[i], order[i][0], order[i][1], i, i};
     }
     mls_parts_job job = job_of(placed, crcs, written);
-    job.folder = folder;
+    job.folder = folder_fd;
     job.names = names;
     job.file_count = FILES;
     job.count = job.block_count = job.written_count = ITEMS;
@@ -224,18 +217,14 @@ TEST(items_are_written_file_by_file)
     CHECK(mls_parts_write(&job, &failed, &status) == MLS_OK);
     for (int i = 0; i < ITEMS; i++) {
         uint32_t read[SMALL] = {0};
-        const int fd = openat(folder, names[order[i][0]], O_RDONLY);
+        const int fd = openat(folder_fd, names[order[i][0]], O_RDONLY);
         CHECK(mls_file_read_at(fd, read, sizeof read, (uint64_t)order[i][1], &status) ==
               MLS_OK);
         CHECK(memcmp(read, numbers + i * SMALL, sizeof read) == 0);
         CHECK(crcs[i] == crc->update(0, read, sizeof read) && written[i] == sizeof read);
         close(fd);
     }
-    for (int i = 0; i < FILES; i++) {
-        unlinkat(folder, names[i], 0);
-    }
-    close(folder);
-    rmdir(path);
+    close(folder_fd);
     free_memory();
 }
 
@@ -249,7 +238,7 @@ TEST(places_outside_the_files_are_refused)
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         uint32_t crcs[BLOCKS] = {0};
         uint64_t written = 0;
-        const char *failed = path;
+        const char *failed = file_path;
         mls_placed_item placed = wrong[i];
         const mls_parts_job job = job_of(&placed, crcs, &written);
         CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_VALUE && failed == NULL);
