@@ -9,6 +9,7 @@
 #include "checkpoint/write/shard_write.h"
 #include "io/file.h"
 #include "support/parts.h"
+#include "support/random_bytes.h"
 #include "support/text.h"
 
 #include <dirent.h>
@@ -122,12 +123,18 @@ static inline void use_one_thread(void)
 static inline unsigned char *noise(size_t bytes)
 {
     unsigned char *data = malloc(bytes + 1);
-    uint64_t state = 0x9E3779B97F4A7C15U + bytes;
-    for (size_t i = 0; data != NULL && i < bytes; i++) {
-        state = state * 6364136223846793005U + 1442695040888963407U;
-        data[i] = (unsigned char)(state >> 56);
+    if (data != NULL) {
+        fill_random(data, bytes, 0x9E3779B97F4A7C15U + bytes);
     }
     return data;
+}
+
+/* The next file descriptor: the same as before if no file stayed open. */
+static inline int next_descriptor(void)
+{
+    const int fd = dup(pool_fd);
+    close(fd);
+    return fd;
 }
 
 /* A whole tensor; with `state` an optimizer state. */

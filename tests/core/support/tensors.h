@@ -11,11 +11,11 @@
 static inline mls_tensor tensor_of(const void *data, mls_dtype dtype, int rank,
                                    const size_t *shape)
 {
-    mls_tensor t = {0};
+    mls_tensor view = {0};
     mls_status st;
-    CHECK(mls_tensor_init(&t, (void *)(uintptr_t)data, dtype, rank, shape, &st) ==
+    CHECK(mls_tensor_init(&view, (void *)(uintptr_t)data, dtype, rank, shape, &st) ==
           MLS_OK);
-    return t;
+    return view;
 }
 
 static inline mls_tensor vector_of(const void *data, mls_dtype dtype, size_t count)
@@ -33,10 +33,10 @@ static inline mls_tensor matrix_of(const void *data, mls_dtype dtype, size_t row
 static inline mls_tensor transposed_of(const void *data, mls_dtype dtype, size_t rows,
                                        size_t columns)
 {
-    mls_tensor t = matrix_of(data, dtype, rows, columns);
-    t.strides[0] = t.strides[1];
-    t.strides[1] *= (ptrdiff_t)rows;
-    return t;
+    mls_tensor view = matrix_of(data, dtype, rows, columns);
+    view.strides[0] = view.strides[1];
+    view.strides[1] *= (ptrdiff_t)rows;
+    return view;
 }
 
 /* The number at an address; `dtype` is one of the floats of 16 to 64 bits. */

@@ -1,6 +1,7 @@
 /* Any range of any tensor's elements, compared with a plain loop over them. */
 #include "array/copy/pack_range.h"
 #include "support/cpus.h"
+#include "support/random_bytes.h"
 #include "support/tensors.h"
 
 #include <stdint.h>
@@ -10,17 +11,8 @@ enum { GUARD = 16, MOST = 1 << 16 };
 
 static const mls_kernels *kernels; /* the machine's fastest */
 
-/* Distinct numbers in either byte order. */
+/* Numbers that differ in either byte order. */
 static unsigned char memory[8 * MOST];
-
-static void fill_memory(void)
-{
-    uint64_t state = 0x9E3779B97F4A7C15U;
-    for (size_t i = 0; i < sizeof memory; i++) {
-        state = state * 6364136223846793005U + 1442695040888963407U;
-        memory[i] = (unsigned char)(state >> 56);
-    }
-}
 
 /* All elements in C order, by the definition of strides. */
 static unsigned char *packed_by_loop(const mls_tensor *t, size_t *count)
@@ -205,5 +197,5 @@ TEST(every_instruction_set_packs_the_same)
 BEFORE_ALL
 {
     kernels = mls_kernels_of(best_cpu());
-    fill_memory();
+    fill_random(memory, sizeof memory, 1);
 }

@@ -127,15 +127,12 @@ static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void
 {
     const mls_read_range piece = {.shard = shard, .to = to, .data = data};
     size_t failed = 99;
-    const int before = dup(pool_fd);
+    const int before = next_descriptor();
     mls_read_request request = request_of(&piece, 1, NULL);
     request.crc = verify ? crc : NULL;
     const mls_code code = mls_shards_read(&request, &failed, st);
     CHECK(failed == (code == MLS_OK ? 99U : 0U));
-    const int after = dup(pool_fd);
-    CHECK(after == before + 1); /* no descriptor stayed open */
-    close(before);
-    close(after);
+    CHECK(next_descriptor() == before); /* no file stayed open */
     return code;
 }
 

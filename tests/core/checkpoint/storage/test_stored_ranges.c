@@ -1,6 +1,7 @@
 /* Stored byte ranges, compared with a list of the position of every element. */
 #include "checkpoint/storage/stored_ranges.h"
 #include "support/parts.h"
+#include "support/random_bytes.h"
 
 #include "safetensors/safetensors.h"
 
@@ -10,14 +11,6 @@ enum { ELEMENTS = 240, ITEM = 4, EXTENTS = ELEMENTS };
 
 static const size_t shape[] = {10, 6, 4};
 static const uint32_t sum; /* of a place with checksums */
-static uint64_t state = 11;
-
-static size_t below(size_t limit)
-{
-    state = state * 6364136223846793005U + 1442695040888963407U;
-    return (size_t)(state >> 33) % limit;
-}
-
 static mls_part random_part(void)
 {
     static const mls_layout layouts[] = {
