@@ -376,6 +376,25 @@ TEST(thousands_of_shards_go_there_and_back)
     free(names);
 }
 
+/* Many kinds: each shard has its own, and the text grows in proportion. */
+TEST(shards_of_any_number_of_kinds_go_there_and_back)
+{
+    enum { COUNT = 100 };
+    mls_index_file file;
+    mls_index_shard shards[COUNT] = {0};
+    char states[COUNT][4];
+    for (size_t i = 0; i < COUNT; i++) {
+        snprintf(states[i], sizeof states[i], "%02zu", i < 50 ? i : i - 50);
+        shards[i].id = (mls_tensor_id){MLS_OPTIM_STATE, text(i < 50 ? "a" : "b"),
+                                       text(states[i]), true};
+        shards[i].version = 1;
+        shards[i].offset = 4096 + 2 * i;
+        shards[i].bytes = 2;
+    }
+    const mls_index index = one_file(&file, shards, COUNT);
+    check_round_trip(&index);
+}
+
 TEST(ids_are_ordered_by_section_name_and_state)
 {
     static const mls_tensor_id ordered[] = {
