@@ -24,6 +24,12 @@ static bool equal(mls_diff_result x, mls_diff_result y)
     return memcmp(&x, &y, sizeof x) == 0;
 }
 
+static void put_pair(size_t at, const void *a, const void *b, size_t bytes)
+{
+    memcpy(left + at * bytes, a, bytes);
+    memcpy(right + at * bytes, b, bytes);
+}
+
 /* Whether the oracle, and every set on this machine, return this result for a pair of
  * elements: alone, and repeated, so that vectors are filled. */
 static bool finds(mls_dtype dtype, const void *a, const void *b, mls_diff_result expected)
@@ -279,8 +285,7 @@ TEST(every_set_agrees_on_small_changes)
         for (size_t i = 0; i < ROOM / 4; i++) {
             const float x = (float)(random_next(&seed) >> 40) * 0x1p-24F - 0.5F;
             const float y = x * ratios[r];
-            memcpy(left + 4 * i, &x, 4);
-            memcpy(right + 4 * i, &y, 4);
+            put_pair(i, &x, &y, 4);
         }
         check_all_sets();
     }
@@ -288,8 +293,7 @@ TEST(every_set_agrees_on_small_changes)
         uint64_t seed = 9 + i;
         const uint16_t x = (uint16_t)(random_next(&seed) & 0xBBFFU);
         const uint16_t y = (uint16_t)(x ^ 1U);
-        memcpy(left + 2 * i, &x, 2);
-        memcpy(right + 2 * i, &y, 2);
+        put_pair(i, &x, &y, 2);
     }
     check_all_sets();
 }
@@ -302,8 +306,7 @@ TEST(every_set_agrees_behind_equal_ratios)
     for (int i = 0; i < TRIES(60); i++) {
         for (size_t at = 0; at < LONGEST; at++) {
             const float x = (float)(random_next(&seed) % 1024 + 1), y = 1.5F * x;
-            memcpy(left + 4 * at, &x, 4);
-            memcpy(right + 4 * at, &y, 4);
+            put_pair(at, &x, &y, 4);
         }
         const size_t place = 4 * (random_next(&seed) % LONGEST);
         float y;
@@ -354,8 +357,7 @@ TEST(every_set_agrees_on_special_numbers)
         if (which / 256 % 8 == 0) {
             y = specials[which / 65536 % N];
         }
-        memcpy(left + 4 * i, &x, 4);
-        memcpy(right + 4 * i, &y, 4);
+        put_pair(i, &x, &y, 4);
     }
     check_all_sets();
 }
@@ -391,8 +393,7 @@ TEST(every_set_agrees_on_close_calls_of_sixteen_bits)
             if (kind == 3) { /* neighbours */
                 y = (uint16_t)(x ^ (random_next(&seed) & 1U));
             }
-            memcpy(left + 2 * i, &x, 2);
-            memcpy(right + 2 * i, &y, 2);
+            put_pair(i, &x, &y, 2);
         }
         EACH_VECTOR_CPU (cpu) {
             CHECK(run_agrees(mls_diff_of(cpu), dtype, 0, 0, 192, same()));
@@ -404,8 +405,7 @@ TEST(every_set_agrees_on_close_calls_of_sixteen_bits)
 static void put_stretch(size_t at, uint16_t x, uint16_t y)
 {
     for (size_t i = 64 * at; i < 64 * (at + 1); i++) {
-        memcpy(left + 2 * i, &x, 2);
-        memcpy(right + 2 * i, &y, 2);
+        put_pair(i, &x, &y, 2);
     }
 }
 
@@ -453,8 +453,7 @@ TEST(every_set_agrees_on_maxima_that_rise_in_small_steps)
     static const float seconds[] = {0, -0x1p-52F, -0x1.8p-52F, -0x1p-51F, -0x1.2p-24F};
     for (size_t i = 0; i < 5 * 64; i++) {
         const float x = 1.5F;
-        memcpy(left + 4 * i, &x, 4);
-        memcpy(right + 4 * i, &seconds[i / 64], 4);
+        put_pair(i, &x, &seconds[i / 64], 4);
     }
     check_all_sets();
 }
@@ -516,8 +515,7 @@ TEST(every_set_agrees_on_tiny_doubles)
     uint64_t seed = 3;
     for (size_t i = 0; i < ROOM / 8; i++) {
         const uint64_t x = random_next(&seed) % 50, y = random_next(&seed) % 50;
-        memcpy(left + 8 * i, &x, 8);
-        memcpy(right + 8 * i, &y, 8);
+        put_pair(i, &x, &y, 8);
     }
     check_all_sets();
 }
