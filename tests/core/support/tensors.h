@@ -8,29 +8,28 @@
 
 #include <string.h>
 
-static inline mls_tensor tensor_of(const void *data, mls_dtype dtype, int rank,
+static inline mls_tensor tensor_of(void *data, mls_dtype dtype, int rank,
                                    const size_t *shape)
 {
     mls_tensor view = {0};
     mls_status st;
-    CHECK(mls_tensor_init(&view, (void *)(uintptr_t)data, dtype, rank, shape, &st) ==
-          MLS_OK);
+    CHECK(mls_tensor_init(&view, data, dtype, rank, shape, &st) == MLS_OK);
     return view;
 }
 
-static inline mls_tensor vector_of(const void *data, mls_dtype dtype, size_t count)
+static inline mls_tensor vector_of(void *data, mls_dtype dtype, size_t count)
 {
     return tensor_of(data, dtype, 1, &count);
 }
 
-static inline mls_tensor matrix_of(const void *data, mls_dtype dtype, size_t rows,
+static inline mls_tensor matrix_of(void *data, mls_dtype dtype, size_t rows,
                                    size_t columns)
 {
     return tensor_of(data, dtype, 2, (const size_t[]){rows, columns});
 }
 
 /* A row-major matrix as a view of memory that stores it column by column. */
-static inline mls_tensor transposed_of(const void *data, mls_dtype dtype, size_t rows,
+static inline mls_tensor transposed_of(void *data, mls_dtype dtype, size_t rows,
                                        size_t columns)
 {
     mls_tensor view = matrix_of(data, dtype, rows, columns);

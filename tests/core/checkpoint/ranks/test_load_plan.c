@@ -62,6 +62,15 @@ static mls_wanted *add(const char *key)
     return mls_load_plan_add(&f.plan, &id);
 }
 
+/* Add all of a tensor. */
+static mls_wanted *add_whole(const char *key)
+{
+    const mls_cutting none = {0};
+    mls_wanted *w = add(key);
+    CHECK(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
+    return w;
+}
+
 TEST(tensors_are_found_in_any_order)
 {
     static const char *const keys[] = {"rows", "twice", "whole", "w.m", "rows", "whole"};
@@ -143,15 +152,13 @@ TEST(a_target_of_another_dtype_or_shape_is_refused)
 /* Read into packed memory and into every other byte of `strided`. */
 TEST(parts_are_read_to_their_targets)
 {
-    const mls_cutting none = {0};
     unsigned char packed[ROWS * COLUMNS], strided[2 * ROWS * COLUMNS];
     const char *file;
     size_t failed;
     mls_tensor view = tensor_of(packed, MLS_U8, 2, matrix);
     mls_load_target targets[2];
-    mls_wanted *rows = add("rows"), *whole = add("whole");
-    REQUIRE(rows != NULL && mls_wanted_cut(rows, &none, &status) == MLS_OK);
-    REQUIRE(whole != NULL && mls_wanted_cut(whole, &none, &status) == MLS_OK);
+    const mls_wanted *rows = add_whole("rows"), *whole = add_whole("whole");
+    REQUIRE(rows != NULL && whole != NULL);
     REQUIRE(mls_load_target_init(&targets[0], &view, &status) == MLS_OK);
     CHECK(targets[0].data == packed && targets[0].strided == NULL);
     view.data = strided;
@@ -181,14 +188,12 @@ TEST(parts_are_read_to_their_targets)
 /* Mapped parts are not read: their read ranges are removed. */
 TEST(pieces_that_are_kept_move_up)
 {
-    const mls_cutting none = {0};
     unsigned char memory;
     size_t used = 0;
     const char *file;
     static const char *const keys[] = {"rows", "twice", "whole"};
     for (size_t i = 0; i < 3; i++) {
-        mls_wanted *w = add(keys[i]);
-        REQUIRE(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
+        REQUIRE(add_whole(keys[i]) != NULL);
     }
     /* one of the four parts of "twice" is stored, so the tensor is incomplete */
     CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_E_FORMAT);
@@ -196,8 +201,7 @@ TEST(pieces_that_are_kept_move_up)
     mls_load_plan_fini(&f.plan);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 8, &status) == MLS_OK);
     for (size_t i = 0; i < 3; i += 2) {
-        mls_wanted *w = add(keys[i]);
-        REQUIRE(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
+        REQUIRE(add_whole(keys[i]) != NULL);
     }
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_OK);
     const mls_stored_shard *last = f.plan.pieces[2].shard;
@@ -224,7 +228,6 @@ TEST(a_file_of_another_length_is_found_before_memory_is_asked_for)
  * their pages stay untouched. */
 TEST(long_zeros_are_left_to_zeroed_memory)
 {
-    const mls_cutting none = {0};
     const char *file;
     mls_shards_written written;
     drop();
@@ -238,8 +241,8 @@ TEST(long_zeros_are_left_to_zeroed_memory)
     const mls_index *index = &f.index;
     REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &status) == MLS_OK);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 1, &status) == MLS_OK);
-    mls_wanted *w = add("zeros");
-    REQUIRE(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
+    const mls_wanted *w = add_whole("zeros");
+    REQUIRE(w != NULL);
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_OK);
     CHECK(w->long_zeros && w->count == 2);
     mls_load_plan_foresee(&f.plan);
