@@ -31,6 +31,8 @@
 #include "support/failing_alloc.h"
 #include "support/runner.h"
 #include "support/shards.h"
+#include "support/temporary_folder.h"
+#include "support/tensors.h"
 
 #include <unistd.h>
 
@@ -57,29 +59,15 @@ TEST(parsing_json_survives_every_failure)
 
 /* ---- files ---- */
 
-static char path[160];
-
-static void make_path(void)
-{
-    const char *base = getenv("TMPDIR");
-    snprintf(path, sizeof path, "%s/mlstate-alloc-%ld", base ? base : "/tmp",
-             (long)getpid());
-}
-
 static void write_old(void)
 {
-    make_path();
-    FILE *file = fopen(path, "wb");
-    if (file != NULL) {
-        fputs("old", file);
-        fclose(file);
-    }
+    write_text(file_path, "old");
 }
 
 static bool old_stands(void)
 {
     char seen[8] = "";
-    FILE *file = fopen(path, "rb");
+    FILE *file = fopen(file_path, "rb");
     const size_t got = file == NULL ? 0 : fread(seen, 1, sizeof seen, file);
     if (file != NULL) {
         fclose(file);
@@ -91,7 +79,7 @@ static mls_code read_whole(mls_status *st)
 {
     unsigned char *data = NULL;
     size_t length = 0;
-    const mls_code code = mls_file_read(path, 100, &data, &length, st);
+    const mls_code code = mls_file_read(file_path, 100, &data, &length, st);
     CHECK((code == MLS_OK) == (data != NULL));
     mls_free(data);
     return code;
@@ -101,27 +89,19 @@ TEST(reading_a_file_survives_every_failure)
 {
     write_old();
     CHECK(fail_each(read_whole) >= 1);
-    unlink(path);
 }
 
 static mls_code write_state(mls_status *st)
 {
     float floats[6] = {0, 1, 2, 3, 4, 5};
-    const size_t shape[2] = {2, 3};
-    mls_tensor packed, strided;
-    mls_status unused;
-    CHECK(mls_tensor_init(&packed, floats, MLS_F32, 2, shape, &unused) == MLS_OK);
-    strided = packed;
-    strided.shape[0] = 3;
-    strided.shape[1] = 2;
-    strided.strides[0] = 4;
-    strided.strides[1] = 12;
+    const mls_tensor packed = matrix_of(floats, MLS_F32, 2, 3);
+    const mls_tensor strided = transposed_of(floats, MLS_F32, 3, 2);
     const mls_named_tensor tensors[] = {{text("packed"), &packed}, {text("t"), &strided}};
     const mls_str_pair pair = {text("key"), text("value")};
     const mls_safetensors_content content = {
         .tensors = tensors, .count = 2, .metadata = &pair, .metadata_count = 1};
     const mls_code code = mls_safetensors_write(
-        path, &content, mls_kernels_of(MLS_CPU_SCALAR), &mls_crc_scalar, st);
+        file_path, &content, mls_kernels_of(MLS_CPU_SCALAR), &mls_crc_scalar, st);
     const long kept = countdown;
     countdown = 0; /* the check must not fail */
     CHECK(old_stands() == (code != MLS_OK));
@@ -133,7 +113,6 @@ TEST(writing_survives_every_failure_and_keeps_the_old_file)
 {
     write_old();
     CHECK(fail_each(write_state) >= 6);
-    unlink(path);
 }
 
 static mls_code read_state(mls_status *st)
@@ -141,7 +120,7 @@ static mls_code read_state(mls_status *st)
     int fd = -1;
     mls_safetensors file = {0};
     const mls_code code =
-        mls_safetensors_open(path, &mls_crc_scalar, true, &fd, &file, st);
+        mls_safetensors_open(file_path, &mls_crc_scalar, true, &fd, &file, st);
     CHECK((code == MLS_OK) == (fd >= 0) && (code == MLS_OK) == (file.tensors != NULL));
     if (fd >= 0) {
         close(fd);
@@ -150,17 +129,14 @@ static mls_code read_state(mls_status *st)
     return code;
 }
 
-/* The file at `path`, as the only one of a folder of another program. */
+/* The file at `file_path`, as the only one of a folder of another program. */
 static mls_code index_files(mls_status *st)
 {
     mls_index x = {0};
     size_t failed;
-    char *slash = strrchr(path, '/');
-    const char *const names[] = {slash + 1};
-    *slash = '\0';
+    const char *const names[] = {"file"};
     const mls_code code =
-        mls_index_of_files(path, names, 1, &mls_crc_scalar, &x, &failed, st);
-    *slash = '/';
+        mls_index_of_files(folder, names, 1, &mls_crc_scalar, &x, &failed, st);
     CHECK((code == MLS_OK) == (x.shard_count > 0) &&
           (x.files != NULL) == (code == MLS_OK));
     mls_index_fini(&x);
@@ -174,7 +150,6 @@ TEST(opening_survives_every_failure)
     CHECK(write_state(&status) == MLS_OK);
     CHECK(fail_each(read_state) >= 6);
     CHECK(fail_each(index_files) >= 8);
-    unlink(path);
 }
 
 /* Two bytes of a shard of three, so that the block is read into a buffer. */
@@ -182,7 +157,7 @@ static mls_code read_shard(mls_status *st)
 {
     const uint32_t sum = mls_crc_scalar.update(0, "old", 3);
     const mls_part all = {.rank = 1, .length = {3}, .end = 3};
-    const mls_stored_shard shard = {.file = path,
+    const mls_stored_shard shard = {.file = file_path,
                                     .file_bytes = 3,
                                     .item_bytes = 1,
                                     .part = &all,
@@ -204,9 +179,9 @@ static mls_code read_shard(mls_status *st)
 TEST(reading_a_shard_survives_every_failure)
 {
     write_old();
-    CHECK(path[0] == '/'); /* an absolute path, so that the folder does not matter */
+    CHECK(file_path[0] ==
+          '/'); /* an absolute file_path, so that the folder does not matter */
     CHECK(fail_each(read_shard) == 6);
-    unlink(path);
 }
 
 /* ---- indexes ---- */
@@ -527,13 +502,10 @@ static mls_code plan_loading(mls_status *st)
 {
     /* two that are tied, and one in more pieces than the first allocation holds */
     static unsigned char to[6 << 20], from[6 << 20];
-    const size_t shape[2] = {5, 1 << 20}, less[2] = {2, 100};
-    mls_tensor large_to, large_from, tied_to, tied_from;
-    mls_status unused;
-    CHECK(mls_tensor_init(&large_to, to, MLS_U8, 2, shape, &unused) == MLS_OK);
-    CHECK(mls_tensor_init(&large_from, from, MLS_U8, 2, shape, &unused) == MLS_OK);
-    CHECK(mls_tensor_init(&tied_to, to + (5 << 20), MLS_U8, 2, less, &unused) == MLS_OK);
-    CHECK(mls_tensor_init(&tied_from, from, MLS_U8, 2, less, &unused) == MLS_OK);
+    const mls_tensor large_to = matrix_of(to, MLS_U8, 5, 1 << 20);
+    const mls_tensor large_from = matrix_of(from, MLS_U8, 5, 1 << 20);
+    const mls_tensor tied_to = matrix_of(to + (5 << 20), MLS_U8, 2, 100);
+    const mls_tensor tied_from = matrix_of(from, MLS_U8, 2, 100);
     const mls_load_into_pair pairs[] = {{text("one"), &tied_to, &tied_from},
                                         {text("two"), &tied_to, &tied_from},
                                         {text("large"), &large_to, &large_from}};

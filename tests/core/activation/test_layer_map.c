@@ -1,7 +1,5 @@
 #include "activation/layer_map.h"
-#include "support/runner.h"
-
-#include <stdio.h>
+#include "support/layer_keys.h"
 
 /* A key that points into `room`, which may be overwritten after the call. */
 static mls_layer_key key_of(char *room, size_t bytes, int number, uint64_t hash)
@@ -10,22 +8,18 @@ static mls_layer_key key_of(char *room, size_t bytes, int number, uint64_t hash)
     return (mls_layer_key){.name = {room, (size_t)length}, .hash = hash};
 }
 
-static mls_layer_key named(const char *name)
+static mls_layer_map t; /* of the current test */
+
+AFTER_EACH
 {
-    uint64_t hash = 7;
-    for (const char *at = name; *at != '\0'; at++) {
-        hash = hash * 31 + (unsigned char)*at;
-    }
-    return (mls_layer_key){.name = {name, strlen(name)}, .hash = hash};
+    mls_layer_map_fini(&t);
 }
 
 TEST(an_empty_table_knows_nobody)
 {
-    mls_layer_map t = {0};
     const mls_layer_key key = named("a");
     CHECK(mls_layer_find(&t, &key) == NULL);
     CHECK(mls_layer_choice_of(&t, &key) == MLS_LAYER_PLAIN);
-    mls_layer_map_fini(&t);
     mls_layer_map_fini(&t);
 }
 
@@ -41,7 +35,6 @@ TEST(every_layer_is_found_whatever_the_hash)
     enum { LAYERS = 700 };
     char room[64];
     for (int kind = 0; kind < 3; kind++) {
-        mls_layer_map t = {0};
         for (int i = 0; i < LAYERS; i++) {
             mls_table_layer *layer = NULL;
             const mls_layer_key key = key_of(room, sizeof room, i, hash_of(i, kind));
@@ -66,19 +59,16 @@ TEST(every_layer_is_found_whatever_the_hash)
 
 TEST(adding_again_finds_the_same)
 {
-    mls_layer_map t = {0};
     mls_table_layer *first = NULL, *again = NULL;
     const mls_layer_key key = named("layer.1");
     REQUIRE(mls_layer_add(&t, &key, &first, &status) == MLS_OK);
     first->calls = 9;
     REQUIRE(mls_layer_add(&t, &key, &again, &status) == MLS_OK);
     CHECK(again == first && again->calls == 9 && t.count == 1);
-    mls_layer_map_fini(&t);
 }
 
 TEST(names_are_bytes_of_any_kind)
 {
-    mls_layer_map t = {0};
     mls_table_layer *layer = NULL;
     const mls_layer_key keys[] = {
         {.name = {NULL, 0}, .hash = 1},
@@ -94,7 +84,6 @@ TEST(names_are_bytes_of_any_kind)
     for (size_t i = 0; i < 4; i++) {
         CHECK(mls_layer_find(&t, &keys[i]) == &t.layers[i]);
     }
-    mls_layer_map_fini(&t);
 }
 
 /* Equal hashes and lengths, and one different byte, at every position of every length. */
@@ -104,7 +93,6 @@ TEST(names_are_compared_to_the_last_byte)
     char name[LONGEST];
     memset(name, 'n', sizeof name);
     for (size_t length = 1; length <= LONGEST; length++) {
-        mls_layer_map t = {0};
         mls_table_layer *layer = NULL;
         const mls_layer_key key = {.name = {name, length}, .hash = 5};
         REQUIRE(mls_layer_add(&t, &key, &layer, &status) == MLS_OK);
@@ -120,7 +108,6 @@ TEST(names_are_compared_to_the_last_byte)
 
 TEST(a_layer_has_one_mark)
 {
-    mls_layer_map t = {0};
     const mls_layer_key a = named("a"), b = named("b");
     CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &status) == MLS_OK);
     CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &status) == MLS_OK);
@@ -130,5 +117,4 @@ TEST(a_layer_has_one_mark)
     CHECK_TEXT(status.name, "a");
     CHECK_TEXT(status.text, "layers cannot be both checkpointed and excluded: a");
     CHECK(mls_layer_choice_of(&t, &a) == MLS_LAYER_EXCLUDE && t.count == 1);
-    mls_layer_map_fini(&t);
 }

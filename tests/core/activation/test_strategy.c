@@ -1,51 +1,44 @@
 #include "activation/strategy.h"
-#include "support/runner.h"
+#include "support/layer_keys.h"
 
 #include <math.h>
 #include <stdio.h>
 
-static mls_layer_key named(const char *name)
-{
-    uint64_t hash = 7;
-    for (const char *at = name; *at != '\0'; at++) {
-        hash = hash * 31 + (unsigned char)*at;
-    }
-    return (mls_layer_key){.name = {name, strlen(name)}, .hash = hash};
-}
-
 /* A new strategy, at time `SECONDS(100)`. */
 #define SECONDS(n) ((int64_t)((n) * 1e7))
 
-static mls_strategy made(int64_t number, double share)
+static mls_strategy s; /* of the current test */
+
+AFTER_EACH
 {
-    mls_strategy s = {0};
-    mls_status st;
+    mls_strategy_fini(&s);
+    s = (mls_strategy){0};
+}
+
+static void make(int64_t number, double share)
+{
     CHECK(mls_strategy_init(&s, number == 0 ? NULL : &number, "n", share, "share",
-                            SECONDS(100), &st) == MLS_OK);
-    return s;
+                            SECONDS(100), &status) == MLS_OK);
 }
 
 /* The strategy's decision, which must not fail. */
-static bool ask(mls_decide *decide, mls_strategy *s, const char *name, size_t bytes,
-                int64_t index)
+static bool ask(mls_decide *decide, const char *name, size_t bytes, int64_t index)
 {
-    mls_status st;
     const mls_layer_question q = {named(name), bytes, index};
-    const int chosen = decide(s, &q, &st);
+    const int chosen = decide(&s, &q, &status);
     CHECK(chosen >= 0);
     return chosen > 0;
 }
 
-static void mark(mls_strategy *s, const char *name, mls_layer_choice as)
+static void mark(const char *name, mls_layer_choice as)
 {
-    mls_status st;
     const mls_layer_key key = named(name);
-    CHECK(mls_layer_set_choice(&s->named, &key, as, &st) == MLS_OK);
+    CHECK(mls_layer_set_choice(&s.named, &key, as, &status) == MLS_OK);
 }
 
 TEST(numbers_above_nought_are_kept)
 {
-    mls_strategy s = {.number = 5};
+    s.number = 5;
     for (int64_t bad = -3; bad <= 0; bad += 3) {
         CHECK(mls_strategy_init(&s, &bad, "interval", 1, "share", 0, &status) ==
               MLS_E_VALUE);
@@ -58,9 +51,9 @@ TEST(numbers_above_nought_are_kept)
 
 TEST(interval_takes_every_nth)
 {
-    mls_strategy s = made(3, 1);
+    make(3, 1);
     for (int64_t i = 0; i < 30; i++) {
-        CHECK(ask(mls_decide_interval, &s, "", 0, i) == (i % 3 == 0));
+        CHECK(ask(mls_decide_interval, "", 0, i) == (i % 3 == 0));
     }
     CHECK(s.checkpointed == 10 && s.number == 3);
 }
@@ -74,8 +67,8 @@ TEST(interval_knows_huge_numbers)
         INT64_MAX};
     for (size_t i = 0; i < 6; i++) {
         for (size_t k = 0; k < 6; k++) {
-            mls_strategy s = made(intervals[i], 1);
-            CHECK(ask(mls_decide_interval, &s, "", 0, indexes[k]) ==
+            make(intervals[i], 1);
+            CHECK(ask(mls_decide_interval, "", 0, indexes[k]) ==
                   (indexes[k] % intervals[i] == 0));
         }
     }
@@ -85,25 +78,23 @@ TEST(interval_knows_huge_numbers)
 
 TEST(selective_takes_what_is_marked)
 {
-    mls_strategy s = made(0, 1);
-    CHECK(!ask(mls_decide_selective, &s, "a", 0, 0));
-    mark(&s, "a", MLS_LAYER_CHECKPOINT);
-    mark(&s, "b", MLS_LAYER_EXCLUDE);
-    CHECK(ask(mls_decide_selective, &s, "a", 0, 0) &&
-          !ask(mls_decide_selective, &s, "b", 0, 0));
-    CHECK(!ask(mls_decide_selective, &s, "c", 0, 0) && s.named.count == 2);
-    mls_strategy_fini(&s);
+    make(0, 1);
+    CHECK(!ask(mls_decide_selective, "a", 0, 0));
+    mark("a", MLS_LAYER_CHECKPOINT);
+    mark("b", MLS_LAYER_EXCLUDE);
+    CHECK(ask(mls_decide_selective, "a", 0, 0) && !ask(mls_decide_selective, "b", 0, 0));
+    CHECK(!ask(mls_decide_selective, "c", 0, 0) && s.named.count == 2);
 }
 
 /* ---- size based ---- */
 
 TEST(size_based_takes_what_is_large)
 {
-    mls_strategy s = made(1000, 1);
-    CHECK(!ask(mls_decide_size_based, &s, "a", 0, 0) &&
-          !ask(mls_decide_size_based, &s, "a", 999, 0));
-    CHECK(ask(mls_decide_size_based, &s, "a", 1000, 0) &&
-          ask(mls_decide_size_based, &s, "a", SIZE_MAX, 0));
+    make(1000, 1);
+    CHECK(!ask(mls_decide_size_based, "a", 0, 0) &&
+          !ask(mls_decide_size_based, "a", 999, 0));
+    CHECK(ask(mls_decide_size_based, "a", 1000, 0) &&
+          ask(mls_decide_size_based, "a", SIZE_MAX, 0));
     CHECK(s.checkpointed == 2);
 }
 
@@ -111,7 +102,7 @@ TEST(size_based_takes_what_is_large)
 
 TEST(pressure_moves_the_interval)
 {
-    mls_strategy s = made(0, 0.8);
+    make(0, 0.8);
     CHECK(s.interval == 2);
     CHECK(!mls_strategy_is_due(&s, SECONDS(110) - 1));
     mls_strategy_adjust(&s, SECONDS(110) - 1, 100, 100);
@@ -141,32 +132,32 @@ TEST(the_share_is_a_float)
 {
     /* 0.8 as a float32 is greater than 0.8: a pressure of exactly 0.8 does not exceed
      * it */
-    mls_strategy s = made(0, 0.8);
+    make(0, 0.8);
     mls_strategy_adjust(&s, SECONDS(110), 80, 100);
     CHECK(s.interval == 2 && s.high == 0);
     mls_strategy_adjust(&s, SECONDS(120), 800001, 1000000);
     CHECK(s.interval == 1);
     /* a used size that float32 rounds to the total does not exceed the total */
-    s = made(0, 1.0);
+    make(0, 1.0);
     mls_strategy_adjust(&s, SECONDS(110), UINT64_MAX, UINT64_MAX - 1);
     CHECK(s.interval == 2 && s.high == 0);
 }
 
 TEST(memory_aware_decides_by_its_interval)
 {
-    mls_strategy s = made(0, 0.5);
-    CHECK(ask(mls_decide_memory_aware, &s, "", 0, 0) &&
-          !ask(mls_decide_memory_aware, &s, "", 0, 1));
-    CHECK(!ask(mls_decide_memory_aware, &s, "", 0, INT64_MAX));
+    make(0, 0.5);
+    CHECK(ask(mls_decide_memory_aware, "", 0, 0) &&
+          !ask(mls_decide_memory_aware, "", 0, 1));
+    CHECK(!ask(mls_decide_memory_aware, "", 0, INT64_MAX));
     mls_strategy_adjust(&s, SECONDS(110), 60, 100);
-    CHECK(ask(mls_decide_memory_aware, &s, "", 0, 1) &&
-          ask(mls_decide_memory_aware, &s, "", 0, INT64_MAX));
+    CHECK(ask(mls_decide_memory_aware, "", 0, 1) &&
+          ask(mls_decide_memory_aware, "", 0, INT64_MAX));
 }
 
 TEST(memory_aware_refuses_no_share)
 {
     static const double bad[] = {0, -0.5, 1.001, 1e-60, NAN, INFINITY, -INFINITY};
-    mls_strategy s = {.interval = 77};
+    s.interval = 77;
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         CHECK(mls_strategy_init(&s, NULL, NULL, bad[i], "share", 0, &status) ==
               MLS_E_VALUE);
@@ -192,7 +183,7 @@ TEST(ticks_are_tenths_of_microseconds)
 
 TEST(memory_aware_is_restored)
 {
-    mls_strategy s = made(0, 0.8);
+    make(0, 0.8);
     CHECK(mls_strategy_restore(&s, 9, 7, SECONDS(90), 3, &status) == MLS_OK);
     CHECK(s.interval == 7 && s.high == 3 && mls_strategy_is_due(&s, SECONDS(100)));
     CHECK(mls_strategy_restore(&s, 9, 0, 0, 0, &status) == MLS_E_VALUE);
@@ -208,7 +199,7 @@ TEST(memory_aware_is_restored)
 /* If the clock jumps back, nothing is due. */
 TEST(time_may_go_back)
 {
-    mls_strategy s = made(0, 0.8);
+    make(0, 0.8);
     CHECK(!mls_strategy_is_due(&s, -MLS_MAX_TICKS));
     mls_strategy_adjust(&s, -MLS_MAX_TICKS, 100, 100);
     CHECK(s.interval == 2);
@@ -220,74 +211,68 @@ TEST(time_may_go_back)
 
 TEST(smart_collects_first)
 {
-    mls_strategy s = made(0, 1);
+    make(0, 1);
     char name[16];
     for (int i = 0; i <= 10; i++) {
         snprintf(name, sizeof name, "l%d", i);
-        CHECK(!ask(mls_decide_smart, &s, name, 100, i) && s.collecting);
+        CHECK(!ask(mls_decide_smart, name, 100, i) && s.collecting);
     }
-    CHECK(!ask(mls_decide_smart, &s, "l11", 100, 11) &&
+    CHECK(!ask(mls_decide_smart, "l11", 100, 11) &&
           !s.collecting); /* nor does the call that ends it */
     CHECK(s.seen.count == 12 && s.total_bytes == 1200);
-    CHECK(ask(mls_decide_smart, &s, "new", 100, 0)); /* seen once */
-    mls_strategy_fini(&s);
+    CHECK(ask(mls_decide_smart, "new", 100, 0)); /* seen once */
 }
 
 TEST(smart_has_three_reasons)
 {
-    mls_strategy s = made(0, 1);
-    CHECK(!ask(mls_decide_smart, &s, "a", 100, 11));
-    CHECK(ask(mls_decide_smart, &s, "b", 100, 0)); /* first call: infrequent */
-    CHECK(ask(mls_decide_smart, &s, "big", 1000, 0));
-    CHECK(ask(mls_decide_smart, &s, "big", 1,
+    make(0, 1);
+    CHECK(!ask(mls_decide_smart, "a", 100, 11));
+    CHECK(ask(mls_decide_smart, "b", 100, 0)); /* first call: infrequent */
+    CHECK(ask(mls_decide_smart, "big", 1000, 0));
+    CHECK(ask(mls_decide_smart, "big", 1,
               0)); /* large: the first size counts; average 400 */
     CHECK(s.total_bytes == 1200);
-    CHECK(!ask(mls_decide_smart, &s, "a", 100, 2)); /* 2 > 2.1 is false */
-    CHECK(ask(mls_decide_smart, &s, "a", 100, 3));  /* late in the network */
-    CHECK(ask(mls_decide_smart, &s, "a", 100, INT64_MAX));
-    CHECK(!ask(mls_decide_smart, &s, "b", 100, 0));
+    CHECK(!ask(mls_decide_smart, "a", 100, 2)); /* 2 > 2.1 is false */
+    CHECK(ask(mls_decide_smart, "a", 100, 3));  /* late in the network */
+    CHECK(ask(mls_decide_smart, "a", 100, INT64_MAX));
+    CHECK(!ask(mls_decide_smart, "b", 100, 0));
     mls_strategy_reset(&s, 0);
     CHECK(s.seen.count == 0 && s.total_bytes == 0 && s.collecting);
-    CHECK(!ask(mls_decide_smart, &s, "a", 100, 0));
-    mls_strategy_fini(&s);
+    CHECK(!ask(mls_decide_smart, "a", 100, 0));
 }
 
 TEST(smart_excludes_but_counts)
 {
-    mls_strategy s = made(0, 1);
-    mark(&s, "out", MLS_LAYER_EXCLUDE);
-    CHECK(!ask(mls_decide_smart, &s, "out", 1000, 11));
-    CHECK(!ask(mls_decide_smart, &s, "out", 1000, 50));
+    make(0, 1);
+    mark("out", MLS_LAYER_EXCLUDE);
+    CHECK(!ask(mls_decide_smart, "out", 1000, 11));
+    CHECK(!ask(mls_decide_smart, "out", 1000, 50));
     CHECK(s.seen.count == 1 && s.seen.layers[0].calls == 2 && s.total_bytes == 1000);
     mls_strategy_reset(&s, 0);
-    CHECK(!ask(mls_decide_smart, &s, "x", 10, 11) &&
-          !ask(mls_decide_smart, &s, "out", 1000, 50));
-    mls_strategy_fini(&s);
+    CHECK(!ask(mls_decide_smart, "x", 10, 11) && !ask(mls_decide_smart, "out", 1000, 50));
 }
 
 TEST(smart_takes_empty_activations)
 {
-    mls_strategy s = made(0, 1);
-    CHECK(!ask(mls_decide_smart, &s, "a", 0, 11) && ask(mls_decide_smart, &s, "b", 0, 0));
-    CHECK(!ask(mls_decide_smart, &s, "a", 0, 0)); /* 0 > 0 is false */
-    mls_strategy_fini(&s);
+    make(0, 1);
+    CHECK(!ask(mls_decide_smart, "a", 0, 11) && ask(mls_decide_smart, "b", 0, 0));
+    CHECK(!ask(mls_decide_smart, "a", 0, 0)); /* 0 > 0 is false */
 }
 
 TEST(smart_refuses_a_sum_beyond_memory)
 {
-    mls_strategy s = made(0, 1);
-    CHECK(!ask(mls_decide_smart, &s, "a", SIZE_MAX, 0));
+    make(0, 1);
+    CHECK(!ask(mls_decide_smart, "a", SIZE_MAX, 0));
     const mls_layer_key b = named("b");
     const mls_layer_question q = {b, 1, 99};
     CHECK(mls_decide_smart(&s, &q, &status) == -1 && status.code == MLS_E_SIZE);
     CHECK(s.seen.count == 1 && s.collecting && s.total_bytes == SIZE_MAX);
     CHECK(mls_strategy_restore_layer(&s, &b, 1, 1, &status) == MLS_E_SIZE);
-    mls_strategy_fini(&s);
 }
 
 TEST(smart_is_restored)
 {
-    mls_strategy s = made(0, 1);
+    make(0, 1);
     const mls_layer_key a = named("a"), b = named("b");
     CHECK(mls_strategy_restore_layer(&s, &a, 100, 4, &status) == MLS_OK);
     CHECK(mls_strategy_restore_layer(&s, &a, 100, 4, &status) == MLS_E_VALUE);
@@ -295,8 +280,7 @@ TEST(smart_is_restored)
     CHECK(mls_strategy_restore_layer(&s, &b, 100, 0, &status) == MLS_E_VALUE);
     CHECK(s.seen.count == 1 && s.total_bytes == 100);
     s.collecting = false;
-    CHECK(!ask(mls_decide_smart, &s, "a", 5, 0) && s.seen.layers[0].calls == 5);
-    mls_strategy_fini(&s);
+    CHECK(!ask(mls_decide_smart, "a", 5, 0) && s.seen.layers[0].calls == 5);
 }
 
 /* The rules of the source document, with its loops. */
@@ -318,9 +302,9 @@ TEST(smart_decides_as_the_source)
     size_t sizes[LAYERS] = {0};
     int calls[LAYERS] = {0}, place[LAYERS], count = 0;
     uint32_t random = 1;
-    mls_strategy s = made(0, 1);
+    make(0, 1);
     char name[16];
-    CHECK(!ask(mls_decide_smart, &s, "first", 50, 11));
+    CHECK(!ask(mls_decide_smart, "first", 50, 11));
     sizes[0] = 50;
     calls[0] = 1;
     count = 1;
@@ -338,9 +322,8 @@ TEST(smart_decides_as_the_source)
         }
         calls[place[layer]]++;
         snprintf(name, sizeof name, "l%d", layer);
-        CHECK(ask(mls_decide_smart, &s, name, bytes, index) ==
+        CHECK(ask(mls_decide_smart, name, bytes, index) ==
               by_the_source(sizes, calls, count, place[layer], index));
     }
     CHECK(count == LAYERS);
-    mls_strategy_fini(&s);
 }

@@ -1,22 +1,14 @@
 #include "array/tensor.h"
-#include "support/runner.h"
+#include "support/tensors.h"
 
 #include <stdint.h>
 
 static unsigned char memory[4096];
 
-static mls_tensor packed(mls_dtype dtype, int rank, const size_t *shape)
-{
-    mls_tensor t = {0};
-    mls_status st;
-    CHECK(mls_tensor_init(&t, memory, dtype, rank, shape, &st) == MLS_OK);
-    return t;
-}
-
 TEST(a_packed_view_has_c_strides)
 {
     const size_t shape[] = {2, 3, 4};
-    const mls_tensor t = packed(MLS_F16, 3, shape);
+    const mls_tensor t = tensor_of(memory, MLS_F16, 3, shape);
     size_t count = 0, bytes = 0;
     CHECK(t.strides[0] == 24 && t.strides[1] == 8 && t.strides[2] == 2);
     CHECK(mls_tensor_count(&t, &count) && count == 24);
@@ -26,7 +18,7 @@ TEST(a_packed_view_has_c_strides)
 
 TEST(a_scalar_has_one_element)
 {
-    const mls_tensor t = packed(MLS_F64, 0, NULL);
+    const mls_tensor t = tensor_of(memory, MLS_F64, 0, NULL);
     size_t count = 0;
     CHECK(mls_tensor_count(&t, &count) && count == 1);
     CHECK(mls_tensor_is_contiguous(&t));
@@ -47,7 +39,7 @@ TEST(sizes_that_overflow_are_refused)
 TEST(an_empty_view_is_fine_whatever_its_other_lengths)
 {
     const size_t shape[] = {SIZE_MAX / 4, 0, 1};
-    const mls_tensor t = packed(MLS_U8, 3, shape);
+    const mls_tensor t = tensor_of(memory, MLS_U8, 3, shape);
     size_t count = 7;
     CHECK(mls_tensor_count(&t, &count) && count == 0);
     CHECK(mls_tensor_is_contiguous(&t));
@@ -57,7 +49,7 @@ TEST(an_empty_view_is_fine_whatever_its_other_lengths)
 TEST(slices_move_the_start_and_break_contiguity)
 {
     const size_t shape[] = {2, 3, 4};
-    const mls_tensor t = packed(MLS_F16, 3, shape);
+    const mls_tensor t = tensor_of(memory, MLS_F16, 3, shape);
     const mls_tensor part = mls_tensor_slice(&t, 1, 1, 2);
     CHECK(part.data == memory + 8 && part.shape[1] == 2 && part.strides[1] == 8);
     CHECK(!mls_tensor_is_contiguous(&part));
@@ -68,7 +60,7 @@ TEST(slices_move_the_start_and_break_contiguity)
 TEST(overlap_sees_negative_strides)
 {
     const size_t shape[] = {4};
-    mls_tensor a = packed(MLS_U8, 1, shape); /* bytes 0..3 */
+    mls_tensor a = tensor_of(memory, MLS_U8, 1, shape); /* bytes 0..3 */
     mls_tensor b = a;
     b.data = memory + 7;
     b.strides[0] = -1; /* bytes 7..4 */
@@ -102,9 +94,7 @@ TEST(addresses_beyond_memory_are_noticed)
 
 TEST(an_empty_view_without_memory_is_sliced)
 {
-    mls_tensor t;
-    const size_t shape[] = {2, 0, 4};
-    CHECK(mls_tensor_init(&t, NULL, MLS_F32, 3, shape, &status) == MLS_OK);
+    mls_tensor t = tensor_of(NULL, MLS_F32, 3, (const size_t[]){2, 0, 4});
     t.strides[0] = 16;
     CHECK(mls_tensor_slice(&t, 0, 1, 1).data == NULL);
     CHECK(mls_tensor_slice(&t, 2, 3, 1).data == NULL);

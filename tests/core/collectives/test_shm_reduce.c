@@ -16,6 +16,17 @@ static float total(size_t world, size_t i)
     return sum;
 }
 
+/* How many of `count` elements differ from the sums that begin at element `start`. */
+static size_t wrong_sums(const float *got, size_t world, size_t start, size_t count)
+{
+    size_t wrong = 0;
+    for (size_t i = 0; i < count; i++) {
+        const float value = total(world, start + i);
+        wrong += memcmp(&got[i], &value, sizeof value) != 0;
+    }
+    return wrong;
+}
+
 static const mls_reduction sum_f32 = {
     .dtype = MLS_F32, .out_dtype = MLS_F32, .op = MLS_REDUCE_SUM, .divisor = 1};
 
@@ -32,24 +43,16 @@ static const size_t lengths[] = {0, 1, 5, 4096, 40000, 70001, 300007};
 
 static void reduce_all(rank_case *c)
 {
-    mls_status st;
     for (size_t k = 0; k < sizeof lengths / sizeof lengths[0]; k++) {
         const size_t n = lengths[k];
         float *data = array_of(c->rank, n);
         float *out = calloc(n + 1, sizeof *out);
-        EXPECT(c,
-               mls_shm_all_reduce(c->g, &quick, data, out, n, &sum_f32, &st) == MLS_OK);
-        EXPECT(c,
-               mls_shm_all_reduce(c->g, &quick, data, data, n, &sum_f32, &st) == MLS_OK);
-        for (size_t i = 0; i < n; i++) {
-            const float expected = total(c->world, i);
-            const bool same =
-                memcmp(&out[i], &expected, 4) == 0 && memcmp(&data[i], &out[i], 4) == 0;
-            EXPECT(c, same);
-            if (!same) {
-                break;
-            }
-        }
+        EXPECT(c, mls_shm_all_reduce(c->g, &quick, data, out, n, &sum_f32, &c->st) ==
+                      MLS_OK);
+        EXPECT(c, mls_shm_all_reduce(c->g, &quick, data, data, n, &sum_f32, &c->st) ==
+                      MLS_OK);
+        EXPECT(c, wrong_sums(out, c->world, 0, n) == 0);
+        EXPECT(c, memcmp(data, out, n * sizeof *data) == 0);
         free(data);
         free(out);
     }
@@ -81,7 +84,6 @@ static void scatter(rank_case *c)
     mls_segment segments[SEGMENTS];
     size_t counts[SEGMENTS][RANKS_MOST], starts[SEGMENTS] = {0};
     float *arrays[SEGMENTS], *outs[SEGMENTS];
-    mls_status st;
     for (size_t s = 0; s < SEGMENTS; s++) {
         size_t n = 0;
         for (size_t r = 0; r < c->world; r++) {
@@ -98,21 +100,14 @@ static void scatter(rank_case *c)
                                     .reduction = sum_f32,
                                     .norm_partial = {.squares = 99}};
     }
-    EXPECT(c,
-           mls_shm_reduce_scatter(c->g, &quick, segments, SEGMENTS, true, &st) == MLS_OK);
+    EXPECT(c, mls_shm_reduce_scatter(c->g, &quick, segments, SEGMENTS, true, &c->st) ==
+                  MLS_OK);
     for (size_t s = 0; s < SEGMENTS; s++) {
         mls_norm_partial expected = {0};
         const size_t mine = counts[s][c->rank];
-        for (size_t i = 0; i < mine; i++) {
-            const float value = total(c->world, starts[s] + i);
-            const bool same = memcmp(&outs[s][i], &value, 4) == 0;
-            EXPECT(c, same);
-            if (!same) {
-                break;
-            }
-        }
+        EXPECT(c, wrong_sums(outs[s], c->world, starts[s], mine) == 0);
         mls_tensor t;
-        EXPECT(c, mls_tensor_init(&t, outs[s], MLS_F32, 1, &mine, &st) == MLS_OK);
+        EXPECT(c, mls_tensor_init(&t, outs[s], MLS_F32, 1, &mine, &c->st) == MLS_OK);
         mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &expected);
         EXPECT(c, memcmp(&expected, &segments[s].norm_partial, sizeof expected) == 0);
         if (s != 1) {
@@ -120,7 +115,7 @@ static void scatter(rank_case *c)
         }
         free(arrays[s]);
     }
-    EXPECT(c, mls_shm_reduce_scatter(c->g, &quick, NULL, 0, true, &st) == MLS_OK);
+    EXPECT(c, mls_shm_reduce_scatter(c->g, &quick, NULL, 0, true, &c->st) == MLS_OK);
 }
 
 TEST(shares_are_summed_with_norms_however_they_are_cut)
@@ -136,7 +131,6 @@ TEST(shares_are_summed_with_norms_however_they_are_cut)
 static void scatter_large(rank_case *c)
 {
     enum { COUNT = 1200007, WIDE = 70001 };
-    mls_status st;
     size_t counts[2][2] = {{COUNT, COUNT - 5}, {WIDE, 3}};
     const size_t start = c->rank * COUNT, mine = counts[0][c->rank];
     float *data = array_of(c->rank, 2 * COUNT), *out = calloc(COUNT + 1, sizeof *out);
@@ -155,12 +149,8 @@ static void scatter_large(rank_case *c)
                                 .counts = counts[1],
                                 .out = wide + 1,
                                 .reduction = widened}};
-    EXPECT(c, mls_shm_reduce_scatter(c->g, &quick, segments, 2, true, &st) == MLS_OK);
-    size_t wrong = 0;
-    for (size_t i = 0; i < mine; i++) {
-        const float value = total(2, start + i);
-        wrong += memcmp(&out[1 + i], &value, 4) != 0;
-    }
+    EXPECT(c, mls_shm_reduce_scatter(c->g, &quick, segments, 2, true, &c->st) == MLS_OK);
+    size_t wrong = wrong_sums(out + 1, 2, start, mine);
     for (size_t i = 0; i < counts[1][c->rank]; i++) {
         const size_t at = c->rank * WIDE + i;
         const float value = 2 * (1 + (float)(at % 128) / 128);
@@ -169,7 +159,7 @@ static void scatter_large(rank_case *c)
     EXPECT(c, wrong == 0 && memcmp(out, "\0\0\0\0", 4) == 0);
     mls_tensor t;
     mls_norm_partial expected = {0};
-    EXPECT(c, mls_tensor_init(&t, out + 1, MLS_F32, 1, &mine, &st) == MLS_OK);
+    EXPECT(c, mls_tensor_init(&t, out + 1, MLS_F32, 1, &mine, &c->st) == MLS_OK);
     mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &expected);
     EXPECT(c, memcmp(&expected, &segments[0].norm_partial, sizeof expected) == 0);
     free(data);
@@ -182,7 +172,6 @@ static void scatter_large(rank_case *c)
 static void overwrite(rank_case *c)
 {
     enum { COUNT = 100001 };
-    mls_status st;
     const size_t counts[2] = {COUNT, COUNT};
     float *data = calloc(2 * COUNT, sizeof *data), *out = calloc(2 * COUNT, sizeof *out);
     mls_segment segment = {.data = (const unsigned char *)data,
@@ -199,9 +188,9 @@ static void overwrite(rank_case *c)
             usleep(5 * 1000); /* the last to arrive is the last to read */
         }
         EXPECT(c, (all ? mls_shm_all_reduce(c->g, &quick, data, out, 2 * COUNT, &sum_f32,
-                                            &st)
-                       : mls_shm_reduce_scatter(c->g, &quick, &segment, 1, true, &st)) ==
-                      MLS_OK);
+                                            &c->st)
+                       : mls_shm_reduce_scatter(c->g, &quick, &segment, 1, true,
+                                                &c->st)) == MLS_OK);
         for (size_t i = 0; i < (all ? 2 * COUNT : COUNT); i++) {
             wrong += out[i] != (float)(2 * round + 1);
         }
@@ -220,7 +209,6 @@ TEST(no_rank_returns_before_all_have_read)
 static void give_up(rank_case *c)
 {
     enum { COUNT = 2000000 };
-    mls_status st;
     const size_t counts[2] = {0, COUNT};
     uint16_t *data = malloc(COUNT * sizeof *data), *out = calloc(COUNT, sizeof *out);
     for (size_t i = 0; i < COUNT; i++) {
@@ -231,9 +219,9 @@ static void give_up(rank_case *c)
                            .out = out,
                            .reduction = sum_f32};
     segment.reduction.dtype = segment.reduction.out_dtype = MLS_F16;
-    EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
+    EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_OK);
     const mls_shm_call hasty = {.timeout = c->rank == 0 ? 0.002 : 20};
-    const mls_code code = mls_shm_reduce_scatter(c->g, &hasty, &segment, 1, true, &st);
+    const mls_code code = mls_shm_reduce_scatter(c->g, &hasty, &segment, 1, true, &c->st);
     size_t wrong = 0;
     if (c->rank == 0) {
         memset(data, 0, COUNT * sizeof *data);
@@ -262,7 +250,6 @@ TEST(large_sums_have_the_same_bits_with_every_instruction_set)
 
 static void refuse_reductions(rank_case *c)
 {
-    mls_status st;
     float x = 1;
     const size_t counts[RANKS_MOST] = {1};
     mls_reduction wrong = sum_f32;
@@ -271,10 +258,10 @@ static void refuse_reductions(rank_case *c)
                            .counts = counts,
                            .out = &x,
                            .reduction = wrong};
-    EXPECT(c, mls_shm_all_reduce(c->g, &quick, &x, &x, 1, &wrong, &st) == MLS_E_VALUE);
-    EXPECT(c,
-           mls_shm_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_E_VALUE);
-    EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
+    EXPECT(c, mls_shm_all_reduce(c->g, &quick, &x, &x, 1, &wrong, &c->st) == MLS_E_VALUE);
+    EXPECT(c, mls_shm_reduce_scatter(c->g, &quick, &segment, 1, true, &c->st) ==
+                  MLS_E_VALUE);
+    EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_OK);
 }
 
 TEST(reductions_that_make_no_sense_send_nothing)

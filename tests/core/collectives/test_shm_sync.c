@@ -11,26 +11,27 @@ static double seconds(void)
 
 static void differ(rank_case *c)
 {
-    mls_status st;
     unsigned char byte = 0, all[RANKS_MOST];
     const bool last = c->rank + 1 == c->world;
     const mls_shm_call call = {.timeout = 20, .text = "of float32 (3,)"};
     const mls_shm_call other = {.timeout = 20, .text = "of int32 (3,)"};
     for (int round = 0; round < 20; round++) {
-        mls_code code = last ? mls_shm_barrier(c->g, &quick, &st)
-                             : mls_shm_broadcast(c->g, &call, &byte, 1, 0, &st);
+        mls_code code = last ? mls_shm_barrier(c->g, &quick, &c->st)
+                             : mls_shm_broadcast(c->g, &call, &byte, 1, 0, &c->st);
         EXPECT(c, code == MLS_E_PEER);
-        EXPECT(c, strstr(st.text, last ? "this rank called 'barrier', rank 0 'broadcast "
+        EXPECT(c,
+               strstr(c->st.text, last ? "this rank called 'barrier', rank 0 'broadcast "
                                          "of float32 (3,)'"
                                        : "this rank called 'broadcast of float32 (3,)', "
                                          "rank ") != NULL);
-        code = mls_shm_broadcast(c->g, last ? &other : &call, &byte, 1, 0, &st);
-        EXPECT(c, code == MLS_E_PEER && strstr(st.text, "int32") != NULL);
+        code = mls_shm_broadcast(c->g, last ? &other : &call, &byte, 1, 0, &c->st);
+        EXPECT(c, code == MLS_E_PEER && strstr(c->st.text, "int32") != NULL);
         const size_t sizes[RANKS_MOST] = {last, 1, 1, 1, 1, 1};
-        code = mls_shm_all_gather(c->g, &call, &byte, sizes, all, &st);
-        EXPECT(c, code == MLS_E_PEER && strstr(st.text, "other shapes, counts") != NULL);
+        code = mls_shm_all_gather(c->g, &call, &byte, sizes, all, &c->st);
+        EXPECT(c,
+               code == MLS_E_PEER && strstr(c->st.text, "other shapes, counts") != NULL);
         EXPECT(c, !mls_shm_ended(c->g, NULL, 0));
-        EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
+        EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_OK);
     }
 }
 
@@ -43,13 +44,13 @@ TEST(calls_that_differ_fail_everywhere_and_the_group_lives_on)
 
 static void wait_in_vain(rank_case *c)
 {
-    mls_status st;
     unsigned char byte = 0;
     const mls_shm_call hasty = {.timeout = 0.05};
-    EXPECT(c, mls_shm_broadcast(c->g, &quick, &byte, 1, 0, &st) == MLS_OK);
+    EXPECT(c, mls_shm_broadcast(c->g, &quick, &byte, 1, 0, &c->st) == MLS_OK);
     if (c->rank == 0) {
-        EXPECT(c, mls_shm_barrier(c->g, &hasty, &st) == MLS_E_PEER);
-        EXPECT(c, strstr(st.text, "not done after 0.05 s: rank 1 has not called barrier "
+        EXPECT(c, mls_shm_barrier(c->g, &hasty, &c->st) == MLS_E_PEER);
+        EXPECT(c,
+               strstr(c->st.text, "not done after 0.05 s: rank 1 has not called barrier "
                                   "(its last operation was number 1, broadcast; this is "
                                   "number 2)") != NULL);
     } else {
@@ -57,8 +58,8 @@ static void wait_in_vain(rank_case *c)
             usleep(1000);
         }
     }
-    EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_E_PEER);
-    EXPECT(c, strstr(st.text, "rank 0 gave up waiting for rank 1 in barrier") != NULL);
+    EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_E_PEER);
+    EXPECT(c, strstr(c->st.text, "rank 0 gave up waiting for rank 1 in barrier") != NULL);
 }
 
 TEST(a_rank_that_does_not_come_is_named)
@@ -75,18 +76,17 @@ static bool stop(void *context)
 
 static void be_interrupted(rank_case *c)
 {
-    mls_status st;
     int left = 2;
     const mls_shm_call call = {.timeout = 20, .poll = stop, .context = &left};
     if (c->rank == 0) {
-        EXPECT(c, mls_shm_barrier(c->g, &call, &st) == MLS_E_STOPPED);
+        EXPECT(c, mls_shm_barrier(c->g, &call, &c->st) == MLS_E_STOPPED);
         EXPECT(c, left == 0);
     } else {
         while (!mls_shm_ended(c->g, NULL, 0)) {
             usleep(1000);
         }
-        EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_E_PEER);
-        EXPECT(c, strstr(st.text, "rank 0 was interrupted in barrier") != NULL);
+        EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_E_PEER);
+        EXPECT(c, strstr(c->st.text, "rank 0 was interrupted in barrier") != NULL);
     }
 }
 
@@ -97,14 +97,13 @@ TEST(a_caller_may_stop_to_wait)
 
 static void leave_early(rank_case *c)
 {
-    mls_status st;
-    EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
+    EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_OK);
     if (c->rank == 1) {
         return; /* and closes the group */
     }
     const double start = seconds();
-    EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_E_PEER);
-    EXPECT(c, strstr(st.text, "rank 1 closed the group, and rank ") != NULL);
+    EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_E_PEER);
+    EXPECT(c, strstr(c->st.text, "rank 1 closed the group, and rank ") != NULL);
     EXPECT(c, seconds() - start < 5);
 }
 
@@ -116,14 +115,13 @@ TEST(a_rank_that_left_is_named)
 
 static void abort_one(rank_case *c)
 {
-    mls_status st;
     if (c->rank == 2) {
         usleep(20000);
         mls_shm_abort(c->g);
         return;
     }
-    EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_E_PEER);
-    EXPECT(c, strstr(st.text, "rank 2 aborted the group") != NULL);
+    EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_E_PEER);
+    EXPECT(c, strstr(c->st.text, "rank 2 aborted the group") != NULL);
 }
 
 TEST(an_abort_ends_what_waits)
@@ -135,8 +133,7 @@ TEST(an_abort_ends_what_waits)
 static void die(rank_case *c)
 {
     enum { BYTES = 50 * 1000 * 1000 };
-    mls_status st;
-    EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
+    EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_OK);
     unsigned char *data = calloc(BYTES, 1);
     if (c->rank == 1) {
         const mls_shm_call call = {.timeout = 20};
@@ -146,15 +143,15 @@ static void die(rank_case *c)
             _exit(0);
         }
         for (;;) {
-            (void)mls_shm_broadcast(c->g, &call, data, BYTES, 1, &st);
+            (void)mls_shm_broadcast(c->g, &call, data, BYTES, 1, &c->st);
         }
     }
     mls_code code = MLS_OK;
     while (code == MLS_OK) {
-        code = mls_shm_broadcast(c->g, &quick, data, BYTES, 1, &st);
+        code = mls_shm_broadcast(c->g, &quick, data, BYTES, 1, &c->st);
     }
     EXPECT(c, code == MLS_E_PEER);
-    EXPECT(c, strstr(st.text, "rank 1 is gone: its process, ") != NULL);
+    EXPECT(c, strstr(c->st.text, "rank 1 is gone: its process, ") != NULL);
     free(data);
 }
 
@@ -167,7 +164,6 @@ TEST(a_killed_process_is_named)
 /* A small generator, so that ranks agree on the next operation. */
 static void stress(rank_case *c)
 {
-    mls_status st;
     unsigned state = 7;
     unsigned char *data = malloc(40000);
     unsigned char *all = malloc(40000 * RANKS_MOST);
@@ -176,11 +172,11 @@ static void stress(rank_case *c)
         state = state * 1664525U + 1013904223U;
         const size_t n = state >> 16 & 0x7FFF;
         if (state >> 8 & 1) {
-            EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
+            EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_OK);
         }
         const size_t sizes[RANKS_MOST] = {n, n / 2, n, n / 3, 0, n};
         memset(data, (int)c->rank + round, n);
-        EXPECT(c, mls_shm_all_gather(c->g, &quick, data, sizes, all, &st) == MLS_OK);
+        EXPECT(c, mls_shm_all_gather(c->g, &quick, data, sizes, all, &c->st) == MLS_OK);
         size_t at = 0;
         for (size_t r = 0; r < c->world; r++) {
             for (size_t i = 0; i < sizes[r]; i++) {

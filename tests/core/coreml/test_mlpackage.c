@@ -1,15 +1,13 @@
 /* Reading Core ML packages: states as declared, and errors for false files. */
 #include "coreml/mlpackage.h"
 
-#include "support/runner.h"
+#include "support/temporary_folder.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-static mls_status st;
 
 /* ---- a minimal writer of messages ---- */
 
@@ -103,7 +101,7 @@ static void describe_state(const char *name, uint64_t dtype, int rank,
 static mls_code parse(mls_mlpackage *out)
 {
     const bytes *spec = spec_of(&description);
-    return mls_mlpackage_parse(spec->data, spec->length, out, &st);
+    return mls_mlpackage_parse(spec->data, spec->length, out, &status);
 }
 
 /* The description must be refused, with `part` in the message. */
@@ -113,9 +111,9 @@ static void refuses(const char *part)
     const mls_code code = parse(&package);
     CHECK(code == MLS_E_FORMAT);
     CHECK(package.functions == NULL && package.text == NULL);
-    CHECK(st.has_offset);
-    if (strstr(st.text, part) == NULL) {
-        CHECK_TEXT(st.text, part);
+    CHECK(status.has_offset);
+    if (strstr(status.text, part) == NULL) {
+        CHECK_TEXT(status.text, part);
     }
     mls_mlpackage_fini(&package);
 }
@@ -222,8 +220,8 @@ TEST(refuses_unknown_data_types)
 {
     describe_state("kv", 65553, 4, kv, true);
     refuses("state kv has the data type 65553, which is unknown");
-    CHECK_TEXT(st.got, "data type 65553");
-    CHECK_TEXT(st.name, "kv");
+    CHECK_TEXT(status.got, "data type 65553");
+    CHECK_TEXT(status.name, "kv");
     describe_state("kv", 0, 4, kv, true);
     refuses("the data type 0");
 }
@@ -333,14 +331,14 @@ TEST(refuses_what_is_no_specification)
         many[i] = 0x08;
     }
     mls_mlpackage package = {0};
-    CHECK(mls_mlpackage_parse((const unsigned char *)"", 0, &package, &st) ==
+    CHECK(mls_mlpackage_parse((const unsigned char *)"", 0, &package, &status) ==
           MLS_E_FORMAT);
-    CHECK(strstr(st.text, "without a model's description") != NULL);
-    CHECK(mls_mlpackage_parse(many, sizeof many, &package, &st) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "more than 4096 fields") != NULL);
+    CHECK(strstr(status.text, "without a model's description") != NULL);
+    CHECK(mls_mlpackage_parse(many, sizeof many, &package, &status) == MLS_E_FORMAT);
+    CHECK(strstr(status.text, "more than 4096 fields") != NULL);
     CHECK(mls_mlpackage_parse((const unsigned char *)"\x12\x00\x12\x00", 4, &package,
-                              &st) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "appears twice") != NULL);
+                              &status) == MLS_E_FORMAT);
+    CHECK(strstr(status.text, "appears twice") != NULL);
 }
 
 TEST(refuses_a_specification_cut_off_anywhere)
@@ -356,7 +354,7 @@ TEST(refuses_a_specification_cut_off_anywhere)
         REQUIRE(copy != NULL);
         memcpy(copy, spec->data, length);
         mls_mlpackage package = {0};
-        const mls_code code = mls_mlpackage_parse(copy, length, &package, &st);
+        const mls_code code = mls_mlpackage_parse(copy, length, &package, &status);
         CHECK(code == (length == whole ? MLS_OK : MLS_E_FORMAT));
         mls_mlpackage_fini(&package);
         free(copy);
@@ -365,29 +363,6 @@ TEST(refuses_a_specification_cut_off_anywhere)
 
 /* ---- packages on disk ---- */
 
-static char root[256];
-
-/* Return the path of a file of the test, valid until the next call. */
-static const char *path_of(const char *name)
-{
-    static char path[512];
-    snprintf(path, sizeof path, "%s/%s", root, name);
-    return path;
-}
-
-static void write_file(const char *name, const void *data, size_t length)
-{
-    FILE *file = fopen(path_of(name), "wb");
-    REQUIRE(file != NULL);
-    CHECK(fwrite(data, 1, length, file) == length);
-    fclose(file);
-}
-
-static void make_folder(const char *name)
-{
-    CHECK(mkdir(path_of(name), 0700) == 0 || errno == EEXIST);
-}
-
 static void write_manifest(const char *inner)
 {
     char text[1024];
@@ -395,38 +370,22 @@ static void write_manifest(const char *inner)
              "{\"itemInfoEntries\": {\"ID\": {\"path\": \"%s\"}}, "
              "\"rootModelIdentifier\": \"ID\"}",
              inner);
-    write_file("m.mlpackage/Manifest.json", text, strlen(text));
+    write_text(path_of("m.mlpackage/Manifest.json"), text);
 }
 
 static void start_package(void)
 {
-    const char *base = getenv("TMPDIR");
-    snprintf(root, sizeof root, "%s/mlpackage-XXXXXX", base != NULL ? base : "/tmp");
-    REQUIRE(mkdtemp(root) != NULL);
-    make_folder("m.mlpackage");
-    make_folder("m.mlpackage/Data");
+    CHECK(mkdir(path_of("m.mlpackage"), 0700) == 0);
+    CHECK(mkdir(path_of("m.mlpackage/Data"), 0700) == 0);
     describe_state("kv", 65552, 4, kv, true);
     const bytes *spec = spec_of(&description);
-    write_file("m.mlpackage/Data/model.mlmodel", spec->data, spec->length);
+    write_file(path_of("m.mlpackage/Data/model.mlmodel"), spec->data, spec->length);
     write_manifest("model.mlmodel");
-}
-
-static void end_package(void)
-{
-    static const char *const names[] = {"m.mlpackage/Data/model.mlmodel",
-                                        "m.mlpackage/Data/fifo",
-                                        "m.mlpackage/Manifest.json",
-                                        "m.mlpackage/Data",
-                                        "m.mlpackage",
-                                        ""};
-    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
-        (void)remove(path_of(names[i]));
-    }
 }
 
 static mls_code read_named(const char *name, mls_mlpackage *out)
 {
-    return mls_mlpackage_read(path_of(name), out, &st);
+    return mls_mlpackage_read(path_of(name), out, &status);
 }
 
 TEST(reads_a_package_and_a_bare_file)
@@ -440,7 +399,6 @@ TEST(reads_a_package_and_a_bare_file)
         CHECK(package.state_count == 1 && mls_str_is(package.states[0].name, "kv"));
         mls_mlpackage_fini(&package);
     }
-    end_package();
 }
 
 TEST(refuses_a_manifest_that_points_outside)
@@ -453,10 +411,9 @@ TEST(refuses_a_manifest_that_points_outside)
         mls_mlpackage package = {0};
         write_manifest(paths[i]);
         CHECK(read_named("m.mlpackage", &package) == MLS_E_FORMAT);
-        CHECK(strstr(st.text, "Manifest.json: byte ") == st.text);
-        CHECK(strstr(st.text, "is not inside the package") != NULL);
+        CHECK(strstr(status.text, "Manifest.json: byte ") == status.text);
+        CHECK(strstr(status.text, "is not inside the package") != NULL);
     }
-    end_package();
 }
 
 TEST(refuses_a_manifest_that_says_too_little)
@@ -475,24 +432,22 @@ TEST(refuses_a_manifest_that_says_too_little)
     start_package();
     for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
         mls_mlpackage package = {0};
-        write_file("m.mlpackage/Manifest.json", texts[i], strlen(texts[i]));
+        write_text(path_of("m.mlpackage/Manifest.json"), texts[i]);
         CHECK(read_named("m.mlpackage", &package) == MLS_E_FORMAT);
-        CHECK(strstr(st.text, "Manifest.json: ") == st.text);
+        CHECK(strstr(status.text, "Manifest.json: ") == status.text);
     }
-    end_package();
 }
 
 TEST(says_what_is_missing)
 {
     mls_mlpackage package = {0};
     start_package();
-    CHECK(read_named("nothing", &package) == MLS_E_IO && st.os_error == ENOENT);
+    CHECK(read_named("nothing", &package) == MLS_E_IO && status.os_error == ENOENT);
     CHECK(read_named("m.mlpackage/Data", &package) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "not a .mlpackage") != NULL);
+    CHECK(strstr(status.text, "not a .mlpackage") != NULL);
     write_manifest("other.mlmodel");
-    CHECK(read_named("m.mlpackage", &package) == MLS_E_IO && st.os_error == ENOENT);
-    CHECK(strstr(st.text, "Data/other.mlmodel: ") == st.text);
-    end_package();
+    CHECK(read_named("m.mlpackage", &package) == MLS_E_IO && status.os_error == ENOENT);
+    CHECK(strstr(status.text, "Data/other.mlmodel: ") == status.text);
 }
 
 TEST(refuses_a_fifo_without_waiting)
@@ -502,8 +457,7 @@ TEST(refuses_a_fifo_without_waiting)
     CHECK(mkfifo(path_of("m.mlpackage/Data/fifo"), 0600) == 0);
     write_manifest("fifo");
     CHECK(read_named("m.mlpackage", &package) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "regular file") != NULL);
-    end_package();
+    CHECK(strstr(status.text, "regular file") != NULL);
 }
 
 /* A program of many gigabytes is skipped, not read. */
@@ -517,16 +471,15 @@ TEST(steps_over_a_large_program)
     put_bytes(&head, 2, description.data, description.length);
     put_number(&head, (502U << 3) | 2U);
     put_number(&head, (uint64_t)1 << 33);
-    write_file("m.mlpackage/Data/model.mlmodel", head.data, head.length);
+    write_file(path_of("m.mlpackage/Data/model.mlmodel"), head.data, head.length);
     CHECK(read_named("m.mlpackage", &package) == MLS_E_FORMAT);
-    CHECK(strstr(st.text, "field 502 claims 8589934592 bytes") != NULL);
+    CHECK(strstr(status.text, "field 502 claims 8589934592 bytes") != NULL);
     const char *path = path_of("m.mlpackage/Data/model.mlmodel");
     if (truncate(path, (off_t)(head.length + ((uint64_t)1 << 33))) == 0) { /* sparse */
         CHECK(read_named("m.mlpackage", &package) == MLS_OK);
         CHECK(package.state_count == 1);
         mls_mlpackage_fini(&package);
     }
-    end_package();
 }
 
 TEST(keeps_long_paths_out_of_the_way_of_the_reason)
@@ -534,6 +487,7 @@ TEST(keeps_long_paths_out_of_the_way_of_the_reason)
     static char name[3000];
     mls_mlpackage package = {0};
     memset(name, 'd', sizeof name - 1);
-    CHECK(mls_mlpackage_read(name, &package, &st) == MLS_E_IO);
-    CHECK(strncmp(st.text, "...ddd", 6) == 0 && strstr(st.text, "cannot open") != NULL);
+    CHECK(mls_mlpackage_read(name, &package, &status) == MLS_E_IO);
+    CHECK(strncmp(status.text, "...ddd", 6) == 0 &&
+          strstr(status.text, "cannot open") != NULL);
 }

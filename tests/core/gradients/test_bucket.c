@@ -1,6 +1,6 @@
 /* Buckets: every part reaches its owner, and is summed in the order of ranks. */
 #include "gradients/bucket.h"
-#include "support/runner.h"
+#include "support/tensors.h"
 
 #include <string.h>
 
@@ -117,20 +117,12 @@ TEST(sizes_beyond_memory_are_refused)
     CHECK(mls_bucket_bytes(&b, 1, &bytes, &status) == MLS_OK && bytes == 16);
 }
 
-/* A packed array of float32; `memory` is not read. */
-static mls_tensor floats(void *memory, size_t count)
-{
-    mls_tensor t;
-    mls_status st;
-    CHECK(mls_tensor_init(&t, memory, MLS_F32, 1, &count, &st) == MLS_OK);
-    return t;
-}
-
 TEST(arrays_must_fit_their_counts)
 {
     static const size_t counts[] = {3, 0, 2}, many[] = {SIZE_MAX, 2, 3};
     float memory[5], part[3];
-    const mls_tensor data = floats(memory, 5), out = floats(part, 3);
+    const mls_tensor data = vector_of(memory, MLS_F32, 5),
+                     out = vector_of(part, MLS_F32, 3);
     CHECK(mls_segment_check(&data, &out, counts, 3, 0, &status) == MLS_OK);
     CHECK(mls_segment_check(&data, &out, counts, 3, 1, &status) == MLS_E_VALUE);
     CHECK(mls_segment_check(&data, &out, counts, 2, 0, &status) == MLS_E_VALUE);
@@ -147,9 +139,10 @@ TEST(an_output_is_its_own_part_or_other_memory)
 {
     static const size_t counts[] = {2, 3};
     float memory[5];
-    const mls_tensor data = floats(memory, 5), own = floats(memory + 2, 3);
+    const mls_tensor data = vector_of(memory, MLS_F32, 5),
+                     own = vector_of(memory + 2, MLS_F32, 3);
     CHECK(mls_segment_check(&data, &own, counts, 2, 1, &status) == MLS_OK);
-    const mls_tensor before = floats(memory + 1, 3);
+    const mls_tensor before = vector_of(memory + 1, MLS_F32, 3);
     CHECK(mls_segment_check(&data, &before, counts, 2, 1, &status) == MLS_E_OVERLAP);
     mls_tensor other = own;
     other.dtype = MLS_I32;
@@ -159,18 +152,18 @@ TEST(an_output_is_its_own_part_or_other_memory)
 TEST(a_bucket_takes_packed_and_aligned_arrays)
 {
     _Alignas(8) float memory[8];
-    mls_tensor t = floats(memory, 4);
+    mls_tensor t = vector_of(memory, MLS_F32, 4);
     CHECK(mls_bucket_takes(&t));
     t.swapped = true;
     CHECK(!mls_bucket_takes(&t));
-    t = floats((unsigned char *)memory + 2, 4);
+    t = vector_of((unsigned char *)memory + 2, MLS_F32, 4);
     CHECK(!mls_bucket_takes(&t));
-    t = floats(memory + 1, 4);
+    t = vector_of(memory + 1, MLS_F32, 4);
     CHECK(mls_bucket_takes(&t));
     t.dtype = MLS_C64; /* as large as two floats, but aligned differently */
     t.strides[0] = 8;
     CHECK(!mls_bucket_takes(&t));
-    t = floats(memory, 4);
+    t = vector_of(memory, MLS_F32, 4);
     t.strides[0] = 8;
     CHECK(!mls_bucket_takes(&t));
 }

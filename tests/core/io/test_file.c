@@ -1,7 +1,7 @@
 /* Files: read safely, replaced atomically. */
 #include "base/memory.h"
 #include "io/file.h"
-#include "support/runner.h"
+#include "support/temporary_folder.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -12,19 +12,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { PATH_ROOM = 256 };
-
-static char folder[PATH_ROOM / 2]; /* of the current test */
-
-BEFORE_EACH
-{
-    const char *base = getenv("TMPDIR");
-    snprintf(folder, sizeof folder, "%s/mlstate-fsio-XXXXXX", base ? base : "/tmp");
-    REQUIRE(mkdtemp(folder) != NULL);
-}
-
-/* Number of entries in the folder; deletes them if `removes`. */
-static int entries(bool removes)
+/* Number of entries in the folder. */
+static int entries(void)
 {
     int count = 0;
     DIR *open_folder = opendir(folder);
@@ -32,36 +21,16 @@ static int entries(bool removes)
         return -1;
     }
     for (struct dirent *e; (e = readdir(open_folder)) != NULL;) {
-        if (strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0) {
-            count++;
-            if (removes && unlinkat(dirfd(open_folder), e->d_name, 0) != 0) {
-                (void)unlinkat(dirfd(open_folder), e->d_name, AT_REMOVEDIR);
-            }
-        }
+        count += strcmp(e->d_name, ".") != 0 && strcmp(e->d_name, "..") != 0;
     }
     closedir(open_folder);
     return count;
-}
-
-AFTER_EACH
-{
-    entries(true);
-    rmdir(folder);
 }
 
 static const char *in_folder(char *path, const char *name)
 {
     snprintf(path, PATH_ROOM, "%s/%s", folder, name);
     return path;
-}
-
-static void write_plain(const char *path, const char *text)
-{
-    FILE *file = fopen(path, "wb");
-    if (file != NULL) {
-        fputs(text, file);
-        fclose(file);
-    }
 }
 
 static bool content_is(const char *path, const char *expected)
@@ -86,7 +55,7 @@ TEST(a_file_is_read_whole_and_bounded)
 {
     unsigned char *data = NULL;
     size_t length = 7;
-    write_plain(in_folder(path, "a"), "hello");
+    write_text(in_folder(path, "a"), "hello");
     CHECK(mls_file_read(path, 5, &data, &length, &status) == MLS_OK);
     CHECK(length == 5 && memcmp(data, "hello", 5) == 0);
     mls_free(data);
@@ -94,7 +63,7 @@ TEST(a_file_is_read_whole_and_bounded)
     length = 7;
     CHECK(mls_file_read(path, 4, &data, &length, &status) == MLS_E_FORMAT);
     CHECK(data == NULL && length == 7);
-    write_plain(path, "");
+    write_text(path, "");
     CHECK(mls_file_read(path, 0, &data, &length, &status) == MLS_OK && length == 0);
     mls_free(data);
 }
@@ -111,7 +80,7 @@ TEST(what_is_no_regular_file_is_refused_without_waiting)
     CHECK(mls_file_read(path, 9, &data, &length, &status) == MLS_E_FORMAT);
     CHECK(replace(path, "x", &status) == MLS_E_VALUE);
     CHECK(mls_file_read("/dev/null", 9, &data, &length, &status) == MLS_E_FORMAT);
-    CHECK(entries(false) == 1);
+    CHECK(entries() == 1);
 }
 
 TEST(reading_beyond_the_end_is_noticed)
@@ -119,7 +88,7 @@ TEST(reading_beyond_the_end_is_noticed)
     char room[8] = "";
     int fd = -1;
     uint64_t length = 0;
-    write_plain(in_folder(path, "a"), "hello");
+    write_text(in_folder(path, "a"), "hello");
     REQUIRE(mls_file_open(path, &fd, &length, &status) == MLS_OK);
     CHECK(length == 5);
     CHECK(mls_file_read_at(fd, room, 3, 2, &status) == MLS_OK &&
@@ -139,14 +108,14 @@ TEST(a_new_file_appears_whole_with_usual_permissions)
     umask(mask);
     CHECK(content_is(path, "text"));
     CHECK(stat(path, &info) == 0 && (info.st_mode & 07777) == 0640);
-    CHECK(entries(false) == 1);
+    CHECK(entries() == 1);
 }
 
 TEST(an_old_file_keeps_its_permissions_and_its_readers_their_content)
 {
     char seen[4] = "";
     struct stat info;
-    write_plain(in_folder(path, "a"), "old");
+    write_text(in_folder(path, "a"), "old");
     CHECK(chmod(path, 0604) == 0);
     const int reader = open(path, O_RDONLY);
     CHECK(replace(path, "newer", &status) == MLS_OK);
@@ -159,25 +128,25 @@ TEST(an_old_file_keeps_its_permissions_and_its_readers_their_content)
 TEST(until_the_commit_and_after_an_abort_the_old_file_stands)
 {
     mls_atomic_file file;
-    write_plain(in_folder(path, "a"), "old");
+    write_text(in_folder(path, "a"), "old");
     REQUIRE(mls_atomic_begin(path, 0666, &file, &status) == MLS_OK);
-    CHECK(strncmp(file.temporary, ".mlstate-", 9) == 0 && entries(false) == 2);
+    CHECK(strncmp(file.temporary, ".mlstate-", 9) == 0 && entries() == 2);
     CHECK(mls_atomic_write(&file, "new", 3, 0, &status) == MLS_OK);
     CHECK(content_is(path, "old"));
     mls_atomic_abort(&file);
-    CHECK(content_is(path, "old") && entries(false) == 1);
+    CHECK(content_is(path, "old") && entries() == 1);
 }
 
 TEST(a_failed_write_or_sync_leaves_no_trace)
 {
     mls_atomic_file file;
-    write_plain(in_folder(path, "a"), "old");
+    write_text(in_folder(path, "a"), "old");
     REQUIRE(mls_atomic_begin(path, 0666, &file, &status) == MLS_OK);
     close(file.fd); /* simulates a failing disk */
     CHECK(mls_atomic_write(&file, "new", 3, 0, &status) == MLS_E_IO);
     CHECK(status.os_error == EBADF);
     CHECK(mls_atomic_commit(&file, &status) == MLS_E_IO);
-    CHECK(content_is(path, "old") && entries(false) == 1);
+    CHECK(content_is(path, "old") && entries() == 1);
 }
 
 TEST(a_failed_rename_leaves_no_trace)
@@ -188,13 +157,13 @@ TEST(a_failed_rename_leaves_no_trace)
     CHECK(mls_atomic_write(&file, "new", 3, 0, &status) == MLS_OK);
     CHECK(mkdir(path, 0700) == 0); /* another process was quicker */
     CHECK(mls_atomic_commit(&file, &status) == MLS_E_IO);
-    CHECK(entries(false) == 1);
+    CHECK(entries() == 1);
 }
 
 TEST(a_write_that_fails_while_replacing_leaves_no_trace)
 {
     struct rlimit old;
-    write_plain(in_folder(path, "a"), "old");
+    write_text(in_folder(path, "a"), "old");
     REQUIRE(getrlimit(RLIMIT_FSIZE, &old) == 0);
     const struct rlimit small = {.rlim_cur = 2, .rlim_max = old.rlim_max};
     void (*handler)(int) = signal(SIGXFSZ, SIG_IGN);
@@ -202,14 +171,14 @@ TEST(a_write_that_fails_while_replacing_leaves_no_trace)
     CHECK(replace(path, "new", &status) == MLS_E_IO && status.os_error == EFBIG);
     CHECK(setrlimit(RLIMIT_FSIZE, &old) == 0);
     signal(SIGXFSZ, handler);
-    CHECK(content_is(path, "old") && entries(false) == 1);
+    CHECK(content_is(path, "old") && entries() == 1);
 }
 
 TEST(a_link_is_followed_and_stays)
 {
     char link[PATH_ROOM];
     struct stat info;
-    write_plain(in_folder(path, "real"), "old");
+    write_text(in_folder(path, "real"), "old");
     CHECK(symlink("real", in_folder(link, "b")) == 0);
     CHECK(symlink("b", in_folder(link, "a")) == 0);
     CHECK(replace(link, "new", &status) == MLS_OK);
@@ -225,7 +194,7 @@ TEST(a_dangling_link_makes_its_target_and_a_loop_is_refused)
     CHECK(content_is(in_folder(path, "absent"), "new"));
     CHECK(symlink("loop", in_folder(link, "loop")) == 0);
     CHECK(replace(link, "new", &status) == MLS_E_IO && status.os_error == ELOOP);
-    CHECK(entries(false) == 3);
+    CHECK(entries() == 3);
 }
 
 TEST(what_cannot_be_written_is_refused_at_once)
@@ -236,12 +205,12 @@ TEST(what_cannot_be_written_is_refused_at_once)
     CHECK(replace(in_folder(path, ""), "x", &status) == MLS_E_IO &&
           status.os_error == EISDIR);
     CHECK(replace("", "x", &status) == MLS_E_IO);
-    write_plain(in_folder(path, "a"), "old");
+    write_text(in_folder(path, "a"), "old");
     CHECK(chmod(path, 0444) == 0);
     if (geteuid() != 0) { /* root may write everything */
         CHECK(replace(path, "x", &status) == MLS_E_IO && status.os_error == EACCES);
     }
-    CHECK(entries(false) == 1);
+    CHECK(entries() == 1);
 }
 
 TEST(a_mapping_shows_the_file_until_it_ends)
@@ -249,7 +218,7 @@ TEST(a_mapping_shows_the_file_until_it_ends)
     int fd = -1;
     uint64_t length = 0;
     mls_mapping mapping = {0};
-    write_plain(in_folder(path, "a"), "hello");
+    write_text(in_folder(path, "a"), "hello");
     REQUIRE(mls_file_open(path, &fd, &length, &status) == MLS_OK);
     REQUIRE(mls_mapping_init(&mapping, fd, length, &status) == MLS_OK);
     close(fd);
@@ -264,7 +233,7 @@ TEST(a_mapping_shows_the_file_until_it_ends)
 TEST(a_file_is_mapped_by_its_path_if_it_has_the_expected_length)
 {
     mls_mapping mapping = {0};
-    write_plain(in_folder(path, "a"), "hello");
+    write_text(in_folder(path, "a"), "hello");
     REQUIRE(symlink("a", in_folder(path, "link")) == 0);
     const int in = open(folder, O_RDONLY | O_DIRECTORY);
     REQUIRE(in >= 0);

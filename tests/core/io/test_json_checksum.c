@@ -11,11 +11,13 @@ static const char zeroed_text[] =
 
 enum { LENGTH = sizeof zeroed_text - 1, DIGITS_AT = 13 };
 
-/* A copy of the text above. */
-static void make(char *text)
+/* A copy of the text above with its checksum, for each test. */
+static char good_text[sizeof zeroed_text + 1];
+
+BEFORE_EACH
 {
-    memcpy(text, zeroed_text, sizeof zeroed_text);
-    (void)mls_json_checksum_set(text, LENGTH, crc);
+    memcpy(good_text, zeroed_text, sizeof zeroed_text);
+    (void)mls_json_checksum_set(good_text, LENGTH, crc);
 }
 
 TEST(the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place)
@@ -43,51 +45,44 @@ TEST(a_known_text_has_a_known_checksum)
 
 TEST(a_text_passes_with_its_checksum)
 {
-    char text[sizeof zeroed_text];
     char least[] = MLS_JSON_CHECKSUM_START "}";
-    make(text);
-    CHECK(mls_json_checksum_check(text, LENGTH, crc, &status) == MLS_OK);
+    CHECK(mls_json_checksum_check(good_text, LENGTH, crc, &status) == MLS_OK);
     (void)mls_json_checksum_set(least, strlen(least), crc);
     CHECK(mls_json_checksum_check(least, strlen(least), crc, &status) == MLS_OK);
 }
 
 TEST(setting_the_checksum_twice_changes_nothing)
 {
-    char text[sizeof zeroed_text], again[sizeof zeroed_text];
-    make(text);
-    memcpy(again, text, sizeof text);
+    char again[sizeof zeroed_text];
+    memcpy(again, good_text, sizeof again);
     (void)mls_json_checksum_set(again, LENGTH, crc);
-    CHECK_TEXT(again, text);
+    CHECK_TEXT(again, good_text);
 }
 
 TEST(every_flipped_bit_is_found)
 {
-    char text[sizeof zeroed_text];
-    make(text);
     for (size_t bit = 0; bit < 8 * LENGTH; bit++) {
-        text[bit / 8] = (char)(text[bit / 8] ^ (1 << bit % 8));
-        const mls_code code = mls_json_checksum_check(text, LENGTH, crc, &status);
+        good_text[bit / 8] = (char)(good_text[bit / 8] ^ (1 << bit % 8));
+        const mls_code code = mls_json_checksum_check(good_text, LENGTH, crc, &status);
         /* a change in the start, apart from the digits, makes it another kind of text */
         const bool start = bit / 8 < sizeof MLS_JSON_CHECKSUM_START - 1;
         CHECK(code == MLS_E_CHECKSUM || (start && code == MLS_E_FORMAT));
         CHECK(code == status.code && status.text[0] != '\0');
-        text[bit / 8] = (char)(text[bit / 8] ^ (1 << bit % 8));
+        good_text[bit / 8] = (char)(good_text[bit / 8] ^ (1 << bit % 8));
     }
 }
 
 TEST(every_other_length_is_found)
 {
-    char text[sizeof zeroed_text + 1] = "";
-    make(text);
     for (size_t length = 0; length < LENGTH; length++) {
         /* memory of exactly that length, so that reads past the end are noticed */
         char *cut = malloc(length + 1);
         REQUIRE(cut != NULL);
-        memcpy(cut, text, length);
+        memcpy(cut, good_text, length);
         CHECK(mls_json_checksum_check(cut, length, crc, &status) != MLS_OK);
         free(cut);
     }
-    CHECK(mls_json_checksum_check(text, LENGTH + 1, crc, &status) == MLS_E_CHECKSUM);
+    CHECK(mls_json_checksum_check(good_text, LENGTH + 1, crc, &status) == MLS_E_CHECKSUM);
 }
 
 TEST(a_text_without_a_checksum_is_refused)
@@ -119,12 +114,10 @@ TEST(a_text_without_a_checksum_is_refused)
 
 TEST(damage_is_reported_with_both_checksums)
 {
-    char text[sizeof zeroed_text];
     char digits[MLS_CRC_DIGITS + 1] = "";
-    make(text);
-    memcpy(digits, text + DIGITS_AT, MLS_CRC_DIGITS);
-    text[LENGTH - 3] = '!';
-    REQUIRE(mls_json_checksum_check(text, LENGTH, crc, &status) == MLS_E_CHECKSUM);
+    memcpy(digits, good_text + DIGITS_AT, MLS_CRC_DIGITS);
+    good_text[LENGTH - 3] = '!';
+    REQUIRE(mls_json_checksum_check(good_text, LENGTH, crc, &status) == MLS_E_CHECKSUM);
     CHECK_TEXT(status.expected, digits);
     CHECK(strlen(status.got) == MLS_CRC_DIGITS && strcmp(status.got, digits) != 0);
 }

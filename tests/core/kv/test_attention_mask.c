@@ -1,25 +1,25 @@
 #include "kv/attention_mask.h"
-#include "support/runner.h"
+#include "support/tensors.h"
 
 static const mls_mask_names names = {"length", "size", "sinks", "row", "rows"};
 
-static mls_code check(mls_mask_request request, mls_status *st)
+static mls_code check(mls_mask_request request)
 {
-    return mls_mask_check(&request, &names, st);
+    return mls_mask_check(&request, &names, &status);
 }
 
 TEST(numbers_are_checked)
 {
     /* length, size, sinks, position, first and end row */
-    CHECK(check((mls_mask_request){4, 2, 0, 0, 0, 4}, &status) == MLS_OK);
-    CHECK(check((mls_mask_request){4, 2, 9, 4, 4, 4}, &status) == MLS_OK);
-    CHECK(check((mls_mask_request){4, 2, 0, 5, 0, 4}, &status) == MLS_E_CAPACITY);
+    CHECK(check((mls_mask_request){4, 2, 0, 0, 0, 4}) == MLS_OK);
+    CHECK(check((mls_mask_request){4, 2, 9, 4, 4, 4}) == MLS_OK);
+    CHECK(check((mls_mask_request){4, 2, 0, 5, 0, 4}) == MLS_E_CAPACITY);
     CHECK_TEXT(status.expected, "0..4");
-    CHECK(check((mls_mask_request){4, 2, 0, -1, 0, 4}, &status) == MLS_E_CAPACITY);
+    CHECK(check((mls_mask_request){4, 2, 0, -1, 0, 4}) == MLS_E_CAPACITY);
     CHECK_TEXT(status.text, "row -1 is outside 0..4, the length");
-    CHECK(check((mls_mask_request){-4, 2, 0, 0, 0, 0}, &status) == MLS_E_CAPACITY);
-    CHECK(check((mls_mask_request){4, -2, 0, 0, 0, 4}, &status) == MLS_E_CAPACITY);
-    CHECK(check((mls_mask_request){4, 2, -1, 0, 0, 4}, &status) == MLS_E_CAPACITY);
+    CHECK(check((mls_mask_request){-4, 2, 0, 0, 0, 0}) == MLS_E_CAPACITY);
+    CHECK(check((mls_mask_request){4, -2, 0, 0, 0, 4}) == MLS_E_CAPACITY);
+    CHECK(check((mls_mask_request){4, 2, -1, 0, 0, 4}) == MLS_E_CAPACITY);
     CHECK_TEXT(status.text, "sinks -1 is negative");
 }
 
@@ -28,10 +28,10 @@ TEST(rows_are_checked)
     static const int64_t bad[][2] = {{-1, 2}, {3, 2}, {0, 5}, {5, 5}, {INT64_MAX, 4}};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         const mls_mask_request request = {4, 2, 0, 0, bad[i][0], bad[i][1]};
-        CHECK(check(request, &status) == MLS_E_CAPACITY);
+        CHECK(check(request) == MLS_E_CAPACITY);
         CHECK_TEXT(status.expected, "0 <= start <= stop <= 4");
     }
-    CHECK(check((mls_mask_request){4, 2, 0, 0, 3, 2}, &status) == MLS_E_CAPACITY);
+    CHECK(check((mls_mask_request){4, 2, 0, 0, 3, 2}) == MLS_E_CAPACITY);
     CHECK_TEXT(status.text, "rows (3, 2) must be a start and a stop in 0..4, the length");
     CHECK_TEXT(status.got, "(3, 2)");
 }
@@ -48,9 +48,7 @@ TEST(rows_follow_the_formula)
     enum { SIZE = 9 };
     float mask[SIZE][SIZE];
     mls_element fill;
-    mls_tensor t = {0};
-    const size_t shape[] = {SIZE, SIZE};
-    REQUIRE(mls_tensor_init(&t, mask, MLS_F32, 2, shape, &status) == MLS_OK);
+    const mls_tensor t = matrix_of(mask, MLS_F32, SIZE, SIZE);
     REQUIRE(mls_element_encode(-5, &t, &fill, &status) == MLS_OK);
     for (size_t number = 0; number < (size_t)12 * 12; number++) {
         const size_t attention = number / 12, sinks = number % 12;
@@ -69,9 +67,7 @@ TEST(a_row_past_the_end_is_cut)
 {
     float row[4];
     mls_element fill;
-    mls_tensor t = {0};
-    const size_t shape[] = {1, 4};
-    REQUIRE(mls_tensor_init(&t, row, MLS_F32, 2, shape, &status) == MLS_OK);
+    const mls_tensor t = matrix_of(row, MLS_F32, 1, 4);
     REQUIRE(mls_element_encode(-5, &t, &fill, &status) == MLS_OK);
     mls_mask_rows(mls_kernels_of(MLS_CPU_SCALAR), &t, 4, 2, 0, fill);
     static const float two_seen[] = {-5, -5, 0, 0};

@@ -1,7 +1,6 @@
 #include "kv/kv_quantize.h"
-#include "support/runner.h"
-
-#include "array/float_convert.h"
+#include "support/cpus.h"
+#include "support/tensors.h"
 
 #include <math.h>
 
@@ -24,36 +23,23 @@ static void make(store *s, mls_dtype dtype, size_t heads, size_t rows, size_t di
     size_t shape[] = {heads, rows, dim}, words = 0, groups = 0;
     s->q = (mls_quantized){.bits = bits, .group = group};
     (void)mls_quantized_lengths(dim, bits, group, &words, &groups, &st);
-    (void)mls_tensor_init(&s->t, s->values, dtype, 3, shape, &st);
+    s->t = tensor_of(s->values, dtype, 3, shape);
     shape[2] = words;
-    (void)mls_tensor_init(&s->q.codes, s->codes, MLS_U32, 3, shape, &st);
+    s->q.codes = tensor_of(s->codes, MLS_U32, 3, shape);
     shape[2] = groups;
-    (void)mls_tensor_init(&s->q.scales, s->scales, dtype, 3, shape, &st);
-    (void)mls_tensor_init(&s->q.biases, s->biases, dtype, 3, shape, &st);
+    s->q.scales = tensor_of(s->scales, dtype, 3, shape);
+    s->q.biases = tensor_of(s->biases, dtype, 3, shape);
 }
 
 /* Read or write one element of a packed view. */
 static float read(const mls_tensor *t, size_t index)
 {
-    uint16_t half;
-    float single;
-    if (t->dtype == MLS_F32) {
-        memcpy(&single, t->data + index * sizeof single, sizeof single);
-        return single;
-    }
-    memcpy(&half, t->data + index * sizeof half, sizeof half);
-    return t->dtype == MLS_F16 ? mls_f32_from_f16(half) : mls_f32_from_bf16(half);
+    return (float)read_float(t->dtype, t->data + index * mls_tensor_item_bytes(t));
 }
 
 static void write(const mls_tensor *t, size_t index, float value)
 {
-    const uint16_t half =
-        t->dtype == MLS_F16 ? mls_f16_from_f32(value) : mls_bf16_from_f32(value);
-    if (t->dtype == MLS_F32) {
-        memcpy(t->data + index * sizeof value, &value, sizeof value);
-    } else {
-        memcpy(t->data + index * sizeof half, &half, sizeof half);
-    }
+    write_float(t->dtype, t->data + index * mls_tensor_item_bytes(t), value);
 }
 
 /* Return the number of elements. */
@@ -128,11 +114,8 @@ TEST(codes_are_within_a_step)
                                : dtype == MLS_F16 ? 1e-3F
                                                   : 8e-3F;
             check_codes(&scalar, tiny);
-            for (int cpu = MLS_CPU_SCALAR; cpu < MLS_CPU_COUNT; cpu++) {
-                if (!mls_cpu_offers((mls_cpu)cpu)) {
-                    continue;
-                }
-                const mls_kernels *kernels = mls_kernels_of((mls_cpu)cpu);
+            EACH_CPU (cpu) {
+                const mls_kernels *kernels = mls_kernels_of(cpu);
                 make(&got, (mls_dtype)dtype, HEADS, ROWS, size[0], bits, size[1]);
                 fill(&got);
                 const size_t words = count_of(&got.q.codes);
@@ -153,10 +136,9 @@ TEST(codes_are_within_a_step)
 TEST(values_are_computed_from_codes)
 {
     static store s;
-    for (int cpu = MLS_CPU_SCALAR; cpu < MLS_CPU_COUNT; cpu++) {
-        for (int dtype = MLS_F16; dtype <= MLS_F32 && mls_cpu_offers((mls_cpu)cpu);
-             dtype++) {
-            const mls_kernels *kernels = mls_kernels_of((mls_cpu)cpu);
+    EACH_CPU (cpu) {
+        for (int dtype = MLS_F16; dtype <= MLS_F32; dtype++) {
+            const mls_kernels *kernels = mls_kernels_of(cpu);
             make(&s, (mls_dtype)dtype, 2, 5, 64, dtype == MLS_F16 ? 4 : 8, 16);
             fill(&s);
             REQUIRE(mls_quantize(kernels, NULL, &s.q, &s.t, &status) == MLS_OK);
@@ -259,15 +241,12 @@ TEST(values_without_a_scale_are_refused)
         {NAN, 0}, {INFINITY, 0}, {-INFINITY, 0}, {3e38F, -3e38F}};
     static store s;
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        for (int cpu = MLS_CPU_SCALAR; cpu < MLS_CPU_COUNT; cpu++) {
-            if (!mls_cpu_offers((mls_cpu)cpu)) {
-                continue;
-            }
+        EACH_CPU (cpu) {
             make(&s, MLS_F32, 1, 4, 64, 8, 32);
             fill(&s);
             s.values[100] = bad[i][0];
             s.values[101] = bad[i][1];
-            CHECK(mls_quantize(mls_kernels_of((mls_cpu)cpu), NULL, &s.q, &s.t, &status) ==
+            CHECK(mls_quantize(mls_kernels_of(cpu), NULL, &s.q, &s.t, &status) ==
                   MLS_E_VALUE);
         }
     }

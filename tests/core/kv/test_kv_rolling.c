@@ -1,5 +1,5 @@
 #include "kv/kv_rolling.h"
-#include "support/runner.h"
+#include "support/tensors.h"
 
 #include <stdint.h>
 
@@ -13,12 +13,9 @@ static const mls_kernels *kernels(void)
 /* A ring of ROWS x capacity x WIDTH, or with the sequence axis last. */
 static bool make(mls_kv_ring *ring, size_t capacity, size_t sinks, int axis)
 {
-    mls_status st;
-    mls_tensor slots;
     const size_t middle[] = {ROWS, capacity, WIDTH}, last[] = {ROWS, WIDTH, capacity};
-    return mls_tensor_init(&slots, NULL, MLS_I32, 3, axis == 1 ? middle : last, &st) ==
-               MLS_OK &&
-           mls_kv_ring_init(ring, &slots, axis, sinks, &st) == MLS_OK;
+    const mls_tensor slots = tensor_of(NULL, MLS_I32, 3, axis == 1 ? middle : last);
+    return mls_kv_ring_init(ring, &slots, axis, sinks, &status) == MLS_OK;
 }
 
 /* The element of a cache at a row, a position and a column. */
@@ -42,17 +39,15 @@ static int32_t value_of(size_t token, size_t row, size_t column)
 static mls_code append(mls_kv_ring *ring, size_t first, size_t count)
 {
     static int32_t memory[ROWS * WIDTH * MOST];
-    mls_status st;
-    mls_tensor tokens;
     size_t shape[3] = {ROWS, WIDTH, WIDTH};
     shape[ring->axis] = count;
-    (void)mls_tensor_init(&tokens, memory, MLS_I32, 3, shape, &st);
+    const mls_tensor tokens = tensor_of(memory, MLS_I32, 3, shape);
     for (size_t i = 0; i < count * ROWS * WIDTH; i++) {
         const size_t token = i / WIDTH / ROWS, row = i / WIDTH % ROWS, column = i % WIDTH;
         *element(&tokens, ring->axis, row, token, column) =
             value_of(first + token, row, column);
     }
-    return mls_kv_ring_append(ring, kernels(), &tokens, &st);
+    return mls_kv_ring_append(ring, kernels(), &tokens, &status);
 }
 
 /* The definition: the tokens held and their positions, in order. */
@@ -87,11 +82,9 @@ static void check_ring(const mls_kv_ring *ring, const model *m)
 {
     static int32_t memory[ROWS * WIDTH * MOST];
     int64_t positions[MOST], wanted[MOST];
-    mls_status st;
-    mls_tensor dst;
     size_t shape[3] = {ROWS, WIDTH, WIDTH};
     shape[ring->axis] = m->length;
-    (void)mls_tensor_init(&dst, memory, MLS_I32, 3, shape, &st);
+    const mls_tensor dst = tensor_of(memory, MLS_I32, 3, shape);
     CHECK(mls_kv_ring_length(ring) == m->length && ring->evicted == m->evicted);
     CHECK(ring->next == m->next);
     mls_kv_ring_copy_ordered(ring, kernels(), &dst);
@@ -152,17 +145,16 @@ TEST(random_steps_agree_with_the_model)
 TEST(bad_requests_change_nothing)
 {
     mls_kv_ring ring = {0};
-    mls_tensor slots, tokens;
     const size_t shape[] = {2, 4, 3}, huge[] = {SIZE_MAX / 8, 4, 3};
     const size_t long_shape[] = {1, 1, 1, 1, 1, 1, 1, 1, 4};
-    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 3, shape, &status) == MLS_OK);
+    mls_tensor slots = tensor_of(NULL, MLS_F16, 3, shape);
     CHECK(mls_kv_ring_init(&ring, &slots, 1, 4, &status) == MLS_E_CAPACITY);
     CHECK(strstr(status.text, "4 sinks leave no room") != NULL);
     slots.shape[1] = 0;
     CHECK(mls_kv_ring_init(&ring, &slots, 1, 0, &status) == MLS_E_CAPACITY);
     slots.rank = 1;
     CHECK(mls_kv_ring_init(&ring, &slots, 0, 0, &status) == MLS_E_SHAPE);
-    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 9, long_shape, &status) == MLS_OK);
+    slots = tensor_of(NULL, MLS_F16, 9, long_shape);
     CHECK(mls_kv_ring_init(&ring, &slots, 8, 0, &status) == MLS_E_SHAPE);
     memcpy(slots.shape, huge, sizeof huge);
     slots.rank = 3;
@@ -177,7 +169,7 @@ TEST(bad_requests_change_nothing)
     }
     CHECK(mls_kv_ring_trim(&ring, kernels(), 5, &status) == MLS_E_CAPACITY);
     CHECK_TEXT(status.text, "cannot drop 5 tokens: the cache holds 4");
-    tokens = mls_tensor_slice(&ring.slots, 1, 0, 1);
+    mls_tensor tokens = mls_tensor_slice(&ring.slots, 1, 0, 1);
     CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_E_OVERLAP);
     tokens.dtype = MLS_F32;
     CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_E_DTYPE);
@@ -194,9 +186,7 @@ TEST(bad_requests_change_nothing)
 TEST(positions_do_not_wrap)
 {
     mls_kv_ring ring = {0};
-    mls_tensor slots;
-    const size_t none[] = {0, 4, 3};
-    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 3, none, &status) == MLS_OK);
+    mls_tensor slots = tensor_of(NULL, MLS_F16, 3, (const size_t[]){0, 4, 3});
     REQUIRE(mls_kv_ring_init(&ring, &slots, 1, 1, &status) == MLS_OK);
     slots.shape[1] = INT64_MAX;
     CHECK(mls_kv_ring_append(&ring, kernels(), &slots, &status) == MLS_OK);
@@ -217,13 +207,10 @@ TEST(long_rows_and_rows_with_gaps_are_copied)
         for (size_t count = 1; count <= 3; count += 2) {
             for (size_t gap = 0; gap < 2; gap++) {
                 mls_kv_ring ring = {0};
-                mls_tensor slots, tokens;
                 const size_t shape[] = {2, 4, width}, some[] = {2, count, width + gap};
-                REQUIRE(mls_tensor_init(&slots, NULL, MLS_I32, 3, shape, &status) ==
-                        MLS_OK);
+                const mls_tensor slots = tensor_of(NULL, MLS_I32, 3, shape);
+                mls_tensor tokens = tensor_of(memory, MLS_I32, 3, some);
                 REQUIRE(mls_kv_ring_init(&ring, &slots, 1, 0, &status) == MLS_OK);
-                REQUIRE(mls_tensor_init(&tokens, memory, MLS_I32, 3, some, &status) ==
-                        MLS_OK);
                 int32_t *flat = &memory[0][0][0];
                 for (size_t i = 0; i < 2 * count * (width + gap); i++) {
                     flat[i] = (int32_t)i + 1;
@@ -246,13 +233,12 @@ TEST(long_rows_and_rows_with_gaps_are_copied)
 TEST(borrowed_slots_are_the_same_ring)
 {
     static int32_t memory[20];
-    mls_tensor slots, tokens;
     const size_t shape[] = {1, 7, 1}, all[] = {1, 20, 1};
+    mls_tensor slots = tensor_of(NULL, MLS_I32, 3, shape);
+    mls_tensor tokens = tensor_of(memory, MLS_I32, 3, all);
     for (int32_t i = 0; i < 20; i++) {
         memory[i] = i;
     }
-    REQUIRE(mls_tensor_init(&slots, NULL, MLS_I32, 3, shape, &status) == MLS_OK);
-    REQUIRE(mls_tensor_init(&tokens, memory, MLS_I32, 3, all, &status) == MLS_OK);
     for (size_t sinks = 0; sinks < 7; sinks += 2) {
         for (size_t length = 0; length <= 20; length++) {
             mls_kv_ring ring = {0}, borrowed;

@@ -1,5 +1,6 @@
 #include "kv/kv_transition.h"
-#include "support/runner.h"
+#include "support/cpus.h"
+#include "support/tensors.h"
 
 enum { RANK = 4, AXIS = 2 };
 
@@ -12,45 +13,43 @@ static const mls_kv_names names = {.source = "from",
                                    .if_shorter = "compact",
                                    .if_shared = "copy"};
 
-static mls_code check(mls_kv_kind kind, int64_t target, int64_t position, mls_status *st)
+static mls_code check(mls_kv_kind kind, int64_t target, int64_t position)
 {
     const mls_kv_request request = {kind, target, position, AXIS, &names};
-    return mls_kv_check(RANK, shape, request, st);
+    return mls_kv_check(RANK, shape, request, &status);
 }
 
 TEST(requests_that_cannot_work_are_refused)
 {
-    mls_status st;
-    CHECK(check(MLS_KV_EXPAND, 8, 8, &st) == MLS_OK);
-    CHECK(check(MLS_KV_EXPAND, 7, 2, &st) == MLS_E_CAPACITY);
-    CHECK(strstr(st.text, ": compact") != NULL);
-    CHECK(check(MLS_KV_COMPACT, 7, 2, &st) == MLS_OK);
-    CHECK(check(MLS_KV_COMPACT, 20, 8, &st) == MLS_OK);
-    CHECK(check(MLS_KV_EXPAND, 10, -1, &st) == MLS_E_CAPACITY);
-    CHECK(check(MLS_KV_EXPAND, 10, 9, &st) == MLS_E_CAPACITY);
-    CHECK_TEXT(st.expected, "0..8");
-    CHECK_TEXT(st.got, "9");
-    CHECK(check(MLS_KV_COMPACT, 4, 5, &st) == MLS_E_CAPACITY);
-    CHECK(strstr(st.text, "at least 5") != NULL);
-    CHECK(check(MLS_KV_COMPACT, -4, 0, &st) == MLS_E_CAPACITY);
-    CHECK(strchr(st.text, '(') == NULL); /* the usual layout needs no note */
+    CHECK(check(MLS_KV_EXPAND, 8, 8) == MLS_OK);
+    CHECK(check(MLS_KV_EXPAND, 7, 2) == MLS_E_CAPACITY);
+    CHECK(strstr(status.text, ": compact") != NULL);
+    CHECK(check(MLS_KV_COMPACT, 7, 2) == MLS_OK);
+    CHECK(check(MLS_KV_COMPACT, 20, 8) == MLS_OK);
+    CHECK(check(MLS_KV_EXPAND, 10, -1) == MLS_E_CAPACITY);
+    CHECK(check(MLS_KV_EXPAND, 10, 9) == MLS_E_CAPACITY);
+    CHECK_TEXT(status.expected, "0..8");
+    CHECK_TEXT(status.got, "9");
+    CHECK(check(MLS_KV_COMPACT, 4, 5) == MLS_E_CAPACITY);
+    CHECK(strstr(status.text, "at least 5") != NULL);
+    CHECK(check(MLS_KV_COMPACT, -4, 0) == MLS_E_CAPACITY);
+    CHECK(strchr(status.text, '(') == NULL); /* the usual layout needs no note */
     const mls_kv_request other = {MLS_KV_EXPAND, 3, 1, 3, &names};
-    CHECK(mls_kv_check(RANK, shape, other, &st) == MLS_E_CAPACITY);
-    CHECK(strstr(st.text, "the source's 4 (sequence axis 3 of shape (2, 3, 8, 4)): ") !=
-          NULL);
+    CHECK(mls_kv_check(RANK, shape, other, &status) == MLS_E_CAPACITY);
+    CHECK(strstr(status.text,
+                 "the source's 4 (sequence axis 3 of shape (2, 3, 8, 4)): ") != NULL);
 }
 
 TEST(axes_are_counted_from_both_ends)
 {
     const size_t ones[MLS_KV_MAX_RANK + 1] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
-    mls_status st;
     for (int rank = 0; rank <= MLS_KV_MAX_RANK + 1; rank++) {
         for (int64_t wanted = -11; wanted <= 11; wanted++) {
             const bool is_rank = rank >= MLS_KV_MIN_RANK && rank <= MLS_KV_MAX_RANK;
             const bool is_axis = wanted >= -rank && wanted < rank;
             int axis = -100;
             const mls_code code =
-                mls_kv_find_axis("it", rank, ones, "its axis", wanted, &axis, &st);
+                mls_kv_find_axis("it", rank, ones, "its axis", wanted, &axis, &status);
             CHECK(code == (is_rank && is_axis ? MLS_OK : MLS_E_SHAPE));
             CHECK(axis == (code != MLS_OK ? -100
                            : wanted < 0   ? rank + (int)wanted
@@ -58,47 +57,45 @@ TEST(axes_are_counted_from_both_ends)
         }
     }
     int axis;
-    CHECK(mls_kv_find_axis("it", 1, shape, "at", 0, &axis, &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.expected, "2 to 8 dimensions");
-    CHECK_TEXT(st.got, "(2,)");
-    CHECK(mls_kv_find_axis("it", RANK, shape, "at", INT64_MIN, &axis, &st) ==
+    CHECK(mls_kv_find_axis("it", 1, shape, "at", 0, &axis, &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.expected, "2 to 8 dimensions");
+    CHECK_TEXT(status.got, "(2,)");
+    CHECK(mls_kv_find_axis("it", RANK, shape, "at", INT64_MIN, &axis, &status) ==
           MLS_E_SHAPE);
-    CHECK(mls_kv_find_axis("it", RANK, shape, "at", 4, &axis, &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.text, "at 4 is outside -4..3: it has 4 dimensions, shape (2, 3, 8, 4)");
+    CHECK(mls_kv_find_axis("it", RANK, shape, "at", 4, &axis, &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.text,
+               "at 4 is outside -4..3: it has 4 dimensions, shape (2, 3, 8, 4)");
 }
 
 static mls_code check_shapes(int source_rank, const size_t *source, int target_rank,
-                             const size_t *target, int64_t axis, mls_status *st)
+                             const size_t *target, int64_t axis)
 {
     return mls_kv_check_shapes(source_rank, source, target_rank, target, "axis", axis,
-                               st);
+                               &status);
 }
 
 TEST(shapes_of_two_models_must_agree)
 {
-    mls_status st;
     size_t other[9] = {2, 3, 16, 4, 1, 1, 1, 1, 1};
-    CHECK(check_shapes(4, shape, 4, other, -2, &st) == MLS_OK);
-    CHECK(check_shapes(4, other, 4, shape, 2, &st) == MLS_E_CAPACITY);
-    CHECK(check_shapes(1, other, 4, shape, -2, &st) == MLS_E_SHAPE);
-    CHECK(check_shapes(4, shape, 9, other, -2, &st) == MLS_E_SHAPE);
-    CHECK(check_shapes(4, shape, 4, other, 4, &st) == MLS_E_SHAPE);
-    CHECK(check_shapes(4, shape, 5, other, -2, &st) == MLS_E_SHAPE);
-    CHECK(strstr(st.text, "dimensions differ: the source has 4, the target 5") ==
-          st.text);
-    CHECK(check_shapes(4, shape, 4, other, -1, &st) == MLS_E_SHAPE);
-    CHECK(strstr(st.text, "lengths of axis 2 differ: the source has 8, the target 16 "
-                          "(sequence axis 3 of shape (2, 3, 8, 4))") == st.text);
+    CHECK(check_shapes(4, shape, 4, other, -2) == MLS_OK);
+    CHECK(check_shapes(4, other, 4, shape, 2) == MLS_E_CAPACITY);
+    CHECK(check_shapes(1, other, 4, shape, -2) == MLS_E_SHAPE);
+    CHECK(check_shapes(4, shape, 9, other, -2) == MLS_E_SHAPE);
+    CHECK(check_shapes(4, shape, 4, other, 4) == MLS_E_SHAPE);
+    CHECK(check_shapes(4, shape, 5, other, -2) == MLS_E_SHAPE);
+    CHECK(strstr(status.text, "dimensions differ: the source has 4, the target 5") ==
+          status.text);
+    CHECK(check_shapes(4, shape, 4, other, -1) == MLS_E_SHAPE);
+    CHECK(strstr(status.text, "lengths of axis 2 differ: the source has 8, the target 16 "
+                              "(sequence axis 3 of shape (2, 3, 8, 4))") == status.text);
     other[1] = 9;
-    CHECK(check_shapes(4, shape, 4, other, -2, &st) == MLS_E_SHAPE);
-    CHECK(strstr(st.text, "heads") == st.text);
+    CHECK(check_shapes(4, shape, 4, other, -2) == MLS_E_SHAPE);
+    CHECK(strstr(status.text, "heads") == status.text);
 }
 
 /* Fill memory with distinct words and return a view of a shape of it. */
 static mls_tensor numbered(uint16_t *words, int rank, const size_t *dimensions)
 {
-    mls_tensor t = {0};
-    mls_status st;
     size_t count = 1;
     for (int axis = 0; axis < rank; axis++) {
         count *= dimensions[axis];
@@ -106,8 +103,7 @@ static mls_tensor numbered(uint16_t *words, int rank, const size_t *dimensions)
     for (size_t i = 0; i < count; i++) {
         words[i] = (uint16_t)(i * 2654435761U >> 7);
     }
-    CHECK(mls_tensor_init(&t, words, MLS_U16, rank, dimensions, &st) == MLS_OK);
-    return t;
+    return tensor_of(words, MLS_U16, rank, dimensions);
 }
 
 /* Whether dst has the tokens of src and 9 elsewhere; both are C-contiguous. */
@@ -145,10 +141,7 @@ TEST(every_axis_moves_with_threads_too)
     enum { WORDS = 8 << 20 };
     static uint16_t from[WORDS], to[WORDS];
     mls_pool *pool = NULL;
-    mls_status st;
-    mls_cpu best = MLS_CPU_SCALAR;
-    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
-    REQUIRE(mls_cpu_choose(NULL, &best, &st) == MLS_OK);
+    REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
     for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
         for (int axis = 0; axis < 5; axis++) {
             size_t longer[5];
@@ -166,9 +159,9 @@ TEST(every_axis_moves_with_threads_too)
             const size_t positions[] = {0, shapes[i][axis] / 2, shapes[i][axis]};
             for (int j = 0; j < 3; j++) {
                 mls_element pad;
-                REQUIRE(mls_element_encode(9, &dst, &pad, &st) == MLS_OK);
-                mls_kv_move(mls_kernels_of(best), j == 1 ? NULL : pool, &dst, &src, axis,
-                            positions[j], &pad, (mls_kv_memory)j);
+                REQUIRE(mls_element_encode(9, &dst, &pad, &status) == MLS_OK);
+                mls_kv_move(mls_kernels_of(best_cpu()), j == 1 ? NULL : pool, &dst, &src,
+                            axis, positions[j], &pad, (mls_kv_memory)j);
                 CHECK(is_moved(&dst, &src, axis, positions[j]));
             }
         }
@@ -194,20 +187,18 @@ TEST(targets_are_checked_before_anything_is_written)
     static uint16_t memory[ITEMS * 4];
     const size_t large[RANK] = {2, 3, 16, 4};
     const mls_kv_request request = {MLS_KV_EXPAND, 16, 8, AXIS, &names};
-    mls_tensor src = {0}, dst = {0};
-    mls_status st;
-    REQUIRE(mls_tensor_init(&src, memory, MLS_U16, 4, shape, &st) == MLS_OK);
-    REQUIRE(mls_tensor_init(&dst, memory + 1, MLS_U16, 4, large, &st) == MLS_OK);
-    CHECK(mls_kv_check_target(&dst, &src, request, &st) == MLS_E_OVERLAP);
-    CHECK_TEXT(st.text, "to shares memory with from: copy");
-    REQUIRE(mls_tensor_init(&dst, memory + ITEMS, MLS_U16, 4, large, &st) == MLS_OK);
-    CHECK(mls_kv_check_target(&dst, &src, request, &st) == MLS_OK);
+    const mls_tensor src = tensor_of(memory, MLS_U16, 4, shape);
+    mls_tensor dst = tensor_of(memory + 1, MLS_U16, 4, large);
+    CHECK(mls_kv_check_target(&dst, &src, request, &status) == MLS_E_OVERLAP);
+    CHECK_TEXT(status.text, "to shares memory with from: copy");
+    dst = tensor_of(memory + ITEMS, MLS_U16, 4, large);
+    CHECK(mls_kv_check_target(&dst, &src, request, &status) == MLS_OK);
     dst.shape[2] = 15;
-    CHECK(mls_kv_check_target(&dst, &src, request, &st) == MLS_E_SHAPE);
-    CHECK_TEXT(st.expected, "(2, 3, 16, 4)");
+    CHECK(mls_kv_check_target(&dst, &src, request, &status) == MLS_E_SHAPE);
+    CHECK_TEXT(status.expected, "(2, 3, 16, 4)");
     dst.shape[2] = 16;
     dst.dtype = MLS_F16;
-    CHECK(mls_kv_check_target(&dst, &src, request, &st) == MLS_E_DTYPE);
+    CHECK(mls_kv_check_target(&dst, &src, request, &status) == MLS_E_DTYPE);
 }
 
 /* Fill bytes with a pattern that no padding of the tests has. */
@@ -248,9 +239,9 @@ static bool rows_are_padded(const mls_kernels *kernels, size_t used, size_t row,
  * pattern of the padding stays aligned to the row: an element is not torn. */
 TEST(row_kernels_copy_tokens_and_pad)
 {
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        const mls_kernels *kernels = mls_kernels_of((mls_cpu)cpu);
-        if (!mls_cpu_offers((mls_cpu)cpu) || kernels->pad_rows == NULL) {
+    EACH_CPU (cpu) {
+        const mls_kernels *kernels = mls_kernels_of(cpu);
+        if (kernels->pad_rows == NULL) {
             continue;
         }
         for (size_t row = 16; row <= MOST_ROW; row += 16) {
@@ -279,12 +270,9 @@ TEST(innermost_rows_move_past_the_cache)
     static const char *const stores[] = {"plain", "stream1", "stream4"};
     static const size_t lengths[][2] = {
         {40, 80}, {33, 96}, {50, 101}, {104, 400}, {300, 304}};
-    mls_status st;
-    mls_cpu best = MLS_CPU_SCALAR;
-    REQUIRE(mls_cpu_choose(NULL, &best, &st) == MLS_OK);
     for (size_t i = 0; i < sizeof stores / sizeof stores[0]; i++) {
-        mls_kernels kernels = *mls_kernels_of(best);
-        REQUIRE(mls_store_choices_init(&choices, stores[i], &st) == MLS_OK);
+        mls_kernels kernels = *mls_kernels_of(best_cpu());
+        REQUIRE(mls_store_choices_init(&choices, stores[i], &status) == MLS_OK);
         choices.least[MLS_STORING_WITHIN] = 1; /* stage the rows of small results too */
         kernels.choices = &choices;
         for (size_t j = 0; j < sizeof lengths / sizeof lengths[0]; j++) {
@@ -295,7 +283,7 @@ TEST(innermost_rows_move_past_the_cache)
             const size_t positions[] = {0, 7, before[2]};
             for (int k = 0; k < 3; k++) {
                 mls_element pad;
-                REQUIRE(mls_element_encode(9, &dst, &pad, &st) == MLS_OK);
+                REQUIRE(mls_element_encode(9, &dst, &pad, &status) == MLS_OK);
                 mls_kv_move(&kernels, NULL, &dst, &src, 2, positions[k], &pad,
                             MLS_KV_TOUCHED);
                 CHECK(is_moved(&dst, &src, 2, positions[k]));

@@ -1,7 +1,6 @@
 #include "kv/rotate_keys.h"
-#include "support/runner.h"
-
-#include "array/float_convert.h"
+#include "support/cpus.h"
+#include "support/tensors.h"
 
 #include <math.h>
 
@@ -16,10 +15,8 @@ typedef struct cache {
 /* View the memory, with the positions innermost if `by_pair`. */
 static void make(cache *c, mls_dtype dtype, size_t dim, bool by_pair, size_t offset)
 {
-    mls_status st;
     const size_t shape[] = {HEADS, POSITIONS, dim};
-    (void)mls_tensor_init(&c->t, (unsigned char *)c->memory + offset, dtype, 3, shape,
-                          &st);
+    c->t = tensor_of((unsigned char *)c->memory + offset, dtype, 3, shape);
     if (by_pair) {
         c->t.strides[2] = c->t.strides[1] / (ptrdiff_t)dim * POSITIONS;
         c->t.strides[1] = c->t.strides[1] / (ptrdiff_t)dim;
@@ -33,18 +30,8 @@ static void fill(cache *c)
     const size_t dim = c->t.shape[2];
     for (size_t i = 0; i < HEADS * POSITIONS * dim; i++) {
         seed = seed * 1664525 + 1013904223;
-        const float value = (float)(int32_t)seed * 0x1p-29F;
-        const double wide = (double)value;
-        const uint16_t half =
-            c->t.dtype == MLS_F16 ? mls_f16_from_f32(value) : mls_bf16_from_f32(value);
-        unsigned char *at = c->t.data + i * mls_tensor_item_bytes(&c->t);
-        if (c->t.dtype == MLS_F64) {
-            memcpy(at, &wide, sizeof wide);
-        } else if (c->t.dtype == MLS_F32) {
-            memcpy(at, &value, sizeof value);
-        } else {
-            memcpy(at, &half, sizeof half);
-        }
+        write_float(c->t.dtype, c->t.data + i * mls_tensor_item_bytes(&c->t),
+                    (float)(int32_t)seed * 0x1p-29F);
     }
 }
 
@@ -54,21 +41,7 @@ static double read(const cache *c, size_t head, size_t position, size_t element)
     const unsigned char *at = c->t.data + (ptrdiff_t)head * c->t.strides[0] +
                               (ptrdiff_t)position * c->t.strides[1] +
                               (ptrdiff_t)element * c->t.strides[2];
-    double wide;
-    float single;
-    uint16_t half;
-    switch (c->t.dtype) {
-    case MLS_F64:
-        memcpy(&wide, at, sizeof wide);
-        return wide;
-    case MLS_F32:
-        memcpy(&single, at, sizeof single);
-        return (double)single;
-    default:
-        memcpy(&half, at, sizeof half);
-        return (double)(c->t.dtype == MLS_F16 ? mls_f32_from_f16(half)
-                                              : mls_f32_from_bf16(half));
-    }
+    return read_float(c->t.dtype, at);
 }
 
 /* The definition, compared element by element. */
@@ -123,16 +96,12 @@ TEST(rotations_agree_with_the_definition)
         make(&scalar, dtype, dim[0], (kind & 8) != 0, 0);
         make(&got, dtype, dim[0], (kind & 8) != 0, offset);
         fill(&keys);
-        mls_status st;
-        REQUIRE(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_OK);
+        REQUIRE(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_OK);
         mls_rotate_keys(mls_kernels_of(MLS_CPU_SCALAR), NULL, &scalar.t, &keys.t, &r);
         check_rotated(&keys, &scalar, &r, tolerances[dtype]);
         const size_t bytes = HEADS * POSITIONS * dim[0] * mls_tensor_item_bytes(&keys.t);
-        for (int cpu = MLS_CPU_SCALAR; cpu < MLS_CPU_COUNT; cpu++) {
-            if (!mls_cpu_offers((mls_cpu)cpu)) {
-                continue;
-            }
-            const mls_kernels *kernels = mls_kernels_of((mls_cpu)cpu);
+        EACH_CPU (cpu) {
+            const mls_kernels *kernels = mls_kernels_of(cpu);
             memset(got.memory, 0xA5, sizeof got.memory);
             mls_rotate_keys(kernels, NULL, &got.t, &keys.t, &r);
             CHECK(memcmp(got.t.data, scalar.t.data, bytes) == 0);
@@ -147,7 +116,6 @@ TEST(rotations_agree_with_the_definition)
 TEST(bad_arguments_are_refused)
 {
     static cache keys, got;
-    mls_status st;
     const int64_t shifts[2] = {0};
     const mls_rotation good = {.base = 1e4,
                                .scaling = 1,
@@ -157,42 +125,42 @@ TEST(bad_arguments_are_refused)
                                .shift_count = 1};
     make(&keys, MLS_F16, 16, false, 0);
     make(&got, MLS_F16, 16, false, 0);
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_OK);
-    CHECK(mls_rotate_keys_check(&keys.t, &keys.t, &good, &st) == MLS_OK);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_OK);
+    CHECK(mls_rotate_keys_check(&keys.t, &keys.t, &good, &status) == MLS_OK);
     mls_rotation r = good;
     r.axis = 2;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_SHAPE);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_E_SHAPE);
     r = good;
     r.shift_count = 2;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_SHAPE);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_E_SHAPE);
     static const size_t dims[] = {0, 1, 3, 18, SIZE_MAX - 1};
     for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
         r = good;
         r.rotary_dim = dims[i];
-        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_VALUE);
+        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_E_VALUE);
     }
     static const double numbers[] = {0, -1, INFINITY, NAN};
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
         r = good;
         r.base = numbers[i];
-        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_VALUE);
+        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_E_VALUE);
         r = good;
         r.scaling = numbers[i];
-        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_VALUE);
+        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &status) == MLS_E_VALUE);
     }
     got.t.dtype = MLS_BF16;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_DTYPE);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_E_DTYPE);
     got.t.dtype = MLS_I8;
-    CHECK(mls_rotate_keys_check(&got.t, &got.t, &good, &st) == MLS_E_DTYPE);
+    CHECK(mls_rotate_keys_check(&got.t, &got.t, &good, &status) == MLS_E_DTYPE);
     got.t.dtype = MLS_F16;
     got.t.shape[0] = 1;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_SHAPE);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_E_SHAPE);
     got.t.shape[0] = HEADS;
     got.t.data = keys.t.data + 2;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_OVERLAP);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_E_OVERLAP);
     got.t = keys.t;
     got.t.strides[1] = 0;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_OVERLAP);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_E_OVERLAP);
     keys.t.rank = 1;
-    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_SHAPE);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &status) == MLS_E_SHAPE);
 }

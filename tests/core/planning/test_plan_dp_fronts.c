@@ -1,18 +1,15 @@
 #include "planning/plan_dp_fronts.h"
-#include "support/chains.h"
-#include "support/runner.h"
+#include "support/costs.h"
 
 enum { MANY = 1 << 20 };
 
 /* Every segment of a chain at every memory size, compared with the plain recursion. */
 static void check_all(const mls_chain *chain, int64_t budget, bool offload)
 {
-    mls_status st;
-    mls_plan_costs costs;
     mls_plan_fronts fronts;
     const size_t n = chain->blocks;
-    REQUIRE(mls_plan_costs_init(&costs, chain, budget, 0, offload, &st) == MLS_OK);
-    REQUIRE(mls_plan_dp_fronts(&costs, MANY, NULL, nobody, &fronts, &st) == MLS_OK);
+    REQUIRE(set_costs(chain, budget, 0, offload) == MLS_OK);
+    REQUIRE(mls_plan_dp_fronts(&costs, MANY, NULL, nobody, &fronts, &status) == MLS_OK);
     for (int64_t memory = 0; memory <= costs.budget; memory++) {
         const double got = mls_plan_dp_fronts_value(&fronts, 0, n - 1, memory);
         const double want = judge(chain, 0, n - 1, memory, offload);
@@ -20,7 +17,6 @@ static void check_all(const mls_chain *chain, int64_t budget, bool offload)
     }
     CHECK(!isfinite(mls_plan_dp_fronts_value(&fronts, 0, n - 1, -1)));
     mls_plan_fronts_fini(&fronts);
-    mls_plan_costs_fini(&costs);
 }
 
 TEST(values_are_those_of_the_recursion)
@@ -54,11 +50,10 @@ TEST(threads_change_nothing)
     enum { BLOCKS = 40 };
     static test_chain c;
     mls_pool *pool = NULL;
-    mls_plan_costs costs;
     mls_plan_fronts one, three;
     chain_of(&c, BLOCKS, 100000, 8);
     REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
-    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 2000000, 0, false, &status) == MLS_OK);
+    REQUIRE(set_costs(&c.chain, 2000000, 0, false) == MLS_OK);
     REQUIRE(mls_plan_dp_fronts(&costs, MANY, NULL, nobody, &one, &status) == MLS_OK);
     REQUIRE(mls_plan_dp_fronts(&costs, MANY, pool, nobody, &three, &status) == MLS_OK);
     CHECK(one.points == three.points && one.points > 1000);
@@ -71,23 +66,20 @@ TEST(threads_change_nothing)
     }
     mls_plan_fronts_fini(&one);
     mls_plan_fronts_fini(&three);
-    mls_plan_costs_fini(&costs);
     mls_pool_free(pool);
 }
 
 TEST(too_much_is_refused_and_a_poll_stops_it)
 {
     test_chain c;
-    mls_plan_costs costs;
     mls_plan_fronts fronts;
     int left = 20;
     const mls_poll soon = {says_no, &left};
     chain_of(&c, 20, 100000, 9);
-    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 2000000, 0, false, &status) == MLS_OK);
+    REQUIRE(set_costs(&c.chain, 2000000, 0, false) == MLS_OK);
     CHECK(mls_plan_dp_fronts(&costs, 100, NULL, nobody, &fronts, &status) == MLS_E_SIZE);
     CHECK(fronts.fronts == NULL);
     CHECK(mls_plan_dp_fronts(&costs, MANY, NULL, soon, &fronts, &status) ==
           MLS_E_STOPPED);
     CHECK(fronts.fronts == NULL);
-    mls_plan_costs_fini(&costs);
 }

@@ -1,19 +1,15 @@
 #include "planning/plan_dp_slots.h"
-#include "support/chains.h"
+#include "support/costs.h"
 #include "support/cpus.h"
-#include "support/runner.h"
 
 /* If a slot is a byte, the values equal those of the plain recursion. */
 static void check_all(const mls_chain *chain, int64_t above, mls_cpu cpu, bool offload)
 {
-    mls_status st;
-    mls_plan_costs costs;
     mls_plan_table table;
     const size_t n = chain->blocks;
     const int64_t budget = chain->activation_bytes[0] + above;
-    REQUIRE(mls_plan_costs_init(&costs, chain, budget, (size_t)above, offload, &st) ==
-            MLS_OK);
-    REQUIRE(mls_plan_dp_slots(&costs, cpu, NULL, nobody, &table, &st) == MLS_OK);
+    REQUIRE(set_costs(chain, budget, (size_t)above, offload) == MLS_OK);
+    REQUIRE(mls_plan_dp_slots(&costs, cpu, NULL, nobody, &table, &status) == MLS_OK);
     for (int64_t memory = 0; memory <= above; memory++) {
         const double got = mls_plan_dp_slots_value(&table, 0, n - 1, memory);
         const double want = judge(chain, 0, n - 1, memory, offload);
@@ -21,16 +17,15 @@ static void check_all(const mls_chain *chain, int64_t above, mls_cpu cpu, bool o
     }
     CHECK(!isfinite(mls_plan_dp_slots_value(&table, 0, n - 1, -1)));
     mls_plan_table_fini(&table);
-    mls_plan_costs_fini(&costs);
 }
 
 TEST(values_are_those_of_the_recursion)
 {
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        for (uint64_t seed = 0; mls_cpu_offers((mls_cpu)cpu) && seed < 40; seed++) {
+    EACH_CPU (cpu) {
+        for (uint64_t seed = 0; seed < 40; seed++) {
             test_chain c;
             chain_of(&c, 1 + seed % 6, 2 + seed % 40, seed);
-            check_all(&c.chain, 140 + (int64_t)(seed % 7), (mls_cpu)cpu, seed % 3 == 0);
+            check_all(&c.chain, 140 + (int64_t)(seed % 7), cpu, seed % 3 == 0);
         }
     }
 }
@@ -57,12 +52,10 @@ TEST(all_kernels_and_threads_agree)
     REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
     for (size_t blocks = 29; blocks < CHAIN_ROOM; blocks += 47) {
         enum { SLOTS = 203 };
-        mls_plan_costs costs;
         mls_plan_table oracle, table;
         chain_of(&c, blocks, 100000, blocks);
         const int64_t budget = (int64_t)blocks * 60000;
-        REQUIRE(mls_plan_costs_init(&costs, &c.chain, budget, SLOTS, true, &status) ==
-                MLS_OK);
+        REQUIRE(set_costs(&c.chain, budget, SLOTS, true) == MLS_OK);
         REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &oracle,
                                   &status) == MLS_OK);
         EACH_CPU (cpu) {
@@ -73,7 +66,6 @@ TEST(all_kernels_and_threads_agree)
         }
         CHECK(isfinite(mls_plan_dp_slots_value(&oracle, 0, blocks - 1, SLOTS)));
         mls_plan_table_fini(&oracle);
-        mls_plan_costs_fini(&costs);
     }
     mls_pool_free(pool);
 }
@@ -108,11 +100,9 @@ TEST(tiles_leave_nothing_out)
     static float values[BLOCKS * BLOCKS][SLOTS + 1];
     static float *rows[BLOCKS * BLOCKS];
     static test_chain c;
-    mls_plan_costs costs;
     mls_plan_table table;
     chain_of(&c, BLOCKS, 1000, 4);
-    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 20000, SLOTS, false, &status) ==
-            MLS_OK);
+    REQUIRE(set_costs(&c.chain, 20000, SLOTS, false) == MLS_OK);
     REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &table, &status) ==
             MLS_OK);
     for (size_t i = 0; i < BLOCKS * BLOCKS; i++) {
@@ -129,22 +119,19 @@ TEST(tiles_leave_nothing_out)
         }
     }
     mls_plan_table_fini(&table);
-    mls_plan_costs_fini(&costs);
 }
 
 TEST(a_poll_stops_it)
 {
     static test_chain c;
-    mls_plan_costs costs;
     mls_plan_table table;
     int left = 3;
     const mls_poll soon = {says_no, &left};
     chain_of(&c, 100, 1000, 4);
-    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 20000, 50, false, &status) == MLS_OK);
+    REQUIRE(set_costs(&c.chain, 20000, 50, false) == MLS_OK);
     CHECK(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, soon, &table, &status) ==
           MLS_E_STOPPED);
     CHECK(table.values == NULL);
-    mls_plan_costs_fini(&costs);
 }
 
 TEST(bytes_of_a_table_are_known)

@@ -1,102 +1,62 @@
 #include "base/memory.h"
 #include "runtime/process_memory.h"
-#include "support/runner.h"
+#include "support/temporary_folder.h"
 
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
-static char root[200];
-
-static void make_root(void)
-{
-    const char *base = getenv("TMPDIR");
-    snprintf(root, sizeof root, "%s/mlstate-groups-%ld", base ? base : "/tmp",
-             (long)getpid());
-}
-
-/* Write `root`/`name`; creates the folders. */
+/* Write a file of the folder; creates the folders in between. */
 static void put(const char *name, const char *text)
 {
-    char path[400];
-    snprintf(path, sizeof path, "%s/%s", root, name);
-    for (char *at = path + 1; *at != '\0'; at++) {
+    char path[2 * PATH_ROOM];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    for (char *at = path + strlen(folder) + 1; *at != '\0'; at++) {
         if (*at == '/') {
             *at = '\0';
             mkdir(path, 0700);
             *at = '/';
         }
     }
-    FILE *file = fopen(path, "wb");
-    if (file != NULL) {
-        fputs(text, file);
-        fclose(file);
-    }
-}
-
-/* Delete `root`/`name`; a folder must be empty. */
-static void forget(const char *name)
-{
-    char path[400];
-    snprintf(path, sizeof path, "%s/%s", root, name);
-    remove(path);
+    write_text(path, text);
 }
 
 TEST(version_2_counts_parents)
 {
-    make_root();
     put("a/b/memory.max", "3000\n");
     put("a/memory.max", "2000\n");
-    CHECK(mls_process_memory_limit(root, "0::/a/b\n") == 2000);
+    CHECK(mls_process_memory_limit(folder, "0::/a/b\n") == 2000);
     put("a/memory.max", "max\n");
-    CHECK(mls_process_memory_limit(root, "0::/a/b\n") == 3000);
-    CHECK(mls_process_memory_limit(root, "0::/a") == UINT64_MAX);
-    CHECK(mls_process_memory_limit(root, "0::/a/b/not/seen/from/here\n") == 3000);
+    CHECK(mls_process_memory_limit(folder, "0::/a/b\n") == 3000);
+    CHECK(mls_process_memory_limit(folder, "0::/a") == UINT64_MAX);
+    CHECK(mls_process_memory_limit(folder, "0::/a/b/not/seen/from/here\n") == 3000);
     put("memory.max", "70");
-    CHECK(mls_process_memory_limit(root, "0::/\n") == 70);
-    forget("a/b/memory.max");
-    forget("a/memory.max");
-    forget("a/b");
-    forget("a");
-    forget("memory.max");
-    forget("");
+    CHECK(mls_process_memory_limit(folder, "0::/\n") == 70);
 }
 
 TEST(version_1_has_a_folder_for_memory)
 {
-    make_root();
     put("memory/job/memory.limit_in_bytes", "5000\n");
     put("memory/memory.limit_in_bytes", "9223372036854771712\n");
-    CHECK(mls_process_memory_limit(root, "9:name=x:/\n4:memory:/job\n0::/\n") == 5000);
-    CHECK(mls_process_memory_limit(root, "4:cpu,memory,pids:/job\n") == 5000);
-    CHECK(mls_process_memory_limit(root, "4:cpu,memoryless:/job\n") == UINT64_MAX);
-    CHECK(mls_process_memory_limit(root, "4:memory:/\n") ==
+    CHECK(mls_process_memory_limit(folder, "9:name=x:/\n4:memory:/job\n0::/\n") == 5000);
+    CHECK(mls_process_memory_limit(folder, "4:cpu,memory,pids:/job\n") == 5000);
+    CHECK(mls_process_memory_limit(folder, "4:cpu,memoryless:/job\n") == UINT64_MAX);
+    CHECK(mls_process_memory_limit(folder, "4:memory:/\n") ==
           UINT64_C(9223372036854771712));
-    forget("memory/job/memory.limit_in_bytes");
-    forget("memory/memory.limit_in_bytes");
-    forget("memory/job");
-    forget("memory");
-    forget("");
 }
 
 TEST(nonsense_is_no_limit)
 {
     static char path[5000];
     static const char *const texts[] = {"", "\n\n", "0", "0:", "0::", ":memory", "::::"};
-    make_root();
     for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
-        CHECK(mls_process_memory_limit(root, texts[i]) == UINT64_MAX);
+        CHECK(mls_process_memory_limit(folder, texts[i]) == UINT64_MAX);
     }
     memset(path, 'a', sizeof path - 1);
     memcpy(path, "0::/", 4);
-    CHECK(mls_process_memory_limit(root, path) == UINT64_MAX);
+    CHECK(mls_process_memory_limit(folder, path) == UINT64_MAX);
     put("memory.max", "-5");
-    CHECK(mls_process_memory_limit(root, "0::/") == UINT64_MAX);
+    CHECK(mls_process_memory_limit(folder, "0::/") == UINT64_MAX);
     put("memory.max", "");
-    CHECK(mls_process_memory_limit(root, "0::/") == UINT64_MAX);
-    forget("memory.max");
-    forget("");
+    CHECK(mls_process_memory_limit(folder, "0::/") == UINT64_MAX);
 }
 
 TEST(the_system_tells)

@@ -9,19 +9,27 @@
 
 enum { MANY = 1000 };
 
+static mls_pool *pool; /* of the current test */
+
+AFTER_EACH
+{
+    mls_pool_free(pool);
+    pool = NULL;
+}
+
 static void count_one(void *context, size_t index)
 {
     atomic_int *counts = context;
     atomic_fetch_add(&counts[index], 1);
 }
 
-static bool all_once(mls_pool *pool)
+static bool all_once(mls_pool *of)
 {
     static atomic_int counts[MANY];
     for (int i = 0; i < MANY; i++) {
         atomic_store(&counts[i], 0);
     }
-    mls_pool_run(pool, count_one, counts, MANY);
+    mls_pool_run(of, count_one, counts, MANY);
     for (int i = 0; i < MANY; i++) {
         if (atomic_load(&counts[i]) != 1) {
             return false;
@@ -33,7 +41,6 @@ static bool all_once(mls_pool *pool)
 TEST(every_index_runs_once_at_any_size)
 {
     static const size_t sizes[] = {1, 2, 5, 3, 1, MLS_POOL_MAX_THREADS};
-    mls_pool *pool = NULL;
     REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
         CHECK(mls_pool_resize(pool, sizes[i], &status) == MLS_OK);
@@ -42,29 +49,24 @@ TEST(every_index_runs_once_at_any_size)
             CHECK(all_once(pool));
         }
     }
-    mls_pool_free(pool);
 }
 
 TEST(no_pool_and_no_work_are_fine)
 {
-    mls_pool *pool = NULL;
     CHECK(all_once(NULL));
     REQUIRE(mls_pool_new(2, &pool, &status) == MLS_OK);
     mls_pool_run(pool, count_one, NULL, 0);
-    mls_pool_free(pool);
     mls_pool_free(NULL);
 }
 
 TEST(impossible_thread_counts_are_refused)
 {
-    mls_pool *pool = NULL;
     CHECK(mls_pool_new(0, &pool, &status) == MLS_E_VALUE);
     CHECK(mls_pool_new(MLS_POOL_MAX_THREADS + 1, &pool, &status) == MLS_E_VALUE);
     CHECK(pool == NULL);
     REQUIRE(mls_pool_new(2, &pool, &status) == MLS_OK);
     CHECK(mls_pool_resize(pool, 0, &status) == MLS_E_VALUE);
     CHECK(mls_pool_threads(pool) == 2);
-    mls_pool_free(pool);
 }
 
 typedef struct shared_run {
@@ -89,7 +91,6 @@ static void *run_often(void *argument)
 
 TEST(threads_may_share_a_pool)
 {
-    mls_pool *pool = NULL;
     atomic_int total = 0;
     pthread_t threads[8];
     REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
@@ -101,7 +102,6 @@ TEST(threads_may_share_a_pool)
         pthread_join(threads[i], NULL);
     }
     CHECK(atomic_load(&total) == 8 * 50 * 100);
-    mls_pool_free(pool);
 }
 
 /* The calling thread's own work, with or without helpers at work. */
@@ -133,7 +133,6 @@ static void count_task(void *context, size_t index)
 TEST(others_work_while_the_caller_is_at_its_own)
 {
     static const size_t counts[] = {0, 1, MANY};
-    mls_pool *pool = NULL;
     REQUIRE(mls_pool_new(2, &pool, &status) == MLS_OK);
     for (size_t i = 0; i < 6; i++) {
         const size_t count = counts[i % 3];
@@ -142,14 +141,12 @@ TEST(others_work_while_the_caller_is_at_its_own)
         CHECK(atomic_load(&b.owns) == 1 && (size_t)atomic_load(&b.tasks) == count);
         CHECK((atomic_load(&b.early) > 0) == b.waits); /* alone: own work first */
     }
-    mls_pool_free(pool);
 }
 
 #if !defined(WITHOUT_FORK) /* TSan and qemu crash if a forked child starts a thread */
 /* A fork while the parent's threads sleep: the child must neither hang nor join them. */
 TEST(a_forked_child_works_and_can_end)
 {
-    mls_pool *pool = NULL;
     REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
     CHECK(all_once(pool));
     for (int child = 0; child < 3; child++) {
@@ -170,6 +167,5 @@ TEST(a_forked_child_works_and_can_end)
         CHECK(WIFEXITED(ended) && WEXITSTATUS(ended) == 0);
         CHECK(all_once(pool));
     }
-    mls_pool_free(pool);
 }
 #endif

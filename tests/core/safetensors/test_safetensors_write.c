@@ -3,7 +3,8 @@
 #include "base/size.h"
 #include "io/file.h"
 #include "safetensors/safetensors.h"
-#include "support/runner.h"
+#include "support/temporary_folder.h"
+#include "support/tensors.h"
 #include "support/text.h"
 
 #include <fcntl.h>
@@ -23,20 +24,6 @@ static mls_code read_one(int fd, const mls_stored *tensor, bool has_crc,
     return mls_safetensors_read(fd, &only, &data, kernels, NULL, st);
 }
 
-static char path[160];
-
-BEFORE_EACH
-{
-    const char *base = getenv("TMPDIR");
-    snprintf(path, sizeof path, "%s/mlstate-st-%ld.safetensors", base ? base : "/tmp",
-             (long)getpid());
-}
-
-AFTER_EACH
-{
-    (void)unlink(path);
-}
-
 static mls_code save(const mls_named_tensor *tensors, size_t count,
                      const mls_str_pair *pairs, size_t pair_count, mls_status *st)
 {
@@ -44,19 +31,11 @@ static mls_code save(const mls_named_tensor *tensors, size_t count,
                                              .count = count,
                                              .metadata = pairs,
                                              .metadata_count = pair_count};
-    return mls_safetensors_write(path, &content, mls_kernels_of(MLS_CPU_SCALAR), crc, st);
+    return mls_safetensors_write(file_path, &content, mls_kernels_of(MLS_CPU_SCALAR), crc,
+                                 st);
 }
 
-static mls_tensor view(void *data, mls_dtype dtype, int rank, size_t a, size_t b)
-{
-    const size_t shape[2] = {a, b};
-    mls_tensor t = {0};
-    mls_status st;
-    CHECK(mls_tensor_init(&t, data, dtype, rank, shape, &st) == MLS_OK);
-    return t;
-}
-
-/* Read tensor `index` of the file at `path` and compare it with `expected`. */
+/* Read tensor `index` of the file at `file_path` and compare it with `expected`. */
 static bool stored_is(size_t index, const char *name, const void *expected, size_t bytes)
 {
     int fd = -1;
@@ -64,7 +43,8 @@ static bool stored_is(size_t index, const char *name, const void *expected, size
     mls_status st;
     bool same = false;
     unsigned char *data = mls_alloc(bytes, 1);
-    if (data != NULL && mls_safetensors_open(path, crc, true, &fd, &f, &st) == MLS_OK) {
+    if (data != NULL &&
+        mls_safetensors_open(file_path, crc, true, &fd, &f, &st) == MLS_OK) {
         const mls_stored *t = &f.tensors[index];
         same = index < f.count && f.has_crc && mls_str_is(t->name, name) &&
                t->bytes == bytes && t->offset % mls_dtype_of(t->dtype)->item_bytes == 0 &&
@@ -83,10 +63,11 @@ TEST(what_is_written_comes_back_in_order)
     uint16_t halves[3] = {7, 8, 9};
     unsigned char bytes[5] = {1, 2, 3, 4, 5};
     double one = 2.5;
-    const mls_tensor f = view(floats, MLS_F32, 2, 2, 3),
-                     h = view(halves, MLS_BF16, 1, 3, 0),
-                     b = view(bytes, MLS_BOOL, 1, 5, 0), d = view(&one, MLS_F64, 0, 0, 0),
-                     none = view(NULL, MLS_F32, 2, 0, 3);
+    const mls_tensor f = matrix_of(floats, MLS_F32, 2, 3),
+                     h = vector_of(halves, MLS_BF16, 3),
+                     b = vector_of(bytes, MLS_BOOL, 5),
+                     d = tensor_of(&one, MLS_F64, 0, NULL),
+                     none = matrix_of(NULL, MLS_F32, 0, 3);
     const mls_named_tensor tensors[] = {{text("h"), &h},
                                         {text("b\"\\\n\xC3\xA9"), &b},
                                         {text("f2"), &f},
@@ -101,7 +82,7 @@ TEST(what_is_written_comes_back_in_order)
     CHECK(stored_is(4, "b\"\\\n\xC3\xA9", bytes, sizeof bytes));
     int fd;
     mls_safetensors file;
-    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &file, &status) == MLS_OK);
+    REQUIRE(mls_safetensors_open(file_path, crc, true, &fd, &file, &status) == MLS_OK);
     CHECK(file.tensors[0].offset % 64 == 0);
     CHECK(file.metadata_count == 2 && mls_str_is(file.metadata[0].key, "a"));
     CHECK(mls_str_is(file.metadata[0].value, "\x01\""));
@@ -112,17 +93,17 @@ TEST(what_is_written_comes_back_in_order)
 TEST(the_order_of_the_arguments_does_not_matter)
 {
     unsigned char data[4] = {1, 2, 3, 4};
-    const mls_tensor t = view(data, MLS_U8, 1, 4, 0);
+    const mls_tensor t = vector_of(data, MLS_U8, 4);
     mls_named_tensor tensors[] = {{text("a"), &t}, {text("b"), &t}, {text("ab"), &t}};
     unsigned char *first = NULL, *second = NULL;
     size_t first_bytes = 0, second_bytes = 0;
     REQUIRE(save(tensors, 3, NULL, 0, &status) == MLS_OK);
-    REQUIRE(mls_file_read(path, ROOM, &first, &first_bytes, &status) == MLS_OK);
+    REQUIRE(mls_file_read(file_path, ROOM, &first, &first_bytes, &status) == MLS_OK);
     const mls_named_tensor kept = tensors[0];
     tensors[0] = tensors[2];
     tensors[2] = kept;
     CHECK(save(tensors, 3, NULL, 0, &status) == MLS_OK);
-    CHECK(mls_file_read(path, ROOM, &second, &second_bytes, &status) == MLS_OK);
+    CHECK(mls_file_read(file_path, ROOM, &second, &second_bytes, &status) == MLS_OK);
     CHECK(first_bytes == second_bytes && memcmp(first, second, first_bytes) == 0);
     mls_free(first);
     mls_free(second);
@@ -137,11 +118,9 @@ TEST(strided_and_swapped_tensors_are_packed)
     for (size_t i = 0; i < ROWS * COLUMNS; i++) {
         numbers[i] = (uint32_t)i * 2654435761U;
     }
-    mls_tensor t = view(numbers, MLS_U32, 2, COLUMNS, ROWS); /* transposed */
-    t.strides[0] = 4;
-    t.strides[1] = 4 * COLUMNS;
-    mls_tensor back =
-        view(numbers, MLS_U32, 2, ROWS, COLUMNS); /* rows in reverse, byte-swapped */
+    const mls_tensor t = transposed_of(numbers, MLS_U32, COLUMNS, ROWS);
+    mls_tensor back = matrix_of(numbers, MLS_U32, ROWS, COLUMNS);
+    /* rows in reverse, byte-swapped */
     back.data += 4 * COLUMNS * (ROWS - 1);
     back.strides[0] = -4 * COLUMNS;
     back.swapped = true;
@@ -163,7 +142,7 @@ TEST(strided_and_swapped_tensors_are_packed)
 TEST(one_swapped_number_without_dimensions_is_packed)
 {
     uint32_t number = 0x01020304;
-    mls_tensor t = view(&number, MLS_F32, 0, 0, 0);
+    mls_tensor t = tensor_of(&number, MLS_F32, 0, NULL);
     t.swapped = true;
     const mls_named_tensor tensors[] = {{text("x"), &t}};
     REQUIRE(save(tensors, 1, NULL, 0, &status) == MLS_OK);
@@ -173,7 +152,7 @@ TEST(one_swapped_number_without_dimensions_is_packed)
 TEST(names_that_no_file_can_hold_are_refused)
 {
     unsigned char byte = 1;
-    const mls_tensor t = view(&byte, MLS_U8, 0, 0, 0);
+    const mls_tensor t = tensor_of(&byte, MLS_U8, 0, NULL);
     const mls_named_tensor good = {text("a"), &t};
     const mls_named_tensor twice[] = {good, {text("b"), &t}, good};
     const mls_named_tensor reserved = {text("__metadata__"), &t};
@@ -190,7 +169,7 @@ TEST(names_that_no_file_can_hold_are_refused)
     CHECK(save(&good, 1, &broken_key, 1, &status) == MLS_E_VALUE);
     CHECK(save(&good, 1, &broken_value, 1, &status) == MLS_E_VALUE);
     CHECK(save(&good, 1, same, 2, &status) == MLS_E_VALUE);
-    CHECK(access(path, F_OK) != 0);
+    CHECK(access(file_path, F_OK) != 0);
 }
 
 TEST(a_header_over_100_megabytes_is_refused)
@@ -201,7 +180,7 @@ TEST(a_header_over_100_megabytes_is_refused)
     memset(long_text, 'x', bytes);
     const mls_str_pair pair = {text("k"), {.data = long_text, .length = bytes}};
     CHECK(save(NULL, 0, &pair, 1, &status) == MLS_E_SIZE);
-    CHECK(access(path, F_OK) != 0);
+    CHECK(access(file_path, F_OK) != 0);
     free(long_text);
 }
 
@@ -219,13 +198,13 @@ static mls_code parse_all(const unsigned char *data, size_t length, bool verify,
 TEST(any_changed_byte_of_a_header_and_any_cut_is_noticed)
 {
     float floats[4] = {1, 2, 3, 4};
-    const mls_tensor t = view(floats, MLS_F32, 2, 2, 2);
+    const mls_tensor t = matrix_of(floats, MLS_F32, 2, 2);
     const mls_named_tensor tensors[] = {{text("weight"), &t}, {text("x"), &t}};
     const mls_str_pair pair = {text("key"), text("value")};
     unsigned char *data = NULL;
     size_t length = 0;
     REQUIRE(save(tensors, 2, &pair, 1, &status) == MLS_OK);
-    REQUIRE(mls_file_read(path, ROOM, &data, &length, &status) == MLS_OK);
+    REQUIRE(mls_file_read(file_path, ROOM, &data, &length, &status) == MLS_OK);
     CHECK(parse_all(data, length, true, &status) == MLS_OK);
     const size_t header = 8 + (size_t)mls_load_le64(data);
     for (size_t i = 0; i < header; i++) {
@@ -246,15 +225,15 @@ TEST(a_changed_tensor_is_noticed_unless_nobody_looks)
 {
     float floats[4] = {1, 2, 3, 4};
     float read_back[4];
-    const mls_tensor t = view(floats, MLS_F32, 1, 4, 0);
+    const mls_tensor t = vector_of(floats, MLS_F32, 4);
     const mls_named_tensor tensors[] = {{text("weight"), &t}};
     mls_safetensors f = {0};
     int fd = -1;
     REQUIRE(save(tensors, 1, NULL, 0, &status) == MLS_OK);
-    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &f, &status) == MLS_OK);
+    REQUIRE(mls_safetensors_open(file_path, crc, true, &fd, &f, &status) == MLS_OK);
     const mls_stored *stored = &f.tensors[0];
     CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &status) == MLS_OK);
-    FILE *file = fopen(path, "r+b");
+    FILE *file = fopen(file_path, "r+b");
     REQUIRE(file != NULL);
     fseek(file, (long)stored->offset + 5, SEEK_SET);
     fputc(0x55, file);
@@ -263,7 +242,7 @@ TEST(a_changed_tensor_is_noticed_unless_nobody_looks)
     CHECK_TEXT(status.name, "weight");
     CHECK(status.has_offset && status.offset == stored->offset);
     CHECK(read_one(fd, stored, f.has_crc, NULL, read_back, &status) == MLS_OK);
-    CHECK(truncate(path, (off_t)stored->offset + 3) == 0);
+    CHECK(truncate(file_path, (off_t)stored->offset + 3) == 0);
     CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &status) == MLS_E_FORMAT);
     close(fd);
     mls_safetensors_fini(&f);
@@ -276,16 +255,15 @@ TEST(the_first_damage_is_told_whatever_the_threads)
     mls_named_tensor named[ITEMS];
     static const char *const names[ITEMS] = {"a", "b", "c", "d"};
     float *data = mls_alloc(COUNT, sizeof *data);
-    const size_t shape[] = {COUNT};
     for (size_t i = 0; i < ITEMS; i++) {
-        CHECK(mls_tensor_init(&views[i], data, MLS_F32, 1, shape, &status) == MLS_OK);
+        views[i] = vector_of(data, MLS_F32, COUNT);
         named[i] = (mls_named_tensor){.name = {names[i], 1}, .tensor = &views[i]};
     }
     CHECK(save(named, ITEMS, NULL, 0, &status) == MLS_OK);
     int fd = -1;
     mls_safetensors file = {0};
-    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &file, &status) == MLS_OK);
-    const int damage = open(path, O_WRONLY);
+    REQUIRE(mls_safetensors_open(file_path, crc, true, &fd, &file, &status) == MLS_OK);
+    const int damage = open(file_path, O_WRONLY);
     for (size_t i = 1; i < ITEMS; i++) { /* in all but the first, near the end */
         const uint64_t at = file.tensors[i].offset + file.tensors[i].bytes - 9;
         CHECK(pwrite(damage, "x", 1, (off_t)at) == 1);

@@ -1,65 +1,17 @@
 #include "sharding/layout.h"
-#include "support/runner.h"
+#include "support/parts.h"
 
 enum { MOST = 400 }; /* maximum number of elements of a tensor */
 
 static const mls_layout whole_tensor = {0};
 
-static mls_layout one_step(int axis, size_t parts)
-{
-    return (mls_layout){.count = 1, .steps = {{.axis = axis, .parts = parts}}};
-}
-
-static mls_layout two_steps(int axis, size_t parts, int then, size_t more)
-{
-    return (mls_layout){
-        .count = 2,
-        .steps = {{.axis = axis, .parts = parts}, {.axis = then, .parts = more}}};
-}
-
-/* The number of every element of a part, by the definition: the elements of the box in C
- * order, restricted to the flat range. */
-static size_t elements_of(const mls_part *part, const size_t *shape, size_t *out)
-{
-    size_t total = 1, box = 0, kept = 0;
-    for (int axis = 0; axis < part->rank; axis++) {
-        total *= shape[axis];
-    }
-    for (size_t element = 0; element < total; element++) {
-        size_t rest = element;
-        bool inside = true;
-        for (int axis = part->rank - 1; axis >= 0; axis--) {
-            const size_t at = rest % shape[axis];
-            rest /= shape[axis];
-            inside = inside && at >= part->start[axis] &&
-                     at - part->start[axis] < part->length[axis];
-        }
-        if (inside) {
-            if (box >= part->begin && box < part->end) {
-                out[kept++] = element;
-            }
-            box++;
-        }
-    }
-    return kept;
-}
-
-static mls_part part_of(const mls_layout *layout, int rank, const size_t *shape,
-                        size_t index)
-{
-    mls_status st;
-    mls_part part = {0};
-    CHECK(mls_layout_part(layout, rank, shape, index, &part, &st) == MLS_OK);
-    return part;
-}
-
 TEST(rows_are_cut_as_torch_cuts_them)
 {
     const size_t shape[] = {5, 3};
-    const mls_layout rows = one_step(0, 4);
+    const mls_layout rows = cut(0, 4);
     const size_t lengths[] = {2, 2, 1, 0};
     for (size_t i = 0; i < 4; i++) {
-        const mls_part part = part_of(&rows, 2, shape, i);
+        const mls_part part = part_at(rows, 2, shape, i);
         CHECK(part.length[0] == lengths[i] && part.length[1] == 3 && !part.flat);
         CHECK(mls_part_count(&part) == 3 * lengths[i]);
     }
@@ -68,9 +20,9 @@ TEST(rows_are_cut_as_torch_cuts_them)
 TEST(flat_chunks_are_never_of_negative_size)
 {
     const size_t shape[] = {3};
-    const mls_layout flat = one_step(MLS_LAYOUT_FLAT, 8);
+    const mls_layout flat = cut(MLS_LAYOUT_FLAT, 8);
     for (size_t i = 0; i < 8; i++) {
-        const mls_part part = part_of(&flat, 1, shape, i);
+        const mls_part part = part_at(flat, 1, shape, i);
         CHECK(mls_part_count(&part) == (i < 3 ? 1U : 0U) && part.flat);
     }
 }
@@ -78,8 +30,8 @@ TEST(flat_chunks_are_never_of_negative_size)
 TEST(the_last_step_counts_fastest)
 {
     const size_t shape[] = {4, 6};
-    const mls_layout both = two_steps(1, 2, 0, 2);
-    const mls_part part = part_of(&both, 2, shape, 1);
+    const mls_layout both = cut_twice(1, 2, 0, 2);
+    const mls_part part = part_at(both, 2, shape, 1);
     CHECK(part.start[0] == 2 && part.start[1] == 0);
     CHECK(part.length[0] == 2 && part.length[1] == 3);
 }
@@ -90,12 +42,12 @@ static size_t layouts(mls_layout *out)
     size_t count = 0;
     out[count++] = whole_tensor;
     for (size_t parts = 1; parts <= 5; parts += 2) {
-        out[count++] = one_step(MLS_LAYOUT_FLAT, parts + 1);
+        out[count++] = cut(MLS_LAYOUT_FLAT, parts + 1);
         for (int axis = 0; axis < 3; axis++) {
-            out[count++] = one_step(axis, parts);
-            out[count++] = two_steps(axis, parts, MLS_LAYOUT_FLAT, 3);
-            out[count++] = two_steps(axis, parts, (axis + 1) % 3, 2);
-            out[count++] = two_steps(axis, parts, axis, 2);
+            out[count++] = cut(axis, parts);
+            out[count++] = cut_twice(axis, parts, MLS_LAYOUT_FLAT, 3);
+            out[count++] = cut_twice(axis, parts, (axis + 1) % 3, 2);
+            out[count++] = cut_twice(axis, parts, axis, 2);
         }
     }
     return count;
@@ -107,10 +59,9 @@ TEST(the_parts_of_a_layout_are_the_tensor)
     mls_layout all[64];
     const size_t count = layouts(all);
     for (size_t i = 0; i < count; i++) {
-        size_t parts, seen[MOST] = {0}, elements[MOST];
-        CHECK(mls_layout_parts(&all[i], &parts, &status) == MLS_OK);
-        for (size_t index = 0; index < parts; index++) {
-            const mls_part part = part_of(&all[i], 3, shape, index);
+        size_t seen[MOST] = {0}, elements[MOST];
+        for (size_t index = 0; index < parts_of(all[i]); index++) {
+            const mls_part part = part_at(all[i], 3, shape, index);
             const size_t kept = elements_of(&part, shape, elements);
             CHECK(kept == mls_part_count(&part));
             for (size_t j = 0; j < kept; j++) {
@@ -169,12 +120,10 @@ TEST(any_part_meets_any_other_in_what_they_share)
     for (size_t s = 0; s < sizeof shapes / sizeof shapes[0]; s++) {
         for (size_t i = 0; i < count; i++) {
             for (size_t j = 0; j < count; j++) {
-                size_t a_parts = 0, b_parts = 0;
-                mls_layout_parts(&all[i], &a_parts, &status);
-                mls_layout_parts(&all[j], &b_parts, &status);
+                const size_t a_parts = parts_of(all[i]), b_parts = parts_of(all[j]);
                 for (size_t x = 0; x < a_parts; x++) {
-                    const mls_part a = part_of(&all[i], 3, shapes[s], x);
-                    const mls_part b = part_of(&all[j], 3, shapes[s], (x * 7) % b_parts);
+                    const mls_part a = part_at(all[i], 3, shapes[s], x);
+                    const mls_part b = part_at(all[j], 3, shapes[s], (x * 7) % b_parts);
                     check_overlap(&a, &b, shapes[s]);
                 }
             }
@@ -184,10 +133,9 @@ TEST(any_part_meets_any_other_in_what_they_share)
 
 TEST(a_scalar_is_one_element)
 {
-    const mls_part all = part_of(&whole_tensor, 0, NULL, 0);
-    const mls_layout flat = one_step(MLS_LAYOUT_FLAT, 2);
-    const mls_part first = part_of(&flat, 0, NULL, 0),
-                   second = part_of(&flat, 0, NULL, 1);
+    const mls_part all = part_at(whole_tensor, 0, NULL, 0);
+    const mls_layout flat = cut(MLS_LAYOUT_FLAT, 2);
+    const mls_part first = part_at(flat, 0, NULL, 0), second = part_at(flat, 0, NULL, 1);
     mls_overlap overlap;
     mls_run run;
     CHECK(mls_part_count(&all) == 1 && mls_part_count(&first) == 1);
@@ -202,9 +150,9 @@ TEST(a_scalar_is_one_element)
 TEST(rows_that_both_have_whole_are_one_run)
 {
     const size_t shape[] = {8, 4, 5};
-    const mls_layout rows = one_step(0, 4);
-    const mls_part all = part_of(&whole_tensor, 3, shape, 0);
-    const mls_part third = part_of(&rows, 3, shape, 2);
+    const mls_layout rows = cut(0, 4);
+    const mls_part all = part_at(whole_tensor, 3, shape, 0);
+    const mls_part third = part_at(rows, 3, shape, 2);
     mls_overlap overlap;
     mls_run run;
     mls_overlap_init(&overlap, &all, &third);
@@ -217,10 +165,10 @@ TEST(impossible_layouts_are_refused)
 {
     const size_t shape[] = {4, 4};
     mls_layout many = {.count = MLS_LAYOUT_STEPS + 1};
-    const mls_layout none = one_step(0, 0), negative = one_step(-2, 2);
-    const mls_layout early = two_steps(MLS_LAYOUT_FLAT, 2, 0, 2);
-    const mls_layout beyond = one_step(2, 2), later = two_steps(0, 2, 2, 2);
-    const mls_layout huge = two_steps(0, SIZE_MAX, 1, 2), rows = one_step(0, 2);
+    const mls_layout none = cut(0, 0), negative = cut(-2, 2);
+    const mls_layout early = cut_twice(MLS_LAYOUT_FLAT, 2, 0, 2);
+    const mls_layout beyond = cut(2, 2), later = cut_twice(0, 2, 2, 2);
+    const mls_layout huge = cut_twice(0, SIZE_MAX, 1, 2), rows = cut(0, 2);
     const size_t enormous[] = {SIZE_MAX, 2};
     mls_part part = {.rank = 77};
     CHECK(mls_layout_part(&many, 2, shape, 0, &part, &status) == MLS_E_VALUE);
@@ -240,9 +188,9 @@ TEST(impossible_layouts_are_refused)
 TEST(a_copy_of_a_part_is_that_part)
 {
     const size_t shape[] = {5, 3, 2};
-    const mls_layout both = two_steps(1, 2, MLS_LAYOUT_FLAT, 3);
+    const mls_layout both = cut_twice(1, 2, MLS_LAYOUT_FLAT, 3);
     for (size_t i = 0; i < 6; i++) {
-        const mls_part part = part_of(&both, 3, shape, i);
+        const mls_part part = part_at(both, 3, shape, i);
         mls_part copy = {.start = {7, 7, 7, 7}, .length = {7, 7, 7, 7}};
         mls_part_copy(&copy, &part);
         CHECK(copy.rank == 3 && copy.flat && copy.begin == part.begin);
@@ -272,17 +220,17 @@ TEST(parts_with_the_same_elements_are_equal)
 TEST(more_parts_than_elements_leave_the_last_ones_empty)
 {
     const size_t shape[] = {2, 2};
-    const mls_layout rows = one_step(0, SIZE_MAX);
-    const mls_part last = part_of(&rows, 2, shape, SIZE_MAX - 1);
+    const mls_layout rows = cut(0, SIZE_MAX);
+    const mls_part last = part_at(rows, 2, shape, SIZE_MAX - 1);
     CHECK(mls_part_count(&last) == 0 && last.start[0] == 2);
 }
 
 TEST(a_part_has_the_shape_of_its_box_or_one_dimension)
 {
     const size_t shape[] = {10, 3};
-    const mls_layout rows = one_step(0, 4), flat = one_step(MLS_LAYOUT_FLAT, 4);
-    const mls_part box = part_of(&rows, 2, shape, 3), run = part_of(&flat, 2, shape, 3);
-    const mls_part scalar = part_of(&flat, 0, NULL, 0);
+    const mls_layout rows = cut(0, 4), flat = cut(MLS_LAYOUT_FLAT, 4);
+    const mls_part box = part_at(rows, 2, shape, 3), run = part_at(flat, 2, shape, 3);
+    const mls_part scalar = part_at(flat, 0, NULL, 0);
     size_t dims[MLS_LAYOUT_RANK];
     CHECK(mls_part_dims(&box, dims) == 2 && dims[0] == 1 && dims[1] == 3);
     CHECK(mls_part_dims(&run, dims) == 1 && dims[0] == mls_part_count(&run));

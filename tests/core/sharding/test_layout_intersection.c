@@ -1,6 +1,6 @@
 /* The parts that intersect a part, compared with testing each one. */
 #include "sharding/layout_intersection.h"
-#include "support/runner.h"
+#include "support/parts.h"
 
 #include <stdint.h>
 
@@ -28,31 +28,15 @@ static bool meet(const mls_part *a, const mls_part *b)
     return mls_overlap_next(&overlap, &run);
 }
 
-static size_t parts_of(const mls_layout *layout)
-{
-    size_t parts = 0;
-    mls_status st;
-    CHECK(mls_layout_parts(layout, &parts, &st) == MLS_OK);
-    return parts;
-}
-
-static mls_part part_of(const mls_layout *layout, int rank, const size_t *shape, size_t i)
-{
-    mls_part part = {0};
-    mls_status st;
-    CHECK(mls_layout_part(layout, rank, shape, i, &part, &st) == MLS_OK);
-    return part;
-}
-
 /* Both methods give the same parts, in the same order. */
 static void compare(const mls_layout *stored, int rank, const size_t *shape,
                     const mls_part *to)
 {
     mls_layout_intersection meeting;
     mls_layout_intersection_init(&meeting, stored, rank, shape, to);
-    const size_t parts = parts_of(stored);
+    const size_t parts = parts_of(*stored);
     for (size_t i = 0; i < parts; i++) {
-        const mls_part part = part_of(stored, rank, shape, i);
+        const mls_part part = part_at(*stored, rank, shape, i);
         if (meet(&part, to)) {
             size_t found = SIZE_MAX;
             CHECK(mls_layout_intersection_next(&meeting, &found) && found == i);
@@ -70,9 +54,9 @@ TEST(the_parts_found_are_those_that_meet)
     for (size_t s = 0; s < sizeof shapes / sizeof shapes[0]; s++) {
         for (int a = 0; a < LAYOUTS; a++) {
             for (int b = 0; b < LAYOUTS; b++) {
-                const size_t parts = parts_of(&layouts[b]);
+                const size_t parts = parts_of(layouts[b]);
                 for (size_t i = 0; i < parts; i++) {
-                    const mls_part to = part_of(&layouts[b], 3, shapes[s], i);
+                    const mls_part to = part_at(layouts[b], 3, shapes[s], i);
                     compare(&layouts[a], 3, shapes[s], &to);
                 }
             }
@@ -85,7 +69,7 @@ TEST(a_scalar_is_in_the_first_part)
     const mls_layout flat = {1, {{MLS_LAYOUT_FLAT, 3}}};
     const mls_layout whole = {0};
     for (size_t i = 0; i < 3; i++) {
-        const mls_part to = part_of(&flat, 0, NULL, i);
+        const mls_part to = part_at(flat, 0, NULL, i);
         compare(&flat, 0, NULL, &to);
         compare(&whole, 0, NULL, &to);
     }
@@ -98,19 +82,19 @@ TEST(the_number_of_parts_does_not_matter)
     const mls_layout old = {1, {{MLS_LAYOUT_FLAT, 1U << 30}}};
     const mls_layout two = {2, {{0, 1U << 18}, {1, 1U << 10}}};
     const mls_layout new = {1, {{MLS_LAYOUT_FLAT, (1U << 30) / 4 * 3}}};
-    const mls_part to = part_of(&new, 2, shape, 12345678);
+    const mls_part to = part_at(new, 2, shape, 12345678);
     mls_layout_intersection meeting;
     size_t part, count = 0;
     for (mls_layout_intersection_init(&meeting, &old, 2, shape, &to);
          mls_layout_intersection_next(&meeting, &part); count++) {
-        const mls_part found = part_of(&old, 2, shape, part);
+        const mls_part found = part_at(old, 2, shape, part);
         CHECK(meet(&found, &to));
     }
     CHECK(count == 2 || count == 3);
     count = 0;
     for (mls_layout_intersection_init(&meeting, &two, 2, shape, &to);
          mls_layout_intersection_next(&meeting, &part); count++) {
-        const mls_part found = part_of(&two, 2, shape, part);
+        const mls_part found = part_at(two, 2, shape, part);
         CHECK(meet(&found, &to));
     }
     CHECK(count == 2 || count == 3);

@@ -1,7 +1,7 @@
 /* Which axes optimizer states share with their parameter, and how its layout divides
  * them. */
 #include "sharding/optimizer_axes.h"
-#include "support/runner.h"
+#include "support/parts.h"
 #include "support/text.h"
 
 #include <string.h>
@@ -97,19 +97,6 @@ TEST(what_does_not_fit_has_none_of_the_axes)
 
 /* ---- layouts ---- */
 
-static mls_layout cut(int axis, size_t parts)
-{
-    return (mls_layout){.count = 1, .steps = {{.axis = axis, .parts = parts}}};
-}
-
-static mls_layout cut_twice(int axis, size_t parts, int then, size_t more)
-{
-    mls_layout layout = cut(axis, parts);
-    layout.count = 2;
-    layout.steps[1] = (mls_layout_step){.axis = then, .parts = more};
-    return layout;
-}
-
 /* Whether a projection equals `expected`, and part `index` becomes `becomes`. */
 static bool projects(mls_layout layout, size_t index, int rank, const signed char *axes,
                      mls_layout expected, size_t becomes)
@@ -178,11 +165,9 @@ TEST(a_projected_part_has_the_indices_of_its_parameter)
     for (size_t index = 0; index < 12; index++) {
         mls_layout projected;
         size_t part_index;
-        mls_part whole, part;
         mls_layout_project(&layout, index, 1, rows, &projected, &part_index);
-        REQUIRE(mls_layout_part(&layout, 2, shape, index, &whole, &status) == MLS_OK);
-        REQUIRE(mls_layout_part(&projected, 1, sums, part_index, &part, &status) ==
-                MLS_OK);
+        const mls_part whole = part_at(layout, 2, shape, index);
+        const mls_part part = part_at(projected, 1, sums, part_index);
         CHECK(part.start[0] == whole.start[0] && part.length[0] == whole.length[0]);
     }
 }

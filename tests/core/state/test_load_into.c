@@ -1,7 +1,7 @@
 #include "state/load_into.h"
 #include "support/cpus.h"
 #include "support/random_bytes.h"
-#include "support/runner.h"
+#include "support/tensors.h"
 #include "support/text.h"
 
 #include <stdint.h>
@@ -11,15 +11,6 @@ enum { SMALL = 4096, LARGE = 4 << 20, MANY = 3000, MOST_THREADS = 4 };
 
 static unsigned char small[SMALL], before[SMALL];
 static unsigned char from_bytes[2 * LARGE], to_bytes[2 * LARGE], wanted_bytes[2 * LARGE];
-
-static mls_tensor view(void *data, mls_dtype dtype, size_t rows, size_t columns)
-{
-    mls_tensor t = {0};
-    mls_status st;
-    const size_t shape[2] = {rows, columns};
-    CHECK(mls_tensor_init(&t, data, dtype, 2, shape, &st) == MLS_OK);
-    return t;
-}
 
 static mls_load_into_pair pair(const char *name, const mls_tensor *dst,
                                const mls_tensor *src)
@@ -60,11 +51,11 @@ static mls_code refusal(const mls_load_into_pair *pairs, size_t count, bool cast
 TEST(shapes_and_dtypes_are_refused_by_name)
 {
     fill_random(small, sizeof small, 1);
-    const mls_tensor good = view(small, MLS_F32, 4, 4);
-    const mls_tensor source = view(small + 1024, MLS_F32, 4, 4);
-    const mls_tensor flat = view(small + 1024, MLS_F32, 2, 8);
-    const mls_tensor half = view(small + 2048, MLS_F16, 4, 4);
-    const mls_tensor whole = view(small + 2048, MLS_I32, 4, 4);
+    const mls_tensor good = matrix_of(small, MLS_F32, 4, 4);
+    const mls_tensor source = matrix_of(small + 1024, MLS_F32, 4, 4);
+    const mls_tensor flat = matrix_of(small + 1024, MLS_F32, 2, 8);
+    const mls_tensor half = matrix_of(small + 2048, MLS_F16, 4, 4);
+    const mls_tensor whole = matrix_of(small + 2048, MLS_I32, 4, 4);
     mls_tensor vector = flat;
     mls_load_into_pair pairs[2] = {pair("first", &good, &source),
                                    pair("second", &half, &flat)};
@@ -95,8 +86,8 @@ TEST(shapes_and_dtypes_are_refused_by_name)
 
 TEST(a_target_over_its_own_source_is_refused)
 {
-    mls_tensor target = view(small, MLS_F32, 8, 8);
-    mls_tensor source = view(small + 128, MLS_F32, 8, 8);
+    mls_tensor target = matrix_of(small, MLS_F32, 8, 8);
+    mls_tensor source = matrix_of(small + 128, MLS_F32, 8, 8);
     mls_load_into_pair one = pair("weight", &target, &source);
     CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
     CHECK_TEXT(status.name, "weight");
@@ -108,7 +99,7 @@ TEST(a_target_over_its_own_source_is_refused)
     source = target;
     source.swapped = true;
     CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
-    source = view(small, MLS_F64, 8, 8);
+    source = matrix_of(small, MLS_F64, 8, 8);
     CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
     source = target;
     source.data += 7 * 32, source.strides[0] = -32;
@@ -117,10 +108,10 @@ TEST(a_target_over_its_own_source_is_refused)
 
 TEST(a_target_over_another_source_is_refused_with_both_names)
 {
-    const mls_tensor a = view(small, MLS_F32, 8, 8);
-    const mls_tensor b = view(small + 1024, MLS_F32, 8, 8);
-    const mls_tensor c = view(small + 2048, MLS_F32, 8, 8);
-    const mls_tensor over_c = view(small + 2048 + 252, MLS_F32, 8, 8);
+    const mls_tensor a = matrix_of(small, MLS_F32, 8, 8);
+    const mls_tensor b = matrix_of(small + 1024, MLS_F32, 8, 8);
+    const mls_tensor c = matrix_of(small + 2048, MLS_F32, 8, 8);
+    const mls_tensor over_c = matrix_of(small + 2048 + 252, MLS_F32, 8, 8);
     const mls_load_into_pair swapped[2] = {pair("a", &a, &b), pair("b", &b, &a)};
     CHECK(refusal(swapped, 2, false, &status) == MLS_E_OVERLAP);
     CHECK_TEXT(status.name, "a");
@@ -146,7 +137,8 @@ TEST(both_names_are_seen_however_long_they_are)
         memcpy(long_a + i, "\xE2\x82\xAC", 3);
         memcpy(long_b + i, "\xE2\x86\x92", 3);
     }
-    const mls_tensor a = view(small, MLS_U8, 8, 8), b = view(small + 64, MLS_U8, 8, 8);
+    const mls_tensor a = matrix_of(small, MLS_U8, 8, 8),
+                     b = matrix_of(small + 64, MLS_U8, 8, 8);
     const mls_load_into_pair pairs[2] = {pair(long_a, &a, &b), pair(long_b, &b, &a)};
     CHECK(refusal(pairs, 2, false, &status) == MLS_E_OVERLAP);
     CHECK(strstr(status.text, "\xE2\x82\xAC...'") != NULL);
@@ -160,8 +152,8 @@ TEST(both_names_are_seen_however_long_they_are)
 
 TEST(targets_that_lie_on_themselves_are_refused)
 {
-    mls_tensor target = view(small, MLS_F32, 4, 8);
-    const mls_tensor source = view(small + 1024, MLS_F32, 4, 8);
+    mls_tensor target = matrix_of(small, MLS_F32, 4, 8);
+    const mls_tensor source = matrix_of(small + 1024, MLS_F32, 4, 8);
     const mls_load_into_pair one = pair("wide", &target, &source);
     target.strides[0] = 0; /* broadcast */
     CHECK(refusal(&one, 1, false, &status) == MLS_E_OVERLAP);
@@ -183,10 +175,10 @@ TEST(a_target_that_is_its_source_is_left_out)
 {
     fill_random(small, sizeof small, 2);
     memcpy(before, small, sizeof small);
-    const mls_tensor plain = view(small, MLS_F32, 4, 8);
-    const mls_tensor bytes = view(small + 512, MLS_U8, 4, 8);
-    mls_tensor wide = view(small + 1024, MLS_F32, 4, 8);
-    mls_tensor turned = bytes, row = view(small + 2048, MLS_F32, 1, 8);
+    const mls_tensor plain = matrix_of(small, MLS_F32, 4, 8);
+    const mls_tensor bytes = matrix_of(small + 512, MLS_U8, 4, 8);
+    mls_tensor wide = matrix_of(small + 1024, MLS_F32, 4, 8);
+    mls_tensor turned = bytes, row = matrix_of(small + 2048, MLS_F32, 1, 8);
     mls_tensor same_row = row;
     wide.strides[0] = 0;       /* not written, so this is valid */
     turned.swapped = true;     /* a byte has no byte order */
@@ -205,9 +197,10 @@ TEST(a_target_that_is_its_source_is_left_out)
 
 TEST(nothing_and_empty_tensors_are_fine)
 {
-    mls_tensor none = view(NULL, MLS_F32, 0, 8), inside = view(small, MLS_F32, 0, 8);
-    mls_tensor source = view(small, MLS_F32, 2, 2),
-               target = view(small + 64, MLS_F32, 2, 2);
+    mls_tensor none = matrix_of(NULL, MLS_F32, 0, 8),
+               inside = matrix_of(small, MLS_F32, 0, 8);
+    mls_tensor source = matrix_of(small, MLS_F32, 2, 2),
+               target = matrix_of(small + 64, MLS_F32, 2, 2);
     const mls_load_into_pair pairs[] = {pair("none", &none, &inside),
                                         pair("t", &target, &source),
                                         pair("inside", &inside, &none)};
@@ -248,8 +241,8 @@ TEST(large_tensors_of_any_layout_arrive_whole)
 {
     enum { ROWS = 700, COLUMNS = 900 };
     fill_random(from_bytes, sizeof from_bytes, 4);
-    const mls_tensor target = view(to_bytes, MLS_F32, ROWS, COLUMNS);
-    const mls_tensor source = view(from_bytes, MLS_F32, ROWS, COLUMNS);
+    const mls_tensor target = matrix_of(to_bytes, MLS_F32, ROWS, COLUMNS);
+    const mls_tensor source = matrix_of(from_bytes, MLS_F32, ROWS, COLUMNS);
     mls_tensor dst = target, src = source;
     check_pair(&dst, &src);
     dst.swapped = true;
@@ -278,10 +271,9 @@ TEST(large_tensors_are_cut_along_inner_axes_too)
 {
     enum { INNER = 290000 };
     const size_t shape[3] = {3, 2, INNER}; /* one row is larger than a part */
-    mls_tensor dst = {0}, src = {0};
+    mls_tensor dst = tensor_of(to_bytes, MLS_U32, 3, shape);
+    mls_tensor src = tensor_of(from_bytes, MLS_U32, 3, shape);
     fill_random(from_bytes, sizeof from_bytes, 5);
-    REQUIRE(mls_tensor_init(&dst, to_bytes, MLS_U32, 3, shape, &status) == MLS_OK);
-    REQUIRE(mls_tensor_init(&src, from_bytes, MLS_U32, 3, shape, &status) == MLS_OK);
     dst.strides[1] += 12, dst.strides[0] = 2 * dst.strides[1] + 4;
     check_pair(&dst, &src);
     src.strides[0] = src.strides[1], src.strides[1] = 0;
@@ -294,8 +286,8 @@ TEST(every_float_converts_to_every_other)
     fill_random(from_bytes, sizeof from_bytes, 6);
     for (int to = 0; to < MLS_CONVERTIBLE; to++) {
         for (int from = 0; from < MLS_CONVERTIBLE; from++) {
-            mls_tensor dst = view(to_bytes, (mls_dtype)to, ROWS, COLUMNS);
-            mls_tensor src = view(from_bytes, (mls_dtype)from, ROWS, COLUMNS);
+            mls_tensor dst = matrix_of(to_bytes, (mls_dtype)to, ROWS, COLUMNS);
+            mls_tensor src = matrix_of(from_bytes, (mls_dtype)from, ROWS, COLUMNS);
             mls_tensor wanted = dst;
             const mls_load_into_pair one = pair("it", &dst, &src);
             wanted.data = wanted_bytes;
@@ -316,12 +308,12 @@ TEST(tied_targets_are_written_in_the_order_of_the_pairs)
     enum { BYTES = 3 << 20 };
     fill_random(from_bytes, sizeof from_bytes, 7);
     /* an array, its second half, and an unrelated neighbour */
-    const mls_tensor whole = view(to_bytes, MLS_U8, 3, 1 << 20);
-    const mls_tensor half = view(to_bytes + BYTES / 2, MLS_U8, 1, BYTES / 2);
-    const mls_tensor beside = view(to_bytes + BYTES, MLS_U8, 1, LARGE);
-    const mls_tensor whole_from = view(from_bytes, MLS_U8, 3, 1 << 20);
-    const mls_tensor half_from = view(from_bytes + 99, MLS_U8, 1, BYTES / 2);
-    const mls_tensor beside_from = view(from_bytes + 7, MLS_U8, 1, LARGE);
+    const mls_tensor whole = matrix_of(to_bytes, MLS_U8, 3, 1 << 20);
+    const mls_tensor half = matrix_of(to_bytes + BYTES / 2, MLS_U8, 1, BYTES / 2);
+    const mls_tensor beside = matrix_of(to_bytes + BYTES, MLS_U8, 1, LARGE);
+    const mls_tensor whole_from = matrix_of(from_bytes, MLS_U8, 3, 1 << 20);
+    const mls_tensor half_from = matrix_of(from_bytes + 99, MLS_U8, 1, BYTES / 2);
+    const mls_tensor beside_from = matrix_of(from_bytes + 7, MLS_U8, 1, LARGE);
     const mls_load_into_pair pairs[3] = {pair("whole", &whole, &whole_from),
                                          pair("beside", &beside, &beside_from),
                                          pair("half", &half, &half_from)};
@@ -357,8 +349,8 @@ TEST(many_tensors_in_any_order_arrive)
     }
     for (size_t i = 0; i < MANY; i++) {
         const size_t columns = i % 50 == 0 ? 0 : 1 + random_next(&seed) % SLOT;
-        views[2 * i] = view(to_bytes + place[i] * SLOT, MLS_U8, 1, columns);
-        views[2 * i + 1] = view(from_bytes + i * SLOT, MLS_U8, 1, columns);
+        views[2 * i] = matrix_of(to_bytes + place[i] * SLOT, MLS_U8, 1, columns);
+        views[2 * i + 1] = matrix_of(from_bytes + i * SLOT, MLS_U8, 1, columns);
         pairs[i] = pair("some", &views[2 * i], &views[2 * i + 1]);
     }
     memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
@@ -406,9 +398,9 @@ TEST(the_sweep_agrees_with_comparing_all)
             const size_t bytes = random_next(&seed) % 40;
             /* even rounds keep targets and sources apart */
             const size_t shift = round % 2 == 0 ? 512 : 120;
-            targets[i] = view(small + random_next(&seed) % 400, MLS_U8, 1, bytes);
+            targets[i] = matrix_of(small + random_next(&seed) % 400, MLS_U8, 1, bytes);
             sources[i] =
-                view(small + shift + 1 + random_next(&seed) % 400, MLS_U8, 1, bytes);
+                matrix_of(small + shift + 1 + random_next(&seed) % 400, MLS_U8, 1, bytes);
             pairs[i] = pair("x", &targets[i], &sources[i]);
             if (targets[i].data == sources[i].data) {
                 sources[i].data += 401;

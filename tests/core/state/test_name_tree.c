@@ -2,12 +2,10 @@
 #include "state/name_tree.h"
 
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdlib.h>
 #include <time.h>
-
-/* A literal with all its bytes, NUL characters included. */
-#define TEXT(literal) ((mls_str){.data = "" literal, .length = sizeof(literal) - 1})
 
 static mls_name_tree *names; /* of the current test */
 

@@ -2,12 +2,10 @@
 
 #include "base/memory.h"
 #include "support/runner.h"
+#include "support/text.h"
 
 #include <stdint.h>
 #include <stdlib.h>
-
-/* A literal with all its bytes, NUL characters included. */
-#define TEXT(literal) ((mls_str){.data = "" literal, .length = sizeof(literal) - 1})
 
 #define COUNT(list) (sizeof(list) / sizeof((list)[0]))
 
@@ -43,49 +41,47 @@ static bool one_rule(mls_str name, mls_str old, mls_str new, bool anywhere, mls_
     return becomes(name, &only, 1, want);
 }
 
+/* Check a rule whose texts are literals. */
+#define RENAMES(name, old, new, anywhere, want)                                          \
+    CHECK(one_rule(TEXT(name), TEXT(old), TEXT(new), anywhere, TEXT(want)))
+
 TEST(a_prefix_is_replaced_at_the_start_only)
 {
-    CHECK(one_rule(TEXT("module.a.b"), TEXT("module."), TEXT(""), false, TEXT("a.b")));
-    CHECK(one_rule(TEXT("a.module.b"), TEXT("module."), TEXT(""), false,
-                   TEXT("a.module.b")));
-    CHECK(one_rule(TEXT("module.module.b"), TEXT("module."), TEXT(""), false,
-                   TEXT("module.b")));
-    CHECK(one_rule(TEXT("a"), TEXT(""), TEXT("model."), false, TEXT("model.a")));
-    CHECK(one_rule(TEXT("enc.w"), TEXT("enc."), TEXT("encoder."), false,
-                   TEXT("encoder.w")));
-    CHECK(one_rule(TEXT("enc"), TEXT("enc."), TEXT("x"), false, TEXT("enc")));
-    CHECK(one_rule(TEXT("enc."), TEXT("enc."), TEXT(""), false, TEXT("")));
-    CHECK(one_rule(TEXT(""), TEXT(""), TEXT("a"), false, TEXT("a")));
-    CHECK(one_rule(TEXT(""), TEXT("a"), TEXT("b"), true, TEXT("")));
+    RENAMES("module.a.b", "module.", "", false, "a.b");
+    RENAMES("a.module.b", "module.", "", false, "a.module.b");
+    RENAMES("module.module.b", "module.", "", false, "module.b");
+    RENAMES("a", "", "model.", false, "model.a");
+    RENAMES("enc.w", "enc.", "encoder.", false, "encoder.w");
+    RENAMES("enc", "enc.", "x", false, "enc");
+    RENAMES("enc.", "enc.", "", false, "");
+    RENAMES("", "", "a", false, "a");
+    RENAMES("", "a", "b", true, "");
 }
 
 TEST(anywhere_means_wherever_a_segment_starts)
 {
-    const mls_str mark = TEXT("_orig_mod.");
-    CHECK(one_rule(TEXT("_orig_mod.a._orig_mod.b"), mark, TEXT(""), true, TEXT("a.b")));
-    CHECK(one_rule(TEXT("a._orig_mod._orig_mod.b"), mark, TEXT(""), true, TEXT("a.b")));
-    CHECK(one_rule(TEXT("x_orig_mod.b"), mark, TEXT(""), true, TEXT("x_orig_mod.b")));
-    CHECK(one_rule(TEXT("a.x_orig_mod._orig_mod.b"), mark, TEXT(""), true,
-                   TEXT("a.x_orig_mod.b")));
-    CHECK(one_rule(TEXT("a._orig_mod"), mark, TEXT(""), true, TEXT("a._orig_mod")));
-    CHECK(one_rule(TEXT("a._orig_mod."), mark, TEXT(""), true, TEXT("a.")));
+    RENAMES("_orig_mod.a._orig_mod.b", "_orig_mod.", "", true, "a.b");
+    RENAMES("a._orig_mod._orig_mod.b", "_orig_mod.", "", true, "a.b");
+    RENAMES("x_orig_mod.b", "_orig_mod.", "", true, "x_orig_mod.b");
+    RENAMES("a.x_orig_mod._orig_mod.b", "_orig_mod.", "", true, "a.x_orig_mod.b");
+    RENAMES("a._orig_mod", "_orig_mod.", "", true, "a._orig_mod");
+    RENAMES("a._orig_mod.", "_orig_mod.", "", true, "a.");
     /* an old text without a dot at its end: the next start is after the next dot */
-    CHECK(one_rule(TEXT("a.aaa.a"), TEXT("a"), TEXT("xyz"), true, TEXT("xyz.aaa.xyz")));
-    CHECK(one_rule(TEXT("aa.a"), TEXT("a"), TEXT("."), true, TEXT("aa..")));
-    CHECK(one_rule(TEXT("a.b.a.b.a"), TEXT("a.b"), TEXT("c"), true, TEXT("c.c.a")));
-    CHECK(one_rule(TEXT("a.b.a"), TEXT("a"), TEXT("c"), true, TEXT("c.b.c")));
-    CHECK(one_rule(TEXT(".a"), TEXT("."), TEXT("x"), true, TEXT("xa")));
-    CHECK(one_rule(TEXT("a.b"), TEXT(""), TEXT("x."), true, TEXT("x.a.b")));
+    RENAMES("a.aaa.a", "a", "xyz", true, "xyz.aaa.xyz");
+    RENAMES("aa.a", "a", ".", true, "aa..");
+    RENAMES("a.b.a.b.a", "a.b", "c", true, "c.c.a");
+    RENAMES("a.b.a", "a", "c", true, "c.b.c");
+    RENAMES(".a", ".", "x", true, "xa");
+    RENAMES("a.b", "", "x.", true, "x.a.b");
 }
 
 TEST(a_prefix_ends_where_a_segment_ends)
 {
-    const mls_str layer = TEXT("layers.1"), first = TEXT("layers.0");
-    CHECK(one_rule(TEXT("layers.1.w"), layer, first, false, TEXT("layers.0.w")));
-    CHECK(one_rule(TEXT("layers.1"), layer, first, false, TEXT("layers.0")));
-    CHECK(one_rule(TEXT("layers.10.w"), layer, first, false, TEXT("layers.10.w")));
-    CHECK(one_rule(TEXT("fc2.w"), TEXT("fc"), TEXT("head"), false, TEXT("fc2.w")));
-    CHECK(one_rule(TEXT("fc2.fc.w"), TEXT("fc"), TEXT("head"), true, TEXT("fc2.head.w")));
+    RENAMES("layers.1.w", "layers.1", "layers.0", false, "layers.0.w");
+    RENAMES("layers.1", "layers.1", "layers.0", false, "layers.0");
+    RENAMES("layers.10.w", "layers.1", "layers.0", false, "layers.10.w");
+    RENAMES("fc2.w", "fc", "head", false, "fc2.w");
+    RENAMES("fc2.fc.w", "fc", "head", true, "fc2.head.w");
 }
 
 TEST(rules_that_match_are_marked)
@@ -116,9 +112,8 @@ TEST(rules_see_what_the_rules_before_them_made)
 
 TEST(any_bytes_can_be_renamed)
 {
-    CHECK(one_rule(TEXT("a\0b.%s"), TEXT("a\0b."), TEXT("\"'."), false, TEXT("\"'.%s")));
-    CHECK(one_rule(TEXT("sch\xC3\xB6n.x"), TEXT("sch\xC3\xB6n"), TEXT("\0"), true,
-                   TEXT("\0.x")));
+    RENAMES("a\0b.%s", "a\0b.", "\"'.", false, "\"'.%s");
+    RENAMES("sch\xC3\xB6n.x", "sch\xC3\xB6n", "\0", true, "\0.x");
 }
 
 TEST(without_room_it_says_what_is_enough)

@@ -14,6 +14,13 @@ static inline uint64_t random_next(uint64_t *seed)
     return *seed;
 }
 
+static uint64_t random_state = 11; /* of the numbers below */
+
+static inline size_t below(size_t limit)
+{
+    return (size_t)(random_next(&random_state) % limit);
+}
+
 static inline void fill_random(unsigned char *bytes, size_t count, uint64_t seed)
 {
     for (size_t i = 0; i < count; i++) {

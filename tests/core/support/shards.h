@@ -8,7 +8,8 @@
 #include "checkpoint/ranks/merged_index.h"
 #include "checkpoint/write/shard_write.h"
 #include "io/file.h"
-#include "support/runner.h"
+#include "support/parts.h"
+#include "support/random_bytes.h"
 #include "support/text.h"
 
 #include <dirent.h>
@@ -122,12 +123,18 @@ static inline void use_one_thread(void)
 static inline unsigned char *noise(size_t bytes)
 {
     unsigned char *data = malloc(bytes + 1);
-    uint64_t state = 0x9E3779B97F4A7C15U + bytes;
-    for (size_t i = 0; data != NULL && i < bytes; i++) {
-        state = state * 6364136223846793005U + 1442695040888963407U;
-        data[i] = (unsigned char)(state >> 56);
+    if (data != NULL) {
+        fill_random(data, bytes, 0x9E3779B97F4A7C15U + bytes);
     }
     return data;
+}
+
+/* The next file descriptor: the same as before if no file stayed open. */
+static inline int next_descriptor(void)
+{
+    const int fd = dup(pool_fd);
+    close(fd);
+    return fd;
 }
 
 /* A whole tensor; with `state` an optimizer state. */
@@ -149,7 +156,7 @@ static inline mls_shard_item item_of(const char *name, const char *state, mls_dt
 static inline mls_shard_item part_of(mls_shard_item whole, int axis, size_t parts,
                                      size_t part)
 {
-    whole.layout = (mls_layout){.count = 1, .steps = {{.axis = axis, .parts = parts}}};
+    whole.layout = cut(axis, parts);
     whole.part = part;
     return whole;
 }
@@ -216,16 +223,14 @@ static inline mls_index write_all(const mls_shard_job *job, mls_shards_written *
 static inline bool reads_back(const mls_index *index, const mls_shard_item *item,
                               const void *expected, const mls_codecs *codecs)
 {
-    const mls_layout whole = {0};
     mls_merged_index merged = {0};
     mls_stored_shard stored[16];
     mls_part parts[16];
     mls_read_range pieces[16];
-    mls_part to;
     mls_status st;
     size_t count = 0, failed;
-    if (mls_merged_index_init(&merged, &index, 1, &st) != MLS_OK ||
-        mls_layout_part(&whole, item->rank, item->shape, 0, &to, &st) != MLS_OK) {
+    const mls_part to = part_at((mls_layout){0}, item->rank, item->shape, 0);
+    if (mls_merged_index_init(&merged, &index, 1, &st) != MLS_OK) {
         return false;
     }
     const size_t bytes = mls_part_count(&to) * mls_dtype_of(item->dtype)->item_bytes;

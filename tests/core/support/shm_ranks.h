@@ -22,6 +22,7 @@ typedef struct rank_case {
     size_t rank, world;
     void (*run)(struct rank_case *c);
     atomic_int failures;
+    mls_status st; /* for its calls */
 } rank_case;
 
 /* CHECK is not thread-safe, so ranks count their own failures. */
@@ -93,11 +94,10 @@ static inline void forked_rank(const mls_shm_shape *shape, size_t rank, int fd,
                                void (*run)(rank_case *c))
 {
     rank_case c = {.rank = rank, .world = shape->world};
-    mls_status st;
     alarm(60);
-    if (mls_shm_join(shape, rank, fd, mls_kernels_of(MLS_CPU_SCALAR), &c.g, &st) !=
+    if (mls_shm_join(shape, rank, fd, mls_kernels_of(MLS_CPU_SCALAR), &c.g, &c.st) !=
         MLS_OK) {
-        printf("    rank %zu: %s\n", rank, st.text);
+        printf("    rank %zu: %s\n", rank, c.st.text);
         fflush(stdout);
         _exit(99);
     }

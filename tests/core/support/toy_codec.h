@@ -21,11 +21,11 @@ static inline mls_code toy_encode(void *context, mls_codec codec,
                                   unsigned char *to, size_t room, size_t *out,
                                   mls_status *st)
 {
-    toy *t = context;
+    toy *self = context;
     size_t used = 0;
-    const int call = atomic_fetch_add(&t->encoded, 1) + 1;
-    if (t->encode_fails_at != 0 && call >= t->encode_fails_at) {
-        return mls_fail(st, t->failure, "%s is broken", mls_codec_name(codec));
+    const int call = atomic_fetch_add(&self->encoded, 1) + 1;
+    if (self->encode_fails_at != 0 && call >= self->encode_fails_at) {
+        return mls_fail(st, self->failure, "%s is broken", mls_codec_name(codec));
     }
     *out = 0;
     for (size_t i = 0, count; i < bytes; i += count) {
@@ -47,11 +47,11 @@ static inline mls_code toy_decode(void *context, mls_codec codec,
                                   const unsigned char *from, size_t bytes,
                                   unsigned char *to, size_t out, mls_status *st)
 {
-    toy *t = context;
+    toy *self = context;
     size_t used = 0;
-    const int call = atomic_fetch_add(&t->decoded, 1) + 1;
-    if (t->decode_fails_at != 0 && call >= t->decode_fails_at) {
-        return mls_fail(st, t->failure, "%s is broken", mls_codec_name(codec));
+    const int call = atomic_fetch_add(&self->decoded, 1) + 1;
+    if (self->decode_fails_at != 0 && call >= self->decode_fails_at) {
+        return mls_fail(st, self->failure, "%s is broken", mls_codec_name(codec));
     }
     for (size_t i = 0; i + 1 < bytes && from[i] > 0 && from[i] <= out - used; i += 2) {
         memset(to + used, from[i + 1], from[i]);
@@ -62,9 +62,10 @@ static inline mls_code toy_decode(void *context, mls_codec codec,
                : mls_fail(st, MLS_E_FORMAT, "these are no runs of %zu bytes", out);
 }
 
-static inline void toy_begin(toy *t)
+static inline void toy_begin(toy *self)
 {
-    *t = (toy){.codecs = {.encode = toy_encode, .decode = toy_decode, .context = t}};
+    *self =
+        (toy){.codecs = {.encode = toy_encode, .decode = toy_decode, .context = self}};
 }
 
 #endif

@@ -62,9 +62,9 @@ TEST(every_half_and_boundary_agrees)
         const uint16_t bits = (uint16_t)i;
         memcpy(source + 2 * i, &bits, 2);
     }
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        const mls_kernels *k = mls_kernels_of((mls_cpu)cpu);
-        for (size_t part = 0; mls_cpu_offers((mls_cpu)cpu) && part < 2; part++) {
+    EACH_CPU (cpu) {
+        const mls_kernels *k = mls_kernels_of(cpu);
+        for (size_t part = 0; part < 2; part++) {
             memmove(source, source + part * 65536, 65536);
             CHECK(run_agrees(k, MLS_F16, MLS_F32, 0, 32768, MLS_STORE_PLAIN));
             CHECK(run_agrees(k, MLS_BF16, MLS_F16, 0, 32768, MLS_STORE_PLAIN));
@@ -143,10 +143,9 @@ TEST(nan_stays_nan)
 TEST(copies_and_fills_touch_their_bytes_only)
 {
     fill_random(source, sizeof source, 7);
-    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
-        const mls_kernels *k = mls_kernels_of((mls_cpu)cpu);
-        for (size_t offset = 0; mls_cpu_offers((mls_cpu)cpu) && offset < 67;
-             offset += 3) {
+    EACH_CPU (cpu) {
+        const mls_kernels *k = mls_kernels_of(cpu);
+        for (size_t offset = 0; offset < 67; offset += 3) {
             for (size_t bytes = 0; bytes < 70000; bytes = bytes * 3 + 1) {
                 memset(expected, 0xA5, bytes + 256);
                 memset(result, 0xA5, bytes + 256);

@@ -1,7 +1,8 @@
 /* Any range of any tensor's elements, compared with a plain loop over them. */
 #include "array/copy/pack_range.h"
 #include "support/cpus.h"
-#include "support/runner.h"
+#include "support/random_bytes.h"
+#include "support/tensors.h"
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -10,25 +11,8 @@ enum { GUARD = 16, MOST = 1 << 16 };
 
 static const mls_kernels *kernels; /* the machine's fastest */
 
-/* Distinct numbers in either byte order. */
+/* Numbers that differ in either byte order. */
 static unsigned char memory[8 * MOST];
-
-static void fill_memory(void)
-{
-    uint64_t state = 0x9E3779B97F4A7C15U;
-    for (size_t i = 0; i < sizeof memory; i++) {
-        state = state * 6364136223846793005U + 1442695040888963407U;
-        memory[i] = (unsigned char)(state >> 56);
-    }
-}
-
-static mls_tensor view(mls_dtype dtype, int rank, const size_t *shape)
-{
-    mls_tensor t = {0};
-    mls_status st;
-    CHECK(mls_tensor_init(&t, memory, dtype, rank, shape, &st) == MLS_OK);
-    return t;
-}
 
 /* All elements in C order, by the definition of strides. */
 static unsigned char *packed_by_loop(const mls_tensor *t, size_t *count)
@@ -87,7 +71,7 @@ TEST(contiguous_tensors_of_any_rank_are_packed)
 {
     const size_t shape[] = {3, 2, 4, 2};
     for (int rank = 0; rank <= 4; rank++) {
-        const mls_tensor t = view(MLS_F32, rank, shape);
+        const mls_tensor t = tensor_of(memory, MLS_F32, rank, shape);
         check_all_ranges(&t);
     }
 }
@@ -97,7 +81,7 @@ TEST(every_item_size_and_byte_order_is_packed)
     static const mls_dtype dtypes[] = {MLS_U8, MLS_BF16, MLS_F32, MLS_I64, MLS_C64};
     const size_t shape[] = {3, 5};
     for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++) {
-        mls_tensor t = view(dtypes[i], 2, shape);
+        mls_tensor t = tensor_of(memory, dtypes[i], 2, shape);
         check_all_ranges(&t);
         t.swapped = true;
         check_all_ranges(&t);
@@ -107,7 +91,7 @@ TEST(every_item_size_and_byte_order_is_packed)
 TEST(transposed_tensors_are_packed)
 {
     const size_t shape[] = {3, 4, 5};
-    mls_tensor t = view(MLS_U16, 3, shape);
+    mls_tensor t = tensor_of(memory, MLS_U16, 3, shape);
     t.strides[0] = 2;
     t.strides[1] = 6;
     t.strides[2] = 24;
@@ -119,7 +103,7 @@ TEST(transposed_tensors_are_packed)
 TEST(tensors_with_gaps_are_packed)
 {
     const size_t shape[] = {4, 3, 4};
-    mls_tensor t = view(MLS_F32, 3, shape);
+    mls_tensor t = tensor_of(memory, MLS_F32, 3, shape);
     t.strides[0] = 1001; /* not a multiple of the item size */
     t.strides[1] = 64;
     t.strides[2] = 12;
@@ -129,7 +113,7 @@ TEST(tensors_with_gaps_are_packed)
 TEST(backward_tensors_are_packed)
 {
     const size_t shape[] = {3, 4, 3};
-    mls_tensor t = view(MLS_F32, 3, shape);
+    mls_tensor t = tensor_of(memory, MLS_F32, 3, shape);
     t.data += 4 * 35;
     for (int axis = 0; axis < 3; axis++) {
         t.strides[axis] = -t.strides[axis];
@@ -144,7 +128,7 @@ TEST(broadcast_tensors_are_packed)
 {
     const size_t shape[] = {4, 3, 5};
     for (int broadcast = 1; broadcast < 8; broadcast++) {
-        mls_tensor t = view(MLS_F64, 3, shape);
+        mls_tensor t = tensor_of(memory, MLS_F64, 3, shape);
         for (int axis = 0; axis < 3; axis++) {
             t.strides[axis] = broadcast >> axis & 1 ? 0 : t.strides[axis];
         }
@@ -157,10 +141,10 @@ TEST(broadcast_tensors_are_packed)
 TEST(axes_of_one_and_none_do_no_harm)
 {
     const size_t ones[] = {1, 3, 1, 1, 4, 1}, none[] = {3, 0, 4};
-    mls_tensor t = view(MLS_F32, 6, ones);
+    mls_tensor t = tensor_of(memory, MLS_F32, 6, ones);
     t.strides[0] = t.strides[3] = 123456789; /* axes of length 1 */
     check_all_ranges(&t);
-    t = view(MLS_F32, 3, none);
+    t = tensor_of(memory, MLS_F32, 3, none);
     check_all_ranges(&t);
 }
 
@@ -170,7 +154,7 @@ TEST(the_most_axes_that_there_are_can_be_packed)
     for (int axis = 0; axis < MLS_MAX_RANK; axis++) {
         shape[axis] = axis % 13 == 0 ? 2 : 1;
     }
-    mls_tensor t = view(MLS_U16, MLS_MAX_RANK, shape);
+    mls_tensor t = tensor_of(memory, MLS_U16, MLS_MAX_RANK, shape);
     check_all_ranges(&t);
 }
 
@@ -179,7 +163,7 @@ TEST(pieces_put_together_are_the_tensor)
 {
     static const size_t steps[] = {1, 7, 129, 1000, 4096, 40000};
     const size_t shape[] = {8, 64, 100};
-    mls_tensor t = view(MLS_F32, 3, shape);
+    mls_tensor t = tensor_of(memory, MLS_F32, 3, shape);
     t.strides[0] = 4 * 100;
     t.strides[1] = 4 * 100 * 8;
     size_t count, wrong = 0;
@@ -199,7 +183,7 @@ TEST(every_instruction_set_packs_the_same)
 {
     const mls_kernels *const fastest = kernels;
     const size_t shape[] = {6, 31};
-    mls_tensor t = view(MLS_F32, 2, shape);
+    mls_tensor t = tensor_of(memory, MLS_F32, 2, shape);
     t.strides[0] = 4;
     t.strides[1] = 24;
     t.swapped = true;
@@ -213,5 +197,5 @@ TEST(every_instruction_set_packs_the_same)
 BEFORE_ALL
 {
     kernels = mls_kernels_of(best_cpu());
-    fill_memory();
+    fill_random(memory, sizeof memory, 1);
 }

@@ -3,36 +3,11 @@
 #include "base/size.h"
 #include "checkpoint/index/index_of_files.h"
 #include "safetensors/safetensors.h"
-#include "support/runner.h"
-
-#include <stdlib.h>
-#include <unistd.h>
+#include "support/temporary_folder.h"
+#include "support/tensors.h"
 
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
-static char folder[160];
 static const char *const names[] = {"a.safetensors", "b.safetensors"};
-
-static const char *path_of(const char *name)
-{
-    static char path[200];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    return path;
-}
-
-static bool make_folder(void)
-{
-    const char *base = getenv("TMPDIR");
-    snprintf(folder, sizeof folder, "%s/mlstate-files-XXXXXX", base ? base : "/tmp");
-    return mkdtemp(folder) != NULL;
-}
-
-static void remove_folder(void)
-{
-    for (size_t i = 0; i < 2; i++) {
-        unlink(path_of(names[i]));
-    }
-    rmdir(folder);
-}
 
 /* A file of another writer: the header, then `payload` bytes of 0x11. */
 static void write_raw(const char *name, const char *header, size_t payload)
@@ -54,13 +29,12 @@ static void write_raw(const char *name, const char *header, size_t payload)
 static void write_own(const char *name, const char *tensor, size_t bytes)
 {
     mls_status st;
-    mls_tensor view;
     unsigned char *data = mls_alloc(bytes, 1);
     REQUIRE(data != NULL);
     for (size_t i = 0; i < bytes; i++) {
         data[i] = (unsigned char)(i * 7);
     }
-    CHECK(mls_tensor_init(&view, data, MLS_U8, 1, &bytes, &st) == MLS_OK);
+    const mls_tensor view = vector_of(data, MLS_U8, bytes);
     const mls_named_tensor one = {{tensor, strlen(tensor)}, &view};
     const mls_safetensors_content content = {.tensors = &one, .count = 1};
     CHECK(mls_safetensors_write(path_of(name), &content, mls_kernels_of(MLS_CPU_SCALAR),
@@ -77,7 +51,6 @@ TEST(files_of_both_kinds_are_listed_by_name)
     enum { BYTES = MLS_SAFETENSORS_BLOCK + 5 };
     mls_index x;
     size_t failed;
-    REQUIRE(make_folder());
     write_raw(names[0], two, 11);
     write_own(names[1], "n", BYTES);
     REQUIRE(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) == MLS_OK);
@@ -93,26 +66,22 @@ TEST(files_of_both_kinds_are_listed_by_name)
     CHECK(x.files[0].bytes == 8 + sizeof two - 1 + 11 && x.files[0].header_crc == 0);
     CHECK_TEXT(x.files[1].path, names[1]);
     mls_index_fini(&x);
-    remove_folder();
 }
 
 TEST(a_file_without_tensors_is_listed)
 {
     mls_index x;
     size_t failed;
-    REQUIRE(make_folder());
     write_raw(names[0], "{}", 0);
     REQUIRE(mls_index_of_files(folder, names, 1, crc, &x, &failed, &status) == MLS_OK);
     CHECK(x.shard_count == 0 && x.file_count == 1 && x.files[0].bytes == 10);
     mls_index_fini(&x);
-    remove_folder();
 }
 
 TEST(errors_tell_the_file)
 {
     mls_index x;
     size_t failed = 9;
-    REQUIRE(make_folder());
     write_raw(names[0], two, 11);
     CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) == MLS_E_IO);
     CHECK(failed == 1);
@@ -132,5 +101,4 @@ TEST(errors_tell_the_file)
     CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) ==
           MLS_E_FORMAT);
     CHECK(strstr(status.text, "17 dimensions") != NULL && failed == 1);
-    remove_folder();
 }

@@ -64,31 +64,29 @@ TEST(shards_are_sorted_and_none_is_there_twice)
     mls_index_file files[2];
     mls_index_shard shards[] = {plain("c", 0, 8, 10), plain("a", 0, 28, 10),
                                 plain("b", 0, 18, 10), plain("b", 1, 8, 10)};
-    mls_status st = {0};
     shards[3].part = 1;
     mls_index index = index_of(files, shards, 4);
-    CHECK(mls_index_arrange(&index, &st) == MLS_OK);
+    CHECK(mls_index_arrange(&index, &status) == MLS_OK);
     CHECK(mls_str_is(shards[0].id.name, "a") && mls_str_is(shards[3].id.name, "c"));
     CHECK(shards[1].part == 0 && shards[2].part == 1);
     shards[2].part = 0;
-    CHECK(mls_index_arrange(&index, &st) == MLS_E_FORMAT);
-    CHECK_TEXT(st.name, "b");
-    CHECK_TEXT(st.text, "shard of 'b': \"part\" appears twice");
+    CHECK(mls_index_arrange(&index, &status) == MLS_E_FORMAT);
+    CHECK_TEXT(status.name, "b");
+    CHECK_TEXT(status.text, "shard of 'b': \"part\" appears twice");
 }
 
 TEST(no_path_is_there_twice)
 {
     mls_index_file files[2];
-    mls_status st = {0};
     mls_index index = index_of(files, NULL, 0);
-    CHECK(mls_index_arrange(&index, &st) == MLS_OK);
+    CHECK(mls_index_arrange(&index, &status) == MLS_OK);
     files[1] = files[0];
-    CHECK(mls_index_arrange(&index, &st) == MLS_E_FORMAT && st.name[0] == '\0');
-    CHECK_TEXT(st.text, "\"path\" appears twice among the files");
+    CHECK(mls_index_arrange(&index, &status) == MLS_E_FORMAT && status.name[0] == '\0');
+    CHECK_TEXT(status.text, "\"path\" appears twice among the files");
 }
 
 /* Two places, of one shard or two, plain or in layers, `apart` bytes apart. */
-static mls_code arrange(bool sparse, bool same_shard, uint64_t apart, mls_status *st)
+static mls_code arrange(bool sparse, bool same_shard, uint64_t apart)
 {
     mls_index_file files[2];
     mls_layer list[] = {{.offset = 100, .bytes = 50},
@@ -102,36 +100,37 @@ static mls_code arrange(bool sparse, bool same_shard, uint64_t apart, mls_status
         shards[1].layers = &one;
     }
     mls_index index = index_of(files, shards, same_shard ? 1 : 2);
-    return mls_index_arrange(&index, st);
+    return mls_index_arrange(&index, &status);
 }
 
 TEST(no_byte_is_in_two_places)
 {
-    mls_status st = {0};
     for (uint64_t apart = 0; apart < 60; apart += 7) {
         const mls_code expected = apart < 50 ? MLS_E_FORMAT : MLS_OK;
-        CHECK(arrange(false, false, apart, &st) == expected);
-        CHECK(arrange(true, false, apart, &st) == expected);
-        CHECK(arrange(true, true, apart, &st) == expected);
+        CHECK(arrange(false, false, apart) == expected);
+        CHECK(arrange(true, false, apart) == expected);
+        CHECK(arrange(true, true, apart) == expected);
     }
-    CHECK(arrange(true, true, 49, &st) == MLS_E_FORMAT);
-    CHECK_TEXT(st.text, "shard of 'a': \"offset\" overlaps another layer of the shard");
-    CHECK(arrange(true, false, 49, &st) == MLS_E_FORMAT && strcmp(st.name, "b") == 0);
-    CHECK_TEXT(st.text, "shard of 'b': \"offset\" overlaps another shard in the file");
-    CHECK(arrange(true, false, 50, &st) == MLS_OK);
+    CHECK(arrange(true, true, 49) == MLS_E_FORMAT);
+    CHECK_TEXT(status.text,
+               "shard of 'a': \"offset\" overlaps another layer of the shard");
+    CHECK(arrange(true, false, 49) == MLS_E_FORMAT && strcmp(status.name, "b") == 0);
+    CHECK_TEXT(status.text,
+               "shard of 'b': \"offset\" overlaps another shard in the file");
+    CHECK(arrange(true, false, 50) == MLS_OK);
 }
 
 TEST(zeros_are_no_more_than_can_be_counted)
 {
     mls_index_file files[2];
     mls_layers none = {0};
-    mls_status st = {0};
     mls_index_shard shards[] = {plain("a", 0, 0, (size_t)INT64_MAX), plain("b", 0, 0, 1)};
     shards[0].layers = shards[1].layers = &none;
     mls_index index = index_of(files, shards, 1);
-    CHECK(mls_index_arrange(&index, &st) == MLS_OK);
+    CHECK(mls_index_arrange(&index, &status) == MLS_OK);
     index.shard_count = 2;
-    CHECK(mls_index_arrange(&index, &st) == MLS_E_FORMAT && strcmp(st.name, "b") == 0);
+    CHECK(mls_index_arrange(&index, &status) == MLS_E_FORMAT &&
+          strcmp(status.name, "b") == 0);
 }
 
 /* A key of a section, and its expected parts; `state` NULL: none. */

@@ -2,7 +2,7 @@
 #include "checkpoint/index/index.h"
 #include "io/json_checksum.h"
 #include "safetensors/safetensors.h"
-#include "support/runner.h"
+#include "support/parts.h"
 #include "support/text.h"
 
 #include <stdlib.h>
@@ -157,15 +157,13 @@ TEST(every_part_of_every_layout_goes_there_and_back)
         {.count = 4, .steps = {{0, 2}, {1, 2}, {2, 2}, {MLS_LAYOUT_FLAT, 2}}},
     };
     for (size_t i = 0; i < sizeof layouts / sizeof layouts[0]; i++) {
-        size_t parts = 0;
+        const size_t parts = parts_of(layouts[i]);
         mls_index_file file;
         mls_index_shard shards[16];
         uint64_t offset = 4096;
-        REQUIRE(mls_layout_parts(&layouts[i], &parts, &status) == MLS_OK && parts <= 16);
+        REQUIRE(parts <= 16);
         for (size_t part = 0; part < parts; part++) {
-            mls_part piece;
-            REQUIRE(mls_layout_part(&layouts[i], 3, shape, part, &piece, &status) ==
-                    MLS_OK);
+            const mls_part piece = part_at(layouts[i], 3, shape, part);
             const size_t bytes = 2 * mls_part_count(&piece);
             shards[part] = (mls_index_shard){.id = {.name = text("w")},
                                              .dtype = MLS_BF16,
@@ -376,6 +374,25 @@ TEST(thousands_of_shards_go_there_and_back)
     free(files);
     free(shards);
     free(names);
+}
+
+/* Many kinds: each shard has its own, and the text grows in proportion. */
+TEST(shards_of_any_number_of_kinds_go_there_and_back)
+{
+    enum { COUNT = 100 };
+    mls_index_file file;
+    mls_index_shard shards[COUNT] = {0};
+    char states[COUNT][4];
+    for (size_t i = 0; i < COUNT; i++) {
+        snprintf(states[i], sizeof states[i], "%02zu", i < 50 ? i : i - 50);
+        shards[i].id = (mls_tensor_id){MLS_OPTIM_STATE, text(i < 50 ? "a" : "b"),
+                                       text(states[i]), true};
+        shards[i].version = 1;
+        shards[i].offset = 4096 + 2 * i;
+        shards[i].bytes = 2;
+    }
+    const mls_index index = one_file(&file, shards, COUNT);
+    check_round_trip(&index);
 }
 
 TEST(ids_are_ordered_by_section_name_and_state)

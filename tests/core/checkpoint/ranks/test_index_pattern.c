@@ -1,6 +1,6 @@
 /* Patterns: the common content of indexes, and the places of a tensor in them. */
 #include "checkpoint/ranks/index_pattern.h"
-#include "support/runner.h"
+#include "support/parts.h"
 #include "support/text.h"
 
 #include <stdlib.h>
@@ -8,11 +8,6 @@
 enum { MOST = 40 };
 
 static const size_t matrix[] = {8, 6}, hundred[] = {100};
-
-static mls_layout cut(int axis, size_t parts)
-{
-    return (mls_layout){.count = 1, .steps = {{.axis = axis, .parts = parts}}};
-}
 
 static mls_index_shard shard_of(const char *name, mls_layout layout, size_t part)
 {

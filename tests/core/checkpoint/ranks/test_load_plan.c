@@ -2,6 +2,7 @@
  * test. */
 #include "checkpoint/ranks/load_plan.h"
 #include "support/shards.h"
+#include "support/tensors.h"
 
 enum { ROWS = 8, COLUMNS = 6, LARGE = 1 << 20 };
 
@@ -44,8 +45,7 @@ BEFORE_EACH
                                item_of("twice", NULL, MLS_U8, 2, matrix, f.data),
                                item_of("w", "m", MLS_U8, 2, matrix, f.data)};
     items[2].data = f.data + ROWS / 2 * COLUMNS;
-    items[3].layout =
-        (mls_layout){.count = 2, .steps = {{.axis = 0, .parts = 2}, {1, 2}}};
+    items[3].layout = cut_twice(0, 2, 1, 2);
     items[4].axes = turned;
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
     f.index = write_all(&job, &written);
@@ -62,6 +62,15 @@ static mls_wanted *add(const char *key)
     return mls_load_plan_add(&f.plan, &id);
 }
 
+/* Add all of a tensor. */
+static mls_wanted *add_whole(const char *key)
+{
+    const mls_cutting none = {0};
+    mls_wanted *w = add(key);
+    CHECK(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
+    return w;
+}
+
 TEST(tensors_are_found_in_any_order)
 {
     static const char *const keys[] = {"rows", "twice", "whole", "w.m", "rows", "whole"};
@@ -75,9 +84,8 @@ TEST(tensors_are_found_in_any_order)
 
 TEST(a_part_is_cut_as_asked)
 {
-    const mls_layout by_rows = {.count = 1, .steps = {{.axis = 0, .parts = 4}}};
     const mls_cutting none = {0}, third = {.index = 2, .world = 4};
-    const mls_cutting layout = {.has_layout = true, .layout = by_rows, .index = 1};
+    const mls_cutting layout = {.has_layout = true, .layout = cut(0, 4), .index = 1};
     mls_wanted *rows = add("rows"), *twice = add("twice");
     mls_wanted *whole = add("whole"), *state = add("w.m");
     REQUIRE(rows != NULL && twice != NULL && whole != NULL && state != NULL);
@@ -126,17 +134,15 @@ TEST(another_whole_tensor_is_refused)
 
 TEST(a_target_of_another_dtype_or_shape_is_refused)
 {
-    const mls_layout flat = {.count = 1, .steps = {{MLS_LAYOUT_FLAT, 4}}};
-    const size_t twelve[] = {12}, thirteen[] = {13};
-    mls_tensor t;
+    const mls_layout flat = cut(MLS_LAYOUT_FLAT, 4);
     unsigned char memory[64];
+    mls_tensor t = vector_of(memory, MLS_U8, 12);
     mls_wanted *w = add("whole");
     REQUIRE(w != NULL && mls_wanted_part(w, &flat, 1, &status) == MLS_OK);
-    REQUIRE(mls_tensor_init(&t, memory, MLS_U8, 1, twelve, &status) == MLS_OK);
     CHECK(mls_wanted_check_target(w, &t, &status) == MLS_OK);
     t.dtype = MLS_I8;
     CHECK(mls_wanted_check_target(w, &t, &status) == MLS_E_SHAPE);
-    REQUIRE(mls_tensor_init(&t, memory, MLS_U8, 1, thirteen, &status) == MLS_OK);
+    t = vector_of(memory, MLS_U8, 13);
     CHECK(mls_wanted_check_target(w, &t, &status) == MLS_E_SHAPE);
     CHECK_TEXT(status.text,
                "the checkpoint has uint8 of (12,), the target is uint8 of (13,)");
@@ -146,16 +152,13 @@ TEST(a_target_of_another_dtype_or_shape_is_refused)
 /* Read into packed memory and into every other byte of `strided`. */
 TEST(parts_are_read_to_their_targets)
 {
-    const mls_cutting none = {0};
     unsigned char packed[ROWS * COLUMNS], strided[2 * ROWS * COLUMNS];
     const char *file;
     size_t failed;
-    mls_tensor view;
+    mls_tensor view = tensor_of(packed, MLS_U8, 2, matrix);
     mls_load_target targets[2];
-    mls_wanted *rows = add("rows"), *whole = add("whole");
-    REQUIRE(rows != NULL && mls_wanted_cut(rows, &none, &status) == MLS_OK);
-    REQUIRE(whole != NULL && mls_wanted_cut(whole, &none, &status) == MLS_OK);
-    REQUIRE(mls_tensor_init(&view, packed, MLS_U8, 2, matrix, &status) == MLS_OK);
+    const mls_wanted *rows = add_whole("rows"), *whole = add_whole("whole");
+    REQUIRE(rows != NULL && whole != NULL);
     REQUIRE(mls_load_target_init(&targets[0], &view, &status) == MLS_OK);
     CHECK(targets[0].data == packed && targets[0].strided == NULL);
     view.data = strided;
@@ -185,14 +188,12 @@ TEST(parts_are_read_to_their_targets)
 /* Mapped parts are not read: their read ranges are removed. */
 TEST(pieces_that_are_kept_move_up)
 {
-    const mls_cutting none = {0};
     unsigned char memory;
     size_t used = 0;
     const char *file;
     static const char *const keys[] = {"rows", "twice", "whole"};
     for (size_t i = 0; i < 3; i++) {
-        mls_wanted *w = add(keys[i]);
-        REQUIRE(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
+        REQUIRE(add_whole(keys[i]) != NULL);
     }
     /* one of the four parts of "twice" is stored, so the tensor is incomplete */
     CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_E_FORMAT);
@@ -200,8 +201,7 @@ TEST(pieces_that_are_kept_move_up)
     mls_load_plan_fini(&f.plan);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 8, &status) == MLS_OK);
     for (size_t i = 0; i < 3; i += 2) {
-        mls_wanted *w = add(keys[i]);
-        REQUIRE(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
+        REQUIRE(add_whole(keys[i]) != NULL);
     }
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_OK);
     const mls_stored_shard *last = f.plan.pieces[2].shard;
@@ -228,7 +228,6 @@ TEST(a_file_of_another_length_is_found_before_memory_is_asked_for)
  * their pages stay untouched. */
 TEST(long_zeros_are_left_to_zeroed_memory)
 {
-    const mls_cutting none = {0};
     const char *file;
     mls_shards_written written;
     drop();
@@ -242,8 +241,8 @@ TEST(long_zeros_are_left_to_zeroed_memory)
     const mls_index *index = &f.index;
     REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &status) == MLS_OK);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 1, &status) == MLS_OK);
-    mls_wanted *w = add("zeros");
-    REQUIRE(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
+    const mls_wanted *w = add_whole("zeros");
+    REQUIRE(w != NULL);
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_OK);
     CHECK(w->long_zeros && w->count == 2);
     mls_load_plan_foresee(&f.plan);

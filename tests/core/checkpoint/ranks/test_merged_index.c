@@ -1,6 +1,6 @@
 /* The indexes of all ranks as one list of tensors, and the reads that a part needs. */
 #include "checkpoint/ranks/merged_index.h"
-#include "support/runner.h"
+#include "support/parts.h"
 #include "support/text.h"
 
 #include <stdint.h>
@@ -49,28 +49,29 @@ static const mls_index *index_of(rank *r)
     return &r->index;
 }
 
-static mls_layout cut(int axis, size_t parts)
-{
-    return (mls_layout){.count = 1, .steps = {{.axis = axis, .parts = parts}}};
-}
-
 static mls_tensor_id id_of(const char *name)
 {
     return (mls_tensor_id){.name = text(name)};
-}
-
-static mls_part part_of(mls_layout layout, int dims, const size_t *shape, size_t index)
-{
-    mls_part part = {0};
-    mls_status st;
-    CHECK(mls_layout_part(&layout, dims, shape, index, &part, &st) == MLS_OK);
-    return part;
 }
 
 /* Four ranks, each with a row part of "w"; "only.0" .. "only.3" are on one rank each. */
 static rank ranks[RANKS];
 static const mls_index *indexes[RANKS];
 static mls_merged_index merged;
+
+/* The reads that a part needs, of the last call of find_pieces. */
+static mls_stored_shard stored[MOST];
+static mls_part parts[MOST];
+static mls_read_range pieces[MOST];
+static size_t count;
+static unsigned char place[1];
+
+static mls_code find_pieces(const mls_merged_index_tensor *tensor, const mls_part *to)
+{
+    const mls_read_scratch scratch = {stored, parts, pieces};
+    count = 77;
+    return mls_merged_index_pieces(&merged, tensor, to, place, &scratch, &count, &status);
+}
 
 BEFORE_EACH
 {
@@ -189,18 +190,11 @@ TEST(a_file_of_several_ranks_is_one_file)
 
 TEST(only_what_has_something_of_a_part_is_read)
 {
-    unsigned char place[1];
     REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     static const size_t counts[] = {2, 2, 1}; /* rows 0 .. 3, 3 .. 6, 6 .. 8 of 2 each */
     for (size_t i = 0; i < 3; i++) {
-        const mls_part to = part_of(cut(0, 3), 2, matrix, i);
-        mls_stored_shard stored[RANKS];
-        mls_part parts[RANKS];
-        mls_read_range pieces[RANKS];
-        size_t count = 77;
-        CHECK(mls_merged_index_pieces(&merged, &merged.tensors[4], &to, place,
-                                      &(mls_read_scratch){stored, parts, pieces}, &count,
-                                      &status) == MLS_OK);
+        const mls_part to = part_at(cut(0, 3), 2, matrix, i);
+        CHECK(find_pieces(&merged.tensors[4], &to) == MLS_OK);
         REQUIRE(count == counts[i]);
         for (size_t j = 0; j < count; j++) {
             const mls_stored_shard *shard = pieces[j].shard;
@@ -213,8 +207,8 @@ TEST(only_what_has_something_of_a_part_is_read)
             CHECK(mls_str_is(shard->name, "w") && shard->crcs == from->shards[1].crcs);
         }
     }
-    const mls_part none = part_of(cut(0, 9), 2, matrix, 8);
-    size_t count = 77;
+    const mls_part none = part_at(cut(0, 9), 2, matrix, 8);
+    count = 77;
     CHECK(mls_merged_index_pieces(&merged, &merged.tensors[4], &none, place,
                                   &(mls_read_scratch){0}, &count, &status) == MLS_OK);
     CHECK(count == 0);
@@ -222,36 +216,26 @@ TEST(only_what_has_something_of_a_part_is_read)
 
 TEST(a_part_that_nobody_has_is_missed_where_it_is_wanted)
 {
-    mls_stored_shard stored[RANKS];
-    mls_part parts[RANKS];
-    mls_read_range pieces[RANKS];
-    size_t count;
     indexes[1] = indexes[3]; /* rows 2 .. 4 are missing */
     REQUIRE(mls_merged_index_init(&merged, indexes, 3, &status) == MLS_OK);
     const mls_tensor_id id = id_of("w");
     const mls_merged_index_tensor *w =
         &merged.tensors[mls_merged_index_find(&merged, &id)];
-    const mls_part whole = part_of((mls_layout){0}, 2, matrix, 0);
-    CHECK(mls_merged_index_pieces(&merged, w, &whole, NULL,
-                                  &(mls_read_scratch){stored, parts, pieces}, &count,
-                                  &status) == MLS_E_FORMAT);
+    const mls_part whole = part_at((mls_layout){0}, 2, matrix, 0);
+    CHECK(find_pieces(w, &whole) == MLS_E_FORMAT);
     CHECK_TEXT(status.name, "w");
     CHECK(strstr(status.text, "3 of its 4 parts") != NULL);
     CHECK(strstr(status.text, "36 of the 48 requested elements") != NULL);
-    const mls_part half = part_of(cut(0, 2), 2, matrix, 1);
-    CHECK(mls_merged_index_pieces(&merged, w, &half, NULL,
-                                  &(mls_read_scratch){stored, parts, pieces}, &count,
-                                  &status) == MLS_OK);
+    const mls_part half = part_at(cut(0, 2), 2, matrix, 1);
+    CHECK(find_pieces(w, &half) == MLS_OK);
     CHECK(count == 2 && stored[0].part != &half);
-    const mls_part row = part_of(cut(0, 4), 2, matrix, 0);
+    const mls_part row = part_at(cut(0, 4), 2, matrix, 0);
     CHECK(mls_merged_index_pieces(&merged, w, &row, NULL,
                                   &(mls_read_scratch){stored, NULL, pieces}, &count,
                                   &status) == MLS_OK);
     CHECK(count == 1 && stored[0].part == &row); /* a plain shard needs no room */
-    const mls_part column = part_of(cut(1, 6), 2, matrix, 3);
-    CHECK(mls_merged_index_pieces(&merged, w, &column, NULL,
-                                  &(mls_read_scratch){stored, parts, pieces}, &count,
-                                  &status) == MLS_E_FORMAT);
+    const mls_part column = part_at(cut(1, 6), 2, matrix, 3);
+    CHECK(find_pieces(w, &column) == MLS_E_FORMAT);
 }
 
 /* The work does not grow with the number of parts. */
@@ -260,20 +244,12 @@ TEST(any_number_of_parts_may_be_claimed)
     rank r = rank_of(0);
     add(&r, "w", MLS_U8, 1, hundred, cut(0, 1000000000), 7);
     const mls_index *index = index_of(&r);
-    mls_stored_shard stored;
-    mls_part parts[1];
-    mls_read_range piece;
-    size_t count;
     REQUIRE(mls_merged_index_init(&merged, &index, 1, &status) == MLS_OK);
-    const mls_part seventh = part_of(cut(0, 100), 1, hundred, 7);
-    const mls_part eighth = part_of(cut(0, 100), 1, hundred, 8);
-    CHECK(mls_merged_index_pieces(&merged, merged.tensors, &seventh, NULL,
-                                  &(mls_read_scratch){&stored, parts, &piece}, &count,
-                                  &status) == MLS_OK);
+    const mls_part seventh = part_at(cut(0, 100), 1, hundred, 7);
+    const mls_part eighth = part_at(cut(0, 100), 1, hundred, 8);
+    CHECK(find_pieces(merged.tensors, &seventh) == MLS_OK);
     CHECK(count == 1);
-    CHECK(mls_merged_index_pieces(&merged, merged.tensors, &eighth, NULL,
-                                  &(mls_read_scratch){&stored, parts, &piece}, &count,
-                                  &status) == MLS_E_FORMAT);
+    CHECK(find_pieces(merged.tensors, &eighth) == MLS_E_FORMAT);
 }
 
 TEST(what_lies_in_one_run_needs_no_copy)
@@ -281,7 +257,7 @@ TEST(what_lies_in_one_run_needs_no_copy)
     REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     const mls_merged_index_tensor *w = &merged.tensors[4];
     for (size_t row = 0; row < 8; row++) {
-        const mls_part to = part_of(cut(0, 8), 2, matrix, row);
+        const mls_part to = part_at(cut(0, 8), 2, matrix, row);
         uint64_t offset = 77;
         const mls_merged_index_shard *from =
             mls_merged_index_run(&merged, w, &to, &offset);
@@ -290,9 +266,9 @@ TEST(what_lies_in_one_run_needs_no_copy)
         CHECK(offset == PAYLOAD + 100 + row % 2 * 24);
     }
     uint64_t offset;
-    const mls_part two = part_of(cut(0, 2), 2, matrix, 0);    /* from two files */
-    const mls_part column = part_of(cut(1, 2), 2, matrix, 0); /* from many places */
-    const mls_part none = part_of(cut(0, 9), 2, matrix, 8);
+    const mls_part two = part_at(cut(0, 2), 2, matrix, 0);    /* from two files */
+    const mls_part column = part_at(cut(1, 2), 2, matrix, 0); /* from many places */
+    const mls_part none = part_at(cut(0, 9), 2, matrix, 8);
     CHECK(mls_merged_index_run(&merged, w, &two, &offset) == NULL);
     CHECK(mls_merged_index_run(&merged, w, &column, &offset) == NULL);
     CHECK(mls_merged_index_run(&merged, w, &none, &offset) == NULL);
@@ -323,14 +299,8 @@ TEST(layers_are_read_where_they_show_something)
                  {6, 3, 1, {0}},
                  {2, 0, 3, {8, 20, 0}}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        const mls_part to = part_of(cut(1, cases[i].columns), 2, matrix, cases[i].part);
-        mls_stored_shard stored[6];
-        mls_part parts[6];
-        mls_read_range pieces[6];
-        size_t count = 0;
-        CHECK(mls_merged_index_pieces(&merged, w, &to, NULL,
-                                      &(mls_read_scratch){stored, parts, pieces}, &count,
-                                      &status) == MLS_OK);
+        const mls_part to = part_at(cut(1, cases[i].columns), 2, matrix, cases[i].part);
+        CHECK(find_pieces(w, &to) == MLS_OK);
         REQUIRE(count == cases[i].pieces + 3);
         for (size_t j = 0; j < cases[i].pieces; j++) {
             const bool zeros = j == cases[i].pieces - 1;
@@ -341,7 +311,7 @@ TEST(layers_are_read_where_they_show_something)
         CHECK(stored[cases[i].pieces].visible == NULL);
     }
     uint64_t offset;
-    const mls_part row = part_of(cut(0, 8), 2, matrix, 0);
+    const mls_part row = part_at(cut(0, 8), 2, matrix, 0);
     CHECK(mls_merged_index_run(&merged, w, &row, &offset) == NULL);
 }
 
@@ -349,9 +319,9 @@ TEST(a_part_that_is_not_stored_has_no_run)
 {
     uint64_t offset;
     REQUIRE(mls_merged_index_init(&merged, indexes, 2, &status) == MLS_OK);
-    const mls_part last = part_of(cut(0, 4), 2, matrix, 3);
+    const mls_part last = part_at(cut(0, 4), 2, matrix, 3);
     const mls_part middle =
-        part_of(cut(0, 3), 2, matrix, 1); /* starts within a stored part */
+        part_at(cut(0, 3), 2, matrix, 1); /* starts within a stored part */
     CHECK(mls_merged_index_run(&merged, &merged.tensors[2], &last, &offset) == NULL);
     CHECK(mls_merged_index_run(&merged, &merged.tensors[2], &middle, &offset) == NULL);
 }

@@ -1,6 +1,7 @@
 /* Parts of shards, read from files: stored in one layout, requested in another. */
 #include "checkpoint/read/shard_read.h"
 #include "safetensors/safetensors.h"
+#include "support/parts.h"
 #include "support/shards.h"
 
 #include <errno.h>
@@ -126,15 +127,12 @@ static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void
 {
     const mls_read_range piece = {.shard = shard, .to = to, .data = data};
     size_t failed = 99;
-    const int before = dup(pool_fd);
+    const int before = next_descriptor();
     mls_read_request request = request_of(&piece, 1, NULL);
     request.crc = verify ? crc : NULL;
     const mls_code code = mls_shards_read(&request, &failed, st);
     CHECK(failed == (code == MLS_OK ? 99U : 0U));
-    const int after = dup(pool_fd);
-    CHECK(after == before + 1); /* no descriptor stayed open */
-    close(before);
-    close(after);
+    CHECK(next_descriptor() == before); /* no file stayed open */
     return code;
 }
 
@@ -148,34 +146,24 @@ static size_t layouts(mls_layout *out)
     out[count++] = (mls_layout){0};
     for (int axis = MLS_LAYOUT_FLAT; axis < 3; axis++) {
         for (size_t parts = 2; parts <= 7; parts += 5) {
-            out[count++] = (mls_layout){.count = 1, .steps = {{axis, parts}}};
+            out[count++] = cut(axis, parts);
         }
         for (int then = MLS_LAYOUT_FLAT; axis >= 0 && then < 3; then++) {
-            out[count++] = (mls_layout){.count = 2, .steps = {{axis, 2}, {then, 2}}};
+            out[count++] = cut_twice(axis, 2, then, 2);
         }
     }
     out[count++] = (mls_layout){.count = 3, .steps = {{2, 2}, {0, 2}, {0, 2}}};
     return count;
 }
 
-/* Pack the elements of a part into `out`, by the definition; returns their number. */
+/* Pack the elements of a part into `out`; returns their number. */
 static size_t pack(const mls_part *part, const unsigned char *tensor, size_t item,
                    unsigned char *out)
 {
-    size_t box = 0, kept = 0;
-    for (size_t element = 0; element < ELEMENTS; element++) {
-        size_t rest = element;
-        bool inside = true;
-        for (int axis = 2; axis >= 0; axis--) {
-            const size_t at = rest % shape[axis];
-            rest /= shape[axis];
-            inside = inside && at >= part->start[axis] &&
-                     at - part->start[axis] < part->length[axis];
-        }
-        if (inside && box >= part->begin && box < part->end) {
-            memcpy(out + kept++ * item, tensor + element * item, item);
-        }
-        box += inside ? 1 : 0;
+    size_t elements[ELEMENTS];
+    const size_t kept = elements_of(part, shape, elements);
+    for (size_t i = 0; i < kept; i++) {
+        memcpy(out + i * item, tensor + elements[i] * item, item);
     }
     return kept;
 }
@@ -190,13 +178,13 @@ typedef struct stored_tensor {
     mls_read_range pieces[PARTS * PARTS];
 } stored_tensor;
 
-static void store_parts(stored_tensor *t, const mls_layout *layout)
+static void store_parts(stored_tensor *t, mls_layout layout)
 {
     static const char *const files[] = {"even", "odd"};
     uint64_t ends[2] = {PAYLOAD, PAYLOAD};
     unsigned char *packed = malloc(ELEMENTS * t->item);
-    mls_status st;
-    CHECK(mls_layout_parts(layout, &t->count, &st) == MLS_OK && t->count <= PARTS);
+    t->count = parts_of(layout);
+    CHECK(t->count <= PARTS);
     for (size_t i = 0; i < t->count; i++) {
         mls_stored_shard *s = &t->shards[i];
         *s = (mls_stored_shard){.file = files[i % 2],
@@ -205,7 +193,7 @@ static void store_parts(stored_tensor *t, const mls_layout *layout)
                                 .name = text("w")};
         mls_part *part = malloc(sizeof *part);
         REQUIRE(part != NULL);
-        CHECK(mls_layout_part(layout, 3, shape, i, part, &st) == MLS_OK);
+        *part = part_at(layout, 3, shape, i);
         s->part = part;
         const size_t bytes = pack(part, t->bytes, t->item, packed) * t->item;
         s->crcs = checksums(packed, bytes);
@@ -220,15 +208,15 @@ static void store_parts(stored_tensor *t, const mls_layout *layout)
 }
 
 /* Read all parts of `layout` and compare each with its definition. */
-static void read_parts(stored_tensor *t, const mls_layout *layout, bool verify,
-                       mls_pool *pool)
+static void read_parts(stored_tensor *t, mls_layout layout, bool verify, mls_pool *pool)
 {
     mls_status st;
-    size_t parts, pieces = 0, failed;
-    CHECK(mls_layout_parts(layout, &parts, &st) == MLS_OK && parts <= PARTS);
+    const size_t parts = parts_of(layout);
+    size_t pieces = 0, failed;
+    CHECK(parts <= PARTS);
     unsigned char *expected = malloc(ELEMENTS * t->item);
     for (size_t i = 0; i < parts; i++) {
-        CHECK(mls_layout_part(layout, 3, shape, i, &t->wanted[i], &st) == MLS_OK);
+        t->wanted[i] = part_at(layout, 3, shape, i);
         t->places[i] = malloc(mls_part_count(&t->wanted[i]) * t->item + 1);
         for (size_t j = 0; j < t->count; j++) {
             t->pieces[pieces++] = (mls_read_range){
@@ -258,10 +246,10 @@ static void convert(size_t item, size_t first, size_t step, size_t threads)
     t->item = item;
     t->bytes = noise(ELEMENTS * item);
     for (size_t i = 0; i < count; i++) {
-        store_parts(t, &all[i]);
+        store_parts(t, all[i]);
         for (size_t j = (first + i) % step; j < count; j += step) {
-            read_parts(t, &all[j], false, pool);
-            read_parts(t, &all[j], true, pool);
+            read_parts(t, all[j], false, pool);
+            read_parts(t, all[j], true, pool);
         }
         for (size_t part = 0; part < t->count; part++) {
             drop(&t->shards[part]);
@@ -333,17 +321,12 @@ TEST(columns_of_a_large_matrix_are_gathered)
     unsigned char *data = noise(bytes), *got = malloc(bytes);
     REQUIRE(data != NULL && got != NULL);
     mls_stored_shard shard = store("matrix", data, bytes);
-    const mls_layout whole = {0};
-    mls_part all;
-    CHECK(mls_layout_part(&whole, 2, matrix, 0, &all, &status) == MLS_OK);
-    *(mls_part *)(uintptr_t)shard.part = all;
+    *(mls_part *)(uintptr_t)shard.part = part_at((mls_layout){0}, 2, matrix, 0);
     for (size_t i = 0; i < 6; i++) {
-        const mls_layout columns = {.count = 1, .steps = {{1, cuts[i / 2]}}};
-        const size_t width = matrix[1] / cuts[i / 2], start = width * (cuts[i / 2] - 1);
-        mls_part to;
+        const size_t parts = cuts[i / 2], width = matrix[1] / parts;
+        const size_t start = width * (parts - 1);
+        const mls_part to = part_at(cut(1, parts), 2, matrix, parts - 1);
         size_t failed, wrong = 0;
-        CHECK(mls_layout_part(&columns, 2, matrix, cuts[i / 2] - 1, &to, &status) ==
-              MLS_OK);
         const mls_read_range piece = {.shard = &shard, .to = &to, .data = got};
         mls_read_request request = request_of(&piece, 1, four_threads);
         request.crc = i % 2 == 0 ? crc : NULL;

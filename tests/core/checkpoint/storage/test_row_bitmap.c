@@ -3,6 +3,7 @@
 #include "checkpoint/storage/row_bitmap.h"
 
 #include "runtime/thread_pool.h"
+#include "support/random_bytes.h"
 #include "support/runner.h"
 
 #include <stdint.h>
@@ -73,14 +74,6 @@ static bool row_differs(const mls_row_cut *rows, size_t row, const unsigned char
         }
     }
     return false;
-}
-
-static uint64_t state = 1;
-
-static size_t below(size_t n)
-{
-    state = state * 6364136223846793005U + 1442695040888963407U;
-    return (size_t)(state >> 33) % n;
 }
 
 /* Rows of any size, marked in pieces with arbitrary ends, compared with row_differs. */

@@ -1,19 +1,12 @@
 /* The visible ranges of layers, compared with painting every element. */
 #include "checkpoint/storage/shard_layers.h"
+#include "support/random_bytes.h"
 #include "support/runner.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 enum { MOST = 300, RUNS = MOST };
-
-static uint64_t state = 7;
-
-static size_t below(size_t limit)
-{
-    state = state * 6364136223846793005U + 1442695040888963407U;
-    return (size_t)(state >> 33) % limit;
-}
 
 /* A layer over random rows of a shard; its elements are painted with its number. */
 static void random_layer(mls_layer *layer, mls_row_range *runs, size_t elements,

@@ -1,6 +1,7 @@
 /* Stored byte ranges, compared with a list of the position of every element. */
 #include "checkpoint/storage/stored_ranges.h"
-#include "support/runner.h"
+#include "support/parts.h"
+#include "support/random_bytes.h"
 
 #include "safetensors/safetensors.h"
 
@@ -10,14 +11,6 @@ enum { ELEMENTS = 240, ITEM = 4, EXTENTS = ELEMENTS };
 
 static const size_t shape[] = {10, 6, 4};
 static const uint32_t sum; /* of a place with checksums */
-static uint64_t state = 11;
-
-static size_t below(size_t limit)
-{
-    state = state * 6364136223846793005U + 1442695040888963407U;
-    return (size_t)(state >> 33) % limit;
-}
-
 static mls_part random_part(void)
 {
     static const mls_layout layouts[] = {
@@ -29,29 +22,19 @@ static mls_part random_part(void)
         {2, {{1, 2}, {MLS_LAYOUT_FLAT, 3}}},
         {2, {{2, 2}, {0, 2}}},
     };
-    const mls_layout *layout = &layouts[below(sizeof layouts / sizeof *layouts)];
-    mls_part part = {0};
-    mls_status st;
-    size_t parts = 0;
-    CHECK(mls_layout_parts(layout, &parts, &st) == MLS_OK);
-    CHECK(mls_layout_part(layout, 3, shape, below(parts), &part, &st) == MLS_OK);
-    return part;
+    const mls_layout layout = layouts[below(sizeof layouts / sizeof *layouts)];
+    return part_at(layout, 3, shape, below(parts_of(layout)));
 }
 
 /* For each element of the tensor its position in a part, or SIZE_MAX. */
 static void number(const mls_part *part, size_t out[ELEMENTS])
 {
-    size_t box = 0;
+    size_t elements[ELEMENTS];
     for (size_t element = 0; element < ELEMENTS; element++) {
-        const size_t at[] = {element / 24, element / 4 % 6, element % 4};
-        bool inside = true;
-        for (int axis = 0; axis < 3; axis++) {
-            inside = inside && at[axis] >= part->start[axis] &&
-                     at[axis] - part->start[axis] < part->length[axis];
-        }
-        out[element] = inside && box >= part->begin && box < part->end ? box - part->begin
-                                                                       : SIZE_MAX;
-        box += inside;
+        out[element] = SIZE_MAX;
+    }
+    for (size_t i = elements_of(part, shape, elements); i-- > 0;) {
+        out[elements[i]] = i;
     }
 }
 

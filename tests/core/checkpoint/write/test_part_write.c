@@ -4,11 +4,12 @@
 #include "checkpoint/write/part_write.h"
 #include "io/file.h"
 #include "safetensors/safetensors.h"
-#include "support/runner.h"
+#include "support/parts.h"
+#include "support/temporary_folder.h"
+#include "support/tensors.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 enum {
@@ -24,12 +25,9 @@ enum {
 static const size_t shape[] = {ROWS, COLUMNS};
 static const mls_crc_kernels *const crc = &mls_crc_scalar;
 static uint32_t *numbers, *packed;
-static char path[160];
 
 static bool make_memory(void)
 {
-    const char *base = getenv("TMPDIR");
-    snprintf(path, sizeof path, "%s/mlstate-part-XXXXXX", base ? base : "/tmp");
     numbers = mls_alloc(ELEMENTS, sizeof *numbers);
     packed = mls_alloc(ELEMENTS, sizeof *packed);
     for (size_t i = 0; numbers != NULL && i < ELEMENTS; i++) {
@@ -45,16 +43,13 @@ static void free_memory(void)
 }
 
 /* Copy the elements of a part to `packed`; returns their number. */
-static size_t pack(const mls_layout *layout, size_t index)
+static size_t pack(mls_layout layout, size_t index)
 {
-    const mls_layout all = {0};
-    mls_part part, whole;
+    const mls_part part = part_at(layout, 2, shape, index);
+    const mls_part whole = part_at((mls_layout){0}, 2, shape, 0);
     mls_overlap overlap;
     mls_run run;
-    mls_status st;
     size_t count = 0;
-    CHECK(mls_layout_part(layout, 2, shape, index, &part, &st) == MLS_OK);
-    CHECK(mls_layout_part(&all, 2, shape, 0, &whole, &st) == MLS_OK);
     mls_overlap_init(&overlap, &part, &whole);
     while (mls_overlap_next(&overlap, &run)) {
         memcpy(packed + run.a, numbers + run.b, run.count * sizeof *packed);
@@ -80,7 +75,7 @@ static void check_file(int fd, const uint32_t *crcs, uint64_t written)
 static mls_parts_job job_of(mls_placed_item *item, uint32_t *crcs, uint64_t *written)
 {
     static const char *names[1];
-    names[0] = path;
+    names[0] = file_path;
     return (mls_parts_job){.folder = AT_FDCWD,
                            .names = names,
                            .file_count = 1,
@@ -100,18 +95,17 @@ static void write_all(mls_layout layout, bool strided)
     uint32_t crcs[BLOCKS] = {0};
     uint64_t written = 0;
     const char *failed;
-    size_t parts = 0;
+    const size_t parts = parts_of(layout);
     mls_status st;
     REQUIRE(make_memory());
-    const int fd = mkstemp(path);
+    const int fd = open(file_path, O_RDWR | O_CREAT | O_TRUNC, 0600);
     REQUIRE(fd >= 0);
-    CHECK(mls_layout_parts(&layout, &parts, &st) == MLS_OK && parts <= MOST_PARTS);
+    CHECK(parts <= MOST_PARTS);
     for (size_t i = 0; i < parts; i++) {
-        const size_t count = pack(&layout, i);
-        mls_tensor view;
+        const size_t count = pack(layout, i);
+        mls_tensor view = vector_of(packed, MLS_F32, count);
         mls_shard_item item = {
             .dtype = MLS_F32, .rank = 2, .shape = shape, .layout = layout, .part = i};
-        CHECK(mls_tensor_init(&view, packed, MLS_F32, 1, &count, &st) == MLS_OK);
         if (strided) { /* backwards, from the last element */
             for (size_t j = 0; j < count / 2; j++) {
                 const uint32_t kept = packed[j];
@@ -130,7 +124,6 @@ static void write_all(mls_layout layout, bool strided)
     }
     check_file(fd, crcs, written);
     close(fd);
-    unlink(path);
     free_memory();
 }
 
@@ -172,18 +165,16 @@ TEST(a_stop_and_a_failed_write_are_reported)
     uint64_t written = 0, told = 0;
     const char *failed = NULL;
     REQUIRE(make_memory());
-    const int fd = mkstemp(path);
-    REQUIRE(fd >= 0);
-    close(fd);
+    write_text(file_path, "");
     const mls_progress progress = {stop, &told};
     const mls_shard_item item = whole_item();
     mls_placed_item placed = {.item = &item, .offset = OFFSET};
     mls_parts_job job = job_of(&placed, crcs, &written);
     job.progress = &progress;
     CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_STOPPED && told > 0);
-    CHECK(failed == path);
-    unlink(path);
-    CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_IO && failed == path);
+    CHECK(failed == file_path);
+    unlink(file_path);
+    CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_IO && failed == file_path);
     CHECK(status.os_error == ENOENT);
 #ifdef __linux__
     job.names[0] = "/dev/full";
@@ -206,10 +197,9 @@ TEST(items_are_written_file_by_file)
     uint64_t written[ITEMS] = {0};
     const char *failed = NULL;
     REQUIRE(make_memory());
-    REQUIRE(mkdtemp(path) != NULL);
-    const int folder = open(path, O_RDONLY | O_DIRECTORY);
+    const int folder_fd = open(folder, O_RDONLY | O_DIRECTORY);
     for (int i = 0; i < FILES; i++) {
-        close(openat(folder, names[i], O_WRONLY | O_CREAT, 0600));
+        write_text(path_of(names[i]), "");
     }
     for (int i = 0; i < ITEMS; i++) {
         items[i] = (mls_shard_item){.dtype = MLS_F32,
@@ -219,7 +209,7 @@ TEST(items_are_written_file_by_file)
         placed[i] = (mls_placed_item){&items[i], order[i][0], order[i][1], i, i};
     }
     mls_parts_job job = job_of(placed, crcs, written);
-    job.folder = folder;
+    job.folder = folder_fd;
     job.names = names;
     job.file_count = FILES;
     job.count = job.block_count = job.written_count = ITEMS;
@@ -227,18 +217,14 @@ TEST(items_are_written_file_by_file)
     CHECK(mls_parts_write(&job, &failed, &status) == MLS_OK);
     for (int i = 0; i < ITEMS; i++) {
         uint32_t read[SMALL] = {0};
-        const int fd = openat(folder, names[order[i][0]], O_RDONLY);
+        const int fd = openat(folder_fd, names[order[i][0]], O_RDONLY);
         CHECK(mls_file_read_at(fd, read, sizeof read, (uint64_t)order[i][1], &status) ==
               MLS_OK);
         CHECK(memcmp(read, numbers + i * SMALL, sizeof read) == 0);
         CHECK(crcs[i] == crc->update(0, read, sizeof read) && written[i] == sizeof read);
         close(fd);
     }
-    for (int i = 0; i < FILES; i++) {
-        unlinkat(folder, names[i], 0);
-    }
-    close(folder);
-    rmdir(path);
+    close(folder_fd);
     free_memory();
 }
 
@@ -252,7 +238,7 @@ TEST(places_outside_the_files_are_refused)
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         uint32_t crcs[BLOCKS] = {0};
         uint64_t written = 0;
-        const char *failed = path;
+        const char *failed = file_path;
         mls_placed_item placed = wrong[i];
         const mls_parts_job job = job_of(&placed, crcs, &written);
         CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_VALUE && failed == NULL);

@@ -1,6 +1,7 @@
 /* The list of shards to write. */
 #include "checkpoint/write/shard_list.h"
-#include "support/runner.h"
+#include "support/parts.h"
+#include "support/tensors.h"
 
 #include <stdlib.h>
 
@@ -9,17 +10,24 @@ enum { ROWS = 6, COLUMNS = 4 };
 static const mls_tensor_id weight = {.name = {"w", 1}};
 static const size_t matrix[] = {ROWS, COLUMNS};
 
-static mls_tensor tensor_of(void *data, int rank, const size_t *shape)
+static float data[2 * ROWS * COLUMNS];
+static mls_shard_list list; /* of the current test */
+
+AFTER_EACH
 {
-    mls_tensor t;
-    mls_status st;
-    CHECK(mls_tensor_init(&t, data, MLS_F32, rank, shape, &st) == MLS_OK);
-    return t;
+    mls_shard_list_fini(&list);
+}
+
+/* Add an array, or this rank's parts of it, as the weight. */
+static void add_whole(const mls_tensor *array, mls_layout layout, uint64_t rank,
+                      uint64_t ranks)
+{
+    CHECK(mls_shard_list_add_whole(&list, &weight, array, &layout, NULL, rank, ranks,
+                                   &status) == MLS_OK);
 }
 
 TEST(items_keep_their_shapes_while_the_list_grows)
 {
-    mls_shard_list list = {0};
     for (size_t i = 0; i < 300; i++) {
         const size_t dims[] = {i, 2 * i, 3 * i};
         REQUIRE(mls_shard_list_add(&list, &weight, MLS_F32, (int)(i % 4), dims,
@@ -40,13 +48,9 @@ TEST(items_keep_their_shapes_while_the_list_grows)
 
 TEST(ranks_take_turns_over_the_parts)
 {
-    static float data[ROWS * COLUMNS];
-    const mls_tensor array = tensor_of(data, 2, matrix);
-    const mls_layout rows = {.count = 1, .steps = {{.axis = 0, .parts = 3}}};
+    const mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
     for (uint64_t rank = 0; rank < 2; rank++) {
-        mls_shard_list list = {0};
-        REQUIRE(mls_shard_list_add_whole(&list, &weight, &array, &rows, NULL, rank, 2,
-                                         &status) == MLS_OK);
+        add_whole(&array, cut(0, 3), rank, 2);
         REQUIRE(list.count == (rank == 0 ? 2U : 1U)); /* 0 and 2, or 1 */
         for (size_t i = 0; i < list.count; i++) {
             const size_t part = rank + 2 * i;
@@ -60,58 +64,39 @@ TEST(ranks_take_turns_over_the_parts)
 
 TEST(without_parts_the_array_is_this_ranks)
 {
-    static float data[ROWS * COLUMNS];
-    const mls_tensor array = tensor_of(data, 2, matrix);
-    const mls_layout none = {0};
-    mls_shard_list list = {0};
-    REQUIRE(mls_shard_list_add_whole(&list, &weight, &array, &none, NULL, 3, 4,
-                                     &status) == MLS_OK);
+    const mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
+    add_whole(&array, (mls_layout){0}, 3, 4);
     CHECK(list.count == 1 && list.items[0].part == 0 && list.items[0].layout.count == 0);
-    mls_shard_list_fini(&list);
 }
 
 TEST(flat_parts_begin_inside_the_array)
 {
-    static float data[ROWS * COLUMNS];
-    const mls_tensor array = tensor_of(data, 2, matrix);
-    const mls_layout flat = {.count = 1, .steps = {{MLS_LAYOUT_FLAT, 5}}};
-    mls_shard_list list = {0};
-    REQUIRE(mls_shard_list_add_whole(&list, &weight, &array, &flat, NULL, 1, 5,
-                                     &status) == MLS_OK);
+    const mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
+    add_whole(&array, cut(MLS_LAYOUT_FLAT, 5), 1, 5);
     REQUIRE(list.count == 1);
     CHECK(list.items[0].first == 5); /* of 24 elements in parts of 5 */
-    mls_shard_list_fini(&list);
 }
 
 TEST(what_is_not_packed_has_a_view)
 {
-    static float data[2 * ROWS * COLUMNS];
-    mls_tensor array = tensor_of(data, 2, matrix);
-    const mls_layout none = {0};
-    mls_shard_list list = {0};
+    mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
     array.strides[1] *= 2;
     array.strides[0] *= 2;
-    REQUIRE(mls_shard_list_add_whole(&list, &weight, &array, &none, NULL, 0, 1,
-                                     &status) == MLS_OK);
+    add_whole(&array, (mls_layout){0}, 0, 1);
     CHECK(list.items[0].data == NULL && list.items[0].strided != NULL);
     CHECK(list.items[0].strided != &array && list.items[0].strided->strides[1] == 8);
-    const size_t empty[] = {0};
-    const mls_tensor nothing = tensor_of(NULL, 1, empty);
-    REQUIRE(mls_shard_list_add_whole(&list, &weight, &nothing, &none, NULL, 0, 1,
-                                     &status) == MLS_OK);
+    const mls_tensor nothing = vector_of(NULL, MLS_F32, 0);
+    add_whole(&nothing, (mls_layout){0}, 0, 1);
     CHECK(list.items[1].data != NULL);
-    mls_shard_list_fini(&list);
 }
 
 TEST(memory_must_have_the_elements_of_its_part)
 {
-    static float data[ROWS * COLUMNS];
-    const size_t eight[] = {8}, nine[] = {9};
-    const mls_shard_item item = {
-        .rank = 2, .layout = {.count = 1, .steps = {{.axis = 0, .parts = 3}}}, .part = 1};
+    const mls_shard_item item = {.rank = 2, .layout = cut(0, 3), .part = 1};
     mls_shard_item none = item;
     none.part = 3;
-    const mls_tensor good = tensor_of(data, 1, eight), bad = tensor_of(data, 1, nine);
+    const mls_tensor good = vector_of(data, MLS_F32, 8),
+                     bad = vector_of(data, MLS_F32, 9);
     CHECK(mls_shard_item_check(&item, matrix, &good, "params 'w'", &status) == MLS_OK);
     CHECK(mls_shard_item_check(&item, matrix, &bad, "params 'w'", &status) ==
           MLS_E_SHAPE);

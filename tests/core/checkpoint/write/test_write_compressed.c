@@ -1,47 +1,28 @@
 /* Compressed writes with a toy codec: compressible data are compressed, other data are
  * stored unchanged, and failures leave no file. */
 #include "checkpoint/write/write_plan.h"
-#include "support/shards.h"
+#include "support/random_bytes.h"
+#include "support/saved_tensor.h"
+#include "support/tensors.h"
 #include "support/toy_codec.h"
 
 enum {
     MIB = 1 << 20,
     ROWS = 20000,
-    COLUMNS = 64, /* float32: rows of 256 bytes */
-    ROW_BYTES = 4 * COLUMNS,
     BYTES = ROWS * ROW_BYTES /* 4.9 MiB */
 };
 
 static const size_t matrix[] = {ROWS, COLUMNS};
 
-/* One tensor of ROWS x COLUMNS float32, and its committed state. */
-typedef struct table {
-    toy codec;
-    unsigned char *data; /* BYTES */
-    mls_shard_item item;
-    mls_index index; /* as committed last */
-    mls_shards_written written;
-    size_t saves;
-} table;
-
-static table t; /* of the current test */
+static toy codec; /* of the current test */
 
 static void begin(void)
 {
-    t = (table){.data = malloc(BYTES)};
-    REQUIRE(t.data != NULL);
-    toy_begin(&t.codec);
-    t.item = item_of("w", "m", MLS_F32, 2, matrix, t.data);
+    begin_saves(matrix);
+    toy_begin(&codec);
     for (size_t i = 0; i < BYTES; i++) {
         t.data[i] = (unsigned char)(i / 4096); /* runs */
     }
-}
-
-static void drop(void)
-{
-    mls_index_fini(&t.index);
-    empty_pool();
-    free(t.data);
 }
 
 BEFORE_EACH
@@ -51,48 +32,43 @@ BEFORE_EACH
 
 AFTER_EACH
 {
-    drop();
+    end_saves();
 }
 
-/* Write noise into `bytes` bytes. */
+/* For the next case of a test. */
+static void begin_again(void)
+{
+    end_saves();
+    begin();
+}
+
 static void fill_noise(unsigned char *to, size_t bytes)
 {
-    unsigned char *random = noise(bytes);
-    if (random != NULL) {
-        memcpy(to, random, bytes);
-    }
-    free(random);
+    fill_random(to, bytes, bytes);
 }
 
-static mls_shard_job next_job(char generation[MLS_GENERATION_DIGITS + 1])
+/* A save that compresses, and compares with the last one. */
+static mls_shard_job next_coded_job(void)
 {
-    snprintf(generation, MLS_GENERATION_DIGITS + 1, "%016zx", ++t.saves);
-    mls_shard_job job =
-        job_of(&t.item, 1, generation, t.index.shard_count == 0 ? NULL : &t.index);
-    job.pack_below = 1000;
+    mls_shard_job job = next_job();
     job.compress = true;
     job.codec = MLS_ZSTD;
-    job.codecs = &t.codec.codecs;
+    job.codecs = &codec.codecs;
     return job;
 }
 
-/* Save; the next save compares with the state of this one. */
 static const mls_index_shard *save(bool compress, bool sparse, bool incremental)
 {
-    char generation[MLS_GENERATION_DIGITS + 1];
-    mls_shard_job job = next_job(generation);
+    mls_shard_job job = next_coded_job();
     job.compress = compress;
     job.sparse = sparse;
     job.incremental = incremental;
-    mls_index after = write_all(&job, &t.written);
-    mls_index_fini(&t.index);
-    t.index = after;
-    return after.shard_count == 1 ? &t.index.shards[0] : NULL;
+    return save_job(&job);
 }
 
 static bool is_stored(void)
 {
-    return reads_back(&t.index, &t.item, t.data, &t.codec.codecs);
+    return reads_back(&t.index, &t.item, t.data, &codec.codecs);
 }
 
 static const mls_layer *layer_of(const mls_index_shard *shard, size_t number)
@@ -135,7 +111,7 @@ TEST(what_does_not_pay_is_stored_as_it_is)
     const mls_index_shard *shard = save(true, false, false);
     REQUIRE(shard != NULL && shard->layers == NULL);
     CHECK(t.written.new_bytes == BYTES && is_stored());
-    CHECK(atomic_load(&t.codec.encoded) == 3); /* only samples were encoded */
+    CHECK(atomic_load(&codec.encoded) == 3); /* only samples were encoded */
 }
 
 /* The first, middle and last 128 KiB, which are sampled, differ from the rest. */
@@ -150,16 +126,15 @@ TEST(samples_may_promise_too_much)
 {
     watcher w = {.allowed = 1 << 30};
     const mls_progress progress = {watch, &w};
-    char generation[MLS_GENERATION_DIGITS + 1];
     fill_behind_samples();
-    mls_shard_job job = next_job(generation);
+    mls_shard_job job = next_coded_job();
     job.progress = &progress;
-    t.index = write_all(&job, &t.written);
-    REQUIRE(t.index.shard_count == 1 && t.index.shards[0].layers == NULL);
+    const mls_index_shard *shard = save_job(&job);
+    REQUIRE(shard != NULL && shard->layers == NULL);
     CHECK(t.written.new_bytes == BYTES && t.written.new_files == 1 && is_stored());
-    CHECK(t.index.file_count == 1 && t.index.shards[0].file == 0);
-    CHECK(atomic_load(&t.codec.encoded) > 3); /* compression was tried, */
-    CHECK(atomic_load(&w.bytes) == BYTES);    /* and progress counts the bytes once */
+    CHECK(t.index.file_count == 1 && shard->file == 0);
+    CHECK(atomic_load(&codec.encoded) > 3); /* compression was tried, */
+    CHECK(atomic_load(&w.bytes) == BYTES);  /* and progress counts the bytes once */
 }
 
 /* The same for a layer of rows: rows left out stay left out. */
@@ -173,7 +148,7 @@ TEST(rows_that_do_not_get_smaller_are_a_plain_layer)
     const mls_index_shard *shard = save(true, true, false);
     const mls_layer *layer = layer_of(shard, 0);
     REQUIRE(layer != NULL && shard->layers->count == 1);
-    CHECK(atomic_load(&t.codec.encoded) > 3);
+    CHECK(atomic_load(&codec.encoded) > 3);
     CHECK(layer->frames == NULL && layer->row == COLUMNS && layer->bytes == held);
     CHECK(t.written.new_bytes == held && is_stored() && mls_index_is_sparse(shard));
 }
@@ -203,9 +178,7 @@ TEST(small_shards_are_left_alone)
     unsigned char *data = malloc(2 * MIB);
     mls_shard_item items[COUNT];
     mls_shards_written written;
-    toy codec;
     REQUIRE(data != NULL);
-    toy_begin(&codec);
     memset(data, 5, 2 * MIB);
     for (size_t below = 0; below <= MIB; below += MIB) {
         for (size_t i = 0; i < COUNT; i++) {
@@ -234,26 +207,18 @@ TEST(small_shards_are_left_alone)
 TEST(memory_of_any_kind)
 {
     static const mls_dtype dtypes[] = {MLS_U8, MLS_I16, MLS_F32, MLS_F64};
-    static const size_t turned[] = {300, 700}, shape[] = {700, 300};
+    static const size_t shape[] = {700, 300};
     unsigned char *data = malloc(700 * 300 * 16), *other = malloc(700 * 300 * 16);
-    toy codec;
     REQUIRE(data != NULL && other != NULL);
-    toy_begin(&codec);
     for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
         const size_t item = mls_dtype_of(dtypes[d])->item_bytes;
-        mls_tensor view;
+        const mls_tensor transposed = transposed_of(other, dtypes[d], 700, 300);
         mls_shards_written written;
         for (size_t i = 0; i < 700 * 300 * item; i++) {
             data[i] = (unsigned char)(i % item == 0 ? i / item / 300 : 3);
         }
         for (size_t i = 0; i < 700 * 300; i++) {
             memcpy(other + (i % 300 * 700 + i / 300) * item, data + i * item, item);
-        }
-        REQUIRE(mls_tensor_init(&view, other, dtypes[d], 2, turned, &status) == MLS_OK);
-        mls_tensor transposed = view;
-        for (int i = 0; i < 2; i++) {
-            transposed.shape[i] = view.shape[1 - i];
-            transposed.strides[i] = view.strides[1 - i];
         }
         for (int strided = 0; strided < 2; strided++) {
             mls_shard_item whole = item_of("w", NULL, dtypes[d], 2, shape, data);
@@ -282,13 +247,13 @@ TEST(memory_of_any_kind)
 TEST(what_did_not_change_stays_coded)
 {
     (void)save(true, false, false);
-    const int encoded = atomic_load(&t.codec.encoded);
+    const int encoded = atomic_load(&codec.encoded);
     for (int compress = 0; compress < 2; compress++) {
         const mls_index_shard *shard = save(compress, false, false);
         const mls_layer *layer = layer_of(shard, 0);
         REQUIRE(layer != NULL && layer->frames != NULL);
         CHECK(shard->version == 1 && t.written.new_bytes == 0 && is_stored());
-        CHECK(atomic_load(&t.codec.encoded) == encoded);
+        CHECK(atomic_load(&codec.encoded) == encoded);
     }
     /* one bit, in the last element */
     t.data[BYTES - 1] ^= 1;
@@ -328,24 +293,20 @@ TEST(codecs_may_change_between_saves)
 {
     (void)save(true, false, false);
     memset(t.data, 0x33, 100 * ROW_BYTES);
-    char generation[MLS_GENERATION_DIGITS + 1];
-    mls_shard_job job = next_job(generation);
+    mls_shard_job job = next_coded_job();
     job.codec = MLS_ZLIB;
     job.incremental = true;
-    mls_index after = write_all(&job, &t.written);
-    mls_index_fini(&t.index);
-    t.index = after;
-    REQUIRE(t.index.shard_count == 1 && layer_of(t.index.shards, 1) != NULL);
-    CHECK(layer_of(t.index.shards, 0)->frames->codec == MLS_ZSTD);
-    CHECK(layer_of(t.index.shards, 1)->frames->codec == MLS_ZLIB && is_stored());
+    const mls_index_shard *shard = save_job(&job);
+    REQUIRE(layer_of(shard, 1) != NULL);
+    CHECK(layer_of(shard, 0)->frames->codec == MLS_ZSTD);
+    CHECK(layer_of(shard, 1)->frames->codec == MLS_ZLIB && is_stored());
 }
 
 TEST(without_codecs_what_was_coded_is_written_again)
 {
     (void)save(true, false, false);
     for (int incremental = 0; incremental < 2; incremental++) {
-        char generation[MLS_GENERATION_DIGITS + 1];
-        mls_shard_job job = next_job(generation);
+        mls_shard_job job = next_coded_job();
         job.compress = false;
         job.codecs = NULL;
         job.incremental = incremental != 0;
@@ -357,8 +318,7 @@ TEST(without_codecs_what_was_coded_is_written_again)
     }
     /* if the caller's version is unchanged, the codec is not called */
     t.item.version = 1;
-    char generation[MLS_GENERATION_DIGITS + 1];
-    mls_shard_job job = next_job(generation);
+    mls_shard_job job = next_coded_job();
     job.codecs = NULL;
     job.compress = false;
     mls_index after = write_all(&job, &t.written);
@@ -386,8 +346,7 @@ TEST(nothing_is_laid_over_what_is_damaged)
         shard = save(false, false, true);
         REQUIRE(shard != NULL);
         CHECK(shard->layers == NULL && t.written.new_bytes == BYTES && is_stored());
-        drop();
-        begin();
+        begin_again();
     }
 }
 
@@ -400,21 +359,20 @@ TEST(errors_of_codecs_end_the_save)
 {
     static const int calls[] = {1, 3, 4, 8};
     for (size_t i = 0; i < 16; i++) {
-        char generation[MLS_GENERATION_DIGITS + 1];
-        const mls_shard_job job = next_job(generation);
-        toy_begin(&t.codec);
-        t.codec.failure = codes[i % 4];
-        t.codec.encode_fails_at = calls[i / 4];
+        const mls_shard_job job = next_coded_job();
+        toy_begin(&codec);
+        codec.failure = codes[i % 4];
+        codec.encode_fails_at = calls[i / 4];
         t.written.shard_count = 77;
         CHECK(mls_shards_write(&job, &t.written, &status) == codes[i % 4]);
         CHECK_TEXT(status.text, "zstd is broken");
         CHECK_TEXT(status.name, "w.m");
         CHECK(pool_files() == 0 && t.written.shard_count == 77);
-        CHECK(atomic_load(&t.codec.encoded) == calls[i / 4]);
+        CHECK(atomic_load(&codec.encoded) == calls[i / 4]);
     }
-    toy_begin(&t.codec);
+    toy_begin(&codec);
     CHECK(save(true, false, false) != NULL && is_stored()); /* all 8 calls */
-    CHECK(atomic_load(&t.codec.encoded) == 8);
+    CHECK(atomic_load(&codec.encoded) == 8);
 }
 
 /* If the codec finds an error in stored bytes, they count as changed; a stop or a lack of
@@ -423,59 +381,54 @@ TEST(errors_while_comparing)
 {
     for (size_t i = 0; i < 8; i++) {
         const bool ends = codes[i % 4] == MLS_E_MEMORY || codes[i % 4] == MLS_E_STOPPED;
-        char generation[MLS_GENERATION_DIGITS + 1];
         (void)save(true, false, false);
-        mls_shard_job job = next_job(generation);
+        mls_shard_job job = next_coded_job();
         job.incremental = i / 4 == 1;
-        t.codec.failure = codes[i % 4];
-        t.codec.decode_fails_at = 2;
+        codec.failure = codes[i % 4];
+        codec.decode_fails_at = 2;
         const mls_code code = mls_shards_write(&job, &t.written, &status);
-        t.codec.decode_fails_at = 0;
+        codec.decode_fails_at = 0;
         CHECK(code == (ends ? codes[i % 4] : MLS_OK));
         CHECK(pool_files() == (ends ? 2 : 4));
         if (code == MLS_OK) {
             mls_index after = read_index(t.written.path);
             CHECK(after.shard_count == 1 && after.shards[0].version == 2);
-            CHECK(reads_back(&after, &t.item, t.data, &t.codec.codecs));
+            CHECK(reads_back(&after, &t.item, t.data, &codec.codecs));
             mls_index_fini(&after);
         }
         CHECK(is_stored()); /* the previous state */
-        drop();
-        begin();
+        begin_again();
     }
 }
 
 TEST(errors_while_reading)
 {
-    const mls_layout whole = {0};
-    const mls_index *indexes[1];
+    const mls_part to = part_at((mls_layout){0}, 2, matrix, 0);
+    const mls_index *const index = &t.index;
     unsigned char *got = malloc(BYTES);
     mls_merged_index merged;
     mls_stored_shard stored[1];
     mls_part parts[1];
     mls_read_range pieces[1];
-    mls_part to;
     size_t count = 0, failed;
     REQUIRE(t.data != NULL && got != NULL);
     REQUIRE(save(true, false, false) != NULL);
-    indexes[0] = &t.index;
-    REQUIRE(mls_merged_index_init(&merged, indexes, 1, &status) == MLS_OK);
-    REQUIRE(mls_layout_part(&whole, 2, matrix, 0, &to, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, &index, 1, &status) == MLS_OK);
     REQUIRE(mls_merged_index_pieces(&merged, &merged.tensors[0], &to, got,
                                     &(mls_read_scratch){stored, parts, pieces}, &count,
                                     &status) == MLS_OK);
+    mls_read_request request = {.folder = pool_fd,
+                                .pieces = pieces,
+                                .count = count,
+                                .crc = crc,
+                                .codecs = &codec.codecs,
+                                .pool = four_threads};
     for (size_t i = 0; i < 8; i++) {
-        toy_begin(&t.codec);
-        t.codec.failure = codes[i % 4];
-        t.codec.decode_fails_at = i / 4 == 0 ? 1 : 4;
+        toy_begin(&codec);
+        codec.failure = codes[i % 4];
+        codec.decode_fails_at = i / 4 == 0 ? 1 : 4;
         failed = 77;
-        CHECK(mls_shards_read(&(mls_read_request){.folder = pool_fd,
-                                                  .pieces = pieces,
-                                                  .count = count,
-                                                  .crc = crc,
-                                                  .codecs = &t.codec.codecs,
-                                                  .pool = four_threads},
-                              &failed, &status) == codes[i % 4]);
+        CHECK(mls_shards_read(&request, &failed, &status) == codes[i % 4]);
         CHECK(failed == 0);
         CHECK_TEXT(status.name, "w");
         CHECK(status.has_offset == (codes[i % 4] == MLS_E_FORMAT));
@@ -483,12 +436,8 @@ TEST(errors_while_reading)
         CHECK(codes[i % 4] == MLS_E_STOPPED ||
               strstr(status.text, "zstd is broken") != NULL);
     }
-    CHECK(mls_shards_read(&(mls_read_request){.folder = pool_fd,
-                                              .pieces = pieces,
-                                              .count = count,
-                                              .crc = crc,
-                                              .pool = four_threads},
-                          &failed, &status) == MLS_E_VALUE);
+    request.codecs = NULL;
+    CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_VALUE);
     CHECK(strstr(status.text, "no decoder for zstd is available") != NULL);
     mls_merged_index_fini(&merged);
     free(got);
@@ -499,8 +448,7 @@ TEST(progress_stops_the_coding)
     for (int allowed = 0; allowed < 8; allowed++) {
         watcher w = {.allowed = allowed};
         const mls_progress progress = {watch, &w};
-        char generation[MLS_GENERATION_DIGITS + 1];
-        mls_shard_job job = next_job(generation);
+        mls_shard_job job = next_coded_job();
         job.progress = &progress;
         const mls_code code = mls_shards_write(&job, &t.written, &status);
         CHECK(code == (allowed > 5 ? MLS_OK : MLS_E_STOPPED)); /* of five frames each */
@@ -532,9 +480,7 @@ TEST(threads_do_not_matter)
                            data + i * 70000 % (2 * MIB - 200000));
     }
     for (size_t turn = 0; turn < 2; turn++) {
-        toy codec;
         mls_shards_written written;
-        toy_begin(&codec);
         mls_shard_job job = job_of(items, MANY, generations[0], NULL);
         job.pack_below = 128 << 10;
         job.compress = true;

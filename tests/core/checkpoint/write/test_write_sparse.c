@@ -1,34 +1,20 @@
 /* Zero rows and changed rows: which of them are written, and which layers stay. */
 #include "checkpoint/write/write_plan.h"
-#include "support/shards.h"
+#include "support/saved_tensor.h"
+#include "support/tensors.h"
 
-enum { ROWS = 1000, COLUMNS = 64, ROW_BYTES = 4 * COLUMNS, BYTES = ROWS * ROW_BYTES };
+enum { ROWS = 1000, BYTES = ROWS * ROW_BYTES };
 
 static const size_t matrix[] = {ROWS, COLUMNS};
 
-/* One tensor of ROWS x COLUMNS float32, and its committed state. */
-typedef struct table {
-    unsigned char *data; /* BYTES */
-    mls_shard_item item;
-    mls_index index; /* as committed last */
-    mls_shards_written written;
-    size_t saves;
-} table;
-
-static table t; /* of the current test */
-
 BEFORE_EACH
 {
-    t = (table){.data = calloc(1, BYTES)};
-    REQUIRE(t.data != NULL);
-    t.item = item_of("w", "m", MLS_F32, 2, matrix, t.data);
+    begin_saves(matrix);
 }
 
 AFTER_EACH
 {
-    mls_index_fini(&t.index);
-    empty_pool();
-    free(t.data);
+    end_saves();
 }
 
 static void fill(size_t first, size_t count)
@@ -39,17 +25,10 @@ static void fill(size_t first, size_t count)
 /* Save; the next save compares with the state of this one. */
 static const mls_index_shard *save(bool sparse, bool incremental)
 {
-    char generation[MLS_GENERATION_DIGITS + 1];
-    snprintf(generation, sizeof generation, "%016zx", ++t.saves);
-    mls_index before = t.index;
-    mls_shard_job job =
-        job_of(&t.item, 1, generation, before.shard_count == 0 ? NULL : &before);
-    job.pack_below = 1000;
+    mls_shard_job job = next_job();
     job.sparse = sparse;
     job.incremental = incremental;
-    t.index = write_all(&job, &t.written);
-    mls_index_fini(&before);
-    return t.index.shard_count == 1 ? &t.index.shards[0] : NULL;
+    return save_job(&job);
 }
 
 /* Whether the stored data, read layer by layer as the index describes, equal the
@@ -275,17 +254,9 @@ TEST(versions_do_not_hide_rows)
 /* Columns first, and with gaps: rows are gathered from everywhere. */
 TEST(strided_memory_gives_the_same_layers)
 {
-    mls_tensor view;
-    const size_t turned[] = {COLUMNS, ROWS};
     uint32_t *columns = calloc(BYTES, 1);
     REQUIRE(columns != NULL);
-    REQUIRE(mls_tensor_init(&view, (unsigned char *)columns, MLS_F32, 2, turned,
-                            &status) == MLS_OK);
-    mls_tensor transposed = view;
-    for (int i = 0; i < 2; i++) {
-        transposed.shape[i] = view.shape[1 - i];
-        transposed.strides[i] = view.strides[1 - i];
-    }
+    const mls_tensor transposed = transposed_of(columns, MLS_F32, ROWS, COLUMNS);
     t.item.data = NULL;
     t.item.strided = &transposed;
     for (size_t turn = 0; turn < 3; turn++) {

@@ -1,6 +1,7 @@
 /* Detecting unchanged shards, by bytes and by versions. */
 #include "checkpoint/write/write_plan.h"
 #include "support/shards.h"
+#include "support/tensors.h"
 
 #include <errno.h>
 #include <sys/uio.h>
@@ -59,6 +60,8 @@ static void drop(void)
     free(s.data);
 }
 
+static mls_write_plan plan; /* of the current test */
+
 BEFORE_EACH
 {
     commit();
@@ -66,26 +69,31 @@ BEFORE_EACH
 
 AFTER_EACH
 {
+    mls_write_plan_fini(&plan);
     drop();
+}
+
+/* Set `plan` to the comparison of a job's items with its committed state. */
+static mls_code compare(const mls_shard_job *job)
+{
+    mls_write_plan_fini(&plan);
+    const mls_code code = mls_write_plan_init(&plan, job, &status);
+    return code != MLS_OK ? code : mls_write_plan_unchanged(&plan, &status);
 }
 
 /* Compare with the committed state: a bit for each item, set if it is unchanged. */
 static unsigned same_items(size_t threads)
 {
-    mls_write_plan plan;
-    mls_status st;
     unsigned same = 0;
     mls_shard_job job = job_of(s.items, COUNT, generations[1], &s.index);
     job.pool = threads == 1 ? NULL : four_threads;
-    if (mls_write_plan_init(&plan, &job, &st) != MLS_OK) {
+    if (compare(&job) != MLS_OK) {
         return UINT32_MAX;
     }
-    CHECK(mls_write_plan_unchanged(&plan, &st) == MLS_OK);
     for (size_t i = 0; i < COUNT; i++) {
         CHECK(plan.planned[i].before != NULL);
         same |= plan.planned[i].same ? 1U << (plan.planned[i].item - s.items) : 0;
     }
-    mls_write_plan_fini(&plan);
     return same;
 }
 
@@ -141,20 +149,15 @@ TEST(the_first_element_counts_from_where_the_part_lies)
 TEST(strided_and_swapped_memory_is_compared)
 {
     enum { ROWS = 300, COLUMNS = 500 };
-    const size_t shape[] = {ROWS, COLUMNS}, across[] = {COLUMNS, ROWS};
+    const size_t shape[] = {ROWS, COLUMNS};
     uint32_t *numbers = (uint32_t *)(void *)noise(4 * ROWS * COLUMNS);
     uint32_t *turned = malloc(4 * ROWS * COLUMNS);
-    mls_tensor view;
+    mls_tensor view = transposed_of(turned, MLS_U32, ROWS, COLUMNS);
     mls_shards_written written;
     REQUIRE(numbers != NULL && turned != NULL);
     for (size_t i = 0; i < ROWS * COLUMNS; i++) {
         turned[i % COLUMNS * ROWS + i / COLUMNS] = __builtin_bswap32(numbers[i]);
     }
-    CHECK(mls_tensor_init(&view, turned, MLS_U32, 2, across, &status) == MLS_OK);
-    view.shape[0] = ROWS;
-    view.shape[1] = COLUMNS;
-    view.strides[0] = 4;
-    view.strides[1] = 4 * ROWS;
     view.swapped = true;
     mls_shard_item item =
         part_of(item_of("w", NULL, MLS_U32, 2, shape, numbers), 0, 2, 1);
@@ -164,12 +167,9 @@ TEST(strided_and_swapped_memory_is_compared)
     item.data = NULL;
     item.strided = &view;
     for (size_t round = 0; round < 3; round++) {
-        mls_write_plan plan;
         const mls_shard_job again = job_of(&item, 1, generations[1], &index);
-        REQUIRE(mls_write_plan_init(&plan, &again, &status) == MLS_OK);
-        CHECK(mls_write_plan_unchanged(&plan, &status) == MLS_OK);
+        REQUIRE(compare(&again) == MLS_OK);
         CHECK(plan.planned[0].same == (round < 2));
-        mls_write_plan_fini(&plan);
         /* an element of the other part, then the last one */
         turned[round == 0 ? 0 : ROWS * COLUMNS - 1] ^= 1;
     }
@@ -286,16 +286,13 @@ TEST(a_version_is_no_excuse_for_a_file_that_is_gone)
 
 TEST(a_version_that_goes_back_is_refused)
 {
-    mls_write_plan plan;
     s.index.shards[0].version = 7; /* "a" */
     s.items[0].version = 6;
     const mls_shard_job job = job_of(s.items, COUNT, generations[1], &s.index);
-    REQUIRE(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
-    CHECK(mls_write_plan_unchanged(&plan, &status) == MLS_E_VALUE);
+    REQUIRE(compare(&job) == MLS_E_VALUE);
     CHECK_TEXT(status.name, "a");
     CHECK_TEXT(status.expected, "7 or more");
     CHECK_TEXT(status.got, "6");
-    mls_write_plan_fini(&plan);
     s.items[0].version = 7;
     CHECK(same_items(4) == ALL);
     s.items[0].version = 8;
@@ -304,15 +301,12 @@ TEST(a_version_that_goes_back_is_refused)
 
 TEST(a_version_beyond_what_files_hold_is_refused)
 {
-    mls_write_plan plan;
     mls_shard_item item = item_of("w", NULL, MLS_U8, 0, NULL, "x");
     item.version = (uint64_t)INT64_MAX + 1;
     const mls_shard_job job = job_of(&item, 1, generations[2], NULL);
-    REQUIRE(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
-    CHECK(mls_write_plan_unchanged(&plan, &status) == MLS_E_VALUE);
+    REQUIRE(compare(&job) == MLS_E_VALUE);
     CHECK_TEXT(status.name, "w");
     CHECK_TEXT(status.expected, "at most 9223372036854775807");
-    mls_write_plan_fini(&plan);
 }
 
 /* ---- progress ---- */
@@ -322,15 +316,12 @@ TEST(progress_counts_what_is_the_same_and_stops)
     for (int allowed = 0; allowed <= 2; allowed++) {
         watcher seen = {.allowed = allowed == 2 ? 1 << 30 : allowed + 1};
         const mls_progress progress = {.report = watch, .context = &seen};
-        mls_write_plan plan;
         mls_shard_job job = job_of(s.items, COUNT, generations[1], &s.index);
         job.progress = &progress;
-        REQUIRE(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
-        const mls_code code = mls_write_plan_unchanged(&plan, &status);
+        const mls_code code = compare(&job);
         CHECK(code == (allowed == 2 ? MLS_OK : MLS_E_STOPPED));
         CHECK(allowed < 2 || atomic_load(&seen.bytes) == s.written.data_bytes);
         CHECK(allowed == 2 || atomic_load(&seen.calls) == allowed + 1);
-        mls_write_plan_fini(&plan);
     }
 }
 
@@ -353,14 +344,11 @@ TEST(many_threads_find_what_one_finds)
     for (size_t i = 0; i < MANY; i += 7) {
         items[i].data = data + 64 * i + 1;
     }
-    mls_write_plan plan;
     const mls_shard_job again = job_of(items, MANY, generations[1], &index);
-    REQUIRE(mls_write_plan_init(&plan, &again, &status) == MLS_OK);
-    CHECK(mls_write_plan_unchanged(&plan, &status) == MLS_OK);
+    REQUIRE(compare(&again) == MLS_OK);
     for (size_t i = 0; i < MANY; i++) {
         CHECK(plan.planned[i].same == (i % 7 != 0));
     }
-    mls_write_plan_fini(&plan);
     mls_index_fini(&index);
     free(data);
     empty_pool();

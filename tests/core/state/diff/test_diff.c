@@ -1,10 +1,9 @@
 /* The oracle compared with values computed by hand, every instruction set with the
  * oracle, and pairs of views with a plain loop. */
-#include "array/float_convert.h"
 #include "state/diff/diff.h"
 #include "support/cpus.h"
 #include "support/random_bytes.h"
-#include "support/runner.h"
+#include "support/tensors.h"
 
 #include <fenv.h>
 #include <math.h>
@@ -23,6 +22,12 @@ static size_t item(mls_dtype dtype)
 static bool equal(mls_diff_result x, mls_diff_result y)
 {
     return memcmp(&x, &y, sizeof x) == 0;
+}
+
+static void put_pair(size_t at, const void *a, const void *b, size_t bytes)
+{
+    memcpy(left + at * bytes, a, bytes);
+    memcpy(right + at * bytes, b, bytes);
 }
 
 /* Whether the oracle, and every set on this machine, return this result for a pair of
@@ -244,11 +249,9 @@ static void check_runs(const mls_diff_kernels *k, int dtype)
 /* `check_runs` of the content of `left` and `right`, for every set and dtype. */
 static void check_all_sets(void)
 {
-    for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+    EACH_VECTOR_CPU (cpu) {
         for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
-            if (mls_cpu_offers((mls_cpu)cpu)) {
-                check_runs(mls_diff_of((mls_cpu)cpu), dtype);
-            }
+            check_runs(mls_diff_of(cpu), dtype);
         }
     }
 }
@@ -282,8 +285,7 @@ TEST(every_set_agrees_on_small_changes)
         for (size_t i = 0; i < ROOM / 4; i++) {
             const float x = (float)(random_next(&seed) >> 40) * 0x1p-24F - 0.5F;
             const float y = x * ratios[r];
-            memcpy(left + 4 * i, &x, 4);
-            memcpy(right + 4 * i, &y, 4);
+            put_pair(i, &x, &y, 4);
         }
         check_all_sets();
     }
@@ -291,8 +293,7 @@ TEST(every_set_agrees_on_small_changes)
         uint64_t seed = 9 + i;
         const uint16_t x = (uint16_t)(random_next(&seed) & 0xBBFFU);
         const uint16_t y = (uint16_t)(x ^ 1U);
-        memcpy(left + 2 * i, &x, 2);
-        memcpy(right + 2 * i, &y, 2);
+        put_pair(i, &x, &y, 2);
     }
     check_all_sets();
 }
@@ -305,8 +306,7 @@ TEST(every_set_agrees_behind_equal_ratios)
     for (int i = 0; i < TRIES(60); i++) {
         for (size_t at = 0; at < LONGEST; at++) {
             const float x = (float)(random_next(&seed) % 1024 + 1), y = 1.5F * x;
-            memcpy(left + 4 * at, &x, 4);
-            memcpy(right + 4 * at, &y, 4);
+            put_pair(at, &x, &y, 4);
         }
         const size_t place = 4 * (random_next(&seed) % LONGEST);
         float y;
@@ -324,11 +324,10 @@ TEST(every_set_keeps_the_rounding)
 {
     fill_random(left, sizeof left, 45);
     fill_random(right, sizeof right, 46);
-    for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
-        for (int dtype = 0; dtype < MLS_DTYPE_COUNT && mls_cpu_offers((mls_cpu)cpu);
-             dtype++) {
+    EACH_VECTOR_CPU (cpu) {
+        for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
             mls_diff_result usual = {0}, found = {0};
-            const mls_diff_run run = mls_diff_of((mls_cpu)cpu)->run[dtype];
+            const mls_diff_run run = mls_diff_of(cpu)->run[dtype];
             const mls_diff_run oracle = mls_diff_of(MLS_CPU_SCALAR)->run[dtype];
             run(left, right, 4100, &usual);
             fesetround(FE_TOWARDZERO);
@@ -358,8 +357,7 @@ TEST(every_set_agrees_on_special_numbers)
         if (which / 256 % 8 == 0) {
             y = specials[which / 65536 % N];
         }
-        memcpy(left + 4 * i, &x, 4);
-        memcpy(right + 4 * i, &y, 4);
+        put_pair(i, &x, &y, 4);
     }
     check_all_sets();
 }
@@ -395,8 +393,7 @@ TEST(every_set_agrees_on_close_calls_of_sixteen_bits)
             if (kind == 3) { /* neighbours */
                 y = (uint16_t)(x ^ (random_next(&seed) & 1U));
             }
-            memcpy(left + 2 * i, &x, 2);
-            memcpy(right + 2 * i, &y, 2);
+            put_pair(i, &x, &y, 2);
         }
         EACH_VECTOR_CPU (cpu) {
             CHECK(run_agrees(mls_diff_of(cpu), dtype, 0, 0, 192, same()));
@@ -408,8 +405,7 @@ TEST(every_set_agrees_on_close_calls_of_sixteen_bits)
 static void put_stretch(size_t at, uint16_t x, uint16_t y)
 {
     for (size_t i = 64 * at; i < 64 * (at + 1); i++) {
-        memcpy(left + 2 * i, &x, 2);
-        memcpy(right + 2 * i, &y, 2);
+        put_pair(i, &x, &y, 2);
     }
 }
 
@@ -457,8 +453,7 @@ TEST(every_set_agrees_on_maxima_that_rise_in_small_steps)
     static const float seconds[] = {0, -0x1p-52F, -0x1.8p-52F, -0x1p-51F, -0x1.2p-24F};
     for (size_t i = 0; i < 5 * 64; i++) {
         const float x = 1.5F;
-        memcpy(left + 4 * i, &x, 4);
-        memcpy(right + 4 * i, &seconds[i / 64], 4);
+        put_pair(i, &x, &seconds[i / 64], 4);
     }
     check_all_sets();
 }
@@ -520,8 +515,7 @@ TEST(every_set_agrees_on_tiny_doubles)
     uint64_t seed = 3;
     for (size_t i = 0; i < ROOM / 8; i++) {
         const uint64_t x = random_next(&seed) % 50, y = random_next(&seed) % 50;
-        memcpy(left + 8 * i, &x, 8);
-        memcpy(right + 8 * i, &y, 8);
+        put_pair(i, &x, &y, 8);
     }
     check_all_sets();
 }
@@ -617,13 +611,11 @@ TEST(empty_and_scalar_tensors_compare)
 TEST(views_may_share_memory)
 {
     float values[1000];
-    const size_t shape[1] = {999};
-    mls_tensor a, b;
     for (int i = 0; i < 1000; i++) {
         values[i] = (float)i;
     }
-    REQUIRE(mls_tensor_init(&a, values, MLS_F32, 1, shape, &status) == MLS_OK);
-    REQUIRE(mls_tensor_init(&b, values + 1, MLS_F32, 1, shape, &status) == MLS_OK);
+    const mls_tensor a = vector_of(values, MLS_F32, 999);
+    const mls_tensor b = vector_of(values + 1, MLS_F32, 999);
     mls_tensor turned = a;
     turned.swapped = true;
     const mls_diff_pair pairs[] = {{&a, &b}, {&a, &a}, {&a, &turned}};
@@ -670,8 +662,8 @@ TEST(threads_find_what_one_finds)
     fill_random(x, 1003000 * 4 + 4096, 11);
     memcpy(y, x, 1003000 * 4 + 4096);
     for (size_t i = 0; i < PAIRS; i++) {
-        CHECK(mls_tensor_init(&a[i], x, MLS_F32, 2, shapes[i], &status) == MLS_OK);
-        CHECK(mls_tensor_init(&b[i], y, MLS_F32, 2, shapes[i], &status) == MLS_OK);
+        a[i] = tensor_of(x, MLS_F32, 2, shapes[i]);
+        b[i] = tensor_of(y, MLS_F32, 2, shapes[i]);
         pairs[i] = (mls_diff_pair){&a[i], &b[i]};
     }
     b[2].data += 4, b[2].strides[0] += 4; /* rows with gaps: several runs */
