@@ -232,13 +232,10 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
         unsigned char **at = to == b->rank ? &own : &send;
         for (size_t i = 0; i < b->count; i++) {
             const mls_segment *s = &b->segments[i];
+            const size_t start = mls_segment_elements(s, to);
             const float *src = (const float *)(const void *)s->data;
-            float *residual = residuals == NULL ? NULL : residuals[i];
-            for (size_t rank = 0; rank < to; rank++) {
-                src += s->counts[rank];
-                residual += residual == NULL ? 0 : s->counts[rank];
-            }
-            mls_gradient_compression_encode(kernels, wire, src, residual, *at,
+            float *residual = residuals == NULL ? NULL : residuals[i] + start;
+            mls_gradient_compression_encode(kernels, wire, src + start, residual, *at,
                                             s->counts[to]);
             *at += mls_gradient_compression_bytes(wire, s->counts[to]);
         }
