@@ -79,16 +79,6 @@ static mls_code check_positive(const char *name, double value, mls_status *st)
     return mls_status_got(st, "%g", value);
 }
 
-/* Return whether two views of equal shape have the same elements in the same order. */
-static bool is_same_view(const mls_tensor *a, const mls_tensor *b)
-{
-    bool same = a->data == b->data && a->swapped == b->swapped;
-    for (int axis = 0; same && axis < a->rank; axis++) {
-        same = a->strides[axis] == b->strides[axis] || a->shape[axis] <= 1;
-    }
-    return same;
-}
-
 mls_code mls_rotate_keys_check(const mls_tensor *dst, const mls_tensor *keys,
                                const mls_rotation *rotation, mls_status *st)
 {
@@ -111,7 +101,8 @@ mls_code mls_rotate_keys_check(const mls_tensor *dst, const mls_tensor *keys,
         return mls_status_differ(st, mls_dtype_of(keys->dtype)->name,
                                  mls_dtype_of(dst->dtype)->name);
     }
-    if (mls_tensor_overlap(dst, keys) && !is_same_view(dst, keys)) {
+    if (mls_tensor_overlap(dst, keys) &&
+        !(dst->swapped == keys->swapped && mls_tensor_same_view(dst, keys))) {
         return mls_fail(
             st, MLS_E_OVERLAP,
             "the target shares memory with keys, but is another view: pass keys "
