@@ -38,7 +38,7 @@ typedef struct gather {
 static size_t bytes_in_slot(const gather *s, size_t rank, size_t from)
 {
     return from < s->sizes[rank]
-               ? mls_shm_least(s->sizes[rank] - from, s->g->shape.slot_bytes)
+               ? mls_size_least(s->sizes[rank] - from, s->g->shape.slot_bytes)
                : 0;
 }
 
@@ -136,9 +136,9 @@ static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
     const gather *s = context;
     const size_t world = s->g->shape.world;
     const size_t each = (s->most / world + LINE - 1) / LINE * LINE;
-    const size_t start = mls_shm_least(s->g->rank * each, s->most);
+    const size_t start = mls_size_least(s->g->rank * each, s->most);
     const size_t length =
-        s->g->rank + 1 == world ? s->most - start : mls_shm_least(each, s->most - start);
+        s->g->rank + 1 == world ? s->most - start : mls_size_least(each, s->most - start);
     const unsigned char *from = mls_shm_address(s->g, s->root, step, 0);
     for (size_t rank = 0; rank < world; rank++) {
         unsigned char *to = mls_shm_address(s->g, rank, step, 0);
@@ -215,7 +215,7 @@ static void fill_exchange(void *context, unsigned char *slot)
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         if (rank != g->rank && s->sent < s->sizes[0][rank]) {
             mls_shm_copy(g, slot + mls_shm_piece_of(g, g->rank, rank), from + s->sent,
-                         mls_shm_least(s->sizes[0][rank] - s->sent, g->piece_bytes));
+                         mls_size_least(s->sizes[0][rank] - s->sent, g->piece_bytes));
         }
         from += s->sizes[0][rank];
     }
@@ -278,7 +278,7 @@ static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
         if (rank != g->rank && s->taken < s->sizes[1][rank]) {
             mls_shm_copy(g, place + s->taken,
                          mls_shm_slot(g, rank, step) + mls_shm_piece_of(g, rank, g->rank),
-                         mls_shm_least(s->sizes[1][rank] - s->taken, g->piece_bytes));
+                         mls_size_least(s->sizes[1][rank] - s->taken, g->piece_bytes));
         }
         place += s->sizes[1][rank];
     }
@@ -345,7 +345,7 @@ static void fill_collect(void *context, unsigned char *slot)
     const uint64_t size = mine;
     memcpy(slot, &size, sizeof size);
     t->sent = first_step_bytes(t->g);
-    mls_shm_copy(t->g, slot + sizeof size, t->data, mls_shm_least(mine, t->sent));
+    mls_shm_copy(t->g, slot + sizeof size, t->data, mls_size_least(mine, t->sent));
 }
 
 static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
@@ -383,7 +383,7 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
             mls_shm_slot(t->g, rank, step) + (first ? sizeof(uint64_t) : 0);
         mls_shm_copy(t->g, s->places[rank] + t->taken,
                      rank == t->g->rank ? t->data + t->taken : slot,
-                     mls_shm_least(s->sizes[rank] - t->taken, room));
+                     mls_size_least(s->sizes[rank] - t->taken, room));
     }
     t->taken += room;
     return MLS_OK;
@@ -417,7 +417,4 @@ mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *
     return mls_shm_run(g, &flow, call, st);
 }
 
-#else
-/* An empty file is not valid C; see shm_group.c. */
-typedef int mls_shm_ops_unused;
 #endif

@@ -18,6 +18,7 @@
 #if !defined(_WIN32)
 
 #    include "array/copy/copy.h"
+#    include "base/size.h"
 #    include "collectives/shm_group.h"
 
 #    include <fcntl.h>
@@ -194,11 +195,6 @@ static inline uint64_t mls_shm_mix_text(uint64_t print, const char *text)
         print = mls_shm_mix(print, (unsigned char)*c);
     }
     return mls_shm_mix(print, 0x100);
-}
-
-static inline size_t mls_shm_least(size_t a, size_t b)
-{
-    return a < b ? a : b;
 }
 
 /* Copies to or from a slot through the cache; empty ranges may be NULL. Does not use

@@ -50,7 +50,7 @@ PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
             __builtin_prefetch((const void *)((uintptr_t)from + line));
             prefetch_for_write((const void *)((uintptr_t)to + line));
         }
-        memcpy(to + at, from + at, mls_shm_least(bytes - at, STEP));
+        memcpy(to + at, from + at, mls_size_least(bytes - at, STEP));
     }
 }
 
@@ -118,7 +118,7 @@ static bool next_range(const scatter *s, size_t rank, mls_shm_cursor *c, size_t 
                          .offset = *used};
     c->at += length;
     const size_t end = *used + length * item;
-    *used = mls_shm_least((end + 63) / 64 * 64, s->g->piece_bytes);
+    *used = mls_size_least((end + 63) / 64 * 64, s->g->piece_bytes);
     return true;
 }
 
@@ -336,7 +336,7 @@ static void divide_evenly(size_t n, size_t world, size_t *counts)
     const size_t each = ((n + world - 1) / world + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
     size_t left = n;
     for (size_t rank = 0; rank < world; rank++) {
-        counts[rank] = mls_shm_least(left, each);
+        counts[rank] = mls_size_least(left, each);
         left -= counts[rank];
     }
 }
@@ -372,7 +372,7 @@ static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
     size_t counts[MLS_SHM_MAX_RANKS];
     const size_t start = find_share(s, counts), share = counts[g->rank];
     for (size_t done = 0; done < share; done += PIECE) {
-        const size_t n = mls_shm_least(share - done, PIECE), at = start + done * item;
+        const size_t n = mls_size_least(share - done, PIECE), at = start + done * item;
         const void *sources[MLS_SHM_MAX_RANKS];
         unsigned char *outs[MLS_SHM_MAX_RANKS];
         for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -449,7 +449,4 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
     return mls_shm_run(g, &flow, call, st);
 }
 
-#else
-/* An empty file is not valid C; see shm_group.c. */
-typedef int mls_shm_reduce_unused;
 #endif

@@ -477,7 +477,4 @@ mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *c
     return code;
 }
 
-#else
-/* Windows has neither futexes nor record locks; see file.h. */
-typedef int mls_shm_wait_unused;
 #endif
