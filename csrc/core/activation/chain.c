@@ -154,15 +154,11 @@ mls_code mls_chain_check(const mls_chain *c, mls_status *st)
 mls_code mls_schedule_push(mls_schedule *s, mls_step_kind kind, size_t index,
                            mls_status *st)
 {
-    if (s->count == s->room) {
-        const size_t room = s->room == 0 ? 64 : 2 * s->room;
-        mls_step *steps = mls_realloc(s->steps, room, sizeof *steps);
-        if (steps == NULL) {
-            return mls_fail(st, MLS_E_MEMORY, "no memory for %zu steps", room);
-        }
-        s->steps = steps;
-        s->room = room;
+    mls_step *steps = mls_grow(s->steps, s->count, &s->room, sizeof *steps);
+    if (steps == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for %zu steps", s->count + 1);
     }
+    s->steps = steps;
     s->steps[s->count++] = (mls_step){.kind = (int32_t)kind, .index = (int32_t)index};
     return MLS_OK;
 }
