@@ -25,10 +25,9 @@ const char *mls_step_name(int kind)
 
 /* ---- checks ---- */
 
-/* Checks the seconds of every block, and adds their sum to `*sum`. The comparison is
- * negated so that NaN fails. */
-static mls_code check_seconds(const char *name, const double *seconds, size_t count,
-                              double *sum, mls_status *st)
+/* The comparison is negated so that NaN fails. */
+mls_code mls_check_seconds(const char *name, const double *seconds, size_t count,
+                           double *sum, mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
         if (!(seconds[i] >= 0) || !isfinite(seconds[i])) {
@@ -42,25 +41,22 @@ static mls_code check_seconds(const char *name, const double *seconds, size_t co
     return MLS_OK;
 }
 
-/* Checks the bytes of every item, and adds their sum to `*sum`, which is limited to 62
- * bits: planners add a little to it. Item i may be as low as -below[i]; `below` NULL: not
- * below 0. */
-static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count,
-                            const int64_t *below, int64_t *sum, mls_status *st)
+/* The limit is one bit less than possible, because planners add a little to the sum. */
+mls_code mls_check_bytes(const char *name, const int64_t *bytes, size_t count,
+                         const int64_t *below, int64_t *sum, mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
         const int64_t least = below == NULL ? 0 : -below[i];
         if (bytes[i] < least) {
             mls_fail(st, MLS_E_VALUE,
-                     "%s[%zu] is %" PRId64 ": bytes are at least %" PRId64, name, i,
+                     "%s[%zu] is %" PRId64 ": expected %" PRId64 " or more", name, i,
                      bytes[i], least);
             mls_status_name(st, name, strlen(name));
             return mls_status_got(st, "%" PRId64, bytes[i]);
         }
         if (__builtin_add_overflow(*sum, bytes[i], sum) || *sum > INT64_MAX / 2) {
             return mls_fail(st, MLS_E_SIZE,
-                            "all bytes of the chain together exceed 62 bits at %s[%zu]",
-                            name, i);
+                            "all bytes together exceed 62 bits at %s[%zu]", name, i);
         }
     }
     return MLS_OK;
@@ -86,8 +82,8 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
     };
     int64_t sum = 0;
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
-        const mls_code code = check_bytes(arrays[i].name, arrays[i].bytes,
-                                          arrays[i].count, arrays[i].below, &sum, st);
+        const mls_code code = mls_check_bytes(arrays[i].name, arrays[i].bytes,
+                                              arrays[i].count, arrays[i].below, &sum, st);
         if (code != MLS_OK) {
             return code;
         }
@@ -138,10 +134,10 @@ mls_code mls_chain_check(const mls_chain *c, mls_status *st)
                         c->blocks, (int)MLS_CHAIN_MAX_BLOCKS);
     }
     double seconds = 0;
-    if (check_seconds("forward_seconds", c->forward_seconds, c->blocks, &seconds, st) !=
-            MLS_OK ||
-        check_seconds("backward_seconds", c->backward_seconds, c->blocks, &seconds, st) !=
-            MLS_OK ||
+    if (mls_check_seconds("forward_seconds", c->forward_seconds, c->blocks, &seconds,
+                          st) != MLS_OK ||
+        mls_check_seconds("backward_seconds", c->backward_seconds, c->blocks, &seconds,
+                          st) != MLS_OK ||
         check_all_bytes(c, st) != MLS_OK || check_rates(c, st) != MLS_OK) {
         return st->code;
     }
@@ -158,15 +154,11 @@ mls_code mls_chain_check(const mls_chain *c, mls_status *st)
 mls_code mls_schedule_push(mls_schedule *s, mls_step_kind kind, size_t index,
                            mls_status *st)
 {
-    if (s->count == s->room) {
-        const size_t room = s->room == 0 ? 64 : 2 * s->room;
-        mls_step *steps = mls_realloc(s->steps, room, sizeof *steps);
-        if (steps == NULL) {
-            return mls_fail(st, MLS_E_MEMORY, "no memory for %zu steps", room);
-        }
-        s->steps = steps;
-        s->room = room;
+    mls_step *steps = mls_grow(s->steps, s->count, &s->room, sizeof *steps);
+    if (steps == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for %zu steps", s->count + 1);
     }
+    s->steps = steps;
     s->steps[s->count++] = (mls_step){.kind = (int32_t)kind, .index = (int32_t)index};
     return MLS_OK;
 }

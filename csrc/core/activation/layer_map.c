@@ -13,7 +13,7 @@
 /* Layer numbers fit a slot, and twice their count fits size_t. */
 #define MAX_LAYERS ((size_t)1 << 31)
 
-enum { FIRST_ROOM = 8, FIRST_TEXT = 128 };
+enum { FIRST_TEXT = 128 };
 
 /* Mixes all bits of the caller's hash into the lower half, which the slots store. */
 static uint32_t mix_hash(uint64_t hash)
@@ -107,15 +107,12 @@ static bool grow_slots(mls_layer_map *table, size_t slot_count)
  * it is harmless. */
 static bool reserve_layer(mls_layer_map *table)
 {
-    if (table->count == table->room) {
-        const size_t room = table->room == 0 ? FIRST_ROOM : 2 * table->room;
-        mls_table_layer *layers = mls_realloc(table->layers, room, sizeof *layers);
-        if (layers == NULL) {
-            return false;
-        }
-        table->layers = layers;
-        table->room = room;
+    mls_table_layer *layers =
+        mls_grow(table->layers, table->count, &table->room, sizeof *layers);
+    if (layers == NULL) {
+        return false;
     }
+    table->layers = layers;
     return 2 * (table->count + 1) <= table->slot_count ||
            grow_slots(table, 2 * table->room);
 }

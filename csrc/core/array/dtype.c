@@ -36,33 +36,27 @@ const mls_dtype_info *mls_dtype_of(mls_dtype dtype)
     return &infos[dtype];
 }
 
-/* Return whether the `length` bytes of `name` equal `known`. */
-static bool same_text(const char *known, const char *name, size_t length)
-{
-    return strlen(known) == length && memcmp(known, name, length) == 0;
-}
-
 /* Linear search: the table is short, and each name is looked up once. */
-bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out)
+static bool find_dtype(const char *name, size_t length, bool in_files, mls_dtype *out)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
-        if (same_text(infos[i].name, name, length)) {
+        const char *known = in_files ? infos[i].file_name : infos[i].name;
+        if (strlen(known) == length && memcmp(known, name, length) == 0) {
             *out = (mls_dtype)i;
             return true;
         }
     }
     return false;
+}
+
+bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out)
+{
+    return find_dtype(name, length, false, out);
 }
 
 bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out)
 {
-    for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
-        if (same_text(infos[i].file_name, name, length)) {
-            *out = (mls_dtype)i;
-            return true;
-        }
-    }
-    return false;
+    return find_dtype(name, length, true, out);
 }
 
 /* A type that does not convert can still be copied to the same type. */

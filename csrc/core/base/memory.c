@@ -38,6 +38,17 @@ void *mls_realloc(void *block, size_t count, size_t size)
     return realloc(block, bytes == 0 ? 1 : bytes);
 }
 
+void *mls_double(void *block, size_t *room, size_t size)
+{
+    size_t more = 16;
+    if (*room > 0 && !mls_size_mul(*room, 2, &more)) {
+        return NULL;
+    }
+    void *grown = mls_realloc(block, more, size);
+    *room = grown != NULL ? more : *room;
+    return grown;
+}
+
 void mls_free(void *block)
 {
     free(block);

@@ -19,6 +19,17 @@ void *mls_alloc(size_t count, size_t size);
  * initialised. Returns NULL on failure, and the old block stays valid. */
 void *mls_realloc(void *block, size_t count, size_t size);
 
+/* Resize a block to twice its `*room`, so that n appends copy O(n) elements. `block` may
+ * be NULL if `*room` is 0. Returns NULL on failure, and the old block stays valid. */
+void *mls_double(void *block, size_t *room, size_t size);
+
+/* Return a block that holds `count` elements and has room for one more: double it if it
+ * is full. */
+static inline void *mls_grow(void *block, size_t count, size_t *room, size_t size)
+{
+    return count < *room ? block : mls_double(block, room, size);
+}
+
 void mls_free(void *block); /* accepts NULL */
 
 /* A range of whole pages that reads as zeros until written. `bytes` is the requested

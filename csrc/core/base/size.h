@@ -85,6 +85,16 @@ static inline bool mls_size_from_u64(uint64_t value, size_t *out)
     return true;
 }
 
+static inline size_t mls_size_least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline size_t mls_size_most(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
 /* Read a little-endian integer, byte by byte, at any alignment. */
 static inline uint64_t mls_load_le64(const unsigned char *bytes)
 {

@@ -12,122 +12,33 @@
 
 #    include <string.h>
 
-enum { NO_RANK = -1 };
-
 /* ---- barrier ---- */
 
 mls_code mls_shm_barrier(mls_shm *g, const mls_shm_call *call, mls_status *st)
 {
     const mls_shm_flow flow = {.kind = MLS_SHM_BARRIER,
                                .fingerprint = mls_shm_mix_text(0, call->text),
-                               .source = NO_RANK};
+                               .source = MLS_SHM_NO_RANK};
     return mls_shm_run(g, &flow, call, st);
 }
 
-/* ---- broadcast ---- */
-
-typedef struct broadcast_state {
-    mls_shm *g;
-    unsigned char *data;
-    size_t bytes, root, sent, taken;
-} broadcast_state;
-
-/* Only the root fills slots; all ranks count the bytes. */
-static void fill_broadcast(void *context, unsigned char *slot)
-{
-    broadcast_state *s = context;
-    const size_t n = mls_shm_least(s->bytes - s->sent, s->g->shape.slot_bytes);
-    if (s->g->rank == s->root) {
-        mls_shm_copy(s->g, slot, s->data + s->sent, n);
-    }
-    s->sent += n;
-}
-
-static mls_code drain_broadcast(void *context, uint64_t step, mls_status *st)
-{
-    (void)st;
-    broadcast_state *s = context;
-    const size_t n = mls_shm_least(s->bytes - s->taken, s->g->shape.slot_bytes);
-    if (s->g->rank != s->root) {
-        mls_shm_copy(s->g, s->data + s->taken, mls_shm_slot(s->g, s->root, step), n);
-    }
-    s->taken += n;
-    return MLS_OK;
-}
-
-static bool more_broadcast(void *context)
-{
-    const broadcast_state *s = context;
-    return s->sent < s->bytes;
-}
-
-static void publish_broadcast_address(void *context, unsigned char *slot)
-{
-    const broadcast_state *s = context;
-    memcpy(slot, &s->data, sizeof s->data);
-}
-
-/* Each rank copies a part of the root's bytes to all others; otherwise only the root
- * would work. */
-static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
-{
-    enum { LINE = 64 };
-    const broadcast_state *s = context;
-    const size_t world = s->g->shape.world;
-    const size_t each = (s->bytes / world + LINE - 1) / LINE * LINE;
-    const size_t start = mls_shm_least(s->g->rank * each, s->bytes);
-    const size_t length = s->g->rank + 1 == world ? s->bytes - start
-                                                  : mls_shm_least(each, s->bytes - start);
-    if (!mls_shm_begin_direct(s->g)) {
-        return mls_shm_failed_rank(s->g, MLS_SHM_BROADCAST, "", st);
-    }
-    const unsigned char *from = mls_shm_address(s->g, s->root, step, 0);
-    for (size_t rank = 0; rank < world; rank++) {
-        unsigned char *to = mls_shm_address(s->g, rank, step, 0);
-        if (rank != s->root) {
-            mls_shm_copy_direct(s->g, to + start, from + start, length, s->bytes);
-        }
-    }
-    mls_shm_end_direct(s->g);
-    return MLS_OK;
-}
-
-/* After the first step the other ranks wait only for the root. */
-mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, size_t bytes,
-                           size_t root, mls_status *st)
-{
-    const bool direct = mls_shm_is_direct(g, bytes);
-    broadcast_state s = {.g = g, .data = data, .bytes = bytes, .root = root};
-    const mls_shm_flow flow = {
-        .kind = MLS_SHM_BROADCAST,
-        .fingerprint =
-            mls_shm_mix(mls_shm_mix(mls_shm_mix_text(0, call->text), bytes), root),
-        .source = (int)root,
-        .fill = direct ? publish_broadcast_address : fill_broadcast,
-        .drain = direct ? copy_broadcast : drain_broadcast,
-        .more = more_broadcast,
-        .context = &s,
-    };
-    return direct ? mls_shm_run_direct(g, &flow, call, st)
-                  : mls_shm_run(g, &flow, call, st);
-}
-
-/* ---- all_gather ---- */
+/* ---- all_gather and broadcast ---- */
 
 /* State of a gather. `sent` and `taken` are offsets that apply to the bytes of every
- * rank. */
+ * rank. A broadcast is a gather in which only the root has bytes. */
 typedef struct gather {
     mls_shm *g;
     const unsigned char *data;
     unsigned char *out;
     const size_t *sizes;
     size_t most, sent, taken;
+    size_t root; /* of a broadcast */
 } gather;
 
 static size_t bytes_in_slot(const gather *s, size_t rank, size_t from)
 {
     return from < s->sizes[rank]
-               ? mls_shm_least(s->sizes[rank] - from, s->g->shape.slot_bytes)
+               ? mls_size_least(s->sizes[rank] - from, s->g->shape.slot_bytes)
                : 0;
 }
 
@@ -161,7 +72,7 @@ static bool more_gather(void *context)
     return s->sent < s->most;
 }
 
-static void publish_gather_address(void *context, unsigned char *slot)
+static void publish_address(void *context, unsigned char *slot)
 {
     const gather *s = context;
     memcpy(slot, &s->data, sizeof s->data);
@@ -169,21 +80,18 @@ static void publish_gather_address(void *context, unsigned char *slot)
 
 static mls_code read_gather(void *context, uint64_t step, mls_status *st)
 {
+    (void)st;
     const gather *s = context;
     unsigned char *place = s->out;
     size_t all = 0;
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
         all += s->sizes[rank];
     }
-    if (!mls_shm_begin_direct(s->g)) {
-        return mls_shm_failed_rank(s->g, MLS_SHM_ALL_GATHER, "", st);
-    }
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
         mls_shm_copy_direct(s->g, place, mls_shm_address(s->g, rank, step, 0),
                             s->sizes[rank], all);
         place += s->sizes[rank];
     }
-    mls_shm_end_direct(s->g);
     return MLS_OK;
 }
 
@@ -209,14 +117,59 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_GATHER,
         .fingerprint = print,
-        .source = NO_RANK,
-        .fill = direct ? publish_gather_address : fill_gather,
+        .source = MLS_SHM_NO_RANK,
+        .direct = direct,
+        .fill = direct ? publish_address : fill_gather,
         .drain = direct ? read_gather : drain_gather,
         .more = more_gather,
         .context = &s,
     };
-    return direct ? mls_shm_run_direct(g, &flow, call, st)
-                  : mls_shm_run(g, &flow, call, st);
+    return mls_shm_run(g, &flow, call, st);
+}
+
+/* Each rank copies a part of the root's bytes to all others; otherwise only the root
+ * would work. */
+static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
+{
+    (void)st;
+    enum { LINE = 64 };
+    const gather *s = context;
+    const size_t world = s->g->shape.world;
+    const size_t each = (s->most / world + LINE - 1) / LINE * LINE;
+    const size_t start = mls_size_least(s->g->rank * each, s->most);
+    const size_t length =
+        s->g->rank + 1 == world ? s->most - start : mls_size_least(each, s->most - start);
+    const unsigned char *from = mls_shm_address(s->g, s->root, step, 0);
+    for (size_t rank = 0; rank < world; rank++) {
+        unsigned char *to = mls_shm_address(s->g, rank, step, 0);
+        if (rank != s->root) {
+            mls_shm_copy_direct(s->g, to + start, from + start, length, s->most);
+        }
+    }
+    return MLS_OK;
+}
+
+/* After the first step the other ranks wait only for the root. */
+mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, size_t bytes,
+                           size_t root, mls_status *st)
+{
+    const bool direct = mls_shm_is_direct(g, bytes);
+    size_t sizes[MLS_SHM_MAX_RANKS] = {0};
+    sizes[root] = bytes;
+    gather s = gather_of(g, data, sizes, data);
+    s.root = root;
+    const mls_shm_flow flow = {
+        .kind = MLS_SHM_BROADCAST,
+        .fingerprint =
+            mls_shm_mix(mls_shm_mix(mls_shm_mix_text(0, call->text), bytes), root),
+        .source = (int)root,
+        .direct = direct,
+        .fill = direct ? publish_address : fill_gather,
+        .drain = direct ? copy_broadcast : drain_gather,
+        .more = more_gather,
+        .context = &s,
+    };
+    return mls_shm_run(g, &flow, call, st);
 }
 
 /* Compares nothing: the ranks compared their calls when the operation began. */
@@ -226,7 +179,7 @@ mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
 {
     gather s = gather_of(g, data, sizes, out);
     const mls_shm_flow flow = {.kind = kind,
-                               .source = NO_RANK,
+                               .source = MLS_SHM_NO_RANK,
                                .fill = fill_gather,
                                .drain = drain_gather,
                                .more = more_gather,
@@ -262,7 +215,7 @@ static void fill_exchange(void *context, unsigned char *slot)
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         if (rank != g->rank && s->sent < s->sizes[0][rank]) {
             mls_shm_copy(g, slot + mls_shm_piece_of(g, g->rank, rank), from + s->sent,
-                         mls_shm_least(s->sizes[0][rank] - s->sent, g->piece_bytes));
+                         mls_size_least(s->sizes[0][rank] - s->sent, g->piece_bytes));
         }
         from += s->sizes[0][rank];
     }
@@ -325,7 +278,7 @@ static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
         if (rank != g->rank && s->taken < s->sizes[1][rank]) {
             mls_shm_copy(g, place + s->taken,
                          mls_shm_slot(g, rank, step) + mls_shm_piece_of(g, rank, g->rank),
-                         mls_shm_least(s->sizes[1][rank] - s->taken, g->piece_bytes));
+                         mls_size_least(s->sizes[1][rank] - s->taken, g->piece_bytes));
         }
         place += s->sizes[1][rank];
     }
@@ -350,7 +303,7 @@ mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *da
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_TO_ALL,
         .fingerprint = mls_shm_mix_text(0, call->text),
-        .source = NO_RANK,
+        .source = MLS_SHM_NO_RANK,
         .fill = fill_exchange,
         .drain = drain_exchange,
         .more = more_exchange,
@@ -392,7 +345,7 @@ static void fill_collect(void *context, unsigned char *slot)
     const uint64_t size = mine;
     memcpy(slot, &size, sizeof size);
     t->sent = first_step_bytes(t->g);
-    mls_shm_copy(t->g, slot + sizeof size, t->data, mls_shm_least(mine, t->sent));
+    mls_shm_copy(t->g, slot + sizeof size, t->data, mls_size_least(mine, t->sent));
 }
 
 static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
@@ -430,7 +383,7 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
             mls_shm_slot(t->g, rank, step) + (first ? sizeof(uint64_t) : 0);
         mls_shm_copy(t->g, s->places[rank] + t->taken,
                      rank == t->g->rank ? t->data + t->taken : slot,
-                     mls_shm_least(s->sizes[rank] - t->taken, room));
+                     mls_size_least(s->sizes[rank] - t->taken, room));
     }
     t->taken += room;
     return MLS_OK;
@@ -455,7 +408,7 @@ mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *
     const mls_shm_flow flow = {
         .kind = MLS_SHM_GATHER_BYTES,
         .fingerprint = mls_shm_mix(mls_shm_mix_text(0, call->text), (uint64_t)root),
-        .source = NO_RANK,
+        .source = MLS_SHM_NO_RANK,
         .fill = fill_collect,
         .drain = drain_collect,
         .more = more_collect,
@@ -464,7 +417,4 @@ mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *
     return mls_shm_run(g, &flow, call, st);
 }
 
-#else
-/* An empty file is not valid C; see shm_group.c. */
-typedef int mls_shm_ops_unused;
 #endif

@@ -277,7 +277,8 @@ static void release_memory(mls_shm_memory *memory)
     }
 }
 
-/* Creates a handle that has no memory of the group yet. Returns NULL if memory runs out. */
+/* Creates a handle that has no memory of the group yet. Returns NULL if memory runs out.
+ */
 static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
                               const mls_kernels *kernels)
 {
@@ -416,7 +417,4 @@ void mls_shm_free(mls_shm *g)
     }
 }
 
-#else
-/* Windows has neither POSIX shared mappings nor record locks; see file.h. */
-typedef int mls_shm_unused;
 #endif

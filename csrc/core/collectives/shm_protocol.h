@@ -18,6 +18,7 @@
 #if !defined(_WIN32)
 
 #    include "array/copy/copy.h"
+#    include "base/size.h"
 #    include "collectives/shm_group.h"
 
 #    include <fcntl.h>
@@ -135,11 +136,16 @@ mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
 
 /* ---- shm_sync.c: the steps of one operation ---- */
 
+enum { MLS_SHM_NO_RANK = -1 };
+
 /* Callbacks of one operation. */
 typedef struct mls_shm_flow {
     mls_shm_kind kind;
     uint64_t fingerprint;
-    int source; /* rank whose slots are read after the first step; -1 for all */
+    int source; /* rank whose slots are read after the first step; MLS_SHM_NO_RANK: all */
+    /* The slots contain addresses, and the ranks access each other's arrays in the first
+     * step, which is the only one. */
+    bool direct;
     /* Writes this rank's part of a step; NULL if it never has one. */
     void (*fill)(void *context, unsigned char *slot);
     /* Reads the slots of all ranks; NULL if there are none to read. */
@@ -164,26 +170,14 @@ mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call 
 mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *clock,
                           mls_status *st);
 
-/* mls_shm_begin, then mls_shm_continue. */
+/* mls_shm_begin, then mls_shm_continue. A direct operation returns only when no rank uses
+ * this rank's arrays any more, also after a failure, so that the caller may free them. */
 mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                      mls_status *st);
 
 /* Returns whether ranks access each other's arrays of `bytes` bytes by address: they are
  * threads, and the array is large enough. The result is equal on all ranks. */
 bool mls_shm_is_direct(const mls_shm *g, size_t bytes);
-
-/* Runs an operation of one step, whose slots contain addresses. Returns only when no rank
- * uses this rank's arrays any more, also after a failure, so that the caller may free
- * them. */
-mls_code mls_shm_run_direct(mls_shm *g, const mls_shm_flow *flow,
-                            const mls_shm_call *call, mls_status *st);
-
-/* Announces access to arrays of other ranks, in the drain of mls_shm_run_direct. Returns
- * false if the group is broken: the arrays may be freed. End with mls_shm_end_direct. */
-bool mls_shm_begin_direct(mls_shm *g);
-
-/* Ends the access to arrays of other ranks. */
-void mls_shm_end_direct(mls_shm *g);
 
 /* ---- helpers ---- */
 
@@ -201,11 +195,6 @@ static inline uint64_t mls_shm_mix_text(uint64_t print, const char *text)
         print = mls_shm_mix(print, (unsigned char)*c);
     }
     return mls_shm_mix(print, 0x100);
-}
-
-static inline size_t mls_shm_least(size_t a, size_t b)
-{
-    return a < b ? a : b;
 }
 
 /* Copies to or from a slot through the cache; empty ranges may be NULL. Does not use
@@ -228,7 +217,7 @@ static inline void mls_shm_copy_direct(const mls_shm *g, void *to, const void *f
     }
 }
 
-/* Returns address i of a rank's slot, in a step of mls_shm_run_direct. */
+/* Returns address i of a rank's slot, in a direct operation. */
 static inline unsigned char *mls_shm_address(const mls_shm *g, size_t rank, uint64_t step,
                                              size_t i)
 {

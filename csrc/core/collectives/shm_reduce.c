@@ -13,8 +13,6 @@
 
 #    include <string.h>
 
-enum { NO_RANK = -1 };
-
 /* Lets the compiler emit PREFETCHW. 64-bit processors either have it or treat it as a
  * no-op. */
 #    if defined(__x86_64__) && (defined(__clang__) || defined(__GNUC__))
@@ -52,7 +50,7 @@ PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
             __builtin_prefetch((const void *)((uintptr_t)from + line));
             prefetch_for_write((const void *)((uintptr_t)to + line));
         }
-        memcpy(to + at, from + at, mls_shm_least(bytes - at, STEP));
+        memcpy(to + at, from + at, mls_size_least(bytes - at, STEP));
     }
 }
 
@@ -83,10 +81,7 @@ static bool advance_cursor(const scatter *s, size_t rank, mls_shm_cursor *c)
     while (c->segment < s->count) {
         const size_t *counts = s->segments[c->segment].counts;
         if (c->at == 0) {
-            c->base = 0;
-            for (size_t r = 0; r < rank; r++) {
-                c->base += counts[r];
-            }
+            c->base = mls_segment_elements(&s->segments[c->segment], rank);
         }
         if (c->at < counts[rank]) {
             return true;
@@ -123,7 +118,7 @@ static bool next_range(const scatter *s, size_t rank, mls_shm_cursor *c, size_t 
                          .offset = *used};
     c->at += length;
     const size_t end = *used + length * item;
-    *used = mls_shm_least((end + 63) / 64 * 64, s->g->piece_bytes);
+    *used = mls_size_least((end + 63) / 64 * 64, s->g->piece_bytes);
     return true;
 }
 
@@ -210,10 +205,8 @@ static size_t total_bytes(const scatter *s)
     size_t bytes = 0;
     for (size_t i = 0; i < s->count; i++) {
         const mls_segment *segment = &s->segments[i];
-        for (size_t rank = 0; rank < s->g->shape.world; rank++) {
-            bytes += segment->counts[rank] *
-                     mls_dtype_of(segment->reduction.dtype)->item_bytes;
-        }
+        bytes += mls_segment_elements(segment, s->g->shape.world) *
+                 mls_dtype_of(segment->reduction.dtype)->item_bytes;
     }
     return bytes;
 }
@@ -229,23 +222,18 @@ static void fill_addresses(void *context, unsigned char *slot)
 
 static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 {
+    (void)st;
     scatter *s = context;
     mls_shm *g = s->g;
     const mls_destination destination = {.bytes = share_bytes(s)};
-    if (!mls_shm_begin_direct(g)) {
-        return mls_shm_failed_rank(g, MLS_SHM_REDUCE_SCATTER, "", st);
-    }
     for (size_t i = 0; i < s->count; i++) {
         mls_segment *segment = &s->segments[i];
         const void *sources[MLS_SHM_MAX_RANKS];
-        size_t start = 0;
         if (segment->counts[g->rank] == 0) {
             continue; /* an array without elements may be NULL */
         }
-        for (size_t rank = 0; rank < g->rank; rank++) {
-            start += segment->counts[rank];
-        }
-        start *= mls_dtype_of(segment->reduction.dtype)->item_bytes;
+        const size_t start = mls_segment_elements(segment, g->rank) *
+                             mls_dtype_of(segment->reduction.dtype)->item_bytes;
         for (size_t rank = 0; rank < g->shape.world; rank++) {
             sources[rank] = mls_shm_address(g, rank, step, i) + start;
         }
@@ -253,7 +241,6 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
                        segment->out, segment->counts[g->rank], destination,
                        s->wants_norms ? &segment->norm_partial : NULL);
     }
-    mls_shm_end_direct(g);
     return MLS_OK;
 }
 
@@ -277,7 +264,7 @@ static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
     memset(s->g->cursors, 0, sizeof s->g->cursors);
     return (mls_shm_flow){.kind = kind,
                           .fingerprint = print,
-                          .source = NO_RANK,
+                          .source = MLS_SHM_NO_RANK,
                           .fill = fill_scatter,
                           .drain = drain_scatter,
                           .more = more_scatter,
@@ -300,13 +287,13 @@ mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
         .g = g, .segments = segments, .count = count, .wants_norms = wants_norms};
     mls_shm_flow flow =
         scatter_flow(&s, MLS_SHM_REDUCE_SCATTER, hash_segments(g, call, segments, count));
-    if (count > g->shape.slot_bytes / sizeof(void *) ||
-        !mls_shm_is_direct(g, total_bytes(&s))) {
-        return mls_shm_run(g, &flow, call, st);
+    if (count <= g->shape.slot_bytes / sizeof(void *) &&
+        mls_shm_is_direct(g, total_bytes(&s))) {
+        flow.direct = true;
+        flow.fill = fill_addresses;
+        flow.drain = sum_addressed;
     }
-    flow.fill = fill_addresses;
-    flow.drain = sum_addressed;
-    return mls_shm_run_direct(g, &flow, call, st);
+    return mls_shm_run(g, &flow, call, st);
 }
 
 /* ---- all_reduce ---- */
@@ -349,7 +336,7 @@ static void divide_evenly(size_t n, size_t world, size_t *counts)
     const size_t each = ((n + world - 1) / world + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
     size_t left = n;
     for (size_t rank = 0; rank < world; rank++) {
-        counts[rank] = mls_shm_least(left, each);
+        counts[rank] = mls_size_least(left, each);
         left -= counts[rank];
     }
 }
@@ -377,17 +364,15 @@ static void fill_pair(void *context, unsigned char *slot)
  * array itself. */
 static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
 {
+    (void)st;
     enum { PIECE = 64 * 1024 }; /* elements; a block stays in the cache */
     const total *s = context;
     mls_shm *g = s->g;
     const size_t item = mls_dtype_of(s->reduction->dtype)->item_bytes;
     size_t counts[MLS_SHM_MAX_RANKS];
     const size_t start = find_share(s, counts), share = counts[g->rank];
-    if (!mls_shm_begin_direct(g)) {
-        return mls_shm_failed_rank(g, MLS_SHM_ALL_REDUCE, "", st);
-    }
     for (size_t done = 0; done < share; done += PIECE) {
-        const size_t n = mls_shm_least(share - done, PIECE), at = start + done * item;
+        const size_t n = mls_size_least(share - done, PIECE), at = start + done * item;
         const void *sources[MLS_SHM_MAX_RANKS];
         unsigned char *outs[MLS_SHM_MAX_RANKS];
         for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -401,7 +386,6 @@ static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
             mls_shm_copy_direct(g, outs[rank] + at, mine, n * item, s->bytes);
         }
     }
-    mls_shm_end_direct(g);
     return MLS_OK;
 }
 
@@ -456,16 +440,13 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_REDUCE,
         .fingerprint = print,
-        .source = NO_RANK,
+        .source = MLS_SHM_NO_RANK,
+        .direct = direct,
         .fill = direct ? fill_pair : fill_total,
         .drain = direct ? sum_into_all : drain_total,
         .context = &s,
     };
-    return direct ? mls_shm_run_direct(g, &flow, call, st)
-                  : mls_shm_run(g, &flow, call, st);
+    return mls_shm_run(g, &flow, call, st);
 }
 
-#else
-/* An empty file is not valid C; see shm_group.c. */
-typedef int mls_shm_reduce_unused;
 #endif

@@ -29,8 +29,6 @@ typedef struct wait_condition {
     int source;        /* rank whose slots are read; -1 for all */
 } wait_condition;
 
-enum { NO_RANK = -1 };
-
 static const int64_t second = 1000000000;
 static const int64_t nap = 20 * 1000 * 1000; /* between two checks of a rank's life */
 
@@ -63,7 +61,7 @@ static int find_unpublished(const mls_shm *g, int source)
             return (int)rank;
         }
     }
-    return NO_RANK;
+    return MLS_SHM_NO_RANK;
 }
 
 /* Returns the first rank that has not consumed all but the last `most - 1` slots that
@@ -77,25 +75,25 @@ static int find_unconsumed(const mls_shm *g, size_t most)
             return (int)rank;
         }
     }
-    return NO_RANK;
+    return MLS_SHM_NO_RANK;
 }
 
 /* Returns the rank that blocks every condition of `w`, or -1 if one of them holds. */
 static int find_blocking_rank(const mls_shm *g, wait_condition w)
 {
-    int who = NO_RANK;
+    int who = MLS_SHM_NO_RANK;
     if (w.all_consumed) {
         return find_unconsumed(g, 1);
     }
     if (w.reads) {
         who = find_unpublished(g, w.source);
-        if (who == NO_RANK) {
-            return NO_RANK;
+        if (who == MLS_SHM_NO_RANK) {
+            return MLS_SHM_NO_RANK;
         }
     }
     if (w.writes) {
         const int slow = find_unconsumed(g, g->shape.depth);
-        return slow == NO_RANK || who == NO_RANK ? slow : who;
+        return slow == MLS_SHM_NO_RANK || who == MLS_SHM_NO_RANK ? slow : who;
     }
     return who;
 }
@@ -179,7 +177,7 @@ static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind ki
         return mls_shm_failed_rank(g, kind, "", st);
     }
     const int64_t time = read_clock();
-    if (time >= clock->deadline && who != NO_RANK) {
+    if (time >= clock->deadline && who != MLS_SHM_NO_RANK) {
         return fail_on_timeout(g, clock, kind, (size_t)who, st);
     }
     if (clock->call->poll == NULL || time - clock->polled < nap) {
@@ -218,7 +216,7 @@ static bool spin_until_ready(const mls_shm *g, wait_condition w)
     const int64_t end = g->spins == 0 ? 0 : read_clock() + g->spins;
     do {
         for (int i = 0; i < 64; i++) {
-            if (find_blocking_rank(g, w) == NO_RANK) {
+            if (find_blocking_rank(g, w) == MLS_SHM_NO_RANK) {
                 return true;
             }
             pause_cpu();
@@ -233,7 +231,7 @@ static bool spin_until_ready(const mls_shm *g, wait_condition w)
 static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                          wait_condition w, mls_status *st)
 {
-    if (find_blocking_rank(g, w) == NO_RANK || spin_until_ready(g, w)) {
+    if (find_blocking_rank(g, w) == MLS_SHM_NO_RANK || spin_until_ready(g, w)) {
         return MLS_OK;
     }
     mls_shm_area *mine = mls_shm_area_of(g, g->rank);
@@ -241,7 +239,7 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
         const uint32_t value = atomic_load(&mine->bell);
         atomic_store(&mine->sleeping, 1);
         const int who = find_blocking_rank(g, w);
-        if (who == NO_RANK) {
+        if (who == MLS_SHM_NO_RANK) {
             break;
         }
         mls_code code = check_progress(g, clock, kind, who, st);
@@ -278,12 +276,28 @@ static void consume_step(mls_shm *g)
     mls_shm_wake(g);
 }
 
+/* A rank that breaks the group reads `direct` afterwards, and a rank that sets `direct`
+ * reads `broken` afterwards, so at least one of them sees the other. If the group is
+ * broken, the arrays of other ranks may be freed already. */
+static mls_code drain_slots(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
+{
+    if (flow->drain == NULL || !flow->direct) {
+        return flow->drain == NULL ? MLS_OK : flow->drain(flow->context, g->read, st);
+    }
+    _Atomic(uint32_t) *direct = &mls_shm_area_of(g, g->rank)->direct;
+    atomic_store(direct, 1);
+    const mls_code code = atomic_load(&mls_shm_header_of(g)->broken) != 0
+                              ? mls_shm_failed_rank(g, flow->kind, "", st)
+                              : flow->drain(flow->context, g->read, st);
+    atomic_store(direct, 0);
+    return code;
+}
+
 /* Reads a step. If that fails, the other ranks go on without this one, so the group is
  * marked as broken. */
 static mls_code drain_step(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
-    const mls_code code =
-        flow->drain == NULL ? MLS_OK : flow->drain(flow->context, g->read, st);
+    const mls_code code = drain_slots(g, flow, st);
     if (code != MLS_OK && code != MLS_E_PEER) {
         mls_shm_mark_broken(g, (mls_shm_blame){.why = MLS_SHM_FAILED,
                                                .reporter = g->rank,
@@ -379,7 +393,7 @@ mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call 
     record_call(g, flow, call->text);
     publish_step(g, flow);
     code = wait_for(g, clock, flow->kind,
-                    (wait_condition){.reads = true, .source = NO_RANK}, st);
+                    (wait_condition){.reads = true, .source = MLS_SHM_NO_RANK}, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -401,13 +415,13 @@ mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *c
         if (!more && !behind) {
             return MLS_OK;
         }
-        mls_code code = check_progress(g, clock, flow->kind, NO_RANK, st);
+        mls_code code = check_progress(g, clock, flow->kind, MLS_SHM_NO_RANK, st);
         if (code != MLS_OK) {
             return code;
         }
-        if (more && find_unconsumed(g, g->shape.depth) == NO_RANK) {
+        if (more && find_unconsumed(g, g->shape.depth) == MLS_SHM_NO_RANK) {
             publish_step(g, flow);
-        } else if (behind && find_unpublished(g, flow->source) == NO_RANK) {
+        } else if (behind && find_unpublished(g, flow->source) == MLS_SHM_NO_RANK) {
             code = drain_step(g, flow, st);
         } else {
             const wait_condition w = {
@@ -420,14 +434,6 @@ mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *c
     }
 }
 
-mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
-                     mls_status *st)
-{
-    mls_shm_clock clock;
-    const mls_code code = mls_shm_begin(g, flow, call, &clock, st);
-    return code == MLS_OK ? mls_shm_continue(g, flow, &clock, st) : code;
-}
-
 /* ---- arrays of other threads, by their addresses ---- */
 
 bool mls_shm_is_direct(const mls_shm *g, size_t bytes)
@@ -436,23 +442,6 @@ bool mls_shm_is_direct(const mls_shm *g, size_t bytes)
         LEAST = 256 << 10
     }; /* smaller arrays are copied faster than their ranks can wait for each other */
     return g->fd < 0 && g->shape.world > 1 && bytes >= LEAST;
-}
-
-/* A rank that breaks the group reads `direct` afterwards, and a rank that sets `direct`
- * reads `broken` afterwards, so at least one of them sees the other. */
-bool mls_shm_begin_direct(mls_shm *g)
-{
-    atomic_store(&mls_shm_area_of(g, g->rank)->direct, 1);
-    if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
-        mls_shm_end_direct(g);
-        return false;
-    }
-    return true;
-}
-
-void mls_shm_end_direct(mls_shm *g)
-{
-    atomic_store(&mls_shm_area_of(g, g->rank)->direct, 0);
 }
 
 /* Waits until no thread accesses an array of this rank, whose operation failed. The group
@@ -467,12 +456,17 @@ static void await_direct(const mls_shm *g)
     }
 }
 
-/* The last wait lets the other ranks finish with this rank's arrays. */
-mls_code mls_shm_run_direct(mls_shm *g, const mls_shm_flow *flow,
-                            const mls_shm_call *call, mls_status *st)
+/* The last wait of a direct operation lets the other ranks finish with this rank's
+ * arrays.
+ */
+mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
+                     mls_status *st)
 {
     mls_shm_clock clock;
     mls_code code = mls_shm_begin(g, flow, call, &clock, st);
+    if (!flow->direct) {
+        return code == MLS_OK ? mls_shm_continue(g, flow, &clock, st) : code;
+    }
     if (code == MLS_OK) {
         code =
             wait_for(g, &clock, flow->kind, (wait_condition){.all_consumed = true}, st);
@@ -483,7 +477,4 @@ mls_code mls_shm_run_direct(mls_shm *g, const mls_shm_flow *flow,
     return code;
 }
 
-#else
-/* Windows has neither futexes nor record locks; see file.h. */
-typedef int mls_shm_wait_unused;
 #endif

@@ -20,15 +20,10 @@
 enum { WIDTH = 32 }; /* bytes of a vector */
 typedef __m256i vector;
 
-/* Distances of the lanes from the last one, and from a lane to its next block. */
-typedef struct lane_size {
-    mls_crc_move past_one, past_two, past_three, next_block;
-} lane_size;
-
-static const lane_size by_vectors = {MLS_CRC_BY_32, MLS_CRC_BY_64, MLS_CRC_BY_96,
-                                     MLS_CRC_BY_128};
-static const lane_size by_pages = {MLS_CRC_BY_4096, MLS_CRC_BY_8192, MLS_CRC_BY_12288,
-                                   MLS_CRC_BY_12320};
+static const mls_crc_lanes by_vectors = {MLS_CRC_BY_32, MLS_CRC_BY_64, MLS_CRC_BY_96,
+                                         MLS_CRC_BY_128};
+static const mls_crc_lanes by_pages = {MLS_CRC_BY_4096, MLS_CRC_BY_8192, MLS_CRC_BY_12288,
+                                       MLS_CRC_BY_12320};
 
 /* Checked separately from the sets of cpu_features.h, since VPCLMULQDQ occurs with and
  * without AVX-512. It needs no registers beyond those of the sets. Uses the value that

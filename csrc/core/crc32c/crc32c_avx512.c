@@ -20,15 +20,10 @@
 enum { WIDTH = 64 }; /* bytes of a vector */
 typedef __m512i vector;
 
-/* Distances of the lanes from the last one, and from a lane to its next block. */
-typedef struct lane_size {
-    mls_crc_move past_one, past_two, past_three, next_block;
-} lane_size;
-
-static const lane_size by_vectors = {MLS_CRC_BY_64, MLS_CRC_BY_128, MLS_CRC_BY_192,
-                                     MLS_CRC_BY_256};
-static const lane_size by_pages = {MLS_CRC_BY_4096, MLS_CRC_BY_8192, MLS_CRC_BY_12288,
-                                   MLS_CRC_BY_12352};
+static const mls_crc_lanes by_vectors = {MLS_CRC_BY_64, MLS_CRC_BY_128, MLS_CRC_BY_192,
+                                         MLS_CRC_BY_256};
+static const mls_crc_lanes by_pages = {MLS_CRC_BY_4096, MLS_CRC_BY_8192, MLS_CRC_BY_12288,
+                                       MLS_CRC_BY_12352};
 
 TARGET_INLINE void store_past_cache(unsigned char *dst, vector value)
 {

@@ -14,7 +14,7 @@
  *   make_vector4            a vector of 4 bytes followed by zeros
  *   move_constants          the constants that fold_vector needs for a move
  *   fold_vector             move a remainder and add data
- *   lane_size, by_vectors, by_pages   the moves that fold_lanes needs
+ *   by_vectors, by_pages    the moves that fold_lanes needs
  */
 #ifndef MLS_CRC32C_CLMUL_H
 #define MLS_CRC32C_CLMUL_H
@@ -71,7 +71,7 @@ TARGET_INLINE bool has_bytes(const mls_crc_run *r, size_t bytes)
  * the remainder of everything read. The remainder so far belongs to the vector just
  * before the first lane, so the first lane begins with a shorter move. The other lanes
  * begin with zero, which any move leaves zero. */
-TARGET_INLINE vector fold_lanes(vector total, mls_crc_run *r, const lane_size *lane,
+TARGET_INLINE vector fold_lanes(vector total, mls_crc_run *r, const mls_crc_lanes *lane,
                                 purpose why)
 {
     const size_t size = mls_crc_powers[lane->past_one].bytes;

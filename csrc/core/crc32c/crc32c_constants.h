@@ -59,6 +59,11 @@ typedef enum mls_crc_move {
     MLS_CRC_MOVES
 } mls_crc_move;
 
+/* Distances of lanes from the last one, and from a lane to its next block. */
+typedef struct mls_crc_lanes {
+    mls_crc_move past_one, past_two, past_three, next_block;
+} mls_crc_lanes;
+
 /* The constants of one move, in the bit order of mls_crc_multiply. */
 typedef struct mls_crc_power {
     size_t bytes;

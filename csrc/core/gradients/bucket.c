@@ -44,10 +44,10 @@ mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
     return MLS_OK;
 }
 
-size_t mls_segment_elements(const mls_segment *segment, size_t world)
+size_t mls_segment_elements(const mls_segment *segment, size_t ranks)
 {
     size_t total = 0;
-    (void)mls_size_sum(segment->counts, world, &total); /* fits: it was checked */
+    (void)mls_size_sum(segment->counts, ranks, &total); /* fits: it was checked */
     return total;
 }
 
@@ -123,11 +123,8 @@ static size_t part_bytes(const mls_segment *s, size_t of)
 
 static const unsigned char *part_of(const mls_segment *s, size_t of)
 {
-    size_t start = 0;
-    for (size_t rank = 0; rank < of; rank++) {
-        start += s->counts[rank];
-    }
-    return s->data + start * mls_dtype_of(s->reduction.dtype)->item_bytes;
+    return s->data +
+           mls_segment_elements(s, of) * mls_dtype_of(s->reduction.dtype)->item_bytes;
 }
 
 /* Zeroes the padding: the message does not depend on old memory contents, and no stray

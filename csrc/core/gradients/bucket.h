@@ -45,8 +45,8 @@ mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
                            const size_t *counts, size_t world, size_t rank,
                            mls_status *st);
 
-/* Returns the elements of all parts of a checked segment. */
-size_t mls_segment_elements(const mls_segment *segment, size_t world);
+/* Returns the elements of the parts of the first `ranks` ranks of a checked segment. */
+size_t mls_segment_elements(const mls_segment *segment, size_t ranks);
 
 /* Computes the bytes of the message to rank `of`: its parts of all segments. MLS_E_SIZE:
  * overflow. */

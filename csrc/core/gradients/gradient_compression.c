@@ -7,6 +7,8 @@
  */
 #include "gradients/gradient_compression.h"
 
+#include "base/size.h"
+
 #include <math.h>
 #include <string.h>
 
@@ -140,9 +142,7 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
     const signed char *codes = (const signed char *)src + blocks_of(n) * sizeof(float);
     for (size_t i = 0; i < count; i += MLS_GRADIENT_COMPRESSION_BLOCK) {
         float scale;
-        const size_t left = count - i < MLS_GRADIENT_COMPRESSION_BLOCK
-                                ? count - i
-                                : MLS_GRADIENT_COMPRESSION_BLOCK;
+        const size_t left = mls_size_least(count - i, MLS_GRADIENT_COMPRESSION_BLOCK);
         memcpy(&scale, src + (start + i) / MLS_GRADIENT_COMPRESSION_BLOCK * sizeof scale,
                sizeof scale);
         dequantize_block(codes + start + i, scale, dst + i, left);
@@ -160,9 +160,7 @@ void mls_gradient_compression_encode(const mls_kernels *kernels,
     const size_t bytes = encoded_bytes(wire, n);
     memset(dst + bytes, 0, mls_gradient_compression_bytes(wire, n) - bytes);
     for (size_t start = 0; start < n; start += MLS_GRADIENT_COMPRESSION_BLOCK) {
-        const size_t left = n - start < MLS_GRADIENT_COMPRESSION_BLOCK
-                                ? n - start
-                                : MLS_GRADIENT_COMPRESSION_BLOCK;
+        const size_t left = mls_size_least(n - start, MLS_GRADIENT_COMPRESSION_BLOCK);
         add_residual(meant, src + start, residual == NULL ? NULL : residual + start,
                      left);
         if (wire == MLS_GRADIENT_COMPRESSION_INT8) {
@@ -232,13 +230,10 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
         unsigned char **at = to == b->rank ? &own : &send;
         for (size_t i = 0; i < b->count; i++) {
             const mls_segment *s = &b->segments[i];
+            const size_t start = mls_segment_elements(s, to);
             const float *src = (const float *)(const void *)s->data;
-            float *residual = residuals == NULL ? NULL : residuals[i];
-            for (size_t rank = 0; rank < to; rank++) {
-                src += s->counts[rank];
-                residual += residual == NULL ? 0 : s->counts[rank];
-            }
-            mls_gradient_compression_encode(kernels, wire, src, residual, *at,
+            float *residual = residuals == NULL ? NULL : residuals[i] + start;
+            mls_gradient_compression_encode(kernels, wire, src + start, residual, *at,
                                             s->counts[to]);
             *at += mls_gradient_compression_bytes(wire, s->counts[to]);
         }
@@ -258,9 +253,7 @@ static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
     float *out = s->out;
     const size_t n = s->counts[b->rank];
     for (size_t start = 0; start < n; start += MLS_GRADIENT_COMPRESSION_BLOCK) {
-        const size_t left = n - start < MLS_GRADIENT_COMPRESSION_BLOCK
-                                ? n - start
-                                : MLS_GRADIENT_COMPRESSION_BLOCK;
+        const size_t left = mls_size_least(n - start, MLS_GRADIENT_COMPRESSION_BLOCK);
         for (size_t of = 0; of < b->world; of++) {
             /* no message from this rank: skip it */
             const size_t before = of < b->rank ? of : of - 1;

@@ -6,6 +6,8 @@
  */
 #include "kv/attention_mask.h"
 
+#include "base/size.h"
+
 #include <inttypes.h>
 
 /* MLS_E_CAPACITY if a number is negative. */
@@ -58,11 +60,6 @@ static void fill_columns(const mls_kernels *kernels, const mls_tensor *row, size
     }
 }
 
-static size_t smaller_of(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
 /* A row may be beyond the last column; its parts are then clipped to the columns. */
 void mls_mask_rows(const mls_kernels *kernels, const mls_tensor *dst, size_t first_row,
                    size_t attention_size, size_t sinks, mls_element fill)
@@ -73,9 +70,9 @@ void mls_mask_rows(const mls_kernels *kernels, const mls_tensor *dst, size_t fir
         const mls_tensor row = mls_tensor_slice(dst, dst->rank - 2, i, 1);
         const size_t position = first_row + i;
         const size_t earliest = position > attention_size ? position - attention_size : 0;
-        const size_t start = smaller_of(earliest, columns);
-        const size_t sunk = smaller_of(sinks, start);
-        const size_t end = position < columns ? position + 1 : columns;
+        const size_t start = mls_size_least(earliest, columns);
+        const size_t sunk = mls_size_least(sinks, start);
+        const size_t end = mls_size_least(position + 1, columns);
         fill_columns(kernels, &row, 0, sunk, zero);
         fill_columns(kernels, &row, sunk, start, fill);
         fill_columns(kernels, &row, start, end, zero);

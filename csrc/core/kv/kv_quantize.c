@@ -6,6 +6,7 @@
  */
 #include "kv/kv_quantize.h"
 
+#include "base/size.h"
 #include "kv/kv_transition.h"
 #include "kv/quantize_kernels.h"
 
@@ -89,18 +90,16 @@ mls_code mls_quantize_check(const mls_tensor *values, const mls_quantized *quant
         return mls_fail(st, MLS_E_SHAPE, "the values have no axis to make groups of");
     }
     const size_t length = values->shape[values->rank - 1];
-    mls_code code = mls_quantized_lengths(length, quantized->bits, quantized->group,
-                                          &words, &groups, st);
+    const mls_quantized *q = quantized;
+    mls_code code = mls_quantized_lengths(length, q->bits, q->group, &words, &groups, st);
     if (code == MLS_OK) {
-        code = check_view("codes", &quantized->codes, values, words, MLS_U32, st);
+        code = check_view("codes", &q->codes, values, words, MLS_U32, st);
     }
     if (code == MLS_OK) {
-        code =
-            check_view("scales", &quantized->scales, values, groups, values->dtype, st);
+        code = check_view("scales", &q->scales, values, groups, values->dtype, st);
     }
     if (code == MLS_OK) {
-        code =
-            check_view("biases", &quantized->biases, values, groups, values->dtype, st);
+        code = check_view("biases", &q->biases, values, groups, values->dtype, st);
     }
     return code;
 }
@@ -155,19 +154,7 @@ static void split(const unsigned char *from, size_t count, unsigned char *to)
     }
 }
 
-static const mls_group_kernels plain_kernels = {measure, encode, decode, join, split};
-
-/* Return the functions of an instruction set. */
-static const mls_group_kernels *group_kernels_of(mls_cpu cpu)
-{
-#if defined(__x86_64__)
-    if (cpu == MLS_CPU_AVX2 || cpu == MLS_CPU_AVX512) {
-        return &mls_group_kernels_avx2;
-    }
-#endif
-    (void)cpu;
-    return &plain_kernels;
-}
+const mls_group_kernels mls_group_scalar = {measure, encode, decode, join, split};
 
 /* Choose scale and bias of a group. The bias is the extreme with the larger absolute
  * value, and 0 is a whole number of steps from it. mlx does the same operations in the
@@ -281,10 +268,9 @@ static tile tile_at(const job *j, size_t index)
     index /= j->column_tiles;
     t.row = index % j->row_tiles * j->rows;
     t.outer = index / j->row_tiles;
-    t.rows = all_rows - t.row < j->rows ? all_rows - t.row : j->rows;
-    const size_t columns = values->shape[last] - column;
+    t.rows = mls_size_least(all_rows - t.row, j->rows);
     t.group = column / group;
-    t.groups = (columns < j->columns ? columns : j->columns) / group;
+    t.groups = mls_size_least(values->shape[last] - column, j->columns) / group;
     return t;
 }
 
@@ -356,7 +342,7 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
     j->rows = TILE / j->columns;
     j->column_tiles = length / j->columns + (length % j->columns != 0);
     j->row_tiles = all_rows / j->rows + (all_rows % j->rows != 0);
-    j->groups = group_kernels_of(j->kernels->cpu);
+    j->groups = MLS_CPU_AVX2_TABLE(j->kernels->cpu, mls_group);
     j->levels = j->quantized->bits == 4 ? 15 : 255;
     mls_pool_run(bytes >= MLS_POOL_COPY_BYTES ? pool : NULL, task, j,
                  mls_kv_rows(j->values, last - 1) * j->row_tiles * j->column_tiles);

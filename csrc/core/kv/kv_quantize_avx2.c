@@ -93,6 +93,6 @@ TARGET static void split(const unsigned char *from, size_t count, unsigned char 
     }
 }
 
-const mls_group_kernels mls_group_kernels_avx2 = {measure, encode, decode, join, split};
+const mls_group_kernels mls_group_avx2 = {measure, encode, decode, join, split};
 
 #endif

@@ -12,11 +12,7 @@
 
 #include <stdint.h>
 
-enum {
-    MLS_KV_MIN_RANK = 2,
-    MLS_KV_MAX_RANK = 8,
-    MLS_KV_SEQ_AXIS = -2 /* the default sequence axis; negative: from the end */
-};
+enum { MLS_KV_MIN_RANK = 2, MLS_KV_MAX_RANK = 8 };
 
 typedef enum mls_kv_kind {
     MLS_KV_EXPAND, /* the target is at least as long as the source */

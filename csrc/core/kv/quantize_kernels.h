@@ -28,8 +28,6 @@ typedef struct mls_group_kernels {
     void (*split)(const unsigned char *from, size_t count, unsigned char *to);
 } mls_group_kernels;
 
-#if defined(__x86_64__)
-extern const mls_group_kernels mls_group_kernels_avx2;
-#endif
+MLS_CPU_AVX2_TABLES(mls_group_kernels, mls_group);
 
 #endif

@@ -7,8 +7,8 @@
 #define MLS_ROTATE_KERNELS_H
 
 #include "array/dtype.h"
+#include "runtime/cpu_features.h"
 
-#include <stdbool.h>
 #include <stddef.h>
 
 /* Rows of packed pairs. Rows may be unaligned. `dst` is `src`, or does not overlap it. */
@@ -25,9 +25,11 @@ typedef struct mls_rotate_rows {
 
 typedef void (*mls_rotate_rows_run)(const mls_rotate_rows *r);
 
-#if defined(__x86_64__)
-/* Return the fused function for AVX2, or NULL if the dtype has none. */
-mls_rotate_rows_run mls_rotate_rows_avx2(mls_dtype dtype, bool interleaved);
-#endif
+/* The fused functions for rows that are not interleaved and that are; NULL: none. */
+typedef struct mls_rotate_kernels {
+    mls_rotate_rows_run run[MLS_CONVERTIBLE][2];
+} mls_rotate_kernels;
+
+MLS_CPU_AVX2_TABLES(mls_rotate_kernels, mls_rotate);
 
 #endif

@@ -10,6 +10,7 @@
 #include "kv/rotate_keys.h"
 
 #include "array/strided_iter.h"
+#include "base/size.h"
 #include "kv/kv_transition.h"
 #include "kv/rotate_kernels.h"
 
@@ -47,7 +48,7 @@ static mls_code check_keys(const mls_tensor *keys, const mls_rotation *r, mls_st
         return mls_status_got(st, "%s", mls_dtype_of(keys->dtype)->name);
     }
     const size_t dim = keys->shape[keys->rank - 1];
-    const size_t most = dim < MLS_ROTATE_MOST_DIM ? dim : MLS_ROTATE_MOST_DIM;
+    const size_t most = mls_size_least(dim, MLS_ROTATE_MOST_DIM);
     if (r->rotary_dim < 2 || r->rotary_dim % 2 != 0 || r->rotary_dim > most) {
         mls_fail(
             st, MLS_E_VALUE,
@@ -79,16 +80,6 @@ static mls_code check_positive(const char *name, double value, mls_status *st)
     return mls_status_got(st, "%g", value);
 }
 
-/* Return whether two views of equal shape have the same elements in the same order. */
-static bool is_same_view(const mls_tensor *a, const mls_tensor *b)
-{
-    bool same = a->data == b->data && a->swapped == b->swapped;
-    for (int axis = 0; same && axis < a->rank; axis++) {
-        same = a->strides[axis] == b->strides[axis] || a->shape[axis] <= 1;
-    }
-    return same;
-}
-
 mls_code mls_rotate_keys_check(const mls_tensor *dst, const mls_tensor *keys,
                                const mls_rotation *rotation, mls_status *st)
 {
@@ -111,7 +102,8 @@ mls_code mls_rotate_keys_check(const mls_tensor *dst, const mls_tensor *keys,
         return mls_status_differ(st, mls_dtype_of(keys->dtype)->name,
                                  mls_dtype_of(dst->dtype)->name);
     }
-    if (mls_tensor_overlap(dst, keys) && !is_same_view(dst, keys)) {
+    if (mls_tensor_overlap(dst, keys) &&
+        !(dst->swapped == keys->swapped && mls_tensor_same_view(dst, keys))) {
         return mls_fail(
             st, MLS_E_OVERLAP,
             "the target shares memory with keys, but is another view: pass keys "
@@ -366,8 +358,7 @@ static void rotate_tile(void *context, size_t index)
         index /= j->pairs;
     }
     t.start = index * j->positions;
-    const size_t left = j->keys.shape[r->axis] - t.start;
-    t.count = left < j->positions ? left : j->positions;
+    t.count = mls_size_least(j->keys.shape[r->axis] - t.start, j->positions);
     if (t.angles == NULL) {
         const size_t step = r->shift_count == 1 ? 0 : 1;
         fill_angles(j, &own, &t, r->shifts + t.start * step, step, t.count);
@@ -379,23 +370,20 @@ static void rotate_tile(void *context, size_t index)
 
 /* ---- the whole rotation ---- */
 
+const mls_rotate_kernels mls_rotate_scalar = {{{NULL}}};
+
 /* Return the function that rotates without a buffer, or NULL: rows must be packed on both
  * sides and in this machine's byte order. */
 static mls_rotate_rows_run choose_fused(const job *j)
 {
-#if defined(__x86_64__)
     const int inner = j->by_pair ? j->rotation->axis : j->keys.rank - 1;
     const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(&j->keys);
     const bool packed = j->keys.strides[inner] == item && j->dst.strides[inner] == item;
-    const mls_cpu cpu = j->kernels->cpu;
-    if (packed && !j->keys.swapped && !j->dst.swapped &&
-        (cpu == MLS_CPU_AVX2 || cpu == MLS_CPU_AVX512)) {
-        return mls_rotate_rows_avx2(j->keys.dtype,
-                                    j->rotation->interleaved && !j->by_pair);
-    }
-#endif
-    (void)j;
-    return NULL;
+    const bool interleaved = j->rotation->interleaved && !j->by_pair;
+    const mls_rotate_kernels *kernels = MLS_CPU_AVX2_TABLE(j->kernels->cpu, mls_rotate);
+    return packed && !j->keys.swapped && !j->dst.swapped
+               ? kernels->run[j->keys.dtype][interleaved]
+               : NULL;
 }
 
 /* Copy the elements of the last axis that do not rotate. */

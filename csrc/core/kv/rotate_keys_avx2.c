@@ -148,16 +148,7 @@ TARGET static void interleaved_f32(const mls_rotate_rows *r)
     rotate_interleaved(r, false);
 }
 
-mls_rotate_rows_run mls_rotate_rows_avx2(mls_dtype dtype, bool interleaved)
-{
-    switch (dtype) {
-    case MLS_F16:
-        return interleaved ? interleaved_f16 : split_f16;
-    case MLS_F32:
-        return interleaved ? interleaved_f32 : split_f32;
-    default:
-        return NULL;
-    }
-}
+const mls_rotate_kernels mls_rotate_avx2 = {
+    {[MLS_F16] = {split_f16, interleaved_f16}, [MLS_F32] = {split_f32, interleaved_f32}}};
 
 #endif

@@ -49,29 +49,11 @@ typedef struct knapsack {
 
 /* ---- checks ---- */
 
-static mls_code refuse_item(const mls_knapsack_items *items, size_t i, mls_status *st)
-{
-    const bool bad_time = !(items->seconds[i] >= 0) || !isfinite(items->seconds[i]);
-    if (bad_time) {
-        mls_fail(st, MLS_E_VALUE,
-                 "seconds[%zu] is %g: choose a finite number, at least 0", i,
-                 items->seconds[i]);
-        mls_status_name(st, "seconds", strlen("seconds"));
-        mls_status_got(st, "%g", items->seconds[i]);
-    } else {
-        mls_fail(st, MLS_E_VALUE, "bytes[%zu] is %" PRId64 ": expected 0 or more", i,
-                 items->bytes[i]);
-        mls_status_name(st, "bytes", strlen("bytes"));
-        mls_status_got(st, "%" PRId64, items->bytes[i]);
-    }
-    return st->code;
-}
-
 static mls_code check_items(const mls_knapsack_items *items, int64_t budget, double *all,
                             int64_t *bytes, mls_status *st)
 {
-    int64_t sum = 0;
     *all = 0;
+    *bytes = 0;
     if (budget < 0) {
         return mls_fail(st, MLS_E_VALUE, "a budget of %" PRId64 " bytes is negative",
                         budget);
@@ -80,18 +62,10 @@ static mls_code check_items(const mls_knapsack_items *items, int64_t budget, dou
         return mls_fail(st, MLS_E_VALUE, "%zu operators: choose at most %d", items->count,
                         (int)MLS_KNAPSACK_ITEMS);
     }
-    for (size_t i = 0; i < items->count; i++) {
-        const double seconds = items->seconds[i];
-        if (!(seconds >= 0) || !isfinite(seconds) || items->bytes[i] < 0) {
-            return refuse_item(items, i, st);
-        }
-        if (__builtin_add_overflow(sum, items->bytes[i], &sum) || sum > INT64_MAX / 2) {
-            return mls_fail(st, MLS_E_SIZE,
-                            "all bytes together exceed 62 bits at bytes[%zu]", i);
-        }
-        *all += seconds;
+    if (mls_check_seconds("seconds", items->seconds, items->count, all, st) != MLS_OK ||
+        mls_check_bytes("bytes", items->bytes, items->count, NULL, bytes, st) != MLS_OK) {
+        return st->code;
     }
-    *bytes = sum;
     return isfinite(*all) ? MLS_OK
                           : mls_fail(st, MLS_E_SIZE,
                                      "all seconds together exceed the range of a double");

@@ -71,224 +71,7 @@ static mls_code fail_budget(const mls_chain *chain, const mls_plan_request *r,
     return mls_status_got(st, "%" PRId64, r->budget_bytes);
 }
 
-/* ---- solvers ---- */
-
-/* Finds any schedule that fits, for budgets too tight for slots. Its time is not
- * optimised: the trace prefers to keep, then the restart with the least recomputation. */
-static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
-                             mls_plan *out, mls_status *st)
-{
-    mls_plan_costs costs;
-    mls_plan_needs needs;
-    mls_code code =
-        mls_plan_costs_init(&costs, chain, r->budget_bytes, 0, r->offload, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    code = mls_plan_least(&costs, r->poll, &needs, st);
-    if (code == MLS_OK) {
-        out->method = MLS_PLAN_THAT_FITS;
-        code = mls_plan_trace(&costs, mls_plan_fits, &needs, r->poll, &out->schedule, st);
-        mls_plan_needs_fini(&needs);
-    }
-    mls_plan_costs_fini(&costs);
-    return code;
-}
-
-/* Returns the largest number of slots, at most `wanted`, whose table has an allowed size;
- * 0 if there is none. Searches, because padding makes the size irregular. */
-static size_t slots_that_fit(size_t blocks, size_t wanted)
-{
-    while (wanted > 0 && mls_plan_table_bytes(blocks, wanted) > MLS_PLAN_TABLE_BYTES) {
-        wanted -= wanted / 16 + 1;
-    }
-    return wanted;
-}
-
-/* Checks the table's size before any allocation; the error contains the possible number
- * of slots. */
-static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
-{
-    if (slots > MLS_PLAN_MAX_SLOTS) {
-        return mls_fail(st, MLS_E_VALUE, "%zu slots: choose 1 to %d", slots,
-                        (int)MLS_PLAN_MAX_SLOTS);
-    }
-    const size_t possible = slots_that_fit(blocks, slots);
-    if (possible == slots) {
-        return MLS_OK;
-    }
-    return mls_fail(st, MLS_E_SIZE,
-                    "a table of %zu blocks and %zu slots exceeds %zu MiB: choose at most "
-                    "%zu slots, or take several blocks as one",
-                    blocks, slots, MLS_PLAN_TABLE_BYTES >> 20, possible);
-}
-
-/* Computes the table of all segments. The caller frees `table` and then `costs`; on
- * failure both are already freed. */
-static mls_code solve_slots(const mls_chain *chain, const mls_plan_request *r,
-                            size_t slots, mls_plan_costs *costs, mls_plan_table *table,
-                            mls_status *st)
-{
-    if (check_table(chain->blocks, slots, st) != MLS_OK ||
-        mls_plan_costs_init(costs, chain, r->budget_bytes, slots, r->offload, st) !=
-            MLS_OK) {
-        return st->code;
-    }
-    const mls_code code = mls_plan_dp_slots(costs, r->cpu, r->pool, r->poll, table, st);
-    if (code != MLS_OK) {
-        mls_plan_costs_fini(costs);
-    }
-    return code;
-}
-
-/* Plans by slots. MLS_E_CAPACITY: the rounded sizes do not fit; the true sizes may. */
-static mls_code make_by_slots(const mls_chain *chain, const mls_plan_request *r,
-                              size_t slots, mls_plan *out, mls_status *st)
-{
-    mls_plan_costs costs;
-    mls_plan_table table;
-    mls_code code = solve_slots(chain, r, slots, &costs, &table, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    out->method = MLS_PLAN_BY_SLOTS;
-    out->slots = slots;
-    code = mls_plan_trace(&costs, mls_plan_dp_slots_value, &table, r->poll,
-                          &out->schedule, st);
-    mls_plan_table_fini(&table);
-    mls_plan_costs_fini(&costs);
-    return code;
-}
-
-/* Computes the fronts of all segments. MLS_E_SIZE: too many blocks or points. The caller
- * frees `fronts` and then `costs`; on failure both are already freed, so that the memory
- * is available for the next attempt. */
-static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r,
-                            mls_plan_costs *costs, mls_plan_fronts *fronts,
-                            mls_status *st)
-{
-    const size_t most = r->most_points == 0 ? MLS_PLAN_EXACT_POINTS : r->most_points;
-    if (chain->blocks > MLS_PLAN_EXACT_BLOCKS) {
-        return mls_fail(st, MLS_E_SIZE, "%zu blocks are too many to plan to the byte",
-                        chain->blocks);
-    }
-    mls_code code = mls_plan_costs_init(costs, chain, r->budget_bytes, 0, r->offload, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    code = mls_plan_dp_fronts(costs, most, r->pool, r->poll, fronts, st);
-    if (code != MLS_OK) {
-        mls_plan_costs_fini(costs);
-    }
-    return code;
-}
-
-/* Plans to the byte. MLS_E_SIZE as for solve_exact. */
-static mls_code make_exact(const mls_chain *chain, const mls_plan_request *r,
-                           mls_plan *out, mls_status *st)
-{
-    mls_plan_costs costs;
-    mls_plan_fronts fronts;
-    mls_code code = solve_exact(chain, r, &costs, &fronts, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    out->method = MLS_PLAN_BY_BYTES;
-    out->slots = 0;
-    code = mls_plan_trace(&costs, mls_plan_dp_fronts_value, &fronts, r->poll,
-                          &out->schedule, st);
-    mls_plan_fronts_fini(&fronts);
-    mls_plan_costs_fini(&costs);
-    return code;
-}
-
-/* Limits the budget to the useful maximum, so that slots are as small as possible. Sets
- * `*plain` if the budget is enough to keep everything. */
-static mls_code limit_budget(const mls_chain *chain, mls_plan_request *r, bool *plain,
-                             mls_status *st)
-{
-    int64_t enough;
-    const mls_code code = compute_plain_peak(chain, &enough, st);
-    if (code == MLS_OK) {
-        *plain = r->budget_bytes >= enough;
-        r->budget_bytes = *plain ? enough : r->budget_bytes;
-    }
-    return code;
-}
-
-/* Writes the schedule that keeps everything, which is the best one. Slots might miss it,
- * because they round sizes up. */
-static mls_code make_plain(const mls_chain *chain, mls_plan *out, mls_status *st)
-{
-    mls_code code = MLS_OK;
-    for (size_t i = 0; code == MLS_OK && i < chain->blocks; i++) {
-        code = mls_schedule_push(&out->schedule, MLS_STEP_SAVE, i, st);
-    }
-    for (size_t i = chain->blocks; code == MLS_OK && i-- > 0;) {
-        code = mls_schedule_push(&out->schedule, MLS_STEP_BACKWARD, i, st);
-    }
-    if (code != MLS_OK) {
-        mls_schedule_fini(&out->schedule);
-    }
-    return code;
-}
-
-/* Plans by slots; if these are too coarse, uses any schedule that fits. If that fails
- * too, no schedule fits. */
-static mls_code make_coarse(const mls_chain *chain, const mls_plan_request *r,
-                            size_t slots, mls_plan *out, mls_status *st)
-{
-    const mls_code code = make_by_slots(chain, r, slots, out, st);
-    return code == MLS_E_CAPACITY ? make_fitting(chain, r, out, st) : code;
-}
-
-/* Returns the number of slots to use if planning to the byte is too expensive: fewer if
- * the table would be too large. At least 1, so that check_table can fail with a message.
- */
-static size_t fallback_slots(size_t blocks)
-{
-    const size_t slots = slots_that_fit(blocks, MLS_PLAN_AUTO_SLOTS);
-    return slots == 0 ? 1 : slots;
-}
-
-/* Plain if it fits; otherwise to the byte, or by slots if requested or if there is no
- * other way. If no schedule fits, the error is the same for all solvers. */
-mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
-                       mls_plan *out, mls_status *st)
-{
-    mls_plan_request r = *request;
-    mls_plan plan = {0};
-    bool plain = false;
-    mls_code code = limit_budget(chain, &r, &plain, st);
-    if (code != MLS_OK) {
-        return code;
-    }
-    if (plain) {
-        code = make_plain(chain, &plan, st);
-    } else if (r.slots > 0) {
-        code = make_coarse(chain, &r, r.slots, &plan, st);
-    } else {
-        code = make_exact(chain, &r, &plan, st);
-        if (code == MLS_E_SIZE) {
-            code = make_coarse(chain, &r, fallback_slots(chain->blocks), &plan, st);
-        }
-    }
-    if (code == MLS_E_CAPACITY) {
-        return fail_budget(chain, request, st);
-    }
-    if (code == MLS_OK) {
-        *out = plan;
-    }
-    return code;
-}
-
-void mls_plan_fini(mls_plan *plan)
-{
-    mls_schedule_fini(&plan->schedule);
-    *plan = (mls_plan){0};
-}
-
-/* ---- the Pareto curve ---- */
+/* ---- points of the Pareto curve ---- */
 
 /* Seconds without any recomputation. Solver values are relative to this sum. */
 static double plain_seconds(const mls_chain *chain)
@@ -352,38 +135,210 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
     return MLS_OK;
 }
 
-/* Computes the curve to the byte. MLS_E_SIZE: too expensive. */
-static mls_code curve_exact(const mls_chain *chain, const mls_plan_request *r,
-                            mls_plan_curve *out, mls_status *st)
+/* ---- solvers ---- */
+
+/* What to make of a solution: a plan, or the curve of all budgets. */
+typedef struct result {
+    mls_plan *plan; /* NULL: the curve */
+    mls_plan_curve *curve;
+} result;
+
+/* Finds any schedule that fits, for budgets too tight for slots. Its time is not
+ * optimised: the trace prefers to keep, then the restart with the least recomputation. */
+static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
+                             mls_plan *out, mls_status *st)
 {
     mls_plan_costs costs;
-    mls_plan_fronts fronts;
-    mls_code code = solve_exact(chain, r, &costs, &fronts, st);
+    mls_plan_needs needs;
+    mls_code code =
+        mls_plan_costs_init(&costs, chain, r->budget_bytes, 0, r->offload, st);
     if (code != MLS_OK) {
         return code;
     }
-    code = curve_of_fronts(chain, &fronts, out, st);
+    code = mls_plan_least(&costs, r->poll, &needs, st);
+    if (code == MLS_OK) {
+        out->method = MLS_PLAN_THAT_FITS;
+        code = mls_plan_trace(&costs, mls_plan_fits, &needs, r->poll, &out->schedule, st);
+        mls_plan_needs_fini(&needs);
+    }
+    mls_plan_costs_fini(&costs);
+    return code;
+}
+
+/* Returns the largest number of slots, at most `wanted`, whose table has an allowed size;
+ * 0 if there is none. Searches, because padding makes the size irregular. */
+static size_t slots_that_fit(size_t blocks, size_t wanted)
+{
+    while (wanted > 0 && mls_plan_table_bytes(blocks, wanted) > MLS_PLAN_TABLE_BYTES) {
+        wanted -= wanted / 16 + 1;
+    }
+    return wanted;
+}
+
+/* Checks the table's size before any allocation; the error contains the possible number
+ * of slots. */
+static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
+{
+    if (slots > MLS_PLAN_MAX_SLOTS) {
+        return mls_fail(st, MLS_E_VALUE, "%zu slots: choose 1 to %d", slots,
+                        (int)MLS_PLAN_MAX_SLOTS);
+    }
+    const size_t possible = slots_that_fit(blocks, slots);
+    if (possible == slots) {
+        return MLS_OK;
+    }
+    return mls_fail(st, MLS_E_SIZE,
+                    "a table of %zu blocks and %zu slots exceeds %zu MiB: choose at most "
+                    "%zu slots, or take several blocks as one",
+                    blocks, slots, MLS_PLAN_TABLE_BYTES >> 20, possible);
+}
+
+/* Solves by slots. MLS_E_CAPACITY: the rounded sizes of a plan do not fit; the true sizes
+ * may. One table has the values of all budgets that are whole slots of the largest one.
+ */
+static mls_code solve_by_slots(const mls_chain *chain, const mls_plan_request *r,
+                               size_t slots, result out, mls_status *st)
+{
+    mls_plan_costs costs;
+    mls_plan_table table;
+    if (check_table(chain->blocks, slots, st) != MLS_OK ||
+        mls_plan_costs_init(&costs, chain, r->budget_bytes, slots, r->offload, st) !=
+            MLS_OK) {
+        return st->code;
+    }
+    mls_code code = mls_plan_dp_slots(&costs, r->cpu, r->pool, r->poll, &table, st);
+    if (code == MLS_OK && out.plan != NULL) {
+        out.plan->method = MLS_PLAN_BY_SLOTS;
+        out.plan->slots = slots;
+        code = mls_plan_trace(&costs, mls_plan_dp_slots_value, &table, r->poll,
+                              &out.plan->schedule, st);
+    } else if (code == MLS_OK) {
+        const int64_t bytes = r->budget_bytes - chain->activation_bytes[0];
+        code = curve_of_table(chain, &table, bytes, out.curve, st);
+    }
+    mls_plan_table_fini(&table);
+    mls_plan_costs_fini(&costs);
+    return code;
+}
+
+/* Solves to the byte. MLS_E_SIZE: too many blocks or points; all memory is freed, so that
+ * it is available for the next attempt. */
+static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r, result out,
+                            mls_status *st)
+{
+    mls_plan_costs costs;
+    mls_plan_fronts fronts;
+    const size_t most = r->most_points == 0 ? MLS_PLAN_EXACT_POINTS : r->most_points;
+    if (chain->blocks > MLS_PLAN_EXACT_BLOCKS) {
+        return mls_fail(st, MLS_E_SIZE, "%zu blocks are too many to plan to the byte",
+                        chain->blocks);
+    }
+    mls_code code =
+        mls_plan_costs_init(&costs, chain, r->budget_bytes, 0, r->offload, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_plan_dp_fronts(&costs, most, r->pool, r->poll, &fronts, st);
+    if (code == MLS_OK && out.plan != NULL) {
+        out.plan->method = MLS_PLAN_BY_BYTES;
+        out.plan->slots = 0;
+        code = mls_plan_trace(&costs, mls_plan_dp_fronts_value, &fronts, r->poll,
+                              &out.plan->schedule, st);
+    } else if (code == MLS_OK) {
+        code = curve_of_fronts(chain, &fronts, out.curve, st);
+    }
     mls_plan_fronts_fini(&fronts);
     mls_plan_costs_fini(&costs);
     return code;
 }
 
-/* One table has the values of all budgets that are whole slots of the largest budget. */
-static mls_code curve_by_slots(const mls_chain *chain, const mls_plan_request *r,
-                               size_t slots, mls_plan_curve *out, mls_status *st)
+/* Limits the budget to the useful maximum, so that slots are as small as possible. Sets
+ * `*plain` if the budget is enough to keep everything. */
+static mls_code limit_budget(const mls_chain *chain, mls_plan_request *r, bool *plain,
+                             mls_status *st)
 {
-    mls_plan_costs costs;
-    mls_plan_table table;
-    const int64_t bytes = r->budget_bytes - chain->activation_bytes[0];
-    mls_code code = solve_slots(chain, r, slots, &costs, &table, st);
+    int64_t enough;
+    const mls_code code = compute_plain_peak(chain, &enough, st);
+    if (code == MLS_OK) {
+        *plain = r->budget_bytes >= enough;
+        r->budget_bytes = *plain ? enough : r->budget_bytes;
+    }
+    return code;
+}
+
+/* Writes the schedule that keeps everything, which is the best one. Slots might miss it,
+ * because they round sizes up. */
+static mls_code make_plain(const mls_chain *chain, mls_plan *out, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    for (size_t i = 0; code == MLS_OK && i < chain->blocks; i++) {
+        code = mls_schedule_push(&out->schedule, MLS_STEP_SAVE, i, st);
+    }
+    for (size_t i = chain->blocks; code == MLS_OK && i-- > 0;) {
+        code = mls_schedule_push(&out->schedule, MLS_STEP_BACKWARD, i, st);
+    }
+    if (code != MLS_OK) {
+        mls_schedule_fini(&out->schedule);
+    }
+    return code;
+}
+
+/* Plans by slots; if these are too coarse, uses any schedule that fits. If that fails
+ * too, no schedule fits. */
+static mls_code make_coarse(const mls_chain *chain, const mls_plan_request *r,
+                            size_t slots, mls_plan *out, mls_status *st)
+{
+    const mls_code code = solve_by_slots(chain, r, slots, (result){.plan = out}, st);
+    return code == MLS_E_CAPACITY ? make_fitting(chain, r, out, st) : code;
+}
+
+/* Returns the number of slots to use if planning to the byte is too expensive: fewer if
+ * the table would be too large. At least 1, so that check_table can fail with a message.
+ */
+static size_t fallback_slots(size_t blocks)
+{
+    const size_t slots = slots_that_fit(blocks, MLS_PLAN_AUTO_SLOTS);
+    return slots == 0 ? 1 : slots;
+}
+
+/* Plain if it fits; otherwise to the byte, or by slots if requested or if there is no
+ * other way. If no schedule fits, the error is the same for all solvers. */
+mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
+                       mls_plan *out, mls_status *st)
+{
+    mls_plan_request r = *request;
+    mls_plan plan = {0};
+    bool plain = false;
+    mls_code code = limit_budget(chain, &r, &plain, st);
     if (code != MLS_OK) {
         return code;
     }
-    code = curve_of_table(chain, &table, bytes, out, st);
-    mls_plan_table_fini(&table);
-    mls_plan_costs_fini(&costs);
+    if (plain) {
+        code = make_plain(chain, &plan, st);
+    } else if (r.slots > 0) {
+        code = make_coarse(chain, &r, r.slots, &plan, st);
+    } else {
+        code = solve_exact(chain, &r, (result){.plan = &plan}, st);
+        if (code == MLS_E_SIZE) {
+            code = make_coarse(chain, &r, fallback_slots(chain->blocks), &plan, st);
+        }
+    }
+    if (code == MLS_E_CAPACITY) {
+        return fail_budget(chain, request, st);
+    }
+    if (code == MLS_OK) {
+        *out = plan;
+    }
     return code;
 }
+
+void mls_plan_fini(mls_plan *plan)
+{
+    mls_schedule_fini(&plan->schedule);
+    *plan = (mls_plan){0};
+}
+
+/* ---- the Pareto curve ---- */
 
 /* The budget is the peak of the plain run: the curve ends there. */
 mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request,
@@ -395,14 +350,15 @@ mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request
     r.budget_bytes = INT64_MAX;
     mls_code code = limit_budget(chain, &r, &plain, st);
     if (code == MLS_OK && slots == 0) {
-        code = curve_exact(chain, &r, out, st);
+        code = solve_exact(chain, &r, (result){.curve = out}, st);
         if (code != MLS_E_SIZE) {
             return code;
         }
         slots = fallback_slots(chain->blocks);
         code = MLS_OK;
     }
-    return code == MLS_OK ? curve_by_slots(chain, &r, slots, out, st) : code;
+    return code == MLS_OK ? solve_by_slots(chain, &r, slots, (result){.curve = out}, st)
+                          : code;
 }
 
 void mls_plan_curve_fini(mls_plan_curve *curve)

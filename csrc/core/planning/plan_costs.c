@@ -322,15 +322,11 @@ static size_t choose_option(const tracer *r, size_t s, size_t t, int64_t memory,
 
 static mls_code push_item(tracer *r, item added, mls_status *st)
 {
-    if (r->count == r->room) {
-        const size_t room = r->room == 0 ? 64 : 2 * r->room;
-        item *items = mls_realloc(r->items, room, sizeof *items);
-        if (items == NULL) {
-            return mls_fail(st, MLS_E_MEMORY, "no memory for a schedule");
-        }
-        r->items = items;
-        r->room = room;
+    item *items = mls_grow(r->items, r->count, &r->room, sizeof *items);
+    if (items == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a schedule");
     }
+    r->items = items;
     r->items[r->count++] = added;
     return MLS_OK;
 }

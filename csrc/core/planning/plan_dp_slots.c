@@ -50,16 +50,6 @@ static size_t round_up(size_t value, size_t unit)
     return (value + unit - 1) / unit * unit;
 }
 
-static size_t max_size(size_t a, size_t b)
-{
-    return a > b ? a : b;
-}
-
-static size_t min_size(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
 /* Returns an odd number of cache lines. With an even number, the entries of one step
  * would map to few cache sets and evict each other. */
 static size_t stride_of(size_t slots)
@@ -116,12 +106,13 @@ static void try_restarts(const solver *v, size_t s, size_t t, size_t from, size_
     const size_t row = mls_plan_cell(v->n, s, 0), hold = (size_t)v->costs->hold[t];
     const int32_t *below = v->need + mls_plan_cell(v->n, from, t);
     float *values = values_of(v->table, s, t);
-    end = min_size(end, v->entries);
+    end = mls_size_least(end, v->entries);
     for (size_t k = from; k < to; k++) {
         const size_t shift = v->shift[k], left = row + k - 1;
-        const size_t bound = max_size((size_t)v->sweep[left] + hold, shift);
-        const size_t finite = max_size((size_t)v->need[left], shift + (size_t)*below);
-        const size_t first = max_size(bound, finite);
+        const size_t bound = mls_size_most((size_t)v->sweep[left] + hold, shift);
+        const size_t finite =
+            mls_size_most((size_t)v->need[left], shift + (size_t)*below);
+        const size_t first = mls_size_most(bound, finite);
         if (first < end) {
             v->kernels->row(values + first, values_of(v->table, s, k - 1) + first,
                             values_of(v->table, k, t) + first - shift, again_of(v, s, k),
@@ -136,20 +127,21 @@ static void try_restarts(const solver *v, size_t s, size_t t, size_t from, size_
  * registers, so the entries before it are computed here. */
 static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
 {
-    const size_t s_end = min_size(s + SMALL, v->n), t_end = min_size(t + SMALL, v->n);
+    const size_t s_end = mls_size_least(s + SMALL, v->n),
+                 t_end = mls_size_least(t + SMALL, v->n);
     size_t sweep = 0, hold = 0, natural = NEVER, lowest = NEVER;
     for (size_t i = s; i < s_end; i++) {
         const size_t cell = mls_plan_cell(v->n, i, k - 1);
-        lowest = min_size(lowest, (size_t)v->need[cell]);
-        sweep = max_size(sweep, (size_t)v->sweep[cell]);
+        lowest = mls_size_least(lowest, (size_t)v->need[cell]);
+        sweep = mls_size_most(sweep, (size_t)v->sweep[cell]);
     }
     for (size_t l = t; l < t_end; l++) {
-        natural = min_size(natural, (size_t)v->need[mls_plan_cell(v->n, k, l)]);
-        hold = max_size(hold, (size_t)v->costs->hold[l]);
+        natural = mls_size_least(natural, (size_t)v->need[mls_plan_cell(v->n, k, l)]);
+        hold = mls_size_most(hold, (size_t)v->costs->hold[l]);
     }
     const size_t bound =
-        max_size(sweep + hold, v->shift[k]); /* the largest of the tile */
-    natural = max_size(natural + v->shift[k], lowest) / LANES * LANES;
+        mls_size_most(sweep + hold, v->shift[k]); /* the largest of the tile */
+    natural = mls_size_most(natural + v->shift[k], lowest) / LANES * LANES;
     if (natural >= bound) {
         return (uint32_t)natural;
     }
@@ -167,12 +159,12 @@ static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
 static size_t last_of(const solver *v, size_t s, size_t t)
 {
     size_t full = 0;
-    for (size_t i = s; i < min_size(s + SMALL, v->n); i++) {
-        for (size_t l = t; l < min_size(t + SMALL, v->n); l++) {
-            full = max_size(full, (size_t)v->full[mls_plan_cell(v->n, i, l)]);
+    for (size_t i = s; i < mls_size_least(s + SMALL, v->n); i++) {
+        for (size_t l = t; l < mls_size_least(t + SMALL, v->n); l++) {
+            full = mls_size_most(full, (size_t)v->full[mls_plan_cell(v->n, i, l)]);
         }
     }
-    return round_up(min_size(full, v->entries), LANES);
+    return round_up(mls_size_least(full, v->entries), LANES);
 }
 
 /* A kernel's arguments for a block of restarts. */
@@ -184,7 +176,7 @@ typedef struct block {
 static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
                                   size_t first, size_t last)
 {
-    const size_t s_last = min_size(s + SMALL, v->n) - 1;
+    const size_t s_last = mls_size_least(s + SMALL, v->n) - 1;
     mls_plan_tile job = {.values = v->table->values,
                          .rows = v->table->rows,
                          .stride = v->table->stride,
@@ -203,7 +195,7 @@ static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
     for (size_t k = first; k < last; k++) {
         b->begin[k - first] = begin_of(v, s, t, k);
         b->plus[k - first] = again_of(v, s_last, k);
-        job.from = min_size(job.from, b->begin[k - first]);
+        job.from = mls_size_least(job.from, b->begin[k - first]);
     }
     return job;
 }
@@ -212,7 +204,8 @@ static void multiply_tile(const solver *v, size_t s, size_t t, size_t first, siz
 {
     block b;
     for (size_t k = first; k < last; k += LARGE) {
-        const mls_plan_tile job = prepare_tile(v, &b, s, t, k, min_size(k + LARGE, last));
+        const mls_plan_tile job =
+            prepare_tile(v, &b, s, t, k, mls_size_least(k + LARGE, last));
         v->kernels->tile(&job);
     }
 }
@@ -228,16 +221,16 @@ static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
     for (size_t i = s; i < s_end; i += SMALL) {
         for (size_t l = t; l < t_end; l += SMALL) {
             jobs[count] = prepare_tile(v, &blocks[count], i, l, first, last);
-            from = min_size(from, jobs[count].from);
-            to = max_size(to, jobs[count].to);
+            from = mls_size_least(from, jobs[count].from);
+            to = mls_size_most(to, jobs[count].to);
             count++;
         }
     }
     for (size_t strip = from; strip < to; strip += STRIP) {
         for (size_t i = 0; i < count; i++) {
             mls_plan_tile job = jobs[i];
-            job.from = max_size(job.from, strip);
-            job.to = min_size(job.to, strip + STRIP);
+            job.from = mls_size_most(job.from, strip);
+            job.to = mls_size_least(job.to, strip + STRIP);
             v->kernels->tile(&job);
         }
     }
@@ -252,7 +245,7 @@ static void try_save(const solver *v, size_t s, size_t t, int64_t moved, double 
     const mls_plan_costs *c = v->costs;
     const size_t shift = (size_t)moved;
     const size_t rest = shift + (size_t)v->need[mls_plan_cell(v->n, s + 1, t)];
-    const size_t first = max_size((size_t)mls_plan_save_need(c, s, t), rest);
+    const size_t first = mls_size_most((size_t)mls_plan_save_need(c, s, t), rest);
     if (first < v->entries) {
         v->kernels->keep(values_of(v->table, s, t) + first,
                          values_of(v->table, s + 1, t) + first - shift, (float)seconds,
@@ -284,8 +277,9 @@ static void finish_segment(const solver *v, size_t s, size_t t)
     const size_t cell = mls_plan_cell(v->n, s, t);
     const size_t s_end = s / SMALL * SMALL + SMALL, t_begin = t / SMALL * SMALL;
     /* from `full` on nothing is recomputed, so a restart gains nothing */
-    try_restarts(v, s, t, s + 1, min_size(s_end, t + 1), (size_t)v->full[cell]);
-    try_restarts(v, s, t, max_size(s_end, t_begin + 1), t + 1, (size_t)v->full[cell]);
+    try_restarts(v, s, t, s + 1, mls_size_least(s_end, t + 1), (size_t)v->full[cell]);
+    try_restarts(v, s, t, mls_size_most(s_end, t_begin + 1), t + 1,
+                 (size_t)v->full[cell]);
     if (s == t) {
         for (size_t m = (size_t)mls_plan_save_need(c, s, t); m < v->entries; m++) {
             values[m] = 0;
@@ -307,7 +301,7 @@ static void finish_segment(const solver *v, size_t s, size_t t)
 static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t t_end)
 {
     for (size_t i = s; i < s_end; i++) {
-        for (size_t l = max_size(i, t); l < t_end; l++) {
+        for (size_t l = mls_size_most(i, t); l < t_end; l++) {
             memcpy(values_of(v->table, i, l), v->blank,
                    v->table->stride * sizeof *v->blank);
         }
@@ -329,11 +323,11 @@ static void finish_small(const solver *v, size_t s, size_t t, size_t early, size
                          size_t next_s, size_t next_t)
 {
     if (s < t) {
-        multiply_tile(v, s, t, s + SMALL, min_size(early, t + 1));
-        multiply_tile(v, s, t, max_size(late + 1, s + SMALL), t + 1);
+        multiply_tile(v, s, t, s + SMALL, mls_size_least(early, t + 1));
+        multiply_tile(v, s, t, mls_size_most(late + 1, s + SMALL), t + 1);
     }
-    for (size_t i = min_size(s + SMALL, v->n); i-- > s;) {
-        for (size_t l = max_size(i, t); l < min_size(t + SMALL, v->n); l++) {
+    for (size_t i = mls_size_least(s + SMALL, v->n); i-- > s;) {
+        for (size_t l = mls_size_most(i, t); l < mls_size_least(t + SMALL, v->n); l++) {
             if (next_s < NEVER) {
                 prefetch_segment(v, next_s + i - s, next_t + l - t);
             }
@@ -373,8 +367,8 @@ static bool go_on(solver *v)
 static void fill_large(solver *v, size_t s, size_t t)
 {
     const size_t padded = v->table->padded;
-    const size_t s_end = min_size(s + v->large, padded);
-    const size_t t_end = min_size(t + v->large, padded);
+    const size_t s_end = mls_size_least(s + v->large, padded);
+    const size_t t_end = mls_size_least(t + v->large, padded);
     if (!go_on(v)) {
         return;
     }
@@ -387,7 +381,7 @@ static void fill_large(solver *v, size_t s, size_t t)
         if (!go_on(v)) {
             return;
         }
-        multiply_large(v, s, t, s_end, t_end, k, min_size(k + v->large, t + 1));
+        multiply_large(v, s, t, s_end, t_end, k, mls_size_least(k + v->large, t + 1));
     }
     for (size_t i = s_end; i > s; i -= SMALL) { /* restarts s_end .. t are done */
         for (size_t l = t; l < t_end; l += SMALL) {

@@ -44,6 +44,16 @@ mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st);
 #    define MLS_CPU_TABLE(cpu, name)   ((void)(cpu), &name##_scalar)
 #endif
 
+/* The same for kernels with NAME_scalar and NAME_avx2 only, used with AVX-512 too. */
+#if defined(__x86_64__)
+#    define MLS_CPU_AVX2_TABLES(type, name) extern const type name##_scalar, name##_avx2
+#    define MLS_CPU_AVX2_TABLE(cpu, name)                                                \
+        ((cpu) == MLS_CPU_SCALAR ? &name##_scalar : &name##_avx2)
+#else
+#    define MLS_CPU_AVX2_TABLES(type, name) extern const type name##_scalar
+#    define MLS_CPU_AVX2_TABLE(cpu, name)   ((void)(cpu), &name##_scalar)
+#endif
+
 /* Return whether the processor prefetches sequential memory within a page well enough
  * that explicit prefetches only cost time. True for AMD (measured on Zen 5), false for
  * Intel. */

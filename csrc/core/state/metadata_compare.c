@@ -11,15 +11,7 @@
 
 bool mls_tensor_meta_same_shape(const mls_tensor_meta *a, const mls_tensor_meta *b)
 {
-    if (a->rank != b->rank) {
-        return false;
-    }
-    for (int axis = 0; axis < a->rank; axis++) {
-        if (a->shape[axis] != b->shape[axis]) {
-            return false;
-        }
-    }
-    return true;
+    return mls_shape_equal(a->rank, a->shape, b->rank, b->shape);
 }
 
 /* Equal pointers are the common case. */

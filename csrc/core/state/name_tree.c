@@ -15,7 +15,6 @@
 #include "state/name_tree.h"
 
 #include "base/memory.h"
-#include "base/size.h"
 
 #include <string.h>
 
@@ -110,17 +109,12 @@ static mls_code reserve_node(mls_name_tree *names, mls_status *st)
         return mls_fail(st, MLS_E_CAPACITY, "the names have more than %zu segments",
                         MAX_NODES);
     }
-    if (names->size == names->room) {
-        size_t room;
-        mls_name_node *nodes = mls_size_mul(names->room, 2, &room)
-                                   ? mls_realloc(names->nodes, room, sizeof *nodes)
-                                   : NULL;
-        if (nodes == NULL) {
-            return no_memory(st);
-        }
-        names->nodes = nodes;
-        names->room = room;
+    mls_name_node *nodes =
+        mls_grow(names->nodes, names->size, &names->room, sizeof *nodes);
+    if (nodes == NULL) {
+        return no_memory(st);
     }
+    names->nodes = nodes;
     return MLS_OK;
 }
 

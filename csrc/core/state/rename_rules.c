@@ -94,15 +94,6 @@ static size_t count_hits(mls_str name, const mls_rename_rule *rule)
     return hits;
 }
 
-static size_t count_dots(mls_str text)
-{
-    size_t dots = 0;
-    for (size_t i = 0; i < text.length; i++) {
-        dots += text.data[i] == '.';
-    }
-    return dots;
-}
-
 static bool length_after(size_t length, size_t hits, const mls_rename_rule *rule,
                          size_t *out)
 {
@@ -117,7 +108,7 @@ static bool length_after(size_t length, size_t hits, const mls_rename_rule *rule
 static size_t bound_length(mls_str name, const mls_rename_rule *rules, size_t count)
 {
     size_t length = name.length;
-    size_t segments = count_dots(name) + 1;
+    size_t segments = mls_str_count(name, '.') + 1;
     for (size_t i = 0; i < count; i++) {
         const mls_rename_rule *rule = &rules[i];
         const size_t hits = is_anywhere(rule) ? segments : 1;
@@ -125,7 +116,7 @@ static size_t bound_length(mls_str name, const mls_rename_rule *rules, size_t co
         size_t added, dots;
         if (!mls_size_mul(hits, new > old ? new - old : 0, &added) ||
             !mls_size_add(length, added, &length) ||
-            !mls_size_mul(hits, count_dots(rule->new), &dots) ||
+            !mls_size_mul(hits, mls_str_count(rule->new, '.'), &dots) ||
             !mls_size_add(segments, dots, &segments)) {
             return SIZE_MAX;
         }

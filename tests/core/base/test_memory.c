@@ -23,6 +23,23 @@ TEST(an_empty_block_is_no_failure)
     mls_free(block);
 }
 
+TEST(a_full_block_doubles_and_a_refused_one_stays)
+{
+    size_t room = 0;
+    unsigned *block = NULL;
+    for (unsigned i = 0; i < 40; i++) {
+        unsigned *grown = mls_grow(block, i, &room, sizeof *grown);
+        REQUIRE(grown != NULL);
+        CHECK(i < room && (i == 0 || room <= 2 * i || grown == block));
+        block = grown;
+        block[i] = i;
+    }
+    CHECK(room == 64 && block[0] == 0 && block[39] == 39);
+    CHECK(mls_grow(block, room, &room, SIZE_MAX / 100) == NULL);
+    CHECK(room == 64 && block[39] == 39);
+    mls_free(block);
+}
+
 TEST(pages_grow_with_their_content_and_zeros_behind)
 {
     mls_pages pages = {0};

@@ -149,7 +149,4 @@ mls_code mls_index_of_files(const char *folder, const char *const *names, size_t
     return MLS_OK;
 }
 
-#else
-/* No POSIX files: see io/file.h. */
-typedef int mls_index_of_files_unused;
 #endif

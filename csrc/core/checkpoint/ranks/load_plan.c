@@ -312,7 +312,4 @@ void mls_load_plan_scatter(const mls_load_plan *plan, const mls_load_target *tar
     }
 }
 
-#else
-/* No POSIX files: see io/file.h. */
-typedef int mls_load_plan_unused;
 #endif

@@ -31,15 +31,12 @@ static uint64_t span_cost(const mls_read_span *s)
 
 static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
 {
-    if (plan->count == plan->room) {
-        const size_t room = plan->room < 64 ? 64 : 2 * plan->room;
-        mls_read_span *grown = mls_realloc(plan->spans, room, sizeof *grown);
-        if (grown == NULL) {
-            return mls_fail(st, MLS_E_MEMORY, "no memory for a plan of %zu parts", room);
-        }
-        plan->spans = grown;
-        plan->room = room;
+    mls_read_span *spans = mls_grow(plan->spans, plan->count, &plan->room, sizeof *spans);
+    if (spans == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a plan of %zu parts",
+                        plan->count + 1);
     }
+    plan->spans = spans;
     s.cost = span_cost(&s);
     plan->spans[plan->count++] = s;
     plan->cost += s.cost;

@@ -41,8 +41,7 @@ void mls_problems_fini(mls_problems *problems)
 enum {
     STEP = 256 << 10, /* stays in the cache between reading and checksum */
     PART = 8 << 20,   /* bytes of one task; a multiple of the block size */
-    LENGTH_BYTES = 8, /* length field before a header */
-    FIRST_ROOM = 16   /* initial capacity of the list */
+    LENGTH_BYTES = 8  /* length field before a header */
 };
 
 /* A place of a shard, the only one of a plain shard or one of its layers, with the keys
@@ -107,16 +106,12 @@ static void append_problem(verifier *v, const mls_problem *problem)
     if (found->count == MLS_PROBLEMS_MOST) {
         return;
     }
-    if (found->count == v->room) {
-        const size_t room = v->room == 0 ? FIRST_ROOM : 2 * v->room;
-        mls_problem *list = mls_realloc(found->list, room, sizeof *list);
-        if (list == NULL) {
-            v->code = MLS_E_MEMORY;
-            return;
-        }
-        found->list = list;
-        v->room = room;
+    mls_problem *list = mls_grow(found->list, found->count, &v->room, sizeof *list);
+    if (list == NULL) {
+        v->code = MLS_E_MEMORY;
+        return;
     }
+    found->list = list;
     found->list[found->count++] = *problem;
 }
 

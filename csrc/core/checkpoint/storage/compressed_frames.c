@@ -60,54 +60,34 @@ bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 #    pragma GCC optimize("O3")
 #endif
 
-/* Move byte b of every element to plane b. `item` is a constant at each call. */
-static inline void shuffle_items(const unsigned char *restrict from, size_t count,
-                                 size_t item, unsigned char *restrict to)
+/* Move byte b of every element to plane b, or back. `item` and `back` are constants at
+ * each call. */
+static inline void move_items(const unsigned char *restrict from, size_t count,
+                              size_t item, bool back, unsigned char *restrict to)
 {
     for (size_t i = 0; i < count; i++) {
         for (size_t b = 0; b < item; b++) {
-            to[b * count + i] = from[i * item + b];
+            const size_t element = i * item + b, plane = b * count + i;
+            if (back) {
+                to[element] = from[plane];
+            } else {
+                to[plane] = from[element];
+            }
         }
     }
 }
 
-static void shuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
-                          unsigned char *to)
+static inline void move_bytes(const unsigned char *from, size_t bytes, size_t item,
+                              bool back, unsigned char *to)
 {
     if (item == 2) {
-        shuffle_items(from, bytes / 2, 2, to);
+        move_items(from, bytes / 2, 2, back, to);
     } else if (item == 4) {
-        shuffle_items(from, bytes / 4, 4, to);
+        move_items(from, bytes / 4, 4, back, to);
     } else {
-        shuffle_items(from, bytes / 8, 8, to);
+        move_items(from, bytes / 8, 8, back, to);
     }
 }
-
-#if !defined(_WIN32)
-
-static inline void unshuffle_items(const unsigned char *restrict from, size_t count,
-                                   size_t item, unsigned char *restrict to)
-{
-    for (size_t i = 0; i < count; i++) {
-        for (size_t b = 0; b < item; b++) {
-            to[i * item + b] = from[b * count + i];
-        }
-    }
-}
-
-static void unshuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
-                            unsigned char *to)
-{
-    if (item == 2) {
-        unshuffle_items(from, bytes / 2, 2, to);
-    } else if (item == 4) {
-        unshuffle_items(from, bytes / 4, 4, to);
-    } else {
-        unshuffle_items(from, bytes / 8, 8, to);
-    }
-}
-
-#endif
 
 #if defined(__GNUC__) && !defined(__clang__)
 #    pragma GCC pop_options
@@ -122,7 +102,7 @@ mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
 {
     size_t coded = 0;
     if (item > 1) {
-        shuffle_bytes(from, bytes, item, apart);
+        move_bytes(from, bytes, item, false, apart);
     } else {
         memcpy(apart, from, bytes);
     }
@@ -264,7 +244,7 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
         st->offset = coded->offset + begin;
     }
     if (code == MLS_OK && frames->item > 1) {
-        unshuffle_bytes(to, bytes, frames->item, room->room + DATA);
+        move_bytes(to, bytes, frames->item, true, room->room + DATA);
     }
     *data = room->room + DATA;
     return code;

@@ -10,8 +10,6 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
-enum { FIRST_ROOM = 16 };
-
 /* Small enough that adding a quarter twice cannot overflow. */
 #define MOST_SCORE (UINT64_C(1) << 60)
 
@@ -58,18 +56,11 @@ static size_t free_number(mls_tiers *t)
         }
         return i;
     }
-    if (t->count == t->room) {
-        size_t room = FIRST_ROOM;
-        if (t->room > 0 && !mls_size_mul(t->room, 2, &room)) {
-            return SIZE_MAX;
-        }
-        mls_tier_unit *units = mls_realloc(t->units, room, sizeof *units);
-        if (units == NULL) {
-            return SIZE_MAX;
-        }
-        t->units = units;
-        t->room = room;
+    mls_tier_unit *units = mls_grow(t->units, t->count, &t->room, sizeof *units);
+    if (units == NULL) {
+        return SIZE_MAX;
     }
+    t->units = units;
     return t->count;
 }
 
