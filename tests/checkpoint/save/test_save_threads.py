@@ -174,8 +174,8 @@ def test_what_one_rank_has_wrong_is_told_as_what_it_is(path, case, asynchronous)
 
 
 def test_a_first_save_that_cannot_commit_leaves_nothing(path, monkeypatch):
-    def full(name, *_):
-        raise mlstate.StoreError(errno.ENOSPC, "no room", name)
+    def full(name, *_):  # the text is longer than a message between ranks
+        raise mlstate.StoreError(errno.ENOSPC, "no room " * 999, name)
 
     with monkeypatch.context() as patch:
         patch.setattr(_core, "file_replace", full)
