@@ -47,7 +47,7 @@ def flags():
         compile_args += [*SANITIZERS[sanitizer], "-fno-omit-frame-pointer"]
         link_args += SANITIZERS[sanitizer]
     if os.environ.get("MLSTATE_COVERAGE"):
-        compile_args.append("--coverage")
+        compile_args += ["--coverage", "-fprofile-update=atomic"]
         link_args.append("--coverage")
     if sanitizer or os.environ.get("MLSTATE_DEBUG") or os.environ.get("MLSTATE_COVERAGE"):
         # Without inlining, gcovr can merge this build with the C tests'.

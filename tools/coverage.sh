@@ -7,7 +7,7 @@ python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 cd build/coverage/tree
 find . -name '*.gcda' -delete
 make --no-print-directory -s -j2 -f tools/core.mk BUILD=build/core-coverage OPT="-O0 -g" \
-    EXTRA=--coverage run
+    EXTRA="--coverage -fprofile-update=atomic" run
 MLSTATE_COVERAGE=1 "$python" setup.py -q build_ext --inplace
 export PYTHONPATH=$PWD # the copy, also in subprocesses of the tests
 export COVERAGE_FILE=$PWD/build/python-coverage # also for processes in other folders

@@ -169,8 +169,8 @@ def test_what_one_rank_has_wrong_is_told_as_what_it_is(path, case, asynchronous)
     assert set(files_of(path)) == {"lock"}
 
 
-def full(name, *_):
-    raise mlstate.StoreError(errno.ENOSPC, "no room", name)
+def full(name, *_):  # the text is longer than a message between ranks
+    raise mlstate.StoreError(errno.ENOSPC, "no room " * 999, name)
 
 
 def test_a_first_save_that_cannot_commit_leaves_nothing(path, monkeypatch):

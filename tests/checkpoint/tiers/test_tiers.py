@@ -18,6 +18,7 @@ from thread_team import run_in_threads
 
 import mlstate
 from mlstate import OptimizerStateDict, errors
+from mlstate._common.dtypes import LABEL
 from mlstate.checkpoint import Layout, Shard, Tier, TieredState
 
 SEED = 11
@@ -133,6 +134,7 @@ with suppress(ImportError):  # ml_dtypes does not support every version of Pytho
     import ml_dtypes
 
     DTYPES += [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
+DTYPES += [np.dtype(np.uint16, metadata={LABEL: "bfloat16"})]  # as loaded without ml_dtypes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

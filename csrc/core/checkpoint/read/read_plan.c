@@ -290,4 +290,5 @@ void mls_read_plan_fini(mls_read_plan *plan)
     mls_free(plan->order);
     mls_free(plan->tasks);
     mls_free(plan->queues);
+    *plan = (mls_read_plan){0};
 }
