@@ -96,6 +96,14 @@ class IncrementalBuild(build_ext):
             noted.unlink(missing_ok=True)
         super().build_extensions()
         noted.write_text(flags)
+        self.archive_core(extension)
+
+    def archive_core(self, extension):
+        """Make libmlstate.a of the core's objects, so that the C tests need not compile them."""
+        core = [source for source in extension.sources if source.startswith("csrc/core/")]
+        objects = self.compiler.object_filenames(core, output_dir=self.build_temp)
+        Path(self.build_temp, "libmlstate.a").unlink(missing_ok=True)
+        self.compiler.create_static_lib(objects, "mlstate", output_dir=self.build_temp)
 
     def compile_all(self, sources, output_dir, **kwargs):
         """Compile those sources whose objects are not current; return all objects."""

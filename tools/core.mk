@@ -3,7 +3,8 @@
 #   make -f tools/core.mk lib|tests|run|syntax [BUILD=folder] [CC=...] [OPT=...] [EXTRA=...]
 #
 # A BUILD folder holds one variant (plain, sanitizers, another machine); RUN is the command that
-# runs tests for another machine, such as qemu.
+# runs tests for another machine, such as qemu.  With LIB=file the tests use that library, which
+# setup.py has built, instead of compiling the core again.
 
 BUILD ?= build/core
 LIB ?= $(BUILD)/libmlstate.a
@@ -51,7 +52,7 @@ $(BUILD)/core/%.o: csrc/core/%.c tools/core.mk
 	@$(CC) $(FLAGS) -fPIC -MMD -MP -c $< -o $@
 
 # The folders are listed because their times change when a source is deleted.
-$(LIB): $(OBJECTS) $(shell find csrc/core -type d)
+$(BUILD)/libmlstate.a: $(OBJECTS) $(shell find csrc/core -type d)
 	@mkdir -p $(@D)
 	@rm -f $@
 	@$(SAY) "ar $@"

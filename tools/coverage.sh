@@ -6,9 +6,9 @@ python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 "$python" tools/copy_tree.py build/coverage/tree
 cd build/coverage/tree
 find . -name '*.gcda' -delete
-make --no-print-directory -s -j2 -f tools/core.mk BUILD=build/core-coverage OPT="-O0 -g" \
-    EXTRA="--coverage -fprofile-update=atomic" run
 MLSTATE_COVERAGE=1 "$python" setup.py -q build_ext --inplace
+make --no-print-directory -s -j2 -f tools/core.mk BUILD=build/core-coverage OPT="-O0 -g" \
+    EXTRA="--coverage" LIB="$(ls build/temp.*/libmlstate.a)" run
 export PYTHONPATH=$PWD # the copy, also in subprocesses of the tests
 export COVERAGE_FILE=$PWD/build/python-coverage # also for processes in other folders
 status=0 # a failing test is reported after the coverage

@@ -30,24 +30,27 @@ fi
 clang=$(command -v clang-19 || command -v clang) ||
     { echo "lint: no clang; apt-get install clang-19 (or: xcode-select --install)" >&2; exit 1; }
 
-# warnings COMPILER: compile the core, C tests and fuzz targets as tools/core.mk does, then core
-# and bindings as setup.py does.  clang only checks the syntax, because its warnings do not need
+# warnings COMPILER: compile core and bindings as setup.py does, then the C tests as tools/core.mk
+# does, then the fuzz targets.  clang only checks the syntax, because its warnings do not need
 # code generation.  The tests run what gcc builds (tests/support/core_build.py), possibly at the
 # same time, hence the lock.
 warnings() {
     local name=${1##*/} build goal=tests only=() lock=()
     build=build/lint/$name
-    [ "$name" = gcc ] || { goal=syntax; only=(CFLAGS=-fsyntax-only LDSHARED=true); }
+    local library=(LIB="$build/temp/libmlstate.a")
+    [ "$name" = gcc ] ||
+        { goal=syntax; only=(CFLAGS=-fsyntax-only LDSHARED=true AR=true); library=(); }
+    env CC="$1" MLSTATE_WERROR=1 ${only[@]+"${only[@]}"} "$python" setup.py -q build_ext \
+        --build-temp "$build/temp" --build-lib "$build/lib" || return
     mkdir -p build
     command -v flock >/dev/null && lock=(flock build/core.lock)
     ${lock[@]+"${lock[@]}"} make --no-print-directory -j2 -k -f tools/core.mk \
-        CC="$1" EXTRA=-Werror OPT=-O2 BUILD="$build/core" $goal || return
+        CC="$1" EXTRA=-Werror OPT=-O2 BUILD="$build/core" ${library[@]+"${library[@]}"} \
+        $goal || return
     for file in fuzz/fuzz_*.c; do
         "$1" -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual -Wvla \
             -Wundef -Werror -D_GNU_SOURCE -Icsrc/core -fsyntax-only "$file" || return
     done
-    env CC="$1" MLSTATE_WERROR=1 ${only[@]+"${only[@]}"} "$python" setup.py -q build_ext \
-        --build-temp "$build/temp" --build-lib "$build/lib"
 }
 
 check "ruff check" "$python" -m ruff check .

@@ -28,21 +28,21 @@ def test_only_the_init_function_is_exported():
 
 
 @needs_nm
-@pytest.mark.long  # compiles the core
 def test_the_core_has_no_writable_data():
     if core_build.missing():
         pytest.skip(core_build.missing())
-    folder, log = core_build.make("objects")
+    folder, log = core_build.core_objects()
     sources = (house.ROOT / "csrc" / "core").rglob("*.c")
     objects = [folder / path.relative_to(house.ROOT / "csrc").with_suffix(".o") for path in sources]
     assert objects and all(path.exists() for path in objects), log
-    bad = []
-    for path in objects:
-        command = [nm, "--format=sysv", "--defined-only", str(path)]
-        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        for line in listing.splitlines():
-            fields = [field.strip() for field in line.split("|")]
-            # .data.rel.ro holds constant tables of pointers: read-only after loading.
-            if len(fields) == 7 and re.match(r"\.(data|bss|tdata|tbss)(?!\.rel\.ro)", fields[6]):
-                bad.append(f"{path.stem}.c: {fields[0]} in {fields[6]}")
+    command = [nm, "--format=sysv", "--defined-only", *map(str, objects)]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    bad, name = [], ""
+    for line in listing.splitlines():
+        name = line if line.startswith("Symbols from") else name
+        fields = [field.strip() for field in line.split("|")]
+        # .data.rel.ro holds constant tables of pointers: read-only after loading.
+        if len(fields) == 7 and re.match(r"\.(data|bss|tdata|tbss)(?!\.rel\.ro)", fields[6]):
+            bad.append(f"{name} {fields[0]} in {fields[6]}")
+    assert name.startswith("Symbols from")
     assert not bad, "\n".join(bad)

@@ -1,18 +1,22 @@
-"""Build the C core and its tests, for the tests that examine them.
+"""Build the C tests, for the tests that run them.
 
-`make lint` also builds both with gcc. If it did, its folder is brought up to date and used with the
-same flags, so that a complete check compiles them once.
+They are linked with the core of the extension module, unless a source has changed since it was
+built. `make lint` also builds the C tests with gcc. If it did, its folder is used with the same
+flags, so that a complete check compiles them once.
 """
 
 import fcntl
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LINTED = "build/lint/gcc/core"  # same as in tools/lint.sh
 PLAIN = "build/core"
+EXTENSION = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"  # of setup.py
 
 
 def missing():
@@ -23,6 +27,15 @@ def missing():
     return None
 
 
+def extension_core():
+    """Return the library of the core that setup.py made; None if a source is newer."""
+    library = ROOT / EXTENSION / "libmlstate.a"
+    sources = (ROOT / "csrc" / "core").rglob("*.[chd]*")
+    newest = max(path.stat().st_mtime_ns for path in sources)
+    current = library.exists() and library.stat().st_mtime_ns > newest
+    return library if current else None
+
+
 def make(goal):
     """Build all "objects" or "tests" that compile; return their folder, and the output."""
     command = ["make", "--no-print-directory", "-f", "tools/core.mk", "-k", f"-j{os.cpu_count()}"]
@@ -30,6 +43,8 @@ def make(goal):
     if (ROOT / LINTED).exists() and os.environ.get("CC", "cc") in ("cc", "gcc"):
         folder = LINTED
         command += ["CC=gcc", "EXTRA=-Werror", "OPT=-O2"]
+    if library := extension_core():
+        command.append(f"LIB={library.relative_to(ROOT)}")
     # An outer `make` would pass on its own jobs and variables.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     (ROOT / "build").mkdir(exist_ok=True)
@@ -40,3 +55,10 @@ def make(goal):
             cwd=ROOT, env=inherited, capture_output=True, text=True,
         )  # fmt: skip
     return ROOT / folder, done.stdout + done.stderr
+
+
+def core_objects():
+    """Return the folder of the core's objects, laid out as csrc, and the compiler's output."""
+    if library := extension_core():
+        return library.parent / "csrc", ""
+    return make("objects")
