@@ -24,7 +24,7 @@ from mlstate.errors import FormatError, StoreError
 pytestmark = pytest.mark.filterwarnings("ignore:keep=2 deletes steps")
 
 FULL = os.environ.get("MLSTATE_FAULTS") == "all"
-STRIDE = 1 if FULL else 9  # of the requests that a test disturbs
+STRIDE = 1 if FULL else 17  # of the requests that a test disturbs
 RANDOM_FAULTS = 1200 if FULL else 12
 RACES = 1000 if FULL else 2
 WRITERS = 8

@@ -254,7 +254,9 @@ def test_but_not_less_than_without_its_gradient():
     sizes = ([1.0], [1.0], [4, 4], [8])
     chain = Chain(*sizes, gradient_bytes=[3, 4], backward_temporary_bytes=[-3])
     assert chain.plain_peak_bytes == 4 + 8 + 4
-    with pytest.raises(ValueError, match=r"backward_temporary_bytes\[0\] is -4: expected -3 or more"):
+    with pytest.raises(
+        ValueError, match=r"backward_temporary_bytes\[0\] is -4: expected -3 or more"
+    ):
         Chain(*sizes, gradient_bytes=[3, 4], backward_temporary_bytes=[-4])
     with pytest.raises(ValueError, match=r"\[0\] is -1: expected 0 or more"):
         Chain(*sizes, saving_temporary_bytes=[-1])

@@ -63,12 +63,11 @@ def test_saves_that_are_written_while_training_goes_on(tmp_path, world, staging)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("saved", [2, 4])
-def test_every_kind_goes_on_anywhere(tmp_path, saved):
-    resume_jobs.train_and_kill(saved, ALL, tmp_path)
+def test_every_kind_goes_on_anywhere(tmp_path):
+    resume_jobs.train_and_kill(4, ALL, tmp_path)
     cases = [(kind, name, kind) for kind, name in ALL]
-    for world in (saved, *{1, 2, 4} - {saved}):
-        check_resumed(tmp_path, cases, saved, world, same_bits=world == saved)
+    for world in (4, 2, 1):
+        check_resumed(tmp_path, cases, 4, world, same_bits=world == 4)
 
 
 @pytest.mark.long

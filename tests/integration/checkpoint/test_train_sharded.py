@@ -89,14 +89,9 @@ def test_the_example_runs_from_the_command_line(trained, tmp_path):
     assert rest == expected[2:3]
 
 
-@pytest.mark.parametrize("engine", mpi_jobs.ENGINES)
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("world", "method"),
-    [
-        pytest.param(2, "mlstate", marks=pytest.mark.long),
-        pytest.param(2, "fsdp2+mlstate", marks=pytest.mark.long),
-        pytest.param(4, "mlstate", marks=pytest.mark.long),
-    ],
+    ("engine", "world", "method"), [("mpich", 2, "fsdp2+mlstate"), ("openmpi", 4, "mlstate")]
 )
 def test_mpi_has_the_same_curve(trained, engine, world, method):
     if mpi_jobs.home(engine) is None:
