@@ -14,6 +14,8 @@ PYTEST_ARGS ?=
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PARALLEL := -n $(WORKERS) --dist loadfile -q
 export CC FUZZ_SECONDS
+# Otherwise each process that a test starts would compile torch again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -37,15 +37,14 @@ clang=$(command -v clang-19 || command -v clang) ||
 warnings() {
     local name=${1##*/} build goal=tests only=() lock=()
     build=build/lint/$name
-    local library=(LIB="$build/temp/libmlstate.a")
     [ "$name" = gcc ] ||
-        { goal=syntax; only=(CFLAGS=-fsyntax-only LDSHARED=true AR=true); library=(); }
+        { goal=syntax; only=(CFLAGS=-fsyntax-only LDSHARED=true AR=true); }
     env CC="$1" MLSTATE_WERROR=1 ${only[@]+"${only[@]}"} "$python" setup.py -q build_ext \
         --build-temp "$build/temp" --build-lib "$build/lib" || return
     mkdir -p build
     command -v flock >/dev/null && lock=(flock build/core.lock)
     ${lock[@]+"${lock[@]}"} make --no-print-directory -j2 -k -f tools/core.mk \
-        CC="$1" EXTRA=-Werror OPT=-O2 BUILD="$build/core" ${library[@]+"${library[@]}"} \
+        CC="$1" EXTRA=-Werror OPT=-O2 BUILD="$build/core" LIB="$build/temp/libmlstate.a" \
         $goal || return
     for file in fuzz/fuzz_*.c; do
         "$1" -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual -Wvla \
@@ -56,7 +55,7 @@ warnings() {
 check "ruff check" "$python" -m ruff check .
 check "ruff format" "$python" -m ruff format --check .
 check "mypy --strict" "$python" -m mypy
-check "stubtest" "$python" -m mypy.stubtest mlstate._core
+check "stubtest" "$python" -m mypy.stubtest --mypy-config-file tools/stubtest.ini mlstate._core
 # shellcheck disable=SC2086
 check "clang-format" "$bin/clang-format" --dry-run -Werror $c_files
 if command -v gcc >/dev/null && ! gcc --version | grep -q clang; then

@@ -5,6 +5,10 @@ This module imports only the modules for handling Ctrl-C: `main` imports NumPy a
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+
 TYPE_CHECKING = False  # importing typing takes milliseconds
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,9 +46,6 @@ def run_process() -> NoReturn:
     During imports and at exit nothing is written, and Ctrl-C ends the process at once: there, a
     KeyboardInterrupt could be lost or be printed by a callback of an import.
     """
-    import os
-    import signal
-    import sys
 
     def leave(*_: object) -> NoReturn:
         os._exit(_INTERRUPTED)
