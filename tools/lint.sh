@@ -30,21 +30,29 @@ fi
 clang=$(command -v clang-19 || command -v clang) ||
     { echo "lint: no clang; apt-get install clang-19 (or: xcode-select --install)" >&2; exit 1; }
 
+module=$("$python" -c 'import sys, sysconfig
+print(f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")')
+
 # warnings COMPILER: compile core and bindings as setup.py does, then the C tests as tools/core.mk
 # does, then the fuzz targets.  clang only checks the syntax, because its warnings do not need
 # code generation.  The tests run what gcc builds (tests/support/core_build.py), possibly at the
 # same time, hence the lock.
 warnings() {
-    local name=${1##*/} build goal=tests only=() lock=()
+    local name=${1##*/} build library goal=tests only=() lock=()
     build=build/lint/$name
+    library=$build/temp/libmlstate.a
     [ "$name" = gcc ] ||
         { goal=syntax; only=(CFLAGS=-fsyntax-only LDSHARED=true AR=true); }
-    env CC="$1" MLSTATE_WERROR=1 ${only[@]+"${only[@]}"} "$python" setup.py -q build_ext \
-        --build-temp "$build/temp" --build-lib "$build/lib" || return
+    if [ "$(head -1 "$module/flags")" = "$name" ] && grep -q -- -Werror "$module/flags"; then
+        library=$module/libmlstate.a # MLSTATE_WERROR was set when the module was compiled
+    else
+        env CC="$1" MLSTATE_WERROR=1 ${only[@]+"${only[@]}"} "$python" setup.py -q build_ext \
+            --build-temp "$build/temp" --build-lib "$build/lib" || return
+    fi
     mkdir -p build
     command -v flock >/dev/null && lock=(flock build/core.lock)
     ${lock[@]+"${lock[@]}"} make --no-print-directory -j2 -k -f tools/core.mk \
-        CC="$1" EXTRA=-Werror OPT=-O2 BUILD="$build/core" LIB="$build/temp/libmlstate.a" \
+        CC="$1" EXTRA=-Werror OPT=-O2 BUILD="$build/core" LIB="$library" \
         $goal || return
     for file in fuzz/fuzz_*.c; do
         "$1" -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual -Wvla \

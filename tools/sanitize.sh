@@ -29,8 +29,8 @@ chosen=(tests --ignore=tests/lint --ignore=tests/package/test_core_c.py)
 if [ "$part" = slice ]; then
     export MLSTATE_FEW_EXAMPLES=1
     chosen=(tests/hostile tests/state -m "not long and not slow and not torch and not coremltools")
-    for name in kv_state mask rolling rotate_keys transition cache_quantize save save_sparse \
-        unchanged load repair codecs merged_index index_patterns tiers local_group accumulator \
+    for name in kv_state mask rolling transition cache_quantize save save_sparse \
+        unchanged load repair codecs merged_index index_patterns tiers accumulator \
         compression reduce reduce_scatter plan; do
         chosen+=("$(find tests -name "test_$name.py")")
     done

@@ -66,7 +66,7 @@ def test_saves_that_are_written_while_training_goes_on(tmp_path, world, staging)
 def test_every_kind_goes_on_anywhere(tmp_path):
     resume_jobs.train_and_kill(4, ALL, tmp_path)
     cases = [(kind, name, kind) for kind, name in ALL]
-    for world in (4, 2, 1):
+    for world in (4, 2):
         check_resumed(tmp_path, cases, 4, world, same_bits=world == 4)
 
 

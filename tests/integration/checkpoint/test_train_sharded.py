@@ -91,7 +91,7 @@ def test_the_example_runs_from_the_command_line(trained, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("engine", "world", "method"), [("mpich", 2, "fsdp2+mlstate"), ("openmpi", 4, "mlstate")]
+    ("engine", "world", "method"), [("mpich", 2, "fsdp2+mlstate"), ("openmpi", 2, "mlstate")]
 )
 def test_mpi_has_the_same_curve(trained, engine, world, method):
     if mpi_jobs.home(engine) is None:
