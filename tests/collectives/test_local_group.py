@@ -58,6 +58,20 @@ def part(whole, counts, rank):
 # ---- operations ----
 
 
+@pytest.mark.parametrize("length", [1000, RING_BYTES])
+def test_a_broadcast_writes_nothing_at_the_root(length, tmp_path):
+    np.save(tmp_path / "array.npy", np.arange(length, dtype=np.float32))
+
+    def work(group):
+        if group.rank == 1:  # a mapping that the system protects: writing ends the process
+            group.broadcast(np.load(tmp_path / "array.npy", mmap_mode="r"), root=1)
+            return None
+        return group.broadcast(np.empty(length, np.float32), root=1)
+
+    found = ranks(work, 2)[0]
+    assert np.array_equal(found, np.arange(length, dtype=np.float32))
+
+
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("name", rank_jobs.scenarios(Path(group_scenarios.__file__)))
 def test_operations_are_those_of_every_engine(name, world):

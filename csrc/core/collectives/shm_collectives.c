@@ -25,7 +25,8 @@ mls_code mls_shm_barrier(mls_shm *g, const mls_shm_call *call, mls_status *st)
 /* ---- all_gather and broadcast ---- */
 
 /* State of a gather. `sent` and `taken` are offsets that apply to the bytes of every
- * rank. A broadcast is a gather in which only the root has bytes. */
+ * rank. A broadcast is a gather in which only the root has bytes; `data` and `out` are
+ * the same there, so that nothing is written to the root's array. */
 typedef struct gather {
     mls_shm *g;
     const unsigned char *data;
