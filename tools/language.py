@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import json
 import re
 import subprocess
 import sys
-import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +38,12 @@ MARKS = {
 PATTERNS = {name: re.compile(rf"\b{pattern}\b", re.IGNORECASE) for name, pattern in MARKS.items()}
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 C_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
+PYTHON_TEXT = re.compile(
+    r'#[^\n]*|"""(?:\\.|[^\\])*?"""|\'\'\'(?:\\.|[^\\])*?\'\'\''
+    r'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'',
+    re.DOTALL,
+)
+HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)  # nodes that can contain a definition
 CODE = re.compile(r"```.*?```|~~~.*?~~~|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)", re.DOTALL)
 
 Text = tuple[int, str]  # the line on which it begins, and its words
@@ -54,10 +58,12 @@ def c_texts(source: str) -> Iterator[Text]:
 
 def python_texts(source: str) -> Iterator[Text]:
     """Yield comments and docstrings of a Python source, without examples."""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
-    for node in ast.walk(ast.parse(source)):
+    for found in PYTHON_TEXT.finditer(source):
+        if found.group().startswith("#"):
+            yield source.count("\n", 0, found.start()) + 1, found.group()
+    nodes: list[ast.AST] = [ast.parse(source)]
+    for node in nodes:
+        nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, HOLDERS)]
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node, clean=False)
             if text:
