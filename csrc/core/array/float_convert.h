@@ -125,9 +125,9 @@ static inline uint16_t mls_f16_from_f64(double value)
 }
 
 /* Exact: a bfloat16 is the upper half of a float. */
-static inline float mls_f32_from_bf16(uint16_t brain)
+static inline float mls_f32_from_bf16(uint16_t bf16)
 {
-    return mls_f32_from_bits((uint32_t)brain << 16);
+    return mls_f32_from_bits((uint32_t)bf16 << 16);
 }
 
 /* Rounding the bits rounds the value and keeps infinity. A NaN must not be rounded. */

@@ -4,9 +4,8 @@
  * Processors with AVX-512 use these kernels too: on an AMD EPYC (family 25 model 17)
  * registers twice as wide took 0.92 to 1.08 times as long (bench_kernels.py).
  *
- * In names, "half" means float16 and "brain" means bfloat16. F16C converts float16. AVX2
- * has no instruction for bfloat16, so integer arithmetic converts it, as in
- * float_convert.h.
+ * F16C converts float16. AVX2 has no instruction for bfloat16, so integer arithmetic
+ * converts it, as in float_convert.h.
  */
 #include "array/copy/copy_kernels.h"
 
@@ -45,7 +44,7 @@ TARGET static inline vector repeat_pattern(uint64_t bytes)
  * The function adds just less than half a unit, and one more if the result would be odd,
  * so that a carry reaches the upper half exactly if the value rounds up. A NaN keeps its
  * upper half with the quiet bit set: rounding could turn it into infinity. */
-TARGET static inline __m256i round_to_brain(__m256i bits)
+TARGET static inline __m256i round_to_bf16(__m256i bits)
 {
     const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
     const __m256i nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7F800000));
@@ -63,30 +62,30 @@ TARGET static inline __m256i join_lanes(__m128i low, __m128i high)
 }
 
 /* Load 8 float16 and convert them to floats; always exact. */
-TARGET static inline __m256 load_halves(const unsigned char *src)
+TARGET static inline __m256 load_f16(const unsigned char *src)
 {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)src));
 }
 
 /* Load 8 bfloat16 as the bits of floats: each is the upper half of a float. */
-TARGET static inline __m256i load_brains(const unsigned char *src)
+TARGET static inline __m256i load_bf16(const unsigned char *src)
 {
-    const __m128i brains = _mm_loadu_si128((const __m128i *)(const void *)src);
-    return _mm256_slli_epi32(_mm256_cvtepu16_epi32(brains), 16);
+    const __m128i bf16 = _mm_loadu_si128((const __m128i *)(const void *)src);
+    return _mm256_slli_epi32(_mm256_cvtepu16_epi32(bf16), 16);
 }
 
 /* Convert 8 floats to float16. The rounding mode is explicit, so that the thread's own
  * mode has no effect. */
-TARGET static inline __m128i to_halves(__m256 values)
+TARGET static inline __m128i to_f16(__m256 values)
 {
     return _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
 /* Round twice 8 floats to 16 bfloat16. The pack instruction works on each 128-bit half,
  * so the result is reordered. */
-TARGET static inline __m256i pack_brains(__m256i low, __m256i high)
+TARGET static inline __m256i pack_bf16(__m256i low, __m256i high)
 {
-    const __m256i packed = _mm256_packus_epi32(round_to_brain(low), round_to_brain(high));
+    const __m256i packed = _mm256_packus_epi32(round_to_bf16(low), round_to_bf16(high));
     return _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0));
 }
 
@@ -94,35 +93,35 @@ TARGET static inline __m256i pack_brains(__m256i low, __m256i high)
  * 2-byte items become 4-byte items, else 16. */
 TARGET static inline vector vector_f32_f16(const unsigned char *src)
 {
-    return join_lanes(to_halves(_mm256_castsi256_ps(load(src))),
-                      to_halves(_mm256_castsi256_ps(load(src + 32))));
+    return join_lanes(to_f16(_mm256_castsi256_ps(load(src))),
+                      to_f16(_mm256_castsi256_ps(load(src + 32))));
 }
 
 TARGET static inline vector vector_f16_f32(const unsigned char *src)
 {
-    return _mm256_castps_si256(load_halves(src));
+    return _mm256_castps_si256(load_f16(src));
 }
 
 TARGET static inline vector vector_f32_bf16(const unsigned char *src)
 {
-    return pack_brains(load(src), load(src + 32));
+    return pack_bf16(load(src), load(src + 32));
 }
 
 TARGET static inline vector vector_bf16_f32(const unsigned char *src)
 {
-    return load_brains(src);
+    return load_bf16(src);
 }
 
 TARGET static inline vector vector_f16_bf16(const unsigned char *src)
 {
-    return pack_brains(_mm256_castps_si256(load_halves(src)),
-                       _mm256_castps_si256(load_halves(src + 16)));
+    return pack_bf16(_mm256_castps_si256(load_f16(src)),
+                     _mm256_castps_si256(load_f16(src + 16)));
 }
 
 TARGET static inline vector vector_bf16_f16(const unsigned char *src)
 {
-    return join_lanes(to_halves(_mm256_castsi256_ps(load_brains(src))),
-                      to_halves(_mm256_castsi256_ps(load_brains(src + 16))));
+    return join_lanes(to_f16(_mm256_castsi256_ps(load_bf16(src))),
+                      to_f16(_mm256_castsi256_ps(load_bf16(src + 16))));
 }
 
 #    define MLS_INLINED static inline __attribute__((always_inline))

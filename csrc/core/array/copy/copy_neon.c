@@ -32,7 +32,7 @@ static inline uint32x4_t load_u32(const unsigned char *src)
 /* Round 4 floats to bfloat16, ties to even; NaN stays a quiet NaN. The function adds just
  * less than half a unit, and one more if the result would be odd, so that a carry reaches
  * the upper half exactly if the value rounds up. */
-static inline uint16x4_t to_brains(uint32x4_t bits)
+static inline uint16x4_t to_bf16(uint32x4_t bits)
 {
     const uint32x4_t magnitude = vandq_u32(bits, vdupq_n_u32(0x7FFFFFFFU));
     const uint32x4_t nan = vcgtq_u32(magnitude, vdupq_n_u32(0x7F800000U));
@@ -46,21 +46,21 @@ static inline uint16x4_t to_brains(uint32x4_t bits)
 
 /* Convert 4 floats to float16 in the thread's rounding mode: to nearest, unless changed.
  */
-static inline uint16x4_t to_halves(uint32x4_t bits)
+static inline uint16x4_t to_f16(uint32x4_t bits)
 {
     return vreinterpret_u16_f16(vcvt_f16_f32(vreinterpretq_f32_u32(bits)));
 }
 
 /* Convert 4 float16 to the bits of floats; always exact. */
-static inline uint32x4_t from_halves(uint16x4_t halves)
+static inline uint32x4_t from_f16(uint16x4_t f16)
 {
-    return vreinterpretq_u32_f32(vcvt_f32_f16(vreinterpret_f16_u16(halves)));
+    return vreinterpretq_u32_f32(vcvt_f32_f16(vreinterpret_f16_u16(f16)));
 }
 
 /* Convert 4 bfloat16 to the bits of floats: each is the upper half of a float. */
-static inline uint32x4_t from_brains(uint16x4_t brains)
+static inline uint32x4_t from_bf16(uint16x4_t bf16)
 {
-    return vshll_n_u16(brains, 16);
+    return vshll_n_u16(bf16, 16);
 }
 
 static inline uint8x16_t join_lanes(uint16x4_t low, uint16x4_t high)
@@ -72,36 +72,36 @@ static inline uint8x16_t join_lanes(uint16x4_t low, uint16x4_t high)
  * 2-byte items become 4-byte items, else 8. */
 static inline uint8x16_t vector_f32_f16(const unsigned char *src)
 {
-    return join_lanes(to_halves(load_u32(src)), to_halves(load_u32(src + 16)));
+    return join_lanes(to_f16(load_u32(src)), to_f16(load_u32(src + 16)));
 }
 
 static inline uint8x16_t vector_f32_bf16(const unsigned char *src)
 {
-    return join_lanes(to_brains(load_u32(src)), to_brains(load_u32(src + 16)));
+    return join_lanes(to_bf16(load_u32(src)), to_bf16(load_u32(src + 16)));
 }
 
 static inline uint8x16_t vector_f16_f32(const unsigned char *src)
 {
-    return vreinterpretq_u8_u32(from_halves(vreinterpret_u16_u8(vld1_u8(src))));
+    return vreinterpretq_u8_u32(from_f16(vreinterpret_u16_u8(vld1_u8(src))));
 }
 
 static inline uint8x16_t vector_bf16_f32(const unsigned char *src)
 {
-    return vreinterpretq_u8_u32(from_brains(vreinterpret_u16_u8(vld1_u8(src))));
+    return vreinterpretq_u8_u32(from_bf16(vreinterpret_u16_u8(vld1_u8(src))));
 }
 
 static inline uint8x16_t vector_f16_bf16(const unsigned char *src)
 {
-    const uint16x8_t halves = load_u16(src);
-    return join_lanes(to_brains(from_halves(vget_low_u16(halves))),
-                      to_brains(from_halves(vget_high_u16(halves))));
+    const uint16x8_t f16 = load_u16(src);
+    return join_lanes(to_bf16(from_f16(vget_low_u16(f16))),
+                      to_bf16(from_f16(vget_high_u16(f16))));
 }
 
 static inline uint8x16_t vector_bf16_f16(const unsigned char *src)
 {
-    const uint16x8_t brains = load_u16(src);
-    return join_lanes(to_halves(from_brains(vget_low_u16(brains))),
-                      to_halves(from_brains(vget_high_u16(brains))));
+    const uint16x8_t bf16 = load_u16(src);
+    return join_lanes(to_f16(from_bf16(vget_low_u16(bf16))),
+                      to_f16(from_bf16(vget_high_u16(bf16))));
 }
 
 /* Convert a run: whole vectors, then the scalar rest. Inlined into each conversion, so
