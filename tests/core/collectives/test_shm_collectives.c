@@ -213,7 +213,7 @@ static void unmap_after_giving_up(rank_case *c)
 
 TEST(an_array_may_be_freed_once_its_operation_failed)
 {
-    for (int round = 0; round < 60; round++) {
+    for (int round = 0; round < TRIES(60); round++) {
         in_threads((mls_shm_shape){.world = 2}, unmap_after_giving_up);
     }
 }

@@ -161,7 +161,7 @@ static void check_strided(size_t rows, size_t columns)
     mls_tensor view = transposed_of(turned, MLS_U32, rows, columns);
     mls_status st;
     mls_shard_item items[5];
-    uint32_t sums[3];
+    uint32_t sum = 0; /* of the first round */
     REQUIRE(numbers != NULL && turned != NULL);
     for (size_t i = 0; i < count; i++) {
         turned[i % columns * rows + i / columns] = __builtin_bswap32(numbers[i]);
@@ -178,7 +178,7 @@ static void check_strided(size_t rows, size_t columns)
             items[i].first = i % 2 == 0 ? 0 : (count + 1) / 2;
         }
     }
-    for (size_t i = 0; i < 3; i++) {
+    for (size_t i = 0; i < 3; i += EVERY(2)) {
         mls_pool *two = NULL;
         CHECK(mls_pool_new(2, &two, &st) == MLS_OK);
         mls_shard_job job = job_of(items, 5, generations[0], NULL);
@@ -188,12 +188,13 @@ static void check_strided(size_t rows, size_t columns)
         CHECK(reads_back(&index, &items[0], numbers, NULL));
         CHECK(reads_back(&index, &items[2], numbers, NULL));
         CHECK(reads_back(&index, &items[4], numbers, NULL));
-        sums[i] = fingerprint(&index, written.path);
+        const uint32_t found = fingerprint(&index, written.path);
+        sum = i == 0 ? found : sum;
+        CHECK(found == sum);
         mls_index_fini(&index);
         mls_pool_free(two);
         empty_pool();
     }
-    CHECK(sums[0] == sums[1] && sums[0] == sums[2]);
     free(numbers);
     free(turned);
 }
@@ -216,7 +217,7 @@ TEST(a_file_system_in_memory_is_written_too)
     memcpy(kept, pool_path, sizeof kept);
     enter_pool("/dev/shm");
     check_strided(3, 5);
-    check_strided(1733, 2999);
+    check_strided(733, 2999);
     what_is_written_can_be_read_back();
     leave_pool();
     memcpy(pool_path, kept, sizeof kept);
