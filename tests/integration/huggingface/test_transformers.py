@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from needs import needs
 from small_models import small_models
 
 import mlstate
@@ -11,9 +12,8 @@ from mlstate.checkpoint import export_huggingface, reshard
 from mlstate.checkpoint import inspect as inspect_checkpoint
 from mlstate.cli import main
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(200), needs("transformers")]
 torch = pytest.importorskip("torch", reason="transformers needs it")
-pytest.importorskip("transformers", reason="the writer and reader of these folders")
 NAMES = ["llama-tied", "t5", "gpt2", "bert", "llama"]
 FIRST = [
     pytest.param(name, marks=[] if number == 0 else [pytest.mark.long])

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("lightning")
 
 import killed_jobs  # noqa: E402
+from needs import needs  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate.integrations.lightning import MLStateCheckpointIO  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
+    needs("lightning"),
     pytest.mark.timeout(590),
     pytest.mark.filterwarnings("ignore"),  # Lightning warns about its own dependencies
 ]
@@ -128,7 +129,8 @@ def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path, job):
 
 
 def test_without_lightning_the_extra_is_named(monkeypatch):
-    for name in [n for n in sys.modules if n.startswith(("lightning", "lightning_fabric"))]:
+    imported = [name for name in sys.modules if name.startswith("lightning")]
+    for name in ["lightning", "lightning_fabric", *imported]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"mlstate\[lightning\]"):
         MLStateCheckpointIO()

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 import killed_jobs  # noqa: E402
+from needs import needs  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate.checkpoint import CheckpointManager  # noqa: E402
@@ -19,6 +18,7 @@ from mlstate.integrations.transformers import MLStateCallback  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
+    needs("transformers", "accelerate"),
     pytest.mark.timeout(590),
     pytest.mark.filterwarnings("ignore"),  # torch and transformers warn about themselves
 ]
