@@ -56,7 +56,7 @@ def check_against_every_schedule(model, offload=False):
     [
         (60, 5, False),
         (40, 3, True),
-        pytest.param(400, 5, False, marks=pytest.mark.long),
+        pytest.param(200, 5, False, marks=pytest.mark.long),
         pytest.param(60, 4, True, marks=pytest.mark.long),
     ],
 )

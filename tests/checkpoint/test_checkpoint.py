@@ -727,7 +727,7 @@ def test_arrays_that_change_meanwhile_make_files_that_load(tmp_path, count):
             np.add(array, 1, out=array)
 
     with meanwhile(change):
-        for number in range(4):
+        for number in range(4 if count < 1_000_000 else 2):
             path = tmp_path / f"{number}.safetensors"
             save_file(state, path)
             assert load_file(path)["flat"].shape == (count,)

@@ -142,9 +142,11 @@ def changes_traced(trace, root):
     return count
 
 
-@pytest.mark.parametrize(
-    "bench", [name for name, s in scenarios.ALL.items() if s.ranks == 1], indirect=True
-)
+OF_ONE_RANK = [name for name, s in scenarios.ALL.items() if s.ranks == 1]
+TRACED = fault_harness.amount(["checkpoint", "async-manager", "tiers"], OF_ONE_RANK, OF_ONE_RANK)
+
+
+@pytest.mark.parametrize("bench", TRACED, indirect=True)
 def test_no_change_to_a_file_goes_past_the_shim(bench, shim, tmp_path):
     """The kernel's trace of a child of the server equals the counts of the shim."""
     strace = shutil.which("strace")
