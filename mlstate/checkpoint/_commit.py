@@ -16,6 +16,7 @@ import errno
 import os
 import sys
 from contextlib import nullcontext, suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import _core
@@ -63,14 +64,15 @@ class Caller(NamedTuple):
 
     path: str
     line: int
-    module: str
-    registry: dict[Any, int]  # warnings that the module has shown
+    names: dict[str, Any]  # the global names of its module
 
     def warn(self, text: str) -> None:
         """Issue a warning."""
         import warnings
 
-        warnings.warn_explicit(text, UserWarning, *self)
+        shown = self.names.setdefault("__warningregistry__", {})  # as `warnings.warn` does
+        module = self.names.get("__name__", "<string>")
+        warnings.warn_explicit(text, UserWarning, self.path, self.line, module, shown)
 
 
 def find_caller() -> Caller:
@@ -80,11 +82,12 @@ def find_caller() -> Caller:
     stack.
     """
     frame = sys._getframe(1)
-    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("mlstate."):
-        frame = frame.f_back
-    registry = frame.f_globals.setdefault("__warningregistry__", {})
-    module = frame.f_globals.get("__name__", "<string>")  # as `warnings.warn` does
-    return Caller(frame.f_code.co_filename, frame.f_lineno, module, registry)
+    with suppress(ValueError):  # the stack ends
+        for depth in count(2):  # not by `f_back`, which is None if memory is short
+            if not str(frame.f_globals.get("__name__")).startswith("mlstate."):
+                break
+            frame = sys._getframe(depth)
+    return Caller(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
 
 
 # ---- messages between ranks; a process that saves alone sends none ----

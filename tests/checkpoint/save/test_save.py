@@ -276,6 +276,12 @@ def test_a_warning_of_a_save_that_no_module_called_does_not_stop_it(path, call):
     assert same({"w": np.ones(3)}, mlstate.load(path).model)
 
 
+def test_a_save_without_a_warning_leaves_the_callers_names_as_they_are(path):
+    names = {"save": mlstate.save, "path": path, "state": {"w": random(10)}, "__builtins__": {}}
+    exec("save(path, state)", names)
+    assert set(names) == {"save", "path", "state", "__builtins__"}
+
+
 def test_tensors_come_and_go_and_change_their_shape(path):
     mlstate.save(path, {"a": random(10), "b": random((4, 4)), "c": random(3)})
     state = {"b": random((2, 8)), "c": random(3).astype(np.float64), "d": random(5)}
