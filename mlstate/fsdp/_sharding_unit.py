@@ -16,7 +16,8 @@ from ..errors import CompatibilityError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_LAYOUTS = sorted(name for name in LAYOUT_NAMES if steps_of(name, 1))  # all that cut
+# Names of one cut whose parts are contiguous runs of the parameter, as buckets need them.
+_LAYOUTS = sorted(n for n in LAYOUT_NAMES if steps_of(n, 2) in ((("flat", 2),), ((0, 2),)))
 
 
 def dtype_text(dtype: Any) -> str:

@@ -1,5 +1,7 @@
 """The extension module: loaded once, in the main interpreter only, with few imports."""
 
+import os
+
 import child
 import pytest
 
@@ -130,6 +132,7 @@ print(mlstate._core.cpu_name())
     assert child.run(code).strip() == "scalar"
 
 
+@pytest.mark.skipif("COVERAGE_FILE" in os.environ, reason="coverage imports html")
 def test_what_is_not_used_is_not_loaded():
     code = """
 import sys, mlstate

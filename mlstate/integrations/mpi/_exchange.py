@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._common.arrays import is_torch
-from ..._common.dtypes import as_numbers
+from ..._common.dtypes import FLOAT8S, as_numbers
 from ...collectives._arguments import dtype_name, failed
 from ._memory import bytes_of, reals_of, wide_like
 
@@ -286,7 +286,7 @@ def reduce_parts(parts: Sequence[Any], op: str, out: Any) -> None:
     kind, divisor = ("sum", float(len(parts))) if op == "mean" else (op, 1.0)
     if name == "complex128":  # add real and imaginary parts separately
         parts, out = [reals_of(part) for part in parts], reals_of(out)
-    if not name.startswith("float8"):
+    if name not in FLOAT8S:
         _core.reduce(parts, out, kind, divisor)
         return
     wide = wide_like(out)  # the core does not round to 8 bits

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...._sharding.layout import Layout, Shard
-from ....errors import CompatibilityError
 from .._tensors.state import why_not_plain
+from .module_names import by_name, unwrapped_name
 from .optimizer import (
     _collect_states,
     _kind_of,
@@ -28,64 +28,6 @@ if TYPE_CHECKING:
     Store = Callable[[], None]
 
 _STEPS = 4  # largest number of steps of a layout
-# Wrappers: the torch module and name of the class, and the attribute of the wrapped module.
-_WRAPPERS = (
-    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
-    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "_fsdp_wrapped_module",
-    ),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "ActivationWrapper",
-        "_checkpoint_wrapped_module",
-    ),
-)
-
-
-# ---- names ----
-
-
-def _wrapped_attribute(module: torch.nn.Module) -> str:
-    """Return the attribute with a wrapper's module, or "" if it is not a wrapper."""
-    for path, kind, name in _WRAPPERS:
-        loaded = sys.modules.get(path)  # a program with such a wrapper has imported it
-        if loaded is not None and isinstance(module, getattr(loaded, kind)):
-            return name
-    return ""
-
-
-def unwrapped_name(module: torch.nn.Module, name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add, unless they removed them.
-
-    A user's submodule called ``module`` keeps its name.
-    """
-    here: Any = module
-    kept = []
-    for part in name.split("."):
-        while here is not None and (inner := _wrapped_attribute(here)):
-            here = here._modules.get(inner)
-            if part == inner:
-                break
-        else:
-            kept.append(part)
-            here = here._modules.get(part) if here is not None else None
-    return ".".join(kept)
-
-
-def _by_name(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return values by their names in the wrapped module."""
-    named = {unwrapped_name(module, name): value for name, value in state.items()}
-    if len(named) != len(state):
-        raise CompatibilityError(
-            f"two names of {type(module).__name__} become one without the prefixes of wrappers"
-        )
-    return named
-
-
 # ---- tensors ----
 
 
@@ -281,7 +223,7 @@ def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]
     """
     wrappers = _flat_sharded(module)
     if not wrappers:
-        named = _by_name(module, module.state_dict())
+        named = by_name(module, module.state_dict())
         return {name: part_of(name, value) for name, value in named.items()}, None
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -330,7 +272,7 @@ def optimizer_parts(
         _reshard(module)
     named = _name_parameters(optimizer, module)
     if module is not None:
-        named = _by_name(module, named)
+        named = by_name(module, named)
     values = _collect_states(named, optimizer)
     _refuse_local(named, values)
     numbers = {key: as_array(value) for key, value in values.items() if is_number(value)}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .module_names import unwrapped_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -60,8 +62,6 @@ def flat_runs(module: torch.nn.Module, wrappers: Iterable[Any]) -> dict[str, Fla
 
     A parameter without elements on this rank has a run of length 0.
     """
-    from .dtensor_shards import unwrapped_name
-
     chosen = {id(wrapper) for wrapper in wrappers}
     runs: dict[str, FlatRun] = {}
     for prefix, child in module.named_modules():

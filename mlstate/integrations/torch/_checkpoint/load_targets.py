@@ -14,15 +14,14 @@ from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.memory import note_written
 from .dtensor_shards import (
-    _by_name,
     _flat_sharded,
     _reshard,
     module_state,
     optimizer_parts,
     part_of,
-    unwrapped_name,
 )
 from .fsdp1_flat import FlatRun, flat_runs, is_flattened, reshard_flat
+from .module_names import by_name, unwrapped_name
 from .optimizer import (
     _name_parameters,
     group_values,
@@ -186,7 +185,7 @@ def fill_module(module: torch.nn.Module) -> Filling:
     wrappers = _flat_sharded(module)
     if not wrappers:
         _reshard(module)  # FSDP2: gathered parameters would be outdated
-        named = _by_name(module, module.state_dict())
+        named = by_name(module, module.state_dict())
         return Filling({name: _place(name, value) for name, value in named.items()})
     reshard_flat(wrappers)
     runs = flat_runs(module, wrappers)
@@ -228,7 +227,7 @@ def _parameter_slots(
     if module is None or not wrappers:
         named = _name_parameters(optimizer, names)
         if module is not None and names is module:
-            named = _by_name(module, named)
+            named = by_name(module, named)
         slots = {name: _ParameterSlot(p, tuple(p.shape), None) for name, p in named.items()}
     else:
         runs = {n: run for n, run in flat_runs(module, wrappers).items() if not run.tied}

@@ -1,0 +1,65 @@
+"""Names of a module's tensors without the parts that wrappers add, such as FSDP1 or DDP."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ....errors import CompatibilityError
+
+if TYPE_CHECKING:
+    import torch
+
+# Wrappers: the torch module and name of the class, and the attribute of the wrapped module.
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+
+
+def _wrapped_attribute(module: torch.nn.Module) -> str:
+    """Return the attribute with a wrapper's module, or "" if it is not a wrapper."""
+    for path, kind, name in _WRAPPERS:
+        loaded = sys.modules.get(path)  # a program with such a wrapper has imported it
+        if loaded is not None and isinstance(module, getattr(loaded, kind)):
+            return name
+    return ""
+
+
+def unwrapped_name(module: torch.nn.Module, name: str) -> str:
+    """Return a parameter's name without the parts that wrappers add, unless they removed them.
+
+    A user's submodule called ``module`` keeps its name.
+    """
+    here: Any = module
+    kept = []
+    for part in name.split("."):
+        while here is not None and (inner := _wrapped_attribute(here)):
+            here = here._modules.get(inner)
+            if part == inner:
+                break
+        else:
+            kept.append(part)
+            here = here._modules.get(part) if here is not None else None
+    return ".".join(kept)
+
+
+def by_name(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return values by their names in the wrapped module."""
+    named = {unwrapped_name(module, name): value for name, value in state.items()}
+    if len(named) != len(state):
+        raise CompatibilityError(
+            f"two names of {type(module).__name__} become one without the prefixes of wrappers"
+        )
+    return named
