@@ -129,6 +129,9 @@ class MLStateCheckpointIO:
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint; a path that does not exist is ignored.
 
+        The folder is renamed first, so a killed process leaves no part of a checkpoint under its
+        name. Deleting the path again deletes the rest.
+
         Parameters
         ----------
         path : str or os.PathLike
@@ -142,6 +145,9 @@ class MLStateCheckpointIO:
         import shutil
 
         folder = local_folder(path)
+        removed = f"{folder}.removed"
+        if os.path.lexists(removed):
+            shutil.rmtree(removed)  # by a process that was killed
         if not os.path.lexists(folder):
             return
         if not os.path.isfile(os.path.join(folder, _folder.MANIFEST)):
@@ -150,7 +156,8 @@ class MLStateCheckpointIO:
                 "cannot delete the checkpoint",
                 folder,
             )
-        shutil.rmtree(folder)
+        os.rename(folder, removed)
+        shutil.rmtree(removed)
 
     def teardown(self) -> None:
         """Do nothing: nothing runs in the background."""

@@ -1,5 +1,6 @@
 """Lightning's Trainer with mlstate's checkpoints, compared with Lightning's own."""
 
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -84,6 +85,25 @@ def test_only_checkpoints_are_removed(tmp_path):
     with pytest.raises(mlstate.StoreError, match="not a checkpoint"):
         plugin.remove_checkpoint(tmp_path / "data")
     assert (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("deleted", ["nothing", "manifest.json", "params"])
+def test_an_interrupted_deletion_can_be_repeated(tmp_path, monkeypatch, deleted):
+    plugin = MLStateCheckpointIO()
+    plugin.save_checkpoint(checkpoint(), tmp_path / "a.ckpt")
+
+    def interrupted(folder):
+        monkeypatch.undo()
+        place = Path(folder, deleted)
+        shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists()
+    plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_value_that_needs_pickle_is_named(tmp_path):
