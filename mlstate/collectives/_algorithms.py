@@ -135,7 +135,8 @@ class ExchangeEngine(Engine):
             wanted = [n if link.rank in ends and r != link.rank else 0 for r, n in enumerate(rest)]
             long = split(new_like(mine, sum(wanted)), wanted)
             link.exchange([mine if rank in ends else mine[:0] for rank in range(world)], long)
-            texts = [link.to_bytes(part) or text for part, text in zip(long, texts, strict=True)]
+            for rank in (r for r, n in enumerate(wanted) if n):
+                texts[rank] = link.to_bytes(long[rank])
             texts[link.rank] = data
         return texts if root in (None, link.rank) else None
 
