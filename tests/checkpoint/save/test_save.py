@@ -20,6 +20,7 @@ from tries import tries
 import mlstate
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, inspect, reshard
+from mlstate.checkpoint._commit import find_caller
 
 DTYPES = [
     np.float32, np.float64, np.float16, np.int8, np.uint16, np.int64, np.bool_, np.complex64,
@@ -280,6 +281,21 @@ def test_a_save_without_a_warning_leaves_the_callers_names_as_they_are(path):
     names = {"save": mlstate.save, "path": path, "state": {"w": random(10)}, "__builtins__": {}}
     exec("save(path, state)", names)
     assert set(names) == {"save", "path", "state", "__builtins__"}
+
+
+def test_the_caller_is_found_or_memory_is_short():
+    hooks = pytest.importorskip("_testcapi", reason="CPython's own hooks are not installed")
+    names = {"__name__": "mlstate.test", "find": find_caller}
+    exec("def inner(): return find()\ndef outer(): return inner()", names)
+    for n in range(20):
+        try:
+            hooks.set_nomemory(n, n + 1)
+            found = names["outer"]()
+        except MemoryError:
+            continue
+        finally:
+            hooks.remove_mem_hooks()
+        assert found.names is globals()
 
 
 def test_tensors_come_and_go_and_change_their_shape(path):
