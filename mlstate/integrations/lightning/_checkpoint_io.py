@@ -129,8 +129,9 @@ class MLStateCheckpointIO:
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint; a path that does not exist is ignored.
 
-        The folder is renamed first, so a killed process leaves no part of a checkpoint under its
-        name. Deleting the path again deletes the rest.
+        The folder is first renamed to its path with the suffix ``.mlstate-removed``, so a killed
+        process leaves no part of a checkpoint under its name. Deleting the path again deletes the
+        rest.
 
         Parameters
         ----------
@@ -140,19 +141,21 @@ class MLStateCheckpointIO:
         Raises
         ------
         StoreError
-            The path is not a checkpoint.
+            The path is not a checkpoint, or is a symbolic link.
         """
         import shutil
 
         folder = local_folder(path)
-        removed = f"{folder}.removed"
+        removed = f"{folder}.mlstate-removed"
         if os.path.lexists(removed):
             shutil.rmtree(removed)  # by a process that was killed
         if not os.path.lexists(folder):
             return
-        if not os.path.isfile(os.path.join(folder, _folder.MANIFEST)):
+        is_link = os.path.islink(folder)
+        if is_link or not os.path.isfile(os.path.join(folder, _folder.MANIFEST)):
+            kind = "a symbolic link" if is_link else "not a checkpoint of mlstate"
             raise _folder.store_error(
-                OSError(errno.EINVAL, "the path is not a checkpoint of mlstate"),
+                OSError(errno.EINVAL, f"the path is {kind}"),
                 "cannot delete the checkpoint",
                 folder,
             )

@@ -85,6 +85,11 @@ def test_only_checkpoints_are_removed(tmp_path):
     with pytest.raises(mlstate.StoreError, match="not a checkpoint"):
         plugin.remove_checkpoint(tmp_path / "data")
     assert (tmp_path / "data").exists()
+    plugin.save_checkpoint(checkpoint(), tmp_path / "a.ckpt")
+    (tmp_path / "link").symlink_to(tmp_path / "a.ckpt")
+    with pytest.raises(mlstate.StoreError, match="the path is a symbolic link"):
+        plugin.remove_checkpoint(tmp_path / "link")
+    assert mlstate.verify(tmp_path / "link")
 
 
 @pytest.mark.parametrize("deleted", ["nothing", "manifest.json", "params"])
