@@ -294,9 +294,18 @@ def find_axis(one: StateSpec, other: StateSpec) -> int | None:
     Raises
     ------
     CompatibilityError
-        The shapes differ in another axis than the sequence in one of the usual layouts.
+        The two sequence axes differ, or the shapes differ in another axis than the sequence in one
+        of the usual layouts.
     """
     known = one.seq_axis if one.seq_axis is not None else other.seq_axis
+    if other.seq_axis not in (None, known) and len(one.shape) == len(other.shape):
+        raise incompatible(
+            f"{one.name}: the sequence is axis {known} of {shape_text(one.shape)} and axis "
+            f"{other.seq_axis} of {shape_text(other.shape)}: use models with the same layout",
+            one.name,
+            f"axis {known}",
+            f"axis {other.seq_axis}",
+        )
     if known is not None or one.shape == other.shape:
         return known
     rank = len(one.shape)

@@ -17,6 +17,7 @@ from .._common.text import bytes_text, shorten, table_html
 from ._arguments import as_count, capacity_error, incompatible
 from ._axis import along
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
+from ._moved_positions import moved_positions
 from ._transition import compact_kv_state, name_errors
 
 if TYPE_CHECKING:
@@ -281,15 +282,14 @@ class CacheState:
         resized = CacheSpec(entry._resized(positions) for entry in spec)
         if resized == spec:
             return
-        _check_resize(spec, resized, positions, length)
+        held = [_held_positions(*pair, length) for pair in zip(spec, resized, strict=True)]
         moved = dict(arrays)
-        for old, new in zip(spec, resized, strict=True):
-            if old.seq_axis is None or old.seq_length is None or new.seq_length is None:
+        for old, new, count in zip(spec, resized, held, strict=True):
+            if count is None or old.seq_axis is None or new.seq_length is None:
                 continue
-            held = min(length, old.seq_length)
-            for name in old.arrays if new is not old else ():
+            for name in old.arrays:
                 moved[name] = compact_kv_state(
-                    arrays[name], new.seq_length, held, seq_axis=old.seq_axis
+                    arrays[name], new.seq_length, count, seq_axis=old.seq_axis
                 )
         self._cache = _Cache(resized, moved, length)
 
@@ -551,23 +551,10 @@ def _check_length(spec: CacheSpec, length: int) -> None:
         )
 
 
-def _check_resize(spec: CacheSpec, resized: CacheSpec, capacity: int, length: int) -> None:
-    """Raise unless every entry can have another capacity and holds its tokens then."""
-    for old, new in zip(spec, resized, strict=True):
-        if old.kind == "opaque":
-            text = "an opaque entry cannot be resized: its layout is unknown"
-            raise entry_error(old.name, text, spec.capacity, capacity)
-        if old.seq_length is None or new.seq_length is None:
-            continue
-        held = min(length, old.seq_length)
-        if held > new.seq_length:
-            raise capacity_error(
-                f"{old.name}: {held} tokens do not fit into {new.seq_length} positions: use a "
-                f"capacity of at least {held}",
-                f"{held} or more",
-                capacity,
-                old.name,
-            )
+def _held_positions(old: CacheEntry, new: CacheEntry, length: int) -> int | None:
+    """Return the positions that a resize moves, None for none; raise if they do not fit."""
+    held = length if old.seq_length is None else min(length, old.seq_length)
+    return moved_positions(old.name, old.shape, new.shape, held, old.seq_axis, kind=old.kind)
 
 
 def _sequence_of(entry: CacheEntry) -> int:

@@ -433,11 +433,17 @@ def test_models_whose_states_differ_are_refused_before_anything_changes(shapes, 
 
 
 def test_each_state_must_have_the_positions_of_its_model():
-    shapes = {"k": (2, 1, 16, 8), "v": (2, 1, 12, 8)}
-    with pytest.raises(
-        CompatibilityError, match=r"'v' is .* pass the lengths of axis -2 as the sizes"
-    ):
-        StateManager({8: Model(8, k=(2, 1, 8, 8), v=(2, 1, 8, 8)), 16: Model(16, **shapes)})
+    def models(small, large):
+        shapes = {8: {"k": (2, 1, 8, 8), "v": (2, 1, small, 8)}}
+        shapes[16] = {"k": (2, 1, 16, 8), "v": (2, 1, large, 8)}
+        return {size: Model(size, **shapes[size]) for size in shapes}
+
+    for lengths in ((4, 12), (1, 2), (12, 16), (8, 17), (8, 7)):
+        with pytest.raises(
+            CompatibilityError, match=r"'v' is .* pass the lengths of axis -2 as the sizes"
+        ):
+            StateManager(models(*lengths))
+    StateManager(models(8, 12))  # a window of 12 positions
 
 
 def test_numbers_of_chunk_models_with_own_states_must_be_equal():
