@@ -167,7 +167,7 @@ def transition_coreml_state(
         Name of the state in both models.
     current_position : int
         Number of tokens in the cache; later positions are dropped. A state with the same shape in
-        both models is copied whole, whatever its kind.
+        both models is copied whole.
     pad_value : float
         Value of positions without a token.
     specs : mapping, optional
