@@ -14,7 +14,7 @@ from ..kv._context_ladder import ContextLadder
 from ..kv._state_manager import StateManagerBase
 from ..kv._transition import compact_kv_state, transition_kv_state
 from ._asset import import_coreai
-from ._specs import StateSpec, choose, usual_axis
+from ._specs import StateSpec, check_axes, choose, usual_axis
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -173,6 +173,12 @@ class StateManager(StateManagerBase):
 
     def _axis_of(self, spec: StateSpec) -> int:
         return usual_axis(spec.shape) if spec.seq_axis is None else spec.seq_axis
+
+    def _check_state(
+        self, models: str, name: str, known: tuple[int, Any], new: tuple[int, Any]
+    ) -> None:
+        check_axes(known[1], new[1])
+        super()._check_state(models, name, known, new)
 
     def _make_state(self, model: Any, specs: Mapping[str, Any]) -> Any:
         array = import_coreai("runtime").NDArray

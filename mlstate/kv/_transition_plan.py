@@ -27,7 +27,7 @@ class StateMove(NamedTuple):
     name : str
         Name of the state.
     direction : {"expand", "compact", "same", "none"}
-        "none" if the state cannot move.
+        "same": the shapes are equal and the state is copied whole. "none": it cannot move.
     source_shape, target_shape : tuple of int or None
         None if the model has no state with this name.
     copied_bytes, zeroed_bytes : int
