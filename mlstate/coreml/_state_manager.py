@@ -138,6 +138,20 @@ class StateManager(StateManagerBase):
         position: int,
         compact: bool,
     ) -> None:
+        self._transfer(source, target, name, specs, position, compact)
+
+    def _copy_state(self, source: Any, target: Any, name: str, specs: tuple[Any, Any]) -> None:
+        self._transfer(source, target, name, specs, 0, False)  # equal shapes: copied whole
+
+    def _transfer(
+        self,
+        source: Any,
+        target: Any,
+        name: str,
+        specs: tuple[Any, Any],
+        position: int,
+        compact: bool,
+    ) -> None:
         have, want = specs
         move_state(
             source,
@@ -149,6 +163,3 @@ class StateManager(StateManagerBase):
             seq_axis=self._seq_axis,
             declared=have.shape,
         )
-
-    def _copy_state(self, source: Any, target: Any, name: str, specs: tuple[Any, Any]) -> None:
-        self._resize_state(source, target, name, specs, 0, False)  # equal shapes: copied whole

@@ -104,8 +104,8 @@ class LadderStep(NamedTuple):
         - "roll": the new tokens replace the tokens of `dropped`.
         - "stop": the new tokens do not fit, or a refill would drop nothing.
 
-        The last index of `indices` is the newest token, except that new tokens are not in `kept`
-        before they are written: they are in `kept` after a refill only.
+        The newest token is never dropped: it is the last index of a refill, and in the other
+        actions the new tokens follow the kept ones.
     size : int
         Positions of the cache from now on.
     kept : tuple of range

@@ -364,6 +364,9 @@ class StateManagerBase:
             self._planned_moves(size, position, *specs)
             for specs in zip(self._specs[self._size], self._specs[size], strict=True)
         ]
+        if position == 0 and all(count == 0 for group in moves for count, _ in group.values()):
+            self._size, self._states = size, None
+            return
         targets = self._make_states(size, self._make_target if position else self._make_state)
         for source, target, planned in zip(self._states, targets, moves, strict=True):
             for name, (positions, specs) in planned.items():

@@ -330,10 +330,28 @@ def follow(ladder, rng, calls):
     return refills
 
 
+def check_any_refill(ladder, position, size):
+    """A refill to any size keeps prompt and newest token, drops nothing, or is refused."""
+    batch, prompt = ladder.batch_size, min(ladder.prompt_tokens, position)
+    fits = prompt + batch * (1 + ladder.reserve_batches) <= size
+    try:
+        steps = ladder.refill(position, size), ladder.shrink(position, size, refill=True)
+    except CapacityError as error:
+        assert error.name == "prompt_tokens" and not fits and prompt + batch > size
+        return
+    for step in steps:
+        assert step.indices[-1:] == ([position - 1] if position else [])
+        assert step.indices[:prompt] == list(range(prompt)) and step.kept_tokens <= step.size
+        assert step.action == "refill" or step.indices == list(range(position))
+
+
 def test_the_newest_token_is_never_lost_in_3000_random_ladders():
-    rng = random.Random(6)
-    refills = [follow(random_ladder(rng), rng, 30) for _ in range(3000)]
-    assert sum(map(len, refills)) > 5000
+    rng, refills = random.Random(6), 0
+    for _ in range(3000):
+        ladder = random_ladder(rng)
+        refills += len(follow(ladder, rng, 30))
+        check_any_refill(ladder, rng.randint(0, 99), rng.choice(ladder.sizes))
+    assert refills > 5000
 
 
 # ---- rolling ----
