@@ -282,14 +282,15 @@ class CacheState:
         resized = CacheSpec(entry._resized(positions) for entry in spec)
         if resized == spec:
             return
-        held = [_held_positions(*pair, length) for pair in zip(spec, resized, strict=True)]
+        _check_resize(spec, resized, length)
         moved = dict(arrays)
-        for old, new, count in zip(spec, resized, held, strict=True):
-            if count is None or old.seq_axis is None or new.seq_length is None:
+        for old, new in zip(spec, resized, strict=True):
+            if old.seq_axis is None or old.seq_length is None or new.seq_length is None:
                 continue
-            for name in old.arrays:
+            held = min(length, old.seq_length)
+            for name in old.arrays if new is not old else ():
                 moved[name] = compact_kv_state(
-                    arrays[name], new.seq_length, count, seq_axis=old.seq_axis
+                    arrays[name], new.seq_length, held, seq_axis=old.seq_axis
                 )
         self._cache = _Cache(resized, moved, length)
 
@@ -551,10 +552,11 @@ def _check_length(spec: CacheSpec, length: int) -> None:
         )
 
 
-def _held_positions(old: CacheEntry, new: CacheEntry, length: int) -> int | None:
-    """Return the positions that a resize moves, None for none; raise if they do not fit."""
-    held = length if old.seq_length is None else min(length, old.seq_length)
-    return moved_positions(old.name, old.shape, new.shape, held, old.seq_axis, kind=old.kind)
+def _check_resize(spec: CacheSpec, resized: CacheSpec, length: int) -> None:
+    """Raise unless every entry can have another capacity and holds its tokens then."""
+    for old, new in zip(spec, resized, strict=True):
+        held = length if old.seq_length is None else min(length, old.seq_length)
+        moved_positions(old.name, old.shape, new.shape, held, old.seq_axis, kind=old.kind)
 
 
 def _sequence_of(entry: CacheEntry) -> int:

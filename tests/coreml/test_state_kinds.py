@@ -441,3 +441,46 @@ def test_a_roll_that_begins_below_the_largest_size_moves_the_state():
     assert manager.state.read_state("kv")[:, :, :4].all()
     same = manager.state
     assert manager.grow_if_needed(10).action == "roll" and manager.state is same
+
+
+@pytest.mark.parametrize("window_size", [3, 4, 6, 8, 11, 40])
+def test_a_decoder_with_windows_and_a_recurrent_state_does_not_notice_growth(window_size):
+    """After each token, its states equal those of a model that had the largest context at once."""
+
+    def shapes(context):
+        local = min(window_size, context)
+        return {
+            "local": (1, 1, local, 4),
+            "global": (1, 1, context, 4),
+            "sum": (1,),
+            "conv": (3, 1),
+        }
+
+    def model(context):
+        declared = shapes(context)
+        return SimpleNamespace(get_spec=lambda: declared, make_state=lambda: FakeMLState(declared))
+
+    def decode(state, token):
+        for name in ("local", "global"):
+            cache = state.read_state(name)
+            cache[:, :, token % cache.shape[2]] = token + 1
+            state.write_state(name, cache)
+        state.write_state("sum", (state.read_state("sum") * 3 + token) % 997)
+        conv = np.roll(state.read_state("conv"), -1, axis=0)
+        conv[-1] = token
+        state.write_state("conv", conv)
+
+    manager = coreml.StateManager({context: model(context) for context in (4, 8, 16, 32)})
+    fixed, sizes = FakeMLState(shapes(32)), set()
+    for token in range(32):
+        assert manager.grow_if_needed(token).action != "stop"
+        sizes.add(manager.size)
+        decode(manager.state, token)
+        decode(fixed, token)
+        for name in shapes(32):
+            held = manager.state.read_state(name)
+            expected = fixed.read_state(name)
+            if name in ("local", "global"):
+                expected = expected[:, :, : held.shape[2]]
+            assert np.array_equal(held, expected), (token, name)
+    assert sizes == {4, 8, 16, 32}
