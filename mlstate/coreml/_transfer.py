@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,8 +140,12 @@ def move_state(
                 length,
                 name,
             )
-        move = compact_kv_state if compact else partial(transition_kv_state, pad_value=pad_value)
-        moved = move(value, length, positions, dtype=dtype, seq_axis=seq_axis)
+        if compact:
+            moved = compact_kv_state(value, length, positions, dtype, seq_axis=seq_axis)
+        else:
+            moved = transition_kv_state(
+                value, length, positions, pad_value, dtype, seq_axis=seq_axis
+            )
     target.write_state(name=name, value=np.require(moved, dtype, ["C", "W"]))
 
 
