@@ -445,7 +445,7 @@ def test_a_roll_that_begins_below_the_largest_size_moves_the_state():
 
 @pytest.mark.parametrize("window_size", [3, 4, 6, 8, 11, 40])
 def test_a_decoder_with_windows_and_a_recurrent_state_does_not_notice_growth(window_size):
-    """After each token, its states equal those of a model that had the largest context at once."""
+    """After each token, it holds the states of a model with the largest context from the start."""
 
     def shapes(context):
         local = min(window_size, context)
