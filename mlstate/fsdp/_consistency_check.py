@@ -26,12 +26,13 @@ _MAX_READY = 0xFFFF  # limit of a 16-bit field
 REFUSED = 1  # this rank cannot take part with all of its gradients
 ENDED = 2  # this rank has nothing more to reduce
 CALL_REFUSED = 4  # this rank passed a wrong gradient to a call, so no rank reduces any of them
+UNUSED = 8  # with ENDED: this rank reduced zeros for parameters that it did not use
 
 
 class Header(NamedTuple):
     """A rank's next bucket, and the result of its last buckets."""
 
-    flags: int  # REFUSED, ENDED, CALL_REFUSED
+    flags: int  # REFUSED, ENDED, CALL_REFUSED, UNUSED
     sequence: int  # number of the bucket
     digest: bytes  # of the parameters' names, shapes and dtypes, and of the settings
     nonfinite: int  # infinite or NaN elements in this rank's sums since its last header
@@ -105,9 +106,10 @@ class ConsistencyCheck:
             return headers, 1
         return headers, min([other.ready for other in headers])
 
-    def exchange_end(self, nonfinite: int) -> tuple[list[Header], bool]:
+    def exchange_end(self, nonfinite: int, *, has_unused: bool) -> tuple[list[Header], bool]:
         """Exchange headers after the last bucket; return them, and whether all ranks have ended."""
-        header = Header(ENDED, self.sequence, b"", nonfinite, self._waited)
+        flags = ENDED | (UNUSED if has_unused else 0)
+        header = Header(flags, self.sequence, b"", nonfinite, self._waited)
         headers = self._exchange(header, None)
         return headers, all(other.flags & ENDED for other in headers)
 

@@ -117,12 +117,16 @@ class ModuleHooks(Hooks):
     def gather_full(
         self, buckets: Iterable[Sequence[FSDPShardingUnit]], group: Any, timeout: float | None
     ) -> None:
-        """Add the reduced full gradients to the existing gradient of each parameter."""
+        """Add the reduced full gradients to the existing gradient of each parameter.
+
+        A parameter that no rank used has no part; it keeps its gradient.
+        """
         for units in buckets:
-            _gather_bucket(group, units, self.parameters, timeout)
+            used = [unit for unit in units if unit.local_gradient is not None]
+            _gather_bucket(group, used, self.parameters, timeout)
         for name, earlier in self._earlier.items():
             parameter: Any = self.parameters[name]
-            parameter.grad = earlier.add_(parameter.grad)
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier = {}
 
     def drop_full(self) -> None:
