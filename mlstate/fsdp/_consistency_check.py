@@ -27,12 +27,13 @@ REFUSED = 1  # this rank cannot take part with all of its gradients
 ENDED = 2  # this rank has nothing more to reduce
 CALL_REFUSED = 4  # this rank passed a wrong gradient to a call, so no rank reduces any of them
 UNUSED = 8  # with ENDED: this rank reduced zeros for parameters that it did not use
+IDLE = 16  # this rank has no inputs left: its gradients are zeros, and do not count in a mean
 
 
 class Header(NamedTuple):
     """A rank's next bucket, and the result of its last buckets."""
 
-    flags: int  # REFUSED, ENDED, CALL_REFUSED, UNUSED
+    flags: int  # REFUSED, ENDED, CALL_REFUSED, UNUSED, IDLE
     sequence: int  # number of the bucket
     digest: bytes  # of the parameters' names, shapes and dtypes, and of the settings
     nonfinite: int  # infinite or NaN elements in this rank's sums since its last header
@@ -85,6 +86,7 @@ class ConsistencyCheck:
         *,
         is_refused: bool,
         is_call_refused: bool = False,
+        is_idle: bool = False,
         ready: int = 1,
         plan: bytes = b"",
         pack: Callable[[], Any] | None = None,
@@ -97,10 +99,11 @@ class ConsistencyCheck:
         """
         digest = digest_of(facts, settings_text({**self._settings, **settings}))
         flags = (REFUSED if is_refused else 0) | (CALL_REFUSED if is_call_refused else 0)
+        flags |= IDLE if is_idle else 0
         header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
         headers = self._exchange(header, pack)
-        same = {other[:3] for other in headers}
-        if len(same) > 1 or any(other.flags for other in headers):
+        same = {other[1:3] for other in headers}
+        if len(same) > 1 or any(other.flags & ~IDLE for other in headers):
             return headers, 0
         if any(other.plan != headers[0].plan for other in headers):
             return headers, 1

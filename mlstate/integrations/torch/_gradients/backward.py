@@ -240,9 +240,10 @@ class PassErrors:
         call_at_end(self._end)
 
     def _end(self) -> None:
-        call_at_end(self._raise)  # after the callbacks of DDP and FSDP2
+        call_at_end(self.raise_first)  # after the callbacks of DDP and FSDP2
 
-    def _raise(self) -> None:
+    def raise_first(self) -> None:
+        """Raise the first error, with the others as notes."""
         if self.errors:
             first, *others = self.errors
             for error in others:
