@@ -690,6 +690,6 @@ def _double_backward_error(name: str) -> MLStateError:
 def _inner_gradient_error(name: str) -> MLStateError:
     return refusal(
         name,
-        f"{name} takes gradients inside its own forward; such a block cannot be recomputed: "
-        "let the plan keep it",
+        f"{name} takes gradients inside its own forward, or keeps a tensor of a recomputation "
+        "for the loss; such a block cannot be recomputed: let the plan keep it",
     )
