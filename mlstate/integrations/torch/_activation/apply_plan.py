@@ -314,8 +314,8 @@ def apply_plan(
     ------
     ValueError
         If the number of blocks differs from the plan's, the choice of blocks is ambiguous, or
-        the blocks have a plan already. While the model runs: if a block is called out of order,
-        or its input is not the output of the previous block.
+        the blocks have a plan already. While the model runs: if a block is called out of order
+        or after the backward pass, or its input is not the output of the previous block.
     MLStateError
         While the model runs: if a block changes its input in place, recomputed tensors differ
         from the first run's, or there is a second backward pass or ``create_graph=True``.
@@ -328,6 +328,9 @@ def apply_plan(
     a copy of objects that a block may change, such as a KV cache. Buffers that a block changes,
     such as BatchNorm's statistics, are updated once: recomputation uses copies of their earlier
     values. With ``torch.no_grad()``, blocks run without the plan.
+
+    The loss may depend on the outputs of any blocks, and the model may stop before its last block.
+    Steps of later blocks that the backward pass does not visit are left out.
 
     With or without a plan, autocast's copies of parameters exist until the end of its ``with``
     block. Recomputation ends with the last saved tensor.

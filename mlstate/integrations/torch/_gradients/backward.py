@@ -101,6 +101,8 @@ class ModuleHooks(Hooks):
     ) -> tuple[Any, Callable[[], None] | None]:
         """Apply `take` to a gradient of earlier passes that this pass did not compute."""
         if name in self.unsent:
+            if self.parameters[name].grad is None:  # zero_grad removed it
+                self._earlier.pop(name, None)
             return self.take(name, token)
         if self.is_full:
             self._set_aside(name)
