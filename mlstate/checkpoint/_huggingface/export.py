@@ -22,6 +22,7 @@ from ... import _core
 from ..._common.atomic_file import replace_folder
 from ..._common.backend import backend_of, is_module
 from ..._common.local_path import local_path
+from ..._common.regular_file import check_regular, open_regular
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
 from ...errors import StoreError
@@ -147,13 +148,16 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
     folder = os.fspath(source)
     try:
         with os.scandir(folder) as entries:
-            return sorted(
+            found = sorted(
                 entry.path
                 for entry in entries
-                if entry.is_file()
-                and not entry.name.startswith(".")
+                if not entry.name.startswith(".")
                 and not entry.name.endswith(_WEIGHTS)
+                and not entry.is_dir()
             )
+        for path in found:
+            check_regular(os.stat(path), path)
+        return found
     except OSError as error:
         raise _folder.store_error(error, "cannot list files_from=", folder) from None
 
@@ -186,7 +190,7 @@ def _begin(folder: str, plan: ExportPlan, overwrite: bool) -> str:
 def _copy_file(source: str, folder: str) -> None:
     """Copy a file durably."""
     path = os.path.join(folder, os.path.basename(source))
-    with open(source, "rb") as read, open(path, "xb") as write:
+    with open_regular(source) as read, open(path, "xb") as write:
         shutil.copyfileobj(read, write)
         write.flush()
         os.fsync(write.fileno())

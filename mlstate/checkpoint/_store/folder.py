@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.log import is_logged, log
+from ..._common.regular_file import check_regular, open_descriptor
 from ..._common.store_error import format_error
 from ..._common.store_error import store_error as store_error
 from ...errors import FormatError, MLStateError, StoreError
@@ -71,13 +72,10 @@ def open_path(path: str | os.PathLike[str], storage_options: Mapping[str, Any] |
 
 
 def _read_descriptor(descriptor: int, path: str) -> bytes:
-    """Read all of an open file; raise FormatError unless it is a regular file of valid size."""
-    import stat
-
+    """Read all of an open file; raise FormatError if it is too long."""
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-        what = "too long" if stat.S_ISREG(found.st_mode) else "not a regular file"
-        raise format_error(f"{path}: {what}", path)
+    if found.st_size > _MOST_BYTES:
+        raise format_error(f"{path}: too long", path)
     data = os.read(descriptor, found.st_size + 1)
     if len(data) == found.st_size:
         return data
@@ -85,7 +83,7 @@ def _read_descriptor(descriptor: int, path: str) -> bytes:
         return data + file.read()
 
 
-def read_bytes(folder: str, name: str) -> bytes:
+def read_bytes(folder: str, name: str, *, follow_links: bool = False) -> bytes:
     """Read a small regular file of the folder."""
     path = os.path.join(folder, name)
     if isinstance(folder, RemoteFolder):
@@ -94,7 +92,7 @@ def read_bytes(folder: str, name: str) -> bytes:
         except ValueError as error:
             raise format_error(f"{path}: {error}", path) from None
     try:
-        with _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
+        with open_descriptor(path, 0 if follow_links else os.O_NOFOLLOW) as descriptor:
             return _read_descriptor(descriptor.fileno(), path)
     except OSError as error:
         if error.errno == errno.ELOOP or isinstance(error, IsADirectoryError):
@@ -134,19 +132,13 @@ def open_root(folder: str, root: str = MANIFEST) -> tuple[str, Manifest | None]:
         raise
 
 
-def _read_index(folder: str, name: str) -> bytes:
-    """Read the index of a Hugging Face folder; a symbolic link, as in a cache, is followed."""
-    if isinstance(folder, RemoteFolder):
-        return read_bytes(folder, name)
-    path = os.path.realpath(os.path.join(folder, name))
-    return read_bytes(*os.path.split(path))
-
-
 def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
     """Read a root; raise FormatError if a file under ``roots/`` does not match its own name."""
     if is_weights_root(name):
         try:
-            return read_weights(folder, name, _read_index(folder, name) if name == INDEX else None)
+            # the index in a download cache is a link
+            data = read_bytes(folder, name, follow_links=True) if name == INDEX else None
+            return read_weights(folder, name, data)
         except OSError as error:
             raise store_error(error, "cannot read the folder", folder) from None
     try:
@@ -499,6 +491,7 @@ def overwrite_start(folder: str, path: str, data: bytes) -> None:
     name = os.path.join(folder, path)
     try:
         with _core.Descriptor(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
+            check_regular(os.fstat(descriptor.fileno()), name)
             done = 0
             while done < len(data):
                 done += os.pwrite(descriptor.fileno(), data[done:], done)

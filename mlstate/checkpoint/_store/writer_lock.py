@@ -16,9 +16,12 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from typing import Any
 
 from ... import _core
+from ..._common.atomic_file import change_mode, replacing
+from ..._common.regular_file import NOT_REGULAR
 from ...errors import StoreError
 from .folder import MANIFEST, new_file_mode, store_error
 
@@ -195,6 +198,8 @@ class WriterLock:
     def _try(self) -> bool:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         self._descriptor = descriptor = _core.Descriptor(self._path, flags)
+        if not stat.S_ISREG(os.fstat(descriptor.fileno()).st_mode):
+            raise OSError(errno.EINVAL, NOT_REGULAR)
         if not _try_lock(descriptor):
             self._refuse_or_replace(descriptor)
             self.release()
@@ -214,10 +219,13 @@ class WriterLock:
         return True
 
     def _limit_mode(self, number: int, mode: int) -> None:
-        """Restrict the mode of a new lock file to the mode of the other files."""
-        limited = mode & new_file_mode(os.path.dirname(self._path))
+        """Restrict who may read and write a new lock file to those of the other files.
+
+        The bits for execution stay, because FAT has them on every file and refuses to change them.
+        """
+        limited = mode & (new_file_mode(os.path.dirname(self._path)) | 0o111)
         if limited != mode & 0o777:
-            os.fchmod(number, limited)
+            change_mode(number, limited)
 
     def _is_current(self, descriptor: _core.Descriptor) -> bool:
         try:
@@ -247,11 +255,8 @@ class WriterLock:
             raise self._busy_error(f"{who} is writing it")
         if self._is_current(descriptor):
             # keep the text: the new file must name the unfinished generation too
-            fresh = f"{self._path}.{os.getpid()}"
-            with open(fresh, "wb") as file:
-                self._limit_mode(file.fileno(), os.fstat(file.fileno()).st_mode)
+            with replacing(self._path, follow_links=False) as file:
                 file.write(os.pread(descriptor.fileno(), 4096, 0))
-            os.replace(fresh, self._path)
 
     def _write(self, generation: str | None) -> None:
         import json
