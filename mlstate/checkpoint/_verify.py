@@ -153,6 +153,13 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
     return Problem(kind, path, None, None, rank, error.offset or 0, 0, str(error))
 
 
+def _raise_outage(folder: str, error: MLStateError) -> None:
+    """Raise an error of a store that does not answer: that is no damage of the checkpoint."""
+    is_missing = isinstance(error, FileNotFoundError)
+    if isinstance(folder, RemoteFolder) and isinstance(error, StoreError) and not is_missing:
+        raise error
+
+
 def _verify_object(
     folder: RemoteFolder, name: str, progress: Callable[[int], object] | None
 ) -> VerifyReport:
@@ -172,6 +179,7 @@ def _verify_object(
             with folder.file_copy(name, nbytes) as local:
                 report = verify_file(os.path.join(local, name), progress)[0]
     except MLStateError as error:
+        _raise_outage(folder, error)
         report.problems.append(_root_problem("unreadable", name, 0, error))
     report.problems = [
         problem._replace(text=problem.text.replace(local, folder)) for problem in report.problems
@@ -261,12 +269,14 @@ def _verify_once(
     try:
         manifest = _folder.read_manifest(folder, name)
     except MLStateError as error:
+        _raise_outage(folder, error)
         report.problems.append(_root_problem("manifest", name, 0, error))
         return None
     report.step = manifest.step
     try:
         merged = _folder.load_merged_index(folder, manifest)
     except MLStateError as error:
+        _raise_outage(folder, error)
         found = _index_problems(folder, manifest)
         report.problems += found or [_root_problem("index", name, 0, error)]
         return manifest.generation

@@ -18,7 +18,6 @@ from ..._common.store_error import store_error
 from ...errors import StoreError
 from .engine_errors import RETRIED
 from .object_store import Tag, retry_pauses
-from .remote_folder import temporary_name
 
 if TYPE_CHECKING:
     from .remote_folder import RemoteFolder
@@ -133,14 +132,9 @@ def _sequence_of(root: bytes) -> object:
 
 def _check_conditions(folder: RemoteFolder) -> None:
     """Raise StoreError (ENOTSUP) if the endpoint ignores the conditions of writes."""
-    store = folder.store
-    name = temporary_name()
-    store.put(name, b"{}")
-    try:
+    with folder.store.temporary_object() as name:
         for tag in (None, _NO_TAG):
             _expect_refusal(folder, name, tag)
-    finally:
-        store.delete([name])
 
 
 def _expect_refusal(folder: RemoteFolder, name: str, tag: Tag | None) -> None:
