@@ -79,7 +79,9 @@ def _sort_out(
     """Return the roots to delete, their steps, and the steps that stay."""
     manager = CheckpointManager(folder, keep=keep)
     newest = _folder.read_manifest(folder).generation
-    old = [] if keep is None else manager._superseded(newest, manager._roots(FormatError))[0]
+    old: list[_folder.Root] = []
+    if keep is not None:
+        old = manager._superseded(newest, manager._roots(FormatError), is_new=False)[0]
     steps: dict[_folder.Root, int | None] = {}
     for root in _folder.list_roots(folder):
         steps[root] = None
@@ -147,8 +149,8 @@ def prune(
         Folder of the checkpoint, or of a `CheckpointManager`, or its URL in an object store.
     keep : int, optional
         Number of newest steps to keep. Older steps are deleted, and so are damaged ones whose
-        step number cannot be read. Steps with missing files, or files of another length, do
-        not count. Default: all steps are kept.
+        step number cannot be read. Steps with missing files or files of another length, and
+        steps that `verify` found damaged, do not count. Default: all steps are kept.
     dry_run : bool, default False
         Delete nothing, and return what would be deleted.
     lock_timeout : float, default 0

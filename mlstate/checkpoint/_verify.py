@@ -13,6 +13,7 @@ from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError
 from ._remote.remote_folder import RemoteFolder, refuse_remote
 from ._store import folder as _folder
+from ._store.damage_marks import mark_steps, unmark
 from ._store.weight_files import check_total, hub_hint, is_weights_root, unlisted_files
 from ._store.writer_lock import WriterLock
 
@@ -264,8 +265,8 @@ def _verify_once(
     report: VerifyReport,
     progress: Callable[[int], object] | None,
     known: dict[str, Any],
-) -> str | None:
-    """Verify the current root; return its generation, or None if it cannot be read."""
+) -> Manifest | None:
+    """Verify the current root; return it, or None if it cannot be read."""
     try:
         manifest = _folder.read_manifest(folder, name)
     except MLStateError as error:
@@ -279,12 +280,12 @@ def _verify_once(
         _raise_outage(folder, error)
         found = _index_problems(folder, manifest)
         report.problems += found or [_root_problem("index", name, 0, error)]
-        return manifest.generation
+        return manifest
     known[manifest.generation] = merged
     count, problems = verify_files(folder, manifest, merged, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
     report.problems += _with_tensors(problems, merged)
-    return manifest.generation
+    return manifest
 
 
 def _is_replaced(folder: str, name: str, generation: str) -> bool:
@@ -308,9 +309,11 @@ def verify_root(
     """
     for _ in range(_folder.TRIES):
         found, read = VerifyReport(folder), dict[str, Any]()
-        generation = _verify_once(folder, name, found, progress, read)
+        manifest = _verify_once(folder, name, found, progress, read)
         is_missing = any(problem.kind == "missing" for problem in found.problems)
-        if generation is None or not is_missing or not _is_replaced(folder, name, generation):
+        if manifest is None or not is_missing:
+            break
+        if not _is_replaced(folder, name, manifest.generation):
             break
     else:
         text = f"it was replaced at each of {_folder.TRIES} attempts to verify it"
@@ -323,6 +326,24 @@ def verify_root(
     for problem in found.problems:
         where = f"{folder}/{name}"
         log("WARNING", "%s: step %s: %s", where, found.step, problem.as_error(folder))
+    if manifest is not None and manifest.weights is None:
+        merged = read.get(manifest.generation)
+        _note_result(folder, manifest, found.problems, {} if merged is None else merged.files())
+
+
+def _note_result(
+    folder: str, manifest: Manifest, problems: list[Problem], sizes: dict[str, int]
+) -> None:
+    """Mark steps with damaged files, so that no process counts them; unmark a step that loads.
+
+    Missing and unreadable files may come back, and every process finds them itself.
+    """
+    others = [problem for problem in problems if not _is_of_header(problem, sizes)]
+    damaged = {one.path for one in others if one.kind not in ("missing", "unreadable")}
+    if damaged:
+        mark_steps(folder, manifest.generation, damaged)
+    elif not others:
+        unmark(folder, manifest)
 
 
 # ---- repair ----
@@ -458,6 +479,9 @@ def verify(
     Notes
     -----
     If another process replaces the checkpoint during verification, verification starts again.
+
+    A step of a `CheckpointManager` with damaged bytes is marked by an empty file next to its root,
+    so that ``keep=`` does not count it; the mark of an undamaged step is removed.
 
     Examples
     --------
