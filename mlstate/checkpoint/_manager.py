@@ -742,8 +742,10 @@ class CheckpointManager:
             timeout = check_timeout(lock_timeout)
             folder, found = self.directory, self.checkpoint(step)
             is_remote = isinstance(folder, RemoteFolder)
-            lock = nullcontext() if is_remote else WriterLock(folder, timeout=timeout).acquire()
-            with lock:
+            lock = None if is_remote else WriterLock(folder, timeout=timeout)
+            with nullcontext() if lock is None else lock.holder:
+                if lock is not None:
+                    lock.acquire()
                 if _folder.read_manifest(folder).generation == found.generation:
                     raise ValueError(
                         f"step {step} is the newest checkpoint: save another one first"

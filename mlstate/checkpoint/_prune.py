@@ -197,7 +197,9 @@ def prune(
     if isinstance(folder, RemoteFolder):
         return _prune_store(folder, keep, dry_run)
     lock = None if dry_run else WriterLock(folder, timeout=timeout)
-    with nullcontext() if lock is None else lock.acquire():
+    with nullcontext() if lock is None else lock.holder:
+        if lock is not None:
+            lock.acquire()
         old, steps, kept = _sort_out(folder, keep)
         temporary = _folder.temporary_files(folder)
         dead = _folder.known_files(folder) - _folder.needed_files(folder, old)

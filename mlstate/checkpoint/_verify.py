@@ -411,7 +411,9 @@ def _repair(folder: str, report: VerifyReport) -> None:
     Newer steps that cannot be loaded are deleted; the next save or `prune` deletes their files.
     Steps that cannot be read now because of an I/O error may be good, so they stay.
     """
-    with WriterLock(folder).acquire():
+    lock = WriterLock(folder)
+    with lock.holder:
+        lock.acquire()
         now = _try_root(folder, _folder.MANIFEST)
         if now.loads:
             if now.is_mended and now.report:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from ..._common.store_error import store_error
@@ -20,6 +20,8 @@ from .engine_errors import RETRIED
 from .object_store import Tag, retry_pauses
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from .remote_folder import RemoteFolder
 
 _NO_TAG = Tag('"0x1"', "1")  # in the form of Azure and of Google; no object has it
@@ -35,6 +37,7 @@ class RootClaim:
 
     # a writer that died leaves the same objects as a running one: `prune` deletes them by age
     unfinished: str | None = None
+    holder: AbstractContextManager[object] = nullcontext()  # as of `WriterLock`
 
     def __init__(self, folder: RemoteFolder, root: str) -> None:
         self._folder = folder

@@ -103,15 +103,14 @@ def _try_lock(descriptor: _core.Descriptor) -> bool:
     return True
 
 
-def _lock_folder(folder: str) -> tuple[_core.Descriptor, bool]:
-    """Open the folder and try to lock it: only one writer at a time may inspect the lock file."""
-    descriptor = _core.Descriptor(folder, os.O_RDONLY)
+def _lock_folder(descriptor: _core.Descriptor) -> bool:
+    """Try to lock an open folder: only one writer at a time may inspect the lock file."""
     try:
-        return descriptor, _try_lock(descriptor)
+        return _try_lock(descriptor)
     except OSError as error:
         if error.errno != errno.EBADF:  # NFS locks only descriptors that are open for writing
             raise
-    return descriptor, True
+    return True
 
 
 def check_timeout(seconds: float) -> float:
@@ -127,6 +126,12 @@ class WriterLock:
     """The lock of a writing process.
 
     `timeout` is the caller's ``lock_timeout``, or None if the caller has no such parameter.
+
+    `holder` is closed until the lock is taken, and unlocks at the end of its `with` statement. No
+    interrupt can prevent this, not even a second one during the clean-up after the first::
+
+        with lock.holder:
+            lock.acquire()
     """
 
     is_unsure = False  # whether a `commit` succeeded can always be read from the folder
@@ -136,15 +141,12 @@ class WriterLock:
         self._what = what
         self._folder = folder
         self._path = os.path.join(folder, _NAME)
-        self._descriptor: _core.Descriptor | None = None  # dropping it closes and unlocks
+        self.holder = _core.Descriptor()  # dropping it closes and unlocks, too
         self._is_new = False
         self.unfinished: str | None = None  # generation of a writer that died
 
-    def acquire(self) -> _core.Descriptor:
-        """Take the lock; after the timeout raise StoreError (EBUSY) that names the owner.
-
-        The descriptor unlocks at the end of a `with` statement, even after an interrupt.
-        """
+    def acquire(self) -> None:
+        """Take the lock; after the timeout raise StoreError (EBUSY) that names the owner."""
         import time
 
         end = time.monotonic() + (self._timeout or 0.0)
@@ -157,15 +159,14 @@ class WriterLock:
                     raise
             time.sleep(min(_PAUSE, left))
 
-    def _acquire_once(self) -> _core.Descriptor:
+    def _acquire_once(self) -> None:
         import time
 
         try:
             for _ in range(_TRIES):
                 taken = self._try_alone()
                 if taken:
-                    assert self._descriptor is not None
-                    return self._descriptor
+                    return
                 if taken is None:
                     time.sleep(_PAUSE)
         except OSError as error:
@@ -189,15 +190,13 @@ class WriterLock:
 
     def _try_alone(self) -> bool | None:
         """Try once with the folder locked; return None if another writer has locked the folder."""
-        folder, alone = _lock_folder(os.path.dirname(self._path))
-        try:
-            return self._try() if alone else None
-        finally:
-            folder.close()
+        with _core.Descriptor(os.path.dirname(self._path), os.O_RDONLY) as folder:
+            return self._try() if _lock_folder(folder) else None
 
     def _try(self) -> bool:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._descriptor = descriptor = _core.Descriptor(self._path, flags)
+        descriptor = self.holder
+        descriptor.open(self._path, flags)
         if not stat.S_ISREG(os.fstat(descriptor.fileno()).st_mode):
             raise OSError(errno.EINVAL, NOT_REGULAR)
         if not _try_lock(descriptor):
@@ -262,7 +261,7 @@ class WriterLock:
         import json
 
         text = json.dumps({**_me(), "generation": generation}).encode()
-        number = -1 if self._descriptor is None else self._descriptor.fileno()
+        number = self.holder.fileno()
         os.pwrite(number, text + b"\n", 0)
         os.ftruncate(number, len(text) + 1)
 
@@ -271,8 +270,7 @@ class WriterLock:
         try:
             self._write(generation)
             if generation is not None:
-                assert self._descriptor is not None
-                os.fsync(self._descriptor.fileno())
+                os.fsync(self.holder.fileno())
                 if self._is_new:  # otherwise a power failure could lose the file
                     _core.folder_sync(os.path.dirname(self._path))
                     self._is_new = False
@@ -287,8 +285,7 @@ class WriterLock:
 
     def release(self) -> None:
         """Unlock and close the file; in a forked child the parent keeps its lock."""
-        if self._descriptor is not None:
-            self._descriptor.close()
+        self.holder.close()
 
     def __enter__(self) -> WriterLock:
         self.acquire()

@@ -103,7 +103,8 @@ def test_a_reshard_that_was_interrupted_keeps_no_lock(tmp_path, monkeypatch):
     mlstate.save(tmp_path / "a", {"w": np.ones(4)})
 
     def interrupted(lock):
-        folder = _lock._lock_folder(str(tmp_path / "b"))  # this frame holds the lock
+        folder = _lock._core.Descriptor(tmp_path / "b", os.O_RDONLY)
+        assert _lock._lock_folder(folder)  # this frame holds the lock
         raise KeyboardInterrupt(folder)
 
     def cut():
@@ -181,6 +182,38 @@ def test_a_lock_taken_over_keeps_its_mode(tmp_path):
     assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
 
 
+def test_interrupts_of_the_clean_up_leave_no_lock(tmp_path, monkeypatch):
+    """Also while the caller keeps the exception, whose traceback refers to all frames."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    manager = CheckpointManager(tmp_path / "run", warn_unchanged=False)
+    for step in (1, 2):
+        manager.save(step, {"w": np.ones(2)})
+    calls = [
+        lambda: mlstate.save(tmp_path / "ckpt", {"w": np.ones(2)}),
+        lambda: manager.save(3, {"w": np.ones(2)}),
+        lambda: manager.delete(1),
+        lambda: prune(tmp_path / "run"),
+        lambda: reshard(tmp_path / "run", tmp_path / "cut", layout="rows", world_size=2),
+    ]
+    kept = []
+    for call in calls:
+        with monkeypatch.context() as patch:
+            for name in ("note", "release", "commit"):
+                patch.setattr(WriterLock, name, interrupted)
+            patch.setattr(_lock.os, "unlink", interrupted)
+            try:
+                call()
+            except KeyboardInterrupt as error:
+                kept.append(error)
+    assert len(kept) >= 4
+    for folder in ("ckpt", "run", "cut"):
+        with WriterLock(str(tmp_path / folder)):
+            pass
+
+
 # ---- file systems without permissions ----
 
 
@@ -198,15 +231,8 @@ def test_a_file_system_without_permissions_can_be_locked(tmp_path, monkeypatch):
     _take_over(tmp_path)
     mlstate.save(tmp_path / "ckpt", {"w": np.ones(2)})
     # FAT gives every file the bits for execution
-    create = _lock._core.Descriptor
-
-    def executable(path, flags):
-        descriptor = create(path, flags)
-        if Path(path).name == "lock":
-            Path(path).chmod(0o755)
-        return descriptor
-
-    monkeypatch.setattr(_lock._core, "Descriptor", executable)
+    (tmp_path / "fat").mkdir()
+    (tmp_path / "fat" / "lock").touch(0o755)
     mlstate.save(tmp_path / "fat", {"w": np.ones(2)})
 
 
