@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.local_path import local_path
+from .._common.regular_file import open_regular
 from .._common.text import table_text
 from ..checkpoint import inspect
 from ..checkpoint._files.convert import SUFFIXES
@@ -143,7 +144,7 @@ def _reader_hint(place: Path) -> str | None:
 
 def _has_safetensors_header(place: Path) -> bool:
     """Return whether a file starts with the length of a header and the header's brace."""
-    with place.open("rb") as file:
+    with open_regular(place) as file:
         start = file.read(9)
         size = file.seek(0, 2)
     return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= size - 8

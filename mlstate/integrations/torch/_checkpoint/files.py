@@ -20,6 +20,7 @@ import numpy as np
 from .... import _core
 from ...._common.atomic_file import replace_folder, replacing, temporary_name
 from ...._common.local_path import local_path
+from ...._common.regular_file import open_regular
 from ....errors import CompatibilityError, FormatError
 from ....state._compatibility import join
 from ....state._kind import describe, restore
@@ -368,7 +369,7 @@ def read_pt(path: Path) -> Parts:
 
     import torch
 
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         zipped = file.read(4) == b"PK\x03\x04"
     try:
         with warnings.catch_warnings():
