@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +83,8 @@ def is_same_position(first: str, second: str) -> bool:
 
 def _has_weights(folder: Path) -> bool:
     """Return whether a folder has weights that the Trainer can load; safetensors are checked."""
-    files = [folder / name for name in _SAFETENSORS if (folder / name).is_file()]
     try:
+        files = [folder / name for name in _SAFETENSORS if (folder / name).is_file()]
         if (folder / _INDEX).is_file():
             names = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
             files += [folder / name for name in set(names.values())]
@@ -109,6 +110,18 @@ def is_complete(folder: Path) -> bool:
     """Return whether the Trainer can resume from a folder without mlstate."""
     has_optimizer = any((folder / f"optimizer.{suffix}").is_file() for suffix in ("pt", "bin"))
     return has_optimizer and (folder / "scheduler.pt").is_file() and is_whole(folder, None)
+
+
+def _is_mixed(folder: Path) -> bool:
+    """Return whether weights are newer than the optimizer's file, which the Trainer writes later.
+
+    The Trainer overwrites a folder's weights, and with ``save_only_model`` leaves the optimizer of
+    an earlier run in the folder.
+    """
+    optimizers = [path.stat().st_mtime_ns for path in folder.glob("optimizer.*")]
+    names = (*_SAFETENSORS, _INDEX, *_OTHER_WEIGHTS)
+    weights = [path.stat().st_mtime_ns for name in names for path in folder.glob(name)]
+    return max(weights, default=0) > max(optimizers, default=0)
 
 
 def read_record(manager: CheckpointManager, step: int) -> dict[str, Any]:
@@ -160,9 +173,15 @@ def last_checkpoint(output: Path, manager: CheckpointManager) -> str | None:
         for step in folders
         if step > good and not (step in saved and _is_resumable(output, manager, step))
     ]
-    for step in reversed(later):
-        if is_complete(folder_of(output, step)):
-            return str(folder_of(output, step))
+    for folder in (folder_of(output, step) for step in reversed(later)):
+        if is_complete(folder) and not _is_mixed(folder):
+            return str(folder)
+        if is_complete(folder):
+            warnings.warn(
+                f"{folder} is passed over: its weights are newer than its optimizer, which may be "
+                "of another run; if the folder was only copied, resume from its path",
+                stacklevel=4,
+            )
     if newest is not None and newest[1] is not None:
         # killed between the deletion of the newest step's folder and the save of the next step
         was_killed = newest[0] not in folders and folders[-1] > newest[0]
