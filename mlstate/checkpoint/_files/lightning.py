@@ -1,8 +1,9 @@
 """Checkpoints of Lightning, which are dicts: as a folder of mlstate, and as a ``.ckpt`` file.
 
 In a folder, the tensors of ``state_dict`` are the model. The named state ``lightning`` holds all
-other entries. The named state ``lightning_module`` holds what else ``state_dict`` contains: its
-``_metadata``, with the version of each module, and entries that are not tensors.
+other entries. The named state ``lightning_module`` holds what else belongs to ``state_dict``: the
+order of its names, its ``_metadata``, with the version of each module, and entries that are not
+tensors.
 """
 
 from __future__ import annotations
@@ -65,9 +66,8 @@ def save_checkpoint(
         other = {name: value for name, value in model.items() if not is_torch(value)}
         _refuse_subclasses(other, "state_dict")
         metadata = getattr(model, "_metadata", None)
-        if other or metadata is not None:
-            states[_MODULE] = {"metadata": metadata, "other": other, "names": list(model)}
-            model = {name: value for name, value in model.items() if name not in other}
+        states[_MODULE] = {"metadata": metadata, "other": other, "names": list(model)}
+        model = {name: value for name, value in model.items() if name not in other}
     step = checkpoint.get("global_step")
     return save(path, model, states=states, step=step, **options)
 
@@ -84,7 +84,7 @@ def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:
         return checkpoint
     tensors = dict(loaded.model)
     module = loaded.states.get(_MODULE)
-    if module is None:
+    if module is None:  # written by an older version
         return {**checkpoint, "state_dict": tensors}
     tensors |= module["other"]
     model = OrderedDict((name, tensors[name]) for name in module["names"])

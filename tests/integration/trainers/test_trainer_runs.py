@@ -183,6 +183,29 @@ def test_a_callback_of_a_failed_run_saves_into_the_next_folder(tmp_path, runs):
     assert steps_of(tmp_path / "b")[0] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("stop", "options"),
+    [
+        (4, {}),
+        (6, {}),  # the end of an epoch
+        (4, {"ignore_data_skip": True}),
+        (6, {"eval_on_start": True, "eval_strategy": "epoch"}),
+        (2, {"gradient_accumulation_steps": 4, "eval_on_start": True, **BEST}),
+        (3, {"gradient_accumulation_steps": 2, "accelerator_config": {"use_seedable_sampler": 0}}),
+        (4, {"lr_scheduler_type": "reduce_lr_on_plateau", **BEST}),
+    ],
+)
+def test_a_resumed_training_draws_as_that_of_the_trainer_alone(tmp_path, runs, stop, options):
+    train(runs, tmp_path / "a", save_steps=stop, max_steps=stop, save_only_model=False, **options)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    options = {**options, "max_steps": stop + 4, "save_strategy": "no"}
+    alone = train(runs, tmp_path / "a", resume=True, with_mlstate=False, **options)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (tmp_path / "b" / f"checkpoint-{stop}" / name).unlink()
+    resumed = train(runs, tmp_path / "b", resume=True, **options)
+    assert resumed.digests == alone.digests and len(alone.digests) >= 4
+
+
 # ---- a signal, and options that are refused ----
 
 
