@@ -237,7 +237,7 @@ def test_an_option_works_as_with_files_of_lightning(tmp_path, job, callbacks, na
         folder = tmp_path / "run"
         checkpoints = callbacks.ModelCheckpoint(folder, **OPTIONS[name])
         fit(job, [checkpoints], own)
-        links = {path: path.is_symlink() and os.readlink(path) for path in folder.rglob("*.ckpt")}
+        links = {path: path.is_symlink() and path.readlink() for path in folder.rglob("*.ckpt")}
         listings.append({(str(path.relative_to(folder)), link) for path, link in links.items()})
         path = checkpoints.last_model_path or checkpoints.best_model_path
         if own:
@@ -272,7 +272,7 @@ def test_a_link_is_replaced_and_its_target_kept(tmp_path):
         assert plugin.load_checkpoint(tmp_path / "best.ckpt") == {"global_step": 1}
         assert plugin.load_checkpoint(tmp_path / "last.ckpt") == {"global_step": 2}
         plugin.remove_checkpoint(tmp_path / "last.ckpt")
-    assert os.listdir(tmp_path) == ["best.ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"]
 
 
 def test_a_killed_save_leaves_no_name(tmp_path, monkeypatch):
@@ -284,7 +284,7 @@ def test_a_killed_save_leaves_no_name(tmp_path, monkeypatch):
         monkeypatch.undo()
         assert not (tmp_path / "last.ckpt").exists()
     plugin.save_checkpoint({"global_step": 2}, tmp_path / "last.ckpt")
-    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_an_exception_saves_a_checkpoint(tmp_path, job, callbacks):

@@ -115,7 +115,10 @@ def test_a_kill_after_the_deletion_leaves_a_checkpoint(tmp_path, runs):
     assert steps_of(tmp_path) == ([2], [3])  # none of both
     last = MLStateCallback.last_checkpoint(tmp_path)
     assert last == str(tmp_path / "checkpoint-2")
-    assert sorted(os.listdir(last)) == ["model.safetensors", "trainer_state.json"]
+    assert sorted(path.name for path in Path(last).iterdir()) == [
+        "model.safetensors",
+        "trainer_state.json",
+    ]
     assert MLStateCallback.last_checkpoint(tmp_path) == last
     resumed = train(runs, tmp_path, resume=last, save_total_limit=1)
     whole = train(runs, tmp_path / "whole")
@@ -160,7 +163,7 @@ def test_a_good_checkpoint_resumes_without_a_warning(tmp_path, runs):
 def test_a_step_of_another_run_is_refused(tmp_path, runs):
     train(runs, tmp_path / "first")
     train(runs, tmp_path / "second", **BEST, save_strategy="steps")
-    with pytest.raises(mlstate.CompatibilityError, match="step 2 in .* belongs to another run"):
+    with pytest.raises(mlstate.CompatibilityError, match=r"step 2 in .* belongs to another run"):
         train(runs, tmp_path / "first", resume=str(tmp_path / "second" / "checkpoint-2"))
 
 
@@ -307,8 +310,11 @@ def test_the_position_of_the_trainer_is_recorded(tmp_path, runs):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(2), *(pytest.param(range(10 * n, 10 * n + 10), marks=pytest.mark.long)
-                          for n in range(1, 4))],
+    "seeds",
+    [
+        range(2),
+        *(pytest.param(range(10 * n, 10 * n + 10), marks=pytest.mark.long) for n in range(1, 4)),
+    ],
 )
 def test_after_any_sequence_of_runs_a_step_can_be_resumed(tmp_path, runs, seeds, monkeypatch):
     for seed in seeds:

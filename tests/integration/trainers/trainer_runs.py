@@ -4,6 +4,7 @@ Runs differ in their options, with or without MLStateCallback, and some are kill
 ends them in the middle of a save, of a deletion, or between the two.
 """
 
+import contextlib
 import hashlib
 import random
 import shutil
@@ -213,10 +214,8 @@ def run_sequence(folder, seed, patcher, runs=5):
         with patcher.context() as patch, warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
             install(killer, trainer, patch, chance)
-            try:
+            with contextlib.suppress(Killed):
                 trainer.train(resume_from_checkpoint=path)
-            except Killed:
-                pass
         if with_mlstate and CheckpointManager(Path(folder) / "mlstate").steps():
             has_saved = True
         if has_saved:
@@ -238,10 +237,8 @@ def check_resume(folder, digests, history):
         trainer = trainer_of(copy, callbacks, 7, max_steps=99, save_strategy="no")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
+            with contextlib.suppress(Killed):
                 trainer.train(resume_from_checkpoint=str(copy / Path(path).name))
-            except Killed:
-                pass
         texts = [str(each.message) for each in caught]
         warned = any("the Trainer itself" in text for text in texts)
         assert recorder.resumed is not None and recorder.resumed[0] == step, history
