@@ -138,6 +138,8 @@ class CheckpointManager:
         self._damaged: set[str] = set()  # generations that this manager could not restore
         self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path
         self._has_warned = False
+        # set by a trainer, whose own rule decides which other steps stay
+        self._is_kept_elsewhere: Callable[[int | None], bool] | None = None
         self._staging: Staging | None = None
         self._under_way: SaveHandle | None = None
         self._lock, self._pid = threading.RLock(), os.getpid()
@@ -152,6 +154,7 @@ class CheckpointManager:
         # attributes that pickles of older versions lack
         added: dict[str, Any] = {"_rules": NO_RULES, "_timer": (None, None)}
         added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
+        added["_is_kept_elsewhere"] = None
         self.__dict__.update({**added, **state})
         self._rules = Retention(*self._rules)
         self._timer = SaveTimer(*self.__dict__["_timer"])
@@ -611,7 +614,7 @@ class CheckpointManager:
 
     def _warn_of_deletions(self, step: int, group: ProcessGroup | None) -> None:
         """Warn once, before a save starts, if `keep` deletes steps of another manager."""
-        if self.keep is None or self._has_warned:
+        if self.keep is None or self._has_warned or self._is_kept_elsewhere is not None:
             return
         found: list[int | None] = []
         later: list[int | None] = []
@@ -659,10 +662,11 @@ class CheckpointManager:
             roots if count else [],
             lambda manifest: manifest.generation == good or self._can_load(manifest),
         )
+        is_kept = self._is_kept_elsewhere or (lambda step: False)
         kept = {
             root.path: manifest
             for number, (root, manifest) in enumerate(roots)
-            if number >= count or manifest.generation in ruled
+            if number >= count or manifest.generation in ruled or is_kept(manifest.step)
         }
         old = [root for root in _folder.list_roots(self.directory) if root.path not in kept]
         old = [root for root in old if root.generation != newest]

@@ -13,6 +13,7 @@ from .._common.regular_file import open_regular
 from .._common.text import table_text
 from ..checkpoint import inspect
 from ..checkpoint._files.convert import SUFFIXES
+from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
 from ..checkpoint._load import LoadedState, load
 from ..checkpoint._manager import find_root
 from ..checkpoint._remote.options import split_url
@@ -138,7 +139,7 @@ def _reader_hint(place: Path) -> str | None:
     if place.is_dir():
         is_dcp = (place / ".metadata").exists()
         return "mlstate convert reads a torch distributed checkpoint" if is_dcp else None
-    name = SUFFIXES.get(suffix)
+    name = "lightning" if suffix == LIGHTNING else SUFFIXES.get(suffix)
     return name and f"mlstate convert reads a {suffix} file (format {name})"
 
 
