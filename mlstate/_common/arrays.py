@@ -12,7 +12,7 @@ from .backend import backend_of, registered
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from .._types import NDArray
+    from .._types import NDArray, NumpyDType
 
 
 def is_torch(candidate: object) -> bool:
@@ -29,6 +29,29 @@ def assign(target: Any, source: Any) -> None:
         target.copy_(source)
     else:
         target[...] = source
+
+
+def overwrite(target: Any, source: Any) -> None:
+    """Copy elements as `assign` does, without autograd; torch inference tensors are accepted."""
+    if is_torch(target):
+        with sys.modules["torch"].inference_mode():
+            target.copy_(source)
+    else:
+        target.view(_same_bytes(target))[...] = source.view(_same_bytes(source))
+
+
+def copy_of(array: Any) -> Any:
+    """Return a copy in new memory, of the same library, device, dtype and byte order."""
+    if is_torch(array):
+        return array.detach().clone()
+    copy = np.array(array.view(_same_bytes(array)), subok=False)
+    return copy.view(array.dtype)
+
+
+def _same_bytes(array: NDArray) -> NumpyDType:
+    """Return a dtype of the same size whose copies release the GIL."""
+    size = array.dtype.itemsize
+    return array.dtype if array.dtype.isbuiltin == 1 else np.dtype(f"u{size}")
 
 
 def packed_array(array: NDArray) -> NDArray:

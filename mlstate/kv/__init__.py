@@ -26,7 +26,7 @@ from ._transition import (
 if TYPE_CHECKING:
     from ..coreml import compact_coreml_state, transition_coreml_state
     from ._cache_spec import CacheEntry, CacheSpec
-    from ._cache_state import CacheState
+    from ._cache_state import CacheState, Snapshot
 
 __all__ = [
     "CacheEntry",
@@ -37,6 +37,7 @@ __all__ = [
     "KVState",
     "LadderStep",
     "RollingKVState",
+    "Snapshot",
     "StateTransitionManager",
     "compact_coreml_state",
     "compact_kv_state",
@@ -52,7 +53,7 @@ __all__ = [
 
 set_module_of_exports(globals())
 
-_OF_CACHES = ("CacheEntry", "CacheSpec", "CacheState")
+_OF_CACHES = ("CacheEntry", "CacheSpec", "CacheState", "Snapshot")
 _OF_COREML = ("compact_coreml_state", "transition_coreml_state")
 
 

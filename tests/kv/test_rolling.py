@@ -275,13 +275,6 @@ def test_ordered_and_positions_are_copies():
     assert (state.ordered() == 1).all() and state.positions().tolist() == [0, 1, -1, -1, -1, -1]
 
 
-def test_a_state_is_not_pickled():
-    state = RollingKVState((2, 3, 6, 5))
-    for attempt in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match="cannot pickle"):
-            attempt(state)
-
-
 def test_repr_and_page():
     state = RollingKVState((2, 3, 1024, 5), dtype=np.float32, sinks=4)
     state.append(np.ones((2, 3, 1200, 5), np.float32))

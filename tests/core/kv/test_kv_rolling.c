@@ -246,7 +246,7 @@ TEST(borrowed_slots_are_the_same_ring)
             REQUIRE(mls_kv_ring_init(&ring, &slots, 1, sinks, &status) == MLS_OK);
             tokens.shape[1] = length;
             CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_OK);
-            REQUIRE(mls_kv_ring_borrow(&borrowed, &ring.slots, 1, sinks, length,
+            REQUIRE(mls_kv_ring_borrow(&borrowed, &ring.slots, 1, sinks, length, 0,
                                        &status) == MLS_OK);
             mls_kv_ring_positions(&ring, wanted);
             mls_kv_ring_positions(&borrowed, got);
@@ -258,9 +258,9 @@ TEST(borrowed_slots_are_the_same_ring)
     }
     mls_kv_ring empty = {0}, refused = {0};
     slots.shape[1] = 0;
-    CHECK(mls_kv_ring_borrow(&empty, &slots, 1, 0, 3, &status) == MLS_OK);
+    CHECK(mls_kv_ring_borrow(&empty, &slots, 1, 0, 3, 2, &status) == MLS_OK);
     CHECK(mls_kv_ring_length(&empty) == 0);
     slots.shape[1] = 7;
-    CHECK(mls_kv_ring_borrow(&refused, &slots, 1, 7, 0, &status) == MLS_E_CAPACITY);
+    CHECK(mls_kv_ring_borrow(&refused, &slots, 1, 7, 0, 0, &status) == MLS_E_CAPACITY);
     CHECK(refused.slots.rank == 0);
 }
