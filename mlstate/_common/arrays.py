@@ -12,7 +12,7 @@ from .backend import backend_of, registered
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from .._types import NDArray, NumpyDType
+    from .._types import NDArray
 
 
 def is_torch(candidate: object) -> bool:
@@ -37,21 +37,14 @@ def overwrite(target: Any, source: Any) -> None:
         with sys.modules["torch"].inference_mode():
             target.copy_(source)
     else:
-        target.view(_same_bytes(target))[...] = source.view(_same_bytes(source))
+        target[...] = source
 
 
 def copy_of(array: Any) -> Any:
     """Return a copy in new memory, of the same library, device, dtype and byte order."""
     if is_torch(array):
         return array.detach().clone()
-    copy = np.array(array.view(_same_bytes(array)), subok=False)
-    return copy.view(array.dtype)
-
-
-def _same_bytes(array: NDArray) -> NumpyDType:
-    """Return a dtype of the same size whose copies release the GIL."""
-    size = array.dtype.itemsize
-    return array.dtype if array.dtype.isbuiltin == 1 else np.dtype(f"u{size}")
+    return np.array(array, subok=False)
 
 
 def packed_array(array: NDArray) -> NDArray:
