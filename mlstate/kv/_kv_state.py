@@ -272,12 +272,12 @@ class KVState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         array = self.array  # as long as it exists, reserve in another thread raises
-        return reduce_by_state(self, KVState, (array, self.capacity, self.seq_axis))
+        return reduce_by_state(self, KVState, (array, self.capacity, self.dtype, self.seq_axis))
 
     def __setstate__(self, state: Any) -> None:
-        (array, capacity, seq_axis), attributes = state
-        KVState.__init__(self, array.shape, capacity, array.dtype, seq_axis=seq_axis)
-        self._buffer.fill(array)
+        (array, capacity, dtype, seq_axis), attributes = state
+        KVState.__init__(self, array.shape, capacity, dtype, seq_axis=seq_axis)
+        self._buffer.fill(array.astype(dtype, copy=False))  # pickle changes the byte order
         set_attributes(self, attributes)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:

@@ -257,12 +257,12 @@ class RollingKVState:
         buffer = self._buffer.copy()  # slots and counters of one moment
         _, evicted, following, oldest = buffer.counts()
         _, sinks, seq_axis = buffer.extent()
-        content = (buffer.view(), sinks, seq_axis, oldest, following, evicted)
+        content = (buffer.view(), self.dtype, sinks, seq_axis, oldest, following, evicted)
         return reduce_by_state(self, RollingKVState, content)
 
     def __setstate__(self, state: Any) -> None:
-        (slots, sinks, seq_axis, *counts), attributes = state
-        RollingKVState.__init__(self, slots.shape, None, slots.dtype, sinks=sinks, seq_axis=seq_axis)
+        (slots, dtype, sinks, seq_axis, *counts), attributes = state
+        RollingKVState.__init__(self, slots.shape, None, dtype, sinks=sinks, seq_axis=seq_axis)
         self._buffer.fill(slots, *counts)
         set_attributes(self, attributes)
 

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kv_model import assert_refused, assert_same_bits, dtype_of
@@ -13,6 +13,7 @@ from tries import tries
 
 from mlstate import CapacityError, CompatibilityError
 from mlstate.kv import CacheEntry, CacheSpec, CacheState, Snapshot
+from mlstate.kv._snapshot import History
 
 FULL = CacheEntry("full", "full", (2, 24, 1), "int64")
 CODES = CacheEntry("codes", "quantized", (24, 8), "float32", 0, bits=8, group=8)
@@ -23,6 +24,7 @@ YOUNG = CacheEntry("young", "sliding", (24, 1), "int64", 0, window=40, sinks=3)
 RECURRENT = CacheEntry("recurrent", "recurrent", (3,), "int64")
 CONV = CacheEntry("conv", "conv", (4,), "int64")
 BLOB = CacheEntry("blob", "opaque", (16,), "uint8")
+CROPPED, RESIZED = [FULL, CODES, YOUNG], [FULL, CODES, RING, ROTATED, LONG, YOUNG, RECURRENT, CONV]
 
 
 def folded(tokens):
@@ -101,10 +103,8 @@ class Interleavings(RuleBasedStateMachine):
     """Any sequence of operations against a list of tokens."""
 
     @initialize(
-        entries=st.lists(
-            st.sampled_from([FULL, CODES, RING, ROTATED, LONG, YOUNG, RECURRENT, CONV, BLOB]),
-            min_size=1,
-            unique=True,
+        entries=st.sampled_from([CROPPED, RESIZED, [*RESIZED, BLOB]]).flatmap(
+            lambda choice: st.lists(st.sampled_from(choice), min_size=1, unique=True)
         ),
         length=st.integers(0, 12),
     )
@@ -172,9 +172,11 @@ class Interleavings(RuleBasedStateMachine):
             for other in self.snapshots:
                 other["lowest"] = min(other["lowest"], len(record["tokens"]))
 
-    @rule()
-    def go_on_with_a_copy(self):
+    @rule(chance=st.integers(0, 3))
+    def go_on_with_a_copy(self, chance):
         """The copy is another state: it refuses the snapshots of this one."""
+        if chance:
+            return
         original, self.model.state = self.model.state, self.model.state.copy()
         for array in original.arrays.values():
             array[...] = 0
@@ -191,6 +193,21 @@ TestInterleavings = Interleavings.TestCase
 TestInterleavings.settings = settings(
     max_examples=tries(120), stateful_step_count=25, deadline=None
 )
+
+
+@settings(max_examples=tries(300), deadline=None)
+@given(st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=12))
+def test_the_lowest_length_since_each_snapshot_is_known(events):
+    """An event is a snapshot (None) or a length."""
+    history, taken, lengths = History(), {}, []
+    for event in events:
+        if event is None:
+            taken[history.take()] = len(lengths)
+        else:
+            lengths.append(event)
+            history.note_length(event)
+        for number, start in taken.items():
+            assert history.lowest_since(number) == min(lengths[start:], default=None)
 
 
 # ---- what a snapshot holds ----
