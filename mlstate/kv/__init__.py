@@ -26,7 +26,8 @@ from ._transition import (
 if TYPE_CHECKING:
     from ..coreml import compact_coreml_state, transition_coreml_state
     from ._cache_spec import CacheEntry, CacheSpec
-    from ._cache_state import CacheState, Snapshot
+    from ._cache_state import CacheState
+    from ._snapshot import Snapshot
 
 __all__ = [
     "CacheEntry",

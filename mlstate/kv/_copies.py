@@ -25,7 +25,7 @@ def reduce_by_state(instance: Any, base: type, arguments: tuple[Any, ...]) -> tu
 
 def attributes_of(instance: Any, base: type) -> dict[str, Any]:
     """Return the attributes that a subclass of `base` or its caller added."""
-    state: Any = object.__getstate__(instance)  # type: ignore[attr-defined]
+    state: Any = object.__getstate__(instance)
     members, slots = state if isinstance(state, tuple) else (state, None)
     own = set(getattr(base, "__slots__", ()))
     added = {name: value for name, value in (slots or {}).items() if name not in own}

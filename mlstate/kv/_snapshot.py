@@ -55,6 +55,13 @@ class Snapshot:
 
     __slots__ = ("_arrays", "_history", "_identity", "_number", "length", "nbytes")
 
+    length: int
+    nbytes: int
+    _arrays: dict[str, Any]
+    _history: History  # of its state
+    _identity: object  # of the arrays of its state
+    _number: int
+
     def __init__(self) -> None:
         raise TypeError("a Snapshot is created by CacheState.snapshot")
 

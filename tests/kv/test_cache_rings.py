@@ -25,9 +25,7 @@ def tokens_array(tokens):
 
 
 def state_of_mlx(cache):
-    return ring_state(
-        cache.keys, cache.offset, cache.idx, window=cache.max_size, sinks=cache.keep
-    )
+    return ring_state(cache.keys, cache.offset, cache.idx, window=cache.max_size, sinks=cache.keep)
 
 
 def assert_positions_are_the_tokens(state):
@@ -160,10 +158,10 @@ def test_only_a_sliding_entry_has_a_next_slot():
 
 def test_the_slot_is_no_part_of_equality_and_the_spec_has_the_current_one():
     shape = (1, 1, 8, 1)
-    first, other = (
-        CacheEntry("k", "sliding", shape, "float32", next_slot=slot) for slot in (1, 5)
+    first, other = (CacheEntry("k", "sliding", shape, "float32", next_slot=slot) for slot in (1, 5))
+    assert (
+        first == other and hash(first) == hash(other) and CacheSpec([first]) == CacheSpec([other])
     )
-    assert first == other and hash(first) == hash(other) and CacheSpec([first]) == CacheSpec([other])
     state = ring_state(tokens_array(range(8)), 8, 0)
     assert state.spec["k"].next_slot == 0
     state.advance(3)
@@ -196,8 +194,12 @@ def test_an_array_longer_than_its_window_shrinks_to_the_newest_tokens():
 
 @settings(max_examples=tries(200), deadline=None)
 @given(
-    st.integers(1, 14), st.integers(1, 14), st.integers(0, 5), st.integers(0, 40),
-    st.integers(0, 14), st.integers(1, 20),
+    st.integers(1, 14),
+    st.integers(1, 14),
+    st.integers(0, 5),
+    st.integers(0, 40),
+    st.integers(0, 14),
+    st.integers(1, 20),
 )
 def test_resize_keeps_the_tokens_of_the_window(size, window, sinks, length, next_slot, capacity):
     assume(sinks < window and next_slot <= size)

@@ -336,7 +336,7 @@ def test_a_snapshot_is_neither_created_nor_copied_by_others():
     for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="belongs to one CacheState"):
             attempt(before)
-    with pytest.raises(TypeError, match="created by CacheState.snapshot"):
+    with pytest.raises(TypeError, match=r"created by CacheState\.snapshot"):
         Snapshot()
 
 

@@ -336,9 +336,7 @@ def models(kind):
 
 
 def coreml_specs():
-    return {
-        size: {"k": StateSpec("k", (1, 1, size, 4), np.dtype("float16"))} for size in (8, 16)
-    }
+    return {size: {"k": StateSpec("k", (1, 1, size, 4), np.dtype("float16"))} for size in (8, 16)}
 
 
 @pytest.mark.parametrize("kind", ["coreml", "coreai"])

@@ -1,8 +1,6 @@
 """A cache that evicts its oldest tokens, compared with a plain list of tokens."""
 
-import copy
 import gc
-import pickle
 
 import numpy as np
 import pytest

@@ -3,9 +3,10 @@
  * A ring has `capacity` slots along its sequence axis. The token at position p is stored
  * in slot p while p is below `sinks`, and otherwise in slot
  * sinks + (p - sinks + shift) % (capacity - sinks). `shift` is 0, except in a ring that
- * another library began at another slot. The first `sinks` positions are never evicted (attention sinks); any other token is overwritten by the one that comes
- * capacity - sinks positions later. Slots without a token are zero. Not thread-safe: the
- * caller uses a lock.
+ * another library began at another slot. The first `sinks` positions are never evicted
+ * (attention sinks); any other token is overwritten by the one that comes capacity -
+ * sinks positions later. Slots without a token are zero. Not thread-safe: the caller uses
+ * a lock.
  *
  * Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al., 2024.
  */

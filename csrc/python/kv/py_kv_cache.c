@@ -175,8 +175,7 @@ PyObject *core_kv_ring_ordered(mlspy_state *state, PyObject *const *args)
     const mls_tensor *t = &slots.tensor;
     if (mlspy_take_kv_axis(state, args[1], "array", t->rank, t->shape, &axis) == 0 &&
         take_ring(state, args + 2, &sinks, &length, &shift) == 0 &&
-        mlspy_check(state,
-                    mls_kv_ring_borrow(&ring, t, axis, sinks, length, shift, &st),
+        mlspy_check(state, mls_kv_ring_borrow(&ring, t, axis, sinks, length, shift, &st),
                     &st) == 0) {
         array = copy_ordered(state, &ring);
     }

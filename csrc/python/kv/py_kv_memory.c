@@ -339,9 +339,9 @@ static PyObject *ring_fill(ring_object *self, PyObject *args)
     if (mlspy_view_for(state, array, "slots", false, &source) < 0) {
         return NULL;
     }
-    WHILE_LOCKED(self, code = mls_kv_ring_fill(&self->ring, state->kernels,
-                                               &source.tensor, numbers[0], numbers[1],
-                                               numbers[2], &st));
+    WHILE_LOCKED(self,
+                 code = mls_kv_ring_fill(&self->ring, state->kernels, &source.tensor,
+                                         numbers[0], numbers[1], numbers[2], &st));
     mlspy_view_release(&source);
     return mlspy_none(state, code, &st);
 }
@@ -352,8 +352,7 @@ static PyObject *ring_copy(ring_object *self, PyObject *unused)
     (void)unused;
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     mls_status st;
-    ring_object *copy =
-        (ring_object *)alloc_memory(Py_TYPE(self), descr_of(&self->base));
+    ring_object *copy = (ring_object *)alloc_memory(Py_TYPE(self), descr_of(&self->base));
     if (copy == NULL) {
         return NULL;
     }

@@ -239,7 +239,8 @@ TEST(borrowed_slots_may_be_rotated)
         for (size_t length = 0; length <= 20; length++) {
             for (size_t shift = 0; shift <= 8; shift++) {
                 const int64_t window = (int64_t)(7 - sinks);
-                const size_t next = sinks + (length + 7 * (7 - sinks) - sinks + shift) % (7 - sinks);
+                const size_t next =
+                    sinks + (length + 7 * (7 - sinks) - sinks + shift) % (7 - sinks);
                 int64_t got[7];
                 mls_kv_ring ring;
                 REQUIRE(mls_kv_ring_borrow(&ring, &slots, 1, sinks, length, shift,
@@ -249,7 +250,8 @@ TEST(borrowed_slots_may_be_rotated)
                     const int64_t back = ((int64_t)next - 1 - slot + 2 * window) % window;
                     const int64_t position =
                         slot < (int64_t)sinks ? slot : (int64_t)length - 1 - back;
-                    const bool is_held = slot < (int64_t)sinks || position >= (int64_t)sinks;
+                    const bool is_held =
+                        slot < (int64_t)sinks || position >= (int64_t)sinks;
                     CHECK(got[slot] == (is_held ? position : -1));
                     memory[slot] = (int32_t)got[slot];
                 }

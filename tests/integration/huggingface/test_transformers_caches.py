@@ -33,9 +33,7 @@ def filled(layer, steps):
 
 def state_of(layer, length, next_slot, window):
     keys = layer.keys
-    entry = CacheEntry(
-        "k", "sliding", keys.shape, keys.dtype, window=window, next_slot=next_slot
-    )
+    entry = CacheEntry("k", "sliding", keys.shape, keys.dtype, window=window, next_slot=next_slot)
     return CacheState(CacheSpec([entry]), {"k": keys}, length)
 
 
