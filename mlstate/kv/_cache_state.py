@@ -167,7 +167,7 @@ class CacheState:
         )
 
     def _slot_in_spec(self, entry: CacheEntry) -> int:
-        """Return the slot where the ring of an entry goes on: after the sinks if it is shifted."""
+        """Return the slot that the ring of an entry continues at; if it is shifted, not a sink."""
         ring = self._cache.ring(entry)
         if ring.shift and ring.length < ring.sinks:
             return ring.sinks + ring.shift
@@ -236,7 +236,7 @@ class CacheState:
         -------
         ndarray of int64
             A new array with -1 for an index without a token, as `RollingKVState.positions`. With
-            n positions after the sinks, slot s of a ring that goes on at `next_slot` holds position
+            n positions after the sinks, slot s holds position
             ``length - 1 - (next_slot - 1 - s) % n``.
 
         Raises

@@ -1,4 +1,4 @@
-"""The slots of an array along its sequence: which token is where, and where the next one goes."""
+"""The slots of an array along its sequence: their tokens, and the slot of the next token."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def ring_of(entry: CacheEntry, length: int, shift: int = 0) -> Ring:
 
 
 def shift_of(entry: CacheEntry, length: int) -> int:
-    """Return the shift of the slots of an entry that goes on at its `next_slot`."""
+    """Return the shift of the slots, so that the next token is written to `entry.next_slot`."""
     ring, slot = ring_of(entry, length), entry.next_slot
     if slot is None:
         return 0

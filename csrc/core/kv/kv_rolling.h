@@ -44,7 +44,7 @@ void mls_kv_ring_fini(mls_kv_ring *ring); /* accepts a zeroed struct */
 mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
                             size_t sinks, size_t length, size_t shift, mls_status *st);
 
-/* Replace slots and counters by those of another ring, for example of a stored one. The
+/* Replace slots and counters, for example with the content of a stored ring. The
  * slots must have the shape and the dtype of the ring; either byte order is accepted.
  * MLS_E_SHAPE, MLS_E_DTYPE, MLS_E_OVERLAP: they differ, or share memory with the ring.
  * MLS_E_CAPACITY: no sequence of appends and trims ends with these counters. The ring is
