@@ -18,13 +18,18 @@ from .._common.text import bytes_text, shorten, table_html
 from ._arguments import as_count, as_integer, capacity_error, incompatible
 from ._axis import along
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
-from ._copies import attributes_of, reduce_instance, set_attributes
+from ._copies import (
+    attributes_of,
+    copied_arrays,
+    reduce_instance,
+    set_attributes,
+    shared_arrays,
+)
 from ._ring import Ring, joined, ring_of, shift_of
 from ._snapshot import (
     History,
     Snapshot,
     check_writable,
-    copied_arrays,
     is_copied,
     new_snapshot,
 )
@@ -372,7 +377,8 @@ class CacheState:
             if new is old or new.seq_axis is None:
                 continue
             for name in old.arrays:
-                moved[name] = _move_tokens(moved[name], new, cache.ring(old))
+                with name_errors(name):
+                    moved[name] = _move_tokens(moved[name], new, cache.ring(old))
             shifts.pop(old.name, None)
             if length > (new.seq_length or 0):  # in order, so the oldest one is after the sinks
                 shifts[old.name] = shift_of(replace(new, next_slot=new.sinks), length)
@@ -552,9 +558,9 @@ class CacheState:
         Returns
         -------
         CacheState
-            A state of the same class, length, next slots and attributes. An array that several
-            entries share is copied once. torch tensors keep their device. Snapshots of this state
-            are not snapshots of the copy.
+            A state of the same class, length, next slots and attributes. Entries whose arrays are
+            the same elements share them in the copy too. torch tensors keep their device. Snapshots
+            of this state are not snapshots of the copy.
 
         Raises
         ------
@@ -672,7 +678,7 @@ class CacheState:
         self._cache = _Cache(converted, made, length, shifts, object())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.spec, self._cache.arrays, self.length)
+        arguments = (self.spec, shared_arrays(self._cache.arrays), self.length)
         return reduce_instance(self, CacheState, arguments)
 
     def __setstate__(self, state: Any) -> None:  # of a subclass

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from .._common.arrays import copy_of, is_torch
+from .._common.arrays import is_torch
 from .._common.set_module import set_module
 from .._common.text import bytes_text
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
+from ._copies import copied_arrays
 
 
 class History:
@@ -74,12 +75,6 @@ class Snapshot:
     def __repr__(self) -> str:
         size = bytes_text(self.nbytes)
         return f"Snapshot({self.length:,} tokens, {len(self._arrays):,} arrays copied: {size})"
-
-
-def copied_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Return copies by name; an array under several names is copied once."""
-    copies = {id(array): copy_of(array) for array in {id(a): a for a in arrays.values()}.values()}
-    return {name: copies[id(array)] for name, array in arrays.items()}
 
 
 def is_copied(entry: CacheEntry) -> bool:

@@ -252,6 +252,25 @@ def test_torch_tensors_of_a_cache_state_are_copied(make):
     assert frozen.all()
 
 
+@pytest.mark.parametrize("make", COPIES)
+def test_layers_that_share_their_keys_share_them_in_a_copy(make):
+    keys = np.zeros((1, 4, 1), np.float32)
+    spec = CacheSpec(CacheEntry(f"{i}.k", "full", (1, 4, 1), "float32") for i in range(3))
+    state = CacheState(spec, {"0.k": keys, "1.k": keys[:], "2.k": keys.copy()}, 0)
+    other = make(state)
+    other.arrays["0.k"][...] = 1
+    assert other.arrays["1.k"].all() and not other.arrays["2.k"].any() and not keys.any()
+
+
+@pytest.mark.parametrize("make", COPIES)
+def test_tensors_of_a_graph_are_copied(make):
+    torch = pytest.importorskip("torch")
+    keys = torch.ones(1, 4, 1, requires_grad=True) * 2
+    entry = CacheEntry("k", "full", (1, 4, 1), "float32")
+    other = make(CacheState(CacheSpec([entry]), {"k": keys}, 0))
+    assert (other.arrays["k"] == 2).all() and not other.arrays["k"].requires_grad
+
+
 def test_a_deep_copy_keeps_a_model_and_its_state_together():
     array = np.zeros((1, 4, 1), np.float32)
     spec = CacheSpec([CacheEntry("k", "full", (1, 4, 1), "float32")])
