@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -349,6 +350,11 @@ float64 or int32
                     spec.dtype,
                 )
             self._states[name] = np.zeros(spec.shape, spec.dtype)
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _states=deepcopy(self._states))
+        return other
 
     def _find(self, name: str) -> NDArray:
         state = self._states.get(name) if isinstance(name, str) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -100,6 +100,12 @@ class StateManagerBase:
         for size, given in self._given.items():
             if not self._is_loader(given):
                 self._context(size)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, because it owns the state of "
+            "models: create another one for the same models"
+        )
 
     def _as_specs(self, specs: Mapping[int, Any] | None) -> dict[int, Any]:
         if specs is None:
