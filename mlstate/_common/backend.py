@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..activation._chain import Chain
     from ..activation._recompute_check import RecomputeReport
     from ..checkpoint._files.convert import Parts
+    from .atomic_file import Target
 
 # Frameworks by the module that users import, and the integration that registers each.
 _INTEGRATIONS = {"torch": "mlstate.integrations.torch"}
@@ -137,16 +138,11 @@ class Backend(Protocol):
 
     def read_pt(self, path: Path) -> Parts: ...
     def write_pt(
-        self, path: Path, model: Any, optimizer: Any, metadata: Mapping[str, Any]
+        self, target: Target, model: Any, optimizer: Any, metadata: Mapping[str, Any]
     ) -> None: ...
     def read_dcp(self, path: Path) -> Parts: ...
     def write_dcp(
-        self,
-        path: Path,
-        model: Any,
-        optimizer: Any,
-        metadata: Mapping[str, Any],
-        overwrite: bool = False,
+        self, target: Target, model: Any, optimizer: Any, metadata: Mapping[str, Any]
     ) -> None: ...
 
     # ---- tiers ----

@@ -185,7 +185,8 @@ def reshard(
     ValueError
         `layout` does not match `world_size`, or `target` is `source`.
     StoreError
-        The operating system refused, the step does not exist, or `target` exists (EEXIST).
+        The operating system refused, the step does not exist, or `target` exists or another
+        process changed it meanwhile (EEXIST).
 
     Notes
     -----
@@ -217,6 +218,7 @@ def reshard(
         raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
     assert steps is not None
     source, target = _folders(source, target, storage_options)
+    content = _folder.FolderContent.of(target)
     _folder.refuse_existing(target, overwrite)
     known: Manifest | None = None
     if step is None:
@@ -257,7 +259,7 @@ def reshard(
         sparse = any(record.sparse_shards for record in records)
         compress = next((record.codec for record in records if record.codec), None)
         saved = check_target(
-            SaveFolder(target, replace_steps=overwrite),
+            SaveFolder(target, replace_steps=overwrite, content=content),
             pack_below=pack_below_bytes,
             sparse=sparse,
             compress=compress,

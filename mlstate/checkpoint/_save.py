@@ -63,6 +63,7 @@ class SaveFolder(NamedTuple):
     # manifests of the remaining roots, by their paths in the folder.
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None
     replace_steps: bool = False  # replace all steps of a manager by this checkpoint
+    content: _folder.FolderContent | None = None  # if given, only this is replaced
     started: Callable[[SaveHandle], object] | None = None  # called before `save_async` starts
 
     def __fspath__(self) -> str:
@@ -80,6 +81,7 @@ class SaveTarget(NamedTuple):
     how: tuple[int, bool, bool, str | None]  # options of `_core.shards_write`
     keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
     replace_steps: bool
+    content: _folder.FolderContent | None  # as of `SaveFolder`
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
     started: Callable[[SaveHandle], object] | None
     lock_timeout: float  # seconds
@@ -136,6 +138,7 @@ def check_target(
         (pack_below, sparse, incremental, compress),
         given.retain is not None,
         given.replace_steps,
+        given.content,
         partial(delete_all_roots, folder) if given.replace_steps else given.retain,
         given.started,
         check_timeout(lock_timeout),

@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._common.atomic_file import Target, new_file
 from ..._common.backend import torch_backend
 from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
@@ -42,7 +43,7 @@ from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._remote.options import split_url
 from .._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
-from .._store.folder import refuse_existing
+from .._store.folder import FolderContent, refuse_existing
 from .._store.weight_files import INDEX, weights_root
 
 if TYPE_CHECKING:
@@ -62,11 +63,19 @@ _PREFIXES = {"model": "model.", "optimizer": "optimizer."}
 # ---- formats ----
 
 
+class CheckpointTarget(NamedTuple):
+    """A checkpoint of mlstate to write, and its content when the writing began."""
+
+    place: Place
+    content: FolderContent
+    overwrite: bool
+
+
 class Format(NamedTuple):
     """Reader, writer and path suffixes of one file format."""
 
     read: Callable[[Any], Parts]
-    write: Callable[[Any, Parts, bool], None]
+    write: Callable[[Any, Parts], None]  # to a `CheckpointTarget` or a `Target`
     suffixes: tuple[str, ...]
 
 
@@ -113,12 +122,12 @@ def format_of(path: str | os.PathLike[str]) -> str:
     return SUFFIXES.get(suffix, "mlstate")
 
 
-def _find_format(format: str | None, path: Place) -> Format:
+def _find_format(format: str | None, path: Place) -> str:
     name = format_of(path) if format is None else format
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     check_format(path, name)
-    return FORMATS[name]
+    return name
 
 
 def check_format(path: Place, name: str) -> None:
@@ -158,11 +167,26 @@ def read_any(
     groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file.
     """
     place = place_of(path, storage_options, reads=True)
-    found = _find_format(format, place)
+    name = _find_format(format, place)
     with _store_errors(place):
         if isinstance(place, Path):
             place.stat()  # a missing path raises FileNotFoundError for every format
-        return found.read(place)
+        return FORMATS[name].read(place)
+
+
+def begin_write(place: Place, name: str, overwrite: bool) -> CheckpointTarget | Target:
+    """Return a target of a format as it is now; raise StoreError (EEXIST) if it must not exist.
+
+    `write_any` replaces only what this function has seen.
+    """
+    target: CheckpointTarget | Target
+    if name == "mlstate":
+        folder = place if isinstance(place, RemoteFolder) else str(place)
+        target = CheckpointTarget(place, FolderContent.of(folder), overwrite)
+    else:
+        target = Target.of(place)
+    refuse_existing(place, overwrite)  # after the listing, so that nothing appears in between
+    return target
 
 
 def write_any(
@@ -174,25 +198,27 @@ def write_any(
     format: str | None = None,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    target: CheckpointTarget | Target | None = None,
 ) -> None:
     """Write a state to a file or directory of any known format, or to a checkpoint at a URL.
 
     The write is atomic. `overwrite` replaces an existing file, checkpoint or torch directory of the
-    same format, including all steps of a `CheckpointManager`.
+    same format, including all steps of a `CheckpointManager`. A caller that began earlier passes
+    the `target` of `begin_write` instead. A target that changed since then is left unchanged.
     """
     if model is None and optimizer is None:
         raise ValueError(f"{path}: there is neither a model nor an optimizer to write")
     place = place_of(path, storage_options)
-    found = _find_format(format, place)
+    name = _find_format(format, place)
     weights = model if model is None or isinstance(model, StateDict) else StateDict(model)
     moments = optimizer
     if moments is not None and not isinstance(moments, OptimizerStateDict):
         moments = OptimizerStateDict(moments)
-    refuse_existing(place, overwrite)
-    if found is not FORMATS["mlstate"]:
+    target = target or begin_write(place, name, overwrite)
+    if name != "mlstate":
         _refuse_parts(weights, moments)
     with _store_errors(place):
-        found.write(place, (weights, moments, _checked_metadata(metadata)), overwrite)
+        FORMATS[name].write(target, (weights, moments, _checked_metadata(metadata)))
 
 
 def _refuse_parts(*states: StateDict | None) -> None:
@@ -279,7 +305,7 @@ def _description_error(path: Path, what: str) -> FormatError:
 # ---- safetensors ----
 
 
-def _write_safetensors(path: Path, parts: Parts, _overwrite: bool) -> None:
+def _write_safetensors(target: Target, parts: Parts) -> None:
     """Write a safetensors file; metadata values other than str are stored as JSON."""
     from .. import save_file
 
@@ -293,7 +319,8 @@ def _write_safetensors(path: Path, parts: Parts, _overwrite: bool) -> None:
         raise ValueError(f"metadata key {PARTS!r} is reserved: choose another")
     if record:
         texts[PARTS] = json.dumps(record, sort_keys=True)
-    save_file(state, path, texts)
+    with new_file(target) as temporary:
+        save_file(state, temporary, texts)
 
 
 def _read_safetensors(path: Place) -> Parts:
@@ -355,13 +382,13 @@ def _as_arrays(state: StateDict) -> dict[str, NDArray]:
     return arrays
 
 
-def _write_npz(path: Path, parts: Parts, _overwrite: bool) -> None:
+def _write_npz(target: Target, parts: Parts) -> None:
     from .npz import write_npz
 
     model, optimizer, metadata = parts
     state, record = _join_states(model, optimizer)
     kind = describe(state)
-    write_npz(path, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
+    write_npz(target, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
 
 
 def _read_npz(path: Path) -> Parts:
@@ -403,40 +430,41 @@ def parts_of(found: LoadedState) -> Parts:
     return found.model, optimizer, metadata
 
 
-def _write_mlstate(path: Place, parts: Parts, overwrite: bool) -> None:
+def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
     from .._save import SaveFolder, save
 
     model, optimizer, metadata = parts
-    save(SaveFolder(path, replace_steps=overwrite), model, optimizer, metadata=metadata)
+    path = SaveFolder(target.place, replace_steps=target.overwrite, content=target.content)
+    save(path, model, optimizer, metadata=metadata)
 
 
-def _write_huggingface(path: Path, parts: Parts, overwrite: bool) -> None:
+def _write_huggingface(target: Target, parts: Parts) -> None:
     """Write the weights; such a folder has no place for metadata."""
     from .._huggingface.export import export, take_export
 
     model, optimizer, _ = parts
     if optimizer is not None or model is None:
         raise CompatibilityError(
-            f"{path}: a Hugging Face folder holds the weights of a model only: pass model=, "
+            f"{target.path}: a Hugging Face folder holds the weights of a model only: pass model=, "
             "without optimizer="
         )
-    export(take_export(path, model), overwrite=overwrite)
+    export(take_export(target.path, model), start=target)
 
 
 def _read_torch(path: Path) -> Parts:
     return torch_backend("files of torch").read_pt(path)
 
 
-def _write_torch(path: Path, parts: Parts, _overwrite: bool) -> None:
-    torch_backend("files of torch").write_pt(path, *parts)
+def _write_torch(target: Target, parts: Parts) -> None:
+    torch_backend("files of torch").write_pt(target, *parts)
 
 
 def _read_dcp(path: Path) -> Parts:
     return torch_backend("files of torch").read_dcp(path)
 
 
-def _write_dcp(path: Path, parts: Parts, overwrite: bool) -> None:
-    torch_backend("files of torch").write_dcp(path, *parts, overwrite)
+def _write_dcp(target: Target, parts: Parts) -> None:
+    torch_backend("files of torch").write_dcp(target, *parts)
 
 
 FORMATS = {

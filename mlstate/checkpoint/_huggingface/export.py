@@ -19,7 +19,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.atomic_file import replace_folder
+from ..._common.atomic_file import Target
 from ..._common.backend import backend_of, is_module
 from ..._common.local_path import local_path
 from ..._sharding.layout import Shard
@@ -124,17 +124,17 @@ def _take_state(
 # ---- the folder ----
 
 
-def _refuse_existing(folder: str, overwrite: bool) -> None:
-    if not os.path.lexists(folder):
-        return
-    is_folder = os.path.isdir(folder)
-    if is_folder and not os.listdir(folder):
-        return
-    if overwrite and is_folder and weights_root(folder) is not None:
-        return
+def _refuse_existing(folder: str, start: Target | None) -> Target:
+    """Return the target; raise if its content must not be replaced.
+
+    `start` is the target when the caller began, if the caller replaces a Hugging Face folder.
+    """
+    target = start or Target.of(folder)
+    if target.is_vacant or (start and os.path.isdir(folder) and weights_root(folder) is not None):
+        return target
     text = (
         "it exists already, and is not a Hugging Face folder"
-        if overwrite
+        if start
         else "it exists already: choose another path, or delete it first"
     )
     raise _folder.store_error(FileExistsError(errno.EEXIST, text), "cannot export", folder)
@@ -158,11 +158,10 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
         raise _folder.store_error(error, "cannot list files_from=", folder) from None
 
 
-def _begin(folder: str, plan: ExportPlan, overwrite: bool) -> str:
+def _begin(folder: str, plan: ExportPlan) -> str:
     """Create a temporary folder with files of their final length; return its path."""
     import secrets
 
-    _refuse_existing(folder, overwrite)
     parent, name = os.path.split(folder)
     made = os.path.join(parent, f".{name}.mlstate-{secrets.token_hex(8)}.tmp")
     try:
@@ -192,7 +191,7 @@ def _copy_file(source: str, folder: str) -> None:
         os.fsync(write.fileno())
 
 
-def _finish(made: str, folder: str, plan: ExportPlan, crcs: Any, copied: list[str]) -> None:
+def _finish(made: str, end: Target, plan: ExportPlan, crcs: Any, copied: list[str]) -> None:
     """Write the headers and the index, copy other files, and rename the folder."""
     import json
 
@@ -205,11 +204,11 @@ def _finish(made: str, folder: str, plan: ExportPlan, crcs: Any, copied: list[st
         for source in copied:
             _copy_file(source, made)
         _core.folder_sync(made)
-        replace_folder(made, folder)
+        end.put(made)
     except StoreError:
         raise
     except OSError as error:
-        raise _folder.store_error(error, "cannot write the folder", folder) from None
+        raise _folder.store_error(error, "cannot write the folder", end.path) from None
 
 
 # ---- parts ----
@@ -283,23 +282,24 @@ def write_folder(
     plan: ExportPlan,
     shards: Any,
     files_from: str | os.PathLike[str] | None,
-    overwrite: bool = False,
+    start: Target | None = None,
     progress: Callable[[int], object] | None = None,
     written: Callable[[], object] | None = None,
 ) -> None:
     """Write the parts of all ranks; rank 0 commits. After a failure no folder remains.
 
-    `written` is called when this rank's shards are no longer needed; if it raises, the export
-    fails.
+    `start` is as for `export`. `written` is called when this rank's shards are no longer needed;
+    if it raises, the export fails.
     """
     group, folder = target.group, os.path.realpath(target.folder)
-    made, copied = "", list[str]()
+    made, copied, end = "", list[str](), Target(folder, ())
     error: BaseException | None = None
     is_first = target.rank == 0
     try:
         if is_first:
             copied = _files_to_copy(files_from)
-            made = _begin(folder, plan, overwrite)
+            end = _refuse_existing(folder, start)
+            made = _begin(folder, plan)
     except BaseException as caught:
         error = caught
     try:
@@ -317,7 +317,7 @@ def write_folder(
         gathered = [shares] if group is None else list(group.gather_bytes(shares))
         try:
             if is_first:
-                _finish(made, folder, plan, _checksums(plan, gathered), copied)
+                _finish(made, end, plan, _checksums(plan, gathered), copied)
         except BaseException as caught:
             error = caught
         together(group, error)
@@ -363,11 +363,16 @@ def gather_parts(
 
 
 def export(
-    taken: Export, files_from: str | os.PathLike[str] | None = None, overwrite: bool = False
+    taken: Export,
+    files_from: str | os.PathLike[str] | None = None,
+    start: Target | None = None,
 ) -> None:
-    """Export a model; see `export_huggingface`. `overwrite` replaces a Hugging Face folder."""
+    """Export a model; see `export_huggingface`.
+
+    `start` is the target when the caller began: a Hugging Face folder there is replaced.
+    """
     gathered, plan = gather_parts(taken)
-    write_folder(taken.target, plan, gathered.shards, files_from, overwrite)
+    write_folder(taken.target, plan, gathered.shards, files_from, start)
 
 
 def export_huggingface(
@@ -407,7 +412,8 @@ def export_huggingface(
     Raises
     ------
     StoreError
-        `path` exists and is not empty (EEXIST), or the operating system refused.
+        `path` exists and is not empty, or appeared during the export (EEXIST), or the operating
+        system refused.
     ValueError
         `path` is a URL, or the ranks pass different arguments or do not hold all parts of a
         tensor.

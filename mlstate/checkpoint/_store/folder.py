@@ -323,6 +323,36 @@ def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
         )
 
 
+class FolderContent(NamedTuple):
+    """The checkpoints in a folder at one time; a writer may replace only these."""
+
+    manifest: bytes | None
+    roots: tuple[Root, ...]
+
+    @classmethod
+    def of(cls, folder: str) -> FolderContent:
+        """Return the current content; empty if the folder does not exist."""
+        if not isinstance(folder, RemoteFolder) and not os.path.isdir(folder):
+            return cls(None, ())
+        manifest = None
+        with suppress(FileNotFoundError):
+            manifest = read_bytes(folder, MANIFEST)
+        return cls(manifest, tuple(list_roots(folder)))
+
+    def refuse_change(self, folder: str) -> None:
+        """Raise StoreError (EEXIST) if the folder has other checkpoints now.
+
+        If it was empty, files of other programs are refused too.
+        """
+        is_same = FolderContent.of(folder) == self
+        if self == (None, ()) and not isinstance(folder, RemoteFolder):
+            is_same = is_same and not foreign_files(folder)
+        if not is_same:
+            text = "it was changed by another writer meanwhile, and is left as it is"
+            exists = FileExistsError(errno.EEXIST, text)
+            raise store_error(exists, "cannot write the target", folder)
+
+
 def root_path(manifest: Manifest) -> str:
     """Return the path of a root under ``roots/``."""
     return f"roots/{manifest.sequence:08d}.{manifest.generation}.json"
