@@ -9,6 +9,7 @@ import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from .._common.arguments import check_flags, check_int
 from .._common.log import log
 from .._common.text import steps_text
 from ..errors import FormatError, MLStateError
@@ -121,10 +122,9 @@ class CheckpointManager:
         warn_unchanged: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if keep is not None and not hasattr(keep, "__index__"):
-            raise TypeError(f"keep must be an int, or None for all, got {type(keep).__name__}")
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
+        check_flags(warn_unchanged=warn_unchanged)
+        if keep is not None:
+            keep = check_int("keep", keep, 1, also=", or None for all")
         self._rules = check_retention(keep_best, monitor, mode, keep_period, keep_time_interval)
         self._timer = SaveTimer(save_interval_steps, save_time_interval)
         self._signals: SignalWatch | None = None

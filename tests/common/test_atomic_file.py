@@ -42,6 +42,7 @@ def make_link(path):
 
 
 def make_checkpoint(path):
+    path.mkdir(exist_ok=True)
     mlstate.save(path, {"mine": np.ones(3)})
 
 

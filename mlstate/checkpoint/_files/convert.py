@@ -43,7 +43,7 @@ from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._remote.options import split_url
 from .._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
-from .._store.folder import FolderContent, refuse_existing
+from .._store.folder import FolderContent, refuse_existing, refuse_file_name
 from .._store.weight_files import INDEX, weights_root
 
 if TYPE_CHECKING:
@@ -185,6 +185,8 @@ def begin_write(place: Place, name: str, overwrite: bool) -> CheckpointTarget | 
         target = CheckpointTarget(place, FolderContent.of(folder), overwrite)
     else:
         target = Target.of(place)
+    if name in ("mlstate", "dcp", "huggingface"):
+        refuse_file_name(place)
     refuse_existing(place, overwrite)  # after the listing, so that nothing appears in between
     return target
 

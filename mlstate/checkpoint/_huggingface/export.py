@@ -15,10 +15,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
+from ..._common.arguments import check_int
 from ..._common.atomic_file import Target
 from ..._common.backend import backend_of, is_module
 from ..._common.local_path import local_path
@@ -144,7 +144,7 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
     """Return the paths of the files that are not weights, such as config.json."""
     if source is None:
         return []
-    folder = os.fspath(source)
+    folder = local_path(source)
     try:
         with os.scandir(folder) as entries:
             return sorted(
@@ -336,9 +336,7 @@ def take_export(
 ) -> Export:
     """Check the arguments without copying any array; with a group, errors are kept."""
     target = check_target(local_path(path), group=group)
-    most = index(max_shard_bytes)
-    if most < 1:
-        raise ValueError(f"max_shard_bytes must be 1 or more, got {max_shard_bytes}")
+    most = check_int("max_shard_bytes", max_shard_bytes, 1)
     return Export(target, most, *_take_state(target, model, rename))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,7 +139,7 @@ def take_options(given: Mapping[str, Any] | None) -> StoreOptions:
     return StoreOptions(
         left,
         passed,
-        scratch_folder=None if scratch is None else os.fspath(scratch),
+        scratch_folder=None if scratch is None else local_folder(scratch),
         cache_folder=None if cache is None else local_folder(cache),
         **numbers,
     )

@@ -298,6 +298,47 @@ def holds_steps(folder: str) -> bool:
     return False
 
 
+# Suffixes of files that other programs, or `save_file`, read and write.
+_FILE_SUFFIXES = frozenset(
+    [
+        ".safetensors",
+        ".npz",
+        ".npy",
+        ".pt",
+        ".pth",
+        ".bin",
+        ".ckpt",
+        ".pkl",
+        ".pickle",
+        ".h5",
+        ".hdf5",
+        ".msgpack",
+        ".onnx",
+        ".gguf",
+        ".json",
+    ]
+)
+
+
+def refuse_file_name(folder: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a new folder whose name is that of a file of another format."""
+    suffix = os.path.splitext(folder)[1].lower()
+    if suffix not in _FILE_SUFFIXES:
+        return
+    is_remote = isinstance(folder, RemoteFolder)
+    if exists(folder, MANIFEST) if is_remote else os.path.isdir(folder):
+        return
+    remedy = "mlstate convert writes files of other formats"
+    if suffix == ".safetensors":
+        remedy = "save_file(state, path) writes one file"
+    elif suffix in (".npz", ".pt", ".pth", ".bin"):
+        remedy = f"save_file writes a .safetensors file, and mlstate convert a {suffix} file of it"
+    raise ValueError(
+        f"{os.fspath(folder)}: a checkpoint is a folder, and {suffix} is the suffix of a file: "
+        f"{remedy}; for a folder, pass a path without this suffix"
+    )
+
+
 def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
     """Raise StoreError (EEXIST) if a path exists, except an empty folder or with `overwrite`."""
     if overwrite:

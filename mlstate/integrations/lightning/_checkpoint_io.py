@@ -9,6 +9,7 @@ from typing import Any
 from ..._common.local_path import local_folder
 from ..._common.set_module import set_module
 from ...checkpoint import load, save
+from ...checkpoint._save import SaveFolder
 from ...checkpoint._store import folder as _folder
 
 _STATE = "lightning"  # name of the state with everything except the module's tensors
@@ -97,7 +98,8 @@ class MLStateCheckpointIO:
         rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         step = checkpoint.get("global_step")
         model = checkpoint.get("state_dict")
-        save(path, model, states={_STATE: rest}, step=step, **self._options)
+        folder = SaveFolder(path, any_suffix=True)  # Lightning names it .ckpt
+        save(folder, model, states={_STATE: rest}, step=step, **self._options)
 
     def load_checkpoint(
         self,

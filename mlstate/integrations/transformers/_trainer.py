@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..._common.local_path import local_path
 from ..._common.set_module import set_module
 from ...checkpoint import CheckpointManager
 from ...checkpoint._states.generators import library_of, restored, set_state, state_of
@@ -111,7 +112,7 @@ class MLStateCallback:
         directory : str or os.PathLike, optional
             As for the callback.
         """
-        output = Path(output_dir)
+        output = Path(local_path(output_dir))
         manager = CheckpointManager(output / _FOLDER if directory is None else directory)
         for step in reversed(manager.steps()):
             found = output / f"checkpoint-{step}"
