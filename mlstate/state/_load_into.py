@@ -128,7 +128,7 @@ def load_into(
     """
     check_flags(strict=strict, cast=cast)
     target, source = as_dict(target), as_dict(source)
-    report = _core.state_load(target, source, strict, cast)
+    report = _core.state_load(target, source, strict, cast, False)
     if isinstance(report, tuple):
         raise _refusal(target, source, strict, cast, *report)
     written = [array for array in report if is_torch(array)]

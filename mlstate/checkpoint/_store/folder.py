@@ -321,7 +321,7 @@ _FILE_SUFFIXES = frozenset(
 
 
 def refuse_file_name(folder: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a new folder whose name is that of a file of another format."""
+    """Raise ValueError for a new folder whose name has the suffix of another format's files."""
     suffix = os.path.splitext(folder)[1].lower()
     if suffix not in _FILE_SUFFIXES:
         return
