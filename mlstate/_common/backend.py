@@ -81,6 +81,10 @@ class Backend(Protocol):
     def is_optimizer(self, value: object) -> bool: ...
     def is_mine(self, value: object) -> bool: ...
 
+    # ---- process groups ----
+
+    def wrapped_group(self, value: object) -> Any: ...
+
     # ---- tensors ----
 
     def arrays_of(self, state: Any) -> dict[str, Any]: ...
@@ -258,6 +262,12 @@ def is_module(value: object) -> bool:
 def is_optimizer(value: object) -> bool:
     """Return whether a value is an optimizer of an imported framework."""
     return any(backend.is_optimizer(value) for backend in _backends_for(value))
+
+
+def wrapped_group(value: object) -> Any:
+    """Return the `ProcessGroup` for a group of an imported framework; None if it is not one."""
+    groups = (backend.wrapped_group(value) for backend in _backends_for(value))
+    return next((group for group in groups if group is not None), None)
 
 
 def _backends_for(value: object) -> list[Backend]:

@@ -18,7 +18,7 @@ from .._common.backend import torch_backend
 from .._common.dtypes import FLOAT8S, FLOATS, as_numbers, dtype_name, name_of, numpy_dtype
 from .._common.text import names_hint
 from .._sharding.layout import Layout, Steps, steps_of
-from ..collectives._arguments import check_group
+from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
 from ..state._load_into import load_into
@@ -433,7 +433,6 @@ def ranks_of(
 ) -> tuple[Steps | None, int, int]:
     """Return the part to load: steps, index, world (0: all of every tensor)."""
     if group is not None:
-        check_group(group)
         if rank is not None or world_size is not None:
             raise TypeError("give group= or rank= and world_size=, not both")
         rank, world_size = group.rank, group.world_size
@@ -641,6 +640,7 @@ def load(
            [6., 7.]])
     """
     check_flags(mmap=mmap, strict=strict)
+    group = optional_group(group)
     cast, dtype = _checked_cast(cast, into, mmap=mmap)
     folder, root, manifest = _folder.open_path(path, storage_options)
     if mmap:

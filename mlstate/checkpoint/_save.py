@@ -24,7 +24,7 @@ from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.json_values import check_json_values
 from .._sharding.layout import Layout, Shard, Steps, steps_of
 from .._version import __version__
-from ..collectives._arguments import check_group
+from ..collectives._arguments import optional_group
 from ..errors import CollectiveError, StoreError
 from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
@@ -129,8 +129,8 @@ def check_target(
     if compress is not None:
         _codecs.check(compress)
     rank, world_size = 0, 1
+    group = optional_group(group)
     if group is not None:
-        check_group(group)
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
         folder,

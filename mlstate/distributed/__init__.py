@@ -195,8 +195,7 @@ class DistributedStateCollector:
     """
 
     def __init__(self, group: ProcessGroup, *, timeout: float | None = None) -> None:
-        check_group(group)
-        self._group = group
+        self._group = check_group(group)
         self._timeout = check_timeout(timeout)
 
     def __repr__(self) -> str:
