@@ -258,7 +258,7 @@ class Loader:
         batches: list[tuple[list[str], str]] = [([key for key in keys if key not in sizes], "")]
         room = 0
         for key in filter(sizes.__contains__, keys):
-            if sizes[key] > room:
+            if len(batches) == 1 or sizes[key] > room:
                 batches.append(([], dtype))
                 room = _CAST_BYTES
             batches[-1][0].append(key)
@@ -647,7 +647,7 @@ def load(
         refuse_remote(folder, "mmap=True", "load without it")
     cutting = ranks_of(rank, world_size, layout, group)
     listed = None if names is None else listed_names(names)
-    if verify != "first" and not is_flag(verify):
+    if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
     if not isinstance(missing, str) or missing not in MISSING:
         raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
