@@ -196,7 +196,7 @@ class DistributedStateCollector:
     """
 
     def __init__(self, group: ProcessGroup, *, timeout: float | None = None) -> None:
-        self._group = check_group(group)
+        self._group: ProcessGroup = check_group(group)
         self._timeout = check_timeout(timeout)
 
     def __repr__(self) -> str:

@@ -325,8 +325,11 @@ def refuse_file_name(folder: str | os.PathLike[str]) -> None:
     suffix = os.path.splitext(folder)[1].lower()
     if suffix not in _FILE_SUFFIXES:
         return
-    is_remote = isinstance(folder, RemoteFolder)
-    if exists(folder, MANIFEST) if is_remote else os.path.isdir(folder):
+    if isinstance(folder, RemoteFolder):
+        is_checkpoint = exists(folder, MANIFEST)
+    else:
+        is_checkpoint = os.path.isdir(folder)
+    if is_checkpoint:
         return
     remedy = "mlstate convert writes files of other formats"
     if suffix == ".safetensors":
