@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from . import _core
+from ._common.arguments import check_flags
 from ._common.arrays import refuse_given_away
 from ._common.local_path import local_path
 from ._common.set_module import set_module
@@ -192,6 +193,7 @@ def load_file(
     >>> mapped, mapped.flags.writeable
     (array([0, 1, 2, 3], dtype=int32), False)
     """
+    check_flags(mmap=mmap, verify=verify)
     plain = local_path(path)
     arrays, texts = _core.file_load(plain, mmap, verify)
     return restore(arrays, texts.get(KEY), plain)
@@ -231,6 +233,7 @@ def load_metadata(
     >>> load_metadata(path)
     {'epoch': '3'}
     """
+    check_flags(verify=verify)
     texts = _core.file_metadata(local_path(path), verify)
     texts.pop(KEY, None)
     return texts

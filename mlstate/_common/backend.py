@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..activation._chain import Chain
     from ..activation._recompute_check import RecomputeReport
     from ..checkpoint._files.convert import Parts
+    from .atomic_file import Target
 
 # Frameworks by the module that users import, and the integration that registers each.
 _INTEGRATIONS = {"torch": "mlstate.integrations.torch"}
@@ -80,6 +81,10 @@ class Backend(Protocol):
     def is_optimizer(self, value: object) -> bool: ...
     def is_mine(self, value: object) -> bool: ...
 
+    # ---- process groups ----
+
+    def wrapped_group(self, value: object) -> Any: ...
+
     # ---- tensors ----
 
     def arrays_of(self, state: Any) -> dict[str, Any]: ...
@@ -137,18 +142,13 @@ class Backend(Protocol):
 
     def read_pt(self, path: Path) -> Parts: ...
     def write_pt(
-        self, path: Path, model: Any, optimizer: Any, metadata: Mapping[str, Any]
+        self, target: Target, model: Any, optimizer: Any, metadata: Mapping[str, Any]
     ) -> None: ...
     def read_tree(self, path: Path) -> Any: ...
     def write_tree(self, tree: Any, file: IO[bytes]) -> None: ...
     def read_dcp(self, path: Path) -> Parts: ...
     def write_dcp(
-        self,
-        path: Path,
-        model: Any,
-        optimizer: Any,
-        metadata: Mapping[str, Any],
-        overwrite: bool = False,
+        self, target: Target, model: Any, optimizer: Any, metadata: Mapping[str, Any]
     ) -> None: ...
 
     # ---- tiers ----
@@ -264,6 +264,12 @@ def is_module(value: object) -> bool:
 def is_optimizer(value: object) -> bool:
     """Return whether a value is an optimizer of an imported framework."""
     return any(backend.is_optimizer(value) for backend in _backends_for(value))
+
+
+def wrapped_group(value: object) -> Any:
+    """Return the `ProcessGroup` for a group of an imported framework; None if it is not one."""
+    groups = (backend.wrapped_group(value) for backend in _backends_for(value))
+    return next((group for group in groups if group is not None), None)
 
 
 def _backends_for(value: object) -> list[Backend]:

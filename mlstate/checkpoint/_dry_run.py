@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._sharding.layout import Layout, Shard, steps_of
 from ._load import chosen_names, ranks_of
 from ._remote.remote_folder import checkpoint_folder
@@ -288,6 +289,7 @@ def plan_load(
     >>> plan.reads[0].begin, plan.reads[0].end, len(plan.indexes)
     (4128, 4160, 1)
     """
+    check_flags(verify=verify)
     folder = checkpoint_folder(path, storage_options, reads=True)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)

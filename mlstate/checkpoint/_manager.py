@@ -9,8 +9,10 @@ import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from .._common.arguments import check_flags, check_int
 from .._common.log import log
 from .._common.text import steps_text
+from ..collectives._arguments import optional_group
 from ..errors import ChecksumError, FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._commit import gather_bytes
@@ -123,10 +125,9 @@ class CheckpointManager:
         warn_unchanged: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if keep is not None and not hasattr(keep, "__index__"):
-            raise TypeError(f"keep must be an int, or None for all, got {type(keep).__name__}")
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
+        check_flags(warn_unchanged=warn_unchanged)
+        if keep is not None:
+            keep = check_int("keep", keep, 1, also=", or None for all")
         self._rules = check_retention(keep_best, monitor, mode, keep_period, keep_time_interval)
         self._timer = SaveTimer(save_interval_steps, save_time_interval)
         self._signals: SignalWatch | None = None
@@ -376,6 +377,7 @@ class CheckpointManager:
         >>> manager.save(1, model={"w": np.ones(2)}).step
         1
         """
+        group = optional_group(group)
         with self._turn(group):
             self._settle()
             self._timer.note()
@@ -460,6 +462,7 @@ class CheckpointManager:
         from ._save_async import save_async
         from ._staging import OwnStaging
 
+        group = optional_group(group)
         with self._turn(group):
             self._settle()
             self._timer.note()
@@ -518,7 +521,8 @@ class CheckpointManager:
         [10, 20, 30]
         """
         due = self._timer.is_due(step) or self._has_signal()
-        return any(answer == b"1" for answer in gather_bytes(group, b"1" if due else b"0"))
+        answers = gather_bytes(optional_group(group), b"1" if due else b"0")
+        return any(answer == b"1" for answer in answers)
 
     def watch_signals(self, *signals: int) -> None:
         """Watch for signals that announce the end of the job, until `close`.
@@ -576,7 +580,7 @@ class CheckpointManager:
         >>> CheckpointManager("run").reached_preemption()
         False
         """
-        found = gather_bytes(group, b"1" if self._has_signal() else b"0")
+        found = gather_bytes(optional_group(group), b"1" if self._has_signal() else b"0")
         return any(answer == b"1" for answer in found)
 
     def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
@@ -833,7 +837,7 @@ class CheckpointManager:
         >>> manager.restore_latest().step
         7
         """
-        group = keywords.get("group")
+        keywords["group"] = group = optional_group(keywords.get("group"))
         first: MLStateError | None = None
         tried: list[str] | None = None
         # a writer may have deleted all of these roots and committed newer ones

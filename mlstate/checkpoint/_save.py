@@ -18,12 +18,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import _core
+from .._common.arguments import check_flags, check_int
 from .._common.arrays import refuse_given_away
 from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.json_values import check_json_values
 from .._sharding.layout import Layout, Shard, Steps, steps_of
 from .._version import __version__
-from ..collectives._arguments import check_group
+from ..collectives._arguments import optional_group
 from ..errors import CollectiveError, StoreError
 from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
@@ -63,6 +64,8 @@ class SaveFolder(NamedTuple):
     # manifests of the remaining roots, by their paths in the folder.
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None
     replace_steps: bool = False  # replace all steps of a manager by this checkpoint
+    content: _folder.FolderContent | None = None  # if given, only this is replaced
+    any_suffix: bool = False  # the caller's program chooses the name
     started: Callable[[SaveHandle], object] | None = None  # called before `save_async` starts
 
     def __fspath__(self) -> str:
@@ -80,6 +83,7 @@ class SaveTarget(NamedTuple):
     how: tuple[int, bool, bool, str | None]  # options of `_core.shards_write`
     keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
     replace_steps: bool
+    content: _folder.FolderContent | None  # as of `SaveFolder`
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
     started: Callable[[SaveHandle], object] | None
     lock_timeout: float  # seconds
@@ -114,9 +118,10 @@ def check_target(
     folder = checkpoint_folder(given.folder, storage_options)
     if not isinstance(folder, str):
         raise TypeError("the path of a checkpoint must be a str")
-    for name, value in (("sparse", sparse), ("incremental", incremental)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    if not given.any_suffix:
+        _folder.refuse_file_name(folder)
+    check_flags(sparse=sparse, incremental=incremental)
+    pack_below = check_int("pack_below_bytes", pack_below, 0)
     if incremental:
         refuse_remote(folder, "incremental=True", "save whole shards")
     if isinstance(folder, RemoteFolder):
@@ -124,8 +129,8 @@ def check_target(
     if compress is not None:
         _codecs.check(compress)
     rank, world_size = 0, 1
+    group = optional_group(group)
     if group is not None:
-        check_group(group)
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
         folder,
@@ -133,9 +138,10 @@ def check_target(
         rank,
         world_size,
         layout,
-        (pack_below, sparse, incremental, compress),
+        (pack_below, bool(sparse), bool(incremental), compress),
         given.retain is not None,
         given.replace_steps,
+        given.content,
         partial(delete_all_roots, folder) if given.replace_steps else given.retain,
         given.started,
         check_timeout(lock_timeout),
@@ -241,15 +247,7 @@ def _step_of(step: int | None, optimizer: Any) -> int | None:
         return optimizer.step
     if step is None:
         return None
-    import operator
-
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(f"step must be an int or None, got {type(step).__name__}") from None
-    if not 0 <= number < 1 << 63:
-        raise ValueError(f"step must be from 0 to 2**63 - 1, got {step}")
-    return number
+    return check_int("step", step, 0, (1 << 63) - 1, " or None")
 
 
 def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:

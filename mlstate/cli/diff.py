@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._common.local_path import local_folder
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._files.convert import read_file
 from ..checkpoint._remote.remote_folder import RemoteFolder
@@ -90,8 +91,8 @@ class _FileSide:
     step = None
 
     def __init__(self, path: str) -> None:
-        self.path = str(Path(path).absolute())
-        model, optimizer, _ = read_file(Path(path), mmap=True)
+        self.path = local_folder(path)
+        model, optimizer, _ = read_file(Path(self.path), mmap=True)
         self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}), {})
 
     def is_replaced(self) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, shorten, steps_text
 from ..checkpoint import CheckpointManager, load_metadata
 from ..checkpoint._checkpoint import stored_text
@@ -149,7 +149,7 @@ def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
 
 
 def _inspect_file(path: str, as_json: bool) -> None:
-    place = str(Path(path).absolute())
+    place = local_folder(path)
     header = read_header(place)
     metadata = load_metadata(place)
     if as_json:

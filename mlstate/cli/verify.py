@@ -7,6 +7,7 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .._common.local_path import local_path
 from .._common.text import bytes_text, count_text, shorten
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._store import folder as _folder
@@ -118,7 +119,7 @@ def _has_checksums(where: Folder) -> bool:
 
 def _verify_plain(path: str) -> tuple[_Verified, bool]:
     def size() -> int:
-        return sum(tensor.nbytes for tensor in read_header(path).tensors)
+        return sum(tensor.nbytes for tensor in read_header(local_path(path)).tensors)
 
     with progress_of("verify", size) as progress:
         report, has_checksums = verify_file(path, progress)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.arrays import is_torch
-from .._common.backend import backend_of
+from .._common.backend import backend_of, wrapped_group
 from .._common.dtypes import label_of, name_of
 from ..errors import CollectiveError, CompatibilityError
 
@@ -54,14 +54,25 @@ _REDUCIBLE = {
 # ---- groups ----
 
 
-def check_group(group: object) -> None:
-    """Raise TypeError if this is not a process group, for example torch's own class."""
-    if not hasattr(group, "gather_bytes") or not hasattr(group, "world_size"):
+def check_group(group: Any) -> Any:
+    """Return a process group; a group of torch.distributed is wrapped, always by the same object.
+
+    Raises TypeError for other objects.
+    """
+    if hasattr(group, "gather_bytes") and hasattr(group, "world_size"):
+        return group
+    wrapped = wrapped_group(group)
+    if wrapped is None:
         raise TypeError(
-            "group must have the methods of mlstate.collectives.ProcessGroup, got "
-            f"{type(group).__module__}.{type(group).__qualname__}; for torch.distributed there is "
-            "mlstate.integrations.torch.TorchGroup"
+            "group must have the methods of mlstate.collectives.ProcessGroup, or be a process "
+            f"group of torch.distributed, got {type(group).__module__}.{type(group).__qualname__}"
         )
+    return wrapped
+
+
+def optional_group(group: Any) -> Any:
+    """Return a process group as `check_group` does, or None."""
+    return None if group is None else check_group(group)
 
 
 # ---- errors ----

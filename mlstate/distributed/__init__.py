@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.set_module import set_module_of_exports
@@ -195,8 +196,7 @@ class DistributedStateCollector:
     """
 
     def __init__(self, group: ProcessGroup, *, timeout: float | None = None) -> None:
-        check_group(group)
-        self._group = group
+        self._group: ProcessGroup = check_group(group)
         self._timeout = check_timeout(timeout)
 
     def __repr__(self) -> str:
@@ -406,6 +406,7 @@ class DistributedStateCollector:
 
         def options() -> dict[str, Any]:
             same = self._options(operation, root, max_bytes)
+            check_flags(verify_replicas=verify_replicas)
             manner = _collection_mode(source, model)
             return {**same, "verify_replicas": bool(verify_replicas), "the state": manner}
 

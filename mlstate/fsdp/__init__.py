@@ -81,6 +81,7 @@ def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str,
     >>> sharding_units(torch.nn.Linear(3, 2, bias=False), SingleGroup(), layout="rows")
     {'weight': FSDPShardingUnit('weight' float32 (2, 3) rows, shard 0 of 1)}
     """
+    group = check_group(group)
     return {
         name: FSDPShardingUnit(
             name,
@@ -146,7 +147,7 @@ def clip_grad_norm(
     >>> unit.local_gradient.round(3)
     array([0.6, 0.8])
     """
-    check_group(group)
+    group = check_group(group)
     if not hasattr(sharding_units, "items"):
         raise TypeError(
             "sharding_units must be a dict of FSDPShardingUnit, got "

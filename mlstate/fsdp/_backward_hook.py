@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.backend import backend_named
 from ..collectives._arguments import dtype_name
@@ -170,6 +171,7 @@ class FSDPBackwardHook:
         """
         if model is None:
             raise ValueError("model must not be None")
+        check_flags(keep_full_gradient=keep_full_gradient, accumulate=accumulate)
         named = getattr(model, "named_parameters", None)
         check_gradients(gradients, named is not None, keep_full_gradient or accumulate)
         if sharding_units is None or not len(sharding_units):

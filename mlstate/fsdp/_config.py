@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from math import isfinite
-from operator import index
 from typing import Any
 
+from .._common.arguments import check_flags, check_int
 from ..collectives import ReduceOp
 from ..collectives._arguments import check_group, check_timeout
 from ._bucket import Terms
@@ -87,15 +87,10 @@ class FSDP:
         timeout: float | None = None,
         record: bool = False,
     ) -> None:
-        check_group(process_group)
+        process_group = check_group(process_group)
         self._group = process_group
         self._op = str(ReduceOp(op))
-        try:
-            self.bucket_bytes = index(bucket_bytes)
-        except TypeError:
-            raise TypeError(f"bucket_bytes must be an int, got {bucket_bytes!r}") from None
-        if self.bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes must be 0 or more, got {bucket_bytes}")
+        self.bucket_bytes = check_int("bucket_bytes", bucket_bytes, 0)
         if nonfinite not in ("error", "allow"):
             raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
         if compression not in (None, "float16", "bfloat16", "int8"):
@@ -104,6 +99,7 @@ class FSDP:
             )
         if compression and self._op not in ("sum", "mean"):
             raise ValueError(f"compression needs op='sum' or 'mean', got op={self._op!r}")
+        check_flags(allow_unused=allow_unused, record=record)
         self.allow_unused = bool(allow_unused)
         self._terms = Terms(
             op="sum" if self._op == "mean" else self._op,

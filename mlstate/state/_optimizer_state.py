@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.backend import backend_named
 from ._state_dict import StateDict, as_count
 
@@ -382,6 +383,7 @@ class OptimizerStateDict(StateDict):
         >>> layer, fresh = trained()
         >>> fresh.load_state_dict(state.to_torch(fresh, layer))
         """
+        check_flags(copy=copy)
         if optimizer is None:
             return super().to_torch(copy=copy)
         return backend_named("torch").optimizer_dict(self, optimizer, names, copy=copy)

@@ -9,6 +9,7 @@ import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._common.arguments import check_flags
 from ..._sharding.layout import Tier
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
@@ -146,6 +147,7 @@ class TieredState(TierMoves):
         device: Any = None,
         discard: bool = False,
     ) -> None:
+        check_flags(discard=discard)
         self._init_attributes(directory, hot_budget_bytes, warm_budget_bytes)
         model, optimizer, torch_optimizer = self._prepare_states(model, optimizer, device)
         units = self._make_units(model, optimizer)

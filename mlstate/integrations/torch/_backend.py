@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         on_device,
         tensors_of_optimizer,
     )
+    from ._collectives.wrapped_groups import wrapped_group
     from ._gradients.accumulate import (
         add_gradient,
         copy_of,
@@ -65,6 +66,7 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
 
 # fmt: off
 _NAMES = {
+    "_collectives.wrapped_groups": ("wrapped_group",),
     "_activation.strategies": ("apply_strategy", "cuda_memory"),
     "_activation.apply_plan": ("apply_plan",),
     "_gradients.backward": (

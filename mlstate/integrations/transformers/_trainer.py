@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..._common.local_path import local_path
 from ..._common.set_module import set_module
 from ...checkpoint import CheckpointManager
 from ...checkpoint._commit import gather_bytes
@@ -199,7 +200,7 @@ class MLStateCallback:
         directory : str or os.PathLike, optional
             As for the callback.
         """
-        output = Path(output_dir)
+        output = Path(local_path(output_dir))
         manager = CheckpointManager(output / _FOLDER if directory is None else directory)
         return last_checkpoint(output, manager)
 

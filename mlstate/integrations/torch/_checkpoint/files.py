@@ -19,8 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from .... import _core
-from ...._common.atomic_file import replace_folder, replacing, temporary_name
-from ...._common.local_path import local_path
+from ...._common.atomic_file import Target, new_path, replacing
 from ...._common.regular_file import open_regular
 from ....errors import CompatibilityError, FormatError
 from ....state._compatibility import join
@@ -455,7 +454,7 @@ def _describe_refusal(text: str) -> str:
 
 
 def write_pt(
-    path: Path,
+    target: Target,
     model: StateDict | None,
     optimizer: OptimizerStateDict | None,
     metadata: Mapping[str, Any],
@@ -464,7 +463,7 @@ def write_pt(
     import torch
 
     tree = tree_of(model, optimizer, metadata)
-    with replacing(path) as file:
+    with replacing(target.path, target) as file:
         torch.save(tree, file)
 
 
@@ -507,38 +506,22 @@ def read_dcp(path: Path) -> Parts:
 
 
 def write_dcp(
-    path: Path,
+    target: Target,
     model: StateDict | None,
     optimizer: OptimizerStateDict | None,
     metadata: Mapping[str, Any],
-    overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint that torch.distributed.checkpoint reads."""
+    """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one."""
     import torch.distributed.checkpoint as dcp
 
     tree = tree_of(model, optimizer, metadata)
-    target = Path(os.path.realpath(local_path(path)))
-    if target.exists() and not _is_replaceable(target, overwrite):
+    if not (target.is_vacant or os.path.isfile(os.path.join(target.path, ".metadata"))):
         raise ValueError(
-            f"{path}: exists already and is not a torch checkpoint; delete it first: a torch "
-            "checkpoint needs a new directory"
+            f"{target.path}: exists already and is not a torch checkpoint; delete it first: a "
+            "torch checkpoint needs a new directory"
         )
-    temporary = temporary_name(target)
-    try:
+    with new_path(target) as temporary:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that there is only one process
             dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
-        _core.folder_sync(str(temporary))
-        replace_folder(temporary, target)
-    except BaseException:
-        import shutil
-
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _is_replaceable(target: Path, overwrite: bool) -> bool:
-    """Return whether a path is an empty directory, or a torch checkpoint to be replaced."""
-    if not target.is_dir():
-        return False
-    return not any(target.iterdir()) or (overwrite and (target / ".metadata").is_file())
+        _core.folder_sync(temporary)

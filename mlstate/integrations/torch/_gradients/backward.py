@@ -216,12 +216,12 @@ def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 # ---- the backward pass ----
 
 
-def check_reduction(group: Any, nonfinite: str, timeout: float | None) -> float | None:
-    """Check the arguments of a reduction by a group; return the timeout in seconds."""
-    check_group(group)
+def check_reduction(group: Any, nonfinite: str, timeout: float | None) -> tuple[Any, float | None]:
+    """Check the arguments of a reduction; return the process group, and the timeout in seconds."""
+    group = check_group(group)
     if nonfinite not in ("error", "allow"):
         raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
-    return check_timeout(timeout)
+    return group, check_timeout(timeout)
 
 
 def call_at_end(function: Callable[[], None]) -> None:
