@@ -35,9 +35,9 @@ def _move(
     seq_axis: int,
 ) -> Any:
     """Run a transition in the core, or in torch if the core cannot access the data."""
-    if low_memory is not False:  # the usual value costs no call
+    if not isinstance(low_memory, int):  # 0 and 1 are accepted too
         check_flags(low_memory=low_memory)
-        low_memory = bool(low_memory)
+    low_memory = bool(low_memory)
     if isinstance(source, np.ndarray) and (dtype is not None or out is not None):
         source, position = in_range(source, length, position, dtype, out, compact, seq_axis)
     if is_torch(source):

@@ -54,7 +54,7 @@ def tensor_makers():
 
 
 def outcomes(makers, seed, count):
-    """Yield random pairs, with what was said and what `load_into` did."""
+    """Yield results for random pairs, and whether `load_into` accepted the pair."""
     rng = random.Random(seed)
 
     def array():
