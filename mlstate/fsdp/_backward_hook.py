@@ -421,7 +421,7 @@ class FSDPBackwardHook:
         Returns
         -------
         array or torch.Tensor
-            ``unit.local_gradient``.
+            ``unit.local_gradient``; None if no rank has a gradient, and `FSDP` allows that.
 
         Raises
         ------

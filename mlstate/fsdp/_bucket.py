@@ -39,16 +39,20 @@ class Entry:
     """A gradient, from its arrival until its shard is stored.
 
     `problem` is the reason why it cannot be reduced, for the error on all ranks, or empty.
-    `on_failure` is called if the shard is not stored.
+    `on_failure` is called if the shard is not stored. `is_unused`: this rank did not use the
+    parameter, and the gradient is zeros.
     """
 
     __slots__ = (
         "gradient",
         "is_plain",
+        "is_unused",
         "nonfinite",
         "on_failure",
         "out",
         "problem",
+        "replaces",
+        "residual",
         "source",
         "unit",
     )
@@ -59,8 +63,13 @@ class Entry:
         gradient: Any,
         problem: str = "",
         on_failure: Callable[[], None] | None = None,
+        *,
+        is_unused: bool = False,
     ) -> None:
         self.unit = unit
+        self.is_unused = is_unused
+        self.replaces = True  # whether the sum replaced the local gradient
+        self.residual: Any = None  # of compression, before an unused gradient is sent
         self.on_failure = on_failure
         self.out: Any = None
         self.nonfinite = 0  # non-finite elements in this rank's part of the sum
@@ -106,10 +115,18 @@ class Entry:
         """Store or add the sum as the local gradient; free the full gradient."""
         unit = self.unit
         if accumulate and unit.local_gradient is not None:
+            self.replaces = False
             add({unit.parameter_name: unit.local_gradient}, {unit.parameter_name: self.out})
         else:
             unit.local_gradient = self.out
         self.gradient = self.source = self.out = self.on_failure = None
+
+    def undo_unused(self) -> None:
+        """Leave no sum of a parameter that no rank used: earlier passes' sum, or None."""
+        if self.replaces:
+            self.unit.local_gradient = None
+        if self.residual is not None:
+            self.unit.residual()[:] = self.residual
 
     def fail(self) -> None:
         """Clear the local gradient, even of an earlier step; free the full gradient."""
@@ -322,6 +339,8 @@ class Reducer:
         self._send = _ensure_size(self._send, sum(sizes))
         self._own = _ensure_size(self._own, mine)
         residuals = tuple(entry.unit.residual() for entry in entries)
+        for entry, residual in zip(entries, residuals, strict=True):
+            entry.residual = residual.copy() if entry.is_unused else None
         _core.bucket_pack(handle, compression, residuals, self._send, self._own)
         self._exchange_parts(sizes, mine)
         return _core.bucket_reduce(handle, compression, self._own, self._receive)

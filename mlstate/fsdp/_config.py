@@ -35,7 +35,11 @@ class FSDP:
         Whether NaN or infinity in a sum raises an error on every rank. Use ``"allow"`` if a
         gradient scaler looks for them.
     allow_unused : bool, default False
-        Treat missing gradients as zeros.
+        Accept missing gradients. If another rank has the gradient, a missing one counts as zeros.
+        A parameter that no rank used has no gradient, as in DDP with
+        ``find_unused_parameters=True``: with ``gradients="full"``, ``parameter.grad`` does not
+        change; otherwise ``unit.local_gradient`` is None, or unchanged with ``accumulate=True``.
+        If every rank has missing gradients, the ranks exchange their names at the end of the pass.
     compression : {"float16", "bfloat16", "int8"}, optional
         Send float32 gradients in this dtype; ``"int8"`` has a scale for each 256 elements.
         The rounding error of an element is added to it in the next step (error feedback). For

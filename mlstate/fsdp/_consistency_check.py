@@ -26,12 +26,14 @@ _MAX_READY = 0xFFFF  # limit of a 16-bit field
 REFUSED = 1  # this rank cannot take part with all of its gradients
 ENDED = 2  # this rank has nothing more to reduce
 CALL_REFUSED = 4  # this rank passed a wrong gradient to a call, so no rank reduces any of them
+UNUSED = 8  # with ENDED: this rank reduced zeros for parameters that it did not use
+IDLE = 16  # this rank has no inputs left: its gradients are zeros, and do not count in a mean
 
 
 class Header(NamedTuple):
     """A rank's next bucket, and the result of its last buckets."""
 
-    flags: int  # REFUSED, ENDED, CALL_REFUSED
+    flags: int  # REFUSED, ENDED, CALL_REFUSED, UNUSED, IDLE
     sequence: int  # number of the bucket
     digest: bytes  # of the parameters' names, shapes and dtypes, and of the settings
     nonfinite: int  # infinite or NaN elements in this rank's sums since its last header
@@ -84,6 +86,7 @@ class ConsistencyCheck:
         *,
         is_refused: bool,
         is_call_refused: bool = False,
+        is_idle: bool = False,
         ready: int = 1,
         plan: bytes = b"",
         pack: Callable[[], Any] | None = None,
@@ -96,18 +99,20 @@ class ConsistencyCheck:
         """
         digest = digest_of(facts, settings_text({**self._settings, **settings}))
         flags = (REFUSED if is_refused else 0) | (CALL_REFUSED if is_call_refused else 0)
+        flags |= IDLE if is_idle else 0
         header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
         headers = self._exchange(header, pack)
-        same = {other[:3] for other in headers}
-        if len(same) > 1 or any(other.flags for other in headers):
+        same = {other[1:3] for other in headers}
+        if len(same) > 1 or any(other.flags & ~IDLE for other in headers):
             return headers, 0
         if any(other.plan != headers[0].plan for other in headers):
             return headers, 1
         return headers, min([other.ready for other in headers])
 
-    def exchange_end(self, nonfinite: int) -> tuple[list[Header], bool]:
+    def exchange_end(self, nonfinite: int, *, has_unused: bool) -> tuple[list[Header], bool]:
         """Exchange headers after the last bucket; return them, and whether all ranks have ended."""
-        header = Header(ENDED, self.sequence, b"", nonfinite, self._waited)
+        flags = ENDED | (UNUSED if has_unused else 0)
+        header = Header(flags, self.sequence, b"", nonfinite, self._waited)
         headers = self._exchange(header, None)
         return headers, all(other.flags & ENDED for other in headers)
 

@@ -18,7 +18,7 @@ from ..collectives._arguments import failed
 from ..collectives._operation_queue import OperationQueue
 from ..errors import CollectiveError, GradientMismatchError, GradientNamesError
 from ._bucket import Entry, FullBucket, Reducer, Terms
-from ._consistency_check import CALL_REFUSED, ConsistencyCheck, digest_of
+from ._consistency_check import CALL_REFUSED, UNUSED, ConsistencyCheck, digest_of
 from ._gradient_ops import norm_partials
 from ._report import Bucket
 from ._sharding_unit import FSDPShardingUnit
@@ -59,6 +59,7 @@ class ReductionSession:
             )
         self._reducer = reducer
         self._check = ConsistencyCheck(reducer.group, reducer.timeout, settings)
+        self._unused: list[Entry] | None = [] if settings.get("allow_unused") else None
         self._pending: list[Entry] = []  # sums not yet confirmed as finite on all ranks
         self._pending_terms = Terms()
         self._failures: dict[str, tuple[int | None, str]] = {}
@@ -131,6 +132,8 @@ class ReductionSession:
             self._reducer.sum_bucket(bucket, handle)
             self._pending = [*self._pending, *bucket.entries]
             self._pending_terms = bucket.terms
+            if self._unused is not None:
+                self._unused += [entry for entry in bucket.entries if entry.is_unused]
             self._record_event(bucket.entries, bucket.since or started, started, agreed, headers)
             started = agreed = perf_counter()
             headers = []
@@ -213,17 +216,30 @@ class ReductionSession:
                 bad[name] = sums[0][0], f"the sum is not finite, all gradients are ({what})"
         return bad
 
+    def _undo_unused(self) -> None:
+        """Restore the gradients of the parameters that no rank used."""
+        entries = {entry.unit.parameter_name: entry for entry in self._unused or ()}
+        texts = self._reducer.group.gather_bytes(
+            json.dumps(list(entries)).encode(), timeout=self._reducer.timeout
+        )
+        for name in set(entries).intersection(*map(json.loads, texts)):
+            entries[name].undo_unused()
+
     def finish(self, operation: str) -> None:
         """Wait until all ranks end their session, and raise the failures."""
         has_ended = self._is_refused
         while not has_ended:
             started = perf_counter()
-            headers, has_ended = self._check.exchange_end(self._count_nonfinite())
+            headers, has_ended = self._check.exchange_end(
+                self._count_nonfinite(), has_unused=bool(self._unused)
+            )
             self._record_event((), started, started, perf_counter(), headers)
             self._store_pending(headers)
             if not has_ended:
                 self._add_failures(self._check.find_failures((), {}, has_ended=True).failures)
                 self._is_refused = has_ended = _is_call_refused(headers)
+            elif all(header.flags & UNUSED for header in headers):
+                self._undo_unused()
         if self._failures:
             result = "not reduced, all others were"
             if self._is_refused:
@@ -290,9 +306,22 @@ class Reductions:
         if bucket:
             yield bucket
 
-    def unused_gradient(self, unit: FSDPShardingUnit) -> Any:
-        """Return zeros for a missing gradient if `FSDP` allows unused parameters, else None."""
-        return unit.zeros() if self._settings["allow_unused"] else None
+    def entry(
+        self,
+        unit: FSDPShardingUnit,
+        gradient: Any,
+        problem: str = "",
+        on_failure: Callable[[], None] | None = None,
+        *,
+        absence: str = "",
+    ) -> Entry:
+        """Return a gradient's entry; its problem is `absence` if it is missing and must not be."""
+        is_unused = gradient is None and not problem and self._settings["allow_unused"]
+        if is_unused:
+            gradient = unit.zeros()
+        elif gradient is None:
+            problem = problem or absence
+        return Entry(unit, gradient, problem, on_failure, is_unused=is_unused)
 
     def scatter(self, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any]) -> None:
         """Reduce the gradients of bound units.
@@ -301,12 +330,10 @@ class Reductions:
         """
         entries, has_same_names = [], True
         for name, unit in units.items():
-            gradient, problem = gradients.get(name), ""
-            if gradient is None:
-                gradient = self.unused_gradient(unit)
-                if gradient is None and name not in gradients:
-                    problem, has_same_names = "no gradient was passed", False
-            entries.append(Entry(unit, gradient, problem))
+            absence = "" if name in gradients else "no gradient was passed"
+            entry = self.entry(unit, gradients.get(name), absence=absence)
+            has_same_names = has_same_names and not (absence and entry.problem)
+            entries.append(entry)
         for name in gradients:
             if name not in units:
                 unit = FSDPShardingUnit(name, (), "float32", self.rank, world_size=self.world_size)
@@ -318,9 +345,7 @@ class Reductions:
         self, unit: FSDPShardingUnit, gradient: Any, problem: str = "", *, accumulate: bool = False
     ) -> Any:
         """Reduce one gradient, or report its problem to all ranks; return this rank's part."""
-        if gradient is None and not problem:
-            gradient = self.unused_gradient(unit)
-        entry = Entry(unit, gradient, problem)
+        entry = self.entry(unit, gradient, problem)
         self.reduce_now("scatter_gradient", [entry], accumulate=accumulate)
         return unit.local_gradient
 
@@ -416,10 +441,8 @@ class BackwardPass:
                 on_failure()
             raise ValueError(f"{name!r} already has a gradient in this backward pass")
         plan = self._plan
-        unit = plan.units[name]
-        if gradient is None and not problem:
-            gradient = self._reductions.unused_gradient(unit)
-        self.arrived[name] = Entry(unit, gradient, problem, on_failure)
+        entry = self._reductions.entry(plan.units[name], gradient, problem, on_failure)
+        self.arrived[name] = entry
         number = plan.bucket_of[name]
         self._lacking[number] -= 1
         if self.session.events is not None:
@@ -434,11 +457,11 @@ class BackwardPass:
         self, name: str, gradient: Any, on_failure: Callable[[], None] | None, problem: str
     ) -> None:
         """Add this rank's value of a gradient that the pass did not compute; None is an error."""
-        unit = self._plan.units[name]
-        if gradient is None and not problem:
-            gradient = self._reductions.unused_gradient(unit)
-            problem = "the backward pass gave no gradient" if gradient is None else ""
-        self.arrived[name] = Entry(unit, gradient, problem, on_failure)
+        absence = "the backward pass gave no gradient"
+        entry = self._reductions.entry(
+            self._plan.units[name], gradient, problem, on_failure, absence=absence
+        )
+        self.arrived[name] = entry
         self._full_at[self._plan.bucket_of[name]] = perf_counter()
 
     def finish(self) -> None:

@@ -25,6 +25,7 @@ from ._copies import (
     set_attributes,
     shared_arrays,
 )
+from ._moved_positions import moved_positions
 from ._ring import Ring, joined, ring_of, shift_of
 from ._snapshot import (
     History,
@@ -372,7 +373,7 @@ class CacheState:
         resized = CacheSpec(entry._resized(positions) for entry in spec)
         if resized == spec:
             return
-        _check_resize(spec, resized, positions, length)
+        _check_resize(spec, resized, length)
         moved, shifts = dict(cache.arrays), dict(cache.shifts)
         for old, new in zip(spec, resized, strict=True):
             if new is old or new.seq_axis is None:
@@ -775,23 +776,12 @@ def _check_length(spec: CacheSpec, length: int) -> None:
         )
 
 
-def _check_resize(spec: CacheSpec, resized: CacheSpec, capacity: int, length: int) -> None:
+def _check_resize(spec: CacheSpec, resized: CacheSpec, length: int) -> None:
     """Raise unless every entry can have another capacity and holds its tokens then."""
     for old, new in zip(spec, resized, strict=True):
-        if old.kind == "opaque":
-            text = "an opaque entry cannot be resized: its layout is unknown"
-            raise entry_error(old.name, text, spec.capacity, capacity)
-        if old.seq_length is None or new.seq_length is None:
-            continue
-        held = min(length, old.seq_length, length if old.window is None else old.window)
-        if held > new.seq_length:
-            raise capacity_error(
-                f"{old.name}: {held} tokens do not fit into {new.seq_length} positions: use a "
-                f"capacity of at least {held}",
-                f"{held} or more",
-                capacity,
-                old.name,
-            )
+        window = length if old.window is None else old.window
+        held = length if old.seq_length is None else min(length, old.seq_length, window)
+        moved_positions(old.name, old.shape, new.shape, held, old.seq_axis, kind=old.kind)
 
 
 def _sequence_of(entry: CacheEntry) -> int:

@@ -586,6 +586,65 @@ def test_parameters_without_gradients_count_as_zero_where_that_was_agreed():
     assert run_ranks(work) == [[1.0, 1.0]] * 2
 
 
+@pytest.mark.parametrize("path", ["together", "one by one", "a pass", "a pass with None"])
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_a_parameter_that_no_rank_used_has_no_gradient(path, compression):
+    def work(group):
+        units = units_of(group)
+        hook = FSDPBackwardHook(FSDP(group, allow_unused=True, compression=compression))
+        first = gradients_of(group, units)
+        hook.scatter_multiple(units, first)
+        residuals = {name: unit.residual().copy() for name, unit in units.items()}
+        gradients = {**first, "a": None, "b": None if group.rank else first["b"]}
+        if path == "together":
+            hook.scatter_multiple(units, gradients)
+        elif path == "one by one":
+            parts = [hook.scatter_gradient(unit, gradients[n]) for n, unit in units.items()]
+            assert parts[list(units).index("a")] is None
+        else:
+            hook.use_units(units)
+            for name in reversed(units):
+                if path == "a pass with None" or gradients[name] is not None:
+                    hook.add_gradient(name, gradients[name])
+            hook.finish()
+        assert (units["a"].residual() == residuals["a"]).all()
+        return {n for n, unit in units.items() if unit.local_gradient is None}
+
+    assert run_ranks(work) == [{"a"}] * 2
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+def test_an_accumulated_gradient_stays_if_no_rank_used_its_parameter(op):
+    def work(group):
+        units = units_of(group)
+        hook = FSDPBackwardHook(FSDP(group, allow_unused=True, op=op))
+        hook.use_units(units, accumulate=True)
+        hook.finish()
+        assert not any(unit.local_gradient is not None for unit in units.values())
+        for name, gradient in gradients_of(group, units).items():
+            hook.add_gradient(name, gradient)
+        hook.finish()
+        before = parts(units)
+        hook.finish()
+        assert parts(units) == before
+        return all(unit.local_gradient is not None for unit in units.values())
+
+    assert run_ranks(work) == [True] * 2
+
+
+def test_a_failure_of_one_gradient_leaves_unused_ones_absent():
+    def work(group):
+        units = units_of(group)
+        gradients = {**gradients_of(group, units), "a": None}
+        if group.rank:
+            gradients["b"] = gradients["b"] * np.nan
+        with pytest.raises(CollectiveError, match="'b': NaN"):
+            FSDPBackwardHook(FSDP(group, allow_unused=True)).scatter_multiple(units, gradients)
+        return {n for n, unit in units.items() if unit.local_gradient is None}
+
+    assert run_ranks(work) == [{"a", "b"}] * 2
+
+
 # ---- random faults ----
 
 names = st.sampled_from(sorted(SHAPES))

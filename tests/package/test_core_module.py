@@ -104,7 +104,7 @@ import mlstate
     [
         ("MLSTATE_CPU", "instruction set", ("sse9", "AVX2", "scalar "), "scalar"),
         ("MLSTATE_COPY", "copy strategy", ("fast", "Plain", "stream2"),
-         "plain, stream1, stream4, auto"),
+         "plain, loop, stream1, auto"),
     ],
 )  # fmt: skip
 def test_an_unknown_name_in_the_environment_fails_the_import(variable, kind, names, known):

@@ -1,5 +1,8 @@
 """The ranks of test_data_parallel.py: FSDP2 and DDP whose gradients mlstate reduces."""
 
+import contextlib
+import random
+
 import torch
 from group_model import raises
 from summed_gradients import in_rank_order, layers, rows_of
@@ -10,6 +13,7 @@ from torch_processes import main, scenario
 
 from mlstate import CollectiveError
 from mlstate.collectives import SingleGroup
+from mlstate.fsdp import FSDP, FSDPBackwardHook, sharding_units
 from mlstate.integrations.torch import all_reduce_with, reduce_scatter_with
 
 
@@ -329,6 +333,119 @@ def ddp_with_parameters_that_one_rank_does_not_use(group):
     for _ in range(2):
         module.zero_grad()
         same(gradients(module, group.rank), expected)
+
+
+class Heads(torch.nn.Module):
+    """Several layers, of which a call uses some."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(6, 3) for _ in range(5))
+
+    def forward(self, rows, used):
+        return sum(head(rows).square().sum() for head, u in zip(self.heads, used, strict=True) if u)
+
+
+def heads_by_ddp():
+    model = DistributedDataParallel(Heads(), find_unused_parameters=True)
+    return model.module, model, model
+
+
+def heads_by_hook(group):
+    model = Heads()
+    hook = FSDPBackwardHook(FSDP(group, op="mean", allow_unused=True, bucket_bytes=100))
+    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    return model, model, hook
+
+
+@scenario
+def hooks_treat_unused_parameters_as_ddp_does(group):
+    for seed in range(4):
+        each = [heads_by_ddp(), heads_by_hook(group)]
+        adam = [torch.optim.AdamW(model.parameters(), weight_decay=0.1) for model, *_ in each]
+        common, mine = random.Random(seed), random.Random(10 * seed + group.rank)
+        for step in range(8):
+            zeros, syncs = common.random() < 0.6, common.random() < 0.7
+            absent = {common.randrange(5) for _ in range(3)}
+            used = [mine.random() < 0.6 and k not in absent for k in range(5)]
+            used[min({*range(5)} - absent)] = True  # a pass without parameters has no end
+            rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            for _, call, sync in each:
+                with contextlib.nullcontext() if syncs else sync.no_sync():
+                    call(rows + group.rank, used).backward()
+            if syncs:
+                theirs, ours = ([p.grad for p in model.parameters()] for model, *_ in each)
+                assert [g is None for g in theirs] == [g is None for g in ours], (seed, step)
+                for one, other in zip(theirs, ours, strict=True):
+                    if one is not None:
+                        torch.testing.assert_close(one, other)
+                for optimizer in adam:
+                    optimizer.step()
+                    if zeros:
+                        optimizer.zero_grad()
+        each[1][2].close()
+
+
+def train_unevenly(model, rank, counts, arguments):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join(**arguments):
+        for step in range(counts[rank % len(counts)]):
+            backward(model, rows_of(rank, step))
+            sgd.step()
+    return {name: p.detach() for name, p in model.module.named_parameters()}
+
+
+@scenario
+def ddp_joins_ranks_with_fewer_inputs(group):
+    for counts in ([2, 4, 3], [3, 0, 1], [0, 2, 0]):
+        for keywords in ({}, {"bucket_cap_mb": 1e-4}, {"find_unused_parameters": True}):
+            for arguments in ({}, {"divide_by_initial_world_size": False}):
+                theirs, ours = (replicated(**keywords) for _ in range(2))
+                all_reduce_with(ours, group)
+                each = (train_unevenly(m, group.rank, counts, arguments) for m in (theirs, ours))
+                torch.testing.assert_close(*each)
+
+
+@scenario
+def ddp_divides_small_floats_by_the_ranks_with_inputs(group):
+    module = DistributedDataParallel(layers().to(torch.bfloat16))
+    all_reduce_with(module, group)
+    with module.join(divide_by_initial_world_size=False):
+        if group.rank == 0:
+            backward(module, rows_of(0).to(torch.bfloat16))
+            same(own(module), own_gradients(0, dtype=torch.bfloat16))
+
+
+@scenario
+def ddp_names_who_is_not_finite_to_ranks_without_inputs(group):
+    module = replicated()
+    all_reduce_with(module, group)
+
+    def work():
+        with module.join():
+            for step in range(1 + group.rank):
+                backward(module, rows_of(group.rank) * (torch.nan if step else 1))
+
+    error = raises(CollectiveError, "NaN or infinite elements", work)
+    assert error.rank == 1
+    module = replicated()
+    all_reduce_with(module, group)
+    with module.join(enable=False):
+        backward(module, rows_of(group.rank))
+    same(own(module), means(group))
+
+
+@scenario
+def ddp_names_who_joins_with_another_divisor(group):
+    module = replicated()
+    all_reduce_with(module, group)
+
+    def work():
+        with module.join(divide_by_initial_world_size=group.rank == 0):
+            backward(module, rows_of(group.rank))
+
+    raises(CollectiveError, "divide_by_initial_world_size", work)
 
 
 @scenario

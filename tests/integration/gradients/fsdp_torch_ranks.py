@@ -289,6 +289,61 @@ def parameters_without_a_gradient_keep_their_reduced_ones(group):
 
 
 @scenario
+def an_optimizer_leaves_parameters_that_no_rank_uses(group):
+    for mode in ("full", "shard"):
+        model = language()
+        hook = FSDPBackwardHook(FSDP(group, allow_unused=True))
+        units = sharding_units(model, group)
+        hook.register_hooks(model, units, gradients=mode)
+        weight = model.extra.weight.detach().clone()
+        adam = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+        for step in range(3):
+            adam.zero_grad()
+            loss_of(model, group.rank, step, extra=False).backward()
+            assert units["extra.weight"].local_gradient is None
+            assert units["embedding.weight"].local_gradient.any()
+            if mode == "full":
+                adam.step()
+        assert model.extra.weight.grad is None
+        assert torch.equal(model.extra.weight, weight)
+        hook.close()
+
+
+@scenario
+def parts_of_parameters_that_no_rank_uses_keep_what_they_accumulated(group):
+    for accumulate in (False, True):
+        model = language()
+        units, hook = hooked(group, model, allow_unused=True, accumulate=accumulate)
+        loss_of(model, group.rank, extra=False).backward()
+        assert units["extra.weight"].local_gradient is None
+        loss_of(model, group.rank).backward()
+        before = units["extra.weight"].local_gradient.clone()
+        loss_of(model, group.rank, extra=False).backward()
+        after = units["extra.weight"].local_gradient
+        assert torch.equal(after, before) if accumulate else after is None
+        loss_of(model, group.rank, extra=group.rank == 0).backward()  # one rank uses it
+        assert units["extra.weight"].local_gradient is not None
+        hook.close()
+
+
+@scenario
+def gradients_of_no_sync_count_as_used(group):
+    model = language()
+    hook = FSDPBackwardHook(FSDP(group, allow_unused=True))
+    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    with hook.no_sync():
+        loss_of(model, group.rank, extra=group.rank == 0).backward()
+    loss_of(model, group.rank, extra=False).backward()
+    expected = own_gradients(loss_of)(0)["extra.weight"]
+    torch.testing.assert_close(model.extra.weight.grad, expected)
+    with hook.no_sync():
+        loss_of(model, group.rank).backward()
+    model.zero_grad()
+    loss_of(model, group.rank, extra=False).backward()
+    assert model.extra.weight.grad is None
+
+
+@scenario
 def no_gradient_is_left_where_one_could_not_be_reduced(group):
     model = layers()
     hook = FSDPBackwardHook(FSDP(group))

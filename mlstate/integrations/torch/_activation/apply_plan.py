@@ -212,13 +212,13 @@ class PlannedModel:
         """Run a called block, by the plan if gradients are enabled."""
         if "torch._dynamo" not in sys.modules:
             return self._run(positions, original, args, kwargs)
-        if self._compiled is None:
+        call = self._compiled
+        if call is None:
             import torch
 
             disable: Any = torch.compiler.disable  # recomputation is not compiled either
-            self._compiled = disable(self._run)
-        assert self._compiled is not None
-        return self._compiled(positions, original, args, kwargs)
+            call = self._compiled = disable(self._run)
+        return call(positions, original, args, kwargs)
 
     def _run(
         self, positions: tuple[int, ...], original: Callable[..., Any], args: Any, kwargs: Any
@@ -230,7 +230,7 @@ class PlannedModel:
         leaves, spec = flatten(args, kwargs)
         run = getattr(self._local, "run", None)
         self._local.run = None  # an error ends the pass
-        if run is None or run.next not in positions or not run.matches(leaves):
+        if run is None or run.next not in positions or not run.can_continue(leaves):
             if 0 not in positions:
                 raise self._order_error(run, positions)
             run = Run(self._program, self._blocks, *self._options)
@@ -248,6 +248,11 @@ class PlannedModel:
                 "under torch.no_grad()"
             )
         before = self.names[run.next - 1]
+        if run.has_begun_backward:
+            return ValueError(
+                f"{name} was called after a backward pass through {before}, whose saved tensors "
+                "are freed: run all blocks first, add the losses and call backward once"
+            )
         return ValueError(
             f"the input of {name} is not the output of {before}: make the code between them part "
             "of a block"
@@ -309,8 +314,8 @@ def apply_plan(
     ------
     ValueError
         If the number of blocks differs from the plan's, the choice of blocks is ambiguous, or
-        the blocks have a plan already. While the model runs: if a block is called out of order,
-        or its input is not the output of the previous block.
+        the blocks have a plan already. While the model runs: if a block is called out of order
+        or after the backward pass, or its input is not the output of the previous block.
     MLStateError
         While the model runs: if a block changes its input in place, recomputed tensors differ
         from the first run's, or there is a second backward pass or ``create_graph=True``.
@@ -323,6 +328,9 @@ def apply_plan(
     a copy of objects that a block may change, such as a KV cache. Buffers that a block changes,
     such as BatchNorm's statistics, are updated once: recomputation uses copies of their earlier
     values. With ``torch.no_grad()``, blocks run without the plan.
+
+    The loss may depend on the outputs of any blocks, and the model may stop before its last block.
+    Steps of later blocks that the backward pass does not visit are left out.
 
     With or without a plan, autocast's copies of parameters exist until the end of its ``with``
     block. Recomputation ends with the last saved tensor.

@@ -99,6 +99,10 @@ class Program:
             acts[i] = at > before + 1 or bool(self.free_after[before]) or self.hooked(i + 1)
         return acts
 
+    def of_first_blocks(self, count: int) -> Program:
+        """Return the program of the first blocks alone."""
+        return Program([(kind, i) for kind, i in self.steps if i < count])
+
     def hooked(self, i: int) -> bool:
         """Return whether this module holds the first run's saved tensors, rather than the graph."""
         first = self.steps[self.first[i]][0]
@@ -208,8 +212,15 @@ class Run:
 
     # The forward pass
 
-    def matches(self, leaves: list[Any]) -> bool:
-        """Return whether the arguments contain the previous block's output."""
+    @property
+    def has_begun_backward(self) -> bool:
+        """Whether a backward pass has used steps of the schedule."""
+        return self._watching
+
+    def can_continue(self, leaves: list[Any]) -> bool:
+        """Return whether the arguments contain the previous block's output, still in memory."""
+        if self._watching:
+            return False
         came = [tensor for tensor in (ref() for ref, _ in self._came_out) if tensor is not None]
         return any(leaf is tensor for leaf in leaves for tensor in came)
 
@@ -375,10 +386,12 @@ class Run:
         """Recompute a block: its output if `keep`, and its saved tensors if `save`."""
         import torch
 
-        call, block = self._calls[i], self._blocks[i]
-        assert call is not None and call.surroundings is not None
+        call, block = self._call_of(i), self._blocks[i]
         if not call.slots and not keep:
             return
+        surroundings = call.surroundings
+        if surroundings is None:
+            raise _freed_error(block.name)
         leaves = self._arguments(i, call)
         places = {}
         if save and self._program.input_leaves[i]:
@@ -390,7 +403,7 @@ class Run:
         del leaves
         out = None
         try:
-            with call.surroundings.restored(block.name, block.module), torch.enable_grad(), hooks:
+            with surroundings.restored(block.name, block.module), torch.enable_grad(), hooks:
                 out = block.call(*args, **kwargs)
         except StopRecompute:
             return
@@ -406,23 +419,33 @@ class Run:
         if keep:
             self._held[i + 1] = [_Held(tensor) for tensor in tensors]
 
+    def _call_of(self, i: int) -> _Call:
+        call = self._calls[i] if self._calls else None
+        if call is None:
+            raise _freed_error(self._blocks[i].name)
+        return call
+
+    def _activation(self, k: int) -> list[_Held]:
+        """Return the kept tensors before block `k`."""
+        held = self._held[k] if self._held else None
+        if held is None:
+            raise _freed_error(self._blocks[min(k, len(self._blocks) - 1)].name)
+        return held
+
     def _arguments(self, i: int, call: _Call) -> list[Any]:
-        held = self._held[i]
         objects = copy_objects(call.objects)
         made = []
         for k, (leaf, flag) in enumerate(zip(call.leaves, call.flags, strict=True)):
             value = objects.get(k)
             if isinstance(leaf, int):
-                assert held is not None
-                leaf = held[leaf]
+                leaf = self._activation(i)[leaf]
             if leaf is not None:
                 value = leaf.tensor(self._blocks[i].name).requires_grad_(flag)
             made.append(value)
         return made
 
     def _offload(self, i: int, output: bool) -> None:
-        call = self._calls[i]
-        assert call is not None
+        call = self._call_of(i)
         host = call.host = Host(self._folder)
         ours = _persistent_storages(self._blocks[i].module)
         inputs = {held.value.untyped_storage()._cdata for held in self._held[i] or ()}
@@ -435,14 +458,13 @@ class Run:
                 continue  # 0 bytes: FSDP frees its parameters after a forward pass
             slot.value = host.put(slot.value.tensor(self._blocks[i].name))
         if output:
-            outputs = self._held[i + 1]
-            assert outputs is not None
-            host.outputs = [host.put(held.value) for held in outputs]
+            host.outputs = [host.put(held.value) for held in self._activation(i + 1)]
 
     def _load(self, i: int, output: bool) -> None:
-        call = self._calls[i]
-        assert call is not None and call.host is not None
+        call = self._call_of(i)
         host = call.host
+        if host is None:
+            raise _freed_error(self._blocks[i].name)
         for ref in call.slots:
             slot = ref()
             if slot is not None and isinstance(slot.value, Offloaded):
@@ -465,15 +487,32 @@ class Run:
         """Run the steps before a block's backward pass."""
         import torch
 
+        if self._spent or i >= self._program.blocks:
+            return
         at = self._program.backward_at[i]
-        if self._spent or self._position > at:
+        if self._position > at:
             return
         if not self._watching:
             self._watching = True
             torch.autograd.Variable._execution_engine.queue_callback(self._free_all)
         self._free_finished(i)
-        while self._position <= at:
+        self._skip_later_blocks(i)
+        while self._position <= self._program.backward_at[i]:
             self._take_step()
+
+    def _skip_later_blocks(self, i: int) -> None:
+        """Remove the steps of blocks after `i` that the backward pass does not visit.
+
+        The loss does not depend on the output of these blocks, or they did not run.
+        """
+        program, start = self._program, self._position
+        due = program.backward_at[i + 1] + 1 if i + 1 < program.blocks else 0
+        # A kept block that is not watched has passed without its step.
+        passed = ("drop",) if self._observe is not None else ("drop", "backward")
+        if any(k > i and kind not in passed for kind, k in program.steps[start:due]):
+            self._program = program.of_first_blocks(i + 1)
+            self._position = sum(k <= i for _, k in program.steps[:start])
+            self._held[i + 1 :] = [None] * (len(self._held) - i - 1)
 
     def _free_finished(self, i: int) -> None:
         """Free saved memory of later blocks, whose backward passes are complete."""
@@ -502,23 +541,24 @@ class Run:
             raise MLStateError(f"{name}: its saved tensors exist only during a backward pass")
         if torch.is_grad_enabled():
             raise _double_backward_error(name)
-        if slot.value is None and not self._spent:
+        if not self._spent and not self._is_ready(slot):
             call = self._calls[slot.block]
             if call is not None and not call.complete:
                 raise _inner_gradient_error(name)
             self.prepare(slot.block)
         value = slot.value
         if isinstance(value, _InputAlias):
-            held = self._held[slot.block]
-            assert held is not None
-            return held[value.leaf].tensor(name).as_strided(*value.geometry)
+            held = self._activation(slot.block)[value.leaf]
+            return held.tensor(name).as_strided(*value.geometry)
         if not isinstance(value, _Held):
-            raise refusal(
-                name,
-                f"{name}: what it had saved was used and freed. A second backward pass through "
-                "a planned model needs a second forward pass; add losses and call backward once",
-            )
+            raise _freed_error(name)
         return value.tensor(name)
+
+    def _is_ready(self, slot: _SavedSlot) -> bool:
+        """Return whether a saved tensor is in memory."""
+        if isinstance(slot.value, _InputAlias):
+            return self._held[slot.block] is not None
+        return isinstance(slot.value, _Held)
 
 
 class _Held:
@@ -631,6 +671,14 @@ def _difference_error(name: str, what: str, first: list[Any], now: list[Any]) ->
     )
 
 
+def _freed_error(name: str) -> MLStateError:
+    return refusal(
+        name,
+        f"{name}: what it had saved was used and freed. A second backward pass through "
+        "a planned model needs a second forward pass; add losses and call backward once",
+    )
+
+
 def _double_backward_error(name: str) -> MLStateError:
     return refusal(
         name,
@@ -642,6 +690,6 @@ def _double_backward_error(name: str) -> MLStateError:
 def _inner_gradient_error(name: str) -> MLStateError:
     return refusal(
         name,
-        f"{name} takes gradients inside its own forward; such a block cannot be recomputed: "
-        "let the plan keep it",
+        f"{name} takes gradients inside its own forward, or keeps a tensor of a recomputation "
+        "for the loss; such a block cannot be recomputed: let the plan keep it",
     )

@@ -101,6 +101,8 @@ class ModuleHooks(Hooks):
     ) -> tuple[Any, Callable[[], None] | None]:
         """Apply `take` to a gradient of earlier passes that this pass did not compute."""
         if name in self.unsent:
+            if self.parameters[name].grad is None:  # zero_grad removed it
+                self._earlier.pop(name, None)
             return self.take(name, token)
         if self.is_full:
             self._set_aside(name)
@@ -117,12 +119,16 @@ class ModuleHooks(Hooks):
     def gather_full(
         self, buckets: Iterable[Sequence[FSDPShardingUnit]], group: Any, timeout: float | None
     ) -> None:
-        """Add the reduced full gradients to the existing gradient of each parameter."""
+        """Add the reduced full gradients to the existing gradient of each parameter.
+
+        A parameter that no rank used has no part; it keeps its gradient.
+        """
         for units in buckets:
-            _gather_bucket(group, units, self.parameters, timeout)
+            used = [unit for unit in units if unit.local_gradient is not None]
+            _gather_bucket(group, used, self.parameters, timeout)
         for name, earlier in self._earlier.items():
             parameter: Any = self.parameters[name]
-            parameter.grad = earlier.add_(parameter.grad)
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier = {}
 
     def drop_full(self) -> None:
@@ -236,9 +242,10 @@ class PassErrors:
         call_at_end(self._end)
 
     def _end(self) -> None:
-        call_at_end(self._raise)  # after the callbacks of DDP and FSDP2
+        call_at_end(self.raise_first)  # after the callbacks of DDP and FSDP2
 
-    def _raise(self) -> None:
+    def raise_first(self) -> None:
+        """Raise the first error, with the others as notes."""
         if self.errors:
             first, *others = self.errors
             for error in others:

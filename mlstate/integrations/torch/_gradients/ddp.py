@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
 from ....collectives._arguments import dtype_name, failed
 from ....collectives._operation_queue import OperationQueue
-from ....fsdp._consistency_check import ConsistencyCheck
+from ....fsdp._consistency_check import IDLE, ConsistencyCheck
 from ....fsdp._gradient_ops import norm_partials
 from .backward import PassErrors, check_reduction
 
@@ -49,6 +50,11 @@ def all_reduce_with(
     another order. A separate thread reduces the buckets one after the other, while the backward
     pass continues. ``model.no_sync()`` works as usual.
 
+    Inside ``model.join()``, a rank that has no inputs left contributes zeros, until all ranks have
+    ended. The divisor is the number of ranks, or with ``divide_by_initial_world_size=False`` the
+    number of ranks that still have inputs. (A communication hook of torch ignores that argument.)
+    If a bucket fails, the rank without inputs raises the error at the end of the ``with`` block.
+
     Before each bucket, the ranks compare 64-byte headers. If the headers disagree, that bucket
     and all later ones are not reduced. A bucket with non-finite elements is skipped alone. Then
     ``backward`` raises `CollectiveError` on every rank, which names ranks and parameters.
@@ -79,7 +85,7 @@ def all_reduce_with(
             f"this is rank {theirs.rank()} of the model's {theirs.size()}, and rank {group.rank} "
             f"of the group's {group.world_size}: both must have the same ranks"
         )
-    buckets = _Buckets(model.module, group, nonfinite == "error", seconds)
+    buckets = _Buckets(model, group, nonfinite == "error", seconds)
     # a function without annotations: torch refuses those that are text
     model.register_comm_hook(None, lambda state, bucket: buckets.reduce(bucket))
 
@@ -89,12 +95,20 @@ class _Pass(PassErrors):
 
     is_lost = False  # ranks are out of step, or the group is broken
 
+    def __init__(self, *, is_idle: bool) -> None:
+        self.is_idle = is_idle  # no inputs left: `join` calls the hook outside of a pass
+        if is_idle:
+            self.errors = []
+        else:
+            super().__init__()
+
 
 class _Buckets:
     """Reduces the buckets of one model."""
 
-    def __init__(self, module: Any, group: Any, finite: bool, timeout: float | None) -> None:
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
+    def __init__(self, model: Any, group: Any, finite: bool, timeout: float | None) -> None:
+        self._names = {p: name for name, p in model.module.named_parameters()}
+        self._model = weakref.ref(model)  # whose reducer refers to this object
         self._group = group
         self._finite = finite
         self._timeout = timeout
@@ -104,12 +118,13 @@ class _Buckets:
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Start to reduce a bucket; return the future of its buffer, for DDP.
 
-        Errors are raised at the end of the pass, because torch would keep only their text.
+        Errors are raised at the end of the pass, because torch would keep only their text; in
+        ``model.join()`` without inputs, after the last bucket.
         """
         import torch
 
         if bucket.index() == 0 or self._pass is None:
-            self._pass = _Pass()
+            self._pass = _Pass(is_idle=torch._C._current_graph_task_id() < 0)
         current = self._pass
         buffer, index = bucket.buffer(), bucket.index()
         parts = dict(
@@ -131,18 +146,40 @@ class _Buckets:
             self._operations.run("all_reduce", task, async_op=True)
         else:  # runs on the current stream
             self._operations.run_at_once("all_reduce", task)
+        if current.is_idle and bucket.is_last():
+            self._operations.join()
+            current.raise_first()
         return done
+
+    def _divides_by_all(self) -> bool:
+        """Return whether ranks without inputs count in the mean; an argument of ``join``."""
+        return bool(getattr(self._model(), "_divide_by_initial_world_size", True))
+
+    def _average(self, buffer: torch.Tensor, divisor: int) -> None:
+        """Replace a buffer by the sum over the ranks, divided in float32 or wider."""
+        import torch
+
+        if divisor == self._group.world_size:
+            self._group.all_reduce(buffer, op="mean", out=buffer, timeout=self._timeout)
+            return
+        wide = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
+        buffer.copy_(self._group.all_reduce(wide, op="sum", timeout=self._timeout).div_(divisor))
 
     def _reduce(
         self, current: _Pass, index: int, parts: dict[str, torch.Tensor], buffer: torch.Tensor
     ) -> None:
         bad = [name for name, (_, n) in norm_partials(parts).items() if n] if self._finite else []
         facts = [f"{name!r} {dtype_name(g)} {tuple(g.shape)}" for name, g in parts.items()]
-        check = ConsistencyCheck(self._group, self._timeout, {"op": "mean"})
+        divides_by_all = self._divides_by_all()
+        settings = {"op": "mean", "divide_by_initial_world_size": divides_by_all}
+        check = ConsistencyCheck(self._group, self._timeout, settings)
         check.sequence = index
-        headers, count = check.exchange_buckets(facts, {}, len(bad), is_refused=bool(bad))
+        headers, count = check.exchange_buckets(
+            facts, {}, len(bad), is_refused=bool(bad), is_idle=current.is_idle
+        )
         if count:
-            self._group.all_reduce(buffer, op="mean", out=buffer, timeout=self._timeout)
+            active = [header for header in headers if not header.flags & IDLE]
+            self._average(buffer, len(headers) if divides_by_all else len(active))
             return
         current.is_lost = len({header[1:3] for header in headers}) > 1
         problems = dict.fromkeys(bad, "NaN or infinite elements")
