@@ -167,11 +167,6 @@ def check_is_safetensors(path: str) -> None:
 # ---- text ----
 
 
-def path_text(path: str) -> str:
-    """Return any path as one line of text."""
-    return path if path.isprintable() else repr(path)[1:-1]
-
-
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print all rows; print nothing for an empty table."""
     if rows:

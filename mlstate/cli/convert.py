@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._common.atomic_file import Target
-from .._common.text import bytes_text, count_text
+from .._common.text import bytes_text, count_text, printable
 from ..checkpoint._files.convert import (
     FORMATS,
     SUFFIXES,
@@ -23,7 +23,7 @@ from ..checkpoint._files.convert import (
 )
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._remote.remote_folder import RemoteFolder
-from ._common import FORCE_HELP, add_command, find, path_text, stat_path
+from ._common import FORCE_HELP, add_command, find, stat_path
 
 if TYPE_CHECKING:
     from ..checkpoint._files.convert import Place
@@ -156,5 +156,5 @@ def run_convert(arguments: argparse.Namespace) -> int:
         for name, part in parts.items()
         if part is not None
     ]
-    print(f"{path_text(arguments.target)} ({write}): {'; '.join(written)}")
+    print(f"{printable(arguments.target)} ({write}): {'; '.join(written)}")
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._common.local_path import local_folder
+from .._common.text import printable
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._files.convert import read_file
 from ..checkpoint._remote.remote_folder import RemoteFolder
@@ -221,6 +222,6 @@ def run_diff(arguments: argparse.Namespace) -> int:
     for section, (what, one) in enumerate(zip(_SECTIONS, found, strict=True)):
         if sides[0].keys(section) or sides[1].keys(section):
             title, headers, rows = table_of(one)
-            print(f"{what}: {title}")
+            print(f"{what}: {printable(title)}")
             print_table(headers, rows)
     return 0 if identical else 1
