@@ -128,7 +128,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     whole = {read, write} == {"mlstate", "lightning"}
     parts: dict[str, Any] = {"model": None, "optimizer": None}
     if whole:
-        origin = source if read == "lightning" else _load_folder(arguments)
+        origin: Any = source if read == "lightning" else _load_folder(arguments)
         parts["model"] = convert_lightning(origin, target, overwrite=arguments.force)
     elif write == "huggingface":
         model, optimizer = _export(arguments, read, options), None

@@ -1,4 +1,4 @@
-"""Which steps of a transformers.Trainer stay, and from which a training resumes."""
+"""Which steps of a transformers.Trainer stay, and how a training resumes."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ def train(runs, folder, *callbacks, resume=None, with_mlstate=True, callback=Non
 
 
 def steps_of(folder):
-    """Return the steps of mlstate, and those of the Trainer's folders."""
+    """Return the steps of mlstate, and of the folders of the Trainer."""
     folders = sorted(int(path.name[11:]) for path in Path(folder).glob("checkpoint-*"))
     return sorted(CheckpointManager(folder / "mlstate").steps()), folders
 
@@ -105,7 +105,7 @@ def test_other_limits_in_later_runs_leave_a_step_for_both(tmp_path, runs):
         assert steps == folders and most in steps
 
 
-# ---- from which a training resumes ----
+# ---- how a training resumes ----
 
 
 def test_a_kill_after_the_deletion_leaves_a_checkpoint(tmp_path, runs):
