@@ -299,6 +299,31 @@ def test_tensors_as_learning_rates_resume(tmp_path, runs):
         assert trained(MLStateCallback.last_checkpoint(tmp_path), 5) == pytest.approx(0.1 / 6)
 
 
+def test_a_gradient_scaler_is_restored(tmp_path, runs):
+    import transformers
+
+    class Prepared:  # as accelerate wraps an optimizer
+        def __init__(self, parameters, scale):
+            self.optimizer = torch.optim.AdamW(parameters)
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            self.scaler.scale(torch.ones(1))  # creates the scale
+
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    state = transformers.TrainerState(global_step=2, epoch=0.5)
+    scales = []
+    for scale in (8.0, 2.0):
+        model = runs.Model()
+        optimizer = Prepared(model.parameters(), scale)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer)
+        objects = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+        callback = MLStateCallback()
+        begun = state if scales else transformers.TrainerState()
+        callback.on_train_begin(args, begun, None, train_dataloader=[0] * 4, **objects)
+        callback.on_save(args, state, None, **objects)
+        scales.append(optimizer.scaler.get_scale())
+    assert scales == [8.0, 8.0]
+
+
 def test_the_position_of_the_trainer_is_recorded(tmp_path, runs):
     train(runs, tmp_path, max_steps=2)
     record = CheckpointManager(tmp_path / "mlstate").restore(2).states["trainer"]
