@@ -110,6 +110,9 @@ class CheckpointManager:
     ([20, 30], array([30, 30, 30]))
     """
 
+    # set by a trainer, whose own rule decides which other steps stay
+    _is_kept_elsewhere: Callable[[int | None], bool] | None = None
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -139,8 +142,6 @@ class CheckpointManager:
         self._damaged: set[str] = set()  # generations that this manager could not restore
         self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path
         self._has_warned = False
-        # set by a trainer, whose own rule decides which other steps stay
-        self._is_kept_elsewhere: Callable[[int | None], bool] | None = None
         self._staging: Staging | None = None
         self._under_way: SaveHandle | None = None
         self._lock, self._pid = threading.RLock(), os.getpid()
@@ -155,7 +156,6 @@ class CheckpointManager:
         # attributes that pickles of older versions lack
         added: dict[str, Any] = {"_rules": NO_RULES, "_timer": (None, None)}
         added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
-        added["_is_kept_elsewhere"] = None
         self.__dict__.update({**added, **state})
         self._rules = Retention(*self._rules)
         self._timer = SaveTimer(*self.__dict__["_timer"])

@@ -148,7 +148,7 @@ def _is_resumable(output: Path, manager: CheckpointManager, step: int) -> bool:
 
 
 def last_checkpoint(output: Path, manager: CheckpointManager) -> str | None:
-    """Return the newest folder from which a training can resume, or None.
+    """Return the newest folder that a training can resume, or None.
 
     The folder of the newest step is written again if the Trainer was killed after it had deleted
     it, or if there is no complete folder.
