@@ -16,7 +16,7 @@ import numpy as np
 from forced import Server, answer, take_turns
 from harness import Candidate, Report, option_parser, rows_of
 
-WAYS = ("auto", "plain", "stream1", "stream4")
+WAYS = ("auto", "plain", "loop", "stream1")
 SIMPLE = "NumPy"
 CASES = (
     *(f"load_into float32, {mib} MiB" for mib in (1, 4, 16, 64, 256)),

@@ -26,7 +26,7 @@ SETS = ("scalar", "avx2", "avx512", "neon")  # in the order of csrc/core/runtime
 COMPILER_OPTIONS = ("-O2", "-std=c11", "-ffp-contract=off", "-D_GNU_SOURCE", "-fPIC", "-shared")
 COPY, CHECKSUM = "memcpy, 1 thread", "core: CRC32C"
 FUSED, TWO_PASSES = "core: copy with CRC32C", "memcpy, then core: CRC32C"
-STORES = ("plain", "stream1")  # in the order of csrc/core/runtime/cpu_store_choice.h
+STORES = {"plain": 0, "stream1": 2}  # mls_store of csrc/core/runtime/cpu_store_choice.h
 AIM_GBS, AIM_SHARE = 15.0, 0.9
 
 
@@ -120,7 +120,8 @@ def candidates(folder: Path, mib: int) -> list[Candidate]:
         Candidate(FUSED, partial(copier(library, kernels, None), to, at, size)),
         *(
             Candidate(f"{FUSED}, {store}", partial(kernels.copy, 0, to, at, size, number))
-            for number, store in enumerate(STORES[: kernels.copy_variants])
+            for store, number in STORES.items()
+            if kernels.copy_variants & 1 << number
         ),
         Candidate(TWO_PASSES, two_passes),
     ]

@@ -270,7 +270,7 @@ def losses(documents: list[dict[str, Any]]) -> str:
 
 def copies(documents: list[dict[str, Any]]) -> str:
     """Return the times of each store instruction, with a column for each processor."""
-    ways = ("auto", "NumPy", "plain", "stream1", "stream4")
+    ways = ("auto", "NumPy", "plain", "loop", "stream1")
     names = {d["processor"]["slug"]: title_of(d["processor"]) for d in documents}
     stored_runs = {slug: runs for slug, runs in newest(documents).items() if "copy" in runs}
     if not stored_runs:
@@ -279,7 +279,9 @@ def copies(documents: list[dict[str, Any]]) -> str:
     for slug, runs in stored_runs.items():
         for table in runs["copy"][1]["tables"]:
             found = {row["name"]: row["median"] for row in table["rows"]}
-            cells.setdefault(table["title"], {})[slug] = " / ".join(show(found[w]) for w in ways)
+            cells.setdefault(table["title"], {})[slug] = " / ".join(
+                show(found[w]) if w in found else NONE for w in ways
+            )
     lines = [[title, *(by.get(slug, NONE) for slug in stored_runs)] for title, by in cells.items()]
     return markdown([f"ms: {' / '.join(ways)}", *(names[slug] for slug in stored_runs)], lines)
 

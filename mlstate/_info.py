@@ -62,9 +62,9 @@ class SystemInfo:
     threads, processors : int
         Threads that one call may use; processors available to this process.
     copies : dict
-        Store strategies of large copies: ``forced``, ``cache_bytes`` (size of the last-level
-        cache), ``least_bytes`` (smaller results are stored through the cache), and
-        ``choices`` with measured GB/s.
+        Store strategies of copies: ``forced``, ``cache_bytes`` (size of the last-level cache),
+        ``least_bytes`` (the smallest result of each size class), and ``choices`` with measured
+        GB/s.
     huge_pages : dict or None
         Settings of transparent huge pages on Linux: ``enabled``, ``defrag``, ``bytes``.
     packages : dict of str to (str or None)
@@ -206,7 +206,7 @@ def _read_choices() -> _Choices:
 
 
 def _choice_text(choice: dict[str, Any]) -> str:
-    """Return a choice as text: ``stream1 (plain 7.6, stream1 11.1, stream4 2.8 GB/s)``."""
+    """Return a choice as text: ``stream1 (plain 7.6, loop 7.9, stream1 11.1 GB/s)``."""
     speeds = choice["gigabytes_per_second"]
     shown = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items() if speed is not None)
     text: str = choice["chosen"] or "not decided"
@@ -229,8 +229,8 @@ def _choice_lines(choices: _Choices) -> list[tuple[str, str]]:
             line = f"{place}: {_choice_text(choice)}"
             texts.setdefault(choice["operation"], []).append(line)
     texts["copy"] = [
-        *(texts["copy"] or [f"from {least['within']}: not measured"]),
-        "smaller: plain",
+        *(texts["copy"] or [f"from {least['small']}: not measured"]),
+        "smaller: loop",
     ]
     return [(_OPERATIONS.get(name, name), "; ".join(some)) for name, some in texts.items()]
 

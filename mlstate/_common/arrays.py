@@ -55,6 +55,22 @@ def assign(target: Any, source: Any) -> None:
         target[...] = source
 
 
+def overwrite(target: Any, source: Any) -> None:
+    """Copy elements as `assign` does, without autograd; torch inference tensors are accepted."""
+    if is_torch(target):
+        with sys.modules["torch"].inference_mode():
+            target.copy_(source)
+    else:
+        target[...] = source
+
+
+def copy_of(array: Any) -> Any:
+    """Return a copy in new memory, of the same library, device, dtype and byte order."""
+    if is_torch(array):
+        return array.detach().clone()
+    return np.array(array, subok=False)
+
+
 def packed_array(array: NDArray) -> NDArray:
     """Return a C-contiguous, aligned array in native byte order: the array itself or a copy."""
     plain = np.require(array, requirements=["C", "A"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import os
@@ -139,6 +139,8 @@ class Backend(Protocol):
     def write_pt(
         self, path: Path, model: Any, optimizer: Any, metadata: Mapping[str, Any]
     ) -> None: ...
+    def read_tree(self, path: Path) -> Any: ...
+    def write_tree(self, tree: Any, file: IO[bytes]) -> None: ...
     def read_dcp(self, path: Path) -> Parts: ...
     def write_dcp(
         self,

@@ -569,23 +569,24 @@ def write_and_commit(
     warning: str | None = None
     result: WriteResult | None = None
     outcome: Outcome | None = None
-    try:
-        start = _begin(target, lock, states=bool(gathered.header.get("states")))
-        result = _try_write(target, start, gathered, progress, freed)
-        outcome = _conclude(target, start, gathered, result, lock)
-        if outcome.error is not None:
-            # another rank may have left files, so the next save must look for them
-            is_clean = outcome.is_clean and target.group is None
-            raise outcome.error
-        committed, written = outcome.committed, result.written
-        if target.group is not None:
-            warning = _delete_replaced_together(target, committed, start.before)
-        elif committed is not None:
-            warning = delete_replaced(target, committed, start.before)
-        is_clean = warning is None  # otherwise the next save looks for remaining files
-    finally:
-        result = outcome = gathered.error = None  # tracebacks of errors refer to this frame
-        close_folder(lock, is_clean=is_clean)
+    with nullcontext() if lock is None else lock.holder:
+        try:
+            start = _begin(target, lock, states=bool(gathered.header.get("states")))
+            result = _try_write(target, start, gathered, progress, freed)
+            outcome = _conclude(target, start, gathered, result, lock)
+            if outcome.error is not None:
+                # another rank may have left files, so the next save must look for them
+                is_clean = outcome.is_clean and target.group is None
+                raise outcome.error
+            committed, written = outcome.committed, result.written
+            if target.group is not None:
+                warning = _delete_replaced_together(target, committed, start.before)
+            elif committed is not None:
+                warning = delete_replaced(target, committed, start.before)
+            is_clean = warning is None  # otherwise the next save looks for remaining files
+        finally:
+            result = outcome = gathered.error = None  # tracebacks of errors refer to this frame
+            close_folder(lock, is_clean=is_clean)
     if target.group is not None:
         target.group.barrier()
     if warning is not None:

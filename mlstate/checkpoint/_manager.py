@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._common.log import log
 from .._common.text import steps_text
-from ..errors import FormatError, MLStateError
+from ..errors import ChecksumError, FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._commit import gather_bytes
 from ._load import LoadedState, load
@@ -20,6 +20,7 @@ from ._retention import NO_RULES, Retention, SaveTimer, SignalWatch, check_reten
 from ._save import PACK_BELOW, SaveFolder, save
 from ._step_roots import OTHER, agreed_roots, holds_no_steps, if_alone, try_root
 from ._store import folder as _folder
+from ._store.damage_marks import is_marked, mark
 from ._store.garbage import delete_generations
 from ._store.writer_lock import WriterLock, check_timeout
 
@@ -53,8 +54,9 @@ class CheckpointManager:
     keep : int or None, default None
         Number of newest steps to keep; `save` and `save_async` delete older ones. None keeps
         every step, or with other `keep_` rules the newest one. A damaged step does not count:
-        files are missing or have another length, or `restore` or `restore_latest` of this manager
-        found damage. It stays until `keep` newer steps can be loaded.
+        files are missing or have another length, `restore` or `restore_latest` of this manager
+        found damage, or `verify` did, in any process. It stays until `keep` newer steps can be
+        loaded.
     keep_best : int, optional
         Keep also this number of steps with the best metric. Steps without a metric, or with NaN,
         are not among the best.
@@ -136,6 +138,8 @@ class CheckpointManager:
         self._damaged: set[str] = set()  # generations that this manager could not restore
         self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path
         self._has_warned = False
+        # set by a trainer, whose own rule decides which other steps stay
+        self._is_kept_elsewhere: Callable[[int | None], bool] | None = None
         self._staging: Staging | None = None
         self._under_way: SaveHandle | None = None
         self._lock, self._pid = threading.RLock(), os.getpid()
@@ -150,6 +154,7 @@ class CheckpointManager:
         # attributes that pickles of older versions lack
         added: dict[str, Any] = {"_rules": NO_RULES, "_timer": (None, None)}
         added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
+        added["_is_kept_elsewhere"] = None
         self.__dict__.update({**added, **state})
         self._rules = Retention(*self._rules)
         self._timer = SaveTimer(*self.__dict__["_timer"])
@@ -609,7 +614,7 @@ class CheckpointManager:
 
     def _warn_of_deletions(self, step: int, group: ProcessGroup | None) -> None:
         """Warn once, before a save starts, if `keep` deletes steps of another manager."""
-        if self.keep is None or self._has_warned:
+        if self.keep is None or self._has_warned or self._is_kept_elsewhere is not None:
             return
         found: list[int | None] = []
         later: list[int | None] = []
@@ -644,19 +649,24 @@ class CheckpointManager:
         return kept
 
     def _superseded(
-        self, newest: str, roots: _Roots
+        self, newest: str, roots: _Roots, *, is_new: bool = True
     ) -> tuple[list[_folder.Root], dict[str, Manifest]]:
-        """Return the roots to delete, without generation `newest`, and the kept ones."""
+        """Return the roots to delete, without generation `newest`, and the kept ones.
+
+        If `is_new`, `newest` was written just now, so that it can be loaded.
+        """
         keep = len(roots) if self.keep is None else self.keep
-        count = self._count_old(roots, keep, newest)
+        good = newest if is_new else ""
+        count = self._count_old(roots, keep, good)
         ruled = self._rules.kept(
             roots if count else [],
-            lambda manifest: manifest.generation == newest or self._can_load(manifest),
+            lambda manifest: manifest.generation == good or self._can_load(manifest),
         )
+        is_kept = self._is_kept_elsewhere or (lambda step: False)
         kept = {
             root.path: manifest
             for number, (root, manifest) in enumerate(roots)
-            if number >= count or manifest.generation in ruled
+            if number >= count or manifest.generation in ruled or is_kept(manifest.step)
         }
         old = [root for root in _folder.list_roots(self.directory) if root.path not in kept]
         old = [root for root in old if root.generation != newest]
@@ -684,7 +694,7 @@ class CheckpointManager:
 
     def _can_load(self, manifest: Manifest) -> bool:
         """Return whether a step has no known damage and complete files; indexes are read once."""
-        if manifest.generation in self._damaged:
+        if manifest.generation in self._damaged or is_marked(self.directory, manifest):
             return False
         sizes = self._files.get(manifest.generation)
         if sizes is None:
@@ -695,6 +705,12 @@ class CheckpointManager:
             sizes = {record.path: record.bytes for record in manifest.indexes}
             self._files[manifest.generation] = sizes = sizes | merged.files()
         return _folder.has_files(self.directory, sizes)
+
+    def _note_damage(self, generation: str, root: str, error: MLStateError | None) -> None:
+        """Do not count a step any more; also in other processes if its bytes are damaged."""
+        self._damaged.add(generation)
+        if isinstance(error, ChecksumError):
+            mark(self.directory, root)
 
     def delete(self, step: int, *, lock_timeout: float = 0) -> None:
         """Delete a step, and the files that no other step needs.
@@ -730,8 +746,10 @@ class CheckpointManager:
             timeout = check_timeout(lock_timeout)
             folder, found = self.directory, self.checkpoint(step)
             is_remote = isinstance(folder, RemoteFolder)
-            lock = nullcontext() if is_remote else WriterLock(folder, timeout=timeout).acquire()
-            with lock:
+            lock = None if is_remote else WriterLock(folder, timeout=timeout)
+            with nullcontext() if lock is None else lock.holder:
+                if lock is not None:
+                    lock.acquire()
                 if _folder.read_manifest(folder).generation == found.generation:
                     raise ValueError(
                         f"step {step} is the newest checkpoint: save another one first"
@@ -779,8 +797,8 @@ class CheckpointManager:
         try:
             path = _folder.RootPath(self.directory, checkpoint._root, checkpoint._manifest)
             return load(path, **keywords)
-        except FormatError:
-            self._damaged.add(checkpoint.generation)
+        except FormatError as error:
+            self._note_damage(checkpoint.generation, checkpoint._root, error)
             raise
 
     def restore_latest(self, **keywords: Any) -> LoadedState:
@@ -825,7 +843,7 @@ class CheckpointManager:
                 state, error = try_root(self.directory, root, keywords)
                 if state is not None:
                     return state
-                self._damaged.add(root.split(".")[-2])
+                self._note_damage(root.split(".")[-2], root, error)
                 is_there = _folder.exists(self.directory, root)
                 if error is not None and is_there:  # else a writer has deleted it
                     log("WARNING", "%s: %s cannot be restored: %s", self.directory, root, error)

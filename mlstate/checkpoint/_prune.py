@@ -79,7 +79,9 @@ def _sort_out(
     """Return the roots to delete, their steps, and the steps that stay."""
     manager = CheckpointManager(folder, keep=keep)
     newest = _folder.read_manifest(folder).generation
-    old = [] if keep is None else manager._superseded(newest, manager._roots(FormatError))[0]
+    old: list[_folder.Root] = []
+    if keep is not None:
+        old = manager._superseded(newest, manager._roots(FormatError), is_new=False)[0]
     steps: dict[_folder.Root, int | None] = {}
     for root in _folder.list_roots(folder):
         steps[root] = None
@@ -147,8 +149,8 @@ def prune(
         Folder of the checkpoint, or of a `CheckpointManager`, or its URL in an object store.
     keep : int, optional
         Number of newest steps to keep. Older steps are deleted, and so are damaged ones whose
-        step number cannot be read. Steps with missing files, or files of another length, do
-        not count. Default: all steps are kept.
+        step number cannot be read. Steps with missing files or files of another length, and
+        steps that `verify` found damaged, do not count. Default: all steps are kept.
     dry_run : bool, default False
         Delete nothing, and return what would be deleted.
     lock_timeout : float, default 0
@@ -195,7 +197,9 @@ def prune(
     if isinstance(folder, RemoteFolder):
         return _prune_store(folder, keep, dry_run)
     lock = None if dry_run else WriterLock(folder, timeout=timeout)
-    with nullcontext() if lock is None else lock.acquire():
+    with nullcontext() if lock is None else lock.holder:
+        if lock is not None:
+            lock.acquire()
         old, steps, kept = _sort_out(folder, keep)
         temporary = _folder.temporary_files(folder)
         dead = _folder.known_files(folder) - _folder.needed_files(folder, old)

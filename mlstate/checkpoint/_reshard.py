@@ -71,28 +71,29 @@ def _write_all_ranks(
     lock = lock_of(target)
     start: Start | None = None
     is_clean = False
-    try:
-        start = open_folder(target, lock, states=like.states is not None)
-        written = []
-        for rank in range(world_size):
-            gathered = GatheredShards({})
-            gathered.shards, _ = _core.shards_collect(
-                (rank, world_size), states(rank), Shard, None, ()
-            )
-            result = write_rank(target, start.generation, gathered, progress=progress)
-            written.append({**result, **read_pattern(target.folder, result)})
-        header = {name: getattr(like, name) for name in _KEPT}
-        header |= {"writer": WRITER, "world_size": world_size}
-        committed = commit_ranks(target, start, header, written, (), lock)
-        is_clean = True
-        warning = delete_replaced(target, committed, start.before)
-    except BaseException:
-        if start is not None and not is_committed(target.folder, start.generation):
-            _folder.discard(target.folder, start.generation)
+    with lock.holder:
+        try:
+            start = open_folder(target, lock, states=like.states is not None)
+            written = []
+            for rank in range(world_size):
+                gathered = GatheredShards({})
+                gathered.shards, _ = _core.shards_collect(
+                    (rank, world_size), states(rank), Shard, None, ()
+                )
+                result = write_rank(target, start.generation, gathered, progress=progress)
+                written.append({**result, **read_pattern(target.folder, result)})
+            header = {name: getattr(like, name) for name in _KEPT}
+            header |= {"writer": WRITER, "world_size": world_size}
+            committed = commit_ranks(target, start, header, written, (), lock)
             is_clean = True
-        raise
-    finally:
-        close_folder(lock, is_clean=is_clean)
+            warning = delete_replaced(target, committed, start.before)
+        except BaseException:
+            if start is not None and not is_committed(target.folder, start.generation):
+                _folder.discard(target.folder, start.generation)
+                is_clean = True
+            raise
+        finally:
+            close_folder(lock, is_clean=is_clean)
     if warning is not None:
         target.caller.warn(warning)
     return Checkpoint(_folder.RootPath(target.folder, manifest=committed.manifest))

@@ -102,7 +102,8 @@ class Retention(NamedTuple):
                 kept.add(manifest.generation)
             if self.interval is not None:
                 made = _created(manifest)
-                if last is None or (made - last).total_seconds() >= self.interval:
+                is_due = last is None or (made - last).total_seconds() >= self.interval
+                if is_due and can_load(manifest):
                     kept.add(manifest.generation)
                     last = made
         return kept

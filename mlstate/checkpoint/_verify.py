@@ -13,6 +13,7 @@ from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError
 from ._remote.remote_folder import RemoteFolder, refuse_remote
 from ._store import folder as _folder
+from ._store.damage_marks import mark_steps, unmark
 from ._store.weight_files import check_total, hub_hint, is_weights_root, unlisted_files
 from ._store.writer_lock import WriterLock
 
@@ -153,6 +154,13 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
     return Problem(kind, path, None, None, rank, error.offset or 0, 0, str(error))
 
 
+def _raise_outage(folder: str, error: MLStateError) -> None:
+    """Raise an error of a store that does not answer: that is no damage of the checkpoint."""
+    is_missing = isinstance(error, FileNotFoundError)
+    if isinstance(folder, RemoteFolder) and isinstance(error, StoreError) and not is_missing:
+        raise error
+
+
 def _verify_object(
     folder: RemoteFolder, name: str, progress: Callable[[int], object] | None
 ) -> VerifyReport:
@@ -172,6 +180,7 @@ def _verify_object(
             with folder.file_copy(name, nbytes) as local:
                 report = verify_file(os.path.join(local, name), progress)[0]
     except MLStateError as error:
+        _raise_outage(folder, error)
         report.problems.append(_root_problem("unreadable", name, 0, error))
     report.problems = [
         problem._replace(text=problem.text.replace(local, folder)) for problem in report.problems
@@ -256,25 +265,27 @@ def _verify_once(
     report: VerifyReport,
     progress: Callable[[int], object] | None,
     known: dict[str, Any],
-) -> str | None:
-    """Verify the current root; return its generation, or None if it cannot be read."""
+) -> Manifest | None:
+    """Verify the current root; return it, or None if it cannot be read."""
     try:
         manifest = _folder.read_manifest(folder, name)
     except MLStateError as error:
+        _raise_outage(folder, error)
         report.problems.append(_root_problem("manifest", name, 0, error))
         return None
     report.step = manifest.step
     try:
         merged = _folder.load_merged_index(folder, manifest)
     except MLStateError as error:
+        _raise_outage(folder, error)
         found = _index_problems(folder, manifest)
         report.problems += found or [_root_problem("index", name, 0, error)]
-        return manifest.generation
+        return manifest
     known[manifest.generation] = merged
     count, problems = verify_files(folder, manifest, merged, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
     report.problems += _with_tensors(problems, merged)
-    return manifest.generation
+    return manifest
 
 
 def _is_replaced(folder: str, name: str, generation: str) -> bool:
@@ -298,9 +309,11 @@ def verify_root(
     """
     for _ in range(_folder.TRIES):
         found, read = VerifyReport(folder), dict[str, Any]()
-        generation = _verify_once(folder, name, found, progress, read)
+        manifest = _verify_once(folder, name, found, progress, read)
         is_missing = any(problem.kind == "missing" for problem in found.problems)
-        if generation is None or not is_missing or not _is_replaced(folder, name, generation):
+        if manifest is None or not is_missing:
+            break
+        if not _is_replaced(folder, name, manifest.generation):
             break
     else:
         text = f"it was replaced at each of {_folder.TRIES} attempts to verify it"
@@ -313,6 +326,24 @@ def verify_root(
     for problem in found.problems:
         where = f"{folder}/{name}"
         log("WARNING", "%s: step %s: %s", where, found.step, problem.as_error(folder))
+    if manifest is not None and manifest.weights is None:
+        merged = read.get(manifest.generation)
+        _note_result(folder, manifest, found.problems, {} if merged is None else merged.files())
+
+
+def _note_result(
+    folder: str, manifest: Manifest, problems: list[Problem], sizes: dict[str, int]
+) -> None:
+    """Mark steps with damaged files, so that no process counts them; unmark a step that loads.
+
+    Missing and unreadable files may come back, and every process finds them itself.
+    """
+    others = [problem for problem in problems if not _is_of_header(problem, sizes)]
+    damaged = {one.path for one in others if one.kind not in ("missing", "unreadable")}
+    if damaged:
+        mark_steps(folder, manifest.generation, damaged)
+    elif not others:
+        unmark(folder, manifest)
 
 
 # ---- repair ----
@@ -380,7 +411,9 @@ def _repair(folder: str, report: VerifyReport) -> None:
     Newer steps that cannot be loaded are deleted; the next save or `prune` deletes their files.
     Steps that cannot be read now because of an I/O error may be good, so they stay.
     """
-    with WriterLock(folder).acquire():
+    lock = WriterLock(folder)
+    with lock.holder:
+        lock.acquire()
         now = _try_root(folder, _folder.MANIFEST)
         if now.loads:
             if now.is_mended and now.report:
@@ -448,6 +481,9 @@ def verify(
     Notes
     -----
     If another process replaces the checkpoint during verification, verification starts again.
+
+    A step of a `CheckpointManager` with damaged bytes is marked by an empty file next to its root,
+    so that ``keep=`` does not count it; the mark of an undamaged step is removed.
 
     Examples
     --------

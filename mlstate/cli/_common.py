@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.local_path import local_path
+from .._common.regular_file import open_regular
 from .._common.text import table_text
 from ..checkpoint import inspect
 from ..checkpoint._files.convert import SUFFIXES
+from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
 from ..checkpoint._load import LoadedState, load
 from ..checkpoint._manager import find_root
 from ..checkpoint._remote.options import split_url
@@ -137,13 +139,13 @@ def _reader_hint(place: Path) -> str | None:
     if place.is_dir():
         is_dcp = (place / ".metadata").exists()
         return "mlstate convert reads a torch distributed checkpoint" if is_dcp else None
-    name = SUFFIXES.get(suffix)
+    name = "lightning" if suffix == LIGHTNING else SUFFIXES.get(suffix)
     return name and f"mlstate convert reads a {suffix} file (format {name})"
 
 
 def _has_safetensors_header(place: Path) -> bool:
     """Return whether a file starts with the length of a header and the header's brace."""
-    with place.open("rb") as file:
+    with open_regular(place) as file:
         start = file.read(9)
         size = file.seek(0, 2)
     return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= size - 8

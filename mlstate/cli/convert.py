@@ -12,6 +12,7 @@ from ..checkpoint._files.convert import (
     FORMATS,
     SUFFIXES,
     check_format,
+    convert_lightning,
     format_of,
     parts_of,
     place_of,
@@ -32,7 +33,7 @@ __all__ = ["add"]
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``convert``."""
-    help_text = "convert between checkpoints, .safetensors, .npz, Hugging Face and torch's files"
+    help_text = "convert between checkpoints and files of torch, Lightning, Hugging Face, NumPy"
     parser = add_command(commands, "convert", help_text, run_convert)
     parser.add_argument("source", help=f"a folder, a URL, or a file: {' '.join(SUFFIXES)}")
     parser.add_argument("target", help="target; its suffix selects the format (none: a checkpoint)")
@@ -86,6 +87,14 @@ def _read(path: str, name: str, step: int | None) -> Any:
     return parts_of(where.load())
 
 
+def _load_folder(arguments: argparse.Namespace) -> Any:
+    """Return the checkpoint of the source, with tensors of torch."""
+    where = find(arguments.source, arguments.step)
+    if where is None:
+        raise ValueError(f"{arguments.source} is not an mlstate checkpoint")
+    return where.load(device="cpu")
+
+
 def _part_data(state: StateDict | None) -> dict[str, int] | None:
     return None if state is None else {"tensors": len(state), "bytes": state.nbytes}
 
@@ -116,12 +125,18 @@ def run_convert(arguments: argparse.Namespace) -> int:
     check_format(target, write)
     refuse_existing(target, arguments.force)
     options = _export_options(arguments, write)
-    if write == "huggingface":
+    whole = {read, write} == {"mlstate", "lightning"}
+    parts: dict[str, Any] = {"model": None, "optimizer": None}
+    if whole:
+        origin = source if read == "lightning" else _load_folder(arguments)
+        parts["model"] = convert_lightning(origin, target, overwrite=arguments.force)
+    elif write == "huggingface":
         model, optimizer = _export(arguments, read, options), None
     else:
         model, optimizer, metadata = _read(arguments.source, read, arguments.step)
         write_any(target, model, optimizer, metadata, format=write, overwrite=arguments.force)
-    parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
+    if not whole:
+        parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {
             "source": _absolute(source),

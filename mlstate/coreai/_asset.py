@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from .._common.local_path import local_path
+from .._common.regular_file import open_regular
 from .._common.store_error import store_error
 from ..errors import ChecksumError, StoreNotFoundError
 from ..kv._model_states import format_error, read_file, read_metadata
@@ -67,7 +68,7 @@ def _hash_of(path: str) -> tuple[str, int]:
     import hashlib
 
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise store_error(error, "cannot read", path) from error

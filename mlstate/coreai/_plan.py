@@ -92,7 +92,7 @@ def plan_transition(
     -------
     mlstate.coreml.TransitionPlan
         ``fits``, ``moves``, ``problems`` and byte counts; prints as a table. A state that has
-        the same shape in both models, such as a convolution's, is copied as it is.
+        the same shape in both models, such as a convolution's or a full window, is copied whole.
 
     Raises
     ------
@@ -120,9 +120,4 @@ def plan_transition(
     axes = {name: find_axis(spec, want[name]) for name, spec in have.items() if name in want}
     source_states = _with_size(have, "source", source_size, axes)
     target_states = _with_size(want, "target", target_size, axes)
-    resized = {name for name in axes if source_states[name].shape != target_states[name].shape}
-
-    def axis_of(name: str) -> int | None:
-        return axes.get(name) if name in resized or not resized else None
-
-    return plan_states(source_states, target_states, number, axis_of)
+    return plan_states(source_states, target_states, number, axes.get)

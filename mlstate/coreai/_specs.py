@@ -285,6 +285,20 @@ def usual_axis(shape: Shape) -> int:
     return -1 if len(shape) > 1 and shape[-2] == 1 else -2
 
 
+def check_axes(one: StateSpec, other: StateSpec) -> None:
+    """Raise CompatibilityError if two models name different sequence axes for a state."""
+    axes = one.seq_axis, other.seq_axis
+    if None in axes or axes[0] == axes[1] or len(one.shape) != len(other.shape):
+        return
+    raise incompatible(
+        f"{one.name}: the sequence is axis {axes[0]} of {shape_text(one.shape)} and axis {axes[1]} "
+        f"of {shape_text(other.shape)}: use models with the same layout",
+        one.name,
+        f"axis {axes[0]}",
+        f"axis {axes[1]}",
+    )
+
+
 def find_axis(one: StateSpec, other: StateSpec) -> int | None:
     """Return the sequence axis of a state from its shapes in two models.
 
@@ -294,8 +308,10 @@ def find_axis(one: StateSpec, other: StateSpec) -> int | None:
     Raises
     ------
     CompatibilityError
-        The shapes differ in another axis than the sequence in one of the usual layouts.
+        The two sequence axes differ, or the shapes differ in another axis than the sequence in one
+        of the usual layouts.
     """
+    check_axes(one, other)
     known = one.seq_axis if one.seq_axis is not None else other.seq_axis
     if known is not None or one.shape == other.shape:
         return known

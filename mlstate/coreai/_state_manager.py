@@ -4,22 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..kv._arguments import incompatible
-from ..kv._axis import with_length
 from ..kv._context_ladder import ContextLadder
 from ..kv._state_manager import StateManagerBase
 from ..kv._transition import compact_kv_state, transition_kv_state
 from ._asset import import_coreai
-from ._specs import StateSpec, choose, usual_axis
+from ._specs import StateSpec, check_axes, choose, usual_axis
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from ..kv._context_ladder import LadderStep, Overflow
+
+
+def _check_array(name: str, array: Any, spec: StateSpec) -> None:
+    """Raise unless the array of a state has the shape of its spec."""
+    shape = tuple(array.shape)
+    if shape != spec.shape:
+        raise incompatible(
+            f"{name}: the array in the state has the shape {shape}, expected {spec.shape}",
+            name,
+            spec.shape,
+            shape,
+        )
 
 
 class StateManager(StateManagerBase):
@@ -71,9 +83,11 @@ class StateManager(StateManagerBase):
     rolling the cache.
 
     Models are checked when they are passed or loaded, before anything changes. States whose shape
-    is the same in every model, such as those of convolutions, keep their array. A move of the
-    others creates new arrays; the manager keeps the former states until all are moved: after an
-    error it is unchanged. An empty state (position 0) is not moved: a new one is created.
+    and dtype are the same in two models, such as those of convolutions or full windows, keep their
+    array. The others have the positions of their model, or, as windows, the smaller of the window
+    and these. A move of these creates new arrays; the manager keeps the former states until all are
+    moved: after an error it is unchanged. At position 0, the others are new and empty; call `reset`
+    before a new sequence.
 
     Memory of a move: the states of both sizes, and, for one state at a time, an array of each
     size: Core AI copies arrays that enter and leave it.
@@ -160,6 +174,12 @@ class StateManager(StateManagerBase):
     def _axis_of(self, spec: StateSpec) -> int:
         return usual_axis(spec.shape) if spec.seq_axis is None else spec.seq_axis
 
+    def _check_state(
+        self, models: str, name: str, known: tuple[int, Any], new: tuple[int, Any]
+    ) -> None:
+        check_axes(known[1], new[1])
+        super()._check_state(models, name, known, new)
+
     def _make_state(self, model: Any, specs: Mapping[str, Any]) -> Any:
         array = import_coreai("runtime").NDArray
         return {name: array(np.zeros(spec.shape, spec.dtype)) for name, spec in specs.items()}
@@ -168,27 +188,32 @@ class StateManager(StateManagerBase):
         return {}
 
     def _resize_state(
-        self, source: Any, target: Any, name: str, spec: Any, position: int, compact: bool
+        self,
+        source: Any,
+        target: Any,
+        name: str,
+        specs: tuple[Any, Any],
+        position: int,
+        compact: bool,
     ) -> None:
-        axis = self._axis_of(spec)
-        length, rank = spec.shape[axis], len(spec.shape)
-        value = source[name].numpy()
-        expected = with_length(spec.shape, axis % rank, self._size)
-        if value.shape != expected:
-            raise incompatible(
-                f"{name}: the array in the state has the shape {value.shape}, expected {expected}",
-                name,
-                expected,
-                value.shape,
-            )
+        have, want = specs
+        axis = self._axis_of(want)
+        _check_array(name, source[name], have)
+        value, length = source[name].numpy(), want.shape[axis]
         if compact:
-            moved = compact_kv_state(value, length, position, spec.dtype, seq_axis=axis)
+            moved = compact_kv_state(value, length, position, want.dtype, seq_axis=axis)
         else:
-            moved = transition_kv_state(value, length, position, 0.0, spec.dtype, seq_axis=axis)
+            moved = transition_kv_state(value, length, position, 0.0, want.dtype, seq_axis=axis)
         target[name] = import_coreai("runtime").NDArray(moved)
 
-    def _copy_state(self, source: Any, target: Any, name: str, spec: Any) -> None:
+    def _copy_state(self, source: Any, target: Any, name: str, specs: tuple[Any, Any]) -> None:
+        have, want = specs
+        _check_array(name, source[name], have)
         target[name] = source[name]
+        if have.dtype != want.dtype:
+            rows = source[name].numpy().reshape(1, prod(want.shape))
+            moved = transition_kv_state(rows, rows.shape[1], dtype=want.dtype, seq_axis=1)
+            target[name] = import_coreai("runtime").NDArray(moved.reshape(want.shape))
 
     def refill(
         self,
@@ -203,7 +228,7 @@ class StateManager(StateManagerBase):
 
         Raises
         ------
-        ValueError, CompatibilityError
+        ValueError, CapacityError, CompatibilityError
             As for `mlstate.coreml.StateManager.refill`.
         TypeError
             Also if `prefill` returns an awaitable, as a coroutine function does.
@@ -247,6 +272,8 @@ class StateManager(StateManagerBase):
         ------
         ValueError
             No `batch_size` was passed, or `size` is unknown.
+        CapacityError
+            The prompt leaves no room for the newest tokens. It names `prompt_tokens`.
         CompatibilityError
             The states of the model do not match.
         TypeError

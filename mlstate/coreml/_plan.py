@@ -39,7 +39,8 @@ def plan_transition(
     Returns
     -------
     TransitionPlan
-        ``fits``, ``moves``, ``problems`` and byte counts; prints as a table.
+        ``fits``, ``moves``, ``problems`` and byte counts; prints as a table. A state that has
+        the same shape in both models, such as a convolution's or a full window, is copied whole.
 
     Raises
     ------

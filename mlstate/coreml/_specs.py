@@ -15,7 +15,7 @@ from .. import _core
 from .._common.local_path import local_path
 from .._common.text import shorten
 from ..kv._model_states import FunctionStates, choose_function
-from ..kv._transition_plan import AXES, SEQUENCE
+from ..kv._moved_positions import AXES, SEQUENCE
 from ._compiled import metadata_path, read_compiled
 
 if TYPE_CHECKING:

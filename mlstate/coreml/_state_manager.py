@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..kv._arguments import incompatible
 from ..kv._state_manager import StateManagerBase
 from ._specs import StateSpec, choose
-from ._transfer import compact_coreml_state, copy_coreml_state, transition_coreml_state
+from ._transfer import move_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,12 +67,14 @@ class StateManager(StateManagerBase):
     -----
     Names and shapes come from the descriptions of the models, as for `state_specs`; no state is
     read to find them. A model passed as an object is checked at once, a callable's model when
-    it is loaded, before anything changes. A state with the same shape in every model, such as
-    the state of a convolution, is copied as it is.
+    it is loaded, before anything changes. A state with the same shape in two models, such as the
+    state of a convolution or a full window, is copied whole. The others have the positions of
+    their model, or, as windows, the smaller of the window and these.
 
     A move reads each state once and writes it once. The manager keeps the former states until
     all are written: after an error it is unchanged, and the message names the size whose new
-    states were dropped. An empty state (position 0) is not moved: a new one is created.
+    states were dropped. At position 0, only states with the same shape in both models are copied,
+    and the others are new and empty; call `reset` before a new sequence.
 
     Memory of a move: the states of both sizes inside Core ML, and, for one state at a time, the
     array that was read and the array to write. Each is float32 for a float16 state. The former
@@ -128,10 +130,36 @@ class StateManager(StateManagerBase):
         return state
 
     def _resize_state(
-        self, source: Any, target: Any, name: str, spec: Any, position: int, compact: bool
+        self,
+        source: Any,
+        target: Any,
+        name: str,
+        specs: tuple[Any, Any],
+        position: int,
+        compact: bool,
     ) -> None:
-        move = compact_coreml_state if compact else transition_coreml_state
-        move(source, target, name, position, specs={name: spec}, seq_axis=self._seq_axis)
+        self._transfer(source, target, name, specs, position, compact)
 
-    def _copy_state(self, source: Any, target: Any, name: str, spec: Any) -> None:
-        copy_coreml_state(source, target, name)
+    def _copy_state(self, source: Any, target: Any, name: str, specs: tuple[Any, Any]) -> None:
+        self._transfer(source, target, name, specs, 0, False)  # equal shapes: copied whole
+
+    def _transfer(
+        self,
+        source: Any,
+        target: Any,
+        name: str,
+        specs: tuple[Any, Any],
+        position: int,
+        compact: bool,
+    ) -> None:
+        have, want = specs
+        move_state(
+            source,
+            target,
+            name,
+            position,
+            {name: want},
+            compact=compact,
+            seq_axis=self._seq_axis,
+            declared=have.shape,
+        )

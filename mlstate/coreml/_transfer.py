@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -12,8 +13,9 @@ from .._common.text import names_hint, shorten
 from ..kv._arguments import capacity_error, incompatible
 from ..kv._axis import valid_axis
 from ..kv._model_states import quoted
+from ..kv._moved_positions import moved_positions
 from ..kv._transition import compact_kv_state, transition_kv_state
-from ..kv._transition_plan import as_position, check_layout, check_position, check_shapes
+from ..kv._transition_plan import as_position
 from ._specs import StateSpec, as_spec
 
 if TYPE_CHECKING:
@@ -53,12 +55,16 @@ def _check_name(name: str, specs: Mapping[str, StateSpec | Sequence[int]] | None
         )
 
 
-def _target_shape(
+def _target_state(
     target: MLStateLike, name: str, specs: Mapping[str, StateSpec | Sequence[int]] | None
-) -> tuple[int, ...]:
-    """Return the shape of the target's state: from its specs, or by reading it."""
+) -> tuple[tuple[int, ...], np.dtype[Any] | None]:
+    """Return shape and dtype of the target's state: from its specs, or by reading it.
+
+    The dtype is None if the specs have only the shape.
+    """
     if specs is None:
-        return tuple(target.read_state(name=name).shape)
+        value = np.asarray(target.read_state(name=name))
+        return value.shape, value.dtype
     if name not in specs:
         raise incompatible(
             f"{name}: the target model has no state of this name{names_hint(name, specs)}",
@@ -66,7 +72,8 @@ def _target_shape(
             quoted(specs),
             name,
         )
-    return as_spec(name, specs[name]).shape
+    given = specs[name]
+    return as_spec(name, given).shape, given.dtype if isinstance(given, StateSpec) else None
 
 
 def _written_dtype(name: str, found: np.dtype[Any]) -> np.dtype[Any]:
@@ -85,47 +92,62 @@ def _written_dtype(name: str, found: np.dtype[Any]) -> np.dtype[Any]:
     return native
 
 
-def _move_state(
+def move_state(
     source: MLStateLike,
     target: MLStateLike,
     name: str,
     position: int,
-    pad_value: float,
     specs: Mapping[str, StateSpec | Sequence[int]] | None,
+    *,
     compact: bool,
     seq_axis: int,
+    pad_value: float = 0.0,
+    declared: tuple[int, ...] | None = None,
 ) -> None:
-    """Read, check everything, move and write; the write to the target is the last step."""
+    """Read, check everything, move and write; the write to the target is the last step.
+
+    `declared` is the shape that the source's state must have, if it is known.
+    """
     _check_name(name, specs)
     number, seq_axis = as_position(position), valid_axis(seq_axis)
-    shape = _target_shape(target, name, specs)
-    check_layout(name, "target", shape, seq_axis)
-    check_position(name, None, shape, number, seq_axis)
+    shape, wanted = _target_state(target, name, specs)
     value = np.asarray(source.read_state(name=name))
-    check_shapes(name, value.shape, shape, seq_axis)
-    have, length = value.shape[seq_axis], shape[seq_axis]
-    if length < have and not compact:
-        raise capacity_error(
-            f"{name}: the target state has {length} positions, fewer than the source's {have}; "
-            "use compact_coreml_state to compact",
-            f"at least {have}",
-            length,
+    if declared is not None and value.shape != declared:
+        raise incompatible(
+            f"{name}: the source state has the shape {value.shape}, and its model declares "
+            f"{declared}",
             name,
+            declared,
+            value.shape,
         )
-    check_position(name, value.shape, shape, number, seq_axis)
+    positions = moved_positions(name, value.shape, shape, number, seq_axis)
     dtype = _written_dtype(name, value.dtype)
-    if compact:
-        moved = compact_kv_state(value, length, number, dtype, seq_axis=seq_axis)
-    else:
-        moved = transition_kv_state(value, length, number, pad_value, dtype, seq_axis=seq_axis)
+    if wanted is not None and (wanted.kind == "i") != (dtype.kind == "i"):
+        raise incompatible(
+            f"{name}: read_state gave {value.dtype}, and the target state is {wanted}; use models "
+            "with the same dtype",
+            name,
+            wanted,
+            value.dtype,
+        )
+    moved = value
+    if positions is not None:
+        have, length = value.shape[seq_axis], shape[seq_axis]
+        if length < have and not compact:
+            raise capacity_error(
+                f"{name}: the target state has {length} positions, fewer than the source's {have}; "
+                "use compact_coreml_state to compact",
+                f"at least {have}",
+                length,
+                name,
+            )
+        if compact:
+            moved = compact_kv_state(value, length, positions, dtype, seq_axis=seq_axis)
+        else:
+            moved = transition_kv_state(
+                value, length, positions, pad_value, dtype, seq_axis=seq_axis
+            )
     target.write_state(name=name, value=np.require(moved, dtype, ["C", "W"]))
-
-
-def copy_coreml_state(source: MLStateLike, target: MLStateLike, name: str) -> None:
-    """Copy a state, such as that from a convolution, to a target whose state has its shape."""
-    value = np.asarray(source.read_state(name=name))
-    dtype = _written_dtype(name, value.dtype)
-    target.write_state(name=name, value=np.require(value, dtype, ["C", "W"]))
 
 
 def transition_coreml_state(
@@ -148,7 +170,8 @@ def transition_coreml_state(
     state_name : str
         Name of the state in both models.
     current_position : int
-        Number of tokens in the cache; later positions are dropped.
+        Number of tokens in the cache; later positions are dropped. A state with the same shape in
+        both models is copied whole.
     pad_value : float
         Value of positions without a token.
     specs : mapping, optional
@@ -161,12 +184,13 @@ def transition_coreml_state(
     Raises
     ------
     CompatibilityError
-        `specs` lacks the state, a state does not have 2 to 8 dimensions, has no axis `seq_axis`,
-        the shapes differ in another axis (such as layers, heads or head dimension), or
-        `read_state` returned a dtype that Core ML does not accept.
+        `specs` lacks the state, the shapes differ in another axis than `seq_axis` (such as layers,
+        heads or head dimension), states of different shapes do not have 2 to 8 dimensions or have
+        no axis `seq_axis`, one state is of integers and the other is not, or `read_state` returned
+        a dtype that Core ML does not accept.
     CapacityError
-        `current_position` is negative or beyond either state, or the target is shorter
-        than the source.
+        `current_position` is negative, or the shapes differ and it is beyond one of them or the
+        target is shorter than the source.
     RuntimeError
         Raised by Core ML if a model lacks the state.
     TypeError
@@ -174,6 +198,10 @@ def transition_coreml_state(
 
     Notes
     -----
+    A state with the same shape in both models can be a recurrent state, a counter, or a window that
+    is full, so no position of it is dropped. A window whose length differs can only move until it
+    wraps, that is while it holds every token.
+
     Everything is checked before the write: after an error the target is unchanged. On a Mac a
     float16 state is read and written as float32, which preserves all bits. The written array is
     contiguous and writeable, as Core ML requires. It has dtype float32 for float16, bfloat16
@@ -197,15 +225,15 @@ def transition_coreml_state(
     >>> large = FakeMLState({"k_cache": (2, 1, 64, 1, 512)})
     >>> transition_coreml_state(small, large, "k_cache", 200, seq_axis=-1)
     """
-    _move_state(
+    move_state(
         source_mlstate,
         target_mlstate,
         state_name,
         current_position,
-        pad_value,
         specs,
-        False,
-        seq_axis,
+        compact=False,
+        seq_axis=seq_axis,
+        pad_value=pad_value,
     )
 
 
@@ -250,15 +278,14 @@ positions; choose a model with at least 300
     >>> large = FakeMLState({"k_cache": (2, 1, 64, 1, 512)})
     >>> compact_coreml_state(large, small, "k_cache", 180, seq_axis=-1)
     """
-    _move_state(
+    move_state(
         source_mlstate,
         target_mlstate,
         state_name,
         current_position,
-        0.0,
         specs,
-        True,
-        seq_axis,
+        compact=True,
+        seq_axis=seq_axis,
     )
 
 
@@ -323,6 +350,11 @@ float64 or int32
                     spec.dtype,
                 )
             self._states[name] = np.zeros(spec.shape, spec.dtype)
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, _states=deepcopy(self._states))
+        return other
 
     def _find(self, name: str) -> NDArray:
         state = self._states.get(name) if isinstance(name, str) else None

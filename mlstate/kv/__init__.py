@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..coreml import compact_coreml_state, transition_coreml_state
     from ._cache_spec import CacheEntry, CacheSpec
     from ._cache_state import CacheState
+    from ._snapshot import Snapshot
 
 __all__ = [
     "CacheEntry",
@@ -37,6 +38,7 @@ __all__ = [
     "KVState",
     "LadderStep",
     "RollingKVState",
+    "Snapshot",
     "StateTransitionManager",
     "compact_coreml_state",
     "compact_kv_state",
@@ -52,7 +54,7 @@ __all__ = [
 
 set_module_of_exports(globals())
 
-_OF_CACHES = ("CacheEntry", "CacheSpec", "CacheState")
+_OF_CACHES = ("CacheEntry", "CacheSpec", "CacheState", "Snapshot")
 _OF_COREML = ("compact_coreml_state", "transition_coreml_state")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
 
@@ -11,8 +11,9 @@ from .._common.dtypes import DTYPES, dtype_name
 from .._common.set_module import set_module
 from .._common.text import bytes_text, names_hint, shorten, table_html
 from ..errors import TensorNotFoundError
-from ._arguments import as_count, as_counts, incompatible
+from ._arguments import as_count, as_counts, capacity_error, incompatible
 from ._axis import sequence_axis, with_length
+from ._copies import reduce_instance, set_attributes
 from ._transition import name_errors
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ class CacheEntry:
     role : str, optional
         Purpose of the array, such as "keys" or "values".
     window : int, optional
-        Of a sliding entry: the most tokens that it keeps, sinks included. Default: its positions.
-        The array has fewer positions as long as the cache is smaller than the window.
+        Of a sliding entry: the most tokens that it needs, sinks included. Default: its positions.
+        The array has fewer positions as long as the cache is smaller than the window. It may
+        have more: mlx stores a prefill that is longer than the window until the next token.
     sinks : int
         Of a sliding entry: number of first tokens that are never evicted, below `window`.
     bits : {4, 8}, optional
@@ -71,6 +73,13 @@ class CacheEntry:
     group : int, optional
         Of a quantized entry: elements of the last axis with the same scale and bias, a multiple of
         8 up to 4096.
+    next_slot : int, optional
+        Of a sliding entry: the index of the sequence axis that the next token is written to, when
+        a `CacheState` is created; the number of positions means the first index after the sinks.
+        For mlx it is ``_idx``, for the sliding layers of transformers 0, or the length as long
+        as a static layer is not full. Default: ``sinks + (length - sinks) % (positions - sinks)``,
+        as in `RollingKVState`. Two entries that differ only in `next_slot` are equal:
+        `CacheState.next_slot` returns the current slot.
 
     Attributes
     ----------
@@ -85,7 +94,8 @@ class CacheEntry:
         `kind` or `dtype` is unknown, the shape has no axis `seq_axis`, a parameter does not belong
         to the kind or is missing, or the group does not divide the last axis. A ValueError.
     CapacityError
-        A number is negative, or a sliding entry has no position. A ValueError.
+        A number is negative, a sliding entry has no position, or `next_slot` exceeds the
+        positions. A ValueError.
     ValueError
         `name` is empty, or `bits` or `group` is not supported.
     TypeError
@@ -114,6 +124,7 @@ class CacheEntry:
     sinks: int = 0
     bits: int | None = None
     group: int | None = None
+    next_slot: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _check_names(self)
@@ -124,7 +135,12 @@ class CacheEntry:
             put(self, "layer", as_count(f"{self.name}: layer", self.layer))
         put(self, "seq_axis", _checked_axis(self))
         put(self, "window", _checked_window(self))
+        put(self, "next_slot", _checked_slot(self))
         _check_quantization(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__dict__.setdefault("next_slot", None)  # pickles of earlier versions do not have it
 
     @property
     def seq_length(self) -> int | None:
@@ -156,7 +172,8 @@ class CacheEntry:
         length = capacity if self.window is None else min(capacity, self.window)
         if length == self.seq_length:
             return self
-        return replace(self, shape=with_length(self.shape, self.seq_axis, length))
+        shape = with_length(self.shape, self.seq_axis, length)
+        return replace(self, shape=shape, next_slot=None)
 
     def _facts(self) -> tuple[str, str]:
         """Return the kind and its parameters as text, for tables."""
@@ -216,10 +233,21 @@ def _checked_window(entry: CacheEntry) -> int | None:
     if sinks >= window:
         text = f"{sinks} sinks leave no position for other tokens in a window of {window}"
         raise entry_error(name, text, f"0..{window - 1}", sinks)
-    if positions > window:
-        text = f"the array has {positions} positions, more than the window of {window}"
-        raise entry_error(name, text, f"1..{window}", positions)
     return window
+
+
+def _checked_slot(entry: CacheEntry) -> int | None:
+    """Return the next slot of a ring as an int, or raise if the entry has no such slot."""
+    if entry.next_slot is None:
+        return None
+    if entry.kind != "sliding":
+        text = f"next_slot belongs to kind 'sliding', not to {entry.kind!r}"
+        raise entry_error(entry.name, text, "sliding", entry.kind)
+    slot, positions = as_count(f"{entry.name}: next_slot", entry.next_slot), entry.seq_length or 0
+    if slot > positions:
+        text = f"{entry.name}: next_slot {slot} is beyond the {positions} positions of the array"
+        raise capacity_error(text, f"0..{positions}", slot, entry.name)
+    return slot
 
 
 def _check_quantization(entry: CacheEntry) -> None:
@@ -365,7 +393,12 @@ class CacheSpec:
         return self.entry_of(key) if isinstance(key, str) else self.entries[key]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CacheSpec, (self.entries,)
+        return reduce_instance(self, CacheSpec, (self.entries,))
+
+    def __setstate__(self, state: Any) -> None:  # of a subclass
+        (entries,), attributes = state
+        CacheSpec.__init__(self, entries)
+        set_attributes(self, attributes)
 
     def __eq__(self, other: object) -> bool:
         return self.entries == other.entries if isinstance(other, CacheSpec) else NotImplemented
@@ -420,5 +453,5 @@ def _common_capacity(entries: tuple[CacheEntry, ...]) -> int | None:
                     f"{entry.seq_length} positions are too few for a cache of {capacity} and a "
                     f"window of {entry.window}: at least {least}"
                 )
-                raise entry_error(entry.name, text, f"{least}..{entry.window}", entry.seq_length)
+                raise entry_error(entry.name, text, f"{least} or more", entry.seq_length)
     return capacity

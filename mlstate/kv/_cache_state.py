@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, overwrite
 from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
 from .._common.set_module import set_module
 from .._common.text import bytes_text, shorten, table_html
-from ._arguments import as_count, capacity_error, incompatible
+from ._arguments import as_count, as_integer, capacity_error, incompatible
 from ._axis import along
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
+from ._copies import (
+    attributes_of,
+    copied_arrays,
+    reduce_instance,
+    set_attributes,
+    shared_arrays,
+)
+from ._moved_positions import moved_positions
+from ._ring import Ring, joined, ring_of, shift_of
+from ._snapshot import (
+    History,
+    Snapshot,
+    check_writable,
+    is_copied,
+    new_snapshot,
+)
 from ._transition import compact_kv_state, name_errors
 
 if TYPE_CHECKING:
@@ -48,6 +65,12 @@ class _Cache(NamedTuple):
     spec: CacheSpec
     arrays: dict[str, Any]
     length: int
+    shifts: dict[str, int]  # of the rings that have one: see Ring
+    identity: object  # of these arrays: snapshots have it
+
+    def ring(self, entry: CacheEntry) -> Ring:
+        """Return the slots of an entry with a sequence."""
+        return ring_of(entry, self.length, self.shifts.get(entry.name, 0))
 
 
 @set_module("mlstate.kv")
@@ -114,7 +137,7 @@ class CacheState:
     (80, (1, 2, 1024, 64), (1, 2, 80, 64))
     """
 
-    __slots__ = ("_cache",)
+    __slots__ = ("_cache", "_history")
 
     def __init__(self, spec: CacheSpec, arrays: Mapping[str, Array], length: int) -> None:
         if not isinstance(spec, CacheSpec):
@@ -130,12 +153,31 @@ class CacheState:
                 _check_array(entry, name, arrays[name], shape, dtype)
         _check_length(spec, tokens)
         ordered = {name: arrays[name] for entry in spec for name in entry.arrays}
-        self._cache = _Cache(spec, ordered, tokens)
+        shifts = {e.name: shift_of(e, tokens) for e in spec if e.next_slot is not None}
+        self._cache = _Cache(spec, ordered, tokens, shifts, object())
+        self._history = History()
 
     @property
     def spec(self) -> CacheSpec:
-        """The entries; `resize`, `quantize` and `dequantize` replace the spec."""
-        return self._cache.spec
+        """The entries; `resize`, `quantize` and `dequantize` replace the spec.
+
+        An entry that was created with `next_slot` has the current slot, so that a state with this
+        spec, these arrays and this length has the same positions.
+        """
+        spec, shifts = self._cache.spec, self._cache.shifts
+        slots = {entry: self._slot_in_spec(entry) for entry in spec if entry.name in shifts}
+        if all(entry.next_slot == slot for entry, slot in slots.items()):
+            return spec
+        return CacheSpec(
+            replace(entry, next_slot=slots[entry]) if entry in slots else entry for entry in spec
+        )
+
+    def _slot_in_spec(self, entry: CacheEntry) -> int:
+        """Return the slot that the ring of an entry continues at; if it is shifted, not a sink."""
+        ring = self._cache.ring(entry)
+        if ring.shift and ring.length < ring.sinks:
+            return ring.sinks + ring.shift
+        return ring.next_slot
 
     @property
     def arrays(self) -> Mapping[str, Any]:
@@ -175,12 +217,18 @@ class CacheState:
         ------
         TensorNotFoundError
             No array has this name. A KeyError.
+        CompatibilityError
+            Empty slots are between the tokens, in a ring that `next_slot` rotated. A ValueError.
         """
-        spec, arrays, length = self._cache
-        entry = spec.entry_of(name)
-        if entry.seq_axis is None or entry.seq_length is None:
-            return arrays[name]
-        return arrays[name][along(entry.seq_axis, 0, min(length, entry.seq_length))]
+        cache = self._cache
+        entry, array = cache.spec.entry_of(name), cache.arrays[name]
+        if entry.seq_axis is None:
+            return array
+        slots = joined(sorted(cache.ring(entry).runs(), key=lambda run: run.start))
+        if len(slots) > 1:
+            text = "the slots of the tokens are not adjacent: use ordered()"
+            raise entry_error(name, text, "adjacent slots", slots)
+        return array[_slots_along(entry.seq_axis, slots)]
 
     def positions(self, name: str) -> NDArray:
         """Return the absolute position of the token at each index of the sequence axis.
@@ -193,7 +241,9 @@ class CacheState:
         Returns
         -------
         ndarray of int64
-            A new array with -1 for an index without a token, as `RollingKVState.positions`.
+            A new array with -1 for an index without a token, as `RollingKVState.positions`. With
+            n positions after the sinks, slot s holds position
+            ``length - 1 - (next_slot - 1 - s) % n``.
 
         Raises
         ------
@@ -202,24 +252,59 @@ class CacheState:
         CompatibilityError
             The entry has no sequence. A ValueError.
         """
-        spec, _, length = self._cache
-        entry = spec.entry_of(name)
+        cache = self._cache
+        entry = cache.spec.entry_of(name)
         _sequence_of(entry)
-        size, sinks = _ring_of(entry)
-        return _core.kv_ring_positions(size, sinks, length)
+        return cache.ring(entry).positions()
 
-    def ordered(self, name: str) -> NDArray:
-        """Return a copy of the tokens of an array by increasing position.
+    def next_slot(self, name: str) -> int:
+        """Return the index of the sequence axis that the next token of a ring is written to.
+
+        Parameters
+        ----------
+        name : str
+            Name of a sliding entry.
+
+        Returns
+        -------
+        int
+            A sink as long as there are fewer tokens than sinks, else a slot from `sinks` on. If the
+            array is full, this slot holds the oldest token.
+
+        Raises
+        ------
+        TensorNotFoundError
+            No array has this name. A KeyError.
+        CompatibilityError
+            The entry is not a sliding one. A ValueError.
+
+        Notes
+        -----
+        `advance`, `trim` and `crop` move the slot by as many tokens. `resize` keeps it, unless the
+        array gets another number of positions: then the tokens are stored in order from the first
+        slot on. `restore` resets it. `copy`, pickle and `quantize` keep it.
+        """
+        entry = self._cache.spec.entry_of(name)
+        if entry.kind != "sliding":
+            text = f"a {entry.kind} entry is not a ring, so it has no next slot"
+            raise entry_error(entry.name, text, "sliding", entry.kind)
+        return self._cache.ring(entry).next_slot
+
+    def ordered(self, name: str, *, copy: bool = True) -> Any:
+        """Return the tokens of an array by increasing position.
 
         Parameters
         ----------
         name : str
             Name of an array with a sequence.
+        copy : bool
+            False: return a view of the array if the tokens are stored in order, else a copy.
 
         Returns
         -------
         ndarray
-            A new C-contiguous array, also for a torch tensor on the CPU.
+            A new C-contiguous array, also for a torch tensor on the CPU. A view is of the array's
+            own type.
 
         Raises
         ------
@@ -228,10 +313,13 @@ class CacheState:
         CompatibilityError
             The entry has no sequence. A ValueError.
         """
-        spec, arrays, length = self._cache
-        entry = spec.entry_of(name)
-        axis = _sequence_of(entry)
-        return _core.kv_ring_ordered(arrays[name], axis, _ring_of(entry)[1], length)
+        cache = self._cache
+        entry, array = cache.spec.entry_of(name), cache.arrays[name]
+        axis, ring = _sequence_of(entry), cache.ring(entry)
+        runs = ring.runs()
+        if not copy and len(runs) <= 1:
+            return array[_slots_along(axis, runs)]
+        return _core.kv_ring_ordered(array, axis, ring.sinks, ring.length, ring.shift)
 
     def advance(self, n: int) -> None:
         """Count tokens that a model has written to the arrays.
@@ -239,7 +327,9 @@ class CacheState:
         Parameters
         ----------
         n : int
-            Number of tokens, stored at the positions after the last one.
+            Number of tokens, stored at the positions after the last one; in a sliding entry, from
+            `next_slot` on. Create another state if the model moved the tokens or replaced the
+            arrays instead, as the sliding layers of transformers do.
 
         Raises
         ------
@@ -247,10 +337,9 @@ class CacheState:
             `n` is negative, or the tokens exceed the positions of an entry. Nothing is changed
             then. A ValueError.
         """
-        spec, arrays, length = self._cache
-        length += as_count("n", n)
-        _check_length(spec, length)
-        self._cache = _Cache(spec, arrays, length)
+        length = self._cache.length + as_count("n", n)
+        _check_length(self._cache.spec, length)
+        self._cache = self._cache._replace(length=length)
 
     def resize(self, capacity: int) -> None:
         """Move the tokens to arrays of another number of positions.
@@ -259,7 +348,8 @@ class CacheState:
         ----------
         capacity : int
             New positions of full and quantized entries. A sliding entry gets as many, up to its
-            window. Recurrent and convolution states stay as they are.
+            window; if it has more positions than its window, it keeps the newest tokens. Recurrent
+            and convolution states stay as they are.
 
         Raises
         ------
@@ -277,21 +367,23 @@ class CacheState:
         peak is the size of the old and the new arrays.
         """
         positions = as_count("capacity", capacity, 1)
-        spec, arrays, length = self._cache
+        cache = self._cache
+        spec, length = cache.spec, cache.length
         resized = CacheSpec(entry._resized(positions) for entry in spec)
         if resized == spec:
             return
-        _check_resize(spec, resized, positions, length)
-        moved = dict(arrays)
+        _check_resize(spec, resized, length)
+        moved, shifts = dict(cache.arrays), dict(cache.shifts)
         for old, new in zip(spec, resized, strict=True):
-            if old.seq_axis is None or old.seq_length is None or new.seq_length is None:
+            if new is old or new.seq_axis is None:
                 continue
-            held = min(length, old.seq_length)
-            for name in old.arrays if new is not old else ():
-                moved[name] = compact_kv_state(
-                    arrays[name], new.seq_length, held, seq_axis=old.seq_axis
-                )
-        self._cache = _Cache(resized, moved, length)
+            for name in old.arrays:
+                with name_errors(name):
+                    moved[name] = _move_tokens(moved[name], new, cache.ring(old))
+            shifts.pop(old.name, None)
+            if length > (new.seq_length or 0):  # in order, so the oldest one is after the sinks
+                shifts[old.name] = shift_of(replace(new, next_slot=new.sinks), length)
+        self._cache = _Cache(resized, moved, length, shifts, object())
 
     def trim(self, n: int) -> None:
         """Drop the last `n` tokens, for example rejected tokens of speculative decoding.
@@ -328,14 +420,16 @@ class CacheState:
         Parameters
         ----------
         n : int
-            Number of tokens to keep. `crop` of transformers counts in the same way.
+            Number of tokens to keep. `crop` of transformers takes the number of tokens to remove,
+            as a negative number, since August 2026: use `trim` for that.
 
         Raises
         ------
         CapacityError, CompatibilityError
             As for `trim`.
         """
-        kept, length = as_count("n", n), self._cache.length
+        number, length = as_integer("n", n), self._cache.length
+        kept = as_count("n", n) if number >= 0 else _refuse_negative(number)
         if kept > length:
             raise capacity_error(
                 f"cannot keep {kept} tokens: the cache has {length}", f"0..{length}", kept
@@ -344,7 +438,7 @@ class CacheState:
 
     def _cut(self, kept: int) -> None:
         """Keep the first tokens, or raise if an entry cannot drop the others."""
-        spec, arrays, length = self._cache
+        spec, length = self._cache.spec, self._cache.length
         for entry in spec if kept < length else ():
             text = _NO_TRIM.get(entry.kind)
             if entry.window is not None and entry.seq_length is not None:
@@ -356,7 +450,131 @@ class CacheState:
                 raise entry_error(
                     entry.name, f"{text}; {remedy}", f"{length} tokens", f"{kept} tokens"
                 )
-        self._cache = _Cache(spec, arrays, kept)
+        self._set_length(kept)
+
+    def _set_length(self, length: int) -> None:
+        """Set a length that may be lower than before."""
+        self._history.note_length(length)
+        self._cache = self._cache._replace(length=length)
+
+    def snapshot(self) -> Snapshot:
+        """Record the cache, so that `restore` can go back to this moment.
+
+        Returns
+        -------
+        Snapshot
+            Copies of the arrays that later tokens overwrite: recurrent, convolution, sliding and
+            opaque entries. Full and quantized entries are not copied, because later tokens are
+            written behind the earlier ones.
+
+        Raises
+        ------
+        MemoryError
+            The memory cannot be allocated.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.kv import CacheEntry, CacheSpec, CacheState
+        >>> spec = CacheSpec(
+        ...     [
+        ...         CacheEntry("0.keys", "full", (1, 2, 256, 64), "float16"),
+        ...         CacheEntry("1.state", "recurrent", (1, 16, 64), "float32"),
+        ...     ]
+        ... )
+        >>> arrays = {entry.name: np.zeros(entry.shape, entry.dtype) for entry in spec}
+        >>> state = CacheState(spec, arrays, length=100)
+        >>> before = state.snapshot()
+        >>> before
+        Snapshot(100 tokens, 1 arrays copied: 4.00 KiB)
+        >>> arrays["1.state"] += 1  # a draft of 8 tokens, which are rejected
+        >>> state.advance(8)
+        >>> state.restore(before)
+        >>> state.length, float(arrays["1.state"].max())
+        (100, 0.0)
+        """
+        spec, arrays, length, _, identity = self._cache
+        return new_snapshot(spec, arrays, length, self._history, identity)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot: write the copied arrays, and set length and next slots.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+            From `snapshot` of this state. It can be restored any number of times.
+
+        Raises
+        ------
+        CompatibilityError
+            The snapshot is of another state, an operation such as `resize` or `quantize` replaced
+            the arrays since, or an array cannot be written. Or the cache has full or quantized
+            entries and had fewer tokens since than at the snapshot, so that other tokens may be in
+            their positions. Nothing is changed then. A ValueError.
+        TypeError
+            `snapshot` is not a `Snapshot`.
+
+        Notes
+        -----
+        The arrays are written in place, so a model that uses them continues from the snapshot. A
+        model must not rewrite earlier tokens of full entries. torch does not record the write for
+        gradients.
+        """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"snapshot must be a Snapshot, got {type(snapshot).__name__}")
+        self._check_snapshot(snapshot)
+        for name, saved in snapshot._arrays.items():
+            overwrite(self._cache.arrays[name], saved)
+        self._set_length(snapshot.length)
+
+    def _check_snapshot(self, snapshot: Snapshot) -> None:
+        """Raise unless `restore` can go back to a snapshot."""
+        spec, arrays, _, _, identity = self._cache
+        if snapshot._history is not self._history:
+            text = "the snapshot is of another CacheState"
+            raise incompatible(text, None, "a snapshot of this state", snapshot)
+        if snapshot._identity is not identity:
+            text = (
+                "the arrays were replaced since the snapshot, by resize, quantize or dequantize: "
+                "take a snapshot after it"
+            )
+            raise incompatible(text, None, "a later snapshot", snapshot)
+        low = self._history.lowest_since(snapshot._number)
+        for entry in spec:
+            if not is_copied(entry):
+                if low is not None and low < snapshot.length:
+                    text = (
+                        f"the cache had only {low} tokens since the snapshot of {snapshot.length}, "
+                        "so later positions may hold other tokens: restore an earlier snapshot"
+                    )
+                    raise entry_error(entry.name, text, f"{snapshot.length} or more", low)
+                continue
+            for name, (shape, dtype) in entry.arrays.items():
+                _check_array(entry, name, arrays[name], shape, dtype)
+                check_writable(entry, arrays[name])
+
+    def copy(self) -> Self:
+        """Return an independent state with copies of the arrays, as `copy.copy` does.
+
+        Returns
+        -------
+        CacheState
+            A state of the same class, length, next slots and attributes. Entries whose arrays are
+            the same elements share them in the copy too. torch tensors keep their device. Snapshots
+            of this state are not snapshots of the copy.
+
+        Raises
+        ------
+        MemoryError
+            The memory cannot be allocated.
+        """
+        return copy.copy(self)
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        CacheState.__init__(other, self.spec, copied_arrays(self._cache.arrays), self.length)
+        set_attributes(other, attributes_of(self, CacheState))
+        return other
 
     def quantize(
         self, bits: int = 8, group: int = 64, *, names: Iterable[str] | None = None
@@ -439,7 +657,7 @@ class CacheState:
         parameters: Mapping[str, Any],
     ) -> None:
         """Quantize entries of kind "full", or dequantize entries of kind "quantized"."""
-        spec, arrays, length = self._cache
+        spec, arrays, length, shifts, _ = self._cache
         chosen = _chosen_entries(spec, names, kind, reasons)
         other: Any = "full" if kind == "quantized" else "quantized"
         entries = [
@@ -458,17 +676,23 @@ class CacheState:
             }
             full, coded = (arrays, made) if kind == "full" else (made, arrays)
             _run_quantization(old, new, full, coded, length)
-        self._cache = _Cache(converted, made, length)
+        self._cache = _Cache(converted, made, length, shifts, object())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CacheState, tuple(self._cache)
+        arguments = (self.spec, shared_arrays(self._cache.arrays), self.length)
+        return reduce_instance(self, CacheState, arguments)
+
+    def __setstate__(self, state: Any) -> None:  # of a subclass
+        arguments, attributes = state
+        CacheState.__init__(self, *arguments)
+        set_attributes(self, attributes)
 
     def __repr__(self) -> str:
-        spec, _, length = self._cache
+        spec, length = self._cache.spec, self._cache.length
         return f"CacheState({_tokens_text(spec, length)}; {spec._title().split(';')[0]})"
 
     def _repr_html_(self) -> str:
-        spec, _, length = self._cache
+        spec, length = self._cache.spec, self._cache.length
         rows = []
         for entry in spec:
             tokens = "-" if entry.seq_length is None else f"{min(length, entry.seq_length):,}"
@@ -540,7 +764,7 @@ def _check_length(spec: CacheSpec, length: int) -> None:
     """Raise unless every entry can hold the tokens of a sequence."""
     for entry in spec:
         size = entry.seq_length
-        if size is None or length <= size or entry.window == size:
+        if size is None or length <= size or (entry.window is not None and entry.window <= size):
             continue
         raise capacity_error(
             f"{entry.name}: {length} tokens do not fit into {size} positions: resize the cache to "
@@ -551,23 +775,12 @@ def _check_length(spec: CacheSpec, length: int) -> None:
         )
 
 
-def _check_resize(spec: CacheSpec, resized: CacheSpec, capacity: int, length: int) -> None:
+def _check_resize(spec: CacheSpec, resized: CacheSpec, length: int) -> None:
     """Raise unless every entry can have another capacity and holds its tokens then."""
     for old, new in zip(spec, resized, strict=True):
-        if old.kind == "opaque":
-            text = "an opaque entry cannot be resized: its layout is unknown"
-            raise entry_error(old.name, text, spec.capacity, capacity)
-        if old.seq_length is None or new.seq_length is None:
-            continue
-        held = min(length, old.seq_length)
-        if held > new.seq_length:
-            raise capacity_error(
-                f"{old.name}: {held} tokens do not fit into {new.seq_length} positions: use a "
-                f"capacity of at least {held}",
-                f"{held} or more",
-                capacity,
-                old.name,
-            )
+        window = length if old.window is None else old.window
+        held = length if old.seq_length is None else min(length, old.seq_length, window)
+        moved_positions(old.name, old.shape, new.shape, held, old.seq_axis, kind=old.kind)
 
 
 def _sequence_of(entry: CacheEntry) -> int:
@@ -578,10 +791,35 @@ def _sequence_of(entry: CacheEntry) -> int:
     return entry.seq_axis
 
 
-def _ring_of(entry: CacheEntry) -> tuple[int, int]:
-    """Return positions and sinks of the ring; an array below its window never wraps."""
-    size = entry.seq_length or 0
-    return size, entry.sinks if size == entry.window else 0
+def _slots_along(axis: int, runs: list[range]) -> tuple[slice, ...]:
+    """Return the index of at most one range of slots."""
+    slots = runs[0] if runs else range(0)
+    return along(axis, slots.start, slots.stop)
+
+
+def _move_tokens(array: Any, entry: CacheEntry, ring: Ring) -> Any:
+    """Return a new array of another length for an entry, with the tokens of a ring in order."""
+    axis, length = _sequence_of(entry), entry.seq_length or 0
+    runs = ring.runs(length)
+    if runs in ([], [range(ring.length)]):
+        return compact_kv_state(array, length, ring.length, seq_axis=axis)
+    moved, at = compact_kv_state(array, length, 0, seq_axis=axis), 0
+    for run in runs:
+        count = len(run)
+        source, target = array[_slots_along(axis, [run])], moved[along(axis, at, at + count)]
+        compact_kv_state(source, count, count, out=target, seq_axis=axis)
+        at += count
+    return moved
+
+
+def _refuse_negative(number: int) -> int:
+    """Raise for the argument of `crop` of transformers, which `trim` takes without a sign."""
+    raise capacity_error(
+        f"n must be at least 0, got {number}: crop keeps the first n tokens; to drop {-number} "
+        f"tokens, as crop of transformers does, use trim({-number})",
+        "0 or more",
+        number,
+    )
 
 
 def _chosen_entries(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from ..errors import CapacityError
 from ._arguments import as_count, as_counts, capacity_error
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
 
@@ -102,6 +103,9 @@ class LadderStep(NamedTuple):
           `indices` in `batches`. They include the new tokens.
         - "roll": the new tokens replace the tokens of `dropped`.
         - "stop": the new tokens do not fit, or a refill would drop nothing.
+
+        The newest token is never dropped: it is the last index of a refill, and in the other
+        actions the new tokens follow the kept ones.
     size : int
         Positions of the cache from now on.
     kept : tuple of range
@@ -163,7 +167,8 @@ class ContextLadder:
         For a refill: number of batches to leave free. More free batches drop more tokens at
         once, so refills are rarer.
     prompt_tokens : int
-        Number of tokens at the start that a refill or a roll never drops.
+        Number of tokens at the start that a refill or a roll never drops. They must leave room for
+        the newest tokens, or the refill or roll raises CapacityError.
 
     Raises
     ------
@@ -308,7 +313,8 @@ class ContextLadder:
             `size` is not in the ladder.
         CapacityError
             `position` is negative or beyond the cache, or `new_tokens` is less than 1. In a roll,
-            `new_tokens` exceeds the positions after the prompt.
+            `new_tokens` exceeds the positions after the prompt. In a refill or roll, the prompt
+            leaves no room: the error names `prompt_tokens`.
         TypeError
             A number is not an integer.
 
@@ -368,16 +374,19 @@ class ContextLadder:
         ValueError
             The ladder has no `batch_size`, or `size` is not in the ladder.
         CapacityError
-            `position` is negative.
+            `position` is negative, or the prompt and one batch do not fit into `size`. The second
+            error names `prompt_tokens`.
         TypeError
             A number is not an integer.
 
         Notes
         -----
-        The number of kept tokens is ``max(1, size // batch_size - reserve_batches)`` whole
-        batches, limited to ``size - min(batch_size, size - 1)``, so that one more batch fits.
-        With `prompt_tokens`, the prompt comes first and the newest other tokens fill the rest. A
-        prompt longer than the kept tokens is kept up to ``size - 1`` tokens.
+        The newest token is always kept. The number of kept tokens is
+        ``max(1, size // batch_size - reserve_batches)`` whole batches, limited to
+        ``size - min(batch_size, size - 1)``, so that one more batch fits. With `prompt_tokens`, the
+        prompt comes first and the newest other tokens fill the rest. If the prompt takes up all of
+        these tokens, a batch of the newest tokens is kept after it, shortened so that one more
+        batch fits: the reserve is smaller then.
 
         Examples
         --------
@@ -390,15 +399,20 @@ class ContextLadder:
         ((0, 64), (64, 128), (128, 192), (192, 256))
         >>> ladder.refill(200).action
         'stop'
+
+        A prompt of 400 tokens needs more than these batches, so 48 of the newest tokens follow it:
+
+        >>> ladder = ContextLadder([512], batch_size=64, prompt_tokens=400)
+        >>> ladder.refill(513).kept
+        (range(0, 400), range(465, 513))
         """
         position = as_count("position", position)
         size = self._sizes[-1] if size is None else as_size(self._sizes, size)
         batch = self._as_batch_size()
-        kept = max(1, size // batch - self._reserve_batches) * batch
-        kept = max(1, min(kept, size - min(batch, size - 1)))
-        prompt = min(self._prompt_tokens, size - 1, position)
-        kept = min(position, max(kept, prompt))
-        if kept == position:
+        prompt = min(self._prompt_tokens, position)
+        is_prompt = prompt == position <= size  # nothing that may be dropped
+        kept = position if is_prompt else self._refilled_tokens(prompt, size, batch)
+        if position <= kept:
             return LadderStep("stop", size, _ranges(range(position)))
         dropped = range(prompt, prompt + position - kept)
         parts = _ranges(range(prompt), range(dropped.stop, position))
@@ -567,13 +581,34 @@ class ContextLadder:
             raise ValueError("the ladder has no batch_size: pass batch_size= to ContextLadder")
         return self._batch_size
 
+    def _refilled_tokens(self, prompt: int, size: int, batch: int) -> int:
+        """Return how many tokens a refill keeps: the prompt, and at least one other token."""
+        most = max(1, size - batch)  # one more batch fits
+        kept = min(max(1, size // batch - self._reserve_batches) * batch, most)
+        if kept > prompt:
+            return kept
+        if prompt + batch > size:
+            raise self._prompt_error(prompt, f"a batch of {batch}", size, size - batch)
+        return max(prompt + 1, min(prompt + batch, most))
+
+    def _prompt_error(self, prompt: int, addition: str, size: int, most: int) -> CapacityError:
+        """Return the exception for a prompt that leaves no room for the newest tokens."""
+        return capacity_error(
+            f"prompt_tokens keeps {prompt} tokens, which do not fit into {size} positions together "
+            f"with {addition}: pass prompt_tokens of at most {max(most, 0)}, or a larger size",
+            f"0..{max(most, 0)}",
+            prompt,
+            "prompt_tokens",
+        )
+
     def _rolls_at(self, size: int) -> bool:
         return self._overflow == "roll" and size == self._sizes[-1]
 
     def _roll(self, position: int, new_tokens: int) -> LadderStep:
         """Return the step that replaces the oldest tokens after the prompt."""
-        top = self._sizes[-1]
-        sinks = min(self._prompt_tokens, top - 1)
+        top, sinks = self._sizes[-1], self._prompt_tokens
+        if sinks >= top:
+            raise self._prompt_error(sinks, "one new token", top, top - 1)
         window = top - sinks
         if new_tokens > window:
             raise capacity_error(
@@ -608,7 +643,10 @@ class ContextLadder:
     def _top_text(self) -> str:
         """Return what follows when the largest size is full, as text."""
         top = self._sizes[-1]
-        step = self.next_step(top, top)
+        try:
+            step = self.next_step(top, top)
+        except CapacityError:
+            return f"raise CapacityError: {self._prompt_tokens:,} prompt_tokens leave no room"
         if step.action == "refill":
             return (
                 f"keep {step.kept_tokens:,} of {top + 1:,} tokens, prefill "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from .. import _core
 from .._common.dtypes import label_of
 from ._axis import with_length
+from ._copies import reduce_by_state, set_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +53,8 @@ class KVState:
     microseconds for any size and copies nothing. Reserved memory takes no physical memory until
     it is written. New positions read as zeros. The class is thread-safe. Arrays that it returned
     stay valid as long as they exist, and show the current memory: a write through an older array
-    beyond the current length becomes visible when the state grows.
+    beyond the current length becomes visible when the state grows. `copy.copy`, `copy.deepcopy` and
+    pickle copy content, length and capacity.
 
     Examples
     --------
@@ -239,8 +242,43 @@ class KVState:
         array = self.array  # take the length once: another thread may resize meanwhile
         axis = self.seq_axis
         length = array.shape[axis]
-        copy: NDArray = _core.kv_move(array, length, length, 0.0, None, None, False, True, axis)
-        return copy
+        packed: NDArray = _core.kv_move(array, length, length, 0.0, None, None, False, True, axis)
+        return packed
+
+    def copy(self) -> Self:
+        """Return an independent cache with the same content, length and capacity.
+
+        Returns
+        -------
+        KVState
+            A cache of the same class, with the same attributes. Memory is reserved for the same
+            capacity; only the current positions are copied.
+
+        Raises
+        ------
+        MemoryError
+            The memory cannot be allocated.
+
+        Examples
+        --------
+        >>> from mlstate.kv import KVState
+        >>> state = KVState((4, 2, 256, 32), capacity=512)
+        >>> other = state.copy()
+        >>> other.resize(512)
+        >>> state.seq_length, other.seq_length
+        (256, 512)
+        """
+        return copy.copy(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        array = self.array  # as long as it exists, reserve in another thread raises
+        return reduce_by_state(self, KVState, (array, self.capacity, self.dtype, self.seq_axis))
+
+    def __setstate__(self, state: Any) -> None:
+        (array, capacity, dtype, seq_axis), attributes = state
+        KVState.__init__(self, array.shape, capacity, dtype, seq_axis=seq_axis)
+        self._buffer.fill(array.astype(dtype, copy=False))  # pickle changes the byte order
+        set_attributes(self, attributes)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:
         """Return `array` to NumPy functions, copied if `dtype` or `copy` requires it."""

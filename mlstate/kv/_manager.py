@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 from .. import _core
 from ..errors import CapacityError, CompatibilityError
@@ -90,6 +91,11 @@ class StateTransitionManager:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__dict__.setdefault("seq_axis", -2)  # pickles of earlier versions do not have it
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, models=deepcopy(self.models))
+        return other
 
     def register_model(
         self,

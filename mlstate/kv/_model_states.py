@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .._common.regular_file import open_regular
 from .._common.store_error import store_error
 from .._common.text import bytes_text, names_hint, shorten, table_html
 from ..errors import FormatError
@@ -79,7 +80,7 @@ def format_error(path: str, text: str) -> FormatError:
 def read_file(path: str, most_bytes: int) -> bytes:
     """Read a small file of a model."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             data = file.read(most_bytes + 1)
     except OSError as error:
         raise store_error(error, "cannot read", path) from error

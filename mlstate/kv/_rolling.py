@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from .. import _core
 from .._common.dtypes import label_of
+from ._copies import attributes_of, reduce_by_state, set_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +51,7 @@ class RollingKVState:
     token is zero. Appending a token copies its rows and moves nothing else, at any capacity.
     Slots that were never written take no physical memory. The class is thread-safe: calls from
     several threads run one after another. Arrays from `array` stay valid as long as they exist, and
-    show the current memory. Objects cannot be pickled; store `ordered()` instead.
+    show the current memory. `copy.copy`, `copy.deepcopy` and pickle copy slots and positions.
 
     References
     ----------
@@ -219,6 +221,51 @@ class RollingKVState:
         """
         self._buffer.trim(n)
 
+    def copy(self) -> Self:
+        """Return an independent cache with the same slots, positions and number of evicted tokens.
+
+        Returns
+        -------
+        RollingKVState
+            A cache of the same class, with the same attributes.
+
+        Raises
+        ------
+        MemoryError
+            The memory cannot be allocated.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.kv import RollingKVState
+        >>> state = RollingKVState((1, 1, 4, 1), dtype=np.float32)
+        >>> state.append(np.arange(6, dtype=np.float32).reshape(1, 1, 6, 1))
+        >>> other = state.copy()
+        >>> other.trim(1)
+        >>> state.next_position, other.next_position
+        (6, 5)
+        """
+        return copy.copy(self)
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        other._buffer = self._buffer.copy()
+        set_attributes(other, attributes_of(self, RollingKVState))
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        buffer = self._buffer.copy()  # slots and counters of one moment
+        _, evicted, following, oldest = buffer.counts()
+        _, sinks, seq_axis = buffer.extent()
+        content = (buffer.view(), self.dtype, sinks, seq_axis, oldest, following, evicted)
+        return reduce_by_state(self, RollingKVState, content)
+
+    def __setstate__(self, state: Any) -> None:
+        (slots, dtype, sinks, seq_axis, *counts), attributes = state
+        RollingKVState.__init__(self, slots.shape, None, dtype, sinks=sinks, seq_axis=seq_axis)
+        self._buffer.fill(slots, *counts)
+        set_attributes(self, attributes)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:
         """Return `array` to NumPy functions, copied if `dtype` or `copy` requires it."""
         return np.array(self.array, dtype=dtype, copy=copy)
@@ -233,7 +280,7 @@ class RollingKVState:
     def _repr_html_(self) -> str:
         from .._common.text import bytes_text, table_html
 
-        length, evicted, following = self._buffer.counts()
+        length, evicted, following, _ = self._buffer.counts()
         row = {
             "shape": str(self.shape),
             "sequence axis": str(self.seq_axis),

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from .._common.text import bytes_text, names_hint, table_html
-from ..errors import MLStateError
+from ..errors import CompatibilityError, MLStateError
 from ._arguments import as_count, capacity_error, incompatible
-from ._axis import valid_axis, with_length
+from ._axis import valid_axis
 from ._context_ladder import ContextLadder, as_size
+from ._moved_positions import differ_in_sequence, moved_positions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,14 +48,6 @@ def _declared(specs: Specs) -> dict[str, tuple[tuple[int, ...], NumpyDType]]:
     return {name: (tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
 
 
-def _differ_in_sequence(shape: tuple[int, ...], new_shape: tuple[int, ...], axis: int) -> bool:
-    """Return whether two shapes differ in the sequence axis only."""
-    rank = len(shape)
-    if len(new_shape) != rank or not 2 <= rank <= 8 or not -rank <= axis < rank:
-        return False
-    return with_length(shape, axis % rank, new_shape[axis]) == new_shape
-
-
 def _select(tokens: Any, parts: tuple[range, ...]) -> Any:
     """Return the tokens of some ranges: an array for an array, else a list."""
     slices = [tokens[part.start : part.stop] for part in parts]
@@ -68,8 +61,8 @@ class StateManagerBase:
 
     A subclass overrides `_is_loader`, `_read_specs`, `_make_state`, `_resize_state` and
     `_copy_state`, and documents its models. It creates no state before `state` is read or a
-    move needs one. An empty state (position 0) moves without a read or a write: a new one is
-    created. `specs` replace descriptions of models that cannot be read.
+    move needs one. At position 0, only states of constant shape are read and written.
+    `specs` replace descriptions of models that cannot be read.
     """
 
     def __init__(
@@ -108,6 +101,12 @@ class StateManagerBase:
             if not self._is_loader(given):
                 self._context(size)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, because it owns the state of "
+            "models: create another one for the same models"
+        )
+
     def _as_specs(self, specs: Mapping[int, Any] | None) -> dict[int, Any]:
         if specs is None:
             return {}
@@ -144,13 +143,22 @@ class StateManagerBase:
         return self._seq_axis
 
     def _resize_state(
-        self, source: Any, target: Any, name: str, spec: Any, position: int, compact: bool
+        self,
+        source: Any,
+        target: Any,
+        name: str,
+        specs: tuple[Any, Any],
+        position: int,
+        compact: bool,
     ) -> None:
-        """Write the first `position` positions of a state into the target, whose spec is given."""
+        """Write the first `position` positions of a state into the target.
+
+        `specs` has the state's specs in the source and in the target.
+        """
         raise NotImplementedError
 
-    def _copy_state(self, source: Any, target: Any, name: str, spec: Any) -> None:
-        """Write a state that has the same shape in both models into the target."""
+    def _copy_state(self, source: Any, target: Any, name: str, specs: tuple[Any, Any]) -> None:
+        """Write a whole state, which has the same shape in both models, into the target."""
         raise NotImplementedError
 
     # ---- models ----
@@ -246,14 +254,16 @@ class StateManagerBase:
         axis, fault = self._axis_of(spec), None
         if spec.dtype.kind != new_spec.dtype.kind:
             fault = "; convert them with the same dtype"
-        elif shapes[0] != shapes[1] and not _differ_in_sequence(*shapes, axis):
-            fault = (
-                f": only the sequence, axis {axis}, may differ; convert them from the same weights"
-            )
-        elif shapes[0] != shapes[1] and not (
-            self._grows(size, spec) and self._grows(new_size, new_spec)
-        ):
-            fault = f": pass the lengths of axis {axis} as the sizes of the models"
+        else:
+            try:
+                moved_positions(name, *shapes, 0, axis, contexts=(size, new_size))
+            except CompatibilityError:
+                fault = (
+                    f": pass the lengths of axis {axis} as the sizes of the models"
+                    if differ_in_sequence(*shapes, axis)
+                    else f": only the sequence, axis {axis}, may differ; convert them from the "
+                    "same weights"
+                )
         if fault is not None:
             raise incompatible(
                 f"{models}state {name!r} is {expected} and {got}{fault}", name, expected, got
@@ -345,27 +355,33 @@ class StateManagerBase:
 
     def _move(self, size: int, position: int) -> None:
         """Move the state to another size; after an error the manager is unchanged."""
-        if position == 0:
-            self._context(size)
-            self._size, self._states = size, None
-            return
-        if self._states is None:
+        if self._states is None and position > 0:
             raise capacity_error(
                 f"position is {position}, but the state is empty: write tokens into `state` first, "
                 "or pass position 0",
                 0,
                 position,
             )
-        targets = self._make_states(size, self._make_target)
-        specs = self._specs[self._size], self._specs[size]
-        for source, target, have, want in zip(self._states, targets, *specs, strict=True):
-            for name, spec in want.items():
+        self._context(size)
+        if self._states is None:
+            self._size = size
+            return
+        moves = [
+            self._planned_moves(size, position, *specs)
+            for specs in zip(self._specs[self._size], self._specs[size], strict=True)
+        ]
+        if position == 0 and all(count == 0 for group in moves for count, _ in group.values()):
+            self._size, self._states = size, None
+            return
+        targets = self._make_states(size, self._make_target if position else self._make_state)
+        for source, target, planned in zip(self._states, targets, moves, strict=True):
+            for name, (positions, specs) in planned.items():
                 try:
-                    if have[name].shape == spec.shape:
-                        self._copy_state(source, target, name, spec)
-                    else:
+                    if positions is None:
+                        self._copy_state(source, target, name, specs)
+                    elif position > 0:  # else the target is empty already
                         compact = size < self._size
-                        self._resize_state(source, target, name, spec, position, compact)
+                        self._resize_state(source, target, name, specs, positions, compact)
                 except MLStateError:
                     raise
                 except Exception as error:
@@ -377,6 +393,26 @@ class StateManagerBase:
                     failure.name = name
                     raise failure from error
         self._size, self._states = size, targets
+
+    def _planned_moves(
+        self, size: int, position: int, have: Specs, want: Specs
+    ) -> dict[str, tuple[int | None, tuple[Any, Any]]]:
+        """Return the positions to move of each state, as `moved_positions`, and its specs."""
+        contexts = self._size, size
+        return {
+            name: (
+                moved_positions(
+                    name,
+                    tuple(have[name].shape),
+                    tuple(spec.shape),
+                    position,
+                    self._axis_of(spec),
+                    contexts=contexts,
+                ),
+                (have[name], spec),
+            )
+            for name, spec in want.items()
+        }
 
     def grow_if_needed(self, position: int, new_tokens: int = 1) -> LadderStep:
         """Move the state to a larger size if the next tokens do not fit.
@@ -392,7 +428,8 @@ class StateManagerBase:
         -------
         LadderStep
             "stay" or "grow" if the tokens now fit. Otherwise "stop", "refill" or "roll", as
-            `overflow` chooses, and nothing was changed: call `refill` for "refill".
+            `overflow` chooses, and nothing was changed: call `refill` for "refill". Only a "roll"
+            that begins below the largest size moves the state to the largest size.
 
         Raises
         ------
@@ -406,8 +443,8 @@ class StateManagerBase:
             A number is not an integer, or a callable did not return a model.
         """
         step = self._ladder.next_step(position, self._size, new_tokens)
-        if step.action == "grow":
-            self._move(step.size, step.kept_tokens)
+        if step.action in ("grow", "roll") and step.size != self._size:
+            self._move(step.size, as_count("position", position))
         return step
 
     def shrink(self, position: int, size: int | None = None) -> LadderStep:
@@ -482,6 +519,8 @@ class StateManagerBase:
         ------
         ValueError
             No `batch_size` was passed, or `size` is unknown.
+        CapacityError
+            The prompt leaves no room for the newest tokens. It names `prompt_tokens`.
         CompatibilityError
             The states of the model do not match.
         TypeError

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from .._common.set_module import set_module
 from .._common.text import bytes_text, table_html
 from ..errors import CapacityError, CompatibilityError
-from ._arguments import as_integer, capacity_error, incompatible
+from ._arguments import as_integer, capacity_error
 from ._model_states import shape_text
+from ._moved_positions import common_contexts, moved_positions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-AXES = ("layers", "heads", "sequence", "head dimension")
-SEQUENCE = 2
 
 
 @set_module("mlstate.coreml")
@@ -29,7 +27,7 @@ class StateMove(NamedTuple):
     name : str
         Name of the state.
     direction : {"expand", "compact", "same", "none"}
-        "none" if the state cannot move.
+        "same": the shapes are equal and the state is copied whole. "none": it cannot move.
     source_shape, target_shape : tuple of int or None
         None if the model has no state with this name.
     copied_bytes, zeroed_bytes : int
@@ -147,95 +145,6 @@ _HEADINGS = ("state", "move", "source", "target", "copied", "zeroed")
 _HTML_ROWS = 50
 
 
-def check_layout(name: str, label: str, shape: tuple[int, ...], seq_axis: int) -> None:
-    """Raise if the `label` state has a wrong rank or no such sequence axis."""
-    rank = len(shape)
-    if not 2 <= rank <= 8:
-        raise incompatible(
-            f"{name}: the {label} state has the shape {shape}; a KV state has 2 to 8 dimensions, "
-            "such as (layers, heads, sequence, head dimension)",
-            name,
-            "2 to 8 dimensions",
-            f"{rank} dimensions",
-        )
-    if not -rank <= seq_axis < rank:
-        raise incompatible(
-            f"{name}: seq_axis {seq_axis} is outside {-rank}..{rank - 1}: the {label} state has "
-            f"the shape {shape}",
-            name,
-            f"{-rank}..{rank - 1}",
-            seq_axis,
-        )
-
-
-def _is_named(rank: int, seq_axis: int) -> bool:
-    """Return whether `AXES` names the axes of a state."""
-    return rank == len(AXES) and seq_axis % rank == SEQUENCE
-
-
-def check_shapes(
-    name: str, source: tuple[int, ...], target: tuple[int, ...], seq_axis: int
-) -> None:
-    """Raise if the shapes of two states differ in more than the sequence."""
-    check_layout(name, "source", source, seq_axis)
-    check_layout(name, "target", target, seq_axis)
-    states = (
-        f"the source state is {source}, the target state {target}; use models that were converted "
-        "from the same weights"
-    )
-    rank = len(source)
-    if rank != len(target):
-        raise incompatible(
-            f"{name}: numbers of dimensions differ: {states}",
-            name,
-            f"{len(target)} dimensions",
-            f"{rank} dimensions",
-        )
-    for axis in range(rank):
-        if axis != seq_axis % rank and source[axis] != target[axis]:
-            is_named = _is_named(rank, seq_axis)
-            label = AXES[axis] if is_named else f"lengths of axis {axis}"
-            raise incompatible(
-                f"{name}: {label} differ{'s' if is_named and axis == 3 else ''}: {states}",
-                name,
-                f"{label} {target[axis]}",
-                f"{label} {source[axis]}",
-            )
-
-
-def check_position(
-    name: str,
-    source: tuple[int, ...] | None,
-    target: tuple[int, ...],
-    position: int,
-    seq_axis: int,
-) -> None:
-    """Raise if the tokens do not fit one of two shapes; None: it is not known yet."""
-    if source is not None and position > source[seq_axis]:
-        raise capacity_error(
-            f"{name}: position {position} is beyond the source state's {source[seq_axis]} "
-            f"positions{_axis_note(source, seq_axis)}; pass the number of tokens that were "
-            "processed",
-            f"0..{source[seq_axis]}",
-            position,
-            name,
-        )
-    if position > target[seq_axis]:
-        raise capacity_error(
-            f"{name}: {position} tokens do not fit the target state's {target[seq_axis]} "
-            f"positions{_axis_note(target, seq_axis)}; choose a model with at least {position}",
-            f"0..{target[seq_axis]}",
-            position,
-            name,
-        )
-
-
-def _axis_note(shape: tuple[int, ...], seq_axis: int) -> str:
-    """Return which axis is the sequence, except for the usual layout."""
-    rank = len(shape)
-    return "" if _is_named(rank, seq_axis) else f" (sequence axis {seq_axis % rank} of {shape})"
-
-
 def as_position(position: int) -> int:
     """Return a number of tokens as an int, which may be too large."""
     number = as_integer("position", position)
@@ -246,37 +155,43 @@ def as_position(position: int) -> int:
 
 
 def _problem(
-    name: str, source: Any | None, target: Any | None, position: int, seq_axis: int | None
-) -> str | None:
-    """Return why a state cannot move, or None."""
+    name: str,
+    source: Any | None,
+    target: Any | None,
+    position: int,
+    seq_axis: int | None,
+    contexts: tuple[int, int] | None,
+) -> tuple[str | None, int | None]:
+    """Return why a state cannot move, and the positions to move as `moved_positions` does."""
     if source is None or target is None:
         which = "source" if source is None else "target"
-        return f"{name}: the {which} model has no state of this name"
+        return f"{name}: the {which} model has no state of this name", None
     if source.dtype.kind != target.dtype.kind:
-        return f"{name}: {source.dtype} in the source model, {target.dtype} in the target"
-    if seq_axis is not None:
-        try:
-            check_shapes(name, source.shape, target.shape, seq_axis)
-            check_position(name, source.shape, target.shape, position, seq_axis)
-        except (CapacityError, CompatibilityError) as error:
-            return str(error)
-    return None
+        return f"{name}: {source.dtype} in the source model, {target.dtype} in the target", None
+    shapes = tuple(source.shape), tuple(target.shape)
+    try:
+        return None, moved_positions(name, *shapes, position, seq_axis, contexts=contexts)
+    except (CapacityError, CompatibilityError) as error:
+        return str(error), None
 
 
 def _plan_state(
-    name: str, source: Any | None, target: Any | None, position: int, seq_axis: int | None
+    name: str,
+    source: Any | None,
+    target: Any | None,
+    position: int,
+    seq_axis: int | None,
+    contexts: tuple[int, int] | None,
 ) -> StateMove:
     shapes = (source and source.shape, target and target.shape)
-    problem = _problem(name, source, target, position, seq_axis)
+    problem, positions = _problem(name, source, target, position, seq_axis, contexts)
     if source is None or target is None or problem is not None:
         return StateMove(name, "none", *shapes, 0, 0, problem)
-    if seq_axis is None:
+    if positions is None or seq_axis is None:
         return StateMove(name, "same", *shapes, target.nbytes, 0, None)
     lengths = source.shape[seq_axis], target.shape[seq_axis]
-    direction: Literal["expand", "compact", "same"] = (
-        "expand" if lengths[0] < lengths[1] else "compact" if lengths[0] > lengths[1] else "same"
-    )
-    copied = target.nbytes // lengths[1] * position if position else 0
+    direction: Literal["expand", "compact"] = "expand" if lengths[0] < lengths[1] else "compact"
+    copied = target.nbytes // lengths[1] * positions if positions else 0
     return StateMove(name, direction, *shapes, copied, target.nbytes - copied, None)
 
 
@@ -289,13 +204,18 @@ def plan_states(
     """Plan the move of the source's states to the target's.
 
     `axis_of` returns the sequence axis of a state; None for a state that has the same shape in
-    both models and is copied as it is.
+    both models.
     """
     names = [*want, *(name for name in have if name not in want)]
+    contexts = common_contexts(
+        (tuple(have[name].shape), tuple(want[name].shape), axis_of(name))
+        for name in want
+        if name in have
+    )
     return TransitionPlan(
         position,
         tuple(
-            _plan_state(name, have.get(name), want.get(name), position, axis_of(name))
+            _plan_state(name, have.get(name), want.get(name), position, axis_of(name), contexts)
             for name in names
         ),
         sum(spec.nbytes for spec in have.values()),

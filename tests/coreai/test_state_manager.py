@@ -172,6 +172,24 @@ def test_refill_awaits_every_batch():
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("awaits", [False, True])
+def test_a_prompt_that_takes_all_kept_tokens_is_followed_by_the_newest(awaits):
+    manager = StateManager(Function(DYNAMIC), (16,), batch_size=4, prompt_tokens=11)
+    written = []
+
+    def prefill(tokens, position, state):
+        written.extend(tokens)
+
+    async def prefill_async(tokens, position, state):
+        prefill(tokens, position, state)
+
+    if awaits:
+        step = asyncio.run(manager.refill_async(range(17), prefill_async))
+    else:
+        step = manager.refill(range(17), prefill)
+    assert step.indices == written == [*range(11), 16]
+
+
 @pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError])
 def test_failed_refill_restores_the_state(error):
     manager = StateManager(Function(DYNAMIC), (8,), batch_size=4)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tries import tries
 
@@ -137,6 +137,8 @@ def test_any_settings_give_the_peers_tokens(
     example, peers, prompt, batch_size, reserve_batches, overflow, preserve_prompt
 ):
     sizes, count = (8, 12, 20, 32), 80
+    kept = min(max(1, 32 // batch_size - reserve_batches) * batch_size, 32 - batch_size)
+    assume(not preserve_prompt or len(prompt) < kept)  # else the peer drops the newest token
     shared = {"batch_size": batch_size, "reserve_batches": reserve_batches}
     tokens, _ = our_tokens(
         example,
@@ -157,6 +159,19 @@ def test_any_settings_give_the_peers_tokens(
         preserve_prompt=preserve_prompt,
         **shared,
     )
+
+
+def test_a_prompt_that_takes_all_kept_tokens_is_followed_by_the_newest(example):
+    """The peer would keep the prompt alone, and write the next token where the newest was."""
+    prompt = list(range(1, 25))
+    options = {"overflow": "shift_refill", "batch_size": 4, "reserve_batches": 4}
+    tokens, manager = our_tokens(example, (16, 32), prompt, 40, prompt_tokens=24, **options)
+    assert ("refill", 32) in manager.changes and len(tokens) == 40
+    history = [*prompt, *tokens]
+    for start in range(33, len(history), 5):  # a refill keeps 4 of the tokens after the prompt
+        window = [*prompt, *history[start - 4 : start]]
+        alone, _ = our_tokens(example, (16, 32), window, 5, **options)
+        assert alone[: len(history) - start] == history[start : start + 5]
 
 
 def test_a_prompt_longer_than_every_context_is_refilled(example):

@@ -1,5 +1,6 @@
 """The state of models with several context sizes: growing, shrinking, refilling, errors."""
 
+import random
 import sys
 import tracemalloc
 from types import SimpleNamespace
@@ -307,6 +308,45 @@ def test_a_refill_that_drops_nothing_changes_nothing():
     assert manager.refill(range(12), pytest.fail).action == "stop" and manager.state is full
 
 
+def test_refills_and_shrinks_of_random_ladders_keep_the_newest_token():
+    rng, refills = random.Random(5), 0
+    for _ in range(200):
+        sizes = sorted(rng.sample(range(2, 40), 2))
+        prompt = rng.choice([0, 1, rng.randint(0, 40)])
+        manager = managed(
+            *sizes,
+            overflow="shift_refill",
+            batch_size=rng.randint(1, 12),
+            reserve_batches=rng.randint(0, 4),
+            prompt_tokens=prompt,
+        )
+        former, written = manager.state, []
+        history = list(range(sizes[1] + rng.randint(1, 9)))
+        try:
+            step = manager.refill(history, lambda tokens, *_: written.extend(tokens))  # noqa: B023
+        except CapacityError as error:
+            assert error.name == "prompt_tokens" and not written and manager.state is former
+            continue
+        refills += 1
+        assert step.action == "refill" and len(written) == step.kept_tokens < len(history)
+        assert written[-1] == history[-1] and written[:prompt] == history[:prompt]
+        step = manager.shrink(min(sizes[0], len(written)))
+        assert step.indices[-1] == min(sizes[0], len(written)) - 1
+    assert refills > 100
+
+
+def test_a_prompt_without_room_changes_nothing():
+    manager = refilled(prompt_tokens=13)
+    full = manager.state
+    for move in (
+        lambda: manager.grow_if_needed(16),
+        lambda: manager.refill(range(17), pytest.fail),
+    ):
+        with pytest.raises(CapacityError, match="pass prompt_tokens of at most 12") as caught:
+            move()
+        assert caught.value.name == "prompt_tokens" and manager.state is full
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failed_prefill_leaves_the_former_state(error):
     manager = refilled()
@@ -433,11 +473,17 @@ def test_models_whose_states_differ_are_refused_before_anything_changes(shapes, 
 
 
 def test_each_state_must_have_the_positions_of_its_model():
-    shapes = {"k": (2, 1, 16, 8), "v": (2, 1, 12, 8)}
-    with pytest.raises(
-        CompatibilityError, match=r"'v' is .* pass the lengths of axis -2 as the sizes"
-    ):
-        StateManager({8: Model(8, k=(2, 1, 8, 8), v=(2, 1, 8, 8)), 16: Model(16, **shapes)})
+    def models(small, large):
+        shapes = {8: {"k": (2, 1, 8, 8), "v": (2, 1, small, 8)}}
+        shapes[16] = {"k": (2, 1, 16, 8), "v": (2, 1, large, 8)}
+        return {size: Model(size, **shapes[size]) for size in shapes}
+
+    for lengths in ((4, 12), (1, 2), (12, 16), (8, 17), (8, 7)):
+        with pytest.raises(
+            CompatibilityError, match=r"'v' is .* pass the lengths of axis -2 as the sizes"
+        ):
+            StateManager(models(*lengths))
+    StateManager(models(8, 12))  # a window of 12 positions
 
 
 def test_numbers_of_chunk_models_with_own_states_must_be_equal():

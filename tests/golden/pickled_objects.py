@@ -120,6 +120,24 @@ def cache_state():
     return kv.CacheState(spec, arrays, 2)
 
 
+def foreign_ring():
+    entry = kv.CacheEntry("keys", "sliding", (1, 6, 1), "float32", window=5, sinks=1, next_slot=3)
+    return kv.CacheState(kv.CacheSpec([entry]), {"keys": A.reshape(1, 6, 1)}, 20)
+
+
+def kv_state():
+    made = kv.KVState((1, 2, 3, 4), 8, np.float32)
+    made.array[...] = 7
+    return made
+
+
+def rolling_kv_state():
+    made = kv.RollingKVState((1, 4, 1), dtype=np.float32, sinks=1)
+    made.append(np.arange(6, dtype=np.float32).reshape(1, 6, 1))
+    made.trim(1)
+    return made
+
+
 def combined_strategy():
     return kv.CombinedStrategy(prefill=512, generate=(256, 128), expand_at=250)
 
@@ -251,6 +269,9 @@ OBJECTS = {
     "context_ladder": context_ladder,
     "combined_strategy": combined_strategy,
     "cache_state": cache_state,
+    "foreign_ring": foreign_ring,
+    "kv_state": kv_state,
+    "rolling_kv_state": rolling_kv_state,
     "transition_manager": transition_manager,
     "fake_state": lambda: coreml.FakeMLState({"kv_cache": (1, 1, 2, 4)}),
     "state_shape_warning": lambda: coreml.StateShapeWarning("text"),

@@ -18,8 +18,7 @@ STATES = {"state_dict": state_dict, "model_state": model_state, "optimizer_state
 # Their objects hold locks, memory, processes or callables of the user.
 NEVER_PICKLED = {
     *(
-        "KVState",
-        "RollingKVState",
+        "Snapshot",
         "Work",
         "LocalGroup",
         "SaveHandle",

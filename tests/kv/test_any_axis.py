@@ -192,7 +192,7 @@ print("same")
 """
 
 
-@pytest.mark.parametrize("copy", ["plain", "stream1", "stream4", "auto"])
+@pytest.mark.parametrize("copy", ["plain", "loop", "stream1", "auto"])
 def test_short_rows_with_each_way_to_store(copy):
     assert child.run(SHORT_ROWS, MLSTATE_COPY=copy).strip() == "same"
 

@@ -101,7 +101,10 @@ def test_entries_are_immutable_values():
         ({"dtype": object}, CompatibilityError, "is not supported"),
         ({"window": 9}, CompatibilityError, "window and sinks belong to kind 'sliding'"),
         ({"sinks": 1}, CompatibilityError, "belong to kind 'sliding', not to 'full'"),
-        ({"kind": "sliding", "window": 63}, CompatibilityError, "64 positions, more than the w"),
+        ({"kind": "sliding", "next_slot": 65}, CapacityError, "slot 65 is beyond the 64 positions"),
+        ({"kind": "sliding", "next_slot": -1}, CapacityError, "next_slot must be at least 0"),
+        ({"next_slot": 0}, CompatibilityError, "next_slot belongs to kind 'sliding', not to 'full"),
+        ({"kind": "recurrent", "next_slot": 0}, CompatibilityError, "sliding', not to 'recurrent"),
         ({"kind": "sliding", "sinks": 64}, CompatibilityError, "64 sinks leave no position"),
         ({"kind": "sliding", "sinks": -1}, CapacityError, "sinks must be at least 0"),
         ({"kind": "sliding", "window": 0}, CapacityError, "window must be at least 1"),
@@ -123,9 +126,9 @@ def test_an_entry_that_makes_no_sense_is_refused(change, error, text):
 
 
 def test_errors_have_fields():
-    with pytest.raises(CompatibilityError) as caught:
-        entry("sliding", window=63)
-    assert (caught.value.name, caught.value.expected, caught.value.got) == ("0.keys", "1..63", "64")
+    with pytest.raises(CapacityError) as caught:
+        entry("sliding", next_slot=65)
+    assert (caught.value.name, caught.value.expected, caught.value.got) == ("0.keys", "0..64", "65")
     with pytest.raises(CompatibilityError) as caught:
         entry("quantized", group=24)
     assert caught.value.name == "0.keys" and caught.value.got == "32"

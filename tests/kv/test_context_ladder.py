@@ -1,6 +1,8 @@
 """Decisions on the size of a cache, against formulas written independently of the ladder."""
 
 import pickle
+import random
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -21,22 +23,26 @@ SIZES = (512, 1024, 2048, 3072, 4096)
 
 
 def refilled(tokens, context, batch_size, reserve_batches, prompt):
-    """The tokens that the growing-inference client keeps, or None if it stops.
+    """The tokens that a refill keeps, None if it stops, or "refused" for a prompt without room.
 
-    The formula as its description words it, on lists of tokens.
+    The formula of the growing-inference client as its description words it, on lists of tokens.
+    The client keeps the prompt alone if the formula has no token for others, and loses the newest
+    token: these prompts are followed by one batch of the newest tokens instead.
     """
     valid = len(tokens)
+    if len(prompt) == valid <= context:
+        return None
     kept = max(1, context // batch_size - reserve_batches) * batch_size
-    kept = min(valid, context, kept, context - min(batch_size, context - 1))
-    kept = max(kept, 1)
-    if prompt:
-        first = prompt[: context - 1]  # the prompt is cut to one less than the context
-        kept = max(kept, len(first))
-        others = tokens[len(first) :]
-        room = kept - len(first)
-        result = first + (others[-room:] if room else [])
-    else:
-        result = tokens[-kept:]
+    kept = max(1, min(context, kept, context - min(batch_size, context - 1)))
+    if kept <= len(prompt):
+        newest = batch_size
+        while newest > 1 and len(prompt) + newest + batch_size > context:
+            newest -= 1
+        kept = len(prompt) + newest
+        if len(prompt) + batch_size > context:
+            return "refused"
+    others = tokens[len(prompt) :]
+    result = prompt + others[max(0, len(others) - (kept - len(prompt))) :]
     return None if len(result) >= valid else result
 
 
@@ -109,23 +115,20 @@ def test_growth_begins_when_the_next_token_does_not_fit():
 def check_next_step(ladder, position, new_tokens, size):
     position, top = min(position, size), ladder.sizes[-1]
     tokens = [7 * i + 3 for i in range(position + new_tokens)]
-    step = ladder.next_step(position, size, new_tokens)
+    step = partial(ladder.next_step, position, size, new_tokens)
     if len(tokens) <= top:
         smallest = min(s for s in ladder.sizes if s >= len(tokens))
         action = "stay" if len(tokens) <= size else "grow"
         kept = (range(position),) if position else ()
-        assert step == LadderStep(action, max(smallest, size), kept)
+        assert step() == LadderStep(action, max(smallest, size), kept)
     else:
-        prompt = tokens[: ladder.prompt_tokens]
-        wanted = refilled(tokens, top, ladder.batch_size, ladder.reserve_batches, prompt)
-        check_refill(ladder, step, tokens, wanted, top)
+        check_refill(ladder, step, tokens, top)
 
 
 def check_shrink(ladder, position, size):
     tokens = list(range(1000, 1000 + position))
-    prompt = tokens[: ladder.prompt_tokens]
-    wanted = refilled(tokens, size, ladder.batch_size, ladder.reserve_batches, prompt)
-    check_refill(ladder, ladder.refill(position, size), tokens, wanted, size)
+    refill = partial(ladder.refill, position, size)
+    check_refill(ladder, refill, tokens, size)
     if position <= size:
         step = ladder.shrink(position, size)
         assert step == LadderStep("shrink", size, (range(position),) if position else ())
@@ -133,17 +136,25 @@ def check_shrink(ladder, position, size):
     else:
         with pytest.raises(CapacityError, match=f"{position} tokens do not fit into {size} pos"):
             ladder.shrink(position, size)
-        assert ladder.shrink(position, size, refill=True) == ladder.refill(position, size)
+        check_refill(ladder, partial(ladder.shrink, position, size, refill=True), tokens, size)
 
 
-def check_refill(ladder, step, tokens, wanted, size):
-    """The step keeps `wanted`, in batches that cover the new cache once."""
+def check_refill(ladder, refill, tokens, size):
+    """The step keeps the tokens of the formula, in batches that cover the new cache once."""
+    prompt = tokens[: ladder.prompt_tokens]
+    wanted = refilled(tokens, size, ladder.batch_size, ladder.reserve_batches, prompt)
+    if wanted == "refused":
+        with pytest.raises(CapacityError, match="pass prompt_tokens of at most") as caught:
+            refill()
+        assert caught.value.name == "prompt_tokens"
+        return
+    step = refill()
     if wanted is None:
         assert step.action == "stop" and step.indices == list(range(len(tokens)))
         assert not step.batches and not step.dropped
         return
     assert (step.action, step.size) == ("refill", size)
-    assert taken(step, tokens) == wanted
+    assert taken(step, tokens) == wanted and wanted[-1] == tokens[-1]
     assert step.kept_tokens == len(wanted) <= size
     assert sorted({*step.indices, *step.dropped}) == list(range(len(tokens)))
     assert len(step.dropped) == len(tokens) - len(wanted) > 0
@@ -223,17 +234,124 @@ def test_a_generation_with_eight_refills(keep_prompt, reserve):
 
 def test_nothing_to_drop_stops():
     ladder = ContextLadder([256, 512], batch_size=64, prompt_tokens=200, reserve_batches=6)
-    assert ladder.refill(200) == LadderStep("stop", 512, (range(200),))
-    assert ladder.refill(0) == LadderStep("stop", 512, ())
-    step = ladder.refill(201)
-    assert (step.action, step.kept, step.dropped) == ("refill", (range(200),), range(200, 201))
-    assert step.batches == ((0, 64), (64, 128), (128, 192), (192, 200))
+    for position in (0, 200, 264):
+        kept = (range(position),) if position else ()
+        assert ladder.refill(position) == LadderStep("stop", 512, kept)
+    step = ladder.refill(265)
+    assert (step.action, step.kept) == ("refill", (range(200), range(201, 265)))
+    assert step.batches[-2:] == ((192, 256), (256, 264))
 
 
-def test_a_prompt_longer_than_the_context_is_cut():
-    ladder = ContextLadder([8, 16], overflow="shift_refill", batch_size=4, prompt_tokens=40)
-    step = ladder.next_step(0, 8, new_tokens=50)
-    assert (step.size, step.kept, step.dropped) == (16, (range(15),), range(15, 50))
+def test_a_long_prompt_is_followed_by_the_newest_tokens():
+    def kept(prompt_tokens, **settings):
+        settings = {"batch_size": 64, "reserve_batches": 2} | settings
+        ladder = ContextLadder([512], prompt_tokens=prompt_tokens, **settings)
+        return ladder.refill(513).kept
+
+    assert kept(383) == (range(383), range(512, 513))  # whole batches: 384 tokens
+    assert kept(384) == (range(384), range(449, 513))  # a batch, then one more fits
+    assert kept(400) == (range(400), range(465, 513))  # as many as leave room for one more batch
+    assert kept(100, reserve_batches=7) == (range(100), range(449, 513))
+    assert kept(447) == (range(447), range(512, 513))
+    assert kept(448) == (range(448), range(512, 513))
+
+
+def test_a_prompt_without_room_for_a_batch_is_refused_by_name():
+    ladder = ContextLadder([8, 16], overflow="shift_refill", batch_size=4, prompt_tokens=13)
+    for refill in (
+        lambda: ladder.next_step(16, 16),
+        lambda: ladder.refill(14),
+        lambda: ladder.shrink(17, refill=True),
+    ):
+        with pytest.raises(CapacityError) as caught:
+            refill()
+        assert str(caught.value) == (
+            "prompt_tokens keeps 13 tokens, which do not fit into 16 positions together with a "
+            "batch of 4: pass prompt_tokens of at most 12, or a larger size"
+        )
+        error = caught.value
+        assert (error.name, error.expected, error.got) == ("prompt_tokens", "0..12", "13")
+    assert ladder.next_step(0, 8, new_tokens=16).action == "grow"
+    assert ladder.refill(13).action == "stop"  # all of it is the prompt, and it fits
+    with pytest.raises(CapacityError, match="keeps 9 tokens, which do not fit into 8 positions"):
+        ladder.refill(9, 8)
+    assert "raise CapacityError: 13 prompt_tokens leave no room" in ladder._repr_html_()
+
+
+def random_ladder(rng):
+    sizes = sorted(rng.sample(range(1, 48), rng.randint(1, 4)))
+    return ContextLadder(
+        sizes,
+        overflow=rng.choice(["stop", "shift_refill", "shift_refill", "roll"]),
+        batch_size=rng.choice([1, 2, 3, 4, 8, 16, 50]),
+        reserve_batches=rng.choice([0, 0, 1, 2, 5]),
+        prompt_tokens=rng.choice([0, 0, 1, rng.randint(0, 50)]),
+    )
+
+
+def follow(ladder, rng, calls):
+    """Generate by the steps of a ladder; check the tokens in the cache after each step."""
+    size, cache, count, refills = ladder.sizes[0], [], 0, []
+    for _ in range(calls):
+        position = count if ladder.overflow == "roll" else len(cache)
+        new = list(range(count, count + rng.choice([1, 1, 1, 2, 7])))
+        try:
+            step = ladder.next_step(position, size, len(new))
+        except CapacityError as error:
+            assert error.name == "prompt_tokens" or "new tokens exceed" in str(error)
+            return refills
+        known = list(range(count)) if step.action == "roll" else cache
+        known = known + new
+        kept = [known[i] for i in step.indices]
+        assert all(a < b for a, b in pairwise(step.indices))
+        if step.action == "stop":
+            assert ladder.overflow == "stop" and kept == cache
+            return refills
+        if step.action == "refill":
+            refills.append(count)
+            prompt = known[: ladder.prompt_tokens]
+            assert kept[: len(prompt)] == prompt and kept[len(prompt) :]
+            assert kept[-1] == new[-1]
+            assert kept[len(prompt) :] == known[len(prompt) - len(kept) :]
+            assert [b for a, b in step.batches][-1] == len(kept)
+            room = step.size - len(kept)
+            batch = min(ladder.batch_size, step.size - 1)
+            one_less = len(prompt) + 1 + batch > step.size
+            assert room >= (batch - 1 if one_less else batch)
+            cache = kept
+        else:
+            assert step.action == "roll" or kept == cache
+            dropped = {known[i] for i in step.dropped}
+            assert kept == [token for token in cache if token not in dropped]
+            cache = kept + new
+        count, size = count + len(new), step.size
+        assert cache[-1] == count - 1 and len(cache) <= size
+        assert cache[: ladder.prompt_tokens] == list(range(min(ladder.prompt_tokens, len(cache))))
+    return refills
+
+
+def check_any_refill(ladder, position, size):
+    """A refill to any size keeps prompt and newest token, drops nothing, or is refused."""
+    batch, prompt = ladder.batch_size, min(ladder.prompt_tokens, position)
+    fits = prompt + batch * (1 + ladder.reserve_batches) <= size
+    try:
+        steps = ladder.refill(position, size), ladder.shrink(position, size, refill=True)
+    except CapacityError as error:
+        assert error.name == "prompt_tokens" and not fits and prompt + batch > size
+        return
+    for step in steps:
+        assert step.indices[-1:] == ([position - 1] if position else [])
+        assert step.indices[:prompt] == list(range(prompt)) and step.kept_tokens <= step.size
+        assert step.action == "refill" or step.indices == list(range(position))
+
+
+def test_the_newest_token_is_never_lost_in_3000_random_ladders():
+    rng, refills = random.Random(6), 0
+    for _ in range(3000):
+        ladder = random_ladder(rng)
+        refills += len(follow(ladder, rng, 30))
+        check_any_refill(ladder, rng.randint(0, 99), rng.choice(ladder.sizes))
+    assert refills > 5000
 
 
 # ---- rolling ----
@@ -243,8 +361,13 @@ def test_a_prompt_longer_than_the_context_is_cut():
 @settings(max_examples=tries(300), deadline=None)
 def test_a_roll_drops_the_oldest_tokens_after_the_prompt(ladder, writes):
     top, size, position, held = ladder.sizes[-1], ladder.sizes[0], 0, []
-    sinks = min(ladder.prompt_tokens, top - 1)
+    sinks = ladder.prompt_tokens
     for new_tokens in writes:
+        if sinks >= top and position + new_tokens > top:
+            with pytest.raises(CapacityError, match="together with one new token") as caught:
+                ladder.next_step(position, size, new_tokens)
+            assert caught.value.name == "prompt_tokens"
+            return
         if new_tokens > top - sinks and position + new_tokens > top:
             with pytest.raises(CapacityError, match=f"write at most {top - sinks} at once"):
                 ladder.next_step(position, size, new_tokens)

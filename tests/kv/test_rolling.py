@@ -1,8 +1,6 @@
 """A cache that evicts its oldest tokens, compared with a plain list of tokens."""
 
-import copy
 import gc
-import pickle
 
 import numpy as np
 import pytest
@@ -273,13 +271,6 @@ def test_ordered_and_positions_are_copies():
     ordered[...] = 0
     positions[...] = 7
     assert (state.ordered() == 1).all() and state.positions().tolist() == [0, 1, -1, -1, -1, -1]
-
-
-def test_a_state_is_not_pickled():
-    state = RollingKVState((2, 3, 6, 5))
-    for attempt in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(TypeError, match="cannot pickle"):
-            attempt(state)
 
 
 def test_repr_and_page():

@@ -1,5 +1,7 @@
 """Leak cases of KV caches."""
 
+import pickle
+
 import numpy as np
 import pytest
 from leak_cases import case, each, raises, with_members
@@ -75,7 +77,7 @@ def masks(_):
     ), [out]
 
 
-@case(*with_members("KVState", "from_array resize reserve contiguous"))
+@case(*with_members("KVState", "from_array resize reserve contiguous copy"))
 def kv_state(_):
     array = cache()
 
@@ -83,7 +85,7 @@ def kv_state(_):
         state = kv.KVState.from_array(array, capacity=16)
         state.resize(16)
         state.reserve(32)
-        state.contiguous()
+        state.contiguous(), state.copy(), pickle.loads(pickle.dumps(state))
         view = state.array
         raises(errors.CapacityError, state.resize, 64)()
         del state
@@ -92,7 +94,7 @@ def kv_state(_):
     return each(run, raises(ValueError, kv.KVState, (1, 1, 8, 4), 4)), [array]
 
 
-@case(*with_members("RollingKVState", "append ordered positions trim"))
+@case(*with_members("RollingKVState", "append ordered positions trim copy"))
 def rolling_kv_state(_):
     array = cache()
 
@@ -101,7 +103,11 @@ def rolling_kv_state(_):
         state.append(array)
         state.trim(1)
         state.ordered()
-        state.positions()
+        state.positions(), state.copy()
+        pickled = state.__reduce__()[2]
+        state.__setstate__(pickled)
+        raises(errors.CapacityError, state._buffer.fill, state.array.copy(), 0, 3, 0)()
+        raises(TypeError, state._buffer.fill, "no array", 2, 3, 0)()
         view = state.array
         raises(errors.CapacityError, state.trim, 64)()
         raises(errors.CompatibilityError, state.append, array[0])()
@@ -126,7 +132,8 @@ def rotate_keys(_):
     "CacheSpec.entry_of",
     "CacheState",
     *(f"CacheState.{n}" for n in ("view", "positions", "ordered", "advance", "resize", "trim")),
-    "CacheState.crop",
+    *(f"CacheState.{n}" for n in ("crop", "copy", "next_slot", "snapshot", "restore")),
+    "Snapshot",
 )
 def cache_state(_):
     array, ring = cache(), np.ones((2, 4, 4), np.float32)
@@ -141,6 +148,11 @@ def cache_state(_):
         spec.entry_of("keys")
         state = kv.CacheState(spec, {"keys": array, "ring": ring}, 2)
         state.advance(1)
+        state.restore(state.snapshot())
+        copied = state.copy()
+        copied.next_slot("ring"), copied.ordered("ring", copy=False)
+        raises(ValueError, copied.restore, state.snapshot())()
+        raises(errors.CompatibilityError, state.next_slot, "keys")()
         state.resize(16)
         state.trim(1)
         state.crop(1)

@@ -2,6 +2,7 @@
 
     python interrupts.py lines CASE MOST
     python interrupts.py signals CASE TRIES SEED
+    python interrupts.py storms CASE TRIES SEED
 
 Each case runs in its own process, whose descriptors and threads are counted, and whose exit is part
 of the test. The output is one line of JSON. `MOST` is the number of lines to try (0: all).
@@ -11,11 +12,13 @@ import ast
 import faulthandler
 import functools
 import gc
+import hashlib
 import json
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -26,8 +29,17 @@ from types import MappingProxyType
 import numpy as np
 
 import mlstate
-from mlstate.checkpoint import CheckpointManager, prune, reshard, save_async
+from mlstate import coreai
+from mlstate.checkpoint import (
+    CheckpointManager,
+    export_huggingface,
+    export_huggingface_async,
+    prune,
+    reshard,
+    save_async,
+)
 from mlstate.checkpoint._files.convert import read_any, write_any
+from mlstate.checkpoint._files.safetensors_verify import verify_file
 
 PACKAGE = str(Path(mlstate.__file__).parent) + os.sep
 SECONDS = 20  # limit for threads to end
@@ -232,6 +244,112 @@ class Convert(Save):
         assert not list(folder.glob("*.tmp"))
 
 
+class Export(Save):
+    """An export as a Hugging Face folder, with other files."""
+
+    def prepare(self, folder):
+        (folder / "source").mkdir()
+        (folder / "source" / "config.json").write_text("{}")
+
+    def call(self, folder):
+        export_huggingface(folder / "hf", NEW, files_from=folder / "source", max_shard_bytes=9000)
+
+    def check(self, folder):
+        if (folder / "hf").exists():
+            assert same(mlstate.load(folder / "hf").model, NEW)
+            shutil.rmtree(folder / "hf")
+        self.call(folder)
+        assert same(mlstate.load(folder / "hf").model, NEW)
+        left = {path.name for path in folder.iterdir()}
+        assert left == {"hf", "source"}, left
+
+
+class ExportAsync(Export):
+    """The same, asynchronously; an export whose handle was lost continues to its end."""
+
+    files = (PACKAGE, threading.__file__)
+
+    def call(self, folder):
+        export_huggingface_async(folder / "hf", NEW, files_from=folder / "source").wait()
+
+
+class Files(Save):
+    """Single files: safetensors, and the files of a Core AI model."""
+
+    def prepare(self, folder):
+        mlstate.save_file(OLD, folder / "w.safetensors")
+        model = folder / "m.aimodel"
+        model.mkdir()
+        for name, data in {
+            "main.mlirb": b"program",
+            "main.hash": hashlib.sha256(b"program").digest(),
+            "metadata.json": b"{}",
+        }.items():
+            (model / name).write_bytes(data)
+
+    def call(self, folder):
+        mlstate.save_file(NEW, folder / "w.safetensors")
+        mlstate.load_file(folder / "w.safetensors")
+        mlstate.load_file(folder / "w.safetensors", mmap=True)
+        verify_file(folder / "w.safetensors")
+        coreai.verify(folder / "m.aimodel")
+
+    def check(self, folder):
+        found = mlstate.load_file(folder / "w.safetensors")
+        assert same(found, OLD) or same(found, NEW)
+        self.call(folder)
+        assert {path.name for path in folder.iterdir()} == {"w.safetensors", "m.aimodel"}
+
+
+SERVER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from gcs_server import GcsServer
+with GcsServer() as server:
+    print(json.dumps(server.options()), flush=True)
+    sys.stdin.read()
+"""
+
+
+class Store(Save):
+    """A save to an object store, and loads with and without a cache; in a server's process."""
+
+    server = None
+
+    def options(self, folder):
+        """Return the options for the server, which runs until this process ends."""
+        if Store.server is None:
+            support = str(Path(__file__).parent.parent / "support")
+            Store.server = subprocess.Popen(
+                [sys.executable, "-c", SERVER, support], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            Store.access = json.loads(Store.server.stdout.readline())
+        (folder / "scratch").mkdir(exist_ok=True)
+        return {
+            **Store.access,
+            "scratch_folder": str(folder / "scratch"),
+            "cache_folder": str(folder / "cache"),
+        }
+
+    def prepare(self, folder):
+        mlstate.save("gs://bucket/run", OLD, storage_options=self.options(folder))
+
+    def call(self, folder):
+        options = self.options(folder)
+        mlstate.save("gs://bucket/run", NEW, storage_options=options)
+        for _ in range(2):
+            mlstate.load("gs://bucket/run", storage_options=options)
+
+    def check(self, folder):
+        options = self.options(folder)
+        found = mlstate.load("gs://bucket/run", storage_options=options).model
+        assert same(found, OLD) or same(found, NEW)
+        assert not list((folder / "scratch").iterdir()), list((folder / "scratch").iterdir())
+        assert not list((folder / "cache").rglob("*.tmp"))
+        self.call(folder)
+
+
 CASES = {
     "save": Save,
     "new": New,
@@ -246,6 +364,10 @@ CASES = {
     "manager_async": ManagerAsync,
     "reshard": Reshard,
     "convert": Convert,
+    "export": Export,
+    "export_async": ExportAsync,
+    "files": Files,
+    "store": Store,
 }
 
 
@@ -340,14 +462,14 @@ def spread(count, most):
 
 
 def descriptors():
-    """The open descriptors."""
+    """The open descriptors, without the engine's connections to a store."""
     found = []
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
             found.append(str(entry.readlink()))
         except FileNotFoundError:
             continue
-    return sorted(found)
+    return sorted(name for name in found if not name.startswith("socket:"))
 
 
 def threads_end():
@@ -383,7 +505,7 @@ class Bench:
         try:
             threads_end()
             case.check(folder)
-            case.manager = None
+            case.manager = case.kept = None
             gc.collect()
             left = descriptors()
             open_before = getattr(self, "open", left)
@@ -416,20 +538,33 @@ def try_lines(name, most):
 # ---- signals ----
 
 
-def run_signalled(case, folder, delay):
-    """Make the call with a signal after `delay` seconds; return whether it arrived in time."""
+def run_signalled(case, folder, delay, later=()):
+    """Make the call with a signal after `delay` seconds; return whether it arrived in time.
+
+    `later` has the seconds until further signals, each after the one before: during the clean-up.
+    The exceptions are kept until the end, with the frames to which their tracebacks refer.
+    """
+    pending = list(later)
 
     def interrupt(number, frame):
+        if pending:
+            signal.setitimer(signal.ITIMER_REAL, pending.pop())
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, interrupt)
     came = False
     try:
-        signal.setitimer(signal.ITIMER_REAL, delay)
-        case.call(folder)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt:
-        came = True
+        try:
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            case.call(folder)
+            pending.clear()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt as error:
+            came = True
+            case.kept = error
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt as error:  # the next one came here
+        case.kept = error
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0)
     return came
@@ -442,16 +577,17 @@ def run_timed(case, folder):
     return time.perf_counter() - start
 
 
-def try_signals(name, tries, seed):
-    """Interrupt a case at random moments."""
+def try_signals(name, tries, seed, signals=1):
+    """Interrupt a case at random moments; with several signals, its clean-up too."""
     bench = Bench(name)
     seconds, _ = bench.try_once(lambda case, folder: run_timed(case, folder))
     chance = random.Random(seed)
     came = 0
     for number in range(tries):
         delay = chance.uniform(1e-6, seconds)
+        later = [10 ** chance.uniform(-5, -3) for _ in range(signals - 1)]
         in_time, wrong = bench.try_once(
-            lambda case, folder, delay=delay: run_signalled(case, folder, delay)
+            lambda case, folder, delay=delay, later=later: run_signalled(case, folder, delay, later)
         )
         came += in_time
         if wrong is not None:
@@ -461,7 +597,9 @@ def try_signals(name, tries, seed):
 
 def main(kind, name, *numbers):
     """Print the result as JSON."""
-    result = {"lines": try_lines, "signals": try_signals}[kind](name, *map(int, numbers))
+    kinds = {"lines": try_lines, "signals": try_signals}
+    kinds["storms"] = functools.partial(try_signals, signals=3)
+    result = kinds[kind](name, *map(int, numbers))
     print(json.dumps(result))
 
 

@@ -17,8 +17,9 @@ SEED = int(os.environ.get("MLSTATE_FAULTS_SEED", "20"))
 LINES = {"few": 8, "slice": 100, "all": 0}[AMOUNT]
 SIGNALS = {"few": 8, "slice": 100, "all": 1000}[AMOUNT]
 SECONDS = {"few": 100, "slice": 200, "all": 3000}[AMOUNT]
-CASES = ("save", "async", "prune", "manager_async")
+CASES = ("save", "async", "prune", "manager_async", "export", "export_async", "files")
 MORE = ("new", "incremental", "load", "verify", "repair", "mend", "manager", "reshard", "convert")
+NEED_STORE = ("store",)
 STORMS = ("save", "async")
 MORE_STORMS = ("incremental", "manager", "manager_async", "prune")
 
@@ -49,8 +50,10 @@ def attempt(*arguments):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("case", few_of(CASES, MORE))
+@pytest.mark.parametrize("case", few_of(CASES, MORE + NEED_STORE))
 def test_an_interrupt_at_any_line_leaves_nothing(case):
+    if case in NEED_STORE:
+        pytest.importorskip("obstore", reason="needs obstore: mlstate[remote]")
     found = attempt("lines", case, LINES)
     print(sum(found["tried"].values()), "lines tried,", len(found["skipped"]), "reasons to skip")
     assert not found["failures"], "\n".join(found["failures"])
@@ -63,3 +66,9 @@ def test_an_interrupt_at_any_moment_leaves_nothing(case):
     print(found["tried"], "signals tried,", found["came"], "came in the call")
     assert not found["failures"], "\n".join(found["failures"])
     assert AMOUNT == "few" or found["came"]
+
+
+@pytest.mark.parametrize("case", few_of(STORMS, MORE_STORMS))
+def test_interrupts_of_the_clean_up_leave_no_lock(case):
+    found = attempt("storms", case, SIGNALS, SEED)
+    assert not found["failures"], "\n".join(found["failures"])

@@ -204,7 +204,7 @@ static inline void mls_shm_copy(const mls_shm *g, void *to, const void *from,
                                 size_t bytes)
 {
     if (bytes > 0 && to != from) {
-        g->kernels->copy(to, from, bytes, MLS_STORE_PLAIN);
+        g->kernels->copy(to, from, bytes, MLS_STORE_LOOP);
     }
 }
 

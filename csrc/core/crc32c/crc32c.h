@@ -22,7 +22,7 @@ typedef struct mls_crc_kernels {
      */
     uint32_t (*copy)(uint32_t crc, void *dst, const void *src, size_t bytes,
                      mls_store store);
-    unsigned copy_variants; /* `copy` implements the first so many of mls_store */
+    unsigned copy_variants; /* the set of mls_store that `copy` implements */
 } mls_crc_kernels;
 
 /* Return the fastest table that the machine can run for an instruction set that

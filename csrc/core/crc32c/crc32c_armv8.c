@@ -69,7 +69,8 @@ TARGET_INLINE crc_word shift_checksum(crc_word crc, uint32_t power)
 
 #    include "crc32c/crc32c_interleave.h"
 
-const mls_crc_kernels mls_crc_arm = {
-    .update = update_run, .copy = copy_run, .copy_variants = 1};
+const mls_crc_kernels mls_crc_arm = {.update = update_run,
+                                     .copy = copy_run,
+                                     .copy_variants = MLS_STORE_BIT(MLS_STORE_PLAIN)};
 
 #endif

@@ -53,7 +53,9 @@ TARGET_INLINE vector fold_vector(vector remainder, vector power, vector data)
 
 #    include "crc32c/crc32c_clmul.h"
 
-const mls_crc_kernels mls_crc_avx512 = {
-    .update = update_run, .copy = copy_run, .copy_variants = 2};
+const mls_crc_kernels mls_crc_avx512 = {.update = update_run,
+                                        .copy = copy_run,
+                                        .copy_variants = MLS_STORE_BIT(MLS_STORE_PLAIN) |
+                                                         MLS_STORE_BIT(MLS_STORE_STREAM)};
 
 #endif

@@ -170,8 +170,8 @@ TARGET static uint32_t copy_run(uint32_t crc, void *dst, const void *src, size_t
                                 mls_store how)
 {
     const mls_crc_run r = {.to = dst, .from = src, .bytes = bytes};
-    return how == MLS_STORE_PLAIN ? checksum_range(crc, r, COPY)
-                                  : checksum_range(crc, r, COPY_PAST_CACHE);
+    return how != MLS_STORE_STREAM ? checksum_range(crc, r, COPY)
+                                   : checksum_range(crc, r, COPY_PAST_CACHE);
 }
 
 #endif

@@ -31,6 +31,12 @@
 /* Flags for reading. O_NONBLOCK: opening a FIFO without a writer must not wait. */
 enum { READ_FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK };
 
+static mls_code fail_not_regular(mls_status *st)
+{
+    mls_fail(st, MLS_E_FORMAT, "not a regular file but a FIFO, socket or device");
+    return mls_status_expected(st, "a regular file");
+}
+
 /* Examine the opened file instead of the path, which could name another file by now.
  * `opened` is negative if opening failed with `reason`. Takes `opened`: it becomes `*fd`
  * or is closed. */
@@ -38,6 +44,9 @@ static mls_code examine_opened(int opened, int reason, int *fd, uint64_t *length
                                mls_status *st)
 {
     struct stat info;
+    if (opened < 0 && reason == ENXIO) { /* of a socket */
+        return fail_not_regular(st);
+    }
     if (opened < 0) {
         return mls_fail_os(st, reason, "cannot open the file");
     }
@@ -46,8 +55,7 @@ static mls_code examine_opened(int opened, int reason, int *fd, uint64_t *length
     } else if (S_ISDIR(info.st_mode)) {
         mls_fail_os(st, EISDIR, "cannot read the file");
     } else if (!S_ISREG(info.st_mode) || info.st_size < 0) {
-        mls_fail(st, MLS_E_FORMAT, "not a regular file but a FIFO, socket or device");
-        mls_status_expected(st, "a regular file");
+        fail_not_regular(st);
     } else {
         *fd = opened;
         *length = (uint64_t)info.st_size;
@@ -437,10 +445,15 @@ static mls_code copy_owner_and_mode(int fd, const struct stat *old, mls_status *
         fchown(fd, old->st_uid, old->st_gid) != 0 && errno != EPERM) {
         return mls_fail_os(st, errno, "cannot keep the old file's owner");
     }
-    if (fchmod(fd, old->st_mode & PERMISSION_BITS) != 0) {
-        return mls_fail_os(st, errno, "cannot keep the old file's permissions");
+    if (fchmod(fd, old->st_mode & PERMISSION_BITS) == 0) {
+        return MLS_OK;
     }
-    return MLS_OK;
+    const int reason = errno;
+    /* file systems without permissions refuse every change, also one to the same mode */
+    if (fstat(fd, &now) == 0 && ((now.st_mode ^ old->st_mode) & PERMISSION_BITS) == 0) {
+        return MLS_OK;
+    }
+    return mls_fail_os(st, reason, "cannot keep the old file's permissions");
 }
 
 /* All refusals happen here, before any byte is written. `file` can be aborted at every

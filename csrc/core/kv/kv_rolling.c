@@ -23,7 +23,8 @@ static size_t slot_of(const mls_kv_ring *ring, size_t position)
     if (position < ring->sinks) {
         return position;
     }
-    return ring->sinks + (position - ring->sinks) % (capacity_of(ring) - ring->sinks);
+    const size_t window = capacity_of(ring) - ring->sinks;
+    return ring->sinks + (position - ring->sinks + ring->shift) % window;
 }
 
 /* Return how many of `count` positions from `first` on are in adjacent slots. The sinks
@@ -109,7 +110,7 @@ void mls_kv_ring_fini(mls_kv_ring *ring)
 }
 
 mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
-                            size_t sinks, size_t length, mls_status *st)
+                            size_t sinks, size_t length, size_t shift, mls_status *st)
 {
     const mls_code code = check_ring(slots, axis, sinks, st);
     if (code != MLS_OK) {
@@ -117,8 +118,12 @@ mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
     }
     const size_t window = slots->shape[axis] - sinks;
     const size_t others = length > sinks ? length - sinks : 0;
-    *out = (mls_kv_ring){
-        .slots = *slots, .axis = axis, .sinks = sinks, .oldest = sinks, .next = length};
+    *out = (mls_kv_ring){.slots = *slots,
+                         .axis = axis,
+                         .sinks = sinks,
+                         .shift = window > 0 ? shift % window : 0,
+                         .oldest = sinks,
+                         .next = length};
     if (others > window) {
         out->evicted = others - window;
         out->oldest = length - window;
@@ -288,6 +293,36 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
         ring->next = left;
         ring->oldest = ring->sinks;
     }
+    return MLS_OK;
+}
+
+/* The counters may come from a file, so they are checked before a slot is computed. */
+mls_code mls_kv_ring_fill(mls_kv_ring *ring, const mls_kernels *kernels,
+                          const mls_tensor *slots, size_t oldest, size_t next,
+                          size_t evicted, mls_status *st)
+{
+    mls_code code = check_tokens(ring, slots, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (slots->shape[ring->axis] != capacity_of(ring)) {
+        return mls_fail(st, MLS_E_SHAPE, "the slots have %zu positions, the cache %zu",
+                        slots->shape[ring->axis], capacity_of(ring));
+    }
+    const size_t end = next > ring->sinks ? next : ring->sinks;
+    const size_t window = capacity_of(ring) - ring->sinks;
+    if (next > INT64_MAX || oldest < ring->sinks || oldest > end ||
+        end - oldest > window || evicted > INT64_MAX || evicted < oldest - ring->sinks) {
+        return mls_fail(st, MLS_E_CAPACITY,
+                        "a cache of %zu positions with %zu sinks cannot have evicted %zu "
+                        "tokens, hold positions from %zu on, and continue at %zu",
+                        capacity_of(ring), ring->sinks, evicted, oldest, next);
+    }
+    mls_copy(kernels, &ring->slots, slots,
+             (mls_destination){.bytes = mls_kv_bytes(slots), .is_fresh = true});
+    ring->oldest = oldest;
+    ring->next = next;
+    ring->evicted = evicted;
     return MLS_OK;
 }
 

@@ -2,10 +2,11 @@
  *
  * A ring has `capacity` slots along its sequence axis. The token at position p is stored
  * in slot p while p is below `sinks`, and otherwise in slot
- * sinks + (p - sinks) % (capacity - sinks). The first `sinks` positions are never
- * evicted (attention sinks); any other token is overwritten by the one that comes
- * capacity - sinks positions later. Slots without a token are zero. Not thread-safe: the
- * caller uses a lock.
+ * sinks + (p - sinks + shift) % (capacity - sinks). `shift` is 0, except in a ring that
+ * another library began at another slot. The first `sinks` positions are never evicted
+ * (attention sinks); any other token is overwritten by the one that comes capacity -
+ * sinks positions later. Slots without a token are zero. Not thread-safe: the caller uses
+ * a lock.
  *
  * Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al., 2024.
  */
@@ -20,6 +21,7 @@ typedef struct mls_kv_ring {
     mls_tensor slots; /* all slots, C-contiguous; views of it stay valid until fini */
     int axis;         /* the sequence axis of `slots` */
     size_t sinks;
+    size_t shift;  /* below capacity - sinks; 0 unless borrowed */
     size_t oldest; /* first position after the sinks that is held; at least `sinks` */
     size_t next;   /* position of the next token */
     size_t evicted;
@@ -36,10 +38,20 @@ mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
 void mls_kv_ring_fini(mls_kv_ring *ring); /* accepts a zeroed struct */
 
 /* Describe `slots` in borrowed memory as the ring after `length` appended tokens, none of
- * them trimmed. It owns no memory, so it needs no fini. It may have 0 slots.
+ * them trimmed. The slots after the sinks are rotated by `shift`. It owns no memory, so
+ * it needs no fini. It may have 0 slots.
  * MLS_E_SHAPE, MLS_E_CAPACITY: as for mls_kv_ring_init. */
 mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
-                            size_t sinks, size_t length, mls_status *st);
+                            size_t sinks, size_t length, size_t shift, mls_status *st);
+
+/* Replace slots and counters, for example with the content of a stored ring. The
+ * slots must have the shape and the dtype of the ring; either byte order is accepted.
+ * MLS_E_SHAPE, MLS_E_DTYPE, MLS_E_OVERLAP: they differ, or share memory with the ring.
+ * MLS_E_CAPACITY: no sequence of appends and trims ends with these counters. The ring is
+ * unchanged on failure. */
+mls_code mls_kv_ring_fill(mls_kv_ring *ring, const mls_kernels *kernels,
+                          const mls_tensor *slots, size_t oldest, size_t next,
+                          size_t evicted, mls_status *st);
 
 /* Return the number of tokens held. */
 size_t mls_kv_ring_length(const mls_kv_ring *ring);

@@ -373,7 +373,7 @@ static bool move_rows(const job *j, const mls_tensor *to, const mls_tensor *from
     const size_t rows = mls_kv_rows(to, j->axis);
     const size_t row = bytes / rows, step = row / to->shape[j->axis];
     const mls_store_trial trial =
-        mls_store_begin(j->kernels->choices, MLS_STORING_COPY, j->kernels->copy_variants,
+        mls_store_begin(j->kernels->choices, MLS_STORING_COPY, j->kernels->variants,
                         j->destination, bytes);
     if (trial.choice != NULL) {
         return false;

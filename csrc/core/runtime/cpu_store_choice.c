@@ -8,9 +8,9 @@
 
 enum { UNDECIDED = -1 };
 
-static const char *const store_names[MLS_STORES] = {"plain", "stream1", "stream4"};
-static const char *const size_names[MLS_STORE_SIZES] = {"within", "within_4x",
-                                                        "within_16x", "past"};
+static const char *const store_names[MLS_STORES] = {"plain", "loop", "stream1"};
+static const char *const size_names[MLS_STORE_SIZES] = {
+    "small", "small_8x", "small_64x", "within", "within_4x", "within_16x", "past"};
 static const char *const operation_names[MLS_STORE_OPERATIONS] = {
     "copy", "fill", "narrow", "widen", "checksum", "reduce"};
 
@@ -41,11 +41,10 @@ static mls_code parse_forced(const char *text, int *out, mls_status *st)
             return MLS_OK;
         }
     }
-    return mls_fail(
-        st, MLS_E_VALUE,
-        "copy strategy '%.32s' does not exist; choose one of: plain, stream1, "
-        "stream4, auto",
-        text);
+    return mls_fail(st, MLS_E_VALUE,
+                    "copy strategy '%.32s' does not exist; choose one of: plain, loop, "
+                    "stream1, auto",
+                    text);
 }
 
 /* Source and result share the last-level cache, hence the half. A forced variant starts
@@ -53,20 +52,27 @@ static mls_code parse_forced(const char *text, int *out, mls_status *st)
 static void limit_sizes(mls_store_choices *choices)
 {
     enum { FORCED_LEAST = 1 << 20 };
+    const bool is_forced = choices->forced != UNDECIDED;
     const size_t past = choices->cache_bytes / 2, within = 4 * mls_cpu_cache_bytes(2);
-    size_t least = choices->forced != UNDECIDED ? FORCED_LEAST : within;
-    for (int size = 0; size < MLS_STORING_PAST; size++) {
+    size_t least = is_forced ? FORCED_LEAST : within;
+    for (int size = MLS_STORING_WITHIN; size < MLS_STORING_PAST; size++) {
         choices->least[size] = least < past ? least : past;
         least *= 4;
     }
     choices->least[MLS_STORING_PAST] = past;
+    least = MLS_STORE_LEAST;
+    for (int size = MLS_STORING_SMALL; size < MLS_STORING_WITHIN; size++) {
+        const size_t most = choices->least[MLS_STORING_WITHIN];
+        choices->least[size] = least < most ? least : most;
+        least *= 8;
+    }
 }
 
 /* Return the size class of a result that is large enough for one. */
 static mls_store_size size_of(const mls_store_choices *choices, size_t bytes)
 {
     int size = MLS_STORING_PAST;
-    while (size > MLS_STORING_WITHIN && bytes < choices->least[size]) {
+    while (size > MLS_STORING_SMALL && bytes < choices->least[size]) {
         size--;
     }
     return (mls_store_size)size;
@@ -76,12 +82,14 @@ mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
                                 mls_status *st)
 {
     int store;
-    const mls_code code = parse_forced(forced, &store, st);
+    const bool is_replaced = forced != NULL && strcmp(forced, "stream4") == 0;
+    const mls_code code = parse_forced(is_replaced ? "stream1" : forced, &store, st);
     if (code != MLS_OK) {
         return code;
     }
     memset(out, 0, sizeof *out);
     out->forced = store;
+    out->is_replaced = is_replaced;
     out->cache_bytes = mls_cpu_cache_bytes(3);
     limit_sizes(out);
     for (int operation = 0; operation < MLS_STORE_OPERATIONS; operation++) {
@@ -108,20 +116,30 @@ static uint64_t read_nanoseconds(void)
     return (uint64_t)t.tv_sec * 1000000000U + (uint64_t)t.tv_nsec;
 }
 
-/* Return whether a variant has enough trials, or is already far too slow. */
+static bool has_store(unsigned variants, unsigned store)
+{
+    return (variants & MLS_STORE_BIT(store)) != 0;
+}
+
+/* Return whether a variant has enough trials, or is already far too slow. A small copy
+ * is too slow if its source was not cached, so it needs all trials. */
 static bool is_measured(mls_store_choice *choice, unsigned store, uint64_t best)
 {
     const unsigned count = atomic_load(&choice->counted[store]);
     const uint64_t rate = atomic_load(&choice->rate[store]);
+    if (choice->size < MLS_STORING_WITHIN) {
+        return count >= MLS_STORE_TRIALS_SMALL;
+    }
     return count >= MLS_STORE_TRIALS || (count >= 2 && rate < best / 2);
 }
 
+/* Return the best rate of a set of variants. */
 static uint64_t best_rate(mls_store_choice *choice, unsigned variants)
 {
     uint64_t best = 0;
-    for (unsigned store = 0; store < variants; store++) {
+    for (unsigned store = 0; store < MLS_STORES; store++) {
         const uint64_t rate = atomic_load(&choice->rate[store]);
-        best = rate > best ? rate : best;
+        best = has_store(variants, store) && rate > best ? rate : best;
     }
     return best;
 }
@@ -131,9 +149,9 @@ mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
 {
     const uint64_t best = best_rate(choice, variants);
     const unsigned turn = atomic_fetch_add(&choice->begun, 1);
-    for (unsigned i = 0; i < variants; i++) {
-        const unsigned store = (turn + i) % variants;
-        if (!is_measured(choice, store, best)) {
+    for (unsigned i = 0; i < MLS_STORES; i++) {
+        const unsigned store = (turn + i) % MLS_STORES;
+        if (has_store(variants, store) && !is_measured(choice, store, best)) {
             return (mls_store)store;
         }
     }
@@ -143,8 +161,13 @@ mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
 mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *counts)
 {
     const uint64_t result = at / (all == 0 ? 1 : all);
+    unsigned stores[MLS_STORES], count = 0;
+    for (unsigned store = 0; store < MLS_STORES; store++) {
+        stores[count] = store;
+        count += has_store(variants, store) ? 1 : 0;
+    }
     *counts = result % 2 != 0;
-    return (mls_store)(result / 2 % variants);
+    return (mls_store)stores[result / 2 % count];
 }
 
 static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
@@ -154,31 +177,35 @@ static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
     }
 }
 
-/* Return the simplest of the fast variants. */
-static int fastest_store(mls_store_choice *choice, unsigned variants, uint64_t best)
+/* Return the simpler of two variants unless the other one is faster by more than one part
+ * in `parts`. */
+static unsigned faster_store(mls_store_choice *choice, unsigned simple, unsigned other,
+                             uint64_t parts)
 {
-    const bool within = choice->size != MLS_STORING_PAST;
-    const uint64_t enough =
-        best -
-        best / (within ? 5 : 16); /* 4/5 of the best: the best is a quarter faster */
-    unsigned store = 0;
-    while (store + 1 < variants && atomic_load(&choice->rate[store]) < enough) {
-        store++;
-    }
-    return (int)store;
+    const uint64_t rate = atomic_load(&choice->rate[simple]);
+    return atomic_load(&choice->rate[other]) > rate + rate / parts ? other : simple;
+}
+
+/* Return the simplest of the fast variants; those without trials have the rate 0. */
+static int fastest_store(mls_store_choice *choice)
+{
+    const uint64_t parts = choice->size != MLS_STORING_PAST ? 4 : 16;
+    const unsigned cached = faster_store(choice, MLS_STORE_PLAIN, MLS_STORE_LOOP, 16);
+    return (int)faster_store(choice, cached, MLS_STORE_STREAM, parts);
 }
 
 /* Choose a variant until the decision expires. Within the cache, a stream must win twice
  * in succession, because another process may have disturbed all trials of plain stores.
  */
-static void decide_store(mls_store_choice *choice, unsigned variants, uint64_t best)
+static void decide_store(mls_store_choice *choice)
 {
     const bool first = atomic_load(&choice->chosen) == UNDECIDED;
     const bool within = choice->size != MLS_STORING_PAST;
-    const int fastest = fastest_store(choice, variants, best);
+    const int fastest = fastest_store(choice);
     const int before = atomic_exchange(&choice->fastest, fastest);
-    const bool is_sure = !within || fastest == before;
-    atomic_store(&choice->chosen, is_sure ? fastest : MLS_STORE_PLAIN);
+    const bool is_sure = !within || fastest == before || fastest != MLS_STORE_STREAM;
+    const unsigned cached = faster_store(choice, MLS_STORE_PLAIN, MLS_STORE_LOOP, 16);
+    atomic_store(&choice->chosen, is_sure ? fastest : (int)cached);
     const uint64_t later = within ? MLS_STORE_LASTS_WITHIN : MLS_STORE_LASTS;
     const uint64_t lasts = first ? MLS_STORE_FIRST_LASTS : later;
     atomic_store(&choice->lasts_until, atomic_load(&choice->stored) + lasts);
@@ -194,12 +221,12 @@ void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store stor
     raise_rate(&choice->rate[store], (uint64_t)((double)bytes / seconds));
     atomic_fetch_add(&choice->counted[store], 1);
     const uint64_t best = best_rate(choice, variants);
-    for (unsigned i = 0; i < variants; i++) {
-        if (!is_measured(choice, i, best)) {
+    for (unsigned i = 0; i < MLS_STORES; i++) {
+        if (has_store(variants, i) && !is_measured(choice, i, best)) {
             return;
         }
     }
-    decide_store(choice, variants, best);
+    decide_store(choice);
 }
 
 /* Record that `bytes` bytes will be stored, and restart the trials if the decision has
@@ -244,28 +271,37 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
                                 size_t bytes)
 {
     mls_store_trial trial = {
-        .store = MLS_STORE_PLAIN, .left = SIZE_MAX, .fixed = UNDECIDED, .counts = true};
-    if (choices == NULL || variants < 2 ||
-        destination.bytes < choices->least[MLS_STORING_WITHIN]) {
-        return trial;
-    }
-    if (choices->forced != UNDECIDED) {
-        const unsigned forced = (unsigned)choices->forced;
-        trial.store = (mls_store)(forced < variants ? forced : variants - 1);
+        .store = has_store(variants, MLS_STORE_LOOP) ? MLS_STORE_LOOP : MLS_STORE_PLAIN,
+        .left = SIZE_MAX,
+        .fixed = UNDECIDED,
+        .counts = true};
+    if (choices == NULL || destination.bytes < MLS_STORE_LEAST) {
         return trial;
     }
     const mls_store_size size = size_of(choices, destination.bytes);
+    if (size < MLS_STORING_WITHIN) {
+        variants &= ~MLS_STORE_BIT(MLS_STORE_STREAM);
+    }
+    if ((variants & (variants - 1)) == 0) { /* plain stores only */
+        return trial;
+    }
+    if (choices->forced != UNDECIDED) {
+        const bool is_offered = has_store(variants, (unsigned)choices->forced);
+        trial.store = is_offered ? (mls_store)choices->forced : trial.store;
+        return trial;
+    }
     mls_store_choice *choice = &choices->choice[operation][size][destination.is_fresh];
-    const uint64_t before = note_stored(choice, bytes);
+    uint64_t before = 0;
+    if (size >= MLS_STORING_WITHIN) {
+        before = note_stored(choice, bytes);
+    }
     if (bytes >= MLS_STORE_TRIAL_LEAST) {
         trial.choice = choice;
         trial.variants = variants;
-        if (size != MLS_STORING_PAST) {
+        if (size >= MLS_STORING_WITHIN && size != MLS_STORING_PAST) {
             const uint64_t since = atomic_load(&choice->tried_since);
-            trial.variants = MLS_STORE_STREAM1 + 1;
-            trial.fixed =
-                (int)mls_store_turn(before < since ? 0 : before - since,
-                                    destination.bytes, trial.variants, &trial.counts);
+            trial.fixed = (int)mls_store_turn(before < since ? 0 : before - since,
+                                              destination.bytes, variants, &trial.counts);
         }
         begin_trial(&trial);
     } else if (atomic_load(&choice->chosen) != UNDECIDED) {

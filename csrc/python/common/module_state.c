@@ -73,6 +73,12 @@ static int start_core(mlspy_state *state)
         PyErr_Format(PyExc_ImportError, "MLSTATE_COPY: %s", st.text);
         return -1;
     }
+    if (state->choices.is_replaced &&
+        PyErr_WarnEx(PyExc_UserWarning,
+                     "MLSTATE_COPY=stream4 was removed; stream1 is used instead",
+                     1) < 0) {
+        return -1;
+    }
     state->own_kernels = *mls_kernels_of(cpu);
     state->own_kernels.choices = &state->choices;
     state->kernels = &state->own_kernels;

@@ -41,13 +41,14 @@ static int open_path(descriptor_object *self, PyObject *path, int flags)
     return number < 0 ? -1 : 0;
 }
 
-/* Descriptor(path, flags) */
+/* Descriptor(path, flags), or Descriptor() for a closed one */
 static PyObject *descriptor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *path;
-    int flags;
+    PyObject *path = NULL;
+    int flags = 0;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "Oi:Descriptor", &path, &flags)) {
+    if (PyTuple_GET_SIZE(args) > 0 &&
+        !PyArg_ParseTuple(args, "Oi:Descriptor", &path, &flags)) {
         return NULL;
     }
     descriptor_object *self = (descriptor_object *)type->tp_alloc(type, 0);
@@ -57,7 +58,7 @@ static PyObject *descriptor_new(PyTypeObject *type, PyObject *args, PyObject *kw
     self->number = -1;
     self->locked = false;
     self->pid = getpid();
-    if (open_path(self, path, flags) < 0) {
+    if (path != NULL && open_path(self, path, flags) < 0) {
         Py_CLEAR(self);
     }
     return (PyObject *)self;
@@ -91,6 +92,20 @@ static PyObject *descriptor_close(descriptor_object *self, PyObject *unused)
     (void)unused;
     close_number(self);
     Py_RETURN_NONE;
+}
+
+/* open(path, flags): close the file that is open, and open another one */
+static PyObject *descriptor_open(descriptor_object *self, PyObject *args)
+{
+    PyObject *path;
+    int flags;
+    if (!PyArg_ParseTuple(args, "Oi:open", &path, &flags)) {
+        return NULL;
+    }
+    close_number(self);
+    self->locked = false;
+    self->pid = getpid();
+    return open_path(self, path, flags) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *descriptor_fileno(descriptor_object *self, PyObject *unused)
@@ -127,6 +142,7 @@ static PyObject *descriptor___exit__(descriptor_object *self, PyObject *unused)
 /* ---- the type ---- */
 
 static PyMethodDef descriptor_methods[] = {
+    MLSPY_METHOD(descriptor, open, METH_VARARGS, "path, flags, /"),
     MLSPY_METHOD(descriptor, fileno, METH_NOARGS, "/"),
     MLSPY_METHOD(descriptor, lock, METH_NOARGS, "/"),
     MLSPY_METHOD(descriptor, close, METH_NOARGS, "/"),
@@ -139,7 +155,7 @@ static PyType_Slot descriptor_slots[] = {
     {Py_tp_new, (void *)descriptor_new},
     {Py_tp_dealloc, (void *)descriptor_dealloc},
     {Py_tp_methods, descriptor_methods},
-    {Py_tp_doc, (void *)"Descriptor(path, flags, /)\n--\n\n"},
+    {Py_tp_doc, (void *)"Descriptor(path=None, flags=0, /)\n--\n\n"},
     {0, NULL},
 };
 

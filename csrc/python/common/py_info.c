@@ -85,7 +85,7 @@ static PyObject *least_dict(const mls_store_choices *choices)
 }
 
 /* copy_choices() -> {"forced", "variants", "cache_bytes", "least_bytes", "choices"};
- * least_bytes: {"within", "within_4x", "within_16x", "past"} */
+ * variants: a set of mls_store, 1: plain stores only; least_bytes: the size classes */
 PyObject *core_copy_choices(mlspy_state *state, PyObject *const *args)
 {
     (void)args;

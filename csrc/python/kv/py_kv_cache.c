@@ -110,19 +110,30 @@ PyObject *mlspy_ring_positions(const mls_kv_ring *ring)
     return array;
 }
 
-/* kv_ring_positions(capacity, sinks, length) -> int64 ndarray, as RollingBuffer's */
+/* Read the numbers of a ring. */
+static int take_ring(const mlspy_state *state, PyObject *const *numbers, size_t *sinks,
+                     size_t *length, size_t *shift)
+{
+    return mlspy_take_kv_length(state, numbers[0], "sinks", sinks) < 0 ||
+                   mlspy_take_kv_length(state, numbers[1], "length", length) < 0 ||
+                   mlspy_take_kv_length(state, numbers[2], "shift", shift) < 0
+               ? -1
+               : 0;
+}
+
+/* kv_ring_positions(capacity, sinks, length, shift) -> int64 ndarray, as RollingBuffer's;
+ * the slots after the sinks are rotated by `shift` */
 PyObject *core_kv_ring_positions(mlspy_state *state, PyObject *const *args)
 {
     mls_tensor slots = {.rank = 2, .shape = {0, 1}};
-    size_t sinks, length;
+    size_t sinks, length, shift;
     mls_kv_ring ring;
     mls_status st;
     if (mlspy_take_kv_length(state, args[0], "capacity", &slots.shape[0]) < 0 ||
-        mlspy_take_kv_length(state, args[1], "sinks", &sinks) < 0 ||
-        mlspy_take_kv_length(state, args[2], "length", &length) < 0) {
+        take_ring(state, args + 1, &sinks, &length, &shift) < 0) {
         return NULL;
     }
-    if (mls_kv_ring_borrow(&ring, &slots, 0, sinks, length, &st) != MLS_OK) {
+    if (mls_kv_ring_borrow(&ring, &slots, 0, sinks, length, shift, &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
     return mlspy_ring_positions(&ring);
@@ -148,12 +159,12 @@ static PyObject *copy_ordered(const mlspy_state *state, const mls_kv_ring *ring)
     return array;
 }
 
-/* kv_ring_ordered(array, seq_axis, sinks, length) -> new ndarray of the tokens in order
- */
+/* kv_ring_ordered(array, seq_axis, sinks, length, shift) -> new ndarray of the tokens in
+ * order */
 PyObject *core_kv_ring_ordered(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view slots;
-    size_t sinks, length;
+    size_t sinks, length, shift;
     int axis;
     mls_kv_ring ring;
     mls_status st;
@@ -163,10 +174,9 @@ PyObject *core_kv_ring_ordered(mlspy_state *state, PyObject *const *args)
     }
     const mls_tensor *t = &slots.tensor;
     if (mlspy_take_kv_axis(state, args[1], "array", t->rank, t->shape, &axis) == 0 &&
-        mlspy_take_kv_length(state, args[2], "sinks", &sinks) == 0 &&
-        mlspy_take_kv_length(state, args[3], "length", &length) == 0 &&
-        mlspy_check(state, mls_kv_ring_borrow(&ring, t, axis, sinks, length, &st), &st) ==
-            0) {
+        take_ring(state, args + 2, &sinks, &length, &shift) == 0 &&
+        mlspy_check(state, mls_kv_ring_borrow(&ring, t, axis, sinks, length, shift, &st),
+                    &st) == 0) {
         array = copy_ordered(state, &ring);
     }
     mlspy_view_release(&slots);

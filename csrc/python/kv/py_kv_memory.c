@@ -61,6 +61,21 @@ typedef struct memory_args {
     size_t capacity, sinks;
 } memory_args;
 
+/* Create an object without memory. Consumes `descr`, which may be NULL with an exception
+ * set. */
+static memory_object *alloc_memory(PyTypeObject *type, PyArray_Descr *descr)
+{
+    memory_object *self = descr == NULL ? NULL : (memory_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        Py_XDECREF(descr);
+        return NULL;
+    }
+    /* the lock first: deallocation may run from here on, and it destroys the lock */
+    pthread_mutex_init(&self->lock, NULL);
+    self->descr = descr;
+    return self;
+}
+
 /* Create an object from (shape, capacity or None, dtype, seq_axis) and, if `format` has a
  * fifth argument, a number of sinks. The caller then fills in the memory. */
 static memory_object *new_memory(PyTypeObject *type, PyObject *args, PyObject *kwargs,
@@ -82,16 +97,7 @@ static memory_object *new_memory(PyTypeObject *type, PyObject *args, PyObject *k
         (sinks != NULL && mlspy_take_kv_length(state, sinks, "sinks", &out->sinks) < 0)) {
         return NULL;
     }
-    PyArray_Descr *descr = mlspy_descr_of_object(state, dtype, &view->dtype);
-    memory_object *self = descr == NULL ? NULL : (memory_object *)type->tp_alloc(type, 0);
-    if (self == NULL) {
-        Py_XDECREF(descr);
-        return NULL;
-    }
-    /* the lock first: deallocation may run from here on, and it destroys the lock */
-    pthread_mutex_init(&self->lock, NULL);
-    self->descr = descr;
-    return self;
+    return alloc_memory(type, mlspy_descr_of_object(state, dtype, &view->dtype));
 }
 
 /* KVBuffer(shape, capacity | None, dtype, seq_axis) */
@@ -312,6 +318,59 @@ static PyObject *ring_trim(ring_object *self, PyObject *number)
     return mlspy_none(state, code, &st);
 }
 
+/* fill(slots, oldest, next, evicted): replace all slots and counters */
+static PyObject *ring_fill(ring_object *self, PyObject *args)
+{
+    static const char *const names[] = {"oldest", "next", "evicted"};
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    PyObject *array, *objects[3];
+    size_t numbers[3];
+    mlspy_view source = {0};
+    mls_status st;
+    mls_code code;
+    if (!PyArg_ParseTuple(args, "OOOO", &array, &objects[0], &objects[1], &objects[2])) {
+        return NULL;
+    }
+    for (int i = 0; i < 3; i++) {
+        if (mlspy_take_kv_length(state, objects[i], names[i], &numbers[i]) < 0) {
+            return NULL;
+        }
+    }
+    if (mlspy_view_for(state, array, "slots", false, &source) < 0) {
+        return NULL;
+    }
+    WHILE_LOCKED(self,
+                 code = mls_kv_ring_fill(&self->ring, state->kernels, &source.tensor,
+                                         numbers[0], numbers[1], numbers[2], &st));
+    mlspy_view_release(&source);
+    return mlspy_none(state, code, &st);
+}
+
+/* copy() -> a new RollingBuffer with the slots and counters of one moment */
+static PyObject *ring_copy(ring_object *self, PyObject *unused)
+{
+    (void)unused;
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    mls_status st;
+    ring_object *copy = (ring_object *)alloc_memory(Py_TYPE(self), descr_of(&self->base));
+    if (copy == NULL) {
+        return NULL;
+    }
+    mls_code code;
+    /* no other thread knows the copy, so its lock is not needed */
+    WHILE_LOCKED(
+        self, const mls_kv_ring *ring = &self->ring;
+        code = mls_kv_ring_init(&copy->ring, &ring->slots, ring->axis, ring->sinks, &st);
+        if (code == MLS_OK) {
+            code = mls_kv_ring_fill(&copy->ring, state->kernels, &ring->slots,
+                                    ring->oldest, ring->next, ring->evicted, &st);
+        });
+    if (mlspy_check(state, code, &st) < 0) {
+        Py_CLEAR(copy);
+    }
+    return (PyObject *)copy;
+}
+
 /* Copy the tokens in order to packed memory for `length` positions, with the lock.
  * Returns false if the ring has another length now. */
 static bool copy_locked(const mls_kv_ring *ring, const mlspy_state *state, size_t length,
@@ -364,14 +423,16 @@ static PyObject *ring_positions(ring_object *self, PyObject *unused)
     return mlspy_ring_positions(&now);
 }
 
-/* counts() -> (length, evicted, next position), read under one lock */
+/* counts() -> (length, evicted, next position, oldest), read under one lock: `oldest` is
+ * the first position after the sinks that is held, or would be */
 static PyObject *ring_counts(ring_object *self, PyObject *unused)
 {
     (void)unused;
     mls_kv_ring now;
     WHILE_LOCKED(self, now = self->ring);
-    return Py_BuildValue("nnn", (Py_ssize_t)mls_kv_ring_length(&now),
-                         (Py_ssize_t)now.evicted, (Py_ssize_t)now.next);
+    return Py_BuildValue("nnnn", (Py_ssize_t)mls_kv_ring_length(&now),
+                         (Py_ssize_t)now.evicted, (Py_ssize_t)now.next,
+                         (Py_ssize_t)now.oldest);
 }
 
 /* extent() -> (capacity, sinks, seq_axis), which never change */
@@ -398,6 +459,8 @@ static PyMethodDef ring_methods[] = {
     MLSPY_METHOD(ring, view, METH_NOARGS, "/"),
     MLSPY_METHOD(ring, append, METH_O, "tokens, /"),
     MLSPY_METHOD(ring, trim, METH_O, "count, /"),
+    MLSPY_METHOD(ring, fill, METH_VARARGS, "slots, oldest, next, evicted, /"),
+    MLSPY_METHOD(ring, copy, METH_NOARGS, "/"),
     MLSPY_METHOD(ring, ordered, METH_NOARGS, "/"),
     MLSPY_METHOD(ring, positions, METH_NOARGS, "/"),
     MLSPY_METHOD(ring, counts, METH_NOARGS, "/"),

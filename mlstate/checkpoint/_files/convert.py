@@ -11,6 +11,7 @@ format          path                        holds
 ``torch``       ``.pt .pth .bin``           what ``torch.load`` reads with ``weights_only``
 ``dcp``         a directory, or ``.dcp``    a checkpoint of torch.distributed.checkpoint
 ``huggingface`` a directory                 weights of a Hugging Face model
+``lightning``   ``.ckpt``                   a checkpoint of Lightning
 ==============  ==========================  ====================================================
 
 A URL of an object store is a checkpoint of mlstate. As a source, it may also be a ``.safetensors``
@@ -44,6 +45,14 @@ from .._remote.options import split_url
 from .._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from .._store.folder import refuse_existing
 from .._store.weight_files import INDEX, weights_root
+from .lightning import (
+    SUFFIX,
+    checkpoint_of,
+    read_ckpt,
+    save_checkpoint,
+    warn_of_other_entries,
+    write_ckpt,
+)
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -104,6 +113,8 @@ def format_of(path: str | os.PathLike[str]) -> str:
         if weights_root(str(place)) is not None:
             return "huggingface"
     suffix = place.suffix.lower()
+    if suffix == SUFFIX and not place.is_dir():  # a folder of MLStateCheckpointIO has it too
+        return "lightning"
     if suffix and suffix not in SUFFIXES and not place.is_dir():
         raise ValueError(
             f"{place}: the suffix {place.suffix!r} belongs to no known format; known are "
@@ -439,6 +450,46 @@ def _write_dcp(path: Path, parts: Parts, overwrite: bool) -> None:
     torch_backend("files of torch").write_dcp(path, *parts, overwrite)
 
 
+def _read_lightning(path: Path) -> Parts:
+    """Return the model of a checkpoint of Lightning; `convert_lightning` converts all of it."""
+    from ..._common.arrays import is_torch
+
+    checkpoint = read_ckpt(path)
+    warn_of_other_entries(checkpoint)
+    model = {key: value for key, value in checkpoint["state_dict"].items() if is_torch(value)}
+    return StateDict(torch_backend("files of Lightning").arrays_of(model)), None, {}
+
+
+def convert_lightning(
+    source: LoadedState | Path, target: Place, *, overwrite: bool = False
+) -> dict[str, int]:
+    """Convert a whole checkpoint: of a loaded folder to a file, or of a file to a folder.
+
+    Returns the number of tensors of the model, and their bytes.
+    """
+    from ..._common.arrays import is_torch
+    from .._save import SaveFolder
+
+    refuse_existing(target, overwrite)
+    with _store_errors(target):
+        if isinstance(source, Path):
+            checkpoint = read_ckpt(source)
+            save_checkpoint(checkpoint, SaveFolder(target, replace_steps=overwrite))
+        else:
+            assert isinstance(target, Path)  # as `check_format` demands
+            checkpoint = checkpoint_of(source, "the source")
+            write_ckpt(target, checkpoint)
+    tensors = [value for value in checkpoint.get("state_dict", {}).values() if is_torch(value)]
+    return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
+
+
+def _write_lightning(path: Path, _parts: Parts, _overwrite: bool) -> None:
+    raise CompatibilityError(
+        f"{path}: only a folder of MLStateCheckpointIO can become a checkpoint of Lightning, "
+        "whose Trainer needs its own entries; choose another format, such as .pt"
+    )
+
+
 FORMATS = {
     "mlstate": Format(_read_mlstate, _write_mlstate, ()),
     "safetensors": Format(_read_safetensors, _write_safetensors, (".safetensors",)),
@@ -446,5 +497,6 @@ FORMATS = {
     "torch": Format(_read_torch, _write_torch, (".pt", ".pth", ".bin")),
     "dcp": Format(_read_dcp, _write_dcp, (".dcp",)),
     "huggingface": Format(_read_mlstate, _write_huggingface, ()),
+    "lightning": Format(_read_lightning, _write_lightning, ()),  # `format_of` knows its suffix
 }
 SUFFIXES = {suffix: name for name, one in FORMATS.items() for suffix in one.suffixes}

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..._common.atomic_file import replacing
 from ..._common.dtypes import label_of, name_of, stored_dtype
+from ..._common.regular_file import open_regular
 from ...errors import FormatError
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str
     Object arrays are refused, because they are pickles.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             arrays = _read_members(archive, path)
     except (zipfile.BadZipFile, NotImplementedError) as error:
         raise _damage_error(path, None, error) from None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ... import _core
 from ..._common.dtypes import FILE_DTYPES
 from ..._common.local_path import local_folder
+from ..._common.regular_file import open_regular
 from ...errors import FormatError
 from .._store.folder import store_error
 from .._verify import Problem, VerifyReport
@@ -49,7 +50,7 @@ def read_header(path: str) -> FileHeader:
 
     _core.file_metadata(path, True)
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length)
             size = os.fstat(file.fileno()).st_size
@@ -123,7 +124,7 @@ def verify_file(
         return report, False
     digits = header.texts[CHECKSUMS]
     try:
-        with open(place, "rb") as file:
+        with open_regular(place) as file:
             for tensor in header.tensors:
                 blocks = -(-tensor.nbytes // BLOCK)
                 mine, digits = digits[: blocks * _DIGITS], digits[blocks * _DIGITS :]

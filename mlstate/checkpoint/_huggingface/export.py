@@ -22,6 +22,7 @@ from ... import _core
 from ..._common.atomic_file import replace_folder
 from ..._common.backend import backend_of, is_module
 from ..._common.local_path import local_path
+from ..._common.regular_file import check_regular, open_regular
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
 from ...errors import StoreError
@@ -147,46 +148,47 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
     folder = os.fspath(source)
     try:
         with os.scandir(folder) as entries:
-            return sorted(
+            found = sorted(
                 entry.path
                 for entry in entries
-                if entry.is_file()
-                and not entry.name.startswith(".")
+                if not entry.name.startswith(".")
                 and not entry.name.endswith(_WEIGHTS)
+                and not entry.is_dir()
             )
+        for path in found:
+            check_regular(os.stat(path), path)
+        return found
     except OSError as error:
         raise _folder.store_error(error, "cannot list files_from=", folder) from None
 
 
-def _begin(folder: str, plan: ExportPlan, overwrite: bool) -> str:
-    """Create a temporary folder with files of their final length; return its path."""
+def _temporary_name(folder: str) -> str:
+    """Return an unused name in the folder's parent."""
     import secrets
 
-    _refuse_existing(folder, overwrite)
     parent, name = os.path.split(folder)
-    made = os.path.join(parent, f".{name}.mlstate-{secrets.token_hex(8)}.tmp")
+    return os.path.join(parent, f".{name}.mlstate-{secrets.token_hex(8)}.tmp")
+
+
+def _begin(made: str, folder: str, plan: ExportPlan, overwrite: bool) -> None:
+    """Create a temporary folder `made` with files of their final length."""
+    _refuse_existing(folder, overwrite)
     try:
-        _folder.make_path(parent)
+        _folder.make_path(os.path.dirname(made))
         os.mkdir(made)
         for file, size in zip(plan.files, plan.sizes, strict=True):
             path = os.path.join(made, file)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            try:
-                os.truncate(descriptor, size)
-            finally:
-                os.close(descriptor)
-    except BaseException as error:
-        shutil.rmtree(made, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise _folder.store_error(error, "cannot create the folder", made) from None
-        raise
-    return made
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with _core.Descriptor(path, flags) as descriptor:
+                os.truncate(descriptor.fileno(), size)
+    except OSError as error:
+        raise _folder.store_error(error, "cannot create the folder", made) from None
 
 
 def _copy_file(source: str, folder: str) -> None:
     """Copy a file durably."""
     path = os.path.join(folder, os.path.basename(source))
-    with open(source, "rb") as read, open(path, "xb") as write:
+    with open_regular(source) as read, open(path, "xb") as write:
         shutil.copyfileobj(read, write)
         write.flush()
         os.fsync(write.fileno())
@@ -297,12 +299,13 @@ def write_folder(
     error: BaseException | None = None
     is_first = target.rank == 0
     try:
-        if is_first:
-            copied = _files_to_copy(files_from)
-            made = _begin(folder, plan, overwrite)
-    except BaseException as caught:
-        error = caught
-    try:
+        try:
+            if is_first:
+                copied = _files_to_copy(files_from)
+                made = _temporary_name(folder)
+                _begin(made, folder, plan, overwrite)
+        except BaseException as caught:
+            error = caught
         if group is not None:
             made = os.fsdecode(next(iter(group.gather_bytes(os.fsencode(made)))))
         together(group, error)
@@ -417,8 +420,8 @@ def export_huggingface(
     Notes
     -----
     The export is atomic: files are written to a folder ``.NAME.mlstate-*.tmp`` in the target's
-    parent, synced and renamed. After an error this folder is deleted; a process that is killed
-    leaves it behind, and it can be deleted.
+    parent, synced and renamed. After an error this folder is deleted; a process that is killed, or
+    interrupted again while it deletes it, leaves it behind, and it can be deleted.
 
     Tied weights are stored under the first of their names, as ``save_pretrained`` does. The files
     have the checksums of `save_file`, which `load` and `verify` compare. A rank's memory does not

@@ -1,7 +1,8 @@
 """One interface to the objects of a store: S3, Google Cloud Storage, Azure; through obstore.
 
 Keys are relative to the checkpoint's URL. Requests that change nothing, or that may be repeated,
-are repeated until the total timeout. Conditional writes are not repeated here: the caller settles
+are repeated until the total timeout. A silent server ends a request; an upload has the more time
+the more bytes it sends. Conditional writes are not repeated here: the caller settles
 their outcome (root_claim.py).
 """
 
@@ -10,14 +11,17 @@ from __future__ import annotations
 import errno
 import os
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.store_error import store_error
+from ...errors import StoreError
 from .engine_errors import RETRIED, engine_reason, is_engine_error
+from .options import upload_class
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from typing import TypeVar
 
     from .options import StoreOptions
@@ -66,7 +70,7 @@ class ObjectStore:
         self.timeout = options.timeout_seconds
         self._options = options
         self._engine, self._store = options.open_engine(url)
-        self._parts: Any = None
+        self._uploads: dict[tuple[int, bool], Any] = {(upload_class(0), False): self._store}
         self._pid = os.getpid()
 
     # ---- requests ----
@@ -86,9 +90,11 @@ class ObjectStore:
             failed = store_error(engine_reason(error), what, path)
         raise failed  # outside the handler, so that the engine's text is not its context
 
-    def _repeat(self, what: str, key: str, request: Callable[[], _Result]) -> _Result:
+    def _repeat(
+        self, what: str, key: str, request: Callable[[], _Result], seconds: float | None = None
+    ) -> _Result:
         """Send a request that may be repeated, until it succeeds or the timeout is over."""
-        end = time.monotonic() + self.timeout
+        end = time.monotonic() + (self.timeout if seconds is None else seconds)
         for pause in retry_pauses():
             try:
                 return self._call(what, key, request)
@@ -173,10 +179,13 @@ class ObjectStore:
 
     def put(self, key: str, data: bytes | pathlib.Path) -> None:
         """Write an object whose name no other content ever has, so that it may be repeated."""
+        nbytes = len(data) if isinstance(data, bytes) else os.path.getsize(data)
+        store = self._upload_store(nbytes)
         self._repeat(
             "cannot write the object",
             key,
-            lambda: self._engine.put(self._store, key, data, use_multipart=False),
+            lambda: self._engine.put(store, key, data, use_multipart=False),
+            self._options.upload_seconds(nbytes),
         )
 
     def put_file(self, key: str, path: str, concurrency: int) -> None:
@@ -218,7 +227,7 @@ class ObjectStore:
         def request() -> None:
             try:
                 self._engine.put(
-                    self._part_store(),
+                    self._upload_store(self._options.part_bytes, for_parts=True),
                     key,
                     path,
                     use_multipart=True,
@@ -240,11 +249,17 @@ class ObjectStore:
                 raise
             return False
 
-    def _part_store(self) -> Any:
-        """Return the engine's store that repeats failed parts; opened on first use."""
-        if self._parts is None:
-            self._parts = self._options.open_engine(self.url, for_parts=True)[1]
-        return self._parts
+    def _upload_store(self, nbytes: int, *, for_parts: bool = False) -> Any:
+        """Return the engine's store with the time limit for `nbytes`; opened on first use.
+
+        With `for_parts`, it repeats failed parts.
+        """
+        size = upload_class(nbytes)
+        store = self._uploads.get((size, for_parts))
+        if store is None:
+            store = self._options.open_engine(self.url, upload_bytes=size, for_parts=for_parts)[1]
+            self._uploads[size, for_parts] = store
+        return store
 
     def put_if(self, key: str, data: bytes, tag: Tag | None, *, repeats: bool = False) -> None:
         """Write an object if it still has `tag`, or, with None, if it does not exist.
@@ -255,12 +270,27 @@ class ObjectStore:
         mode: Any = "create"
         if tag is not None:
             mode = {name: value for name, value in tag._asdict().items() if value is not None}
+        store = self._upload_store(len(data))
         send = self._repeat if repeats else self._call
         send(
             "cannot write the object",
             key,
-            lambda: self._engine.put(self._store, key, data, mode=mode, use_multipart=False),
+            lambda: self._engine.put(store, key, data, mode=mode, use_multipart=False),
         )
+
+    @contextmanager
+    def temporary_object(self) -> Iterator[str]:
+        """Write a small object and yield its name; delete it, unless the store is gone."""
+        name, is_gone = f".mlstate-{os.urandom(8).hex()}.tmp", False
+        self.put(name, b"{}")
+        try:
+            yield name
+        except StoreError as error:
+            is_gone = error.errno in RETRIED
+            raise
+        finally:
+            if not is_gone:
+                self.delete([name])
 
     def delete(self, keys: list[str]) -> None:
         """Delete objects; a missing object is not an error."""

@@ -13,13 +13,42 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SCHEMES = ("s3", "gs", "az")
+_ENVIRONMENT = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+# The options of the engine's HTTP client; the engine crashes if its configuration has them.
+_CLIENT_KEYS = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "default_content_type",
+    "disable_system_certificates",
+    "http1_only",
+    "http2_keep_alive_interval",
+    "http2_keep_alive_timeout",
+    "http2_keep_alive_while_idle",
+    "http2_max_frame_size",
+    "http2_only",
+    "pool_idle_timeout",
+    "pool_max_idle_per_host",
+    "proxy_ca_certificate",
+    "proxy_excludes",
+    "proxy_url",
+    "randomize_addresses",
+    "read_timeout",
+    "timeout",
+    "user_agent",
+)
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)\Z", re.DOTALL)
 _PASSED = ("client_options", "retry_config", "credential_provider")
 _LEAST_PART = 5 << 20  # of S3, except for the last part
 # The engine repeats failed parts of large objects until the timeout; this package repeats
 # everything else.
-_ENGINE_RETRIES = 3
+_ENGINE_RETRIES = 0
 _PART_RETRIES = 1 << 20
+_LEAST_SILENCE = 1.0  # seconds without a byte of an answer, after which a request is repeated
+_MOST_CONNECT = 5.0  # seconds to connect
+_NO_LIMIT = 86400.0  # seconds of a request that is limited by its silence
+_SMALL = 16 << 10  # bytes of a request that fit into the buffers of a connection
+_LEAST_RATE = 512 << 10  # bytes per second of all simultaneous uploads together
 
 
 class StoreOptions(NamedTuple):
@@ -27,7 +56,7 @@ class StoreOptions(NamedTuple):
 
     config: dict[str, Any]  # of the engine, for the scheme: credentials, region, endpoint
     passed: dict[str, Any]  # other keywords of the engine
-    timeout_seconds: float = 120.0  # for one request with its repetitions
+    timeout_seconds: float = 120.0  # for one request with its repetitions; uploads have more
     part_bytes: int = 8 << 20  # of large objects, which are written and read in parts
     max_concurrency: int = 8  # simultaneous requests
     scratch_folder: str | None = None  # for temporary files; None: the system's
@@ -38,11 +67,36 @@ class StoreOptions(NamedTuple):
     def __repr__(self) -> str:  # the configuration holds credentials
         return f"StoreOptions(timeout_seconds={self.timeout_seconds}, ...)"
 
-    def open_engine(self, url: str, *, for_parts: bool = False) -> tuple[Any, Any]:
+    def upload_seconds(self, nbytes: int) -> float:
+        """Return the time limit of a request that sends `nbytes` bytes, without repetitions.
+
+        The engine does not count sent bytes as progress. So the limit grows with the bytes of all
+        requests that share the connection to the store.
+        """
+        return self.timeout_seconds + nbytes * self.max_concurrency / _LEAST_RATE
+
+    def _time_limits(self, nbytes: int) -> dict[str, str]:
+        """Return the time limits of an engine whose requests send at most `nbytes` bytes.
+
+        Of small requests, only a silent server is limited: after two silent attempts, or one
+        attempt and its stalled answer, `timeout_seconds` are over.
+        """
+        silence = max(self.timeout_seconds / 2, _LEAST_SILENCE)
+        limits = {"connect_timeout": min(silence, _MOST_CONNECT)}
+        if nbytes <= _SMALL:
+            limits |= {"read_timeout": silence, "timeout": _NO_LIMIT}
+        else:
+            limits |= {"timeout": self.upload_seconds(nbytes)}
+        return {name: f"{round(1000 * seconds)}ms" for name, seconds in limits.items()}
+
+    def open_engine(
+        self, url: str, *, upload_bytes: int = 0, for_parts: bool = False
+    ) -> tuple[Any, Any]:
         """Import the engine; return it and a store for a URL.
 
-        With `for_parts`, the store repeats failed requests until `timeout_seconds`. The text of
-        an error has no values of the configuration.
+        `upload_bytes` is the largest number of bytes that a request sends. With `for_parts`, the
+        store repeats failed requests until `timeout_seconds`. The text of an error has no values
+        of the configuration.
         """
         try:
             import obstore
@@ -54,6 +108,10 @@ class StoreOptions(NamedTuple):
         from datetime import timedelta
 
         keywords = dict(self.passed)
+        limits = self._time_limits(upload_bytes)
+        client = keywords.get("client_options", _client_environment(url))
+        if hasattr(client, "keys"):  # otherwise the engine refuses it
+            keywords["client_options"] = {**limits, **client}
         keywords["retry_config"] = {
             "max_retries": _PART_RETRIES if for_parts else _ENGINE_RETRIES,
             "retry_timeout": timedelta(seconds=self.timeout_seconds),
@@ -72,6 +130,24 @@ class StoreOptions(NamedTuple):
                 raise
             failed = ValueError(f"{url}: {_refusal_text(error)}")
         raise failed
+
+
+def _client_environment(url: str) -> dict[str, str]:
+    """Return the client's options in the environment, such as AWS_ALLOW_HTTP.
+
+    The engine ignores them if it is given `client_options`.
+    """
+    prefix = _ENVIRONMENT[url.partition("://")[0]]
+    found = {name: os.environ.get(f"{prefix}{name.upper()}") for name in _CLIENT_KEYS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def upload_class(nbytes: int) -> int:
+    """Return the largest size of the uploads that have the same time limit as `nbytes`."""
+    size = _SMALL
+    while size < nbytes:
+        size *= 8
+    return size
 
 
 def _refusal_text(error: Exception) -> str:
@@ -137,6 +213,9 @@ def take_options(given: Mapping[str, Any] | None) -> StoreOptions:
     if cache is None and "cache_bytes" in numbers:
         raise ValueError("storage_options['cache_bytes'] needs 'cache_folder'")
     passed = {name: left.pop(name) for name in _PASSED if name in left}
+    client = {name: left.pop(name) for name in _CLIENT_KEYS if name in left}
+    if client and hasattr(passed.setdefault("client_options", {}), "keys"):
+        passed["client_options"] = {**client, **passed["client_options"]}
     return StoreOptions(
         left,
         passed,

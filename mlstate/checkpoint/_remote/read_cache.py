@@ -20,6 +20,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
+from ..._common.regular_file import open_regular
+from ...errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,9 +88,9 @@ class ReadCache:
     def _read(self, path: str, entry: _Entry) -> tuple[memoryview, int] | None:
         """Return the bytes of an entry and the size of the object; delete a damaged entry."""
         try:
-            with open(entry.path, "rb", buffering=0) as file:
-                data = file.readall()
-        except OSError:
+            with open_regular(entry.path, os.O_NOFOLLOW) as file:
+                data = file.read()
+        except (OSError, FormatError):
             return None
         with suppress(OSError):
             os.utime(entry.path)  # the time of its last use

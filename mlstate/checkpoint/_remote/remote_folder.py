@@ -203,12 +203,8 @@ class RemoteFolder(str):
 
         if local:
             return time.time()
-        name = temporary_name()
-        self.store.put(name, b"{}")
-        try:
+        with self.store.temporary_object() as name:
             info = self.store.info(name)
-        finally:
-            self.store.delete([name])
         return time.time() if info is None else info.changed
 
     # ---- local copies ----
@@ -452,11 +448,6 @@ class RemoteFolder(str):
             if not self.has_files(sizes):
                 text = "an uploaded object is missing or has another size"
                 raise store_error(OSError(errno.EIO, text), "cannot save", self)
-
-
-def temporary_name() -> str:
-    """Return a new name of a temporary object."""
-    return f".mlstate-{os.urandom(8).hex()}.tmp"
 
 
 def _finish(cache: ReadCache) -> None:

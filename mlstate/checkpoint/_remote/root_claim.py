@@ -11,16 +11,17 @@ from __future__ import annotations
 import errno
 import json
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from ..._common.store_error import store_error
 from ...errors import StoreError
 from .engine_errors import RETRIED
 from .object_store import Tag, retry_pauses
-from .remote_folder import temporary_name
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from .remote_folder import RemoteFolder
 
 _NO_TAG = Tag('"0x1"', "1")  # in the form of Azure and of Google; no object has it
@@ -36,6 +37,7 @@ class RootClaim:
 
     # a writer that died leaves the same objects as a running one: `prune` deletes them by age
     unfinished: str | None = None
+    holder: AbstractContextManager[object] = nullcontext()  # as of `WriterLock`
 
     def __init__(self, folder: RemoteFolder, root: str) -> None:
         self._folder = folder
@@ -133,14 +135,9 @@ def _sequence_of(root: bytes) -> object:
 
 def _check_conditions(folder: RemoteFolder) -> None:
     """Raise StoreError (ENOTSUP) if the endpoint ignores the conditions of writes."""
-    store = folder.store
-    name = temporary_name()
-    store.put(name, b"{}")
-    try:
+    with folder.store.temporary_object() as name:
         for tag in (None, _NO_TAG):
             _expect_refusal(folder, name, tag)
-    finally:
-        store.delete([name])
 
 
 def _expect_refusal(folder: RemoteFolder, name: str, tag: Tag | None) -> None:

@@ -9,6 +9,8 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
     tuple, set, frozenset   items
     deque                   items, maxlen
     float, int, complex     values that JSON cannot hold
+    path                    a path of pathlib: class, value
+    enum                    a member of an enum: module, class, and name or value (of flags)
     generator               library, state
     object                  state: the result of ``state_dict()``
 """
@@ -29,6 +31,7 @@ from ..._common.json_values import DEEPEST, check_text
 from ..._sharding.layout import Shard
 from ...errors import FormatError
 from .generators import library_of, restored, state_of
+from .named_values import enum_node, enum_of, path_node, path_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -155,7 +158,7 @@ class _Encoder:
         if type(value) is complex:
             parts = [self.node(part, where, path, levels) for part in (value.real, value.imag)]
             return {"$": "complex", "parts": parts}
-        return None
+        return path_node(value) or enum_node(value, where)
 
     def mapping(self, value: dict[Any, Any], where: str, path: tuple[str, ...], levels: int) -> Any:
         kind = next((name for name, cls in _DICTS.items() if type(value) is cls), "dict")
@@ -325,6 +328,10 @@ class Decoder:
             return int(node["value"], 16)
         if kind == "complex":
             return complex(*(self.value(part) for part in node["parts"]))
+        if kind == "path":
+            return path_of(node)
+        if kind == "enum":
+            return enum_of(node)
         if kind == "object":
             return self.value(node["state"])
         if kind == "generator":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.log import is_logged, log
+from ..._common.regular_file import check_regular, open_descriptor
 from ..._common.store_error import format_error
 from ..._common.store_error import store_error as store_error
 from ...errors import FormatError, MLStateError, StoreError
@@ -38,6 +39,7 @@ SECTIONS = ("params", "optim_state", "states")
 FOLDERS = (*SECTIONS, "index", "roots")
 TRIES = 20  # attempts to read a checkpoint that writers keep replacing
 _ROOT = re.compile(r"(\d{8}|[1-9]\d{8,18})\.([0-9a-f]{16})\.json\Z", re.ASCII)
+_MARK = ".damaged"  # suffix of a mark, see damage_marks.py
 _SHARDS = re.compile(r".+\.[0-9a-f]{16}-\d+\.safetensors(\.tmp)?\Z", re.ASCII)
 _INDEX = re.compile(r"[0-9a-f]{16}\.\d+\.json(\.tmp)?\Z", re.ASCII)
 _PATTERNS = {**dict.fromkeys(SECTIONS, _SHARDS), "index": _INDEX}
@@ -71,13 +73,10 @@ def open_path(path: str | os.PathLike[str], storage_options: Mapping[str, Any] |
 
 
 def _read_descriptor(descriptor: int, path: str) -> bytes:
-    """Read all of an open file; raise FormatError unless it is a regular file of valid size."""
-    import stat
-
+    """Read all of an open file; raise FormatError if it is too long."""
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-        what = "too long" if stat.S_ISREG(found.st_mode) else "not a regular file"
-        raise format_error(f"{path}: {what}", path)
+    if found.st_size > _MOST_BYTES:
+        raise format_error(f"{path}: too long", path)
     data = os.read(descriptor, found.st_size + 1)
     if len(data) == found.st_size:
         return data
@@ -85,7 +84,7 @@ def _read_descriptor(descriptor: int, path: str) -> bytes:
         return data + file.read()
 
 
-def read_bytes(folder: str, name: str) -> bytes:
+def read_bytes(folder: str, name: str, *, follow_links: bool = False) -> bytes:
     """Read a small regular file of the folder."""
     path = os.path.join(folder, name)
     if isinstance(folder, RemoteFolder):
@@ -94,7 +93,7 @@ def read_bytes(folder: str, name: str) -> bytes:
         except ValueError as error:
             raise format_error(f"{path}: {error}", path) from None
     try:
-        with _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
+        with open_descriptor(path, 0 if follow_links else os.O_NOFOLLOW) as descriptor:
             return _read_descriptor(descriptor.fileno(), path)
     except OSError as error:
         if error.errno == errno.ELOOP or isinstance(error, IsADirectoryError):
@@ -134,19 +133,13 @@ def open_root(folder: str, root: str = MANIFEST) -> tuple[str, Manifest | None]:
         raise
 
 
-def _read_index(folder: str, name: str) -> bytes:
-    """Read the index of a Hugging Face folder; a symbolic link, as in a cache, is followed."""
-    if isinstance(folder, RemoteFolder):
-        return read_bytes(folder, name)
-    path = os.path.realpath(os.path.join(folder, name))
-    return read_bytes(*os.path.split(path))
-
-
 def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
     """Read a root; raise FormatError if a file under ``roots/`` does not match its own name."""
     if is_weights_root(name):
         try:
-            return read_weights(folder, name, _read_index(folder, name) if name == INDEX else None)
+            # the index in a download cache is a link
+            data = read_bytes(folder, name, follow_links=True) if name == INDEX else None
+            return read_weights(folder, name, data)
         except OSError as error:
             raise store_error(error, "cannot read the folder", folder) from None
     try:
@@ -218,11 +211,11 @@ def _opened(folder: str, part: str) -> _core.Descriptor:
         return _core.Descriptor(path, os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if part else 0))
     except OSError:
         if part:
-            _refuse_link(path)
+            refuse_link(path)
         raise
 
 
-def _refuse_link(path: str) -> None:
+def refuse_link(path: str) -> None:
     """Raise StoreError if a path is a symbolic link."""
     if os.path.islink(path):
         reason = OSError(
@@ -323,6 +316,11 @@ def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
         )
 
 
+def mark_path(root: str) -> str:
+    """Return the path of the mark for a damaged step, next to its root."""
+    return root.removesuffix(".json") + _MARK
+
+
 def root_path(manifest: Manifest) -> str:
     """Return the path of a root under ``roots/``."""
     return f"roots/{manifest.sequence:08d}.{manifest.generation}.json"
@@ -386,7 +384,7 @@ def create(folder: str, *, states: bool = False) -> None:
         made = False
         for part in FOLDERS if states else (one for one in FOLDERS if one != "states"):
             path = os.path.join(folder, part)
-            _refuse_link(path)
+            refuse_link(path)
             if not _is_folder(path):
                 _make(path, os.stat(folder).st_mode & 0o777)
                 made = True
@@ -405,6 +403,7 @@ def _belongs(part: str, name: str) -> bool:
     if part == "":  # manifests, temporary files, units of tiers
         return name not in {"", ".", "..", "lock"}
     if part == "roots":
+        name = name.removesuffix(_MARK) + ".json" if name.endswith(_MARK) else name
         return _root_of(name) is not None or _TEMPORARY.match(name) is not None
     return part in _PATTERNS and _PATTERNS[part].match(name) is not None
 
@@ -495,10 +494,11 @@ def _remove_from(folder: str, part: str, names: list[str]) -> list[str]:
 
 def overwrite_start(folder: str, path: str, data: bytes) -> None:
     """Rewrite the first bytes of a file durably; the rest stays."""
-    _refuse_link(os.path.join(folder, os.path.dirname(path)))
+    refuse_link(os.path.join(folder, os.path.dirname(path)))
     name = os.path.join(folder, path)
     try:
         with _core.Descriptor(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
+            check_regular(os.fstat(descriptor.fileno()), name)
             done = 0
             while done < len(data):
                 done += os.pwrite(descriptor.fileno(), data[done:], done)
@@ -526,12 +526,25 @@ def discard(folder: str, generation: str, rank: int | None = None) -> list[str]:
 
 
 def temporary_files(folder: str) -> list[str]:
-    """Return the paths of temporary small files; they are garbage unless a writer is running."""
+    """Return the paths of temporary small files; they are garbage unless a writer is running.
+
+    Marks of steps that no longer exist are among them.
+    """
+    found = []
+    for part in ("", "roots"):
+        names = set(list_names(folder, part))
+        found += [os.path.join(part, name) for name in names if _TEMPORARY.match(name)]
+    return sorted(found + _marks(names, [name for name in names if _root_of(name)]))
+
+
+def _marks(names: Collection[str], roots: Collection[str]) -> list[str]:
+    """Return the paths of marks among the names in ``roots/``, except of these roots."""
     return [
-        os.path.join(part, name)
-        for part in ("", "roots")
-        for name in list_names(folder, part)
-        if _TEMPORARY.match(name)
+        f"roots/{name}"
+        for name in names
+        if name.endswith(_MARK)
+        and _belongs("roots", name)
+        and name.removesuffix(_MARK) + ".json" not in roots
     ]
 
 
@@ -730,9 +743,14 @@ def prune(
 
 
 def delete_roots(folder: str, roots: list[Root]) -> None:
-    """Delete roots durably; `prune` may delete the files that they needed only afterwards."""
+    """Delete roots and their marks durably; only then may `prune` delete the files they needed."""
+    if not roots:
+        return
     steps = _steps_of_roots(folder, roots) if is_logged("INFO") else []
-    if remove_files(folder, [root.path for root in roots]):
+    names = list_names(folder, "roots")
+    gone = {os.path.basename(root.path) for root in roots}
+    marks = _marks(names, [name for name in names if name not in gone])
+    if remove_files(folder, [*(root.path for root in roots), *marks]):
         sync(folder, "roots")
     for step, root in zip(steps, roots, strict=False):
         log("INFO", "%s: deleted step %s (%s)", folder, step, root.path)

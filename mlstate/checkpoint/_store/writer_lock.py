@@ -16,9 +16,12 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from typing import Any
 
 from ... import _core
+from ..._common.atomic_file import change_mode, replacing
+from ..._common.regular_file import NOT_REGULAR
 from ...errors import StoreError
 from .folder import MANIFEST, new_file_mode, store_error
 
@@ -100,15 +103,14 @@ def _try_lock(descriptor: _core.Descriptor) -> bool:
     return True
 
 
-def _lock_folder(folder: str) -> tuple[_core.Descriptor, bool]:
-    """Open the folder and try to lock it: only one writer at a time may inspect the lock file."""
-    descriptor = _core.Descriptor(folder, os.O_RDONLY)
+def _lock_folder(descriptor: _core.Descriptor) -> bool:
+    """Try to lock an open folder: only one writer at a time may inspect the lock file."""
     try:
-        return descriptor, _try_lock(descriptor)
+        return _try_lock(descriptor)
     except OSError as error:
         if error.errno != errno.EBADF:  # NFS locks only descriptors that are open for writing
             raise
-    return descriptor, True
+    return True
 
 
 def check_timeout(seconds: float) -> float:
@@ -124,6 +126,12 @@ class WriterLock:
     """The lock of a writing process.
 
     `timeout` is the caller's ``lock_timeout``, or None if the caller has no such parameter.
+
+    `holder` is closed until the lock is taken, and unlocks at the end of its `with` statement. No
+    interrupt can prevent this, not even a second one during the clean-up after the first::
+
+        with lock.holder:
+            lock.acquire()
     """
 
     is_unsure = False  # whether a `commit` succeeded can always be read from the folder
@@ -133,15 +141,12 @@ class WriterLock:
         self._what = what
         self._folder = folder
         self._path = os.path.join(folder, _NAME)
-        self._descriptor: _core.Descriptor | None = None  # dropping it closes and unlocks
+        self.holder = _core.Descriptor()  # dropping it closes and unlocks, too
         self._is_new = False
         self.unfinished: str | None = None  # generation of a writer that died
 
-    def acquire(self) -> _core.Descriptor:
-        """Take the lock; after the timeout raise StoreError (EBUSY) that names the owner.
-
-        The descriptor unlocks at the end of a `with` statement, even after an interrupt.
-        """
+    def acquire(self) -> None:
+        """Take the lock; after the timeout raise StoreError (EBUSY) that names the owner."""
         import time
 
         end = time.monotonic() + (self._timeout or 0.0)
@@ -154,15 +159,14 @@ class WriterLock:
                     raise
             time.sleep(min(_PAUSE, left))
 
-    def _acquire_once(self) -> _core.Descriptor:
+    def _acquire_once(self) -> None:
         import time
 
         try:
             for _ in range(_TRIES):
                 taken = self._try_alone()
                 if taken:
-                    assert self._descriptor is not None
-                    return self._descriptor
+                    return
                 if taken is None:
                     time.sleep(_PAUSE)
         except OSError as error:
@@ -186,15 +190,15 @@ class WriterLock:
 
     def _try_alone(self) -> bool | None:
         """Try once with the folder locked; return None if another writer has locked the folder."""
-        folder, alone = _lock_folder(os.path.dirname(self._path))
-        try:
-            return self._try() if alone else None
-        finally:
-            folder.close()
+        with _core.Descriptor(os.path.dirname(self._path), os.O_RDONLY) as folder:
+            return self._try() if _lock_folder(folder) else None
 
     def _try(self) -> bool:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._descriptor = descriptor = _core.Descriptor(self._path, flags)
+        descriptor = self.holder
+        descriptor.open(self._path, flags)
+        if not stat.S_ISREG(os.fstat(descriptor.fileno()).st_mode):
+            raise OSError(errno.EINVAL, NOT_REGULAR)
         if not _try_lock(descriptor):
             self._refuse_or_replace(descriptor)
             self.release()
@@ -214,10 +218,13 @@ class WriterLock:
         return True
 
     def _limit_mode(self, number: int, mode: int) -> None:
-        """Restrict the mode of a new lock file to the mode of the other files."""
-        limited = mode & new_file_mode(os.path.dirname(self._path))
+        """Restrict who may read and write a new lock file to those of the other files.
+
+        The bits for execution stay, because FAT has them on every file and refuses to change them.
+        """
+        limited = mode & (new_file_mode(os.path.dirname(self._path)) | 0o111)
         if limited != mode & 0o777:
-            os.fchmod(number, limited)
+            change_mode(number, limited)
 
     def _is_current(self, descriptor: _core.Descriptor) -> bool:
         try:
@@ -247,17 +254,14 @@ class WriterLock:
             raise self._busy_error(f"{who} is writing it")
         if self._is_current(descriptor):
             # keep the text: the new file must name the unfinished generation too
-            fresh = f"{self._path}.{os.getpid()}"
-            with open(fresh, "wb") as file:
-                self._limit_mode(file.fileno(), os.fstat(file.fileno()).st_mode)
+            with replacing(self._path, follow_links=False) as file:
                 file.write(os.pread(descriptor.fileno(), 4096, 0))
-            os.replace(fresh, self._path)
 
     def _write(self, generation: str | None) -> None:
         import json
 
         text = json.dumps({**_me(), "generation": generation}).encode()
-        number = -1 if self._descriptor is None else self._descriptor.fileno()
+        number = self.holder.fileno()
         os.pwrite(number, text + b"\n", 0)
         os.ftruncate(number, len(text) + 1)
 
@@ -266,8 +270,7 @@ class WriterLock:
         try:
             self._write(generation)
             if generation is not None:
-                assert self._descriptor is not None
-                os.fsync(self._descriptor.fileno())
+                os.fsync(self.holder.fileno())
                 if self._is_new:  # otherwise a power failure could lose the file
                     _core.folder_sync(os.path.dirname(self._path))
                     self._is_new = False
@@ -282,8 +285,7 @@ class WriterLock:
 
     def release(self) -> None:
         """Unlock and close the file; in a forked child the parent keeps its lock."""
-        if self._descriptor is not None:
-            self._descriptor.close()
+        self.holder.close()
 
     def __enter__(self) -> WriterLock:
         self.acquire()

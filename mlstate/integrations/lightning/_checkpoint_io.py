@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
+import zlib
+from pathlib import Path
 from typing import Any
 
 from ..._common.local_path import local_folder
 from ..._common.set_module import set_module
-from ...checkpoint import load, save
+from ...checkpoint import load
+from ...checkpoint._files.lightning import checkpoint_of, read_ckpt, save_checkpoint
 from ...checkpoint._store import folder as _folder
-
-_STATE = "lightning"  # name of the state with everything except the module's tensors
 
 
 def _register(cls: type) -> None:
@@ -37,6 +39,31 @@ def _register(cls: type) -> None:
         )
 
 
+def _is_checkpoint(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, _folder.MANIFEST))
+
+
+def _is_relative_link(path: str) -> bool:
+    """Return whether a path is a link as Lightning makes them."""
+    return os.path.islink(path) and not os.path.isabs(os.readlink(path))
+
+
+def _is_torch_file(path: str) -> bool:
+    """Return whether a path is a file in torch's zip format."""
+    if os.path.islink(path) or not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _delete_folder(folder: str) -> None:
+    """Delete a folder if it exists."""
+    import shutil
+
+    if os.path.lexists(folder):
+        shutil.rmtree(folder)
+
+
 @set_module("mlstate.integrations.lightning")
 class MLStateCheckpointIO:
     """Stores the checkpoints of Lightning's Trainer as checkpoints of `mlstate.save`.
@@ -58,9 +85,15 @@ class MLStateCheckpointIO:
     -----
     Lightning passes the whole checkpoint on rank 0, so strategies that store shards of each rank
     themselves, such as FSDP, do not use the plugin. Hyperparameters and states of callbacks must be
-    values that `mlstate.save` can store; the error names a value that is not. Random generators
-    are not part of Lightning's checkpoints. ``LightningModule.load_from_checkpoint`` does not use
-    plugins: load the weights with ``mlstate.load(path, into={"model": module})``.
+    values that the states of `mlstate.save` can hold, such as numbers, tensors, paths, members of
+    enums, and lists, tuples and dicts of these; the error names a value that is not. Random
+    generators are not part of Lightning's checkpoints.
+
+    ``LightningModule.load_from_checkpoint``, and a Trainer without the plugin, raise
+    `IsADirectoryError` for a folder: they open the path as a file, and use no plugin. The command
+    ``mlstate convert FOLDER OUT.ckpt --to lightning`` writes the file that they read, and
+    ``mlstate convert FILE.ckpt FOLDER`` the opposite. The plugin also resumes from Lightning's own
+    file, with a warning.
 
     Examples
     --------
@@ -94,10 +127,18 @@ class MLStateCheckpointIO:
         """
         if storage_options is not None:
             raise TypeError("MLStateCheckpointIO takes no storage_options")
-        rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-        step = checkpoint.get("global_step")
-        model = checkpoint.get("state_dict")
-        save(path, model, states={_STATE: rest}, step=step, **self._options)
+        folder = local_folder(path)
+        if _is_checkpoint(folder) and not os.path.islink(folder):
+            save_checkpoint(checkpoint, folder, **self._options)
+            return
+        # the name appears with the whole checkpoint, and a link or a file is replaced
+        parent, name = os.path.split(folder)
+        temporary = os.path.join(parent, f".mlstate-new-{zlib.crc32(name.encode()):08x}")
+        _delete_folder(temporary)  # of a process that was killed
+        save_checkpoint(checkpoint, temporary, **self._options)
+        if os.path.islink(folder) or os.path.isfile(folder):
+            os.unlink(folder)
+        os.rename(temporary, folder)
 
     def load_checkpoint(
         self,
@@ -110,7 +151,9 @@ class MLStateCheckpointIO:
         Parameters
         ----------
         path : str or os.PathLike
-            A folder that `save_checkpoint` wrote.
+            A folder that `save_checkpoint` wrote, or a ``.ckpt`` file of Lightning. No code from
+            the file is run, so it must hold only tensors, plain values, paths, NumPy scalars,
+            and members of enums that are imported.
         map_location : str or torch.device, optional
             Device of the tensors. Default, and for other values: main memory.
         weights_only : bool, optional
@@ -120,39 +163,60 @@ class MLStateCheckpointIO:
         -------
         dict
             The checkpoint, with new tensors.
+
+        Raises
+        ------
+        StoreError
+            The path does not exist, or is not a checkpoint; also a `FileNotFoundError`.
+        FormatError
+            The checkpoint is damaged, or the file holds other objects.
+        CompatibilityError
+            The folder holds no checkpoint of Lightning.
+
+        Warns
+        -----
+        UserWarning
+            The path is a file: Lightning wrote it without this plugin.
         """
+        if os.path.isfile(path):
+            warnings.warn(
+                f"{os.fspath(path)} is a file of Lightning, not a folder of mlstate: it has no "
+                "checksums. mlstate convert FILE.ckpt FOLDER converts it",
+                stacklevel=2,
+            )
+            return read_ckpt(Path(path))
         is_device = isinstance(map_location, str) or hasattr(map_location, "index")
         loaded = load(path, device=map_location if is_device else "cpu")
-        model = {} if loaded.model is None else {"state_dict": dict(loaded.model)}
-        return {**loaded.states[_STATE], **model}
+        return checkpoint_of(loaded, os.fspath(path))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint; a path that does not exist is ignored.
 
         The folder is first renamed to its path with the suffix ``.mlstate-removed``, so a killed
         process leaves no part of a checkpoint under its name. Deleting the path again deletes the
-        rest.
+        rest. Of a link that Lightning made (``save_last="link"``), only the link is deleted.
 
         Parameters
         ----------
         path : str or os.PathLike
-            A folder that `save_checkpoint` wrote.
+            A folder that `save_checkpoint` wrote, a relative link, or a file that Lightning wrote
+            without the plugin.
 
         Raises
         ------
         StoreError
-            The path is not a checkpoint, or is a symbolic link.
+            The path is not a checkpoint, or is another symbolic link.
         """
-        import shutil
-
         folder = local_folder(path)
         removed = f"{folder}.mlstate-removed"
-        if os.path.lexists(removed):
-            shutil.rmtree(removed)  # by a process that was killed
+        _delete_folder(removed)  # of a process that was killed
+        if _is_relative_link(folder) or _is_torch_file(folder):
+            os.unlink(folder)
+            return
         if not os.path.lexists(folder):
             return
         is_link = os.path.islink(folder)
-        if is_link or not os.path.isfile(os.path.join(folder, _folder.MANIFEST)):
+        if is_link or not _is_checkpoint(folder):
             kind = "a symbolic link" if is_link else "not a checkpoint of mlstate"
             raise _folder.store_error(
                 OSError(errno.EINVAL, f"the path is {kind}"),
@@ -160,7 +224,7 @@ class MLStateCheckpointIO:
                 folder,
             )
         os.rename(folder, removed)
-        shutil.rmtree(removed)
+        _delete_folder(removed)
 
     def teardown(self) -> None:
         """Do nothing: nothing runs in the background."""

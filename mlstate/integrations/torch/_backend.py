@@ -24,7 +24,14 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         part_of,
         tied_names,
     )
-    from ._checkpoint.files import read_dcp, read_pt, write_dcp, write_pt
+    from ._checkpoint.files import (
+        read_dcp,
+        read_pt,
+        read_tree,
+        write_dcp,
+        write_pt,
+        write_tree,
+    )
     from ._checkpoint.load_targets import fill_module, fill_optimizer, saved_module, saved_optimizer
     from ._checkpoint.optimizer import optimizer_dict, optimizer_state
     from ._checkpoint.tiers import (
@@ -64,7 +71,9 @@ _NAMES = {
         "begin_pass", "hook_module", "parameters_of", "reduce_on_device", "why_not_reduced",
     ),
     "_activation.profile_chain": ("profile_chain",),
-    "_checkpoint.files": ("read_dcp", "read_pt", "write_dcp", "write_pt"),
+    "_checkpoint.files": (
+        "read_dcp", "read_pt", "read_tree", "write_dcp", "write_pt", "write_tree",
+    ),
     "_tensors.kv": ("move_kv",),
     "_tensors.memory": ("note_written", "write_into_tensor"),
     "_activation.operators": ("operator_contexts",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,18 @@ import numpy as np
 
 from ..._common.set_module import set_module
 from ...checkpoint import CheckpointManager
+from ...checkpoint._commit import gather_bytes
 from ...checkpoint._states.generators import library_of, restored, set_state, state_of
-from ...errors import MLStateError
+from ...errors import CompatibilityError, FormatError, StoreNotFoundError
+from ._trainer_folders import (
+    folder_of,
+    is_complete,
+    is_same_position,
+    last_checkpoint,
+    position_text,
+    read_position,
+    read_record,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,10 +35,68 @@ def _generators() -> dict[str, Any]:
     """Return the generators that a training draws from."""
     import torch
 
-    found: dict[str, Any] = {"python": random, "numpy": np.random, "torch": torch.random}
+    generators: dict[str, Any] = {"python": random, "numpy": np.random, "torch": torch.random}
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda
-    return found
+        generators["cuda"] = torch.cuda
+    return generators
+
+
+def _states_of(generators: dict[str, Any]) -> list[tuple[Any, str, Any]]:
+    """Return the generators with their libraries and states."""
+    libraries = ((each, library_of(each)) for each in generators.values())
+    return [
+        (each, library, restored(state_of(each, library), library))
+        for each, library in libraries
+        if library is not None
+    ]
+
+
+def _set_states(states: list[tuple[Any, str, Any]]) -> None:
+    for each, library, state in states:
+        set_state(each, library, state)
+
+
+def _check_arguments(args: Any, state: Any, directory: Any) -> None:
+    """Raise CompatibilityError for an option under which the callback cannot do its work."""
+    problems = {
+        "deepspeed": "DeepSpeed keeps the optimizer's states itself, and saves them itself: leave "
+        "the callback out",
+        "hyperparameter_search": "its trials save the same steps into one folder: leave the "
+        "callback out of the search",
+        "push_to_hub": "the Trainer uploads its output folder, with all steps in it: pass "
+        "MLStateCallback(directory=) with a folder elsewhere",
+        "save_on_each_node": "the output folder may differ between the nodes, and all ranks save "
+        "into one folder: pass MLStateCallback(directory=) with a folder that all nodes share",
+        "enable_jit_checkpoint": "a signal may reach the ranks at different steps: set it only "
+        "for one process",
+    }
+    output = Path(os.path.abspath(args.output_dir))
+    is_inside = directory is None or Path(os.path.abspath(directory)).is_relative_to(output)
+    has_ranks = args.world_size > 1
+    conditions = {
+        "deepspeed": True,
+        "push_to_hub": is_inside,
+        "save_on_each_node": has_ranks and directory is None,
+        "enable_jit_checkpoint": has_ranks,
+    }
+    options = [name for name, applies in conditions.items() if applies and getattr(args, name, 0)]
+    if state.is_hyper_param_search:
+        options.append("hyperparameter_search")
+    for name in options:
+        error = CompatibilityError(f"MLStateCallback does not support {name}: {problems[name]}")
+        error.name = name
+        raise error
+
+
+def _skips_batches(args: Any, state: Any, loader: Any) -> bool:
+    """Return whether the Trainer resumes in an epoch, and skips its first batches."""
+    if args.ignore_data_skip:
+        return False
+    try:
+        steps = -(-len(loader) // args.gradient_accumulation_steps)
+    except TypeError:  # a loader without a length, whose epoch never ends
+        steps = state.max_steps
+    return bool(state.global_step % max(steps, 1))
 
 
 @set_module("mlstate.integrations.transformers")
@@ -35,16 +104,20 @@ class MLStateCallback:
     """Saves the state of a `transformers.Trainer` with mlstate, and restores it.
 
     Pass it as ``Trainer(callbacks=[MLStateCallback()])``. After each checkpoint of the Trainer it
-    saves a step of a `CheckpointManager`: model, optimizer, scheduler and random generators of
-    every rank. When the Trainer resumes, the callback restores the step. Set ``save_only_model``
-    of the Trainer's arguments, so that it does not pickle the optimizer's states too.
+    saves a step of a `CheckpointManager`: model, optimizer, scheduler, gradient scaler, the
+    Trainer's position, and random generators of every rank. When the Trainer resumes, the
+    callback restores the step. Set ``save_only_model`` of the Trainer's arguments, so that it
+    does not pickle the optimizer's states too.
+
+    The Trainer decides when to save and what to delete: a step stays while the Trainer's folder
+    ``checkpoint-<step>`` exists. The newest step always stays.
 
     Parameters
     ----------
     directory : str or os.PathLike, optional
         Folder of the steps. Default: ``mlstate`` in the Trainer's output folder.
     keep : int, optional
-        Number of steps to keep. Default: ``save_total_limit`` of the Trainer's arguments.
+        Number of newest steps that stay even if the Trainer has deleted their folders. Default: 1.
     **options
         Further keywords of `CheckpointManager`.
 
@@ -55,10 +128,18 @@ class MLStateCallback:
 
     Notes
     -----
-    The Trainer still writes ``checkpoint-<step>`` with the model and the position in the data. It
-    writes this folder without a commit, so after a crash the newest one may be incomplete. Pass
-    the result of `last_checkpoint` to ``train(resume_from_checkpoint=…)``: the callback's step is
-    saved only after the folder is complete.
+    The Trainer writes ``checkpoint-<step>`` without a commit, and deletes older folders before
+    the callback saves. After a crash the newest folder may be incomplete, and those of earlier
+    steps deleted. Pass the result of `last_checkpoint` to ``train(resume_from_checkpoint=…)``: it
+    returns a complete folder, and restores one from the newest step if there is no other.
+
+    A checkpoint of the Trainer with optimizer and scheduler, but without a step of mlstate, is
+    resumed with a warning. If the number of ranks has changed, generators are not restored, as
+    in the Trainer itself. ``save_total_limit``, ``save_strategy="best"``,
+    ``load_best_model_at_end`` and, in one process, ``enable_jit_checkpoint`` work as without the
+    callback. `CompatibilityError` is raised when training begins for ``deepspeed``,
+    ``hyperparameter_search``, ``push_to_hub`` with steps in the output folder, and, with several
+    ranks, ``enable_jit_checkpoint`` or ``save_on_each_node`` without `directory`.
 
     Examples
     --------
@@ -91,7 +172,9 @@ class MLStateCallback:
         self._options = options
         self._manager: CheckpointManager | None = None
         self._group: Any = None
-        self._generators: list[tuple[Any, str, Any]] = []  # to set before the first step
+        self._restored: list[tuple[Any, str, Any]] = []  # states of generators, to set later
+        self._skips_batches = False  # of the epoch in which the training resumes
+        self._signal_step: int | None = None  # saved because of a signal
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("on_"):  # the Trainer's other events
@@ -102,7 +185,12 @@ class MLStateCallback:
     def last_checkpoint(
         output_dir: str | os.PathLike[str], directory: str | os.PathLike[str] | None = None
     ) -> str | None:
-        """Return the newest checkpoint of the Trainer whose state is complete, or None.
+        """Return the newest checkpoint of the Trainer from which it can resume, or None.
+
+        Usually this is the folder of the newest step; weights and step are verified. A later
+        folder of the Trainer is returned only if it holds optimizer and scheduler. If the Trainer
+        was killed after it had deleted the newest step's folder, or if no folder is complete, this
+        writes the newest step's folder again, with the weights and the Trainer's position.
 
         Parameters
         ----------
@@ -113,32 +201,31 @@ class MLStateCallback:
         """
         output = Path(output_dir)
         manager = CheckpointManager(output / _FOLDER if directory is None else directory)
-        for step in reversed(manager.steps()):
-            found = output / f"checkpoint-{step}"
-            if not (found / "trainer_state.json").is_file():
-                continue
-            try:
-                if manager.checkpoint(step).verify():
-                    return str(found)
-            except MLStateError:
-                continue
-        return None
+        return last_checkpoint(output, manager)
 
     def _open(self, args: Any) -> CheckpointManager:
-        """Return the manager, and connect the ranks on the first call."""
-        if self._manager is None:
-            directory = self._directory
-            if directory is None:
-                directory = Path(args.output_dir) / _FOLDER
-            keep = args.save_total_limit if self._keep is None else self._keep
-            self._manager = CheckpointManager(directory, keep, **self._options)
-            if args.world_size > 1:
-                import torch.distributed as dist
+        """Return the manager of a training, and connect the ranks."""
+        self._close()
+        output = Path(args.output_dir)
+        directory = output / _FOLDER if self._directory is None else self._directory
+        keep = 1 if self._keep is None else self._keep
+        self._manager = CheckpointManager(directory, keep, **self._options)
+        self._manager._is_kept_elsewhere = lambda step: folder_of(output, step).is_dir()
+        if args.world_size > 1:
+            import torch.distributed as dist
 
-                from ..torch import TorchGroup
+            from ..torch import TorchGroup
 
-                self._group = TorchGroup(dist.new_group(backend="gloo"))
+            self._group = TorchGroup(dist.new_group(backend="gloo"))
         return self._manager
+
+    def _close(self) -> None:
+        manager, group = self._manager, self._group
+        self._manager = self._group = None
+        if manager is not None:
+            manager.close()
+        if group is not None:
+            group.close()
 
     def on_train_begin(
         self,
@@ -149,6 +236,7 @@ class MLStateCallback:
         model: Any = None,
         optimizer: Any = None,
         lr_scheduler: Any = None,
+        train_dataloader: Any = None,
         **others: Any,
     ) -> None:
         """Restore the state if the Trainer resumes.
@@ -156,38 +244,125 @@ class MLStateCallback:
         Raises
         ------
         StoreError
-            The step that the Trainer resumes was not saved by this callback.
+            The step that the Trainer resumes was not saved by this callback, and the Trainer's
+            own checkpoint has no optimizer.
         FormatError, CompatibilityError
-            The step is damaged, or belongs to another model or number of ranks. Nothing was
-            changed, as for `mlstate.load`.
+            The step is damaged, or belongs to another model or run, or an option is not
+            supported. Nothing was changed, as for `mlstate.load`.
+
+        Warns
+        -----
+        UserWarning
+            The checkpoint was written by the Trainer alone.
         """
+        _check_arguments(args, state, self._directory)
         manager = self._open(args)
+        self._restored, self._signal_step = [], None
         if state.global_step == 0:
             return
+        if self._has_step(state):
+            self._skips_batches = _skips_batches(args, state, train_dataloader)
+            self._restore(state.global_step, model, optimizer, lr_scheduler)
+            return
+        folder = folder_of(Path(args.output_dir), state.global_step)
+        is_own = is_complete(folder) and is_same_position(
+            read_position(folder) or "", position_text(state)
+        )
+        # a new scheduler has counted no steps
+        if not is_own and not getattr(lr_scheduler, "last_epoch", 0) > 0:
+            manager.checkpoint(state.global_step)  # raises StoreError if the step does not exist
+            error = CompatibilityError(
+                f"step {state.global_step} in {manager.directory} belongs to another run than the "
+                "checkpoint that the Trainer resumes, which holds no optimizer: resume from "
+                "MLStateCallback.last_checkpoint(output_dir)"
+            )
+            error.name = "resume_from_checkpoint"
+            raise error
+        if args.process_index == 0:
+            warnings.warn(
+                f"{manager.directory} has no step {state.global_step} of this run: the training "
+                "resumes with the optimizer, scheduler and generators that the Trainer itself "
+                "has saved",
+                stacklevel=2,
+            )
+
+    def _has_step(self, state: Any) -> bool:
+        """Return whether the manager has the step that is resumed; all ranks agree."""
+        manager, has_step = self._manager, True
+        assert manager is not None
+        if self._group is None or self._group.rank == 0:
+            try:
+                position = read_record(manager, state.global_step)["position"]
+                has_step = position is None or is_same_position(position, position_text(state))
+            except StoreNotFoundError:
+                has_step = False
+            except FormatError:
+                pass  # every rank raises it when it restores
+        return gather_bytes(self._group, b"1" if has_step else b"0")[0] == b"1"
+
+    def _restore(self, step: int, model: Any, optimizer: Any, scheduler: Any) -> None:
+        """Restore a step, except for the generators, whose states are kept for later."""
+        assert self._manager is not None
+        checkpoint = self._manager.checkpoint(step)
         generators = _generators()
-        manager.restore(
-            state.global_step,
+        states = {"scheduler": scheduler}
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is not None and "scaler" in checkpoint.states:
+            states["scaler"] = scaler
+        ranks = 1 if self._group is None else self._group.world_size
+        if checkpoint.world_size == ranks:
+            states["generators"] = generators
+        before = _states_of(generators)
+        self._manager.restore(
+            step,
             into={
                 "model": model,
                 "optimizer": getattr(optimizer, "optimizer", optimizer),  # accelerate wraps it
-                "states": {"scheduler": lr_scheduler, "generators": generators},
+                "states": states,
             },
             group=self._group,
         )
-        if float(state.epoch).is_integer():
-            return  # the order of the next epoch is drawn from the restored generators
-        # the Trainer draws the order of the running epoch and skips batches before the first step
-        self._generators = [
-            (each, library, restored(state_of(each, library), library))
-            for each, library in ((each, library_of(each)) for each in generators.values())
-            if library is not None
-        ]
+        if "generators" in states:
+            self._restored = _states_of(generators)
+            _set_states(before)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Set the generators before the first step after a restore."""
-        for each, library, saved in self._generators:
-            set_state(each, library, saved)
-        self._generators = []
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Set the restored generators, unless the Trainer skips batches first."""
+        if not self._skips_batches:
+            self._set_restored()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Set the restored generators after the Trainer has skipped batches."""
+        self._set_restored()
+        self._save_after_signal(args, state, control, objects)
+
+    def _set_restored(self) -> None:
+        """Set the generators as late as the Trainer does; other calls have drawn from them."""
+        _set_states(self._restored)
+        self._restored = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Save the step if a signal has made the Trainer save here."""
+        self._save_after_signal(args, state, control, objects)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Save the step if a signal has made the Trainer save here."""
+        self._save_after_signal(args, state, control, objects)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Save the step if a signal has made the Trainer save here."""
+        self._save_after_signal(args, state, control, objects)
+
+    def _save_after_signal(self, args: Any, state: Any, control: Any, objects: Any) -> None:
+        """Save the step if ``enable_jit_checkpoint`` has just saved: there is no event for it."""
+        if not getattr(args, "enable_jit_checkpoint", False) or not control.should_training_stop:
+            return
+        folder = folder_of(Path(args.output_dir), state.global_step)
+        if self._signal_step == state.global_step or control.should_save:
+            return
+        if read_position(folder) == position_text(state):
+            self._signal_step = state.global_step
+            self.on_save(args, state, control, **objects)
 
     def on_save(
         self,
@@ -201,21 +376,33 @@ class MLStateCallback:
         **others: Any,
     ) -> None:
         """Save the state of a step, after the Trainer has written its checkpoint."""
-        manager = self._open(args)
+        manager = self._manager
+        if manager is None:
+            manager = self._open(args)
+        if state.global_step == 0:
+            return  # resuming it means starting anew
+        folder = folder_of(Path(args.output_dir), state.global_step)
+        position = b""
+        if self._group is None or self._group.rank == 0:
+            position = (read_position(folder) or position_text(state)).encode()
+        position = gather_bytes(self._group, position)[0]
+        states = {
+            "scheduler": lr_scheduler,
+            "generators": _generators(),
+            "trainer": {"position": position.decode()},
+        }
+        scaler = getattr(optimizer, "scaler", None)
+        if scaler is not None:
+            states["scaler"] = scaler
         manager.save(
             state.global_step,
             model,
             getattr(optimizer, "optimizer", optimizer),
-            states={"scheduler": lr_scheduler, "generators": _generators()},
+            states=states,
             metadata={"epoch": state.epoch},
             group=self._group,
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Close the manager and the group."""
-        if self._manager is not None:
-            self._manager.close()
-            self._manager = None
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._close()

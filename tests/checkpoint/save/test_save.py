@@ -785,7 +785,7 @@ def test_what_a_dead_writer_left_goes_with_the_next_save(path):
     lock = WriterLock(str(path))
     lock.acquire()
     lock.note("0123456789abcdef")
-    lock._descriptor.close()  # as when the process dies
+    lock.holder.close()  # as when the process dies
     litter = [
         "params/w.0-1.0123456789abcdef-0.safetensors",
         "params/segment-0.0123456789abcdef-3.safetensors.tmp",

@@ -103,7 +103,8 @@ def test_a_reshard_that_was_interrupted_keeps_no_lock(tmp_path, monkeypatch):
     mlstate.save(tmp_path / "a", {"w": np.ones(4)})
 
     def interrupted(lock):
-        folder = _lock._lock_folder(str(tmp_path / "b"))  # this frame holds the lock
+        folder = _lock._core.Descriptor(tmp_path / "b", os.O_RDONLY)
+        assert _lock._lock_folder(folder)  # this frame holds the lock
         raise KeyboardInterrupt(folder)
 
     def cut():
@@ -118,6 +119,128 @@ def test_a_reshard_that_was_interrupted_keeps_no_lock(tmp_path, monkeypatch):
         cut()
     finally:
         gc.enable()
+
+
+# ---- files of others in the folder ----
+
+
+def _take_over(folder):
+    """Take the lock of a dead owner, whose child still has the lock's file."""
+    _dead_text(folder)
+    with (folder / "lock").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with WriterLock(str(folder)):
+            assert json.loads((folder / "lock").read_text())["pid"] == os.getpid()
+
+
+def _victim(folder):
+    """A file of another program."""
+    path = folder.parent / "victim"
+    path.write_text("precious")
+    path.chmod(0o640)
+    return path
+
+
+def test_a_lock_taken_over_follows_no_link(tmp_path):
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    victim = _victim(folder)
+    for pid in (os.getpid(), os.getppid()):
+        for name in (f"lock.{pid}", f".mlstate-{pid}.tmp"):
+            (folder / name).symlink_to(victim)
+    links = {path.name for path in folder.iterdir()}
+    _take_over(folder)
+    assert victim.read_text() == "precious" and victim.stat().st_mode & 0o777 == 0o640
+    assert {path.name for path in folder.iterdir()} == links | {"lock"}
+
+
+def test_a_guessed_name_of_a_temporary_file_is_not_followed(tmp_path, monkeypatch):
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    victim = _victim(folder)
+    monkeypatch.setattr(os, "urandom", lambda count: bytes(count))
+    (folder / f".mlstate-{bytes(8).hex()}.tmp").symlink_to(victim)
+    with pytest.raises(mlstate.StoreError, match="cannot lock"):
+        _take_over(folder)
+    assert victim.read_text() == "precious" and victim.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    victim = _victim(folder)
+    (folder / "lock").symlink_to(victim)
+    with pytest.raises(mlstate.StoreError, match="cannot lock"):
+        mlstate.save(folder, {"w": np.ones(2)})
+    assert victim.read_text() == "precious" and victim.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_lock_taken_over_keeps_its_mode(tmp_path):
+    (tmp_path / "lock").touch()
+    (tmp_path / "lock").chmod(0o600)
+    _take_over(tmp_path)
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_interrupts_of_the_clean_up_leave_no_lock(tmp_path, monkeypatch):
+    """Also while the caller keeps the exception, whose traceback refers to all frames."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    manager = CheckpointManager(tmp_path / "run", warn_unchanged=False)
+    for step in (1, 2):
+        manager.save(step, {"w": np.ones(2)})
+    calls = [
+        lambda: mlstate.save(tmp_path / "ckpt", {"w": np.ones(2)}),
+        lambda: manager.save(3, {"w": np.ones(2)}),
+        lambda: manager.delete(1),
+        lambda: prune(tmp_path / "run"),
+        lambda: reshard(tmp_path / "run", tmp_path / "cut", layout="rows", world_size=2),
+    ]
+    kept = []
+    for call in calls:
+        with monkeypatch.context() as patch:
+            for name in ("note", "release", "commit"):
+                patch.setattr(WriterLock, name, interrupted)
+            patch.setattr(_lock.os, "unlink", interrupted)
+            try:
+                call()
+            except KeyboardInterrupt as error:
+                kept.append(error)
+    assert len(kept) >= 4
+    for folder in ("ckpt", "run", "cut"):
+        with WriterLock(str(tmp_path / folder)):
+            pass
+
+
+# ---- file systems without permissions ----
+
+
+def _refuse_modes(monkeypatch):
+    """Let every change of a mode fail, as on FAT and CIFS."""
+
+    def refused(number, mode):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchmod", refused)
+
+
+def test_a_file_system_without_permissions_can_be_locked(tmp_path, monkeypatch):
+    _refuse_modes(monkeypatch)
+    _take_over(tmp_path)
+    mlstate.save(tmp_path / "ckpt", {"w": np.ones(2)})
+    # FAT gives every file the bits for execution
+    (tmp_path / "fat").mkdir()
+    (tmp_path / "fat" / "lock").touch(0o755)
+    mlstate.save(tmp_path / "fat", {"w": np.ones(2)})
+
+
+def test_a_lock_that_others_could_read_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "ckpt").mkdir(mode=0o700)
+    _refuse_modes(monkeypatch)
+    with pytest.raises(mlstate.StoreError, match="cannot lock"):
+        mlstate.save(tmp_path / "ckpt", {"w": np.ones(2)})
 
 
 # ---- another process holds the lock ----

@@ -229,6 +229,83 @@ TEST(long_rows_and_rows_with_gaps_are_copied)
     }
 }
 
+/* A shift rotates the slots after the sinks: the ring continues at any of them. */
+TEST(borrowed_slots_may_be_rotated)
+{
+    static int32_t memory[7], ordered[7];
+    const size_t shape[] = {1, 7, 1};
+    const mls_tensor slots = tensor_of(memory, MLS_I32, 3, shape);
+    for (size_t sinks = 0; sinks < 7; sinks += 2) {
+        for (size_t length = 0; length <= 20; length++) {
+            for (size_t shift = 0; shift <= 8; shift++) {
+                const int64_t window = (int64_t)(7 - sinks);
+                const size_t next =
+                    sinks + (length + 7 * (7 - sinks) - sinks + shift) % (7 - sinks);
+                int64_t got[7];
+                mls_kv_ring ring;
+                REQUIRE(mls_kv_ring_borrow(&ring, &slots, 1, sinks, length, shift,
+                                           &status) == MLS_OK);
+                mls_kv_ring_positions(&ring, got);
+                for (int64_t slot = 0; slot < 7 && length >= sinks; slot++) {
+                    const int64_t back = ((int64_t)next - 1 - slot + 2 * window) % window;
+                    const int64_t position =
+                        slot < (int64_t)sinks ? slot : (int64_t)length - 1 - back;
+                    const bool is_held =
+                        slot < (int64_t)sinks || position >= (int64_t)sinks;
+                    CHECK(got[slot] == (is_held ? position : -1));
+                    memory[slot] = (int32_t)got[slot];
+                }
+                size_t few[] = {1, mls_kv_ring_length(&ring), 1};
+                const mls_tensor dst = tensor_of(ordered, MLS_I32, 3, few);
+                mls_kv_ring_copy_ordered(&ring, kernels(), &dst);
+                for (size_t i = 1; i < few[1] && length >= sinks; i++) {
+                    CHECK(ordered[i - 1] < ordered[i]);
+                }
+            }
+        }
+    }
+}
+
+/* A filled ring is the ring whose slots and counters it got. */
+TEST(a_ring_is_filled_or_refused)
+{
+    static int32_t memory[20];
+    const size_t shape[] = {1, 7, 1}, all[] = {1, 20, 1};
+    const mls_tensor slots = tensor_of(NULL, MLS_I32, 3, shape);
+    mls_tensor tokens = tensor_of(memory, MLS_I32, 3, all);
+    mls_kv_ring ring = {0}, copy = {0};
+    for (int32_t i = 0; i < 20; i++) {
+        memory[i] = i;
+    }
+    REQUIRE(mls_kv_ring_init(&ring, &slots, 1, 2, &status) == MLS_OK);
+    REQUIRE(mls_kv_ring_init(&copy, &slots, 1, 2, &status) == MLS_OK);
+    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_OK);
+    CHECK(mls_kv_ring_trim(&ring, kernels(), 3, &status) == MLS_OK);
+    CHECK(mls_kv_ring_fill(&copy, kernels(), &ring.slots, ring.oldest, ring.next,
+                           ring.evicted, &status) == MLS_OK);
+    CHECK(memcmp(copy.slots.data, ring.slots.data, 7 * sizeof(int32_t)) == 0);
+    CHECK(copy.oldest == 15 && copy.next == 17 && copy.evicted == 13);
+    const size_t counters[][3] = {
+        {1, 17, 13},                   /* oldest among the sinks */
+        {18, 17, 16},                  /* oldest behind the next one */
+        {11, 17, 13},                  /* more than the ring has slots */
+        {15, 17, 12},                  /* fewer evicted than are missing */
+        {15, (size_t)1 << 63, 13},     /* too many */
+        {SIZE_MAX, SIZE_MAX, SIZE_MAX} /* of a damaged file */
+    };
+    for (size_t i = 0; i < sizeof counters / sizeof counters[0]; i++) {
+        CHECK(mls_kv_ring_fill(&copy, kernels(), &ring.slots, counters[i][0],
+                               counters[i][1], counters[i][2],
+                               &status) == MLS_E_CAPACITY);
+    }
+    CHECK(mls_kv_ring_fill(&copy, kernels(), &tokens, 2, 0, 0, &status) == MLS_E_SHAPE);
+    CHECK(mls_kv_ring_fill(&copy, kernels(), &copy.slots, 2, 0, 0, &status) ==
+          MLS_E_OVERLAP);
+    CHECK(copy.oldest == 15 && copy.next == 17 && copy.evicted == 13);
+    mls_kv_ring_fini(&ring);
+    mls_kv_ring_fini(&copy);
+}
+
 /* A ring over the slots of another one has its positions, at every length. */
 TEST(borrowed_slots_are_the_same_ring)
 {
@@ -246,7 +323,7 @@ TEST(borrowed_slots_are_the_same_ring)
             REQUIRE(mls_kv_ring_init(&ring, &slots, 1, sinks, &status) == MLS_OK);
             tokens.shape[1] = length;
             CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_OK);
-            REQUIRE(mls_kv_ring_borrow(&borrowed, &ring.slots, 1, sinks, length,
+            REQUIRE(mls_kv_ring_borrow(&borrowed, &ring.slots, 1, sinks, length, 0,
                                        &status) == MLS_OK);
             mls_kv_ring_positions(&ring, wanted);
             mls_kv_ring_positions(&borrowed, got);
@@ -258,9 +335,9 @@ TEST(borrowed_slots_are_the_same_ring)
     }
     mls_kv_ring empty = {0}, refused = {0};
     slots.shape[1] = 0;
-    CHECK(mls_kv_ring_borrow(&empty, &slots, 1, 0, 3, &status) == MLS_OK);
+    CHECK(mls_kv_ring_borrow(&empty, &slots, 1, 0, 3, 2, &status) == MLS_OK);
     CHECK(mls_kv_ring_length(&empty) == 0);
     slots.shape[1] = 7;
-    CHECK(mls_kv_ring_borrow(&refused, &slots, 1, 7, 0, &status) == MLS_E_CAPACITY);
+    CHECK(mls_kv_ring_borrow(&refused, &slots, 1, 7, 0, 0, &status) == MLS_E_CAPACITY);
     CHECK(refused.slots.rank == 0);
 }

@@ -247,7 +247,7 @@ TEST(row_kernels_copy_tokens_and_pad)
         for (size_t row = 16; row <= MOST_ROW; row += 16) {
             for (size_t used = 0; used <= row; used += EVERY(3)) {
                 for (size_t rows = 1; rows <= MOST_ROWS; rows += 2) {
-                    for (int i = MLS_STORE_PLAIN; i <= MLS_STORE_STREAM1; i++) {
+                    for (int i = MLS_STORE_PLAIN; i <= MLS_STORE_STREAM; i++) {
                         const mls_store how = (mls_store)i;
                         CHECK(rows_are_padded(kernels, used, row, rows, used, used % 16,
                                               how));
@@ -267,7 +267,7 @@ TEST(innermost_rows_move_past_the_cache)
     enum { ROWS = 6000, LONGEST = 400, WORDS = ROWS * LONGEST };
     static uint16_t from[WORDS], to[WORDS];
     static mls_store_choices choices;
-    static const char *const stores[] = {"plain", "stream1", "stream4"};
+    static const char *const stores[] = {"plain", "loop", "stream1"};
     static const size_t lengths[][2] = {
         {40, 80}, {33, 96}, {50, 101}, {104, 400}, {300, 304}};
     for (size_t i = 0; i < sizeof stores / sizeof stores[0]; i++) {

@@ -8,16 +8,22 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ALL = MLS_STORES, MIB = 1 << 20, LARGE = 24 * MIB, THREADS = 4 };
+enum {
+    ALL = (1U << MLS_STORES) - 1, /* every variant */
+    CACHED = 3,                   /* plain stores and the loop */
+    MIB = 1 << 20,
+    LARGE = 24 * MIB,
+    THREADS = 4
+};
 
 /* Times of a trial by variant, in nanoseconds; the number of bytes is constant. */
 typedef struct script {
-    uint64_t plain, stream1, stream4;
+    uint64_t plain, loop, stream;
 } script;
 
 static uint64_t time_of(const script *times, mls_store store)
 {
-    const uint64_t all[] = {times->plain, times->stream1, times->stream4};
+    const uint64_t all[] = {times->plain, times->loop, times->stream};
     return all[store];
 }
 
@@ -29,14 +35,14 @@ static mls_store_choice undecided(void)
     return choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0];
 }
 
-/* Run trials until the choice is made; every third one takes `noise` times as long.
+/* Run trials until the choice is made; every fourth one takes `noise` times as long.
  * Returns the number of trials, or 0 if they do not end. */
 static unsigned decide(mls_store_choice *choice, const script *times, unsigned variants,
                        uint64_t noise)
 {
     for (unsigned trial = 1; trial < 100; trial++) {
         const mls_store store = mls_store_next(choice, variants);
-        const uint64_t slower = trial % 3 == 0 ? noise : 1;
+        const uint64_t slower = trial % 4 == 0 ? noise : 1;
         mls_store_count(choice, variants, store, MIB, time_of(times, store) * slower);
         if (atomic_load(&choice->is_decided)) {
             return trial;
@@ -47,10 +53,11 @@ static unsigned decide(mls_store_choice *choice, const script *times, unsigned v
 
 TEST(the_fastest_is_chosen_after_four_trials_of_each)
 {
-    static const script fastest[ALL] = {{50, 100, 100}, {100, 60, 100}, {100, 100, 60}};
-    for (int store = 0; store < ALL; store++) {
+    static const script fastest[MLS_STORES] = {
+        {50, 100, 100}, {100, 60, 100}, {100, 100, 60}};
+    for (int store = 0; store < MLS_STORES; store++) {
         mls_store_choice choice = undecided();
-        CHECK(decide(&choice, &fastest[store], ALL, 1) == ALL * MLS_STORE_TRIALS);
+        CHECK(decide(&choice, &fastest[store], ALL, 1) == MLS_STORES * MLS_STORE_TRIALS);
         CHECK(atomic_load(&choice.chosen) == store);
     }
 }
@@ -61,25 +68,25 @@ TEST(a_tie_goes_to_the_simpler_variant)
     mls_store_choice a = undecided(), b = undecided(), c = undecided();
     CHECK(decide(&a, &same, ALL, 1) > 0 && atomic_load(&a.chosen) == MLS_STORE_PLAIN);
     CHECK(decide(&b, &nearly, ALL, 1) > 0 && atomic_load(&b.chosen) == MLS_STORE_PLAIN);
-    CHECK(decide(&c, &wins, ALL, 1) > 0 && atomic_load(&c.chosen) == MLS_STORE_STREAM1);
+    CHECK(decide(&c, &wins, ALL, 1) > 0 && atomic_load(&c.chosen) == MLS_STORE_LOOP);
 }
 
-/* Every third trial is preempted: it takes a hundred times as long. */
+/* Every fourth trial is preempted: it takes a hundred times as long. */
 TEST(a_stolen_core_changes_nothing)
 {
-    const script times = {100, 60, 110};
+    const script times = {100, 110, 60};
     mls_store_choice choice = undecided();
     CHECK(decide(&choice, &times, ALL, 100) > 0);
-    CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM1);
+    CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM);
 }
 
 TEST(a_hopeless_variant_is_tried_twice_only)
 {
-    const script times = {100, 90, 500};
+    const script times = {100, 500, 90};
     mls_store_choice choice = undecided();
     CHECK(decide(&choice, &times, ALL, 1) == 2 * MLS_STORE_TRIALS + 2);
-    CHECK(atomic_load(&choice.counted[MLS_STORE_STREAM4]) == 2);
-    CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM1);
+    CHECK(atomic_load(&choice.counted[MLS_STORE_LOOP]) == 2);
+    CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM);
 }
 
 /* The first copy went to memory that the system had just cleared, where plain stores win.
@@ -87,7 +94,7 @@ TEST(a_hopeless_variant_is_tried_twice_only)
 TEST(a_decision_is_made_again_after_some_bytes)
 {
     mls_store_choices choices;
-    const script cleared = {50, 100, 100}, usual = {100, 60, 100};
+    const script cleared = {50, 100, 100}, usual = {100, 100, 60};
     const mls_destination large = {.bytes = SIZE_MAX};
     REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     mls_store_choice *choice = &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0];
@@ -100,12 +107,12 @@ TEST(a_decision_is_made_again_after_some_bytes)
     }
     /* a copy too short for a trial uses the previous decision */
     CHECK(mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, 99).choice == NULL);
-    CHECK(decide(choice, &usual, ALL, 1) == ALL * MLS_STORE_TRIALS);
-    CHECK(atomic_load(&choice->chosen) == MLS_STORE_STREAM1);
+    CHECK(decide(choice, &usual, ALL, 1) == MLS_STORES * MLS_STORE_TRIALS);
+    CHECK(atomic_load(&choice->chosen) == MLS_STORE_STREAM);
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, MLS_STORE_LASTS - 99);
-    CHECK(trial.choice == NULL && trial.store == MLS_STORE_STREAM1);
+    CHECK(trial.choice == NULL && trial.store == MLS_STORE_STREAM);
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, 99);
-    CHECK(trial.choice == NULL && trial.store == MLS_STORE_STREAM1);
+    CHECK(trial.choice == NULL && trial.store == MLS_STORE_STREAM);
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, MIB);
     CHECK(trial.choice == choice);
 }
@@ -113,13 +120,13 @@ TEST(a_decision_is_made_again_after_some_bytes)
 /* A trial whose thread did not survive a fork never ends; another one replaces it. */
 TEST(lost_trials_are_replaced)
 {
-    const script times = {100, 50, 100};
+    const script times = {100, 100, 50};
     mls_store_choice choice = undecided();
     for (int i = 0; i < 40; i++) {
         (void)mls_store_next(&choice, ALL);
     }
     CHECK(decide(&choice, &times, ALL, 1) > 0);
-    CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM1);
+    CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM);
 }
 
 TEST(a_clock_that_stands_still_is_no_trouble)
@@ -134,35 +141,39 @@ TEST(the_environment_forces_a_variant)
 {
     mls_store_choices choices;
     const mls_destination large = {.bytes = LARGE};
-    for (int store = 0; store < ALL; store++) {
+    for (unsigned store = 0; store < MLS_STORES; store++) {
         const char *const name = mls_store_name((mls_store)store);
         REQUIRE(mls_store_choices_init(&choices, name, &status) == MLS_OK);
-        for (unsigned variants = 1; variants <= ALL; variants++) {
+        for (unsigned variants = 1; variants <= ALL; variants += 2) {
             const mls_store_trial trial =
                 mls_store_begin(&choices, MLS_STORING_FILL, variants, large, LARGE);
-            const unsigned last = variants - 1;
+            const unsigned other = variants & MLS_STORE_BIT(MLS_STORE_LOOP);
+            const bool is_offered = (variants & MLS_STORE_BIT(store)) != 0;
             CHECK(trial.choice == NULL && trial.left == SIZE_MAX);
-            CHECK(trial.store == ((unsigned)store < last ? (unsigned)store : last));
+            CHECK(trial.store == (is_offered ? store : other / 2));
         }
     }
+    CHECK(mls_store_choices_init(&choices, "stream4", &status) == MLS_OK);
+    CHECK(choices.forced == MLS_STORE_STREAM && choices.is_replaced);
     CHECK(mls_store_choices_init(&choices, "auto", &status) == MLS_OK &&
           choices.forced < 0);
     CHECK(mls_store_choices_init(&choices, "", &status) == MLS_OK && choices.forced < 0);
     CHECK(mls_store_choices_init(&choices, "streams", &status) == MLS_E_VALUE);
     CHECK(strstr(status.text, "streams") != NULL &&
-          strstr(status.text, "stream4") != NULL);
-    CHECK(choices.forced < 0);
+          strstr(status.text, "stream1") != NULL);
+    CHECK(choices.forced < 0 && !choices.is_replaced);
 }
 
 /* The same, after the decision expired. */
-static unsigned decide_again(mls_store_choice *choice, const script *times)
+static unsigned decide_again(mls_store_choice *choice, const script *times,
+                             unsigned variants)
 {
     atomic_store(&choice->is_decided, false);
-    for (int store = 0; store < ALL; store++) {
+    for (int store = 0; store < MLS_STORES; store++) {
         atomic_store(&choice->counted[store], 0);
         atomic_store(&choice->rate[store], 0);
     }
-    return decide(choice, times, ALL, 1);
+    return decide(choice, times, variants, 1);
 }
 
 /* Streaming evicts data that are read next, so within the last level it must win by a
@@ -170,37 +181,39 @@ static unsigned decide_again(mls_store_choice *choice, const script *times)
  */
 TEST(a_stream_must_win_by_a_quarter_twice_where_the_cache_may_hold_the_result)
 {
-    const script by_a_fifth = {120, 100, 100}, by_a_third = {133, 100, 100};
+    const script by_a_fifth = {120, 120, 100}, by_a_third = {133, 133, 100};
     mls_store_choices choices;
     REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     mls_store_choice(*some)[2] = choices.choice[MLS_STORING_COPY];
     CHECK(decide(&some[MLS_STORING_WITHIN][0], &by_a_fifth, ALL, 1) > 0);
     CHECK(decide(&some[MLS_STORING_WITHIN][1], &by_a_third, ALL, 1) > 0);
     CHECK(decide(&some[MLS_STORING_PAST][0], &by_a_fifth, ALL, 1) > 0);
-    CHECK(atomic_load(&some[MLS_STORING_PAST][0].chosen) == MLS_STORE_STREAM1);
+    CHECK(atomic_load(&some[MLS_STORING_PAST][0].chosen) == MLS_STORE_STREAM);
     CHECK(atomic_load(&some[MLS_STORING_WITHIN][0].chosen) == MLS_STORE_PLAIN);
     CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_PLAIN);
-    CHECK(decide_again(&some[MLS_STORING_WITHIN][0], &by_a_third) > 0);
-    CHECK(decide_again(&some[MLS_STORING_WITHIN][1], &by_a_third) > 0);
+    CHECK(decide_again(&some[MLS_STORING_WITHIN][0], &by_a_third, ALL) > 0);
+    CHECK(decide_again(&some[MLS_STORING_WITHIN][1], &by_a_third, ALL) > 0);
     CHECK(atomic_load(&some[MLS_STORING_WITHIN][0].chosen) == MLS_STORE_PLAIN);
-    CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_STREAM1);
-    CHECK(decide_again(&some[MLS_STORING_WITHIN][1], &by_a_fifth) > 0);
+    CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_STREAM);
+    CHECK(decide_again(&some[MLS_STORING_WITHIN][1], &by_a_fifth, ALL) > 0);
     CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_PLAIN);
 }
 
 /* Plain stores to lines evicted by streaming are no fair measure of plain stores. */
 TEST(within_the_cache_each_variant_stores_two_results_and_the_second_counts)
 {
+    enum { PAIR = 5 }; /* plain and past the cache, as fills have */
     static const struct {
         mls_store store;
         bool counts;
-    } wanted[] = {{MLS_STORE_PLAIN, false},   {MLS_STORE_PLAIN, true},
-                  {MLS_STORE_STREAM1, false}, {MLS_STORE_STREAM1, true},
-                  {MLS_STORE_PLAIN, false},   {MLS_STORE_PLAIN, true}};
+    } wanted[] = {{MLS_STORE_PLAIN, false},  {MLS_STORE_PLAIN, true},
+                  {MLS_STORE_STREAM, false}, {MLS_STORE_STREAM, true},
+                  {MLS_STORE_PLAIN, false},  {MLS_STORE_PLAIN, true}};
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
         bool counts[2];
-        CHECK(mls_store_turn(i * MIB, MIB, 2, &counts[0]) == wanted[i].store);
-        CHECK(mls_store_turn(i * MIB + MIB - 1, MIB, 2, &counts[1]) == wanted[i].store);
+        CHECK(mls_store_turn(i * MIB, MIB, PAIR, &counts[0]) == wanted[i].store);
+        CHECK(mls_store_turn(i * MIB + MIB - 1, MIB, PAIR, &counts[1]) ==
+              wanted[i].store);
         CHECK(counts[0] == wanted[i].counts && counts[1] == wanted[i].counts);
     }
     mls_store_choices choices;
@@ -212,7 +225,7 @@ TEST(within_the_cache_each_variant_stores_two_results_and_the_second_counts)
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
         for (int half = 0; half < 2; half++) {
             mls_store_trial trial =
-                mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
+                mls_store_begin(&choices, MLS_STORING_FILL, PAIR, d, MIB);
             REQUIRE(trial.choice != NULL);
             CHECK(trial.store == wanted[i].store && trial.counts == wanted[i].counts);
         }
@@ -248,7 +261,7 @@ TEST(results_are_measured_by_their_size_and_their_pages)
           &choices.choice[MLS_STORING_COPY][MLS_STORING_WITHIN][0]);
     d.bytes = 2 * MIB - 1;
     mls_store_trial trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
-    CHECK(trial.choice == NULL && trial.store == MLS_STORE_PLAIN);
+    CHECK(trial.choice == &choices.choice[MLS_STORING_COPY][MLS_STORING_SMALL_8X][0]);
     d.bytes = 4 * MIB;
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
     CHECK(trial.choice == &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0]);
@@ -258,8 +271,47 @@ TEST(results_are_measured_by_their_size_and_their_pages)
     CHECK(trial.choice == &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][1]);
     /* too short to be timed, before the first decision */
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, 4096);
-    CHECK(trial.choice == NULL && trial.store == MLS_STORE_PLAIN);
+    CHECK(trial.choice == NULL && trial.store == MLS_STORE_LOOP);
     CHECK(mls_store_begin(NULL, MLS_STORING_COPY, ALL, d, MIB).choice == NULL);
+    d.bytes = MLS_STORE_LEAST - 1;
+    trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, d.bytes);
+    CHECK(trial.choice == NULL && trial.store == MLS_STORE_LOOP);
+}
+
+/* Fills have one way to store in the cache, copies have two. */
+TEST(small_copies_compare_the_loop_with_memcpy)
+{
+    mls_store_choices choices;
+    const mls_destination d = {.bytes = MLS_STORE_LEAST};
+    const size_t bytes = MLS_STORE_LEAST;
+    REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
+    mls_store_choice *choice = &choices.choice[MLS_STORING_COPY][MLS_STORING_SMALL][0];
+    CHECK(mls_store_begin(&choices, MLS_STORING_FILL, 5, d, bytes).choice == NULL);
+    CHECK(mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, bytes).choice == choice);
+    const script times[] = {{100, 120, 1}, {100, 95, 1}, {100, 80, 1}};
+    const mls_store wanted[] = {MLS_STORE_PLAIN, MLS_STORE_PLAIN, MLS_STORE_LOOP};
+    for (int i = 0; i < 3; i++) {
+        CHECK(decide_again(choice, &times[i], CACHED) == 2 * MLS_STORE_TRIALS_SMALL);
+        CHECK(atomic_load(&choice->chosen) == (int)wanted[i]);
+        const mls_store_trial trial =
+            mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, bytes);
+        CHECK(trial.choice == NULL && trial.store == wanted[i]);
+    }
+}
+
+/* Sources that were not cached make the first trials slow. */
+TEST(slow_first_trials_do_not_exclude_a_small_copy)
+{
+    mls_store_choices choices;
+    REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
+    mls_store_choice *choice = &choices.choice[MLS_STORING_COPY][MLS_STORING_SMALL][0];
+    for (int i = 0; i < 2; i++) {
+        mls_store_count(choice, CACHED, MLS_STORE_LOOP, MIB, 900);
+        mls_store_count(choice, CACHED, MLS_STORE_PLAIN, MIB, 100);
+    }
+    const script times = {100, 50, 0};
+    CHECK(decide(choice, &times, CACHED, 1) > 0);
+    CHECK(atomic_load(&choice->chosen) == MLS_STORE_LOOP);
 }
 
 /* The copies of several threads at the same time, with one set of choices. */
@@ -316,7 +368,8 @@ TEST(threads_decide_together_and_every_byte_arrives)
         CHECK(copy_by_threads(&kernels, to, from));
         const int chosen =
             atomic_load(&choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0].chosen);
-        CHECK(kernels.copy_variants == 1 ? chosen < 0 : chosen >= 0 && chosen < ALL);
+        CHECK(kernels.copy_variants == 1 ? chosen < 0
+                                         : chosen >= 0 && chosen < MLS_STORES);
         CHECK(copy_by_threads(&kernels, to, from));
     }
     free(to);

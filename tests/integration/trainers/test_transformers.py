@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,17 @@ def test_a_killed_run_resumes_with_the_same_bits(tmp_path, ranks):
         [*start, JOB, tmp_path / "run"], most_lines=14 * ranks, seed=ranks
     )
     assert found == whole
+
+
+@pytest.mark.long
+def test_another_number_of_ranks_resumes_without_generators(tmp_path, job):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    killed_jobs.run([*launch, JOB, tmp_path], lines=14)
+    last = MLStateCallback.last_checkpoint(tmp_path)
+    trainer = job.trainer_of(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train(resume_from_checkpoint=last)
+    assert not [each for each in caught if "mlstate" in str(each.filename)]
+    assert trainer.state.global_step == 24
+    assert trainer.lr_scheduler.last_epoch == 24

@@ -22,9 +22,9 @@ typedef void (*mls_convert_run)(void *dst, const void *src, size_t count,
 
 typedef struct mls_kernels {
     mls_cpu cpu;
-    unsigned copy_variants;     /* `copy` implements the first so many of mls_store */
-    unsigned variants;          /* `fill` and `convert` implement the first so many */
-    mls_store_choices *choices; /* NULL: plain stores. NULL in the constant tables */
+    unsigned copy_variants;     /* the set of mls_store that `copy` implements */
+    unsigned variants;          /* the same of `fill`, `convert` and `pad_rows` */
+    mls_store_choices *choices; /* NULL: not measured. NULL in the constant tables */
     /* Copy `bytes` bytes. Any alignment; the ranges must not overlap. */
     void (*copy)(void *dst, const void *src, size_t bytes, mls_store store);
     /* Repeat the 8 bytes of `pattern`, in memory order, over `bytes` bytes. */

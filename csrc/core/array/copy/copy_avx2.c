@@ -126,13 +126,6 @@ TARGET static inline vector vector_bf16_f16(const unsigned char *src)
 
 #    define MLS_INLINED static inline __attribute__((always_inline))
 
-enum {
-    PAGE = 4096, /* bytes of destination that one stream of a block covers */
-    STREAMS = 4, /* pages that a block of MLS_STORE_STREAM4 writes at the same time */
-    LINE = 64    /* bytes that a stream stores before the next stream's turn: a part of a
-                    cache line would take twice the time */
-};
-
 /* Type of vector_A_B. Always passed as a constant and inlined into its caller, so no
  * indirect call remains. */
 typedef vector (*vector_function)(const unsigned char *src);
@@ -174,7 +167,7 @@ TARGET MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src
      * it */
     const size_t items = WIDTH / to_bytes;
     const size_t head = mls_bytes_to_align(dst, WIDTH) / to_bytes;
-    if (how != MLS_STORE_PLAIN && (uintptr_t)dst % to_bytes == 0 && head <= count) {
+    if (how == MLS_STORE_STREAM && (uintptr_t)dst % to_bytes == 0 && head <= count) {
         scalar(dst, src, head, MLS_STORE_PLAIN);
         dst += head * to_bytes, src += head * from_bytes, count -= head;
         const size_t done =
@@ -213,26 +206,9 @@ MLS_DEFINE_RUN(bf16, f32, 2, 4)
 MLS_DEFINE_RUN(f32, f16, 4, 2)
 MLS_DEFINE_RUN(f32, bf16, 4, 2)
 
-/* Write STREAMS pages of an aligned destination at the same time, one cache line of each
- * in turn. */
-TARGET MLS_INLINED void stream_pages(unsigned char *dst, const unsigned char *src)
-{
-    for (size_t i = 0; i < PAGE; i += LINE) {
-        for (size_t stream = 0; stream < STREAMS; stream++) {
-            for (size_t at = stream * PAGE + i; at < stream * PAGE + i + LINE;
-                 at += WIDTH) {
-                store_past_cache(dst + at, load(src + at));
-            }
-        }
-    }
-}
-
-/* Copy through the cache, from the end: see next_part in copy.c. Long runs do not use
- * memcpy: between a few KiB and the size of the L2 cache glibc uses `rep movsb`, which on
- * an AMD EPYC (Zen 3) has half the speed of this loop, and a tenth if `dst` is 1 to 31
- * bytes ahead of `src` modulo 4096. */
-TARGET MLS_INLINED void copy_through_cache(unsigned char *dst, const unsigned char *src,
-                                           size_t bytes)
+/* Copy through the cache, from the end: see next_part in copy.c. */
+TARGET MLS_INLINED void copy_by_loop(unsigned char *dst, const unsigned char *src,
+                                     size_t bytes)
 {
     enum { SHORT = 2048, STEP = 4 * WIDTH };
     if (bytes >= SHORT) {
@@ -253,25 +229,37 @@ TARGET MLS_INLINED void copy_through_cache(unsigned char *dst, const unsigned ch
     memcpy(dst, src, bytes);
 }
 
+/* Return whether memcpy is slow for two addresses on some processors. From a few KiB on,
+ * glibc uses `rep movsb`, which on an AMD EPYC (Zen 3) has a tenth of the loop's speed if
+ * `dst` is 1 to 31 bytes ahead of `src` modulo 4096. Trials do not show that, because
+ * other copies have other addresses. */
+static inline bool is_slow_by_memcpy(const void *dst, const void *src)
+{
+    enum { PAGE = 4096, SLOW = 32 };
+    const size_t ahead = ((uintptr_t)dst - (uintptr_t)src) % PAGE;
+    return ahead > 0 && ahead < SLOW;
+}
+
+/* Copy by memcpy, in parts as long as a trial: glibc stores longer ones past the cache,
+ * and the trials have not measured that. */
+static void copy_by_memcpy(unsigned char *dst, const unsigned char *src, size_t bytes)
+{
+    for (size_t part; bytes > 0; bytes -= part, dst += part, src += part) {
+        part = bytes < MLS_STORE_TRIAL_BYTES ? bytes : MLS_STORE_TRIAL_BYTES;
+        memcpy(dst, src, part);
+    }
+}
+
 /* Stores that bypass the cache use convert_run; its "conversion" is a load. */
 TARGET static void copy_run(void *dst, const void *src, size_t bytes, mls_store how)
 {
-    if (how == MLS_STORE_PLAIN) {
-        copy_through_cache(dst, src, bytes);
-        return;
+    if (how == MLS_STORE_STREAM) {
+        convert_run(dst, src, bytes, how, 1, 1, load, mls_kernels_scalar.copy);
+    } else if (how == MLS_STORE_LOOP || is_slow_by_memcpy(dst, src)) {
+        copy_by_loop(dst, src, bytes);
+    } else {
+        copy_by_memcpy(dst, src, bytes);
     }
-    unsigned char *to = dst;
-    const unsigned char *from = src;
-    const size_t head = mls_bytes_to_align(to, WIDTH);
-    const size_t block = (size_t)STREAMS * PAGE;
-    if (how == MLS_STORE_STREAM4 && bytes >= head + block) {
-        memcpy(to, from, head);
-        to += head, from += head, bytes -= head;
-        for (; bytes >= block; bytes -= block, to += block, from += block) {
-            stream_pages(to, from);
-        }
-    }
-    convert_run(to, from, bytes, how, 1, 1, load, mls_kernels_scalar.copy);
 }
 
 /* Fill with aligned stores. The bytes before the aligned address are filled first, and
@@ -281,7 +269,7 @@ TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store
     unsigned char *to = dst;
     const size_t head = mls_bytes_to_align(to, WIDTH);
     if (bytes < head + WIDTH ||
-        (how == MLS_STORE_PLAIN && mls_pattern_is_byte(pattern))) {
+        (how != MLS_STORE_STREAM && mls_pattern_is_byte(pattern))) {
         mls_kernels_scalar.fill(dst, pattern, bytes, how);
         return;
     }
@@ -290,13 +278,13 @@ TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store
     const uint64_t turned = mls_pattern_at(pattern, head);
     const vector filled = repeat_pattern(turned);
     for (; bytes >= WIDTH; bytes -= WIDTH, to += WIDTH) {
-        if (how != MLS_STORE_PLAIN) {
+        if (how == MLS_STORE_STREAM) {
             store_past_cache(to, filled);
         } else {
             store(to, filled);
         }
     }
-    if (how != MLS_STORE_PLAIN) {
+    if (how == MLS_STORE_STREAM) {
         _mm_sfence();
     }
     mls_kernels_scalar.fill(to, turned, bytes, how);
@@ -349,7 +337,7 @@ TARGET MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from
 TARGET static void pad_rows(void *dst, const void *src, size_t src_step, size_t used,
                             size_t row, size_t rows, uint64_t pattern, mls_store how)
 {
-    if (how == MLS_STORE_PLAIN) {
+    if (how != MLS_STORE_STREAM) {
         pad_rows_by(dst, src, src_step, used, row, rows, pattern, false);
     } else {
         pad_rows_by(dst, src, src_step, used, row, rows, pattern, true);
@@ -360,8 +348,11 @@ TARGET static void pad_rows(void *dst, const void *src, size_t src_step, size_t 
 #    define MLS_TABLE_OF(set)                                                            \
         {                                                                                \
             .cpu = (set),                                                                \
-            .copy_variants = 3,                                                          \
-            .variants = 2,                                                               \
+            .copy_variants = MLS_STORE_BIT(MLS_STORE_PLAIN) |                            \
+                             MLS_STORE_BIT(MLS_STORE_LOOP) |                             \
+                             MLS_STORE_BIT(MLS_STORE_STREAM),                            \
+            .variants =                                                                  \
+                MLS_STORE_BIT(MLS_STORE_PLAIN) | MLS_STORE_BIT(MLS_STORE_STREAM),        \
             .copy = copy_run,                                                            \
             .fill = fill_run,                                                            \
             .pad_rows = pad_rows,                                                        \

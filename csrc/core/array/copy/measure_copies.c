@@ -1,4 +1,5 @@
-/* measure_copies: two large results of each variant of each operation. */
+/* measure_copies: two large results of each variant of each operation, and small copies.
+ */
 #include "array/copy/measure_copies.h"
 
 #include "base/memory.h"
@@ -6,8 +7,8 @@
 #include <string.h>
 
 enum {
-    BYTES = 16 << 20, /* of source and of destination */
-    RESULTS = 4       /* two for each variant: see mls_store_turn */
+    BYTES = 16 << 20,        /* of source and of destination */
+    RESULTS = 2 * MLS_STORES /* two for each variant: see mls_store_turn */
 };
 
 /* Run a copy, conversions, a fill and a checksum over BYTES bytes: trials of each
@@ -34,6 +35,20 @@ static void run_trials(const mls_kernels *kernels, const mls_crc_kernels *crc,
     (void)mls_crc_copy(crc, kernels->choices, 0, to, from, BYTES, large);
 }
 
+/* Copy the smallest result of each size class below MLS_STORING_WITHIN, until the loop
+ * and memcpy have their trials. */
+static void run_small_trials(const mls_kernels *kernels, unsigned char *to,
+                             const unsigned char *from)
+{
+    for (int size = MLS_STORING_SMALL; size < MLS_STORING_WITHIN; size++) {
+        const size_t bytes = kernels->choices->least[size]; /* at most 2 MiB */
+        const bool is_empty = bytes >= kernels->choices->least[size + 1];
+        for (int i = 0; i < 2 * MLS_STORE_TRIALS_SMALL && !is_empty; i++) {
+            mls_copy_bytes(kernels, to, from, bytes, (mls_destination){.bytes = bytes});
+        }
+    }
+}
+
 mls_code mls_measure_copies(const mls_kernels *kernels, const mls_crc_kernels *crc,
                             mls_status *st)
 {
@@ -48,6 +63,7 @@ mls_code mls_measure_copies(const mls_kernels *kernels, const mls_crc_kernels *c
     for (int result = 0; result < RESULTS; result++) {
         run_trials(kernels, crc, pages.data, pages.data + BYTES, large);
     }
+    run_small_trials(kernels, pages.data, pages.data + BYTES);
     mls_pages_fini(&pages);
     return MLS_OK;
 }

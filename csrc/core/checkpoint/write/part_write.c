@@ -164,8 +164,9 @@ static mls_code write_file(const mls_parts_job *job, const mls_placed_item *item
 {
     mls_code code = MLS_OK;
     file->started = (uint64_t)items->offset;
-    file->fd =
-        openat(job->folder, job->names[items->file], O_WRONLY | O_CLOEXEC | O_NOFOLLOW);
+    /* O_NONBLOCK: opening a FIFO without a reader must not block */
+    file->fd = openat(job->folder, job->names[items->file],
+                      O_WRONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (file->fd < 0) {
         return mls_fail_os(st, errno, "cannot open the file");
     }

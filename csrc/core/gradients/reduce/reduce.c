@@ -403,10 +403,8 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
     const size_t from = mls_dtype_of(r->dtype)->item_bytes;
     const size_t to = mls_dtype_of(r->out_dtype)->item_bytes;
     const void *at[MOST_CUT];
-    const unsigned variants =
-        kernels->copy_variants > MLS_STORE_STREAM1 ? MLS_STORE_STREAM1 + 1 : 1;
     mls_store_trial trial = mls_store_begin(kernels->choices, MLS_STORING_REDUCE,
-                                            variants, destination, n * to);
+                                            kernels->variants, destination, n * to);
     if (count > MOST_CUT) {
         reduce_plain(kernels_of(kernels->cpu), r, sources, count, out, n, partial);
         return;
@@ -418,7 +416,7 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
         for (size_t i = 0; i < count; i++) {
             at[i] = (const unsigned char *)sources[i] + start * from;
         }
-        if (trial.store == MLS_STORE_PLAIN) {
+        if (trial.store != MLS_STORE_STREAM) {
             reduce_plain(kernels_of(kernels->cpu), r, at, count, target, length, partial);
         } else {
             reduce_past_cache(kernels, r, at, count, target, length, trial.store,

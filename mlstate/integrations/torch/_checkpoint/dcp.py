@@ -10,6 +10,7 @@ import pickle
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from ...._common.regular_file import open_regular
 from ....errors import FormatError
 
 if TYPE_CHECKING:
@@ -88,10 +89,18 @@ def _check(metadata: Any, available: int) -> None:
 
 def Reader(path: str | os.PathLike[str]) -> Any:  # noqa: N802
     """Return torch's reader of a directory, with restricted pickles."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta
 
+    class RegularFiles(FileSystem):
+        def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
+            return open_regular(path)
+
     class Careful(FileSystemReader):
+        def __init__(self) -> None:
+            super().__init__(path)
+            self.fs = RegularFiles()
+
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("rank") is not None:
                 raise FormatError("a checkpoint whose metadata are by rank cannot be read whole")
@@ -104,7 +113,7 @@ def Reader(path: str | os.PathLike[str]) -> Any:  # noqa: N802
             metadata.storage_meta.load_id = self.load_id
             return metadata
 
-    return Careful(path)
+    return Careful()
 
 
 def planner() -> Any:

@@ -12,14 +12,16 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from .... import _core
 from ...._common.atomic_file import replace_folder, replacing, temporary_name
 from ...._common.local_path import local_path
+from ...._common.regular_file import open_regular
 from ....errors import CompatibilityError, FormatError
 from ....state._compatibility import join
 from ....state._kind import describe, restore
@@ -364,16 +366,65 @@ def read_pt(path: Path) -> Parts:
 
     If its format allows, it is memory-mapped and the arrays share its memory.
     """
+    return parts_of(_load_pickle(path, []), path)
+
+
+def read_tree(path: Path) -> Any:
+    """Read any value from a ``torch.save`` file without running code from it.
+
+    Beyond tensors and plain values, it may hold paths, NumPy scalars, and members of enums that
+    the program has imported.
+    """
+    return _load_pickle(path, _harmless_globals(path))
+
+
+def write_tree(tree: Any, file: IO[bytes]) -> None:
+    """Write any value with ``torch.save``."""
+    import torch
+
+    torch.save(tree, file)
+
+
+def _harmless_globals(path: Path) -> list[Any]:
+    """Return what `read_tree` accepts, in the form of ``torch.serialization.safe_globals``."""
+    import pathlib
+    import sys
+    from enum import Enum
+    from operator import attrgetter
+
+    import torch
+
+    scalar = np._core.multiarray.scalar  # type: ignore[attr-defined]
+    dtypes = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdFD"}
+    allowed: list[Any] = [np.dtype, *dtypes]
+    allowed += [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+    for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+        cls = getattr(pathlib, name)
+        allowed += [(cls, f"pathlib.{name}"), (cls, f"pathlib._local.{name}")]
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except (OSError, RuntimeError, ValueError):  # not in the zip format, or damaged
+        return allowed
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        with suppress(AttributeError):
+            cls = attrgetter(attribute)(sys.modules.get(module))
+            if isinstance(cls, type) and issubclass(cls, Enum):
+                allowed.append(cls)
+    return allowed
+
+
+def _load_pickle(path: Path, allowed: list[Any]) -> Any:
     from pickle import UnpicklingError
 
     import torch
 
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         zipped = file.read(4) == b"PK\x03\x04"
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             warnings.simplefilter("ignore")  # torch's warnings about its storage classes
-            tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except UnpicklingError as error:
         raise _format_error(path, _describe_refusal(str(error))) from None
     except OSError as error:
@@ -382,7 +433,6 @@ def read_pt(path: Path) -> Parts:
         raise _format_error(path, "torch cannot read it: it ends too early") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
         raise _format_error(path, f"torch cannot read it: {_first_line(error)}") from None
-    return parts_of(tree, path)
 
 
 def _first_line(error: object) -> str:

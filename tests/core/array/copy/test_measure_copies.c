@@ -20,7 +20,7 @@ static void measure(mls_cpu cpu, mls_store_size size, size_t past)
     mls_kernels kernels = *mls_kernels_of(cpu);
     const mls_crc_kernels *crc = mls_crc_of(cpu);
     REQUIRE(mls_store_choices_init(&choices, "auto", &status) == MLS_OK);
-    choices.least[MLS_STORING_WITHIN] = 2 * MIB;
+    choices.least[MLS_STORING_WITHIN] = 4 * MIB;
     choices.least[MLS_STORING_WITHIN_4X] = past;
     choices.least[MLS_STORING_WITHIN_16X] = past;
     choices.least[MLS_STORING_PAST] = past;
@@ -32,6 +32,10 @@ static void measure(mls_cpu cpu, mls_store_size size, size_t past)
     CHECK(is_decided(&choices, MLS_STORING_WIDEN, size) == (kernels.variants > 1));
     CHECK(is_decided(&choices, MLS_STORING_CHECKSUM, size) == (crc->copy_variants > 1));
     CHECK(!is_decided(&choices, MLS_STORING_REDUCE, size));
+    for (int small = MLS_STORING_SMALL; small < MLS_STORING_WITHIN; small++) {
+        CHECK(is_decided(&choices, MLS_STORING_COPY, (mls_store_size)small) ==
+              (kernels.copy_variants > 1));
+    }
 }
 
 TEST(every_operation_is_decided_past_the_cache_and_within_it)

@@ -1,0 +1,51 @@
+"""Open files for reading, regular files only: a FIFO could block, and a device has no end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO
+
+from .. import _core
+from .store_error import format_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NOT_REGULAR = "not a regular file but a FIFO, socket or device"
+
+
+def check_regular(facts: os.stat_result, path: str | bytes | os.PathLike[str]) -> None:
+    """Raise FormatError for a FIFO, socket or device, and IsADirectoryError for a folder."""
+    if stat.S_ISDIR(facts.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(facts.st_mode):
+        raise format_error(f"{os.fsdecode(path)}: {NOT_REGULAR}", os.fsdecode(path))
+
+
+def open_descriptor(path: str | bytes | os.PathLike[str], flags: int = 0) -> _core.Descriptor:
+    """Open a regular file to read, without waiting; `flags` are added to those of ``os.open``.
+
+    Raises as `check_regular`, and the system's OSError.
+    """
+    try:
+        descriptor = _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # of a socket, or a device without a driver
+            raise
+        text = f"{os.fsdecode(path)}: {NOT_REGULAR}"
+        raise format_error(text, os.fsdecode(path)) from None
+    check_regular(os.fstat(descriptor.fileno()), path)
+    return descriptor
+
+
+@contextmanager
+def open_regular(path: str | bytes | os.PathLike[str], flags: int = 0) -> Iterator[BinaryIO]:
+    """Yield a regular file to read; raises as `open_descriptor`."""
+    with (
+        open_descriptor(path, flags) as descriptor,
+        open(descriptor.fileno(), "rb", closefd=False) as file,
+    ):
+        yield file

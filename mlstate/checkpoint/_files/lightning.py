@@ -1,0 +1,121 @@
+"""Checkpoints of Lightning, which are dicts: as a folder of mlstate, and as a ``.ckpt`` file.
+
+In a folder, the tensors of ``state_dict`` are the model. The named state ``lightning`` holds all
+other entries. The named state ``lightning_module`` holds what else belongs to ``state_dict``: the
+order of its names, its ``_metadata``, with the version of each module, and entries that are not
+tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..._common.arrays import is_torch
+from ..._common.atomic_file import replacing
+from ..._common.backend import torch_backend
+from ...errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .._checkpoint import Checkpoint
+    from .._load import LoadedState
+
+SUFFIX = ".ckpt"
+STATE = "lightning"
+_MODULE = "lightning_module"
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_EXACT = (*_CONTAINERS, OrderedDict, Counter)
+
+
+def _refuse_subclasses(value: Any, where: str) -> None:
+    """Raise TypeError for a value that would be loaded as another class, with its path.
+
+    The tree of named states stores a subclass of dict as a dict, and a parameter as a tensor.
+    """
+    is_subclass = isinstance(value, _CONTAINERS) and type(value) not in _EXACT
+    if is_subclass or (is_torch(value) and value.requires_grad):
+        cls = type(value)
+        remedy = "a detached tensor" if is_torch(value) else "a dict, list, tuple or set"
+        raise TypeError(
+            f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored without "
+            f"pickle: store {remedy} instead"
+        )
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _refuse_subclasses(inner, f"{where}[{key!r}]")
+    elif isinstance(value, _CONTAINERS):
+        for number, inner in enumerate(value):
+            _refuse_subclasses(inner, f"{where}[{number}]")
+
+
+def save_checkpoint(
+    checkpoint: Mapping[str, Any], path: str | os.PathLike[str], **options: Any
+) -> Checkpoint:
+    """Save a checkpoint of Lightning as a folder; `options` are keywords of `mlstate.save`."""
+    from .. import save
+
+    rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+    _refuse_subclasses(rest, f"states[{STATE!r}]")
+    states: dict[str, Any] = {STATE: rest}
+    model = checkpoint.get("state_dict")
+    if model is not None:
+        other = {name: value for name, value in model.items() if not is_torch(value)}
+        _refuse_subclasses(other, "state_dict")
+        metadata = getattr(model, "_metadata", None)
+        states[_MODULE] = {"metadata": metadata, "other": other, "names": list(model)}
+        model = {name: value for name, value in model.items() if name not in other}
+    step = checkpoint.get("global_step")
+    return save(path, model, states=states, step=step, **options)
+
+
+def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:
+    """Return the checkpoint of Lightning in a loaded folder."""
+    if STATE not in loaded.states:
+        raise CompatibilityError(
+            f"{where} holds no checkpoint of Lightning: it was not written by MLStateCheckpointIO "
+            "or mlstate convert"
+        )
+    checkpoint = dict(loaded.states[STATE])
+    if loaded.model is None:
+        return checkpoint
+    tensors = dict(loaded.model)
+    module = loaded.states.get(_MODULE)
+    if module is None:  # written by an older version
+        return {**checkpoint, "state_dict": tensors}
+    tensors |= module["other"]
+    model = OrderedDict((name, tensors[name]) for name in module["names"])
+    if module["metadata"] is not None:
+        model._metadata = module["metadata"]  # type: ignore[attr-defined]
+    return {**checkpoint, "state_dict": model}
+
+
+def read_ckpt(path: Path) -> dict[str, Any]:
+    """Read a ``.ckpt`` file of Lightning without running code from it."""
+    checkpoint = torch_backend("files of Lightning").read_tree(path)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CompatibilityError(f"{path} holds no checkpoint of Lightning: it has no 'state_dict'")
+    return checkpoint
+
+
+def write_ckpt(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Write a ``.ckpt`` file that Lightning loads without mlstate, atomically."""
+    backend = torch_backend("files of Lightning")
+    with replacing(path) as file:
+        backend.write_tree(checkpoint, file)
+
+
+def warn_of_other_entries(checkpoint: Mapping[str, Any]) -> None:
+    """Warn that only the model of a checkpoint is converted."""
+    import warnings
+
+    others = sorted(key for key in checkpoint if key != "state_dict")
+    if others:
+        warnings.warn(
+            f"only the model of the checkpoint of Lightning is converted, without {others}: a "
+            "folder (--to mlstate) holds all of it",
+            stacklevel=3,
+        )

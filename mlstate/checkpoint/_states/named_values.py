@@ -1,0 +1,66 @@
+"""Paths and members of enums as JSON, without pickle.
+
+A member of an enum is stored by name. It is restored only if the program has imported the enum's
+module: no name of a file causes an import, and no code of the module is called.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum, Flag
+from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from typing import Any
+
+_PATHS = {cls.__name__: cls for cls in (PosixPath, WindowsPath, PurePosixPath, PureWindowsPath)}
+
+
+def path_node(value: Any) -> dict[str, Any] | None:
+    """Return the JSON form of a path, or None for other values and subclasses."""
+    name = type(value).__name__
+    if _PATHS.get(name) is not type(value):
+        return None
+    return {"$": "path", "class": name, "value": str(value)}
+
+
+def path_of(node: dict[str, Any]) -> Any:
+    """Return a path; a concrete path of another system becomes one of this system."""
+    cls = _PATHS[node["class"]]
+    return (Path if issubclass(cls, Path) else cls)(str(node["value"]))
+
+
+def _imported_enum(module: str, name: str) -> type[Enum] | None:
+    """Return an enum of an imported module, or None."""
+    holder: Any = sys.modules.get(module)
+    for part in name.split("."):
+        holder = getattr(holder, "__dict__", {}).get(part)
+    return holder if isinstance(holder, type) and issubclass(holder, Enum) else None
+
+
+def enum_node(value: Any, where: str) -> dict[str, Any] | None:
+    """Return the JSON form of an enum's member, or None for other values."""
+    if not isinstance(value, Enum):
+        return None
+    cls = type(value)
+    node: dict[str, Any] = {"$": "enum", "module": cls.__module__, "class": cls.__qualname__}
+    if _imported_enum(cls.__module__, cls.__qualname__) is not cls:
+        raise TypeError(
+            f"{where} is a member of {cls.__module__}.{cls.__qualname__}, an enum that is not "
+            "defined at the top of its module: define it there, or store the member's name"
+        )
+    if cls.__members__.get(value.name or "") is value:
+        return {**node, "name": value.name}
+    if isinstance(value, Flag) and type(value.value) is int:
+        return {**node, "value": value.value}
+    raise TypeError(f"{where} is {value!r}, which is not a member of its enum by name")
+
+
+def enum_of(node: dict[str, Any]) -> Any:
+    """Return the member of an enum; raise ImportError if its module is not imported."""
+    cls = _imported_enum(node["module"], node["class"])
+    if cls is None:
+        raise ImportError(
+            f"the checkpoint holds a member of the enum {node['module']}.{node['class']}: import "
+            f"{node['module']} before you load it",
+            name=node["module"],
+        )
+    return cls.__members__[node["name"]] if "name" in node else cls(node["value"])

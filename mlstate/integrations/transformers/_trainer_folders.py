@@ -1,0 +1,216 @@
+"""The folders ``checkpoint-<step>`` of a transformers.Trainer.
+
+The Trainer writes ``trainer_state.json``, its position in the training, as the last file of a
+folder. Nothing else marks a folder as complete: an overwritten folder, or one that is being
+deleted, may have this file and damaged weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..._common.atomic_file import replace_folder, temporary_name
+from ..._safetensors import load_file, save_file
+from ...checkpoint._store.writer_lock import WriterLock
+from ...errors import CompatibilityError, MLStateError
+
+if TYPE_CHECKING:
+    from ...checkpoint import CheckpointManager
+
+POSITION = "trainer_state.json"
+_UNFINISHED = "checkpoint-is-incomplete.txt"  # while a signal's checkpoint is written
+_SAFETENSORS = ("model.safetensors", "adapter_model.safetensors")
+_INDEX = "model.safetensors.index.json"
+_OTHER_WEIGHTS = (
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.bin",
+    "*/adapter_model.*",
+    "pytorch_model_fsdp*",
+)
+# Entries of the position that differ between two runs at the same step. The Trainer changes others
+# when it resumes.
+_COMPARED = (
+    "global_step",
+    "epoch",
+    "total_flos",
+    "num_input_tokens_seen",
+    "best_metric",
+    "best_global_step",
+    "log_history",
+)
+_LOCK_SECONDS = 600.0  # another rank may restore the folder
+
+
+def folder_of(output: Path, step: int | None) -> Path:
+    """Return the folder of a step."""
+    return output / f"checkpoint-{step}"
+
+
+def _steps_of(output: Path) -> list[int]:
+    """Return the steps that have a folder, in ascending order."""
+    names = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in output.glob("checkpoint-*"))
+    return sorted(int(name[1]) for name in names if name and (output / name[0]).is_dir())
+
+
+def position_text(state: Any) -> str:
+    """Return the text that the Trainer writes for its position."""
+    return json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
+
+
+def read_position(folder: Path) -> str | None:
+    """Return the position that a folder holds, or None."""
+    try:
+        return (folder / POSITION).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def is_same_position(first: str, second: str) -> bool:
+    """Return whether two texts describe the same position of the same run."""
+    try:
+        entries = [json.loads(text) for text in (first, second)]
+        texts = [json.dumps([each.get(key) for key in _COMPARED]) for each in entries]
+    except (AttributeError, ValueError):
+        return False
+    return texts[0] == texts[1]
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether a folder has weights that the Trainer can load; safetensors are checked."""
+    try:
+        files = [folder / name for name in _SAFETENSORS if (folder / name).is_file()]
+        if (folder / _INDEX).is_file():
+            names = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+            files += [folder / name for name in set(names.values())]
+        for file in files:
+            load_file(file, mmap=True)
+    except (AttributeError, LookupError, MLStateError, OSError, TypeError, ValueError):
+        return False
+    return bool(files) or any(any(folder.glob(name)) for name in _OTHER_WEIGHTS)
+
+
+def is_whole(folder: Path, position: str | None) -> bool:
+    """Return whether the Trainer can resume from a folder, except for the optimizer.
+
+    `position` is the text that the step of mlstate has recorded; None skips the comparison.
+    """
+    text = read_position(folder)
+    if text is None or (folder / _UNFINISHED).exists():
+        return False
+    return (position is None or is_same_position(text, position)) and _has_weights(folder)
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether the Trainer can resume from a folder without mlstate."""
+    has_optimizer = any((folder / f"optimizer.{suffix}").is_file() for suffix in ("pt", "bin"))
+    return has_optimizer and (folder / "scheduler.pt").is_file() and is_whole(folder, None)
+
+
+def _is_mixed(folder: Path) -> bool:
+    """Return whether weights are newer than the optimizer's file, which the Trainer writes later.
+
+    The Trainer overwrites a folder's weights, and with ``save_only_model`` leaves the optimizer of
+    an earlier run in the folder.
+    """
+    optimizers = [path.stat().st_mtime_ns for path in folder.glob("optimizer.*")]
+    names = (*_SAFETENSORS, _INDEX, *_OTHER_WEIGHTS)
+    weights = [path.stat().st_mtime_ns for name in names for path in folder.glob(name)]
+    return max(weights, default=0) > max(optimizers, default=0)
+
+
+def read_record(manager: CheckpointManager, step: int) -> dict[str, Any]:
+    """Return the record of the Trainer in a step; its position is None in older steps."""
+    record: dict[str, Any] = {"position": None}
+    if "trainer" in manager.checkpoint(step).states:
+        manager.restore(step, into={"states": {"trainer": record}})
+    return record
+
+
+def _verified_record(manager: CheckpointManager, step: int) -> dict[str, Any] | None:
+    """Return the record of a step, or None if the step is damaged."""
+    try:
+        return read_record(manager, step) if manager.checkpoint(step).verify() else None
+    except MLStateError:
+        return None
+
+
+def _is_resumable(output: Path, manager: CheckpointManager, step: int) -> bool:
+    try:
+        return is_whole(folder_of(output, step), read_record(manager, step)["position"])
+    except MLStateError:
+        return False
+
+
+def last_checkpoint(output: Path, manager: CheckpointManager) -> str | None:
+    """Return the newest folder from which a training can resume, or None.
+
+    The folder of the newest step is written again if the Trainer was killed after it had deleted
+    it, or if there is no complete folder.
+    """
+    folders = _steps_of(output)
+    if not folders:
+        return None
+    saved = manager.steps()
+    newest: tuple[int, str | None] | None = None
+    good = -1
+    for step in reversed(saved):
+        record = _verified_record(manager, step)
+        if record is None:
+            continue
+        newest = newest or (step, record["position"])
+        if is_whole(folder_of(output, step), record["position"]):
+            good = step
+            break
+    # later folders: written without mlstate, or by a process that was killed before the save
+    later = [
+        step
+        for step in folders
+        if step > good and not (step in saved and _is_resumable(output, manager, step))
+    ]
+    for folder in (folder_of(output, step) for step in reversed(later)):
+        if is_complete(folder) and not _is_mixed(folder):
+            return str(folder)
+        if is_complete(folder):
+            warnings.warn(
+                f"{folder} is passed over: its weights are newer than its optimizer, which may be "
+                "of another run; if the folder was only copied, resume from its path",
+                stacklevel=4,
+            )
+    if newest is not None and newest[1] is not None:
+        # killed between the deletion of the newest step's folder and the save of the next step
+        was_killed = newest[0] not in folders and folders[-1] > newest[0]
+        if good < 0 or was_killed:
+            return str(_restore_folder(output, manager, newest[0], newest[1]))
+    return str(folder_of(output, good)) if good >= 0 else None
+
+
+def _restore_folder(output: Path, manager: CheckpointManager, step: int, position: str) -> Path:
+    """Write the folder of a step again: weights and position."""
+    folder = folder_of(output, step)
+    if not isinstance(manager.directory, str):
+        raise CompatibilityError(
+            f"{folder} is not complete, and steps in an object store cannot restore it: resume "
+            f"from an older folder, or load step {step} with CheckpointManager.restore"
+        )
+    with WriterLock(manager.directory, timeout=_LOCK_SECONDS).acquire():
+        if is_whole(folder, position):
+            return folder  # another rank has restored it
+        temporary = temporary_name(folder)
+        temporary.mkdir()
+        try:
+            model = manager.restore(step).model
+            save_file({} if model is None else model, temporary / _SAFETENSORS[0], {"format": "pt"})
+            (temporary / POSITION).write_text(position, encoding="utf-8")
+            replace_folder(temporary, folder)
+        except BaseException:
+            import shutil
+
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return folder

@@ -1,0 +1,92 @@
+"""The slots of an array along its sequence: their tokens, and the slot of the next token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .. import _core
+from ._arguments import capacity_error
+
+if TYPE_CHECKING:
+    from .._types import NDArray
+    from ._cache_spec import CacheEntry
+
+
+class Ring(NamedTuple):
+    """The slots of an array after `length` tokens.
+
+    The token at position ``p`` is in slot ``p`` while ``p`` is below `sinks`, and otherwise in slot
+    ``sinks + (p - sinks + shift) % (size - sinks)``.
+    """
+
+    size: int
+    sinks: int
+    length: int
+    shift: int
+
+    @property
+    def next_slot(self) -> int:
+        """Slot of the next token."""
+        if self.length < self.sinks:
+            return self.length
+        return self.sinks + (self.length - self.sinks + self.shift) % (self.size - self.sinks)
+
+    def positions(self) -> NDArray:
+        """Return the position of the token in each slot, or -1."""
+        return _core.kv_ring_positions(self.size, self.sinks, self.length, self.shift)
+
+    def runs(self, most: int | None = None) -> list[range]:
+        """Return the slots of the tokens by increasing position, as ranges.
+
+        With `most`, the oldest tokens after the sinks are left out, so that `most` are left.
+        """
+        size = self.size if most is None else min(most, self.size)
+        held = min(self.length, self.sinks)
+        others = min(self.length - held, size - self.sinks)
+        if others <= 0:
+            return joined([range(held)])
+        window = self.size - self.sinks
+        start = self.sinks + (self.length - others - self.sinks + self.shift) % window
+        wrapped = max(start + others - self.size, 0)
+        return joined(
+            [
+                range(held),
+                range(start, start + others - wrapped),
+                range(self.sinks, self.sinks + wrapped),
+            ]
+        )
+
+
+def joined(runs: list[range]) -> list[range]:
+    """Return the ranges that are not empty, with adjacent ones joined."""
+    result: list[range] = []
+    for run in runs:
+        if result and run and result[-1].stop == run.start:
+            result[-1] = range(result[-1].start, run.stop)
+        elif run:
+            result.append(run)
+    return result
+
+
+def ring_of(entry: CacheEntry, length: int, shift: int = 0) -> Ring:
+    """Return the slots of an entry. An array that has no slot after the sinks does not wrap."""
+    size = entry.seq_length or 0
+    return Ring(size, entry.sinks if entry.sinks < size else 0, length, shift)
+
+
+def shift_of(entry: CacheEntry, length: int) -> int:
+    """Return the shift of the slots, so that the next token is written to `entry.next_slot`."""
+    ring, slot = ring_of(entry, length), entry.next_slot
+    if slot is None:
+        return 0
+    if slot < ring.sinks and slot != length:
+        raise capacity_error(
+            f"{entry.name}: next_slot {slot} is a slot of the {ring.sinks} sinks, and the cache "
+            f"has {length} tokens",
+            f"{min(length, ring.sinks)}..{ring.size}",
+            slot,
+            entry.name,
+        )
+    if slot < ring.sinks:
+        return 0
+    return (slot - max(length, ring.sinks)) % (ring.size - ring.sinks)

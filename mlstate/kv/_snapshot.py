@@ -1,0 +1,108 @@
+"""A moment that a `CacheState` can go back to; public through `mlstate.kv`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from .._common.arrays import is_torch
+from .._common.set_module import set_module
+from .._common.text import bytes_text
+from ._cache_spec import CacheEntry, CacheSpec, entry_error
+from ._copies import copied_arrays
+
+
+class History:
+    """How far the length of a `CacheState` fell since each of its snapshots."""
+
+    __slots__ = ("_lows", "_taken")
+
+    def __init__(self) -> None:
+        self._taken = 0
+        # (number of snapshots at that time, lowest length since then), both increasing
+        self._lows: list[tuple[int, int]] = []
+
+    def take(self) -> int:
+        """Return the number of a new snapshot."""
+        self._taken += 1
+        return self._taken
+
+    def note_length(self, length: int) -> None:
+        """Record a length that may be lower than before."""
+        while self._lows and self._lows[-1][1] >= length:
+            self._lows.pop()
+        if not self._lows or self._lows[-1][0] < self._taken:
+            self._lows.append((self._taken, length))
+
+    def lowest_since(self, number: int) -> int | None:
+        """Return the lowest recorded length since a snapshot, or None."""
+        return next((length for taken, length in self._lows if taken >= number), None)
+
+
+@set_module("mlstate.kv")
+class Snapshot:
+    """A moment that a `CacheState` can go back to; `CacheState.snapshot` returns one.
+
+    Attributes
+    ----------
+    length : int
+        Number of tokens of the cache at that moment.
+    nbytes : int
+        Bytes of the copied arrays.
+
+    Notes
+    -----
+    A snapshot belongs to its `CacheState`. It cannot be copied or pickled.
+    """
+
+    __slots__ = ("_arrays", "_history", "_identity", "_number", "length", "nbytes")
+
+    length: int
+    nbytes: int
+    _arrays: dict[str, Any]
+    _history: History  # of its state
+    _identity: object  # of the arrays of its state
+    _number: int
+
+    def __init__(self) -> None:
+        raise TypeError("a Snapshot is created by CacheState.snapshot")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Snapshot cannot be copied or pickled, because it belongs to one CacheState: copy or "
+            "pickle the CacheState"
+        )
+
+    def __repr__(self) -> str:
+        size = bytes_text(self.nbytes)
+        return f"Snapshot({self.length:,} tokens, {len(self._arrays):,} arrays copied: {size})"
+
+
+def is_copied(entry: CacheEntry) -> bool:
+    """Return whether later tokens overwrite earlier ones of an entry."""
+    return entry.kind not in ("full", "quantized")
+
+
+def new_snapshot(
+    spec: CacheSpec, arrays: dict[str, Any], length: int, history: History, identity: object
+) -> Snapshot:
+    """Copy the arrays that later tokens overwrite."""
+    changing = {name: arrays[name] for e in spec if is_copied(e) for name in e.arrays}
+    snapshot = object.__new__(Snapshot)
+    snapshot.length = length
+    snapshot._arrays = copied_arrays(changing)
+    snapshot.nbytes = sum(entry.nbytes for entry in spec if is_copied(entry))
+    snapshot._history, snapshot._identity = history, identity
+    snapshot._number = history.take()
+    return snapshot
+
+
+def check_writable(entry: CacheEntry, array: Any) -> None:
+    """Raise unless all elements of an array can be replaced."""
+    if is_torch(array):
+        pairs = zip(array.shape, array.stride(), strict=True)
+        refused = any(size > 1 and stride == 0 for size, stride in pairs)
+        text = "elements of the tensor share memory, so they cannot be restored"
+    else:
+        refused, text = not array.flags.writeable, "the array is read-only, so it is not restored"
+    if refused:
+        raise entry_error(entry.name, text, "a writable array", "another array")

@@ -1,0 +1,321 @@
+"""Which steps of a transformers.Trainer stay, and from which a training resumes."""
+
+import json
+import logging
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import killed_jobs  # noqa: E402
+from needs import needs  # noqa: E402
+
+import mlstate  # noqa: E402
+from mlstate.checkpoint import CheckpointManager  # noqa: E402
+from mlstate.integrations.transformers import MLStateCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.torch,
+    needs("transformers", "accelerate"),
+    pytest.mark.timeout(590),
+    pytest.mark.filterwarnings("ignore"),  # torch and transformers warn about themselves
+]
+
+BEST = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return killed_jobs.module_of(Path(__file__).with_name("trainer_runs.py"))
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def train(runs, folder, *callbacks, resume=None, with_mlstate=True, callback=None, **options):
+    """Train, and return the recorder of the digests."""
+    options = {"max_steps": 4, "save_steps": 1, "save_only_model": True, **options}
+    recorder = runs.Recorder({})
+    own = [callback or MLStateCallback()] if with_mlstate else []
+    trainer = runs.trainer_of(folder, [*callbacks, *own, recorder], 1, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return recorder
+
+
+def steps_of(folder):
+    """Return the steps of mlstate, and those of the Trainer's folders."""
+    folders = sorted(int(path.name[11:]) for path in Path(folder).glob("checkpoint-*"))
+    return sorted(CheckpointManager(folder / "mlstate").steps()), folders
+
+
+# ---- which steps stay ----
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"save_total_limit": 2}, ([3, 4], [3, 4])),
+        ({"save_total_limit": 0}, ([1, 2, 3, 4], [1, 2, 3, 4])),  # no limit
+        ({"save_total_limit": 1}, ([4], [4])),
+        ({"save_strategy": "no"}, ([], [])),
+        ({"save_strategy": "epoch", "max_steps": 12}, ([6, 12], [6, 12])),
+        ({"save_steps": 0.5}, ([2, 4], [2, 4])),
+    ],
+)
+def test_steps_follow_the_options_of_the_trainer(tmp_path, runs, options, expected):
+    train(runs, tmp_path, **options)
+    assert steps_of(tmp_path) == expected
+
+
+@pytest.mark.parametrize("greater", [False, True])
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_best_step_stays(tmp_path, runs, limit, greater):
+    options = {**BEST, "load_best_model_at_end": True, "greater_is_better": greater}
+    train(runs, tmp_path, save_total_limit=limit, **options)
+    steps, folders = steps_of(tmp_path)
+    assert set(folders) <= set(steps) and len(steps) <= 2
+    resumed = train(runs, tmp_path, resume=MLStateCallback.last_checkpoint(tmp_path), max_steps=6)
+    assert resumed.resumed[0] == max(folders)
+
+
+def test_only_a_new_best_metric_saves(tmp_path, runs):
+    train(runs, tmp_path, save_strategy="best", greater_is_better=False, **BEST)
+    steps, folders = steps_of(tmp_path)
+    assert steps == folders and steps
+
+
+def test_keep_holds_steps_whose_folders_are_deleted(tmp_path, runs):
+    train(runs, tmp_path, save_total_limit=1, callback=MLStateCallback(keep=3))
+    assert steps_of(tmp_path) == ([2, 3, 4], [4])
+
+
+def test_other_limits_in_later_runs_leave_a_step_for_both(tmp_path, runs):
+    for limit, most in ((None, 3), (1, 5), (3, 8)):
+        last = MLStateCallback.last_checkpoint(tmp_path)
+        train(runs, tmp_path, resume=last, save_total_limit=limit, max_steps=most)
+        steps, folders = steps_of(tmp_path)
+        assert steps == folders and most in steps
+
+
+# ---- from which a training resumes ----
+
+
+def test_a_kill_after_the_deletion_leaves_a_checkpoint(tmp_path, runs):
+    killer = runs.Killer("before step", 3)
+    with pytest.raises(runs.Killed):
+        train(runs, tmp_path, killer, save_total_limit=1)
+    assert steps_of(tmp_path) == ([2], [3])  # none of both
+    last = MLStateCallback.last_checkpoint(tmp_path)
+    assert last == str(tmp_path / "checkpoint-2")
+    assert sorted(path.name for path in Path(last).iterdir()) == [
+        "model.safetensors",
+        "trainer_state.json",
+    ]
+    assert MLStateCallback.last_checkpoint(tmp_path) == last
+    resumed = train(runs, tmp_path, resume=last, save_total_limit=1)
+    whole = train(runs, tmp_path / "whole")
+    assert resumed.resumed == (2, *whole.digests[2])
+    assert resumed.digests[4] == whole.digests[4]
+    assert steps_of(tmp_path) == ([4], [4])
+
+
+@pytest.mark.parametrize("damage", ["model.safetensors", "trainer_state.json"])
+def test_a_damaged_folder_is_written_again(tmp_path, runs, damage):
+    train(runs, tmp_path, save_total_limit=1)
+    path = tmp_path / "checkpoint-4" / damage
+    path.write_bytes(path.read_bytes()[:-20])
+    last = MLStateCallback.last_checkpoint(tmp_path)
+    assert train(runs, tmp_path, resume=last, max_steps=5).resumed[0] == 4
+    shutil.rmtree(last)
+    for folder in tmp_path.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    assert MLStateCallback.last_checkpoint(tmp_path) is None  # the user starts anew
+
+
+def test_a_checkpoint_of_the_trainer_alone_is_resumed_with_a_warning(tmp_path, runs):
+    train(runs, tmp_path, save_total_limit=2)
+    train(runs, tmp_path, with_mlstate=False, max_steps=6, save_only_model=False)
+    last = MLStateCallback.last_checkpoint(tmp_path)
+    assert last == str(tmp_path / "checkpoint-6")
+    with pytest.warns(UserWarning, match="the Trainer itself has saved"):
+        resumed = train(runs, tmp_path, resume=last, max_steps=8)
+    assert resumed.resumed[0] == 6
+    assert 8 in steps_of(tmp_path)[0]
+
+
+def test_a_good_checkpoint_resumes_without_a_warning(tmp_path, runs):
+    train(runs, tmp_path, save_total_limit=2, max_steps=6)  # to the end of an epoch
+    options = {"max_steps": 9, "save_total_limit": 1, "ignore_data_skip": True}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(runs, tmp_path, resume=True, eval_on_start=True, **options)
+    assert not [each for each in caught if "mlstate" in str(each.filename)]
+
+
+def test_a_step_of_another_run_is_refused(tmp_path, runs):
+    train(runs, tmp_path / "first")
+    train(runs, tmp_path / "second", **BEST, save_strategy="steps")
+    with pytest.raises(mlstate.CompatibilityError, match=r"step 2 in .* belongs to another run"):
+        train(runs, tmp_path / "first", resume=str(tmp_path / "second" / "checkpoint-2"))
+
+
+def test_weights_newer_than_the_optimizer_are_passed_over(tmp_path, runs):
+    train(runs, tmp_path, max_steps=2)
+    train(runs, tmp_path, with_mlstate=False, max_steps=3, save_only_model=False)
+    weights = tmp_path / "checkpoint-3" / "model.safetensors"
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 10**9))
+    with pytest.warns(UserWarning, match="checkpoint-3 is passed over"):
+        last = MLStateCallback.last_checkpoint(tmp_path)
+    assert last == str(tmp_path / "checkpoint-2")
+
+
+def test_a_callback_of_a_failed_run_saves_into_the_next_folder(tmp_path, runs):
+    callback = MLStateCallback()
+    with pytest.raises(runs.Killed):
+        train(runs, tmp_path / "a", runs.Killer("training", 3), callback=callback)
+    train(runs, tmp_path / "b", callback=callback)
+    assert steps_of(tmp_path / "a")[0] == [1, 2]
+    assert steps_of(tmp_path / "b")[0] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("stop", "options"),
+    [
+        (4, {}),
+        (6, {}),  # the end of an epoch
+        (4, {"ignore_data_skip": True}),
+        (6, {"eval_on_start": True, "eval_strategy": "epoch"}),
+        (2, {"gradient_accumulation_steps": 4, "eval_on_start": True, **BEST}),
+        (3, {"gradient_accumulation_steps": 2, "accelerator_config": {"use_seedable_sampler": 0}}),
+        (4, {"lr_scheduler_type": "reduce_lr_on_plateau", **BEST}),
+    ],
+)
+def test_a_resumed_training_draws_as_that_of_the_trainer_alone(tmp_path, runs, stop, options):
+    train(runs, tmp_path / "a", save_steps=stop, max_steps=stop, save_only_model=False, **options)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    options = {**options, "max_steps": stop + 4, "save_strategy": "no"}
+    alone = train(runs, tmp_path / "a", resume=True, with_mlstate=False, **options)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (tmp_path / "b" / f"checkpoint-{stop}" / name).unlink()
+    resumed = train(runs, tmp_path / "b", resume=True, **options)
+    assert resumed.digests == alone.digests and len(alone.digests) >= 4
+
+
+# ---- a signal, and options that are refused ----
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+def test_the_save_of_a_signal_reaches_the_callback(tmp_path, runs, event):
+    import transformers
+
+    def request(self, args, state, control, **others):
+        if state.global_step == 2:
+            [own] = (c for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager"))
+            own.jit_manager.is_checkpoint_requested = True
+
+    events = ["on_step_end", "on_step_begin", "on_pre_optimizer_step", "on_step_end"]
+    before = events[events.index(event, 1) - 1]  # the Trainer looks for a signal in each event
+    kind = type("Request", (transformers.TrainerCallback,), {before: request})
+    options = {"enable_jit_checkpoint": True, "save_strategy": "no", "save_only_model": True}
+    callbacks = [kind(), MLStateCallback()]
+    trainer = runs.trainer_of(tmp_path, callbacks, 1, max_steps=9, **options)
+    trainer.train()
+    steps, folders = steps_of(tmp_path)
+    assert steps == folders == [3 if event == "on_step_end" else 2]
+    last = MLStateCallback.last_checkpoint(tmp_path)
+    assert train(runs, tmp_path, resume=last, max_steps=6).resumed[0] == steps[0]
+
+
+def arguments(folder, **options):
+    class Arguments:
+        output_dir = str(folder)
+        world_size = 1
+
+    return type("Given", (Arguments,), options)()
+
+
+class State:
+    is_hyper_param_search = False
+    global_step = 0
+
+
+@pytest.mark.parametrize(
+    ("option", "others", "directory"),
+    [
+        ("deepspeed", {}, None),
+        ("push_to_hub", {}, None),
+        ("push_to_hub", {}, "run/steps"),
+        ("save_on_each_node", {"world_size": 2}, None),
+        ("enable_jit_checkpoint", {"world_size": 2}, "steps"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused(tmp_path, option, others, directory):
+    callback = MLStateCallback(None if directory is None else tmp_path / directory)
+    args = arguments(tmp_path / "run", **{option: True, **others})
+    with pytest.raises(mlstate.CompatibilityError, match=f"does not support {option}: ") as caught:
+        callback.on_train_begin(args, State, None)
+    assert caught.value.name == option
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_search_of_hyperparameters_is_refused(tmp_path):
+    state = type("Searching", (State,), {"is_hyper_param_search": True})
+    with pytest.raises(mlstate.CompatibilityError, match="hyperparameter_search"):
+        MLStateCallback().on_train_begin(arguments(tmp_path), state, None)
+
+
+def test_steps_outside_of_an_uploaded_folder_are_accepted(tmp_path):
+    args = arguments(tmp_path / "run", push_to_hub=True, save_on_each_node=True)
+    callback = MLStateCallback(tmp_path / "steps")
+    callback.on_train_begin(args, State, None)
+    callback.on_train_end(args, State, None)
+
+
+def test_tensors_as_learning_rates_resume(tmp_path, runs):
+    def trained(resume, most):
+        trainer = runs.trainer_of(
+            *(tmp_path, [MLStateCallback()], 1),
+            **{"save_steps": 1, "save_only_model": True, "max_steps": most},
+        )
+        optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=torch.tensor(0.1))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        trainer.optimizer, trainer.lr_scheduler = optimizer, scheduler
+        trainer.train(resume_from_checkpoint=resume)
+        rate = optimizer.param_groups[0]["lr"]
+        assert isinstance(rate, torch.Tensor)
+        return float(rate)
+
+    trained(None, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert trained(MLStateCallback.last_checkpoint(tmp_path), 5) == pytest.approx(0.1 / 6)
+
+
+def test_the_position_of_the_trainer_is_recorded(tmp_path, runs):
+    train(runs, tmp_path, max_steps=2)
+    record = CheckpointManager(tmp_path / "mlstate").restore(2).states["trainer"]
+    text = (tmp_path / "checkpoint-2" / "trainer_state.json").read_text()
+    assert record == {"position": text} and json.loads(text)["global_step"] == 2
+
+
+# ---- random sequences ----
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(2),
+        *(pytest.param(range(10 * n, 10 * n + 10), marks=pytest.mark.long) for n in range(1, 4)),
+    ],
+)
+def test_after_any_sequence_of_runs_a_step_can_be_resumed(tmp_path, runs, seeds, monkeypatch):
+    for seed in seeds:
+        runs.run_sequence(str(tmp_path / f"{seed}"), seed, monkeypatch)
