@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import _core
 from .backend import backend_of, registered
 
 if TYPE_CHECKING:
@@ -21,6 +22,29 @@ def is_torch(candidate: object) -> bool:
         return False
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(candidate, torch.Tensor)
+
+
+def _memory_of(array: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """Return address, item bytes, shape and strides in bytes."""
+    if is_torch(array):
+        item = array.element_size()
+        strides = tuple(item * stride for stride in array.stride())
+        return array.data_ptr(), item, tuple(array.shape), strides
+    address: int = array.__array_interface__["data"][0]
+    return address, max(array.itemsize, 1), array.shape, array.strides
+
+
+def overlaps_itself(array: Any) -> bool:
+    """Return whether elements of a strided array share memory: a write to one changes others."""
+    return _core.memory_overlap(_memory_of(array), None)
+
+
+def shares_elements(first: Any, second: Any) -> bool:
+    """Return whether two strided arrays in the same address space share memory.
+
+    Interleaved views, such as the even and odd columns of a matrix, share none.
+    """
+    return _core.memory_overlap(_memory_of(first), _memory_of(second))
 
 
 def assign(target: Any, source: Any) -> None:

@@ -139,15 +139,6 @@ bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
     return true;
 }
 
-/* Compares ranges instead of elements: deciding whether two strided views share an
- * element is hard, and refusing interleaved views costs little. */
-bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
-{
-    uintptr_t low_a, high_a, low_b, high_b;
-    return mls_tensor_range(a, &low_a, &high_a) && mls_tensor_range(b, &low_b, &high_b) &&
-           low_a < high_b && low_b < high_a;
-}
-
 bool mls_tensor_same_view(const mls_tensor *a, const mls_tensor *b)
 {
     bool same = a->data == b->data;

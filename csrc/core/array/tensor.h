@@ -53,10 +53,6 @@ bool mls_tensor_is_addressable(const mls_tensor *t);
  * Returns false for an empty view. */
 bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high);
 
-/* Return whether the address ranges of two views overlap. Views that interleave without
- * sharing an element count as overlapping. */
-bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b);
-
 /* Return whether two views of equal shapes have the same elements at the same addresses.
  * The stride of an axis of length 1 does not matter; dtypes are not compared. */
 bool mls_tensor_same_view(const mls_tensor *a, const mls_tensor *b);

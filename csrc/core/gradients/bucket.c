@@ -5,6 +5,7 @@
  */
 #include "gradients/bucket.h"
 
+#include "array/overlap.h"
 #include "base/size.h"
 
 #include <string.h>

@@ -6,6 +6,7 @@
  */
 #include "kv/kv_rolling.h"
 
+#include "array/overlap.h"
 #include "base/size.h"
 #include "kv/kv_transition.h"
 

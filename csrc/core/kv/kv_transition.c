@@ -11,6 +11,7 @@
  */
 #include "kv/kv_transition.h"
 
+#include "array/overlap.h"
 #include "base/memory.h"
 #include "base/size.h"
 

@@ -9,6 +9,7 @@
  */
 #include "kv/rotate_keys.h"
 
+#include "array/overlap.h"
 #include "array/strided_iter.h"
 #include "base/size.h"
 #include "kv/kv_transition.h"

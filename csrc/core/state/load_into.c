@@ -13,6 +13,7 @@
  */
 #include "state/load_into.h"
 
+#include "array/overlap.h"
 #include "array/strided_iter.h"
 #include "base/address_ranges.h"
 #include "base/memory.h"
@@ -185,29 +186,6 @@ static bool is_same(const mls_tensor *a, const mls_tensor *b)
            mls_tensor_same_view(a, b);
 }
 
-/* Returns whether the elements of a view certainly do not overlap: from the innermost
- * axis outwards, each stride must exceed the extent of the inner axes. Some unusual views
- * without overlap fail this test. */
-static bool has_separate_elements(const mls_tensor *t)
-{
-    mls_strided_iter w;
-    size_t reach =
-        mls_tensor_item_bytes(t); /* bytes from the lowest to the highest address */
-    bool apart = true;
-    if (mls_tensor_is_contiguous(t) || !mls_strided_iter_init(&w, t, NULL)) {
-        return true;
-    }
-    for (int axis = w.rank; axis >= 0 && apart; axis--) {
-        const size_t length = axis == w.rank ? w.length : w.shape[axis];
-        const ptrdiff_t stride = axis == w.rank ? w.a_step : w.a_strides[axis];
-        const size_t step = stride < 0 ? (size_t)0 - (size_t)stride : (size_t)stride;
-        size_t all;
-        apart = step >= reach && mls_size_mul(step, length - 1, &all) &&
-                mls_size_add(reach, all, &reach);
-    }
-    return apart;
-}
-
 /* Returns whether a pair is one memcpy: both sides packed, with equal dtype and byte
  * order. */
 static bool is_plain(const mls_load_into_pair *pair)
@@ -261,7 +239,7 @@ static mls_code check_pair(planner *p, size_t index)
     if (is_same(pair->dst, pair->src)) {
         return MLS_OK;
     }
-    if (!has_separate_elements(pair->dst) || !mls_tensor_bytes(pair->dst, &it->bytes)) {
+    if (mls_tensor_overlaps_itself(pair->dst) || !mls_tensor_bytes(pair->dst, &it->bytes)) {
         mls_fail(p->st, MLS_E_OVERLAP,
                  "%s: elements of the target share memory with one another, as in a "
                  "broadcast view: load into a copy of it",

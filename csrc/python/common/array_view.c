@@ -18,6 +18,7 @@
 #include "common/module_state.h"
 
 #include "array/float_convert.h"
+#include "array/overlap.h"
 #include "base/size.h"
 
 /* ---- dtypes ---- */
@@ -639,17 +640,23 @@ bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable
 {
     mls_dtype dtype;
     if (!PyArray_Check(array)) {
-        return view_by_exchange(state, array, out);
+        if (!view_by_exchange(state, array, out)) {
+            return false;
+        }
+    } else if (!mlspy_dtype_of_descr(PyArray_DESCR((PyArrayObject *)array), &dtype) ||
+               (writable && !PyArray_ISWRITEABLE((PyArrayObject *)array))) {
+        return false;
+    } else {
+        fill_view((PyArrayObject *)array, dtype, out);
     }
-    if (!mlspy_dtype_of_descr(PyArray_DESCR((PyArrayObject *)array), &dtype) ||
-        (writable && !PyArray_ISWRITEABLE((PyArrayObject *)array))) {
+    if (writable && mls_tensor_overlaps_itself(&out->tensor)) {
+        mlspy_view_release(out);
         return false;
     }
-    fill_view((PyArrayObject *)array, dtype, out);
     return true;
 }
 
-/* A view of a read-only array is released again. */
+/* The view of an array that must not be written to is released again. */
 int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *what,
                         mlspy_view *out)
 {
@@ -659,6 +666,13 @@ int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *w
     if (out->readonly) {
         mlspy_view_release(out);
         return MLSPY_REFUSE(PyExc_ValueError, "%s is read-only: pass a writable array",
+                            what);
+    }
+    if (mls_tensor_overlaps_itself(&out->tensor)) {
+        mlspy_view_release(out);
+        return MLSPY_REFUSE(PyExc_ValueError,
+                            "%s: its elements share memory with one another, as in a "
+                            "broadcast view: pass a copy",
                             what);
     }
     return 0;

@@ -26,12 +26,14 @@ typedef struct mlspy_view {
 int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *what,
                   mlspy_view *out);
 
-/* As above, but a read-only array raises ValueError. */
+/* As above, but an array that is read-only, or whose elements share memory with one
+ * another (mls_tensor_overlaps_itself), raises ValueError. */
 int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *what,
                         mlspy_view *out);
 
-/* The same for a plain ndarray or torch tensor. For any other object returns false
- * without an exception and with an undefined `*out`: use one of the other functions. */
+/* The same for a plain ndarray or torch tensor. For any other object, and if
+ * `writable` for one that must not be written to, returns false without an exception and
+ * with an undefined `*out`: use one of the other functions. */
 bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable,
                         mlspy_view *out);
 

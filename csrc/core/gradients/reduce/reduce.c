@@ -11,6 +11,7 @@
  */
 #include "gradients/reduce/reduce_kernels.h"
 
+#include "array/overlap.h"
 #include "array/strided_iter.h"
 
 #include <math.h>

@@ -1,0 +1,49 @@
+/* py_overlap: whether strided memory overlaps, for arrays that the core does not view: on
+ * devices, and of dtypes that it lacks. */
+#include "common/args.h"
+#include "common/errors.h"
+#include "common/functions.h"
+
+#include "array/overlap.h"
+
+/* Read (address, item bytes, shape, strides in bytes). The bytes of an item become a last
+ * axis, so that any item size fits. */
+static int take_memory(PyObject *object, mls_tensor *out)
+{
+    unsigned long long address;
+    Py_ssize_t item;
+    PyObject *shape, *strides;
+    if (!PyTuple_Check(object) ||
+        !PyArg_ParseTuple(object, "KnO!O!", &address, &item, &PyTuple_Type, &shape,
+                          &PyTuple_Type, &strides)) {
+        return PyErr_Occurred() ? -1 : MLSPY_REFUSE(PyExc_TypeError, "not a tuple");
+    }
+    const Py_ssize_t rank = PyTuple_GET_SIZE(shape);
+    if (rank >= MLS_MAX_RANK || PyTuple_GET_SIZE(strides) != rank || item < 1) {
+        return MLSPY_REFUSE(PyExc_ValueError, "a memory's axes do not fit");
+    }
+    *out = (mls_tensor){.data = (unsigned char *)(uintptr_t)address, .dtype = MLS_U8};
+    out->rank = (int)rank + 1;
+    out->shape[rank] = (size_t)item;
+    out->strides[rank] = 1;
+    for (Py_ssize_t axis = 0; axis < rank; axis++) {
+        out->shape[axis] = PyLong_AsSize_t(PyTuple_GET_ITEM(shape, axis));
+        out->strides[axis] = PyLong_AsSsize_t(PyTuple_GET_ITEM(strides, axis));
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* memory_overlap(memory, other | None) -> bool: whether two views share a byte, or two
+ * elements of the same view, if `other` is None. Each memory is (address, item bytes,
+ * shape, strides in bytes). */
+PyObject *core_memory_overlap(mlspy_state *state, PyObject *const *args)
+{
+    (void)state;
+    mls_tensor memory, other;
+    if (take_memory(args[0], &memory) < 0 ||
+        (args[1] != Py_None && take_memory(args[1], &other) < 0)) {
+        return NULL;
+    }
+    return PyBool_FromLong(args[1] == Py_None ? mls_tensor_overlaps_itself(&memory)
+                                              : mls_tensor_overlap(&memory, &other));
+}
