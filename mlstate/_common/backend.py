@@ -103,12 +103,23 @@ class Backend(Protocol):
 
     # ---- states of modules and optimizers ----
 
-    def saved_module(self, module: Any, ranks: int) -> dict[str, Any]: ...
+    def saved_module(
+        self, module: Any, ranks: int
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]: ...
     def tied_names(self, module: Any) -> set[str]: ...
     def saved_optimizer(
         self, optimizer: Any, module: Any, ranks: int
     ) -> tuple[dict[str, Any], dict[str, Any]]: ...
     def fill_module(self, module: Any) -> Any: ...
+    def own_load(
+        self,
+        filling: Any,
+        entries: Mapping[str, Any],
+        metadata: Mapping[str, dict[str, Any]] | None,
+        units: list[Any],
+        *,
+        strict: bool,
+    ) -> Any: ...
     def fill_optimizer(
         self,
         optimizer: Any,

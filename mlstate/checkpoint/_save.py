@@ -31,13 +31,13 @@ from ..state._state_dict import StateDict
 from ._commit import Caller, find_caller, refuse_manager_folder, write_and_commit
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._replica_assignment import Assignment, assign_replicas
-from ._states.collect import NO_STATES, NamedStates, take_states
+from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
 from ._store import codecs as _codecs
 from ._store import folder as _folder
 from ._store.writer_lock import check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
@@ -166,16 +166,21 @@ def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
     return value._with_array(copied, value.tier or "hot")
 
 
-def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any]:
-    """Replace a torch module and a torch optimizer by their states."""
+def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any]:
+    """Replace a torch module and a torch optimizer by their states.
+
+    The third value has the module's entries that are not tensors, and torch's metadata.
+    """
+    others: Any = ({}, {})
     module = model if is_module(model) else None
     if is_optimizer(optimizer):
         states, keywords = backend_of(optimizer).saved_optimizer(optimizer, module, ranks)
         optimizer = OptimizerStateDict(**keywords)
         optimizer.update(states)
     if module is not None:
-        model = StateDict(backend_of(module).saved_module(module, ranks))
-    return model, optimizer
+        tensors, *others = backend_of(module).saved_module(module, ranks)
+        model = StateDict(tensors)
+    return model, optimizer, others
 
 
 def _mapping_of(name: str, state: Any) -> Any:
@@ -191,14 +196,16 @@ def _mapping_of(name: str, state: Any) -> Any:
     return state
 
 
-def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
+def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any, Any]:
     """Return the states of the arguments: mappings unchanged, torch objects as their states.
+
+    The third value has a torch module's entries that are not tensors, and torch's metadata.
 
     `ranks` is the number of ranks that save together. A module that torch sharded over more
     ranks is refused.
     """
-    model, optimizer = _torch_states(model, optimizer, ranks)
-    return _mapping_of("model", model), _mapping_of("optimizer", optimizer)
+    model, optimizer, others = _torch_states(model, optimizer, ranks)
+    return _mapping_of("model", model), _mapping_of("optimizer", optimizer), others
 
 
 def refuse_nothing(*states: Any) -> None:
@@ -274,7 +281,7 @@ def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
 class SaveContent:
     """The content of one rank's save; its arrays are not copied."""
 
-    __slots__ = ("dicts", "error", "header", "named")
+    __slots__ = ("dicts", "entries", "error", "header", "named")
 
     def __init__(
         self,
@@ -282,11 +289,13 @@ class SaveContent:
         header: dict[str, Any],
         error: BaseException | None = None,
         named: NamedStates = NO_STATES,
+        entries: Iterable[str] = (),
     ) -> None:
         # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
         self.header = header  # description of the state in the manifest
         self.error = error  # why this rank cannot save, if it saves with others
+        self.entries = tuple(entries)  # names of a torch module's entries that are not tensors
         self.named = named  # `gather_shards` adds the arrays of its trees to `dicts`
 
 
@@ -320,8 +329,9 @@ def take_content(
             _refuse_manager_folder_early(target)
         refuse_nothing(model, optimizer, states)
         named = take_states(states, model, target.world_size)
-        pair = states_of(model, optimizer, target.world_size)
+        *pair, others = states_of(model, optimizer, target.world_size)
         refuse_nothing(*pair, states)
+        named = add_entries(named, None, others)
         dicts = (_as_dict(pair[0], "params"), _as_dict(pair[1], "optim_state"), named.arrays)
         header = {
             "writer": WRITER,
@@ -338,7 +348,7 @@ def take_content(
         if target.group is None:
             raise
         return SaveContent((None, None, None), {}, error)
-    return SaveContent(dicts, header, None, named)
+    return SaveContent(dicts, header, None, named, others[0])
 
 
 # ---- the shards that this rank writes ----

@@ -25,7 +25,13 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         tied_names,
     )
     from ._checkpoint.files import read_dcp, read_pt, write_dcp, write_pt
-    from ._checkpoint.load_targets import fill_module, fill_optimizer, saved_module, saved_optimizer
+    from ._checkpoint.load_targets import (
+        fill_module,
+        fill_optimizer,
+        own_load,
+        saved_module,
+        saved_optimizer,
+    )
     from ._checkpoint.optimizer import optimizer_dict, optimizer_state
     from ._checkpoint.tiers import (
         accelerator,
@@ -83,7 +89,7 @@ _NAMES = {
         "on_device", "tensors_of_optimizer",
     ),
     "_checkpoint.load_targets": (
-        "fill_module", "fill_optimizer", "saved_module", "saved_optimizer",
+        "fill_module", "fill_optimizer", "own_load", "saved_module", "saved_optimizer",
     ),
 }
 # fmt: on

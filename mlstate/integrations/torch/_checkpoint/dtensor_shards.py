@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...._sharding.layout import Layout, Shard
 from .._tensors.state import why_not_plain
+from .module_contract import saves_itself
 from .module_names import by_name, unwrapped_name
 from .optimizer import (
     _collect_states,
@@ -142,16 +143,21 @@ def _plain_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
+def is_tensor(value: Any) -> bool:
+    """Return whether a value in torch's state dict is a tensor, or parts of one."""
+    import torch
+
+    return hasattr(value, "local_shards") or isinstance(value, torch.Tensor)
+
+
 def part_of(name: str, value: Any, replica: int = 0) -> Any:
     """Return this rank's part of a value in torch's state dict, over the value's own memory.
 
     `replica` is the replica number for a ShardedTensor, which does not record it.
     """
-    import torch
-
     if hasattr(value, "local_shards"):
         return _part_of_sharded(name, value, replica)
-    if not isinstance(value, torch.Tensor):
+    if not is_tensor(value):
         raise TypeError(
             f"{name!r} is a {type(value).__name__}, not a tensor: remove it from the state first, "
             "and store it separately"
@@ -186,13 +192,17 @@ def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
 def tied_names(module: torch.nn.Module) -> set[str]:
     """Return the names of a module's state whose tensor has an earlier name, without prefixes.
 
-    Ranks of a sharded module agree on it, also if they hold no element of a tensor.
+    Ranks of a sharded module agree on it, also if they hold no element of a tensor. Entries that
+    need not be a module's memory are left out.
     """
+    others = [f"{path}." for path, child in module.named_modules() if path and saves_itself(child)]
+    if saves_itself(module):
+        return set()
     seen: set[int] = set()
     tied = set()
     for named in (module.named_parameters, module.named_buffers):
         for name, value in named(remove_duplicate=False):
-            if id(value) in seen:
+            if id(value) in seen and not name.startswith(tuple(others)):
                 tied.add(unwrapped_name(module, name))
             seen.add(id(value))
     return tied
