@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import _core
-from .._common.arrays import refuse_given_away
+from .._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
 from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.json_values import check_json_values
 from .._sharding.layout import Layout, Shard, Steps, steps_of
@@ -231,12 +231,14 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
     )
 
 
-def _as_dict(state: Any, section: str) -> dict[str, Any] | None:
-    """Return the state as a new dict; raise TypeError for a value that cannot be an array."""
+def _as_dict(state: Any, section: str, given: Any) -> dict[str, Any] | None:
+    """Return the state of an argument as a new dict; raise if a value cannot be stored."""
     if state is None:
         return None
     plain = dict(state)
     refuse_given_away(plain)
+    if not is_module(given) and not is_optimizer(given):
+        refuse_unstorable(plain)
     for name, value in plain.items():  # NumPy scalars have a dtype and count as arrays
         if value is None or (isinstance(value, _NO_ARRAYS) and not hasattr(value, "dtype")):
             raise _refuse_value(section, plain, name)
@@ -332,7 +334,8 @@ def take_content(
         *pair, others = states_of(model, optimizer, target.world_size)
         refuse_nothing(*pair, states)
         named = add_entries(named, None, others)
-        dicts = (_as_dict(pair[0], "params"), _as_dict(pair[1], "optim_state"), named.arrays)
+        params = _as_dict(pair[0], "params", model)
+        dicts = (params, _as_dict(pair[1], "optim_state", optimizer), named.arrays)
         header = {
             "writer": WRITER,
             "step": _step_of(step, pair[1]),
@@ -387,16 +390,18 @@ def gather_shards(
             steps = steps_of(target.layout, target.world_size) or ()
         assigned = Assignment()
         if target.group is not None:
-            assigned = _assign_replicas(target.group, steps, content)
+            with named_refusals(*content.dicts):
+                assigned = _assign_replicas(target.group, steps, content)
         gathered.copies, gathered.error = assigned.copies, assigned.error
         if gathered.error is None:
             dicts, mine = content.dicts, assigned.mine
             content.named.add_trees(target.group, assigned.digests)
-            _copy_to_host(dicts, mine or (None, None, None), copy)
             ranks = (target.rank, target.world_size)
-            gathered.shards, gathered.nbytes = _core.shards_collect(
-                ranks, dicts, Shard, mine, steps
-            )
+            with named_refusals(*dicts):
+                _copy_to_host(dicts, mine or (None, None, None), copy)
+                gathered.shards, gathered.nbytes = _core.shards_collect(
+                    ranks, dicts, Shard, mine, steps
+                )
     except CollectiveError:
         raise
     except BaseException as error:

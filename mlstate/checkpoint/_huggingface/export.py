@@ -19,6 +19,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
+from ..._common.arrays import refuse_unstorable
 from ..._common.atomic_file import replace_folder
 from ..._common.backend import backend_of, is_module
 from ..._common.local_path import local_path
@@ -119,6 +120,7 @@ def _take_state(
         if content.error is None:
             assert state is not None
             _refuse_entries(content)
+            refuse_unstorable(state, every=True)
             tied = _tied_names(model, state)
             kept = {name: value for name, value in state.items() if name not in tied}
             if rename is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..._common.arrays import is_torch, refuse_given_away
+from ..._common.arrays import is_torch, refuse_given_away, refuse_unstorable
 from ..._common.backend import backend_of, is_module, is_optimizer
 from ..._sharding.layout import Layout, Shard
 from ...state._kind import kind_of
@@ -121,8 +121,14 @@ def modules_of(model: Any, states: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, Shard) or (
-        hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, np.generic)
+    return (
+        isinstance(value, Shard)
+        or is_torch(value)
+        or (
+            hasattr(value, "dtype")
+            and hasattr(value, "shape")
+            and not isinstance(value, np.generic)
+        )
     )
 
 
@@ -193,6 +199,8 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
             taken.kinds[name] = {"kind": "tree"}
         else:
             refuse_given_away(dict(flat))
+            if not is_module(value) and not is_optimizer(value):
+                refuse_unstorable(dict(flat))
             taken.arrays.update({f"{name}/{key}": inner for key, inner in flat.items()})
             kind = kind_of(flat)
             assert kind is not None

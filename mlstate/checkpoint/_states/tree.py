@@ -131,9 +131,7 @@ class _Encoder:
             if hasattr(value, "device_mesh"):
                 value = backend_of(value).part_of(where, value)
             else:
-                reason = backend_of(value).why_not_plain(value)
-                if reason:
-                    raise TypeError(f"{where} is {reason}")
+                backend_of(value).refuse_unstorable(where, value, where)
                 value = value.detach()
         elif not isinstance(value, np.ndarray | Shard) and not (
             hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__")

@@ -60,7 +60,13 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
     from ._tensors.kv import move_kv
     from ._tensors.memory import note_written, write_into_tensor
     from ._tensors.pickle import reduce_state
-    from ._tensors.state import arrays_of, device_of, tensors_of, why_not_plain
+    from ._tensors.state import (
+        arrays_of,
+        device_of,
+        refuse_unstorable,
+        tensors_of,
+        why_not_plain,
+    )
 
 # fmt: off
 _NAMES = {
@@ -83,7 +89,9 @@ _NAMES = {
     "_checkpoint.dtensor_shards": (
         "module_state", "needs_all_ranks", "optimizer_parts", "part_of", "tied_names",
     ),
-    "_tensors.state": ("arrays_of", "device_of", "tensors_of", "why_not_plain"),
+    "_tensors.state": (
+        "arrays_of", "device_of", "refuse_unstorable", "tensors_of", "why_not_plain",
+    ),
     "_checkpoint.tiers": (
         "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",
         "on_device", "tensors_of_optimizer",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...._sharding.layout import Layout, Shard
-from .._tensors.state import why_not_plain
+from .._tensors.state import refuse_unstorable, state_dict_of
 from .module_contract import saves_itself
 from .module_names import by_name, unwrapped_name
 from .optimizer import (
@@ -135,11 +135,7 @@ def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
 
 def _plain_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached tensor over the same memory; raise if it has no plain memory."""
-    reason = why_not_plain(tensor)
-    if reason:
-        raise TypeError(f"{name!r} is {reason}")
-    if tensor.device.type == "meta":
-        raise BufferError(f"{name!r} is a tensor on torch's meta device: it has no elements")
+    refuse_unstorable(name, tensor)
     return tensor.detach()
 
 
@@ -233,7 +229,7 @@ def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]
     """
     wrappers = _flat_sharded(module)
     if not wrappers:
-        named = by_name(module, module.state_dict())
+        named = by_name(module, state_dict_of(module))
         return {name: part_of(name, value) for name, value in named.items()}, None
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 

@@ -13,6 +13,7 @@ from ...._sharding.layout import Shard
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.memory import note_written
+from .._tensors.state import state_dict_of
 from .dtensor_shards import (
     _flat_sharded,
     _reshard,
@@ -110,7 +111,7 @@ def saved_module(
     _check_ranks(module, ranks)
     if _flat_sharded(module):
         return module_state(module)[0], {}, {}
-    contract = ModuleContract(module, module.state_dict())
+    contract = ModuleContract(module, state_dict_of(module))
     tensors, others = {}, {}
     for name, value in contract.entries.items():
         if is_tensor(value):
@@ -208,7 +209,7 @@ def fill_module(module: torch.nn.Module) -> Filling:
     wrappers = _flat_sharded(module)
     if not wrappers:
         _reshard(module)  # FSDP2: gathered parameters would be outdated
-        contract = ModuleContract(module, module.state_dict())
+        contract = ModuleContract(module, state_dict_of(module))
         entries = contract.entries.items()
         places = {n: _place(n, value) for n, value in entries if contract.unit_of(n) is None}
         return Filling(places, (), contract)

@@ -171,35 +171,36 @@ class ModuleContract:
 
     def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         self.module = module
-        self.entries = by_name(module, dict(state))
-        self._keys = {unwrapped_name(module, key): key for key in state}
+        self._keys = by_name(module, {key: key for key in state})
+        self.entries = {name: state[key] for name, key in self._keys.items()}
         self._metadata: Mapping[str, dict[str, Any]] = getattr(state, "_metadata", None) or {}
         self.units: list[Unit] = []
         self._unit_of: dict[str, Unit | None] = {}  # by the names of submodules
-        self._walk(module, "", None, set())
+        self._walk(module, "", "", None, set())
         chosen = {id(child) for unit in self.units for child in _modules_of(unit)}
         if any(saves_itself(child) for child in module.modules()):
             chosen |= self._with_foreign_entries()
         if chosen:
             chosen = _with_tied(module, chosen)
             self.units, self._unit_of = [], {}
-            self._walk(module, "", None, chosen)
+            self._walk(module, "", "", None, chosen)
 
     def _walk(
-        self, module: torch.nn.Module, prefix: str, unit: Unit | None, chosen: set[int]
+        self, module: torch.nn.Module, prefix: str, name: str, unit: Unit | None, chosen: set[int]
     ) -> None:
         """List the units in the order in which torch loads; `chosen`: modules that are units."""
-        name = unwrapped_name(self.module, prefix[:-1])
         if unit is None:
             whole = self._is_whole(module, name)
             if whole or _has_extra_state(module) or id(module) in chosen:
                 unit = Unit(module, prefix, name, whole)
                 self.units.append(unit)
         self._unit_of[name] = unit
+        inherited = unit if unit is not None and unit.is_whole else None
+        inner = wrapped_attribute(module)
         for key, child in module._modules.items():
             if child is not None:
-                inherited = unit if unit is not None and unit.is_whole else None
-                self._walk(child, f"{prefix}{key}.", inherited, chosen)
+                below = name if key == inner else _joined(name) + key
+                self._walk(child, f"{prefix}{key}.", below, inherited, chosen)
 
     def _is_whole(self, module: torch.nn.Module, name: str) -> bool:
         if module is self.module and not _is_torch_method(module, "load_state_dict"):
