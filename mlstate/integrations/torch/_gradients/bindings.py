@@ -21,6 +21,7 @@ class _Binding(NamedTuple):
     key: str
     parameter: torch.nn.Parameter
     name: str
+    address: int  # of the tensor in C++, which has the hook: swap_tensors gives it away
     has_hook: bool
     was_frozen: bool
 
@@ -38,11 +39,8 @@ class Bindings:
             for key, parameter in child._parameters.items():
                 if parameter is not None:
                     name = f"{path}.{key}" if path else key
-                    frozen = not parameter.requires_grad
-                    binding = _Binding(
-                        child._parameters, key, parameter, name, by_id[id(parameter)], frozen
-                    )
-                    self._bindings.append(binding)
+                    facts = (parameter._cdata, by_id[id(parameter)], not parameter.requires_grad)
+                    self._bindings.append(_Binding(child._parameters, key, parameter, name, *facts))
 
     def change(self) -> str:
         """Return which parameter has changed so that its gradient is not reduced, or ""."""
@@ -51,7 +49,7 @@ class Bindings:
             if current is binding.parameter:
                 if not binding.has_hook and binding.was_frozen and current.requires_grad:
                     return f"{binding.name!r} was unfrozen"
-                if binding.has_hook and not current._post_accumulate_grad_hooks:
+                if binding.has_hook and current._cdata != binding.address:
                     return f"{binding.name!r} was replaced"
             elif binding.has_hook or (current is not None and current.requires_grad):
                 return f"{binding.name!r} was replaced"
