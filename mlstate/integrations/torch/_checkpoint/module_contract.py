@@ -270,12 +270,16 @@ class ModuleContract:
 
     def memory(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return a unit's entries that are parameters or buffers, under their own names."""
+        import torch
+
         tree = unit.module.named_modules(remove_duplicate=False)
         found = {}
         for path, child in tree if unit.is_whole else [("", unit.module)]:
             below = _joined(unwrapped_name(self.module, (unit.prefix + path).rstrip(".")))
             for key, tensor in _tensors_of(child):
                 memory = _memory_of(tensor)
+                if torch.nn.parameter.is_lazy(tensor):
+                    continue
                 if memory is not None and _memory_of(self.entries.get(below + key)) == memory:
                     found[below + key] = tensor
         return found
