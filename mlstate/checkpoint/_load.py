@@ -290,8 +290,8 @@ def _load_into_targets(loader: Loader) -> LoadedState:
     apply_all(prepared.actions)
     try:
         prepared.fill(loader)
-    except BaseException:
-        undo_all(prepared.actions)
+    except BaseException as error:
+        undo_all(prepared.actions, error)
         raise
     return _result(loader, prepared)
 
@@ -373,9 +373,9 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
                 error = caught
             if agree_on(manifest, error, attempt):
                 return _result(loader, prepared)
-        except BaseException:
+        except BaseException as caught:
             if is_applied:
-                undo_all(prepared.actions)
+                undo_all(prepared.actions, caught)
             raise
     raise StoreError(f"the checkpoint was replaced at each of {_folder.TRIES} attempts to load it")
 

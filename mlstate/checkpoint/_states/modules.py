@@ -190,4 +190,4 @@ def prepare_units(
     load = backend_of(target).own_load(
         filling, entries, stored.metadata, units, strict=loader.request.strict
     )
-    return [Action(f"{section.label}, {load.label()}", load.apply, load.undo)]
+    return [Action(section.label, load.apply, load.undo)]

@@ -322,7 +322,7 @@ def prepare_object(label: str, target: Any, state: Any) -> Action:
     return _load_action(label, target, state, before)
 
 
-def undo_all(actions: list[Action]) -> None:
+def undo_all(actions: list[Action], cause: BaseException) -> None:
     """Undo actions, the last one first; raise CompatibilityError if an object stays changed."""
     failures: list[tuple[Action, Exception]] = []
     for action in reversed(actions):
@@ -331,10 +331,10 @@ def undo_all(actions: list[Action]) -> None:
         except Exception as error:
             failures.append((action, error))
     if failures:
-        labels = ", ".join(action.label for action, _ in failures)
+        labels = "; ".join(f"{action.label}: {error}" for action, error in failures)
         changed = CompatibilityError(
-            f"the load failed, and {labels} stay changed: their earlier state could not be loaded "
-            f"back: {failures[0][1]}"
+            f"the load failed ({type(cause).__name__}: {cause}), and the earlier state of these "
+            f"objects, which stay changed, could not be loaded back: {labels}"
         )
         changed.name = failures[0][0].label
         raise changed from failures[0][1]
@@ -346,7 +346,7 @@ def apply_all(actions: list[Action]) -> None:
         try:
             action.apply()
         except BaseException as error:
-            undo_all(actions[: number + 1])
+            undo_all(actions[: number + 1], error)
             if not isinstance(error, Exception):
                 raise
             refused = CompatibilityError(

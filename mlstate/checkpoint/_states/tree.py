@@ -29,7 +29,7 @@ from ..._common.backend import backend_of
 from ..._common.dtypes import name_of, numpy_dtype
 from ..._common.json_values import DEEPEST, check_text
 from ..._sharding.layout import Shard
-from ...errors import FormatError
+from ...errors import FormatError, UnstorableError
 from .generators import library_of, restored, state_of
 
 if TYPE_CHECKING:
@@ -205,14 +205,14 @@ class _Encoder:
 
 
 def _check_exact(value: Any, where: str) -> None:
-    """Raise TypeError for a value that would be decoded with another type."""
+    """Raise UnstorableError for a value that would be decoded with another type."""
     torch_tensor = is_torch(value)
     if torch_tensor and not value.requires_grad:
         return
     if not torch_tensor and (type(value) in _EXACT or isinstance(value, np.generic)):
         return
     cls = type(value)
-    raise TypeError(
+    raise UnstorableError(
         f"{where} is a {cls.__module__}.{cls.__qualname__}"
         f"{' that requires gradients' if torch_tensor else ''}, which cannot be restored as such "
         "without pickle: use numbers, str, bytes, BytesIO, arrays, detached tensors, or lists, "
@@ -223,7 +223,7 @@ def _check_exact(value: Any, where: str) -> None:
 def encode(value: Any, where: str, *, exact: bool = False) -> Tree:
     """Convert a nested value, whose arrays are not copied; errors have the path from `where`.
 
-    `exact`: raise TypeError for values that are decoded with another type, such as subclasses.
+    `exact`: raise UnstorableError for values that are decoded with another type (subclasses).
     """
     encoder = _Encoder(exact)
     node = encoder.node(value, where, (), DEEPEST)

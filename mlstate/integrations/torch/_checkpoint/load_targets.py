@@ -55,9 +55,21 @@ class Place(NamedTuple):
 def _place(name: str, value: Any) -> Place:
     """Return this rank's memory for a value of a state dict."""
     part = part_of(name, value)
+    _refuse_overlap(name, part.array if isinstance(part, Shard) else part)
     if isinstance(part, Shard):
         return Place(part.array, part.shape, part._steps, part.index)
     return Place(part, tuple(part.shape), (), 0)
+
+
+def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
+    """Raise if elements of a tensor share memory, as after expand(): torch refuses the write."""
+    if any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        error = CompatibilityError(
+            f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
+            "clone() of it"
+        )
+        error.name = name
+        raise error
 
 
 # ---- saving ----

@@ -370,33 +370,30 @@ class OwnLoad:
         if self.strict and missing:
             lines.insert(0, f"Missing key(s) in checkpoint: {_quoted(missing)}.")
         if lines:
-            text = "\n    ".join([f"Error(s) in loading {self.label()}:", *lines])
-            raise _refusal((missing or unexpected or [self.label()])[0], text)
+            name = type(self.contract.module).__name__
+            text = "\n    ".join([f"Error(s) in loading {name}:", *lines])
+            raise _refusal((missing or unexpected or [name])[0], text)
 
     def undo(self) -> None:
         """Load the earlier entries back, and restore the memory."""
         import torch
 
-        errors: list[str] = []
+        failures: list[str] = []
         metadata = {prefix: dict(each) for prefix, each in self.contract._metadata.items()}
         for unit, state in zip(self.units, self._before, strict=True):
+            errors: list[str] = []
             try:
                 self._load(unit, dict(state), metadata, [], [], errors)
-            except Exception as error:
+            except CompatibilityError as error:
                 errors.append(str(error))
+            if errors:
+                failures.append(f"{_name_of(unit)!r}: {errors[0]}")
         with torch.no_grad():
             for table, key, tensor, clone in self._memory:
                 if table.get(key) is tensor and tensor.shape == clone.shape:
                     tensor.copy_(clone)
-        if errors:
-            raise _refusal(
-                self.label(),
-                f"{self.label()} changed, and refused its earlier state: {'; '.join(errors)}",
-            )
-
-    def label(self) -> str:
-        """Return the names of the units."""
-        return _quoted([unit.name or type(unit.module).__name__ for unit in self.units])
+        if failures:
+            raise _refusal(failures[0].split("'")[1], "; ".join(failures))
 
     def _load(
         self,
@@ -417,8 +414,12 @@ class OwnLoad:
             problems = (missing, unexpected, errors)
             _load_module(unit.module, ordered, unit.prefix, metadata, problems, unit.is_whole)
         except Exception as error:
-            name = unit.name or type(unit.module).__name__
-            raise _refusal(name, f"{name!r}: {type(error).__name__}: {error}") from error
+            text = f"{_name_of(unit)!r}: {type(error).__name__}: {error}"
+            raise _refusal(_name_of(unit), text) from error
+
+
+def _name_of(unit: Unit) -> str:
+    return unit.name or type(unit.module).__name__
 
 
 def _quoted(names: Iterable[str]) -> str:

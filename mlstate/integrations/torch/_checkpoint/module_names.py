@@ -46,12 +46,13 @@ def unwrapped_name(module: torch.nn.Module, name: str) -> str:
     kept = []
     for part in name.split("."):
         while here is not None and (inner := wrapped_attribute(here)):
-            here = here._modules.get(inner)
+            here = here._modules[inner]
             if part == inner:
                 break
         else:
             kept.append(part)
-            here = here._modules.get(part) if here is not None else None
+            known = here is not None and part in here._modules  # scripted modules have no get()
+            here = here._modules[part] if known else None
     return ".".join(kept)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ...._common.arrays import refuse_given_away
 from ...._common.dtypes import label_of, name_of, stored_dtype
 from ...._common.set_module import set_module
-from ....errors import CompatibilityError
+from ....errors import CompatibilityError, UnstorableError
 from .dtypes import SHARED, VIEWED, torch_has
 
 if TYPE_CHECKING:
@@ -33,18 +33,14 @@ def _dtypes() -> frozenset[torch.dtype]:
     return frozenset(getattr(torch, name) for name in SHARED | VIEWED.keys() if torch_has(name))
 
 
-class UnstorableTensorError(CompatibilityError, TypeError, BufferError):
-    """A tensor is not plain memory, has no elements, or has a dtype that files cannot name."""
-
-
-def _unstorable(name: str, label: str, reason: str, tensor: torch.Tensor) -> UnstorableTensorError:
-    error = UnstorableTensorError(f"{label or repr(name)} is {reason}")
+def _unstorable(name: str, label: str, reason: str, tensor: torch.Tensor) -> UnstorableError:
+    error = UnstorableError(f"{label or repr(name)} is {reason}")
     error.name, error.got = name, name_of(tensor.dtype)
     return error
 
 
 def refuse_unstorable(name: str, tensor: torch.Tensor, label: str = "") -> None:
-    """Raise UnstorableTensorError if a tensor cannot be stored; DTensors are refused too.
+    """Raise UnstorableError if a tensor cannot be stored; DTensors are refused too.
 
     `label` replaces the name in the message.
     """
