@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...._sharding.layout import Layout, Shard
 from .._tensors.state import refuse_unstorable, state_dict_of
-from .module_contract import saves_itself
+from .module_contract import ModuleContract, OwnLoad, saves_itself
 from .module_names import by_name, unwrapped_name
 from .optimizer import (
     _collect_states,
@@ -221,16 +221,21 @@ def _suppress_warnings() -> Iterator[None]:
         yield
 
 
-def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]:
+def module_state(
+    module: torch.nn.Module, *, fill: bool = False
+) -> tuple[dict[str, Any], Store | None]:
     """Return this rank's part of a module's state, and a function that writes copies back.
 
     For FSDP1, whose parts are copies, every rank must call both. Other values share the module's
-    memory. Names have no prefixes of wrappers.
+    memory, except entries that are not its memory and, if the state will be filled, all entries
+    of submodules that load their entries themselves. Names have no prefixes of wrappers.
     """
     wrappers = _flat_sharded(module)
     if not wrappers:
-        named = by_name(module, state_dict_of(module))
-        return {name: part_of(name, value) for name, value in named.items()}, None
+        contract = ModuleContract(module, state_dict_of(module))
+        if fill and contract.units:
+            return _state_to_fill(contract)
+        return {name: part_of(name, value) for name, value in contract.entries.items()}, None
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     replica = _replica_of(wrappers)
@@ -242,6 +247,26 @@ def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]
         with _suppress_warnings():
             set_model_state_dict(module, sharded)
 
+    return state, store
+
+
+def _state_to_fill(contract: ModuleContract) -> tuple[dict[str, Any], Store]:
+    """Return a state with copies of the entries of units, and the function that loads these."""
+    copies = {}
+    for name, value in contract.entries.items():
+        part_of(name, value)  # raises if it is not a tensor
+        if contract.unit_of(name) is not None:
+            copies[name] = value.detach().clone()
+    load = OwnLoad(contract, contract.units, copies, contract.metadata_of_module(), strict=True)
+
+    def store() -> None:
+        try:
+            load.apply()
+        except BaseException:
+            load.undo()
+            raise
+
+    state = {n: part_of(n, copies.get(n, value)) for n, value in contract.entries.items()}
     return state, store
 
 

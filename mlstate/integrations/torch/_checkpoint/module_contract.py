@@ -259,6 +259,10 @@ class ModuleContract:
                 found[name] = dict(metadata)
         return found
 
+    def metadata_of_module(self) -> dict[str, dict[str, Any]]:
+        """Return torch's metadata of this module, in torch's form."""
+        return {prefix: dict(each) for prefix, each in self._metadata.items()}
+
     def metadata_by_prefix(
         self, stored: Mapping[str, dict[str, Any]], default: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:
@@ -379,7 +383,7 @@ class OwnLoad:
         import torch
 
         failures: list[str] = []
-        metadata = {prefix: dict(each) for prefix, each in self.contract._metadata.items()}
+        metadata = self.contract.metadata_of_module()
         for unit, state in zip(self.units, self._before, strict=True):
             errors: list[str] = []
             try:
