@@ -32,6 +32,7 @@ from ._commit import Caller, find_caller, refuse_manager_folder, write_and_commi
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
+from ._states.modules import metadata_of
 from ._store import codecs as _codecs
 from ._store import folder as _folder
 from ._store.writer_lock import check_timeout
@@ -171,7 +172,7 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
 
     The third value has the module's entries that are not tensors, and torch's metadata.
     """
-    others: Any = ({}, {})
+    others: Any = ({}, metadata_of(model))
     module = model if is_module(model) else None
     if is_optimizer(optimizer):
         states, keywords = backend_of(optimizer).saved_optimizer(optimizer, module, ranks)
@@ -481,6 +482,7 @@ def save(
         tensors. They are not copied, except tensors on a device: all of these are first copied
         to main memory. A module may be wrapped by DDP, compiled, or sharded by FSDP2, FSDP1 or
         tensor parallelism: names have no wrapper prefixes, and each rank stores its shards.
+        Entries of a module that are not tensors (extra states) are stored as in `states`.
     optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
         An `OptimizerStateDict`, a dict with keys ``"<parameter>.<state name>"``, or a torch
         optimizer. The names of its parameters come from the module given as `model`.
@@ -540,13 +542,16 @@ def save(
         An argument is wrong, ranks save different states, the ranks together lack a part of a
         tensor, or a shard's version decreases. The old checkpoint is unchanged.
     CompatibilityError
-        The file format has no name for a dtype, or a layout cannot cut a shape.
+        The file format has no name for a dtype, or a layout cannot cut a shape. A tensor is
+        not plain memory (sparse, quantized, conjugated, of a subclass), or an entry of a module
+        has a type that cannot be restored: an `UnstorableError`, also a `TypeError`.
     TypeError, ValueError
         A sharded module is saved without the `group` of its ranks, an optimizer's parameters
         do not belong to the module, or no `Layout` describes the placement of a DTensor. The
         message names it.
     BufferError
-        A tensor has no memory to export, such as one on torch's ``meta`` device.
+        A tensor has no memory to export, such as one on torch's ``meta`` device (also an
+        `UnstorableError`).
     StoreError
         The operating system refused: an `OSError` with its ``errno``. EBUSY: another process is
         writing this checkpoint. EEXIST: the folder holds the steps of a `CheckpointManager`.

@@ -493,8 +493,8 @@ static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_te
     return MLS_OK;
 }
 
-/* Raise CompatibilityError if `array` has a torch dtype of less than 8 bits: DLPack exports
- * such elements as bytes, like those of uint8 and int8. Returns -1 with an exception set. */
+/* Raise CompatibilityError if `array` has a torch dtype of less than 8 bits: torch exports
+ * its elements as uint8 or int8. Returns -1 with an exception set. */
 static int refuse_few_bits(const mlspy_state *state, PyObject *array, mls_dtype exported,
                            const char *what)
 {

@@ -17,7 +17,7 @@ from ..._sharding.layout import Layout, Shard
 from ...state._kind import kind_of
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
-from .modules import encode_entries, entries_name
+from .modules import encode_entries, entries_name, metadata_of
 from .tree import RANKS, TEXT, Tree, encode, pack, pack_header, whole_arrays
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
                 tensors, *others = backend_of(value).saved_module(value, ranks)
                 flat: Any = StateDict(tensors)
             else:
-                flat = _flat_state(value, modules, ranks)
+                flat, others = _flat_state(value, modules, ranks), ({}, metadata_of(value))
         except (TypeError, ValueError) as error:
             error.args = (f"{where}: {error}",)
             raise

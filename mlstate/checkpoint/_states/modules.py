@@ -14,8 +14,8 @@ from ..._common.backend import backend_of, torch_backend
 from ..._common.dtypes import FLOATS, name_of
 from ...errors import CompatibilityError
 from .._store.folder import SECTIONS
-from .restore import Action, load_like, malformed, read_own
-from .tree import encode
+from .restore import Action, load_like, read_own
+from .tree import encode, malformed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,6 +41,28 @@ def encode_entries(
     if not entries and not metadata:
         return None
     return encode({"entries": dict(entries), "metadata": dict(metadata)}, where, exact=True)
+
+
+def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
+    """Return the metadata that the result of a torch module's ``state_dict()`` carries."""
+    carried = getattr(state, "_metadata", None)
+    if not isinstance(carried, dict):
+        return {}
+    return {
+        name: dict(each)
+        for name, each in carried.items()
+        if isinstance(name, str) and isinstance(each, dict) and each != {"version": 1}
+    }
+
+
+def shown_states(states: dict[str, Any]) -> dict[str, Any]:
+    """Return loaded states without those that have only torch's metadata."""
+
+    def is_shown(name: str) -> bool:
+        value = states[name]
+        return name[0] != "." or not isinstance(value, dict) or bool(value.get("entries", True))
+
+    return {name: states[name] for name in states if is_shown(name)}
 
 
 # ---- loading ----

@@ -133,6 +133,12 @@ def test_a_load_receives_the_saved_version(tmp_path, version):
     mlstate.save(tmp_path, source)
     theirs.load_state_dict(source.state_dict())
     assert torch.equal(loaded(tmp_path, ours).weight, theirs.weight)
+    mlstate.save(tmp_path, source.state_dict(), states={"ema": source.state_dict()})
+    assert list(mlstate.load(tmp_path).states) == ["ema"]
+    ema = Migrating(3)
+    mlstate.load(tmp_path, into={"model": ours, "states": {"ema": ema}})
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ema.weight, theirs.weight)
 
 
 def test_another_dtype_needs_cast(saved):

@@ -92,7 +92,7 @@ def _memory_of(value: Any) -> tuple[Any, ...] | None:
     if not isinstance(value, torch.Tensor):
         return None
     if hasattr(value, "device_mesh"):
-        value = value._local_tensor
+        value = value._local_tensor  # type: ignore[attr-defined]
     try:
         storage = value.untyped_storage()._cdata
         where = (value.storage_offset(), tuple(value.shape), value.stride())
@@ -248,7 +248,8 @@ class ModuleContract:
     def key_of(self, unit: Unit, name: str) -> str:
         """Return the key of a unit's entry in torch's state dict."""
         start = len(unit.name) + 1 if unit.name else 0
-        return self._keys.get(name, unit.prefix + name[start:])
+        key: str = self._keys.get(name, unit.prefix + name[start:])
+        return key
 
     def own_metadata(self) -> dict[str, dict[str, Any]]:
         """Return torch's metadata of the modules in units, by name, if not the default."""
@@ -348,7 +349,7 @@ class OwnLoad:
                 name: clones.get(_memory_of(value)) if _memory_of(value) in clones
                 else _copy_of(name, value)
                 for name, value in contract.entries.items()
-                if (unit := contract.unit_of(name)) is not None and id(unit) in chosen
+                if (owner := contract.unit_of(name)) is not None and id(owner) in chosen
             }
         )  # fmt: skip
 
