@@ -13,6 +13,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....errors import CompatibilityError
+from .._tensors.state import refuse_unstorable
 from .module_names import by_name, unwrapped_name, wrapped_attribute
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _WRAPPER_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.algorithms._chec
 
 
 class Unit(NamedTuple):
-    """A submodule that loads its own entries: with those of its children if `is_whole`."""
+    """A submodule that loads its own entries: and its children's if `is_whole`."""
 
     module: torch.nn.Module
     prefix: str  # of its keys in torch's state dict
@@ -188,7 +189,7 @@ class ModuleContract:
     def _walk(
         self, module: torch.nn.Module, prefix: str, name: str, unit: Unit | None, chosen: set[int]
     ) -> None:
-        """List the units in the order in which torch loads; `chosen`: modules that are units."""
+        """List the units in torch's order of loading; `chosen`: modules that are units."""
         if unit is None:
             whole = self._is_whole(module, name)
             if whole or _has_extra_state(module) or id(module) in chosen:
@@ -339,7 +340,7 @@ class OwnLoad:
                             continue
                         name = f"{unit.name}.{key}".lstrip(".")
                         if tensor.device.type == "meta":
-                            raise BufferError(f"{name!r} is a tensor on torch's meta device")
+                            refuse_unstorable(name, tensor)
                         memory = _memory_of(tensor)
                         if memory not in clones:
                             clones[memory] = _copy_of(name, tensor)
@@ -388,7 +389,8 @@ class OwnLoad:
         for unit, state in zip(self.units, self._before, strict=True):
             errors: list[str] = []
             try:
-                self._load(unit, dict(state), metadata, [], [], errors)
+                copies = {key: _copy_of(key, value) for key, value in state.items()}
+                self._load(unit, copies, metadata, [], [], errors)
             except CompatibilityError as error:
                 errors.append(str(error))
             if errors:

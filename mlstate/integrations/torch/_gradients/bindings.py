@@ -1,4 +1,4 @@
-"""The parameters that a module had when hooks were registered, compared with those of today.
+"""Parameters of a module that changed after hooks were registered.
 
 A parameter that was replaced (as ``load_state_dict(assign=True)`` does), added or unfrozen since
 has no hook: its gradient would stay unreduced.
@@ -27,7 +27,7 @@ class _Binding(NamedTuple):
 
 
 class Bindings:
-    """The parameters of a module, of which those named in `hooked` have hooks."""
+    """The parameters of a module; the ones in `hooked` have hooks."""
 
     def __init__(self, module: torch.nn.Module, hooked: Collection[str]) -> None:
         self._module = module
