@@ -25,6 +25,7 @@ from ..state._load_into import load_into
 from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
 from ._remote.remote_folder import refuse_remote
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
+from ._states.modules import shown_states
 from ._states.restore import apply_all, load_tree, undo_all
 from ._store import folder as _folder
 from ._store.name_globs import Names, listed_names
@@ -335,8 +336,8 @@ def _load_into_targets(loader: Loader) -> LoadedState:
     apply_all(prepared.actions)
     try:
         prepared.fill(loader)
-    except BaseException:
-        undo_all(prepared.actions)
+    except BaseException as error:
+        undo_all(prepared.actions, error)
         raise
     return _result(loader, prepared)
 
@@ -369,7 +370,7 @@ def _load_new_state(loader: Loader) -> LoadedState:
         for name, kind in loader.states.items():
             if kind["kind"] == "tree":
                 states[name] = load_tree(loader, name, kind)
-        states = {name: states[name] for name in loader.states}
+        states = shown_states({name: states[name] for name in loader.states})
     return LoadedState(results[0], results[1], manifest.metadata, manifest.step, states)
 
 
@@ -418,9 +419,9 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
                 error = caught
             if agree_on(manifest, error, attempt):
                 return _result(loader, prepared)
-        except BaseException:
+        except BaseException as caught:
             if is_applied:
-                undo_all(prepared.actions)
+                undo_all(prepared.actions, caught)
             raise
     raise StoreError(f"the checkpoint was replaced at each of {_folder.TRIES} attempts to load it")
 
@@ -552,7 +553,9 @@ def load(
         arrays of the right shape and dtype are filled, and no new ones are made. Torch modules
         and optimizers are filled in place, including DDP, FSDP2 and FSDP1 modules. Sharded modules
         know their part of each tensor, so `group`, `rank` and `layout` do not cut for them; a
-        given `rank` or `layout` cuts for modules that are not sharded. Optimizer states that do
+        given `rank` or `layout` cuts for modules that are not sharded. Submodules with extra
+        states, own load methods or hooks are loaded by their own methods, before any array is
+        filled, as their ``load_state_dict`` does. Optimizer states that do
         not exist yet are created, and the optimizer's groups receive the saved values. A
         section without a target is not loaded. With `names`, the selected names must exist in
         the checkpoint and in `into`; everything else in `into` is unchanged. Named states may

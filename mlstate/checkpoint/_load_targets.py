@@ -23,6 +23,7 @@ from ..state._load_into import load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
+from ._states.modules import StoredEntries, prepare_units, stored_entries
 from ._states.restore import prepare_object, prepare_tree
 from ._store import folder as _folder
 from ._store.folder import SECTIONS
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
     from ._load import Loader
     from ._sections import Section
-    from ._states.restore import Action
+    from ._states.modules import StoredEntries, prepare_units, stored_entries
+from ._states.restore import Action
 
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer saved without its module
 ALL_NAMES = Names(None)
@@ -308,20 +310,44 @@ def _optimizer_target(
 # ---- all targets ----
 
 
+def _choose_entries(
+    loader: Loader, section: Section, target: Any, names: Names
+) -> tuple[StoredEntries, list[str]]:
+    """Return the entries of a module that are not tensors, and the selected names of these."""
+    stored = stored_entries(loader, section)
+    chosen = names.select(list(stored.entries), section.number)[0]
+    clash = [name for name in chosen if not is_module(target) and name in target]
+    if clash or (chosen and not is_module(target) and loader.request.strict):
+        raise names_error([], clash or chosen, [], loader.folder)
+    return stored, chosen
+
+
 def _prepare_tensors(
     loader: Loader, section: Section, selected: list[str], target: Any, module: Any, names: Names
-) -> _Ready:
-    """Return a target of tensors, checked except for shapes and dtypes."""
+) -> tuple[_Ready, list[Action]]:
+    """Return a target of tensors, checked except for shapes and dtypes.
+
+    The actions load the submodules that must load their own entries.
+    """
     filling: Any
+    actions: list[Action] = []
+    stored, entries = _choose_entries(loader, section, target, names)
     if is_module(target) and not section.is_optimizer:
         filling = backend_of(target).fill_module(target)
+        chosen = [*selected, *entries]
+        actions = prepare_units(loader, section, target, filling, chosen, stored, names)
+        selected = [name for name in chosen if not filling.loads_itself(name)]
+        clash = [name for name in entries if name in filling.arrays]
+        if clash:
+            raise names_error([], clash, [], loader.folder)
     elif is_optimizer(target):
         filling = _optimizer_target(loader, section, selected, target, module, names)
     else:
         filling = _ArrayTarget(target)
     chosen = _fit_names(loader, section, selected, filling, names)
     cuts = _cuts(loader, filling, chosen)
-    return _Ready(section, filling, chosen, cuts, _casts(loader, section, filling, chosen))
+    casts = _casts(loader, section, filling, chosen)
+    return _Ready(section, filling, chosen, cuts, casts), actions
 
 
 def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
@@ -383,12 +409,16 @@ def _prepare_state(
     if tensors:
         module = owner_of(target, modules) if is_optimizer(target) else None
         try:
-            one = _prepare_tensors(loader, section, section.names, target, module, ALL_NAMES)
+            one, actions = _prepare_tensors(
+                loader, section, section.names, target, module, ALL_NAMES
+            )
         except (CompatibilityError, TypeError, ValueError) as error:
             error.args = (f"{section.label}: {error}",)
             raise
         prepared.ready.append(one)
+        prepared.actions += actions
     else:
+        _choose_entries(loader, section, {}, ALL_NAMES)
         loader.need([(section, section.names, loader.request.cutting)])
         state = loader.load_state(section, section.names, {})
         prepared.actions.append(prepare_object(section.label, target, state))
@@ -402,8 +432,9 @@ def prepare(loader: Loader) -> Prepared:
     for section, target in zip(loader.sections, (prepared.model, prepared.optimizer), strict=False):
         if target is not None:
             selected = chosen[section.number]
-            one = _prepare_tensors(loader, section, selected, target, module, names)
+            one, actions = _prepare_tensors(loader, section, selected, target, module, names)
             prepared.ready.append(one)
+            prepared.actions += actions
     modules = modules_of(prepared.model, prepared.states)
     for name, target in prepared.states.items():
         _prepare_state(loader, prepared, name, target, modules)

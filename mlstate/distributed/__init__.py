@@ -70,7 +70,7 @@ def _collect_torch_state(
         made.update(states)
         return made, store
     if is_module(source):
-        state, store = backend_of(source).module_state(source)
+        state, store = backend_of(source).module_state(source, fill=fill)
         return StateDict(state), store
     return None
 
@@ -456,7 +456,9 @@ class DistributedStateCollector:
 
         Notes
         -----
-        Contiguous arrays are sent and received directly, others through messages. For an object
+        Contiguous arrays are sent and received directly, others through messages. Submodules with
+        their own load methods, hooks or extra states receive copies, and load them afterwards by
+        these methods. For an object
         with ``get_state_dict``, the filled state is also passed to its ``load_state_dict``,
         because the state may be a copy. Autograd treats the writes to tensors like a module's
         ``load_state_dict``.

@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.arguments import check_int
+from ..._common.arrays import refuse_unstorable
 from ..._common.atomic_file import Target
 from ..._common.backend import backend_of, is_module
 from ..._common.local_path import local_path
 from ..._common.regular_file import check_regular, open_regular
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
-from ...errors import StoreError
+from ...errors import CompatibilityError, StoreError
 from ...state import rename as rename_state
 from .._save import SaveContent, check_target, gather_shards, take_content
+from .._states.collect import NO_STATES
 from .._store import folder as _folder
 from .._store.weight_files import INDEX, weights_root
 from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
@@ -96,6 +98,18 @@ def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
     return tied
 
 
+def _refuse_entries(content: SaveContent) -> None:
+    """Raise for a module's entries that are not tensors; metadata of torch is left out."""
+    for name in content.entries:
+        error = CompatibilityError(
+            f"{name!r} is not a tensor, and a Hugging Face folder holds only tensors: save the "
+            "module by mlstate.save, or export a dict without it"
+        )
+        error.name = name
+        raise error
+    content.named = NO_STATES
+
+
 def _take_state(
     target: SaveTarget, model: Any, rename: Mapping[str, str] | None
 ) -> tuple[SaveContent, StateTable]:
@@ -106,6 +120,8 @@ def _take_state(
         state = content.dicts[0]
         if content.error is None:
             assert state is not None
+            _refuse_entries(content)
+            refuse_unstorable(state, every=True)
             tied = _tied_names(model, state)
             kept = {name: value for name, value in state.items() if name not in tied}
             if rename is not None:

@@ -32,7 +32,13 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         write_pt,
         write_tree,
     )
-    from ._checkpoint.load_targets import fill_module, fill_optimizer, saved_module, saved_optimizer
+    from ._checkpoint.load_targets import (
+        fill_module,
+        fill_optimizer,
+        own_load,
+        saved_module,
+        saved_optimizer,
+    )
     from ._checkpoint.optimizer import optimizer_dict, optimizer_state
     from ._checkpoint.tiers import (
         accelerator,
@@ -62,7 +68,13 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
     from ._tensors.kv import move_kv
     from ._tensors.memory import note_written, write_into_tensor
     from ._tensors.pickle import reduce_state
-    from ._tensors.state import arrays_of, device_of, tensors_of, why_not_plain
+    from ._tensors.state import (
+        arrays_of,
+        device_of,
+        refuse_unstorable,
+        tensors_of,
+        why_not_plain,
+    )
 
 # fmt: off
 _NAMES = {
@@ -88,13 +100,15 @@ _NAMES = {
     "_checkpoint.dtensor_shards": (
         "module_state", "needs_all_ranks", "optimizer_parts", "part_of", "tied_names",
     ),
-    "_tensors.state": ("arrays_of", "device_of", "tensors_of", "why_not_plain"),
+    "_tensors.state": (
+        "arrays_of", "device_of", "refuse_unstorable", "tensors_of", "why_not_plain",
+    ),
     "_checkpoint.tiers": (
         "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",
         "on_device", "tensors_of_optimizer",
     ),
     "_checkpoint.load_targets": (
-        "fill_module", "fill_optimizer", "saved_module", "saved_optimizer",
+        "fill_module", "fill_optimizer", "own_load", "saved_module", "saved_optimizer",
     ),
 }
 # fmt: on

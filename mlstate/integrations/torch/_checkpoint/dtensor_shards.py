@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...._sharding.layout import Layout, Shard
-from .._tensors.state import why_not_plain
+from .._tensors.state import refuse_unstorable, state_dict_of
+from .module_contract import ModuleContract, OwnLoad, saves_itself
 from .module_names import by_name, unwrapped_name
 from .optimizer import (
     _collect_states,
@@ -134,12 +135,15 @@ def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
 
 def _plain_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached tensor over the same memory; raise if it has no plain memory."""
-    reason = why_not_plain(tensor)
-    if reason:
-        raise TypeError(f"{name!r} is {reason}")
-    if tensor.device.type == "meta":
-        raise BufferError(f"{name!r} is a tensor on torch's meta device: it has no elements")
+    refuse_unstorable(name, tensor)
     return tensor.detach()
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value in torch's state dict is a tensor, or parts of one."""
+    import torch
+
+    return hasattr(value, "local_shards") or isinstance(value, torch.Tensor)
 
 
 def part_of(name: str, value: Any, replica: int = 0) -> Any:
@@ -147,11 +151,9 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
 
     `replica` is the replica number for a ShardedTensor, which does not record it.
     """
-    import torch
-
     if hasattr(value, "local_shards"):
         return _part_of_sharded(name, value, replica)
-    if not isinstance(value, torch.Tensor):
+    if not is_tensor(value):
         raise TypeError(
             f"{name!r} is a {type(value).__name__}, not a tensor: remove it from the state first, "
             "and store it separately"
@@ -186,13 +188,17 @@ def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
 def tied_names(module: torch.nn.Module) -> set[str]:
     """Return the names of a module's state whose tensor has an earlier name, without prefixes.
 
-    Ranks of a sharded module agree on it, also if they hold no element of a tensor.
+    Ranks of a sharded module agree on it, also if they hold no element of a tensor. Entries that
+    need not be a module's memory are left out.
     """
+    others = [f"{path}." for path, child in module.named_modules() if path and saves_itself(child)]
+    if saves_itself(module):
+        return set()
     seen: set[int] = set()
     tied = set()
     for named in (module.named_parameters, module.named_buffers):
         for name, value in named(remove_duplicate=False):
-            if id(value) in seen:
+            if id(value) in seen and not name.startswith(tuple(others)):
                 tied.add(unwrapped_name(module, name))
             seen.add(id(value))
     return tied
@@ -215,16 +221,21 @@ def _suppress_warnings() -> Iterator[None]:
         yield
 
 
-def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]:
+def module_state(
+    module: torch.nn.Module, *, fill: bool = False
+) -> tuple[dict[str, Any], Store | None]:
     """Return this rank's part of a module's state, and a function that writes copies back.
 
     For FSDP1, whose parts are copies, every rank must call both. Other values share the module's
-    memory. Names have no prefixes of wrappers.
+    memory, except entries that are not its memory and, if the state will be filled, all entries
+    of submodules that load their entries themselves. Names have no prefixes of wrappers.
     """
     wrappers = _flat_sharded(module)
     if not wrappers:
-        named = by_name(module, module.state_dict())
-        return {name: part_of(name, value) for name, value in named.items()}, None
+        contract = ModuleContract(module, state_dict_of(module))
+        if fill and contract.units:
+            return _state_to_fill(contract)
+        return {name: part_of(name, value) for name, value in contract.entries.items()}, None
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     replica = _replica_of(wrappers)
@@ -236,6 +247,26 @@ def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]
         with _suppress_warnings():
             set_model_state_dict(module, sharded)
 
+    return state, store
+
+
+def _state_to_fill(contract: ModuleContract) -> tuple[dict[str, Any], Store]:
+    """Return a state with copies of the entries of units, and the function that loads these."""
+    copies = {}
+    for name, value in contract.entries.items():
+        part_of(name, value)  # raises if it is not a tensor
+        if contract.unit_of(name) is not None:
+            copies[name] = value.detach().clone()
+    load = OwnLoad(contract, contract.units, copies, contract.metadata_of_module(), strict=True)
+
+    def store() -> None:
+        try:
+            load.apply()
+        except BaseException:
+            load.undo()
+            raise
+
+    state = {n: part_of(n, copies.get(n, value)) for n, value in contract.entries.items()}
     return state, store
 
 

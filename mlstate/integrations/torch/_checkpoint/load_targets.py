@@ -13,14 +13,17 @@ from ...._sharding.layout import Shard
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.memory import note_written
+from .._tensors.state import state_dict_of
 from .dtensor_shards import (
     _flat_sharded,
     _reshard,
+    is_tensor,
     module_state,
     optimizer_parts,
     part_of,
 )
 from .fsdp1_flat import FlatRun, flat_runs, is_flattened, reshard_flat
+from .module_contract import ModuleContract, OwnLoad, refuse_units
 from .module_names import by_name, unwrapped_name
 from .optimizer import (
     _name_parameters,
@@ -31,7 +34,7 @@ from .optimizer import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import torch
 
@@ -52,9 +55,21 @@ class Place(NamedTuple):
 def _place(name: str, value: Any) -> Place:
     """Return this rank's memory for a value of a state dict."""
     part = part_of(name, value)
+    _refuse_overlap(name, part.array if isinstance(part, Shard) else part)
     if isinstance(part, Shard):
         return Place(part.array, part.shape, part._steps, part.index)
     return Place(part, tuple(part.shape), (), 0)
+
+
+def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
+    """Raise if elements of a tensor share memory, as after expand(): torch refuses the write."""
+    if any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        error = CompatibilityError(
+            f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
+            "clone() of it"
+        )
+        error.name = name
+        raise error
 
 
 # ---- saving ----
@@ -98,13 +113,24 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, ranks: int) -> None:
             raise _refuse_alone(f"param_{number}", mesh.size(), ranks)
 
 
-def saved_module(module: torch.nn.Module, ranks: int) -> dict[str, Any]:
-    """Return the state of `module_state`, for saving by a number of ranks.
+def saved_module(
+    module: torch.nn.Module, ranks: int
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a module's tensors as `module_state` does, its other entries, and torch's metadata.
 
-    Raises ValueError if the module is spread over more ranks.
+    For saving by a number of ranks: raises ValueError if the module is spread over more ranks.
     """
     _check_ranks(module, ranks)
-    return module_state(module)[0]
+    if _flat_sharded(module):
+        return module_state(module)[0], {}, {}
+    contract = ModuleContract(module, state_dict_of(module))
+    tensors, others = {}, {}
+    for name, value in contract.entries.items():
+        if is_tensor(value):
+            tensors[name] = part_of(name, value)
+        else:
+            others[name] = value
+    return tensors, others, contract.own_metadata()
 
 
 def saved_optimizer(
@@ -130,15 +156,25 @@ class Filling:
 
     The core writes `arrays`: the tensors themselves, or for tensors on a device, CPU tensors that
     `done` copies from. A checkpoint may lack the names in `optional`, which are further names of
-    the same memory.
+    the same memory. `contract` lists submodules of a module that load their entries themselves.
     """
 
-    def __init__(self, places: dict[str, Place], optional: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        places: dict[str, Place],
+        optional: Iterable[str] = (),
+        contract: ModuleContract | None = None,
+    ) -> None:
         self.places = places
+        self.contract = contract
         self.optional = frozenset(optional)
         self.arrays = {name: _on_host(place.tensor) for name, place in places.items()}
         self.known: Collection[str] = places.keys()
         self.zeros: list[torch.Tensor] = []
+
+    def loads_itself(self, name: str) -> bool:
+        """Return whether an entry belongs to a submodule that loads its entries itself."""
+        return self.contract is not None and self.contract.unit_of(name) is not None
 
     def cuts(self, keys: Sequence[str]) -> list[tuple[tuple[int, ...], Any, int]]:
         """Return the parts of some keys in the core's form."""
@@ -185,8 +221,11 @@ def fill_module(module: torch.nn.Module) -> Filling:
     wrappers = _flat_sharded(module)
     if not wrappers:
         _reshard(module)  # FSDP2: gathered parameters would be outdated
-        named = by_name(module, module.state_dict())
-        return Filling({name: _place(name, value) for name, value in named.items()})
+        contract = ModuleContract(module, state_dict_of(module))
+        entries = contract.entries.items()
+        places = {n: _place(n, value) for n, value in entries if contract.unit_of(n) is None}
+        return Filling(places, (), contract)
+    refuse_units(module, "FSDP1")
     reshard_flat(wrappers)
     runs = flat_runs(module, wrappers)
     places = {name: Place(*run.place(run.flat)) for name, run in runs.items()}
@@ -194,6 +233,25 @@ def fill_module(module: torch.nn.Module) -> Filling:
         places[unwrapped_name(module, name)] = _place(name, tensor)
     tied = [name for name, run in runs.items() if run.tied]
     return Filling(places, tied)
+
+
+def own_load(
+    filling: Filling,
+    entries: Mapping[str, Any],
+    metadata: Mapping[str, dict[str, Any]] | None,
+    units: list[Any],
+    *,
+    strict: bool,
+) -> OwnLoad:
+    """Return the load of some units by their own methods, of entries by name.
+
+    `metadata` is the result of `saved_module`; None if the checkpoint is not of mlstate.
+    """
+    contract = filling.contract
+    assert contract is not None
+    default = {} if metadata is None else {"version": 1}
+    known = contract.metadata_by_prefix(metadata or {}, default)
+    return OwnLoad(contract, units, entries, known, strict=strict)
 
 
 def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
