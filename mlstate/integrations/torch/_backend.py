@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         reduce_on_device,
         why_not_reduced,
     )
+    from ._tensors.dtypes import dtype_of
     from ._tensors.kv import move_kv
     from ._tensors.memory import note_written, write_into_tensor
     from ._tensors.pickle import reduce_state
@@ -65,6 +66,7 @@ _NAMES = {
     ),
     "_activation.profile_chain": ("profile_chain",),
     "_checkpoint.files": ("read_dcp", "read_pt", "write_dcp", "write_pt"),
+    "_tensors.dtypes": ("dtype_of",),
     "_tensors.kv": ("move_kv",),
     "_tensors.memory": ("note_written", "write_into_tensor"),
     "_activation.operators": ("operator_contexts",),
