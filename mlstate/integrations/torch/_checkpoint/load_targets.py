@@ -458,9 +458,9 @@ class OptimizerFilling(Filling):
                 continue
             if where in first and arrays[first[where]].tobytes() != array.tobytes():
                 error = CompatibilityError(
-                    f"{first[where]!r} and {key!r} have different values, {arrays[first[where]]} "
-                    f"and {array}, but FSDP1 stores them in one flat parameter: wrap them "
-                    "separately, or with use_orig_params=True"
+                    f"{first[where]!r} is {arrays[first[where]]} and {key!r} is {array}, but FSDP1 "
+                    "stores them in one flat parameter: wrap them separately, or with "
+                    "use_orig_params=True"
                 )
                 error.name = key
                 raise error
