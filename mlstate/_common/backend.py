@@ -109,6 +109,7 @@ class Backend(Protocol):
     def saved_optimizer(
         self, optimizer: Any, module: Any, ranks: int
     ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+    def is_plain_optimizer(self, optimizer: Any) -> bool: ...
     def fill_module(self, module: Any) -> Any: ...
     def fill_optimizer(
         self,
@@ -122,6 +123,7 @@ class Backend(Protocol):
         *,
         shapes: Mapping[str, tuple[int, ...]],
         strict: bool,
+        complete: bool,
         cast: bool,
     ) -> Any: ...
     def optimizer_state(

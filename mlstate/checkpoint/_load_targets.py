@@ -8,7 +8,6 @@ Prepared.fill  reads the tensors into their targets
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -308,9 +307,20 @@ def _optimizer_target(
     def meant(others: list[str]) -> list[str]:
         return chosen_names.select(others, OPTIMIZER)[0]
 
-    strict, cast = loader.request.strict, loader.request.cast
-    fill = partial(backend_of(optimizer).fill_optimizer, shapes=shapes, strict=strict, cast=cast)
-    return fill(optimizer, module, records, saved, read, names, meant)
+    request = loader.request
+    return backend_of(optimizer).fill_optimizer(
+        optimizer,
+        module,
+        records,
+        saved,
+        read,
+        names,
+        meant,
+        shapes=shapes,
+        strict=request.strict,
+        complete=request.names is None,
+        cast=request.cast,
+    )
 
 
 # ---- all targets ----
@@ -426,9 +436,9 @@ def prepare(loader: Loader) -> Prepared:
 
 
 def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
-    """Read the states of optimizers with load methods of their own, and add actions that load them.
+    """Read the states of optimizers with their own load methods, and add actions that load them.
 
-    Nothing is changed yet: these states are in new memory.
+    The states are read to new memory, so nothing is changed yet.
     """
     own = [one for one in prepared.ready if getattr(one.filling, "own_loader", False)]
     for one in own:

@@ -135,6 +135,8 @@ def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
     if is_module(value):
         return StateDict(backend_of(value).saved_module(value, ranks))
     if is_optimizer(value):
+        if not backend_of(value).is_plain_optimizer(value):
+            return None
         owner = owner_of(value, modules)
         states, keywords = backend_of(value).saved_optimizer(value, owner, ranks)
         state = OptimizerStateDict(**keywords)

@@ -192,7 +192,12 @@ class _Encoder:
                 "without pickle: give numbers, str, bytes, arrays, random generators, objects "
                 "with state_dict(), or lists, tuples, sets and dicts of these"
             )
-        return {"$": "object", "state": self.node(method(), where, path, levels)}
+        try:
+            state = method()
+        except Exception as error:
+            name = f"{type(value).__name__}.state_dict()"
+            raise TypeError(f"{where}: {name} raised {type(error).__name__}: {error}") from error
+        return {"$": "object", "state": self.node(state, where, path, levels)}
 
 
 def encode(value: Any, where: str) -> Tree:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
     from ._checkpoint.files import read_dcp, read_pt, write_dcp, write_pt
     from ._checkpoint.load_targets import fill_module, fill_optimizer, saved_module, saved_optimizer
     from ._checkpoint.optimizer import optimizer_dict, optimizer_state
+    from ._checkpoint.optimizer_contract import is_plain_optimizer
     from ._checkpoint.tiers import (
         accelerator,
         give_memory,
@@ -71,6 +72,7 @@ _NAMES = {
     "_tensors.memory": ("note_written", "write_into_tensor"),
     "_activation.operators": ("operator_contexts",),
     "_checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
+    "_checkpoint.optimizer_contract": ("is_plain_optimizer",),
     "_tensors.pickle": ("reduce_state",),
     "_activation.recompute_check": ("check_recompute",),
     "_gradients.accumulate": (

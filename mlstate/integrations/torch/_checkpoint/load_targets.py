@@ -35,6 +35,7 @@ from .optimizer import (
 )
 from .optimizer_contract import (
     NOT_VALUES,
+    Scope,
     check_contract,
     has_own_loader,
     match_groups,
@@ -303,6 +304,7 @@ class OptimizerFilling(Filling):
         *,
         shapes: Mapping[str, tuple[int, ...]],
         strict: bool = True,
+        complete: bool = True,
         cast: bool = False,
     ) -> None:
         if module is None:
@@ -325,8 +327,9 @@ class OptimizerFilling(Filling):
         self.packed = packed_states(saved.param_groups) & records.keys()
         have = {key: () if key in self.packed else r.shape for key, r in records.items()}
         refuse_unfit(have, wanted, shapes)
+        scope = Scope(strict, complete, frozenset(r.parameter for r in records.values()))
         self.groups = match_groups(
-            saved.param_groups, saved.learning_rate, optimizer, members, strict=strict
+            saved.param_groups, saved.learning_rate, optimizer, members, scope
         )
         self.group_of = {
             name: group
@@ -394,7 +397,14 @@ class OptimizerFilling(Filling):
             error.name, error.got = key, record.dtype
             raise error
         empty = torch.empty(0, dtype=getattr(torch, record.dtype), device="cpu")
-        return _converted(key, slot, self.group_of[record.parameter], empty)
+        return self._convert(key, slot, self.group_of[record.parameter], empty)
+
+    def _convert(
+        self, key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a state for the optimizer, which converts it if it has its own load methods."""
+        converted = _converted(key, slot, group, value)
+        return value.to(converted.device) if self.own_loader else converted
 
     def _place_of(
         self, key: str, slot: ParameterSlot, record: OptimizerRecord, held: Any, like: torch.Tensor
@@ -418,7 +428,7 @@ class OptimizerFilling(Filling):
         return _place(key, held) if run is None else Place(*run.place(held.detach()))
 
     def _convert_exactly(self) -> None:
-        """Read states whose dtype torch changes without rounding into arrays of their own dtype."""
+        """Read states that torch converts without rounding into arrays of the stored dtype."""
         import torch
 
         for key, array in self.arrays.items():
@@ -430,11 +440,12 @@ class OptimizerFilling(Filling):
         """Return the value of a scalar or nested state as torch would load it."""
         group = self.group_of[self.records[key].parameter]
         if key in self.packed:
-            return _convert_nested(key, slot, group, unpack_state(key, array))
+            value = unpack_state(key, array)
+            return value if self.own_loader else _convert_nested(key, slot, group, value)
         if number:
             return array.item()
         tensor = tensor_of(array)
-        value = _converted(key, slot, group, tensor)
+        value = self._convert(key, slot, group, tensor)
         if not self.cast and not _is_exact(tensor.dtype, value.dtype):
             error = CompatibilityError(
                 f"{key!r} is {tensor.dtype} in the checkpoint, and torch would convert it to "

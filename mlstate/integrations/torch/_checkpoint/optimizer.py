@@ -53,8 +53,8 @@ def _names_of_module(module: torch.nn.Module, parameters: list[torch.Tensor]) ->
     if lost:
         raise ValueError(
             f"the optimizer has parameters that {type(module).__name__} lacks: {join(lost)}; "
-            "pass the module that all of them are of, or their names in order; create the "
-            "optimizer after fully_shard"
+            "pass a module that has all of them, such as a ModuleDict of several modules, or save "
+            "the optimizer by states=; create the optimizer after fully_shard"
         )
     return [names[id(p)] for p in parameters]
 

@@ -13,7 +13,7 @@ import base64
 import json
 import warnings
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -151,6 +151,10 @@ def _restore_value(form: Any, own: Any, where: str) -> Any:
 # ---- own load methods ----
 
 
+def _listed(names: Iterable[object]) -> str:
+    return join([repr(name) for name in names])
+
+
 def _overridden(optimizer: torch.optim.Optimizer, name: str) -> bool:
     """Return whether an optimizer has a method that is not one of torch's."""
     method = getattr(type(optimizer), name)
@@ -191,41 +195,56 @@ def torch_form(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
+def _own_state_dict(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the result of ``state_dict()``; raise TypeError if it fails."""
+    try:
+        return optimizer.state_dict()
+    except Exception as error:
+        raise TypeError(
+            f"{type(optimizer).__name__}.state_dict() raised {type(error).__name__}: {error}; save "
+            "the optimizer that it wraps, or an object with state_dict(), by states="
+        ) from error
+
+
+def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `state` and `param_groups` are all that ``state_dict()`` has."""
+    if not has_own_state_dict(optimizer):
+        return True
+    return equal_values(_own_state_dict(optimizer), torch_form(optimizer))
+
+
 def check_contract(optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError if ``state_dict()`` differs from `state` and `param_groups`."""
     if not has_own_state_dict(optimizer):
         return
-    cls = type(optimizer).__name__
-    remedy = (
-        "pass it in states={'optimizer': optimizer}, which stores the result of its state_dict(); "
-        "or pass the optimizer that it wraps"
-    )
-    try:
-        own, plain = optimizer.state_dict(), torch_form(optimizer)
-    except Exception as error:
-        raise TypeError(
-            f"state_dict() of {cls} raised {type(error).__name__}: {error}; pass the optimizer "
-            "that it wraps, or an object with state_dict() in states="
-        ) from error
+    own, plain = _own_state_dict(optimizer), torch_form(optimizer)
     if equal_values(own, plain):
         return
     keys = own.keys() - plain.keys() if isinstance(own, dict) else ()
-    detail = f"has {_listed(sorted(map(str, keys)))}" if keys else "has other values"
+    detail = f"has {_listed(sorted(map(str, keys)))} too" if keys else "has other values"
     raise TypeError(
-        f"{cls} does not keep all of its state in `state` and `param_groups`: its state_dict() "
-        f"{detail}: {remedy}"
+        f"{type(optimizer).__name__} does not keep all of its state in `state` and `param_groups`, "
+        f"because its state_dict() {detail}: pass states={{'optimizer': optimizer}}, which stores "
+        "the result of state_dict(), or pass the optimizer that it wraps"
     )
 
 
 # ---- groups ----
 
 
+class Scope(NamedTuple):
+    """What a load includes."""
+
+    strict: bool = True  # a group without saved values is an error
+    complete: bool = True  # all parameters are loaded, not only chosen names
+    recorded: frozenset[str] = frozenset()  # parameters that have saved states
+
+
+ALL = Scope()
+
+
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in NOT_VALUES}
-
-
-def _listed(names: Iterable[object]) -> str:
-    return join([repr(name) for name in names])
 
 
 def _mismatch(problem: str, name: str | None = None) -> CompatibilityError:
@@ -302,23 +321,25 @@ def _saved_group(
 
 
 def _by_name(
-    saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], *, strict: bool
+    saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], scope: Scope
 ) -> list[int | None]:
     """Return the saved group for each group of an optimizer; raise if there is none.
 
-    If not `strict`, warn instead, and return None for the group.
+    If the load is not strict, or the saved groups lack parameters that have states (old
+    checkpoints of several ranks), warn instead, and return None for the group.
     """
     groups_of = {str(name): i for i, group in enumerate(saved) for name in group["params"]}
     present = set(chain.from_iterable(members))
     absent = [name for name in groups_of if name not in present]
-    if absent and strict:
+    if absent and scope.strict and scope.complete:
         raise _mismatch(f"the optimizer lacks {_listed(absent)}", absent[0])
     matches: list[int | None] = []
     for number, own in enumerate(members):
         try:
             matches.append(_saved_group(number, own, groups_of, saved, len(members)))
         except CompatibilityError as error:
-            if strict:
+            unlisted = [name for name in own if name not in groups_of]
+            if scope.strict and not (unlisted and scope.recorded.issuperset(unlisted)):
                 raise
             warnings.warn(f"group {number} keeps its own values: {error}", stacklevel=2)
             matches.append(None)
@@ -368,8 +389,7 @@ def match_groups(
     learning_rate: float,
     optimizer: torch.optim.Optimizer,
     members: Sequence[Sequence[str]],
-    *,
-    strict: bool = True,
+    scope: Scope = ALL,
 ) -> list[dict[str, Any]]:
     """Return the values of each group of an optimizer after a load, without parameters.
 
@@ -378,7 +398,7 @@ def match_groups(
     """
     groups = optimizer.param_groups
     if not saved:
-        if learning_rate and strict:
+        if learning_rate and scope.strict:
             _refuse_ambiguous_rate(optimizer, learning_rate)
         rate = {"lr": learning_rate} if learning_rate and len(groups) == 1 else {}
         return [
@@ -389,7 +409,7 @@ def match_groups(
             for group in groups
         ]
     numbered = _is_numbered(saved)
-    found = _by_position(saved, members) if numbered else _by_name(saved, members, strict=strict)
+    found = _by_position(saved, members) if numbered else _by_name(saved, members, scope)
     matched = []
     for own, index in zip(groups, found, strict=True):
         if index is None:
