@@ -485,7 +485,7 @@ class OptimizerFilling(Filling):
         for name, slot in self.slots.items():
             for state, value in self.optimizer.state.get(slot.owner, {}).items():
                 key = f"{name}.{state}"
-                if value is not None and key not in self.records:
+                if key not in self.records:
                     found[key] = (slot, state, value)
         return found
 
@@ -493,14 +493,16 @@ class OptimizerFilling(Filling):
         """Register a state that the checkpoint lacks, to become zeros in `done`."""
         import torch
 
-        slot, state, value = self.rest.pop(name)
+        slot, state, value = self.rest[name]
+        if is_tensor(value) or is_number(value):
+            del self.rest[name]
         if self.own_loader and isinstance(value, torch.Tensor):
             self._add_state(slot, state, torch.zeros_like(value))
         elif isinstance(value, torch.Tensor):
             own = value.detach()
             flat = slot.run is not None and own.numel() == slot.owner.numel()
             self.zeros.append(slot.run.view(own) if slot.run and flat else own)
-        else:
+        elif is_number(value):
             self._add_state(slot, state, type(value)(0))
 
     def done(self) -> None:

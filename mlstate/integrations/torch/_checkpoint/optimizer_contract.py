@@ -134,8 +134,11 @@ def decode_value(form: Any, where: str) -> Any:
         raise malformed(where, error) from None
 
 
-def _restore_value(form: Any, own: Any, where: str) -> Any:
-    """Return a saved value. Old checkpoints store tensors as numbers and lists as tuples."""
+def _restore_value(form: Any, own: Any, where: str, *, tensors: bool) -> Any:
+    """Return a saved value. Old checkpoints store tensors as numbers and lists as tuples.
+
+    `tensors`: a number may have been a tensor, which CUDA graphs need.
+    """
     import torch
 
     if isinstance(form, list) and isinstance(own, list):
@@ -143,7 +146,8 @@ def _restore_value(form: Any, own: Any, where: str) -> Any:
     value = decode_value(form, where)
     if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
         return value.to(own.device)
-    if isinstance(own, torch.Tensor) and isinstance(form, int | float | list):
+    old = list | int | float if tensors else list
+    if isinstance(own, torch.Tensor) and isinstance(form, old):
         return torch.as_tensor(form, dtype=own.dtype, device=own.device)
     return value
 
@@ -356,7 +360,7 @@ def _with_defaults(
     optimizer: torch.optim.Optimizer, values: dict[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Add the values that torch sets when a saved group lacks them; warn of further ones."""
-    if not _overridden(optimizer, "__setstate__"):
+    if not has_own_loader(optimizer):
         probe = object.__new__(type(optimizer))
         vars(probe).update(vars(optimizer), defaults=dict(optimizer.defaults))
         group = {**values, "params": []}
@@ -415,8 +419,9 @@ def match_groups(
         if index is None:
             matched.append(_values_of(own))
             continue
+        where, capturable = f"param_groups[{index}]", bool(saved[index].get("capturable"))
         values = {
-            key: _restore_value(form, own.get(key), f"param_groups[{index}][{key!r}]")
+            key: _restore_value(form, own.get(key), f"{where}[{key!r}]", tensors=capturable)
             for key, form in _values_of(saved[index]).items()
         }
         matched.append(_with_defaults(optimizer, values, own))
