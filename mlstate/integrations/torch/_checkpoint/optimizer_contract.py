@@ -205,8 +205,9 @@ def _own_state_dict(optimizer: torch.optim.Optimizer) -> Any:
         return optimizer.state_dict()
     except Exception as error:
         raise TypeError(
-            f"{type(optimizer).__name__}.state_dict() raised {type(error).__name__}: {error}; save "
-            "the optimizer that it wraps, or an object with state_dict(), by states="
+            f"{type(optimizer).__name__}.state_dict() raised {type(error).__name__}: {error}; "
+            "pass states={'optimizer': optimizer.state_dict()} on ranks that can make this call, "
+            "and states={'optimizer': None} on the others"
         ) from error
 
 
