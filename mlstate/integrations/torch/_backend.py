@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         in_memory,
         is_given_away,
         on_device,
+        optimizer_groups,
         tensors_of_optimizer,
     )
     from ._gradients.accumulate import (
@@ -84,7 +85,7 @@ _NAMES = {
     "_tensors.state": ("arrays_of", "device_of", "tensors_of", "why_not_plain"),
     "_checkpoint.tiers": (
         "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",
-        "on_device", "tensors_of_optimizer",
+        "on_device", "optimizer_groups", "tensors_of_optimizer",
     ),
     "_checkpoint.load_targets": (
         "fill_module", "fill_optimizer", "saved_module", "saved_optimizer",

@@ -39,6 +39,7 @@ from .optimizer_contract import (
     check_contract,
     has_own_loader,
     match_groups,
+    set_state,
     tensor_of,
     torch_form,
 )
@@ -344,6 +345,8 @@ class OptimizerFilling(Filling):
         self.unsaved = self._list_unsaved()
         self.rest = {key: self.unsaved[key] for key in meant(list(self.unsaved))}
         self.known = {**records, **self.rest}.keys()
+        if not self.own_loader and not any(slot.run for slot in self.slots.values()):
+            self._set_state(is_whole=strict and complete)
 
     def _find_state(
         self, key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
@@ -488,6 +491,41 @@ class OptimizerFilling(Filling):
                 if key not in self.records:
                     found[key] = (slot, state, value)
         return found
+
+    def _set_state(self, *, is_whole: bool) -> None:
+        """Convert numbers as torch does at the end of a load; raise if torch would.
+
+        If the load is not whole, states that an optimizer requires may be missing.
+        """
+        states: dict[Any, dict[str, Any]] = {}
+        for slot, state, value in self.unsaved.values():
+            states.setdefault(slot.owner, {})[state] = value
+        for slot, state, _ in self.rest.values():
+            states[slot.owner].pop(state, None)
+        for key, record in self.records.items():
+            slot, state = self.slots[record.parameter], record.state or ""
+            if key in self.places:
+                held = self.made.get(id(slot.owner), (None, {}))[1].get(state)
+                value = (
+                    self.optimizer.state.get(slot.owner, {}).get(state) if held is None else held
+                )
+                states.setdefault(slot.owner, {})[state] = value
+        for (_, state), (slot, value) in self.numbers.items():
+            states.setdefault(slot.owner, {})[state] = value
+        states = {owner: own for owner, own in states.items() if own}
+        pairs = zip(self.groups, self.optimizer.param_groups, strict=True)
+        groups = [{**values, "params": group["params"]} for values, group in pairs]
+        try:
+            set_state(self.optimizer, states, groups)
+        except Exception as error:
+            if not is_whole:
+                return
+            raise CompatibilityError(
+                f"{type(self.optimizer).__name__} cannot take the saved states, which are of "
+                f"another optimizer: its __setstate__ raised {type(error).__name__}: {error}"
+            ) from error
+        for where, (slot, _) in self.numbers.items():
+            self.numbers[where] = (slot, states[slot.owner][where[1]])
 
     def zero(self, name: str) -> None:
         """Register a state that the checkpoint lacks, to become zeros in `done`."""

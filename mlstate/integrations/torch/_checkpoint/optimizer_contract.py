@@ -357,15 +357,25 @@ def _is_numbered(saved: Sequence[Mapping[str, Any]]) -> bool:
     return not named or (bool(listed) and listed == [f"param_{i}" for i in range(len(listed))])
 
 
+def set_state(
+    optimizer: torch.optim.Optimizer, states: dict[Any, Any], groups: list[dict[str, Any]]
+) -> None:
+    """Change states and groups as torch's ``load_state_dict`` does at its end.
+
+    The optimizer is unchanged.
+    """
+    probe = object.__new__(type(optimizer))
+    vars(probe).update(vars(optimizer), defaults=dict(optimizer.defaults))
+    probe.__setstate__({"state": states, "param_groups": groups})
+
+
 def _with_defaults(
     optimizer: torch.optim.Optimizer, values: dict[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Add the values that torch sets when a saved group lacks them; warn of further ones."""
     if not has_own_loader(optimizer):
-        probe = object.__new__(type(optimizer))
-        vars(probe).update(vars(optimizer), defaults=dict(optimizer.defaults))
         group = {**values, "params": []}
-        probe.__setstate__({"state": {}, "param_groups": [group]})
+        set_state(optimizer, {}, [group])
         values = _values_of(group)
     kept = {
         key: value
@@ -405,14 +415,11 @@ def match_groups(
     if not saved:
         if learning_rate and scope.strict:
             _refuse_ambiguous_rate(optimizer, learning_rate)
-        rate = {"lr": learning_rate} if learning_rate and len(groups) == 1 else {}
-        return [
-            {
-                **_values_of(group),
-                **{k: _restore_value(v, group.get(k), k) for k, v in rate.items()},
-            }
-            for group in groups
-        ]
+        own_values = [_values_of(group) for group in groups]
+        if learning_rate and len(groups) == 1:
+            rate = _restore_value(learning_rate, own_values[0].get("lr"), "lr", tensors=True)
+            own_values[0]["lr"] = rate
+        return own_values
     numbered = _is_numbered(saved)
     found = _by_position(saved, members) if numbered else _by_name(saved, members, scope)
     matched = []
