@@ -243,14 +243,16 @@ def _fill(loader: Loader, one: _Ready) -> None:
 
 def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> bool:
     """Return whether optimizer states are identified by parameter order instead of names."""
-    if section.names and all(map(_NUMBERED.match, section.names)):
+    groups = (section.kind or {}).get("param_groups", ())
+    names = section.names or [f"{name}." for g in groups for name in g.get("params", ())]
+    if names and all(map(_NUMBERED.match, names)):
         # the module's parameter order is then also torch's order
         return module is not None or any("param_names" in g for g in optimizer.param_groups)
     has_names = all("param_names" in g for g in optimizer.param_groups)
-    if section.names and module is None and not has_names:
+    if names and module is None and not has_names:
         raise CompatibilityError(
             f"{folder} stores optimizer states under names of parameters, such as "
-            f"{section.names[0]!r}: pass the module too, "
+            f"{names[0]!r}: pass the module too, "
             "into={'model': module, 'optimizer': optimizer}"
         )
     return False
@@ -284,7 +286,11 @@ def _optimizer_target(
     by_key = section.names_by_key()
     where = SECTIONS[section.number]
     records = {}
+    parameters = loader.sections[0].names_by_key() if section.number == OPTIMIZER else {}
+    shapes = {}
     for number, key, _, _, dtype, shape, layout, axes, *_ in loader.merged_index.tensors():
+        if number == SECTIONS[0] and key in parameters:
+            shapes[parameters[key]] = _shape_of(loader, shape, layout, axes)
         name = by_key.get(key, "") if number == where else ""
         if name in chosen:
             parameter, dot, state = name.rpartition(".")
@@ -303,8 +309,20 @@ def _optimizer_target(
     def meant(others: list[str]) -> list[str]:
         return chosen_names.select(others, OPTIMIZER)[0]
 
-    fill = backend_of(optimizer).fill_optimizer
-    return fill(optimizer, module, records, saved, read, names, meant)
+    request = loader.request
+    return backend_of(optimizer).fill_optimizer(
+        optimizer,
+        module,
+        records,
+        saved,
+        read,
+        names,
+        meant,
+        shapes=shapes,
+        strict=request.strict,
+        complete=request.names is None,
+        cast=request.cast,
+    )
 
 
 # ---- all targets ----
@@ -443,8 +461,22 @@ def prepare(loader: Loader) -> Prepared:
     loader.need((one.section, one.names, one.cuts) for one in prepared.ready)
     for one in prepared.ready:
         _check(loader, one)
+    _read_for_loaders(loader, prepared)
     prepared.ready = _drop_tied_names(prepared.ready)
     return prepared
+
+
+def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
+    """Read the states of optimizers with their own load methods, and add actions that load them.
+
+    The states are read to new memory, so nothing is changed yet.
+    """
+    own = [one for one in prepared.ready if getattr(one.filling, "own_loader", False)]
+    for one in own:
+        _fill(loader, one)
+        target, state = one.filling.optimizer, one.filling.state_dict()
+        prepared.actions.append(prepare_object(one.section.label, target, state))
+    prepared.ready = [one for one in prepared.ready if one not in own]
 
 
 def needs_all_ranks(into: Any) -> bool:

@@ -422,7 +422,19 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
     except BaseException as error:  # must not raise here: other ranks wait for a message
         content.error = content.error or error
     names = content.named.summary()
-    return assign_replicas(group, content.dicts, steps, content.error, names, digests)
+    kinds = _optimizer_kinds(content)
+    groups = {label: kind["param_groups"] for label, kind in kinds.items()}
+    assigned = assign_replicas(group, content.dicts, steps, content.error, names, digests, groups)
+    for label, merged in (assigned.groups or {}).items():
+        kinds[label]["param_groups"] = merged
+    return assigned
+
+
+def _optimizer_kinds(content: SaveContent) -> dict[str, dict[str, Any]]:
+    """Return the descriptions of the optimizers in the manifest, by their names in errors."""
+    kinds = {f"states[{name!r}]": kind for name, kind in content.named.kinds.items()}
+    kinds["optimizer"] = content.header.get("optimizer") or {}
+    return {label: kind for label, kind in kinds.items() if "param_groups" in kind}
 
 
 def _copy_to_host(

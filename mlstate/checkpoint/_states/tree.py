@@ -12,6 +12,7 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
     float, int, complex     values that JSON cannot hold
     path                    a path of pathlib: class, value
     enum                    a member of an enum: module, class, and name or value (of flags)
+    dtype                   a dtype of torch: name
     generator               library, state
     object                  state: the result of ``state_dict()``
 """
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..._common.arrays import is_torch
-from ..._common.backend import backend_of
+from ..._common.backend import backend_of, torch_backend
 from ..._common.dtypes import name_of, numpy_dtype
 from ..._common.json_values import DEEPEST, check_text
 from ..._sharding.layout import Shard
@@ -191,7 +192,10 @@ class _Encoder:
         return {"$": "dict", "class": kind, "items": pairs}
 
     def object(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a generator, or of an object with ``state_dict()``."""
+        """Return the JSON form of a dtype, a generator, or an object with ``state_dict()``."""
+        name = str(value) if type(value).__name__ == "dtype" else ""
+        if name.startswith("torch."):
+            return {"$": "dtype", "name": name[len("torch.") :]}
         library = library_of(value)
         if library is not None:
             state = self.node(state_of(value, library), where, path, levels)
@@ -204,7 +208,12 @@ class _Encoder:
                 "without pickle: give numbers, str, bytes, arrays, random generators, objects "
                 "with state_dict(), or lists, tuples, sets and dicts of these"
             )
-        return {"$": "object", "state": self.node(method(), where, path, levels)}
+        try:
+            state = method()
+        except Exception as error:
+            name = f"{type(value).__name__}.state_dict()"
+            raise TypeError(f"{where}: {name} raised {type(error).__name__}: {error}") from error
+        return {"$": "object", "state": self.node(state, where, path, levels)}
 
 
 def _check_exact(value: Any, where: str) -> None:
@@ -289,6 +298,16 @@ def unpack(packed: NDArray, where: str) -> tuple[Any, dict[str, NDArray]]:
         raise malformed(where, e) from None
 
 
+def packed(value: Any, where: str) -> NDArray:
+    """Return a nested value as bytes, for `unpacked`; errors have the path from `where`."""
+    tree = encode(value, where)
+    if any(isinstance(array, Shard) for array in tree.arrays.values()):
+        raise TypeError(f"{where} contains a DTensor: only whole tensors can be stored in it")
+    arrays = whole_arrays(tree)
+    nbytes = len(pack_header(tree, arrays)) + sum(array.nbytes for array in arrays.values())
+    return pack(tree, nbytes)
+
+
 # ---- from JSON ----
 
 
@@ -368,11 +387,22 @@ class Decoder:
             return path_of(node)
         if kind == "enum":
             return enum_of(node)
+        if kind == "dtype":
+            return torch_backend("a dtype of torch").dtype_of(node["name"])
         if kind == "object":
             return self.value(node["state"])
         if kind == "generator":
             return restored(self.value(node["state"]), node["library"])
         raise KeyError(kind)
+
+
+def unpacked(array: NDArray, where: str, tensor_of: Callable[[Any], Any] | None = None) -> Any:
+    """Return the value of `packed` bytes; raise FormatError if they are malformed."""
+    node, arrays = unpack(array, where)
+    try:
+        return Decoder(arrays, tensor_of).value(node)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise malformed(where, error) from None
 
 
 def parse(text: bytes, where: str) -> Any:
