@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 NOT_REGULAR = "not a regular file but a FIFO, socket or device"
 
 
-def check_regular(facts: os.stat_result, path: str | os.PathLike[str]) -> None:
+def check_regular(facts: os.stat_result, path: str | bytes | os.PathLike[str]) -> None:
     """Raise FormatError for a FIFO, socket or device, and IsADirectoryError for a folder."""
     if stat.S_ISDIR(facts.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(facts.st_mode):
-        raise format_error(f"{os.fspath(path)}: {NOT_REGULAR}", os.fspath(path))
+        raise format_error(f"{os.fsdecode(path)}: {NOT_REGULAR}", os.fsdecode(path))
 
 
-def open_descriptor(path: str | os.PathLike[str], flags: int = 0) -> _core.Descriptor:
+def open_descriptor(path: str | bytes | os.PathLike[str], flags: int = 0) -> _core.Descriptor:
     """Open a regular file to read, without waiting; `flags` are more flags of ``os.open``.
 
     Raises as `check_regular`, and the system's OSError.
     """
     try:
-        descriptor = _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+        descriptor = _core.Descriptor(os.fsdecode(path), os.O_RDONLY | os.O_NONBLOCK | flags)
     except OSError as error:
         if error.errno != errno.ENXIO:  # of a socket, or a device without a driver
             raise
-        text = f"{os.fspath(path)}: {NOT_REGULAR}"
-        raise format_error(text, os.fspath(path)) from None
+        text = f"{os.fsdecode(path)}: {NOT_REGULAR}"
+        raise format_error(text, os.fsdecode(path)) from None
     check_regular(os.fstat(descriptor.fileno()), path)
     return descriptor
 
 
 @contextmanager
-def open_regular(path: str | os.PathLike[str], flags: int = 0) -> Iterator[BufferedReader]:
+def open_regular(path: str | bytes | os.PathLike[str], flags: int = 0) -> Iterator[BufferedReader]:
     """Yield a regular file to read; raises as `open_descriptor`."""
     with (
         open_descriptor(path, flags) as descriptor,
