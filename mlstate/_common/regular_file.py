@@ -27,7 +27,7 @@ def check_regular(facts: os.stat_result, path: str | bytes | os.PathLike[str]) -
 
 
 def open_descriptor(path: str | bytes | os.PathLike[str], flags: int = 0) -> _core.Descriptor:
-    """Open a regular file to read, without waiting; `flags` are added to those of ``os.open``.
+    """Open a regular file to read, without waiting; `flags` are more flags of ``os.open``.
 
     Raises as `check_regular`, and the system's OSError.
     """

@@ -156,7 +156,7 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
 
 
 def _raise_outage(folder: str, error: MLStateError) -> None:
-    """Raise an error of a store that does not answer: that is no damage of the checkpoint."""
+    """Raise an error of a store that does not answer: the checkpoint may be undamaged."""
     is_missing = isinstance(error, FileNotFoundError)
     if isinstance(folder, RemoteFolder) and isinstance(error, StoreError) and not is_missing:
         raise error

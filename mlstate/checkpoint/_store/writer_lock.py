@@ -218,7 +218,7 @@ class WriterLock:
         return True
 
     def _limit_mode(self, number: int, mode: int) -> None:
-        """Restrict who may read and write a new lock file to those of the other files.
+        """Limit the bits for reading and writing of a new lock file as for the other files.
 
         The bits for execution stay, because FAT has them on every file and refuses to change them.
         """
