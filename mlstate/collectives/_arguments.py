@@ -66,7 +66,8 @@ def check_group(group: Any) -> Any:
     if wrapped is None:
         raise TypeError(
             "group must have the methods of mlstate.collectives.ProcessGroup, or be a process "
-            f"group of torch.distributed, got {type(group).__module__}.{type(group).__qualname__}"
+            "group of torch.distributed, which mlstate.integrations.torch.TorchGroup wraps; got "
+            f"{type(group).__module__}.{type(group).__qualname__}"
         )
     return wrapped
 

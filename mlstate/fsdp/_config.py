@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from .._common.arguments import check_flags, check_int, check_number
+from .._common.arguments import check_flags, check_int, check_number, is_flag
 from ..collectives import ReduceOp
 from ..collectives._arguments import check_group, check_timeout
 from ._bucket import Terms
@@ -86,6 +86,8 @@ class FSDP:
         process_group = check_group(process_group)
         self._group = process_group
         self._op = str(ReduceOp(op))
+        if is_flag(bucket_bytes) or not hasattr(bucket_bytes, "__index__"):
+            raise TypeError(f"bucket_bytes must be an int, got {bucket_bytes!r}")
         self.bucket_bytes = check_int("bucket_bytes", bucket_bytes, 0)
         if nonfinite not in ("error", "allow"):
             raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
