@@ -27,14 +27,14 @@ def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
     """Return a path as str or bytes; all paths of callers pass through this or `local_folder`.
 
     A first part ``~`` or ``~user`` becomes the home folder, as in a shell. Raises ValueError for a
-    URL, an empty path, a NUL character and an unknown user, and StoreNotFoundError for a relative
+    URL, an empty path, a null character and an unknown user, and StoreNotFoundError for a relative
     path whose base, the working folder, was deleted.
     """
     plain = os.fspath(path)
     pattern = _URL if isinstance(path, str | bytes) else _URL_OF_PATHLIB
     text = os.fsdecode(plain)
     if not text or "\0" in text:
-        problem = "has a NUL character" if text else "is empty"
+        problem = "has a null character (NUL)" if text else "is empty"
         raise ValueError(f"{text!r}: the path {problem}; pass the name of a file or folder")
     if pattern.match(text):
         hint = ""

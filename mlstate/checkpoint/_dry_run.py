@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.arguments import check_flags
+from .._common.arguments import check_flags, check_int
 from .._sharding.layout import Layout, Shard, steps_of
 from ._load import chosen_names, ranks_of
 from ._remote.remote_folder import checkpoint_folder
@@ -208,7 +208,9 @@ def plan_save(
     >>> plan_save(model, rank=7, world_size=4096)
     SavePlan(rank 7 of 4096: 1,000 shards, 114,688,000 bytes, 4 files, index ... bytes, ...)
     """
-    if not 0 <= rank < world_size:
+    pack_below_bytes = check_int("pack_below_bytes", pack_below_bytes, 0)
+    world_size = check_int("world_size", world_size, 1)
+    if not 0 <= check_int("rank", rank, -1 << 63) < world_size:
         raise ValueError(f"rank {rank} of {world_size} does not exist")
     refuse_nothing(model, optimizer)
     states = states_of(model, optimizer, world_size)

@@ -9,7 +9,7 @@ import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .._common.arguments import check_flags, check_int
+from .._common.arguments import check_flags, check_int, is_flag
 from .._common.log import log
 from .._common.text import steps_text
 from ..collectives._arguments import optional_group
@@ -311,7 +311,7 @@ class CheckpointManager:
         >>> manager.checkpoint(5).step
         5
         """
-        if not hasattr(step, "__index__"):
+        if not hasattr(step, "__index__") or is_flag(step):
             raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}")
         for root, manifest in self._roots():
             if manifest.step == step:

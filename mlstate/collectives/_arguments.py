@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._common.arguments import is_flag
 from .._common.arrays import is_torch
 from .._common.backend import backend_of, wrapped_group
 from .._common.dtypes import label_of, name_of
@@ -65,7 +66,8 @@ def check_group(group: Any) -> Any:
     if wrapped is None:
         raise TypeError(
             "group must have the methods of mlstate.collectives.ProcessGroup, or be a process "
-            f"group of torch.distributed, got {type(group).__module__}.{type(group).__qualname__}"
+            "group of torch.distributed, which mlstate.integrations.torch.TorchGroup wraps; got "
+            f"{type(group).__module__}.{type(group).__qualname__}"
         )
     return wrapped
 
@@ -112,6 +114,8 @@ def check_timeout(timeout: Any) -> float | None:
 def check_root(operation: str, root: Any, world_size: int) -> int:
     """Return `root` as an int; raise if it is not a rank of the group."""
     try:
+        if is_flag(root):
+            raise TypeError
         rank = int(index(root))
     except TypeError:
         raise TypeError(f"{operation}: root must be an int, got {type(root).__name__}") from None

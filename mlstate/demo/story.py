@@ -208,7 +208,10 @@ def _memory_table(say: Callable[[str], None]) -> None:
 
 
 def _draw(
-    stages: list[Stage], path: Path | None, target: Target | None, say: Callable[[str], None]
+    stages: list[Stage],
+    path: Path | None,
+    say: Callable[[str], None],
+    target: Target | None = None,
 ) -> Path | None:
     """Write the plot of the cache's occupancy, if matplotlib is installed."""
     if path is None:
@@ -258,6 +261,6 @@ def run(
         planned = show_activations(story.model, loaded.state["embed.weight"], say)
         trained = show_training(story.model, loaded.state["embed.weight"], say)
         rolled = show_rolling(story.model, story.prompt, say)
-    drawn = _draw(story.stages, path, target, say)
+    drawn = _draw(story.stages, path, say, target)
     own = text, story.identical, refused, story.stages, drawn
     return Report(*own, loaded.untouched, kept, reduced, planned, trained, rolled)

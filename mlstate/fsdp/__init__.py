@@ -23,6 +23,7 @@ from __future__ import annotations
 from math import isfinite, sqrt
 from typing import TYPE_CHECKING, Any
 
+from .._common.arguments import check_number
 from .._common.backend import backend_named
 from .._common.set_module import set_module_of_exports
 from ..collectives._arguments import check_group
@@ -153,7 +154,7 @@ def clip_grad_norm(
             "sharding_units must be a dict of FSDPShardingUnit, got "
             f"{type(sharding_units).__name__}"
         )
-    limit = float(max_norm)
+    limit = check_number("max_norm", max_norm)
     if not limit >= 0:
         raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
     gradients = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from .._common.arguments import check_flags, check_int
+from .._common.arguments import check_flags, check_int, check_number, is_flag
 from ..collectives import ReduceOp
 from ..collectives._arguments import check_group, check_timeout
 from ._bucket import Terms
@@ -90,6 +90,8 @@ class FSDP:
         process_group = check_group(process_group)
         self._group = process_group
         self._op = str(ReduceOp(op))
+        if is_flag(bucket_bytes) or not hasattr(bucket_bytes, "__index__"):
+            raise TypeError(f"bucket_bytes must be an int, got {bucket_bytes!r}")
         self.bucket_bytes = check_int("bucket_bytes", bucket_bytes, 0)
         if nonfinite not in ("error", "allow"):
             raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
@@ -124,7 +126,7 @@ class FSDP:
     def _divisor(self, factor: float | None) -> float:
         if factor is None:
             return float(self.world_size) if self._op == "mean" else 1.0
-        divisor = float(factor)
+        divisor = check_number("gradient_divide_factor", factor)
         if self._op != "sum":
             raise ValueError(f"gradient_divide_factor needs op='sum', got {self._op!r}")
         if not isfinite(divisor) or divisor == 0:

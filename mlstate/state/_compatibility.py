@@ -70,7 +70,8 @@ class CompatibilityResult:
         self.renames: dict[str, str] = {}
         # number of matching names, of names in the source, of names in the target
         self._counts: tuple[int, int, int] = (0, 0, 0)
-        self._is_refused = False  # whether `load_into` refuses the shared tensors
+        # whether `load_into` refuses the shared tensors for other reasons than `errors`
+        self._is_refused = False
 
     @property
     def is_compatible(self) -> bool:
@@ -437,5 +438,5 @@ target, 3 warnings
     ):
         for name, have, want in pairs:
             add(f"{shorten(name, LONGEST)}: {what} {have} in the source, {want} in the target")
-    result._is_refused = _is_refused(target, source)
+    result._is_refused = not shapes and (bool(dtypes) or _is_refused(target, source))
     return result

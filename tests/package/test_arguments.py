@@ -108,6 +108,12 @@ COUNTS = {
     "keep_best": lambda v: CheckpointManager("run", keep_best=v, monitor="x"),
     "keep_period": lambda v: CheckpointManager("run", keep_period=v),
     "prune keep": lambda v: checkpoint.prune("run", keep=v),
+    "checkpoint step": lambda v: CheckpointManager("run").restore(v),
+    "plan_save rank": lambda v: checkpoint.plan_save(STATE, rank=v, world_size=2),
+    "plan_save pack_below_bytes": lambda v: checkpoint.plan_save(STATE, pack_below_bytes=v),
+    "threads": mlstate.set_num_threads,
+    "root": lambda v: SingleGroup().broadcast(np.ones(2), root=v),
+    "shard_index": lambda v: fsdp.FSDPShardingUnit("w", (4,), "float32", v, world_size=4),
     "bucket_bytes": lambda v: fsdp.FSDP(SingleGroup(), bucket_bytes=v),
 }
 
@@ -119,6 +125,29 @@ def test_a_count_is_an_int_and_no_flag(place, name, value):
     with pytest.raises(TypeError, match=name.split()[-1]):
         COUNTS[name](value)
     assert listing(place) == before
+
+
+NUMBERS = {
+    "gradient_divide_factor": lambda v: fsdp.FSDP(SingleGroup(), gradient_divide_factor=v),
+    "max_norm": lambda v: fsdp.clip_grad_norm({}, v, SingleGroup()),
+    "timeout": lambda v: SingleGroup().barrier(timeout=v),
+    "lock_timeout": lambda v: mlstate.save("new", STATE, lock_timeout=v),
+    "keep_time_interval": lambda v: CheckpointManager("run", keep_time_interval=v),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [True, np.True_, "2", [2], b"2", np.ones(1)], ids=repr)
+def test_a_number_is_not_a_flag_or_text(place, name, value):
+    before = listing(place)
+    with pytest.raises(TypeError, match=name):
+        NUMBERS[name](value)
+    assert listing(place) == before
+
+
+def test_a_size_in_memory_is_not_a_flag(place):
+    with pytest.raises(TypeError, match="max_staging_bytes"):
+        checkpoint.save_async("new", STATE, max_staging_bytes=True)
 
 
 WORDS = {
