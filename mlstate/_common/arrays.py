@@ -30,23 +30,34 @@ def _memory_of(array: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     """Return address, item bytes, shape and strides in bytes."""
     if is_torch(array):
         item = array.element_size()
-        strides = tuple(item * stride for stride in array.stride())
-        return array.data_ptr(), item, tuple(array.shape), strides
-    address: int = array.__array_interface__["data"][0]
+        strides = tuple([item * stride for stride in array.stride()])
+        try:
+            address = array.data_ptr()
+        except RuntimeError:  # under torch.func, and some subclasses
+            address = 0
+        return address, item, tuple(array.shape), strides
+    address = array.__array_interface__["data"][0]
     return address, max(array.itemsize, 1), array.shape, array.strides
 
 
 def overlaps_itself(array: Any) -> bool:
-    """Return whether elements of a strided array share memory: a write to one changes others."""
+    """Return whether elements of an array share memory: a write to one changes others."""
+    if is_torch(array):
+        if str(array.layout) != "torch.strided" or array.is_contiguous():
+            return False
+    elif array.flags.c_contiguous:
+        return False
     return _core.memory_overlap(_memory_of(array), None)
 
 
 def shares_elements(first: Any, second: Any) -> bool:
-    """Return whether two strided arrays in the same address space share memory.
+    """Return whether two strided arrays of one device share memory.
 
     Interleaved views, such as the even and odd columns of a matrix, share none.
     """
-    return _core.memory_overlap(_memory_of(first), _memory_of(second))
+    left, right = _memory_of(first), _memory_of(second)
+    has_addresses = left[0] != 0 and right[0] != 0  # meta tensors have none
+    return has_addresses and _core.memory_overlap(left, right)
 
 
 def assign(target: Any, source: Any) -> None:

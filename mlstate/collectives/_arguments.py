@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.arguments import is_flag
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, overlaps_itself, shares_elements
 from .._common.backend import backend_of, wrapped_group
 from .._common.dtypes import label_of, name_of
 from ..errors import CollectiveError, CompatibilityError
@@ -182,9 +182,13 @@ def check_plain(operation: str, array: Any) -> None:
 
 def check_writable(operation: str, array: Any, rank: int) -> None:
     """Raise ValueError if an array to be overwritten is read-only."""
-    if is_torch(array) or (isinstance(array, np.ndarray) and array.flags.writeable):
-        return
-    raise ValueError(f"{operation}: the array of rank {rank} is read-only")
+    if not is_torch(array) and not (isinstance(array, np.ndarray) and array.flags.writeable):
+        raise ValueError(f"{operation}: the array of rank {rank} is read-only")
+    if overlaps_itself(array):
+        raise ValueError(
+            f"{operation}: elements of the array of rank {rank} share memory with one another; "
+            "pass a copy"
+        )
 
 
 def check_op(operation: str, op: Any, array: Any) -> str:
@@ -278,15 +282,6 @@ def check_own_rows(operation: str, array: Any, counts: Sequence[int], rank: int)
 # ---- results ----
 
 
-def _extent(tensor: Any) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the byte after its last one."""
-    if tensor.device.type != "cpu" or not tensor.numel():
-        return 0, 0
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
-
-
 def _same_place(out: Any, array: Any) -> bool:
     """Return whether both are the same elements in the same order."""
     if out is array:
@@ -296,15 +291,6 @@ def _same_place(out: Any, array: Any) -> bool:
         return bool(same_steps and out.data_ptr() == array.data_ptr() and out.numel())
     same_start = out.__array_interface__["data"][0] == array.__array_interface__["data"][0]
     return bool(same_start and out.strides == array.strides)
-
-
-def _overlap(out: Any, array: Any) -> bool:
-    """Return whether the address ranges of both, from first to last byte, overlap."""
-    if not is_torch(out):
-        return np.may_share_memory(out, array)
-    low, high = _extent(out)
-    start, end = _extent(array)
-    return low < end and start < high
 
 
 def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> Any:
@@ -330,7 +316,9 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
             )
     if not is_torch(plain) and not plain.flags.writeable:
         raise ValueError(f"{operation}: out is read-only")
-    if _overlap(plain, array) and not (plain.shape == array.shape and _same_place(plain, array)):
+    if overlaps_itself(plain):
+        raise ValueError(f"{operation}: elements of out share memory with one another; pass a copy")
+    if shares_elements(plain, array) and not (plain.shape == array.shape and _same_place(plain, array)):
         raise ValueError(
             f"{operation}: out shares memory with the input; pass the input itself if the shapes "
             "are equal, or a separate array"

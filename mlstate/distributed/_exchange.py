@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._common.arrays import is_torch, new_packed
+from .._common.arrays import is_torch, new_packed, overlaps_itself
 from .._common.budget import parse_budget
 from .._sharding.layout import Shard
 from ..collectives._arguments import failed
@@ -355,17 +355,15 @@ def _why_not_filled(raw: Any) -> str:
     """Return why an array cannot be filled, or an empty string."""
     if is_torch(raw):
         array = raw.detach()
-        steps = array.stride()
         if array.is_conj() or array.is_neg():
             return "a view that is conjugated or negated when read; pass a copy"
     elif isinstance(raw, np.ndarray):
-        array, steps = raw, raw.strides
+        array = raw
         if not array.flags.writeable:
             return "read-only; pass a copy"
     else:
         return f"a {type(raw).__name__}; only NumPy arrays and torch tensors can be filled"
-    pairs = list(zip(array.shape, steps, strict=True))
-    if all(size for size, _ in pairs) and any(size > 1 and not step for size, step in pairs):
+    if overlaps_itself(array):
         return "an array whose elements share memory; pass a copy"
     return ""
 

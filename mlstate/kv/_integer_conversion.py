@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, shares_elements
 from .._common.dtypes import FLOATS, INTEGERS, as_numbers, dtype_name, ml_dtype, name_of
 from ._axis import along, sequence_axis
 
@@ -47,7 +47,7 @@ def in_range(
     axis = sequence_axis(source.shape, seq_axis)
     position = source.shape[axis] if position is None else position
     _core.kv_check(source.shape, length, position, compact, axis)
-    if out is not None and not is_torch(out) and np.may_share_memory(source, out):
+    if out is not None and not is_torch(out) and shares_elements(source, out):
         raise ValueError("out shares memory with source_state: pass another buffer")
     return convert_tokens(source[along(axis, None, position)], target), position
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, overlaps_itself
 from .._common.set_module import set_module
 from .._common.text import bytes_text
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
@@ -99,10 +99,12 @@ def new_snapshot(
 def check_writable(entry: CacheEntry, array: Any) -> None:
     """Raise unless all elements of an array can be replaced."""
     if is_torch(array):
-        pairs = zip(array.shape, array.stride(), strict=True)
-        refused = any(size > 1 and stride == 0 for size, stride in pairs)
-        text = "elements of the tensor share memory, so they cannot be restored"
+        kind, is_readonly = "tensor", False
     else:
-        refused, text = not array.flags.writeable, "the array is read-only, so it is not restored"
-    if refused:
-        raise entry_error(entry.name, text, "a writable array", "another array")
+        kind, is_readonly = "array", not array.flags.writeable
+    text = "the array is read-only, so it is not restored"
+    if not is_readonly and overlaps_itself(array):
+        text = f"elements of the {kind} share memory, so they cannot be restored"
+    elif not is_readonly:
+        return
+    raise entry_error(entry.name, text, "a writable array", "another array")

@@ -45,23 +45,26 @@ mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
     return spans;
 }
 
-/* If no earlier pair overlapped illegally, all earlier ranges end at or before the end of
- * the last one, so comparing neighbours is enough. */
+/* Packed arrays overlap only if they are tied, so the inner loop mostly ends at once. */
 bool mls_address_ranges_tied(const mls_address_range *sorted, size_t count,
-                             const size_t *kinds, bool *tied, size_t *pair)
+                             mls_sharing (*compare)(const void *data, size_t a, size_t b),
+                             const void *data, bool *tied, size_t *pair)
 {
-    for (size_t i = 1; i < count; i++) {
-        const mls_address_range *a = &sorted[i - 1], *b = &sorted[i];
-        if (b->low >= a->high) {
-            continue;
+    for (size_t i = 0; i < count; i++) {
+        const mls_address_range *a = &sorted[i];
+        for (size_t j = i + 1; j < count && sorted[j].low < a->high; j++) {
+            const size_t b = sorted[j].owner;
+            const mls_sharing sharing = compare(data, a->owner, b);
+            if (sharing == MLS_MIXED) {
+                pair[0] = a->owner;
+                pair[1] = b;
+                return false;
+            }
+            if (sharing == MLS_TIED) {
+                tied[a->owner < b ? a->owner : b] = true;
+                break;
+            }
         }
-        if (a->low != b->low || a->high != b->high ||
-            kinds[a->owner] != kinds[b->owner]) {
-            pair[0] = a->owner;
-            pair[1] = b->owner;
-            return false;
-        }
-        tied[a->owner] = true;
     }
     return true;
 }

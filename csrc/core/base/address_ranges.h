@@ -22,11 +22,18 @@ typedef struct mls_address_range {
 mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
                                            mls_address_range *spare, size_t count);
 
-/* Find arrays that own the same memory. Two ranges of `sorted` may overlap only if they
- * are equal and their owners have the same kind, `kinds[owner]`. Sets `tied[owner]` for
- * each owner whose range is repeated by a later owner. Returns false if two ranges
- * overlap in another way, and stores their owners in `pair`. */
+/* How two owners share memory. */
+typedef enum mls_sharing {
+    MLS_APART, /* not at all: they interleave */
+    MLS_TIED,  /* they are the same array */
+    MLS_MIXED, /* in another way */
+} mls_sharing;
+
+/* Find owners of the same memory. Calls `compare` for each two owners whose ranges overlap,
+ * the lower or earlier one first. Sets `tied[owner]` for each owner that a later one is
+ * tied to. Returns false at the first mixed pair, and stores it in `pair`. */
 bool mls_address_ranges_tied(const mls_address_range *sorted, size_t count,
-                             const size_t *kinds, bool *tied, size_t *pair);
+                             mls_sharing (*compare)(const void *data, size_t a, size_t b),
+                             const void *data, bool *tied, size_t *pair);
 
 #endif

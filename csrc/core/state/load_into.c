@@ -284,11 +284,33 @@ static void join_cluster(planner *p, size_t pair, size_t other)
     p->items[pair].cluster = p->items[other].cluster;
 }
 
+/* Compares each read with each write whose ranges overlap: views may interleave without
+ * sharing an element. */
+static mls_code compare_views(planner *p, const mls_address_range *sorted, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        for (size_t j = i + 1; j < count && sorted[j].low < sorted[i].high; j++) {
+            if (sorted[i].written == sorted[j].written) {
+                continue;
+            }
+            const bool first = sorted[i].written;
+            const size_t written = sorted[first ? i : j].owner;
+            const size_t read = sorted[first ? j : i].owner;
+            if (mls_tensor_overlap(p->pairs[written].dst, p->pairs[read].src)) {
+                return fail_overlap(p, written, read);
+            }
+        }
+    }
+    return MLS_OK;
+}
+
 /* Sweeps the sorted ranges of all reads and writes. Only the range with the highest end
- * has to be kept, among the reads and among the writes. */
+ * has to be kept, among the reads and among the writes. The views themselves are compared
+ * only if a read and a write overlap. */
 static mls_code find_overlaps(planner *p)
 {
     const mls_address_range *top[2] = {NULL, NULL}; /* index 0: reads, 1: writes */
+    bool is_mixed = false;
     const size_t count = p->reads + p->writes;
     memcpy(p->spans + p->reads, p->spare, p->writes * sizeof *p->spans);
     const mls_address_range *sorted = mls_address_ranges_sort(p->spans, p->spare, count);
@@ -296,10 +318,7 @@ static mls_code find_overlaps(planner *p)
         const mls_address_range *s = &sorted[i];
         const mls_address_range *other = top[!s->written];
         const mls_address_range *like = top[s->written];
-        if (other != NULL && s->low < other->high) {
-            return s->written ? fail_overlap(p, s->owner, other->owner)
-                              : fail_overlap(p, other->owner, s->owner);
-        }
+        is_mixed = is_mixed || (other != NULL && s->low < other->high);
         if (s->written && like != NULL && s->low < like->high) {
             join_cluster(p, s->owner, like->owner);
         }
@@ -307,7 +326,7 @@ static mls_code find_overlaps(planner *p)
             top[s->written] = s;
         }
     }
-    return MLS_OK;
+    return is_mixed ? compare_views(p, sorted, count) : MLS_OK;
 }
 
 /* Links the pairs of each cluster in order. Iterates backwards, so each pair is

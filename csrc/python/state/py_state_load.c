@@ -11,6 +11,7 @@
 #include "common/module_state.h"
 #include "common/results.h"
 
+#include "array/overlap.h"
 #include "base/address_ranges.h"
 #include "base/memory.h"
 #include "state/load_into.h"
@@ -139,17 +140,18 @@ typedef struct tied_target {
     Py_ssize_t section;
 } tied_target;
 
-/* All targets of all sections, and the address ranges of the packed ones. */
+/* All targets of all sections, and the address ranges of those with elements. */
 typedef struct tied_job {
     tied_target *targets;
-    size_t *kinds; /* for each target: section and dtype, as one number */
-    bool *tied;    /* for each target: a later target is the same array */
+    size_t *kinds;      /* for each target: section and dtype, as one number */
+    mls_tensor **views; /* for each target: the view if it has gaps, else NULL */
+    bool *tied;         /* for each target: a later target is the same array */
+    mls_address_range *ranges; /* for each target */
     mls_address_range *spans, *spare;
-    size_t count, dense;
+    size_t count, filled;
 } tied_job;
 
-/* Adds one target. Views with gaps get no address range: their elements may interleave
- * without overlapping, and they are filled one after the other at the end. */
+/* Adds one target. */
 static int tied_add(const mlspy_state *state, tied_job *job, Py_ssize_t section,
                     PyObject *key, PyObject *targets)
 {
@@ -168,12 +170,50 @@ static int tied_add(const mlspy_state *state, tied_job *job, Py_ssize_t section,
     job->kinds[job->count] =
         (size_t)section * MLS_DTYPE_COUNT + (size_t)view.tensor.dtype;
     job->targets[job->count++] = (tied_target){.key = key, .section = section};
-    if (mls_tensor_range(&view.tensor, &span.low, &span.high) &&
-        mls_tensor_bytes(&view.tensor, &bytes) && bytes == span.high - span.low) {
-        job->spans[job->dense++] = span;
+    bool has_memory = true;
+    if (mls_tensor_range(&view.tensor, &span.low, &span.high)) {
+        job->spans[job->filled++] = job->ranges[span.owner] = span;
+        if (!mls_tensor_bytes(&view.tensor, &bytes) || bytes != span.high - span.low) {
+            mls_tensor *copy = mls_alloc(1, sizeof *copy);
+            has_memory = copy != NULL;
+            if (has_memory) {
+                *copy = view.tensor;
+            }
+            job->views[span.owner] = copy;
+        }
     }
     mlspy_view_release(&view);
-    return 0;
+    return has_memory ? 0 : mlspy_no_memory();
+}
+
+/* Returns the bytes of a target as a view: all of its range, if it has no gaps. */
+static mls_tensor tied_bytes(const tied_job *job, size_t target)
+{
+    if (job->views[target] != NULL) {
+        return *job->views[target];
+    }
+    const mls_address_range *range = &job->ranges[target];
+    return (mls_tensor){.data = (unsigned char *)range->low,
+                        .dtype = MLS_U8,
+                        .rank = 1,
+                        .shape = {range->high - range->low},
+                        .strides = {1}};
+}
+
+/* Packed targets with one range and kind are tied in any shape; views with gaps must be
+ * equal. */
+static mls_sharing tied_compare(const void *data, size_t a, size_t b)
+{
+    const tied_job *job = data;
+    const mls_address_range *range = &job->ranges[a], *other = &job->ranges[b];
+    const mls_tensor left = tied_bytes(job, a), right = tied_bytes(job, b);
+    if (range->low == other->low && range->high == other->high &&
+        job->kinds[a] == job->kinds[b] &&
+        mls_shape_equal(left.rank, left.shape, right.rank, right.shape) &&
+        mls_tensor_same_view(&left, &right)) {
+        return MLS_TIED;
+    }
+    return mls_tensor_overlap(&left, &right) ? MLS_MIXED : MLS_APART;
 }
 
 /* Checks the sections, which are pairs (keys, targets), and allocates memory for all
@@ -194,11 +234,14 @@ static int tied_init(PyObject *sections, tied_job *job)
     }
     job->targets = mls_alloc(count, sizeof *job->targets);
     job->kinds = mls_alloc(count, sizeof *job->kinds);
+    job->views = mls_alloc(count, sizeof *job->views);
+    job->ranges = mls_alloc(count, sizeof *job->ranges);
     job->tied = mls_alloc(count, sizeof *job->tied);
     job->spans = mls_alloc(count, sizeof *job->spans);
     job->spare = mls_alloc(count, sizeof *job->spare);
-    if (job->targets == NULL || job->kinds == NULL || job->tied == NULL ||
-        job->spans == NULL || job->spare == NULL) {
+    if (job->targets == NULL || job->kinds == NULL || job->views == NULL ||
+        job->ranges == NULL || job->tied == NULL || job->spans == NULL ||
+        job->spare == NULL) {
         return mlspy_no_memory();
     }
     return 0;
@@ -224,8 +267,9 @@ static int tied_find(tied_job *job)
 {
     size_t pair[2];
     const mls_address_range *sorted =
-        mls_address_ranges_sort(job->spans, job->spare, job->dense);
-    if (mls_address_ranges_tied(sorted, job->dense, job->kinds, job->tied, pair)) {
+        mls_address_ranges_sort(job->spans, job->spare, job->filled);
+    if (mls_address_ranges_tied(sorted, job->filled, tied_compare, job, job->tied,
+                                pair)) {
         return 0;
     }
     return MLSPY_REFUSE(PyExc_ValueError,
@@ -267,6 +311,11 @@ PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
     }
     mls_free(job.targets);
     mls_free(job.kinds);
+    for (size_t i = 0; job.views != NULL && i < job.count; i++) {
+        mls_free(job.views[i]);
+    }
+    mls_free(job.views);
+    mls_free(job.ranges);
     mls_free(job.tied);
     mls_free(job.spans);
     mls_free(job.spare);

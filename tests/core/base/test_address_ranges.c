@@ -47,24 +47,30 @@ TEST(falling_addresses_are_turned_round)
     }
 }
 
-/* Owners 0 .. 3, by address; two of them differ in kind. */
+/* Owners with the same letter are tied, a capital letter interleaves with all others. */
+static mls_sharing compare_letters(const void *data, size_t a, size_t b)
+{
+    const char *letters = data;
+    return letters[a] < 'a' || letters[b] < 'a' ? MLS_APART
+           : letters[a] == letters[b]           ? MLS_TIED
+                                                : MLS_MIXED;
+}
+
 TEST(equal_memory_of_one_kind_is_tied)
 {
-    const size_t kinds[] = {1, 1, 2, 1};
     const mls_address_range sorted[] = {{.low = 10, .high = 20, .owner = 1},
                                         {.low = 10, .high = 20, .owner = 3},
                                         {.low = 20, .high = 30, .owner = 2},
                                         {.low = 40, .high = 40, .owner = 0}};
     bool tied[4] = {false};
     size_t pair[2];
-    CHECK(mls_address_ranges_tied(sorted, 4, kinds, tied, pair));
+    CHECK(mls_address_ranges_tied(sorted, 4, compare_letters, "axbx", tied, pair));
     CHECK(tied[1] && !tied[3] && !tied[2] && !tied[0]);
-    CHECK(mls_address_ranges_tied(sorted, 0, kinds, tied, pair));
+    CHECK(mls_address_ranges_tied(sorted, 0, compare_letters, "", tied, pair));
 }
 
 TEST(any_other_overlap_is_found)
 {
-    const size_t kinds[] = {1, 1, 2};
     const mls_address_range kind[] = {{.low = 10, .high = 20, .owner = 0},
                                       {.low = 10, .high = 20, .owner = 2}};
     const mls_address_range part[] = {{.low = 1, .high = 5, .owner = 2},
@@ -72,8 +78,22 @@ TEST(any_other_overlap_is_found)
                                       {.low = 19, .high = 20, .owner = 0}};
     bool tied[3] = {false};
     size_t pair[2];
-    CHECK(!mls_address_ranges_tied(kind, 2, kinds, tied, pair) && pair[0] == 0 &&
-          pair[1] == 2);
-    CHECK(!mls_address_ranges_tied(part, 3, kinds, tied, pair) && pair[0] == 1 &&
-          pair[1] == 0);
+    CHECK(!mls_address_ranges_tied(kind, 2, compare_letters, "aab", tied, pair) &&
+          pair[0] == 0 && pair[1] == 2);
+    CHECK(!mls_address_ranges_tied(part, 3, compare_letters, "abc", tied, pair) &&
+          pair[0] == 1 && pair[1] == 0);
+}
+
+/* The range of owner 0 contains the others; only the last one shares an element with it. */
+TEST(ranges_that_interleave_hide_no_later_overlap)
+{
+    const mls_address_range sorted[] = {{.low = 10, .high = 90, .owner = 0},
+                                        {.low = 11, .high = 30, .owner = 1},
+                                        {.low = 40, .high = 50, .owner = 2},
+                                        {.low = 60, .high = 70, .owner = 3}};
+    bool tied[4] = {false};
+    size_t pair[2];
+    CHECK(mls_address_ranges_tied(sorted, 4, compare_letters, "aBCD", tied, pair));
+    CHECK(!mls_address_ranges_tied(sorted, 4, compare_letters, "aBCd", tied, pair) &&
+          pair[0] == 0 && pair[1] == 3);
 }

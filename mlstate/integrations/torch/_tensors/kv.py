@@ -17,6 +17,7 @@ from .memory import (
     note_written,
     plain_memory,
     refuse_graph,
+    refuse_shared,
     writable_memory,
 )
 
@@ -55,6 +56,8 @@ def _move_with_torch(
     import torch
 
     tokens = source[along(axis, None, position)]
+    if out is not None:
+        refuse_shared(out, source)
     if out is None:
         padding = (0, 0) * (source.dim() - 1 - axis) + (0, target_seq_length - position)
         return torch.nn.functional.pad(tokens.to(dtype), padding, value=pad_value)

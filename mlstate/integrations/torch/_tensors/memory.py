@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...._common.arrays import overlaps_itself, shares_elements
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
+
+
+_OVERLAPS = (
+    "out: its elements share memory with one another, as in a broadcast view: pass a copy"
+)
 
 
 def plain_memory(tensor: torch.Tensor) -> bool:
@@ -54,6 +61,26 @@ def refuse_graph(*tensors: Any) -> None:
             "out= cannot be part of the autograd graph: detach source_state and out, or do not "
             "pass out="
         )
+
+
+def refuse_shared(out: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise ValueError if elements of `out` share memory with one another or with `source`."""
+    import torch
+
+    if torch.compiler.is_compiling():  # tensors have no address
+        steps = sorted(zip(out.stride(), out.shape, strict=True))
+        reach = 1
+        for step, size in steps:
+            if size > 1 and step < reach:
+                raise ValueError(_OVERLAPS)
+            reach += step * (size - 1)
+        return
+    if out.device != source.device or out.layout != torch.strided:
+        return
+    if overlaps_itself(out):
+        raise ValueError(_OVERLAPS)
+    if source.layout == torch.strided and shares_elements(out, source):
+        raise ValueError("out shares memory with source_state: pass another buffer")
 
 
 def writable_memory(tensor: torch.Tensor) -> bool:

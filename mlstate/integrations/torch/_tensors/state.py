@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...._common.arrays import refuse_given_away
+from ...._common.arrays import overlaps_itself, refuse_given_away
 from ...._common.dtypes import label_of, name_of, stored_dtype
 from ...._common.set_module import set_module
 from ....errors import CompatibilityError, UnstorableError
@@ -111,8 +111,7 @@ def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
         known = stored_dtype(dtype)
         array = tensor.view(getattr(torch, VIEWED[dtype])).numpy().view(known)
     # Elements that share memory (from expand()): a write to one would change others.
-    steps = array.strides
-    if 0 in steps and any(a == 0 and n > 1 for a, n in zip(steps, array.shape, strict=True)):
+    if not array.flags.c_contiguous and overlaps_itself(array):
         array.flags.writeable = False
     return array
 
