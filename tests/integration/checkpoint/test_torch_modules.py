@@ -56,6 +56,7 @@ def test_an_extra_state_returns_with_its_type_and_bits(tmp_path, kind):
         type("Words", (list,), {})([1]),
         [np.ma.masked_array([1.0, 2.0], [True, False])],
         {"w": nn.Parameter(torch.ones(2))},
+        nn.ParameterList([torch.ones(2)])[0],
         [io.StringIO("text")],
         [nn.Linear(1, 1)],
         [random.Random(1)],
