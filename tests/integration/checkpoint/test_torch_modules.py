@@ -152,6 +152,20 @@ def test_another_dtype_needs_cast(saved):
     assert torch.equal(target[2].qkv, source[2].qkv.bfloat16())
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_optimizer_of_parameters_that_are_not_entries_is_restored(tmp_path, strict):
+    source, target = mixed(), mixed()
+    optimizers = [torch.optim.Adam(module.parameters()) for module in (source, target)]
+    for parameter in source.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers[0].step()
+    mlstate.save(tmp_path, source, optimizers[0])
+    mlstate.load(tmp_path, into={"model": target, "optimizer": optimizers[1]}, strict=strict)
+    for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        states = optimizers[1].state[ours], optimizers[0].state[theirs]
+        assert torch.equal(ours, theirs) and same(*map(dict, states))
+
+
 # ---- order and errors ----
 
 
