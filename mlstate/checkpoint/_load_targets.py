@@ -261,7 +261,9 @@ def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> 
 def _known_parameters(optimizer: Any, module: Any, names: Any) -> set[str]:
     """Return the names of an optimizer's parameters."""
     if module is not None and names is module:
-        return set(backend_of(module).fill_module(module).known)
+        filling = backend_of(module).fill_module(module)
+        of_units = () if filling.contract is None else filling.contract.parameter_names()
+        return {*filling.known, *of_units}
     listed = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     return {*listed, *(f"param_{i}" for i in range(count))}

@@ -318,7 +318,9 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
         raise ValueError(f"{operation}: out is read-only")
     if overlaps_itself(plain):
         raise ValueError(f"{operation}: elements of out share memory with one another; pass a copy")
-    if shares_elements(plain, array) and not (plain.shape == array.shape and _same_place(plain, array)):
+    if shares_elements(plain, array) and not (
+        plain.shape == array.shape and _same_place(plain, array)
+    ):
         raise ValueError(
             f"{operation}: out shares memory with the input; pass the input itself if the shapes "
             "are equal, or a separate array"

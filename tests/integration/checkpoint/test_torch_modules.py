@@ -56,6 +56,7 @@ def test_an_extra_state_returns_with_its_type_and_bits(tmp_path, kind):
         type("Words", (list,), {})([1]),
         [np.ma.masked_array([1.0, 2.0], [True, False])],
         {"w": nn.Parameter(torch.ones(2))},
+        nn.ParameterList([torch.ones(2)])[0],
         [io.StringIO("text")],
         [nn.Linear(1, 1)],
         [random.Random(1)],
@@ -149,6 +150,23 @@ def test_another_dtype_needs_cast(saved):
     loaded(path, target, cast=True)
     assert torch.equal(target[1].weight, source[1].weight.bfloat16())
     assert torch.equal(target[2].qkv, source[2].qkv.bfloat16())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_optimizer_of_parameters_that_are_not_entries_is_restored(tmp_path, strict):
+    source, target = mixed(), mixed()
+    optimizers = [torch.optim.Adam(module.parameters()) for module in (source, target)]
+    for parameter in source.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers[0].step()
+    mlstate.save(tmp_path, source, optimizers[0])
+    mlstate.load(tmp_path, into={"model": target, "optimizer": optimizers[1]}, strict=strict)
+    for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        states = [
+            dict(sorted(o.state[p].items()))
+            for o, p in zip(optimizers, (theirs, ours), strict=True)
+        ]
+        assert torch.equal(ours, theirs) and same(*states)
 
 
 # ---- order and errors ----

@@ -25,7 +25,7 @@ from .dtensor_shards import (
     part_of,
 )
 from .fsdp1_flat import flat_runs, is_flattened, reshard_flat
-from .module_contract import ModuleContract, OwnLoad, refuse_units
+from .module_contract import EXTRA, ModuleContract, OwnLoad, refuse_units
 from .module_names import unwrapped_name
 from .optimizer import (
     is_number,
@@ -139,7 +139,9 @@ def saved_module(
     contract = ModuleContract(module, state_dict_of(module))
     tensors, others = {}, {}
     for name, value in contract.entries.items():
-        if is_tensor(value):
+        # an extra state returns with its type: a Parameter would not
+        is_extra = name.rpartition(".")[2] == EXTRA
+        if is_tensor(value) and not (is_extra and getattr(value, "requires_grad", False)):
             tensors[name] = part_of(name, value)
         else:
             others[name] = value

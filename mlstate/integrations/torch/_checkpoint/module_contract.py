@@ -252,6 +252,11 @@ class ModuleContract:
         key: str = self._keys.get(name, unit.prefix + name[start:])
         return key
 
+    def parameter_names(self) -> set[str]:
+        """Return the names of all parameters, which need not be entries."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {unwrapped_name(self.module, name) for name, _ in named}
+
     def own_metadata(self) -> dict[str, dict[str, Any]]:
         """Return torch's metadata of the modules in units, by name, if not the default."""
         found = {}
