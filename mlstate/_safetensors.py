@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from ._common.arrays import refuse_given_away
+from ._common.arguments import check_flags
+from ._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
 from ._common.local_path import local_path
 from ._common.set_module import set_module
 from ._sharding.layout import Shard
@@ -113,6 +114,7 @@ def save_file(
     ['k', 'v']
     """
     refuse_given_away(plain := _entries(state))
+    refuse_unstorable(plain)
     tensors = tuple((name, _checked(name, value)) for name, value in plain.items())
     texts = {} if metadata is None else dict(metadata)
     if KEY in texts:
@@ -122,7 +124,8 @@ def save_file(
     kind = describe(state)
     if kind is not None:
         texts[KEY] = kind
-    _core.file_save(local_path(path), tensors, tuple(texts.items()))
+    with named_refusals(plain):
+        _core.file_save(local_path(path), tensors, tuple(texts.items()))
 
 
 @set_module("mlstate.checkpoint")
@@ -192,6 +195,7 @@ def load_file(
     >>> mapped, mapped.flags.writeable
     (array([0, 1, 2, 3], dtype=int32), False)
     """
+    check_flags(mmap=mmap, verify=verify)
     plain = local_path(path)
     arrays, texts = _core.file_load(plain, mmap, verify)
     return restore(arrays, texts.get(KEY), plain)
@@ -231,6 +235,7 @@ def load_metadata(
     >>> load_metadata(path)
     {'epoch': '3'}
     """
+    check_flags(verify=verify)
     texts = _core.file_metadata(local_path(path), verify)
     texts.pop(KEY, None)
     return texts

@@ -37,6 +37,10 @@ class GradientNamesError(GradientMismatchError):
     """Gradients and sharding units that were passed together do not have the same names."""
 
 
+class UnstorableError(CompatibilityError, TypeError, BufferError):
+    """A value of a save cannot be stored: files cannot name its type, or it has no elements."""
+
+
 __all__ = [
     "CapacityError",
     "ChecksumError",
@@ -50,4 +54,5 @@ __all__ = [
     "StoreNotFoundError",
     "StorePermissionError",
     "TensorNotFoundError",
+    "UnstorableError",
 ]

@@ -1,6 +1,7 @@
 """Number of threads of the C core."""
 
 from . import _core
+from ._common.arguments import is_flag
 
 __all__ = ["get_num_threads", "set_num_threads"]
 
@@ -34,6 +35,8 @@ def set_num_threads(threads: int) -> None:
     2
     >>> mlstate.set_num_threads(before)
     """
+    if is_flag(threads):
+        raise TypeError(f"threads must be an int, got {threads!r}")
     _core.set_num_threads(threads)
 
 

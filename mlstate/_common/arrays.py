@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import _core
+from ..errors import MLStateError
 from .backend import backend_of, registered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from .._types import NDArray
 
@@ -105,6 +107,35 @@ def refuse_given_away(state: Mapping[str, Any]) -> None:
                 f"{name!r} is cold: its elements are in a file of a TieredState; promote it, or "
                 "use the arrays that state_dicts() of that TieredState returns"
             )
+
+
+def refuse_unstorable(state: Mapping[str, Any], *, every: bool = False) -> None:
+    """Raise CompatibilityError for torch tensors that cannot be stored, or parts of these.
+
+    Unless `every`, only tensors of subclasses are examined: the core refuses the others.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    fast = (np.ndarray,) if every else (np.ndarray, torch.Tensor, torch.nn.Parameter)
+    for name, value in state.items():
+        if type(value) in fast:
+            continue
+        tensor = value if is_torch(value) else getattr(value, "array", None)
+        if tensor is not None and is_torch(tensor) and type(tensor) not in fast:
+            backend_of(tensor).refuse_unstorable(name, tensor)
+
+
+@contextmanager
+def named_refusals(*states: Mapping[str, Any] | None) -> Iterator[None]:
+    """Replace an exception of torch about a tensor by CompatibilityError, which names it."""
+    try:
+        yield
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        if not isinstance(error, MLStateError):
+            for state in states:
+                refuse_unstorable(state or {}, every=True)
+        raise
 
 
 def write_into(out: Any, write: Callable[[Any], Any]) -> Any:

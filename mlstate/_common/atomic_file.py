@@ -1,101 +1,270 @@
-"""Atomic replacement of files and folders, for formats of other programs."""
+"""Atomic writing of files and folders, for formats of other programs.
+
+A writer takes a `Target` when it begins, writes under a temporary name in the same folder, and
+ends with `Target.put`, which replaces only the content that the target had at the beginning.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import stat
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .. import _core
+from ..errors import StoreError
 from .local_path import local_path
+from .store_error import store_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    # Relative path, kind, inode, size and times of a file; the first one is the target itself.
+    Entry: TypeAlias = tuple[str, int, int, int, int, int]
 
-def temporary_name(target: Path) -> Path:
-    """Return an unused name in the target's folder."""
-    return target.with_name(f".mlstate-{os.urandom(8).hex()}.tmp")
+# Errors of a file system without hard links.
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
-def change_mode(number: int, mode: int) -> None:
-    """Set the permission bits of an open file, unless it has them already.
+def _entry_of(name: str, info: os.stat_result, *, is_top: bool) -> Entry:
+    """Return the identity of a file; a rename changes the ctime of that file only."""
+    kind = stat.S_IFMT(info.st_mode)
+    if is_top and stat.S_ISDIR(info.st_mode):
+        return name, kind, info.st_ino, 0, 0, 0
+    changed = 0 if is_top else info.st_ctime_ns
+    return name, kind, info.st_ino, info.st_size, info.st_mtime_ns, changed
+
+
+def _list_folder(folder: str, prefix: str) -> Iterator[Entry]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = prefix + entry.name
+            yield _entry_of(name, entry.stat(follow_symlinks=False), is_top=False)
+            if entry.is_dir(follow_symlinks=False):
+                yield from _list_folder(entry.path, f"{name}/")
+
+
+def _list_path(path: str) -> tuple[Entry, ...]:
+    """Return the entries of a file or folder in a form to compare; () if it does not exist."""
+    try:
+        top = _entry_of("", os.lstat(path), is_top=True)
+    except FileNotFoundError:
+        return ()
+    inner = _list_folder(path, "") if stat.S_ISDIR(top[1]) else ()
+    return top, *sorted(inner)
+
+
+def _remove(path: str) -> None:
+    """Delete a file or folder as far as possible."""
+    with suppress(OSError):
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            os.unlink(path)
+
+
+def _rename_new(source: str, target: str) -> None:
+    """Rename a file or folder to a name that does not exist; raise FileExistsError if it does."""
+    try:
+        _core.path_rename(source, target, False)
+        return
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+    if os.path.isdir(source):
+        os.rename(source, target)  # the system refuses all targets but an empty folder
+        return
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
+        os.rename(source, target)  # such a file system cannot do better
+        return
+    os.unlink(source)
+
+
+def _keep_owner_and_mode(path: str, old: str) -> None:
+    """Give a new file the owner, if the system allows it, and the permission bits of the old."""
+    with suppress(FileNotFoundError):
+        info = os.stat(old)
+        with suppress(OSError):
+            os.chown(path, info.st_uid, info.st_gid)
+        change_mode(path, stat.S_IMODE(info.st_mode))
+
+
+class Target(NamedTuple):
+    """A path to write, and its content when the writing began."""
+
+    path: str  # without symbolic links
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], *, follow_links: bool = True) -> Target:
+        """Return the target at a path, as it is now; a symbolic link is followed by default."""
+        resolved = os.path.realpath(local_path(path)) if follow_links else local_path(path)
+        try:
+            return cls(resolved, _list_path(resolved))
+        except OSError as error:
+            raise store_error(error, "cannot list the target", resolved) from None
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether there was nothing to replace: no target, or an empty folder."""
+        return not self.entries or (len(self.entries) == 1 and stat.S_ISDIR(self.entries[0][1]))
+
+    @property
+    def is_file(self) -> bool:
+        """Whether there was a regular file."""
+        return bool(self.entries) and stat.S_ISREG(self.entries[0][1])
+
+    def temporary(self) -> str:
+        """Return an unused name in the target's folder."""
+        return os.path.join(os.path.dirname(self.path), f".mlstate-{os.urandom(8).hex()}.tmp")
+
+    def put(self, new: str) -> None:
+        """Rename a complete file or folder to the target, durably.
+
+        Raises StoreError (EEXIST) if the target changed since the writing began: it is unchanged
+        then, and so it is after every other error before the last sync.
+        """
+        old = f"{new}.old"
+        try:
+            if self.is_vacant:
+                self._take_vacant(new)
+            else:
+                self._exchange(new, old)
+        except StoreError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
+                raise self._changed() from None
+            raise store_error(error, "cannot write the target", self.path) from None
+        _core.folder_sync(os.path.dirname(self.path))
+        _remove(old)
+
+    def _take_vacant(self, new: str) -> None:
+        if self.entries and os.path.isdir(new):
+            os.rename(new, self.path)  # the system refuses all targets but an empty folder
+        else:
+            _rename_new(new, self.path)
+
+    def _exchange(self, new: str, old: str) -> None:
+        """Give the target's old content the name `old` if it is the expected one, else restore."""
+        made = os.lstat(new)
+        try:
+            self._swap(new, old)
+            if _list_path(old) != self.entries:
+                raise self._changed()
+        except BaseException:
+            self._restore(new, old, made)
+            raise
+
+    def _swap(self, new: str, old: str) -> None:
+        try:
+            _core.path_rename(new, self.path, True)
+        except OSError as error:
+            if error.errno != errno.ENOTSUP:
+                raise
+            os.rename(self.path, old)
+            _rename_new(new, self.path)
+        else:
+            os.rename(new, old)
+
+    def _restore(self, new: str, old: str, made: os.stat_result) -> None:
+        """Undo the steps of `_swap` that were done; never delete the old content."""
+        with suppress(FileNotFoundError):
+            if not os.path.samestat(os.lstat(new), made):
+                os.rename(new, old)  # so that no caller takes it for the temporary
+        if not os.path.lexists(old):
+            return
+        try:
+            if not os.path.lexists(self.path):
+                _rename_new(old, self.path)
+            elif os.path.samestat(os.lstat(self.path), made):
+                self._swap(old, new)
+                _remove(new)
+            else:
+                raise FileExistsError(errno.EEXIST, "another process wrote it")
+        except OSError as error:
+            raise StoreError(
+                error.errno,
+                f"cannot restore the target: {error.strerror}; its earlier content is {old}",
+                self.path,
+            ) from error
+
+    def _changed(self) -> StoreError:
+        state = "appeared" if self.is_vacant else "was changed"
+        text = f"it {state} while its replacement was written, and is left as it is"
+        return store_error(
+            FileExistsError(errno.EEXIST, text), "cannot write the target", self.path
+        )
+
+
+def change_mode(file: int | str, mode: int) -> None:
+    """Set the permission bits of a file, by descriptor or path, unless it has them already.
 
     File systems without permissions, such as FAT and CIFS, refuse every change.
     """
     try:
-        os.fchmod(number, mode)
+        os.chmod(file, mode)
     except OSError:
-        if stat.S_IMODE(os.fstat(number).st_mode) != mode:
+        if stat.S_IMODE(os.stat(file).st_mode) != mode:
             raise
 
 
-def _old_mode(target: Path) -> int | None:
-    """Return the permission bits of the file to be replaced; None if there is none.
+@contextmanager
+def new_path(target: Target) -> Iterator[str]:
+    """Yield a temporary path to write a file or folder at, which then becomes the target.
 
-    Raises ValueError, as the core does, for anything that is not a file or a folder.
+    After an exception, the target is unchanged.
     """
+    temporary = target.temporary()
     try:
-        mode = target.lstat().st_mode
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise ValueError(
-            f"{target}: only a regular file can be replaced, not a FIFO, socket, device or link"
-        )
-    return stat.S_IMODE(mode)
+        yield temporary
+        target.put(temporary)
+    except BaseException:
+        _remove(temporary)
+        raise
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, follow_links: bool = True) -> Iterator[IO[bytes]]:
-    """Yield a file to write, which replaces `path` atomically and durably.
+def new_file(target: Target) -> Iterator[str]:
+    """Yield a temporary path to write a file at, as `new_path` does.
 
-    After an exception, `path` is unchanged. A symbolic link is followed and kept, or refused if
-    not `follow_links`; an existing file keeps its permission bits.
+    An existing file must be writable, and keeps its permission bits.
     """
-    place = local_path(path)
-    target = Path(os.path.realpath(place) if follow_links else place)
-    mode = _old_mode(target)
-    temporary = temporary_name(target)
+    reason = 0
+    if target.entries and not target.is_file:
+        reason = errno.EISDIR if os.path.isdir(target.path) else errno.EEXIST
+    elif target.is_file and not os.access(target.path, os.W_OK):
+        reason = errno.EACCES
+    if reason:
+        raise OSError(reason, os.strerror(reason), target.path)
+    with new_path(target) as temporary:
+        yield temporary
+        if target.is_file:
+            _keep_owner_and_mode(temporary, target.path)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], target: Target | None = None) -> Iterator[IO[bytes]]:
+    """Yield a file to write, which becomes `path` atomically and durably; see `Target.put`.
+
+    After an exception, `path` is unchanged. A symbolic link is followed and kept; an existing
+    file keeps its permission bits. `target` is `path` as it was when the caller began.
+    """
+    target = target or Target.of(path)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    try:
-        with (
-            _core.Descriptor(temporary, flags) as descriptor,
-            open(descriptor.fileno(), "w+b", closefd=False) as file,
-        ):
-            if mode is not None:
-                change_mode(file.fileno(), mode)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-    _core.folder_sync(str(target.parent))
-
-
-def replace_folder(new: str | Path, target: str | Path) -> None:
-    """Rename a folder to `target`, durably; an older folder there is deleted after that.
-
-    Between two renames, `target` does not exist. If the second one fails, the old folder is
-    renamed back.
-    """
-    import shutil
-
-    old = f"{new}.old"
-    replaces = os.path.isdir(target) and bool(os.listdir(target))
-    if replaces:
-        os.rename(target, old)
-    try:
-        os.rename(new, target)
-    except BaseException:
-        if replaces:
-            os.rename(old, target)
-        raise
-    _core.folder_sync(os.path.dirname(target))
-    if replaces:
-        shutil.rmtree(old, ignore_errors=True)
+    with (
+        new_file(target) as temporary,
+        _core.Descriptor(temporary, flags) as descriptor,
+        open(descriptor.fileno(), "w+b", closefd=False) as file,
+    ):
+        yield file
+        file.flush()
+        os.fsync(file.fileno())

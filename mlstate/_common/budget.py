@@ -10,6 +10,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import _core
+from .arguments import is_flag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,9 +79,9 @@ def parse_budget(name: str, value: Any, whole: int | None = None, of: str = "") 
     """
     if isinstance(value, str):
         return _parse_text(name, value)
-    if hasattr(value, "__index__"):
+    if hasattr(value, "__index__") and not is_flag(value):
         return Budget(index(value), 0, "", "")
-    if not isinstance(value, Real):
+    if not isinstance(value, Real) or is_flag(value):
         raise TypeError(
             f"{name} must be a number of bytes or a size such as '6GiB', got {type(value).__name__}"
         )

@@ -26,12 +26,16 @@ def local_path(
 def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str | bytes:
     """Return a path as str or bytes; all paths of callers pass through this or `local_folder`.
 
-    Raises ValueError for a URL, and StoreNotFoundError for a relative path whose base, the working
-    folder, was deleted.
+    A first part ``~`` or ``~user`` becomes the home folder, as in a shell. Raises ValueError for a
+    URL, an empty path, a null character and an unknown user, and StoreNotFoundError for a relative
+    path whose base, the working folder, was deleted.
     """
     plain = os.fspath(path)
     pattern = _URL if isinstance(path, str | bytes) else _URL_OF_PATHLIB
     text = os.fsdecode(plain)
+    if not text or "\0" in text:
+        problem = "has a null character (NUL)" if text else "is empty"
+        raise ValueError(f"{text!r}: the path {problem}; pass the name of a file or folder")
     if pattern.match(text):
         hint = ""
         if text.lower().endswith(".safetensors"):
@@ -41,7 +45,15 @@ def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
             "and mlstate convert of checkpoints, and CheckpointManager, take URLs of object "
             f"stores, as str; use a local or mounted folder here{hint}"
         )
-    if not os.path.isabs(text):
+    if text.startswith("~"):
+        plain = os.path.expanduser(plain)
+        if plain == os.fspath(path):
+            name = text.partition("/")[0]
+            raise ValueError(
+                f"{text}: {name!r} is not the home folder of a user; for a file of this name, pass "
+                f"{os.path.join('.', text)!r}"
+            )
+    elif not os.path.isabs(text):
         _check_working_folder(text)
     return plain
 

@@ -6,13 +6,14 @@ import errno
 import os
 import stat
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from .. import _core
 from .store_error import format_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from io import BufferedReader
 
 NOT_REGULAR = "not a regular file but a FIFO, socket or device"
 
@@ -26,12 +27,12 @@ def check_regular(facts: os.stat_result, path: str | bytes | os.PathLike[str]) -
 
 
 def open_descriptor(path: str | bytes | os.PathLike[str], flags: int = 0) -> _core.Descriptor:
-    """Open a regular file to read, without waiting; `flags` are added to those of ``os.open``.
+    """Open a regular file to read, without waiting; `flags` are more flags of ``os.open``.
 
     Raises as `check_regular`, and the system's OSError.
     """
     try:
-        descriptor = _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+        descriptor = _core.Descriptor(os.fsdecode(path), os.O_RDONLY | os.O_NONBLOCK | flags)
     except OSError as error:
         if error.errno != errno.ENXIO:  # of a socket, or a device without a driver
             raise
@@ -42,7 +43,7 @@ def open_descriptor(path: str | bytes | os.PathLike[str], flags: int = 0) -> _co
 
 
 @contextmanager
-def open_regular(path: str | bytes | os.PathLike[str], flags: int = 0) -> Iterator[BinaryIO]:
+def open_regular(path: str | bytes | os.PathLike[str], flags: int = 0) -> Iterator[BufferedReader]:
     """Yield a regular file to read; raises as `open_descriptor`."""
     with (
         open_descriptor(path, flags) as descriptor,

@@ -40,11 +40,22 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def printable(text: str) -> str:
+    """Return a text as one line that a terminal shows as it is.
+
+    Control characters, line breaks, marks that reverse the direction of text, and bytes that are
+    not UTF-8 are escaped.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def shorten(name: str, limit: int) -> str:
     """Shorten a name in the middle to `limit` characters, and escape unprintable characters."""
     if len(name) > limit:
         name = f"{name[: limit // 2]}…{name[len(name) - limit // 2 + 1 :]}"
-    return name if name.isprintable() else repr(name)[1:-1]
+    return printable(name)
 
 
 def ranks_text(ranks: Sequence[int], most: int = _LISTED) -> str:

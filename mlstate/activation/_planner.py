@@ -7,6 +7,7 @@ from operator import index
 from typing import TYPE_CHECKING, Literal
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.text import bytes_text, table_html, table_text
 from ._plan import Plan
 
@@ -29,6 +30,7 @@ _METHODS = {
 
 def _check_arguments(chain: Chain, slots: int | None, offload: bool) -> int:
     """Check the common arguments of `plan` and `pareto`; return the number of slots, 0 for None."""
+    check_flags(offload=offload)
     if offload and chain.offload_bytes_per_second is None:
         raise ValueError(
             "offload: the chain has no rates; give it offload_bytes_per_second and "

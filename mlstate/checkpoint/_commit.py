@@ -203,6 +203,8 @@ def open_folder(target: SaveTarget, lock: _Lock, *, states: bool = False) -> Sta
     folder = target.folder
     _folder.create(folder, states=states)
     lock.acquire()
+    if target.content is not None:
+        target.content.refuse_change(folder)
     refuse_manager_folder(target)
     before = _read_replaced(target)
     # roots/ may hold a newer root that did not become the manifest

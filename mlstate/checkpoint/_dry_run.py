@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
+from .._common.arguments import check_flags, check_int
 from .._sharding.layout import Layout, Shard, steps_of
 from ._load import chosen_names, ranks_of
 from ._remote.remote_folder import checkpoint_folder
@@ -207,7 +208,9 @@ def plan_save(
     >>> plan_save(model, rank=7, world_size=4096)
     SavePlan(rank 7 of 4096: 1,000 shards, 114,688,000 bytes, 4 files, index ... bytes, ...)
     """
-    if not 0 <= rank < world_size:
+    pack_below_bytes = check_int("pack_below_bytes", pack_below_bytes, 0)
+    world_size = check_int("world_size", world_size, 1)
+    if not 0 <= check_int("rank", rank, -1 << 63) < world_size:
         raise ValueError(f"rank {rank} of {world_size} does not exist")
     refuse_nothing(model, optimizer)
     states = states_of(model, optimizer, world_size)
@@ -288,6 +291,7 @@ def plan_load(
     >>> plan.reads[0].begin, plan.reads[0].end, len(plan.indexes)
     (4128, 4160, 1)
     """
+    check_flags(verify=verify)
     folder = checkpoint_folder(path, storage_options, reads=True)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)

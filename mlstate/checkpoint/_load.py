@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import os
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .._common.arguments import check_flags, check_int, is_flag
 from .._common.backend import torch_backend
-from .._common.dtypes import numpy_dtype
+from .._common.dtypes import FLOAT8S, FLOATS, as_numbers, dtype_name, name_of, numpy_dtype
 from .._common.text import names_hint
 from .._sharding.layout import Layout, Steps, steps_of
-from ..collectives._arguments import check_group
+from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
+from ..state._load_into import load_into
 from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
 from ._remote.remote_folder import refuse_remote
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
+from ._states.modules import shown_states
 from ._states.restore import apply_all, load_tree, undo_all
 from ._store import folder as _folder
 from ._store.name_globs import Names, listed_names
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from ._store.manifest import Manifest
 
 MISSING = ("skip", "zeros", "error")
+_CAST_BYTES = 64 << 20  # of the tensors that are converted at the same time
 
 
 class LoadedState:
@@ -155,7 +160,8 @@ class LoadRequest(NamedTuple):
     progress: Callable[[int], object] | None
     world_size: int | None  # if `rank` is given
     strict: bool
-    cast: bool
+    cast: bool  # to the dtypes of `into`
+    dtype: str  # of the floats of a new state; "" for the stored ones
     device: Any
     rename: Mapping[str, str] | None
 
@@ -224,12 +230,41 @@ class Loader:
     def load_state(self, section: Section, names: list[str], extra: dict[str, Any]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
         keys = section.keys(names)
-        found = self._load(section.number, keys, self.request.cutting, mmap=self.request.mmap)
+        found: dict[str, Any] = {}
+        for some, dtype in self._batches(section, keys):
+            loaded = self._load(section.number, some, self.request.cutting, mmap=self.request.mmap)
+            while loaded:
+                key, array = loaded.popitem()
+                found[key] = _cast(array, dtype) if dtype else array
         arrays = {name: found[key] for name, key in zip(names, keys, strict=True)} | extra
         if self.request.device is not None:
             tensors = torch_backend("tensors on a device=").tensors_of(arrays)
             arrays = {name: each.to(self.request.device) for name, each in tensors.items()}
         return section.restore(arrays, self.folder)
+
+    def _batches(self, section: Section, keys: list[str]) -> list[tuple[list[str], str]]:
+        """Return the keys of tensors to load at the same time, and the dtype to convert them to.
+
+        Each batch to convert holds one tensor, or tensors of few bytes. Optimizers keep their
+        dtypes: their states are more precise than the weights, and count steps.
+        """
+        dtype = "" if section.is_optimizer else self.request.dtype
+        if not dtype:
+            return [(keys, "")]
+        sizes: dict[str, int] = {}
+        for where, key, _, _, stored, shape, *_ in self.merged_index.tensors():
+            is_float = stored in FLOATS or stored in FLOAT8S
+            if where == _folder.SECTIONS[section.number] and is_float and stored != dtype:
+                sizes[key] = prod(shape) * numpy_dtype(stored).itemsize
+        batches: list[tuple[list[str], str]] = [([key for key in keys if key not in sizes], "")]
+        room = 0
+        for key in filter(sizes.__contains__, keys):
+            if len(batches) == 1 or sizes[key] > room:
+                batches.append(([], dtype))
+                room = _CAST_BYTES
+            batches[-1][0].append(key)
+            room -= sizes[key]
+        return batches
 
     def lacking(self, names: list[list[str]]) -> dict[str, tuple[str, str]]:
         """Return the optimizer states that the checkpoint lacks.
@@ -284,14 +319,25 @@ class Loader:
         }
 
 
+def _cast(array: Any, dtype: str) -> Any:
+    """Return a new array of a float dtype, rounded to nearest."""
+    import numpy as np
+
+    if name_of(array.dtype) in FLOAT8S:
+        array = as_numbers(array).astype(np.float32)  # which has all values of 8-bit floats
+    made = np.empty(array.shape, numpy_dtype(dtype))
+    load_into({"": made}, {"": array}, cast=True)
+    return made
+
+
 def _load_into_targets(loader: Loader) -> LoadedState:
     """Check all targets of ``into``, then fill them."""
     prepared = prepare(loader)
     apply_all(prepared.actions)
     try:
         prepared.fill(loader)
-    except BaseException:
-        undo_all(prepared.actions)
+    except BaseException as error:
+        undo_all(prepared.actions, error)
         raise
     return _result(loader, prepared)
 
@@ -324,7 +370,7 @@ def _load_new_state(loader: Loader) -> LoadedState:
         for name, kind in loader.states.items():
             if kind["kind"] == "tree":
                 states[name] = load_tree(loader, name, kind)
-        states = {name: states[name] for name in loader.states}
+        states = shown_states({name: states[name] for name in loader.states})
     return LoadedState(results[0], results[1], manifest.metadata, manifest.step, states)
 
 
@@ -373,9 +419,9 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
                 error = caught
             if agree_on(manifest, error, attempt):
                 return _result(loader, prepared)
-        except BaseException:
+        except BaseException as caught:
             if is_applied:
-                undo_all(prepared.actions)
+                undo_all(prepared.actions, caught)
             raise
     raise StoreError(f"the checkpoint was replaced at each of {_folder.TRIES} attempts to load it")
 
@@ -388,7 +434,6 @@ def ranks_of(
 ) -> tuple[Steps | None, int, int]:
     """Return the part to load: steps, index, world (0: all of every tensor)."""
     if group is not None:
-        check_group(group)
         if rank is not None or world_size is not None:
             raise TypeError("give group= or rank= and world_size=, not both")
         rank, world_size = group.rank, group.world_size
@@ -401,7 +446,8 @@ def ranks_of(
     if world_size is None:
         assert isinstance(layout, Layout)
         world_size = layout.parts
-    if not 0 <= rank < world_size:
+    world_size = check_int("world_size", world_size, 1)
+    if not 0 <= check_int("rank", rank, -1 << 63) < world_size:
         raise ValueError(f"rank {rank} of {world_size} does not exist")
     steps = steps_of(layout, world_size)
     if steps == ():
@@ -409,6 +455,32 @@ def ranks_of(
     if isinstance(layout, Layout) and layout.parts != world_size:
         raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
     return steps, rank, world_size
+
+
+def _checked_cast(cast: Any, into: Any, *, mmap: bool) -> tuple[bool, str]:
+    """Return whether to convert to the dtypes of targets, and the dtype of new arrays or ""."""
+    if is_flag(cast):
+        if cast and into is None:
+            raise ValueError(
+                "cast=True converts to the dtypes of into=, which is not given: pass a dtype, such "
+                "as cast='bfloat16'"
+            )
+        return bool(cast), ""
+    dtype = dtype_name(cast)
+    if dtype not in FLOATS:
+        known = ", ".join(sorted(FLOATS))
+        raise TypeError(f"cast must be True, False or one of the dtypes {known}, got {cast!r}")
+    if into is not None:
+        raise ValueError(
+            f"cast={dtype!r} is the dtype of new arrays, and the targets of into= have their own: "
+            "pass cast=True to convert to these"
+        )
+    if mmap:
+        raise ValueError(
+            "mmap=True returns views of the files, which have the stored dtypes: pass either "
+            "mmap=True or a dtype as cast="
+        )
+    return False, dtype
 
 
 def _checked_device(device: Any, *, mmap: bool) -> Any:
@@ -445,7 +517,7 @@ def load(
     verify: bool | str = True,
     missing: str = "skip",
     strict: bool = True,
-    cast: bool = False,
+    cast: Any = False,
     device: Any = None,
     rename: Mapping[str, str] | None = None,
     progress: Callable[[int], object] | None = None,
@@ -481,7 +553,9 @@ def load(
         arrays of the right shape and dtype are filled, and no new ones are made. Torch modules
         and optimizers are filled in place, including DDP, FSDP2 and FSDP1 modules. Sharded modules
         know their part of each tensor, so `group`, `rank` and `layout` do not cut for them; a
-        given `rank` or `layout` cuts for modules that are not sharded. Optimizer states that do
+        given `rank` or `layout` cuts for modules that are not sharded. Submodules with extra
+        states, own load methods or hooks are loaded by their own methods, before any array is
+        filled, as their ``load_state_dict`` does. Optimizer states that do
         not exist yet are created, and the optimizer's groups receive the saved values. A
         section without a target is not loaded. With `names`, the selected names must exist in
         the checkpoint and in `into`; everything else in `into` is unchanged. Named states may
@@ -506,9 +580,14 @@ def load(
     strict : bool, default True
         Require the same names in the checkpoint and in each target of `into`. If False, fill
         only the tensors that both have. A shape mismatch always raises.
-    cast : bool, default False
-        Convert between float16, bfloat16, float32 and float64 if a target of `into` has another
-        dtype, rounding to nearest. This needs memory for these tensors.
+    cast : bool or dtype, default False
+        With True, convert between float16, bfloat16, float32 and float64 if a target of `into` has
+        another dtype, rounding to nearest. This needs memory for these tensors. With one of these
+        four dtypes, of NumPy, ml_dtypes or torch, or its name, return the floating-point tensors
+        of the model and of named states in this dtype. 8-bit floats are
+        converted by their values. Integers, bool and complex numbers keep their dtypes, and so do
+        all tensors of optimizers. Besides the result this needs memory for one tensor, or 64 MiB.
+        A dtype cannot be combined with `into` or `mmap`.
     device : torch.device or str, optional
         Return torch tensors on this device instead of NumPy arrays. Targets in `into` keep their
         own devices; objects with ``load_state_dict`` get their tensors on this one. Needs
@@ -563,14 +642,17 @@ def load(
     array([[4., 5.],
            [6., 7.]])
     """
+    check_flags(mmap=mmap, strict=strict)
+    group = optional_group(group)
+    cast, dtype = _checked_cast(cast, into, mmap=mmap)
     folder, root, manifest = _folder.open_path(path, storage_options)
     if mmap:
         refuse_remote(folder, "mmap=True", "load without it")
     cutting = ranks_of(rank, world_size, layout, group)
     listed = None if names is None else listed_names(names)
-    if verify not in (True, False, "first"):
+    if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
-    if missing not in MISSING:
+    if not isinstance(missing, str) or missing not in MISSING:
         raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
     device = _checked_device(device, mmap=mmap)
     if into is not None:
@@ -596,6 +678,7 @@ def load(
         world_size if group is None else group.world_size,
         strict,
         cast,
+        dtype,
         device,
         rename,
     )

@@ -23,6 +23,7 @@ from ..state._load_into import load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
+from ._states.modules import StoredEntries, prepare_units, stored_entries
 from ._states.restore import prepare_object, prepare_tree
 from ._store import folder as _folder
 from ._store.folder import SECTIONS
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
     from ._load import Loader
     from ._sections import Section
-    from ._states.restore import Action
+    from ._states.modules import StoredEntries, prepare_units, stored_entries
+from ._states.restore import Action
 
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer saved without its module
 ALL_NAMES = Names(None)
@@ -241,14 +243,16 @@ def _fill(loader: Loader, one: _Ready) -> None:
 
 def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> bool:
     """Return whether optimizer states are identified by parameter order instead of names."""
-    if section.names and all(map(_NUMBERED.match, section.names)):
+    groups = (section.kind or {}).get("param_groups", ())
+    names = section.names or [f"{name}." for g in groups for name in g.get("params", ())]
+    if names and all(map(_NUMBERED.match, names)):
         # the module's parameter order is then also torch's order
         return module is not None or any("param_names" in g for g in optimizer.param_groups)
     has_names = all("param_names" in g for g in optimizer.param_groups)
-    if section.names and module is None and not has_names:
+    if names and module is None and not has_names:
         raise CompatibilityError(
             f"{folder} stores optimizer states under names of parameters, such as "
-            f"{section.names[0]!r}: pass the module too, "
+            f"{names[0]!r}: pass the module too, "
             "into={'model': module, 'optimizer': optimizer}"
         )
     return False
@@ -257,7 +261,9 @@ def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> 
 def _known_parameters(optimizer: Any, module: Any, names: Any) -> set[str]:
     """Return the names of an optimizer's parameters."""
     if module is not None and names is module:
-        return set(backend_of(module).fill_module(module).known)
+        filling = backend_of(module).fill_module(module)
+        of_units = () if filling.contract is None else filling.contract.parameter_names()
+        return {*filling.known, *of_units}
     listed = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     return {*listed, *(f"param_{i}" for i in range(count))}
@@ -282,7 +288,11 @@ def _optimizer_target(
     by_key = section.names_by_key()
     where = SECTIONS[section.number]
     records = {}
+    parameters = loader.sections[0].names_by_key() if section.number == OPTIMIZER else {}
+    shapes = {}
     for number, key, _, _, dtype, shape, layout, axes, *_ in loader.merged_index.tensors():
+        if number == SECTIONS[0] and key in parameters:
+            shapes[parameters[key]] = _shape_of(loader, shape, layout, axes)
         name = by_key.get(key, "") if number == where else ""
         if name in chosen:
             parameter, dot, state = name.rpartition(".")
@@ -301,27 +311,63 @@ def _optimizer_target(
     def meant(others: list[str]) -> list[str]:
         return chosen_names.select(others, OPTIMIZER)[0]
 
-    fill = backend_of(optimizer).fill_optimizer
-    return fill(optimizer, module, records, saved, read, names, meant)
+    request = loader.request
+    return backend_of(optimizer).fill_optimizer(
+        optimizer,
+        module,
+        records,
+        saved,
+        read,
+        names,
+        meant,
+        shapes=shapes,
+        strict=request.strict,
+        complete=request.names is None,
+        cast=request.cast,
+    )
 
 
 # ---- all targets ----
 
 
+def _choose_entries(
+    loader: Loader, section: Section, target: Any, names: Names
+) -> tuple[StoredEntries, list[str]]:
+    """Return the entries of a module that are not tensors, and the selected names of these."""
+    stored = stored_entries(loader, section)
+    chosen = names.select(list(stored.entries), section.number)[0]
+    clash = [name for name in chosen if not is_module(target) and name in target]
+    if clash or (chosen and not is_module(target) and loader.request.strict):
+        raise names_error([], clash or chosen, [], loader.folder)
+    return stored, chosen
+
+
 def _prepare_tensors(
     loader: Loader, section: Section, selected: list[str], target: Any, module: Any, names: Names
-) -> _Ready:
-    """Return a target of tensors, checked except for shapes and dtypes."""
+) -> tuple[_Ready, list[Action]]:
+    """Return a target of tensors, checked except for shapes and dtypes.
+
+    The actions load the submodules that must load their own entries.
+    """
     filling: Any
+    actions: list[Action] = []
+    stored, entries = _choose_entries(loader, section, target, names)
     if is_module(target) and not section.is_optimizer:
         filling = backend_of(target).fill_module(target)
+        chosen = [*selected, *entries]
+        actions = prepare_units(loader, section, target, filling, chosen, stored, names)
+        selected = [name for name in chosen if not filling.loads_itself(name)]
+        clash = [name for name in entries if name in filling.arrays]
+        if clash:
+            raise names_error([], clash, [], loader.folder)
     elif is_optimizer(target):
         filling = _optimizer_target(loader, section, selected, target, module, names)
     else:
         filling = _ArrayTarget(target)
     chosen = _fit_names(loader, section, selected, filling, names)
     cuts = _cuts(loader, filling, chosen)
-    return _Ready(section, filling, chosen, cuts, _casts(loader, section, filling, chosen))
+    casts = _casts(loader, section, filling, chosen)
+    return _Ready(section, filling, chosen, cuts, casts), actions
 
 
 def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
@@ -383,12 +429,16 @@ def _prepare_state(
     if tensors:
         module = owner_of(target, modules) if is_optimizer(target) else None
         try:
-            one = _prepare_tensors(loader, section, section.names, target, module, ALL_NAMES)
+            one, actions = _prepare_tensors(
+                loader, section, section.names, target, module, ALL_NAMES
+            )
         except (CompatibilityError, TypeError, ValueError) as error:
             error.args = (f"{section.label}: {error}",)
             raise
         prepared.ready.append(one)
+        prepared.actions += actions
     else:
+        _choose_entries(loader, section, {}, ALL_NAMES)
         loader.need([(section, section.names, loader.request.cutting)])
         state = loader.load_state(section, section.names, {})
         prepared.actions.append(prepare_object(section.label, target, state))
@@ -402,8 +452,9 @@ def prepare(loader: Loader) -> Prepared:
     for section, target in zip(loader.sections, (prepared.model, prepared.optimizer), strict=False):
         if target is not None:
             selected = chosen[section.number]
-            one = _prepare_tensors(loader, section, selected, target, module, names)
+            one, actions = _prepare_tensors(loader, section, selected, target, module, names)
             prepared.ready.append(one)
+            prepared.actions += actions
     modules = modules_of(prepared.model, prepared.states)
     for name, target in prepared.states.items():
         _prepare_state(loader, prepared, name, target, modules)
@@ -412,8 +463,22 @@ def prepare(loader: Loader) -> Prepared:
     loader.need((one.section, one.names, one.cuts) for one in prepared.ready)
     for one in prepared.ready:
         _check(loader, one)
+    _read_for_loaders(loader, prepared)
     prepared.ready = _drop_tied_names(prepared.ready)
     return prepared
+
+
+def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
+    """Read the states of optimizers with their own load methods, and add actions that load them.
+
+    The states are read to new memory, so nothing is changed yet.
+    """
+    own = [one for one in prepared.ready if getattr(one.filling, "own_loader", False)]
+    for one in own:
+        _fill(loader, one)
+        target, state = one.filling.optimizer, one.filling.state_dict()
+        prepared.actions.append(prepare_object(one.section.label, target, state))
+    prepared.ready = [one for one in prepared.ready if one not in own]
 
 
 def needs_all_ranks(into: Any) -> bool:

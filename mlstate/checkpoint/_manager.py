@@ -9,8 +9,10 @@ import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from .._common.arguments import check_flags, check_int, is_flag
 from .._common.log import log
 from .._common.text import steps_text
+from ..collectives._arguments import optional_group
 from ..errors import ChecksumError, FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._commit import gather_bytes
@@ -108,6 +110,9 @@ class CheckpointManager:
     ([20, 30], array([30, 30, 30]))
     """
 
+    # set by a trainer, whose own rule decides which other steps stay
+    _is_kept_elsewhere: Callable[[int | None], bool] | None = None
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -123,10 +128,9 @@ class CheckpointManager:
         warn_unchanged: bool = True,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if keep is not None and not hasattr(keep, "__index__"):
-            raise TypeError(f"keep must be an int, or None for all, got {type(keep).__name__}")
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
+        check_flags(warn_unchanged=warn_unchanged)
+        if keep is not None:
+            keep = check_int("keep", keep, 1, also=", or None for all")
         self._rules = check_retention(keep_best, monitor, mode, keep_period, keep_time_interval)
         self._timer = SaveTimer(save_interval_steps, save_time_interval)
         self._signals: SignalWatch | None = None
@@ -138,8 +142,6 @@ class CheckpointManager:
         self._damaged: set[str] = set()  # generations that this manager could not restore
         self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path
         self._has_warned = False
-        # set by a trainer, whose own rule decides which other steps stay
-        self._is_kept_elsewhere: Callable[[int | None], bool] | None = None
         self._staging: Staging | None = None
         self._under_way: SaveHandle | None = None
         self._lock, self._pid = threading.RLock(), os.getpid()
@@ -154,7 +156,6 @@ class CheckpointManager:
         # attributes that pickles of older versions lack
         added: dict[str, Any] = {"_rules": NO_RULES, "_timer": (None, None)}
         added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
-        added["_is_kept_elsewhere"] = None
         self.__dict__.update({**added, **state})
         self._rules = Retention(*self._rules)
         self._timer = SaveTimer(*self.__dict__["_timer"])
@@ -310,7 +311,7 @@ class CheckpointManager:
         >>> manager.checkpoint(5).step
         5
         """
-        if not hasattr(step, "__index__"):
+        if not hasattr(step, "__index__") or is_flag(step):
             raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}")
         for root, manifest in self._roots():
             if manifest.step == step:
@@ -376,6 +377,7 @@ class CheckpointManager:
         >>> manager.save(1, model={"w": np.ones(2)}).step
         1
         """
+        group = optional_group(group)
         with self._turn(group):
             self._settle()
             self._timer.note()
@@ -460,6 +462,7 @@ class CheckpointManager:
         from ._save_async import save_async
         from ._staging import OwnStaging
 
+        group = optional_group(group)
         with self._turn(group):
             self._settle()
             self._timer.note()
@@ -518,7 +521,8 @@ class CheckpointManager:
         [10, 20, 30]
         """
         due = self._timer.is_due(step) or self._has_signal()
-        return any(answer == b"1" for answer in gather_bytes(group, b"1" if due else b"0"))
+        answers = gather_bytes(optional_group(group), b"1" if due else b"0")
+        return any(answer == b"1" for answer in answers)
 
     def watch_signals(self, *signals: int) -> None:
         """Watch for signals that announce the end of the job, until `close`.
@@ -576,7 +580,7 @@ class CheckpointManager:
         >>> CheckpointManager("run").reached_preemption()
         False
         """
-        found = gather_bytes(group, b"1" if self._has_signal() else b"0")
+        found = gather_bytes(optional_group(group), b"1" if self._has_signal() else b"0")
         return any(answer == b"1" for answer in found)
 
     def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
@@ -833,7 +837,7 @@ class CheckpointManager:
         >>> manager.restore_latest().step
         7
         """
-        group = keywords.get("group")
+        keywords["group"] = group = optional_group(keywords.get("group"))
         first: MLStateError | None = None
         tried: list[str] | None = None
         # a writer may have deleted all of these roots and committed newer ones

@@ -6,6 +6,7 @@ import os
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .._common.arguments import check_flags, check_int
 from .._common.text import bytes_text
 from ..errors import FormatError, MLStateError
 from ._manager import CheckpointManager
@@ -191,6 +192,9 @@ def prune(
     >>> report.steps, report.kept, manager.steps()
     ([1, 2], [3], [3])
     """
+    check_flags(dry_run=dry_run)
+    if keep is not None:
+        keep = check_int("keep", keep, 1, also=" or None")
     folder = checkpoint_folder(path, storage_options)
     timeout = check_timeout(lock_timeout)
     _folder.read_manifest(folder)  # raises if there is no checkpoint: no file would be needed

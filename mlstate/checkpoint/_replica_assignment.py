@@ -7,6 +7,7 @@ its summary to all. So the bytes sent do not grow with the number of ranks that 
 from __future__ import annotations
 
 from operator import itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .._common.dtypes import label_of, name_of
@@ -15,14 +16,17 @@ from ..errors import CollectiveError
 from ._store.folder import SECTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ..collectives import ProcessGroup
 
     _Dicts: TypeAlias = "Sequence[dict[str, Any] | None]"
     _Summary: TypeAlias = dict[str, Any]
+    _Group: TypeAlias = dict[str, Any]
 
 _DIGEST_BYTES = 32
+# Entries of a group that describe its parameters.
+_OF_PARAMETERS = frozenset({"params", "python_numbers", "packed_states"})
 
 
 class Assignment(NamedTuple):
@@ -32,6 +36,7 @@ class Assignment(NamedTuple):
     copies: bytes = b""  # names of shards that another rank must write, if to be reported
     error: BaseException | None = None  # of this rank, or one that names another rank
     digests: tuple[set[bytes], ...] = ()  # of all ranks, for each own digest
+    groups: Mapping[str, list[_Group]] | None = None  # of optimizers on all ranks, if they differ
 
 
 # ---- names ----
@@ -81,7 +86,9 @@ def _array_facts(value: Any, known: dict[Any, str]) -> str:
     return text
 
 
-def _summarize(dicts: _Dicts, steps: Steps, states: Sequence[str]) -> _Summary:
+def _summarize(
+    dicts: _Dicts, steps: Steps, states: Sequence[str], groups: Mapping[str, list[_Group]]
+) -> _Summary:
     """Return the summary of this rank's states for other ranks."""
     known: dict[Any, str] = {}
     entries = sorted(_entries(dicts), key=itemgetter(0))
@@ -92,6 +99,7 @@ def _summarize(dicts: _Dicts, steps: Steps, states: Sequence[str]) -> _Summary:
         "states": list(states),
         "layout": None if not steps else repr(Layout(steps)),
         "whole": whole,
+        "groups": groups,
     }
 
 
@@ -151,18 +159,71 @@ def _compare(summaries: dict[int, _Summary], *, has_layout: bool) -> None:
     _compare_arrays(summaries)
 
 
+# ---- groups of optimizers ----
+
+
+def _split_group(group: _Group) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of a group, and the entries that describe its parameters."""
+    own = {key: value for key, value in group.items() if key in _OF_PARAMETERS}
+    return {key: value for key, value in group.items() if key not in own}, own
+
+
+def _refuse_values(
+    label: str, name: str, first: tuple[int, _Group], other: tuple[int, _Group]
+) -> None:
+    """Raise ValueError if a parameter has different values on two ranks."""
+    values = first[1], other[1]
+    for key in {**values[0], **values[1]}:
+        got = [v.get(key, "no value") for v in values]
+        if (key in values[0]) != (key in values[1]) or got[0] != got[1]:
+            raise ValueError(
+                f"{label}: the group of {name!r} has {key!r} = {got[0]} on rank {first[0]}, and "
+                f"{got[1]} on rank {other[0]}: set the same values on every rank"
+            )
+
+
+def _merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]:
+    """Return the groups of an optimizer whose parameters ranks hold in part.
+
+    The groups of the first rank come first, then the groups of other ranks, without parameters
+    of an earlier rank.
+    """
+    if not all("params" in group for groups in groups_of.values() for group in groups):
+        return next(iter(groups_of.values()))
+    seen: dict[str, tuple[int, _Group]] = {}
+    merged: list[_Group] = []
+    for rank, groups in groups_of.items():
+        for group in groups:
+            values, own = _split_group(group)
+            new = [i for i, name in enumerate(own["params"]) if name not in seen]
+            for name in own["params"]:
+                _refuse_values(label, name, seen.setdefault(name, (rank, values)), (rank, values))
+            if rank and not new:
+                continue
+            positions = {old: i for i, old in enumerate(new)}
+            own["params"] = [own["params"][i] for i in new]
+            for state, those in own.get("packed_states", {}).items():
+                own["packed_states"][state] = [positions[i] for i in those if i in positions]
+            merged.append({**values, **own})
+    return merged
+
+
 # ---- messages ----
 
 
 def _pack_local(
-    dicts: _Dicts, steps: Steps, states: Sequence[str], error: BaseException | None
+    dicts: _Dicts,
+    steps: Steps,
+    states: Sequence[str],
+    groups: Mapping[str, list[_Group]],
+    error: BaseException | None,
 ) -> tuple[_Summary, bytes, BaseException | None]:
     """Return this rank's summary, the names of its replicas as a message, and its error."""
     replicas: list[str] = []
     summary: _Summary = {}
     if error is None:
         try:
-            summary = _summarize(dicts, steps, states)
+            summary = _summarize(dicts, steps, states, groups)
             entries = _entries(dicts)
             replicas = sorted(name for name, v in entries if isinstance(v, Shard) and v.replica > 0)
         except Exception as caught:  # must not raise here: other ranks wait for a message
@@ -228,17 +289,19 @@ def assign_replicas(
     error: BaseException | None,
     states: Sequence[str] = (),
     digests: Sequence[bytes] = (),
+    groups: Mapping[str, list[_Group]] = MappingProxyType({}),
 ) -> Assignment:
     """Agree on which rank writes what; every rank calls it, even after an `error`.
 
     If all ranks have the same whole arrays, these are divided round-robin. Otherwise the first
     rank that has an array writes it. `states` describes the named states, which must agree, and
-    `digests` the content of some of them, which may differ. If the ranks save different states,
-    every rank raises ValueError.
+    `digests` the content of some of them, which may differ. `groups` has the parameter groups of
+    optimizers. If the ranks save different states, or a parameter has different values in their
+    groups, every rank raises ValueError.
     """
     import json
 
-    summary, replicas, error = _pack_local(dicts, steps, states, error)
+    summary, replicas, error = _pack_local(dicts, steps, states, dict(groups), error)
     text = json.dumps(summary).encode()
     first, is_reporter, found = _exchange_digests(group, text, replicas, digests)
     copies = replicas if is_reporter else b""
@@ -254,10 +317,15 @@ def assign_replicas(
     if failed is not None:
         return Assignment(error=failed)
     _compare(summaries, has_layout=bool(steps))
+    merged = {
+        label: _merge_groups(label, {other: each["groups"][label] for other, each in have.items()})
+        for label in groups
+        if (have := {r: each for r, each in summaries.items() if label in each["groups"]})
+    }
     if steps:
-        return Assignment(None, copies, None, found)
+        return Assignment(None, copies, None, found, merged)
     mine = by_section(_names_of_first_owner(rank, summary, summaries))
-    return Assignment(mine, copies, None, found)
+    return Assignment(mine, copies, None, found, merged)
 
 
 def check_copies(merged: Any, reports: Iterable[bytes]) -> None:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
+from .._common.arguments import check_flags, check_int
 from .._sharding.layout import Layout, Shard, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import (
@@ -186,7 +187,8 @@ def reshard(
     ValueError
         `layout` does not match `world_size`, or `target` is `source`.
     StoreError
-        The operating system refused, the step does not exist, or `target` exists (EEXIST).
+        The operating system refused, the step does not exist, or `target` exists or another
+        process changed it meanwhile (EEXIST).
 
     Notes
     -----
@@ -209,16 +211,19 @@ def reshard(
     >>> mlstate.load(path + "/b").model["w"]
     array([0., 1., 2., 3., 4., 5.])
     """
+    check_flags(overwrite=overwrite)
     if world_size is None:
         if not isinstance(layout, Layout):
             raise TypeError("world_size= is needed unless layout is a Layout")
         world_size = layout.parts
-    steps = steps_of(layout, world_size)
+    steps = steps_of(layout, check_int("world_size", world_size, 1))
     if steps and isinstance(layout, Layout) and layout.parts != world_size:
         raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
     assert steps is not None
     source, target = _folders(source, target, storage_options)
+    content = _folder.FolderContent.of(target)
     _folder.refuse_existing(target, overwrite)
+    _folder.refuse_file_name(target)
     known: Manifest | None = None
     if step is None:
         root, known = _folder.open_root(source)
@@ -258,7 +263,7 @@ def reshard(
         sparse = any(record.sparse_shards for record in records)
         compress = next((record.codec for record in records if record.codec), None)
         saved = check_target(
-            SaveFolder(target, replace_steps=overwrite),
+            SaveFolder(target, replace_steps=overwrite, content=content),
             pack_below=pack_below_bytes,
             sparse=sparse,
             compress=compress,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._common.arguments import check_int
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,13 +25,7 @@ def _count(name: str, value: Any) -> int | None:
     """Return a number of steps from 1, or None."""
     if value is None:
         return None
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}") from None
-    if number < 1:
-        raise ValueError(f"{name} must be 1 or more, or None, got {value}")
-    return number
+    return check_int(name, value, 1, also=" or None")
 
 
 def _seconds(name: str, value: float | timedelta | None) -> float | None:

@@ -18,12 +18,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import _core
-from .._common.arrays import refuse_given_away
+from .._common.arguments import check_flags, check_int
+from .._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
 from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.json_values import check_json_values
 from .._sharding.layout import Layout, Shard, Steps, steps_of
 from .._version import __version__
-from ..collectives._arguments import check_group
+from ..collectives._arguments import optional_group
 from ..errors import CollectiveError, StoreError
 from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
@@ -31,13 +32,14 @@ from ..state._state_dict import StateDict
 from ._commit import Caller, find_caller, refuse_manager_folder, write_and_commit
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._replica_assignment import Assignment, assign_replicas
-from ._states.collect import NO_STATES, NamedStates, take_states
+from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
+from ._states.modules import metadata_of
 from ._store import codecs as _codecs
 from ._store import folder as _folder
 from ._store.writer_lock import check_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
@@ -63,6 +65,8 @@ class SaveFolder(NamedTuple):
     # manifests of the remaining roots, by their paths in the folder.
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None
     replace_steps: bool = False  # replace all steps of a manager by this checkpoint
+    content: _folder.FolderContent | None = None  # if given, only this is replaced
+    any_suffix: bool = False  # the caller's program chooses the name
     started: Callable[[SaveHandle], object] | None = None  # called before `save_async` starts
 
     def __fspath__(self) -> str:
@@ -80,6 +84,7 @@ class SaveTarget(NamedTuple):
     how: tuple[int, bool, bool, str | None]  # options of `_core.shards_write`
     keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
     replace_steps: bool
+    content: _folder.FolderContent | None  # as of `SaveFolder`
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
     started: Callable[[SaveHandle], object] | None
     lock_timeout: float  # seconds
@@ -114,9 +119,10 @@ def check_target(
     folder = checkpoint_folder(given.folder, storage_options)
     if not isinstance(folder, str):
         raise TypeError("the path of a checkpoint must be a str")
-    for name, value in (("sparse", sparse), ("incremental", incremental)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    if not given.any_suffix:
+        _folder.refuse_file_name(folder)
+    check_flags(sparse=sparse, incremental=incremental)
+    pack_below = check_int("pack_below_bytes", pack_below, 0)
     if incremental:
         refuse_remote(folder, "incremental=True", "save whole shards")
     if isinstance(folder, RemoteFolder):
@@ -124,8 +130,8 @@ def check_target(
     if compress is not None:
         _codecs.check(compress)
     rank, world_size = 0, 1
+    group = optional_group(group)
     if group is not None:
-        check_group(group)
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
         folder,
@@ -133,9 +139,10 @@ def check_target(
         rank,
         world_size,
         layout,
-        (pack_below, sparse, incremental, compress),
+        (pack_below, bool(sparse), bool(incremental), compress),
         given.retain is not None,
         given.replace_steps,
+        given.content,
         partial(delete_all_roots, folder) if given.replace_steps else given.retain,
         given.started,
         check_timeout(lock_timeout),
@@ -166,16 +173,21 @@ def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
     return value._with_array(copied, value.tier or "hot")
 
 
-def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any]:
-    """Replace a torch module and a torch optimizer by their states."""
+def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any]:
+    """Replace a torch module and a torch optimizer by their states.
+
+    The third value has the module's entries that are not tensors, and torch's metadata.
+    """
+    others: Any = ({}, metadata_of(model))
     module = model if is_module(model) else None
     if is_optimizer(optimizer):
         states, keywords = backend_of(optimizer).saved_optimizer(optimizer, module, ranks)
         optimizer = OptimizerStateDict(**keywords)
         optimizer.update(states)
     if module is not None:
-        model = StateDict(backend_of(module).saved_module(module, ranks))
-    return model, optimizer
+        tensors, *others = backend_of(module).saved_module(module, ranks)
+        model = StateDict(tensors)
+    return model, optimizer, others
 
 
 def _mapping_of(name: str, state: Any) -> Any:
@@ -191,14 +203,16 @@ def _mapping_of(name: str, state: Any) -> Any:
     return state
 
 
-def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
+def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any, Any]:
     """Return the states of the arguments: mappings unchanged, torch objects as their states.
+
+    The third value has a torch module's entries that are not tensors, and torch's metadata.
 
     `ranks` is the number of ranks that save together. A module that torch sharded over more
     ranks is refused.
     """
-    model, optimizer = _torch_states(model, optimizer, ranks)
-    return _mapping_of("model", model), _mapping_of("optimizer", optimizer)
+    model, optimizer, others = _torch_states(model, optimizer, ranks)
+    return _mapping_of("model", model), _mapping_of("optimizer", optimizer), others
 
 
 def refuse_nothing(*states: Any) -> None:
@@ -224,12 +238,14 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
     )
 
 
-def _as_dict(state: Any, section: str) -> dict[str, Any] | None:
-    """Return the state as a new dict; raise TypeError for a value that cannot be an array."""
+def _as_dict(state: Any, section: str, given: Any) -> dict[str, Any] | None:
+    """Return the state of an argument as a new dict; raise if a value cannot be stored."""
     if state is None:
         return None
     plain = dict(state)
     refuse_given_away(plain)
+    if not is_module(given) and not is_optimizer(given):
+        refuse_unstorable(plain)
     for name, value in plain.items():  # NumPy scalars have a dtype and count as arrays
         if value is None or (isinstance(value, _NO_ARRAYS) and not hasattr(value, "dtype")):
             raise _refuse_value(section, plain, name)
@@ -241,15 +257,7 @@ def _step_of(step: int | None, optimizer: Any) -> int | None:
         return optimizer.step
     if step is None:
         return None
-    import operator
-
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(f"step must be an int or None, got {type(step).__name__}") from None
-    if not 0 <= number < 1 << 63:
-        raise ValueError(f"step must be from 0 to 2**63 - 1, got {step}")
-    return number
+    return check_int("step", step, 0, (1 << 63) - 1, " or None")
 
 
 def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -274,7 +282,7 @@ def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
 class SaveContent:
     """The content of one rank's save; its arrays are not copied."""
 
-    __slots__ = ("dicts", "error", "header", "named")
+    __slots__ = ("dicts", "entries", "error", "header", "named")
 
     def __init__(
         self,
@@ -282,11 +290,13 @@ class SaveContent:
         header: dict[str, Any],
         error: BaseException | None = None,
         named: NamedStates = NO_STATES,
+        entries: Iterable[str] = (),
     ) -> None:
         # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
         self.header = header  # description of the state in the manifest
         self.error = error  # why this rank cannot save, if it saves with others
+        self.entries = tuple(entries)  # names of a torch module's entries that are not tensors
         self.named = named  # `gather_shards` adds the arrays of its trees to `dicts`
 
 
@@ -320,9 +330,11 @@ def take_content(
             _refuse_manager_folder_early(target)
         refuse_nothing(model, optimizer, states)
         named = take_states(states, model, target.world_size)
-        pair = states_of(model, optimizer, target.world_size)
+        *pair, others = states_of(model, optimizer, target.world_size)
         refuse_nothing(*pair, states)
-        dicts = (_as_dict(pair[0], "params"), _as_dict(pair[1], "optim_state"), named.arrays)
+        named = add_entries(named, None, others)
+        params = _as_dict(pair[0], "params", model)
+        dicts = (params, _as_dict(pair[1], "optim_state", optimizer), named.arrays)
         header = {
             "writer": WRITER,
             "step": _step_of(step, pair[1]),
@@ -338,7 +350,7 @@ def take_content(
         if target.group is None:
             raise
         return SaveContent((None, None, None), {}, error)
-    return SaveContent(dicts, header, None, named)
+    return SaveContent(dicts, header, None, named, others[0])
 
 
 # ---- the shards that this rank writes ----
@@ -377,16 +389,18 @@ def gather_shards(
             steps = steps_of(target.layout, target.world_size) or ()
         assigned = Assignment()
         if target.group is not None:
-            assigned = _assign_replicas(target.group, steps, content)
+            with named_refusals(*content.dicts):
+                assigned = _assign_replicas(target.group, steps, content)
         gathered.copies, gathered.error = assigned.copies, assigned.error
         if gathered.error is None:
             dicts, mine = content.dicts, assigned.mine
             content.named.add_trees(target.group, assigned.digests)
-            _copy_to_host(dicts, mine or (None, None, None), copy)
             ranks = (target.rank, target.world_size)
-            gathered.shards, gathered.nbytes = _core.shards_collect(
-                ranks, dicts, Shard, mine, steps
-            )
+            with named_refusals(*dicts):
+                _copy_to_host(dicts, mine or (None, None, None), copy)
+                gathered.shards, gathered.nbytes = _core.shards_collect(
+                    ranks, dicts, Shard, mine, steps
+                )
     except CollectiveError:
         raise
     except BaseException as error:
@@ -408,7 +422,19 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
     except BaseException as error:  # must not raise here: other ranks wait for a message
         content.error = content.error or error
     names = content.named.summary()
-    return assign_replicas(group, content.dicts, steps, content.error, names, digests)
+    kinds = _optimizer_kinds(content)
+    groups = {label: kind["param_groups"] for label, kind in kinds.items()}
+    assigned = assign_replicas(group, content.dicts, steps, content.error, names, digests, groups)
+    for label, merged in (assigned.groups or {}).items():
+        kinds[label]["param_groups"] = merged
+    return assigned
+
+
+def _optimizer_kinds(content: SaveContent) -> dict[str, dict[str, Any]]:
+    """Return the descriptions of the optimizers in the manifest, by their names in errors."""
+    kinds = {f"states[{name!r}]": kind for name, kind in content.named.kinds.items()}
+    kinds["optimizer"] = content.header.get("optimizer") or {}
+    return {label: kind for label, kind in kinds.items() if "param_groups" in kind}
 
 
 def _copy_to_host(
@@ -466,6 +492,7 @@ def save(
         tensors. They are not copied, except tensors on a device: all of these are first copied
         to main memory. A module may be wrapped by DDP, compiled, or sharded by FSDP2, FSDP1 or
         tensor parallelism: names have no wrapper prefixes, and each rank stores its shards.
+        Entries of a module that are not tensors (extra states) are stored as in `states`.
     optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
         An `OptimizerStateDict`, a dict with keys ``"<parameter>.<state name>"``, or a torch
         optimizer. The names of its parameters come from the module given as `model`.
@@ -525,13 +552,16 @@ def save(
         An argument is wrong, ranks save different states, the ranks together lack a part of a
         tensor, or a shard's version decreases. The old checkpoint is unchanged.
     CompatibilityError
-        The file format has no name for a dtype, or a layout cannot cut a shape.
+        The file format has no name for a dtype, or a layout cannot cut a shape. A tensor is
+        not plain memory (sparse, quantized, conjugated, of a subclass), or an entry of a module
+        has a type that cannot be restored: an `UnstorableError`, also a `TypeError`.
     TypeError, ValueError
         A sharded module is saved without the `group` of its ranks, an optimizer's parameters
         do not belong to the module, or no `Layout` describes the placement of a DTensor. The
         message names it.
     BufferError
-        A tensor has no memory to export, such as one on torch's ``meta`` device.
+        A tensor has no memory to export, such as one on torch's ``meta`` device (also an
+        `UnstorableError`).
     StoreError
         The operating system refused: an `OSError` with its ``errno``. EBUSY: another process is
         writing this checkpoint. EEXIST: the folder holds the steps of a `CheckpointManager`.

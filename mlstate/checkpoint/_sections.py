@@ -37,6 +37,7 @@ class Section:
         self.number = number  # of the index's section
         self.kind = kind  # description in the manifest; None if it was not saved
         self.names = [key[len(prefix) :] for key in keys]
+        self.state = prefix[:-1] or None  # name of the named state
         self._prefix = prefix
         self._stored: dict[str, str] = {}  # stored names by names, if they differ
 
@@ -65,6 +66,16 @@ class Section:
     def restore(self, arrays: dict[str, Any], folder: str) -> StateDict | None:
         """Return the saved state with these arrays; None if it was not saved."""
         return None if self.kind is None else restore_kind(arrays, self.kind, folder)
+
+    def renamed_layers(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values by the names of layers, which are renamed as the tensors below them."""
+        found = dict(values)
+        for name, old in self._stored.items():
+            for layer in values:
+                rest = old[len(layer) :]
+                if layer and rest.startswith(".") and old.startswith(layer) and name.endswith(rest):
+                    found[name[: -len(rest)]] = values[layer]
+        return found
 
     def rename(self, rules: Mapping[str, str]) -> set[int]:
         """Rename the tensors; return the numbers of the rules that match no name."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.log import log
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError
@@ -155,7 +156,7 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
 
 
 def _raise_outage(folder: str, error: MLStateError) -> None:
-    """Raise an error of a store that does not answer: that is no damage of the checkpoint."""
+    """Raise an error of a store that does not answer: the checkpoint may be undamaged."""
     is_missing = isinstance(error, FileNotFoundError)
     if isinstance(folder, RemoteFolder) and isinstance(error, StoreError) and not is_missing:
         raise error
@@ -496,6 +497,7 @@ def verify(
     >>> [(p.kind, p.name, p.offset) for p in mlstate.verify(path).problems]
     [('altered', 'w', 4096)]
     """
+    check_flags(repair=repair)
     folder, root, _ = _folder.open_path(path, storage_options)
     root = _folder.current_root(folder, root)
     if repair:

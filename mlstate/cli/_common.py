@@ -89,7 +89,7 @@ def kind_of(root: str) -> str:
 def stat_path(path: str) -> None:
     """Raise the error for a missing path; it names the command that downloads a model."""
     try:
-        Path(path).stat()
+        Path(local_path(path)).stat()
     except FileNotFoundError as error:
         text = f"{error.strerror}{hub_hint(path)}"
         raise FileNotFoundError(error.errno, text, path) from None
@@ -156,7 +156,7 @@ def check_is_safetensors(path: str) -> None:
 
     A damaged ``.safetensors`` file passes: the caller reports its damage.
     """
-    place = Path(path)
+    place = Path(local_path(path))
     if place.suffix.lower() == ".safetensors" or not place.is_file():
         return
     if not _has_safetensors_header(place):
@@ -165,11 +165,6 @@ def check_is_safetensors(path: str) -> None:
 
 
 # ---- text ----
-
-
-def path_text(path: str) -> str:
-    """Return any path as one line of text."""
-    return path if path.isprintable() else repr(path)[1:-1]
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

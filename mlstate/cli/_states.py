@@ -7,6 +7,7 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .._common.text import printable
 from ..kv._model_states import state_row
 
 if TYPE_CHECKING:
@@ -105,10 +106,11 @@ def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
         print(json.dumps({"default_function": default, "functions": listed}, indent=2))
         return 0
     for name, states in functions.items():
-        print(f"{name} (default)" if name == default and len(functions) > 1 else name)
-        width = max(map(len, states), default=0)
-        for spec in states.values():
-            state, shape, dtype, nbytes = state_row(spec)
+        shown = printable(name)
+        print(f"{shown} (default)" if name == default and len(functions) > 1 else shown)
+        rows = [tuple(map(printable, state_row(spec))) for spec in states.values()]
+        width = max((len(row[0]) for row in rows), default=0)
+        for state, shape, dtype, nbytes in rows:
             print(f"  {state:{width}}  {dtype}  {shape}  {nbytes}")
         if not states:
             print("  no states")

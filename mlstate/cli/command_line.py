@@ -12,7 +12,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from .._common.text import names_hint
+from .._common.text import names_hint, printable
 from .._version import __version__
 from ..errors import MLStateError
 from . import convert as checkpoint_convert
@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mlstate: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"mlstate: {printable(message)} (see {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,7 +82,7 @@ def _print_error(text: str) -> None:
     if sys.stderr is None:
         return
     try:
-        print("mlstate:", " ".join(text.split()), file=sys.stderr, flush=True)
+        print("mlstate:", printable(text.strip()), file=sys.stderr, flush=True)
     except OSError:
         _drop_output(sys.stderr)
 

@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._common.text import bytes_text, count_text
+from .._common.atomic_file import Target
+from .._common.text import bytes_text, count_text, printable
 from ..checkpoint._files.convert import (
     FORMATS,
     SUFFIXES,
+    begin_write,
     check_format,
     convert_lightning,
     format_of,
@@ -21,8 +23,7 @@ from ..checkpoint._files.convert import (
 )
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._remote.remote_folder import RemoteFolder
-from ..checkpoint._store.folder import refuse_existing
-from ._common import FORCE_HELP, add_command, find, path_text, stat_path
+from ._common import FORCE_HELP, add_command, find, stat_path
 
 if TYPE_CHECKING:
     from ..checkpoint._files.convert import Place
@@ -62,7 +63,9 @@ def _export_options(arguments: argparse.Namespace, write: str) -> dict[str, Any]
     return given
 
 
-def _export(arguments: argparse.Namespace, read: str, options: dict[str, Any]) -> StateDict:
+def _export(
+    arguments: argparse.Namespace, read: str, options: dict[str, Any], start: Target
+) -> StateDict:
     """Export the model of the source; local checkpoints are verified, then mapped."""
     where = find(arguments.source, arguments.step) if read in ("mlstate", "huggingface") else None
     if where is None:
@@ -74,7 +77,7 @@ def _export(arguments: argparse.Namespace, read: str, options: dict[str, Any]) -
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
     files_from = options.pop("files_from", None)
-    export(take_export(arguments.target, model, **options), files_from, arguments.force)
+    export(take_export(arguments.target, model, **options), files_from, start)
     return model  # type: ignore[no-any-return]
 
 
@@ -123,18 +126,19 @@ def run_convert(arguments: argparse.Namespace) -> int:
     write = arguments.target_format or format_of(target)
     check_format(source, read)
     check_format(target, write)
-    refuse_existing(target, arguments.force)
+    start = begin_write(target, write, arguments.force)
     options = _export_options(arguments, write)
     whole = {read, write} == {"mlstate", "lightning"}
     parts: dict[str, Any] = {"model": None, "optimizer": None}
     if whole:
-        origin = source if read == "lightning" else _load_folder(arguments)
-        parts["model"] = convert_lightning(origin, target, overwrite=arguments.force)
+        origin = _load_folder(arguments) if read == "mlstate" else Path(arguments.source)
+        parts["model"] = convert_lightning(origin, start)
     elif write == "huggingface":
-        model, optimizer = _export(arguments, read, options), None
+        assert isinstance(start, Target)
+        model, optimizer = _export(arguments, read, options, start), None
     else:
         model, optimizer, metadata = _read(arguments.source, read, arguments.step)
-        write_any(target, model, optimizer, metadata, format=write, overwrite=arguments.force)
+        write_any(target, model, optimizer, metadata, format=write, target=start)
     if not whole:
         parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
@@ -152,5 +156,5 @@ def run_convert(arguments: argparse.Namespace) -> int:
         for name, part in parts.items()
         if part is not None
     ]
-    print(f"{path_text(arguments.target)} ({write}): {'; '.join(written)}")
+    print(f"{printable(arguments.target)} ({write}): {'; '.join(written)}")
     return 0

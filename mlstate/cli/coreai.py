@@ -6,10 +6,11 @@ import argparse
 import json
 from typing import Any
 
+from .._common.text import printable
 from ..coreai import plan_transition, verify
 from ..coreai._specs import read_functions
 from ..errors import FormatError
-from ._common import add_command, path_text
+from ._common import add_command
 from ._states import ModelFormat, add_actions
 
 __all__ = ["add"]
@@ -46,7 +47,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(facts, indent=2))
     elif problem is None:
-        print(f"{path_text(arguments.model)}: good, SHA-256 {digest}")
+        print(f"{printable(arguments.model)}: good, SHA-256 {digest}")
     else:
-        print(problem)
+        print(printable(problem))
     return 0 if problem is None else 1

@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._common.local_path import local_folder
+from .._common.text import printable
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._files.convert import read_file
 from ..checkpoint._remote.remote_folder import RemoteFolder
@@ -90,8 +92,8 @@ class _FileSide:
     step = None
 
     def __init__(self, path: str) -> None:
-        self.path = str(Path(path).absolute())
-        model, optimizer, _ = read_file(Path(path), mmap=True)
+        self.path = local_folder(path)
+        model, optimizer, _ = read_file(Path(self.path), mmap=True)
         self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}), {})
 
     def is_replaced(self) -> bool:
@@ -220,6 +222,6 @@ def run_diff(arguments: argparse.Namespace) -> int:
     for section, (what, one) in enumerate(zip(_SECTIONS, found, strict=True)):
         if sides[0].keys(section) or sides[1].keys(section):
             title, headers, rows = table_of(one)
-            print(f"{what}: {title}")
+            print(f"{what}: {printable(title)}")
             print_table(headers, rows)
     return 0 if identical else 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._common.text import bytes_text, count_text, shorten, steps_text
+from .._common.local_path import local_folder
+from .._common.text import bytes_text, count_text, printable, shorten, steps_text
 from ..checkpoint import CheckpointManager, load_metadata
 from ..checkpoint._checkpoint import stored_text
 from ..checkpoint._files.safetensors_verify import read_header
@@ -17,7 +17,6 @@ from ._common import (
     check_is_safetensors,
     find,
     kind_of,
-    path_text,
     print_table,
 )
 
@@ -129,9 +128,10 @@ def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
         f"{count_text(len(found.files()), 'file')}",
         count_text(found.world_size, "rank"),
     ]
-    print(f"{path_text(shown)}: {', '.join(parts)}")
+    print(f"{printable(shown)}: {', '.join(parts)}")
     if kind == "checkpoint":
-        print(f"saved {found.created} by {found.writer}, generation {found.generation}")
+        text = f"saved {found.created} by {found.writer}, generation {found.generation}"
+        print(printable(text))
     for what, state in (("model", found.model), ("optimizer", found.optimizer)):
         _print_value(what, state if state != {"kind": "state"} else None)
     _print_value("metadata", found.metadata)
@@ -149,7 +149,7 @@ def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
 
 
 def _inspect_file(path: str, as_json: bool) -> None:
-    place = str(Path(path).absolute())
+    place = local_folder(path)
     header = read_header(place)
     metadata = load_metadata(place)
     if as_json:
@@ -175,7 +175,7 @@ def _inspect_file(path: str, as_json: bool) -> None:
         return
     checksums = "with checksums" if header.has_checksums else "no checksums"
     tensors_text = count_text(len(header.tensors), "tensor")
-    print(f"{path_text(path)}: file, {tensors_text}, {bytes_text(header.nbytes)}, {checksums}")
+    print(f"{printable(path)}: file, {tensors_text}, {bytes_text(header.nbytes)}, {checksums}")
     _print_value("metadata", metadata)
     rows = [[t.key, t.dtype, str(t.shape), bytes_text(t.nbytes)] for t in header.tensors]
     print_table(("tensor", "dtype", "shape", "bytes"), rows)

@@ -6,9 +6,9 @@ import argparse
 import json
 from typing import Any
 
-from .._common.text import bytes_text, count_text, sort_steps, steps_text
+from .._common.text import bytes_text, count_text, printable, sort_steps, steps_text
 from ..checkpoint import prune
-from ._common import add_command, add_lock_timeout, find, path_text, print_table
+from ._common import add_command, add_lock_timeout, find, print_table
 
 __all__ = ["add"]
 
@@ -58,7 +58,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(data, indent=2))
         return 0
-    print(f"{path_text(arguments.path)}: {report._title()}")
+    print(f"{printable(arguments.path)}: {report._title()}")
     if report.steps:
         gone = "would go" if report.dry_run else "gone"
         kept = steps_text(report.kept)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from .. import _core
-from .._common.text import bytes_text, count_text, names_hint
+from .._common.text import bytes_text, count_text, names_hint, printable
 from .._sharding.layout import LAYOUT_NAMES
 from ..checkpoint import Layout, reshard
 from ._common import (
@@ -15,7 +15,6 @@ from ._common import (
     add_command,
     add_lock_timeout,
     find,
-    path_text,
     progress_of,
 )
 
@@ -100,5 +99,5 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     else:
         ranks = count_text(made.world_size, "rank")
         amount = f"{bytes_text(made.nbytes)} in {count_text(len(files), 'file')}"
-        print(f"{path_text(arguments.target)}: {amount}, for {ranks}")
+        print(f"{printable(arguments.target)}: {amount}, for {ranks}")
     return 0

@@ -7,7 +7,8 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.text import bytes_text, count_text, shorten
+from .._common.local_path import local_path
+from .._common.text import bytes_text, count_text, printable, shorten
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._store import folder as _folder
 from ..checkpoint._verify import VerifyReport, verify, verify_root
@@ -19,7 +20,6 @@ from ._common import (
     check_is_safetensors,
     find,
     kind_of,
-    path_text,
     print_table,
     progress_of,
 )
@@ -118,7 +118,7 @@ def _has_checksums(where: Folder) -> bool:
 
 def _verify_plain(path: str) -> tuple[_Verified, bool]:
     def size() -> int:
-        return sum(tensor.nbytes for tensor in read_header(path).tensors)
+        return sum(tensor.nbytes for tensor in read_header(local_path(path)).tensors)
 
     with progress_of("verify", size) as progress:
         report, has_checksums = verify_file(path, progress)
@@ -178,7 +178,7 @@ def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
     parts.append(f"{bytes_text(report.bytes)} read")
     if not problems and not checksums:
         parts[-1] = "no checksums: only its structure was looked at"
-    print(f"{path_text(path)}: {', '.join(parts)}")
+    print(f"{printable(path)}: {', '.join(parts)}")
     print_table(_HEADERS, [_problem_row(problem, report.path) for problem in problems])
 
 
@@ -188,7 +188,7 @@ def _print_all(path: str, found: list[_Verified]) -> None:
     total = count_text(len(found), "checkpoint")
     result = f"{damaged:,} of {total} damaged" if damaged else f"{total} good"
     read = bytes_text(sum(one.report.bytes for one in found))
-    print(f"{path_text(path)}: {result}, {read} read")
+    print(f"{printable(path)}: {result}, {read} read")
     print_table(_STEP_HEADERS, [
         [_step_text(report), _result_text(report), bytes_text(report.bytes), root or ""]
         for root, report in found

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._common.arguments import is_flag
 from .._common.arrays import is_torch, overlaps_itself, shares_elements
-from .._common.backend import backend_of
+from .._common.backend import backend_of, wrapped_group
 from .._common.dtypes import label_of, name_of
 from ..errors import CollectiveError, CompatibilityError
 
@@ -54,14 +55,26 @@ _REDUCIBLE = {
 # ---- groups ----
 
 
-def check_group(group: object) -> None:
-    """Raise TypeError if this is not a process group, for example torch's own class."""
-    if not hasattr(group, "gather_bytes") or not hasattr(group, "world_size"):
+def check_group(group: Any) -> Any:
+    """Return a process group; a group of torch.distributed is wrapped, always by the same object.
+
+    Raises TypeError for other objects.
+    """
+    if hasattr(group, "gather_bytes") and hasattr(group, "world_size"):
+        return group
+    wrapped = wrapped_group(group)
+    if wrapped is None:
         raise TypeError(
-            "group must have the methods of mlstate.collectives.ProcessGroup, got "
-            f"{type(group).__module__}.{type(group).__qualname__}; for torch.distributed there is "
-            "mlstate.integrations.torch.TorchGroup"
+            "group must have the methods of mlstate.collectives.ProcessGroup, or be a process "
+            "group of torch.distributed, which mlstate.integrations.torch.TorchGroup wraps; got "
+            f"{type(group).__module__}.{type(group).__qualname__}"
         )
+    return wrapped
+
+
+def optional_group(group: Any) -> Any:
+    """Return a process group as `check_group` does, or None."""
+    return None if group is None else check_group(group)
 
 
 # ---- errors ----
@@ -101,6 +114,8 @@ def check_timeout(timeout: Any) -> float | None:
 def check_root(operation: str, root: Any, world_size: int) -> int:
     """Return `root` as an int; raise if it is not a rank of the group."""
     try:
+        if is_flag(root):
+            raise TypeError
         rank = int(index(root))
     except TypeError:
         raise TypeError(f"{operation}: root must be an int, got {type(root).__name__}") from None
@@ -303,7 +318,9 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
         raise ValueError(f"{operation}: out is read-only")
     if overlaps_itself(plain):
         raise ValueError(f"{operation}: elements of out share memory with one another; pass a copy")
-    if shares_elements(plain, array) and not (plain.shape == array.shape and _same_place(plain, array)):
+    if shares_elements(plain, array) and not (
+        plain.shape == array.shape and _same_place(plain, array)
+    ):
         raise ValueError(
             f"{operation}: out shares memory with the input; pass the input itself if the shapes "
             "are equal, or a separate array"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from ._arguments import (
     ReduceOp,
@@ -579,6 +580,7 @@ class Engine(ProcessGroup, ABC):
 
     def _submit(self, call: Call, perform: Callable[[Any], Any]) -> Any:
         """Run an operation after all earlier ones; `perform` receives its link."""
+        check_flags(async_op=call.async_op)
         self._check_open(call.name)
 
         def task() -> Any:

@@ -69,7 +69,8 @@ def _hash_of(path: str) -> tuple[str, int]:
 
     try:
         with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+            facts = os.fstat(file.fileno())
+            return hashlib.file_digest(file, "sha256").hexdigest(), facts.st_size
     except OSError as error:
         raise store_error(error, "cannot read", path) from error
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from .._common.arguments import check_flags
 from .._common.dtypes import DTYPES, EXTENSIONS, ml_dtype
 from .._common.text import shorten
 from ..kv._arguments import as_count, incompatible
@@ -396,6 +397,7 @@ def state_specs(
     >>> state_specs(small, large)["k_cache"].seq_axis
     4
     """
+    check_flags(verify=verify)
     specs = choose(source, function, seq_axis, verified=verify)
     if other is None:
         return specs

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._common.atomic_file import replacing
+from .._common.atomic_file import Target, replacing
 from .._common.local_path import local_path
 from ..checkpoint import load_file, load_metadata
 from ..coreml import FakeMLState, StateSpecs, plan_transition, state_specs
@@ -207,7 +207,12 @@ def _memory_table(say: Callable[[str], None]) -> None:
         )
 
 
-def _draw(stages: list[Stage], path: Path | None, say: Callable[[str], None]) -> Path | None:
+def _draw(
+    stages: list[Stage],
+    path: Path | None,
+    say: Callable[[str], None],
+    target: Target | None = None,
+) -> Path | None:
     """Write the plot of the cache's occupancy, if matplotlib is installed."""
     if path is None:
         return None
@@ -218,7 +223,7 @@ def _draw(stages: list[Stage], path: Path | None, say: Callable[[str], None]) ->
     except ImportError:
         say("\nNo picture: matplotlib is not installed (pip install 'mlstate[plot]').")
         return None
-    with replacing(path) as file:
+    with replacing(path, target) as file:
         figure.savefig(file, dpi=150, format="png")
     say(f"\nPicture of the cache: {path}")
     return path
@@ -240,6 +245,8 @@ def run(
     >>> report.identical, report.refused[:31]
     (True, 'kv_cache: 300 tokens do not fit')
     """
+    path = None if picture is None else Path(local_path(picture))
+    target = None if path is None else Target.of(path)
     with resources.as_file(resources.files("mlstate.demo") / "data") as data:
         specs = _show_packages(data, say)
         story = _Story(data, say)
@@ -254,6 +261,6 @@ def run(
         planned = show_activations(story.model, loaded.state["embed.weight"], say)
         trained = show_training(story.model, loaded.state["embed.weight"], say)
         rolled = show_rolling(story.model, story.prompt, say)
-    drawn = _draw(story.stages, None if picture is None else Path(local_path(picture)), say)
+    drawn = _draw(story.stages, path, say, target)
     own = text, story.identical, refused, story.stages, drawn
     return Report(*own, loaded.untouched, kept, reduced, planned, trained, rolled)

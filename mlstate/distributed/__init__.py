@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.set_module import set_module_of_exports
@@ -69,7 +70,7 @@ def _collect_torch_state(
         made.update(states)
         return made, store
     if is_module(source):
-        state, store = backend_of(source).module_state(source)
+        state, store = backend_of(source).module_state(source, fill=fill)
         return StateDict(state), store
     return None
 
@@ -195,8 +196,7 @@ class DistributedStateCollector:
     """
 
     def __init__(self, group: ProcessGroup, *, timeout: float | None = None) -> None:
-        check_group(group)
-        self._group = group
+        self._group: ProcessGroup = check_group(group)
         self._timeout = check_timeout(timeout)
 
     def __repr__(self) -> str:
@@ -406,6 +406,7 @@ class DistributedStateCollector:
 
         def options() -> dict[str, Any]:
             same = self._options(operation, root, max_bytes)
+            check_flags(verify_replicas=verify_replicas)
             manner = _collection_mode(source, model)
             return {**same, "verify_replicas": bool(verify_replicas), "the state": manner}
 
@@ -455,7 +456,9 @@ class DistributedStateCollector:
 
         Notes
         -----
-        Contiguous arrays are sent and received directly, others through messages. For an object
+        Contiguous arrays are sent and received directly, others through messages. Submodules with
+        their own load methods, hooks or extra states receive copies, and load them afterwards by
+        these methods. For an object
         with ``get_state_dict``, the filled state is also passed to its ``load_state_dict``,
         because the state may be a copy. Autograd treats the writes to tensors like a module's
         ``load_state_dict``.

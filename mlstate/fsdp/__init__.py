@@ -23,6 +23,7 @@ from __future__ import annotations
 from math import isfinite, sqrt
 from typing import TYPE_CHECKING, Any
 
+from .._common.arguments import check_number
 from .._common.backend import backend_named
 from .._common.set_module import set_module_of_exports
 from ..collectives._arguments import check_group
@@ -81,6 +82,7 @@ def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str,
     >>> sharding_units(torch.nn.Linear(3, 2, bias=False), SingleGroup(), layout="rows")
     {'weight': FSDPShardingUnit('weight' float32 (2, 3) rows, shard 0 of 1)}
     """
+    group = check_group(group)
     return {
         name: FSDPShardingUnit(
             name,
@@ -146,13 +148,13 @@ def clip_grad_norm(
     >>> unit.local_gradient.round(3)
     array([0.6, 0.8])
     """
-    check_group(group)
+    group = check_group(group)
     if not hasattr(sharding_units, "items"):
         raise TypeError(
             "sharding_units must be a dict of FSDPShardingUnit, got "
             f"{type(sharding_units).__name__}"
         )
-    limit = float(max_norm)
+    limit = check_number("max_norm", max_norm)
     if not limit >= 0:
         raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
     gradients = {

@@ -94,7 +94,7 @@ def _find_memory(size: int, before: _Sum | None) -> Any:
 
 def _copy_gradients(arrays: dict[str, Any], gradients: dict[str, Any]) -> None:
     """Copy first gradients into the arrays of their sums, in the core."""
-    report = _core.state_load(arrays, gradients, True, True)
+    report = _core.state_load(arrays, gradients, True, True, False)
     assert isinstance(report, list), report
 
 

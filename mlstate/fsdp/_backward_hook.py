@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.backend import backend_named
 from ..collectives._arguments import dtype_name
@@ -143,6 +144,10 @@ class FSDPBackwardHook:
         accumulate in ``parameter.grad`` until ``zero_grad``; after an error it is None on every
         rank.
 
+        If a parameter is replaced (``load_state_dict(assign=True)``), added or unfrozen
+        afterwards, the next pass raises `CollectiveError` on every rank; if no parameter has its
+        hook any more, the optimizer's step raises it. Register the hooks again.
+
         Use activation checkpointing with ``use_reentrant=False``. With ``use_reentrant=True``,
         each checkpoint runs a nested backward pass. If the first gradient comes from a nested
         pass, `CollectiveError` is raised and nothing is reduced.
@@ -170,6 +175,7 @@ class FSDPBackwardHook:
         """
         if model is None:
             raise ValueError("model must not be None")
+        check_flags(keep_full_gradient=keep_full_gradient, accumulate=accumulate)
         named = getattr(model, "named_parameters", None)
         check_gradients(gradients, named is not None, keep_full_gradient or accumulate)
         if sharding_units is None or not len(sharding_units):
@@ -210,10 +216,12 @@ class FSDPBackwardHook:
             if token is None:
                 token = backend_named("torch").begin_pass(self.finish, self._reductions.rank)
             gradient, on_failure = hooks.take(name, token)
+            problem = ""
             if self._pass is None:
                 self._pass = BackwardPass(self._plan, self._reductions)
+                problem = hooks.outdated()
             self._pass.token = token
-            self._pass.add(name, gradient, on_failure)
+            self._pass.add(name, gradient, on_failure, problem)
 
     def _abandon_aborted(self) -> None:
         """Abandon a torch pass that an error ended before all gradients had arrived."""

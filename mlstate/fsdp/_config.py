@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from math import isfinite
-from operator import index
 from typing import Any
 
+from .._common.arguments import check_flags, check_int, check_number, is_flag
 from ..collectives import ReduceOp
 from ..collectives._arguments import check_group, check_timeout
 from ._bucket import Terms
@@ -87,15 +87,12 @@ class FSDP:
         timeout: float | None = None,
         record: bool = False,
     ) -> None:
-        check_group(process_group)
+        process_group = check_group(process_group)
         self._group = process_group
         self._op = str(ReduceOp(op))
-        try:
-            self.bucket_bytes = index(bucket_bytes)
-        except TypeError:
-            raise TypeError(f"bucket_bytes must be an int, got {bucket_bytes!r}") from None
-        if self.bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes must be 0 or more, got {bucket_bytes}")
+        if is_flag(bucket_bytes) or not hasattr(bucket_bytes, "__index__"):
+            raise TypeError(f"bucket_bytes must be an int, got {bucket_bytes!r}")
+        self.bucket_bytes = check_int("bucket_bytes", bucket_bytes, 0)
         if nonfinite not in ("error", "allow"):
             raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
         if compression not in (None, "float16", "bfloat16", "int8"):
@@ -104,6 +101,7 @@ class FSDP:
             )
         if compression and self._op not in ("sum", "mean"):
             raise ValueError(f"compression needs op='sum' or 'mean', got op={self._op!r}")
+        check_flags(allow_unused=allow_unused, record=record)
         self.allow_unused = bool(allow_unused)
         self._terms = Terms(
             op="sum" if self._op == "mean" else self._op,
@@ -128,7 +126,7 @@ class FSDP:
     def _divisor(self, factor: float | None) -> float:
         if factor is None:
             return float(self.world_size) if self._op == "mean" else 1.0
-        divisor = float(factor)
+        divisor = check_number("gradient_divide_factor", factor)
         if self._op != "sum":
             raise ValueError(f"gradient_divide_factor needs op='sum', got {self._op!r}")
         if not isfinite(divisor) or divisor == 0:

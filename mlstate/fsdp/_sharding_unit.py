@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._common.arguments import check_int
 from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
 from .._sharding.layout import LAYOUT_NAMES, Layout, Shard, steps_of
 from ..errors import CompatibilityError
@@ -125,9 +126,7 @@ class FSDPShardingUnit:
         if layout not in _LAYOUTS:
             known = " or ".join(map(repr, _LAYOUTS))
             raise ValueError(f"layout must be {known}, got {layout!r}")
-        self.shard_index = index(shard_index)
-        if self.shard_index < 0:
-            raise ValueError(f"shard_index must be 0 or more, got {shard_index}")
+        self.shard_index = check_int("shard_index", shard_index, 0)
         self.parameter_name = parameter_name
         self.shape = tuple(index(n) for n in shape)
         if any(n < 0 for n in self.shape):

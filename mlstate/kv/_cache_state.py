@@ -112,10 +112,11 @@ class CacheState:
     `trim`, `crop`  yes     until it wraps  yes        no
     `quantize`      yes     no              no         no
     `positions`     yes     yes             yes        no
+    `next_slot`     no      yes             no         no
     ==============  ======  ==============  =========  ===============
 
-    Opaque entries support none of them. A state is not thread-safe: use one lock for the state and
-    the arrays.
+    Opaque entries support none of them. `snapshot`, `restore`, `copy` and pickle support all kinds.
+    A state is not thread-safe: use one lock for the state and the arrays.
 
     Examples
     --------

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.arrays import write_into
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def rotate_keys(
     >>> keys[0, 0, 2].round(2)
     array([-0.85,  1.03, -1.13,  0.97], dtype=float32)
     """
+    check_flags(interleaved=interleaved)
     shifts = _int64_array(shift)
     if out is None:
         if not isinstance(keys, np.ndarray):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from .._common.arguments import check_flags
 from .._common.text import bytes_text, names_hint, table_html
 from ..errors import CompatibilityError, MLStateError
 from ._arguments import as_count, capacity_error, incompatible
@@ -91,6 +92,7 @@ class StateManagerBase:
         )
         self._given = dict(zip(self._ladder.sizes, models.values(), strict=True))
         self._given_specs = self._as_specs(specs)
+        check_flags(shared_state=shared_state)
         self._shared_state = bool(shared_state)
         self._seq_axis = valid_axis(seq_axis)
         self._contexts: dict[int, Context] = {}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.arrays import is_torch, write_into
 from .._common.backend import backend_of
 from .._common.text import names_hint
@@ -34,7 +35,9 @@ def _move(
     seq_axis: int,
 ) -> Any:
     """Run a transition in the core, or in torch if the core cannot access the data."""
-    low_memory = bool(low_memory)  # the core accepts only True and False
+    if not isinstance(low_memory, int):  # 0 and 1 are accepted too
+        check_flags(low_memory=low_memory)
+    low_memory = bool(low_memory)
     if isinstance(source, np.ndarray) and (dtype is not None or out is not None):
         source, position = in_range(source, length, position, dtype, out, compact, seq_axis)
     if is_torch(source):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .._common.set_module import set_module
-from .._common.text import bytes_text, table_html
+from .._common.text import bytes_text, printable, table_html
 from ..errors import CapacityError, CompatibilityError
 from ._arguments import as_integer, capacity_error
 from ._model_states import shape_text
@@ -122,15 +122,15 @@ class TransitionPlan(NamedTuple):
         )
 
     def __str__(self) -> str:
-        rows = [_HEADINGS, *self._rows()]
+        rows = [_HEADINGS, *([printable(cell) for cell in row] for row in self._rows())]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
         lines = []
         for row in rows:
             left = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=False)]
             right = [cell.rjust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
             lines.append("  ".join([*left, *right]).rstrip())
-        lines.append(self._summary())
-        lines += [f"problem: {problem}" for problem in self.problems]
+        lines.append(printable(self._summary()))
+        lines += [f"problem: {printable(problem)}" for problem in self.problems]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

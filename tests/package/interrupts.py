@@ -542,7 +542,7 @@ def run_signalled(case, folder, delay, later=()):
     """Make the call with a signal after `delay` seconds; return whether it arrived in time.
 
     `later` has the seconds until further signals, each after the one before: during the clean-up.
-    The exceptions are kept until the end, with the frames to which their tracebacks refer.
+    The exceptions are kept until the end, with the frames of their tracebacks.
     """
     pending = list(later)
 

@@ -25,6 +25,7 @@ BUILTIN = {
     "CollectiveError": RuntimeError,
     "GradientMismatchError": ValueError,
     "GradientNamesError": errors.GradientMismatchError,
+    "UnstorableError": TypeError,
 }
 
 

@@ -26,6 +26,8 @@
 
 #    if defined(__APPLE__)
 #        include <sys/random.h>
+#    elif defined(__linux__)
+#        include <sys/syscall.h>
 #    endif
 
 /* Flags for reading. O_NONBLOCK: opening a FIFO without a writer must not wait. */
@@ -223,6 +225,35 @@ done:
     *data = content;
     *length = (size_t)bytes;
     return MLS_OK;
+}
+
+/* ---- renaming without replacing ---- */
+
+/* By number: the C libraries of older systems have no function for it. The flags are
+ * those of <linux/fs.h>, which not every system with the call has. */
+static int rename_by_mode(const char *from, const char *to, mls_rename_mode mode)
+{
+#    if defined(__APPLE__)
+    return renamex_np(from, to, mode == MLS_RENAME_NEW ? RENAME_EXCL : RENAME_SWAP);
+#    elif defined(SYS_renameat2)
+    const unsigned flag = mode == MLS_RENAME_NEW ? 1U : 2U;
+    return (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, flag);
+#    else
+    (void)from;
+    (void)to;
+    (void)mode;
+    errno = ENOTSUP;
+    return -1;
+#    endif
+}
+
+int mls_path_rename(const char *from, const char *to, mls_rename_mode mode)
+{
+    if (rename_by_mode(from, to, mode) == 0) {
+        return 0;
+    }
+    /* EINVAL: this file system lacks it; ENOSYS: this system, or a filter of its calls */
+    return errno == EINVAL || errno == ENOSYS ? ENOTSUP : errno;
 }
 
 /* ---- mappings: to read a part of a large file, or to share its pages ---- */

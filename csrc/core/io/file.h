@@ -56,6 +56,17 @@ int mls_file_sync(int fd);
 /* The same for a folder. Returns 0 on file systems that cannot sync folders. */
 int mls_folder_sync(int fd);
 
+/* What mls_path_rename does with the name `to`. */
+typedef enum mls_rename_mode {
+    MLS_RENAME_NEW, /* it must not exist */
+    MLS_RENAME_SWAP /* it must exist, and gets the name `from` */
+} mls_rename_mode;
+
+/* Rename a file, folder or link in one step that replaces nothing. Both names are on one
+ * file system. Returns 0 or errno; EEXIST: `to` exists; ENOTSUP: the system or the file
+ * system has no such operation. */
+int mls_path_rename(const char *from, const char *to, mls_rename_mode mode);
+
 /* Read a whole regular file. The caller frees `*data` with mls_free. Outputs are
  * untouched on failure.
  * MLS_E_IO: cannot be opened or read (os_error gives the reason; EISDIR for a folder).

@@ -18,6 +18,7 @@
 #include "io/file.h"
 #include "io/json_checksum.h"
 
+#include <errno.h>
 #include <unistd.h>
 
 enum { MANIFEST_NODES = 64 << 20 };
@@ -338,6 +339,33 @@ PyObject *core_folder_sync(mlspy_state *state, PyObject *const *args)
     if (reason != 0) {
         mls_fail_os(&st, reason, "cannot sync the folder to disk");
         return mlspy_raise(state, &st, args[0]);
+    }
+    return Py_NewRef(Py_None);
+}
+
+/* path_rename(source, target, swap): rename without replacing anything, or swap two
+ * names; raises OSError, because the caller knows what the failure means */
+PyObject *core_path_rename(mlspy_state *state, PyObject *const *args)
+{
+    (void)state;
+    bool swap;
+    int reason;
+    PyObject *from = NULL, *to = NULL;
+    if (mlspy_take_bool(args[2], &swap) < 0 || !PyUnicode_FSConverter(args[0], &from)) {
+        return NULL;
+    }
+    if (!PyUnicode_FSConverter(args[1], &to)) {
+        Py_DECREF(from);
+        return NULL;
+    }
+    const char *old_name = PyBytes_AS_STRING(from), *new_name = PyBytes_AS_STRING(to);
+    const mls_rename_mode mode = swap ? MLS_RENAME_SWAP : MLS_RENAME_NEW;
+    MLSPY_WITHOUT_GIL(reason = mls_path_rename(old_name, new_name, mode));
+    Py_DECREF(from);
+    Py_DECREF(to);
+    if (reason != 0) {
+        errno = reason;
+        return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, args[1]);
     }
     return Py_NewRef(Py_None);
 }

@@ -494,6 +494,35 @@ static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_te
     return MLS_OK;
 }
 
+/* Raise CompatibilityError if `array` has a torch dtype of less than 8 bits: torch exports
+ * its elements as uint8 or int8. Returns -1 with an exception set. */
+static int refuse_few_bits(const mlspy_state *state, PyObject *array, mls_dtype exported,
+                           const char *what)
+{
+    if (exported != MLS_U8 && exported != MLS_I8) {
+        return 0;
+    }
+    PyObject *dtype;
+    const int found = find_attribute(array, state->names[MLSPY_NAME_DTYPE], &dtype);
+    if (found <= 0) {
+        return found;
+    }
+    PyObject *text = PyObject_Str(dtype);
+    Py_DECREF(dtype);
+    const char *name = text == NULL ? NULL : PyUnicode_AsUTF8(text);
+    const bool fits = name != NULL && (strncmp(name, "torch.", 6) != 0 ||
+                                       strcmp(name + 6, "uint8") == 0 ||
+                                       strcmp(name + 6, "int8") == 0);
+    if (name != NULL && !fits) {
+        mlspy_raise_text(state, MLS_E_DTYPE,
+                         "%s is %s, for which mlstate's files have no name: store it as "
+                         "integers, by tensor.view(torch.uint8)",
+                         what, name);
+    }
+    Py_XDECREF(text);
+    return fits ? 0 : -1;
+}
+
 /* As mlspy_view_of, for an object with __dlpack__. */
 static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char *what,
                           mlspy_view *out)
@@ -516,7 +545,7 @@ static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char 
         capsule == NULL ? NULL : capsule_tensor(capsule, &readonly);
     if (from != NULL && check_dlpack(from, what, &t, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
-    } else if (from != NULL) {
+    } else if (from != NULL && refuse_few_bits(state, array, t.dtype, what) == 0) {
         owner = take_capsule(capsule);
     }
     Py_XDECREF(capsule); /* an unused capsule frees its tensor */
@@ -625,6 +654,7 @@ static bool view_by_exchange(const mlspy_state *state, PyObject *array, mlspy_vi
     if (exchange == NULL || !is_plain_tensor(state, array) ||
         exchange->tensor_of(array, &from) != 0 ||
         check_dlpack(&from, "an array", &out->tensor, &st) != MLS_OK ||
+        refuse_few_bits(state, array, out->tensor.dtype, "an array") < 0 ||
         out->tensor.dtype == MLS_C64) { /* may be lazily conjugated */
         PyErr_Clear();
         return false;

@@ -44,11 +44,10 @@ static int open_path(descriptor_object *self, PyObject *path, int flags)
 /* Descriptor(path, flags), or Descriptor() for a closed one */
 static PyObject *descriptor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *path = NULL;
+    PyObject *path = Py_None;
     int flags = 0;
     (void)kwargs;
-    if (PyTuple_GET_SIZE(args) > 0 &&
-        !PyArg_ParseTuple(args, "Oi:Descriptor", &path, &flags)) {
+    if (!PyArg_ParseTuple(args, "|Oi:Descriptor", &path, &flags)) {
         return NULL;
     }
     descriptor_object *self = (descriptor_object *)type->tp_alloc(type, 0);
@@ -58,7 +57,7 @@ static PyObject *descriptor_new(PyTypeObject *type, PyObject *args, PyObject *kw
     self->number = -1;
     self->locked = false;
     self->pid = getpid();
-    if (path != NULL && open_path(self, path, flags) < 0) {
+    if (path != Py_None && open_path(self, path, flags) < 0) {
         Py_CLEAR(self);
     }
     return (PyObject *)self;

@@ -77,12 +77,12 @@ static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
     return 0;
 }
 
-/* Copies all pairs, or raises before the first byte is written. */
-static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast)
+/* Copies all pairs, or raises before the first byte is written; with `dry`, only checks. */
+static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast, bool dry)
 {
     load_job job = {0};
     const int failed = job_init(state, p, cast, &job);
-    if (failed == 0) {
+    if (failed == 0 && !dry) {
         PyThreadState *saved = mlspy_leave_python(mls_load_into_bytes(job.load));
         mls_load_into_run(job.load, state->kernels, state->pool);
         mlspy_resume_python(saved);
@@ -104,14 +104,15 @@ static PyObject *written_tensors(const mlspy_pairs *p)
     return list;
 }
 
-/* state_load(target, source, strict, cast) -> on success a list of the targets that are
+/* state_load(target, source, strict, cast, dry) -> on success a list of the targets that are
  * not ndarrays; otherwise a tuple of the differences, seen from the target: (missing,
- * unexpected, shapes, dtypes) */
+ * unexpected, shapes, dtypes). With `dry`, nothing is written. */
 PyObject *core_state_load(mlspy_state *state, PyObject *const *args)
 {
     mlspy_pairs p;
-    bool strict, cast;
+    bool strict, cast, dry;
     if (mlspy_take_bool(args[2], &strict) < 0 || mlspy_take_bool(args[3], &cast) < 0 ||
+        mlspy_take_bool(args[4], &dry) < 0 ||
         mlspy_pairs_init(state, args[1], args[0], &p) < 0) {
         return NULL;
     }
@@ -123,7 +124,7 @@ PyObject *core_state_load(mlspy_state *state, PyObject *const *args)
     } else {
         result = written_tensors(
             &p); /* created first, because nothing may fail after the copy */
-        if (result != NULL && load_pairs(state, &p, cast) < 0) {
+        if (result != NULL && load_pairs(state, &p, cast, dry) < 0) {
             Py_CLEAR(result);
         }
     }

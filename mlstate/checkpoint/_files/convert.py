@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._common.atomic_file import Target, new_file
 from ..._common.backend import torch_backend
 from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
@@ -43,7 +44,7 @@ from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._remote.options import split_url
 from .._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
-from .._store.folder import refuse_existing
+from .._store.folder import FolderContent, refuse_existing, refuse_file_name
 from .._store.weight_files import INDEX, weights_root
 from .lightning import (
     SUFFIX,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
     from ..._types import NDArray
     from .._load import LoadedState
+    from .._save import SaveFolder
 
     Parts: TypeAlias = tuple[StateDict | None, OptimizerStateDict | None, dict[str, Any]]
     Place: TypeAlias = Path | RemoteFolder
@@ -71,11 +73,25 @@ _PREFIXES = {"model": "model.", "optimizer": "optimizer."}
 # ---- formats ----
 
 
+class CheckpointTarget(NamedTuple):
+    """A checkpoint of mlstate to write, and its content when the writing began."""
+
+    place: Place
+    content: FolderContent
+    overwrite: bool
+
+    def save_folder(self) -> SaveFolder:
+        """Return the path of the save that writes it."""
+        from .._save import SaveFolder
+
+        return SaveFolder(self.place, replace_steps=self.overwrite, content=self.content)
+
+
 class Format(NamedTuple):
     """Reader, writer and path suffixes of one file format."""
 
     read: Callable[[Any], Parts]
-    write: Callable[[Any, Parts, bool], None]
+    write: Callable[[Any, Parts], None]  # to a `CheckpointTarget` or a `Target`
     suffixes: tuple[str, ...]
 
 
@@ -124,12 +140,12 @@ def format_of(path: str | os.PathLike[str]) -> str:
     return SUFFIXES.get(suffix, "mlstate")
 
 
-def _find_format(format: str | None, path: Place) -> Format:
+def _find_format(format: str | None, path: Place) -> str:
     name = format_of(path) if format is None else format
     if name not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     check_format(path, name)
-    return FORMATS[name]
+    return name
 
 
 def check_format(path: Place, name: str) -> None:
@@ -169,11 +185,28 @@ def read_any(
     groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file.
     """
     place = place_of(path, storage_options, reads=True)
-    found = _find_format(format, place)
+    name = _find_format(format, place)
     with _store_errors(place):
         if isinstance(place, Path):
             place.stat()  # a missing path raises FileNotFoundError for every format
-        return found.read(place)
+        return FORMATS[name].read(place)
+
+
+def begin_write(place: Place, name: str, overwrite: bool) -> CheckpointTarget | Target:
+    """Return a target of a format as it is now; raise StoreError (EEXIST) if it must not exist.
+
+    `write_any` replaces only what this function has seen.
+    """
+    target: CheckpointTarget | Target
+    if name == "mlstate":
+        folder = place if isinstance(place, RemoteFolder) else str(place)
+        target = CheckpointTarget(place, FolderContent.of(folder), overwrite)
+    else:
+        target = Target.of(place)
+    if name in ("mlstate", "dcp", "huggingface"):
+        refuse_file_name(place)
+    refuse_existing(place, overwrite)  # after the listing, so that nothing appears in between
+    return target
 
 
 def write_any(
@@ -185,25 +218,27 @@ def write_any(
     format: str | None = None,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    target: CheckpointTarget | Target | None = None,
 ) -> None:
     """Write a state to a file or directory of any known format, or to a checkpoint at a URL.
 
     The write is atomic. `overwrite` replaces an existing file, checkpoint or torch directory of the
-    same format, including all steps of a `CheckpointManager`.
+    same format, including all steps of a `CheckpointManager`. A caller that began earlier passes
+    the `target` of `begin_write` instead. A target that changed since then is left unchanged.
     """
     if model is None and optimizer is None:
         raise ValueError(f"{path}: there is neither a model nor an optimizer to write")
     place = place_of(path, storage_options)
-    found = _find_format(format, place)
+    name = _find_format(format, place)
     weights = model if model is None or isinstance(model, StateDict) else StateDict(model)
     moments = optimizer
     if moments is not None and not isinstance(moments, OptimizerStateDict):
         moments = OptimizerStateDict(moments)
-    refuse_existing(place, overwrite)
-    if found is not FORMATS["mlstate"]:
+    target = target or begin_write(place, name, overwrite)
+    if name != "mlstate":
         _refuse_parts(weights, moments)
     with _store_errors(place):
-        found.write(place, (weights, moments, _checked_metadata(metadata)), overwrite)
+        FORMATS[name].write(target, (weights, moments, _checked_metadata(metadata)))
 
 
 def _refuse_parts(*states: StateDict | None) -> None:
@@ -290,7 +325,7 @@ def _description_error(path: Path, what: str) -> FormatError:
 # ---- safetensors ----
 
 
-def _write_safetensors(path: Path, parts: Parts, _overwrite: bool) -> None:
+def _write_safetensors(target: Target, parts: Parts) -> None:
     """Write a safetensors file; metadata values other than str are stored as JSON."""
     from .. import save_file
 
@@ -304,7 +339,8 @@ def _write_safetensors(path: Path, parts: Parts, _overwrite: bool) -> None:
         raise ValueError(f"metadata key {PARTS!r} is reserved: choose another")
     if record:
         texts[PARTS] = json.dumps(record, sort_keys=True)
-    save_file(state, path, texts)
+    with new_file(target) as temporary:
+        save_file(state, temporary, texts)
 
 
 def _read_safetensors(path: Place) -> Parts:
@@ -366,13 +402,13 @@ def _as_arrays(state: StateDict) -> dict[str, NDArray]:
     return arrays
 
 
-def _write_npz(path: Path, parts: Parts, _overwrite: bool) -> None:
+def _write_npz(target: Target, parts: Parts) -> None:
     from .npz import write_npz
 
     model, optimizer, metadata = parts
     state, record = _join_states(model, optimizer)
     kind = describe(state)
-    write_npz(path, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
+    write_npz(target, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
 
 
 def _read_npz(path: Path) -> Parts:
@@ -414,40 +450,40 @@ def parts_of(found: LoadedState) -> Parts:
     return found.model, optimizer, metadata
 
 
-def _write_mlstate(path: Place, parts: Parts, overwrite: bool) -> None:
-    from .._save import SaveFolder, save
+def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
+    from .._save import save
 
     model, optimizer, metadata = parts
-    save(SaveFolder(path, replace_steps=overwrite), model, optimizer, metadata=metadata)
+    save(target.save_folder(), model, optimizer, metadata=metadata)
 
 
-def _write_huggingface(path: Path, parts: Parts, overwrite: bool) -> None:
+def _write_huggingface(target: Target, parts: Parts) -> None:
     """Write the weights; such a folder has no place for metadata."""
     from .._huggingface.export import export, take_export
 
     model, optimizer, _ = parts
     if optimizer is not None or model is None:
         raise CompatibilityError(
-            f"{path}: a Hugging Face folder holds the weights of a model only: pass model=, "
+            f"{target.path}: a Hugging Face folder holds the weights of a model only: pass model=, "
             "without optimizer="
         )
-    export(take_export(path, model), overwrite=overwrite)
+    export(take_export(target.path, model), start=target)
 
 
 def _read_torch(path: Path) -> Parts:
     return torch_backend("files of torch").read_pt(path)
 
 
-def _write_torch(path: Path, parts: Parts, _overwrite: bool) -> None:
-    torch_backend("files of torch").write_pt(path, *parts)
+def _write_torch(target: Target, parts: Parts) -> None:
+    torch_backend("files of torch").write_pt(target, *parts)
 
 
 def _read_dcp(path: Path) -> Parts:
     return torch_backend("files of torch").read_dcp(path)
 
 
-def _write_dcp(path: Path, parts: Parts, overwrite: bool) -> None:
-    torch_backend("files of torch").write_dcp(path, *parts, overwrite)
+def _write_dcp(target: Target, parts: Parts) -> None:
+    torch_backend("files of torch").write_dcp(target, *parts)
 
 
 def _read_lightning(path: Path) -> Parts:
@@ -461,32 +497,32 @@ def _read_lightning(path: Path) -> Parts:
 
 
 def convert_lightning(
-    source: LoadedState | Path, target: Place, *, overwrite: bool = False
+    source: LoadedState | Path, target: CheckpointTarget | Target
 ) -> dict[str, int]:
     """Convert a whole checkpoint: of a loaded folder to a file, or of a file to a folder.
 
     Returns the number of tensors of the model, and their bytes.
     """
     from ..._common.arrays import is_torch
-    from .._save import SaveFolder
 
-    refuse_existing(target, overwrite)
-    with _store_errors(target):
-        if isinstance(source, Path):
+    if isinstance(target, CheckpointTarget):
+        with _store_errors(target.place):
+            assert isinstance(source, Path)
             checkpoint = read_ckpt(source)
-            save_checkpoint(checkpoint, SaveFolder(target, replace_steps=overwrite))
-        else:
-            assert isinstance(target, Path)  # as `check_format` demands
+            save_checkpoint(checkpoint, target.save_folder())
+    else:
+        with _store_errors(Path(target.path)):
+            assert not isinstance(source, Path)
             checkpoint = checkpoint_of(source, "the source")
             write_ckpt(target, checkpoint)
     tensors = [value for value in checkpoint.get("state_dict", {}).values() if is_torch(value)]
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
 
 
-def _write_lightning(path: Path, _parts: Parts, _overwrite: bool) -> None:
+def _write_lightning(target: Target, _parts: Parts) -> None:
     raise CompatibilityError(
-        f"{path}: only a folder of MLStateCheckpointIO can become a checkpoint of Lightning, "
-        "whose Trainer needs its own entries; choose another format, such as .pt"
+        f"{target.path}: only a folder of MLStateCheckpointIO can become a checkpoint of "
+        "Lightning, whose Trainer needs its own entries; choose another format, such as .pt"
     )
 
 

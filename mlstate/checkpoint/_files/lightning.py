@@ -21,6 +21,7 @@ from ...errors import CompatibilityError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ..._common.atomic_file import Target
     from .._checkpoint import Checkpoint
     from .._load import LoadedState
 
@@ -101,10 +102,10 @@ def read_ckpt(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def write_ckpt(path: Path, checkpoint: dict[str, Any]) -> None:
+def write_ckpt(target: Target, checkpoint: dict[str, Any]) -> None:
     """Write a ``.ckpt`` file that Lightning loads without mlstate, atomically."""
     backend = torch_backend("files of Lightning")
-    with replacing(path) as file:
+    with replacing(target.path, target) as file:
         backend.write_tree(checkpoint, file)
 
 

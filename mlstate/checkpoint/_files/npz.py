@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..._common.atomic_file import replacing
+from ..._common.atomic_file import Target, replacing
 from ..._common.dtypes import label_of, name_of, stored_dtype
 from ..._common.regular_file import open_regular
 from ...errors import FormatError
@@ -59,9 +59,7 @@ def _is_ml_dtype(dtype: NumpyDType) -> bool:
     return bool(label_of(dtype)) or dtype.type.__module__.startswith("ml_dtypes")
 
 
-def write_npz(
-    path: str | os.PathLike[str], arrays: Mapping[str, NDArray], record: Mapping[str, Any]
-) -> None:
+def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str, Any]) -> None:
     """Write arrays without object dtypes, and a record of additional JSON values, atomically.
 
     The keys ``names`` and ``dtypes`` of the record are reserved.
@@ -70,7 +68,10 @@ def write_npz(
     dtypes = {name: name_of(a.dtype) for name, a in arrays.items() if _is_ml_dtype(a.dtype)}
     names = {member: name for name, member in members.items() if member != name}
     text = json.dumps({**record, "names": names, "dtypes": dtypes}, sort_keys=True)
-    with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+    with (
+        replacing(target.path, target) as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+    ):
         _write_member(archive, RECORD, np.array(text))
         for name, array in arrays.items():
             plain = array.view(f"u{array.dtype.itemsize}") if name in dtypes else array

@@ -15,19 +15,21 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.atomic_file import replace_folder
+from ..._common.arguments import check_int
+from ..._common.arrays import refuse_unstorable
+from ..._common.atomic_file import Target
 from ..._common.backend import backend_of, is_module
 from ..._common.local_path import local_path
 from ..._common.regular_file import check_regular, open_regular
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
-from ...errors import StoreError
+from ...errors import CompatibilityError, StoreError
 from ...state import rename as rename_state
 from .._save import SaveContent, check_target, gather_shards, take_content
+from .._states.collect import NO_STATES
 from .._store import folder as _folder
 from .._store.weight_files import INDEX, weights_root
 from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
@@ -96,6 +98,18 @@ def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
     return tied
 
 
+def _refuse_entries(content: SaveContent) -> None:
+    """Raise for a module's entries that are not tensors; metadata of torch is left out."""
+    for name in content.entries:
+        error = CompatibilityError(
+            f"{name!r} is not a tensor, and a Hugging Face folder holds only tensors: save the "
+            "module by mlstate.save, or export a dict without it"
+        )
+        error.name = name
+        raise error
+    content.named = NO_STATES
+
+
 def _take_state(
     target: SaveTarget, model: Any, rename: Mapping[str, str] | None
 ) -> tuple[SaveContent, StateTable]:
@@ -106,6 +120,8 @@ def _take_state(
         state = content.dicts[0]
         if content.error is None:
             assert state is not None
+            _refuse_entries(content)
+            refuse_unstorable(state, every=True)
             tied = _tied_names(model, state)
             kept = {name: value for name, value in state.items() if name not in tied}
             if rename is not None:
@@ -125,17 +141,17 @@ def _take_state(
 # ---- the folder ----
 
 
-def _refuse_existing(folder: str, overwrite: bool) -> None:
-    if not os.path.lexists(folder):
-        return
-    is_folder = os.path.isdir(folder)
-    if is_folder and not os.listdir(folder):
-        return
-    if overwrite and is_folder and weights_root(folder) is not None:
-        return
+def _refuse_existing(folder: str, start: Target | None) -> Target:
+    """Return the target; raise if its content must not be replaced.
+
+    `start` is the target when the caller began, if the caller replaces a Hugging Face folder.
+    """
+    target = start or Target.of(folder)
+    if target.is_vacant or (start and os.path.isdir(folder) and weights_root(folder) is not None):
+        return target
     text = (
         "it exists already, and is not a Hugging Face folder"
-        if overwrite
+        if start
         else "it exists already: choose another path, or delete it first"
     )
     raise _folder.store_error(FileExistsError(errno.EEXIST, text), "cannot export", folder)
@@ -145,7 +161,7 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
     """Return the paths of the files that are not weights, such as config.json."""
     if source is None:
         return []
-    folder = os.fspath(source)
+    folder = local_path(source)
     try:
         with os.scandir(folder) as entries:
             found = sorted(
@@ -170,9 +186,8 @@ def _temporary_name(folder: str) -> str:
     return os.path.join(parent, f".{name}.mlstate-{secrets.token_hex(8)}.tmp")
 
 
-def _begin(made: str, folder: str, plan: ExportPlan, overwrite: bool) -> None:
+def _begin(made: str, plan: ExportPlan) -> None:
     """Create a temporary folder `made` with files of their final length."""
-    _refuse_existing(folder, overwrite)
     try:
         _folder.make_path(os.path.dirname(made))
         os.mkdir(made)
@@ -194,7 +209,7 @@ def _copy_file(source: str, folder: str) -> None:
         os.fsync(write.fileno())
 
 
-def _finish(made: str, folder: str, plan: ExportPlan, crcs: Any, copied: list[str]) -> None:
+def _finish(made: str, end: Target, plan: ExportPlan, crcs: Any, copied: list[str]) -> None:
     """Write the headers and the index, copy other files, and rename the folder."""
     import json
 
@@ -207,11 +222,11 @@ def _finish(made: str, folder: str, plan: ExportPlan, crcs: Any, copied: list[st
         for source in copied:
             _copy_file(source, made)
         _core.folder_sync(made)
-        replace_folder(made, folder)
+        end.put(made)
     except StoreError:
         raise
     except OSError as error:
-        raise _folder.store_error(error, "cannot write the folder", folder) from None
+        raise _folder.store_error(error, "cannot write the folder", end.path) from None
 
 
 # ---- parts ----
@@ -285,25 +300,26 @@ def write_folder(
     plan: ExportPlan,
     shards: Any,
     files_from: str | os.PathLike[str] | None,
-    overwrite: bool = False,
+    start: Target | None = None,
     progress: Callable[[int], object] | None = None,
     written: Callable[[], object] | None = None,
 ) -> None:
     """Write the parts of all ranks; rank 0 commits. After a failure no folder remains.
 
-    `written` is called when this rank's shards are no longer needed; if it raises, the export
-    fails.
+    `start` is as for `export`. `written` is called when this rank's shards are no longer needed;
+    if it raises, the export fails.
     """
     group, folder = target.group, os.path.realpath(target.folder)
-    made, copied = "", list[str]()
+    made, copied, end = "", list[str](), Target(folder, ())
     error: BaseException | None = None
     is_first = target.rank == 0
     try:
         try:
             if is_first:
                 copied = _files_to_copy(files_from)
+                end = _refuse_existing(folder, start)
                 made = _temporary_name(folder)
-                _begin(made, folder, plan, overwrite)
+                _begin(made, plan)
         except BaseException as caught:
             error = caught
         if group is not None:
@@ -320,7 +336,7 @@ def write_folder(
         gathered = [shares] if group is None else list(group.gather_bytes(shares))
         try:
             if is_first:
-                _finish(made, folder, plan, _checksums(plan, gathered), copied)
+                _finish(made, end, plan, _checksums(plan, gathered), copied)
         except BaseException as caught:
             error = caught
         together(group, error)
@@ -339,9 +355,7 @@ def take_export(
 ) -> Export:
     """Check the arguments without copying any array; with a group, errors are kept."""
     target = check_target(local_path(path), group=group)
-    most = index(max_shard_bytes)
-    if most < 1:
-        raise ValueError(f"max_shard_bytes must be 1 or more, got {max_shard_bytes}")
+    most = check_int("max_shard_bytes", max_shard_bytes, 1)
     return Export(target, most, *_take_state(target, model, rename))
 
 
@@ -366,11 +380,16 @@ def gather_parts(
 
 
 def export(
-    taken: Export, files_from: str | os.PathLike[str] | None = None, overwrite: bool = False
+    taken: Export,
+    files_from: str | os.PathLike[str] | None = None,
+    start: Target | None = None,
 ) -> None:
-    """Export a model; see `export_huggingface`. `overwrite` replaces a Hugging Face folder."""
+    """Export a model; see `export_huggingface`.
+
+    `start` is the target when the caller began: a Hugging Face folder there is replaced.
+    """
     gathered, plan = gather_parts(taken)
-    write_folder(taken.target, plan, gathered.shards, files_from, overwrite)
+    write_folder(taken.target, plan, gathered.shards, files_from, start)
 
 
 def export_huggingface(
@@ -410,7 +429,8 @@ def export_huggingface(
     Raises
     ------
     StoreError
-        `path` exists and is not empty (EEXIST), or the operating system refused.
+        `path` exists and is not empty, or appeared during the export (EEXIST), or the operating
+        system refused.
     ValueError
         `path` is a URL, or the ranks pass different arguments or do not hold all parts of a
         tensor.

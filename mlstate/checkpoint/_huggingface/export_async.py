@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..._common.local_path import local_folder
+from ...collectives._arguments import optional_group
 from .._checkpoint import inspect
 from .._save_async import SaveJob, devices_of, refuse_default_group, staging_of, start_job
 from .export import MAX_SHARD_BYTES, gather_parts, take_export, together, write_folder
@@ -128,6 +129,7 @@ def export_huggingface_async(
     """
     began = time.perf_counter()
     memory = staging_of(staging)
+    group = optional_group(group)
     refuse_default_group(group)
     taken = take_export(path, model, group, max_shard_bytes, rename)
     source = None if files_from is None else local_folder(files_from)  # the thread reads it

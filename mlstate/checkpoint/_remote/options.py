@@ -219,7 +219,7 @@ def take_options(given: Mapping[str, Any] | None) -> StoreOptions:
     return StoreOptions(
         left,
         passed,
-        scratch_folder=None if scratch is None else os.fspath(scratch),
+        scratch_folder=None if scratch is None else local_folder(scratch),
         cache_folder=None if cache is None else local_folder(cache),
         **numbers,
     )

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..._common.arrays import is_torch, refuse_given_away
+from ..._common.arrays import is_torch, refuse_given_away, refuse_unstorable
 from ..._common.backend import backend_of, is_module, is_optimizer
 from ..._sharding.layout import Layout, Shard
 from ...state._kind import kind_of
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
+from .modules import encode_entries, entries_name, metadata_of
 from .tree import RANKS, TEXT, Tree, encode, pack, pack_header, whole_arrays
 
 if TYPE_CHECKING:
@@ -120,8 +121,14 @@ def modules_of(model: Any, states: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, Shard) or (
-        hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, np.generic)
+    return (
+        isinstance(value, Shard)
+        or is_torch(value)
+        or (
+            hasattr(value, "dtype")
+            and hasattr(value, "shape")
+            and not isinstance(value, np.generic)
+        )
     )
 
 
@@ -132,9 +139,9 @@ def _part(name: str, value: Any) -> Any:
 
 def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
     """Return the tensors of a model or an optimizer by name, or None for other values."""
-    if is_module(value):
-        return StateDict(backend_of(value).saved_module(value, ranks))
     if is_optimizer(value):
+        if not backend_of(value).is_plain_optimizer(value):
+            return None
         owner = owner_of(value, modules)
         states, keywords = backend_of(value).saved_optimizer(value, owner, ranks)
         state = OptimizerStateDict(**keywords)
@@ -150,6 +157,22 @@ def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
     return None
 
 
+def add_entries(named: NamedStates, state: str | None, others: tuple[Any, Any]) -> NamedStates:
+    """Return the named states with a module's entries that are not tensors, and metadata.
+
+    `state` is the module's own name among the states, or None for the model.
+    """
+    where = "model" if state is None else f"states[{state!r}]"
+    tree = encode_entries(*others, where)
+    if tree is None:
+        return named
+    if named.arrays is None:
+        named = NamedStates({}, {}, {})
+    named.trees[entries_name(state)] = tree
+    named.kinds[entries_name(state)] = {"kind": "tree"}
+    return named
+
+
 def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
     """Check the named states of a save without copying any array.
 
@@ -163,8 +186,13 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
     assert taken.arrays is not None
     for name, value in states.items():
         where = f"states[{name!r}]"
+        others: Any = ({}, {})
         try:
-            flat = _flat_state(value, modules, ranks)
+            if is_module(value):
+                tensors, *others = backend_of(value).saved_module(value, ranks)
+                flat: Any = StateDict(tensors)
+            else:
+                flat, others = _flat_state(value, modules, ranks), ({}, metadata_of(value))
         except (TypeError, ValueError) as error:
             error.args = (f"{where}: {error}",)
             raise
@@ -173,8 +201,11 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
             taken.kinds[name] = {"kind": "tree"}
         else:
             refuse_given_away(dict(flat))
+            if not is_module(value) and not is_optimizer(value):
+                refuse_unstorable(dict(flat))
             taken.arrays.update({f"{name}/{key}": inner for key, inner in flat.items()})
             kind = kind_of(flat)
             assert kind is not None
             taken.kinds[name] = kind
+            add_entries(taken, name, others)
     return taken

@@ -122,15 +122,20 @@ def _shards(loader: Loader, name: str, node: Any, template: Any) -> dict[str, An
             cut = _WHOLE if template is not None else loader.request.cutting
             found[leaf.key] = loader.load_keys(STATES, [key], cut)[key]
             continue
-        made = like.detach().clone()
-        part = backend_of(made).part_of(key, made)
-        if not isinstance(part, Shard):
-            part = Shard(part)
-        cut = (part._steps, part.index, part.layout.parts) if part._steps else _WHOLE
-        array = loader.load_keys(STATES, [key], cut)[key]
-        part.array.copy_(_tensor_of(None)(array).reshape(part.array.shape))
-        found[leaf.key] = made
+        found[leaf.key] = load_like(loader, STATES, key, like)
     return found
+
+
+def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
+    """Return a new DTensor like another, with this rank's elements of a stored tensor."""
+    made = like.detach().clone()
+    part = backend_of(made).part_of(key, made)
+    if not isinstance(part, Shard):
+        part = Shard(part)
+    cut = (part._steps, part.index, part.layout.parts) if part._steps else _WHOLE
+    array = loader.load_keys(section, [key], cut)[key]
+    part.array.copy_(_tensor_of(None)(array).reshape(part.array.shape))
+    return made
 
 
 def _decode(
@@ -151,6 +156,12 @@ def load_tree(loader: Loader, name: str, kind: Mapping[str, Any]) -> Any:
     found = _read(loader, name, kind)
     values = [_decode(loader, name, each, each.node, None, tensors=False) for each in found]
     return values if "ranks" in kind and loader.request.rank is None else values[0]
+
+
+def read_own(loader: Loader, name: str, kind: Mapping[str, Any]) -> Any:
+    """Return the value of a named state for a target of this rank, with torch tensors."""
+    [stored] = _read(loader, name, kind)
+    return _decode(loader, name, stored, stored.node, None, tensors=_has_torch(stored.node))
 
 
 # ---- restoring ----
@@ -311,10 +322,22 @@ def prepare_object(label: str, target: Any, state: Any) -> Action:
     return _load_action(label, target, state, before)
 
 
-def undo_all(actions: list[Action]) -> None:
-    """Undo actions, the last one first."""
+def undo_all(actions: list[Action], cause: BaseException) -> None:
+    """Undo actions, the last one first; raise CompatibilityError if an object stays changed."""
+    failures: list[tuple[Action, Exception]] = []
     for action in reversed(actions):
-        action.undo()
+        try:
+            action.undo()
+        except Exception as error:
+            failures.append((action, error))
+    if failures:
+        labels = "; ".join(f"{action.label}: {error}" for action, error in failures)
+        changed = CompatibilityError(
+            f"the load failed ({type(cause).__name__}: {cause}), and the earlier state of these "
+            f"objects, which stay changed, could not be loaded back: {labels}"
+        )
+        changed.name = failures[0][0].label
+        raise changed from failures[0][1]
 
 
 def apply_all(actions: list[Action]) -> None:
@@ -323,7 +346,7 @@ def apply_all(actions: list[Action]) -> None:
         try:
             action.apply()
         except BaseException as error:
-            undo_all(actions[: number + 1])
+            undo_all(actions[: number + 1], error)
             if not isinstance(error, Exception):
                 raise
             refused = CompatibilityError(

@@ -5,12 +5,14 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
 
     array                   an array of the checkpoint: key, form (numpy, scalar, torch)
     bytes, bytearray        a uint8 array: key
+    BytesIO                 a uint8 array: key, position
     dict                    key-value pairs, for other keys; class (dict, OrderedDict, Counter)
     tuple, set, frozenset   items
     deque                   items, maxlen
     float, int, complex     values that JSON cannot hold
     path                    a path of pathlib: class, value
     enum                    a member of an enum: module, class, and name or value (of flags)
+    dtype                   a dtype of torch: name
     generator               library, state
     object                  state: the result of ``state_dict()``
 """
@@ -20,16 +22,17 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict, deque
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..._common.arrays import is_torch
-from ..._common.backend import backend_of
+from ..._common.backend import backend_of, torch_backend
 from ..._common.dtypes import name_of, numpy_dtype
 from ..._common.json_values import DEEPEST, check_text
 from ..._sharding.layout import Shard
-from ...errors import FormatError
+from ...errors import FormatError, UnstorableError
 from .generators import library_of, restored, state_of
 from .named_values import enum_node, enum_of, path_node, path_of
 
@@ -47,6 +50,10 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "set": set,
     "frozenset": frozenset,
 }
+_EXACT = (
+    *(bool, str, int, float, complex, bytes, bytearray, BytesIO, np.ndarray),
+    *(dict, OrderedDict, Counter, list, tuple, set, frozenset, deque),
+)
 _MOST_BITS = 64  # of an int in the JSON text; larger ones are hexadecimal
 
 
@@ -70,9 +77,13 @@ class Leaf(NamedTuple):
 
 
 class _Encoder:
-    """Converts one value; `where` in errors is the path from the state's name."""
+    """Converts one value; `where` in errors is the path from the state's name.
 
-    def __init__(self) -> None:
+    `exact`: refuse values that would be decoded with another type.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        self.exact = exact
         self.arrays: dict[str, Any] = {TEXT: None}
 
     def store(self, array: Any, path: tuple[str, ...]) -> str:
@@ -99,6 +110,8 @@ class _Encoder:
             return value if finite else {"$": "float", "value": str(value)}
         if levels == 0:
             raise ValueError(f"{where}: nested more than {DEEPEST} levels deep, or contains itself")
+        if self.exact:
+            _check_exact(value, where)
         found = self.array(value, where, path)
         if found is None:
             found = self.container(value, where, path, levels - 1)
@@ -111,6 +124,9 @@ class _Encoder:
         if isinstance(value, bytes | bytearray):
             array = np.frombuffer(bytes(value), np.uint8)
             return {"$": type(value).__name__, "key": self.store(array, path)}
+        if isinstance(value, BytesIO):
+            key = self.store(np.frombuffer(value.getvalue(), np.uint8), path)
+            return {"$": "BytesIO", "key": key, "position": value.tell()}
         form = "numpy"
         if isinstance(value, np.generic):
             form, value = "scalar", np.asarray(value)
@@ -119,9 +135,7 @@ class _Encoder:
             if hasattr(value, "device_mesh"):
                 value = backend_of(value).part_of(where, value)
             else:
-                reason = backend_of(value).why_not_plain(value)
-                if reason:
-                    raise TypeError(f"{where} is {reason}")
+                backend_of(value).refuse_unstorable(where, value, where)
                 value = value.detach()
         elif not isinstance(value, np.ndarray | Shard) and not (
             hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__")
@@ -178,7 +192,10 @@ class _Encoder:
         return {"$": "dict", "class": kind, "items": pairs}
 
     def object(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a generator, or of an object with ``state_dict()``."""
+        """Return the JSON form of a dtype, a generator, or an object with ``state_dict()``."""
+        name = str(value) if type(value).__name__ == "dtype" else ""
+        if name.startswith("torch."):
+            return {"$": "dtype", "name": name[len("torch.") :]}
         library = library_of(value)
         if library is not None:
             state = self.node(state_of(value, library), where, path, levels)
@@ -191,12 +208,36 @@ class _Encoder:
                 "without pickle: give numbers, str, bytes, arrays, random generators, objects "
                 "with state_dict(), or lists, tuples, sets and dicts of these"
             )
-        return {"$": "object", "state": self.node(method(), where, path, levels)}
+        try:
+            state = method()
+        except Exception as error:
+            name = f"{type(value).__name__}.state_dict()"
+            raise TypeError(f"{where}: {name} raised {type(error).__name__}: {error}") from error
+        return {"$": "object", "state": self.node(state, where, path, levels)}
 
 
-def encode(value: Any, where: str) -> Tree:
-    """Convert a nested value, whose arrays are not copied; errors have the path from `where`."""
-    encoder = _Encoder()
+def _check_exact(value: Any, where: str) -> None:
+    """Raise UnstorableError for a value that would be decoded with another type."""
+    torch_tensor = is_torch(value)
+    if torch_tensor and not value.requires_grad:
+        return
+    if not torch_tensor and (type(value) in _EXACT or isinstance(value, np.generic)):
+        return
+    cls = type(value)
+    raise UnstorableError(
+        f"{where} is a {cls.__module__}.{cls.__qualname__}"
+        f"{' that requires gradients' if torch_tensor else ''}, which cannot be restored as such "
+        "without pickle: use numbers, str, bytes, BytesIO, arrays, detached tensors, or lists, "
+        "tuples, sets and dicts of these"
+    )
+
+
+def encode(value: Any, where: str, *, exact: bool = False) -> Tree:
+    """Convert a nested value, whose arrays are not copied; errors have the path from `where`.
+
+    `exact`: raise UnstorableError for values that are decoded with another type (subclasses).
+    """
+    encoder = _Encoder(exact)
     node = encoder.node(value, where, (), DEEPEST)
     text = json.dumps(node, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     arrays = encoder.arrays
@@ -257,6 +298,16 @@ def unpack(packed: NDArray, where: str) -> tuple[Any, dict[str, NDArray]]:
         raise malformed(where, e) from None
 
 
+def packed(value: Any, where: str) -> NDArray:
+    """Return a nested value as bytes, for `unpacked`; errors have the path from `where`."""
+    tree = encode(value, where)
+    if any(isinstance(array, Shard) for array in tree.arrays.values()):
+        raise TypeError(f"{where} contains a DTensor: only whole tensors can be stored in it")
+    arrays = whole_arrays(tree)
+    nbytes = len(pack_header(tree, arrays)) + sum(array.nbytes for array in arrays.values())
+    return pack(tree, nbytes)
+
+
 # ---- from JSON ----
 
 
@@ -269,7 +320,7 @@ def leaves_of(node: Any) -> list[Leaf]:
         if isinstance(one, list):
             stack += reversed(one)
         elif isinstance(one, dict):
-            if one.get("$") in ("array", "bytes", "bytearray"):
+            if one.get("$") in ("array", "bytes", "bytearray", "BytesIO"):
                 path = one.get("sharded")
                 form = str(one.get("form", one["$"]))
                 found.append(Leaf(str(one["key"]), form, path is not None, tuple(path or ())))
@@ -320,6 +371,10 @@ class Decoder:
 
     def special(self, kind: str, node: dict[str, Any]) -> Any:
         """Return the value of a kind that is neither an array nor a plain container."""
+        if kind == "BytesIO":
+            file = BytesIO(self.arrays[node["key"]].tobytes())
+            file.seek(node["position"])
+            return file
         if kind == "deque":
             return deque((self.value(item) for item in node["items"]), node["maxlen"])
         if kind == "float":
@@ -332,11 +387,22 @@ class Decoder:
             return path_of(node)
         if kind == "enum":
             return enum_of(node)
+        if kind == "dtype":
+            return torch_backend("a dtype of torch").dtype_of(node["name"])
         if kind == "object":
             return self.value(node["state"])
         if kind == "generator":
             return restored(self.value(node["state"]), node["library"])
         raise KeyError(kind)
+
+
+def unpacked(array: NDArray, where: str, tensor_of: Callable[[Any], Any] | None = None) -> Any:
+    """Return the value of `packed` bytes; raise FormatError if they are malformed."""
+    node, arrays = unpack(array, where)
+    try:
+        return Decoder(arrays, tensor_of).value(node)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise malformed(where, error) from None
 
 
 def parse(text: bytes, where: str) -> Any:

@@ -291,6 +291,50 @@ def holds_steps(folder: str) -> bool:
     return False
 
 
+# Suffixes of files that other programs, or `save_file`, read and write.
+_FILE_SUFFIXES = frozenset(
+    [
+        ".safetensors",
+        ".npz",
+        ".npy",
+        ".pt",
+        ".pth",
+        ".bin",
+        ".ckpt",
+        ".pkl",
+        ".pickle",
+        ".h5",
+        ".hdf5",
+        ".msgpack",
+        ".onnx",
+        ".gguf",
+        ".json",
+    ]
+)
+
+
+def refuse_file_name(folder: str | os.PathLike[str]) -> None:
+    """Raise ValueError for a new folder whose name has the suffix of another format's files."""
+    suffix = os.path.splitext(folder)[1].lower()
+    if suffix not in _FILE_SUFFIXES:
+        return
+    if isinstance(folder, RemoteFolder):
+        is_checkpoint = exists(folder, MANIFEST)
+    else:
+        is_checkpoint = os.path.isdir(folder)
+    if is_checkpoint:
+        return
+    remedy = "mlstate convert writes files of other formats"
+    if suffix == ".safetensors":
+        remedy = "save_file(state, path) writes one file"
+    elif suffix in (".npz", ".pt", ".pth", ".bin"):
+        remedy = f"save_file writes a .safetensors file, and mlstate convert a {suffix} file of it"
+    raise ValueError(
+        f"{os.fspath(folder)}: a checkpoint is a folder, and {suffix} is the suffix of a file: "
+        f"{remedy}; for a folder, pass a path without this suffix"
+    )
+
+
 def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
     """Raise StoreError (EEXIST) if a path exists, except an empty folder or with `overwrite`."""
     if overwrite:
@@ -319,6 +363,36 @@ def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
 def mark_path(root: str) -> str:
     """Return the path of the mark for a damaged step, next to its root."""
     return root.removesuffix(".json") + _MARK
+
+
+class FolderContent(NamedTuple):
+    """The checkpoints in a folder at one time; a writer may replace only these."""
+
+    manifest: bytes | None
+    roots: tuple[Root, ...]
+
+    @classmethod
+    def of(cls, folder: str) -> FolderContent:
+        """Return the current content; empty if the folder does not exist."""
+        if not isinstance(folder, RemoteFolder) and not os.path.isdir(folder):
+            return cls(None, ())
+        manifest = None
+        with suppress(FileNotFoundError):
+            manifest = read_bytes(folder, MANIFEST)
+        return cls(manifest, tuple(list_roots(folder)))
+
+    def refuse_change(self, folder: str) -> None:
+        """Raise StoreError (EEXIST) if the folder has other checkpoints now.
+
+        If it was empty, files of other programs are refused too.
+        """
+        is_same = FolderContent.of(folder) == self
+        if self == (None, ()) and not isinstance(folder, RemoteFolder):
+            is_same = is_same and not foreign_files(folder)
+        if not is_same:
+            text = "it was changed by another writer meanwhile, and is left as it is"
+            exists = FileExistsError(errno.EEXIST, text)
+            raise store_error(exists, "cannot write the target", folder)
 
 
 def root_path(manifest: Manifest) -> str:

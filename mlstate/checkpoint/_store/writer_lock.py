@@ -20,7 +20,7 @@ import stat
 from typing import Any
 
 from ... import _core
-from ..._common.atomic_file import change_mode, replacing
+from ..._common.atomic_file import Target, change_mode, replacing
 from ..._common.regular_file import NOT_REGULAR
 from ...errors import StoreError
 from .folder import MANIFEST, new_file_mode, store_error
@@ -218,7 +218,7 @@ class WriterLock:
         return True
 
     def _limit_mode(self, number: int, mode: int) -> None:
-        """Restrict who may read and write a new lock file to those of the other files.
+        """Limit the bits for reading and writing of a new lock file as for the other files.
 
         The bits for execution stay, because FAT has them on every file and refuses to change them.
         """
@@ -254,7 +254,7 @@ class WriterLock:
             raise self._busy_error(f"{who} is writing it")
         if self._is_current(descriptor):
             # keep the text: the new file must name the unfinished generation too
-            with replacing(self._path, follow_links=False) as file:
+            with replacing(self._path, Target.of(self._path, follow_links=False)) as file:
                 file.write(os.pread(descriptor.fileno(), 4096, 0))
 
     def _write(self, generation: str | None) -> None:

@@ -31,7 +31,7 @@ from .._store import folder as _folder
 from .._store.writer_lock import WriterLock
 from .report import Traffic
 from .unit_file import SUFFIX, arrays_in, is_unit_file, open_unit, units_of
-from .unit_handle import take_back
+from .unit_handle import refuse_other_states, take_back
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +54,9 @@ def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
     if is_optimizer(optimizer):
         if module is None:
             raise TypeError("a torch optimizer needs its module as model: names come from there")
-        return model, backend_of(optimizer).tensors_of_optimizer(optimizer, module), optimizer
+        states = backend_of(optimizer).tensors_of_optimizer(optimizer, module)
+        refuse_other_states(states)
+        return model, states, optimizer
     for what, state in (("model", model), ("optimizer", optimizer)):
         if state is not None and not hasattr(state, "keys"):
             raise TypeError(

@@ -9,6 +9,8 @@ import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._common.arguments import check_flags
+from ..._common.backend import backend_of
 from ..._sharding.layout import Tier
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
@@ -146,6 +148,7 @@ class TieredState(TierMoves):
         device: Any = None,
         discard: bool = False,
     ) -> None:
+        check_flags(discard=discard)
         self._init_attributes(directory, hot_budget_bytes, warm_budget_bytes)
         model, optimizer, torch_optimizer = self._prepare_states(model, optimizer, device)
         units = self._make_units(model, optimizer)
@@ -542,8 +545,9 @@ class TieredState(TierMoves):
         Returns
         -------
         StateDicts
-            ``(model, optimizer)``, with the classes and attributes of the given states; set
-            ``optimizer.step`` and other attributes before saving. Each value is a `Shard` with
+            ``(model, optimizer)``, with the classes and attributes of the given states; a torch
+            optimizer's groups are current. Set ``optimizer.step`` and other attributes before
+            saving. Each value is a `Shard` with
             its tier. Hot and warm units contribute their arrays without a copy. Cold units
             contribute read-only arrays over their verified, memory-mapped files, so a save
             needs no memory for them.
@@ -571,6 +575,11 @@ class TieredState(TierMoves):
         """
         model, optimizer = self._templates
         states = StateDicts(model.copy(), optimizer.copy())
+        if self._optimizer is not None:
+            names = [name for group in optimizer.param_groups for name in group["params"]]
+            groups = backend_of(self._optimizer).optimizer_groups(self._optimizer, names)
+            states.optimizer.param_groups = groups["param_groups"]
+            states.optimizer.learning_rate = groups["learning_rate"]
         for name in self:
             with self._changed:
                 unit = self._unit_at_rest(name)

@@ -82,14 +82,24 @@ def _check(unit: Unit, part: Part, array: Any) -> Part:
     return made
 
 
+def refuse_other_states(states: Mapping[str, Any]) -> None:
+    """Raise TypeError for a state of a torch optimizer that is not a tensor."""
+    for name, value in states.items():
+        if not is_torch(value):
+            raise TypeError(
+                f"{name!r} is a {type(value).__name__}: a TieredState stores only states that are "
+                "tensors; save such an optimizer by mlstate.save"
+            )
+
+
 def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, Any]) -> None:
     """Take over arrays that the user replaced, and states that the user added or removed.
 
     `states` are the states that a torch optimizer now has for the parameter. Everything is
     checked before anything is changed.
     """
-    added = {name: value for name, value in states.items() if is_torch(value)}
-    wanted = {**added, **used.states}
+    refuse_other_states({f"{unit.name}.{name}": value for name, value in states.items()})
+    wanted = {**states, **used.states}
     parts: list[Part] = []
     replaced: list[tuple[Part, Any]] = []
     for part in unit.parts:

@@ -13,6 +13,7 @@ from ..._common.local_path import local_folder
 from ..._common.set_module import set_module
 from ...checkpoint import load
 from ...checkpoint._files.lightning import checkpoint_of, read_ckpt, save_checkpoint
+from ...checkpoint._save import SaveFolder
 from ...checkpoint._store import folder as _folder
 
 
@@ -129,7 +130,8 @@ class MLStateCheckpointIO:
             raise TypeError("MLStateCheckpointIO takes no storage_options")
         folder = local_folder(path)
         if _is_checkpoint(folder) and not os.path.islink(folder):
-            save_checkpoint(checkpoint, folder, **self._options)
+            target = SaveFolder(folder, any_suffix=True)  # Lightning names it .ckpt
+            save_checkpoint(checkpoint, target, **self._options)
             return
         # the name appears with the whole checkpoint, and a link or a file is replaced
         parent, name = os.path.split(folder)

@@ -32,8 +32,15 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         write_pt,
         write_tree,
     )
-    from ._checkpoint.load_targets import fill_module, fill_optimizer, saved_module, saved_optimizer
+    from ._checkpoint.load_targets import (
+        fill_module,
+        fill_optimizer,
+        own_load,
+        saved_module,
+        saved_optimizer,
+    )
     from ._checkpoint.optimizer import optimizer_dict, optimizer_state
+    from ._checkpoint.optimizer_contract import is_plain_optimizer
     from ._checkpoint.tiers import (
         accelerator,
         give_memory,
@@ -41,8 +48,10 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         in_memory,
         is_given_away,
         on_device,
+        optimizer_groups,
         tensors_of_optimizer,
     )
+    from ._collectives.wrapped_groups import wrapped_group
     from ._gradients.accumulate import (
         add_gradient,
         copy_of,
@@ -58,13 +67,21 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         reduce_on_device,
         why_not_reduced,
     )
+    from ._tensors.dtypes import dtype_of
     from ._tensors.kv import move_kv
     from ._tensors.memory import note_written, write_into_tensor
     from ._tensors.pickle import reduce_state
-    from ._tensors.state import arrays_of, device_of, tensors_of, why_not_plain
+    from ._tensors.state import (
+        arrays_of,
+        device_of,
+        refuse_unstorable,
+        tensors_of,
+        why_not_plain,
+    )
 
 # fmt: off
 _NAMES = {
+    "_collectives.wrapped_groups": ("wrapped_group",),
     "_activation.strategies": ("apply_strategy", "cuda_memory"),
     "_activation.apply_plan": ("apply_plan",),
     "_gradients.backward": (
@@ -74,10 +91,12 @@ _NAMES = {
     "_checkpoint.files": (
         "read_dcp", "read_pt", "read_tree", "write_dcp", "write_pt", "write_tree",
     ),
+    "_tensors.dtypes": ("dtype_of",),
     "_tensors.kv": ("move_kv",),
     "_tensors.memory": ("note_written", "write_into_tensor"),
     "_activation.operators": ("operator_contexts",),
     "_checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
+    "_checkpoint.optimizer_contract": ("is_plain_optimizer",),
     "_tensors.pickle": ("reduce_state",),
     "_activation.recompute_check": ("check_recompute",),
     "_gradients.accumulate": (
@@ -86,13 +105,15 @@ _NAMES = {
     "_checkpoint.dtensor_shards": (
         "module_state", "needs_all_ranks", "optimizer_parts", "part_of", "tied_names",
     ),
-    "_tensors.state": ("arrays_of", "device_of", "tensors_of", "why_not_plain"),
+    "_tensors.state": (
+        "arrays_of", "device_of", "refuse_unstorable", "tensors_of", "why_not_plain",
+    ),
     "_checkpoint.tiers": (
         "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",
-        "on_device", "tensors_of_optimizer",
+        "on_device", "optimizer_groups", "tensors_of_optimizer",
     ),
     "_checkpoint.load_targets": (
-        "fill_module", "fill_optimizer", "saved_module", "saved_optimizer",
+        "fill_module", "fill_optimizer", "own_load", "saved_module", "saved_optimizer",
     ),
 }
 # fmt: on

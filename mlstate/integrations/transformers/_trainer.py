@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..._common.local_path import local_path
 from ..._common.set_module import set_module
 from ...checkpoint import CheckpointManager
 from ...checkpoint._commit import gather_bytes
@@ -129,9 +130,9 @@ class MLStateCallback:
     Notes
     -----
     The Trainer writes ``checkpoint-<step>`` without a commit, and deletes older folders before
-    the callback saves. After a crash the newest folder may be incomplete, and those of earlier
-    steps deleted. Pass the result of `last_checkpoint` to ``train(resume_from_checkpoint=…)``: it
-    returns a complete folder, and restores one from the newest step if there is no other.
+    the callback saves. After a crash the newest folder may be incomplete, and the older
+    ones deleted. Pass the result of `last_checkpoint` to ``train(resume_from_checkpoint=…)``: it
+    returns a complete folder, and restores one from the newest step if no other exists.
 
     A checkpoint of the Trainer with optimizer and scheduler, but without a step of mlstate, is
     resumed with a warning. If the number of ranks has changed, generators are not restored, as
@@ -173,7 +174,7 @@ class MLStateCallback:
         self._manager: CheckpointManager | None = None
         self._group: Any = None
         self._restored: list[tuple[Any, str, Any]] = []  # states of generators, to set later
-        self._skips_batches = False  # of the epoch in which the training resumes
+        self._skips_batches = False  # whether the training resumes in an epoch
         self._signal_step: int | None = None  # saved because of a signal
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -185,7 +186,7 @@ class MLStateCallback:
     def last_checkpoint(
         output_dir: str | os.PathLike[str], directory: str | os.PathLike[str] | None = None
     ) -> str | None:
-        """Return the newest checkpoint of the Trainer from which it can resume, or None.
+        """Return the newest checkpoint of the Trainer that can be resumed, or None.
 
         Usually this is the folder of the newest step; weights and step are verified. A later
         folder of the Trainer is returned only if it holds optimizer and scheduler. If the Trainer
@@ -199,7 +200,7 @@ class MLStateCallback:
         directory : str or os.PathLike, optional
             As for the callback.
         """
-        output = Path(output_dir)
+        output = Path(local_path(output_dir))
         manager = CheckpointManager(output / _FOLDER if directory is None else directory)
         return last_checkpoint(output, manager)
 
@@ -354,7 +355,7 @@ class MLStateCallback:
         self._save_after_signal(args, state, control, objects)
 
     def _save_after_signal(self, args: Any, state: Any, control: Any, objects: Any) -> None:
-        """Save the step if ``enable_jit_checkpoint`` has just saved: there is no event for it."""
+        """Save the step if ``enable_jit_checkpoint`` has just saved, which sends no event."""
         if not getattr(args, "enable_jit_checkpoint", False) or not control.should_training_stop:
             return
         folder = folder_of(Path(args.output_dir), state.global_step)

@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._common.atomic_file import replace_folder, temporary_name
+from ..._common.atomic_file import Target, new_path
 from ..._safetensors import load_file, save_file
 from ...checkpoint._store.writer_lock import WriterLock
 from ...errors import CompatibilityError, MLStateError
@@ -148,7 +148,7 @@ def _is_resumable(output: Path, manager: CheckpointManager, step: int) -> bool:
 
 
 def last_checkpoint(output: Path, manager: CheckpointManager) -> str | None:
-    """Return the newest folder from which a training can resume, or None.
+    """Return the newest folder that a training can resume, or None.
 
     The folder of the newest step is written again if the Trainer was killed after it had deleted
     it, or if there is no complete folder.
@@ -198,19 +198,15 @@ def _restore_folder(output: Path, manager: CheckpointManager, step: int, positio
             f"{folder} is not complete, and steps in an object store cannot restore it: resume "
             f"from an older folder, or load step {step} with CheckpointManager.restore"
         )
-    with WriterLock(manager.directory, timeout=_LOCK_SECONDS).acquire():
+    lock = WriterLock(manager.directory, timeout=_LOCK_SECONDS)
+    with lock.holder:
+        lock.acquire()
         if is_whole(folder, position):
             return folder  # another rank has restored it
-        temporary = temporary_name(folder)
-        temporary.mkdir()
-        try:
+        with new_path(Target.of(folder)) as name:
+            temporary = Path(name)
+            temporary.mkdir()
             model = manager.restore(step).model
             save_file({} if model is None else model, temporary / _SAFETENSORS[0], {"format": "pt"})
             (temporary / POSITION).write_text(position, encoding="utf-8")
-            replace_folder(temporary, folder)
-        except BaseException:
-            import shutil
-
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
     return folder

@@ -21,7 +21,7 @@ from mlstate import (
     load_file,
     save_file,
 )
-from mlstate._common.atomic_file import replacing
+from mlstate._common.atomic_file import Target, replacing
 from mlstate.checkpoint._files.convert import FORMATS, PARTS, format_of, read_any, write_any
 from mlstate.checkpoint._files.npz import read_npz, write_npz
 
@@ -195,7 +195,7 @@ def test_awkward_names_survive(tmp_path):
 def test_any_names_survive(tmp_path_factory, names):
     path = tmp_path_factory.mktemp("npz") / "x.npz"
     arrays = {name: np.full(1, i) for i, name in enumerate(names)}
-    write_npz(path, arrays, {})
+    write_npz(Target.of(path), arrays, {})
     found, record = read_npz(path)
     assert {name: int(array[0]) for name, array in found.items()} == {
         name: int(array[0]) for name, array in arrays.items()

@@ -1,7 +1,6 @@
 """Exported Hugging Face folders: their files, failures and kills; ranks are threads."""
 
 import json
-import os
 import signal
 import sys
 
@@ -16,6 +15,7 @@ from weight_folder import write_folder
 
 import mlstate
 from mlstate import _core
+from mlstate._common.atomic_file import Target
 from mlstate.checkpoint import Layout, export_huggingface, export_huggingface_async
 from mlstate.checkpoint import inspect as inspect_checkpoint
 from mlstate.checkpoint._files.convert import write_any
@@ -224,23 +224,25 @@ STEPS = [
     (export_module, "_checksums"),
     (export_module._folder, "overwrite_start"),
     (export_module, "_copy_file"),
-    (os, "rename"),
+    (_core, "path_rename"),
 ]
 
 
 KILLED = """
 import os, signal, sys
 import numpy as np
+from mlstate import _core
+from mlstate._common.atomic_file import Target
 from mlstate.checkpoint._huggingface import export as module
 
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 steps = [(module, "_write_parts"), (module, "_checksums"), (module._folder, "overwrite_start"),
-         (module, "_copy_file"), (os, "rename")]
+         (module, "_copy_file"), (_core, "path_rename")]
 setattr(*steps[{step}], die)
 taken = module.take_export({target!r}, {{"w": np.ones(9)}})
-module.export(taken, {source!r}, {overwrite})
+module.export(taken, {source!r}, Target.of({target!r}) if {overwrite} else None)
 """
 
 
@@ -256,7 +258,8 @@ def test_a_kill_or_failure_at_any_step_leaves_the_target_as_it_was(
     owner, name = STEPS[step]
 
     def export():
-        export_module.export(export_module.take_export(target, state_of()), source, overwrite)
+        start = Target.of(target) if overwrite else None
+        export_module.export(export_module.take_export(target, state_of()), source, start)
 
     def is_unchanged():
         if not overwrite:

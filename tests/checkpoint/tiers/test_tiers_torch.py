@@ -191,3 +191,20 @@ def test_a_lazy_parameter_is_not_taken_for_a_cold_one():
     give_memory(weight, None)
     assert has_given_away() and is_given_away(weight)
     assert not is_given_away(torch.nn.LazyLinear(3).weight)
+
+
+@pytest.mark.torch
+def test_groups_are_current_and_states_that_are_not_tensors_are_refused(folder):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    with TieredState(module, sgd, folder, device="cpu") as tiers:
+        sgd.param_groups[0].update(lr=0.25, layers={1, 2})
+        saved = tiers.state_dicts().optimizer
+        assert saved.learning_rate == saved.param_groups[0]["lr"] == 0.25
+        assert saved.param_groups[0]["layers"]["value"] == {"$": "set", "items": [1, 2]}
+        refused = pytest.raises(TypeError, match=r"'weight.count' is a int: a TieredState")
+        with refused, tiers.use("weight"):
+            sgd.state[module.weight]["count"] = 3
+    with pytest.raises(TypeError, match=r"'weight.count' is a int"):
+        TieredState(module, sgd, folder.with_name("other"), device="cpu")

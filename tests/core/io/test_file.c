@@ -261,3 +261,22 @@ TEST(a_folder_of_a_file_system_that_cannot_sync_is_no_error)
     CHECK(mls_folder_sync(-1) == EBADF);
 }
 #endif
+
+TEST(a_rename_replaces_nothing_or_swaps_two_names)
+{
+    char other[PATH_ROOM];
+    write_text(in_folder(path, "a"), "first");
+    write_text(in_folder(other, "b"), "second");
+    const int refused = mls_path_rename(path, other, MLS_RENAME_NEW);
+    CHECK(refused == EEXIST || refused == ENOTSUP);
+    CHECK(content_is(path, "first") && content_is(other, "second"));
+    if (refused == ENOTSUP) {
+        return; /* this file system cannot do it */
+    }
+    CHECK(mls_path_rename(path, other, MLS_RENAME_SWAP) == 0);
+    CHECK(content_is(path, "second") && content_is(other, "first"));
+    CHECK(unlink(other) == 0);
+    CHECK(mls_path_rename(path, other, MLS_RENAME_SWAP) == ENOENT);
+    CHECK(mls_path_rename(path, other, MLS_RENAME_NEW) == 0);
+    CHECK(content_is(other, "second") && entries() == 1);
+}

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from averaged_model import Ema
+from group_model import raises
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch_processes import main, scenario
 
 import mlstate
@@ -98,6 +100,104 @@ def a_background_save_has_the_states_of_all_ranks(group):
     assert found["loader"]["rank"] == group.rank
     assert len(found["loader"]["seen"]) == group.rank + 3
     assert found["ema"]["count"] == 0
+
+
+def stage(number, seed):
+    """A stage of a pipeline, whose optimizer only this rank has, and a parameter on all ranks."""
+    torch.manual_seed(seed)
+    names = {f"stage{number}": torch.nn.Linear(3, 2), "shared": torch.nn.Linear(2, 2)}
+    return torch.nn.ModuleDict(names)
+
+
+def two_groups(module, number, rate):
+    shared = {"params": [*module["shared"].parameters()], "lr": rate}
+    own = {"params": [*module[f"stage{number}"].parameters()], "lr": rate + number, "odd": {number}}
+    return torch.optim.SGD([shared, own], momentum=0.9)
+
+
+def step_all(module, optimizer):
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@scenario
+def groups_of_ranks_with_other_parameters_are_all_stored(group):
+    number = group.rank
+    module = stage(number, 0)
+    optimizer = two_groups(module, number, 0.5)
+    if number:
+        optimizer.state[module["stage1"].bias]["nested"] = [None, "x"]
+    step_all(module, optimizer)
+    mlstate.save(path("e"), module, optimizer, group=group)
+    saved = mlstate.load(path("e")).optimizer.param_groups
+    assert sorted(name for each in saved for name in each["params"]) == [
+        *("shared.bias", "shared.weight"),
+        *("stage0.bias", "stage0.weight", "stage1.bias", "stage1.weight"),
+    ]
+    fresh = stage(number, 1)
+    other = two_groups(fresh, number, 7.0)
+    names = [f"stage{number}.*", "shared.*"]
+    mlstate.load(path("e"), into={"model": fresh, "optimizer": other}, names=names, group=group)
+    assert [each["lr"] for each in other.param_groups] == [0.5, 0.5 + number]
+    assert other.param_groups[1]["odd"] == {number}
+    state, own = other.state[fresh[f"stage{number}"].bias], optimizer.state
+    assert torch.equal(
+        state["momentum_buffer"], own[module[f"stage{number}"].bias]["momentum_buffer"]
+    )
+    assert state.get("nested") == ([None, "x"] if number else None)
+
+    optimizer.param_groups[0]["lr"] = 0.25 + number
+    raises(
+        ValueError,
+        "the group of 'shared.weight' has 'lr' = 0.25 on rank 0, and 1.25 on rank 1",
+        mlstate.save,
+        *(path("f"), module, optimizer),
+        group=group,
+    )
+
+
+@scenario
+def an_optimizer_that_shards_its_states_is_stored_by_its_own_methods(group):
+    torch.manual_seed(0)
+    module, fresh = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.1)
+    step_all(module, optimizer)
+    optimizer.consolidate_state_dict(to=0)
+    words = {0: "does not keep all of its state in `state`", 1: "has not been consolidated"}
+    refused = (TypeError, words[group.rank], mlstate.save, path("g"), module, optimizer)
+    raises(*refused, group=group)
+    own = optimizer.state_dict() if group.rank == 0 else None
+    mlstate.save(path("g"), module, states={"zero": own}, group=group)
+    mlstate.load(path("g"), into={"model": fresh}, group=group)
+    other = ZeroRedundancyOptimizer(fresh.parameters(), torch.optim.Adam, lr=0.5)
+    state = mlstate.load(path("g"), rank=0, world_size=2, device="cpu").states["zero"]
+    other.load_state_dict(state)
+    step_all(module, optimizer)
+    step_all(fresh, other)
+    assert all(map(torch.equal, module.parameters(), fresh.parameters()))
+    assert other.param_groups[0]["lr"] == 0.1
+
+
+@scenario
+def sharded_parameters_keep_nested_states_and_values(group):
+    model, optimizer = trained(0, group)
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    optimizer.state[weights[1]]["history"] = [torch.ones(2), None, {"a": (1, 2)}]
+    optimizer.state[weights[0]]["left"] = torch.full((7,), 2.0)
+    optimizer.param_groups[0].update(rule={1: (2, 3)}, lr=torch.tensor(0.125))
+    mlstate.save(path("h"), model, optimizer, group=group)
+    other = sharded(3)
+    split = [{"params": [p]} for p in reversed(list(other.parameters()))]
+    other_opt = torch.optim.AdamW(split, lr=9.0)
+    mlstate.load(path("h"), into={"model": other, "optimizer": other_opt}, group=group)
+    for each in other_opt.param_groups:
+        assert torch.equal(each["lr"], torch.tensor(0.125)) and each["rule"] == {1: (2, 3)}
+    weights = [p for p in other.parameters() if p.dim() == 2]
+    first, _, last = other_opt.state[weights[1]]["history"]
+    assert torch.equal(first, torch.ones(2)) and last == {"a": (1, 2)}
+    left = other_opt.state[weights[0]]["left"]
+    assert torch.equal(left.full_tensor(), torch.full((7,), 2.0))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def test_states_are_made_in_the_dtype_and_order_in_memory_of_their_parameter(tmp
 def test_numbers_stay_numbers(tmp_path):
     module, asgd = trained(torch.optim.ASGD)
     for states in asgd.state.values():
-        states["eta"] = float(states["eta"])
+        states["rate"] = float(states["eta"])
         states["count"] = 7
     mlstate.save(tmp_path / "a", module, asgd)
     fresh = model(1)
@@ -89,6 +89,10 @@ def test_numbers_stay_numbers(tmp_path):
     other.state[fresh[0].weight]["count"] = 1
     mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
     assert other.state[fresh[0].weight]["count"] == 7
+    asgd.state[module[0].weight]["eta"] = 0.5
+    mlstate.save(tmp_path / "a", module, asgd)
+    mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
+    assert isinstance(other.state[fresh[0].weight]["eta"], torch.Tensor)  # as torch converts it
 
 
 def test_what_the_checkpoint_has_not_is_dropped_made_zeros_or_refused(tmp_path):

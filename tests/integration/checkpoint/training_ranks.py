@@ -443,5 +443,19 @@ def a_rank_without_elements_is_a_rank_all_the_same(group):
         assert mlstate.load(again).optimizer == mlstate.load(folder).optimizer
 
 
+@scenario
+def an_optimizer_without_states_keeps_its_groups(group):
+    for kind in KINDS:
+        module = wrapped(kind)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
+        optimizer.param_groups[0]["layers"] = {1, 2}
+        folder = folder_of(f"stateless-{kind}")
+        mlstate.save(folder, module, optimizer, group=group)
+        fresh = wrapped(kind, seed=3)
+        other = torch.optim.SGD(fresh.parameters(), lr=7.0)
+        mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
+        assert (other.param_groups[0]["lr"], other.param_groups[0]["layers"]) == (0.25, {1, 2})
+
+
 if __name__ == "__main__":
     main()

@@ -1,19 +1,30 @@
 """The ranks of test_torch_group.py: scenarios for torch groups; also runs group_scenarios.py."""
 
+import gc
 import os
 import sys
 import time
+import weakref
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from group_model import raises
+from group_model import raises, shared_folder
 from group_scenarios import check_reductions
 from torch_processes import SCENARIOS, main, scenario, tell
 
-from mlstate import CollectiveError, CompatibilityError
+import mlstate
+from mlstate import CollectiveError, CompatibilityError, fsdp
+from mlstate.checkpoint import (
+    CheckpointManager,
+    export_huggingface,
+    export_huggingface_async,
+    save_async,
+)
 from mlstate.collectives import ProcessGroup
+from mlstate.collectives._arguments import check_group
+from mlstate.distributed import DistributedStateCollector
 from mlstate.integrations.torch import TorchGroup
 
 # ---- operations ----
@@ -24,6 +35,52 @@ def it_is_a_group(group):
     assert isinstance(group, ProcessGroup)
     assert (group.rank, group.world_size) == (dist.get_rank(), dist.get_world_size())
     assert repr(group) == f"TorchGroup(rank {group.rank} of {group.world_size})"
+
+
+@scenario
+def torch_groups_are_accepted_wherever_a_group_is(group):
+    world, state = dist.group.WORLD, {"w": np.arange(6.0)}
+    folder = shared_folder(group)
+    mlstate.save(folder / "a", state, group=world)
+    assert mlstate.load(folder / "a", group=world, layout="flat").model["w"].size < 6
+    mlstate.load(folder / "a", group=world, into={"model": torch.nn.Linear(1, 1)}, strict=False)
+    export_huggingface(folder / "hf", state, group=world)
+    manager = CheckpointManager(folder / "run", save_interval_steps=2)
+    assert manager.should_save(2, group=world)
+    assert not manager.reached_preemption(group=world)
+    manager.save(2, state, group=world)
+    assert manager.restore_latest(group=world).step == 2
+    assert manager.restore(2, group=world).step == 2
+    other = dist.new_group()
+    manager.save_async(4, state, group=other).wait()
+    save_async(folder / "b", state, group=other).wait()
+    raises(ValueError, "torch's default group", save_async, folder / "c", state, group=world)
+    raises(ValueError, "default group", export_huggingface_async, folder / "c", state, group=world)
+    collector = DistributedStateCollector(world)
+    collector.broadcast_state({"w": np.arange(6.0)})
+    units = fsdp.sharding_units(torch.nn.Linear(2, 2), world)
+    assert units["weight"].shard_index == group.rank
+    assert fsdp.clip_grad_norm({}, 1.0, world) == 0
+    operation = fsdp.ReduceScatterOperation(world, (6,), "float64", group.rank)
+    operation.reduce_scatter(state["w"])
+    assert collector.group is fsdp.FSDP(world).process_group is check_group(world)
+    mesh = dist.init_device_mesh("cpu", (group.world_size,))
+    assert check_group(mesh) is check_group(mesh.get_group())
+    mesh = dist.init_device_mesh("cpu", (1, group.world_size), mesh_dim_names=("dp", "tp"))
+    raises(ValueError, "mesh of 2 dimensions", check_group, mesh)
+    assert check_group(mesh["tp"]).world_size == group.world_size
+    alone = dist.new_group([0])
+    if group.rank == 0:
+        check_group(alone)
+        held = weakref.ref(check_group(alone))
+        dist.destroy_process_group(alone)
+        raises(ValueError, "was destroyed", mlstate.save, folder / "d", state, group=alone)
+        check_group(world)
+        gc.collect()
+        assert held() is None
+    else:
+        raises(TypeError, "process group", mlstate.save, folder / "d", state, group=alone)
+    dist.barrier()  # the groups are still open
 
 
 @scenario

@@ -1,6 +1,7 @@
 """Gradients of torch models by hooks: ranks as threads, and as processes over gloo."""
 
 import importlib
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,8 @@ import pytest
 import rank_jobs
 from thread_team import thread_outcomes
 
-from mlstate import _core
-from mlstate.collectives import LocalGroup
+from mlstate import CollectiveError, _core
+from mlstate.collectives import LocalGroup, SingleGroup
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(250)]
@@ -114,3 +115,80 @@ def test_a_tensor_whose_negation_is_to_come_is_reduced_as_what_it_means():
     hook.accumulate_gradients({"w": unit}, {"w": total})
     assert unit.local_gradient.tolist() == [0.0] * 3
     group.close()
+
+
+# ---- parameters that change after their registration ----
+
+
+def _assign(module):
+    module.load_state_dict(module.state_dict(), assign=True)
+
+
+def _assign_one(module):
+    module[0].load_state_dict(module[0].state_dict(), assign=True)
+
+
+def _swap(module):
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.load_state_dict(module.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def _set(module):
+    module[1].weight = torch.nn.Parameter(torch.ones(1, 3))
+
+
+def _unfreeze(module):
+    module[2].requires_grad_(True)
+
+
+def _add(module):
+    module.append(torch.nn.Linear(1, 1))
+
+
+def _parametrize(module):
+    torch.nn.utils.parametrizations.weight_norm(module[0])
+
+
+CHANGES = [_assign, _assign_one, _swap, _set, _unfreeze, _add, _parametrize]
+
+
+@pytest.mark.parametrize("gradients", ["full", "shard"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_parameter_is_noticed_before_the_optimizer_steps(change, gradients):
+    layers = [torch.nn.Linear(2, 3), torch.nn.Linear(3, 1), torch.nn.Linear(1, 1)]
+    module = torch.nn.Sequential(*layers)
+    layers[2].requires_grad_(False)
+    units = {
+        name: FSDPShardingUnit(name, tuple(p.shape), "float32", 0)
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step():
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    with FSDPBackwardHook(FSDP(SingleGroup())) as hook, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the optimizer has no gradients
+        hook.register_hooks(module, units, gradients=gradients)
+        step()
+        change(module)
+        before = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+        with pytest.raises(CollectiveError, match="after register_hooks: close"):
+            step()
+        after = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        assert all(map(torch.equal, before, after))
+    step()  # without hooks
+
+
+def test_an_optimizer_of_another_module_may_step():
+    module, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    unit = FSDPShardingUnit("weight", (1, 2), "float32", 0)
+    with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        hook.register_hooks(module, {"weight": unit})
+        module.load_state_dict(module.state_dict(), assign=True)
+        torch.optim.SGD(other.parameters()).step()

@@ -77,6 +77,7 @@ def trainer_of(callbacks, plugins, **options):
         enable_model_summary=False,
         callbacks=callbacks,
         plugins=plugins,
+        enable_checkpointing=bool(callbacks),  # otherwise it saves into the current folder
         **{"max_epochs": 2, **options},
     )
 

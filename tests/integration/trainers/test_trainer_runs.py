@@ -1,4 +1,4 @@
-"""Which steps of a transformers.Trainer stay, and from which a training resumes."""
+"""Which steps of a transformers.Trainer stay, and how a training resumes."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ def train(runs, folder, *callbacks, resume=None, with_mlstate=True, callback=Non
 
 
 def steps_of(folder):
-    """Return the steps of mlstate, and those of the Trainer's folders."""
+    """Return the steps of mlstate, and of the folders of the Trainer."""
     folders = sorted(int(path.name[11:]) for path in Path(folder).glob("checkpoint-*"))
     return sorted(CheckpointManager(folder / "mlstate").steps()), folders
 
@@ -105,7 +105,7 @@ def test_other_limits_in_later_runs_leave_a_step_for_both(tmp_path, runs):
         assert steps == folders and most in steps
 
 
-# ---- from which a training resumes ----
+# ---- how a training resumes ----
 
 
 def test_a_kill_after_the_deletion_leaves_a_checkpoint(tmp_path, runs):
@@ -297,6 +297,31 @@ def test_tensors_as_learning_rates_resume(tmp_path, runs):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert trained(MLStateCallback.last_checkpoint(tmp_path), 5) == pytest.approx(0.1 / 6)
+
+
+def test_a_gradient_scaler_is_restored(tmp_path, runs):
+    import transformers
+
+    class Prepared:  # as accelerate wraps an optimizer
+        def __init__(self, parameters, scale):
+            self.optimizer = torch.optim.AdamW(parameters)
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            self.scaler.scale(torch.ones(1))  # creates the scale
+
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    state = transformers.TrainerState(global_step=2, epoch=0.5)
+    scales = []
+    for scale in (8.0, 2.0):
+        model = runs.Model()
+        optimizer = Prepared(model.parameters(), scale)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer)
+        objects = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+        callback = MLStateCallback()
+        begun = state if scales else transformers.TrainerState()
+        callback.on_train_begin(args, begun, None, train_dataloader=[0] * 4, **objects)
+        callback.on_save(args, state, None, **objects)
+        scales.append(optimizer.scaler.get_scale())
+    assert scales == [8.0, 8.0]
 
 
 def test_the_position_of_the_trainer_is_recorded(tmp_path, runs):

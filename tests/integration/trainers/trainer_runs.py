@@ -224,7 +224,7 @@ def run_sequence(folder, seed, patcher, runs=5):
 
 
 def check_resume(folder, digests, history):
-    """Resume from the newest checkpoint, and compare everything with what was saved."""
+    """Resume from the newest checkpoint, and compare all values with the saved ones."""
     path = MLStateCallback.last_checkpoint(folder)
     assert path is not None, history
     step = int(Path(path).name.partition("-")[2])

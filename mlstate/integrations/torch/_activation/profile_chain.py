@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...._common.local_path import local_path
 from ...._common.set_module import set_module
 from ....activation._chain import Chain
 from .block_calls import BlockCall, SampledModel, seed_of
@@ -148,7 +149,7 @@ def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
     """Measure the speed of copies to the host and back."""
     import torch
 
-    folder = None if offload is True else offload
+    folder = None if offload is True else local_path(offload)
     tensor = torch.zeros(_RATE_BYTES, dtype=torch.uint8, device=device)
     seconds: list[tuple[float, float]] = []
     for _ in range(4):

@@ -5,20 +5,24 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._sharding.layout import Layout, Shard
-from .._tensors.state import why_not_plain
+from .._tensors.state import refuse_unstorable, state_dict_of
+from .fsdp1_flat import FlatRun, flat_runs, is_flattened
+from .module_contract import ModuleContract, OwnLoad, saves_itself
 from .module_names import by_name, unwrapped_name
 from .optimizer import (
     _collect_states,
     _kind_of,
     _name_parameters,
-    as_array,
-    groups_from,
     is_number,
+    is_tensor,
     keywords_from,
+    packed_states,
+    stored_states,
 )
+from .optimizer_contract import check_contract
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -134,11 +138,7 @@ def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
 
 def _plain_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached tensor over the same memory; raise if it has no plain memory."""
-    reason = why_not_plain(tensor)
-    if reason:
-        raise TypeError(f"{name!r} is {reason}")
-    if tensor.device.type == "meta":
-        raise BufferError(f"{name!r} is a tensor on torch's meta device: it has no elements")
+    refuse_unstorable(name, tensor)
     return tensor.detach()
 
 
@@ -147,11 +147,9 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
 
     `replica` is the replica number for a ShardedTensor, which does not record it.
     """
-    import torch
-
     if hasattr(value, "local_shards"):
         return _part_of_sharded(name, value, replica)
-    if not isinstance(value, torch.Tensor):
+    if not is_tensor(value):
         raise TypeError(
             f"{name!r} is a {type(value).__name__}, not a tensor: remove it from the state first, "
             "and store it separately"
@@ -186,13 +184,17 @@ def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
 def tied_names(module: torch.nn.Module) -> set[str]:
     """Return the names of a module's state whose tensor has an earlier name, without prefixes.
 
-    Ranks of a sharded module agree on it, also if they hold no element of a tensor.
+    Ranks of a sharded module agree on it, also if they hold no element of a tensor. Entries that
+    need not be a module's memory are left out.
     """
+    others = [f"{path}." for path, child in module.named_modules() if path and saves_itself(child)]
+    if saves_itself(module):
+        return set()
     seen: set[int] = set()
     tied = set()
     for named in (module.named_parameters, module.named_buffers):
         for name, value in named(remove_duplicate=False):
-            if id(value) in seen:
+            if id(value) in seen and not name.startswith(tuple(others)):
                 tied.add(unwrapped_name(module, name))
             seen.add(id(value))
     return tied
@@ -215,16 +217,21 @@ def _suppress_warnings() -> Iterator[None]:
         yield
 
 
-def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]:
+def module_state(
+    module: torch.nn.Module, *, fill: bool = False
+) -> tuple[dict[str, Any], Store | None]:
     """Return this rank's part of a module's state, and a function that writes copies back.
 
     For FSDP1, whose parts are copies, every rank must call both. Other values share the module's
-    memory. Names have no prefixes of wrappers.
+    memory, except entries that are not its memory and, if the state will be filled, all entries
+    of submodules that load their entries themselves. Names have no prefixes of wrappers.
     """
     wrappers = _flat_sharded(module)
     if not wrappers:
-        named = by_name(module, module.state_dict())
-        return {name: part_of(name, value) for name, value in named.items()}, None
+        contract = ModuleContract(module, state_dict_of(module))
+        if fill and contract.units:
+            return _state_to_fill(contract)
+        return {name: part_of(name, value) for name, value in contract.entries.items()}, None
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     replica = _replica_of(wrappers)
@@ -239,6 +246,26 @@ def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]
     return state, store
 
 
+def _state_to_fill(contract: ModuleContract) -> tuple[dict[str, Any], Store]:
+    """Return a state with copies of the entries of units, and the function that loads these."""
+    copies = {}
+    for name, value in contract.entries.items():
+        part_of(name, value)  # raises if it is not a tensor
+        if contract.unit_of(name) is not None:
+            copies[name] = value.detach().clone()
+    load = OwnLoad(contract, contract.units, copies, contract.metadata_of_module(), strict=True)
+
+    def store() -> None:
+        try:
+            load.apply()
+        except BaseException:
+            load.undo()
+            raise
+
+    state = {n: part_of(n, copies.get(n, value)) for n, value in contract.entries.items()}
+    return state, store
+
+
 # ---- optimizers ----
 
 
@@ -249,6 +276,43 @@ def _reshard(module: torch.nn.Module) -> None:
     for child in module.modules() if kind is not None else ():
         if isinstance(child, kind):
             child.reshard()
+
+
+class ParameterSlot(NamedTuple):
+    """A parameter in the optimizer: its own tensor, or a run of a flat parameter."""
+
+    owner: torch.Tensor
+    shape: tuple[int, ...]
+    run: FlatRun | None
+
+
+def parameter_slots(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, names: Any
+) -> tuple[dict[str, ParameterSlot], list[list[str]]]:
+    """Return all parameters by name, and the parameter names of each group."""
+    wrappers = [] if module is None else _flat_sharded(module)
+    if module is None or not wrappers:
+        named = _name_parameters(optimizer, names)
+        if module is not None and names is module:
+            named = by_name(module, named)
+        slots = {name: ParameterSlot(p, tuple(p.shape), None) for name, p in named.items()}
+    else:
+        runs = {n: run for n, run in flat_runs(module, wrappers).items() if not run.tied}
+        slots = {name: ParameterSlot(run.owner, run.shape, run) for name, run in runs.items()}
+        for name, p in module.named_parameters():
+            if not is_flattened(p):
+                slots[unwrapped_name(module, name)] = ParameterSlot(p, tuple(p.shape), None)
+    by_owner: dict[int, list[str]] = {}
+    for name, slot in slots.items():
+        by_owner.setdefault(id(slot.owner), []).append(name)
+    members = []
+    for group in optimizer.param_groups:
+        if any(id(p) not in by_owner for p in group["params"]):
+            _name_parameters(optimizer, module)  # raises an error that lists them
+            raise ValueError(f"the optimizer has parameters that {type(module).__name__} lacks")
+        members.append([name for p in group["params"] for name in by_owner[id(p)]])
+    listed = {name for group in members for name in group}
+    return {name: slot for name, slot in slots.items() if name in listed}, members
 
 
 def optimizer_parts(
@@ -275,16 +339,22 @@ def optimizer_parts(
         named = by_name(module, named)
     values = _collect_states(named, optimizer)
     _refuse_local(named, values)
-    numbers = {key: as_array(value) for key, value in values.items() if is_number(value)}
-    states = {key: numbers[key] if key in numbers else part_of(key, v) for key, v in values.items()}
+    groups, stored = stored_states(optimizer.param_groups, named, values)
+    nested = packed_states(groups)
+    if fill and nested:
+        raise TypeError(
+            f"{min(nested)!r} is not a tensor or a number, and cannot be filled in place: load the "
+            "optimizer by mlstate.load(into=)"
+        )
+    states = {k: part_of(k, v) if is_tensor(v) else v for k, v in stored.items()}
+    numbers = {key: stored[key] for key, value in values.items() if is_number(value)}
 
     def store() -> None:
         for key, array in numbers.items():
             name, _, state = key.rpartition(".")
             optimizer.state[named[name]][state] = array.item()
 
-    groups = groups_from(optimizer.param_groups, named, values)
-    keywords = keywords_from(_kind_of(optimizer), groups, values)
+    keywords = keywords_from(_kind_of(optimizer), groups, stored)
     return states, keywords, store if numbers else None
 
 
@@ -320,15 +390,22 @@ def _parts_of_flat(
     """Return an FSDP1 optimizer's states, divided by torch into parameters."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+    check_contract(optimizer)
     _name_parameters(optimizer, module)  # raises for parameters of other modules
     if not _any_rank(bool(optimizer.state), module):  # torch would run a step to create states
-        return {}, {"optimizer_type": _kind_of(optimizer)}
+        _, members = parameter_slots(optimizer, module, module)
+        pairs = zip(optimizer.param_groups, members, strict=True)
+        named = [{**group, "params": names} for group, names in pairs]
+        groups, _ = stored_states(named, [name for names in members for name in names], {})
+        return {}, keywords_from(_kind_of(optimizer), groups, {})
     with _suppress_warnings():
         found: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
-        states: dict[str, Any] = {}
-        for name, by_state in found["state"].items():
-            for state, value in by_state.items():
-                key = f"{name}.{state}"
-                states[key] = as_array(value) if is_number(value) else part_of(key, value, replica)
-    groups = [dict(group) for group in found["param_groups"]]
-    return states, keywords_from(_kind_of(optimizer), groups, states)
+    values = {
+        f"{name}.{state}": value
+        for name, by_state in found["state"].items()
+        for state, value in by_state.items()
+    }
+    listed = [name for group in found["param_groups"] for name in group["params"]]
+    groups, stored = stored_states(found["param_groups"], listed, values)
+    states = {k: part_of(k, v, replica) if is_tensor(v) else v for k, v in stored.items()}
+    return states, keywords_from(_kind_of(optimizer), groups, stored)

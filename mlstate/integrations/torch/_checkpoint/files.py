@@ -19,8 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from .... import _core
-from ...._common.atomic_file import replace_folder, replacing, temporary_name
-from ...._common.local_path import local_path
+from ...._common.atomic_file import Target, new_path, replacing
 from ...._common.regular_file import open_regular
 from ....errors import CompatibilityError, FormatError
 from ....state._compatibility import join
@@ -28,7 +27,16 @@ from ....state._kind import describe, restore
 from ....state._optimizer_state import OptimizerStateDict
 from ....state._state_dict import StateDict
 from .._tensors.state import arrays_of, tensors_of
-from .optimizer import NUMBERS, as_array, groups_from, is_number, keywords_from, number_states
+from .optimizer import (
+    as_array,
+    is_number,
+    keywords_from,
+    number_states,
+    packed_states,
+    stored_states,
+    unpack_state,
+)
+from .optimizer_contract import NOT_VALUES, decode_value
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -122,8 +130,6 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
 
 def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
     """Return the contents of ``optimizer.state_dict()``, with parameter names."""
-    import torch
-
     groups = tree["param_groups"]
     held = tree.get("state", {})
     if not isinstance(groups, list) or not isinstance(held, Mapping):
@@ -139,23 +145,16 @@ def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
             )
         for state, value in entries.items():
             name = f"{names[member]}.{state}"
-            if value is None:  # SGD without momentum
-                continue
             if not isinstance(state, str) or not state or "." in state:
                 raise _format_error(
                     path, f"the optimizer's {names[member]!r} has a state named {state!r}"
                 )
-            if not is_number(value) and not isinstance(value, torch.Tensor):
-                raise _format_error(
-                    path,
-                    f"the optimizer's {name!r} is a {type(value).__name__}: only tensors and "
-                    "numbers by parameter can be converted",
-                )
             states[name] = value
-    named = dict.fromkeys(names.values())
-    arrays = arrays_of({k: as_array(v) if is_number(v) else v for k, v in states.items()})
-    plain = groups_from(groups, named, states)
-    return OptimizerStateDict(arrays, **keywords_from("other", plain, states))
+    try:
+        forms, stored = stored_states(groups, names.values(), states)
+    except (TypeError, ValueError) as error:
+        raise _format_error(path, f"the optimizer's {error}") from None
+    return OptimizerStateDict(arrays_of(stored), **keywords_from("other", forms, stored))
 
 
 def _plain_values(value: Any, depth: int = 0) -> Any:
@@ -278,11 +277,6 @@ def parts_of(tree: Any, path: Path) -> Parts:
 # ---- states to trees ----
 
 
-def _as_tuples(value: Any) -> Any:
-    """Return lists of hyperparameters as tuples, which torch's optimizers use."""
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
-
-
 def _compact_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors that use only a part of their storage: a file would contain all of it.
 
@@ -323,13 +317,15 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
     order: dict[str, Any] = {name: i if numbered else name for i, name in enumerate(listed)}
     numbers = number_states(saved)
     states: dict[Any, dict[str, Any]] = {}
-    for key, tensor in _cpu_tensors(state).items():
+    nested = packed_states(saved) & state.keys()
+    tensors = _cpu_tensors({key: v for key, v in state.items() if key not in nested})
+    for key, value in {**tensors, **{key: unpack_state(key, state[key]) for key in nested}}.items():
         name, _, kind = key.rpartition(".")
-        plain = key in numbers and tensor.numel() == 1
-        states.setdefault(order[name], {})[kind] = tensor.item() if plain else tensor
+        plain = key in numbers and value.numel() == 1
+        states.setdefault(order[name], {})[kind] = value.item() if plain else value
     groups = [
         {
-            **{key: _as_tuples(v) for key, v in group.items() if key not in ("params", NUMBERS)},
+            **{k: decode_value(v, k) for k, v in group.items() if k not in NOT_VALUES},
             "params": [order[str(name)] for name in group.get("params", ())],
         }
         for group in saved
@@ -455,7 +451,7 @@ def _describe_refusal(text: str) -> str:
 
 
 def write_pt(
-    path: Path,
+    target: Target,
     model: StateDict | None,
     optimizer: OptimizerStateDict | None,
     metadata: Mapping[str, Any],
@@ -464,7 +460,7 @@ def write_pt(
     import torch
 
     tree = tree_of(model, optimizer, metadata)
-    with replacing(path) as file:
+    with replacing(target.path, target) as file:
         torch.save(tree, file)
 
 
@@ -507,38 +503,22 @@ def read_dcp(path: Path) -> Parts:
 
 
 def write_dcp(
-    path: Path,
+    target: Target,
     model: StateDict | None,
     optimizer: OptimizerStateDict | None,
     metadata: Mapping[str, Any],
-    overwrite: bool = False,
 ) -> None:
-    """Write a checkpoint that torch.distributed.checkpoint reads."""
+    """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one."""
     import torch.distributed.checkpoint as dcp
 
     tree = tree_of(model, optimizer, metadata)
-    target = Path(os.path.realpath(local_path(path)))
-    if target.exists() and not _is_replaceable(target, overwrite):
+    if not (target.is_vacant or os.path.isfile(os.path.join(target.path, ".metadata"))):
         raise ValueError(
-            f"{path}: exists already and is not a torch checkpoint; delete it first: a torch "
-            "checkpoint needs a new directory"
+            f"{target.path}: exists already and is not a torch checkpoint; delete it first: a "
+            "torch checkpoint needs a new directory"
         )
-    temporary = temporary_name(target)
-    try:
+    with new_path(target) as temporary:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that there is only one process
             dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
-        _core.folder_sync(str(temporary))
-        replace_folder(temporary, target)
-    except BaseException:
-        import shutil
-
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _is_replaceable(target: Path, overwrite: bool) -> bool:
-    """Return whether a path is an empty directory, or a torch checkpoint to be replaced."""
-    if not target.is_dir():
-        return False
-    return not any(target.iterdir()) or (overwrite and (target / ".metadata").is_file())
+        _core.folder_sync(temporary)

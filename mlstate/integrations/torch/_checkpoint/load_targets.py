@@ -7,31 +7,47 @@ each part directly into its memory; ranks exchange no data.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._sharding.layout import Shard
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.memory import note_written
+from .._tensors.state import state_dict_of
 from .dtensor_shards import (
+    ParameterSlot,
     _flat_sharded,
     _reshard,
     module_state,
     optimizer_parts,
+    parameter_slots,
     part_of,
 )
-from .fsdp1_flat import FlatRun, flat_runs, is_flattened, reshard_flat
-from .module_names import by_name, unwrapped_name
+from .fsdp1_flat import flat_runs, is_flattened, reshard_flat
+from .module_contract import EXTRA, ModuleContract, OwnLoad, refuse_units
+from .module_names import unwrapped_name
 from .optimizer import (
-    _name_parameters,
-    group_values,
     is_number,
+    is_tensor,
     number_states,
+    packed_states,
     refuse_unfit,
+    unpack_state,
+)
+from .optimizer_contract import (
+    NOT_VALUES,
+    Scope,
+    check_contract,
+    has_own_loader,
+    match_groups,
+    set_state,
+    tensor_of,
+    torch_form,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import torch
 
@@ -52,9 +68,21 @@ class Place(NamedTuple):
 def _place(name: str, value: Any) -> Place:
     """Return this rank's memory for a value of a state dict."""
     part = part_of(name, value)
+    _refuse_overlap(name, part.array if isinstance(part, Shard) else part)
     if isinstance(part, Shard):
         return Place(part.array, part.shape, part._steps, part.index)
     return Place(part, tuple(part.shape), (), 0)
+
+
+def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
+    """Raise if elements of a tensor share memory, as after expand(): torch refuses the write."""
+    if any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        error = CompatibilityError(
+            f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
+            "clone() of it"
+        )
+        error.name = name
+        raise error
 
 
 # ---- saving ----
@@ -98,13 +126,26 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, ranks: int) -> None:
             raise _refuse_alone(f"param_{number}", mesh.size(), ranks)
 
 
-def saved_module(module: torch.nn.Module, ranks: int) -> dict[str, Any]:
-    """Return the state of `module_state`, for saving by a number of ranks.
+def saved_module(
+    module: torch.nn.Module, ranks: int
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a module's tensors as `module_state` does, its other entries, and torch's metadata.
 
-    Raises ValueError if the module is spread over more ranks.
+    For saving by a number of ranks: raises ValueError if the module is spread over more ranks.
     """
     _check_ranks(module, ranks)
-    return module_state(module)[0]
+    if _flat_sharded(module):
+        return module_state(module)[0], {}, {}
+    contract = ModuleContract(module, state_dict_of(module))
+    tensors, others = {}, {}
+    for name, value in contract.entries.items():
+        # an extra state returns with its type: a Parameter would not
+        is_extra = name.rpartition(".")[2] == EXTRA
+        if is_tensor(value) and not (is_extra and getattr(value, "requires_grad", False)):
+            tensors[name] = part_of(name, value)
+        else:
+            others[name] = value
+    return tensors, others, contract.own_metadata()
 
 
 def saved_optimizer(
@@ -130,15 +171,25 @@ class Filling:
 
     The core writes `arrays`: the tensors themselves, or for tensors on a device, CPU tensors that
     `done` copies from. A checkpoint may lack the names in `optional`, which are further names of
-    the same memory.
+    the same memory. `contract` lists submodules of a module that load their entries themselves.
     """
 
-    def __init__(self, places: dict[str, Place], optional: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        places: dict[str, Place],
+        optional: Iterable[str] = (),
+        contract: ModuleContract | None = None,
+    ) -> None:
         self.places = places
+        self.contract = contract
         self.optional = frozenset(optional)
         self.arrays = {name: _on_host(place.tensor) for name, place in places.items()}
         self.known: Collection[str] = places.keys()
         self.zeros: list[torch.Tensor] = []
+
+    def loads_itself(self, name: str) -> bool:
+        """Return whether an entry belongs to a submodule that loads its entries itself."""
+        return self.contract is not None and self.contract.unit_of(name) is not None
 
     def cuts(self, keys: Sequence[str]) -> list[tuple[tuple[int, ...], Any, int]]:
         """Return the parts of some keys in the core's form."""
@@ -185,8 +236,11 @@ def fill_module(module: torch.nn.Module) -> Filling:
     wrappers = _flat_sharded(module)
     if not wrappers:
         _reshard(module)  # FSDP2: gathered parameters would be outdated
-        named = by_name(module, module.state_dict())
-        return Filling({name: _place(name, value) for name, value in named.items()})
+        contract = ModuleContract(module, state_dict_of(module))
+        entries = contract.entries.items()
+        places = {n: _place(n, value) for n, value in entries if contract.unit_of(n) is None}
+        return Filling(places, (), contract)
+    refuse_units(module, "FSDP1")
     reshard_flat(wrappers)
     runs = flat_runs(module, wrappers)
     places = {name: Place(*run.place(run.flat)) for name, run in runs.items()}
@@ -194,6 +248,25 @@ def fill_module(module: torch.nn.Module) -> Filling:
         places[unwrapped_name(module, name)] = _place(name, tensor)
     tied = [name for name, run in runs.items() if run.tied]
     return Filling(places, tied)
+
+
+def own_load(
+    filling: Filling,
+    entries: Mapping[str, Any],
+    metadata: Mapping[str, dict[str, Any]] | None,
+    units: list[Any],
+    *,
+    strict: bool,
+) -> OwnLoad:
+    """Return the load of some units by their own methods, of entries by name.
+
+    `metadata` is the result of `saved_module`; None if the checkpoint is not of mlstate.
+    """
+    contract = filling.contract
+    assert contract is not None
+    default = {} if metadata is None else {"version": 1}
+    known = contract.metadata_by_prefix(metadata or {}, default)
+    return OwnLoad(contract, units, entries, known, strict=strict)
 
 
 def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -211,53 +284,48 @@ def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 # ---- loading into optimizers ----
 
 
-class _ParameterSlot(NamedTuple):
-    """A parameter in the optimizer: its own tensor, or a run of a flat parameter."""
+def _converted(
+    key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
+) -> torch.Tensor:
+    """Return a state as torch's ``load_state_dict`` converts it."""
+    import torch
 
-    owner: torch.Tensor
-    shape: tuple[int, ...]
-    run: FlatRun | None
-
-
-def _parameter_slots(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, names: Any
-) -> tuple[dict[str, _ParameterSlot], list[list[str]]]:
-    """Return all parameters by name, and the parameter names of each group."""
-    wrappers = [] if module is None else _flat_sharded(module)
-    if module is None or not wrappers:
-        named = _name_parameters(optimizer, names)
-        if module is not None and names is module:
-            named = by_name(module, named)
-        slots = {name: _ParameterSlot(p, tuple(p.shape), None) for name, p in named.items()}
-    else:
-        runs = {n: run for n, run in flat_runs(module, wrappers).items() if not run.tied}
-        slots = {name: _ParameterSlot(run.owner, run.shape, run) for name, run in runs.items()}
-        for name, p in module.named_parameters():
-            if not is_flattened(p):
-                slots[unwrapped_name(module, name)] = _ParameterSlot(p, tuple(p.shape), None)
-    by_owner: dict[int, list[str]] = {}
-    for name, slot in slots.items():
-        by_owner.setdefault(id(slot.owner), []).append(name)
-    members = []
-    for group in optimizer.param_groups:
-        if any(id(p) not in by_owner for p in group["params"]):
-            _name_parameters(optimizer, module)  # raises an error that lists them
-            raise ValueError(f"the optimizer has parameters that {type(module).__name__} lacks")
-        members.append([name for p in group["params"] for name in by_owner[id(p)]])
-    listed = {name for group in members for name in group}
-    return {name: slot for name, slot in slots.items() if name in listed}, members
+    owner = torch.empty(0, dtype=slot.owner.dtype, device=slot.owner.device)
+    convert = torch.optim.Optimizer._process_value_according_to_param_policy
+    return convert(owner, value, 0, [{**group, "params": [0]}], key.rpartition(".")[2])
 
 
-def _new_state(key: str, slot: _ParameterSlot, record: OptimizerRecord) -> torch.Tensor:
+def _convert_nested(key: str, slot: ParameterSlot, group: dict[str, Any], value: Any) -> Any:
+    """Return a nested state as torch's ``load_state_dict`` converts it."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return _converted(key, slot, group, value)
+    if isinstance(value, dict):
+        pairs = ((k, _convert_nested(f".{k}", slot, group, v)) for k, v in value.items())
+        return type(value)(pairs)
+    if isinstance(value, list | tuple):
+        return type(value)(_convert_nested("", slot, group, item) for item in value)
+    return value
+
+
+def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether torch converts a dtype to another without rounding floats."""
+    import torch
+
+    try:
+        return source == target or torch.promote_types(source, target) == target
+    except RuntimeError:  # torch has no rule for some of them
+        return False
+
+
+def _new_state(
+    key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
+) -> torch.Tensor:
     """Return a new state as the optimizer would create it, sharded like its parameter."""
     import torch
 
-    if not torch_has(record.dtype):
-        error = CompatibilityError(f"{key!r} is {record.dtype}, a dtype that torch lacks")
-        error.name, error.got = key, record.dtype
-        raise error
-    dtype = getattr(torch, record.dtype)
-    owner = slot.owner.detach()
+    owner, dtype = slot.owner.detach(), like.dtype
     if owner.device.type == "meta":
         raise BufferError(f"{key!r} is of a parameter on torch's meta device")
     if slot.run is not None or record.shape == slot.shape:
@@ -277,15 +345,6 @@ def _new_state(key: str, slot: _ParameterSlot, record: OptimizerRecord) -> torch
     return distributed.zeros(*record.shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
-def _make_scalar(slot: _ParameterSlot, group: dict[str, Any], array: NDArray) -> torch.Tensor:
-    """Return a step count on the device that the optimizer requires."""
-    import torch
-
-    on_device = group.get("capturable") or group.get("fused")
-    value = torch.from_numpy(array.copy())
-    return value.to(slot.owner.device) if on_device else value
-
-
 class OptimizerFilling(Filling):
     """Memory of this rank for the states of an optimizer.
 
@@ -302,60 +361,115 @@ class OptimizerFilling(Filling):
         read: Callable[[list[str]], dict[str, NDArray]],
         names: Any,
         meant: Callable[[list[str]], list[str]],
+        *,
+        shapes: Mapping[str, tuple[int, ...]],
+        strict: bool = True,
+        complete: bool = True,
+        cast: bool = False,
     ) -> None:
         if module is None:
             _check_optimizer(optimizer, 1 << 62)
+        check_contract(optimizer)
         self.optimizer = optimizer
         self.records = records
-        self.slots, members = _parameter_slots(optimizer, module, names)
+        self.cast = cast
+        self.slots, members = parameter_slots(optimizer, module, names)
+        self.own_loader = has_own_loader(optimizer)
+        if self.own_loader and any(slot.run for slot in self.slots.values()):
+            raise TypeError(
+                f"{type(optimizer).__name__} has its own load_state_dict or hooks, which cannot "
+                "load states of FSDP1's flat parameters: use fully_shard (FSDP2)"
+            )
         wanted = {
             name: (slot.shape, {} if slot.run else optimizer.state.get(slot.owner, {}))
             for name, slot in self.slots.items()
         }
-        refuse_unfit({key: record.shape for key, record in records.items()}, wanted)
-        self.groups = group_values(saved, optimizer, members)
+        self.packed = packed_states(saved.param_groups) & records.keys()
+        have = {key: () if key in self.packed else r.shape for key, r in records.items()}
+        refuse_unfit(have, wanted, shapes)
+        scope = Scope(strict, complete, frozenset(r.parameter for r in records.values()))
+        self.groups = match_groups(
+            saved.param_groups, saved.learning_rate, optimizer, members, scope
+        )
         self.group_of = {
             name: group
-            for group, names_of in zip(optimizer.param_groups, members, strict=True)
+            for group, names_of in zip(self.groups, members, strict=True)
             for name in names_of
         }
         self.made: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         places, alone = self._sort_states(saved)
         self.numbers = self._read_scalars(read(sorted(alone)) if alone else {}, alone)
         super().__init__(places)
-        others = self._list_unsaved()
-        self.rest = {key: others[key] for key in meant(list(others))}
+        self._convert_exactly()
+        self.unsaved = self._list_unsaved()
+        self.rest = {key: self.unsaved[key] for key in meant(list(self.unsaved))}
         self.known = {**records, **self.rest}.keys()
+        if not self.own_loader and not any(slot.run for slot in self.slots.values()):
+            self._set_state(is_whole=strict and complete)
 
-    def _find_state(self, slot: _ParameterSlot, state: str) -> Any:
-        """Return a state that exists or was created, or None."""
-        made = self.made.get(id(slot.owner))
-        if made is not None and state in made[1]:
-            return made[1][state]
-        return self.optimizer.state.get(slot.owner, {}).get(state)
+    def _find_state(
+        self, key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
+    ) -> Any:
+        """Return a state to fill in place; None if torch would replace it."""
+        state = record.state or ""
+        created = self.made.get(id(slot.owner))
+        if created is not None and state in created[1]:
+            return created[1][state]
+        own = self.optimizer.state.get(slot.owner, {}).get(state)
+        if self.own_loader or not is_tensor(own):
+            return None
+        facts = (own.dtype, own.device, tuple(own.shape))
+        return own if slot.run or facts == (like.dtype, like.device, record.shape) else None
 
-    def _add_state(self, slot: _ParameterSlot, state: str, value: Any) -> None:
+    def _add_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
         self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
 
+    def _is_number(self, key: str, slot: ParameterSlot, saved: Any, numbers: set[str]) -> bool:
+        """Return whether a state is to be a number: as saved, or as the optimizer has it."""
+        if saved.param_groups:
+            return key in numbers
+        return is_number(self.optimizer.state.get(slot.owner, {}).get(key.rpartition(".")[2]))
+
     def _sort_states(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
-        """Return states to read in place, and scalar states to set; True: as a number."""
+        """Return states to read in place, and others to set; True: as a number."""
         numbers = number_states(saved.param_groups)
         places: dict[str, Place] = {}
         alone: dict[str, bool] = {}
         for key, record in self.records.items():
             slot = self.slots[record.parameter]
-            state = record.state or ""
-            held = self._find_state(slot, state)
-            number = is_number(held) or (held is None and key in numbers)
+            if key in self.packed:
+                alone[key] = False
+                continue
+            like = self._like(key, slot, record)
+            held = self._find_state(key, slot, record, like)
+            number = self._is_number(key, slot, saved, numbers)
             is_scalar = record.shape != slot.shape and record.shape in ((), (1,))
             if number or (is_scalar and (slot.run or held is None)):
                 alone[key] = number
             else:
-                places[key] = self._place_of(key, slot, record, held)
+                places[key] = self._place_of(key, slot, record, held, like)
         return places, alone
 
+    def _like(self, key: str, slot: ParameterSlot, record: OptimizerRecord) -> torch.Tensor:
+        """Return an empty tensor of the dtype and device that torch gives a loaded state."""
+        import torch
+
+        if not torch_has(record.dtype):
+            error = CompatibilityError(f"{key!r} is {record.dtype}, a dtype that torch lacks")
+            error.name, error.got = key, record.dtype
+            raise error
+        empty = torch.empty(0, dtype=getattr(torch, record.dtype), device="cpu")
+        return self._convert(key, slot, self.group_of[record.parameter], empty)
+
+    def _convert(
+        self, key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a state for the optimizer, which converts it if it has its own load methods."""
+        converted = _converted(key, slot, group, value)
+        return value.to(converted.device) if self.own_loader else converted
+
     def _place_of(
-        self, key: str, slot: _ParameterSlot, record: OptimizerRecord, held: Any
+        self, key: str, slot: ParameterSlot, record: OptimizerRecord, held: Any, like: torch.Tensor
     ) -> Place:
         state = record.state or ""
         run = slot.run
@@ -371,15 +485,43 @@ class OptimizerFilling(Filling):
 
             return Place(*run.place(torch.empty(0, dtype=getattr(torch, record.dtype))))
         if held is None:
-            held = _new_state(key, slot, record)
+            held = _new_state(key, slot, record, like)
             self._add_state(slot, state, held)
         return _place(key, held) if run is None else Place(*run.place(held.detach()))
 
+    def _convert_exactly(self) -> None:
+        """Read states that torch converts without rounding into arrays of the stored dtype."""
+        import torch
+
+        for key, array in self.arrays.items():
+            dtype = getattr(torch, self.records[key].dtype)
+            if array.dtype != dtype and _is_exact(dtype, array.dtype):
+                self.arrays[key] = torch.empty(array.shape, dtype=dtype, device="cpu")
+
+    def _value_of(self, key: str, slot: ParameterSlot, array: Any, *, number: bool) -> Any:
+        """Return the value of a scalar or nested state as torch would load it."""
+        group = self.group_of[self.records[key].parameter]
+        if key in self.packed:
+            value = unpack_state(key, array)
+            return value if self.own_loader else _convert_nested(key, slot, group, value)
+        if number:
+            return array.item()
+        tensor = tensor_of(array)
+        value = self._convert(key, slot, group, tensor)
+        if not self.cast and not _is_exact(tensor.dtype, value.dtype):
+            error = CompatibilityError(
+                f"{key!r} is {tensor.dtype} in the checkpoint, and torch would convert it to "
+                f"{value.dtype}, the dtype of its parameter: pass cast=True to allow this"
+            )
+            error.name, error.got, error.expected = key, str(tensor.dtype), str(value.dtype)
+            raise error
+        return value
+
     def _read_scalars(
         self, arrays: dict[str, NDArray], alone: dict[str, bool]
-    ) -> dict[tuple[int, str], tuple[_ParameterSlot, Any]]:
-        """Return the scalars to set in `done`: one value for each state of an owner."""
-        found: dict[tuple[int, str], tuple[_ParameterSlot, Any]] = {}
+    ) -> dict[tuple[int, str], tuple[ParameterSlot, Any]]:
+        """Return the values to set in `done`: one for each state of an owner."""
+        found: dict[tuple[int, str], tuple[ParameterSlot, Any]] = {}
         first: dict[tuple[int, str], str] = {}
         for key, array in arrays.items():
             record = self.records[key]
@@ -389,43 +531,85 @@ class OptimizerFilling(Filling):
                 continue
             if where in first and arrays[first[where]].tobytes() != array.tobytes():
                 error = CompatibilityError(
-                    f"{first[where]!r} is {arrays[first[where]].item()} and {key!r} is "
-                    f"{array.item()}, but FSDP1 stores them in one flat parameter: wrap them "
-                    "separately, or with use_orig_params=True"
+                    f"{first[where]!r} is {arrays[first[where]]} and {key!r} is {array}, but FSDP1 "
+                    "stores them in one flat parameter: wrap them separately, or with "
+                    "use_orig_params=True"
                 )
                 error.name = key
                 raise error
             first.setdefault(where, key)
-            group = self.group_of[record.parameter]
-            value = array.item() if alone[key] else _make_scalar(slot, group, array)
-            found[where] = (slot, value)
+            found[where] = (slot, self._value_of(key, slot, array, number=alone[key]))
         return found
 
-    def _list_unsaved(self) -> dict[str, tuple[_ParameterSlot, str, Any]]:
+    def _list_unsaved(self) -> dict[str, tuple[ParameterSlot, str, Any]]:
         """Return states that the optimizer has and the checkpoint lacks."""
         found = {}
         for name, slot in self.slots.items():
             for state, value in self.optimizer.state.get(slot.owner, {}).items():
                 key = f"{name}.{state}"
-                if value is not None and key not in self.records:
+                if key not in self.records:
                     found[key] = (slot, state, value)
         return found
+
+    def _set_state(self, *, is_whole: bool) -> None:
+        """Convert numbers as torch does at the end of a load; raise if torch would.
+
+        If the load is not whole, states that an optimizer requires may be missing.
+        """
+        states: dict[Any, dict[str, Any]] = {}
+        for slot, state, value in self.unsaved.values():
+            states.setdefault(slot.owner, {})[state] = value
+        for slot, state, _ in self.rest.values():
+            states[slot.owner].pop(state, None)
+        for key, record in self.records.items():
+            slot, state = self.slots[record.parameter], record.state or ""
+            if key in self.places:
+                held = self.made.get(id(slot.owner), (None, {}))[1].get(state)
+                value = (
+                    self.optimizer.state.get(slot.owner, {}).get(state) if held is None else held
+                )
+                states.setdefault(slot.owner, {})[state] = value
+        for (_, state), (slot, value) in self.numbers.items():
+            states.setdefault(slot.owner, {})[state] = value
+        states = {owner: own for owner, own in states.items() if own}
+        pairs = zip(self.groups, self.optimizer.param_groups, strict=True)
+        groups = [{**values, "params": group["params"]} for values, group in pairs]
+        try:
+            set_state(self.optimizer, states, groups)
+        except Exception as error:
+            if not is_whole:
+                return
+            raise CompatibilityError(
+                f"{type(self.optimizer).__name__} cannot take the saved states, which are of "
+                f"another optimizer: its __setstate__ raised {type(error).__name__}: {error}"
+            ) from error
+        for where, (slot, _) in self.numbers.items():
+            self.numbers[where] = (slot, states[slot.owner][where[1]])
 
     def zero(self, name: str) -> None:
         """Register a state that the checkpoint lacks, to become zeros in `done`."""
         import torch
 
-        slot, state, value = self.rest.pop(name)
-        if isinstance(value, torch.Tensor):
+        slot, state, value = self.rest[name]
+        if is_tensor(value) or is_number(value):
+            del self.rest[name]
+        if self.own_loader and isinstance(value, torch.Tensor):
+            self._add_state(slot, state, torch.zeros_like(value))
+        elif isinstance(value, torch.Tensor):
             own = value.detach()
             flat = slot.run is not None and own.numel() == slot.owner.numel()
             self.zeros.append(slot.run.view(own) if slot.run and flat else own)
-        else:
+        elif is_number(value):
             self._add_state(slot, state, type(value)(0))
 
     def done(self) -> None:
-        """Complete the load: add created and read states, and set the groups' values."""
+        """Complete the load: add created and read states, and set the groups' values.
+
+        An optimizer with its own load methods is unchanged: they receive `state_dict`.
+        """
         super().done()
+        if self.own_loader:
+            return
         for slot, state, value in self.rest.values():
             self._drop_state(slot, state, value)
         for owner, states in self.made.values():
@@ -433,9 +617,31 @@ class OptimizerFilling(Filling):
         for (_, state), (slot, value) in self.numbers.items():
             self.optimizer.state[slot.owner][state] = value
         for group, values in zip(self.optimizer.param_groups, self.groups, strict=True):
+            for key in group.keys() - values.keys() - NOT_VALUES:
+                del group[key]
             group.update(values)
 
-    def _drop_state(self, slot: _ParameterSlot, state: str, value: Any) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the argument of the optimizer's own ``load_state_dict``."""
+        form = torch_form(self.optimizer)
+        parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        states: dict[int, dict[str, Any]] = {}
+        dropped = {(id(slot.owner), state) for slot, state, _ in self.rest.values()}
+        for slot, state, value in self.unsaved.values():
+            if (id(slot.owner), state) not in dropped:
+                states.setdefault(numbers[id(slot.owner)], {})[state] = value
+        for owner, values in self.made.values():
+            states.setdefault(numbers[id(owner)], {}).update(values)
+        for (owner_id, state), (_, value) in self.numbers.items():
+            states.setdefault(numbers[owner_id], {})[state] = value
+        groups = [
+            {**values, **{key: group[key] for key in NOT_VALUES & group.keys()}}
+            for values, group in zip(self.groups, form["param_groups"], strict=True)
+        ]
+        return {"state": states, "param_groups": groups}
+
+    def _drop_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
         """Remove a state that was not saved; the optimizer creates it again if needed."""
         if slot.run is not None and self._is_shared(slot, state):
             if hasattr(value, "numel") and value.numel() == slot.owner.numel():
@@ -447,7 +653,7 @@ class OptimizerFilling(Filling):
             if not states:
                 del self.optimizer.state[slot.owner]
 
-    def _is_shared(self, slot: _ParameterSlot, state: str) -> bool:
+    def _is_shared(self, slot: ParameterSlot, state: str) -> bool:
         """Return whether another parameter in the same flat one keeps the state."""
         return any(
             other.owner is slot.owner and f"{name}.{state}" not in self.rest

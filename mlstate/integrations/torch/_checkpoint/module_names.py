@@ -28,7 +28,7 @@ _WRAPPERS = (
 )
 
 
-def _wrapped_attribute(module: torch.nn.Module) -> str:
+def wrapped_attribute(module: torch.nn.Module) -> str:
     """Return the attribute with a wrapper's module, or "" if it is not a wrapper."""
     for path, kind, name in _WRAPPERS:
         loaded = sys.modules.get(path)  # a program with such a wrapper has imported it
@@ -45,13 +45,14 @@ def unwrapped_name(module: torch.nn.Module, name: str) -> str:
     here: Any = module
     kept = []
     for part in name.split("."):
-        while here is not None and (inner := _wrapped_attribute(here)):
-            here = here._modules.get(inner)
+        while here is not None and (inner := wrapped_attribute(here)):
+            here = here._modules[inner]
             if part == inner:
                 break
         else:
             kept.append(part)
-            here = here._modules.get(part) if here is not None else None
+            known = here is not None and part in here._modules  # scripted modules have no get()
+            here = here._modules[part] if known else None
     return ".".join(kept)
 
 

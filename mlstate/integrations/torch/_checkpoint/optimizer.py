@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...._common.set_module import set_module
+from ....checkpoint._states.tree import packed, unpacked
 from ....errors import CompatibilityError
 from ....state._compatibility import join, rename_hint
 from .._tensors.state import arrays_of, clusters, sharable, tensors_of
+from .optimizer_contract import (
+    NOT_VALUES,
+    NUMBERS,
+    PACKED,
+    check_contract,
+    check_restorable,
+    decode_value,
+    encode_value,
+    match_groups,
+    tensor_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -21,10 +35,6 @@ if TYPE_CHECKING:
     from ...._types import NDArray
     from ....state._optimizer_state import OptimizerStateDict
 
-# Keys of a group that are not hyperparameters.
-_NAMES = frozenset({"params", "param_names"})
-# Key in a group: names of states that were Python numbers; files store them as arrays.
-NUMBERS = "python_numbers"
 # States that are smaller than the parameter by design, such as Adafactor's.
 _FACTOR = re.compile(r"row|col")
 
@@ -43,8 +53,8 @@ def _names_of_module(module: torch.nn.Module, parameters: list[torch.Tensor]) ->
     if lost:
         raise ValueError(
             f"the optimizer has parameters that {type(module).__name__} lacks: {join(lost)}; "
-            "pass the module that all of them are of, or their names in order; create the "
-            "optimizer after fully_shard"
+            "pass a module that has all of them, such as a ModuleDict of several modules, or save "
+            "the optimizer by states=; create the optimizer after fully_shard"
         )
     return [names[id(p)] for p in parameters]
 
@@ -90,22 +100,18 @@ def _name_parameters(
 # ---- from torch ----
 
 
-def _plain_value(value: Any) -> Any:
-    """Return a hyperparameter as plain values, or NotImplemented if it is not plain."""
+def is_number(value: object) -> bool:
+    """Return whether a value is a Python number that an array can hold."""
+    if type(value) is int:
+        return -(1 << 63) <= value < 1 << 63
+    return type(value) in (bool, float, complex)
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether a value is a tensor or a ShardedTensor."""
     import torch
 
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        items = [_plain_value(item) for item in value]
-        return NotImplemented if any(item is NotImplemented for item in items) else items
-    return NotImplemented
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, bool | int | float | complex)
+    return isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
 
 
 def as_array(number: complex) -> NDArray:
@@ -113,32 +119,33 @@ def as_array(number: complex) -> NDArray:
     return np.asarray(number, np.int64 if type(number) is int else None)
 
 
+def check_state_name(name: str, state: object) -> None:
+    """Raise ValueError for the name of a state that would not be found again."""
+    if not isinstance(state, str) or not state or "." in state:
+        raise ValueError(
+            f"{name!r} has a state named {state!r}, which cannot be distinguished from a part of "
+            "the parameter's name"
+        )
+
+
 def _collect_states(
     named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Return all states, tensors or numbers, by ``"<parameter>.<state name>"``."""
-    import torch
-
+    """Return the values of all states by ``"<parameter>.<state name>"``."""
+    check_contract(optimizer)
     known = {id(parameter) for parameter in named.values()}
     if any(id(key) not in known for key in optimizer.state):
         raise ValueError(
-            "the optimizer has state that belongs to none of its parameters, which names cannot say"
+            "the optimizer has state that belongs to none of its parameters, which names cannot "
+            "say: save it by states={'optimizer': optimizer.state_dict()}"
         )
     states: dict[str, Any] = {}
     for name, parameter in named.items():
-        for state, value in optimizer.state.get(parameter, {}).items():
-            if value is None:  # SGD without momentum
-                continue
-            if not isinstance(state, str) or not state or "." in state:
-                raise ValueError(
-                    f"{name!r} has a state named {state!r}, which cannot be distinguished from a "
-                    "part of the parameter's name"
-                )
-            if not is_number(value) and not isinstance(value, torch.Tensor):
-                raise TypeError(
-                    f"{name + '.' + state!r} is a {type(value).__name__}: the state of "
-                    f"{type(optimizer).__name__} is more than tensors and numbers by parameter"
-                )
+        own = optimizer.state.get(parameter, {})
+        if not isinstance(own, dict):
+            raise TypeError(f"the state of {name!r} is a {type(own).__name__}, not a dict by name")
+        for state, value in own.items():
+            check_state_name(name, state)
             states[f"{name}.{state}"] = value
     return states
 
@@ -152,40 +159,104 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     return next((name for name in names if name in known), "other")
 
 
-def groups_from(
-    param_groups: list[dict[str, Any]], named: Iterable[str], states: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Return the groups as plain values, with parameter names."""
+def _state_forms(values: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the entries of a group that list numbers and nested values among its states.
+
+    `values` has the states of each parameter. Values other than tensors and numbers are stored as
+    nested values, and so are numbers if another parameter has a tensor as this state.
+    """
+    others: dict[str, list[int]] = {}
+    tensors: set[str] = set()
+    numbers: set[str] = set()
+    for position, states in enumerate(values):
+        for state, value in states.items():
+            if is_tensor(value):
+                tensors.add(state)
+            else:
+                others.setdefault(state, []).append(position)
+                if is_number(value):
+                    numbers.add(state)
+    packed_positions = {}
+    for state, positions in others.items():
+        odd = [i for i in positions if state in tensors or not is_number(values[i][state])]
+        if odd:
+            packed_positions[state] = odd
+    forms: dict[str, Any] = {}
+    if numbers - tensors:
+        forms[NUMBERS] = sorted(numbers - tensors)
+    if packed_positions:
+        forms[PACKED] = packed_positions
+    return forms
+
+
+def _group_values(group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values of a group in their JSON form."""
+    forms: dict[str, Any] = {}
+    for key, value in group.items():
+        if key in ("params", "param_names"):
+            continue
+        if type(key) is not str or key in NOT_VALUES:
+            raise TypeError(f"{where} has the key {key!r}, which cannot be stored")
+        forms[key] = encode_value(value, f"{where}[{key!r}]")
+    return forms
+
+
+def stored_states(
+    param_groups: Iterable[Mapping[str, Any]], named: Iterable[str], states: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return groups in their JSON form, and states as tensors or arrays.
+
+    Numbers become 0-d arrays, and nested values arrays of bytes; the groups list both. `named`
+    has the names of the parameters in the order of the groups.
+    """
+    by_parameter: dict[str, dict[str, Any]] = {}
+    for key, value in states.items():
+        name, _, state = key.rpartition(".")
+        by_parameter.setdefault(name, {})[state] = value
     names = iter(named)
     groups = []
-    for group in param_groups:
-        plain: dict[str, Any] = {"params": [next(names) for _ in group["params"]]}
-        for key, value in group.items():
-            if key not in _NAMES and (taken := _plain_value(value)) is not NotImplemented:
-                plain[key] = taken
-        members = set(plain["params"])
-        numbers = {
-            state
-            for parameter, _, state in (
-                key.rpartition(".") for key, value in states.items() if is_number(value)
-            )
-            if parameter in members
-        }
-        if numbers:
-            plain[NUMBERS] = sorted(numbers)
-        groups.append(plain)
-    return groups
+    for number, group in enumerate(param_groups):
+        members = [next(names) for _ in group["params"]]
+        values = _group_values(group, f"param_groups[{number}]")
+        forms = _state_forms([by_parameter.get(name, {}) for name in members])
+        groups.append({"params": members, **values, **forms})
+    keys = packed_states(groups)
+    arrays = {}
+    for key, value in states.items():
+        if key in keys:
+            arrays[key] = _pack_state(key, value)
+        else:
+            arrays[key] = as_array(value) if is_number(value) else value
+    return groups, arrays
+
+
+def _pack_state(key: str, value: Any) -> NDArray:
+    """Return a nested value as bytes; raise TypeError or ValueError with its path."""
+    array = packed(value, repr(key))
+    check_restorable(value, unpacked(array, repr(key), tensor_of), repr(key))
+    return array
+
+
+def _rate_of(groups: Iterable[Mapping[str, Any]]) -> float:
+    """Return the learning rate of the first group; 0 if it has none."""
+    for group in groups:
+        rate = decode_value(group.get("lr"), "lr")
+        rate = rate.item() if getattr(rate, "shape", None) == () else rate
+        return float(rate) if isinstance(rate, int | float) and math.isfinite(rate) else 0.0
+    return 0.0
 
 
 def keywords_from(
     optimizer_type: str, groups: list[dict[str, Any]], states: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of `mlstate.OptimizerStateDict` other than the arrays."""
-    steps = [int(value) for key, value in states.items() if key.endswith(".step")]
+    packed_keys = packed_states(groups)
+    values = [v for k, v in states.items() if k.endswith(".step") and k not in packed_keys]
+    steps = [float(v) for v in values if math.prod(getattr(v, "shape", ())) == 1]
     return {
         "optimizer_type": optimizer_type,
-        "step": max(steps, default=0),
-        "learning_rate": float(groups[0].get("lr", 0.0)) if groups else 0.0,
+        "step": max((int(step) for step in steps if 0 <= step < 1 << 62), default=0),
+        "learning_rate": _rate_of(groups),
         "param_groups": groups,
     }
 
@@ -197,7 +268,22 @@ def number_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
         for group in groups
         for state in group.get(NUMBERS, ())
         for name in group.get("params", ())
+    } - packed_states(groups)
+
+
+def packed_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the keys of states that are nested values, from groups of a checkpoint."""
+    return {
+        f"{group['params'][position]}.{state}"
+        for group in groups
+        for state, positions in group.get(PACKED, {}).items()
+        for position in positions
     }
+
+
+def unpack_state(key: str, array: Any) -> Any:
+    """Return the value of a state that was stored as bytes."""
+    return unpacked(np.asarray(array), repr(key), tensor_of)
 
 
 @set_module("mlstate.integrations.torch")
@@ -216,17 +302,15 @@ def optimizer_state(
     Returns
     -------
     arrays : dict of str to array
-        Arrays over the tensors' memory; numbers are 0-d arrays.
+        Arrays over the tensors' memory; numbers are 0-d arrays, nested values are bytes.
     keywords : dict
         The other arguments of `mlstate.OptimizerStateDict`: ``optimizer_type``, ``step`` (the
-        largest), ``learning_rate`` (of the first group), ``param_groups``. The groups omit values
-        that are not plain, and list the states that were numbers.
+        largest), ``learning_rate`` (of the first group), ``param_groups``. The groups list the
+        states that were numbers or nested values.
     """
     named = _name_parameters(optimizer, names)
-    states = _collect_states(named, optimizer)
-    groups = groups_from(optimizer.param_groups, named, states)
-    arrays = {key: as_array(v) if is_number(v) else v for key, v in states.items()}
-    return arrays_of(arrays), keywords_from(_kind_of(optimizer), groups, states)
+    groups, arrays = stored_states(optimizer.param_groups, named, _collect_states(named, optimizer))
+    return arrays_of(arrays), keywords_from(_kind_of(optimizer), groups, arrays)
 
 
 # ---- to torch ----
@@ -252,20 +336,35 @@ def _is_valid_shape(
 def refuse_unfit(
     states: Mapping[str, tuple[int, ...]],
     named: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]],
+    saved: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
     """Raise one error for all states that do not fit the optimizer's parameters.
 
     `states` has shapes by ``"<parameter>.<state name>"``, `named` the shape and the existing states
-    of each parameter.
+    of each parameter, `saved` the shapes of saved parameters. If a parameter has its saved shape,
+    a new state of it may have any shape. If the saved shape is unknown, a state must have the
+    parameter's shape if the same state of another parameter has that parameter's shape.
     """
     unknown: dict[str, None] = {}
     shapes = []
+    full = {
+        state
+        for name, _, state in (key.rpartition(".") for key in states)
+        if name in named and named[name][0] and states[f"{name}.{state}"] == named[name][0]
+    }
     for key, have in states.items():
         name, _, state = key.rpartition(".")
         if name not in named:
             unknown[name or key] = None
-        elif not _is_valid_shape(state, have, *named[name]):
-            shapes.append((key, have, named[name][0]))
+            continue
+        want = named[name][0]
+        if name in saved:
+            held = tuple(getattr(named[name][1].get(state), "shape", ()))
+            fits = have in (want, (), (1,)) or (saved[name] == want and held in ((), have))
+        else:
+            fits = state not in full or _is_valid_shape(state, have, *named[name])
+        if not fits:
+            shapes.append((key, have, want))
     if not unknown and not shapes:
         return
     lines = ["Error(s) in loading the state of an optimizer:"]
@@ -300,45 +399,13 @@ def _copy_unwritable(arrays: dict[str, Any]) -> dict[str, Any]:
     return mine
 
 
-def _cast_like(own: Any, value: Any) -> Any:
-    """Return a hyperparameter in the optimizer's type, such as a tensor or a tuple."""
-    import torch
-
-    if isinstance(own, torch.Tensor) and value is not None:
-        return torch.as_tensor(value, dtype=own.dtype, device=own.device)
-    if isinstance(value, list) and not isinstance(own, list):
-        return tuple(_cast_like(None, item) for item in value)
-    return value
-
-
-def group_values(
-    osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, members: list[list[str]]
-) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each group: the saved ones if they fit, else its own."""
-    saved = osd.param_groups
-    fits = len(saved) == len(members) and all(
-        set(group.get("params", ())) == set(own) for group, own in zip(saved, members, strict=True)
-    )
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        values = {key: value for key, value in group.items() if key not in _NAMES}
-        if fits:
-            for key, value in saved[number].items():
-                if key not in _NAMES and key != NUMBERS:
-                    values[key] = _cast_like(group.get(key), value)
-        elif osd.learning_rate and group.get("lr") == optimizer.param_groups[0].get("lr"):
-            values["lr"] = _cast_like(group.get("lr"), osd.learning_rate)
-        groups.append(values)
-    return groups
-
-
 def _torch_groups(
     osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]
 ) -> list[dict[str, Any]]:
     """Return the groups in the form of torch's state dict, with parameter numbers."""
     names = iter(named)
     members = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
-    groups = group_values(osd, optimizer, members)
+    groups = match_groups(osd.param_groups, osd.learning_rate, optimizer, members)
     start = 0
     for group, own in zip(groups, members, strict=True):
         group["params"] = list(range(start, start + len(own)))
@@ -379,8 +446,10 @@ def optimizer_dict(
         If parameters are unknown, or shapes do not fit. The message lists all of them.
     """
     named = _name_parameters(optimizer, names)
-    taken = dict(osd)
+    packed_keys = packed_states(osd.param_groups) & osd.keys()
+    taken = {key: value for key, value in osd.items() if key not in packed_keys}
     shapes = {key: tuple(np.shape(value)) for key, value in taken.items()}
+    shapes |= dict.fromkeys(packed_keys, ())
     have = {name: (tuple(p.shape), optimizer.state.get(p, {})) for name, p in named.items()}
     refuse_unfit(shapes, have)
     numbers = number_states(osd.param_groups)
@@ -393,4 +462,7 @@ def optimizer_dict(
         number = key in numbers if held is None else is_number(held)
         value = tensor.item() if number and tensor.numel() == 1 else tensor
         states.setdefault(order[name], {})[state] = value
+    for key in packed_keys:
+        name, _, state = key.rpartition(".")
+        states.setdefault(order[name], {})[state] = unpack_state(key, osd[key])
     return {"state": states, "param_groups": _torch_groups(osd, optimizer, named)}

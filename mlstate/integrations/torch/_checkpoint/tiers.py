@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._tensors.state import tensors_of
+from .optimizer import keywords_from, stored_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -113,18 +114,22 @@ def is_given_away(tensor: torch.Tensor) -> bool:
 
 def tensors_of_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module
-) -> dict[str, torch.Tensor]:
-    """Return the optimizer's own state tensors, by ``"<parameter>.<state>"``.
+) -> dict[str, Any]:
+    """Return the values of an optimizer's states, by ``"<parameter>.<state>"``.
 
-    Values that are not tensors, and states of parameters that the module lacks, are omitted.
+    States of parameters that the module lacks are omitted.
     """
-    import torch
-
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         f"{names[id(parameter)]}.{state}": value
-        for parameter, states in optimizer.state.items()
+        for parameter, own in optimizer.state.items()
         if id(parameter) in names
-        for state, value in states.items()
-        if isinstance(value, torch.Tensor)
+        for state, value in own.items()
     }
+
+
+def optimizer_groups(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
+    """Return the groups of an optimizer, by names of parameters, and its learning rate."""
+    groups, _ = stored_states(optimizer.param_groups, names, {})
+    keywords = keywords_from("other", groups, {})
+    return {key: keywords[key] for key in ("param_groups", "learning_rate")}

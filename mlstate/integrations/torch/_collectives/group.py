@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...._common.arguments import check_flags
 from ...._common.arrays import is_torch
 from ...._common.dtypes import name_of
 from ...._common.set_module import set_module
@@ -129,6 +130,7 @@ class TorchGroup(ExchangeEngine):
         import torch
         import torch.distributed as dist
 
+        check_flags(check=check)
         if not (dist.is_available() and dist.is_initialized()):
             raise CollectiveError(
                 "TorchGroup: torch.distributed is not initialised in this process; call "

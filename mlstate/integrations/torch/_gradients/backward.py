@@ -12,6 +12,7 @@ from ...._common.text import names_hint
 from ....collectives._arguments import check_group, check_timeout, dtype_name
 from ....errors import CollectiveError
 from ....fsdp._hook_registry import Hooks, live_hooks
+from .bindings import Bindings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,8 +66,8 @@ class ModuleHooks(Hooks):
         self.unsent: set[str] = set()  # parameters whose grad has gradients of `no_sync` passes
         self._keep = keep or is_full
         self._earlier: dict[str, torch.Tensor] = {}  # reduced gradients that a pass adds to
-        if not self._keep:
-            _watch_steps()
+        self.bindings = Bindings(module, units)
+        _watch_steps()
         for name, parameter in self.parameters.items():
             units[name].like = parameter.detach()
             register: Any = parameter.register_post_accumulate_grad_hook
@@ -78,6 +79,11 @@ class ModuleHooks(Hooks):
                 before = partial(self._set_aside, name)
                 self._handles.append(_NodeHook(node, before))
         self._make_live()
+
+    def outdated(self) -> str:
+        """Return why gradients of the module would stay unreduced, or an empty string."""
+        change = self.bindings.change()
+        return change and f"{change} after register_hooks: close() and register them again"
 
     def take(
         self, name: str, token: Callable[[], Any] | None
@@ -186,7 +192,20 @@ def _watch_steps() -> None:
     """Check the parameters of every optimizer before each step, from the first call on."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    register_optimizer_step_pre_hook(_refuse_outdated_hooks)
     register_optimizer_step_pre_hook(_warn_of_taken_gradients)
+
+
+def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise CollectiveError if a parameter has no hook that had one, or has to have one."""
+    for hooks in live_hooks():
+        problem = hooks.outdated() if isinstance(hooks, ModuleHooks) else ""
+        if problem and hooks.bindings.concerns(optimizer):  # type: ignore[attr-defined]
+            error = CollectiveError(
+                f"{type(optimizer).__name__}.step: its gradient is not reduced: {problem}"
+            )
+            error.name = problem.split("'")[1]
+            raise error
 
 
 def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -216,12 +235,12 @@ def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 # ---- the backward pass ----
 
 
-def check_reduction(group: Any, nonfinite: str, timeout: float | None) -> float | None:
-    """Check the arguments of a reduction by a group; return the timeout in seconds."""
-    check_group(group)
+def check_reduction(group: Any, nonfinite: str, timeout: float | None) -> tuple[Any, float | None]:
+    """Check the arguments of a reduction; return the process group, and the timeout in seconds."""
+    group = check_group(group)
     if nonfinite not in ("error", "allow"):
         raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
-    return check_timeout(timeout)
+    return group, check_timeout(timeout)
 
 
 def call_at_end(function: Callable[[], None]) -> None:

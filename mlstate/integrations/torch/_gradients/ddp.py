@@ -78,7 +78,7 @@ def all_reduce_with(
         raise TypeError(
             f"model must be a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}"
         )
-    seconds = check_reduction(group, nonfinite, timeout)
+    group, seconds = check_reduction(group, nonfinite, timeout)
     theirs = model.process_group
     if (theirs.rank(), theirs.size()) != (group.rank, group.world_size):
         raise ValueError(

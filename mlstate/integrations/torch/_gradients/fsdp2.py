@@ -78,7 +78,7 @@ def reduce_scatter_with(
     """
     from torch.distributed.fsdp import FSDPModule
 
-    seconds = check_reduction(group, nonfinite, timeout)
+    group, seconds = check_reduction(group, nonfinite, timeout)
     found = {n: m for n, m in module.named_modules() if isinstance(m, FSDPModule)}
     if not found:
         raise ValueError(

@@ -17,6 +17,16 @@ VIEWED = {name: "uint8" if size == 1 else f"int{8 * size}" for name, size in EXT
 PICKLED = dict.fromkeys(FLOAT8S, "uint8") | {f"uint{bits}": f"int{bits}" for bits in (16, 32, 64)}
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's dtype of a name; raise ValueError if torch has none."""
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype
+
+
 def torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:
     """Return the torch dtype for a torch dtype, a name or a NumPy dtype."""
     import torch

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_OVERLAPS = (
-    "out: its elements share memory with one another, as in a broadcast view: pass a copy"
-)
+_OVERLAPS = "out: its elements share memory with one another, as in a broadcast view: pass a copy"
 
 
 def plain_memory(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from ...._common.arrays import overlaps_itself, refuse_given_away
 from ...._common.dtypes import label_of, name_of, stored_dtype
 from ...._common.set_module import set_module
-from ....errors import CompatibilityError
+from ....errors import CompatibilityError, UnstorableError
 from .dtypes import SHARED, VIEWED, torch_has
 
 if TYPE_CHECKING:
@@ -22,6 +23,46 @@ if TYPE_CHECKING:
 
 
 # ---- tensors to arrays ----
+
+
+@cache
+def _dtypes() -> frozenset[torch.dtype]:
+    """Return torch's dtypes that files can name."""
+    import torch
+
+    return frozenset(getattr(torch, name) for name in SHARED | VIEWED.keys() if torch_has(name))
+
+
+def _unstorable(name: str, label: str, reason: str, tensor: torch.Tensor) -> UnstorableError:
+    error = UnstorableError(f"{label or repr(name)} is {reason}")
+    error.name, error.got = name, name_of(tensor.dtype)
+    return error
+
+
+def refuse_unstorable(name: str, tensor: torch.Tensor, label: str = "") -> None:
+    """Raise UnstorableError if a tensor cannot be stored; DTensors are refused too.
+
+    `label` replaces the name in the message.
+    """
+    reason = why_not_plain(tensor)
+    if not reason and tensor.device.type == "meta":
+        reason = "a tensor on torch's meta device: it has no elements"
+    if reason:
+        raise _unstorable(name, label, reason, tensor)
+
+
+def state_dict_of(module: torch.nn.Module) -> Mapping[str, Any]:
+    """Return a module's ``state_dict()``; name the parameters that torch refuses to return."""
+    import torch
+
+    try:
+        return module.state_dict()
+    except (RuntimeError, ValueError):
+        for named in (module.named_parameters(), module.named_buffers()):
+            for name, tensor in named:
+                if torch.nn.parameter.is_lazy(tensor):
+                    refuse_unstorable(name, tensor)
+        raise
 
 
 def why_not_plain(tensor: torch.Tensor) -> str:
@@ -41,12 +82,17 @@ def why_not_plain(tensor: torch.Tensor) -> str:
         return f"{tensor.layout}: store its to_dense(), or its indices and values"
     if tensor.is_quantized:
         return f"quantized ({tensor.dtype}): store its dequantize(), or int_repr() and the scales"
-    if tensor.device.type != "cpu":
-        return ""
     if tensor.is_conj():
         return "a view that is conjugated when read: store its resolve_conj()"
     if tensor.is_neg():
         return "a view that is negated when read: store its resolve_neg()"
+    if tensor.dtype not in _dtypes():
+        return (
+            f"{name_of(tensor.dtype)}, for which mlstate's files have no name: store it as "
+            "integers, by tensor.view(torch.uint8)"
+        )
+    if tensor.device.type != "cpu":
+        return ""
     try:
         tensor.data_ptr()
     except RuntimeError:
@@ -61,16 +107,9 @@ def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
     dtype = name_of(tensor.dtype)
     if dtype in SHARED:
         array: NDArray = tensor.numpy()
-    elif dtype in VIEWED:
+    else:
         known = stored_dtype(dtype)
         array = tensor.view(getattr(torch, VIEWED[dtype])).numpy().view(known)
-    else:
-        error = CompatibilityError(
-            f"{name!r} is {dtype}, for which NumPy has no dtype: store it as integers, by "
-            "tensor.view(torch.uint8)"
-        )
-        error.name, error.got = name, dtype
-        raise error
     # Elements that share memory (from expand()): a write to one would change others.
     if not array.flags.c_contiguous and overlaps_itself(array):
         array.flags.writeable = False
@@ -90,7 +129,7 @@ def _array_of(name: str, value: Any) -> Any:
         )
     reason = why_not_plain(value)
     if reason:
-        raise TypeError(f"{name!r} is {reason}")
+        raise _unstorable(name, "", reason, value)
     detached = value.detach()
     return detached if detached.device.type != "cpu" else _view_as_array(name, detached)
 
@@ -131,7 +170,7 @@ def arrays_of(state: torch.nn.Module | Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     if isinstance(state, torch.nn.Module):
-        state = state.state_dict()
+        state = state_dict_of(state)
     if not isinstance(state, Mapping):
         raise TypeError(
             "from_torch takes a torch.nn.Module or a mapping of str to tensors, "

@@ -1,0 +1,44 @@
+"""Checks of plain arguments: values of another type are refused, never interpreted."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+import numpy as np
+
+
+def is_flag(value: object) -> bool:
+    """Return whether a value is True or False, of Python or NumPy."""
+    return isinstance(value, bool | np.bool_)
+
+
+def check_flags(**flags: object) -> None:
+    """Raise TypeError for the first keyword that is not a flag."""
+    for name, value in flags.items():
+        if not is_flag(value):
+            raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+
+
+def check_number(name: str, value: Any) -> float:
+    """Return a real number, of Python, NumPy or a 0-dimensional tensor, as a float."""
+    if is_flag(value) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    return float(value)
+
+
+def check_int(name: str, value: Any, least: int, most: int | None = None, also: str = "") -> int:
+    """Return an integer from `least` to `most`; a bool is not one.
+
+    `also` names another accepted value, for messages.
+    """
+    try:
+        if is_flag(value):
+            raise TypeError
+        number = int(index(value))
+    except TypeError:
+        raise TypeError(f"{name} must be an int{also}, got {type(value).__name__}") from None
+    if number < least or (most is not None and number > most):
+        limits = f"{least} or more" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {limits}{also}, got {value}")
+    return number

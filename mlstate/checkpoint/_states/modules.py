@@ -1,0 +1,215 @@
+"""Entries of a torch module's state that are not tensors, and loads by a module's own methods.
+
+A checkpoint stores such entries, and torch's metadata of modules that load themselves, as a nested
+value: a named state, whose name starts with a dot and so cannot be a user's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ... import _core
+from ..._common.arrays import is_torch
+from ..._common.backend import backend_of, torch_backend
+from ..._common.dtypes import FLOATS, name_of
+from ...errors import CompatibilityError
+from .._store.folder import SECTIONS
+from .restore import Action, load_like, read_own
+from .tree import encode, malformed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from .._load import Loader
+    from .._sections import Section
+    from .._store.name_globs import Names
+    from .tree import Tree
+
+MODEL = ".model"  # name of the model's state; that of a named state ends with its name
+_NAMED = ".states."
+
+
+def entries_name(state: str | None) -> str:
+    """Return the name of the entries of the model, or of a named state."""
+    return MODEL if state is None else _NAMED + state
+
+
+def encode_entries(
+    entries: Mapping[str, Any], metadata: Mapping[str, Any], where: str
+) -> Tree | None:
+    """Return what `saved_module` returns besides tensors as a nested value, if anything."""
+    if not entries and not metadata:
+        return None
+    return encode({"entries": dict(entries), "metadata": dict(metadata)}, where, exact=True)
+
+
+def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
+    """Return the metadata that the result of a torch module's ``state_dict()`` carries."""
+    carried = getattr(state, "_metadata", None)
+    if not isinstance(carried, dict):
+        return {}
+    return {
+        name: dict(each)
+        for name, each in carried.items()
+        if isinstance(name, str) and isinstance(each, dict) and each != {"version": 1}
+    }
+
+
+def shown_states(states: dict[str, Any]) -> dict[str, Any]:
+    """Return loaded states without those that have only torch's metadata."""
+
+    def is_shown(name: str) -> bool:
+        value = states[name]
+        return name[0] != "." or not isinstance(value, dict) or bool(value.get("entries", True))
+
+    return {name: states[name] for name in states if is_shown(name)}
+
+
+# ---- loading ----
+
+
+class StoredEntries(NamedTuple):
+    """The entries of one module that are not tensors, by name, and torch's metadata."""
+
+    entries: dict[str, Any]
+    metadata: dict[str, dict[str, Any]] | None  # None: the checkpoint is not of mlstate
+
+
+def stored_entries(loader: Loader, section: Section) -> StoredEntries:
+    """Read the entries of a section, by the names of the load."""
+    if section.is_optimizer or section.kind is None:
+        return StoredEntries({}, None)
+    name = entries_name(section.state)
+    kind = loader.states.get(name)
+    if kind is None:
+        return StoredEntries({}, None if loader.manifest.weights is not None else {})
+    value = read_own(loader, name, kind)
+    if not isinstance(value, dict) or not all(
+        isinstance(value.get(part), dict) for part in ("entries", "metadata")
+    ):
+        raise malformed(f"states[{name!r}]", "it must have entries and metadata")
+    entries, metadata = value["entries"], value["metadata"]
+    rules = loader.request.rename
+    if rules is not None:
+        entries = _core.state_rename(entries, tuple(rules.items()))[0]
+        metadata = section.renamed_layers(metadata)
+    return StoredEntries(entries, metadata)
+
+
+def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
+    """Return the names of each unit's entries; others are left out."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        unit = contract.unit_of(name)
+        if unit is not None:
+            found.setdefault(id(unit), []).append(name)
+    return found
+
+
+def _selected_units(contract: Any, names: Names, stored: list[str], chosen: list[str]) -> list[Any]:
+    """Return the units to load; raise if `names=` selects a part of one's entries."""
+    if names.listed is None:
+        return list(contract.units)
+    every, some = _by_unit(contract, stored), _by_unit(contract, chosen)
+    units = []
+    for unit in contract.units:
+        if id(unit) not in some:
+            continue
+        rest = set(every[id(unit)]) - set(some[id(unit)])
+        if rest:
+            where = unit.name or "the module"
+            error = CompatibilityError(
+                f"{where!r} loads its entries by its own methods, all together, and names= leaves "
+                f"out {min(rest)!r}: select all of its entries, or none"
+            )
+            error.name = min(rest)
+            raise error
+        units.append(unit)
+    return units
+
+
+def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[Any]) -> None:
+    """Raise if a stored tensor has another dtype than the parameter of its name."""
+    memory: dict[str, Any] = {}
+    for unit in units:
+        memory.update(contract.memory(unit))
+    by_key = section.names_by_key()
+    for where, key, _, _, dtype, *_ in loader.merged_index.tensors():
+        name = by_key.get(key) if where == SECTIONS[section.number] else None
+        if name not in memory:
+            continue
+        own = name_of(memory[name].dtype)
+        if own != dtype and not (loader.request.cast and {own, dtype} <= FLOATS):
+            error = CompatibilityError(f"{name!r} is {dtype} in the checkpoint, expected {own}")
+            error.name, error.expected, error.got = name, own, dtype
+            raise error
+
+
+def _on_device_of(value: Any, like: Any) -> Any:
+    """Return a value whose tensors are on the devices of those at the same places in `like`."""
+    if is_torch(value):
+        return value.to(like.device) if is_torch(like) else value
+    if type(value) is not type(like):
+        return value
+    if isinstance(value, dict):
+        for key in value.keys() & like.keys():
+            value[key] = _on_device_of(value[key], like[key])
+    elif type(value) in (list, tuple) and len(value) == len(like):
+        return type(value)(map(_on_device_of, value, like))
+    return value
+
+
+def _read_tensors(
+    loader: Loader, section: Section, names: list[str], earlier: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return new tensors with stored elements: parts of DTensors, like the earlier entries."""
+    request, number = loader.request, section.number
+    sharded = [name for name in names if hasattr(earlier.get(name), "device_mesh")]
+    if sharded and not request.own:
+        raise TypeError(
+            f"{sharded[0]!r} is a part of a tensor, and its layout is known: do not pass layout=, "
+            "rank= and world_size="
+        )
+    whole = [name for name in names if name not in sharded]
+    keys = section.keys(whole)
+    arrays = loader.load_keys(number, keys, (None, 0, 0) if request.own else request.cutting)
+    tensors = torch_backend("modules").tensors_of(
+        dict(zip(whole, (arrays[key] for key in keys), strict=True))
+    )
+    for name, key in zip(sharded, section.keys(sharded), strict=True):
+        tensors[name] = load_like(loader, number, key, earlier[name])
+    return {name: _on_device_of(tensors[name], earlier.get(name)) for name in names}
+
+
+def prepare_units(
+    loader: Loader,
+    section: Section,
+    target: Any,
+    filling: Any,
+    chosen: list[str],
+    stored: StoredEntries,
+    names: Names,
+) -> list[Action]:
+    """Read the entries of submodules that load themselves; return the action that loads them.
+
+    `chosen` are the names that the load selects, `filling` is the result of `fill_module`.
+    """
+    contract = filling.contract
+    if contract is None or not contract.units:
+        return []
+    every = [*section.names, *stored.entries]
+    units = _selected_units(contract, names, every, chosen)
+    if not units:
+        return []
+    _check_dtypes(loader, section, contract, units)
+    mine = _by_unit(contract, chosen)
+    wanted = [name for unit in units for name in mine.get(id(unit), ())]
+    tensors = [name for name in wanted if name not in stored.entries]
+    entries = _read_tensors(loader, section, tensors, contract.entries)
+    for name in wanted:
+        if name in stored.entries:
+            entries[name] = _on_device_of(stored.entries[name], contract.entries.get(name))
+    load = backend_of(target).own_load(
+        filling, entries, stored.metadata, units, strict=loader.request.strict
+    )
+    return [Action(section.label, load.apply, load.undo)]

@@ -1,0 +1,463 @@
+"""The contract of a module's state: which submodules load their entries by their own methods.
+
+The entries of a module's ``state_dict()`` need not be the module's memory: a submodule may have an
+extra state, override torch's methods, or have hooks that change entries. Such a submodule is a
+*unit*: all of its entries are passed to its own load, as ``load_state_dict`` would pass them.
+The entries of all other submodules are the module's own memory, and a load fills them in place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ....errors import CompatibilityError
+from .._tensors.state import refuse_unstorable
+from .module_names import by_name, unwrapped_name, wrapped_attribute
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    import torch
+
+EXTRA = "_extra_state"
+# Hooks of torch's wrappers. They gather parameters and change names, which `dtensor_shards` and
+# `module_names` do too.
+_WRAPPER_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
+
+
+class Unit(NamedTuple):
+    """A submodule that loads its own entries: and its children's if `is_whole`."""
+
+    module: torch.nn.Module
+    prefix: str  # of its keys in torch's state dict
+    name: str  # of the submodule, without the parts that wrappers add
+    is_whole: bool
+
+
+# ---- torch's own methods ----
+
+
+def _is_torch_method(module: torch.nn.Module, name: str, extra: Collection[Any] = ()) -> bool:
+    import torch
+
+    function = getattr(getattr(module, name), "__func__", None)
+    return function is getattr(torch.nn.Module, name) or function in extra
+
+
+def _has_hooks(module: torch.nn.Module, *names: str) -> bool:
+    return any(
+        not getattr(hook, "__module__", "").startswith(_WRAPPER_HOOKS)
+        for name in names
+        for hook in getattr(module, name).values()
+    )
+
+
+def _loads_itself(module: torch.nn.Module) -> bool:
+    """Return whether a module's load does more than copy to parameters and buffers."""
+    from torch.nn.modules import batchnorm, instancenorm
+
+    # These two add a counter to old states that lack it, and refuse old statistics: for a state
+    # with exactly the module's entries they copy.
+    plain = (
+        batchnorm._NormBase._load_from_state_dict,
+        instancenorm._InstanceNorm._load_from_state_dict,
+    )
+    hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    return not _is_torch_method(module, "_load_from_state_dict", plain) or _has_hooks(
+        module, *hooks
+    )
+
+
+def saves_itself(module: torch.nn.Module) -> bool:
+    """Return whether a module's entries may be other than its parameters and buffers."""
+    methods = ("state_dict", "_save_to_state_dict")
+    hooks = ("_state_dict_hooks", "_state_dict_pre_hooks")
+    return not all(_is_torch_method(module, name) for name in methods) or _has_hooks(module, *hooks)
+
+
+def _has_extra_state(module: torch.nn.Module) -> bool:
+    return not all(
+        _is_torch_method(module, name) for name in ("get_extra_state", "set_extra_state")
+    )
+
+
+# ---- memory ----
+
+
+def _memory_of(value: Any) -> tuple[Any, ...] | None:
+    """Return a key that is equal for tensors over the same elements; None if there is none."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return None
+    if hasattr(value, "device_mesh"):
+        value = value._local_tensor  # type: ignore[attr-defined]
+    try:
+        storage = value.untyped_storage()._cdata
+        where = (value.storage_offset(), tuple(value.shape), value.stride())
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, or without a shape yet
+        return (id(value),)
+    return storage, *where, value.dtype, value.is_conj(), value.is_neg()
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and persistent buffers of one module."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _joined(name: str) -> str:
+    """Return the start of the names below a name."""
+    return name + "." if name else ""
+
+
+def _entries_match(
+    entries: Mapping[str, Any], names: Collection[str], expected: Mapping[str, torch.Tensor]
+) -> bool:
+    """Return whether some entries are the expected tensors' memory, and no name is missing."""
+    return set(names) == expected.keys() and all(
+        _memory_of(entries[name]) == _memory_of(expected[name]) for name in names
+    )
+
+
+def _with_tied(module: torch.nn.Module, chosen: set[int]) -> set[int]:
+    """Return modules, and all that share memory with them: the order of loading counts."""
+    modules = list(module.modules())
+    storages = {id(m): {(_memory_of(t) or (0,))[0] for _, t in _tensors_of(m)} for m in modules}
+    count = -1
+    while count != len(chosen):
+        count = len(chosen)
+        shared = set().union(*(storages[number] for number in chosen))
+        chosen = {m for m in storages if m in chosen or not storages[m].isdisjoint(shared)}
+    return chosen
+
+
+def _modules_of(unit: Unit) -> Iterable[torch.nn.Module]:
+    return unit.module.modules() if unit.is_whole else (unit.module,)
+
+
+def _copy_of(name: str, value: Any) -> Any:
+    import torch
+
+    try:
+        if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value):
+            return value.detach().clone()
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise _refusal(
+            name, f"{name!r} cannot be copied, so its load could not be undone: {error}"
+        ) from error
+
+
+def _refusal(name: str, text: str) -> CompatibilityError:
+    error = CompatibilityError(text)
+    error.name = name
+    return error
+
+
+# ---- the contract ----
+
+
+class ModuleContract:
+    """The entries of a module's state, and the units among its submodules.
+
+    Names have no parts that wrappers add. `state` is the result of the module's ``state_dict()``.
+    """
+
+    def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        self.module = module
+        self._keys = by_name(module, {key: key for key in state})
+        self.entries = {name: state[key] for name, key in self._keys.items()}
+        self._metadata: Mapping[str, dict[str, Any]] = getattr(state, "_metadata", None) or {}
+        self.units: list[Unit] = []
+        self._unit_of: dict[str, Unit | None] = {}  # by the names of submodules
+        self._walk(module, "", "", None, set())
+        chosen = {id(child) for unit in self.units for child in _modules_of(unit)}
+        if any(saves_itself(child) for child in module.modules()):
+            chosen |= self._with_foreign_entries()
+        if chosen:
+            chosen = _with_tied(module, chosen)
+            self.units, self._unit_of = [], {}
+            self._walk(module, "", "", None, chosen)
+
+    def _walk(
+        self, module: torch.nn.Module, prefix: str, name: str, unit: Unit | None, chosen: set[int]
+    ) -> None:
+        """List the units in torch's order of loading; `chosen`: modules that are units."""
+        if unit is None:
+            whole = self._is_whole(module, name)
+            if whole or _has_extra_state(module) or id(module) in chosen:
+                unit = Unit(module, prefix, name, whole)
+                self.units.append(unit)
+        self._unit_of[name] = unit
+        inherited = unit if unit is not None and unit.is_whole else None
+        inner = wrapped_attribute(module)
+        for key, child in module._modules.items():
+            if child is not None:
+                below = name if key == inner else _joined(name) + key
+                self._walk(child, f"{prefix}{key}.", below, inherited, chosen)
+
+    def _is_whole(self, module: torch.nn.Module, name: str) -> bool:
+        if module is self.module and not _is_torch_method(module, "load_state_dict"):
+            return True
+        if _loads_itself(module):
+            return True
+        return saves_itself(module) and not self._has_own_entries(module, name)
+
+    def _has_own_entries(self, module: torch.nn.Module, name: str) -> bool:
+        """Return whether the entries below a name are a module's memory, under its names."""
+        start = _joined(name)
+        expected, extra = {}, set()
+        for path, child in module.named_modules(remove_duplicate=False):
+            below = _joined(start + unwrapped_name(module, path))
+            expected.update({below + key: tensor for key, tensor in _tensors_of(child)})
+            extra.add(below + EXTRA)
+        entries = [key for key in self.entries if key.startswith(start) and key not in extra]
+        return _entries_match(self.entries, entries, expected)
+
+    def _with_foreign_entries(self) -> set[int]:
+        """Return the modules with entries that are not their memory: hooks may change any."""
+        names: dict[str, list[str]] = {}
+        for key in self.entries:
+            names.setdefault(self._owner_of(key), []).append(key)
+        found = set()
+        for path, child in self.module.named_modules(remove_duplicate=False):
+            name = unwrapped_name(self.module, path)
+            expected = {_joined(name) + key: tensor for key, tensor in _tensors_of(child)}
+            keys = names.get(name, []) if expected or not wrapped_attribute(child) else []
+            if not _entries_match(self.entries, keys, expected):
+                found.add(id(child))
+        return found
+
+    def _owner_of(self, name: str) -> str:
+        """Return the name of the innermost submodule that an entry belongs to."""
+        parts = name.split(".")[:-1]
+        while parts and ".".join(parts) not in self._unit_of:
+            parts.pop()
+        return ".".join(parts)
+
+    def unit_of(self, name: str) -> Unit | None:
+        """Return the unit that an entry belongs to, or None."""
+        return self._unit_of[self._owner_of(name)]
+
+    def key_of(self, unit: Unit, name: str) -> str:
+        """Return the key of a unit's entry in torch's state dict."""
+        start = len(unit.name) + 1 if unit.name else 0
+        key: str = self._keys.get(name, unit.prefix + name[start:])
+        return key
+
+    def parameter_names(self) -> set[str]:
+        """Return the names of all parameters, which need not be entries."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {unwrapped_name(self.module, name) for name, _ in named}
+
+    def own_metadata(self) -> dict[str, dict[str, Any]]:
+        """Return torch's metadata of the modules in units, by name, if not the default."""
+        found = {}
+        for prefix, metadata in self._metadata.items():
+            name = unwrapped_name(self.module, prefix)
+            if metadata != {"version": 1} and self._unit_of.get(name) is not None:
+                found[name] = dict(metadata)
+        return found
+
+    def metadata_of_module(self) -> dict[str, dict[str, Any]]:
+        """Return torch's metadata of this module, in torch's form."""
+        return {prefix: dict(each) for prefix, each in self._metadata.items()}
+
+    def metadata_by_prefix(
+        self, stored: Mapping[str, dict[str, Any]], default: dict[str, Any]
+    ) -> dict[str, dict[str, Any]]:
+        """Return a checkpoint's metadata in torch's form."""
+        return {
+            prefix: dict(stored.get(unwrapped_name(self.module, prefix), default))
+            for prefix, _ in self.module.named_modules(remove_duplicate=False)
+        }
+
+    def memory(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """Return a unit's entries that are parameters or buffers, under their own names."""
+        import torch
+
+        tree = unit.module.named_modules(remove_duplicate=False)
+        found = {}
+        for path, child in tree if unit.is_whole else [("", unit.module)]:
+            below = _joined(unwrapped_name(self.module, (unit.prefix + path).rstrip(".")))
+            for key, tensor in _tensors_of(child):
+                memory = _memory_of(tensor)
+                if torch.nn.parameter.is_lazy(tensor):
+                    continue
+                if memory is not None and _memory_of(self.entries.get(below + key)) == memory:
+                    found[below + key] = tensor
+        return found
+
+
+def refuse_units(module: torch.nn.Module, wrapper: str) -> None:
+    """Raise CompatibilityError if a submodule of a sharded module must load its own entries."""
+    for path, child in module.named_modules():
+        if _loads_itself(child) or saves_itself(child) or _has_extra_state(child):
+            name = unwrapped_name(module, path) or type(child).__name__
+            raise _refusal(
+                name,
+                f"{name!r} ({type(child).__name__}) has its own load methods, hooks or extra "
+                f"state, which {wrapper} cannot call on a part of its entries: use fully_shard "
+                "(FSDP2), or load into the module before wrapping it",
+            )
+
+
+# ---- loads by the modules' own methods ----
+
+
+class OwnLoad:
+    """A load of some units by their own methods, which `undo` reverts.
+
+    `entries` are the entries to load, by name. The earlier entries and memory are copied here.
+    """
+
+    def __init__(
+        self,
+        contract: ModuleContract,
+        units: list[Unit],
+        entries: Mapping[str, Any],
+        metadata: dict[str, dict[str, Any]],
+        *,
+        strict: bool,
+    ) -> None:
+        import torch
+
+        self.contract = contract
+        self.units = units
+        self.strict = strict
+        self._new = self._by_unit(entries)
+        self._metadata = metadata
+        chosen = {id(unit) for unit in units}
+        clones: dict[Any, torch.Tensor] = {}
+        self._memory: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = []
+        for unit in units:
+            for module in _modules_of(unit):
+                for table in (module._parameters, module._buffers):
+                    for key, tensor in table.items():
+                        if tensor is None or torch.nn.parameter.is_lazy(tensor):
+                            continue
+                        name = f"{unit.name}.{key}".lstrip(".")
+                        if tensor.device.type == "meta":
+                            refuse_unstorable(name, tensor)
+                        memory = _memory_of(tensor)
+                        if memory not in clones:
+                            clones[memory] = _copy_of(name, tensor)
+                        self._memory.append((table, key, tensor, clones[memory]))
+        self._before = self._by_unit(
+            {
+                name: clones.get(_memory_of(value)) if _memory_of(value) in clones
+                else _copy_of(name, value)
+                for name, value in contract.entries.items()
+                if (owner := contract.unit_of(name)) is not None and id(owner) in chosen
+            }
+        )  # fmt: skip
+
+    def _by_unit(self, entries: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the entries of each unit, by torch's keys."""
+        tables: dict[int, dict[str, Any]] = {id(unit): {} for unit in self.units}
+        for name, value in entries.items():
+            unit = self.contract.unit_of(name)
+            assert unit is not None
+            tables[id(unit)][self.contract.key_of(unit, name)] = value
+        return [tables[id(unit)] for unit in self.units]
+
+    def apply(self) -> None:
+        """Load the entries; raise CompatibilityError as ``load_state_dict`` raises."""
+        missing: list[str] = []
+        unexpected: list[str] = []
+        errors: list[str] = []
+        for unit, state in zip(self.units, self._new, strict=True):
+            self._load(unit, dict(state), self._metadata, missing, unexpected, errors)
+        lines = list(errors)
+        if self.strict and unexpected:
+            lines.insert(0, f"Unexpected key(s) in checkpoint: {_quoted(unexpected)}.")
+        if self.strict and missing:
+            lines.insert(0, f"Missing key(s) in checkpoint: {_quoted(missing)}.")
+        if lines:
+            name = type(self.contract.module).__name__
+            text = "\n    ".join([f"Error(s) in loading {name}:", *lines])
+            raise _refusal((missing or unexpected or [name])[0], text)
+
+    def undo(self) -> None:
+        """Load the earlier entries back, and restore the memory."""
+        import torch
+
+        failures: list[str] = []
+        metadata = self.contract.metadata_of_module()
+        for unit, state in zip(self.units, self._before, strict=True):
+            errors: list[str] = []
+            try:
+                copies = {key: _copy_of(key, value) for key, value in state.items()}
+                self._load(unit, copies, metadata, [], [], errors)
+            except CompatibilityError as error:
+                errors.append(str(error))
+            if errors:
+                failures.append(f"{_name_of(unit)!r}: {errors[0]}")
+        with torch.no_grad():
+            for table, key, tensor, clone in self._memory:
+                if table.get(key) is tensor and tensor.shape == clone.shape:
+                    tensor.copy_(clone)
+        if failures:
+            raise _refusal(failures[0].split("'")[1], "; ".join(failures))
+
+    def _load(
+        self,
+        unit: Unit,
+        state: dict[str, Any],
+        metadata: dict[str, dict[str, Any]],
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        ordered: Any = OrderedDict(state)
+        ordered._metadata = metadata
+        root = self.contract.module
+        try:
+            if unit.module is root and not _is_torch_method(root, "load_state_dict"):
+                unit.module.load_state_dict(ordered, **({} if self.strict else {"strict": False}))
+                return
+            problems = (missing, unexpected, errors)
+            _load_module(unit.module, ordered, unit.prefix, metadata, problems, unit.is_whole)
+        except Exception as error:
+            text = f"{_name_of(unit)!r}: {type(error).__name__}: {error}"
+            raise _refusal(_name_of(unit), text) from error
+
+
+def _name_of(unit: Unit) -> str:
+    return unit.name or type(unit.module).__name__
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _load_module(
+    module: torch.nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Mapping[str, dict[str, Any]],
+    problems: tuple[list[str], list[str], list[str]],
+    is_whole: bool,
+) -> None:
+    """Load one module as `torch.nn.Module.load_state_dict` does, children included if whole."""
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    module._load_from_state_dict(state, prefix, metadata.get(prefix[:-1], {}), True, *problems)
+    if not is_whole:
+        return
+    for name, child in module._modules.items():
+        if child is not None:
+            start = f"{prefix}{name}."
+            below = {key: value for key, value in state.items() if key.startswith(start)}
+            _load_module(child, below, start, metadata, problems, is_whole)
+    incompatible = _IncompatibleKeys(*problems[:2])
+    for hook in module._load_state_dict_post_hooks.values():
+        if hook(module, incompatible) is not None:
+            raise TypeError("a hook of register_load_state_dict_post_hook returned a value")

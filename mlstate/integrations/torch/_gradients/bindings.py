@@ -1,0 +1,72 @@
+"""Parameters of a module that changed after hooks were registered.
+
+A parameter that was replaced (as ``load_state_dict(assign=True)`` does), added or unfrozen since
+has no hook: its gradient would stay unreduced.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+
+
+class _Binding(NamedTuple):
+    """A parameter under its name in one module."""
+
+    table: dict[str, Any]  # the module's parameters
+    key: str
+    parameter: torch.nn.Parameter
+    name: str
+    address: int  # of the tensor in C++, which has the hook: swap_tensors gives it away
+    has_hook: bool
+    was_frozen: bool
+
+
+class Bindings:
+    """The parameters of a module; the ones in `hooked` have hooks."""
+
+    def __init__(self, module: torch.nn.Module, hooked: Collection[str]) -> None:
+        self._module = module
+        by_id = {id(p): name in hooked for name, p in module.named_parameters()}
+        self._bindings: list[_Binding] = []
+        self._tables: list[tuple[dict[str, Any], int]] = []  # and their lengths
+        for path, child in module.named_modules():
+            self._tables += [(t, len(t)) for t in (child._modules, child._parameters)]
+            for key, parameter in child._parameters.items():
+                if parameter is not None:
+                    name = f"{path}.{key}" if path else key
+                    facts = (parameter._cdata, by_id[id(parameter)], not parameter.requires_grad)
+                    self._bindings.append(_Binding(child._parameters, key, parameter, name, *facts))
+
+    def change(self) -> str:
+        """Return which parameter has changed so that its gradient is not reduced, or ""."""
+        for binding in self._bindings:
+            current = binding.table.get(binding.key)
+            if current is binding.parameter:
+                if not binding.has_hook and binding.was_frozen and current.requires_grad:
+                    return f"{binding.name!r} was unfrozen"
+                if binding.has_hook and current._cdata != binding.address:
+                    return f"{binding.name!r} was replaced"
+            elif binding.has_hook or (current is not None and current.requires_grad):
+                return f"{binding.name!r} was replaced"
+        if all(len(table) == count for table, count in self._tables):
+            return ""
+        known = {id(binding.parameter) for binding in self._bindings}
+        return next(
+            (
+                f"{name!r} was added"
+                for name, parameter in self._module.named_parameters()
+                if parameter.requires_grad and id(parameter) not in known
+            ),
+            "",
+        )
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer has one of the parameters, of then or of today."""
+        known = {id(binding.parameter) for binding in self._bindings}
+        known |= {id(parameter) for parameter in self._module.parameters()}
+        return any(id(p) in known for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,377 @@
+"""Targets that change while their replacement is written; mlstate/_common/atomic_file.py."""
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate import _core
+from mlstate._common import atomic_file
+from mlstate._common.atomic_file import Target, new_path, replacing
+from mlstate.checkpoint import export_huggingface, reshard
+from mlstate.checkpoint._files.convert import read_any, write_any
+from mlstate.checkpoint._huggingface import export as export_module
+from mlstate.cli import main
+
+
+def content(path):
+    """Return the names and bytes below a path, links included."""
+    if path.is_symlink():
+        return path.readlink()
+    if path.is_file():
+        return path.read_bytes()
+    return {entry.name: content(entry) for entry in path.iterdir()}
+
+
+def make_file(path):
+    path.write_bytes(b"mine")
+
+
+def make_folder(path):
+    path.mkdir()
+    (path / "notes").write_bytes(b"mine")
+
+
+def make_link(path):
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def make_checkpoint(path):
+    path.mkdir(exist_ok=True)
+    mlstate.save(path, {"mine": np.ones(3)})
+
+
+APPEARED = [make_file, make_folder, make_link, make_checkpoint, lambda path: path.mkdir()]
+
+
+def before_last_step(monkeypatch, action):
+    """Run an action once, right before the call that renames the new file or folder."""
+    rename, done = _core.path_rename, []
+
+    def act(*args):
+        if not done:
+            done.append(True)
+            action()
+        return rename(*args)
+
+    monkeypatch.setattr(_core, "path_rename", act)
+    return done
+
+
+@pytest.mark.parametrize("appear", APPEARED)
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".dcp", ""])
+def test_a_target_that_appears_meanwhile_stays(tmp_path, monkeypatch, suffix, appear):
+    if suffix in (".pt", ".dcp"):
+        pytest.importorskip("torch")
+    target = tmp_path / f"target{suffix}"
+    done = before_last_step(monkeypatch, lambda: appear(target))
+    with pytest.raises(mlstate.StoreError, match="appeared while") as caught:
+        if suffix:
+            write_any(target, {"w": np.ones(3)})
+        else:
+            export_huggingface(target, {"w": np.ones(3)})
+    assert done
+    assert caught.value.errno == errno.EEXIST
+    assert str(target) in str(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == [target.name]
+    mine = content(target)
+    assert mine == {} or "mine" in str(mine) or appear is make_link
+    if appear is make_checkpoint:
+        assert list(mlstate.load(target).model) == ["mine"]
+
+
+def test_an_empty_folder_is_used_only_while_it_is_empty(tmp_path, monkeypatch):
+    target = tmp_path / "m"
+    target.mkdir()
+    put = Target.put
+
+    def fill_and_put(self, new):
+        (target / "notes").write_bytes(b"mine")
+        put(self, new)
+
+    monkeypatch.setattr(Target, "put", fill_and_put)
+    with pytest.raises(mlstate.StoreError, match="appeared while"):
+        export_huggingface(target, {"w": np.ones(3)})
+    assert content(target) == {"notes": b"mine"}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def add_file(target):
+    (target / "notes").write_bytes(b"mine")
+
+
+def rewrite_file(target):
+    path = target / "a"
+    info = path.stat()
+    path.write_bytes(b"NEW")  # the same inode and size
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+def rewrite_nested_file(target):
+    (target / "sub" / "b").write_bytes(b"new")
+
+
+def exchange_file(target):
+    (target / "sub" / "c").write_bytes((target / "a").read_bytes())
+    (target / "sub" / "c").replace(target / "a")
+
+
+def exchange_folder(target):
+    shutil.copytree(target, target.parent / "copy")
+    shutil.rmtree(target)
+    (target.parent / "copy").rename(target)
+
+
+def make_it_a_file(target):
+    shutil.rmtree(target)
+    target.write_bytes(b"mine")
+
+
+CHANGES = [
+    add_file,
+    rewrite_file,
+    rewrite_nested_file,
+    exchange_file,
+    exchange_folder,
+    make_it_a_file,
+]
+
+
+def without_exchange(monkeypatch):
+    """Refuse the renames that only some file systems have."""
+
+    def refuse(*args):
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(_core, "path_rename", refuse)
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_folder_that_changed_meanwhile_is_not_replaced(tmp_path, monkeypatch, change, is_plain):
+    target = tmp_path / "m"
+    (target / "sub").mkdir(parents=True)
+    (target / "a").write_bytes(b"old")
+    (target / "sub" / "b").write_bytes(b"old")
+    start = Target.of(target)
+    if is_plain:
+        without_exchange(monkeypatch)
+    with pytest.raises(mlstate.StoreError, match="was changed while"), new_path(start) as new:
+        Path(new).mkdir()
+        change(target)
+        mine = content(target)
+    assert content(target) == mine
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+    with new_path(Target.of(target)) as new:
+        Path(new).mkdir()
+    assert content(target) == {}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_file_that_changed_meanwhile_is_not_replaced(tmp_path, monkeypatch, is_plain):
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    if is_plain:
+        without_exchange(monkeypatch)
+    for text in (b"new", b"longer"):
+        start = Target.of(path)
+        with (
+            pytest.raises(mlstate.StoreError, match="was changed while"),
+            replacing(path, start) as file,
+        ):
+            file.write(b"ours")
+            path.unlink()
+            path.write_bytes(text)
+        assert path.read_bytes() == text
+    with replacing(path) as file:
+        file.write(b"ours")
+    assert path.read_bytes() == b"ours"
+    path.unlink()
+    with replacing(path) as file:
+        file.write(b"again")
+    assert path.read_bytes() == b"again"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_file_system_without_the_operation_keeps_what_appeared(tmp_path, monkeypatch, is_plain):
+    without_exchange(monkeypatch)
+    if is_plain:  # without hard links too
+
+        def refuse(*args):
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "a"
+    with pytest.raises(mlstate.StoreError, match="appeared"), replacing(path) as file:
+        file.write(b"ours")
+        path.write_bytes(b"mine")
+    assert path.read_bytes() == b"mine"
+    path.unlink()
+    with replacing(path) as file:
+        file.write(b"ours")
+    assert path.read_bytes() == b"ours"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("step", range(3))
+def test_an_interrupt_between_the_renames_restores_the_old_folder(
+    tmp_path, monkeypatch, step, is_plain
+):
+    target = tmp_path / "m"
+    make_folder(target)
+    start = Target.of(target)
+    if is_plain:
+        without_exchange(monkeypatch)
+    steps = []
+
+    def interrupted(function):
+        def call(*args):
+            result = function(*args)
+            steps.append(function)
+            if len(steps) == step + 1:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+    for owner, name in ((_core, "path_rename"), (os, "rename"), (atomic_file, "_list_path")):
+        monkeypatch.setattr(owner, name, interrupted(getattr(owner, name)))
+    with pytest.raises(KeyboardInterrupt), new_path(start) as new:
+        Path(new).mkdir()
+    assert content(target) == {"notes": b"mine"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_folder_that_cannot_be_restored_is_named(tmp_path, monkeypatch):
+    target = tmp_path / "m"
+    make_folder(target)
+    start = Target.of(target)
+    without_exchange(monkeypatch)
+    rename = os.rename
+
+    def rename_and_fill(source, other):
+        rename(source, other)
+        if source == str(target):
+            make_checkpoint(target)  # another process, between the two renames
+
+    monkeypatch.setattr(os, "rename", rename_and_fill)
+    with (
+        pytest.raises(mlstate.StoreError, match="earlier content is") as caught,
+        new_path(start) as new,
+    ):
+        Path(new).mkdir()
+    assert list(mlstate.load(target).model) == ["mine"]
+    [old] = [entry for entry in tmp_path.iterdir() if entry != target]
+    assert content(old) == {"notes": b"mine"}
+    assert str(old) in str(caught.value)
+
+
+def test_of_two_exports_one_wins(tmp_path):
+    for attempt in range(20):
+        target, results = tmp_path / f"m{attempt}", []
+        gate = threading.Barrier(2)
+
+        def export(value, target=target, gate=gate, results=results):
+            taken = export_module.take_export(target, {"w": np.full(3, value)})
+            gate.wait()
+            try:
+                export_module.export(taken)
+                results.append(value)
+            except mlstate.StoreError as error:
+                assert error.errno == errno.EEXIST
+
+        threads = [threading.Thread(target=export, args=(value,)) for value in (1, 2)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert len(results) == 1
+        assert mlstate.load(target).model["w"][0] == results[0]
+        assert len(list(tmp_path.iterdir())) == attempt + 1
+
+
+# ---- checkpoints as targets ----
+
+
+def before_lock(monkeypatch, action):
+    """Run an action once, when a save is about to take the lock."""
+    from mlstate.checkpoint import _commit
+
+    lock_of, done = _commit.lock_of, []
+
+    def act(target):
+        if not done:
+            done.append(True)
+            action()
+        return lock_of(target)
+
+    monkeypatch.setattr(_commit, "lock_of", act)
+    from mlstate.checkpoint import _reshard
+
+    monkeypatch.setattr(_reshard, "lock_of", act)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("way", ["reshard", "convert"])
+def test_a_checkpoint_saved_meanwhile_is_not_replaced(tmp_path, monkeypatch, way, overwrite):
+    source, target = tmp_path / "a", tmp_path / "b"
+    mlstate.save(source, {"w": np.ones(4)})
+    if overwrite:
+        mlstate.save(target, {"old": np.ones(4)})
+    before_lock(monkeypatch, lambda: make_checkpoint(target))
+    with pytest.raises(mlstate.StoreError, match="changed by another writer") as caught:
+        if way == "reshard":
+            reshard(source, target, layout="rows", world_size=2, overwrite=overwrite)
+        else:
+            write_any(target, *read_any(source), overwrite=overwrite)
+    assert caught.value.errno == errno.EEXIST
+    assert list(mlstate.load(target).model) == ["mine"]
+    assert mlstate.verify(target)
+
+
+def test_a_step_saved_meanwhile_is_not_deleted(tmp_path, monkeypatch):
+    source, run = tmp_path / "a", tmp_path / "run"
+    mlstate.save(source, {"w": np.ones(4)})
+    manager = mlstate.checkpoint.CheckpointManager(run)
+    manager.save(1, {"w": np.ones(2)})
+    before_lock(monkeypatch, lambda: manager.save(2, {"w": np.zeros(2)}))
+    with pytest.raises(mlstate.StoreError, match="changed by another writer"):
+        reshard(source, run, layout="rows", world_size=2, overwrite=True)
+    assert manager.steps() == [1, 2]
+
+
+def test_reshard_refuses_files_that_appear_in_its_target(tmp_path, monkeypatch):
+    source, target = tmp_path / "a", tmp_path / "b"
+    mlstate.save(source, {"w": np.ones(4)})
+    before_lock(monkeypatch, lambda: export_huggingface(target, {"mine": np.ones(2)}))
+    with pytest.raises(mlstate.StoreError, match="changed by another writer"):
+        reshard(source, target, layout="rows", world_size=2)
+    assert list(mlstate.load(target).model) == ["mine"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".npz", ".safetensors"])
+def test_force_replaces_only_what_the_command_has_seen(tmp_path, monkeypatch, capsys, suffix):
+    from mlstate.cli import convert
+
+    source, target = tmp_path / "a", tmp_path / f"b{suffix}"
+    mlstate.save(source, {"w": np.ones(4)})
+    write_any(target, {"old": np.ones(2)})
+    read = convert.read_any
+
+    def read_and_change(*args, **options):
+        write_any(target, {"mine": np.ones(2)}, overwrite=True)
+        return read(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "read_any", read_and_change)
+        assert main(["convert", str(source), str(target), "--force"]) == 2
+    assert "changed" in capsys.readouterr().err
+    assert list(read_any(target)[0]) == ["mine"]
+    assert main(["convert", str(source), str(target), "--force"]) == 0
+    assert list(read_any(target)[0]) == ["w"]

@@ -1,0 +1,229 @@
+"""What a checkpoint keeps of an optimizer's contract: values, nested states, own load methods."""
+
+import collections
+import json
+import math
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate import CompatibilityError, OptimizerStateDict
+from mlstate.checkpoint import inspect
+from mlstate.checkpoint._files.convert import read_any, write_any
+
+pytestmark = pytest.mark.torch
+
+torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
+
+optim = torch.optim
+
+
+def trained(make, seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    module = torch.nn.Linear(3, 2).to(dtype)
+    optimizer = make(module.parameters())
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if seed == 0:
+        optimizer.step()
+    return module, optimizer
+
+
+def sgd(parameters):
+    return optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def save_and_load(path, source, target, **keywords):
+    mlstate.save(path, *source)
+    mlstate.load(path, into={"model": target[0], "optimizer": target[1]}, **keywords)
+
+
+class CodeBooks(optim.Adam):
+    """Keeps bytes, which its loader protects from torch's conversion."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step()
+        for state in self.state.values():
+            state["codes"] = torch.arange(256).to(torch.uint8)
+
+    def load_state_dict(self, state_dict):
+        codes = {number: own["codes"] for number, own in state_dict["state"].items()}
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, value in codes.items():
+            self.state[parameters[number]]["codes"] = value
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("bad codes")
+
+
+def test_own_load_methods_receive_the_saved_dtypes(tmp_path):
+    source, target = trained(CodeBooks), trained(CodeBooks, 1)
+    save_and_load(tmp_path / "c", source, target)
+    state = target[1].state[target[0].weight]
+    assert state["codes"].dtype == torch.uint8
+    assert torch.equal(state["codes"], source[1].state[source[0].weight]["codes"])
+
+
+def test_nothing_is_changed_if_an_own_load_method_fails(tmp_path):
+    source, target = trained(CodeBooks), trained(CodeBooks)
+    with torch.no_grad():
+        target[0].weight.fill_(7.0)
+        target[1].state[target[0].weight]["exp_avg"].fill_(5.0)
+    target[1].param_groups[0]["lr"] = 0.5
+    target[1].fails = True
+    with pytest.raises(CompatibilityError, match=r"optimizer: .* nothing was .* bad codes"):
+        save_and_load(tmp_path / "c", source, target)
+    assert (target[0].weight == 7.0).all()
+    assert (target[1].state[target[0].weight]["exp_avg"] == 5.0).all()
+    assert target[1].param_groups[0]["lr"] == 0.5
+
+
+def test_load_hooks_run_once(tmp_path):
+    source, target = trained(sgd), trained(sgd, 1)
+    calls = []
+    target[1].register_load_state_dict_pre_hook(lambda _, state: calls.append(len(state["state"])))
+    target[1].register_load_state_dict_post_hook(lambda _: calls.append("after"))
+    save_and_load(tmp_path / "c", source, target)
+    assert calls == [2, "after"]
+
+
+def test_state_dict_hooks_that_add_entries_are_refused(tmp_path):
+    source, target = trained(sgd), trained(sgd, 1)
+    source[1].register_state_dict_post_hook(lambda _, state: {**state, "scale": 2})
+    with pytest.raises(TypeError, match=r"its state_dict\(\) has 'scale' too: pass states="):
+        mlstate.save(tmp_path / "c", *source)
+    with pytest.raises(TypeError, match="'scale'"):
+        OptimizerStateDict.from_torch(source[1], source[0])
+    mlstate.save(tmp_path / "c", source[0], states={"optimizer": source[1]})
+    assert mlstate.load(tmp_path / "c").states["optimizer"]["scale"] == 2
+    mlstate.load(tmp_path / "c", into={"states": {"optimizer": target[1]}})
+    assert target[1].param_groups[0]["momentum"] == 0.9
+
+
+def test_lbfgs_resumes_bit_for_bit(tmp_path):
+    def run(module, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = (module(torch.arange(6.0).reshape(2, 3)) - 3).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    def make(parameters):
+        return optim.LBFGS(parameters, max_iter=3)
+
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 2)
+    optimizer = make(module.parameters())
+    run(module, optimizer)
+    fresh = trained(make, 1)
+    save_and_load(tmp_path / "c", (module, optimizer), fresh)
+    run(module, optimizer)
+    run(*fresh)
+    assert torch.equal(module.weight, fresh[0].weight)
+    text = OptimizerStateDict.from_torch(optimizer, module)
+    assert json.loads(json.dumps(text.param_groups)) == list(text.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (len, r"param_groups\[0\]\['x'\] is a builtins.builtin_function"),
+        ([1, {"a": len}], r"param_groups\[0\]\['x'\]\[1\]\['a'\] is a builtins"),
+        (torch.Size([1]), "is or contains a torch.Size"),
+        (collections.defaultdict(list), "is or contains a collections.defaultdict"),
+        (torch.nn.Linear(1, 1), "is or contains a torch.nn.modules.linear.Linear"),
+        (torch.ones(1, requires_grad=True), "would be restored as another value"),
+        (torch.ones(20000), "has 80,000 bytes of arrays"),
+        (torch.Generator(), "is or contains a torch._C.Generator"),
+    ],
+)
+def test_values_that_cannot_be_restored_are_refused_by_path(tmp_path, value, text):
+    source = trained(sgd)
+    source[1].param_groups[0]["x"] = value
+    with pytest.raises((TypeError, ValueError), match=text):
+        mlstate.save(tmp_path / "c", *source)
+
+
+def test_plain_values_leave_the_manifest_as_it_was(tmp_path):
+    module, optimizer = trained(optim.AdamW)
+    mlstate.save(tmp_path / "c", module, optimizer)
+    (group,) = inspect(tmp_path / "c").optimizer["param_groups"]
+    assert group["betas"] == [0.9, 0.999] and group["params"] == ["weight", "bias"]
+    assert all(not isinstance(value, dict) for value in group.values())
+
+
+def test_old_groups_without_names_match_by_position_with_a_warning(tmp_path):
+    module, optimizer = trained(lambda p: optim.SGD([{"params": [q]} for q in p], lr=0.1))
+    optimizer.param_groups[1]["lr"] = 0.5
+    mlstate.save(tmp_path / "c", None, optimizer)
+    other = optim.SGD([{"params": [module.weight]}, {"params": [module.bias]}], lr=9.0)
+    with pytest.warns(UserWarning, match="are matched by position"):
+        mlstate.load(tmp_path / "c", into={"optimizer": other})
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.5]
+    merged = optim.SGD(module.parameters(), lr=9.0)
+    with pytest.raises(CompatibilityError, match=r"by position, but have \[1, 1\] parameters"):
+        mlstate.load(tmp_path / "c", into={"optimizer": merged})
+    assert merged.param_groups[0]["lr"] == 9.0
+
+
+def test_values_of_old_checkpoints_keep_the_optimizers_types():
+    module, optimizer = trained(lambda p: optim.Adam(p, lr=torch.tensor(0.1), capturable=False))
+    state = OptimizerStateDict.from_torch(optimizer, module)
+    state.param_groups = [
+        {**state.param_groups[0], "lr": 0.5, "layers": [1, 2], "capturable": True}
+    ]
+    optimizer.param_groups[0].update(layers=[3], rule=len)
+    with pytest.warns(UserWarning, match="the checkpoint lacks 'rule'"):
+        (group,) = state.to_torch(optimizer, module)["param_groups"]
+    assert torch.equal(group["lr"], torch.tensor(0.5)) and group["layers"] == [1, 2]
+
+
+def test_states_of_another_optimizer_are_refused(tmp_path):
+    source, target = trained(sgd), trained(optim.Adam, 1)
+    refused = pytest.raises(CompatibilityError, match=r"Adam cannot take .* KeyError: 'step'")
+    with refused, pytest.warns(UserWarning, match="lacks 'betas', 'eps'"):
+        save_and_load(tmp_path / "c", source, target)
+    assert not target[1].state and target[1].param_groups[0]["lr"] == 1e-3
+
+
+def test_states_that_torch_would_round_need_cast(tmp_path):
+    source = trained(optim.NAdam, dtype=torch.bfloat16)
+    target = trained(optim.NAdam, 1, dtype=torch.bfloat16)
+    with pytest.raises(CompatibilityError, match=r"'bias.mu_product' is .*float32"):
+        save_and_load(tmp_path / "c", source, target)
+    save_and_load(tmp_path / "c", source, target, cast=True)
+    assert target[1].state[target[0].weight]["mu_product"].dtype == torch.bfloat16
+
+
+def test_an_optimizer_of_several_modules_is_saved_with_a_module_of_them(tmp_path):
+    modules = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 1)})
+    optimizer = sgd(modules.parameters())
+    with pytest.raises(ValueError, match=r"Linear lacks: .* such as a ModuleDict"):
+        mlstate.save(tmp_path / "c", modules["a"], optimizer)
+    save_and_load(tmp_path / "c", (modules, optimizer), (modules, optimizer))
+    groups = mlstate.load(tmp_path / "c").optimizer.param_groups
+    assert groups[0]["params"] == ["a.weight", "a.bias", "b.weight", "b.bias"]
+
+
+@pytest.mark.parametrize("suffix", ["pt", "npz", "dcp"])
+def test_odd_values_and_nested_states_are_converted(tmp_path, suffix):
+    module, optimizer = trained(sgd)
+    values = {"rate": math.inf, "layers": {1, 2}, "plan": {"a": (1, [2])}, "lr": None}
+    optimizer.param_groups[0].update(values)
+    optimizer.state[module.weight]["nested"] = [torch.ones(2), None]
+    mlstate.save(tmp_path / "c", module, optimizer)
+    form = "dcp" if suffix == "dcp" else None
+    write_any(tmp_path / f"a.{suffix}", *read_any(tmp_path / "c"), format=form)
+    write_any(tmp_path / "back", *read_any(tmp_path / f"a.{suffix}", format=form))
+    fresh = trained(sgd, 1)
+    mlstate.load(tmp_path / "back", into={"model": fresh[0], "optimizer": fresh[1]})
+    (group,) = fresh[1].param_groups
+    assert {key: group[key] for key in values} == values
+    nested = fresh[1].state[fresh[0].weight]["nested"]
+    assert np.array_equal(nested[0], np.ones(2)) and nested[1] is None

@@ -1,0 +1,339 @@
+"""Modules whose state is more than their memory: extra states, hooks, and own load methods."""
+
+import io
+import random
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from random_modules import EXTRAS, Extra, Fused, Metric, Migrating, Odd, Picky
+from test_torch_random_modules import content, difference, same
+from torch import nn
+
+import mlstate
+from mlstate import CompatibilityError, MLStateError
+from mlstate.checkpoint import export_huggingface, save_async
+from mlstate.errors import UnstorableError
+
+pytestmark = pytest.mark.torch
+
+
+def loaded(path, module, **options):
+    mlstate.load(path, into={"model": module}, **options)
+    return module
+
+
+def mixed(extra=None):
+    return nn.Sequential(nn.Linear(2, 2), Extra(extra), Fused(True))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    source = mixed({"scale": torch.ones(2)})
+    mlstate.save(tmp_path / "mixed", source)
+    return tmp_path / "mixed", source
+
+
+# ---- extra states ----
+
+
+@pytest.mark.parametrize("kind", list(EXTRAS)[:-2])
+def test_an_extra_state_returns_with_its_type_and_bits(tmp_path, kind):
+    source = Extra(EXTRAS[kind](random.Random(4)))
+    mlstate.save(tmp_path, source)
+    target = loaded(tmp_path, Extra("other"))
+    assert same(target.extra, source.extra), (target.extra, source.extra)
+    assert target.calls == Counter(set=1)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        torch.float32,
+        type("Named", (dict,), {})(a=1),
+        type("Words", (list,), {})([1]),
+        [np.ma.masked_array([1.0, 2.0], [True, False])],
+        {"w": nn.Parameter(torch.ones(2))},
+        nn.ParameterList([torch.ones(2)])[0],
+        [io.StringIO("text")],
+        [nn.Linear(1, 1)],
+        [random.Random(1)],
+    ],
+)
+def test_values_that_would_return_with_another_type_are_refused(tmp_path, value):
+    with pytest.raises(UnstorableError, match="_extra_state"):
+        mlstate.save(tmp_path / "c", nn.Sequential(Extra(value)))
+    assert not (tmp_path / "c").exists() or not any((tmp_path / "c").iterdir())
+
+
+def test_named_states_and_background_saves_keep_extra_states(tmp_path):
+    source = mixed(io.BytesIO(b"abc"))
+    save_async(tmp_path, source, states={"ema": source}).wait()
+    model, ema = mixed(), mixed()
+    mlstate.load(tmp_path, into={"model": model, "states": {"ema": ema}})
+    for target in (model, ema):
+        assert difference(content(source, calls=False), content(target, calls=False)) is None
+
+
+def test_entries_that_are_not_tensors_have_a_state_of_their_own(saved):
+    path, _ = saved
+    states = mlstate.load(path).states
+    assert list(states) == [".model"]
+    assert list(states[".model"]["entries"]) == ["1._extra_state"]
+
+
+def test_targets_without_the_extra_state_are_refused(saved):
+    path, source = saved
+    arrays = {k: torch.zeros_like(v) for k, v in source.state_dict().items() if hasattr(v, "shape")}
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3), Fused(True))
+    for target in (arrays, plain):
+        with pytest.raises(CompatibilityError, match=r"Unexpected key.*1\._extra_state"):
+            loaded(path, target)
+        loaded(path, target, strict=False)
+
+
+def test_a_folder_of_hugging_face_holds_only_tensors(tmp_path, saved):
+    with pytest.raises(CompatibilityError, match=r"'1\._extra_state' is not a tensor"):
+        export_huggingface(tmp_path / "model", saved[1])
+    source, target = Fused(True), Fused(True)
+    export_huggingface(tmp_path / "model", source)
+    assert torch.equal(loaded(tmp_path / "model", target).qkv, source.qkv)
+
+
+# ---- a part of the names, other names, other dtypes ----
+
+
+def test_names_select_all_entries_of_a_submodule_or_none(saved):
+    path, source = saved
+    target = mixed()
+    before = content(target)
+    with pytest.raises(CompatibilityError, match=r"'2' loads its entries .* leaves out '2\.k'"):
+        loaded(path, target, names=["2.q", "0"])
+    assert difference(before, content(target)) is None
+    loaded(path, target, names=["1", "0.bias"])
+    assert target[1].extra.keys() == {"scale"}
+    assert torch.equal(target[1].weight, source[1].weight)
+    assert torch.equal(target[0].bias, source[0].bias)
+    assert not torch.equal(target[0].weight, source[0].weight)
+    assert not target[2].calls
+
+
+def test_entries_and_versions_are_renamed(tmp_path):
+    source = nn.Sequential(Migrating(3), Extra(7))
+    mlstate.save(tmp_path, source)
+    target = nn.ModuleDict({"net": nn.Sequential(Migrating(3), Extra(0))})
+    loaded(tmp_path, target, rename={"": "net."})
+    assert difference(content(source, calls=False), content(target["net"], calls=False)) is None
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_load_receives_the_saved_version(tmp_path, version):
+    source, ours, theirs = Migrating(version), Migrating(3), Migrating(3)
+    mlstate.save(tmp_path, source)
+    theirs.load_state_dict(source.state_dict())
+    assert torch.equal(loaded(tmp_path, ours).weight, theirs.weight)
+    mlstate.save(tmp_path, source.state_dict(), states={"ema": source.state_dict()})
+    assert list(mlstate.load(tmp_path).states) == ["ema"]
+    ema = Migrating(3)
+    mlstate.load(tmp_path, into={"model": ours, "states": {"ema": ema}})
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ema.weight, theirs.weight)
+
+
+def test_another_dtype_needs_cast(saved):
+    path, source = saved
+    target = mixed().bfloat16()
+    with pytest.raises(CompatibilityError, match="float32 in the checkpoint, expected bfloat16"):
+        loaded(path, target)
+    loaded(path, target, cast=True)
+    assert torch.equal(target[1].weight, source[1].weight.bfloat16())
+    assert torch.equal(target[2].qkv, source[2].qkv.bfloat16())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_optimizer_of_parameters_that_are_not_entries_is_restored(tmp_path, strict):
+    source, target = mixed(), mixed()
+    optimizers = [torch.optim.Adam(module.parameters()) for module in (source, target)]
+    for parameter in source.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers[0].step()
+    mlstate.save(tmp_path, source, optimizers[0])
+    mlstate.load(tmp_path, into={"model": target, "optimizer": optimizers[1]}, strict=strict)
+    for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
+        states = [
+            dict(sorted(o.state[p].items()))
+            for o, p in zip(optimizers, (theirs, ours), strict=True)
+        ]
+        assert torch.equal(ours, theirs) and same(*states)
+
+
+# ---- order and errors ----
+
+
+def test_modules_that_share_memory_load_in_the_order_of_torch(tmp_path):
+    def tied():
+        module = nn.Sequential(nn.Linear(2, 3), Fused(True), nn.Linear(2, 6, bias=False))
+        module[2].weight = module[1].qkv
+        return module
+
+    source = tied()
+    mlstate.save(tmp_path, {**source.state_dict(), "2.weight": torch.full((6, 2), 5.0)})
+    assert loaded(tmp_path, tied())[1].qkv.eq(5).all()
+
+
+def test_a_cache_is_derived_after_its_children_are_loaded(tmp_path):
+    def cached():
+        module = nn.Sequential(nn.Linear(2, 2))
+        module.register_load_state_dict_post_hook(
+            lambda module, _: setattr(module, "total", module[0].weight.sum().item())
+        )
+        return module
+
+    source = cached()
+    mlstate.save(tmp_path, source)
+    assert loaded(tmp_path, cached()).total == source[0].weight.sum().item()
+
+
+def test_a_module_that_is_not_initialized_takes_the_saved_shapes(tmp_path):
+    source = nn.LazyLinear(2)
+    source(torch.ones(1, 3))
+    mlstate.save(tmp_path, source)
+    assert torch.equal(loaded(tmp_path, nn.LazyLinear(2)).weight, source.weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scripted_and_compiled_modules_are_loaded(tmp_path):
+    source = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    mlstate.save(tmp_path, source)
+    target = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    loaded(tmp_path, target)
+    assert torch.equal(target.state_dict()["0.weight"], source.state_dict()["0.weight"])
+    mlstate.save(tmp_path, nn.Sequential(torch.compile(Extra(b"x"))))
+    assert loaded(tmp_path, nn.Sequential(Extra(None)))[0].extra == b"x"
+
+
+def test_an_error_after_the_own_loads_puts_the_earlier_state_back(tmp_path):
+    source = nn.Sequential(Extra(4), Metric(random.Random(1)), Picky(3), nn.Linear(2, 2))
+    mlstate.save(tmp_path, source)
+    target = nn.Sequential(Extra(5), Metric(random.Random(1)), Picky(2), nn.Linear(2, 2))
+    before = content(target, calls=False)
+    with pytest.raises(CompatibilityError, match="'2': ValueError: odd"):
+        loaded(tmp_path, target)
+    assert difference(before, content(target, calls=False)) is None
+
+
+def test_an_error_names_the_modules_that_stay_changed(tmp_path):
+    mlstate.save(tmp_path, nn.Sequential(Extra(4), Picky(3)))
+    with pytest.raises(CompatibilityError, match=r"stay changed.*: model: '1': '1': .*odd") as info:
+        loaded(tmp_path, nn.Sequential(Extra(5), Picky(1)))
+    assert "'0'" not in str(info.value)
+
+
+def test_the_methods_of_a_save_run_once(tmp_path):
+    calls = Counter()
+    module = nn.Sequential(Extra(1))
+    module[0].register_state_dict_pre_hook(lambda *_: calls.update(["pre"]))
+    module.register_state_dict_post_hook(lambda *_: calls.update(["post"]))
+    mlstate.save(tmp_path, module, torch.optim.SGD(module.parameters()))
+    assert calls == Counter(pre=1, post=1)
+
+
+def test_memory_is_filled_in_place(tmp_path):
+    """Hooks that change nothing, and norms of torch, need no copies."""
+    module = nn.Sequential(Odd(), nn.BatchNorm1d(3), nn.MultiheadAttention(4, 2))
+    module.register_state_dict_post_hook(lambda *_: None)
+    mlstate.save(tmp_path, module)
+    versions = {name: tensor._version for name, tensor in module.named_parameters()}
+    loaded(tmp_path, module)
+    for name, tensor in module.named_parameters():
+        assert tensor._version == versions[name] + 1, name
+
+
+def test_elements_that_share_memory_are_not_filled(tmp_path):
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(1).expand(3))
+    mlstate.save(tmp_path, {"weight": torch.arange(3.0)})
+    with pytest.raises(CompatibilityError, match="'weight' has elements that share memory"):
+        loaded(tmp_path, module)
+
+
+def test_modules_without_elements_are_refused(saved):
+    with torch.device("meta"):
+        target = nn.Sequential(nn.Linear(2, 2), Extra(None), Fused(True))
+    with pytest.raises(MLStateError, match="meta device"):
+        loaded(saved[0], target)
+
+
+# ---- tensors that cannot be stored ----
+
+
+def few_bits():
+    names = [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)]
+    return [name for name in names if hasattr(torch, name)]
+
+
+STRANGE = {
+    **{
+        name: lambda name=name: torch.zeros(4, dtype=torch.uint8).view(getattr(torch, name))
+        for name in (*few_bits(), "bits8", "bits4x2", "float4_e2m1fn_x2")
+        if hasattr(torch, name)
+    },
+    "complex32": lambda: torch.zeros(2).view(torch.complex32),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "rows": lambda: torch.eye(2).to_sparse_csr(),
+    "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8),
+    "lazy": nn.parameter.UninitializedParameter,
+    "meta": lambda: torch.zeros(2, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "subclass": lambda: torch.ones(2).as_subclass(type("Sub", (torch.Tensor,), {})),
+}
+WAYS = {
+    "array": lambda path, value: mlstate.save(path, {"a": torch.ones(2), "w": value}),
+    "async": lambda path, value: save_async(path, {"w": value}).wait(),
+    "module": lambda path, value: mlstate.save(path, holder(value)),
+    "state": lambda path, value: mlstate.save(path, states={"s": {"w": value}}),
+    "tree": lambda path, value: mlstate.save(path, states={"s": [{"w": value}]}),
+    "extra": lambda path, value: mlstate.save(path, Extra({"w": value})),
+    "file": lambda path, value: mlstate.save_file({"w": value}, path),
+    "hugging face": lambda path, value: export_huggingface(path, {"w": value}),
+}
+
+
+def holder(value):
+    module = nn.Module()
+    if isinstance(value, nn.Parameter):
+        module.w = value
+    else:
+        module.register_buffer("w", value)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", STRANGE)
+def test_tensors_that_files_cannot_hold_are_refused_by_name(tmp_path, kind, way):
+    with pytest.raises(MLStateError, match=r"\bw\b"):
+        WAYS[way](tmp_path / "c", STRANGE[kind]())
+    assert not (tmp_path / "c").is_file()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STRANGE if kind != "meta"])
+def test_states_have_no_arrays_over_such_tensors(kind):
+    with pytest.raises(MLStateError, match="'w'"):
+        mlstate.StateDict.from_torch(holder(STRANGE[kind]()))
+
+
+def test_a_state_dict_with_an_order_of_its_own_is_loaded(tmp_path):
+    """An override may return another kind of mapping, without metadata."""
+
+    class Reversed(nn.Linear):
+        def state_dict(self, *_, **__):
+            return OrderedDict(reversed([*super().state_dict().items()]))
+
+    source = Reversed(2, 2)
+    mlstate.save(tmp_path, source)
+    assert torch.equal(loaded(tmp_path, Reversed(2, 2)).weight, source.weight)
