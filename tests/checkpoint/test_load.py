@@ -65,7 +65,7 @@ def test_targets_with_gaps_are_compared_element_by_element(path):
         {"a": rows[:, ::3][:, :3], "b": rows[:, ::2][:, :3]},
         {"a": rows[:, :3], "b": rows.reshape(-1)[:12].reshape(4, 3)},
     ):
-        with pytest.raises(ValueError, match="'a' and 'b' share memory|'b' and 'a' share memory"):
+        with pytest.raises(ValueError, match=r"'a' and 'b' share|'b' and 'a' share"):
             mlstate.load(path, into={"model": targets}, names="[ab]")
     for strides in ((0, 4), (4, 4), (12, 0)):
         window = np.lib.stride_tricks.as_strided(rows, (4, 3), strides)

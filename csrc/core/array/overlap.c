@@ -85,8 +85,9 @@ static bool is_possible(const sum *s, int from, int64_t low, int64_t high)
 /* Return whether a sum is in an interval, or whether that is too hard to decide. */
 static bool has_sum(sum *s, int64_t low, int64_t high)
 {
-    int64_t at[MAX_TERMS], last[MAX_TERMS]; /* the factor of a term, and the last to try */
-    int64_t used = 0;                       /* the sum of the terms before `k` */
+    int64_t at[MAX_TERMS],
+        last[MAX_TERMS]; /* the factor of a term, and the last to try */
+    int64_t used = 0;    /* the sum of the terms before `k` */
     int k = 0;
     bool enters = true;
     finish_terms(s);
@@ -180,8 +181,7 @@ static bool is_nested(const mls_tensor *t, const int *axes, int count)
     for (int i = count - 1; i >= 0; i--) {
         const int64_t step = step_of(t, axes[i]);
         int64_t all;
-        if (step < reach ||
-            __builtin_mul_overflow(step, t->shape[axes[i]] - 1, &all) ||
+        if (step < reach || __builtin_mul_overflow(step, t->shape[axes[i]] - 1, &all) ||
             __builtin_add_overflow(reach, all, &reach)) {
             return false;
         }

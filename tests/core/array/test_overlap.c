@@ -1,4 +1,5 @@
-/* Tests of overlap.c: views of a few bytes, compared with a count of each byte's owners. */
+/* Tests of overlap.c: views of a few bytes, compared with a count of each byte's owners.
+ */
 #include "array/overlap.h"
 
 #include "support/tensors.h"

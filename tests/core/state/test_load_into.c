@@ -1,5 +1,5 @@
-#include "state/load_into.h"
 #include "array/overlap.h"
+#include "state/load_into.h"
 #include "support/cpus.h"
 #include "support/random_bytes.h"
 #include "support/tensors.h"
