@@ -75,7 +75,8 @@ class ProcessGroup(Protocol):
     ``out`` receives the result and is returned. It is an array of the result's shape and dtype,
     with any strides, of the same kind as the input (NumPy or torch). Without it, the result is a
     new contiguous array, never the input. If the shapes are equal, `out` may be the input
-    itself. Otherwise it must not overlap the input.
+    itself. Otherwise it must not share memory with the input. Its elements must not share
+    memory with one another.
 
     Rows are the elements along the first dimension. ``counts`` is the number of rows of each
     rank, the same sequence on every rank. Without it, the rows are divided equally.

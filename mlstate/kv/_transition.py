@@ -114,9 +114,10 @@ def transition_kv_state(
         `source_state` does not have 2 to 8 dimensions, has no axis `seq_axis`, `out` has another
         shape, or a dtype is unsupported. A ValueError.
     ValueError
-        `out` is read-only, shares memory with `source_state` or belongs to an autograd graph,
-        or `pad_value` does not fit the dtype. Also if a token is NaN or out of range in a
-        conversion from or to integers; nothing is written then.
+        `out` is read-only, shares memory with `source_state`, has elements that share memory
+        with one another, or belongs to an autograd graph, or `pad_value` does not fit the dtype.
+        Also if a token is NaN or out of range in a conversion from or to integers; nothing is
+        written then.
     TypeError
         `source_state` is neither a NumPy array nor a torch tensor, or a length or `seq_axis` is
         not an integer.

@@ -98,8 +98,9 @@ def load_into(
         words, as seen from the target, with both shapes. It proposes a `rename` if prefixes
         explain the names. ``differences`` lists them as `Difference` objects.
     ValueError
-        A target is read-only, or shares memory with the source of a tensor. Only a target
-        that is exactly its own source is allowed; it is left unchanged.
+        A target is read-only, its elements share memory with one another, or it shares memory
+        with the source of a tensor. Only a target that is exactly its own source is allowed;
+        it is left unchanged.
     TypeError
         An argument is not a mapping of str to array.
 

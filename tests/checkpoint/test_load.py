@@ -49,6 +49,31 @@ def test_targets_that_share_memory_are_refused_before_anything_is_written(path):
     assert (memory == 1).all()
 
 
+def test_targets_with_gaps_are_compared_element_by_element(path):
+    model = {name: random((4, 3), seed) for seed, name in enumerate("abcd")}
+    mlstate.save(path, model)
+    rows = np.zeros((4, 12), np.float32)
+    mlstate.load(path, into={"model": {n: rows[:, k::4] for k, n in enumerate("abcd")}})
+    assert all((rows[:, k::4] == model[n]).all() for k, n in enumerate("abcd"))
+    same_part = {"a": rows[:, :3], "b": rows[:, :3], "c": rows[:, 3:6]}  # tied, as if packed
+    mlstate.load(path, into={"model": same_part}, names="[abc]")
+    assert (rows[:, :3] == model["b"]).all()
+    before = rows.copy()
+    for targets in (
+        {"a": rows[:, :3], "b": rows[:, 2:5]},
+        {"a": rows[:, :3], "b": rows[::-1, :3]},
+        {"a": rows[:, ::3][:, :3], "b": rows[:, ::2][:, :3]},
+        {"a": rows[:, :3], "b": rows.reshape(-1)[:12].reshape(4, 3)},
+    ):
+        with pytest.raises(ValueError, match=r"'a' and 'b' share|'b' and 'a' share"):
+            mlstate.load(path, into={"model": targets}, names="[ab]")
+    for strides in ((0, 4), (4, 4), (12, 0)):
+        window = np.lib.stride_tricks.as_strided(rows, (4, 3), strides)
+        with pytest.raises(ValueError, match="its elements share memory"):
+            mlstate.load(path, into={"model": {"a": window}}, names="a")
+    assert (rows == before).all()
+
+
 def test_what_names_mean_must_arrive_and_be_filled(path):
     model = {"enc.w": random(4), "enc.b": random(4, seed=1), "head.w": random(2)}
     mlstate.save(path, model, {"enc.w.m": random(4), "head.w.m": random(2)})

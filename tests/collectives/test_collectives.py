@@ -94,6 +94,18 @@ def test_an_out_over_half_of_the_input_is_refused(name):
 
 
 @pytest.mark.parametrize("name", MOVING)
+def test_an_out_whose_elements_share_memory_is_refused(name):
+    for strides in ((0, 8), (8, 8), (8, 0)):
+        out = np.lib.stride_tricks.as_strided(np.zeros(9), (4, 3), strides)
+        with pytest.raises(ValueError, match="elements of out share memory"):
+            moved(name, np.ones((4, 3)), out=out)
+    room = np.zeros((4, 6))
+    room[:, ::2] = 5
+    assert (moved(name, room[:, ::2], out=room[:, 1::2]) == 5).all()  # they interleave
+    assert (room == 5).all()
+
+
+@pytest.mark.parametrize("name", MOVING)
 @pytest.mark.parametrize(
     ("array", "text"),
     [([1.0], "got list"), (None, "got NoneType"), (np.array([{}]), "references to objects")],

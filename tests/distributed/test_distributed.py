@@ -567,6 +567,7 @@ def test_parts_need_a_source_that_has_them():
         (np.broadcast_to(np.ones(1), 3), "read-only"),
         (np.float64(3), "a float64; only NumPy arrays"),
         (np.lib.stride_tricks.as_strided(np.ones(1), (3,), (0,)), "share memory"),
+        (np.lib.stride_tricks.as_strided(np.ones(2), (3,), (4,)), "share memory"),
     ],
 )
 def test_what_cannot_be_filled_is_refused_everywhere(array, text):

@@ -5,9 +5,10 @@ import re
 import numpy as np
 import pytest
 from kv_model import assert_same_bits, cache, expand
+from numpy.lib.stride_tricks import as_strided
 
 from mlstate import CapacityError, CompatibilityError
-from mlstate.kv import compact_kv_state, transition_kv_state
+from mlstate.kv import compact_kv_state, create_attention_size_mask, transition_kv_state
 
 # Arguments after the source, then the error with its text and attributes.
 BAD_EXPANSIONS = [
@@ -152,6 +153,48 @@ def test_out_that_shares_memory_with_the_source():
     refuses(ValueError, text, room, 12, 5, out=room.view(np.float16)[:, :, ::-1])
     with pytest.raises(ValueError, match=text):
         compact_kv_state(room, 4, 3, out=room[:, :, 4:8])
+
+
+OVERLAPPING = {  # of shape (2, 3, 12, 5)
+    "a broadcast layer": (0, 60, 5, 1),
+    "broadcast heads": (180, 0, 5, 1),
+    "layers that are windows": (60, 60, 5, 1),
+    "rows that are windows": (180, 60, 4, 1),
+    "windows backwards": (-7, 60, 5, 1),
+}
+
+
+@pytest.mark.parametrize("strides", OVERLAPPING.values(), ids=OVERLAPPING)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_out_whose_elements_share_memory(strides, dtype):
+    memory = np.full(2000, 7, dtype)
+    out = as_strided(memory[900:], (2, 3, 12, 5), [n * memory.itemsize for n in strides])
+    for call in (transition_kv_state, compact_kv_state):
+        with pytest.raises(ValueError, match="out: its elements share memory with one another"):
+            call(cache(), 12, 4, out=out)
+    assert (memory == 7).all()
+
+
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("step", [1, -1])
+def test_out_that_interleaves_with_the_source(axis, step):
+    room = np.zeros([2 * n if i == axis else n for i, n in enumerate((2, 3, 8, 5))], np.float16)
+    even = tuple(slice(None, None, 2 if i == axis else 1) for i in range(4))
+    odd = tuple(slice(1, None, 2) if i == axis else slice(None, None, step) for i in range(4))
+    room[even] = cache()
+    for call in (transition_kv_state, compact_kv_state):
+        assert (call(room[even], 8, 5, out=room[odd]) == call(cache(), 8, 5, out=cache())).all()
+        assert (room[even] == cache()).all()
+
+
+@pytest.mark.parametrize("strides", [(0, 0, 6, 1), (0, 0, 3, 1), (0, 0, 0, 1)])
+def test_a_mask_whose_rows_share_memory(strides):
+    out = as_strided(np.ones(99, np.float16), (1, 1, 4, 6), [2 * n for n in strides])
+    if strides[2] == 6:
+        assert create_attention_size_mask(6, 3, 1, rows=(0, 4), out=out) is out
+        return
+    with pytest.raises(ValueError, match="its elements share memory"):
+        create_attention_size_mask(6, 3, 1, rows=(0, 4), out=out)
 
 
 def test_out_beside_the_source_in_one_allocation():

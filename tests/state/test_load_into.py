@@ -335,3 +335,23 @@ def test_rename_takes_any_mapping_and_names_both_that_collapse():
         rename({"a": np.ones(1)}, {"a": 3})
     with pytest.raises(ValueError, match=r"'\*' contains no name"):
         rename({"a": np.ones(1)}, {"*": ""})
+
+
+def test_targets_may_interleave_with_sources_but_not_overlap():
+    room = np.arange(24.0).reshape(4, 6)
+    before = room.copy()
+    names = ("a", "b", "c")
+    load_into(
+        {n: room[:, 2 * k + 1] for k, n in enumerate(names)},
+        {n: room[:, 2 * k] for k, n in enumerate(names)},
+    )
+    assert (room[:, 1::2] == before[:, ::2]).all() and (room[:, ::2] == before[:, ::2]).all()
+    for target, source in (
+        (room[:, 1:4], room[:, 2:5]),
+        (room[:, ::2], room[:, 4::-2]),
+        (np.lib.stride_tricks.as_strided(room, (4, 3), (8, 8)), np.ones((4, 3))),
+    ):
+        before = room.copy()
+        with pytest.raises(ValueError, match="share"):
+            load_into({"far": np.zeros(2), "w": target}, {"far": np.ones(2), "w": source})
+        assert (room == before).all()

@@ -2,7 +2,7 @@
  *
  * The distance of two elements is a sum of strides, each times a factor. Two elements
  * share a byte if their distance is less than an item. So the question is whether a sum
- * with bounded factors can lie in an interval. The search chooses the factor of the
+ * with bounded factors can be in an interval. The search chooses the factor of the
  * largest stride first: for slices of packed arrays, the rest of the sum is then smaller
  * than this stride, which leaves one or two choices for each factor.
  */
@@ -57,7 +57,7 @@ static int64_t common_divisor(int64_t a, int64_t b)
     return a;
 }
 
-/* Compute what the terms from each index on can sum to. */
+/* Compute the largest sum and the divisor of the terms from each index on. */
 static void finish_terms(sum *s)
 {
     s->reach[s->count] = s->common[s->count] = 0;
@@ -82,11 +82,12 @@ static bool is_possible(const sum *s, int from, int64_t low, int64_t high)
                                         high / s->common[from] * s->common[from] >= low));
 }
 
-/* Return whether a sum lies in an interval, or whether that is too hard to decide. */
+/* Return whether a sum is in an interval, or whether that is too hard to decide. */
 static bool has_sum(sum *s, int64_t low, int64_t high)
 {
-    int64_t at[MAX_TERMS], last[MAX_TERMS]; /* the factor of a term, and the last to try */
-    int64_t used = 0;                       /* the sum of the terms before `k` */
+    int64_t at[MAX_TERMS],
+        last[MAX_TERMS]; /* the factor of a term, and the last to try */
+    int64_t used = 0;    /* the sum of the terms before `k` */
     int k = 0;
     bool enters = true;
     finish_terms(s);
@@ -180,8 +181,7 @@ static bool is_nested(const mls_tensor *t, const int *axes, int count)
     for (int i = count - 1; i >= 0; i--) {
         const int64_t step = step_of(t, axes[i]);
         int64_t all;
-        if (step < reach ||
-            __builtin_mul_overflow(step, t->shape[axes[i]] - 1, &all) ||
+        if (step < reach || __builtin_mul_overflow(step, t->shape[axes[i]] - 1, &all) ||
             __builtin_add_overflow(reach, all, &reach)) {
             return false;
         }

@@ -1,3 +1,4 @@
+#include "array/overlap.h"
 #include "state/load_into.h"
 #include "support/cpus.h"
 #include "support/random_bytes.h"

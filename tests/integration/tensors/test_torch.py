@@ -297,6 +297,52 @@ def test_integers_and_floats_convert(name):
         transition_kv_state(source.to(dtype) * 8, 9, dtype=torch.int8)
 
 
+class Subclass(torch.Tensor):
+    """A tensor that only torch's own operations move."""
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*Dynamo")
+@pytest.mark.parametrize("kind", ["plain", "subclass", "meta", "bfloat16", "compiled", "from int"])
+def test_elements_that_share_memory_are_refused_on_every_path(kind):
+    move = transition_kv_state
+    source, room = torch.ones(2, 3, 8, 5), torch.full((2, 3, 24, 5), 7.0)
+    if kind == "subclass":
+        source, room = source.as_subclass(Subclass), room.as_subclass(Subclass)
+    elif kind == "meta":
+        source, room = source.to("meta"), room.to("meta")
+    elif kind == "bfloat16":
+        room = room.bfloat16()
+    elif kind == "from int":
+        source = source.int()
+    elif kind == "compiled":
+        move = torch.compile(transition_kv_state, backend="eager")
+    windows = (
+        room[:1, :, :12].expand(2, 3, 12, 5),
+        room[:, :1, :12].expand(2, 3, 12, 5),
+        room.as_strided((2, 3, 12, 5), (60, 60, 5, 1)),
+        room.as_strided((2, 3, 12, 5), (180, 60, 3, 1)),
+    )
+    for out in windows:
+        with pytest.raises((ValueError, RuntimeError), match="share memory"):
+            move(source, 12, 4, out=out)
+    assert kind == "meta" or (room == 7).all()
+    move(source, 12, 4, out=room[:, :, 1::2])
+    if kind != "meta":
+        assert (room[:, :, 1:9:2] == 1).all() and not room[:, :, 9::2].any()
+        assert (room[:, :, ::2] == 7).all()
+
+
+@pytest.mark.parametrize("cls", [torch.Tensor, Subclass])
+def test_a_source_that_overlaps_or_interleaves_with_out(cls):
+    room = torch.arange(2 * 3 * 16 * 5.0).reshape(2, 3, 16, 5).as_subclass(cls)
+    before = room.clone()
+    with pytest.raises(ValueError, match="shares memory"):
+        compact_kv_state(room[:, :, :8], 8, 6, out=room[:, :, 1:9])
+    assert (room == before).all()
+    compact_kv_state(room[:, :, ::2], 8, 8, out=room[:, :, 1::2])
+    assert (room[:, :, 1::2] == before[:, :, ::2]).all()
+
+
 def test_a_refused_out_keeps_content_and_version():
     room = torch.arange(2 * 3 * 12 * 5.0).reshape(2, 3, 12, 5)
     good = torch.full((2, 3, 12, 5), 7.0)
