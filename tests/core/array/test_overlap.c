@@ -17,7 +17,7 @@ static int below(int limit)
     return (int)((seed >> 33) % (unsigned)limit);
 }
 
-/* A view of random shape, whose strides are often those of a slice. */
+/* A view of random shape, often with the strides of a slice. */
 static mls_tensor random_view(void)
 {
     static const mls_dtype dtypes[] = {MLS_U8, MLS_U16, MLS_F32, MLS_F64};
