@@ -115,7 +115,12 @@ class Target(NamedTuple):
     @property
     def is_vacant(self) -> bool:
         """Whether there was nothing to replace: no target, or an empty folder."""
-        return not self.entries or (len(self.entries) == 1 and stat.S_ISDIR(self.entries[0][1]))
+        return not self.entries or (len(self.entries) == 1 and self.is_folder)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether there was a folder."""
+        return bool(self.entries) and stat.S_ISDIR(self.entries[0][1])
 
     @property
     def is_file(self) -> bool:
@@ -211,7 +216,10 @@ def change_mode(file: int | str, mode: int) -> None:
     File systems without permissions, such as FAT and CIFS, refuse every change.
     """
     try:
-        os.chmod(file, mode)
+        if isinstance(file, int):
+            os.fchmod(file, mode)
+        else:
+            os.chmod(file, mode)
     except OSError:
         if stat.S_IMODE(os.stat(file).st_mode) != mode:
             raise
@@ -239,8 +247,13 @@ def new_file(target: Target) -> Iterator[str]:
     An existing file must be writable, and keeps its permission bits.
     """
     reason = 0
-    if target.entries and not target.is_file:
-        reason = errno.EISDIR if os.path.isdir(target.path) else errno.EEXIST
+    if target.is_folder:
+        reason = errno.EISDIR
+    elif target.entries and not target.is_file:
+        raise ValueError(
+            f"{target.path}: only a regular file can be replaced, not a FIFO, socket, device or "
+            "link"
+        )
     elif target.is_file and not os.access(target.path, os.W_OK):
         reason = errno.EACCES
     if reason:

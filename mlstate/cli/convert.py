@@ -126,11 +126,12 @@ def run_convert(arguments: argparse.Namespace) -> int:
     write = arguments.target_format or format_of(target)
     check_format(source, read)
     check_format(target, write)
-    start = begin_write(target, write, arguments.force)
+    is_whole = {read, write} == {"mlstate", "lightning"}
+    # Lightning names folders .ckpt
+    start = begin_write(target, write, arguments.force, any_suffix=is_whole)
     options = _export_options(arguments, write)
-    whole = {read, write} == {"mlstate", "lightning"}
     parts: dict[str, Any] = {"model": None, "optimizer": None}
-    if whole:
+    if is_whole:
         origin = _load_folder(arguments) if read == "mlstate" else Path(arguments.source)
         parts["model"] = convert_lightning(origin, start)
     elif write == "huggingface":
@@ -139,7 +140,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     else:
         model, optimizer, metadata = _read(arguments.source, read, arguments.step)
         write_any(target, model, optimizer, metadata, format=write, target=start)
-    if not whole:
+    if not is_whole:
         parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {

@@ -262,8 +262,9 @@ OBJECTS = {
     "errors": lambda: [
         error_of(getattr(errors, name))
         for name in errors.__all__
-        if name != "GradientMismatchError"  # added later
+        if name not in ("GradientMismatchError", "UnstorableError")  # added later
     ],
+    "unstorable_error": lambda: error_of(errors.UnstorableError),
     "gradient_mismatch_error": lambda: error_of(errors.GradientMismatchError),
     # mlstate.kv and mlstate.coreml
     "state_specs": state_specs,

@@ -79,12 +79,18 @@ class CheckpointTarget(NamedTuple):
     place: Place
     content: FolderContent
     overwrite: bool
+    any_suffix: bool = False  # as of `SaveFolder`
 
     def save_folder(self) -> SaveFolder:
         """Return the path of the save that writes it."""
         from .._save import SaveFolder
 
-        return SaveFolder(self.place, replace_steps=self.overwrite, content=self.content)
+        return SaveFolder(
+            self.place,
+            replace_steps=self.overwrite,
+            content=self.content,
+            any_suffix=self.any_suffix,
+        )
 
 
 class Format(NamedTuple):
@@ -192,18 +198,21 @@ def read_any(
         return FORMATS[name].read(place)
 
 
-def begin_write(place: Place, name: str, overwrite: bool) -> CheckpointTarget | Target:
+def begin_write(
+    place: Place, name: str, overwrite: bool, *, any_suffix: bool = False
+) -> CheckpointTarget | Target:
     """Return a target of a format as it is now; raise StoreError (EEXIST) if it must not exist.
 
-    `write_any` replaces only what this function has seen.
+    `write_any` replaces only what this function has seen. `any_suffix`: the path of a folder may
+    have the suffix of a file.
     """
     target: CheckpointTarget | Target
     if name == "mlstate":
         folder = place if isinstance(place, RemoteFolder) else str(place)
-        target = CheckpointTarget(place, FolderContent.of(folder), overwrite)
+        target = CheckpointTarget(place, FolderContent.of(folder), overwrite, any_suffix)
     else:
         target = Target.of(place)
-    if name in ("mlstate", "dcp", "huggingface"):
+    if name in ("mlstate", "dcp", "huggingface") and not any_suffix:
         refuse_file_name(place)
     refuse_existing(place, overwrite)  # after the listing, so that nothing appears in between
     return target
