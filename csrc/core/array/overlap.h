@@ -15,8 +15,8 @@
  * columns of a matrix, share none. */
 bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b);
 
-/* Return whether two elements of a view share a byte, as in a broadcast view or in sliding
- * windows: a write to one changes the other. */
+/* Return whether two elements of a view share a byte, as in a broadcast view or in
+ * sliding windows: a write to one changes the other. */
 bool mls_tensor_overlaps_itself(const mls_tensor *t);
 
 #endif

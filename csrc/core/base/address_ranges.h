@@ -29,9 +29,9 @@ typedef enum mls_sharing {
     MLS_MIXED, /* in another way */
 } mls_sharing;
 
-/* Find owners of the same memory. Calls `compare` for each two owners whose ranges overlap,
- * the lower or earlier one first. Sets `tied[owner]` for each owner that a later one is
- * tied to. Returns false at the first mixed pair, and stores it in `pair`. */
+/* Find owners of the same memory. Calls `compare` for each two owners whose ranges
+ * overlap, the lower or earlier one first. Sets `tied[owner]` for each owner that a later
+ * one is tied to. Returns false at the first mixed pair, and stores it in `pair`. */
 bool mls_address_ranges_tied(const mls_address_range *sorted, size_t count,
                              mls_sharing (*compare)(const void *data, size_t a, size_t b),
                              const void *data, bool *tied, size_t *pair);

@@ -239,7 +239,8 @@ static mls_code check_pair(planner *p, size_t index)
     if (is_same(pair->dst, pair->src)) {
         return MLS_OK;
     }
-    if (mls_tensor_overlaps_itself(pair->dst) || !mls_tensor_bytes(pair->dst, &it->bytes)) {
+    if (mls_tensor_overlaps_itself(pair->dst) ||
+        !mls_tensor_bytes(pair->dst, &it->bytes)) {
         mls_fail(p->st, MLS_E_OVERLAP,
                  "%s: elements of the target share memory with one another, as in a "
                  "broadcast view: load into a copy of it",

@@ -35,8 +35,8 @@ typedef struct mls_load_into mls_load_into;
  * - The elements of one destination must not overlap: no stride of 0 along an axis longer
  *   than 1 (broadcast views), and no sliding windows.
  * - Sources may overlap in any way.
- * A destination and a source may interleave (mls_tensor_overlap). Destinations whose address
- * ranges overlap count as sharing memory.
+ * A destination and a source may interleave (mls_tensor_overlap). Destinations whose
+ * address ranges overlap count as sharing memory.
  *
  * `pairs` and the views are borrowed until the plan is freed. Free `*out` with
  * mls_load_into_free. Errors: MLS_E_SHAPE, MLS_E_DTYPE and MLS_E_OVERLAP set the status's

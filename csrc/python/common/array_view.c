@@ -494,8 +494,8 @@ static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_te
     return MLS_OK;
 }
 
-/* Raise CompatibilityError if `array` has a torch dtype of less than 8 bits: torch exports
- * its elements as uint8 or int8. Returns -1 with an exception set. */
+/* Raise CompatibilityError if `array` has a torch dtype of less than 8 bits: torch
+ * exports its elements as uint8 or int8. Returns -1 with an exception set. */
 static int refuse_few_bits(const mlspy_state *state, PyObject *array, mls_dtype exported,
                            const char *what)
 {
@@ -510,9 +510,9 @@ static int refuse_few_bits(const mlspy_state *state, PyObject *array, mls_dtype 
     PyObject *text = PyObject_Str(dtype);
     Py_DECREF(dtype);
     const char *name = text == NULL ? NULL : PyUnicode_AsUTF8(text);
-    const bool fits = name != NULL && (strncmp(name, "torch.", 6) != 0 ||
-                                       strcmp(name + 6, "uint8") == 0 ||
-                                       strcmp(name + 6, "int8") == 0);
+    const bool fits =
+        name != NULL && (strncmp(name, "torch.", 6) != 0 ||
+                         strcmp(name + 6, "uint8") == 0 || strcmp(name + 6, "int8") == 0);
     if (name != NULL && !fits) {
         mlspy_raise_text(state, MLS_E_DTYPE,
                          "%s is %s, for which mlstate's files have no name: store it as "

@@ -77,7 +77,8 @@ static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
     return 0;
 }
 
-/* Copies all pairs, or raises before the first byte is written; with `dry`, only checks. */
+/* Copies all pairs, or raises before the first byte is written; with `dry`, only checks.
+ */
 static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast, bool dry)
 {
     load_job job = {0};
@@ -104,8 +105,8 @@ static PyObject *written_tensors(const mlspy_pairs *p)
     return list;
 }
 
-/* state_load(target, source, strict, cast, dry) -> on success a list of the targets that are
- * not ndarrays; otherwise a tuple of the differences, seen from the target: (missing,
+/* state_load(target, source, strict, cast, dry) -> on success a list of the targets that
+ * are not ndarrays; otherwise a tuple of the differences, seen from the target: (missing,
  * unexpected, shapes, dtypes). With `dry`, nothing is written. */
 PyObject *core_state_load(mlspy_state *state, PyObject *const *args)
 {
@@ -143,9 +144,9 @@ typedef struct tied_target {
 /* All targets of all sections, and the address ranges of those with elements. */
 typedef struct tied_job {
     tied_target *targets;
-    size_t *kinds;      /* for each target: section and dtype, as one number */
-    mls_tensor **views; /* for each target: the view if it has gaps, else NULL */
-    bool *tied;         /* for each target: a later target is the same array */
+    size_t *kinds;             /* for each target: section and dtype, as one number */
+    mls_tensor **views;        /* for each target: the view if it has gaps, else NULL */
+    bool *tied;                /* for each target: a later target is the same array */
     mls_address_range *ranges; /* for each target */
     mls_address_range *spans, *spare;
     size_t count, filled;

@@ -84,7 +84,8 @@ TEST(any_other_overlap_is_found)
           pair[0] == 1 && pair[1] == 0);
 }
 
-/* The range of owner 0 contains the others; only the last one shares an element with it. */
+/* The range of owner 0 contains the others; only the last one shares an element with it.
+ */
 TEST(ranges_that_interleave_hide_no_later_overlap)
 {
     const mls_address_range sorted[] = {{.low = 10, .high = 90, .owner = 0},
