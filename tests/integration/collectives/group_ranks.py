@@ -125,7 +125,7 @@ def a_checked_group_tells_calls_that_do_not_go_together(group):
             torch.zeros(2, dtype=torch.int32 if last else torch.int64)
         ),
         "barrier": lambda: checked.barrier() if last else checked.gather_bytes(b""),
-        "from 1": lambda: checked.broadcast(np.zeros(2), root=last),
+        "from 1": lambda: checked.broadcast(np.zeros(2), root=int(last)),
         f"rank {world - 1} sends 2 rows to rank 0, which expects 1": lambda: checked.all_to_all(
             np.zeros(world + 1) if last else np.zeros(world),
             counts=[2] + [1] * (world - 1) if last else [1] * world,
