@@ -240,7 +240,7 @@ def torch_states(_):
     "get_missing_keys",
     "get_unexpected_keys",
     "check_compatibility",
-    *with_members("CompatibilityResult", "add_error add_warning"),
+    *with_members("CompatibilityResult", "add_error add_warning is_loadable"),
     "Difference",
 )
 def comparisons(_):
@@ -253,7 +253,7 @@ def comparisons(_):
             result = state.check_compatibility(one, other)
             result.add_error("x")
             result.add_warning("y")
-            str(result), result._repr_html_()
+            str(result), result._repr_html_(), result.is_loadable(strict=False)
 
     return each(run, raises(TypeError, state.keys_match, a, 3)), [a, b]
 
