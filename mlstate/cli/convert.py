@@ -126,9 +126,10 @@ def run_convert(arguments: argparse.Namespace) -> int:
     write = arguments.target_format or format_of(target)
     check_format(source, read)
     check_format(target, write)
-    start = begin_write(target, write, arguments.force)
-    options = _export_options(arguments, write)
     whole = {read, write} == {"mlstate", "lightning"}
+    # the folders of MLStateCheckpointIO have the suffix of Lightning's files
+    start = begin_write(target, write, arguments.force, any_suffix=whole)
+    options = _export_options(arguments, write)
     parts: dict[str, Any] = {"model": None, "optimizer": None}
     if whole:
         origin = _load_folder(arguments) if read == "mlstate" else Path(arguments.source)

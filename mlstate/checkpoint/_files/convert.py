@@ -84,7 +84,9 @@ class CheckpointTarget(NamedTuple):
         """Return the path of the save that writes it."""
         from .._save import SaveFolder
 
-        return SaveFolder(self.place, replace_steps=self.overwrite, content=self.content)
+        return SaveFolder(
+            self.place, replace_steps=self.overwrite, content=self.content, any_suffix=True
+        )
 
 
 class Format(NamedTuple):
@@ -192,10 +194,13 @@ def read_any(
         return FORMATS[name].read(place)
 
 
-def begin_write(place: Place, name: str, overwrite: bool) -> CheckpointTarget | Target:
+def begin_write(
+    place: Place, name: str, overwrite: bool, *, any_suffix: bool = False
+) -> CheckpointTarget | Target:
     """Return a target of a format as it is now; raise StoreError (EEXIST) if it must not exist.
 
-    `write_any` replaces only what this function has seen.
+    `write_any` replaces only what this function has seen. Unless `any_suffix`, a new folder has no
+    suffix of a file.
     """
     target: CheckpointTarget | Target
     if name == "mlstate":
@@ -203,7 +208,7 @@ def begin_write(place: Place, name: str, overwrite: bool) -> CheckpointTarget | 
         target = CheckpointTarget(place, FolderContent.of(folder), overwrite)
     else:
         target = Target.of(place)
-    if name in ("mlstate", "dcp", "huggingface"):
+    if name in ("mlstate", "dcp", "huggingface") and not any_suffix:
         refuse_file_name(place)
     refuse_existing(place, overwrite)  # after the listing, so that nothing appears in between
     return target
