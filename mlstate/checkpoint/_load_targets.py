@@ -23,7 +23,7 @@ from ..state._load_into import load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
-from ._states.modules import StoredEntries, prepare_units, stored_entries
+from ._states.modules import prepare_units, stored_entries
 from ._states.restore import prepare_object, prepare_tree
 from ._store import folder as _folder
 from ._store.folder import SECTIONS
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from ._load import Loader
     from ._sections import Section
-    from ._states.modules import StoredEntries, prepare_units, stored_entries
-from ._states.restore import Action
+    from ._states.modules import StoredEntries
+    from ._states.restore import Action
 
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer saved without its module
 ALL_NAMES = Names(None)

@@ -208,7 +208,7 @@ class FSDPBackwardHook:
         hooks = self._module_hooks
         assert hooks is not None
         if not self._sync:
-            hooks.unsent.add(name)
+            hooks.keep_unsent(name)
             return
         with self._lock:
             self._abandon_aborted()

@@ -17,6 +17,7 @@ from ..._common.arrays import is_torch
 from ..._common.atomic_file import replacing
 from ..._common.backend import torch_backend
 from ...errors import CompatibilityError
+from .._states.generators import library_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,25 +33,31 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _EXACT = (*_CONTAINERS, OrderedDict, Counter)
 
 
-def _refuse_subclasses(value: Any, where: str) -> None:
+def _refuse_inexact(value: Any, where: str) -> None:
     """Raise TypeError for a value that would be loaded as another class, with its path.
 
-    The tree of named states stores a subclass of dict as a dict, and a parameter as a tensor.
+    The tree of named states stores a subclass of dict as a dict, a parameter as a tensor, and
+    modules and generators as their states.
     """
-    is_subclass = isinstance(value, _CONTAINERS) and type(value) not in _EXACT
-    if is_subclass or (is_torch(value) and value.requires_grad):
+    remedy = ""
+    if isinstance(value, _CONTAINERS) and type(value) not in _EXACT:
+        remedy = "store a dict, list, tuple or set instead"
+    elif is_torch(value) and value.requires_grad:
+        remedy = "store a detached tensor instead"
+    elif callable(getattr(value, "state_dict", None)) or library_of(value) is not None:
+        remedy = "leave it out, as save_hyperparameters(ignore=[name]) does, or store its state"
+    if remedy:
         cls = type(value)
-        remedy = "a detached tensor" if is_torch(value) else "a dict, list, tuple or set"
         raise TypeError(
             f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored without "
-            f"pickle: store {remedy} instead"
+            f"pickle: {remedy}"
         )
     if isinstance(value, dict):
         for key, inner in value.items():
-            _refuse_subclasses(inner, f"{where}[{key!r}]")
+            _refuse_inexact(inner, f"{where}[{key!r}]")
     elif isinstance(value, _CONTAINERS):
         for number, inner in enumerate(value):
-            _refuse_subclasses(inner, f"{where}[{number}]")
+            _refuse_inexact(inner, f"{where}[{number}]")
 
 
 def save_checkpoint(
@@ -60,12 +67,12 @@ def save_checkpoint(
     from .. import save
 
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-    _refuse_subclasses(rest, f"states[{STATE!r}]")
+    _refuse_inexact(rest, f"states[{STATE!r}]")
     states: dict[str, Any] = {STATE: rest}
     model = checkpoint.get("state_dict")
     if model is not None:
         other = {name: value for name, value in model.items() if not is_torch(value)}
-        _refuse_subclasses(other, "state_dict")
+        _refuse_inexact(other, "state_dict")
         metadata = getattr(model, "_metadata", None)
         states[_MODULE] = {"metadata": metadata, "other": other, "names": list(model)}
         model = {name: value for name, value in model.items() if name not in other}

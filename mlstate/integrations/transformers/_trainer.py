@@ -14,6 +14,7 @@ from ..._common.local_path import local_path
 from ..._common.set_module import set_module
 from ...checkpoint import CheckpointManager
 from ...checkpoint._commit import gather_bytes
+from ...checkpoint._remote.options import split_url
 from ...checkpoint._states.generators import library_of, restored, set_state, state_of
 from ...errors import CompatibilityError, FormatError, StoreNotFoundError
 from ._trainer_folders import (
@@ -57,6 +58,16 @@ def _set_states(states: list[tuple[Any, str, Any]]) -> None:
         set_state(each, library, state)
 
 
+def _is_inside(directory: Any, output: str) -> bool:
+    """Return whether the steps are in the Trainer's output folder; links are followed."""
+    if directory is None:
+        return True
+    if isinstance(directory, str) and split_url(directory) is not None:
+        return False
+    folder = Path(os.path.realpath(local_path(directory)))
+    return folder.is_relative_to(os.path.realpath(output))
+
+
 def _check_arguments(args: Any, state: Any, directory: Any) -> None:
     """Raise CompatibilityError for an option under which the callback cannot do its work."""
     problems = {
@@ -71,8 +82,7 @@ def _check_arguments(args: Any, state: Any, directory: Any) -> None:
         "enable_jit_checkpoint": "a signal may reach the ranks at different steps: set it only "
         "for one process",
     }
-    output = Path(os.path.abspath(args.output_dir))
-    is_inside = directory is None or Path(os.path.abspath(directory)).is_relative_to(output)
+    is_inside = _is_inside(directory, args.output_dir)
     has_ranks = args.world_size > 1
     conditions = {
         "deepspeed": True,

@@ -344,6 +344,30 @@ def gradients_of_no_sync_count_as_used(group):
 
 
 @scenario
+def gradients_that_were_set_to_zero_after_no_sync_do_not_return(group):
+    for uses in (True, False):
+        model = language()
+        hook = FSDPBackwardHook(FSDP(group, op="mean", allow_unused=True))
+        hook.register_hooks(model, sharding_units(model, group), gradients="full")
+        loss_of(model, group.rank).backward()
+        with hook.no_sync():
+            loss_of(model, group.rank, extra=uses).backward()
+        model.zero_grad(set_to_none=False)
+        loss_of(model, group.rank, extra=uses).backward()
+        last = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        other = language()
+        hook.close()
+        hook = FSDPBackwardHook(FSDP(group, op="mean", allow_unused=True))
+        hook.register_hooks(other, sharding_units(other, group), gradients="full")
+        loss_of(other, group.rank, extra=uses).backward()
+        for name, parameter in other.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(last[name], parameter.grad)
+        assert uses or not last["extra.weight"].any()
+        hook.close()
+
+
+@scenario
 def no_gradient_is_left_where_one_could_not_be_reduced(group):
     model = layers()
     hook = FSDPBackwardHook(FSDP(group))

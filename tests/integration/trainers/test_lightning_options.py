@@ -5,6 +5,7 @@ import datetime
 import enum
 import os
 import pathlib
+import random
 import sys
 import warnings
 from pathlib import Path
@@ -156,6 +157,11 @@ def local_member():
         {Color.RED: 1},
         np.array(["a"]),
         print,
+        torch.nn.MSELoss(),
+        torch.Generator(),
+        torch.optim.SGD([torch.zeros(1)], lr=0.1),
+        random.Random(1),
+        torch.nn.ReLU,
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -279,6 +279,24 @@ def test_steps_outside_of_an_uploaded_folder_are_accepted(tmp_path):
     callback.on_train_end(args, State, None)
 
 
+@pytest.mark.parametrize("directory", ["~/run/steps", "link/steps"])
+def test_steps_in_an_uploaded_folder_are_refused_under_each_name(tmp_path, monkeypatch, directory):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    args = arguments(tmp_path / "run", push_to_hub=True)
+    with pytest.raises(mlstate.CompatibilityError, match="push_to_hub"):
+        MLStateCallback(directory).on_train_begin(args, State, None)
+
+
+def test_steps_in_a_store_are_not_in_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    callback = MLStateCallback("memory://bucket/steps")  # refused later, as an unknown store
+    with pytest.raises(ValueError, match="unknown scheme 'memory'"):
+        callback.on_train_begin(arguments(".", push_to_hub=True), State, None)
+
+
 def test_tensors_as_learning_rates_resume(tmp_path, runs):
     def trained(resume, most):
         trainer = runs.trainer_of(

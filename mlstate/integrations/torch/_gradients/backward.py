@@ -63,7 +63,8 @@ class ModuleHooks(Hooks):
         self.is_full = is_full
         self.taken: set[str] = set()  # parameters whose gradients were removed
         self.has_warned = False  # about an optimizer without gradients
-        self.unsent: set[str] = set()  # parameters whose grad has gradients of `no_sync` passes
+        # parameters whose grad has gradients of `no_sync` passes, and its version after the last
+        self.unsent: dict[str, int] = {}
         self._keep = keep or is_full
         self._earlier: dict[str, torch.Tensor] = {}  # reduced gradients that a pass adds to
         self.bindings = Bindings(module, units)
@@ -85,6 +86,11 @@ class ModuleHooks(Hooks):
         change = self.bindings.change()
         return change and f"{change} after register_hooks: close() and register them again"
 
+    def keep_unsent(self, name: str) -> None:
+        """Note that a `no_sync` pass has added to a parameter's gradient."""
+        gradient: Any = self.parameters[name].grad
+        self.unsent[name] = gradient._version
+
     def take(
         self, name: str, token: Callable[[], Any] | None
     ) -> tuple[Any, Callable[[], None] | None]:
@@ -95,7 +101,7 @@ class ModuleHooks(Hooks):
         """
         parameter = self.parameters[name]
         gradient = parameter.grad
-        self.unsent.discard(name)
+        self.unsent.pop(name, None)
         if self._keep:
             return gradient, None
         parameter.grad = None
@@ -107,8 +113,7 @@ class ModuleHooks(Hooks):
     ) -> tuple[Any, Callable[[], None] | None]:
         """Apply `take` to a gradient of earlier passes that this pass did not compute."""
         if name in self.unsent:
-            if self.parameters[name].grad is None:  # zero_grad removed it
-                self._earlier.pop(name, None)
+            self._drop_zeroed(name)
             return self.take(name, token)
         if self.is_full:
             self._set_aside(name)
@@ -117,10 +122,22 @@ class ModuleHooks(Hooks):
     def _set_aside(self, name: str, _: Any = None) -> None:
         """Move a reduced gradient away before torch adds an unreduced one."""
         parameter = self.parameters[name]
-        if parameter.grad is None:
-            self._earlier.pop(name, None)
-        elif name not in self.unsent:
+        self._drop_zeroed(name)
+        if parameter.grad is not None and name not in self.unsent:
             self._earlier[name], parameter.grad = parameter.grad, None
+
+    def _drop_zeroed(self, name: str) -> None:
+        """Forget an earlier reduced gradient if zero_grad was called since it was set aside.
+
+        With ``set_to_none=False``, it fills the gradient of the later passes with zeros.
+        """
+        gradient: Any = self.parameters[name].grad
+        if gradient is None or (
+            name in self._earlier
+            and gradient._version != self.unsent.get(name)
+            and not gradient.any()
+        ):
+            self._earlier.pop(name, None)
 
     def gather_full(
         self, buckets: Iterable[Sequence[FSDPShardingUnit]], group: Any, timeout: float | None
