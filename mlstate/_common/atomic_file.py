@@ -155,6 +155,8 @@ class Target(NamedTuple):
 
     def _exchange(self, new: str, old: str) -> None:
         """Give the target's old content the name `old` if it is the expected one, else restore."""
+        if _list_path(self.path) != self.entries:  # mostly noticed here, before anyone sees a swap
+            raise self._changed()
         made = os.lstat(new)
         try:
             self._swap(new, old)

@@ -375,3 +375,16 @@ def test_force_replaces_only_what_the_command_has_seen(tmp_path, monkeypatch, ca
     assert list(read_any(target)[0]) == ["mine"]
     assert main(["convert", str(source), str(target), "--force"]) == 0
     assert list(read_any(target)[0]) == ["w"]
+
+
+def test_a_changed_target_is_refused_without_a_rename(tmp_path, monkeypatch):
+    """So that no reader sees the replacement for a moment."""
+    path, new = tmp_path / "file", tmp_path / "new"
+    path.write_bytes(b"mine")
+    new.write_bytes(b"new")
+    target = Target.of(path)
+    path.write_bytes(b"other")
+    monkeypatch.setattr(_core, "path_rename", None)
+    with pytest.raises(mlstate.StoreError, match="was changed"):
+        target.put(str(new))
+    assert path.read_bytes() == b"other"
