@@ -243,7 +243,7 @@ def _refuse_modes(monkeypatch):
     def refused(number, mode):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(os, "fchmod", refused)
+    monkeypatch.setattr(os, "chmod", refused)
 
 
 def test_a_file_system_without_permissions_can_be_locked(tmp_path, monkeypatch):
