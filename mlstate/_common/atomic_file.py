@@ -229,7 +229,11 @@ def new_path(target: Target) -> Iterator[str]:
     try:
         yield temporary
         target.put(temporary)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename == temporary:
+            error.filename = target.path  # the name that the caller knows
+            if isinstance(error, StoreError):
+                error.path = target.path
         _remove(temporary)
         raise
 

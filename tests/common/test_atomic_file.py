@@ -388,3 +388,14 @@ def test_a_changed_target_is_refused_without_a_rename(tmp_path, monkeypatch):
     with pytest.raises(mlstate.StoreError, match="was changed"):
         target.put(str(new))
     assert path.read_bytes() == b"other"
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors", "pt"])
+def test_an_error_of_a_new_file_names_the_target(tmp_path, suffix):
+    pytest.importorskip("torch")
+    path = tmp_path / "missing" / f"w.{suffix}"
+    mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)})
+    with pytest.raises(mlstate.StoreError) as caught:
+        write_any(path, *read_any(tmp_path / "ckpt"))
+    assert caught.value.errno == errno.ENOENT
+    assert caught.value.filename == str(path)
