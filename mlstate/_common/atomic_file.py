@@ -172,10 +172,29 @@ class Target(NamedTuple):
         except OSError as error:
             if error.errno != errno.ENOTSUP:
                 raise
-            os.rename(self.path, old)
-            _rename_new(new, self.path)
+            self._swap_by_steps(new, old)
         else:
             os.rename(new, old)
+
+    def _swap_by_steps(self, new: str, old: str) -> None:
+        """Swap as `_swap` does; a file with links always exists, even if the process is killed."""
+        if self._is_linked(new, old):
+            os.rename(new, self.path)
+        else:
+            os.rename(self.path, old)
+            _rename_new(new, self.path)
+
+    def _is_linked(self, new: str, old: str) -> bool:
+        """Give a file that a file replaces a second name, and return True if it can have one."""
+        if os.path.isdir(new) or not self.is_file:
+            return False
+        try:
+            os.link(self.path, old, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return False
+        return True
 
     def _restore(self, new: str, old: str, made: os.stat_result) -> None:
         """Undo the steps of `_swap` that were done; never delete the old content."""
@@ -190,6 +209,8 @@ class Target(NamedTuple):
             elif os.path.samestat(os.lstat(self.path), made):
                 self._swap(old, new)
                 _remove(new)
+            elif os.path.samestat(os.lstat(self.path), os.lstat(old)):
+                os.unlink(old)
             else:
                 raise FileExistsError(errno.EEXIST, "another process wrote it")
         except OSError as error:

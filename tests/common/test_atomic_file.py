@@ -399,3 +399,40 @@ def test_an_error_of_a_new_file_names_the_target(tmp_path, suffix):
         write_any(path, *read_any(tmp_path / "ckpt"))
     assert caught.value.errno == errno.ENOENT
     assert caught.value.filename == str(path)
+
+
+def test_a_replaced_file_exists_at_every_moment(tmp_path, monkeypatch):
+    """Also on a file system that cannot swap two names, such as NFS."""
+    path, rename, seen = tmp_path / "file", os.rename, []
+
+    def watched(*names):
+        seen.append(path.read_bytes())
+        rename(*names)
+        seen.append(path.read_bytes())
+
+    without_exchange(monkeypatch)
+    monkeypatch.setattr(os, "rename", watched)
+    path.write_bytes(b"old")
+    with replacing(path) as file:
+        file.write(b"new")
+    assert seen == [b"old", b"new"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("call", ["before", "after"])
+def test_an_interrupt_between_the_steps_keeps_the_old_file(tmp_path, monkeypatch, call):
+    path, rename = tmp_path / "file", os.rename
+
+    def interrupted(*names):
+        monkeypatch.setattr(os, "rename", rename)
+        if call == "after":
+            rename(*names)
+        raise KeyboardInterrupt
+
+    without_exchange(monkeypatch)
+    monkeypatch.setattr(os, "rename", interrupted)
+    path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
