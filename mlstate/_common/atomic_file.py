@@ -160,6 +160,8 @@ class Target(NamedTuple):
 
     def _exchange(self, new: str, old: str) -> None:
         """Give the target's old content the name `old` if it is the expected one, else restore."""
+        if _list_path(self.path) != self.entries:  # mostly noticed here, before anyone sees a swap
+            raise self._changed()
         made = os.lstat(new)
         try:
             self._swap(new, old)
@@ -175,10 +177,29 @@ class Target(NamedTuple):
         except OSError as error:
             if error.errno != errno.ENOTSUP:
                 raise
-            os.rename(self.path, old)
-            _rename_new(new, self.path)
+            self._swap_by_steps(new, old)
         else:
             os.rename(new, old)
+
+    def _swap_by_steps(self, new: str, old: str) -> None:
+        """Swap as `_swap` does; a file with links always exists, even if the process is killed."""
+        if self._is_linked(new, old):
+            os.rename(new, self.path)
+        else:
+            os.rename(self.path, old)
+            _rename_new(new, self.path)
+
+    def _is_linked(self, new: str, old: str) -> bool:
+        """Give a file that a file replaces a second name, and return True if it can have one."""
+        if os.path.isdir(new) or not self.is_file:
+            return False
+        try:
+            os.link(self.path, old, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return False
+        return True
 
     def _restore(self, new: str, old: str, made: os.stat_result) -> None:
         """Undo the steps of `_swap` that were done; never delete the old content."""
@@ -193,6 +214,8 @@ class Target(NamedTuple):
             elif os.path.samestat(os.lstat(self.path), made):
                 self._swap(old, new)
                 _remove(new)
+            elif os.path.samestat(os.lstat(self.path), os.lstat(old)):
+                os.unlink(old)
             else:
                 raise FileExistsError(errno.EEXIST, "another process wrote it")
         except OSError as error:
@@ -235,7 +258,11 @@ def new_path(target: Target) -> Iterator[str]:
     try:
         yield temporary
         target.put(temporary)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename == temporary:
+            error.filename = target.path  # the name that the caller knows
+            if isinstance(error, StoreError):
+                error.path = target.path
         _remove(temporary)
         raise
 

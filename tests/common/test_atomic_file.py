@@ -375,3 +375,64 @@ def test_force_replaces_only_what_the_command_has_seen(tmp_path, monkeypatch, ca
     assert list(read_any(target)[0]) == ["mine"]
     assert main(["convert", str(source), str(target), "--force"]) == 0
     assert list(read_any(target)[0]) == ["w"]
+
+
+def test_a_changed_target_is_refused_without_a_rename(tmp_path, monkeypatch):
+    """So that no reader sees the replacement for a moment."""
+    path, new = tmp_path / "file", tmp_path / "new"
+    path.write_bytes(b"mine")
+    new.write_bytes(b"new")
+    target = Target.of(path)
+    path.write_bytes(b"other")
+    monkeypatch.setattr(_core, "path_rename", None)
+    with pytest.raises(mlstate.StoreError, match="was changed"):
+        target.put(str(new))
+    assert path.read_bytes() == b"other"
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors", "pt"])
+def test_an_error_of_a_new_file_names_the_target(tmp_path, suffix):
+    pytest.importorskip("torch")
+    path = tmp_path / "missing" / f"w.{suffix}"
+    mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)})
+    with pytest.raises(mlstate.StoreError) as caught:
+        write_any(path, *read_any(tmp_path / "ckpt"))
+    assert caught.value.errno == errno.ENOENT
+    assert caught.value.filename == str(path)
+
+
+def test_a_replaced_file_exists_at_every_moment(tmp_path, monkeypatch):
+    """Also on a file system that cannot swap two names, such as NFS."""
+    path, rename, seen = tmp_path / "file", os.rename, []
+
+    def watched(*names):
+        seen.append(path.read_bytes())
+        rename(*names)
+        seen.append(path.read_bytes())
+
+    without_exchange(monkeypatch)
+    monkeypatch.setattr(os, "rename", watched)
+    path.write_bytes(b"old")
+    with replacing(path) as file:
+        file.write(b"new")
+    assert seen == [b"old", b"new"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("call", ["before", "after"])
+def test_an_interrupt_between_the_steps_keeps_the_old_file(tmp_path, monkeypatch, call):
+    path, rename = tmp_path / "file", os.rename
+
+    def interrupted(*names):
+        monkeypatch.setattr(os, "rename", rename)
+        if call == "after":
+            rename(*names)
+        raise KeyboardInterrupt
+
+    without_exchange(monkeypatch)
+    monkeypatch.setattr(os, "rename", interrupted)
+    path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

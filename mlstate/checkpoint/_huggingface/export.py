@@ -171,11 +171,14 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
                 and not entry.name.endswith(_WEIGHTS)
                 and not entry.is_dir()
             )
-        for path in found:
-            check_regular(os.stat(path), path)
-        return found
     except OSError as error:
         raise _folder.store_error(error, "cannot list files_from=", folder) from None
+    for path in found:
+        try:
+            check_regular(os.stat(path), path)
+        except OSError as error:
+            raise _folder.store_error(error, "cannot copy the file of files_from=", path) from None
+    return found
 
 
 def _temporary_name(folder: str) -> str:

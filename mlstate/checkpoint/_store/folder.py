@@ -43,7 +43,7 @@ _MARK = ".damaged"  # suffix of a mark, see damage_marks.py
 _SHARDS = re.compile(r".+\.[0-9a-f]{16}-\d+\.safetensors(\.tmp)?\Z", re.ASCII)
 _INDEX = re.compile(r"[0-9a-f]{16}\.\d+\.json(\.tmp)?\Z", re.ASCII)
 _PATTERNS = {**dict.fromkeys(SECTIONS, _SHARDS), "index": _INDEX}
-_TEMPORARY = re.compile(r"\.mlstate-[0-9a-f]{16}\.tmp\Z", re.ASCII)
+_TEMPORARY = re.compile(r"\.mlstate-[0-9a-f]{16}\.tmp(\.old)?\Z", re.ASCII)
 
 
 class Root(NamedTuple):

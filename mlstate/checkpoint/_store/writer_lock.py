@@ -252,10 +252,17 @@ class WriterLock:
             known = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
             who = known if owner else "another process"
             raise self._busy_error(f"{who} is writing it")
-        if self._is_current(descriptor):
-            # keep the text: the new file must name the unfinished generation too
-            with replacing(self._path, Target.of(self._path, follow_links=False)) as file:
+        target = Target.of(self._path, follow_links=False)
+        if not self._is_current(descriptor):
+            return
+        # keep the text: the new file must name the unfinished generation too
+        try:
+            with replacing(self._path, target) as file:
                 file.write(os.pread(descriptor.fileno(), 4096, 0))
+        except StoreError as error:
+            # where the folder cannot be locked, another writer may have replaced the file first
+            if error.errno not in (errno.EEXIST, errno.ENOENT):
+                raise
 
     def _write(self, generation: str | None) -> None:
         import json

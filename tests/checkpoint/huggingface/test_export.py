@@ -187,6 +187,16 @@ def test_other_files_are_copied_but_no_weights(tmp_path):
     assert (tmp_path / "m" / "config.json").read_text() == "{}"
 
 
+def test_a_file_that_cannot_be_copied_is_named(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(mlstate.StoreError, match="cannot copy") as caught:
+        export_huggingface(tmp_path / "m", {"w": np.ones(3)}, files_from=source)
+    assert caught.value.filename == str(source / "tokenizer.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 # ---- errors ----
 
 

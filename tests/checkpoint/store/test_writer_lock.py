@@ -71,6 +71,26 @@ def test_only_one_of_several_takes_over_what_a_dead_owner_left(tmp_path):
         lock.release()
 
 
+def test_a_lock_that_another_writer_took_over_first_is_busy(tmp_path, monkeypatch):
+    monkeypatch.setattr(_lock, "_lock_folder", lambda folder: True)  # as on NFS
+    replace, first = _lock.replacing, WriterLock(str(tmp_path))
+
+    def late(path, target):
+        monkeypatch.setattr(_lock, "replacing", replace)
+        first.acquire()
+        return replace(path, target)
+
+    monkeypatch.setattr(_lock, "replacing", late)
+    _dead_text(tmp_path)
+    with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(mlstate.StoreError, match="is writing it") as caught:
+            WriterLock(str(tmp_path)).acquire()
+    assert caught.value.errno == errno.EBUSY
+    first.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
 def test_an_owner_of_another_container_may_live_whatever_its_number(tmp_path):
     with WriterLock(str(tmp_path)):
         text = {**_lock._me(), "pid_space": "pid:[1]", "pid": 1 << 30, "generation": None}
@@ -223,7 +243,7 @@ def _refuse_modes(monkeypatch):
     def refused(number, mode):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(os, "fchmod", refused)
+    monkeypatch.setattr(os, "chmod", refused)
 
 
 def test_a_file_system_without_permissions_can_be_locked(tmp_path, monkeypatch):

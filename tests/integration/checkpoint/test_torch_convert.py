@@ -1,6 +1,9 @@
 """States to and from torch files: bit for bit, and readable by torch without mlstate."""
 
 import datetime
+import errno
+import io
+import os
 import pickle
 import warnings
 from collections import OrderedDict
@@ -21,6 +24,7 @@ from mlstate import (
     StateDict,
     StoreError,
 )
+from mlstate._common import atomic_file
 from mlstate.checkpoint._files.convert import format_of, read_any, write_any
 
 pytestmark = pytest.mark.torch
@@ -473,3 +477,19 @@ def test_a_missing_shard_is_a_missing_file(tmp_path):
     (tmp_path / "a" / "__0_0.distcp").unlink()
     with pytest.raises((FileNotFoundError, FormatError)):
         read_any(tmp_path / "a")
+
+
+def test_a_full_disk_is_an_error_of_the_target(tmp_path, monkeypatch):
+    """torch replaces the system's error by one about its archive."""
+
+    def full(descriptor, *_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class File(io.FileIO):
+        write = full
+
+    monkeypatch.setattr(atomic_file, "open", lambda path, *_, **__: File(path, "r+", False), False)
+    path = tmp_path / "a.pt"
+    with pytest.raises(StoreError, match="No space left") as caught:
+        write_any(path, {"w": np.ones(3)})
+    assert caught.value.filename == str(path) and not list(tmp_path.iterdir())

@@ -378,7 +378,13 @@ def write_tree(tree: Any, file: IO[bytes]) -> None:
     """Write any value with ``torch.save``."""
     import torch
 
-    torch.save(tree, file)
+    try:
+        torch.save(tree, file)
+    except RuntimeError as error:
+        cause = error.__context__  # torch's archive is incomplete after an error of the file
+        if not isinstance(cause, OSError):
+            raise
+        raise cause from None
 
 
 def _harmless_globals(path: Path) -> list[Any]:
@@ -457,11 +463,9 @@ def write_pt(
     metadata: Mapping[str, Any],
 ) -> None:
     """Atomically write a file that ``torch.load`` reads with ``weights_only``."""
-    import torch
-
     tree = tree_of(model, optimizer, metadata)
     with replacing(target.path, target) as file:
-        torch.save(tree, file)
+        write_tree(tree, file)
 
 
 # ---- directories of torch.distributed.checkpoint ----
