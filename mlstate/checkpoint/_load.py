@@ -583,11 +583,12 @@ def load(
     cast : bool or dtype, default False
         With True, convert between float16, bfloat16, float32 and float64 if a target of `into` has
         another dtype, rounding to nearest. This needs memory for these tensors. With one of these
-        four dtypes, of NumPy, ml_dtypes or torch, or its name, return the floating-point tensors
-        of the model, and of named states that are modules or dicts of tensors alone, in this
-        dtype. 8-bit floats are converted by their values. Integers, bool and complex numbers keep
-        their dtypes, and so do all tensors of optimizers and of other named states. Besides the result this needs memory for one tensor, or 64 MiB.
-        A dtype cannot be combined with `into` or `mmap`.
+        four dtypes, of NumPy, ml_dtypes or torch, or its name, return the floating-point tensors of
+        the model, and of named states that are modules or dicts of tensors alone, in this dtype.
+        8-bit floats are converted by their values. Integers, bool and complex numbers keep their
+        dtypes, and so do all tensors of optimizers and of other named states. Besides the result
+        this needs memory for one tensor, or 64 MiB. A dtype cannot be combined with `into` or
+        `mmap`.
     device : torch.device or str, optional
         Return torch tensors on this device instead of NumPy arrays. Targets in `into` keep their
         own devices; objects with ``load_state_dict`` get their tensors on this one. Needs
