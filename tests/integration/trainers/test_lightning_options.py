@@ -121,7 +121,7 @@ def round_trip(folder, **values):
         1j,
         frozenset("ab"),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_hyperparameter_is_stored_exactly(tmp_path, value):
     loaded = round_trip(tmp_path, value=value)["value"]
