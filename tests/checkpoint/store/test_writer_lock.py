@@ -244,6 +244,7 @@ def _refuse_modes(monkeypatch):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "chmod", refused)
+    monkeypatch.setattr(os, "fchmod", refused)
 
 
 def test_a_file_system_without_permissions_can_be_locked(tmp_path, monkeypatch):
