@@ -25,6 +25,7 @@ EXTRA = "_extra_state"
 # Hooks of torch's wrappers. They gather parameters and change names, which `dtensor_shards` and
 # `module_names` do too.
 _WRAPPER_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
+_HIDDEN = "_checkpoint_wrapped_module."  # a hook of the wrapper omits it from the keys
 
 
 class Unit(NamedTuple):
@@ -248,9 +249,11 @@ class ModuleContract:
 
     def key_of(self, unit: Unit, name: str) -> str:
         """Return the key of a unit's entry in torch's state dict."""
-        start = len(unit.name) + 1 if unit.name else 0
-        key: str = self._keys.get(name, unit.prefix + name[start:])
-        return key
+        key = self._keys.get(name)
+        if key is None:
+            return unit.prefix + name[len(_joined(unit.name)) :]
+        shown = unit.prefix.replace(_HIDDEN, "")
+        return key if key.startswith(unit.prefix) else unit.prefix + key[len(shown) :]
 
     def parameter_names(self) -> set[str]:
         """Return the names of all parameters, which need not be entries."""
