@@ -243,6 +243,23 @@ def test_an_error_after_the_own_loads_puts_the_earlier_state_back(tmp_path):
     assert difference(before, content(target, calls=False)) is None
 
 
+def test_an_error_puts_replaced_parameters_and_new_buffers_back(tmp_path):
+    class Replacing(nn.Linear):
+        def _load_from_state_dict(self, state_dict, prefix, *others):
+            self.weight = nn.Parameter(state_dict[prefix + "weight"].clone())
+            self.register_buffer("seen", torch.ones(1))
+            super()._load_from_state_dict(state_dict, prefix, *others)
+
+    mlstate.save(tmp_path, nn.Sequential(Replacing(2, 2), Picky(3)))
+    target = nn.Sequential(Replacing(2, 2), Picky(2))
+    before, parameters = content(target, calls=False), list(target.parameters())
+    with pytest.raises(CompatibilityError, match="'1'"):
+        loaded(tmp_path, target)
+    assert list(target.state_dict()) == list(before["state"])
+    assert all(a is b for a, b in zip(parameters, target.parameters(), strict=True))
+    assert difference(before, content(target, calls=False)) is None
+
+
 def test_an_error_names_the_modules_that_stay_changed(tmp_path):
     mlstate.save(tmp_path, nn.Sequential(Extra(4), Picky(3)))
     with pytest.raises(CompatibilityError, match=r"stay changed.*: model: '1': '1': .*odd") as info:

@@ -48,15 +48,16 @@ def _is_torch_method(module: torch.nn.Module, name: str, extra: Collection[Any] 
 
 
 def _has_hooks(module: torch.nn.Module, *names: str) -> bool:
-    return any(
-        not getattr(hook, "__module__", "").startswith(_WRAPPER_HOOKS)
-        for name in names
-        for hook in getattr(module, name).values()
-    )
+    hooks = [hook for name in names for hook in getattr(module, name).values()]
+    return any(not getattr(hook, "__module__", "").startswith(_WRAPPER_HOOKS) for hook in hooks)
 
 
 def _loads_itself(module: torch.nn.Module) -> bool:
     """Return whether a module's load does more than copy to parameters and buffers."""
+    if _has_hooks(module, "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+        return True
+    if _is_torch_method(module, "_load_from_state_dict"):
+        return False
     from torch.nn.modules import batchnorm, instancenorm
 
     # These two add a counter to old states that lack it, and refuse old statistics: for a state
@@ -65,23 +66,21 @@ def _loads_itself(module: torch.nn.Module) -> bool:
         batchnorm._NormBase._load_from_state_dict,
         instancenorm._InstanceNorm._load_from_state_dict,
     )
-    hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    return not _is_torch_method(module, "_load_from_state_dict", plain) or _has_hooks(
-        module, *hooks
-    )
+    return not _is_torch_method(module, "_load_from_state_dict", plain)
 
 
 def saves_itself(module: torch.nn.Module) -> bool:
     """Return whether a module's entries may be other than its parameters and buffers."""
-    methods = ("state_dict", "_save_to_state_dict")
-    hooks = ("_state_dict_hooks", "_state_dict_pre_hooks")
-    return not all(_is_torch_method(module, name) for name in methods) or _has_hooks(module, *hooks)
+    return (
+        not _is_torch_method(module, "state_dict")
+        or not _is_torch_method(module, "_save_to_state_dict")
+        or _has_hooks(module, "_state_dict_hooks", "_state_dict_pre_hooks")
+    )
 
 
 def _has_extra_state(module: torch.nn.Module) -> bool:
-    return not all(
-        _is_torch_method(module, name) for name in ("get_extra_state", "set_extra_state")
-    )
+    own = _is_torch_method(module, "get_extra_state")
+    return not (own and _is_torch_method(module, "set_extra_state"))
 
 
 # ---- memory ----
@@ -245,7 +244,7 @@ class ModuleContract:
 
     def unit_of(self, name: str) -> Unit | None:
         """Return the unit that an entry belongs to, or None."""
-        return self._unit_of[self._owner_of(name)]
+        return self._unit_of[self._owner_of(name)] if self.units else None
 
     def key_of(self, unit: Unit, name: str) -> str:
         """Return the key of a unit's entry in torch's state dict."""
@@ -339,10 +338,12 @@ class OwnLoad:
         self._metadata = metadata
         chosen = {id(unit) for unit in units}
         clones: dict[Any, torch.Tensor] = {}
-        self._memory: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = []
+        self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for unit in units:
             for module in _modules_of(unit):
                 for table in (module._parameters, module._buffers):
+                    self._tables.append((table, dict(table)))
                     for key, tensor in table.items():
                         if tensor is None or torch.nn.parameter.is_lazy(tensor):
                             continue
@@ -352,7 +353,7 @@ class OwnLoad:
                         memory = _memory_of(tensor)
                         if memory not in clones:
                             clones[memory] = _copy_of(name, tensor)
-                        self._memory.append((table, key, tensor, clones[memory]))
+                        self._memory.append((tensor, clones[memory]))
         self._before = self._by_unit(
             {
                 name: clones.get(_memory_of(value)) if _memory_of(value) in clones
@@ -403,9 +404,12 @@ class OwnLoad:
                 errors.append(str(error))
             if errors:
                 failures.append(f"{_name_of(unit)!r}: {errors[0]}")
+        for table, before in self._tables:  # a load may replace parameters
+            table.clear()
+            table.update(before)
         with torch.no_grad():
-            for table, key, tensor, clone in self._memory:
-                if table.get(key) is tensor and tensor.shape == clone.shape:
+            for tensor, clone in self._memory:
+                if tensor.shape == clone.shape:
                     tensor.copy_(clone)
         if failures:
             raise _refusal(failures[0].split("'")[1], "; ".join(failures))
