@@ -248,7 +248,7 @@ class ModuleContract:
 
     def key_of(self, unit: Unit, name: str) -> str:
         """Return the key of a unit's entry in torch's state dict."""
-        key = self._keys.get(name)
+        key: str | None = self._keys.get(name)
         if key is None:
             return unit.prefix + name[len(_joined(unit.name)) :]
         shown = unit.prefix.replace(_HIDDEN, "")

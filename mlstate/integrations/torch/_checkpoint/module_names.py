@@ -31,7 +31,8 @@ _WRAPPERS = (
 
 def wrapped_attribute(module: torch.nn.Module) -> str:
     """Return the attribute with a wrapper's module, or "" if it is not a wrapper."""
-    return _attribute_of(type(module))
+    cls: Any = type(module)
+    return _attribute_of(cls)
 
 
 @lru_cache(256)
