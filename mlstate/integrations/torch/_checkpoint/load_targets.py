@@ -376,6 +376,9 @@ class OptimizerFilling(Filling):
         self.records = records
         self.cast = cast
         self.slots, members = parameter_slots(optimizer, module, names)
+        if not strict:  # only the states that both have
+            records = {key: each for key, each in records.items() if each.parameter in self.slots}
+            self.records = records
         self.own_loader = has_own_loader(optimizer)
         if self.own_loader and any(slot.run for slot in self.slots.values()):
             raise TypeError(

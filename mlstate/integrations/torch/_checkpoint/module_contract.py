@@ -254,11 +254,6 @@ class ModuleContract:
         shown = unit.prefix.replace(_HIDDEN, "")
         return key if key.startswith(unit.prefix) else unit.prefix + key[len(shown) :]
 
-    def parameter_names(self) -> set[str]:
-        """Return the names of all parameters, which need not be entries."""
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {unwrapped_name(self.module, name) for name, _ in named}
-
     def own_metadata(self) -> dict[str, dict[str, Any]]:
         """Return torch's metadata of the modules in units, by name, if not the default."""
         found = {}
