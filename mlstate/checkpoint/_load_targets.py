@@ -258,17 +258,6 @@ def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> 
     return False
 
 
-def _known_parameters(optimizer: Any, module: Any, names: Any) -> set[str]:
-    """Return the names of an optimizer's parameters."""
-    if module is not None and names is module:
-        filling = backend_of(module).fill_module(module)
-        of_units = () if filling.contract is None else filling.contract.parameter_names()
-        return {*filling.known, *of_units}
-    listed = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    return {*listed, *(f"param_{i}" for i in range(count))}
-
-
 def _optimizer_target(
     loader: Loader,
     section: Section,
@@ -282,9 +271,6 @@ def _optimizer_target(
     if _is_numbered(section, loader.folder, optimizer, module):
         names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
     chosen = set(selected)
-    if not loader.request.strict:
-        known = _known_parameters(optimizer, module, names)
-        chosen = {name for name in chosen if name.rpartition(".")[0] in known}
     by_key = section.names_by_key()
     where = SECTIONS[section.number]
     records = {}

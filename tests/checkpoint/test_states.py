@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from collections import Counter, OrderedDict, deque
 
 import numpy as np
@@ -602,3 +603,11 @@ def test_text_that_is_not_json_is_a_format_error():
 def test_a_shard_may_be_part_of_a_nested_value_of_one_process(tmp_path):
     mlstate.save(tmp_path / "c", states={"x": [Shard(np.arange(3)), 1]})
     assert same(mlstate.load(tmp_path / "c").states["x"], [np.arange(3), 1])
+
+
+def test_an_object_whose_state_cannot_be_copied_is_refused_by_name(tmp_path):
+    mlstate.save(tmp_path, states={"counter": Loader(1)})
+    target = Loader(lock := threading.Lock())
+    with pytest.raises(CompatibilityError, match=r"states\['counter'\].*cannot be copied"):
+        mlstate.load(tmp_path, into={"states": {"counter": target}})
+    assert target.position is lock

@@ -218,11 +218,9 @@ class _Restorer:
         )
 
     def add_object(self, target: Any, node: Any, where: str) -> None:
-        import copy
-
         if isinstance(node, dict) and node.get("$") == "generator":
             raise _mismatch(where, "the state of an object", "that of a generator")
-        before = copy.deepcopy(target.state_dict()) if hasattr(target, "state_dict") else None
+        before = _copy_state(where, target)
         value = self.decode(node, {} if before is None else before, tensors=_has_torch(node))
         self.actions.append(_load_action(where, target, value, before))
 
@@ -292,6 +290,23 @@ def _replacement(where: str, target: Any, new: Any, before: Any) -> Action:
     return Action(where, lambda: fill(new), lambda: fill(before))
 
 
+def _copy_state(where: str, target: Any) -> Any:
+    """Return a copy of a target's state, which can undo a load; None if it has no state_dict()."""
+    import copy
+
+    if not hasattr(target, "state_dict"):
+        return None
+    try:
+        return copy.deepcopy(target.state_dict())
+    except Exception as error:
+        refused = CompatibilityError(
+            f"{where}: the result of {type(target).__name__}.state_dict() cannot be copied, so a "
+            f"load could not be undone: {type(error).__name__}: {error}"
+        )
+        refused.name = where
+        raise refused from error
+
+
 def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
     """Return an action that calls ``load_state_dict``."""
 
@@ -316,10 +331,7 @@ def prepare_tree(loader: Loader, name: str, kind: Mapping[str, Any], target: Any
 
 def prepare_object(label: str, target: Any, state: Any) -> Action:
     """Return the action that passes a state of tensors to ``load_state_dict``."""
-    import copy
-
-    before = copy.deepcopy(target.state_dict()) if hasattr(target, "state_dict") else None
-    return _load_action(label, target, state, before)
+    return _load_action(label, target, state, _copy_state(label, target))
 
 
 def undo_all(actions: list[Action], cause: BaseException) -> None:

@@ -110,6 +110,9 @@ class _Encoder:
             return value if finite else {"$": "float", "value": str(value)}
         if levels == 0:
             raise ValueError(f"{where}: nested more than {DEEPEST} levels deep, or contains itself")
+        found = _named_node(value, where)
+        if found is not None:
+            return found
         if self.exact:
             _check_exact(value, where)
         found = self.array(value, where, path)
@@ -172,7 +175,7 @@ class _Encoder:
         if type(value) is complex:
             parts = [self.node(part, where, path, levels) for part in (value.real, value.imag)]
             return {"$": "complex", "parts": parts}
-        return path_node(value) or enum_node(value, where)
+        return None
 
     def mapping(self, value: dict[Any, Any], where: str, path: tuple[str, ...], levels: int) -> Any:
         kind = next((name for name, cls in _DICTS.items() if type(value) is cls), "dict")
@@ -192,10 +195,7 @@ class _Encoder:
         return {"$": "dict", "class": kind, "items": pairs}
 
     def object(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a dtype, a generator, or an object with ``state_dict()``."""
-        name = str(value) if type(value).__name__ == "dtype" else ""
-        if name.startswith("torch."):
-            return {"$": "dtype", "name": name[len("torch.") :]}
+        """Return the JSON form of a generator, or an object with ``state_dict()``."""
         library = library_of(value)
         if library is not None:
             state = self.node(state_of(value, library), where, path, levels)
@@ -214,6 +214,14 @@ class _Encoder:
             name = f"{type(value).__name__}.state_dict()"
             raise TypeError(f"{where}: {name} raised {type(error).__name__}: {error}") from error
         return {"$": "object", "state": self.node(state, where, path, levels)}
+
+
+def _named_node(value: Any, where: str) -> dict[str, Any] | None:
+    """Return the JSON form of a dtype of torch, a path or an enum's member; None for others."""
+    name = str(value) if type(value).__name__ == "dtype" else ""
+    if name.startswith("torch."):
+        return {"$": "dtype", "name": name[len("torch.") :]}
+    return path_node(value) or enum_node(value, where)
 
 
 def _check_exact(value: Any, where: str) -> None:

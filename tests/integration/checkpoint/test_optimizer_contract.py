@@ -227,3 +227,20 @@ def test_odd_values_and_nested_states_are_converted(tmp_path, suffix):
     assert {key: group[key] for key in values} == values
     nested = fresh[1].state[fresh[0].weight]["nested"]
     assert np.array_equal(nested[0], np.ones(2)) and nested[1] is None
+
+
+def test_an_optimizer_of_a_part_of_the_parameters_loads_its_states_without_strict(tmp_path):
+    source = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    saved = torch.optim.SGD(source.parameters(), lr=0.1, momentum=0.9)
+    source(torch.ones(1, 2)).sum().backward()
+    saved.step()
+    mlstate.save(tmp_path, source, saved)
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3).requires_grad_(False), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(module[1].parameters(), lr=0.5, momentum=0.9)
+    into = {"model": module, "optimizer": optimizer}
+    with pytest.raises(CompatibilityError, match=r"0\.weight"):
+        mlstate.load(tmp_path, into=into)
+    mlstate.load(tmp_path, into=into, strict=False)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for own, other in zip(module[1].parameters(), source[1].parameters(), strict=True):
+        assert optimizer.state[own]["momentum_buffer"].equal(saved.state[other]["momentum_buffer"])

@@ -1,8 +1,10 @@
 """Modules whose state is more than their memory: extra states, hooks, and own load methods."""
 
+import inspect
 import io
 import random
 from collections import Counter, OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from random_modules import EXTRAS, Extra, Fused, Metric, Migrating, Odd, Picky
 from test_torch_random_modules import content, difference, same
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import mlstate
 from mlstate import CompatibilityError, MLStateError
@@ -38,6 +41,12 @@ def saved(tmp_path):
 # ---- extra states ----
 
 
+@pytest.mark.parametrize("value", [torch.bfloat16, Path("a/b"), inspect.Parameter.VAR_KEYWORD])
+def test_dtypes_paths_and_enums_in_extra_states_return(tmp_path, value):
+    mlstate.save(tmp_path, Extra({"value": (value, 1)}))
+    assert loaded(tmp_path, Extra(None)).extra == {"value": (value, 1)}
+
+
 @pytest.mark.parametrize("kind", list(EXTRAS)[:-2])
 def test_an_extra_state_returns_with_its_type_and_bits(tmp_path, kind):
     source = Extra(EXTRAS[kind](random.Random(4)))
@@ -51,7 +60,6 @@ def test_an_extra_state_returns_with_its_type_and_bits(tmp_path, kind):
     "value",
     [
         object(),
-        torch.float32,
         type("Named", (dict,), {})(a=1),
         type("Words", (list,), {})([1]),
         [np.ma.masked_array([1.0, 2.0], [True, False])],
@@ -183,6 +191,17 @@ def test_modules_that_share_memory_load_in_the_order_of_torch(tmp_path):
     assert loaded(tmp_path, tied())[1].qkv.eq(5).all()
 
 
+def test_submodules_inside_of_checkpoint_wrappers_load_themselves(tmp_path):
+    def wrapped(value):
+        inner = nn.Sequential(checkpoint_wrapper(Extra(value)), checkpoint_wrapper(Fused(True)))
+        return checkpoint_wrapper(nn.Sequential(checkpoint_wrapper(inner)))
+
+    source = wrapped({"scale": 2})
+    mlstate.save(tmp_path, source)
+    target = loaded(tmp_path, wrapped(None))
+    assert not difference(content(target, calls=False), content(source, calls=False))
+
+
 def test_a_cache_is_derived_after_its_children_are_loaded(tmp_path):
     def cached():
         module = nn.Sequential(nn.Linear(2, 2))
@@ -221,6 +240,23 @@ def test_an_error_after_the_own_loads_puts_the_earlier_state_back(tmp_path):
     before = content(target, calls=False)
     with pytest.raises(CompatibilityError, match="'2': ValueError: odd"):
         loaded(tmp_path, target)
+    assert difference(before, content(target, calls=False)) is None
+
+
+def test_an_error_puts_replaced_parameters_and_new_buffers_back(tmp_path):
+    class Replacing(nn.Linear):
+        def _load_from_state_dict(self, state_dict, prefix, *others):
+            self.weight = nn.Parameter(state_dict[prefix + "weight"].clone())
+            self.register_buffer("seen", torch.ones(1))
+            super()._load_from_state_dict(state_dict, prefix, *others)
+
+    mlstate.save(tmp_path, nn.Sequential(Replacing(2, 2), Picky(3)))
+    target = nn.Sequential(Replacing(2, 2), Picky(2))
+    before, parameters = content(target, calls=False), list(target.parameters())
+    with pytest.raises(CompatibilityError, match="'1'"):
+        loaded(tmp_path, target)
+    assert list(target.state_dict()) == list(before["state"])
+    assert all(a is b for a, b in zip(parameters, target.parameters(), strict=True))
     assert difference(before, content(target, calls=False)) is None
 
 

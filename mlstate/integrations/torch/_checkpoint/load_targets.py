@@ -76,6 +76,8 @@ def _place(name: str, value: Any) -> Place:
 
 def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
     """Raise if elements of a tensor share memory, as after expand(): torch refuses the write."""
+    if tensor.is_contiguous():
+        return
     if any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
         error = CompatibilityError(
             f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
@@ -374,6 +376,9 @@ class OptimizerFilling(Filling):
         self.records = records
         self.cast = cast
         self.slots, members = parameter_slots(optimizer, module, names)
+        if not strict:  # only the states that both have
+            records = {key: each for key, each in records.items() if each.parameter in self.slots}
+            self.records = records
         self.own_loader = has_own_loader(optimizer)
         if self.own_loader and any(slot.run for slot in self.slots.values()):
             raise TypeError(
@@ -396,6 +401,7 @@ class OptimizerFilling(Filling):
             for group, names_of in zip(self.groups, members, strict=True)
             for name in names_of
         }
+        self.likes: dict[Any, torch.Tensor] = {}
         self.made: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         places, alone = self._sort_states(saved)
         self.numbers = self._read_scalars(read(sorted(alone)) if alone else {}, alone)
@@ -418,8 +424,8 @@ class OptimizerFilling(Filling):
         own = self.optimizer.state.get(slot.owner, {}).get(state)
         if self.own_loader or not is_tensor(own):
             return None
-        facts = (own.dtype, own.device, tuple(own.shape))
-        return own if slot.run or facts == (like.dtype, like.device, record.shape) else None
+        fits = own.dtype == like.dtype and own.shape == record.shape and own.device == like.device
+        return own if slot.run or fits else None
 
     def _add_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
         self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
@@ -458,8 +464,12 @@ class OptimizerFilling(Filling):
             error = CompatibilityError(f"{key!r} is {record.dtype}, a dtype that torch lacks")
             error.name, error.got = key, record.dtype
             raise error
-        empty = torch.empty(0, dtype=getattr(torch, record.dtype), device="cpu")
-        return self._convert(key, slot, self.group_of[record.parameter], empty)
+        owner, group = slot.owner, self.group_of[record.parameter]
+        facts = (record.dtype, record.state, owner.dtype, owner.device, id(group))
+        if facts not in self.likes:
+            empty = torch.empty(0, dtype=getattr(torch, record.dtype), device="cpu")
+            self.likes[facts] = self._convert(key, slot, group, empty)
+        return self.likes[facts]
 
     def _convert(
         self, key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor

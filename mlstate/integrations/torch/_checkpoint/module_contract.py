@@ -25,6 +25,7 @@ EXTRA = "_extra_state"
 # Hooks of torch's wrappers. They gather parameters and change names, which `dtensor_shards` and
 # `module_names` do too.
 _WRAPPER_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
+_HIDDEN = "_checkpoint_wrapped_module."  # a hook of the wrapper omits it from the keys
 
 
 class Unit(NamedTuple):
@@ -47,15 +48,16 @@ def _is_torch_method(module: torch.nn.Module, name: str, extra: Collection[Any] 
 
 
 def _has_hooks(module: torch.nn.Module, *names: str) -> bool:
-    return any(
-        not getattr(hook, "__module__", "").startswith(_WRAPPER_HOOKS)
-        for name in names
-        for hook in getattr(module, name).values()
-    )
+    hooks = [hook for name in names for hook in getattr(module, name).values()]
+    return any(not getattr(hook, "__module__", "").startswith(_WRAPPER_HOOKS) for hook in hooks)
 
 
 def _loads_itself(module: torch.nn.Module) -> bool:
     """Return whether a module's load does more than copy to parameters and buffers."""
+    if _has_hooks(module, "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+        return True
+    if _is_torch_method(module, "_load_from_state_dict"):
+        return False
     from torch.nn.modules import batchnorm, instancenorm
 
     # These two add a counter to old states that lack it, and refuse old statistics: for a state
@@ -64,23 +66,21 @@ def _loads_itself(module: torch.nn.Module) -> bool:
         batchnorm._NormBase._load_from_state_dict,
         instancenorm._InstanceNorm._load_from_state_dict,
     )
-    hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    return not _is_torch_method(module, "_load_from_state_dict", plain) or _has_hooks(
-        module, *hooks
-    )
+    return not _is_torch_method(module, "_load_from_state_dict", plain)
 
 
 def saves_itself(module: torch.nn.Module) -> bool:
     """Return whether a module's entries may be other than its parameters and buffers."""
-    methods = ("state_dict", "_save_to_state_dict")
-    hooks = ("_state_dict_hooks", "_state_dict_pre_hooks")
-    return not all(_is_torch_method(module, name) for name in methods) or _has_hooks(module, *hooks)
+    return (
+        not _is_torch_method(module, "state_dict")
+        or not _is_torch_method(module, "_save_to_state_dict")
+        or _has_hooks(module, "_state_dict_hooks", "_state_dict_pre_hooks")
+    )
 
 
 def _has_extra_state(module: torch.nn.Module) -> bool:
-    return not all(
-        _is_torch_method(module, name) for name in ("get_extra_state", "set_extra_state")
-    )
+    own = _is_torch_method(module, "get_extra_state")
+    return not (own and _is_torch_method(module, "set_extra_state"))
 
 
 # ---- memory ----
@@ -244,18 +244,15 @@ class ModuleContract:
 
     def unit_of(self, name: str) -> Unit | None:
         """Return the unit that an entry belongs to, or None."""
-        return self._unit_of[self._owner_of(name)]
+        return self._unit_of[self._owner_of(name)] if self.units else None
 
     def key_of(self, unit: Unit, name: str) -> str:
         """Return the key of a unit's entry in torch's state dict."""
-        start = len(unit.name) + 1 if unit.name else 0
-        key: str = self._keys.get(name, unit.prefix + name[start:])
-        return key
-
-    def parameter_names(self) -> set[str]:
-        """Return the names of all parameters, which need not be entries."""
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {unwrapped_name(self.module, name) for name, _ in named}
+        key: str | None = self._keys.get(name)
+        if key is None:
+            return unit.prefix + name[len(_joined(unit.name)) :]
+        shown = unit.prefix.replace(_HIDDEN, "")
+        return key if key.startswith(unit.prefix) else unit.prefix + key[len(shown) :]
 
     def own_metadata(self) -> dict[str, dict[str, Any]]:
         """Return torch's metadata of the modules in units, by name, if not the default."""
@@ -336,10 +333,12 @@ class OwnLoad:
         self._metadata = metadata
         chosen = {id(unit) for unit in units}
         clones: dict[Any, torch.Tensor] = {}
-        self._memory: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = []
+        self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for unit in units:
             for module in _modules_of(unit):
                 for table in (module._parameters, module._buffers):
+                    self._tables.append((table, dict(table)))
                     for key, tensor in table.items():
                         if tensor is None or torch.nn.parameter.is_lazy(tensor):
                             continue
@@ -349,7 +348,7 @@ class OwnLoad:
                         memory = _memory_of(tensor)
                         if memory not in clones:
                             clones[memory] = _copy_of(name, tensor)
-                        self._memory.append((table, key, tensor, clones[memory]))
+                        self._memory.append((tensor, clones[memory]))
         self._before = self._by_unit(
             {
                 name: clones.get(_memory_of(value)) if _memory_of(value) in clones
@@ -400,9 +399,12 @@ class OwnLoad:
                 errors.append(str(error))
             if errors:
                 failures.append(f"{_name_of(unit)!r}: {errors[0]}")
+        for table, before in self._tables:  # a load may replace parameters
+            table.clear()
+            table.update(before)
         with torch.no_grad():
-            for table, key, tensor, clone in self._memory:
-                if table.get(key) is tensor and tensor.shape == clone.shape:
+            for tensor, clone in self._memory:
+                if tensor.shape == clone.shape:
                     tensor.copy_(clone)
         if failures:
             raise _refusal(failures[0].split("'")[1], "; ".join(failures))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ....errors import CompatibilityError
@@ -30,9 +31,15 @@ _WRAPPERS = (
 
 def wrapped_attribute(module: torch.nn.Module) -> str:
     """Return the attribute with a wrapper's module, or "" if it is not a wrapper."""
+    cls: Any = type(module)
+    return _attribute_of(cls)
+
+
+@lru_cache(256)
+def _attribute_of(cls: type) -> str:
     for path, kind, name in _WRAPPERS:
         loaded = sys.modules.get(path)  # a program with such a wrapper has imported it
-        if loaded is not None and isinstance(module, getattr(loaded, kind)):
+        if loaded is not None and issubclass(cls, getattr(loaded, kind)):
             return name
     return ""
 
