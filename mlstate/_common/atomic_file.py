@@ -243,8 +243,9 @@ def change_mode(file: int | str, mode: int) -> None:
             os.fchmod(file, mode)
         else:
             os.chmod(file, mode)
-    except OSError:
-        if stat.S_IMODE(os.stat(file).st_mode) != mode:
+    except OSError as error:
+        is_refused = error.errno in (errno.EPERM, errno.ENOTSUP)
+        if not is_refused or stat.S_IMODE(os.stat(file).st_mode) != mode:
             raise
 
 

@@ -481,7 +481,9 @@ static mls_code copy_owner_and_mode(int fd, const struct stat *old, mls_status *
     }
     const int reason = errno;
     /* file systems without permissions refuse every change, also one to the same mode */
-    if (fstat(fd, &now) == 0 && ((now.st_mode ^ old->st_mode) & PERMISSION_BITS) == 0) {
+    const bool is_refused = reason == EPERM || reason == ENOTSUP;
+    if (is_refused && fstat(fd, &now) == 0 &&
+        ((now.st_mode ^ old->st_mode) & PERMISSION_BITS) == 0) {
         return MLS_OK;
     }
     return mls_fail_os(st, reason, "cannot keep the old file's permissions");
