@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import warnings
 import zlib
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..._common.local_path import local_folder
 from ..._common.set_module import set_module
@@ -15,6 +17,17 @@ from ...checkpoint import load
 from ...checkpoint._files.lightning import checkpoint_of, read_ckpt, save_checkpoint
 from ...checkpoint._save import SaveFolder
 from ...checkpoint._store import folder as _folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Lightning's modules that open a checkpoint as a file; there are two names of its packages.
+_READERS = (
+    "lightning.pytorch.core.saving",
+    "lightning.fabric.plugins.io.torch_io",
+    "pytorch_lightning.core.saving",
+    "lightning_fabric.plugins.io.torch_io",
+)
 
 
 def _register(cls: type) -> None:
@@ -33,11 +46,45 @@ def _register(cls: type) -> None:
             continue
         base.register(cls)
         found = True
+    _explain_folders()
     if not found:
         raise ImportError(
             "MLStateCheckpointIO needs lightning: pip install 'mlstate[lightning]'",
             name="lightning",
         )
+
+
+def _explained(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Lightning's reader of files, whose error for one of our folders names the remedy."""
+
+    @wraps(load)
+    def load_file(path: Any, *args: Any, **keywords: Any) -> Any:
+        try:
+            return load(path, *args, **keywords)
+        except IsADirectoryError as error:
+            if not _is_checkpoint(path):
+                raise
+            text = (
+                "it is a folder of MLStateCheckpointIO, which only a Trainer with this plugin "
+                "reads; mlstate convert FOLDER OUT.ckpt --to lightning writes the file"
+            )
+            raise IsADirectoryError(error.errno, text, os.fspath(path)) from error
+
+    load_file.explains_folders = True  # type: ignore[attr-defined]
+    return load_file
+
+
+def _explain_folders() -> None:
+    """Name `mlstate convert` in errors of readers without the plugin, in this process.
+
+    Lightning offers no hook there: its reader opens the path as a file. Only the text of the error
+    changes, and only for folders of the plugin.
+    """
+    for name in _READERS:
+        module = sys.modules.get(name)
+        load = getattr(module, "pl_load", None)
+        if load is not None and not hasattr(load, "explains_folders"):
+            module.pl_load = _explained(load)  # type: ignore[union-attr]
 
 
 def _is_checkpoint(folder: str) -> bool:
@@ -91,7 +138,8 @@ class MLStateCheckpointIO:
     generators are not part of Lightning's checkpoints.
 
     ``LightningModule.load_from_checkpoint``, and a Trainer without the plugin, raise
-    `IsADirectoryError` for a folder: they open the path as a file, and use no plugin. The command
+    `IsADirectoryError` for a folder: they open the path as a file, and use no plugin. In a process
+    that has created the plugin, the text of the error names the remedy: the command
     ``mlstate convert FOLDER OUT.ckpt --to lightning`` writes the file that they read, and
     ``mlstate convert FILE.ckpt FOLDER`` the opposite. The plugin also resumes from Lightning's own
     file, with a warning.

@@ -342,8 +342,14 @@ def test_checkpoints_convert_to_and_from_files(tmp_path, job, callbacks, capsys)
     folder, file, again = (str(tmp_path / name) for name in ("a.ckpt", "b.ckpt", "c.ckpt"))
     trainer, module = fit(job, [], [MLStateCheckpointIO()], max_epochs=1)
     trainer.save_checkpoint(folder)
-    with pytest.raises(IsADirectoryError):
+    remedy = "mlstate convert FOLDER OUT.ckpt --to lightning"
+    with pytest.raises(IsADirectoryError, match=remedy):
         job.Module.load_from_checkpoint(folder)
+    with pytest.raises(IsADirectoryError, match=remedy):
+        fit(job, [], [], resume=folder, max_epochs=2)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(IsADirectoryError, match="Is a directory"):  # Lightning's own text
+        job.Module.load_from_checkpoint(tmp_path / "empty")
     assert main(["convert", folder, file, "--to", "lightning"]) == 0
     assert "b.ckpt (lightning): model of 4 tensors" in capsys.readouterr().out
     loaded = job.Module.load_from_checkpoint(file)
