@@ -30,7 +30,8 @@ static void check_path(const char *path)
 {
     const size_t length = strlen(path);
     require(length > 0 && length <= MLS_PATH_BYTES);
-    require(strncmp(path, "params/", 7) == 0 || strncmp(path, "optim_state/", 12) == 0);
+    require(strncmp(path, "params/", 7) == 0 || strncmp(path, "optim_state/", 12) == 0 ||
+            strncmp(path, "states/", 7) == 0);
     const char *name = strchr(path, '/') + 1;
     require(name[0] != '.' && strchr(name, '/') == NULL && strchr(name, '\\') == NULL);
     require(strcmp(path + length - 12, ".safetensors") == 0);
