@@ -149,8 +149,10 @@ class Target(NamedTuple):
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
                 raise self._changed() from None
             raise store_error(error, "cannot write the target", self.path) from None
-        _core.folder_sync(os.path.dirname(self.path))
-        _remove(old)
+        try:
+            _core.folder_sync(os.path.dirname(self.path))
+        finally:  # also after an interrupt: the new content is in place
+            _remove(old)
 
     def _take_vacant(self, new: str) -> None:
         if self.entries and os.path.isdir(new):
