@@ -184,6 +184,22 @@ def test_values_of_old_checkpoints_keep_the_optimizers_types():
     assert torch.equal(group["lr"], torch.tensor(0.5)) and group["layers"] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "make", [optim.Adam, optim.NAdam, optim.RMSprop, optim.Rprop], ids=lambda make: make.__name__
+)
+@pytest.mark.parametrize("saved_rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_a_capturable_optimizer_gets_the_type_of_the_saved_rate(tmp_path, make, saved_rate):
+    source = trained(lambda p: make(p, lr=0.5))
+    source[1].param_groups[0].update(capturable=True, lr=saved_rate, layers=(1, 2))
+    mlstate.save(tmp_path / "c", *source)
+    module, optimizer = trained(lambda p: make(p, lr=0.1), 1)
+    optimizer.param_groups[0].update(lr=torch.tensor(9.0), layers=torch.tensor([3, 4]))
+    mlstate.load(tmp_path / "c", into={"model": module, "optimizer": optimizer})
+    (group,) = optimizer.param_groups
+    rate = group["lr"]
+    assert type(rate) is type(saved_rate) and rate == 0.5 and group["layers"] == (1, 2)
+
+
 def test_states_of_another_optimizer_are_refused(tmp_path):
     source, target = trained(sgd), trained(optim.Adam, 1)
     refused = pytest.raises(CompatibilityError, match=r"Adam cannot take .* KeyError: 'step'")

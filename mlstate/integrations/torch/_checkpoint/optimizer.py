@@ -17,6 +17,7 @@ from ....state._compatibility import join, rename_hint
 from .._tensors.state import arrays_of, clusters, sharable, tensors_of
 from .optimizer_contract import (
     NOT_VALUES,
+    EXACT,
     NUMBERS,
     PACKED,
     check_contract,
@@ -218,6 +219,8 @@ def stored_states(
     for number, group in enumerate(param_groups):
         members = [next(names) for _ in group["params"]]
         values = _group_values(group, f"param_groups[{number}]")
+        if values.get("capturable") and any(map(is_number, group.values())):
+            values[EXACT] = True
         forms = _state_forms([by_parameter.get(name, {}) for name in members])
         groups.append({"params": members, **values, **forms})
     keys = packed_states(groups)

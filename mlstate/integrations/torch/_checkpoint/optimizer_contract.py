@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     import torch
 
 # Keys in a group of a checkpoint: names of states that were Python numbers, which files store as
-# arrays; and of states that are nested values, with the positions of their parameters.
+# arrays; and of states that are nested values, with the positions of their parameters; and a mark
+# of a capturable group whose numbers were numbers: old checkpoints stored tensors as numbers too.
 NUMBERS = "python_numbers"
 PACKED = "packed_states"
+EXACT = "exact_numbers"
 # Keys of a group that are not hyperparameters.
-NOT_VALUES = frozenset({"params", "param_names", NUMBERS, PACKED})
+NOT_VALUES = frozenset({"params", "param_names", NUMBERS, PACKED, EXACT})
+_NUMBERS = (list, int, float)  # forms of tensors in old checkpoints
 _MOST_BYTES = 65536  # of arrays in a value of a group: the manifest contains them
 
 
@@ -134,10 +137,10 @@ def decode_value(form: Any, where: str) -> Any:
         raise malformed(where, error) from None
 
 
-def _restore_value(form: Any, own: Any, where: str, *, tensors: bool) -> Any:
+def _restore_value(form: Any, own: Any, where: str, *, tensors: tuple[type, ...]) -> Any:
     """Return a saved value. Old checkpoints store tensors as numbers and lists as tuples.
 
-    `tensors`: a number may have been a tensor, which CUDA graphs need.
+    `tensors`: types of forms that may have been tensors, which CUDA graphs need.
     """
     import torch
 
@@ -146,8 +149,7 @@ def _restore_value(form: Any, own: Any, where: str, *, tensors: bool) -> Any:
     value = decode_value(form, where)
     if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
         return value.to(own.device)
-    old = list | int | float if tensors else list
-    if isinstance(own, torch.Tensor) and isinstance(form, old):
+    if isinstance(own, torch.Tensor) and isinstance(form, tensors):
         return torch.as_tensor(form, dtype=own.dtype, device=own.device)
     return value
 
@@ -417,7 +419,7 @@ def match_groups(
             _refuse_ambiguous_rate(optimizer, learning_rate)
         own_values = [_values_of(group) for group in groups]
         if learning_rate and len(groups) == 1:
-            rate = _restore_value(learning_rate, own_values[0].get("lr"), "lr", tensors=True)
+            rate = _restore_value(learning_rate, own_values[0].get("lr"), "lr", tensors=_NUMBERS)
             own_values[0]["lr"] = rate
         return own_values
     numbered = _is_numbered(saved)
@@ -427,10 +429,11 @@ def match_groups(
         if index is None:
             matched.append(_values_of(own))
             continue
-        where, capturable = f"param_groups[{index}]", bool(saved[index].get("capturable"))
+        group, where = saved[index], f"param_groups[{index}]"
+        tensors = () if EXACT in group else _NUMBERS if group.get("capturable") else (list,)
         values = {
-            key: _restore_value(form, own.get(key), f"{where}[{key!r}]", tensors=capturable)
-            for key, form in _values_of(saved[index]).items()
+            key: _restore_value(form, own.get(key), f"{where}[{key!r}]", tensors=tensors)
+            for key, form in _values_of(group).items()
         }
         matched.append(_with_defaults(optimizer, values, own))
     return matched
