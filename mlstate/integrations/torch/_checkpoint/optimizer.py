@@ -16,8 +16,8 @@ from ....errors import CompatibilityError
 from ....state._compatibility import join, rename_hint
 from .._tensors.state import arrays_of, clusters, sharable, tensors_of
 from .optimizer_contract import (
-    NOT_VALUES,
     EXACT,
+    NOT_VALUES,
     NUMBERS,
     PACKED,
     check_contract,
