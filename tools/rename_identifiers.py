@@ -3,14 +3,14 @@
 
 ``python tools/rename_identifiers.py MAP`` edits the files that the map names.
 ``python tools/rename_identifiers.py --check MAP ...`` takes the commit that added each map, applies
-the map to the files of its parent, and compares: the syntax trees of Python without docstrings,
-and the tokens of C without comments, must be those of the commit. No other source may have changed.
+the map to the files of its parent, and compares. The syntax trees of Python without docstrings,
+and the tokens of C without comments, must be equal to the commit. No other source may change.
 
 A map of `tools/renames/` is JSON: ``{file: {scope: {old: new}}}``. In Python the scope is a
 function (``Class.method``, ``outer.inner``) whose locals and parameters are renamed; a class,
 whose methods and attributes are renamed in the file; ``call()``, for the keywords of calls; or
-``""`` for the names of the module. In C it is a function, or ``""`` for the whole file. Fields
-(after ``.`` or ``->``) are never renamed in C.
+``""`` for the names of the module. In C it is a function, ``struct`` for tags,
+``""`` for the whole file without its fields (after ``.`` or ``->``), or ``.`` for all of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ C_TOKEN = re.compile(
     r"""|->|\\\n|\n|[^\s\w]""",
     re.DOTALL,
 )
-STRING = re.compile(r'(?:""".*?"""|\'\'\'.*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')', re.DOTALL)
+STRING = re.compile(
+    r'(?:""".*?"""|\'\'\'.*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')', re.DOTALL
+)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -105,7 +107,9 @@ class PythonFile:
     def edit_word(self, node: ast.AST, old: str, new: str, before: str = "") -> None:
         """Replace the first word ``old`` in the text of a node."""
         first, end = self.span(node)
-        match = re.compile(rf"{before}\b({re.escape(old)})\b".encode()).search(self.source, first, end)
+        match = re.compile(rf"{before}\b({re.escape(old)})\b".encode()).search(
+            self.source, first, end
+        )
         if match is None:
             raise RenameError(f"line {node.lineno}: no {old}")  # type: ignore[attr-defined]
         self.edits.add((*match.span(1), new))
@@ -188,10 +192,14 @@ class PythonFile:
                             self.edits.add((first, end, text.replace(node.value, new)))
                             node.value = new
 
-    def rename_keywords(self, name: str, names: Names, functions: list[ast.AST] | None = None) -> None:
+    def rename_keywords(
+        self, name: str, names: Names, functions: list[ast.AST] | None = None
+    ) -> None:
         """Rename keywords in calls of ``name``, if they are parameters of ``functions``."""
         if functions is not None:
-            parameters = {n.arg for f in functions for n in ast.walk(f.args) if isinstance(n, ast.arg)}  # type: ignore[attr-defined]
+            parameters = {
+                n.arg for f in functions for n in ast.walk(f.args) if isinstance(n, ast.arg)
+            }  # type: ignore[attr-defined]
             names = {old: new for old, new in names.items() if new in parameters}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call):
@@ -254,13 +262,21 @@ class CFile:
     def __init__(self, source: str, scopes: Scopes) -> None:
         self.source = source
         self.all = list(C_TOKEN.finditer(source))
-        self.code = [t for t in self.all if not t.group().startswith(("/*", "//")) and t.group().strip("\\\n")]
+        self.code = [
+            t
+            for t in self.all
+            if not t.group().startswith(("/*", "//")) and t.group().strip("\\\n")
+        ]
         self.words = [t.group() for t in self.code]
         self.edits: set[Edit] = set()
         for scope, names in sorted(scopes.items(), reverse=True):  # the file after its functions
-            spans = [(0, len(self.code))] if scope == "" else list(self.spans(scope))
+            whole = scope in ("", ".", "struct")
+            spans = [(0, len(self.code))] if whole else list(self.spans(scope))
             if not spans:
                 raise RenameError(f"no function {scope}")
+            words = {self.words[i] for span in spans for i in range(*span)}
+            if not words.issuperset(names):
+                raise RenameError(f"{scope or 'the file'}: no {', '.join(set(names) - words)}")
             for span in spans:
                 self.rename(span, names, scope)
 
@@ -284,7 +300,10 @@ class CFile:
             if i > 1 and self.words[i - 2 : i] == ["#", "define"]:
                 lines = re.compile(r"(?:[^\n\\]|\\.)*", re.DOTALL)
                 end = lines.match(self.source, self.code[i].start()).end()  # type: ignore[union-attr]
-                yield i, next((k for k, t in enumerate(self.code) if t.start() >= end), len(self.code))
+                yield (
+                    i,
+                    next((k for k, t in enumerate(self.code) if t.start() >= end), len(self.code)),
+                )
                 continue
             after = i + 1
             if self.words[after] == "(":
@@ -298,21 +317,29 @@ class CFile:
             yield i + 1, after
 
     def rename(self, span: tuple[int, int], names: Names, scope: str) -> None:
+        tags = ("struct", "union", "enum")
         free = [
-            i for i in range(*span) if i == 0 or self.words[i - 1] not in (".", "->")
+            i
+            for i in range(*span)
+            if i == 0
+            or scope == "."
+            or (scope != "struct" and self.words[i - 1] not in (".", "->"))
+            or (scope == "struct" and self.words[i - 1] in tags)
         ]
         used = {self.words[i] for i in free}
-        for old, new in names.items():
+        for new in names.values():
             if new in used and new not in names:
                 raise RenameError(f"{scope or 'the file'}: {new} is in use")
-            if old not in used and scope == "":
-                raise RenameError(f"no {old}")
         for i in free:
             token = self.code[i]
             if token.group() in names:
                 self.edits.add((*self.bytes(token), names[token.group()]))
                 self.words[i] = names[token.group()]
-        first, end = (0, len(self.source)) if scope == "" else (self.code[span[0]].start(), self.code[span[1] - 1].end())
+        first, end = (
+            (0, len(self.source))
+            if scope in ("", ".", "struct")
+            else (self.code[span[0]].start(), self.code[span[1] - 1].end())
+        )
         for token in self.all:
             if token.group().startswith(("/*", "//")) and first <= token.start() < end:
                 if (new := replace_words(token.group(), names, quoted=True)) != token.group():
