@@ -88,7 +88,7 @@ TEST(printable_prefix_matches_bytewise_count)
                 memcpy(text, fillers, sizeof text);
                 text[(place + 1) % 8] = (char)(unsigned char)d;
                 text[place] = (char)(unsigned char)c;
-                CHECK(mls_str_eight_plain(text) == printable_length(text));
+                CHECK(mls_str_eight_printable(text) == printable_length(text));
             }
         }
     }

@@ -26,7 +26,7 @@ static void random_layer(mls_layer *layer, mls_row_range *runs, size_t elements,
             places[run->begin + i] = run->at + i;
         }
     }
-    CHECK(mls_layer_held(layer, elements) == rows.held);
+    CHECK(mls_layer_element_count(layer, elements) == rows.held);
 }
 
 /* Every element is in exactly one list, at its painted position; lists are as short as
