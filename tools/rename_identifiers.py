@@ -274,9 +274,6 @@ class CFile:
             spans = [(0, len(self.code))] if whole else list(self.spans(scope))
             if not spans:
                 raise RenameError(f"no function {scope}")
-            words = {self.words[i] for span in spans for i in range(*span)}
-            if not words.issuperset(names):
-                raise RenameError(f"{scope or 'the file'}: no {', '.join(set(names) - words)}")
             for span in spans:
                 self.rename(span, names, scope)
 
@@ -342,8 +339,8 @@ class CFile:
         )
         for token in self.all:
             if token.group().startswith(("/*", "//")) and first <= token.start() < end:
-                if (new := replace_words(token.group(), names, quoted=True)) != token.group():
-                    self.edits.add((*self.bytes(token), new))
+                text = replace_words(token.group(), names, quoted=True)
+                self.edits |= {(*self.bytes(token), text)} - {(*self.bytes(token), token.group())}
 
     def bytes(self, token: re.Match[str]) -> tuple[int, int]:
         return len(self.source[: token.start()].encode()), len(self.source[: token.end()].encode())
