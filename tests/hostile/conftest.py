@@ -25,7 +25,7 @@ def two_ranks(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def restored(request):
     yield
-    for name in {"one", "two", "one_rank", "two_ranks"} & set(request.fixturenames):
+    for name in {"one_rank", "two_ranks"} & set(request.fixturenames):
         victim = request.getfixturevalue(name)
         shutil.rmtree(victim.folder)
         victim.folder.mkdir()
