@@ -73,52 +73,37 @@ static int take_seq_axis(const mlspy_state *state, PyObject *object, int64_t *ou
 }
 
 /* The items of a KVMove of mlstate/kv/_move.py. */
-enum move_item {
-    TARGET_LENGTH,
-    POSITION, /* None: the source is full */
-    SEQ_AXIS,
-    COMPACT,
-    PAD_VALUE,
-    DTYPE,
-    LOW_MEMORY,
-    MOVE_ITEMS
-};
+enum { TARGET_LENGTH, POSITION, SEQ_AXIS, COMPACT, PAD_VALUE, DTYPE, LOW_MEMORY, ITEMS };
 
-/* Return an item of a KVMove, borrowed. */
-static PyObject *item_of(PyObject *move, enum move_item item)
-{
-    return PyTuple_GET_ITEM(move, item);
-}
-
-/* Read the numbers of a move, and check them against the source's shape. */
+/* Read the numbers of a move, and check them against the source's shape. Without a
+ * position the source is full. */
 static int take_request(const mlspy_state *state, PyObject *move, int rank,
                         const size_t *shape, mls_kv_request *request)
 {
     mls_status st;
     int64_t seq_axis;
-    if (!PyTuple_Check(move) || PyTuple_GET_SIZE(move) != MOVE_ITEMS) {
+    if (!PyTuple_Check(move) || PyTuple_GET_SIZE(move) != ITEMS) {
         return MLSPY_REFUSE(PyExc_TypeError, "move must be a KVMove");
     }
     request->names = &parameter_names;
-    request->kind = item_of(move, COMPACT) == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
-    PyObject *position = item_of(move, POSITION);
-    if (take_seq_axis(state, item_of(move, SEQ_AXIS), &seq_axis) < 0 ||
-        mlspy_take_int64(state, item_of(move, TARGET_LENGTH), "target_seq_length",
-                         &request->target_length) < 0 ||
+    request->kind =
+        PyTuple_GET_ITEM(move, COMPACT) == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
+    PyObject *position = PyTuple_GET_ITEM(move, POSITION);
+    if (take_seq_axis(state, PyTuple_GET_ITEM(move, SEQ_AXIS), &seq_axis) < 0 ||
+        mlspy_take_int64(state, PyTuple_GET_ITEM(move, TARGET_LENGTH),
+                         "target_seq_length", &request->target_length) < 0 ||
         (position != Py_None &&
          mlspy_take_int64(state, position, "current_position", &request->position) < 0)) {
         return -1;
     }
-    mls_code code =
-        mls_kv_find_axis(parameter_names.source, rank, shape, parameter_names.seq_axis,
-                         seq_axis, &request->axis, &st);
-    if (code == MLS_OK) {
-        if (position == Py_None) {
-            request->position = (int64_t)shape[request->axis];
-        }
-        code = mls_kv_check(rank, shape, *request, &st);
+    if (mls_kv_find_axis(parameter_names.source, rank, shape, parameter_names.seq_axis,
+                         seq_axis, &request->axis, &st) != MLS_OK) {
+        return mlspy_check(state, st.code, &st);
     }
-    return mlspy_check(state, code, &st);
+    if (position == Py_None) {
+        request->position = (int64_t)shape[request->axis];
+    }
+    return mlspy_check(state, mls_kv_check(rank, shape, *request, &st), &st);
 }
 
 /* View the source, and read and check the move. */
@@ -130,12 +115,12 @@ static int take_move(const mlspy_state *state, PyObject *source, PyObject *move,
         take_request(state, move, tensor->rank, tensor->shape, &t->request) < 0) {
         return -1;
     }
-    t->dtype = item_of(move, DTYPE);
-    const int is_low = PyObject_IsTrue(item_of(move, LOW_MEMORY));
+    t->dtype = PyTuple_GET_ITEM(move, DTYPE);
+    const int is_low = PyObject_IsTrue(PyTuple_GET_ITEM(move, LOW_MEMORY));
     t->low_memory = is_low > 0;
-    return is_low < 0
-               ? -1
-               : mlspy_take_double(item_of(move, PAD_VALUE), "pad_value", &t->pad_value);
+    return is_low < 0 ? -1
+                      : mlspy_take_double(PyTuple_GET_ITEM(move, PAD_VALUE), "pad_value",
+                                          &t->pad_value);
 }
 
 /* The dtype of a result and the descriptor to allocate it with. If the source is not an
