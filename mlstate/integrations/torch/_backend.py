@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 # mypy: implicit-reexport
 if TYPE_CHECKING:  # so that mypy compares these names with the protocol
     from ._activation.apply_plan import apply_plan
-    from ._activation.operators import operator_contexts
+    from ._activation.operators import selective_contexts
     from ._activation.profile_chain import profile_chain
     from ._activation.recompute_check import check_recompute
     from ._activation.strategies import apply_strategy, cuda_memory
@@ -94,7 +94,7 @@ _NAMES = {
     "_tensors.dtypes": ("dtype_of",),
     "_tensors.kv": ("move_kv",),
     "_tensors.memory": ("note_written", "write_into_tensor"),
-    "_activation.operators": ("operator_contexts",),
+    "_activation.operators": ("selective_contexts",),
     "_checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
     "_checkpoint.optimizer_contract": ("is_plain_optimizer",),
     "_tensors.pickle": ("reduce_state",),
