@@ -37,9 +37,9 @@ def run(world, operation):
     queues = [[Queue() for _ in range(world)] for _ in range(world)]
     links = [Link(queues, rank) for rank in range(world)]
     with ThreadPoolExecutor(world) as pool:
-        found = list(pool.map(operation, links))
+        outputs = list(pool.map(operation, links))
     assert all(queue.empty() for of_rank in queues for queue in of_rank)
-    return found, [link.sent_bytes for link in links]
+    return outputs, [link.sent_bytes for link in links]
 
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -55,8 +55,8 @@ def test_every_rank_gets_the_sum(world, length, in_place):
         link.all_reduce(source, target, "sum")
         return target
 
-    for found in run(world, operation)[0]:
-        assert np.array_equal(found, np.arange(length) * (world * (world + 1) // 2))
+    for total in run(world, operation)[0]:
+        assert np.array_equal(total, np.arange(length) * (world * (world + 1) // 2))
 
 
 @WORLDS
@@ -65,14 +65,14 @@ def test_rows_are_reduced_and_spread(world):
 
     def operation(link):
         source = np.arange(2 * sum(rows)) + link.rank
-        part, whole = np.empty(2 * rows[link.rank], int), np.empty_like(source)
+        part, gathered = np.empty(2 * rows[link.rank], int), np.empty_like(source)
         link.reduce_scatter(source, part, rows, "sum")
-        link.all_gather(part, whole, rows)
-        return whole
+        link.all_gather(part, gathered, rows)
+        return gathered
 
-    for found in run(world, operation)[0]:
+    for gathered in run(world, operation)[0]:
         total = np.arange(2 * sum(rows)) * world + sum(range(world))
-        assert np.array_equal(found, total)
+        assert np.array_equal(gathered, total)
 
 
 @WORLDS
@@ -86,8 +86,8 @@ def test_rows_are_traded_also_over_the_same_memory(world, shift):
         link.all_to_all(source, target, [1] * world, [1] * world)
         return target
 
-    for rank, found in enumerate(run(world, operation)[0]):
-        assert np.array_equal(found, np.arange(world) * 10 + rank)
+    for rank, received in enumerate(run(world, operation)[0]):
+        assert np.array_equal(received, np.arange(world) * 10 + rank)
 
 
 @WORLDS
@@ -100,8 +100,8 @@ def test_long_broadcasts_are_passed_on_in_parts(world, length):
         link.broadcast(memory, root)
         return memory
 
-    found, sent = run(world, operation)
-    for memory in found:
+    received, sent = run(world, operation)
+    for memory in received:
         assert np.array_equal(memory, np.arange(length, dtype=np.uint8))
     assert max(sent) <= (2 * length if length >= 1 << 20 else length * (world - 1))
 
@@ -110,9 +110,9 @@ def test_long_broadcasts_are_passed_on_in_parts(world, length):
 @pytest.mark.parametrize("root", [None, 0])
 def test_short_and_long_texts_are_gathered(world, root):
     texts = [bytes([rank]) * (rank * 150) for rank in range(world)]
-    found, _ = run(world, lambda link: link.gather_bytes(texts[link.rank], root))
+    gathered, _ = run(world, lambda link: link.gather_bytes(texts[link.rank], root))
     expected = [texts if root in (None, rank) else None for rank in range(world)]
-    assert found == expected
+    assert gathered == expected
 
 
 @WORLDS
