@@ -281,14 +281,14 @@ def an_abort_ends_what_waits_everywhere(group):
 @scenario
 def what_fails_half_way_breaks_the_group(group):
     """Out of memory, or Ctrl-C: the ranks are out of step."""
-    from mlstate.integrations.mpi import _exchange
+    from mlstate.collectives import _link
 
     def fail(*_):
         raise KeyboardInterrupt
 
     group.barrier()
     if group.rank == 0:
-        _exchange.reduce_parts = fail
+        _link.reduce_parts = fail
         raises(KeyboardInterrupt, "", group.all_reduce, np.zeros(3))
         raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
     else:
