@@ -10,6 +10,7 @@ from .. import _core
 from .._common.backend import backend_named
 from .._common.budget import parse_budget
 from .._common.text import bytes_text, table_html, table_text
+from ._backend import ActivationBackend
 from ._chain import check_names, freeze_numbers
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class OperatorSelection:
         """
         if self._names is None:
             raise ValueError("operators without names cannot be distinguished: pass names")
-        return backend_named("torch").operator_contexts(self.saved)
+        return backend_named("torch", ActivationBackend).operator_contexts(self.saved)
 
     def _title(self) -> str:
         found = (
