@@ -14,7 +14,7 @@ import numpy as np
 from .._common.backend import backend_named
 from .._common.budget import parse_budget
 from .._common.text import bytes_text, table_html, table_text
-from ..errors import CapacityError
+from ._backend import ActivationBackend
 from ._chain import check_names, freeze_numbers
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class OperatorSelection:
         """
         if self._names is None:
             raise ValueError("operators without names cannot be distinguished: pass names")
-        return backend_named("torch").selective_contexts(self.saved)
+        return backend_named("torch", ActivationBackend).operator_contexts(self.saved)
 
     def _title(self) -> str:
         found = (
