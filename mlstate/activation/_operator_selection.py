@@ -72,6 +72,11 @@ class OperatorSelection:
         names: tuple[str, ...] | None = None,
         states: int = 0,
     ) -> None:
+        self.is_saved: NDArray
+        self.bytes: int
+        self.seconds: float
+        self.least_seconds: float
+        self.exact: bool
         chosen = _core.choose_operators(operator_seconds, operator_bytes, budget_bytes, states)
         self.is_saved, self.bytes, self.seconds, self.least_seconds, self.exact, _ = chosen
         self.is_saved.flags.writeable = False
