@@ -78,10 +78,13 @@ class OperatorSelection:
         names: tuple[str, ...] | None = None,
         states: int = 0,
     ) -> None:
-        _check_costs(operator_seconds, operator_bytes, budget_bytes)
-        search = _KnapsackSearch(operator_seconds, operator_bytes, budget_bytes)
-        most_seconds = search.add_items(states or _STATES)
-        self.is_saved = search.chosen_items() | (operator_bytes == 0)
+        self.is_saved: NDArray
+        self.bytes: int
+        self.seconds: float
+        self.least_seconds: float
+        self.exact: bool
+        chosen = _core.choose_operators(operator_seconds, operator_bytes, budget_bytes, states)
+        self.is_saved, self.bytes, self.seconds, self.least_seconds, self.exact, _ = chosen
         self.is_saved.flags.writeable = False
         self.bytes = int(operator_bytes[self.is_saved].sum())
         self.seconds = float(operator_seconds[~self.is_saved].sum())

@@ -133,7 +133,7 @@ class OperatorProfile:
     """
 
     def __init__(self, names: Any, seconds: Any, bytes: Any, can_keep: Any) -> None:
-        self.names = tuple(names)
+        self.names: tuple[Any, ...] = tuple(names)
         self.seconds: NDArray = np.array(seconds, np.float64)
         self.bytes: NDArray = np.array(bytes, np.int64)
         self.can_keep: NDArray = np.array(can_keep, np.bool_)
