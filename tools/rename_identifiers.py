@@ -8,8 +8,9 @@ and the tokens of C without comments, must be equal to the commit. No other sour
 
 A map of `tools/renames/` is JSON: ``{file: {scope: {old: new}}}``. In Python the scope is a
 function (``Class.method``, ``outer.inner``) whose locals and parameters are renamed; a class,
-whose methods and attributes are renamed in the file; ``call()``, for the keywords of calls; or
-``""`` for the names of the module. In C it is a function, ``struct`` for tags,
+whose methods and attributes are renamed in the file; ``.``, for attributes; ``call()``, for the
+keywords of calls; ``strings``, for strings that are a name; or ``""``, for the names of the module
+and those that it imports. In C it is a function, ``struct`` for tags,
 ``""`` for the whole file without its fields (after ``.`` or ``->``), or ``.`` for all of it.
 """
 
@@ -76,6 +77,10 @@ class PythonFile:
         for scope, names in scopes.items():
             if scope.endswith("()"):
                 self.rename_keywords(scope[:-2], names)
+            elif scope == ".":
+                self.rename_members([], names)
+            elif scope == "strings":
+                self.rename_strings(names)
             elif scope == "":
                 self.rename([self.tree], names, "the module")
             elif scope not in nodes:
@@ -149,6 +154,9 @@ class PythonFile:
             elif isinstance(node, FUNCTIONS) and node.name in names:
                 self.edit_word(node, node.name, names[node.name], r"\bdef\s+")
                 node.name = names[node.name]
+            elif isinstance(node, ast.alias) and node.name in names and node.asname is None:
+                self.edit_word(node, node.name, names[node.name])
+                node.name = names[node.name]
             elif isinstance(node, ast.ExceptHandler) and node.name in names:
                 self.edit_word(node, node.name, names[node.name], r"\bas\s+")
                 node.name = names[node.name]
@@ -191,6 +199,14 @@ class PythonFile:
                             text = self.source[first:end].decode()
                             self.edits.add((first, end, text.replace(node.value, new)))
                             node.value = new
+
+    def rename_strings(self, names: Names) -> None:
+        """Rename strings that are a name, as in lists of functions."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Constant) and node.value in names:
+                new = names[node.value]
+                self.edit_word(node, node.value, new)
+                node.value = new
 
     def rename_keywords(
         self, name: str, names: Names, functions: list[ast.AST] | None = None
