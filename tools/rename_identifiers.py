@@ -58,7 +58,8 @@ def replace_words(text: str, names: Names, quoted: bool = False) -> str:
 class PythonFile:
     """A Python source, its syntax tree, and the edits that rename identifiers in both."""
 
-    def __init__(self, source: str, scopes: Scopes) -> None:
+    def __init__(self, source: str, scopes: Scopes, strict: bool = False) -> None:
+        self.strict = strict
         self.source = source.encode()
         self.tree = ast.parse(source)
         self.edits: set[Edit] = set()
@@ -127,6 +128,13 @@ class PythonFile:
             used = {n.id for n in nodes if isinstance(n, ast.Name)}
             used |= {n.arg for n in nodes if isinstance(n, ast.arg)}
             used |= {n.name for n in nodes if isinstance(n, FUNCTIONS)}
+            bound = {
+                n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            }
+            bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+            bound |= {getattr(n, "name", None) for n in nodes}  # functions, errors, patterns
+            if self.strict and not isinstance(scope, ast.Module) and not bound.issuperset(names):
+                raise RenameError(f"{label} does not bind {', '.join(set(names) - bound)}")
             for new in names.values():
                 if new in used and new not in names:
                     raise RenameError(f"{label}: {new} is in use")
@@ -399,8 +407,11 @@ def apply_map(path: Path) -> list[str]:
     for name, scopes in json.loads(path.read_text()).items():
         source = (ROOT / name).read_text(encoding="utf-8")
         try:
-            renamed = PythonFile if name.endswith((".py", ".pyi")) else CFile
-            (ROOT / name).write_text(renamed(source, scopes).text(), encoding="utf-8")
+            if name.endswith((".py", ".pyi")):
+                text = PythonFile(source, scopes, strict=True).text()
+            else:
+                text = CFile(source, scopes).text()
+            (ROOT / name).write_text(text, encoding="utf-8")
         except RenameError as error:
             problems.append(f"{name}: {error}")
     return problems
