@@ -20,9 +20,9 @@ FORBIDDEN = {
 }
 
 
-@pytest.mark.parametrize("what", FORBIDDEN)
-def test_no_file_holds(what):
-    pattern = re.compile(FORBIDDEN[what], re.MULTILINE)
+@pytest.mark.parametrize("kind", FORBIDDEN)
+def test_no_file_holds(kind):
+    pattern = re.compile(FORBIDDEN[kind], re.MULTILINE)
     bad = []
     for path, text in house.text_files():
         if house.relative(path) == THIS or path.name == "LICENSE":
@@ -41,7 +41,7 @@ def test_no_large_or_built_file_is_kept():
 
 
 @pytest.mark.parametrize("path", house.python_files(), ids=house.relative)
-def test_each_module_has_a_docstring_and_lists_what_is_public(path):
+def test_each_module_has_a_docstring_and_all(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     if not tree.body:
         return
@@ -91,8 +91,8 @@ def test_each_module_has_a_test():
         if path.stem in UNTESTED and path.parent == house.PACKAGE:
             continue
         stem = path.parent.name if path.stem == "__init__" else path.stem
-        own = (f"test_{name}", f"test_{parts[0]}", f"test_{stem.lstrip('_')}")
-        if tests.intersection(own) or (path.stem == "__init__" and stem in folders):
+        test_names = (f"test_{name}", f"test_{parts[0]}", f"test_{stem.lstrip('_')}")
+        if tests.intersection(test_names) or (path.stem == "__init__" and stem in folders):
             tested.add(path)
         elif path.stem == "__init__" and "__all__" not in path.read_text(encoding="utf-8"):
             continue
