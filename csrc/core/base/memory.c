@@ -1,22 +1,18 @@
 /* memory: heap blocks and page ranges.
  *
  * The size product is checked before calloc, so a block is never shorter than requested.
- * Page ranges come from mmap if the system has it: untouched pages then cost no memory,
- * and Linux can grow a range by moving its page table entries. Without mmap, heap blocks
- * serve as page ranges and growing copies them.
+ * Page ranges come from mmap: untouched pages cost no memory, and Linux can grow a range
+ * by moving its page table entries. Other systems copy the range.
  */
 #include "base/memory.h"
 
 #include "base/size.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-
-#if !defined(_WIN32)
-#    include <errno.h>
-#    include <sys/mman.h>
-#    include <unistd.h>
-#endif
+#include <sys/mman.h>
+#include <unistd.h>
 
 /* A block of one byte represents an empty one, so that NULL always means failure. */
 void *mls_alloc(size_t count, size_t size)
@@ -70,8 +66,6 @@ static mls_code fail_mapping(mls_status *st, size_t bytes)
     return mls_fail(st, MLS_E_MEMORY, "cannot map %zu bytes of memory", bytes);
 }
 
-#if !defined(_WIN32)
-
 /* Asked on each call: a cached value would be a mutable static. */
 size_t mls_page_bytes(void)
 {
@@ -91,27 +85,6 @@ static void unmap(void *data, size_t bytes)
 {
     munmap(data, bytes);
 }
-
-#else /* no mmap: use the heap */
-
-/* Only the unit to round sizes up to: nothing is mapped. */
-size_t mls_page_bytes(void)
-{
-    return 4096;
-}
-
-static void *map_zeros(size_t bytes)
-{
-    return calloc(bytes, 1);
-}
-
-static void unmap(void *data, size_t bytes)
-{
-    (void)bytes;
-    free(data);
-}
-
-#endif
 
 mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 {

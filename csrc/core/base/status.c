@@ -69,12 +69,6 @@ mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
 
 /* strerror without its shared static buffer. The XSI and GNU variants of strerror_r
  * return different types, so the text is taken from the result or from the buffer. */
-#if defined(_WIN32)
-static const char *error_text(int os_error, char *buffer, size_t room)
-{
-    return strerror_s(buffer, room, os_error) == 0 ? buffer : "unknown error";
-}
-#else
 /* The XSI variant fills the buffer and returns 0, or an error number. */
 static const char *choose_xsi_text(int result, const char *buffer)
 {
@@ -95,7 +89,6 @@ static const char *error_text(int os_error, char *buffer, size_t room)
         int: choose_xsi_text,
         char *: choose_gnu_text)(strerror_r(os_error, buffer, room), buffer);
 }
-#endif
 
 /* The message comes first and the reason is appended as far as there is room. */
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)

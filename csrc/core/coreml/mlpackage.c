@@ -24,9 +24,14 @@
 #include "base/memory.h"
 #include "base/size.h"
 #include "coreml/protobuf_reader.h"
+#include "io/file.h"
 #include "io/json_reader.h"
 
+#include <errno.h>
+#include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 /* FIELD_X_Y is the number of field Y in message X. */
 enum {
@@ -576,15 +581,6 @@ mls_code mls_mlpackage_parse(const unsigned char *spec, size_t length, mls_mlpac
 
 /* ---- files ---- */
 
-#if !defined(_WIN32)
-
-#    include "io/file.h"
-
-#    include <errno.h>
-#    include <stdio.h>
-#    include <sys/stat.h>
-#    include <unistd.h>
-
 /* Limits far above real manifests, which name a few items. */
 enum { MANIFEST_BYTES = 1 << 20, MANIFEST_DEPTH = 16, MANIFEST_NODES = 1 << 16 };
 
@@ -777,5 +773,3 @@ mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st
     const mls_code code = read_spec_file(path, out, st);
     return code == MLS_OK ? code : prepend_file_name(st, path);
 }
-
-#endif

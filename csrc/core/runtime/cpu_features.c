@@ -11,15 +11,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #    include <cpuid.h>
 #endif
 #if defined(__linux__)
 #    include <sched.h>
-#    include <unistd.h>
-#elif !defined(_WIN32)
-#    include <unistd.h>
 #endif
 #if defined(__APPLE__)
 #    include <sys/sysctl.h>
@@ -236,7 +234,7 @@ size_t mls_cpu_count(void)
     cpu_set_t allowed; /* the call fails with more processors than this holds */
     count = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed)
                                                                 : CPU_SETSIZE;
-#elif !defined(_WIN32)
+#else
     count = sysconf(_SC_NPROCESSORS_ONLN);
 #endif
     return count < 1 ? 1 : (size_t)count;

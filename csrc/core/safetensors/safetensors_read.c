@@ -22,10 +22,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#if !defined(_WIN32)
-#    include <unistd.h>
-#endif
+#include <unistd.h>
 
 enum {
     LENGTH_BYTES = 8,     /* before the header */
@@ -552,8 +549,6 @@ void mls_safetensors_fini(mls_safetensors *file)
     *file = (mls_safetensors){0};
 }
 
-#if !defined(_WIN32)
-
 /* The header is read in two steps: its length, then as much as the file really has. */
 mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
                               int *fd, mls_safetensors *out, mls_status *st)
@@ -751,5 +746,3 @@ mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *
     mls_free(parts);
     return code;
 }
-
-#endif

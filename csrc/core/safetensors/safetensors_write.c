@@ -9,15 +9,13 @@
  * that fit the buffer, then checksummed. Only the buffer's size does not depend on the
  * number of tensors.
  */
-#if !defined(_WIN32)
+#include "safetensors/safetensors.h"
 
-#    include "safetensors/safetensors.h"
+#include "base/memory.h"
+#include "io/file.h"
+#include "safetensors/safetensors_header.h"
 
-#    include "base/memory.h"
-#    include "io/file.h"
-#    include "safetensors/safetensors_header.h"
-
-#    include <string.h>
+#include <string.h>
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "safetensors files are little-endian, so a big-endian machine cannot "
@@ -311,5 +309,3 @@ mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *
     mls_free(tensors);
     return code;
 }
-
-#endif

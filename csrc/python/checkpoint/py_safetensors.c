@@ -19,10 +19,6 @@
 #include "base/memory.h"
 #include "safetensors/safetensors.h"
 
-#if defined(_WIN32)
-#    error "file access needs POSIX"
-#endif
-
 #include <unistd.h>
 
 /* Raise `st`. Errors about contents start with the file's name; an OSError shows its path

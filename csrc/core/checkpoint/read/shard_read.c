@@ -6,24 +6,22 @@
  * buffer, gaps included, and copied from there. Verified data is read block by block, in
  * steps that are still in the processor's cache when the checksum is computed. A read for
  * which `copies_slowly` is true goes through a buffer. */
-#if !defined(_WIN32)
+#include "checkpoint/read/shard_read.h"
 
-#    include "checkpoint/read/shard_read.h"
+#include "base/memory.h"
+#include "base/size.h"
+#include "io/file.h"
+#include "runtime/work_stealing.h"
+#include "safetensors/safetensors.h"
 
-#    include "base/memory.h"
-#    include "base/size.h"
-#    include "io/file.h"
-#    include "runtime/work_stealing.h"
-#    include "safetensors/safetensors.h"
-
-#    include <errno.h>
-#    include <fcntl.h>
-#    include <pthread.h>
-#    include <stdatomic.h>
-#    include <string.h>
-#    include <sys/stat.h>
-#    include <sys/uio.h>
-#    include <unistd.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 enum {
     STEP = 256 << 10,  /* stays in the cache between reading and use */
@@ -651,5 +649,3 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     reading_fini(&shared);
     return code;
 }
-
-#endif

@@ -15,10 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#if !defined(_WIN32)
-#    include <unistd.h>
-#endif
+#include <unistd.h>
 
 /* Scripts may rely on these words. */
 const char *mls_problem_name(mls_problem_kind kind)
@@ -35,8 +32,6 @@ void mls_problems_fini(mls_problems *problems)
     mls_free(problems->list);
     *problems = (mls_problems){0};
 }
-
-#if !defined(_WIN32)
 
 enum {
     STEP = 256 << 10, /* stays in the cache between reading and checksum */
@@ -573,5 +568,3 @@ mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kern
     *out = v.found;
     return MLS_OK;
 }
-
-#endif

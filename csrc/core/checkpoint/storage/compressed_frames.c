@@ -121,8 +121,6 @@ mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
 
 /* ---- reading ---- */
 
-#if !defined(_WIN32)
-
 /* Offsets in the buffer: two blocks, the decompressed bytes, the unshuffled elements. */
 enum {
     BLOCK = MLS_SAFETENSORS_BLOCK,
@@ -256,5 +254,3 @@ void mls_compressed_frame_room_fini(mls_compressed_frame_room *room)
     mls_free(room->room);
     *room = (mls_compressed_frame_room){0};
 }
-
-#endif

@@ -1,17 +1,15 @@
 /* part_write: the runs of a part in the whole tensor, in steps that stay in the cache. */
-#if !defined(_WIN32)
+#include "checkpoint/write/part_write.h"
 
-#    include "checkpoint/write/part_write.h"
+#include "array/copy/pack_range.h"
+#include "base/memory.h"
+#include "io/file.h"
+#include "safetensors/safetensors.h"
 
-#    include "array/copy/pack_range.h"
-#    include "base/memory.h"
-#    include "io/file.h"
-#    include "safetensors/safetensors.h"
-
-#    include <errno.h>
-#    include <fcntl.h>
-#    include <stdlib.h>
-#    include <unistd.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
 
 /* The open file. */
 typedef struct part_file {
@@ -225,8 +223,3 @@ mls_code mls_parts_write(const mls_parts_job *job, const char **failed, mls_stat
     mls_free(file.buffer);
     return code;
 }
-
-#else
-/* No POSIX files: see io/file.h. */
-typedef int mls_part_write_unused;
-#endif

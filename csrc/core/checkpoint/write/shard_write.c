@@ -8,27 +8,25 @@
  *
  * Many files are made durable with one syncfs (each fsync would commit the file system's
  * journal), few files with one fsync each. */
-#if !defined(_WIN32)
+#include "checkpoint/write/shard_write.h"
 
-#    include "checkpoint/write/shard_write.h"
+#include "base/memory.h"
+#include "checkpoint/write/write_plan.h"
+#include "io/file.h"
 
-#    include "base/memory.h"
-#    include "checkpoint/write/write_plan.h"
-#    include "io/file.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
-#    include <errno.h>
-#    include <fcntl.h>
-#    include <pthread.h>
-#    include <stdio.h>
-#    include <stdlib.h>
-#    include <string.h>
-#    include <sys/stat.h>
-#    include <unistd.h>
-
-#    if defined(__linux__)
-#        include <sys/utsname.h>
-#        include <sys/vfs.h>
-#    endif
+#if defined(__linux__)
+#    include <sys/utsname.h>
+#    include <sys/vfs.h>
+#endif
 
 enum {
     ALIGNMENT = 4096,       /* of memory, offsets and lengths of direct writes */
@@ -154,13 +152,13 @@ static mls_code write_aligned(sink *s, size_t bytes)
         memset(s->buffer + bytes, 0, length - bytes);
     }
     mls_code code = mls_file_write_at(s->out->fd, s->buffer, length, s->offset, s->st);
-#    if defined(O_DIRECT)
+#if defined(O_DIRECT)
     if (code != MLS_OK && s->out->direct && s->st->os_error == EINVAL) {
         const int flags = fcntl(s->out->fd, F_GETFL);
         (void)fcntl(s->out->fd, F_SETFL, flags & ~O_DIRECT);
         code = mls_file_write_at(s->out->fd, s->buffer, length, s->offset, s->st);
     }
-#    endif
+#endif
     return code;
 }
 
@@ -354,7 +352,7 @@ static void remove_file(const writer *w, const char *path)
  */
 static mls_code reserve_space(const output *out, mls_status *st)
 {
-#    if defined(__linux__)
+#if defined(__linux__)
     const uint64_t bytes = out->planned->header.file_bytes;
     int result;
     do {
@@ -364,9 +362,9 @@ static mls_code reserve_space(const output *out, mls_status *st)
         return mls_fail_os(st, errno, "no room for a file of %llu bytes",
                            (unsigned long long)bytes);
     }
-#    else
+#else
     (void)out, (void)st;
-#    endif
+#endif
     return MLS_OK;
 }
 
@@ -395,14 +393,14 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
     }
     out->created = true;
     const mls_code code = reserve_space(out, st);
-#    if defined(O_DIRECT)
+#if defined(O_DIRECT)
     /* the next reader of a temporary file finds it in the page cache */
     if (code == MLS_OK && !w->job->temporary &&
         out->planned->header.file_bytes >= DIRECT_LEAST) {
         const int flags = fcntl(out->fd, F_GETFL);
         out->direct = flags >= 0 && fcntl(out->fd, F_SETFL, flags | O_DIRECT) == 0;
     }
-#    endif
+#endif
     return code;
 }
 
@@ -635,7 +633,7 @@ static mls_code make_tasks(writer *w, mls_status *st)
  * local file systems, since Linux 5.8. */
 static bool can_sync_once(int folder)
 {
-#    if defined(__linux__)
+#if defined(__linux__)
     /* ext4, XFS, Btrfs, F2FS, tmpfs, ramfs; others may accept the call and do nothing */
     static const unsigned long file_systems[] = {0xEF53,     0x58465342, 0x9123683E,
                                                  0xF2F52010, 0x01021994, 0x858458F6};
@@ -652,15 +650,15 @@ static bool can_sync_once(int folder)
             return true;
         }
     }
-#    else
+#else
     (void)folder;
-#    endif
+#endif
     return false;
 }
 
 static mls_code make_durable(const writer *w, mls_status *st)
 {
-#    if defined(__linux__)
+#if defined(__linux__)
     if (w->sync_once) {
         int result;
         do {
@@ -669,7 +667,7 @@ static mls_code make_durable(const writer *w, mls_status *st)
         return result == 0 ? MLS_OK
                            : mls_fail_os(st, errno, "cannot sync the files to disk");
     }
-#    endif
+#endif
     /* a file is lost if its data is durable but its name is not */
     for (int i = 0; w->sync_each && i < FOLDER_COUNT; i++) {
         const int reason = w->folders[i] < 0 ? 0 : mls_folder_sync(w->folders[i]);
@@ -844,5 +842,3 @@ mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
     release_writer(&w);
     return code;
 }
-
-#endif

@@ -6,14 +6,12 @@
  *
  * The compressed length, and so the offset of the next tensor, is only known at the end.
  * So a compressed shard has its own file, which one thread compresses and writes. */
-#if !defined(_WIN32)
+#include "checkpoint/write/write_plan.h"
 
-#    include "checkpoint/write/write_plan.h"
+#include "base/memory.h"
 
-#    include "base/memory.h"
-
-#    include <pthread.h>
-#    include <string.h>
+#include <pthread.h>
+#include <string.h>
 
 enum {
     LEAST = 16 << 10,   /* bytes of a shard; less is only a few disk blocks */
@@ -292,5 +290,3 @@ mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char *
     }
     return code;
 }
-
-#endif

@@ -8,19 +8,17 @@
  *
  * If changed rows may become a new layer, reading continues to the end, or until too many
  * rows changed. */
-#if !defined(_WIN32)
+#include "checkpoint/write/write_plan.h"
 
-#    include "checkpoint/write/write_plan.h"
+#include "base/memory.h"
+#include "base/size.h"
+#include "checkpoint/read/verify.h"
+#include "io/file.h"
+#include "safetensors/safetensors.h"
 
-#    include "base/memory.h"
-#    include "base/size.h"
-#    include "checkpoint/read/verify.h"
-#    include "io/file.h"
-#    include "safetensors/safetensors.h"
-
-#    include <stdatomic.h>
-#    include <string.h>
-#    include <unistd.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <unistd.h>
 
 enum {
     FIRST_STEP = 16 << 10, /* most changes are found here */
@@ -40,7 +38,7 @@ typedef struct compared_shard {
     atomic_size_t left;    /* unfinished pieces */
 } compared_shard;
 
-#    define LOST (SIZE_MAX / 2)
+#define LOST (SIZE_MAX / 2)
 
 /* Bytes `from` .. `to` of a place, or of the zeros of a shard. */
 typedef struct piece {
@@ -49,7 +47,7 @@ typedef struct piece {
     size_t from, to;
 } piece;
 
-#    define ZEROS SIZE_MAX
+#define ZEROS SIZE_MAX
 
 typedef struct batch {
     size_t from, to;
@@ -579,5 +577,3 @@ mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st)
     mls_free(c.headers);
     return code;
 }
-
-#endif
