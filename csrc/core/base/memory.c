@@ -50,7 +50,7 @@ void mls_free(void *block)
     free(block);
 }
 
-static bool whole_pages(size_t bytes, size_t *out)
+static bool round_to_pages(size_t bytes, size_t *out)
 {
     const size_t page = mls_page_bytes();
     size_t padded;
@@ -89,7 +89,7 @@ static void unmap(void *data, size_t bytes)
 mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 {
     size_t mapped;
-    void *data = whole_pages(bytes, &mapped) ? map_zeros(mapped) : NULL;
+    void *data = round_to_pages(bytes, &mapped) ? map_zeros(mapped) : NULL;
     if (data == NULL) {
         return fail_mapping(st, bytes);
     }
@@ -101,7 +101,7 @@ mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 {
     size_t mapped;
-    if (bytes < pages->bytes || !whole_pages(bytes, &mapped)) {
+    if (bytes < pages->bytes || !round_to_pages(bytes, &mapped)) {
         return fail_mapping(st, bytes);
     }
     /* the last page has room left; it was never written, so it still reads as zeros */

@@ -120,10 +120,11 @@ mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
 /* Names from files may hold a NUL; the part after it is not shown. */
 mls_code mls_status_name(mls_status *st, const char *name, size_t length)
 {
-    const size_t kept = length < sizeof st->name - 1 ? length : sizeof st->name - 1;
-    memcpy(st->name, name, kept);
-    st->name[kept] = '\0';
-    cut_at_character(st->name, kept + 1);
+    const size_t stored_length =
+        length < sizeof st->name - 1 ? length : sizeof st->name - 1;
+    memcpy(st->name, name, stored_length);
+    st->name[stored_length] = '\0';
+    cut_at_character(st->name, stored_length + 1);
     return st->code;
 }
 

@@ -369,24 +369,24 @@ static mls_code read_link(const char *path, char **out, mls_status *st)
  * `*out`. */
 static mls_code resolve_links(const char *path, char **out, mls_status *st)
 {
-    char *here = join_path(path, 0, path);
-    if (here == NULL) {
+    char *current = join_path(path, 0, path);
+    if (current == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
     }
     for (int links = 0; links <= MAX_LINKS; links++) {
         char *next;
-        const mls_code code = read_link(here, &next, st);
+        const mls_code code = read_link(current, &next, st);
         if (code == MLS_OK && next == NULL) {
-            *out = here;
+            *out = current;
             return MLS_OK;
         }
-        mls_free(here);
+        mls_free(current);
         if (code != MLS_OK) {
             return code;
         }
-        here = next;
+        current = next;
     }
-    mls_free(here);
+    mls_free(current);
     return mls_fail_os(st, ELOOP, "cannot write the file");
 }
 

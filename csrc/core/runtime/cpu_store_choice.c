@@ -166,10 +166,10 @@ mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *count
     return (mls_store)stores[result / 2 % count];
 }
 
-static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
+static void raise_rate(atomic_uint_fast64_t *best_rate, uint64_t rate)
 {
-    uint_fast64_t before = atomic_load(known);
-    while (rate > before && !atomic_compare_exchange_weak(known, &before, rate)) {
+    uint_fast64_t before = atomic_load(best_rate);
+    while (rate > before && !atomic_compare_exchange_weak(best_rate, &before, rate)) {
     }
 }
 

@@ -53,11 +53,11 @@ static mls_code check_keys(const mls_safetensors_content *content, mls_status *s
     for (size_t i = 0; i < content->metadata_count; i++) {
         const mls_str key = content->metadata[i].key;
         if (mls_str_starts(key, prefix) && !mls_str_is(key, MLS_SAFETENSORS_STATE)) {
-            const int shown = (int)(key.length < SHOWN_NAME ? key.length : SHOWN_NAME);
+            const int width = (int)(key.length < SHOWN_NAME ? key.length : SHOWN_NAME);
             mls_fail(st, MLS_E_VALUE,
                      "metadata key '%.*s' is reserved: choose one that does not start "
                      "with \"" MLS_SAFETENSORS_PREFIX "\"",
-                     shown, key.data);
+                     width, key.data);
             return mls_status_name(st, key.data, key.length);
         }
     }

@@ -112,8 +112,8 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
 
 /* Report a damaged block: `length` bytes at `start` of a place at `offset`. Returns
  * MLS_E_CHECKSUM. */
-mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_t found,
-                           uint32_t expected, mls_status *st);
+mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
+                           uint32_t checksum, uint32_t expected, mls_status *st);
 
 void mls_compressed_frame_room_fini(
     mls_compressed_frame_room *room); /* accepts a zeroed one; zeroes it */

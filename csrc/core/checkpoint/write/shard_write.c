@@ -219,10 +219,10 @@ static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
     while (fresh->runs[*run].at + fresh->runs[*run].count <= at) {
         ++*run;
     }
-    const mls_row_range *here = &fresh->runs[*run];
-    const size_t left = (here->at + here->count - at) * size;
+    const mls_row_range *row_range = &fresh->runs[*run];
+    const size_t left = (row_range->at + row_range->count - at) * size;
     *bytes = left < *bytes ? left : *bytes;
-    return here->begin + (at - here->at);
+    return row_range->begin + (at - row_range->at);
 }
 
 /* Write bytes `start` .. `end` of one tensor. `start` is a block boundary, so each block
@@ -635,8 +635,8 @@ static bool can_sync_once(int folder)
 {
 #if defined(__linux__)
     /* ext4, XFS, Btrfs, F2FS, tmpfs, ramfs; others may accept the call and do nothing */
-    static const unsigned long known[] = {0xEF53,     0x58465342, 0x9123683E,
-                                          0xF2F52010, 0x01021994, 0x858458F6};
+    static const unsigned long file_systems[] = {0xEF53,     0x58465342, 0x9123683E,
+                                                 0xF2F52010, 0x01021994, 0x858458F6};
     struct statfs info;
     struct utsname system;
     int major = 0, minor = 0;
@@ -645,8 +645,8 @@ static bool can_sync_once(int folder)
         major * 100 + minor < 508) {
         return false;
     }
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
-        if ((unsigned long)info.f_type == known[i]) {
+    for (size_t i = 0; i < sizeof file_systems / sizeof file_systems[0]; i++) {
+        if ((unsigned long)info.f_type == file_systems[i]) {
             return true;
         }
     }
