@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
+from mlstate.kv._move import KVMove
+
 _Any: TypeAlias = NDArray[Any]
 _State: TypeAlias = tuple[str, str, tuple[int, ...]]
 _Dict: TypeAlias = dict[str, Any]
@@ -105,18 +107,7 @@ def cpu_offered() -> tuple[str, ...]: ...
 def copy_choices() -> dict[str, Any]: ...
 def measure_copies() -> None: ...
 def dtypes() -> tuple[tuple[str, str, int, str, bool], ...]: ...
-def kv_move(
-    source: Any,
-    target_length: int,
-    position: int | None,
-    pad_value: float,
-    dtype: Any,
-    out: Any,
-    low_memory: bool,
-    compact: bool,
-    seq_axis: int,
-    /,
-) -> Any: ...
+def kv_move(source: Any, move: KVMove, out: Any, /) -> Any: ...
 def rotate_keys(
     keys: Any,
     shifts: NDArray[np.int64],
@@ -142,9 +133,7 @@ def kv_ring_ordered(
     array: Any, seq_axis: int, sinks: int, length: int, shift: int, /
 ) -> NDArray[Any]: ...
 def kv_axis(shape: Sequence[int], seq_axis: int, what: str, /) -> int: ...
-def kv_check(
-    shape: Sequence[int], target_length: int, position: int, compact: bool, seq_axis: int, /
-) -> None: ...
+def kv_check(shape: Sequence[int], move: KVMove, /) -> None: ...
 def kv_check_shapes(source: Sequence[int], target: Sequence[int], seq_axis: int, /) -> None: ...
 def kv_mask(
     seq_length: int,

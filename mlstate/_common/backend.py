@@ -97,18 +97,7 @@ class Backend(Protocol):
     def refuse_unstorable(self, name: str, tensor: Any, label: str = "") -> None: ...
     def write_into_tensor(self, out: Any, write: Callable[[Any], Any]) -> Any: ...
     def note_written(self, tensors: Iterable[Any]) -> None: ...
-    def move_kv(
-        self,
-        source: Any,
-        target_seq_length: int,
-        position: int | None,
-        pad_value: float,
-        dtype: Any,
-        out: Any,
-        low_memory: bool,
-        compact: bool,
-        seq_axis: int,
-    ) -> Any: ...
+    def move_kv(self, source: Any, move: Any, out: Any) -> Any: ...
 
     # ---- states of modules and optimizers ----
 

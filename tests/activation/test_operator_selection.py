@@ -17,9 +17,9 @@ from mlstate.errors import CapacityError
 def fewest(seconds, sizes, budget):
     """The optimum by exhaustive search."""
     best = None
-    for kept in itertools.product((False, True), repeat=len(seconds)):
-        if sum(itertools.compress(sizes, kept)) <= budget:
-            rest = sum(s for s, k in zip(seconds, kept, strict=True) if not k)
+    for selection in itertools.product((False, True), repeat=len(seconds)):
+        if sum(itertools.compress(sizes, selection)) <= budget:
+            rest = sum(s for s, k in zip(seconds, selection, strict=True) if not k)
             best = rest if best is None else min(best, rest)
     return best
 
@@ -51,7 +51,7 @@ def dynamic_programme(seconds, sizes, budget):
 
 
 @pytest.mark.parametrize("kind", ["free", "related", "equal"])
-def test_hundreds_of_operators_are_as_the_dynamic_programme_says(kind):
+def test_selection_matches_dynamic_programming(kind):
     rng = np.random.default_rng(3)
     for _ in range(5):
         sizes = rng.integers(1, 200, 300)
@@ -66,7 +66,7 @@ def test_hundreds_of_operators_are_as_the_dynamic_programme_says(kind):
         assert seconds.sum() - chosen.seconds == dynamic_programme(seconds, sizes, budget)
 
 
-def test_thousands_of_real_numbers_come_with_a_bound_that_holds():
+def test_large_selection_reports_a_valid_bound():
     rng = np.random.default_rng(4)
     seconds, sizes = rng.random(20_000), rng.integers(1, 1 << 30, 20_000)
     budget = int(sizes.sum()) // 2
@@ -107,7 +107,7 @@ def test_the_choice_is_the_same_each_time():
         (([1], [1], 1 << 63), CapacityError, "budget_bytes does not fit into 64 bits"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, error, text):
+def test_invalid_arguments_are_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         select_operators(*arguments)
 
@@ -130,11 +130,11 @@ def test_the_core_takes_packed_numbers_only(arguments, error, text):
         _core.choose_operators(*arguments)
 
 
-def test_nothing_to_choose_from_and_no_budget():
+def test_empty_input_and_zero_budget():
     none = select_operators([], [], 0)
     assert none.saved == none.recomputed == () and none.exact
-    nothing = select_operators([1, 2], [3, 0], 0)
-    assert nothing.saved == (1,) and nothing.seconds == 1
+    zero_budget = select_operators([1, 2], [3, 0], 0)
+    assert zero_budget.saved == (1,) and zero_budget.seconds == 1
 
 
 def test_a_selection_shows_itself_and_does_not_change():

@@ -52,9 +52,9 @@ def run(world, operation):
     queues = [[Queue() for _ in range(world)] for _ in range(world)]
     links = [Link(queues, rank) for rank in range(world)]
     with ThreadPoolExecutor(world) as pool:
-        found = list(pool.map(lambda link: operation(Group(), link), links))
+        outputs = list(pool.map(lambda link: operation(Group(), link), links))
     assert all(queue.empty() for of_rank in queues for queue in of_rank)
-    return found, [link.sent_bytes for link in links]
+    return outputs, [link.sent_bytes for link in links]
 
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -70,8 +70,8 @@ def test_every_rank_gets_the_sum(world, length, in_place):
         group._reduce_all(link, source, "sum", target)
         return target
 
-    for found in run(world, operation)[0]:
-        assert np.array_equal(found, np.arange(length) * (world * (world + 1) // 2))
+    for total in run(world, operation)[0]:
+        assert np.array_equal(total, np.arange(length) * (world * (world + 1) // 2))
 
 
 @WORLDS
@@ -80,14 +80,14 @@ def test_rows_are_reduced_and_spread(world):
 
     def operation(group, link):
         source = np.arange(2 * sum(rows)) + link.rank
-        part, whole = np.empty(2 * rows[link.rank], int), np.empty_like(source)
+        part, gathered = np.empty(2 * rows[link.rank], int), np.empty_like(source)
         group._reduce_rows(link, source, rows, "sum", part)
-        group._spread(link, part, rows, whole)
-        return whole
+        group._spread(link, part, rows, gathered)
+        return gathered
 
-    for found in run(world, operation)[0]:
+    for gathered in run(world, operation)[0]:
         total = np.arange(2 * sum(rows)) * world + sum(range(world))
-        assert np.array_equal(found, total)
+        assert np.array_equal(gathered, total)
 
 
 @WORLDS
@@ -101,8 +101,8 @@ def test_rows_are_traded_also_over_the_same_memory(world, shift):
         group._trade(link, source, [1] * world, target, [1] * world)
         return target
 
-    for rank, found in enumerate(run(world, operation)[0]):
-        assert np.array_equal(found, np.arange(world) * 10 + rank)
+    for rank, received in enumerate(run(world, operation)[0]):
+        assert np.array_equal(received, np.arange(world) * 10 + rank)
 
 
 @WORLDS
@@ -115,8 +115,8 @@ def test_long_broadcasts_are_passed_on_in_parts(world, length):
         group._broadcast(link, memory, root)
         return memory
 
-    found, sent = run(world, operation)
-    for memory in found:
+    received, sent = run(world, operation)
+    for memory in received:
         assert np.array_equal(memory, np.arange(length, dtype=np.uint8))
     assert max(sent) <= (2 * length if length >= 1 << 20 else length * (world - 1))
 
@@ -125,9 +125,9 @@ def test_long_broadcasts_are_passed_on_in_parts(world, length):
 @pytest.mark.parametrize("root", [None, 0])
 def test_short_and_long_texts_are_gathered(world, root):
     texts = [bytes([rank]) * (rank * 150) for rank in range(world)]
-    found, _ = run(world, lambda group, link: group._gather(link, texts[link.rank], root))
+    gathered, _ = run(world, lambda group, link: group._gather(link, texts[link.rank], root))
     expected = [texts if root in (None, rank) else None for rank in range(world)]
-    assert found == expected
+    assert gathered == expected
 
 
 @WORLDS

@@ -19,7 +19,6 @@ POSIX = {
 LINUX = {"linux/futex", "sys/syscall", "sys/vfs"}  # each within its own #if
 APPLE = {"mach/mach"}  # likewise
 INTRINSICS = {"arm_acle", "arm_neon", "cpuid", "immintrin", "nmmintrin", "wmmintrin", "x86intrin"}
-WINDOWS = {"windows"}
 # fmt: on
 
 # Each folder includes or imports only itself and folders of the lines above its own.
@@ -90,7 +89,7 @@ def includes(path):
 
 @pytest.mark.parametrize("path", house.c_files(house.CORE), ids=house.relative)
 def test_core_includes_only_itself_and_the_c_and_posix_libraries(path):
-    allowed = {f"{name}.h" for name in C_LIBRARY | POSIX | LINUX | APPLE | INTRINSICS | WINDOWS}
+    allowed = {f"{name}.h" for name in C_LIBRARY | POSIX | LINUX | APPLE | INTRINSICS}
     for bracket, name in includes(path):
         if bracket == '"':
             assert (house.CORE / name).is_file(), f'#include "{name}" leaves csrc/core'

@@ -287,10 +287,15 @@ def test_memory_is_filled_in_place(tmp_path):
         assert tensor._version == versions[name] + 1, name
 
 
-def test_elements_that_share_memory_are_not_filled(tmp_path):
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.zeros(1).expand(3), lambda: torch.zeros(4).as_strided((3, 2), (1, 1))],
+    ids=["expanded", "strided"],
+)
+def test_elements_that_share_memory_are_not_filled(tmp_path, make):
     module = nn.Module()
-    module.weight = nn.Parameter(torch.zeros(1).expand(3))
-    mlstate.save(tmp_path, {"weight": torch.arange(3.0)})
+    module.weight = nn.Parameter(make())
+    mlstate.save(tmp_path, {"weight": torch.zeros(module.weight.shape)})
     with pytest.raises(CompatibilityError, match="'weight' has elements that share memory"):
         loaded(tmp_path, module)
 

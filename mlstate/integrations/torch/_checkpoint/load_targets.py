@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...._common.arrays import overlaps_itself
 from ...._sharding.layout import Shard
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
@@ -76,9 +77,7 @@ def _place(name: str, value: Any) -> Place:
 
 def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
     """Raise if elements of a tensor share memory, as after expand(): torch refuses the write."""
-    if tensor.is_contiguous():
-        return
-    if any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
+    if overlaps_itself(tensor):
         error = CompatibilityError(
             f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
             "clone() of it"
