@@ -12,6 +12,7 @@ import numpy as np
 from .. import _core
 from .._common.backend import backend_named
 from .._common.text import bytes_text, table_text
+from ._backend import ActivationBackend
 from ._chain import Chain
 from ._combinators import name_of
 
@@ -280,7 +281,7 @@ class Plan:
         >>> planned(torch.ones(4, 4)).shape
         torch.Size([4, 4])
         """
-        return backend_named("torch").apply_plan(self, module, **options)
+        return backend_named("torch", ActivationBackend).apply_plan(self, module, **options)
 
     def to_json(self) -> str:
         """Return plan and chain as JSON.
