@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.budget import parse_budget
+from .._common.store_error import store_error
 from .._sharding.layout import Shard
 from ..errors import StoreError
 from ._commit import write_and_commit
@@ -34,7 +35,6 @@ from ._save import (
     take_content,
 )
 from ._staging import OwnStaging, Staging
-from ._store import folder as _folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -122,7 +122,7 @@ class SaveJob:
         self.target = target
         self.content = content
         self.gathered: GatheredShards | None = None  # refers to the staging memory
-        self.path = target.folder
+        self.path = target.path
         self.staging = staging
         self.budget = budget
         self.callback = progress
@@ -297,7 +297,7 @@ class SaveJob:
     def cancellation(self) -> StoreError:
         """Return the error of a cancelled save."""
         reason = OSError(errno.ECANCELED, "the save was cancelled")
-        return _folder.store_error(reason, "not saved", self.path)
+        return store_error(reason, "not saved", self.path)
 
     def check(self) -> None:
         """Raise if the save was cancelled."""

@@ -13,7 +13,7 @@ from ..._common.arrays import is_torch
 from ..._common.backend import backend_of, torch_backend
 from ..._common.dtypes import FLOATS, name_of
 from ...errors import CompatibilityError
-from .._store.folder import SECTIONS
+from .._folder.names import SECTIONS
 from .restore import Action, load_like, read_own
 from .tree import encode, malformed
 

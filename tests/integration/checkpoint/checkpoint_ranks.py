@@ -164,7 +164,7 @@ def ranks_that_do_not_save_the_same_are_told(group, folder):
 
 @scenario
 def a_writer_elsewhere_stops_all_ranks(group, folder):
-    from mlstate.checkpoint._store.writer_lock import WriterLock
+    from mlstate.checkpoint._folder.writer_lock import WriterLock
 
     mlstate.save(folder, shards(group, "rows", 1), group=group)
     group.barrier()
