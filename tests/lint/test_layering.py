@@ -47,6 +47,7 @@ PACKAGE_ORDER = (
     ("threads", "_sharding", "state", "kv", "activation", "collectives", "_info"),
     ("coreai", "coreml", "fsdp", "_safetensors"),
     ("checkpoint/_remote",),
+    ("checkpoint/_folder",),
     ("checkpoint/_store",),
     ("distributed",),
     ("checkpoint",),
