@@ -361,6 +361,7 @@ def bad_chain(**changes):
         ),
         ({"saved_bytes": [[20, 20]]}, r"shape \(1, 2\)"),
         ({"names": ["a"]}, "1 names for 2 blocks"),
+        ({"forward_seconds": [1e308, 1e308]}, "exceed the range of a double"),
         ({"offload_bytes_per_second": 5.0}, "give both"),
         ({"offload_bytes_per_second": 0.0}, "above 0"),
         ({"load_bytes_per_second": float("nan")}, "above 0"),
