@@ -3,14 +3,14 @@
  * Source and target are each copied at one moment, and the core pairs their names. The
  * pairs hold references to all arrays, so later changes of the dicts do not matter.
  */
-#include "common/dict_pairs.h"
+#include "dictionaries/dict_pairs.h"
 
-#include "common/args.h"
-#include "common/array_view.h"
-#include "common/dict_items.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/module_state.h"
-#include "common/results.h"
+#include "dictionaries/dict_items.h"
 
 #include "base/memory.h"
 #include "state/name_pairs.h"
