@@ -21,6 +21,7 @@ from .. import _core
 from .._common.arguments import check_flags, check_int
 from .._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
 from .._common.backend import backend_of, is_module, is_optimizer
+from .._common.caller import Caller, find_caller
 from .._common.json_values import check_json_values
 from .._sharding.layout import Layout, Shard, Steps, steps_of
 from .._version import __version__
@@ -30,15 +31,19 @@ from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._backend import CheckpointBackend
-from ._commit import Caller, find_caller, refuse_manager_folder, write_and_commit
+from ._commit import refuse_manager_folder, write_and_commit
+from ._folder.writer_lock import check_timeout
 from ._options import complete_options, show_options
-from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
 from ._states.modules import metadata_of
 from ._store import codecs as _codecs
-from ._store import folder as _folder
-from ._store.writer_lock import check_timeout
+from ._store.checkpoint_files import (
+    CheckpointFiles,
+    FolderContent,
+    open_files,
+    refuse_file_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -68,7 +73,7 @@ class SaveFolder(NamedTuple):
     # manifests of the remaining roots, by their paths in the folder.
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None
     replace_steps: bool = False  # replace all steps of a manager by this checkpoint
-    content: _folder.FolderContent | None = None  # if given, only this is replaced
+    content: FolderContent | None = None  # if given, only this is replaced
     any_suffix: bool = False  # the caller's program chooses the name
     started: Callable[[SaveHandle], object] | None = None  # called before `save_async` starts
 
@@ -79,7 +84,7 @@ class SaveFolder(NamedTuple):
 class SaveTarget(NamedTuple):
     """The checked arguments of `save` that describe where and how to save."""
 
-    folder: str  # absolute path of the checkpoint, or a `RemoteFolder`
+    files: CheckpointFiles
     group: ProcessGroup | None  # None if this process saves alone
     rank: int
     world_size: int
@@ -87,16 +92,21 @@ class SaveTarget(NamedTuple):
     how: tuple[int, bool, bool, str | None]  # options of `_core.shards_write`
     keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
     replace_steps: bool
-    content: _folder.FolderContent | None  # as of `SaveFolder`
+    content: FolderContent | None  # as of `SaveFolder`
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
     started: Callable[[SaveHandle], object] | None
     lock_timeout: float  # seconds
     caller: Caller
 
+    @property
+    def path(self) -> str:
+        """Absolute path of the folder, or its URL."""
+        return self.files.path
 
-def delete_all_roots(folder: str, newest: Manifest) -> dict[str, Manifest]:
+
+def delete_all_roots(files: CheckpointFiles, newest: Manifest) -> dict[str, Manifest]:
     """Delete all steps of a manager's folder after `newest` has replaced them."""
-    _folder.delete_roots(folder, _folder.list_roots(folder))
+    files.delete_roots(files.list_roots())
     return {}
 
 
@@ -112,18 +122,18 @@ def check_target(
             f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
         )
     given = path if isinstance(path, SaveFolder) else SaveFolder(path)
-    folder = checkpoint_folder(given.folder, storage_options)
-    if not isinstance(folder, str):
+    files = open_files(given.folder, storage_options)
+    folder = files.folder
+    if not isinstance(files.path, str):
         raise TypeError("the path of a checkpoint must be a str")
     if not given.any_suffix:
-        _folder.refuse_file_name(folder)
+        refuse_file_name(folder)
     sparse, incremental, compress = options["sparse"], options["incremental"], options["compress"]
     check_flags(sparse=sparse, incremental=incremental)
     pack_below = check_int("pack_below_bytes", options["pack_below_bytes"], 0)
     if incremental:
-        refuse_remote(folder, "incremental=True", "save whole shards")
-    if isinstance(folder, RemoteFolder):
-        _ = folder.store  # imports the engine, which checks the options
+        folder.require_local("incremental=True", "save whole shards")
+    folder.open()
     if compress is not None:
         _codecs.check(compress)
     rank, world_size = 0, 1
@@ -131,7 +141,7 @@ def check_target(
     if group is not None:
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
-        folder,
+        files,
         None if world_size == 1 else group,
         rank,
         world_size,
@@ -140,7 +150,7 @@ def check_target(
         given.retain is not None,
         given.replace_steps,
         given.content,
-        partial(delete_all_roots, folder) if given.replace_steps else given.retain,
+        partial(delete_all_roots, files) if given.replace_steps else given.retain,
         given.started,
         check_timeout(options["lock_timeout"]),
         find_caller(),
@@ -325,7 +335,7 @@ def take_content(
     """
     states = options["states"]
     try:
-        if in_thread and target.rank == 0 and not isinstance(target.folder, RemoteFolder):
+        if in_thread and target.rank == 0 and target.files.folder.is_local:
             _refuse_manager_folder_early(target)
         refuse_nothing(model, optimizer, states)
         named = take_states(states, model, target.world_size)

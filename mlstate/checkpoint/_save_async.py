@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.budget import parse_budget
+from .._common.store_error import store_error
 from .._sharding.layout import Shard
 from ..errors import StoreError
 from ._commit import write_and_commit
 from ._options import complete_options, show_options
 from ._save import check_target, gather_shards, is_on_device, take_content
 from ._staging import OwnStaging, Staging
-from ._store import folder as _folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -118,7 +118,7 @@ class SaveJob:
         self.target = target
         self.content = content
         self.gathered: GatheredShards | None = None  # refers to the staging memory
-        self.path = target.folder
+        self.path = target.path
         self.staging = staging
         self.budget = budget
         self.callback = progress
@@ -293,7 +293,7 @@ class SaveJob:
     def cancellation(self) -> StoreError:
         """Return the error of a cancelled save."""
         reason = OSError(errno.ECANCELED, "the save was cancelled")
-        return _folder.store_error(reason, "not saved", self.path)
+        return store_error(reason, "not saved", self.path)
 
     def check(self) -> None:
         """Raise if the save was cancelled."""
