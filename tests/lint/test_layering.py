@@ -44,7 +44,7 @@ BINDING_ORDER = (
 )
 # A folder without a line belongs to the folder that it is in.
 PACKAGE_ORDER = (
-    ("_types", "_version", "_core"),
+    ("_exports", "_types", "_version", "_core"),
     ("errors",),
     ("_common",),
     ("threads", "_sharding", "state", "kv", "activation", "collectives", "_info"),
