@@ -61,7 +61,6 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         tensor_in,
     )
     from ._gradients.backward import (
-        begin_pass,
         hook_module,
         parameters_of,
         reduce_on_device,
@@ -85,7 +84,7 @@ _NAMES = {
     "_activation.strategies": ("apply_strategy", "cuda_memory"),
     "_activation.apply_plan": ("apply_plan",),
     "_gradients.backward": (
-        "begin_pass", "hook_module", "parameters_of", "reduce_on_device", "why_not_reduced",
+        "hook_module", "parameters_of", "reduce_on_device", "why_not_reduced",
     ),
     "_activation.profile_chain": ("profile_chain",),
     "_checkpoint.files": (
