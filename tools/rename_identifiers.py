@@ -8,8 +8,9 @@ and the tokens of C without comments, must be equal to the commit. No other sour
 
 A map of `tools/renames/` is JSON: ``{file: {scope: {old: new}}}``. In Python the scope is a
 function (``Class.method``, ``outer.inner``) whose locals and parameters are renamed; a class,
-whose methods and attributes are renamed in the file; ``call()``, for the keywords of calls; or
-``""`` for the names of the module. In C it is a function, ``struct`` for tags,
+whose methods and attributes are renamed in the file; ``.``, for attributes; ``call()``, for the
+keywords of calls; ``strings``, for strings that are a name; or ``""``, for the names of the module
+and those that it imports. In C it is a function, ``struct`` for tags,
 ``""`` for the whole file without its fields (after ``.`` or ``->``), or ``.`` for all of it.
 """
 
@@ -57,7 +58,8 @@ def replace_words(text: str, names: Names, quoted: bool = False) -> str:
 class PythonFile:
     """A Python source, its syntax tree, and the edits that rename identifiers in both."""
 
-    def __init__(self, source: str, scopes: Scopes) -> None:
+    def __init__(self, source: str, scopes: Scopes, strict: bool = False) -> None:
+        self.strict = strict
         self.source = source.encode()
         self.tree = ast.parse(source)
         self.edits: set[Edit] = set()
@@ -76,6 +78,10 @@ class PythonFile:
         for scope, names in scopes.items():
             if scope.endswith("()"):
                 self.rename_keywords(scope[:-2], names)
+            elif scope == ".":
+                self.rename_members([], names)
+            elif scope == "strings":
+                self.rename_strings(names)
             elif scope == "":
                 self.rename([self.tree], names, "the module")
             elif scope not in nodes:
@@ -122,6 +128,13 @@ class PythonFile:
             used = {n.id for n in nodes if isinstance(n, ast.Name)}
             used |= {n.arg for n in nodes if isinstance(n, ast.arg)}
             used |= {n.name for n in nodes if isinstance(n, FUNCTIONS)}
+            bound = {
+                n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            }
+            bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+            bound |= {getattr(n, "name", None) for n in nodes}  # functions, errors, patterns
+            if self.strict and not isinstance(scope, ast.Module) and not bound.issuperset(names):
+                raise RenameError(f"{label} does not bind {', '.join(set(names) - bound)}")
             for new in names.values():
                 if new in used and new not in names:
                     raise RenameError(f"{label}: {new} is in use")
@@ -148,6 +161,9 @@ class PythonFile:
                 node.arg = names[node.arg]
             elif isinstance(node, FUNCTIONS) and node.name in names:
                 self.edit_word(node, node.name, names[node.name], r"\bdef\s+")
+                node.name = names[node.name]
+            elif isinstance(node, ast.alias) and node.name in names and node.asname is None:
+                self.edit_word(node, node.name, names[node.name])
                 node.name = names[node.name]
             elif isinstance(node, ast.ExceptHandler) and node.name in names:
                 self.edit_word(node, node.name, names[node.name], r"\bas\s+")
@@ -191,6 +207,14 @@ class PythonFile:
                             text = self.source[first:end].decode()
                             self.edits.add((first, end, text.replace(node.value, new)))
                             node.value = new
+
+    def rename_strings(self, names: Names) -> None:
+        """Rename strings that are a name, as in lists of functions."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Constant) and node.value in names:
+                new = names[node.value]
+                self.edit_word(node, node.value, new)
+                node.value = new
 
     def rename_keywords(
         self, name: str, names: Names, functions: list[ast.AST] | None = None
@@ -383,8 +407,11 @@ def apply_map(path: Path) -> list[str]:
     for name, scopes in json.loads(path.read_text()).items():
         source = (ROOT / name).read_text(encoding="utf-8")
         try:
-            renamed = PythonFile if name.endswith((".py", ".pyi")) else CFile
-            (ROOT / name).write_text(renamed(source, scopes).text(), encoding="utf-8")
+            if name.endswith((".py", ".pyi")):
+                text = PythonFile(source, scopes, strict=True).text()
+            else:
+                text = CFile(source, scopes).text()
+            (ROOT / name).write_text(text, encoding="utf-8")
         except RenameError as error:
             problems.append(f"{name}: {error}")
     return problems

@@ -11,6 +11,7 @@ from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import backend_of
 from ..collectives._arguments import dtype_name
+from ._backend import GradientBackend
 from ._gradient_ops import add, memory_of, on_host, packed, place, plain
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
         return f"the gradient has dtype {dtype_name(gradient)}, expected {unit.dtype}"
     if isinstance(gradient, np.ndarray) or _is_dense_on_cpu(gradient):
         return ""
-    reason = backend_of(gradient).why_not_reduced(gradient)
+    reason = backend_of(gradient, GradientBackend).why_not_reduced(gradient)
     return reason and f"the gradient is {reason}"
 
 

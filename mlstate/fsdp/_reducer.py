@@ -25,6 +25,7 @@ from .._common.dtypes import NARROW_FLOATS
 from ..collectives._arguments import failed
 from ..collectives._engine import OperationQueue
 from ..errors import CollectiveError, GradientMismatchError, GradientNamesError
+from ._backend import GradientBackend
 from ._bucket import Entry, FullBucket, Terms
 from ._disagreement import Result, compare_descriptions
 from ._gradient_ops import norm_partials, on_host
@@ -589,7 +590,7 @@ class Reducer:
         """Reduce a prepared bucket into its outputs, together with all ranks."""
         entries, terms, _ = bucket
         if handle is None:
-            reduce_on_device = backend_named("torch").reduce_on_device
+            reduce_on_device = backend_named("torch", GradientBackend).reduce_on_device
             partials = [reduce_on_device(self.group, e, terms, self.timeout) for e in entries]
         elif terms.compression:
             partials = self._sum_compressed(handle, entries, terms.compression)

@@ -17,8 +17,8 @@ def test_marks_are_counted_in_comments_docstrings_and_pages_only():
     page = list(language.page_texts("Whoever calls is no fool. `is no code`\n"))
     for texts in (c, python, page):
         text = " ".join(text for _, text in texts)
-        found = {name: len(language.PATTERNS[name].findall(text)) for name in marks}
-        assert found == marks
+        counts = {name: len(language.PATTERNS[name].findall(text)) for name in marks}
+        assert counts == marks
 
 
 def test_identifiers_are_read_as_prose():
