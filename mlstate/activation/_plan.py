@@ -160,11 +160,13 @@ class Plan:
     ) -> None:
         self.chain = chain
         budget = None if budget_bytes is None else chain._budget(budget_bytes)
-        self.budget_bytes = None if budget is None else budget.nbytes
+        self.budget_bytes: int | None = None if budget is None else budget.nbytes
         self.schedules = schedules
         self.method = method
         self.exact = exact
         self._steps = _steps_array(steps)
+        self.predicted_seconds: float
+        self.predicted_peak_bytes: int
         self.predicted_seconds, self.predicted_peak_bytes = _core.chain_simulate(
             chain._arrays, self._steps, False
         )[:2]

@@ -73,8 +73,8 @@ class RecomputeReport:
     """
 
     def __init__(self, findings: Sequence[Finding], checked: Sequence[str]) -> None:
-        self.findings = list(findings)
-        self.checked = list(checked)
+        self.findings: list[Finding] = list(findings)
+        self.checked: list[str] = list(checked)
 
     def __bool__(self) -> bool:
         return not self.findings

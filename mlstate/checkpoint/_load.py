@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from ..collectives import ProcessGroup
+    from ..state import ModelStateDict, OptimizerStateDict
     from ._load_targets import Prepared
     from ._sections import Section
     from ._store.manifest import Manifest
@@ -84,11 +85,11 @@ class LoadedState:
         step: int | None = None,
         states: dict[str, Any] | None = None,
     ) -> None:
-        self.states = {} if states is None else states
-        self.model = model
-        self.optimizer = optimizer
-        self.metadata = metadata
-        self.step = step
+        self.states: dict[str, Any] = {} if states is None else states
+        self.model: ModelStateDict | Any = model  # Any: None, or a target of `into`
+        self.optimizer: OptimizerStateDict | Any = optimizer
+        self.metadata: dict[str, Any] = metadata
+        self.step: int | None = step
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         self.states = {}  # pickles of older versions lack it

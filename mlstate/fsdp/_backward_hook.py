@@ -13,7 +13,7 @@ from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.backend import backend_named
 from ..collectives._arguments import dtype_name
-from ..collectives._operation_queue import OperationQueue
+from ..collectives._engine import OperationQueue
 from ..errors import CompatibilityError
 from ._backend import GradientBackend
 from ._config import FSDP

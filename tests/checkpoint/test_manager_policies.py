@@ -171,18 +171,18 @@ print("still there", flush=True)
 
 
 def test_signals_are_watched_by_the_main_thread_only(tmp_path):
-    found = []
+    messages = []
 
     def watch():
         try:
             CheckpointManager(tmp_path).watch_signals()
         except ValueError as error:
-            found.append(str(error))
+            messages.append(str(error))
 
     thread = threading.Thread(target=watch)
     thread.start()
     thread.join()
-    assert "only by the main thread" in found[0]
+    assert "only by the main thread" in messages[0]
     manager = CheckpointManager(tmp_path)
     with pytest.raises((OSError, ValueError)):
         manager.watch_signals(signal.SIGTERM, signal.SIGKILL)

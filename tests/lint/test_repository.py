@@ -20,9 +20,9 @@ FORBIDDEN = {
 }
 
 
-@pytest.mark.parametrize("what", FORBIDDEN)
-def test_no_file_holds(what):
-    pattern = re.compile(FORBIDDEN[what], re.MULTILINE)
+@pytest.mark.parametrize("kind", FORBIDDEN)
+def test_no_file_holds(kind):
+    pattern = re.compile(FORBIDDEN[kind], re.MULTILINE)
     bad = []
     for path, text in house.text_files():
         if house.relative(path) == THIS or path.name == "LICENSE":
@@ -41,7 +41,7 @@ def test_no_large_or_built_file_is_kept():
 
 
 @pytest.mark.parametrize("path", house.python_files(), ids=house.relative)
-def test_each_module_has_a_docstring_and_lists_what_is_public(path):
+def test_each_module_has_a_docstring_and_all(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     if not tree.body:
         return

@@ -238,7 +238,7 @@ def test_readers_and_commands_know_the_home_folder(place, home, capsys):
 
 @pytest.mark.parametrize("name", [*PATHS, *OTHERS])
 @pytest.mark.parametrize("path", ["~no-such-user-here/x", "~~", "", "a\0b"])
-def test_a_path_that_means_nothing_is_refused(place, home, name, path):
+def test_unusable_paths_are_refused(place, home, name, path):
     before = listing(place)
     if name == "convert":
         assert PATHS[name](path) == 2

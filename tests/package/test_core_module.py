@@ -101,19 +101,19 @@ import mlstate
 
 
 @pytest.mark.parametrize(
-    ("variable", "kind", "names", "known"),
+    ("variable", "kind", "names", "choices"),
     [
         ("MLSTATE_CPU", "instruction set", ("sse9", "AVX2", "scalar "), "scalar"),
         ("MLSTATE_COPY", "copy strategy", ("fast", "Plain", "stream2"),
          "plain, loop, stream1, auto"),
     ],
 )  # fmt: skip
-def test_an_unknown_name_in_the_environment_fails_the_import(variable, kind, names, known):
+def test_an_unknown_name_in_the_environment_fails_the_import(variable, kind, names, choices):
     for name in names:
         done = child.attempt("import mlstate.state", **{variable: name})
         assert done.returncode == 1
         assert f"ImportError: {variable}: {kind} '{name}'" in done.stderr
-        assert f"choose one of: {known}" in done.stderr
+        assert f"choose one of: {choices}" in done.stderr
 
 
 def test_a_failed_import_can_be_tried_again():
@@ -134,7 +134,7 @@ print(mlstate._core.cpu_name())
 
 
 @pytest.mark.skipif("COVERAGE_FILE" in os.environ, reason="coverage imports html")
-def test_what_is_not_used_is_not_loaded():
+def test_unused_modules_are_not_loaded():
     code = """
 import sys, mlstate
 late = {"mlstate.checkpoint", "mlstate.collectives", "mlstate.fsdp", "html"}
@@ -230,15 +230,15 @@ def test_the_buffer_counts_its_arguments():
             _core.KVBuffer(*arguments)
     with pytest.raises(TypeError, match="no keywords"):
         _core.KVBuffer((1, 1), 1, "f2", -2, more=1)
-    made = _core.KVBuffer((1, 2, 3, 4), 5, "f2", -2)
-    assert made.extent() == ((1, 2, 3, 4), 5) and made.seq_axis == 2
+    buffer = _core.KVBuffer((1, 2, 3, 4), 5, "f2", -2)
+    assert buffer.extent() == ((1, 2, 3, 4), 5) and buffer.seq_axis == 2
     for arguments in ((), (1,), (1, 1, 1)):
         with pytest.raises(TypeError):
-            made.resize(*arguments)
+            buffer.resize(*arguments)
     with pytest.raises(TypeError):
-        made.reserve()
+        buffer.reserve()
     with pytest.raises(AttributeError):
-        made.dtype = "f4"
+        buffer.dtype = "f4"
 
 
 # Every call below must return, or raise an exception other than SystemError: a SystemError, like a

@@ -328,7 +328,7 @@ static int batch_fill(const mlspy_state *state, const mlspy_pairs *p, bool known
     for (; *at < p->source.count && batch->count < BATCH; (*at)++) {
         const mlspy_item *a = &p->source.items[*at], *b = &p->target.items[*at];
         if (p->bits[*at] != MLS_SAME || a->value == b->value ||
-            (known && !mlspy_is_known(a))) {
+            (known && !mlspy_has_core_dtype(a))) {
             continue;
         }
         if (batch_add(state, p, *at, batch) < 0) {
@@ -431,7 +431,7 @@ static int same_unknown(const mlspy_state *state, const mlspy_pairs *p)
     int same = 1;
     for (size_t i = 0; same == 1 && i < p->count; i++) {
         const mlspy_item *a = &p->source.items[i], *b = &p->target.items[i];
-        if (a->value != b->value && !mlspy_is_known(a)) {
+        if (a->value != b->value && !mlspy_has_core_dtype(a)) {
             same = same_bytes(state, a, b);
         }
     }

@@ -135,13 +135,13 @@ class Unit:
     __slots__ = ("file", "is_durable", "is_moving", "name", "number", "parts", "tier")
 
     def __init__(self, name: str, tier: Tier) -> None:
-        self.name = name
-        self.tier = tier
+        self.name: str = name
+        self.tier: Tier = tier
         self.parts: list[Part] = []
-        self.number = -1
-        self.file = file_of(name)
-        self.is_moving = False
-        self.is_durable = False  # whether the file is known to be complete and on disk
+        self.number: int = -1
+        self.file: str = file_of(name)
+        self.is_moving: bool = False
+        self.is_durable: bool = False  # whether the file is known to be complete and on disk
 
     @property
     def nbytes(self) -> int:
