@@ -14,6 +14,7 @@ import numpy as np
 from .._common.backend import backend_named
 from .._common.budget import parse_budget
 from .._common.text import bytes_text, table_html, table_text
+from ..errors import CapacityError
 from ._backend import ActivationBackend
 from ._chain import check_names, freeze_numbers
 
@@ -78,20 +79,17 @@ class OperatorSelection:
         names: tuple[str, ...] | None = None,
         states: int = 0,
     ) -> None:
-        self.is_saved: NDArray
-        self.bytes: int
-        self.seconds: float
-        self.least_seconds: float
-        self.exact: bool
-        chosen = _core.choose_operators(operator_seconds, operator_bytes, budget_bytes, states)
-        self.is_saved, self.bytes, self.seconds, self.least_seconds, self.exact, _ = chosen
+        _check_costs(operator_seconds, operator_bytes, budget_bytes)
+        search = _KnapsackSearch(operator_seconds, operator_bytes, budget_bytes)
+        most_seconds = search.add_items(states or _STATES)
+        self.is_saved: NDArray = search.chosen_items() | (operator_bytes == 0)
         self.is_saved.flags.writeable = False
         self.bytes = int(operator_bytes[self.is_saved].sum())
         self.seconds = float(operator_seconds[~self.is_saved].sum())
         exact = not most_seconds > search.best.seconds + search.slack
         least = float(operator_seconds[operator_bytes > 0].sum()) - most_seconds
         self.least_seconds = self.seconds if exact else min(max(least, 0.0), self.seconds)
-        self.exact = exact
+        self.exact: bool = exact
         self.budget_bytes = budget_bytes
         self.operator_seconds = operator_seconds
         self.operator_bytes = operator_bytes

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _core
 from .._common.arrays import is_torch
-from .._common.backend import backend_of
+from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import FLOAT8S, as_numbers
 from ._arguments import check_plain, dtype_name
 
@@ -55,7 +55,7 @@ def copy_back(flat: Any, place: Any) -> None:
     elif flat.data_ptr() != place.data_ptr() or not place.is_contiguous():
         place.copy_(flat.view(place.shape))
     else:
-        backend_of(place).note_written([place])  # torch cannot know of it
+        backend_of(place, TensorBackend).note_written([place])  # torch cannot know of it
 
 
 def bytes_of(flat: Any) -> Any:
