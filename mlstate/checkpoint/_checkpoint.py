@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._common.text import bytes_text, table_text
 from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
+from ._folder.names import ROOTS, SECTIONS
 from ._load import LoadedState, load
-from ._store import folder as _folder
-from ._store.folder import SECTIONS
+from ._store.checkpoint_files import RootPath, open_root_path
 from ._store.manifest import build, parse
-from ._store.weight_files import ROOTS
 from ._verify import VerifyReport, verify
 
 if TYPE_CHECKING:
@@ -217,10 +216,11 @@ class Checkpoint:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.path: str
-        self.path, self._root, manifest = _folder.open_path(path, storage_options)
+        self._files, self._root, manifest = open_root_path(path, storage_options)
+        self.path = self._files.path
         if manifest is None:
-            self._root, manifest = _folder.open_root(self.path, self._root)
-        self._manifest = manifest or _folder.read_manifest(self.path, self._root)
+            self._root, manifest = self._files.open_root(self._root)
+        self._manifest = manifest or self._files.read_manifest(self._root)
         self._read_index: Any = None
         self.written: dict[str, Any] | None = None
 
@@ -238,13 +238,13 @@ class Checkpoint:
         manifest = state["manifest"]
         if isinstance(manifest, bytes):
             manifest = parse(manifest, state["root"])
-        Checkpoint.__init__(self, _folder.RootPath(state["path"], state["root"], manifest))
+        Checkpoint.__init__(self, RootPath(state["path"], state["root"], manifest))
         self.written = state["written"]
 
     @property
     def _merged_index(self) -> Any:
         if self._read_index is None:
-            self._read_index = _folder.load_merged_index(self.path, self._manifest)
+            self._read_index = self._files.load_merged_index(self._manifest)
         return self._read_index
 
     @property
@@ -372,7 +372,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).load().model["w"]
         array([1., 1.])
         """
-        return load(_folder.RootPath(self.path, self._root), **keywords)
+        return load(RootPath(self.path, self._root), **keywords)
 
     def verify(self, **keywords: Any) -> VerifyReport:
         """Read and verify all of it; takes the keywords of `mlstate.verify`.
@@ -384,7 +384,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).verify().problems
         []
         """
-        return verify(_folder.RootPath(self.path, self._root), **keywords)
+        return verify(RootPath(self.path, self._root), **keywords)
 
     def _title(self) -> str:
         tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
@@ -457,15 +457,15 @@ def inspect(
     tensor  state  dtype    shape   shards  bytes  version
     w              float32  (4, 2)  1       32 B   1
     """
-    folder, root, _ = _folder.open_path(path, storage_options)
-    root, known = _folder.open_root(folder, root)
+    files, root, _ = open_root_path(path, storage_options)
+    root, known = files.open_root(root)
 
     def read(manifest: Manifest) -> Checkpoint:
-        found = Checkpoint(_folder.RootPath(folder, root, manifest))
+        found = Checkpoint(RootPath(files.path, root, manifest))
         _ = found._merged_index  # now: a writer may delete the indexes before their first use
         return found
 
     try:
-        return _folder.read_root(folder, root, read, known)
+        return files.read_root(root, read, known)
     except (FormatError, StoreError):  # of an index; the manifest may be readable
-        return Checkpoint(_folder.RootPath(folder, root))
+        return Checkpoint(RootPath(files.path, root))

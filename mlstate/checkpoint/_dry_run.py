@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _core
 from .._common.arguments import check_flags, check_int
 from .._sharding.layout import Layout, Shard, steps_of
+from ._folder.names import MANIFEST, SECTIONS
 from ._load import chosen_names, ranks_of
-from ._remote.remote_folder import checkpoint_folder
+from ._options import PACK_BELOW
 from ._replica_assignment import by_section, whole_names
-from ._save import PACK_BELOW, refuse_nothing, states_of
+from ._save import refuse_nothing, states_of
 from ._sections import STATES
-from ._store import folder as _folder
+from ._store.checkpoint_files import open_files, patterns_of
 from ._store.name_globs import listed_names
 from ._store.rank_indexes import Indexes
 
@@ -223,7 +224,7 @@ def plan_save(
     gathered, nbytes = _core.shards_collect((rank, world_size), dicts, Shard, mine, steps)
     text = _core.shards_plan(_GENERATION, gathered, pack_below_bytes)
     merged = _core.MergedIndex((text,), ("index",))
-    [summary] = _folder.patterns_of(merged)
+    [summary] = patterns_of(merged)
     [(_, _, _, shards, *_)] = merged.heads()
     numbers = [len(text), shards, nbytes]
     if summary is not None and world_size > 1:
@@ -242,7 +243,7 @@ def plan_load(
     world_size: int | None = None,
     layout: Layout | str | None = None,
     verify: bool = True,
-    root: str = _folder.MANIFEST,
+    root: str = MANIFEST,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
     """
@@ -292,15 +293,15 @@ def plan_load(
     (4128, 4160, 1)
     """
     check_flags(verify=verify)
-    folder = checkpoint_folder(path, storage_options, reads=True)
+    files = open_files(path, storage_options, reads=True)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)
-    root, known = _folder.open_root(folder, root)
+    root, known = files.open_root(root)
 
     def plan(manifest: Manifest) -> LoadPlan:
-        indexes = Indexes(folder, manifest, rank)
-        sections = [indexes.merged_index.keys(section) for section in range(len(_folder.SECTIONS))]
-        chosen = list(enumerate(chosen_names(sections[:2], listed, folder)[1]))
+        indexes = Indexes(files, manifest, rank)
+        sections = [indexes.merged_index.keys(section) for section in range(len(SECTIONS))]
+        chosen = list(enumerate(chosen_names(sections[:2], listed, files.path)[1]))
         if listed is None:
             chosen.append((STATES, sections[STATES]))
         read = set(indexes.ranks)
@@ -309,13 +310,13 @@ def plan_load(
         reads = [
             FileRead(*one)
             for section, keys in chosen
-            for one in indexes.merged_index.reads(folder, section, keys, cutting, verify)
+            for one in indexes.merged_index.reads(files.path, section, keys, cutting, verify)
         ]
         records = [manifest.indexes[number] for number in sorted(read)]
         return LoadPlan(
-            len(_folder.read_bytes(folder, root)) if manifest.weights is None else 0,
+            len(files.folder.read(root)) if manifest.weights is None else 0,
             {record.path: record.bytes for record in records},
             reads,
         )
 
-    return _folder.read_root(folder, root, plan, known)
+    return files.read_root(root, plan, known)

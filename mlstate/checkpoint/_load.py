@@ -22,12 +22,12 @@ from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
 from ..state._load_into import load_into
+from ._folder.names import SECTIONS
 from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
-from ._remote.remote_folder import refuse_remote
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
 from ._states.modules import shown_states
 from ._states.restore import apply_all, load_tree, undo_all
-from ._store import folder as _folder
+from ._store.checkpoint_files import TRIES, CheckpointFiles, open_root_path
 from ._store.name_globs import Names, listed_names
 from ._store.rank_indexes import Indexes
 from ._store.weight_files import check_total
@@ -148,7 +148,7 @@ def chosen_names(
 class LoadRequest(NamedTuple):
     """The arguments of a load, checked; those without a comment are as for `load`."""
 
-    folder: str
+    files: CheckpointFiles
     root: str  # path in the folder
     names: list[str] | None
     rank: int | None  # its index is preferred if several list the same tensors
@@ -173,17 +173,17 @@ class Loader:
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
         self.request = request
         self.manifest = manifest
-        self.folder = request.folder
+        self.folder = request.files.path
         self.verify = bool(request.verify)
-        self.indexes = Indexes(request.folder, manifest, request.rank)
+        self.indexes = Indexes(request.files, manifest, request.rank)
         self.sections = sections_of(self.merged_index, manifest)
         if request.rename is not None:
             rename_sections(self.sections, request.rename)
         if self.verify:
-            check_total(request.folder, manifest, self.merged_index)
+            check_total(request.files.folder, manifest, self.merged_index)
         if request.verify == "first":
             self.indexes.read_all()
-            _verify_all(request.folder, manifest, self.merged_index)
+            _verify_all(request.files, manifest, self.merged_index)
             self.verify = False
 
     @property
@@ -225,8 +225,20 @@ class Loader:
                 self.merged_index.load(folder, section, some, cuts, verify, mmap, progress)
             )
 
-        _folder.read_batches(self.folder, self.merged_index, section, keys, cutting, verify, read)
+        self.read_batches(section, keys, cutting, verify, read)
         return arrays
+
+    def read_batches(
+        self,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        verify: bool,
+        read: Callable[[str, list[str], Any], None],
+    ) -> None:
+        """Call `read` with local folders, keys and their cuts, until all keys are read."""
+        folder = self.request.files.folder
+        folder.read_batches(self.merged_index, section, keys, cuts, verify, read)
 
     def load_state(self, section: Section, names: list[str], extra: dict[str, Any]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
@@ -255,7 +267,7 @@ class Loader:
         sizes: dict[str, int] = {}
         for where, key, _, _, stored, shape, *_ in self.merged_index.tensors():
             is_float = stored in FLOATS or stored in FLOAT8S
-            if where == _folder.SECTIONS[section.number] and is_float and stored != dtype:
+            if where == SECTIONS[section.number] and is_float and stored != dtype:
                 sizes[key] = prod(shape) * numpy_dtype(stored).itemsize
         batches: list[tuple[list[str], str]] = [([key for key in keys if key not in sizes], "")]
         room = 0
@@ -385,19 +397,19 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
     def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:
         generation = "" if manifest is None else manifest.generation
         again = False
-        can_retry = manifest is not None and attempt < _folder.TRIES - 1
+        can_retry = manifest is not None and attempt < TRIES - 1
         if can_retry and isinstance(error, FileNotFoundError):
             try:
-                again = _folder.is_replaced(request.folder, request.root, generation)
+                again = request.files.is_replaced(request.root, generation)
             except MLStateError as other:
                 error = other
         return agree(group, generation, error, again=again)
 
-    for attempt in range(_folder.TRIES):
+    for attempt in range(TRIES):
         loader = manifest = prepared = None
         error: BaseException | None = None
         try:
-            manifest = _folder.read_manifest(request.folder, request.root)
+            manifest = request.files.read_manifest(request.root)
             loader = Loader(request, manifest)
             prepared = prepare(loader)
         except BaseException as caught:
@@ -413,7 +425,7 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
         except BaseException as caught:
             error = caught
         try:
-            agree_on(manifest, error, _folder.TRIES)  # raises if a rank failed
+            agree_on(manifest, error, TRIES)  # raises if a rank failed
             try:
                 prepared.fill(loader)
             except BaseException as caught:
@@ -424,7 +436,7 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
             if is_applied:
                 undo_all(prepared.actions, caught)
             raise
-    raise StoreError(f"the checkpoint was replaced at each of {_folder.TRIES} attempts to load it")
+    raise StoreError(f"the checkpoint was replaced at each of {TRIES} attempts to load it")
 
 
 def ranks_of(
@@ -496,13 +508,13 @@ def _checked_device(device: Any, *, mmap: bool) -> Any:
     return torch_backend("tensors on a device=", TensorBackend).device_of(device)
 
 
-def _verify_all(folder: str, manifest: Manifest, merged: Any) -> None:
+def _verify_all(files: CheckpointFiles, manifest: Manifest, merged: Any) -> None:
     """Read and verify all files; raise the first problem."""
     from ._verify import verify_files
 
-    _, problems = verify_files(folder, manifest, merged, None)
+    _, problems = verify_files(files, manifest, merged, None)
     if problems:
-        raise problems[0].as_error(folder)
+        raise problems[0].as_error(files.path)
 
 
 def load(
@@ -647,9 +659,9 @@ def load(
     check_flags(mmap=mmap, strict=strict)
     group = optional_group(group)
     cast, dtype = _checked_cast(cast, into, mmap=mmap)
-    folder, root, manifest = _folder.open_path(path, storage_options)
+    files, root, manifest = open_root_path(path, storage_options)
     if mmap:
-        refuse_remote(folder, "mmap=True", "load without it")
+        files.folder.require_local("mmap=True", "load without it")
     cutting = ranks_of(rank, world_size, layout, group)
     listed = None if names is None else listed_names(names)
     if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
@@ -664,9 +676,9 @@ def load(
                 "mmap=True returns views of the files and cannot fill into=: pass only one of them"
             )
     if manifest is None:
-        root, manifest = _folder.open_root(folder, root)
+        root, manifest = files.open_root(root)
     request = LoadRequest(
-        folder,
+        files,
         root,
         listed,
         rank if group is None else group.rank,
@@ -691,4 +703,4 @@ def load(
     def read(found: Manifest) -> LoadedState:
         return load_root(Loader(request, found))
 
-    return _folder.read_root(folder, root, read, manifest)
+    return files.read_root(root, read, manifest)

@@ -22,12 +22,11 @@ from ..state._compatibility import SHOWN, join, rename_hint
 from ..state._load_into import load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ._backend import CheckpointBackend, OptimizerRecord
+from ._folder.names import SECTIONS
 from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
 from ._states.modules import prepare_units, stored_entries
 from ._states.restore import prepare_object, prepare_tree
-from ._store import folder as _folder
-from ._store.folder import SECTIONS
 from ._store.name_globs import Names
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ def _fill(loader: Loader, one: _Ready) -> None:
     def read(folder: str, some: list[str], cuts: Any) -> None:
         merged.load_into(folder, section.number, some, cuts, arrays, verify, progress)
 
-    _folder.read_batches(loader.folder, merged, section.number, keys, one.cuts, verify, read)
+    loader.read_batches(section.number, keys, one.cuts, verify, read)
     if one.casts:
         stored = {name: filling.arrays[name] for name in one.casts}
         filling.arrays.update(one.casts)

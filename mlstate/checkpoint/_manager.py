@@ -11,34 +11,35 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._common.arguments import check_flags, check_int, is_flag
 from .._common.log import log
+from .._common.store_error import store_error
 from .._common.text import steps_text
 from ..collectives._arguments import optional_group
 from ..errors import ChecksumError, FormatError, MLStateError
 from ._checkpoint import Checkpoint
-from ._commit import gather_bytes
+from ._folder.names import MANIFEST, Root
+from ._folder.writer_lock import check_timeout
 from ._load import LoadedState, load
-from ._remote.remote_folder import RemoteFolder, checkpoint_folder
+from ._options import complete_options, show_options
+from ._rank_messages import gather_bytes
 from ._retention import NO_RULES, Retention, SaveTimer, SignalWatch, check_retention
-from ._save import PACK_BELOW, SaveFolder, save
+from ._save import SaveFolder, save
 from ._step_roots import OTHER, agreed_roots, holds_no_steps, if_alone, try_root
-from ._store import folder as _folder
-from ._store.damage_marks import is_marked, mark
-from ._store.garbage import delete_generations
-from ._store.writer_lock import WriterLock, check_timeout
+from ._store.checkpoint_files import CheckpointFiles, RootPath, open_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from datetime import timedelta
+    from typing import Unpack
 
     from .._common.budget import MemorySize
-    from .._sharding.layout import Layout
     from ..collectives import ProcessGroup
+    from ._options import SaveOptions
     from ._save_async import SaveHandle
     from ._staging import Staging
     from ._store.manifest import Manifest
 
-    _Roots: TypeAlias = list[tuple[_folder.Root, Manifest]]
+    _Roots: TypeAlias = list[tuple[Root, Manifest]]
 
 
 _SHOWN = 20  # steps in a warning
@@ -136,7 +137,8 @@ class CheckpointManager:
         self._signals: SignalWatch | None = None
         self._warns_unchanged = warn_unchanged
         self._last_model: int | None = None  # step of the last save with a model
-        self.directory: str = checkpoint_folder(directory, storage_options)
+        self._checkpoints = open_files(directory, storage_options)
+        self.directory: str = self._checkpoints.path
         self.keep: int | None = 1 if keep is None and not self._rules.is_empty() else keep
         self._own: set[int] = set()  # steps that this manager saved
         self._damaged: set[str] = set()  # generations that this manager could not restore
@@ -148,7 +150,7 @@ class CheckpointManager:
 
     def __getstate__(self) -> dict[str, Any]:
         # `_turn` creates a new lock; signals belong to a process; no private class is named
-        left_out = {"_lock": None, "_pid": None, "_signals": None}
+        left_out = {"_lock": None, "_pid": None, "_signals": None, "_checkpoints": None}
         timer = (self._timer.steps, self._timer.interval)
         return {**self.__dict__, **left_out, "_rules": tuple(self._rules), "_timer": timer}
 
@@ -159,6 +161,7 @@ class CheckpointManager:
         self.__dict__.update({**added, **state})
         self._rules = Retention(*self._rules)
         self._timer = SaveTimer(*self.__dict__["_timer"])
+        self._checkpoints = open_files(self.directory)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -233,15 +236,15 @@ class CheckpointManager:
         Errors of class `unread` skip a root; other errors are raised. The root of `newest` is
         not read again.
         """
-        found: dict[int | None, tuple[_folder.Root, Manifest]] = {}
-        roots = _folder.list_roots(self.directory)
-        _folder.prefetch(self.directory, roots)
+        found: dict[int | None, tuple[Root, Manifest]] = {}
+        roots = self._checkpoints.list_roots()
+        self._checkpoints.folder.prefetch(root.path for root in roots)
         for root in roots:
             try:
                 if newest is not None and root.generation == newest.generation:
                     manifest = newest
                 else:
-                    manifest = _folder.read_manifest(self.directory, root.path)
+                    manifest = self._checkpoints.read_manifest(root.path)
             except unread as error:
                 if isinstance(error, FormatError):
                     log("WARNING", "%s: a step is damaged: %s", self.directory, error)
@@ -315,10 +318,10 @@ class CheckpointManager:
             raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}")
         for root, manifest in self._roots():
             if manifest.step == step:
-                return Checkpoint(_folder.RootPath(self.directory, root.path, manifest))
+                return Checkpoint(RootPath(self.directory, root.path, manifest))
         have = steps_text(self.steps())
-        have += f"; {OTHER}" if holds_no_steps(self.directory) else ""
-        raise _folder.store_error(
+        have += f"; {OTHER}" if holds_no_steps(self._checkpoints) else ""
+        raise store_error(
             FileNotFoundError(2, f"step {step} does not exist (steps: {have})"),
             "cannot find the step",
             self.directory,
@@ -326,22 +329,13 @@ class CheckpointManager:
 
     # -- saving
 
+    @show_options
     def save(
         self,
         step: int,
         model: Any = None,
         optimizer: Any = None,
-        *,
-        states: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        group: ProcessGroup | None = None,
-        layout: Layout | str | None = None,
-        pack_below_bytes: int = PACK_BELOW,
-        sparse: bool = False,
-        incremental: bool = False,
-        compress: str | None = None,
-        progress: Callable[[int], object] | None = None,
-        lock_timeout: float = 0,
+        **options: Unpack[SaveOptions],
     ) -> Checkpoint:
         """Save a step, and delete the oldest steps beyond `keep`.
 
@@ -377,7 +371,8 @@ class CheckpointManager:
         >>> manager.save(1, model={"w": np.ones(2)}).step
         1
         """
-        group = optional_group(group)
+        options = complete_options(CheckpointManager.save, options)
+        group = options["group"] = optional_group(options["group"])
         with self._turn(group):
             self._settle()
             self._timer.note()
@@ -387,22 +382,14 @@ class CheckpointManager:
                 SaveFolder(self.directory, self._retain),
                 model,
                 optimizer,
-                states=states,
-                metadata=metadata,
                 step=step,
-                group=group,
-                layout=layout,
-                pack_below_bytes=pack_below_bytes,
-                sparse=sparse,
-                incremental=incremental,
-                compress=compress,
-                progress=progress,
-                lock_timeout=lock_timeout,
+                **options,
             )
             self._own.add(step)
             self._warn_if_unchanged(saved, 0 if group is None else group.rank)
         return saved
 
+    @show_options
     def save_async(
         self,
         step: int,
@@ -410,16 +397,7 @@ class CheckpointManager:
         optimizer: Any = None,
         *,
         max_staging_bytes: MemorySize | None = None,
-        states: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        group: ProcessGroup | None = None,
-        layout: Layout | str | None = None,
-        pack_below_bytes: int = PACK_BELOW,
-        sparse: bool = False,
-        incremental: bool = False,
-        compress: str | None = None,
-        progress: Callable[[int], object] | None = None,
-        lock_timeout: float = 0,
+        **options: Unpack[SaveOptions],
     ) -> SaveHandle:
         """Start to save a step, and return while it is written.
 
@@ -462,7 +440,8 @@ class CheckpointManager:
         from ._save_async import save_async
         from ._staging import OwnStaging
 
-        group = optional_group(group)
+        options = complete_options(CheckpointManager.save_async, options)
+        group = options["group"] = optional_group(options["group"])
         with self._turn(group):
             self._settle()
             self._timer.note()
@@ -480,19 +459,10 @@ class CheckpointManager:
                 SaveFolder(self.directory, self._retain, started=started),
                 model,
                 optimizer,
-                states=states,
-                metadata=metadata,
                 step=step,
                 max_staging_bytes=max_staging_bytes,
                 staging=self._staging,
-                progress=progress,
-                group=group,
-                layout=layout,
-                pack_below_bytes=pack_below_bytes,
-                sparse=sparse,
-                incremental=incremental,
-                compress=compress,
-                lock_timeout=lock_timeout,
+                **options,
             )
 
     # -- when to save
@@ -588,11 +558,11 @@ class CheckpointManager:
         before, self._last_model = self._last_model, saved.step if saved.model else None
         if not self._warns_unchanged or rank > 0 or None in (before, self._last_model):
             return
-        if isinstance(self.directory, RemoteFolder):  # every save writes all objects
+        if not self._checkpoints.folder.is_local:  # every save writes all objects
             return
         mark = f".{saved.generation}-"
         if before == saved.step or any(
-            mark in name for name in _folder.list_names(self.directory, "params")
+            mark in name for name in self._checkpoints.folder.names("params")
         ):
             return
         self._warns_unchanged = False
@@ -608,9 +578,9 @@ class CheckpointManager:
         """Refuse a folder whose checkpoint is not a step; each rank gets the same result."""
         found = False
         with if_alone(group):
-            found = holds_no_steps(self.directory)
+            found = holds_no_steps(self._checkpoints)
         if found:
-            raise _folder.store_error(
+            raise store_error(
                 FileExistsError(errno.EEXIST, f"{OTHER}: save steps into another folder"),
                 "cannot save the step",
                 self.directory,
@@ -649,12 +619,12 @@ class CheckpointManager:
         """
         # a root that cannot be read now because of an I/O error may be good, so it stays
         old, kept = self._superseded(newest.generation, self._roots(FormatError, newest))
-        _folder.delete_roots(self.directory, old)
+        self._checkpoints.delete_roots(old)
         return kept
 
     def _superseded(
         self, newest: str, roots: _Roots, *, is_new: bool = True
-    ) -> tuple[list[_folder.Root], dict[str, Manifest]]:
+    ) -> tuple[list[Root], dict[str, Manifest]]:
         """Return the roots to delete, without generation `newest`, and the kept ones.
 
         If `is_new`, `newest` was written just now, so that it can be loaded.
@@ -672,7 +642,7 @@ class CheckpointManager:
             for number, (root, manifest) in enumerate(roots)
             if number >= count or manifest.generation in ruled or is_kept(manifest.step)
         }
-        old = [root for root in _folder.list_roots(self.directory) if root.path not in kept]
+        old = [root for root in self._checkpoints.list_roots() if root.path not in kept]
         old = [root for root in old if root.generation != newest]
         for root in old:
             self._files.pop(root.generation, None)
@@ -698,23 +668,23 @@ class CheckpointManager:
 
     def _can_load(self, manifest: Manifest) -> bool:
         """Return whether a step has no known damage and complete files; indexes are read once."""
-        if manifest.generation in self._damaged or is_marked(self.directory, manifest):
+        if manifest.generation in self._damaged or self._checkpoints.is_marked(manifest):
             return False
         sizes = self._files.get(manifest.generation)
         if sizes is None:
             try:
-                merged = _folder.load_merged_index(self.directory, manifest)
+                merged = self._checkpoints.load_merged_index(manifest)
             except (FormatError, FileNotFoundError):
                 return False
             sizes = {record.path: record.bytes for record in manifest.indexes}
             self._files[manifest.generation] = sizes = sizes | merged.files()
-        return _folder.has_files(self.directory, sizes)
+        return self._checkpoints.folder.has_files(sizes)
 
     def _note_damage(self, generation: str, root: str, error: MLStateError | None) -> None:
         """Do not count a step any more; also in other processes if its bytes are damaged."""
         self._damaged.add(generation)
         if isinstance(error, ChecksumError):
-            mark(self.directory, root)
+            self._checkpoints.mark(root)
 
     def delete(self, step: int, *, lock_timeout: float = 0) -> None:
         """Delete a step, and the files that no other step needs.
@@ -748,23 +718,23 @@ class CheckpointManager:
         with self._turn(None):
             self._settle()
             timeout = check_timeout(lock_timeout)
-            folder, found = self.directory, self.checkpoint(step)
-            is_remote = isinstance(folder, RemoteFolder)
-            lock = None if is_remote else WriterLock(folder, timeout=timeout)
-            with nullcontext() if lock is None else lock.holder:
-                if lock is not None:
-                    lock.acquire()
-                if _folder.read_manifest(folder).generation == found.generation:
+            files, found = self._checkpoints, self.checkpoint(step)
+            claim = None
+            if files.folder.excludes_writers:
+                claim = files.folder.claim(MANIFEST, timeout)
+            with nullcontext() if claim is None else claim.holder:
+                if claim is not None:
+                    claim.acquire()
+                if files.read_manifest().generation == found.generation:
                     raise ValueError(
                         f"step {step} is the newest checkpoint: save another one first"
                     )
-                roots = _folder.list_roots(folder)
-                roots = [root for root in roots if root.generation == found.generation]
-                _folder.delete_roots(folder, roots)
-                if is_remote:  # new objects of a running writer stay
-                    delete_generations(folder, [found._manifest])
+                roots = [root for root in files.list_roots() if root.generation == found.generation]
+                files.delete_roots(roots)
+                if claim is None:  # new files of a running writer stay
+                    files.delete_generations([found._manifest])
                 else:
-                    _folder.prune(folder)
+                    files.prune()
 
     # -- restoring
 
@@ -799,7 +769,7 @@ class CheckpointManager:
         """
         checkpoint = self.checkpoint(step)
         try:
-            path = _folder.RootPath(self.directory, checkpoint._root, checkpoint._manifest)
+            path = RootPath(self.directory, checkpoint._root, checkpoint._manifest)
             return load(path, **keywords)
         except FormatError as error:
             self._note_damage(checkpoint.generation, checkpoint._root, error)
@@ -841,14 +811,14 @@ class CheckpointManager:
         first: MLStateError | None = None
         tried: list[str] | None = None
         # a writer may have deleted all of these roots and committed newer ones
-        while (roots := agreed_roots(self.directory, group)) != tried:
+        while (roots := agreed_roots(self._checkpoints, group)) != tried:
             tried, first = roots, None
             for root in reversed(roots):
                 state, error = try_root(self.directory, root, keywords)
                 if state is not None:
                     return state
                 self._note_damage(root.split(".")[-2], root, error)
-                is_there = _folder.exists(self.directory, root)
+                is_there = self._checkpoints.folder.exists(root)
                 if error is not None and is_there:  # else a writer has deleted it
                     log("WARNING", "%s: %s cannot be restored: %s", self.directory, root, error)
                     warnings.warn(f"{root} cannot be restored: {error}", stacklevel=2)
@@ -856,13 +826,13 @@ class CheckpointManager:
         if first is not None:
             raise first
         what = "no checkpoint there"
-        if holds_no_steps(self.directory):
+        if holds_no_steps(self._checkpoints):
             what = f"{OTHER}: mlstate.load loads it"
-        raise _folder.store_error(FileNotFoundError(2, what), "cannot restore", self.directory)
+        raise store_error(FileNotFoundError(2, what), "cannot restore", self.directory)
 
 
-def find_root(folder: str, step: int) -> str:
+def find_root(files: CheckpointFiles, step: int) -> str:
     """Return the root of a step; in a folder without steps, its only root."""
-    if not _folder.list_roots(folder) and _folder.read_manifest(folder).step == step:
-        return _folder.MANIFEST
-    return CheckpointManager(folder).checkpoint(step)._root
+    if not files.list_roots() and files.read_manifest().step == step:
+        return MANIFEST
+    return CheckpointManager(files.path).checkpoint(step)._root

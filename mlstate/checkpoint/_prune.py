@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._common.arguments import check_flags, check_int
 from .._common.text import bytes_text
 from ..errors import FormatError, MLStateError
+from ._folder.names import MANIFEST, Root
+from ._folder.writer_lock import check_timeout
 from ._manager import CheckpointManager
-from ._remote.remote_folder import RemoteFolder, checkpoint_folder
-from ._store import folder as _folder
-from ._store.writer_lock import WriterLock, check_timeout
+from ._store.checkpoint_files import CheckpointFiles, open_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 
 class PruneReport(NamedTuple):
@@ -65,69 +65,28 @@ class PruneReport(NamedTuple):
         return f"{self.path}: {self._title()}"
 
 
-def _sizes(folder: str, names: Iterable[str]) -> dict[str, int]:
-    """Return the sizes of files, without those that no longer exist."""
-    sizes = {}
-    for name in sorted(names):
-        with suppress(FileNotFoundError):
-            sizes[name] = os.lstat(os.path.join(folder, name)).st_size
-    return sizes
-
-
 def _sort_out(
-    folder: str, keep: int | None
-) -> tuple[list[_folder.Root], list[int | None], list[int | None]]:
+    files: CheckpointFiles, keep: int | None
+) -> tuple[list[Root], list[int | None], list[int | None]]:
     """Return the roots to delete, their steps, and the steps that stay."""
-    manager = CheckpointManager(folder, keep=keep)
-    newest = _folder.read_manifest(folder).generation
-    old: list[_folder.Root] = []
+    manager = CheckpointManager(files.path, keep=keep)
+    newest = files.read_manifest().generation
+    old: list[Root] = []
     if keep is not None:
         old = manager._superseded(newest, manager._roots(FormatError), is_new=False)[0]
-    steps: dict[_folder.Root, int | None] = {}
-    for root in _folder.list_roots(folder):
+    steps: dict[Root, int | None] = {}
+    for root in files.list_roots():
         steps[root] = None
         with suppress(MLStateError):
-            steps[root] = _folder.read_manifest(folder, root.path).step
+            steps[root] = files.read_manifest(root.path).step
     kept = [step for root, step in steps.items() if root not in old]
     return old, [steps[root] for root in old], kept
 
 
 def _is_dead(name: str, changed: float, generations: set[str], before: float) -> bool:
-    """Return whether an unneeded object is of a deleted generation, or is old enough."""
+    """Return whether an unneeded file is of a deleted generation, or is old enough."""
     parts = os.path.basename(name).split(".")
     return changed <= before or any(part.partition("-")[0] in generations for part in parts)
-
-
-def _prune_store(folder: RemoteFolder, keep: int | None, dry_run: bool) -> PruneReport:
-    """Delete old steps, and unneeded objects that are older than ``orphan_seconds``."""
-    age = folder.orphan_seconds
-    if age is None and keep is None:
-        raise ValueError(
-            f"{folder}: objects of a killed writer look like those of a running one: pass "
-            "storage_options={'orphan_seconds': N} to delete those older than the longest save, "
-            "or keep= to delete old steps"
-        )
-    before = float("-inf") if age is None else folder.current_time(local=dry_run) - age
-    old, steps, kept = _sort_out(folder, keep)
-    found = {
-        os.path.join(part, name): info
-        for part in ("", *_folder.FOLDERS)
-        for name, info in folder.store.list_folder(part).items()
-    }
-    known = _folder.known_files(folder) - _folder.needed_files(folder, old)
-    known.update(_folder.temporary_files(folder))
-    generations = {root.generation for root in old}
-    dead = [
-        name
-        for name in sorted(known.intersection(found))
-        if _is_dead(name, found[name].changed, generations, before)
-    ]
-    if not dry_run:
-        _folder.delete_roots(folder, old)
-        _folder.remove_files(folder, dead)
-    dead += [root.path for root in old]
-    sizes = {name: found[name].nbytes for name in sorted(dead) if name in found}
-    return PruneReport(folder, dry_run, steps, kept, sizes)
 
 
 def prune(
@@ -195,21 +154,42 @@ def prune(
     check_flags(dry_run=dry_run)
     if keep is not None:
         keep = check_int("keep", keep, 1, also=" or None")
-    folder = checkpoint_folder(path, storage_options)
+    files = open_files(path, storage_options)
+    folder = files.folder
     timeout = check_timeout(lock_timeout)
-    _folder.read_manifest(folder)  # raises if there is no checkpoint: no file would be needed
-    if isinstance(folder, RemoteFolder):
-        return _prune_store(folder, keep, dry_run)
-    lock = None if dry_run else WriterLock(folder, timeout=timeout)
-    with nullcontext() if lock is None else lock.holder:
-        if lock is not None:
-            lock.acquire()
-        old, steps, kept = _sort_out(folder, keep)
-        temporary = _folder.temporary_files(folder)
-        dead = _folder.known_files(folder) - _folder.needed_files(folder, old)
-        sizes = _sizes(folder, [*dead, *temporary, *(root.path for root in old)])
-        if lock is not None:
-            _folder.delete_roots(folder, old)
-            _folder.remove_files(folder, [*temporary, *sorted(dead)])
-            lock.note(None)  # the unfinished files of a killed writer are deleted
-    return PruneReport(folder, dry_run, steps, kept, sizes)
+    files.read_manifest()  # raises without a checkpoint: no file would be needed
+    before = folder.orphan_time(local_clock=dry_run)
+    if before is None and keep is None:
+        raise ValueError(
+            f"{files.path}: objects of a killed writer look like those of a running one: pass "
+            "storage_options={'orphan_seconds': N} to delete those older than the longest save, "
+            "or keep= to delete old steps"
+        )
+    claim = None
+    if folder.excludes_writers and not dry_run:
+        claim = folder.claim(MANIFEST, timeout)
+    with nullcontext() if claim is None else claim.holder:
+        if claim is not None:
+            claim.acquire()
+        old, steps, kept = _sort_out(files, keep)
+        temporary = files.temporary_files()
+        unneeded = {*files.known_files()} - files.needed_files(old)
+        infos = folder.find_files({*unneeded, *temporary, *(root.path for root in old)})
+        generations = {root.generation for root in old}
+        oldest = float("-inf") if before is None else before
+        dead = [
+            name
+            for name in [*temporary, *sorted(unneeded)]
+            if name in infos and _is_dead(name, infos[name].changed, generations, oldest)
+        ]
+        if not dry_run:
+            files.delete_roots(old)
+            files.remove(dead)
+        if claim is not None:
+            claim.note(None)  # the unfinished files of a killed writer are deleted
+    sizes = {
+        name: infos[name].nbytes
+        for name in sorted({*dead, *(root.path for root in old)})
+        if name in infos
+    }
+    return PruneReport(files.path, dry_run, steps, kept, sizes)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from .._common.dtypes import label_of, name_of
 from .._sharding.layout import Layout, Shard, Steps
 from ..errors import CollectiveError
-from ._store.folder import SECTIONS
+from ._folder.names import SECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -9,28 +9,24 @@ from .. import _core
 from .._common.arguments import check_flags, check_int
 from .._sharding.layout import Layout, Shard, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
-from ._commit import (
-    close_folder,
-    commit_ranks,
-    delete_replaced,
-    is_committed,
-    lock_of,
-    open_folder,
-    read_pattern,
-    write_rank,
-)
+from ._commit import Commit
+from ._folder.names import SECTIONS
 from ._manager import find_root
+from ._options import DEFAULTS, PACK_BELOW
 from ._remote.options import split_url
-from ._remote.remote_folder import RemoteFolder, checkpoint_folder
-from ._save import PACK_BELOW, WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
+from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
-from ._store import folder as _folder
+from ._store.checkpoint_files import (
+    CheckpointFiles,
+    open_files,
+    refuse_existing,
+    refuse_file_name,
+)
 from ._verify import verify_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ._commit import Start
     from ._store.manifest import Manifest
 
 _KEPT = ("step", "model", "optimizer", "metadata", "states")  # of the source's manifest
@@ -69,65 +65,53 @@ def _write_all_ranks(
     progress: Callable[[int], object] | None,
 ) -> Checkpoint:
     """Save all ranks of a world, one after the other; `states` returns a rank's dicts."""
-    lock = lock_of(target)
-    start: Start | None = None
-    is_clean = False
-    with lock.holder:
+    commit = Commit(target, world_size)
+    with commit.holder:
         try:
-            start = open_folder(target, lock, states=like.states is not None)
-            written = []
+            commit.begin(states=like.states is not None)
             for rank in range(world_size):
                 gathered = GatheredShards({})
                 gathered.shards, _ = _core.shards_collect(
                     (rank, world_size), states(rank), Shard, None, ()
                 )
-                result = write_rank(target, start.generation, gathered, progress=progress)
-                written.append({**result, **read_pattern(target.folder, result)})
+                commit.write(gathered, progress)
             header = {name: getattr(like, name) for name in _KEPT}
-            header |= {"writer": WRITER, "world_size": world_size}
-            committed = commit_ranks(target, start, header, written, (), lock)
-            is_clean = True
-            warning = delete_replaced(target, committed, start.before)
+            commit.commit(header | {"writer": WRITER, "world_size": world_size})
+            commit.delete_replaced()
         except BaseException:
-            if start is not None and not is_committed(target.folder, start.generation):
-                _folder.discard(target.folder, start.generation)
-                is_clean = True
+            commit.abort()
             raise
         finally:
-            close_folder(lock, is_clean=is_clean)
-    if warning is not None:
-        target.caller.warn(warning)
-    return Checkpoint(_folder.RootPath(target.folder, manifest=committed.manifest))
+            commit.close()
+    return commit.checkpoint()
 
 
 def _folders(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | None,
-) -> tuple[str, str]:
-    """Return the folders of two paths; `storage_options` apply to the URLs."""
+) -> tuple[CheckpointFiles, CheckpointFiles]:
+    """Return the files of two paths; `storage_options` apply to the URLs."""
     is_url = [isinstance(path, str) and split_url(path) is not None for path in (source, target)]
     given = [storage_options if url or not any(is_url) else None for url in is_url]
-    found = (
-        checkpoint_folder(source, given[0], reads=True),
-        checkpoint_folder(target, given[1]),
-    )
-    is_local = not any(isinstance(folder, RemoteFolder) for folder in found)
-    if found[0] == found[1] or (is_local and os.path.exists(found[1]) and os.path.samefile(*found)):
+    files = (open_files(source, given[0], reads=True), open_files(target, given[1]))
+    if files[0].folder.is_same(files[1].folder):
         raise ValueError("the target must be another folder than the source")
-    return found
+    return files
 
 
-def _load(folder: str, merged: Any, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
+def _load(
+    files: CheckpointFiles, merged: Any, section: int, keys: list[str], cutting: Any
+) -> dict[str, Any]:
     """Return parts of verified tensors: views of mapped files, or copies of objects."""
     arrays: dict[str, Any] = {}
-    mmap = not isinstance(folder, RemoteFolder)
+    mmap = files.folder.is_local
 
     def read(local: str, some: list[str], cuts: Any) -> None:
         arrays.update(merged.load(local, section, some, cuts, not mmap, mmap, None))
 
     # objects may be replaced after the verification, so their checksums are compared again
-    _folder.read_batches(folder, merged, section, keys, cutting, not mmap, read)
+    files.folder.read_batches(merged, section, keys, cutting, not mmap, read)
     return arrays
 
 
@@ -220,21 +204,21 @@ def reshard(
     if steps and isinstance(layout, Layout) and layout.parts != world_size:
         raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
     assert steps is not None
-    source, target = _folders(source, target, storage_options)
-    content = _folder.FolderContent.of(target)
-    _folder.refuse_existing(target, overwrite)
-    _folder.refuse_file_name(target)
+    old, new = _folders(source, target, storage_options)
+    content = new.content()
+    refuse_existing(new.folder, overwrite)
+    refuse_file_name(new.folder)
     known: Manifest | None = None
     if step is None:
-        root, known = _folder.open_root(source)
+        root, known = old.open_root()
     else:
-        root = find_root(source, step)
+        root = find_root(old, step)
 
     def write(manifest: Manifest) -> Checkpoint:
-        merged = _folder.load_merged_index(source, manifest)
-        _, problems = verify_files(source, manifest, merged, None)
+        merged = old.load_merged_index(manifest)
+        _, problems = verify_files(old, manifest, merged, None)
         if problems:
-            raise problems[0].as_error(source)
+            raise problems[0].as_error(old.path)
         cut = _ShardAssigner(merged, steps)
         listed = manifest.states or {}
         trees = tuple(f"{name}/" for name, kind in listed.items() if kind["kind"] == "tree")
@@ -244,8 +228,8 @@ def reshard(
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 
             def shards(section: int, keys: list[str]) -> dict[str, Shard]:
-                arrays = _load(source, merged, section, keys, cutting)
-                return cut.shards(_folder.SECTIONS[section], arrays, rank)
+                arrays = _load(old, merged, section, keys, cutting)
+                return cut.shards(SECTIONS[section], arrays, rank)
 
             # the keys of this root, not of a newer one in the folder
             kinds = (manifest.model, manifest.optimizer, manifest.states)
@@ -254,7 +238,7 @@ def reshard(
                 for section, kind in enumerate(kinds)
             ]
             if whole and rank == 0:
-                kept = _load(source, merged, STATES, sorted(whole), (None, 0, 0))
+                kept = _load(old, merged, STATES, sorted(whole), (None, 0, 0))
                 whole_shards = {key: Shard(array) for key, array in kept.items()}
                 found[STATES] = {**(found[STATES] or {}), **whole_shards}
             return found[0], found[1], found[2]
@@ -263,12 +247,15 @@ def reshard(
         sparse = any(record.sparse_shards for record in records)
         compress = next((record.codec for record in records if record.codec), None)
         saved = check_target(
-            SaveFolder(target, replace_steps=overwrite, content=content),
-            pack_below=pack_below_bytes,
-            sparse=sparse,
-            compress=compress,
-            lock_timeout=lock_timeout,
+            SaveFolder(new.path, replace_steps=overwrite, content=content),
+            {
+                **DEFAULTS,
+                "pack_below_bytes": pack_below_bytes,
+                "sparse": sparse,
+                "compress": compress,
+                "lock_timeout": lock_timeout,
+            },
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 
-    return _folder.read_root(source, root, write, known)
+    return old.read_root(root, write, known)

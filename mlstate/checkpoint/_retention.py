@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime, timedelta
 
-    from ._store.folder import Root
+    from ._folder.names import Root
     from ._store.manifest import Manifest
 
 MODES = ("min", "max")

@@ -21,6 +21,7 @@ from .. import _core
 from .._common.arguments import check_flags, check_int
 from .._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
 from .._common.backend import backend_of, is_module, is_optimizer
+from .._common.caller import Caller, find_caller
 from .._common.json_values import check_json_values
 from .._sharding.layout import Layout, Shard, Steps, steps_of
 from .._version import __version__
@@ -30,27 +31,33 @@ from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._backend import CheckpointBackend
-from ._commit import Caller, find_caller, refuse_manager_folder, write_and_commit
-from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
+from ._commit import refuse_manager_folder, write_and_commit
+from ._folder.writer_lock import check_timeout
+from ._options import complete_options, show_options
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
 from ._states.modules import metadata_of
 from ._store import codecs as _codecs
-from ._store import folder as _folder
-from ._store.writer_lock import check_timeout
+from ._store.checkpoint_files import (
+    CheckpointFiles,
+    FolderContent,
+    open_files,
+    refuse_file_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from typing import Unpack
 
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
+    from ._options import SaveOptions
     from ._save_async import SaveHandle
     from ._store.manifest import Manifest
 
     _Dict: TypeAlias = dict[str, Any] | None
     _Dicts: TypeAlias = tuple[_Dict, _Dict, _Dict]
 
-PACK_BELOW = 262144
 WRITER = f"mlstate {__version__}"
 _NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # common mistakes
 
@@ -66,7 +73,7 @@ class SaveFolder(NamedTuple):
     # manifests of the remaining roots, by their paths in the folder.
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None
     replace_steps: bool = False  # replace all steps of a manager by this checkpoint
-    content: _folder.FolderContent | None = None  # if given, only this is replaced
+    content: FolderContent | None = None  # if given, only this is replaced
     any_suffix: bool = False  # the caller's program chooses the name
     started: Callable[[SaveHandle], object] | None = None  # called before `save_async` starts
 
@@ -77,7 +84,7 @@ class SaveFolder(NamedTuple):
 class SaveTarget(NamedTuple):
     """The checked arguments of `save` that describe where and how to save."""
 
-    folder: str  # absolute path of the checkpoint, or a `RemoteFolder`
+    files: CheckpointFiles
     group: ProcessGroup | None  # None if this process saves alone
     rank: int
     world_size: int
@@ -85,68 +92,67 @@ class SaveTarget(NamedTuple):
     how: tuple[int, bool, bool, str | None]  # options of `_core.shards_write`
     keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
     replace_steps: bool
-    content: _folder.FolderContent | None  # as of `SaveFolder`
+    content: FolderContent | None  # as of `SaveFolder`
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
     started: Callable[[SaveHandle], object] | None
     lock_timeout: float  # seconds
     caller: Caller
 
+    @property
+    def path(self) -> str:
+        """Absolute path of the folder, or its URL."""
+        return self.files.path
 
-def delete_all_roots(folder: str, newest: Manifest) -> dict[str, Manifest]:
+
+def delete_all_roots(files: CheckpointFiles, newest: Manifest) -> dict[str, Manifest]:
     """Delete all steps of a manager's folder after `newest` has replaced them."""
-    _folder.delete_roots(folder, _folder.list_roots(folder))
+    files.delete_roots(files.list_roots())
     return {}
 
 
 def check_target(
     path: str | os.PathLike[str],
-    *,
-    group: ProcessGroup | None = None,
-    layout: Layout | str | None = None,
-    pack_below: int = PACK_BELOW,
-    sparse: bool = False,
-    incremental: bool = False,
-    compress: str | None = None,
-    lock_timeout: float = 0.0,
+    options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
-    """Check the arguments that describe where and how to save."""
+    """Check the arguments that describe where and how to save; `options` has all keywords."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             "the path of a checkpoint must be a str or os.PathLike, got "
             f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
         )
     given = path if isinstance(path, SaveFolder) else SaveFolder(path)
-    folder = checkpoint_folder(given.folder, storage_options)
-    if not isinstance(folder, str):
+    files = open_files(given.folder, storage_options)
+    folder = files.folder
+    if not isinstance(files.path, str):
         raise TypeError("the path of a checkpoint must be a str")
     if not given.any_suffix:
-        _folder.refuse_file_name(folder)
+        refuse_file_name(folder)
+    sparse, incremental, compress = options["sparse"], options["incremental"], options["compress"]
     check_flags(sparse=sparse, incremental=incremental)
-    pack_below = check_int("pack_below_bytes", pack_below, 0)
+    pack_below = check_int("pack_below_bytes", options["pack_below_bytes"], 0)
     if incremental:
-        refuse_remote(folder, "incremental=True", "save whole shards")
-    if isinstance(folder, RemoteFolder):
-        _ = folder.store  # imports the engine, which checks the options
+        folder.require_local("incremental=True", "save whole shards")
+    folder.open()
     if compress is not None:
         _codecs.check(compress)
     rank, world_size = 0, 1
-    group = optional_group(group)
+    group = optional_group(options["group"])
     if group is not None:
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
-        folder,
+        files,
         None if world_size == 1 else group,
         rank,
         world_size,
-        layout,
+        options["layout"],
         (pack_below, bool(sparse), bool(incremental), compress),
         given.retain is not None,
         given.replace_steps,
         given.content,
-        partial(delete_all_roots, folder) if given.replace_steps else given.retain,
+        partial(delete_all_roots, files) if given.replace_steps else given.retain,
         given.started,
-        check_timeout(lock_timeout),
+        check_timeout(options["lock_timeout"]),
         find_caller(),
     )
 
@@ -316,9 +322,8 @@ def take_content(
     target: SaveTarget,
     model: Any,
     optimizer: Any,
-    metadata: Mapping[str, Any] | None,
     step: int | None,
-    states: Mapping[str, Any] | None = None,
+    options: SaveOptions,
     *,
     in_thread: bool = False,
 ) -> SaveContent:
@@ -328,8 +333,9 @@ def take_content(
     object store this would delay the caller. Errors are raised if this process saves alone;
     otherwise the result carries them.
     """
+    states = options["states"]
     try:
-        if in_thread and target.rank == 0 and not isinstance(target.folder, RemoteFolder):
+        if in_thread and target.rank == 0 and target.files.folder.is_local:
             _refuse_manager_folder_early(target)
         refuse_nothing(model, optimizer, states)
         named = take_states(states, model, target.world_size)
@@ -344,7 +350,7 @@ def take_content(
             "world_size": target.world_size,
             "model": kind_of(pair[0]),
             "optimizer": kind_of(pair[1]),
-            "metadata": _checked_metadata(metadata),
+            "metadata": _checked_metadata(options["metadata"]),
             "states": named.kinds or None,
         }
         if target.layout is not None:
@@ -459,23 +465,15 @@ def _copy_to_host(
 # ---- the whole save ----
 
 
+@show_options
 def save(
     path: str | os.PathLike[str],
     model: Any = None,
     optimizer: Any = None,
     *,
-    states: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
-    group: ProcessGroup | None = None,
-    layout: Layout | str | None = None,
-    pack_below_bytes: int = PACK_BELOW,
-    sparse: bool = False,
-    incremental: bool = False,
-    compress: str | None = None,
-    progress: Callable[[int], object] | None = None,
-    lock_timeout: float = 0,
     storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[SaveOptions],
 ) -> Checkpoint:
     """
     Save the state of a model, of its optimizer, and any other states.
@@ -607,16 +605,7 @@ def save(
     >>> [t.version for t in mlstate.save(path, state).tensors()]
     [2, 1]
     """
-    target = check_target(
-        path,
-        group=group,
-        layout=layout,
-        pack_below=pack_below_bytes,
-        sparse=sparse,
-        incremental=incremental,
-        compress=compress,
-        lock_timeout=lock_timeout,
-        storage_options=storage_options,
-    )
-    content = take_content(target, model, optimizer, metadata, step, states)
-    return write_and_commit(target, gather_shards(target, content), progress)
+    options = complete_options(save, options)
+    target = check_target(path, options, storage_options)
+    content = take_content(target, model, optimizer, step, options)
+    return write_and_commit(target, gather_shards(target, content), options["progress"])

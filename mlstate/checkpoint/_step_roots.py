@@ -6,14 +6,16 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
-from ._commit import gather_bytes
+from ._folder.names import MANIFEST
 from ._load import LoadedState, load
-from ._store import folder as _folder
+from ._rank_messages import gather_bytes
+from ._store.checkpoint_files import RootPath
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ..collectives import ProcessGroup
+    from ._store.checkpoint_files import CheckpointFiles
 
 OTHER = "the folder holds a checkpoint of mlstate.save, which is not a step"
 
@@ -24,18 +26,18 @@ def if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
     return nullcontext() if alone else suppress(StoreError)
 
 
-def holds_no_steps(folder: str) -> bool:
+def holds_no_steps(files: CheckpointFiles) -> bool:
     """Return whether a folder has a checkpoint, but no steps of a manager."""
-    return _folder.exists(folder, _folder.MANIFEST) and not _folder.list_roots(folder)
+    return files.folder.exists(MANIFEST) and not files.list_roots()
 
 
-def agreed_roots(folder: str, group: ProcessGroup | None) -> list[str]:
+def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str]:
     """Return the roots that rank 0 lists; ranks that list at other times may differ."""
     names: list[str] = []
     error: MLStateError | None = None
     if group is None or group.rank == 0:
         try:
-            names = [root.path for root in _folder.list_roots(folder)]
+            names = [root.path for root in files.list_roots()]
         except MLStateError as caught:
             error = caught
     text = "" if error is not None else " ".join(["roots", *names])
@@ -57,7 +59,7 @@ def try_root(
     state: LoadedState | None = None
     error: MLStateError | None = None
     try:
-        state = load(_folder.RootPath(folder, root), **keywords)
+        state = load(RootPath(folder, root), **keywords)
     except (FormatError, StoreError) as caught:
         error = caught
     except BaseException:

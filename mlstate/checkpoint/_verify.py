@@ -7,16 +7,19 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import _core
 from .._common.arguments import check_flags
 from .._common.log import log
+from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError
-from ._remote.remote_folder import RemoteFolder, refuse_remote
-from ._store import folder as _folder
-from ._store.damage_marks import mark_steps, unmark
-from ._store.weight_files import check_total, hub_hint, is_weights_root, unlisted_files
-from ._store.writer_lock import WriterLock
+from ._folder.local import LocalFolder, hub_hint
+from ._folder.names import MANIFEST, Root
+from ._store.checkpoint_files import (
+    TRIES,
+    CheckpointFiles,
+    open_root_path,
+)
+from ._store.weight_files import check_total, is_weights_root, unlisted_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -68,7 +71,7 @@ class Problem(NamedTuple):
         error: FormatError | StoreError
         if self.kind == "missing":
             reason = FileNotFoundError(errno.ENOENT, f"{where}{of}")
-            error = _folder.store_error(reason, f"{self.path}: missing", path)
+            error = store_error(reason, f"{self.path}: missing", path)
         elif self.kind in ("altered", "header"):
             error = ChecksumError(text)
         else:
@@ -155,80 +158,63 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
     return Problem(kind, path, None, None, rank, error.offset or 0, 0, str(error))
 
 
-def _raise_outage(folder: str, error: MLStateError) -> None:
-    """Raise an error of a store that does not answer: the checkpoint may be undamaged."""
-    is_missing = isinstance(error, FileNotFoundError)
-    if isinstance(folder, RemoteFolder) and isinstance(error, StoreError) and not is_missing:
-        raise error
-
-
-def _verify_object(
-    folder: RemoteFolder, name: str, progress: Callable[[int], object] | None
-) -> VerifyReport:
-    """Verify a safetensors file in a store: its header, and a local copy if it has checksums."""
-    from ._files.safetensors_verify import read_header, verify_file
-
-    report, local = VerifyReport(folder), str(folder)
-    try:
-        with folder.header_copies((name,)) as local:
-            path, has_checksums = os.path.join(local, name), False
-            with suppress(FormatError):
-                has_checksums = read_header(path).has_checksums
-            if not has_checksums:
-                report = verify_file(path)[0]
-            nbytes = os.path.getsize(path)
-        if has_checksums:
-            with folder.file_copy(name, nbytes) as local:
-                report = verify_file(os.path.join(local, name), progress)[0]
-    except MLStateError as error:
-        _raise_outage(folder, error)
-        report.problems.append(_root_problem("unreadable", name, 0, error))
-    report.problems = [
-        problem._replace(text=problem.text.replace(local, folder)) for problem in report.problems
-    ]
-    return report
-
-
 def _verify_weight_files(
-    folder: str, manifest: Manifest, progress: Callable[[int], object] | None
+    files: CheckpointFiles, manifest: Manifest, progress: Callable[[int], object] | None
 ) -> tuple[int, list[Problem]]:
     """Verify the files of a Hugging Face folder, or one file, as `verify_files` does."""
-    from ._files.safetensors_verify import verify_file
+    from ._files.safetensors_verify import read_header, verify_file
+
+    def has_checksums(path: str) -> bool:
+        with suppress(FormatError):
+            return read_header(path).has_checksums
+        return False
 
     assert manifest.weights is not None
-    reports = [
-        _verify_object(folder, name, progress)
-        if isinstance(folder, RemoteFolder)
-        else verify_file(os.path.join(folder, name), progress)[0]
-        for name in manifest.weights.files
-    ]
-    problems = [problem for report in reports for problem in report.problems]
-    return sum(report.bytes for report in reports), problems
+    count, problems = 0, list[Problem]()
+    for name in manifest.weights.files:
+        try:
+            with files.folder.file_to_verify(name, has_checksums) as path:
+                report = verify_file(path, progress)[0]
+        except StoreError as error:
+            if files.folder.is_local or files.folder.is_outage(error):
+                raise
+            problems.append(_root_problem("unreadable", name, 0, error))
+            continue
+        count += report.bytes
+        place = os.path.dirname(path)
+        problems += [
+            problem._replace(text=problem.text.replace(place, files.path))
+            for problem in report.problems
+        ]
+    return count, problems
 
 
 def verify_files(
-    folder: str, manifest: Manifest, merged: Any, progress: Callable[[int], object] | None
+    files: CheckpointFiles,
+    manifest: Manifest,
+    merged: Any,
+    progress: Callable[[int], object] | None,
 ) -> tuple[int, list[Problem]]:
     """Read and verify all files of a root; return the number of bytes, and the problems."""
     if manifest.weights is None:
-        count, problems = _folder.verify_shard_files(folder, merged, progress)
+        count, problems = files.folder.verify(merged, progress)
         return count, [Problem(*problem) for problem in problems]
-    count, found = _verify_weight_files(folder, manifest, progress)
+    count, found = _verify_weight_files(files, manifest, progress)
     try:
-        check_total(folder, manifest, merged)
+        check_total(files.folder, manifest, merged)
     except FormatError as error:
         found.append(_root_problem("index", manifest.indexes[0].path, 0, error))
     return count, found
 
 
-def _index_problems(folder: str, manifest: Manifest) -> list[Problem]:
+def _index_problems(files: CheckpointFiles, manifest: Manifest) -> list[Problem]:
     """Read each index separately, to report every damaged one."""
     if manifest.weights is not None:
-        return _verify_weight_files(folder, manifest, None)[1]
+        return _verify_weight_files(files, manifest, None)[1]
     problems = []
     for rank, record in enumerate(manifest.indexes):
         try:
-            _folder.load_merged_index(folder, manifest, [rank])
+            files.load_merged_index(manifest, [rank])
         except MLStateError as error:
             problems.append(_root_problem("index", record.path, rank, error))
     return problems
@@ -261,7 +247,7 @@ def _with_tensors(problems: list[Problem], merged: Any) -> list[Problem]:
 
 
 def _verify_once(
-    folder: str,
+    files: CheckpointFiles,
     name: str,
     report: VerifyReport,
     progress: Callable[[int], object] | None,
@@ -269,36 +255,38 @@ def _verify_once(
 ) -> Manifest | None:
     """Verify the current root; return it, or None if it cannot be read."""
     try:
-        manifest = _folder.read_manifest(folder, name)
+        manifest = files.read_manifest(name)
     except MLStateError as error:
-        _raise_outage(folder, error)
+        if files.folder.is_outage(error):
+            raise
         report.problems.append(_root_problem("manifest", name, 0, error))
         return None
     report.step = manifest.step
     try:
-        merged = _folder.load_merged_index(folder, manifest)
+        merged = files.load_merged_index(manifest)
     except MLStateError as error:
-        _raise_outage(folder, error)
-        found = _index_problems(folder, manifest)
+        if files.folder.is_outage(error):
+            raise
+        found = _index_problems(files, manifest)
         report.problems += found or [_root_problem("index", name, 0, error)]
         return manifest
     known[manifest.generation] = merged
-    count, problems = verify_files(folder, manifest, merged, progress)
+    count, problems = verify_files(files, manifest, merged, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
     report.problems += _with_tensors(problems, merged)
     return manifest
 
 
-def _is_replaced(folder: str, name: str, generation: str) -> bool:
+def _is_replaced(files: CheckpointFiles, name: str, generation: str) -> bool:
     """Return whether a root was replaced or deleted: then its files may be deleted too."""
     try:
-        return _folder.is_replaced(folder, name, generation)
+        return files.is_replaced(name, generation)
     except MLStateError:
         return True
 
 
 def verify_root(
-    folder: str,
+    files: CheckpointFiles,
     name: str,
     report: VerifyReport,
     progress: Callable[[int], object] | None,
@@ -308,32 +296,32 @@ def verify_root(
 
     If files are missing and a writer has replaced the root meanwhile, start again.
     """
-    for _ in range(_folder.TRIES):
-        found, read = VerifyReport(folder), dict[str, Any]()
-        manifest = _verify_once(folder, name, found, progress, read)
+    for _ in range(TRIES):
+        found, read = VerifyReport(files.path), dict[str, Any]()
+        manifest = _verify_once(files, name, found, progress, read)
         is_missing = any(problem.kind == "missing" for problem in found.problems)
         if manifest is None or not is_missing:
             break
-        if not _is_replaced(folder, name, manifest.generation):
+        if not _is_replaced(files, name, manifest.generation):
             break
     else:
-        text = f"it was replaced at each of {_folder.TRIES} attempts to verify it"
+        text = f"it was replaced at each of {TRIES} attempts to verify it"
         reason = OSError(errno.EBUSY, text)
-        raise _folder.store_error(reason, "cannot verify the checkpoint", folder)
+        raise store_error(reason, "cannot verify the checkpoint", files.path)
     known.update(read)
     report.step = found.step
     report.bytes += found.bytes
     report.problems += found.problems
     for problem in found.problems:
-        where = f"{folder}/{name}"
-        log("WARNING", "%s: step %s: %s", where, found.step, problem.as_error(folder))
+        where = f"{files.path}/{name}"
+        log("WARNING", "%s: step %s: %s", where, found.step, problem.as_error(files.path))
     if manifest is not None and manifest.weights is None:
         merged = read.get(manifest.generation)
-        _note_result(folder, manifest, found.problems, {} if merged is None else merged.files())
+        _note_result(files, manifest, found.problems, {} if merged is None else merged.files())
 
 
 def _note_result(
-    folder: str, manifest: Manifest, problems: list[Problem], sizes: dict[str, int]
+    files: CheckpointFiles, manifest: Manifest, problems: list[Problem], sizes: dict[str, int]
 ) -> None:
     """Mark steps with damaged files, so that no process counts them; unmark a step that loads.
 
@@ -342,9 +330,9 @@ def _note_result(
     others = [problem for problem in problems if not _is_of_header(problem, sizes)]
     damaged = {one.path for one in others if one.kind not in ("missing", "unreadable")}
     if damaged:
-        mark_steps(folder, manifest.generation, damaged)
+        files.mark_steps(manifest.generation, damaged)
     elif not others:
-        unmark(folder, manifest)
+        files.unmark(manifest)
 
 
 # ---- repair ----
@@ -364,77 +352,76 @@ def _is_of_header(problem: Problem, sizes: dict[str, int]) -> bool:
     return problem.kind in ("header", "foreign") and problem.length < sizes[problem.path]
 
 
-def _mend_headers(folder: str, paths: set[str]) -> bool:
+def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
     """Rewrite headers of shard files; return whether any was rewritten.
 
     A header needs an index that lists all tensors of the file. If several steps share a file,
     the index of the step that wrote it does.
     """
     left = set(paths)
-    roots = [root.path for root in _folder.list_roots(folder)]
-    for name in (_folder.MANIFEST, *reversed(roots)):
+    roots = [root.path for root in files.list_roots()]
+    for name in (MANIFEST, *reversed(roots)):
         if not left:
             break
         try:
-            merged = _folder.load_merged_index(folder, _folder.read_manifest(folder, name))
+            merged = files.load_merged_index(files.read_manifest(name))
         except MLStateError:
             continue
         for path in sorted(left):
             header = merged.header(path)
             if header is not None:
-                _folder.overwrite_start(folder, path, header)
-                log("WARNING", "%s: repaired: the header of %s", folder, path)
+                LocalFolder(files.path).overwrite_start(path, header)
+                log("WARNING", "%s: repaired: the header of %s", files.path, path)
                 left.remove(path)
     return left != paths
 
 
-def _try_root(folder: str, name: str) -> _Trial:
+def _try_root(files: CheckpointFiles, name: str) -> _Trial:
     """Verify a root; rewrite damaged headers of files whose tensors are good."""
     is_mended = False
     while True:
-        report = VerifyReport(folder)
+        report = VerifyReport(files.path)
         known: dict[str, Any] = {}
-        verify_root(folder, name, report, None, known)
+        verify_root(files, name, report, None, known)
         if not known:
             return _Trial(report, "", False, is_mended)
         [(generation, merged)] = known.items()
         sizes = merged.files()
         headers = {p.path for p in report.problems if _is_of_header(p, sizes)}
         others = {p.path for p in report.problems if not _is_of_header(p, sizes)}
-        if is_mended or not _mend_headers(folder, headers - others):
+        if is_mended or not _mend_headers(files, headers - others):
             return _Trial(report, generation, not others, is_mended)
         is_mended = True
 
 
-def _repair(folder: str, report: VerifyReport) -> None:
+def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
     """Rewrite damaged headers; if that is not enough, make the newest loadable root current.
 
     Newer steps that cannot be loaded are deleted; the next save or `prune` deletes their files.
     Steps that cannot be read now because of an I/O error may be good, so they stay.
     """
-    lock = WriterLock(folder)
-    with lock.holder:
-        lock.acquire()
-        now = _try_root(folder, _folder.MANIFEST)
+    claim = files.folder.claim(MANIFEST)
+    with claim.holder:
+        claim.acquire()
+        now = _try_root(files, MANIFEST)
         if now.loads:
             if now.is_mended and now.report:
                 report.repaired = now.generation
             elif now.report:  # a writer has replaced the verified checkpoint by a good one
                 report.problems, report.step = [], now.report.step
             return
-        damaged: list[_folder.Root] = []
-        for root in reversed(_folder.list_roots(folder)):
-            trial = _try_root(folder, root.path)
+        damaged: list[Root] = []
+        for root in reversed(files.list_roots()):
+            trial = _try_root(files, root.path)
             if trial.loads:
-                data = _folder.read_bytes(folder, root.path)
+                data = files.folder.read(root.path)
                 # before the manifest: while that is damaged, repair can be repeated
-                _folder.delete_roots(folder, damaged)
-                mode = _folder.new_file_mode(folder)
-                _core.file_replace(os.path.join(folder, _folder.MANIFEST), data, mode)
+                files.delete_roots(damaged)
+                claim.commit(data)
                 report.repaired = root.generation
                 report.step = trial.report.step
                 text = "%s: repaired: step %s, generation %s, replaces a damaged checkpoint"
-                log("WARNING", text, folder, report.step, root.generation)
+                log("WARNING", text, files.path, report.step, root.generation)
                 return
             if all(problem.kind != "unreadable" for problem in trial.report.problems):
                 damaged.append(root)
@@ -498,45 +485,56 @@ def verify(
     [('altered', 'w', 4096)]
     """
     check_flags(repair=repair)
-    folder, root, _ = _folder.open_path(path, storage_options)
-    root = _folder.current_root(folder, root)
+    files, root, _ = open_root_path(path, storage_options)
+    root = files.current_root(root)
     if repair:
-        refuse_remote(folder, "repair=True", "copy the checkpoint to a local folder to repair it")
-    if isinstance(folder, RemoteFolder):
-        folder = folder.without_cache()
-    report = VerifyReport(folder)
-    if isinstance(folder, RemoteFolder):
-        is_lost = not _folder.exists(folder, root)
-        if is_lost and root == _folder.MANIFEST:
-            root = _folder.weights_in_store(folder) or root
-            is_lost = root == _folder.MANIFEST
-        if is_lost and (is_weights_root(root) or not _folder.list_roots(folder)):
-            _folder.read_manifest(folder, root)  # raises the error of a missing checkpoint
-    elif not os.path.isdir(folder):
-        reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(folder)}")
-        if os.path.isfile(folder):
-            text = "it is a file, and a checkpoint is a folder; load_file compares what it reads, "
-            reason = NotADirectoryError(errno.ENOTDIR, text + "mlstate verify reads files too")
-        raise _folder.store_error(reason, "cannot verify the checkpoint", folder)
+        remedy = "copy the checkpoint to a local folder to repair it"
+        files.folder.require_local("repair=True", remedy)
+    files = CheckpointFiles(files.folder.without_cache())
+    report = VerifyReport(files.path)
+    root = _existing_root(files, root)
     known: dict[str, Any] = {}
     if is_weights_root(root) and repair:
         raise ValueError(
-            f"{folder} is a Hugging Face folder: it has no older step to return to; download or "
-            "export the damaged files again"
+            f"{files.path} is a Hugging Face folder: it has no older step to return to; download "
+            "or export the damaged files again"
         )
-    verify_root(folder, root, report, progress, known)
+    verify_root(files, root, report, progress, known)
     if is_weights_root(root):
         with suppress(MLStateError):  # the problems give the reason
-            weights = _folder.read_manifest(folder, root).weights
-            report.strange = [] if weights is None else unlisted_files(folder, weights)
+            weights = files.read_manifest(root).weights
+            report.strange = [] if weights is None else unlisted_files(files.folder, weights)
         return report
     with suppress(MLStateError):  # needed files are unknown; the problems give the reason
-        report.leftover = _folder.prune(folder, dry_run=True, merged_indexes=known)
+        report.leftover = files.prune(dry_run=True, merged_indexes=known)
     try:
-        report.strange = _folder.foreign_files(folder)
+        report.strange = files.foreign_files()
     except StoreError:  # one of its folders is not a folder; the problems report it
         if not report.problems:
             raise
     if repair and report.problems:
-        _repair(folder, report)
+        _repair(files, report)
     return report
+
+
+def _existing_root(files: CheckpointFiles, root: str) -> str:
+    """Return the root to verify; raise StoreError if there is nothing that a root describes."""
+    folder = files.folder
+    if folder.is_local:
+        if not folder.has_checkpoint():
+            reason: OSError = FileNotFoundError(
+                errno.ENOENT, f"no such folder{hub_hint(files.path)}"
+            )
+            if os.path.isfile(files.path):
+                text = "it is a file, and a checkpoint is a folder; load_file compares what it "
+                text += "reads, mlstate verify reads files too"
+                reason = NotADirectoryError(errno.ENOTDIR, text)
+            raise store_error(reason, "cannot verify the checkpoint", files.path)
+        return root
+    is_lost = not folder.exists(root)
+    if is_lost and root == MANIFEST:
+        root = folder.find_weights() or root
+        is_lost = root == MANIFEST
+    if is_lost and (is_weights_root(root) or not files.list_roots()):
+        files.read_manifest(root)  # raises the error of a missing checkpoint
+    return root

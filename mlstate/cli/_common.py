@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.local_path import local_path
 from .._common.regular_file import open_regular
+from .._common.store_error import store_error
 from .._common.text import table_text
 from ..checkpoint import inspect
 from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
+from ..checkpoint._folder.local import LocalFolder, hub_hint
+from ..checkpoint._folder.names import FOLDERS, MANIFEST, ROOTS
 from ..checkpoint._load import LoadedState, load
 from ..checkpoint._manager import find_root
 from ..checkpoint._remote.options import split_url
-from ..checkpoint._remote.remote_folder import checkpoint_folder
-from ..checkpoint._store import folder as _folder
-from ..checkpoint._store.weight_files import ROOTS, hub_hint, is_weights_root
+from ..checkpoint._store.checkpoint_files import CheckpointFiles, RootPath, open_files
+from ..checkpoint._store.weight_files import is_weights_root
 from ..errors import MLStateError
 
 if TYPE_CHECKING:
@@ -72,11 +74,11 @@ class Folder(NamedTuple):
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint and read its indexes."""
-        return inspect(_folder.RootPath(self.path, self.root))
+        return inspect(RootPath(self.path, self.root))
 
     def load(self, **keywords: Any) -> LoadedState:
         """Load the checkpoint."""
-        return load(_folder.RootPath(self.path, self.root), **keywords)
+        return load(RootPath(self.path, self.root), **keywords)
 
 
 def kind_of(root: str) -> str:
@@ -98,15 +100,15 @@ def stat_path(path: str) -> None:
 def find(path: str, step: int | None) -> Folder | None:
     """Return the checkpoint for a path and step; None if `path` is a plain file."""
     if split_url(path) is not None:
-        store = checkpoint_folder(path, reads=True)
-        root = _folder.MANIFEST
+        store = open_files(path, reads=True)
+        root = MANIFEST
         with suppress(MLStateError):  # reading the checkpoint reports the reason
-            root = _folder.open_root(store)[0]
+            root = store.open_root()[0]
         if step is None:
-            return Folder(store, root)
-        if root != _folder.MANIFEST:
+            return Folder(store.path, root)
+        if root != MANIFEST:
             raise ValueError(f"{path} holds weights of another program: it has no steps")
-        return Folder(store, find_root(store, step))
+        return Folder(store.path, find_root(store, step))
     place = Path(local_path(path))
     if not place.is_dir():
         stat_path(path)
@@ -114,16 +116,17 @@ def find(path: str, step: int | None) -> Folder | None:
             raise ValueError(f"{path} is one file: it has no steps; leave the step out")
         return None
     folder = str(place.absolute())
-    root = _folder.current_root(folder)
-    if root != _folder.MANIFEST:
+    files = CheckpointFiles(LocalFolder(folder))
+    root = files.current_root()
+    if root != MANIFEST:
         if step is not None:
             raise ValueError(f"{path} is a Hugging Face folder: it has no steps")
         return Folder(folder, root)
-    if not any((place / name).exists() for name in (_folder.MANIFEST, *_folder.FOLDERS)):
+    if not any((place / name).exists() for name in (MANIFEST, *FOLDERS)):
         hint = _reader_hint(place)
         text = "no checkpoint of mlstate in this folder" + (f"; {hint}" if hint else "")
-        raise _folder.store_error(FileNotFoundError(2, text), "cannot read", path)
-    return Folder(folder, _folder.MANIFEST if step is None else find_root(folder, step))
+        raise store_error(FileNotFoundError(2, text), "cannot read", path)
+    return Folder(folder, MANIFEST if step is None else find_root(files, step))
 
 
 # ---- files and folders of other programs ----

@@ -22,7 +22,7 @@ from ..checkpoint._files.convert import (
     write_any,
 )
 from ..checkpoint._huggingface.export import export, take_export
-from ..checkpoint._remote.remote_folder import RemoteFolder
+from ..checkpoint._store.checkpoint_files import open_folder
 from ._common import FORCE_HELP, add_command, find, stat_path
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ def _export(
     where = find(arguments.source, arguments.step) if read in ("mlstate", "huggingface") else None
     if where is None:
         model = _read(arguments.source, read, arguments.step)[0]
-    elif isinstance(where.path, RemoteFolder):
-        model = where.load().model
-    else:
+    elif open_folder(where.path, reads=True).is_local:
         model = where.load(mmap=True, verify="first").model
+    else:
+        model = where.load().model
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
     files_from = options.pop("files_from", None)
@@ -112,7 +112,7 @@ def _is_same(source: Place, target: Place) -> bool:
 def _absolute(place: Place) -> str:
     if isinstance(place, Path):
         return str(place.absolute())
-    return f"{place}/{place.file}" if place.file else str(place)
+    return f"{place}/{place.folder.file}" if place.folder.file else str(place)
 
 
 def run_convert(arguments: argparse.Namespace) -> int:

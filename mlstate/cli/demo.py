@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from .._common.local_path import local_path
-from ..checkpoint._store.folder import refuse_existing
+from ..checkpoint._folder.local import LocalFolder
+from ..checkpoint._store.checkpoint_files import refuse_existing
 
 __all__ = ["add"]
 
@@ -28,7 +30,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 def run_demo(arguments: argparse.Namespace) -> int:
     """Run the demo; return 1 if a check failed or damage was not repaired."""
     if arguments.picture:
-        refuse_existing(local_path(arguments.picture), arguments.force)
+        refuse_existing(LocalFolder(os.fsdecode(local_path(arguments.picture))), arguments.force)
     from ..demo.story import run
 
     report = run(arguments.picture or None)

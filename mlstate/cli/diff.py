@@ -12,8 +12,8 @@ from .._common.local_path import local_folder
 from .._common.text import printable
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._files.convert import read_file
-from ..checkpoint._remote.remote_folder import RemoteFolder
-from ..checkpoint._store import folder as _folder
+from ..checkpoint._folder.names import SECTIONS
+from ..checkpoint._store.checkpoint_files import TRIES, open_files
 from ..state import diff
 from ..state._diff import StateDiff, table_of
 from ._common import PATH_HELP, add_command, check_is_safetensors, find, print_table, progress_of
@@ -50,19 +50,20 @@ class _CheckpointSide:
 
     def __init__(self, where: Folder) -> None:
         self.path, self._root = where
-        manifest, self._merged_index = _folder.read_root(
-            *where, lambda manifest: (manifest, _folder.load_merged_index(where.path, manifest))
+        self._files = files = open_files(where.path, reads=True)
+        manifest, self._merged_index = files.read_root(
+            where.root, lambda manifest: (manifest, files.load_merged_index(manifest))
         )
         self.step, self._generation = manifest.step, manifest.generation
         self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
-        self._mmap = not isinstance(self.path, RemoteFolder)
+        self._mmap = files.folder.is_local
         for record in map(TensorRecord._make, self._merged_index.tensors()):
             in_memory = record.shards > 1 or record.sparse_shards or record.codec or not self._mmap
             self._sizes[record.section, record.key] = record.nbytes, record.nbytes * bool(in_memory)
 
     def is_replaced(self) -> bool:
         """Return whether a writer has replaced the checkpoint since it was opened."""
-        return _folder.is_replaced(self.path, self._root, self._generation)
+        return self._files.is_replaced(self._root, self._generation)
 
     def keys(self, section: int) -> list[str]:
         """Return the names of the tensors of the model (0), the optimizer (1) or the states (2)."""
@@ -70,11 +71,11 @@ class _CheckpointSide:
 
     def size(self, section: int, key: str) -> tuple[int, int]:
         """Return the bytes of a tensor and the memory it takes; (0, 0) if it does not exist."""
-        return self._sizes.get((_folder.SECTIONS[section], key), (0, 0))
+        return self._sizes.get((SECTIONS[section], key), (0, 0))
 
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`."""
-        have = [key for key in keys if (_folder.SECTIONS[section], key) in self._sizes]
+        have = [key for key in keys if (SECTIONS[section], key) in self._sizes]
         arrays: dict[str, NDArray] = {}
 
         def read(folder: str, some: list[str], cuts: Any) -> None:
@@ -82,7 +83,8 @@ class _CheckpointSide:
             arrays.update(merged.load(folder, section, some, cuts, verify, self._mmap, None))
 
         verify, whole = not self._mmap, (None, 0, 0)  # mapped arrays are not verified
-        _folder.read_batches(self.path, self._merged_index, section, have, whole, verify, read)
+        folder = self._files.folder
+        folder.read_batches(self._merged_index, section, have, whole, verify, read)
         return arrays
 
 
@@ -195,7 +197,7 @@ def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDif
     """Open and compare both sides; start again if a writer replaces one meanwhile."""
     first = arguments.first, arguments.first_step
     second = arguments.second, arguments.second_step
-    for _ in range(_folder.TRIES - 1):
+    for _ in range(TRIES - 1):
         sides: list[Any] = [_side(*first), _side(*second)]
         try:
             return sides, _compare_all(sides)

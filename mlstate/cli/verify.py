@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._common.local_path import local_path
 from .._common.text import bytes_text, count_text, printable, shorten
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
-from ..checkpoint._store import folder as _folder
+from ..checkpoint._folder.names import MANIFEST
+from ..checkpoint._store.checkpoint_files import CheckpointFiles, RootPath, open_files
 from ..checkpoint._verify import VerifyReport, verify, verify_root
 from ..errors import MLStateError
 from ._common import (
@@ -59,52 +60,53 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 # ---- verification ----
 
 
-def _size(folder: str, roots: list[str]) -> int:
+def _size(files: CheckpointFiles, roots: list[str]) -> int:
     """Return the number of bytes to read."""
     total = 0
     for root in roots:
         with suppress(MLStateError):  # unreadable roots and indexes are not counted
-            merged = _folder.load_merged_index(folder, _folder.read_manifest(folder, root))
+            merged = files.load_merged_index(files.read_manifest(root))
             total += sum(merged.files().values())
     return total
 
 
-def _roots(folder: str) -> list[str]:
+def _roots(files: CheckpointFiles) -> list[str]:
     """Return all roots, oldest first, and the manifest if it is damaged or not among them."""
-    roots = _folder.list_roots(folder)
+    roots = files.list_roots()
     names = [root.path for root in roots]
     try:
-        newest = _folder.read_manifest(folder).generation
+        newest = files.read_manifest().generation
         there = any(root.generation == newest for root in roots)
     except MLStateError:
         there = False
-    return names if there else [*names, _folder.MANIFEST]
+    return names if there else [*names, MANIFEST]
 
 
-def _verify_all(folder: str) -> tuple[list[_Verified], VerifyReport]:
+def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
     """Return the report on every step, and one on unneeded and foreign files."""
-    rest = VerifyReport(folder)
+    rest = VerifyReport(files.path)
     found = []
-    names = _roots(folder)
-    with progress_of("verify", lambda: _size(folder, names)) as progress:
+    names = _roots(files)
+    with progress_of("verify", lambda: _size(files, names)) as progress:
         while names:
             name = names.pop(0)
-            report = VerifyReport(folder)
-            verify_root(folder, name, report, progress, {})
-            if name == _folder.MANIFEST or _folder.exists(folder, name):
+            report = VerifyReport(files.path)
+            verify_root(files, name, report, progress, {})
+            if name == MANIFEST or files.folder.exists(name):
                 found.append(_Verified(name, report))
             elif not names and not found:  # a writer has deleted all steps for newer ones
-                names = [_folder.MANIFEST]
+                names = [MANIFEST]
     found.sort(key=lambda one: (one.report.step is None, one.report.step or 0))
     with suppress(MLStateError):  # needed files are unknown; the problems give the reason
-        rest.leftover = _folder.prune(folder, dry_run=True)
-    rest.strange = _folder.foreign_files(folder)
+        rest.leftover = files.prune(dry_run=True)
+    rest.strange = files.foreign_files()
     return found, rest
 
 
 def _verify_one(where: Folder, repair: bool) -> tuple[list[_Verified], VerifyReport]:
-    with progress_of("verify", lambda: _size(where.path, [where.root])) as progress:
-        report = verify(_folder.RootPath(where.path, where.root), repair=repair, progress=progress)
+    files = open_files(where.path, reads=True)
+    with progress_of("verify", lambda: _size(files, [where.root])) as progress:
+        report = verify(RootPath(where.path, where.root), repair=repair, progress=progress)
     return [_Verified(where.root, report)], report
 
 
@@ -232,7 +234,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         checksums = _has_checksums(where)
         found, rest = _verify_one(where, arguments.repair)
     elif arguments.all_steps:
-        found, rest = _verify_all(where.path)
+        found, rest = _verify_all(open_files(where.path, reads=True))
     else:
         found, rest = _verify_one(where, arguments.repair)
     good = all(verified.report for verified in found) or rest.repaired is not None

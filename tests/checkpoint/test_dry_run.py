@@ -7,7 +7,7 @@ from rank_threads import run_ranks
 
 import mlstate
 from mlstate.checkpoint import Layout, Shard, inspect, plan_load, plan_save
-from mlstate.checkpoint._store import folder as _folder
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles, open_files
 from mlstate.errors import TensorNotFoundError
 
 WORLDS = (64, 256, 1024, 4096)
@@ -39,11 +39,11 @@ def six(tmp_path_factory):
 def read(monkeypatch):
     """Paths of the indexes that are read."""
     paths = []
-    load_index = _folder.load_index
+    load_index = CheckpointFiles.load_index
     monkeypatch.setattr(
-        _folder,
+        CheckpointFiles,
         "load_index",
-        lambda folder, record: (paths.append(record.path), load_index(folder, record))[1],
+        lambda files, record: (paths.append(record.path), load_index(files, record))[1],
     )
     return paths
 
@@ -60,7 +60,7 @@ def test_planned_save_matches_the_save(six):
         assert named == {
             path: size for path, size in sizes.items() if path.endswith(f"-{rank}.safetensors")
         }
-        record = _folder.read_manifest(six).indexes[rank]
+        record = open_files(six).read_manifest().indexes[rank]
         assert (plan.shards, plan.data_bytes, plan.index_bytes) == (
             record.shards,
             record.data_bytes,

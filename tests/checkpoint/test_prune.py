@@ -9,8 +9,8 @@ from checkpoint_model import files_of
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune
-from mlstate.checkpoint._store import folder as checkpoint_files
-from mlstate.checkpoint._store.writer_lock import WriterLock
+from mlstate.checkpoint._folder.writer_lock import WriterLock
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 
 GENERATION = "0123456789abcdef"
 
@@ -71,13 +71,13 @@ def test_dry_run_reports_without_deleting(manager):
 
 def test_each_index_is_read_once(manager, monkeypatch):
     read = []
-    load = checkpoint_files.load_merged_index
+    load = CheckpointFiles.load_merged_index
 
-    def count_and_load(folder, manifest):
+    def count_and_load(files, manifest):
         read.append(manifest.generation)
-        return load(folder, manifest)
+        return load(files, manifest)
 
-    monkeypatch.setattr(checkpoint_files, "load_merged_index", count_and_load)
+    monkeypatch.setattr(CheckpointFiles, "load_merged_index", count_and_load)
     prune(manager.directory)
     assert len(read) == len(set(read)) == 5
 

@@ -11,7 +11,7 @@ from checkpoint_model import flip, same
 import mlstate
 from mlstate import _core
 from mlstate.checkpoint import CheckpointManager, Layout, Shard
-from mlstate.checkpoint._store import folder as _folder
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles, open_files
 from mlstate.cli import main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
@@ -74,8 +74,8 @@ STATES = {
 def test_rebuilt_headers_equal_written_headers(tmp_path, name, options):
     states = STATES[name], {f"{key}.m": value for key, value in STATES[name].items()}
     saved = mlstate.save(tmp_path, *states, **options)
-    manifest = _folder.read_manifest(str(tmp_path))
-    merged = _folder.load_merged_index(str(tmp_path), manifest)
+    manifest = open_files(tmp_path).read_manifest()
+    merged = open_files(tmp_path).load_merged_index(manifest)
     assert saved.files()
     for path in saved.files():
         data = (tmp_path / path).read_bytes()
@@ -170,7 +170,7 @@ def test_a_repair_that_was_stopped_is_finished_by_the_next(manager, monkeypatch,
         manager.save(step, state(step))
     [large] = {*files_of(manager, 3)} - {*files_of(manager, 2)}
     flip(large, 5000)
-    module = {"delete_roots": _folder, "file_replace": _core}[which]
+    module = {"delete_roots": CheckpointFiles, "file_replace": _core}[which]
     real = getattr(module, which)
 
     def stopped(*arguments):

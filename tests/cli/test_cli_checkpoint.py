@@ -14,7 +14,7 @@ from checkpoint_model import flip
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager
-from mlstate.checkpoint._store.writer_lock import WriterLock
+from mlstate.checkpoint._folder.writer_lock import WriterLock
 from mlstate.cli import diff as checkpoint_diff
 from mlstate.cli import main
 

@@ -301,20 +301,17 @@ def test_of_two_exports_one_wins(tmp_path):
 
 def before_lock(monkeypatch, action):
     """Run an action once, when a save is about to take the lock."""
-    from mlstate.checkpoint import _commit
+    from mlstate.checkpoint._commit import Commit
 
-    lock_of, done = _commit.lock_of, []
+    begin, done = Commit.begin, []
 
-    def act(target):
+    def act(commit, **keywords):
         if not done:
             done.append(True)
             action()
-        return lock_of(target)
+        begin(commit, **keywords)
 
-    monkeypatch.setattr(_commit, "lock_of", act)
-    from mlstate.checkpoint import _reshard
-
-    monkeypatch.setattr(_reshard, "lock_of", act)
+    monkeypatch.setattr(Commit, "begin", act)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -9,8 +9,8 @@ import pytest
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 # fmt: off
 C_LIBRARY = {
-    "assert", "errno", "float", "inttypes", "limits", "math", "stdarg", "stdatomic", "stdbool",
-    "stddef", "stdint", "stdio", "stdlib", "string", "time",
+    "assert", "errno", "fenv", "float", "inttypes", "limits", "math", "stdarg", "stdatomic",
+    "stdbool", "stddef", "stdint", "stdio", "stdlib", "string", "time",
 }
 POSIX = {
     "dirent", "fcntl", "pthread", "sched", "signal", "sys/auxv", "sys/file", "sys/mman",
@@ -23,7 +23,7 @@ INTRINSICS = {"arm_acle", "arm_neon", "cpuid", "immintrin", "nmmintrin", "wmmint
 
 # Each folder includes or imports only itself and folders of the lines above its own.
 CORE_ORDER = (
-    ("base",),
+    ("base", "simd"),
     ("runtime", "array", "activation"),
     ("crc32c", "sharding", "planning"),
     ("array/copy",),
@@ -47,6 +47,7 @@ PACKAGE_ORDER = (
     ("threads", "_sharding", "state", "kv", "activation", "collectives", "_info"),
     ("coreai", "coreml", "fsdp", "_safetensors"),
     ("checkpoint/_remote",),
+    ("checkpoint/_folder",),
     ("checkpoint/_store",),
     ("distributed",),
     ("checkpoint",),

@@ -18,7 +18,8 @@ from rank_threads import run_ranks
 import mlstate
 from mlstate import checkpoint
 from mlstate.checkpoint import CheckpointManager
-from mlstate.checkpoint._remote import remote_folder
+from mlstate.checkpoint._folder import object as object_folder
+from mlstate.checkpoint._store.checkpoint_files import open_folder
 from mlstate.cli import main
 from mlstate.errors import (
     ChecksumError,
@@ -95,7 +96,7 @@ def test_a_load_in_many_batches_and_parts_equals_the_state(url, store, monkeypat
     state["large"] = np.random.default_rng(9).normal(size=(900_000,))
     options = store.options(part_bytes=5 << 20, max_concurrency=3)
     mlstate.save(url, state, storage_options=options)
-    monkeypatch.setattr(remote_folder, "_BATCH", 1 << 20)
+    monkeypatch.setattr(object_folder, "_BATCH", 1 << 20)
     loaded = mlstate.load(url, storage_options=options)
     assert same(loaded.model, state)
     assert len(loaded.model) == len(state)
@@ -165,7 +166,7 @@ def test_a_full_temporary_folder_names_the_option(url, options, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(remote_folder.os, "pwrite", fail)
+    monkeypatch.setattr(object_folder.os, "pwrite", fail)
     with pytest.raises(StoreError, match="No space left") as caught:
         mlstate.load(url, storage_options=options)
     assert "scratch_folder" in caught.value.__notes__[0]
@@ -239,7 +240,7 @@ def test_a_manager_reads_each_root_once(url, store, options):
     assert count(lambda: other.save(5, {"w": np.ones(3)})) == 1
     manager.delete(2)
     assert other.steps() == [0, 1, 3, 4, 5]
-    [root] = [path for path in other.directory._roots if path.startswith("roots/00000005")]
+    [root] = [path for path in other.directory.folder._roots if path.startswith("roots/00000005")]
     store.put(f"{url}/{root}", b"damaged")
     assert not other.checkpoint(4).verify()
 
@@ -552,7 +553,7 @@ def test_a_cancelled_save_leaves_the_old_checkpoint(url, store, options):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_gets_an_error_instead_of_a_hang(url, options):
-    folder = remote_folder.RemoteFolder(url, options)
+    folder = open_folder(url, options).path
     mlstate.save(folder, {"w": np.ones(3)})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads

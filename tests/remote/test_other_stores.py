@@ -12,7 +12,7 @@ import mlstate
 from mlstate import checkpoint
 from mlstate.checkpoint import CheckpointManager
 from mlstate.checkpoint._remote.engine_errors import engine_reason
-from mlstate.checkpoint._remote.remote_folder import RemoteFolder
+from mlstate.checkpoint._store.checkpoint_files import open_folder
 from mlstate.errors import StoreError, StoreNotFoundError, StorePermissionError
 
 pytest.importorskip("obstore", reason="needs obstore: mlstate[remote]")
@@ -77,12 +77,12 @@ def test_a_manager_keeps_and_prunes_steps(server, url):
 
 
 def test_of_two_racing_writers_one_wins(server, url):
-    folders = [RemoteFolder(url, server.options()) for _ in range(2)]
+    folders = [open_folder(url, server.options()) for _ in range(2)]
     for race in range(3):  # the first one creates the manifest
         claims = [folder.claim("manifest.json").acquire() for folder in folders]
 
         def write(rank, claims=claims):
-            claims[rank].commit(b'{"sequence": "%d"}' % rank, 0)
+            claims[rank].commit(b'{"sequence": "%d"}' % rank)
 
         results = thread_outcomes(write, 2, seconds=30)
         [winner] = [rank for rank in range(2) if results[rank] is None]
@@ -128,7 +128,7 @@ def test_an_endpoint_that_ignores_conditions_is_refused(server, url, monkeypatch
 
 
 def test_missing_objects_may_be_deleted(server, url):
-    store = RemoteFolder(url, server.options()).store
+    store = open_folder(url, server.options()).store
     for name in ("a", "c"):
         store.put(name, b"x")
     store.delete(["a", "b", "c"])
@@ -138,7 +138,7 @@ def test_missing_objects_may_be_deleted(server, url):
 
 def test_refused_deletions_raise_at_once(server, url, monkeypatch):
     monkeypatch.setattr(server, "refuses_deletions", True)
-    store = RemoteFolder(url, server.options()).store
+    store = open_folder(url, server.options()).store
     for name in ("a", "b"):
         store.put(name, b"x")
     for names in (["a"], ["a", "b"]):
@@ -153,7 +153,7 @@ def test_refused_credentials_raise_without_secrets(server, url):
     for call in (
         lambda: mlstate.load(url, storage_options=options),
         lambda: mlstate.save(url, {"w": np.ones(3)}, storage_options=options),
-        lambda: RemoteFolder(url, options).store.delete(["manifest.json", "index"]),
+        lambda: open_folder(url, options).store.delete(["manifest.json", "index"]),
     ):
         with pytest.raises(StorePermissionError, match=r"access denied.*HTTP 403") as caught:
             call()
@@ -181,7 +181,7 @@ def test_missing_buckets_and_checkpoints_are_named(server, url):
         mlstate.load(url, storage_options=options)
     with pytest.raises(StoreNotFoundError, match="bucket does not exist"):
         mlstate.load(url.replace("bucket", "other"), storage_options=options)
-    store = RemoteFolder(url, options).store
+    store = open_folder(url, options).store
     store.put("a", b"xyz")
     assert store.get_range("a", 3, 5) == (b"", None)
     assert bytes(store.get_range("a", 1, 5)[0]) == b"yz"

@@ -18,7 +18,7 @@ from thread_team import meanwhile, thread_outcomes
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune, reshard
-from mlstate.checkpoint._remote.remote_folder import RemoteFolder
+from mlstate.checkpoint._store.checkpoint_files import open_folder
 from mlstate.errors import FormatError, StoreError
 
 pytestmark = pytest.mark.filterwarnings("ignore:keep=2 deletes steps")
@@ -261,7 +261,7 @@ def test_an_interrupted_save_is_continued_by_the_next_one(url, store):
 
 
 def test_an_object_that_cannot_be_copied_is_uploaded(url, store):
-    folder = RemoteFolder(url, store.options())
+    folder = open_folder(url, store.options())
     assert not folder.store.copy("params/missing", "params/new", 5)
     store.put(f"{url}/params/old", b"12345")
     assert not folder.store.copy("params/old", "params/new", 6)
@@ -317,7 +317,7 @@ def test_readers_never_see_a_mixture(url, store):
 
 def test_of_racing_writers_none_overwrites_another(url, store):
     """Each save that returns follows another: the sequence counts the successful saves."""
-    folders = [RemoteFolder(url, store.options(timeout=60.0)) for _ in range(WRITERS)]
+    folders = [open_folder(url, store.options(timeout=60.0)).path for _ in range(WRITERS)]
     mlstate.save(folders[0], state_of(0))
     won = 1
     conflicts = 0

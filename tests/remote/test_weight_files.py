@@ -78,7 +78,7 @@ def test_a_file_is_inspected_planned_and_verified(file, options):
     assert same(listing.load().model, MODEL)
     assert same(mlstate.load(listing.path, storage_options=options).model, MODEL)
     text = pickle.dumps(listing)
-    assert b"of-tests" not in text and pickle.loads(text).path.file == "model-a.safetensors"
+    assert b"of-tests" not in text and pickle.loads(text).path.folder.file == "model-a.safetensors"
     report = mlstate.verify(url, storage_options=options)
     assert report and not report.strange and report.bytes == listing.nbytes
     plan = checkpoint.plan_load(url, names="head", storage_options=options)

@@ -14,7 +14,7 @@ import numpy as np
 
 from mlstate import _core
 from mlstate.checkpoint import Layout, LoadPlan, Shard, plan_load, plan_save
-from mlstate.checkpoint._store import folder as _folder
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles, open_files, patterns_of
 from mlstate.checkpoint._store.index_patterns import with_patterns
 from mlstate.checkpoint._store.manifest import IndexRecord, Manifest, build
 
@@ -113,7 +113,7 @@ class Moe:
         """A rank's report to the first rank, and the text of its index."""
         plan = self.plan(rank)
         merged = _core.MergedIndex((plan.index_text,), ("index",))
-        [pattern] = _folder.patterns_of(merged)
+        [pattern] = patterns_of(merged)
         path = f"index/{GENERATION}.{rank}.json"
         crc = f"{_core.crc32c(plan.index_text):08x}"
         record = IndexRecord(path, len(plan.index_text), crc, plan.shards, plan.data_bytes)
@@ -147,7 +147,7 @@ class Simulated:
             metadata={},
             indexes=tuple(record for record, _ in told),
         )
-        manifest, _ = with_patterns(str(folder), manifest, [pattern for _, pattern in told])
+        manifest, _ = with_patterns(open_files(folder), manifest, [pattern for _, pattern in told])
         self.patterns = len(manifest.patterns)
         self.manifest_bytes = (self.folder / "manifest.json").write_bytes(build(manifest))
         self.index_bytes = sum(record.bytes for record in manifest.indexes)
@@ -184,23 +184,23 @@ class Simulated:
         """A checkpoint with the indexes that `loads`, pairs of a `Moe` and a rank, need."""
         bare = cls(Path(folder) / "bare", moe, [])
         planned = {}
-        load_merged_index = _folder.load_merged_index
+        load_merged_index = CheckpointFiles.load_merged_index
 
-        def listen(path, manifest, ranks, texts):
+        def listen(files, manifest, ranks, texts):
             for rank in set(ranks) - set(planned):
                 planned[rank], _, text = moe.told(rank)
                 (bare.folder / planned[rank].path).write_bytes(text)
             records = list(manifest.indexes)
             for rank, record in planned.items():
                 records[rank] = record
-            return load_merged_index(path, manifest._replace(indexes=tuple(records)), ranks, texts)
+            return load_merged_index(files, manifest._replace(indexes=tuple(records)), ranks, texts)
 
-        _folder.load_merged_index = listen
+        CheckpointFiles.load_merged_index = listen
         try:
             for other, rank in loads:
                 bare.plan_load(other, rank)
         finally:
-            _folder.load_merged_index = load_merged_index
+            CheckpointFiles.load_merged_index = load_merged_index
         return cls(Path(folder) / "simulated", moe, planned)
 
     def __str__(self):

@@ -42,10 +42,17 @@ from ...errors import CompatibilityError, FormatError, MLStateError, StoreError,
 from ...state._kind import KEY, describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
+from .._folder.local import LocalFolder
+from .._folder.names import INDEX
+from .._folder.object import StoreURL
 from .._remote.options import split_url
-from .._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
-from .._store.folder import FolderContent, refuse_existing, refuse_file_name
-from .._store.weight_files import INDEX, weights_root
+from .._store.checkpoint_files import (
+    CheckpointFiles,
+    FolderContent,
+    open_folder,
+    refuse_existing,
+    refuse_file_name,
+)
 from .backend import FileBackend
 from .lightning import (
     SUFFIX,
@@ -64,7 +71,9 @@ if TYPE_CHECKING:
     from .._save import SaveFolder
 
     Parts: TypeAlias = tuple[StateDict | None, OptimizerStateDict | None, dict[str, Any]]
-    Place: TypeAlias = Path | RemoteFolder
+    from .._folder.protocol import Folder
+
+    Place: TypeAlias = Path | StoreURL
 
 # Metadata entry that describes the parts of a flat file; it is not part of the user's metadata.
 PARTS = "mlstate_parts"
@@ -108,13 +117,17 @@ def place_of(
     *,
     reads: bool = False,
 ) -> Place:
-    """Return a local path, or the folder in an object store for a URL; see `checkpoint_folder`."""
+    """Return a local path, or the URL of a folder in an object store; see `open_folder`."""
     is_url = isinstance(path, str) and split_url(path) is not None
     if is_url or storage_options is not None:
-        folder = checkpoint_folder(path, storage_options, reads=reads)
-        assert isinstance(folder, RemoteFolder)  # options of a local path are refused
-        return folder
+        url = open_folder(path, storage_options, reads=reads).path
+        assert isinstance(url, StoreURL)  # options of a local path are refused
+        return url
     return Path(local_path(path))
+
+
+def _folder_of(place: Place) -> Folder:
+    return LocalFolder(str(place)) if isinstance(place, Path) else place.folder
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
@@ -124,16 +137,16 @@ def format_of(path: str | os.PathLike[str]) -> str:
     format. The index file of a Hugging Face folder at a URL is the folder.
     """
     place = place_of(path, reads=True)
-    if isinstance(place, RemoteFolder):
-        if place.file:
-            return "huggingface" if place.file == INDEX else "safetensors"
+    if not isinstance(place, Path):
+        if place.folder.file:
+            return "huggingface" if place.folder.file == INDEX else "safetensors"
         return SUFFIXES.get(os.path.splitext(place)[1].lower(), "mlstate")
     if place.is_dir():
         if (place / ".metadata").exists():
             return "dcp"
         if (place / "manifest.json").exists():
             return "mlstate"
-        if weights_root(str(place)) is not None:
+        if _folder_of(place).find_weights() is not None:
             return "huggingface"
     suffix = place.suffix.lower()
     if suffix == SUFFIX and not place.is_dir():  # a folder of MLStateCheckpointIO has it too
@@ -157,9 +170,10 @@ def _find_format(format: str | None, path: Place) -> str:
 
 def check_format(path: Place, name: str) -> None:
     """Raise ValueError for a URL whose format cannot be in a store."""
-    if isinstance(path, RemoteFolder) and not (path.file or name == "mlstate"):
+    folder = _folder_of(path)
+    if name != "mlstate" and not folder.file:
         remedy = "copy it from or to a local path by the store's own tool, and convert there"
-        refuse_remote(path, f"the format {name}", remedy)
+        folder.require_local(f"the format {name}", remedy)
 
 
 # ---- reading and writing ----
@@ -209,13 +223,14 @@ def begin_write(
     """
     target: CheckpointTarget | Target
     if name == "mlstate":
-        folder = place if isinstance(place, RemoteFolder) else str(place)
-        target = CheckpointTarget(place, FolderContent.of(folder), overwrite, any_suffix)
+        content = CheckpointFiles(_folder_of(place)).content()
+        target = CheckpointTarget(place, content, overwrite, any_suffix)
     else:
         target = Target.of(place)
     if name in ("mlstate", "dcp", "huggingface") and not any_suffix:
-        refuse_file_name(place)
-    refuse_existing(place, overwrite)  # after the listing, so that nothing appears in between
+        refuse_file_name(_folder_of(place))
+    # after the listing, so that nothing appears in between
+    refuse_existing(_folder_of(place), overwrite)
     return target
 
 
@@ -361,8 +376,8 @@ def _read_safetensors(path: Place) -> Parts:
     found = checkpoint.load(path)
     texts = dict(found.metadata or {})
     assert found.model is not None
-    state = _restore_state(Path(path.file), dict(found.model), texts.pop(KEY, None))
-    return _parts_of_texts(Path(path.file), state, texts)
+    state = _restore_state(Path(path.folder.file), dict(found.model), texts.pop(KEY, None))
+    return _parts_of_texts(Path(path.folder.file), state, texts)
 
 
 def read_file(path: Path, *, mmap: bool) -> Parts:

@@ -9,8 +9,8 @@ from ... import _core
 from ..._common.dtypes import FILE_DTYPES
 from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
+from ..._common.store_error import store_error
 from ...errors import FormatError
-from .._store.folder import store_error
 from .._verify import Problem, VerifyReport
 
 if TYPE_CHECKING:

@@ -24,15 +24,17 @@ from ..._common.atomic_file import Target
 from ..._common.backend import backend_of, is_module
 from ..._common.local_path import local_path
 from ..._common.regular_file import check_regular, open_regular
+from ..._common.store_error import store_error
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
 from ...errors import CompatibilityError, StoreError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
+from .._folder.local import LocalFolder, make_path
+from .._folder.names import INDEX
+from .._options import DEFAULTS
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._states.collect import NO_STATES
-from .._store import folder as _folder
-from .._store.weight_files import INDEX, weights_root
 from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
 
 if TYPE_CHECKING:
@@ -115,7 +117,7 @@ def _take_state(
     target: SaveTarget, model: Any, rename: Mapping[str, str] | None
 ) -> tuple[SaveContent, StateTable]:
     """Return this rank's part of the state, and its table; with a group, errors are kept."""
-    content = take_content(target, model, None, None, None)
+    content = take_content(target, model, None, None, DEFAULTS)
     table = StateTable({}, [])
     try:
         state = content.dicts[0]
@@ -148,14 +150,14 @@ def _refuse_existing(folder: str, start: Target | None) -> Target:
     `start` is the target when the caller began, if the caller replaces a Hugging Face folder.
     """
     target = start or Target.of(folder)
-    if target.is_vacant or (start and os.path.isdir(folder) and weights_root(folder) is not None):
+    if target.is_vacant or (start and os.path.isdir(folder) and LocalFolder(folder).find_weights()):
         return target
     text = (
         "it exists already, and is not a Hugging Face folder"
         if start
         else "it exists already: choose another path, or delete it first"
     )
-    raise _folder.store_error(FileExistsError(errno.EEXIST, text), "cannot export", folder)
+    raise store_error(FileExistsError(errno.EEXIST, text), "cannot export", folder)
 
 
 def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
@@ -173,12 +175,12 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
                 and not entry.is_dir()
             )
     except OSError as error:
-        raise _folder.store_error(error, "cannot list files_from=", folder) from None
+        raise store_error(error, "cannot list files_from=", folder) from None
     for path in found:
         try:
             check_regular(os.stat(path), path)
         except OSError as error:
-            raise _folder.store_error(error, "cannot copy the file of files_from=", path) from None
+            raise store_error(error, "cannot copy the file of files_from=", path) from None
     return found
 
 
@@ -193,7 +195,7 @@ def _temporary_name(folder: str) -> str:
 def _begin(made: str, plan: ExportPlan) -> None:
     """Create a temporary folder `made` with files of their final length."""
     try:
-        _folder.make_path(os.path.dirname(made))
+        make_path(os.path.dirname(made))
         os.mkdir(made)
         for file, size in zip(plan.files, plan.sizes, strict=True):
             path = os.path.join(made, file)
@@ -201,7 +203,7 @@ def _begin(made: str, plan: ExportPlan) -> None:
             with _core.Descriptor(path, flags) as descriptor:
                 os.truncate(descriptor.fileno(), size)
     except OSError as error:
-        raise _folder.store_error(error, "cannot create the folder", made) from None
+        raise store_error(error, "cannot create the folder", made) from None
 
 
 def _copy_file(source: str, folder: str) -> None:
@@ -218,7 +220,7 @@ def _finish(made: str, end: Target, plan: ExportPlan, crcs: Any, copied: list[st
     import json
 
     for number, file in enumerate(plan.files):
-        _folder.overwrite_start(made, file, plan.header(number, crcs))
+        LocalFolder(made).overwrite_start(file, plan.header(number, crcs))
     if len(plan.files) > 1:
         text = json.dumps(plan.index_data(), indent=2, ensure_ascii=False) + "\n"
         _core.file_replace(os.path.join(made, INDEX), text.encode(), 0o666)
@@ -230,7 +232,7 @@ def _finish(made: str, end: Target, plan: ExportPlan, crcs: Any, copied: list[st
     except StoreError:
         raise
     except OSError as error:
-        raise _folder.store_error(error, "cannot write the folder", end.path) from None
+        raise store_error(error, "cannot write the folder", end.path) from None
 
 
 # ---- parts ----
@@ -313,7 +315,7 @@ def write_folder(
     `start` is as for `export`. `written` is called when this rank's shards are no longer needed;
     if it raises, the export fails.
     """
-    group, folder = target.group, os.path.realpath(target.folder)
+    group, folder = target.group, os.path.realpath(target.path)
     made, copied, end = "", list[str](), Target(folder, ())
     error: BaseException | None = None
     is_first = target.rank == 0
@@ -358,7 +360,7 @@ def take_export(
     rename: Mapping[str, str] | None = None,
 ) -> Export:
     """Check the arguments without copying any array; with a group, errors are kept."""
-    target = check_target(local_path(path), group=group)
+    target = check_target(local_path(path), {**DEFAULTS, "group": group})
     most = check_int("max_shard_bytes", max_shard_bytes, 1)
     return Export(target, most, *_take_state(target, model, rename))
 
@@ -372,7 +374,7 @@ def gather_parts(
     """
     target, most, content, own = taken
     together(target.group, content.error)
-    table = exchange_tables(target.group, own, [os.path.realpath(target.folder), most])
+    table = exchange_tables(target.group, own, [os.path.realpath(target.path), most])
     state = content.dicts[0]
     assert state is not None
     for name in table.tied:

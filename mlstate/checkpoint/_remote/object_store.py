@@ -21,7 +21,7 @@ from .options import upload_class
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from typing import TypeVar
 
     from .options import StoreOptions
@@ -52,18 +52,31 @@ def _info_of(found: Any) -> ObjectInfo:
     return ObjectInfo(found["size"], found["last_modified"].timestamp(), tag)
 
 
-def retry_pauses() -> Iterable[float]:
-    """Yield the seconds to wait before each further attempt: growing, with jitter."""
+def repeat(
+    attempt: Callable[[], _Result], seconds: float, retried: Collection[int] = RETRIED
+) -> _Result:
+    """Call `attempt` until it succeeds, or fails by an errno that is not in `retried`.
+
+    The pauses between the attempts grow, with jitter. After `seconds` the last error is raised.
+    """
     import random
 
-    pause = _FIRST_PAUSE
+    end, longest = time.monotonic() + seconds, _FIRST_PAUSE
     while True:
-        yield pause * random.uniform(0.5, 1.0)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = longest * random.uniform(0.5, 1.0)
+        try:
+            return attempt()
+        except OSError as error:
+            if error.errno not in retried or time.monotonic() + pause > end:
+                raise
+        time.sleep(pause)
+        longest = min(2 * longest, _LONGEST_PAUSE)
 
 
 class ObjectStore:
     """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it."""
+
+    has_conditions = False  # whether the endpoint is known to honour conditions of writes
 
     def __init__(self, url: str, options: StoreOptions) -> None:
         self.url = url
@@ -94,15 +107,8 @@ class ObjectStore:
         self, what: str, key: str, request: Callable[[], _Result], seconds: float | None = None
     ) -> _Result:
         """Send a request that may be repeated, until it succeeds or the timeout is over."""
-        end = time.monotonic() + (self.timeout if seconds is None else seconds)
-        for pause in retry_pauses():
-            try:
-                return self._call(what, key, request)
-            except OSError as error:
-                if error.errno not in RETRIED or time.monotonic() + pause > end:
-                    raise
-            time.sleep(pause)
-        raise AssertionError
+        limit = self.timeout if seconds is None else seconds
+        return repeat(lambda: self._call(what, key, request), limit)
 
     # ---- reading ----
 

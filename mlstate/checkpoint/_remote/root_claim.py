@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import errno
 import json
-import time
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from ..._common.store_error import store_error
 from ...errors import StoreError
 from .engine_errors import RETRIED
-from .object_store import Tag, retry_pauses
+from .object_store import Tag, repeat
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from .remote_folder import RemoteFolder
+    from .object_store import ObjectStore
 
 _NO_TAG = Tag('"0x1"', "1")  # in the form of Azure and of Google; no object has it
 _MOST_BYTES = 1 << 40
@@ -39,18 +38,18 @@ class RootClaim:
     unfinished: str | None = None
     holder: AbstractContextManager[object] = nullcontext()  # as of `WriterLock`
 
-    def __init__(self, folder: RemoteFolder, root: str) -> None:
-        self._folder = folder
+    def __init__(self, store: ObjectStore, root: str) -> None:
+        self._store = store
         self._root = root
         self._tag: Tag | None = None
         self.is_unsure = False
 
     def acquire(self) -> RootClaim:
         """Note the tag of the current root; refuse a store that ignores conditions (ENOTSUP)."""
-        if not self._folder.has_conditions:
-            _check_conditions(self._folder)
-            self._folder.has_conditions = True
-        info = self._folder.store.info(self._root)
+        if not self._store.has_conditions:
+            _check_conditions(self._store)
+            self._store.has_conditions = True
+        info = self._store.info(self._root)
         self._tag = None if info is None else info.tag
         return self
 
@@ -60,13 +59,12 @@ class RootClaim:
     def release(self) -> None:
         """Do nothing: a claim ends when another writer replaces the root."""
 
-    def commit(self, data: bytes, mode: int, root: str | None = None) -> None:
+    def commit(self, data: bytes, root: str | None = None) -> None:
         """Replace the manifest unless another writer replaced it since `acquire` (EBUSY).
 
         `root` is the path for a second copy, written before; deleted again after a conflict.
-        `mode` is not used: objects have no permissions.
         """
-        store = self._folder.store
+        store = self._store
         if root is not None:
             store.put(root, data)
         try:
@@ -79,26 +77,23 @@ class RootClaim:
 
     def _replace(self, data: bytes) -> None:
         """Write the root; a conflict after a lost answer is settled by reading the root."""
-        store = self._folder.store
-        end = time.monotonic() + store.timeout
         was_lost = False  # an earlier request may have replaced the root
-        self.is_unsure = True
-        for pause in retry_pauses():
+
+        def attempt() -> None:
+            nonlocal was_lost
             try:
-                store.put_if(self._root, data, self._tag)
-                break
+                self._store.put_if(self._root, data, self._tag)
             except StoreError as error:
-                if error.errno == errno.EEXIST:
-                    if self._is_ours(data):
-                        break
-                elif error.errno not in RETRIED:
-                    self.is_unsure = was_lost
-                    raise
-                else:
+                if error.errno == errno.EEXIST and self._is_ours(data):
+                    return
+                if error.errno in RETRIED:
                     was_lost = True
-                if time.monotonic() + pause > end:
-                    raise
-            time.sleep(pause)
+                elif error.errno != errno.EEXIST:
+                    self.is_unsure = was_lost
+                raise
+
+        self.is_unsure = True
+        repeat(attempt, self._store.timeout, {*RETRIED, errno.EEXIST})
         self.is_unsure = False
 
     def _is_ours(self, data: bytes) -> bool:
@@ -108,7 +103,7 @@ class RootClaim:
         """
         tag: Tag | None
         try:
-            found, tag = self._folder.store.get(self._root, _MOST_BYTES)
+            found, tag = self._store.get(self._root, _MOST_BYTES)
         except FileNotFoundError:
             if self._tag is None:
                 return False
@@ -122,7 +117,7 @@ class RootClaim:
         text = "another writer has replaced the checkpoint meanwhile: load it, and save again"
         if self.is_unsure:
             text += "; it may have replaced it after this save had succeeded"
-        path = f"{self._folder}/{self._root}"
+        path = f"{self._store.url}/{self._root}"
         raise store_error(OSError(errno.EBUSY, text), "cannot commit the checkpoint", path)
 
 
@@ -133,17 +128,17 @@ def _sequence_of(root: bytes) -> object:
         return None
 
 
-def _check_conditions(folder: RemoteFolder) -> None:
+def _check_conditions(store: ObjectStore) -> None:
     """Raise StoreError (ENOTSUP) if the endpoint ignores the conditions of writes."""
-    with folder.store.temporary_object() as name:
+    with store.temporary_object() as name:
         for tag in (None, _NO_TAG):
-            _expect_refusal(folder, name, tag)
+            _expect_refusal(store, name, tag)
 
 
-def _expect_refusal(folder: RemoteFolder, name: str, tag: Tag | None) -> None:
+def _expect_refusal(store: ObjectStore, name: str, tag: Tag | None) -> None:
     """Write an object under a condition that does not hold; raise if that succeeds."""
     try:
-        folder.store.put_if(name, b"{}", tag, repeats=True)
+        store.put_if(name, b"{}", tag, repeats=True)
     except StoreError as error:
         if error.errno == errno.EEXIST:
             return
@@ -154,4 +149,4 @@ def _expect_refusal(folder: RemoteFolder, name: str, tag: Tag | None) -> None:
         f"the endpoint ignores conditions of writes ({header}), so writers could overwrite each "
         "other's checkpoints: use a store that supports them",
     )
-    raise store_error(reason, "cannot save", folder)
+    raise store_error(reason, "cannot save", store.url)

@@ -14,7 +14,7 @@ from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import FLOATS, name_of
 from ...errors import CompatibilityError
 from .._backend import CheckpointBackend
-from .._store.folder import SECTIONS
+from .._folder.names import SECTIONS
 from .restore import Action, load_like, read_own
 from .tree import encode, malformed
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ...errors import FormatError
-from . import folder as _folder
+from .._folder.names import SECTIONS
+from .checkpoint_files import CheckpointFiles, patterns_of
 from .manifest import Manifest, Pattern
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _WHOLE = (None, 0, 0)  # a cutting: all of each tensor
 
 def pattern_of(text: bytes) -> dict[str, Any]:
     """Return a rank's report of its index: digest of the pattern (or None), and parts."""
-    [summary] = _folder.patterns_of(_core.MergedIndex((text,), ("index",)))
+    [summary] = patterns_of(_core.MergedIndex((text,), ("index",)))
     return {"pattern": None, "parts": ()} if summary is None else summary._asdict()
 
 
@@ -62,7 +63,7 @@ def check_complete(merged: Any, patterns: Sequence[Pattern] | None) -> None:
         if len(owners) == parts:
             continue
         # ask for one part more than there are owners: if all of those are owned, none is missing
-        ask = (_folder.SECTIONS.index(section), [key], _WHOLE, len(owners) + 1)
+        ask = (SECTIONS.index(section), [key], _WHOLE, len(owners) + 1)
         [wanted] = merged.wanted_parts("", *ask).values()
         if missing := wanted - owners.keys():
             of = f"state '{state}': " if state is not None else ""
@@ -78,7 +79,7 @@ def check_complete(merged: Any, patterns: Sequence[Pattern] | None) -> None:
 
 
 def with_patterns(
-    folder: str, manifest: Manifest, reports: Sequence[dict[str, Any]]
+    files: CheckpointFiles, manifest: Manifest, reports: Sequence[dict[str, Any]]
 ) -> tuple[Manifest, Any]:
     """Add the patterns that ranks reported to a manifest; also return a merged index.
 
@@ -103,6 +104,6 @@ def with_patterns(
             for ranks in ranks_of.values()
         )
     manifest = manifest._replace(patterns=patterns)
-    merged = _folder.load_merged_index(folder, manifest, first)
+    merged = files.load_merged_index(manifest, first)
     check_complete(merged, patterns)
     return manifest, merged

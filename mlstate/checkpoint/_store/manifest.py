@@ -17,7 +17,6 @@ _START = b'{"checksum":"00000000"'
 _MOST_BYTES = 256 << 20
 _MOST_RANKS = 1 << 24
 _INT64 = (1 << 63) - 1
-MOST_SEQUENCE = _INT64  # of a save
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 _CRCS = re.compile(r"(?:[0-9a-f]{8})*\Z", re.ASCII)
 _MOST_DEPTH = 128  # of nested arrays and objects, so that recursive readers are safe

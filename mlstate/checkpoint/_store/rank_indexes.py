@@ -10,12 +10,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import folder as _folder
 from .index_patterns import owners_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from .checkpoint_files import CheckpointFiles
     from .manifest import Manifest
 
 
@@ -25,8 +25,8 @@ class Indexes:
     Initially it lists all tensors; after `need`, it lists all shards of the requested parts.
     """
 
-    def __init__(self, folder: str, manifest: Manifest, rank: int | None) -> None:
-        self._folder = folder
+    def __init__(self, files: CheckpointFiles, manifest: Manifest, rank: int | None) -> None:
+        self._files = files
         self._manifest = manifest
         self._own = rank
         self._patterns = [pattern for pattern in manifest.patterns or () if pattern.ranks]
@@ -47,7 +47,7 @@ class Indexes:
         return self._own if self._own is not None and self._own in ranks else min(ranks)
 
     def _read(self, ranks: list[int]) -> Any:
-        return _folder.load_merged_index(self._folder, self._manifest, ranks, self._texts)
+        return self._files.load_merged_index(self._manifest, ranks, self._texts)
 
     def read_all(self) -> None:
         """Read the indexes of all ranks."""
@@ -70,7 +70,7 @@ class Indexes:
         # a tensor with more parts than this cannot be complete
         most = sum(len(pattern.ranks) * len(pattern.parts) for pattern in self._patterns) + 1
         for section, keys, cutting in wanted:
-            found = self._first_index.wanted_parts(self._folder, section, keys, cutting, most)
+            found = self._first_index.wanted_parts(self._files.path, section, keys, cutting, most)
             for places, parts in found.items():
                 self._needed |= self._owners_of(places, parts)
         if self._needed and not self._needed.issubset(self.ranks):

@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.store_error import format_error, store_error
 from ..._common.text import names_hint
 from ...errors import FormatError, StoreNotFoundError
-from .._remote.remote_folder import RemoteFolder
+from .._folder.names import INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .._folder.protocol import FileInfo, Folder
     from .manifest import Manifest
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-ROOTS = (SINGLE, INDEX)  # as transformers looks for them: the first one that exists
 WRITER = "a program that writes Hugging Face folders"
 _SUFFIX = ".safetensors"
 _MOST_NAME = 240  # bytes of a file name, MLS_PATH_BYTES
 _MOST_DEPTH = 16  # of nested arrays and objects in the index
 _NUMBERED = re.compile(r"(.+)-\d{5}(-of-\d{5}\.safetensors)\Z", re.ASCII)
-_HUB_NAME = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)\Z", re.ASCII)
 _SHOWN = 3  # names in an error
 
 
@@ -48,25 +44,8 @@ def is_weights_root(root: str) -> bool:
     return root == INDEX or root.endswith(_SUFFIX)
 
 
-def weights_root(folder: str) -> str | None:
-    """Return the name of the file that describes the weights of a folder; None if none does."""
-    return next((name for name in ROOTS if os.path.exists(os.path.join(folder, name))), None)
-
-
-def hub_hint(folder: str) -> str:
-    """Return how to download a model, if a missing path looks like its name on the Hub."""
-    name = os.path.relpath(folder)
-    match = _HUB_NAME.match(name)
-    if match is None or os.path.exists(match[1]):
-        return ""
-    return (
-        f"; mlstate reads local files only: if it is a model of the Hugging Face Hub, download it "
-        f"with: hf download {name} --local-dir {match[2]}"
-    )
-
-
-def _wrong(folder: str, root: str, text: str) -> FormatError:
-    return format_error(f"{root}: {text}", os.path.join(folder, root))
+def _wrong(folder: Folder, root: str, text: str) -> FormatError:
+    return format_error(f"{root}: {text}", os.path.join(folder.path, root))
 
 
 def _listed(names: list[str]) -> str:
@@ -78,7 +57,7 @@ def _listed(names: list[str]) -> str:
 # ---- the index ----
 
 
-def _check_file_name(folder: str, tensor: str, name: Any) -> None:
+def _check_file_name(folder: Folder, tensor: str, name: Any) -> None:
     """Raise unless a value of the index is the name of a file in the folder itself."""
     if not isinstance(name, str):
         text = f"the file of {tensor!r} is {name!r}, not a file name"
@@ -93,7 +72,7 @@ def _check_file_name(folder: str, tensor: str, name: Any) -> None:
     raise error
 
 
-def _parse(folder: str, data: bytes) -> WeightFiles:
+def _parse(folder: Folder, data: bytes) -> WeightFiles:
     import json
 
     try:
@@ -118,27 +97,19 @@ def _parse(folder: str, data: bytes) -> WeightFiles:
     return WeightFiles(tuple(sorted(named)), tensors, total)
 
 
-def _check_files(folder: str, found: WeightFiles, infos: Mapping[str, Any] | None) -> None:
-    """Raise if files are missing, or the index leaves out files of the set that it names.
-
-    `infos` are the facts of the files in a store.
-    """
-    if infos is None:
-        missing = [name for name in found.files if not os.path.exists(os.path.join(folder, name))]
-    else:
-        missing = [name for name in found.files if infos[name] is None]
+def _check_files(folder: Folder, found: WeightFiles, infos: Mapping[str, FileInfo | None]) -> None:
+    """Raise if files are missing, or the index leaves out files of the set that it names."""
+    missing = [name for name in found.files if infos[name] is None]
     if missing and found.tensors is None:
         reason = FileNotFoundError(2, "no such file")
-        raise store_error(reason, "cannot read the file", os.path.join(folder, missing[0]))
+        raise store_error(reason, "cannot read the file", os.path.join(folder.path, missing[0]))
     if missing:
         raise StoreNotFoundError(
             2,
             f"{INDEX} names {len(found.files)} files, and {len(missing)} of them do not exist: "
             f"{_listed(missing)}; download or copy the folder again",
-            os.path.join(folder, missing[0]),
+            os.path.join(folder.path, missing[0]),
         )
-    if infos is not None and found.tensors is None:  # the folder may hold anything else
-        return
     sets = {match.groups() for name in found.files if (match := _NUMBERED.match(name))}
     unnamed = [
         name
@@ -154,58 +125,42 @@ def _check_files(folder: str, found: WeightFiles, infos: Mapping[str, Any] | Non
         )
 
 
-def unlisted_files(folder: str, found: WeightFiles) -> list[str]:
-    """Return the safetensors files of the folder that the weights do not include."""
-    if isinstance(folder, RemoteFolder):
-        names = folder.list_names("") if found.tensors is not None else []
-    else:
-        names = os.listdir(folder)
+def unlisted_files(folder: Folder, found: WeightFiles) -> list[str]:
+    """Return the safetensors files of the folder that the weights do not include.
+
+    Of one file in a store there are none: the folder may hold anything else.
+    """
+    if found.tensors is None and not folder.is_local:
+        return []
+    names = folder.names("")
     return sorted(name for name in names if name.endswith(_SUFFIX) and name not in found.files)
 
 
 # ---- as a checkpoint ----
 
 
-def _generation(
-    folder: str, names: list[str], infos: Mapping[str, Any] | None
-) -> tuple[str, float]:
+def _generation(infos: Mapping[str, FileInfo]) -> tuple[str, float]:
     """Return a text that changes if any file is replaced, and the time of the newest file."""
     import hashlib
 
-    facts: list[tuple[Any, ...]] = []
-    times = []
-    for name in names:
-        if infos is not None:
-            facts.append((name, *infos[name].tag, infos[name].nbytes))
-            times.append(infos[name].changed)
-            continue
-        found = os.stat(os.path.join(folder, name))
-        facts.append((name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
-        times.append(found.st_mtime_ns / 1e9)
+    facts = [(name, *info.identity) for name, info in infos.items()]
     digest = hashlib.sha256(repr(facts).encode(), usedforsecurity=False).hexdigest()
-    return digest[:16], max(times)
+    return digest[:16], max(info.changed for info in infos.values())
 
 
-def _read_texts(folder: str, name: str) -> dict[str, str]:
+def _read_texts(folder: Folder, name: str) -> dict[str, str]:
     """Return the metadata of a file.
 
     {} if it is damaged or was replaced, which reading its tensors reports.
     """
     try:
-        with _headers(folder, (name,)) as local:
+        with folder.header_files((name,)) as local:
             return _core.file_metadata(os.path.join(local, name), True)
     except (FormatError, StoreNotFoundError):
         return {}
 
 
-def _headers(folder: str, names: tuple[str, ...]) -> AbstractContextManager[str]:
-    """Return a context with a local folder that has at least the headers of files."""
-    if isinstance(folder, RemoteFolder):
-        return folder.header_copies(names)
-    return nullcontext(folder)
-
-
-def read_weights(folder: str, root: str, data: bytes | None) -> Manifest:
+def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
     """Return the manifest of files of another program; `data` is the content of their index."""
     import datetime
 
@@ -213,9 +168,11 @@ def read_weights(folder: str, root: str, data: bytes | None) -> Manifest:
 
     found = WeightFiles((root,), None, None) if data is None else _parse(folder, data)
     names = sorted({root, *found.files})
-    infos = folder.note_files(names) if isinstance(folder, RemoteFolder) else None
-    _check_files(folder, found, infos)
-    generation, changed = _generation(folder, names, infos)
+    noted = folder.note_files(names)
+    _check_files(folder, found, noted)
+    generation, changed = _generation(
+        {name: info for name in names if (info := noted[name]) is not None}
+    )
     created = datetime.datetime.fromtimestamp(changed, datetime.UTC)
     return Manifest(
         generation=generation,
@@ -232,11 +189,11 @@ def read_weights(folder: str, root: str, data: bytes | None) -> Manifest:
     )
 
 
-def read_merged_index(folder: str, manifest: Manifest) -> Any:
+def read_merged_index(folder: Folder, manifest: Manifest) -> Any:
     """Read the headers of all files, and return them as a merged index."""
     weights = manifest.weights
     assert weights is not None
-    with _headers(folder, weights.files) as local:
+    with folder.header_files(weights.files) as local:
         merged = _core.MergedIndex.of_files(local, weights.files)
     if weights.tensors is not None:
         held = {shard[1]: shard[5] for shard in merged.shards()}
@@ -245,7 +202,7 @@ def read_merged_index(folder: str, manifest: Manifest) -> Any:
     return merged
 
 
-def _disagreement(folder: str, listed: dict[str, str], held: dict[str, str]) -> FormatError:
+def _disagreement(folder: Folder, listed: dict[str, str], held: dict[str, str]) -> FormatError:
     """Return the error for an index that differs from the headers of the files."""
     wrong = [name for name in listed if held.get(name) != listed[name]]
     if wrong:
@@ -263,7 +220,7 @@ def _disagreement(folder: str, listed: dict[str, str], held: dict[str, str]) -> 
     return error
 
 
-def check_total(folder: str, manifest: Manifest, merged: Any) -> None:
+def check_total(folder: Folder, manifest: Manifest, merged: Any) -> None:
     """Raise FormatError if the index has another total size than the tensors."""
     weights = manifest.weights
     if weights is None or weights.total_bytes is None:

@@ -20,6 +20,7 @@ from ..._common.arrays import refuse_given_away
 from ..._common.backend import backend_named, backend_of, is_module, is_optimizer
 from ..._common.budget import parse_budget
 from ..._common.local_path import local_folder
+from ..._common.store_error import store_error
 from ..._common.text import names_hint
 from ..._sharding.layout import Shard, Tier
 from ...distributed._byte_ranges import place_key
@@ -27,8 +28,9 @@ from ...distributed._merge import like
 from ...errors import CapacityError, FormatError, TensorNotFoundError
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import ModelStateDict, StateDict
-from .._store import folder as _folder
-from .._store.writer_lock import WriterLock
+from .._folder.local import LocalFolder, make_path
+from .._folder.writer_lock import WriterLock
+from .._store.checkpoint_files import CheckpointFiles
 from .backend import TierBackend
 from .report import Traffic
 from .unit_file import SUFFIX, arrays_in, is_unit_file, open_unit, units_of
@@ -82,6 +84,7 @@ class TierMoves:
         most = {tier: budget.nbytes for tier, budget in self._budgets.items()}
         self._table = _core.Tiers(most.get(Tier.HOT), most.get(Tier.WARM))
         self._directory: str = local_folder(directory)
+        self._folder = CheckpointFiles(LocalFolder(self._directory))
         self._changed = threading.Condition()  # guards the following; notified after a move
         self._making_room = threading.Lock()
         self._units: dict[str, Unit] = {}
@@ -155,11 +158,9 @@ class TierMoves:
 
     def _open_directory(self) -> None:
         try:
-            _folder.make_path(self._directory)
+            make_path(self._directory)
         except OSError as error:
-            raise _folder.store_error(
-                error, "cannot create the folder of tiers", self._directory
-            ) from None
+            raise store_error(error, "cannot create the folder of tiers", self._directory) from None
         self._lock_directory()
 
     def _lock_directory(self) -> None:
@@ -168,16 +169,16 @@ class TierMoves:
         lock.acquire()
 
     def _files(self) -> list[str]:
-        names = _folder.list_names(self._directory, "")
+        names = self._folder.folder.names("")
         return sorted(name for name in names if name.endswith(SUFFIX))
 
     def _refuse_or_discard(self, discard: bool) -> None:
-        _folder.discard_temporaries(self._directory)
+        self._folder.remove(self._folder.temporary_files())
         units = [f for f in self._files() if is_unit_file(os.path.join(self._directory, f))]
         if discard:
-            _folder.remove_files(self._directory, units)
+            self._folder.remove(units)
         elif units:
-            raise _folder.store_error(
+            raise store_error(
                 OSError(
                     errno.EEXIST,
                     f"it holds {len(units)} units of an earlier process: TieredState.open takes "
@@ -192,7 +193,7 @@ class TierMoves:
         there = set(self._files())
         for unit in units:
             if unit.file in there:
-                raise _folder.store_error(
+                raise store_error(
                     OSError(
                         errno.EEXIST,
                         f"unit {unit.name!r} would overwrite a file of another program",
@@ -207,7 +208,7 @@ class TierMoves:
     def _open_units(self) -> None:
         import warnings
 
-        _folder.discard_temporaries(self._directory)
+        self._folder.remove(self._folder.temporary_files())
         for file in self._files():
             try:
                 self._insert(open_unit(os.path.join(self._directory, file)))
@@ -222,7 +223,7 @@ class TierMoves:
         with suppress(Exception):  # the first error is raised; remaining files stay
             for unit in written:
                 self._move(unit, Tier.WARM)
-                _folder.remove_files(self._directory, [unit.file])
+                self._folder.remove([unit.file])
         self._close()
 
     def _insert(self, unit: Unit) -> None:

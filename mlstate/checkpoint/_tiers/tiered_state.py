@@ -14,7 +14,6 @@ from ..._common.backend import backend_of
 from ..._sharding.layout import Tier
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
-from .._store import folder as _folder
 from .backend import TierBackend
 from .moves import FARTHER, NEARER, TierMoves, given_states
 from .report import TierRecord, TierReport, tiers_html
@@ -287,7 +286,7 @@ class TieredState(TierMoves):
             unit = self._unit_at_rest(name)
             self._refuse_used(unit)
             unit.is_durable = False
-            _folder.remove_files(self._directory, [unit.file])
+            self._folder.remove([unit.file])
             self._table.remove(unit.number)
             del self._units[name], self._by_number[unit.number]
 

@@ -24,7 +24,7 @@ from ...distributed._byte_ranges import dtype_of, plain_of
 from ...errors import FormatError, MLStateError, StoreError
 from ...state._state_dict import StateDict
 from .._files.safetensors_verify import verify_file
-from .._store.folder import SECTIONS as ALL_SECTIONS
+from .._folder.names import SECTIONS as ALL_SECTIONS
 from .backend import TierBackend
 
 if TYPE_CHECKING:

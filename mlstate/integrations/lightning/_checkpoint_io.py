@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.local_path import local_folder
 from ..._common.set_module import set_module
+from ..._common.store_error import store_error
 from ...checkpoint import load
 from ...checkpoint._files.lightning import checkpoint_of, read_ckpt, save_checkpoint
+from ...checkpoint._folder.names import MANIFEST
 from ...checkpoint._save import SaveFolder
-from ...checkpoint._store import folder as _folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +89,7 @@ def _explain_folders() -> None:
 
 
 def _is_checkpoint(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, _folder.MANIFEST))
+    return os.path.isfile(os.path.join(folder, MANIFEST))
 
 
 def _is_relative_link(path: str) -> bool:
@@ -268,7 +269,7 @@ class MLStateCheckpointIO:
         is_link = os.path.islink(folder)
         if is_link or not _is_checkpoint(folder):
             kind = "a symbolic link" if is_link else "not a checkpoint of mlstate"
-            raise _folder.store_error(
+            raise store_error(
                 OSError(errno.EINVAL, f"the path is {kind}"),
                 "cannot delete the checkpoint",
                 folder,

@@ -13,7 +13,7 @@ import numpy as np
 from ..._common.local_path import local_path
 from ..._common.set_module import set_module
 from ...checkpoint import CheckpointManager
-from ...checkpoint._commit import gather_bytes
+from ...checkpoint._rank_messages import gather_bytes
 from ...checkpoint._remote.options import split_url
 from ...checkpoint._states.generators import library_of, restored, set_state, state_of
 from ...errors import CompatibilityError, FormatError, StoreNotFoundError

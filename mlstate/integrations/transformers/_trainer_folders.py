@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.atomic_file import Target, new_path
 from ..._safetensors import load_file, save_file
-from ...checkpoint._store.writer_lock import WriterLock
+from ...checkpoint._folder.writer_lock import WriterLock
 from ...errors import CompatibilityError, MLStateError
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from checkpoint_model import files_of, same
 
 import mlstate
 from mlstate import _core
+from mlstate._common.store_error import store_error
 from mlstate.checkpoint import CheckpointManager, reshard
 from mlstate.checkpoint._files.convert import read_any, write_any
-from mlstate.checkpoint._store import folder as _folder
 from mlstate.cli import main
 
 NEW = {"w": np.arange(6.0)}
@@ -71,7 +71,7 @@ def test_overwriting_replaces_all_steps_of_a_run(name):
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_failed_overwrite_leaves_the_run(name, monkeypatch):
     def fail(path, *_):
-        raise _folder.store_error(OSError(errno.ENOSPC, "full"), "cannot write", path)
+        raise store_error(OSError(errno.ENOSPC, "full"), "cannot write", path)
 
     with monkeypatch.context() as patch:
         patch.setattr(_core, "file_replace", fail)

@@ -232,7 +232,7 @@ def test_an_existing_folder_is_kept(tmp_path):
 STEPS = [
     (export_module, "_write_parts"),
     (export_module, "_checksums"),
-    (export_module._folder, "overwrite_start"),
+    (export_module.LocalFolder, "overwrite_start"),
     (export_module, "_copy_file"),
     (_core, "path_rename"),
 ]
@@ -248,7 +248,7 @@ from mlstate.checkpoint._huggingface import export as module
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
-steps = [(module, "_write_parts"), (module, "_checksums"), (module._folder, "overwrite_start"),
+steps = [(module, "_write_parts"), (module, "_checksums"), (module.LocalFolder, "overwrite_start"),
          (module, "_copy_file"), (_core, "path_rename")]
 setattr(*steps[{step}], die)
 taken = module.take_export({target!r}, {{"w": np.ones(9)}})

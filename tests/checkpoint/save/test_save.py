@@ -19,8 +19,8 @@ from tries import tries
 
 import mlstate
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict
+from mlstate._common.caller import find_caller
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, inspect, reshard
-from mlstate.checkpoint._commit import find_caller
 
 DTYPES = [
     np.float32, np.float64, np.float16, np.int8, np.uint16, np.int64, np.bool_, np.complex64,
@@ -743,7 +743,7 @@ def test_lock_of_dead_owner_with_live_child_is_taken_over(path):
     reader, writer = os.pipe()
     owner = os.fork()
     if owner == 0:  # takes the lock, forks a child that keeps the descriptor, and exits
-        from mlstate.checkpoint._store.writer_lock import WriterLock
+        from mlstate.checkpoint._folder.writer_lock import WriterLock
 
         lock = WriterLock(str(path))
         lock.acquire()
@@ -763,7 +763,7 @@ def test_lock_of_dead_owner_with_live_child_is_taken_over(path):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_leaves_its_parents_lock_alone(path):
-    from mlstate.checkpoint._store.writer_lock import WriterLock
+    from mlstate.checkpoint._folder.writer_lock import WriterLock
 
     mlstate.save(path, {"w": np.ones(2)})
     with WriterLock(str(path)) as lock:
@@ -779,7 +779,7 @@ def test_a_forked_child_leaves_its_parents_lock_alone(path):
 
 
 def test_next_save_removes_files_of_a_dead_writer(path):
-    from mlstate.checkpoint._store.writer_lock import WriterLock
+    from mlstate.checkpoint._folder.writer_lock import WriterLock
 
     mlstate.save(path, {"w": np.ones(2)})
     lock = WriterLock(str(path))
@@ -862,7 +862,7 @@ def test_paths_may_be_relative_and_folders_may_be_moved(tmp_path, monkeypatch):
 
 def test_loads_hold_no_text_of_indexes(path, monkeypatch):
     """The indexes of twenty thousand tensors are megabytes of text, which is not needed again."""
-    from mlstate.checkpoint._store import folder as _folder
+    from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 
     released, seen = [], []
 
@@ -870,8 +870,8 @@ def test_loads_hold_no_text_of_indexes(path, monkeypatch):
         def __del__(self):
             released.append(len(self))
 
-    read = _folder.load_index
-    monkeypatch.setattr(_folder, "load_index", lambda *args: Text(read(*args)))
+    read = CheckpointFiles.load_index
+    monkeypatch.setattr(CheckpointFiles, "load_index", lambda *args: Text(read(*args)))
     mlstate.save(path, {"w": random(3)})
     loaded = mlstate.load(path, progress=lambda count: seen.append(list(released)))
     assert same({"w": random(3)}, loaded.model)

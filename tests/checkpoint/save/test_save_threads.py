@@ -11,9 +11,11 @@ from rank_threads import run_ranks as run
 
 import mlstate
 from mlstate import _core
+from mlstate._common.store_error import store_error
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, _step_roots
-from mlstate.checkpoint._store import folder as _folder
-from mlstate.checkpoint._store import writer_lock as _lock
+from mlstate.checkpoint._folder import writer_lock as _lock
+from mlstate.checkpoint._folder.names import MANIFEST
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles, open_files
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
 
@@ -189,7 +191,7 @@ def test_next_save_removes_files_of_a_failed_abort(path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(_core, "file_replace", full)
-        patch.setattr("mlstate.checkpoint._store.folder.discard", stuck)
+        patch.setattr(CheckpointFiles, "discard", stuck)
         with pytest.raises(mlstate.StoreError, match="no room"):  # the first error
             mlstate.save(path, {"w": np.ones(3)})
     assert len(files_of(path)) > 1
@@ -211,18 +213,18 @@ def manager(path):
 
 
 def test_ranks_that_see_other_steps_restore_the_same_one(manager, monkeypatch):
-    list_roots = _folder.list_roots
+    list_roots = CheckpointFiles.list_roots
     late = threading.local()
 
-    def listed(folder):  # the second rank has not seen the newest step
-        roots = list_roots(folder)
+    def listed(files):  # the second rank has not seen the newest step
+        roots = list_roots(files)
         return roots[:-1] if getattr(late, "is_set", False) else roots
 
     def restore(group):
         late.is_set = group.rank == 1
         return manager.restore_latest(group=group).step
 
-    monkeypatch.setattr(_folder, "list_roots", listed)
+    monkeypatch.setattr(CheckpointFiles, "list_roots", listed)
     assert run(restore) == [3, 3]
 
 
@@ -323,16 +325,16 @@ def test_repair_keeps_a_concurrently_replaced_checkpoint(path, monkeypatch):
 
 
 def test_repair_keeps_unreadable_steps(manager, monkeypatch):
-    read_manifest = _folder.read_manifest
-    newest = _folder.list_roots(manager.directory)[-1].path
+    read_manifest = CheckpointFiles.read_manifest
+    newest = open_files(manager.directory).list_roots()[-1].path
 
-    def failing(folder, name=_folder.MANIFEST):
-        if name in (newest, _folder.MANIFEST):
-            raise _folder.store_error(OSError(errno.EIO, "input/output error"), "no", name)
-        return read_manifest(folder, name)
+    def failing(files, name=MANIFEST):
+        if name in (newest, MANIFEST):
+            raise store_error(OSError(errno.EIO, "input/output error"), "no", name)
+        return read_manifest(files, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_folder, "read_manifest", failing)
+        patch.setattr(CheckpointFiles, "read_manifest", failing)
         report = mlstate.verify(manager.directory, repair=True)
     assert report.problems[0].kind == "unreadable"
     assert report.repaired

@@ -11,7 +11,8 @@ from gcs_server import GcsServer
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune
-from mlstate.checkpoint._store import folder as _folder
+from mlstate.checkpoint._folder.names import mark_path
+from mlstate.checkpoint._store.checkpoint_files import open_files
 
 SUFFIX = ".damaged"
 
@@ -43,11 +44,11 @@ def change(folder, step, key="w"):
 
 def marked(folder):
     """The steps with a mark."""
-    roots = {root.path: root for root in _folder.list_roots(str(folder))}
+    roots = {root.path: root for root in open_files(folder).list_roots()}
     names = [f"roots/{path.name}" for path in (folder / "roots").glob(f"*{SUFFIX}")]
     paths = [name.removesuffix(SUFFIX) + ".json" for name in names]
     assert set(paths) <= set(roots)
-    return sorted(_folder.read_manifest(str(folder), path).step for path in paths)
+    return sorted(open_files(folder).read_manifest(path).step for path in paths)
 
 
 def verify_all(folder):
@@ -168,8 +169,8 @@ def test_a_checkpoint_without_steps_has_no_mark(tmp_path):
 def test_a_planted_link_is_not_followed(tmp_path):
     folder = run_of(tmp_path / "run", steps=2)
     change(folder, 2)
-    root = _folder.list_roots(str(folder))[-1]
-    mark = folder / _folder.mark_path(root.path)
+    root = open_files(folder).list_roots()[-1]
+    mark = folder / mark_path(root.path)
     mark.symlink_to(tmp_path / "victim")
     assert not mlstate.verify(folder)
     assert not (tmp_path / "victim").exists()

@@ -41,16 +41,16 @@ def test_malformed_root_names_are_ignored(tmp_path):
 
 
 def test_exhausted_sequence_is_refused_before_writing(tmp_path):
-    from mlstate.checkpoint._store import folder as _folder
+    from mlstate.checkpoint._folder.names import MANIFEST
     from mlstate.checkpoint._store import manifest as _manifest
 
     saved = mlstate.save(tmp_path / "ckpt", {"w": np.zeros(3)})
     root = saved._manifest._replace(sequence=2**63 - 1)
-    (tmp_path / "ckpt" / _folder.MANIFEST).write_bytes(_manifest.build(root))
-    before = (tmp_path / "ckpt" / _folder.MANIFEST).read_bytes()
+    (tmp_path / "ckpt" / MANIFEST).write_bytes(_manifest.build(root))
+    before = (tmp_path / "ckpt" / MANIFEST).read_bytes()
     with pytest.raises(mlstate.FormatError, match="9223372036854775807 is the last"):
         mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)})
-    assert (tmp_path / "ckpt" / _folder.MANIFEST).read_bytes() == before
+    assert (tmp_path / "ckpt" / MANIFEST).read_bytes() == before
     assert not mlstate.verify(tmp_path / "ckpt").problems
     assert mlstate.verify(tmp_path / "ckpt").leftover == []
 
@@ -66,10 +66,10 @@ class _Replaced:
 def test_save_never_commits_an_unreadable_checkpoint(tmp_path, monkeypatch, part):
     from mlstate import _core
     from mlstate.checkpoint import _commit
-    from mlstate.checkpoint._store import folder as _folder
+    from mlstate.checkpoint._folder.names import MANIFEST
 
     mlstate.save(tmp_path / "ckpt", {"w": np.zeros(3)})
-    before = (tmp_path / "ckpt" / _folder.MANIFEST).read_bytes()
+    before = (tmp_path / "ckpt" / MANIFEST).read_bytes()
     if part == "manifest":
         build = _commit.build
         monkeypatch.setattr(
@@ -86,7 +86,7 @@ def test_save_never_commits_an_unreadable_checkpoint(tmp_path, monkeypatch, part
         monkeypatch.setattr(_commit, "_core", _Replaced(_core, shards_write=write))
     with pytest.raises(mlstate.MLStateError):
         mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)})
-    assert (tmp_path / "ckpt" / _folder.MANIFEST).read_bytes() == before
+    assert (tmp_path / "ckpt" / MANIFEST).read_bytes() == before
     assert mlstate.load(tmp_path / "ckpt").model["w"][0] == 0
     # the file of the failed save is deleted
     assert len(list((tmp_path / "ckpt" / "index").iterdir())) == 1
@@ -168,12 +168,12 @@ def test_the_folder_itself_may_be_a_link(tmp_path):
     ],
 )
 def test_only_files_of_a_checkpoint_are_deleted(tmp_path, path):
-    from mlstate.checkpoint._store import folder as _folder
+    from mlstate.checkpoint._store.checkpoint_files import open_files
 
     mlstate.save(tmp_path / "ckpt", {"w": np.arange(3)})
     before = files_of(tmp_path)
     with pytest.raises(mlstate.StoreError, match="not a file of this checkpoint"):
-        _folder.remove_files(str(tmp_path / "ckpt"), [path])
+        open_files(tmp_path / "ckpt").remove([path])
     assert files_of(tmp_path) == before
 
 

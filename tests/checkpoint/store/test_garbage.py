@@ -8,7 +8,8 @@ import pytest
 from rank_threads import run_ranks
 
 import mlstate
-from mlstate.checkpoint._store import writer_lock as _lock
+from mlstate.checkpoint._folder import writer_lock as _lock
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 
 pytestmark = pytest.mark.skipif(_lock.os.name == "nt", reason="checkpoints need POSIX")
 
@@ -67,18 +68,18 @@ def test_folders_are_synced_before_the_lock_is_let_go(tmp_path, monkeypatch):
 def test_unsynced_folder_is_noted_and_scanned_next_time(tmp_path, monkeypatch):
     path, noted = tmp_path / "ckpt", []
     first = save(path, 1)
-    delete, note = mlstate.checkpoint._commit.delete_own_files, _lock.WriterLock.note
+    delete, note = CheckpointFiles.delete_own_files, _lock.WriterLock.note
 
-    def delete_unsynced(folder, rank, *args):
-        delete(folder, rank, *args)
+    def delete_unsynced(files, rank, *args):
+        delete(files, rank, *args)
         if rank == 1:
-            raise mlstate.StoreError(f"{folder}: cannot sync the folder")
+            raise mlstate.StoreError(f"{files.path}: cannot sync the folder")
 
     monkeypatch.setattr(
         _lock.WriterLock, "note", lambda lock, text: (noted.append(text), note(lock, text))[1]
     )
     with monkeypatch.context() as patches:
-        patches.setattr(mlstate.checkpoint._commit, "delete_own_files", delete_unsynced)
+        patches.setattr(CheckpointFiles, "delete_own_files", delete_unsynced)
         with pytest.warns(UserWarning, match="old files .* rank 1: .*cannot sync"):
             second = save(path, 2)
     assert noted == [second]  # the lock still records an unfinished save

@@ -10,7 +10,7 @@ from json_checksums import START, renew_checksum
 
 import mlstate
 from mlstate import _core
-from mlstate.checkpoint._store import folder as _folder
+from mlstate.checkpoint._store.checkpoint_files import open_files
 
 WHOLE = (None, 0, 0)
 
@@ -27,7 +27,7 @@ def saved(tmp_path, state):
     """A checkpoint's folder and the text of its index."""
     folder = tmp_path / "ckpt"
     mlstate.save(folder, state)
-    [record] = _folder.read_manifest(str(folder)).indexes
+    [record] = open_files(folder).read_manifest().indexes
     return str(folder), (folder / record.path).read_bytes()
 
 

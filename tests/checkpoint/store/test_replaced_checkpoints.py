@@ -8,7 +8,7 @@ import pytest
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, inspect, plan_load, prune, reshard
-from mlstate.checkpoint._store import folder as _folder
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 from mlstate.cli import main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
@@ -25,7 +25,7 @@ class Writer:
         self.folder, self.save = str(folder), save
         self.times, self.is_saving, self.step = 2, False, 1
         self.real = {
-            name: getattr(_folder, name) for name in ("read_manifest", "load_merged_index")
+            name: getattr(CheckpointFiles, name) for name in ("read_manifest", "load_merged_index")
         }
         self.patch = monkeypatch
 
@@ -33,14 +33,14 @@ class Writer:
         """`moment` is "root" or "indexes": the read after which the writer replaces it."""
         name = {"root": "read_manifest", "indexes": "load_merged_index"}[moment]
 
-        def read(folder, *arguments):
-            content = self.real[name](folder, *arguments)
-            if folder == self.folder and self.times and not self.is_saving:
+        def read(files, *arguments):
+            content = self.real[name](files, *arguments)
+            if files.path == self.folder and self.times and not self.is_saving:
                 self.times -= 1
                 self.replace()
             return content
 
-        self.patch.setattr(_folder, name, read)
+        self.patch.setattr(CheckpointFiles, name, read)
         return self
 
     def replace(self):

@@ -20,8 +20,8 @@ from thread_team import thread_outcomes
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune, reshard, save_async
-from mlstate.checkpoint._store import writer_lock as _lock
-from mlstate.checkpoint._store.writer_lock import WriterLock
+from mlstate.checkpoint._folder import writer_lock as _lock
+from mlstate.checkpoint._folder.writer_lock import WriterLock
 from mlstate.cli import main
 
 pytestmark = pytest.mark.skipif(_lock.os.name == "nt", reason="checkpoints need POSIX")
@@ -268,7 +268,7 @@ def test_a_lock_that_others_could_read_is_an_error(tmp_path, monkeypatch):
 
 HOLDER = """
 import sys
-from mlstate.checkpoint._store.writer_lock import WriterLock
+from mlstate.checkpoint._folder.writer_lock import WriterLock
 for line in sys.stdin:
     locks = [WriterLock(folder) for folder in line.split()]
     held = [lock.acquire() for lock in locks]

@@ -166,7 +166,7 @@ def different_saves_of_ranks_are_refused(group, folder):
 
 @scenario
 def a_writer_elsewhere_stops_all_ranks(group, folder):
-    from mlstate.checkpoint._store.writer_lock import WriterLock
+    from mlstate.checkpoint._folder.writer_lock import WriterLock
 
     mlstate.save(folder, shards(group, "rows", 1), group=group)
     group.barrier()

@@ -22,8 +22,10 @@ from typing import Any
 from ... import _core
 from ..._common.atomic_file import Target, change_mode, replacing
 from ..._common.regular_file import NOT_REGULAR
+from ..._common.store_error import store_error
 from ...errors import StoreError
-from .folder import MANIFEST, new_file_mode, store_error
+from .local import LocalFolder
+from .names import MANIFEST
 
 _NAME = "lock"
 _TRIES = 64
@@ -222,7 +224,7 @@ class WriterLock:
 
         The bits for execution stay, because FAT has them on every file and refuses to change them.
         """
-        limited = mode & (new_file_mode(os.path.dirname(self._path)) | 0o111)
+        limited = mode & (LocalFolder(self._folder).new_file_mode() | 0o111)
         if limited != mode & 0o777:
             change_mode(number, limited)
 
@@ -284,8 +286,9 @@ class WriterLock:
         except OSError as error:
             raise store_error(error, "cannot write the lock", self._path) from None
 
-    def commit(self, data: bytes, mode: int, root: str | None = None) -> None:
+    def commit(self, data: bytes, root: str | None = None) -> None:
         """Replace the manifest durably; write the second copy `root`, a path, before it."""
+        mode = LocalFolder(self._folder).new_file_mode()
         if root is not None:
             _core.file_replace(os.path.join(self._folder, root), data, mode)
         _core.file_replace(os.path.join(self._folder, MANIFEST), data, mode)

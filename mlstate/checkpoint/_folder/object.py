@@ -2,8 +2,7 @@
 
 The core reads and writes files. So the byte ranges that a load needs are copied to sparse local
 files first, at the same offsets, and new files are written locally and then uploaded. The local
-copies are temporary, and a load copies at most two batches at a time. Loads, but no verifications,
-read through the cache of `cache_folder`.
+copies are temporary, and a load copies at most two batches at a time.
 """
 
 from __future__ import annotations
@@ -15,20 +14,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
-from ..._common.local_path import local_folder
-from ..._common.store_error import store_error
-from ...errors import ChecksumError, FormatError, MLStateError, StoreError
-from .options import check_url, split_url, take_options
-from .resumption import INDEX_FOLDER, find_uploaded
+from ..._common.log import is_logged, log
+from ..._common.store_error import format_error, store_error
+from ...errors import FormatError, MLStateError, StoreError
+from .._remote.options import check_url
+from .._remote.resumption import INDEX_FOLDER, find_uploaded
+from .names import MANIFEST, ROOTS, SECTIONS, group_by_part, roots_of
+from .protocol import FileInfo, NewFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from .object_store import ObjectInfo, ObjectStore, Tag
-    from .options import StoreOptions
-    from .parallel_tasks import ParallelTasks
-    from .read_cache import ReadCache
-    from .root_claim import RootClaim
+    from .._remote.object_store import ObjectInfo, ObjectStore, Tag
+    from .._remote.options import StoreOptions
+    from .._remote.parallel_tasks import ParallelTasks
+    from .._remote.root_claim import RootClaim
+    from .protocol import Folder
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 _BATCH = 128 << 20  # bytes of a load or a verification that are copied together
@@ -38,143 +39,145 @@ _GAP = 4096  # unneeded bytes between two ranges that one request reads
 _Range = tuple[str, int, int]  # path, begin, end
 
 
-class RemoteFolder(str):
-    """URL of a checkpoint in an object store, with its options.
+class StoreURL(str):
+    """URL of a folder, which opens the same folder again, with its options.
 
-    As a text it is the URL, so that errors name it. Pickles have no options, because these may
-    hold credentials.
+    Pickles have no options, because these may hold credentials.
     """
 
-    has_conditions = False  # whether the endpoint is known to honour conditions of writes
-    file: str  # name of a file that the caller's URL names, to be read only; else empty
-    _options: StoreOptions
-    _store: ObjectStore | None
-    _cache: ReadCache | None
-    _roots: dict[str, bytes]  # texts of roots under ``roots/``, which never change
-    _tags: dict[str, Tag]  # of files that other programs may replace
-
-    def __new__(
-        cls,
-        url: str,
-        storage_options: Mapping[str, Any] | None = None,
-        *,
-        is_file: bool = False,
-    ) -> RemoteFolder:
-        """Check the URL and the options; no request is sent."""
-        checked, file = check_url(url), ""
-        if is_file:
-            checked, _, file = checked.rpartition("/")
-        made = super().__new__(cls, checked)
-        made.file = file
-        made._options = take_options(storage_options)
-        made._store = None
-        made._roots = {}
-        made._cache = None
-        made._tags = {}
-        return made
+    folder: ObjectFolder
 
     def __reduce__(self) -> Any:
-        if self.file:
-            return partial(RemoteFolder, is_file=True), (f"{self}/{self.file}",)
-        return RemoteFolder, (str(self),)
+        file = self.folder.file
+        return str, (f"{self}/{file}" if file else str(self),)
 
-    def __copy__(self) -> RemoteFolder:
+    def __copy__(self) -> StoreURL:
         return self
 
-    def __deepcopy__(self, memo: object) -> RemoteFolder:
+    def __deepcopy__(self, memo: object) -> StoreURL:
         return self
+
+
+class ObjectFolder:
+    """A checkpoint in an object store, by its URL; `is_file`: the URL names one file of it."""
+
+    is_local = False
+    excludes_writers = False  # stores have no locks
+
+    def __init__(self, url: str, options: StoreOptions, *, is_file: bool = False) -> None:
+        """Check the URL; no request is sent."""
+        checked, self.file = check_url(url), ""
+        if is_file:
+            checked, _, self.file = checked.rpartition("/")
+        self.path = StoreURL(checked)
+        self.path.folder = self
+        self._options = options
+        self._store: ObjectStore | None = None
+        self._roots: dict[str, bytes] = {}  # texts of roots under ``roots/``, which never change
+        self._tags: dict[str, Tag] = {}  # of files that other programs may replace
 
     @property
     def store(self) -> ObjectStore:
         """The open store; opened on first use."""
         if self._store is None:
-            from .object_store import ObjectStore
+            from .._remote.object_store import ObjectStore
 
-            self._store = ObjectStore(str(self), self._options)
+            self._store = ObjectStore(str(self.path), self._options)
         return self._store
 
-    @property
-    def cache(self) -> ReadCache | None:
-        """The local cache of objects; None without `cache_folder`."""
-        folder = self._options.cache_folder
-        if self._cache is None and folder is not None:
-            from .read_cache import ReadCache
+    def require_local(self, what: str, remedy: str) -> None:
+        """Raise ValueError: `what` needs local files."""
+        raise ValueError(f"{self.path}: {what} is not possible in an object store: {remedy}")
 
-            self._cache = ReadCache(folder, self._options.cache_bytes, str(self))
-        return self._cache
-
-    def without_cache(self) -> RemoteFolder:
-        """Return the same folder, with nothing in memory and without the local cache."""
-        self._roots.clear()
-        if self._options.cache_folder is None:
-            return self
-        made = RemoteFolder(self)
-        made.file = self.file
-        made._options = self._options._replace(cache_folder=None)
-        made._store = self._store
-        return made
-
-    @property
-    def orphan_seconds(self) -> float | None:
-        """Least age of unneeded objects that `prune` deletes; None: it deletes none."""
-        return self._options.orphan_seconds
-
-    def claim(self, root: str) -> RootClaim:
-        """Return a writer's claim to a root."""
-        from .root_claim import RootClaim
-
-        return RootClaim(self, root)
+    def is_same(self, other: Folder) -> bool:
+        """Return whether both are the same URL."""
+        return self.path == other.path
 
     # ---- objects ----
 
-    def read(self, path: str) -> bytes:
-        """Return a manifest or an index; roots of steps are kept in memory, indexes in the cache.
+    def open(self) -> None:
+        """Import the engine, which checks the options."""
+        _ = self.store
 
-        Raises ValueError if the object is too long.
-        """
-        found = self._roots.get(path)
-        if found is not None:
-            return found
-        cache = self.cache
-        if cache is not None and not cache.accepts(path):
-            cache = None
-        if cache is not None and (kept := cache.get_whole(path)) is not None:
-            return kept
-        found = self.store.get(path, _MOST_BYTES)[0]
-        is_root = path.startswith("roots/")
-        if is_root or cache is not None:
-            with suppress(FormatError):
-                _core.json_checksum_check(found, path)
-                if is_root:
-                    self._roots[path] = found
-                elif cache is not None:
-                    cache.put(path, 0, found, len(found))
-        return found
+    def without_cache(self) -> ObjectFolder:
+        """Return the folder, with nothing in memory."""
+        self._roots.clear()
+        return self
+
+    def read(self, path: str, *, follow_links: bool = False) -> bytes:
+        """Return a manifest or an index; roots of steps are kept in memory."""
+        data = self._roots.get(path)
+        if data is None:
+            data = self._get(path)
+            if path.startswith("roots/"):
+                with suppress(FormatError):
+                    _core.json_checksum_check(data, path)
+                    self._roots[path] = data
+        return data
+
+    def _get(self, path: str) -> bytes:
+        """Read a whole object; raise FormatError if it is too long."""
+        try:
+            return self.store.get(path, _MOST_BYTES)[0]
+        except ValueError as error:
+            name = os.path.join(self.path, path)
+            raise format_error(f"{name}: {error}", name) from None
 
     def prefetch(self, paths: Iterable[str]) -> None:
         """Read roots at the same time; errors are left to the later `read` of each."""
 
         def read(path: str) -> None:
-            with suppress(MLStateError, ValueError):
+            with suppress(MLStateError):
                 self.read(path)
 
         missing = [path for path in paths if path not in self._roots]
         with self._start_tasks(partial(read, path) for path in missing) as tasks:
             tasks.wait()
 
-    def note_files(self, names: Iterable[str]) -> dict[str, ObjectInfo | None]:
+    def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
+        """Return size and time of objects, without those that do not exist; by listing."""
+        infos = {}
+        for part, names in group_by_part(paths).items():
+            listed = self.store.list_folder(part)
+            for name in names:
+                if name in listed:
+                    infos[os.path.join(part, name)] = _file_info(listed[name])
+        return infos
+
+    def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
         """Return the facts of files of another program; later reads require the same content."""
-        found: dict[str, ObjectInfo | None] = {}
+        infos: dict[str, ObjectInfo | None] = {}
 
         def note(name: str) -> None:
-            found[name] = self.store.info(name)
+            infos[name] = self.store.info(name)
 
         with self._start_tasks(partial(note, name) for name in names) as tasks:
             tasks.wait()
-        self._tags = {name: info.tag for name, info in found.items() if info is not None}
-        return found
+        self._tags = {name: info.tag for name, info in infos.items() if info is not None}
+        return {name: info and _file_info(info) for name, info in infos.items()}
 
-    def list_names(self, part: str) -> list[str]:
+    def find_weights(self) -> str | None:
+        """Return the object that describes the weights of a Hugging Face folder."""
+        names = self.names("")
+        return next((name for name in ROOTS if name in names), None)
+
+    def missing_reason(self) -> str:
+        """Return "": the store's error tells whether the object or the bucket is missing."""
+        return ""
+
+    def has_checkpoint(self) -> bool:
+        """Return whether there is a manifest."""
+        return self.exists(MANIFEST)
+
+    def is_empty(self) -> bool:
+        """Return whether there is neither a manifest nor a step; other objects stay."""
+        return not self.exists(MANIFEST) and not roots_of(self.names("roots"))
+
+    def is_outage(self, error: Exception) -> bool:
+        """Return whether the store does not answer; the checkpoint may be undamaged then."""
+        return isinstance(error, StoreError) and not isinstance(error, FileNotFoundError)
+
+    def names(self, part: str) -> list[str]:
         """Return the names of the objects in a subfolder."""
         names = list(self.store.list_folder(part))
         if part == "roots":  # drop deleted ones
@@ -182,6 +185,10 @@ class RemoteFolder(str):
             known = self._roots.copy().items()  # other threads may add some
             self._roots = {path: text for path, text in known if path in existing}
         return names
+
+    def list_links(self, parts: Iterable[str]) -> list[str]:
+        """Return nothing: stores have no links."""
+        return []
 
     def exists(self, path: str) -> bool:
         """Return whether an object exists."""
@@ -197,15 +204,44 @@ class RemoteFolder(str):
                 return False
         return True
 
-    def current_time(self, *, local: bool) -> float:
-        """Return the store's time in seconds since 1970, or this machine's, without a write."""
+    # ---- writing objects ----
+
+    def claim(self, root: str, timeout: float | None = None) -> RootClaim:
+        """Return a writer's claim to a root; there is nothing to wait for."""
+        from .._remote.root_claim import RootClaim
+
+        return RootClaim(self.store, root)
+
+    def create(self, parts: Iterable[str]) -> None:
+        """Do nothing: the names of objects need no folders."""
+
+    def add_empty(self, path: str) -> None:
+        """Write an empty object."""
+        self.store.put(path, b"")
+
+    def remove(self, paths: Iterable[str]) -> list[str]:
+        """Delete objects; return all paths, whether they existed or not."""
+        names = [*paths]
+        self.store.delete(names)
+        for name in names if is_logged("DEBUG") else ():
+            log("DEBUG", "%s: deleted the object %s", self.path, name)
+        return names
+
+    def sync(self, part: str) -> None:
+        """Do nothing: deletions of objects are durable."""
+
+    def orphan_time(self, *, local_clock: bool) -> float | None:
+        """Return the time before which unneeded objects may be deleted; None: never."""
         import time
 
-        if local:
-            return time.time()
+        age = self._options.orphan_seconds
+        if age is None:
+            return None
+        if local_clock:  # the store's clock is read by a write
+            return time.time() - age
         with self.store.temporary_object() as name:
             info = self.store.info(name)
-        return time.time() if info is None else info.changed
+        return (time.time() if info is None else info.changed) - age
 
     # ---- local copies ----
 
@@ -219,7 +255,7 @@ class RemoteFolder(str):
             local = tempfile.mkdtemp(prefix="mlstate-", dir=self._options.scratch_folder)
         except OSError as error:
             what = "cannot create a temporary local folder"
-            raise store_error(error, what, self._options.scratch_folder or self) from None
+            raise store_error(error, what, self._options.scratch_folder or self.path) from None
         try:
             for name in folders:
                 os.mkdir(os.path.join(local, name))
@@ -231,7 +267,7 @@ class RemoteFolder(str):
                     f"Temporary files are in {folder}: storage_options={{'scratch_folder': ...}} "
                     "selects another folder."
                 )
-            _name_url(error, local, str(self))
+            _name_url(error, local, self.path)
             raise
         finally:
             shutil.rmtree(local, ignore_errors=True)
@@ -240,22 +276,6 @@ class RemoteFolder(str):
         """Copy a range of an object to the same place of a local file of the object's size."""
         data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
         self._write_range(local, path, begin, data, nbytes)
-
-    def _copy_cached(self, cache: ReadCache, local: str, path: str, begin: int, end: int) -> None:
-        """Copy a range from the cache or, if a byte is missing there, from the store."""
-        if path in self._tags or not cache.accepts(path):
-            self._copy_range(local, path, begin, end)
-            return
-        found = cache.get(path, begin, end)
-        if found is not None:
-            parts, nbytes = found
-            for at, view in parts:
-                self._write_range(local, path, at, view, nbytes)
-            return
-        data, of_object = self.store.get_range(path, begin, end)
-        self._write_range(local, path, begin, data, of_object)
-        if of_object is not None and len(data) == end - begin:
-            cache.put(path, begin, data, of_object)
 
     def _write_range(
         self, local: str, path: str, begin: int, data: Any, nbytes: int | None
@@ -287,7 +307,7 @@ class RemoteFolder(str):
             self._copy_range(local, name, _HEADER, end)
 
     @contextmanager
-    def header_copies(self, names: Iterable[str]) -> Iterator[str]:
+    def header_files(self, names: Iterable[str]) -> Iterator[str]:
         """Yield a local folder with sparse copies of safetensors files, which have only headers."""
         with self._scratch() as local:
             tasks = (partial(self._copy_header, local, name) for name in names)
@@ -296,15 +316,18 @@ class RemoteFolder(str):
             yield local
 
     @contextmanager
-    def file_copy(self, name: str, nbytes: int) -> Iterator[str]:
-        """Yield a temporary local folder with a copy of a whole file."""
+    def file_to_verify(self, name: str, has_checksums: Callable[[str], bool]) -> Iterator[str]:
+        """Yield the local path of a copy: of all of a file with checksums, or of its header."""
         with self._scratch() as local:
-            with self._start_copies(local, [(name, 0, nbytes)]) as copies:
-                copies.wait()
-            yield local
+            path = os.path.join(local, name)
+            self._copy_header(local, name)
+            if has_checksums(path):
+                with self._start_copies(local, [(name, 0, os.path.getsize(path))]) as copies:
+                    copies.wait()
+            yield path
 
     def _start_tasks(self, tasks: Iterable[Callable[[], object]]) -> ParallelTasks:
-        from .parallel_tasks import ParallelTasks
+        from .._remote.parallel_tasks import ParallelTasks
 
         return ParallelTasks(tasks, self._options.max_concurrency)
 
@@ -346,17 +369,15 @@ class RemoteFolder(str):
         """
         import shutil
 
-        batches = list(_plan_batches(merged, str(self), section, keys, cuts, verify))
-        cache = self.cache
-        copy = None if cache is None else partial(self._copy_cached, cache)
+        batches = [*_plan_batches(merged, self.path, section, keys, cuts, verify)]
         with self._scratch() as base, ExitStack() as started:
-            if cache is not None:
-                started.callback(_finish, cache)
             places = [os.path.join(base, str(number)) for number in range(len(batches))]
 
             def start(number: int) -> ParallelTasks:
                 ranges = batches[number][2]
-                return started.enter_context(self._start_copies(places[number], ranges, copy))
+                return started.enter_context(
+                    self._start_copies(places[number], ranges, self._copy_loaded)
+                )
 
             copies = start(0)
             for number, (some, some_cuts, ranges) in enumerate(batches):
@@ -364,33 +385,19 @@ class RemoteFolder(str):
                 if number + 1 < len(batches):
                     copies = start(number + 1)
                 try:
-                    if cache is None:
-                        read(places[number], some, some_cuts)
-                    else:
-                        call = partial(read, places[number], some, some_cuts)
-                        self._read_cached(cache, places[number], ranges, call)
+                    call = partial(read, places[number], some, some_cuts)
+                    self._read_batch(places[number], ranges, call)
                 except MLStateError as error:
-                    _name_url(error, places[number], str(self))
+                    _name_url(error, places[number], self.path)
                     raise
                 shutil.rmtree(places[number], ignore_errors=True)
 
-    def _read_cached(
-        self, cache: ReadCache, local: str, ranges: list[_Range], read: Callable[[], object]
-    ) -> None:
-        """Call `read` with local copies; if they are damaged, copy them from the store again.
+    def _copy_loaded(self, local: str, path: str, begin: int, end: int) -> None:
+        """Copy a range for a load."""
+        self._copy_range(local, path, begin, end)
 
-        The cache then forgets the objects, because it may have kept a damaged answer.
-        """
-        import shutil
-
-        with suppress(ChecksumError, FormatError):
-            read()
-            return
-        for path in {path for path, *_ in ranges}:
-            cache.discard(path)
-        shutil.rmtree(local, ignore_errors=True)
-        with self._start_copies(local, ranges) as copies:
-            copies.wait()
+    def _read_batch(self, local: str, ranges: Sequence[_Range], read: Callable[[], object]) -> None:
+        """Call `read` with local copies of these ranges."""
         read()
 
     def verify(
@@ -411,21 +418,20 @@ class RemoteFolder(str):
             for problem in found:
                 kind, path, *middle, text = problem
                 if path in files:
-                    problems.append((kind, path, *middle, text.replace(local, str(self))))
+                    problems.append((kind, path, *middle, text.replace(local, self.path)))
         return total, problems
 
     @contextmanager
-    def new_files(
-        self, folders: Sequence[str], root: str, progress: Callable[[int], object] | None
-    ) -> Iterator[str]:
+    def new_files(self, root: str, progress: Callable[[int], object] | None) -> Iterator[NewFiles]:
         """Yield a local folder for new files, and upload these when the block ends.
 
         Objects that the same save has uploaded before an interruption, since the last change of
         `root`, are copied in the store.
         `progress` is called with 0 during the uploads, and may raise to stop.
         """
+        folders = (*SECTIONS, INDEX_FOLDER)
         with self._scratch(folders) as local:
-            yield local
+            yield NewFiles(local, 0o600, is_temporary=True)
             sizes = {
                 f"{folder}/{name}": os.path.getsize(os.path.join(local, folder, name))
                 for folder in folders
@@ -447,17 +453,11 @@ class RemoteFolder(str):
                     uploads.wait(progress)
             if not self.has_files(sizes):
                 text = "an uploaded object is missing or has another size"
-                raise store_error(OSError(errno.EIO, text), "cannot save", self)
+                raise store_error(OSError(errno.EIO, text), "cannot save", self.path)
 
 
-def _finish(cache: ReadCache) -> None:
-    """End the use of a cache by a load; warn once if it cannot be written."""
-    import warnings
-
-    cache.finish()
-    problem = cache.problem()
-    if problem is not None:
-        warnings.warn(problem, stacklevel=2)
+def _file_info(info: ObjectInfo) -> FileInfo:
+    return FileInfo(info.nbytes, info.changed, (*info.tag, info.nbytes))
 
 
 def _name_url(error: MLStateError, local: str, url: str) -> None:
@@ -521,50 +521,3 @@ def _plan_batches(
         ranges += needed
     some = cuts[first:] if isinstance(cuts, list) else cuts
     yield keys[first:], some, _joined(ranges)
-
-
-# ---- the path of a caller ----
-
-_FILES = (".safetensors", "/model.safetensors.index.json")
-_ONLY_READ = (
-    "this URL names one file, which load, plan_load, inspect, verify, diff, reshard and convert "
-    "read; a checkpoint in a store needs a URL without that suffix"
-)
-
-
-def checkpoint_folder(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None = None,
-    *,
-    reads: bool = False,
-) -> str:
-    """Return the folder of a checkpoint: an absolute path, or a `RemoteFolder` for a URL.
-
-    With `reads`, a URL may name a safetensors file, or the index of a Hugging Face folder; its
-    folder has the attribute `file` then.
-    """
-    if isinstance(path, RemoteFolder) and storage_options is None:
-        if path.file and not reads:
-            raise ValueError(f"{path}/{path.file}: {_ONLY_READ}")
-        return path
-    if isinstance(path, RemoteFolder) and path.file:
-        path = f"{path}/{path.file}"
-    if isinstance(path, str) and split_url(path) is not None:
-        is_file = path.rstrip("/").endswith(_FILES)
-        if is_file and not reads:
-            check_url(path)
-            raise ValueError(f"{path}: {_ONLY_READ}")
-        return RemoteFolder(path, storage_options, is_file=is_file)
-    folder = local_folder(path)
-    if storage_options is not None:
-        raise ValueError(
-            f"{folder}: storage_options are for URLs such as s3://bucket/run, and this is a "
-            "local folder"
-        )
-    return folder
-
-
-def refuse_remote(folder: str, what: str, remedy: str) -> None:
-    """Raise ValueError if a folder is in an object store and `what` needs local files."""
-    if isinstance(folder, RemoteFolder):
-        raise ValueError(f"{folder}: {what} is not possible in an object store: {remedy}")

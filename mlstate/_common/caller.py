@@ -1,0 +1,39 @@
+"""The line of a caller's program, which warnings name."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from itertools import count
+from typing import Any, NamedTuple
+
+
+class Caller(NamedTuple):
+    """The line that called this package; warnings of a save name it, also those of its thread."""
+
+    path: str
+    line: int
+    names: dict[str, Any]  # the global names of its module
+
+    def warn(self, text: str) -> None:
+        """Issue a warning."""
+        import warnings
+
+        shown = self.names.setdefault("__warningregistry__", {})  # as `warnings.warn` does
+        module = self.names.get("__name__", "<string>")
+        warnings.warn_explicit(text, UserWarning, self.path, self.line, module, shown)
+
+
+def find_caller() -> Caller:
+    """Return the line that called this package.
+
+    Without such a line, as in a function that ``atexit`` calls, return the first line of the
+    stack.
+    """
+    frame = sys._getframe(1)
+    with suppress(ValueError):  # the stack ends
+        for depth in count(2):  # not by `f_back`, which is None if memory is short
+            if not str(frame.f_globals.get("__name__")).startswith("mlstate."):
+                break
+            frame = sys._getframe(depth)
+    return Caller(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)

@@ -1,0 +1,366 @@
+"""The folder of a checkpoint on this machine: descriptors, permissions, links and locks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+from ... import _core
+from ..._common.log import is_logged, log
+from ..._common.regular_file import check_regular, open_descriptor
+from ..._common.store_error import format_error, store_error
+from .names import MANIFEST, ROOTS, group_by_part
+from .protocol import FileInfo, NewFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from .protocol import Folder
+    from .writer_lock import WriterLock
+
+_MOST_BYTES = 512 << 20  # of a manifest or an index
+_HUB_NAME = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)\Z", re.ASCII)
+
+
+def hub_hint(folder: str) -> str:
+    """Return how to download a model, if a missing path looks like its name on the Hub."""
+    name = os.path.relpath(folder)
+    match = _HUB_NAME.match(name)
+    if match is None or os.path.exists(match[1]):
+        return ""
+    return (
+        f"; mlstate reads local files only: if it is a model of the Hugging Face Hub, download it "
+        f"with: hf download {name} --local-dir {match[2]}"
+    )
+
+
+def _refuse_link(path: str) -> None:
+    """Raise StoreError if a path is a symbolic link."""
+    if os.path.islink(path):
+        reason = OSError(
+            errno.ELOOP,
+            "it is a symbolic link, and the files behind it may be another checkpoint's: "
+            "replace it by the folder itself",
+        )
+        raise store_error(reason, "cannot use the folder", path)
+
+
+def _is_folder(path: str) -> bool:
+    """Return whether a path is a folder; unlike os.path.isdir, raise errors other than ENOENT."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _make(path: str, mode: int = 0o777) -> None:
+    """Create one folder; do nothing if another process created it first."""
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        if not _is_folder(path):
+            raise
+
+
+def make_path(folder: str) -> None:
+    """Create a folder and its missing parents durably; raise the system's OSError."""
+    missing = []
+    path = os.path.abspath(folder)
+    while not _is_folder(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        _make(path)
+        _core.folder_sync(os.path.dirname(path))
+
+
+class LocalFolder:
+    """A folder of this machine's file system, by its absolute path."""
+
+    is_local = True
+    excludes_writers = True
+    file = ""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def require_local(self, what: str, remedy: str) -> None:
+        """Do nothing: everything is possible."""
+
+    def is_same(self, other: Folder) -> bool:
+        """Return whether both are one folder, by any path."""
+        if self.path == other.path:
+            return True
+        exists = other.is_local and os.path.exists(other.path)
+        return exists and os.path.samefile(self.path, other.path)
+
+    def _join(self, path: str) -> str:
+        return os.path.join(self.path, path)
+
+    def _descriptor(self, part: str) -> _core.Descriptor:
+        """Open a subfolder, or the folder itself if `part` is ""; only the latter may be a link."""
+        path = self._join(part)
+        flags = os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if part else 0)
+        try:
+            return _core.Descriptor(path, flags)
+        except OSError:
+            if part:
+                _refuse_link(path)
+            raise
+
+    # ---- reading ----
+
+    def open(self) -> None:
+        """Do nothing: a folder has no options."""
+
+    def without_cache(self) -> LocalFolder:
+        """Return the folder: it keeps nothing."""
+        return self
+
+    def read(self, path: str, *, follow_links: bool = False) -> bytes:
+        """Return the content of a small regular file; raise FormatError if it is another."""
+        name = self._join(path)
+        try:
+            with open_descriptor(name, 0 if follow_links else os.O_NOFOLLOW) as descriptor:
+                size = os.fstat(descriptor.fileno()).st_size
+                if size > _MOST_BYTES:
+                    raise format_error(f"{name}: too long", name)
+                data = os.read(descriptor.fileno(), size + 1)
+                if len(data) != size:  # it grew, or the read was short
+                    with open(descriptor.fileno(), "rb", buffering=0, closefd=False) as file:
+                        data += file.read()
+                return data
+        except OSError as error:
+            if error.errno == errno.ELOOP or isinstance(error, IsADirectoryError):
+                raise format_error(f"{name}: not a regular file", name) from None
+            raise store_error(error, "cannot read the file", name) from None
+
+    def prefetch(self, paths: Iterable[str]) -> None:
+        """Do nothing: the disk is fast enough."""
+
+    def names(self, part: str) -> list[str]:
+        """Return the names in a subfolder; an empty list if it does not exist."""
+        try:
+            with self._descriptor(part) as descriptor:
+                return os.listdir(descriptor.fileno())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise store_error(error, "cannot list the folder", self._join(part)) from None
+
+    def list_links(self, parts: Iterable[str]) -> list[str]:
+        """Return the subfolders that are symbolic links."""
+        return [part for part in parts if os.path.islink(self._join(part))]
+
+    def exists(self, path: str) -> bool:
+        """Return whether a file exists, even as a broken link."""
+        return os.path.lexists(self._join(path))
+
+    def has_files(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether regular files exist with these sizes; the files are not opened."""
+        for path, size in sizes.items():
+            name = self._join(path)
+            try:
+                status = os.lstat(name)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            except OSError as error:
+                raise store_error(error, "cannot find the file", name) from None
+            if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+                return False
+        return True
+
+    @staticmethod
+    def _info(status: os.stat_result) -> FileInfo:
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return FileInfo(status.st_size, status.st_mtime_ns / 1e9, identity)
+
+    def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
+        """Return size and time of files, without those that do not exist."""
+        infos = {}
+        for path in sorted(paths):
+            with suppress(FileNotFoundError):
+                infos[path] = self._info(os.lstat(self._join(path)))
+        return infos
+
+    def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
+        """Return size and time of files of another program, which may be links."""
+        infos: dict[str, FileInfo | None] = dict.fromkeys(names)
+        for name in infos:
+            with suppress(OSError):
+                infos[name] = self._info(os.stat(self._join(name)))
+        return infos
+
+    def find_weights(self) -> str | None:
+        """Return the file that describes the weights of a Hugging Face folder, if there is one."""
+        return next((name for name in ROOTS if os.path.exists(self._join(name))), None)
+
+    def missing_reason(self) -> str:
+        """Return why the folder has no manifest."""
+        if os.path.isfile(self.path):
+            return (
+                "it is a file, and a checkpoint is a folder; load_file reads .safetensors, "
+                "mlstate convert others too"
+            )
+        if os.path.isdir(self.path):
+            return f"the folder has no manifest.json, and no {' or '.join(ROOTS)}"
+        return f"there is no such folder{hub_hint(self.path)}"
+
+    def has_checkpoint(self) -> bool:
+        """Return whether the folder exists."""
+        return os.path.isdir(self.path)
+
+    def is_empty(self) -> bool:
+        """Return whether nothing has this path, except an empty folder."""
+        if not os.path.lexists(self.path):
+            return True
+        try:
+            return os.path.isdir(self.path) and not os.listdir(self.path)
+        except OSError as error:
+            raise store_error(error, "cannot list the folder", self.path) from None
+
+    def is_outage(self, error: Exception) -> bool:
+        """Return False: an error of the disk is a problem of the checkpoint."""
+        return False
+
+    def read_batches(
+        self,
+        merged: Any,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        verify: bool,
+        read: Callable[[str, list[str], Any], object],
+    ) -> None:
+        """Call `read` once, with the folder itself."""
+        read(self.path, keys, cuts)
+
+    def verify(
+        self, merged: Any, progress: Callable[[int], object] | None
+    ) -> tuple[int, list[Any]]:
+        """Read and verify the files of an index; return bytes read and fields of problems."""
+        return merged.verify(self.path, progress)  # type: ignore[no-any-return]
+
+    def header_files(self, names: Iterable[str]) -> AbstractContextManager[str]:
+        """Return a context with the folder itself."""
+        return nullcontext(self.path)
+
+    def file_to_verify(
+        self, name: str, has_checksums: Callable[[str], bool]
+    ) -> AbstractContextManager[str]:
+        """Return a context with the file's path."""
+        return nullcontext(self._join(name))
+
+    # ---- writing ----
+
+    def claim(self, root: str, timeout: float | None = None) -> WriterLock:
+        """Return the writers' lock; `timeout` is None if the caller has no such parameter."""
+        from .writer_lock import WriterLock
+
+        return WriterLock(self.path, timeout=timeout)
+
+    def create(self, parts: Iterable[str]) -> None:
+        """Create the folder and subfolders durably; subfolders have the folder's mode."""
+        what = "cannot create the checkpoint's folder"
+        try:
+            make_path(self.path)
+            is_changed = False
+            for part in parts:
+                path = self._join(part)
+                _refuse_link(path)
+                if not _is_folder(path):
+                    _make(path, os.stat(self.path).st_mode & 0o777)
+                    is_changed = True
+            if is_changed:
+                _core.folder_sync(self.path)
+        except FileExistsError:
+            text = "a file has this name, and is not replaced by a folder: delete it first"
+            raise store_error(FileExistsError(errno.EEXIST, text), what, self.path) from None
+        except OSError as error:
+            raise store_error(error, what, self.path) from None
+
+    def new_file_mode(self) -> int:
+        """Return the mode of new files: no more access than the folder and its manifest allow."""
+        mode = 0o666
+        for path in (self.path, self._join(MANIFEST)):
+            try:
+                mode &= os.stat(path).st_mode | 0o600
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise store_error(error, "cannot read the permissions", path) from None
+        return mode
+
+    def new_files(
+        self, root: str, progress: Callable[[int], object] | None
+    ) -> AbstractContextManager[NewFiles]:
+        """Return a context with the folder itself."""
+        return nullcontext(NewFiles(self.path, self.new_file_mode(), is_temporary=False))
+
+    def add_empty(self, path: str) -> None:
+        """Create an empty file durably; nothing that exists already is opened or changed."""
+        part, name = os.path.dirname(path), self._join(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        _refuse_link(self._join(part))
+        try:
+            with _core.Descriptor(name, flags) as descriptor:
+                os.fsync(descriptor.fileno())
+            _core.folder_sync(self._join(part))
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise store_error(error, "cannot create the file", name) from None
+
+    def overwrite_start(self, path: str, data: bytes) -> None:
+        """Rewrite the first bytes of a file durably; the rest stays."""
+        _refuse_link(self._join(os.path.dirname(path)))
+        name = self._join(path)
+        try:
+            with _core.Descriptor(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
+                check_regular(os.fstat(descriptor.fileno()), name)
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(descriptor.fileno(), data[done:], done)
+                os.fsync(descriptor.fileno())
+        except OSError as error:
+            raise store_error(error, "cannot write the file", name) from None
+
+    def remove(self, paths: Iterable[str]) -> list[str]:
+        """Delete files; return the paths of those that existed. Linked subfolders are refused."""
+        removed: list[str] = []
+        for part, names in group_by_part(paths).items():
+            removed += self._remove_from(part, names)
+        return removed
+
+    def _remove_from(self, part: str, names: list[str]) -> list[str]:
+        """Delete files of a subfolder; do nothing if the subfolder does not exist."""
+        removed: list[str] = []
+        path = self._join(part)
+        try:
+            with self._descriptor(part) as descriptor:
+                for name in names:
+                    path = os.path.join(self.path, part, name)
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=descriptor.fileno())
+                        removed.append(os.path.join(part, name))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise store_error(error, "cannot delete the file", path) from None
+        finally:
+            if is_logged("DEBUG"):
+                for name in removed:
+                    log("DEBUG", "%s: deleted the file %s", self.path, name)
+        return removed
+
+    def sync(self, part: str) -> None:
+        """Make deletions in a subfolder durable."""
+        _core.folder_sync(self._join(part))
+
+    def orphan_time(self, *, local_clock: bool) -> float | None:
+        """Return infinity: no other writer is running while the lock is held."""
+        return float("inf")

@@ -1,0 +1,186 @@
+"""What a checkpoint needs of the place where its files are; a new kind of store is one class.
+
+Paths are relative to the folder, with one subfolder at most. Errors are a `StoreError`; a missing
+file is a `FileNotFoundError` too.
+
+    LocalFolder     descriptors, permissions, links, ``flock``
+    ObjectFolder    objects below a URL, through obstore
+    CachedFolder    an `ObjectFolder` whose loads read through a local cache
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+    from contextlib import AbstractContextManager
+
+
+class FileInfo(NamedTuple):
+    """Size, time of the last change (seconds since 1970), and the identity of the content."""
+
+    nbytes: int
+    changed: float
+    identity: tuple[Any, ...]
+
+
+class NewFiles(NamedTuple):
+    """A local folder for new files."""
+
+    path: str
+    mode: int  # permissions of the files
+    is_temporary: bool  # the files are copied elsewhere: they need not be durable
+
+
+class Claim(Protocol):
+    """The right of one writer to replace the manifest.
+
+    `holder` ends the claim at the end of its `with` statement. No interrupt can prevent this, not
+    even a second one during the clean-up after the first::
+
+        with claim.holder:
+            claim.acquire()
+    """
+
+    unfinished: str | None  # generation of a writer that died, if the claim can tell
+    is_unsure: bool  # after a failed `commit`: it may have, or may still, replace the manifest
+
+    @property
+    def holder(self) -> AbstractContextManager[object]:
+        """The context that ends the claim."""
+
+    def acquire(self) -> object:
+        """Take the claim; raise StoreError (EBUSY) if another writer holds it."""
+
+    def note(self, generation: str | None) -> None:
+        """Record the generation before its first file is written; None if nothing is written."""
+
+    def commit(self, data: bytes, root: str | None = None) -> None:
+        """Replace the manifest durably; write the second copy `root`, a path, before it."""
+
+    def release(self) -> None:
+        """End the claim."""
+
+
+class Folder(Protocol):
+    """The folder of one checkpoint, or of one `CheckpointManager`."""
+
+    is_local: bool  # its files can be mapped, compared and looked at without a request
+    excludes_writers: bool  # a claim keeps other writers out: no unknown file is in use
+
+    @property
+    def path(self) -> str:
+        """Absolute path, or the URL; it opens the same folder again."""
+
+    @property
+    def file(self) -> str:
+        """Name of the only file that the caller's path names, to be read only; else empty."""
+
+    def require_local(self, what: str, remedy: str) -> None:
+        """Raise ValueError if `what` is not possible here."""
+
+    def is_same(self, other: Folder) -> bool:
+        """Return whether both are one folder."""
+
+    # ---- reading ----
+
+    def open(self) -> None:
+        """Check the options, as far as this needs no request."""
+
+    def without_cache(self) -> Folder:
+        """Return the same folder, which keeps nothing that was read before."""
+
+    def read(self, path: str, *, follow_links: bool = False) -> bytes:
+        """Return the content of a manifest or an index."""
+
+    def prefetch(self, paths: Iterable[str]) -> None:
+        """Read roots at the same time, if this makes their later `read` faster."""
+
+    def names(self, part: str) -> list[str]:
+        """Return the names in a subfolder, or in the folder itself for ``""``."""
+
+    def list_links(self, parts: Iterable[str]) -> list[str]:
+        """Return the subfolders that are links, whose files may be another checkpoint's."""
+
+    def exists(self, path: str) -> bool:
+        """Return whether a file exists, even as a broken link."""
+
+    def has_files(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether files exist with these sizes; the files are not opened."""
+
+    def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
+        """Return size and time of files, without those that do not exist."""
+
+    def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
+        """Return size and time of files of another program; later reads require this content."""
+
+    def find_weights(self) -> str | None:
+        """Return the file that describes the weights of a Hugging Face folder, if there is one."""
+
+    def missing_reason(self) -> str:
+        """Return why the folder has no manifest; "" if the error of `read` tells more."""
+
+    def has_checkpoint(self) -> bool:
+        """Return whether the folder exists, or, where folders do not exist, has a checkpoint."""
+
+    def is_empty(self) -> bool:
+        """Return whether a new checkpoint would hide or replace nothing."""
+
+    def is_outage(self, error: Exception) -> bool:
+        """Return whether an error tells nothing about the checkpoint: the store failed."""
+
+    def read_batches(
+        self,
+        merged: Any,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        verify: bool,
+        read: Callable[[str, list[str], Any], object],
+    ) -> None:
+        """Call `read` with a local folder, keys and their cuts, until all keys are read."""
+
+    def verify(
+        self, merged: Any, progress: Callable[[int], object] | None
+    ) -> tuple[int, list[Any]]:
+        """Read and verify the files of an index; return bytes read and fields of problems."""
+
+    def header_files(self, names: Iterable[str]) -> AbstractContextManager[str]:
+        """Return a context with a local folder that has at least the headers of files."""
+
+    def file_to_verify(
+        self, name: str, has_checksums: Callable[[str], bool]
+    ) -> AbstractContextManager[str]:
+        """Return a context with the local path of a safetensors file.
+
+        Unless `has_checksums` is true of a path with its header, the content may be missing.
+        """
+
+    # ---- writing ----
+
+    def claim(self, root: str, timeout: float | None = None) -> Claim:
+        """Return the claim of a writer to a root, not yet acquired."""
+
+    def create(self, parts: Iterable[str]) -> None:
+        """Create the folder and subfolders durably."""
+
+    def new_files(
+        self, root: str, progress: Callable[[int], object] | None
+    ) -> AbstractContextManager[NewFiles]:
+        """Return the context for new files; they are complete in the folder at its end.
+
+        `root` is the file whose replacement commits a save.
+        """
+
+    def add_empty(self, path: str) -> None:
+        """Create an empty file durably, unless it exists; nothing is opened or changed."""
+
+    def remove(self, paths: Iterable[str]) -> list[str]:
+        """Delete files; return the paths of those that may have existed."""
+
+    def sync(self, part: str) -> None:
+        """Make deletions in a subfolder durable."""
+
+    def orphan_time(self, *, local_clock: bool) -> float | None:
+        """Return the time since which unknown files may be a running writer's; None: unknown."""

@@ -1,0 +1,709 @@
+"""The files of a checkpoint in any folder: roots, manifests, indexes, and what no root needs."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ... import _core
+from ..._common.local_path import local_folder
+from ..._common.log import is_logged, log
+from ..._common.store_error import format_error, store_error
+from ...errors import FormatError, MLStateError, StoreError
+from .._folder.local import LocalFolder
+from .._folder.names import (
+    FOLDERS,
+    INDEX,
+    MANIFEST,
+    MOST_SEQUENCE,
+    PATTERNS,
+    TEMPORARY,
+    Root,
+    is_checkpoint_file,
+    mark_path,
+    orphaned_marks,
+    root_of,
+    roots_of,
+)
+from .._folder.object import ObjectFolder, StoreURL
+from .._remote.options import check_url, split_url, take_options
+from .manifest import IndexRecord, Manifest, parse
+from .weight_files import is_weights_root, read_merged_index, read_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+    from typing import TypeVar
+
+    from .._folder.protocol import Folder
+
+    _Result = TypeVar("_Result")
+
+_NONE: Mapping[str, Any] = {}
+TRIES = 20  # attempts to read a checkpoint that writers keep replacing
+_WRITER = "mlstate "  # prefix of `writer` if file names follow this scheme
+
+
+# ---- the path of a caller ----
+
+_FILES = (".safetensors", "/model.safetensors.index.json")
+_ONLY_READ = (
+    "this URL names one file, which load, plan_load, inspect, verify, diff, reshard and convert "
+    "read; a checkpoint in a store needs a URL without that suffix"
+)
+
+
+def open_folder(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    reads: bool = False,
+) -> Folder:
+    """Return the folder of a checkpoint, by a local path or a URL; no file is opened.
+
+    With `reads`, a URL may name a safetensors file, or the index of a Hugging Face folder; its
+    folder has the attribute `file` then.
+    """
+    if isinstance(path, StoreURL):
+        folder = path.folder
+        path = f"{path}/{folder.file}" if folder.file else str(path)
+        if storage_options is None and (reads or not folder.file):
+            return folder
+    if isinstance(path, str) and split_url(path) is not None:
+        is_file = path.rstrip("/").endswith(_FILES)
+        if is_file and not reads:
+            check_url(path)
+            raise ValueError(f"{path}: {_ONLY_READ}")
+        check_url(path)
+        options = take_options(storage_options)
+        if options.cache_folder is None:
+            return ObjectFolder(path, options, is_file=is_file)
+        from .._folder.cached import CachedFolder
+
+        return CachedFolder(path, options, is_file=is_file)
+    place = local_folder(path)
+    if storage_options is not None:
+        raise ValueError(
+            f"{place}: storage_options are for URLs such as s3://bucket/run, and this is a "
+            "local folder"
+        )
+    return LocalFolder(place)
+
+
+def open_files(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    reads: bool = False,
+) -> CheckpointFiles:
+    """Return the files of the checkpoint at a path; see `open_folder`."""
+    return CheckpointFiles(open_folder(path, storage_options, reads=reads))
+
+
+class RootPath(NamedTuple):
+    """A root in a folder; also the path that internal callers pass to `load` and `verify`."""
+
+    folder: str
+    root: str = MANIFEST
+    manifest: Manifest | None = None  # of the root, if already read
+
+    def __fspath__(self) -> str:
+        return self.folder
+
+
+def open_root_path(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> tuple[CheckpointFiles, str, Manifest | None]:
+    """Return the files, the root and its manifest, if read, for the argument `path`."""
+    given = path if isinstance(path, RootPath) else RootPath(path)  # type: ignore[arg-type]
+    return open_files(given.folder, storage_options, reads=True), given.root, given.manifest
+
+
+# Suffixes of files that other programs, or `save_file`, read and write.
+_FILE_SUFFIXES = frozenset(
+    [
+        ".safetensors",
+        ".npz",
+        ".npy",
+        ".pt",
+        ".pth",
+        ".bin",
+        ".ckpt",
+        ".pkl",
+        ".pickle",
+        ".h5",
+        ".hdf5",
+        ".msgpack",
+        ".onnx",
+        ".gguf",
+        ".json",
+    ]
+)
+
+
+def refuse_file_name(folder: Folder) -> None:
+    """Raise ValueError for a new folder whose name has the suffix of another format's files."""
+    suffix = os.path.splitext(folder.path)[1].lower()
+    if suffix not in _FILE_SUFFIXES or folder.has_checkpoint():
+        return
+    remedy = "mlstate convert writes files of other formats"
+    if suffix == ".safetensors":
+        remedy = "save_file(state, path) writes one file"
+    elif suffix in (".npz", ".pt", ".pth", ".bin"):
+        remedy = f"save_file writes a .safetensors file, and mlstate convert a {suffix} file of it"
+    raise ValueError(
+        f"{folder.path}: a checkpoint is a folder, and {suffix} is the suffix of a file: "
+        f"{remedy}; for a folder, pass a path without this suffix"
+    )
+
+
+def refuse_existing(folder: Folder, overwrite: bool) -> None:
+    """Raise StoreError (EEXIST) if a path exists, except an empty folder or with `overwrite`."""
+    if not overwrite and not folder.is_empty():
+        raise store_error(
+            FileExistsError(
+                errno.EEXIST,
+                "it exists already; overwrite=True (--force on the command line) replaces all of "
+                "it, the steps of a CheckpointManager included",
+            ),
+            "cannot write the target",
+            folder.path,
+        )
+
+
+# ---- facts of roots and indexes ----
+
+
+class FolderContent(NamedTuple):
+    """The checkpoints in a folder at one time; a writer may replace only these."""
+
+    manifest: bytes | None
+    roots: tuple[Root, ...]
+
+
+class ManifestSummary(NamedTuple):
+    """Digest of an index's pattern, and the part of each of its groups."""
+
+    pattern: str
+    parts: tuple[int, ...]
+
+
+class Generation(NamedTuple):
+    """A save that a root names or named."""
+
+    generation: str
+    world_size: int
+
+
+def root_path(manifest: Manifest) -> str:
+    """Return the path of a root under ``roots/``."""
+    return f"roots/{manifest.sequence:08d}.{manifest.generation}.json"
+
+
+def patterns_of(merged: Any) -> list[ManifestSummary | None]:
+    """Return the pattern of each index of a merged index; None if it has too many groups."""
+    import hashlib
+
+    return [
+        None
+        if found is None
+        else ManifestSummary(hashlib.sha256(found[0], usedforsecurity=False).hexdigest(), found[1])
+        for found in merged.patterns()
+    ]
+
+
+def generations_to_delete(
+    before: Iterable[Manifest], now: Iterable[Manifest]
+) -> dict[str, list[Generation]]:
+    """Return the deleted and the kept generations, as a message to all ranks."""
+    worlds = {m.generation: m.world_size for m in before}
+    kept = {m.generation: m.world_size for m in now}
+    gone = {name: world for name, world in worlds.items() if name not in kept}
+    return {
+        "gone": [Generation(*one) for one in gone.items()],
+        "kept": [Generation(*one) for one in kept.items()],
+    }
+
+
+class CheckpointFiles:
+    """The files of the checkpoint, or of the steps of a manager, in one folder.
+
+    A root is ``manifest.json``, the checkpoint, or one file under ``roots/``, a step. It names
+    the indexes of all ranks, and these name the shard files. A file that a root names is never
+    changed. All other files with names of a save are garbage, unless a writer is running.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self.path = folder.path
+
+    def join(self, path: str) -> str:
+        """Return the whole path of a file, for errors."""
+        return os.path.join(self.path, path)
+
+    # ---- roots ----
+
+    def list_roots(self) -> list[Root]:
+        """Return the roots under ``roots/``, oldest first."""
+        return roots_of(self.folder.names("roots"))
+
+    def current_root(self, root: str = MANIFEST) -> str:
+        """Return `root`, or the root of a local Hugging Face folder if it has no manifest.
+
+        Of a URL that names one file, it is this file.
+        """
+        folder = self.folder
+        if root == MANIFEST and folder.is_local and not folder.exists(MANIFEST):
+            return folder.find_weights() or root
+        return folder.file if folder.file and root == MANIFEST else root
+
+    def open_root(self, root: str = MANIFEST) -> tuple[str, Manifest | None]:
+        """Return what `current_root` does, and the manifest if that took reading it, in a store."""
+        root = self.current_root(root)
+        if root != MANIFEST or self.folder.is_local:
+            return root, None
+        try:
+            return root, self.read_manifest(root)
+        except FileNotFoundError:
+            with suppress(StoreError):
+                weights = self.folder.find_weights()
+                if weights is not None:
+                    return weights, None
+            raise
+
+    def read_manifest(self, name: str = MANIFEST) -> Manifest:
+        """Read a root; raise FormatError if a file under ``roots/`` does not match its own name."""
+        if is_weights_root(name):
+            try:
+                # the index in a download cache is a link
+                data = self.folder.read(name, follow_links=True) if name == INDEX else None
+                return read_weights(self.folder, name, data)
+            except OSError as error:
+                raise store_error(error, "cannot read the folder", self.path) from None
+        try:
+            data = self.folder.read(name)
+        except StoreError as error:
+            if name != MANIFEST or error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
+            raise self._no_checkpoint(error) from None
+        path = self.join(name)
+        manifest = parse(data, path)
+        if name not in (MANIFEST, root_path(manifest)):
+            raise format_error(
+                f"{path}: the content does not match the file name: it is step {manifest.step}, "
+                f"whose name would be {root_path(manifest)}",
+                path,
+            )
+        return manifest
+
+    def _no_checkpoint(self, error: StoreError) -> StoreError:
+        """Return the error for a missing checkpoint; it describes the actual content."""
+        text = self.folder.missing_reason()
+        if not text:
+            return error
+        if error.errno == errno.ENOENT and self.list_roots():
+            text = "manifest.json is gone; older steps are there for verify(repair=True)"
+        # OSError picks the subclass by errno
+        return store_error(OSError(error.errno, text), "cannot read the checkpoint", self.path)
+
+    def is_replaced(self, root: str, generation: str) -> bool:
+        """Return whether a writer replaced a root since it was read; its files may be deleted."""
+        return self.read_manifest(root).generation != generation
+
+    def read_root(
+        self,
+        root: str,
+        read: Callable[[Manifest], _Result],
+        manifest: Manifest | None = None,
+    ) -> _Result:
+        """Call `read` with a root, and return its result.
+
+        If `read` misses a file and a writer has replaced the root meanwhile, start again: files
+        are deleted only after every root that names them. `manifest` is the root if already read.
+        """
+        for _ in range(TRIES - 1):
+            found = self.read_manifest(root) if manifest is None else manifest
+            manifest = None
+            try:
+                return read(found)
+            except FileNotFoundError:
+                if not self.is_replaced(root, found.generation):
+                    raise
+        return read(self.read_manifest(root))
+
+    def next_sequence(self, newest: Manifest | None) -> int:
+        """Return the sequence number of the next save: the newest valid root's, plus one.
+
+        A file name alone is not trusted: a stray file would determine all later numbers.
+        """
+        sequence = 0 if newest is None else newest.sequence
+        for root in reversed(self.list_roots()):
+            if root.sequence <= sequence:
+                break
+            with suppress(MLStateError):
+                sequence = self.read_manifest(root.path).sequence
+        if sequence >= MOST_SEQUENCE:
+            text = f"{self.path}: sequence {sequence} is the last that a manifest can hold"
+            raise format_error(text, self.path)
+        return sequence + 1
+
+    def holds_steps(self) -> bool:
+        """Return whether the folder holds steps of a `CheckpointManager`.
+
+        A file with the name of a root counts only if its content is a root.
+        """
+        roots = self.list_roots()
+        for root in reversed(roots):
+            with suppress(FileNotFoundError, FormatError):
+                _core.json_checksum_check(self.folder.read(root.path), root.path)
+                return True
+        with suppress(FileNotFoundError, FormatError):  # every root is damaged
+            generation = self.read_manifest().generation if roots else ""
+            return any(root.generation == generation for root in roots)
+        return False
+
+    def content(self) -> FolderContent:
+        """Return the current checkpoints; empty if the folder does not exist."""
+        manifest = None
+        try:
+            manifest = self.folder.read(MANIFEST)
+        except StoreError as error:
+            if error.errno == errno.ENOTDIR:  # a file has the folder's name
+                return FolderContent(None, ())
+            if error.errno != errno.ENOENT:
+                raise
+        return FolderContent(manifest, tuple(self.list_roots()))
+
+    def refuse_change(self, before: FolderContent) -> None:
+        """Raise StoreError (EEXIST) if the folder has other checkpoints than `before` now.
+
+        If it was empty, local files of other programs are refused too.
+        """
+        is_same = self.content() == before
+        if before == (None, ()) and self.folder.is_local:
+            is_same = is_same and not self.foreign_files()
+        if not is_same:
+            text = "it was changed by another writer meanwhile, and is left as it is"
+            exists = FileExistsError(errno.EEXIST, text)
+            raise store_error(exists, "cannot write the target", self.path)
+
+    def is_committed(self, generation: str) -> bool:
+        """Return whether a root names the generation, or a root cannot be read."""
+        try:
+            for name in [*(root.path for root in self.list_roots()), MANIFEST]:
+                with suppress(FileNotFoundError):  # the folder has no such root
+                    if self.read_manifest(name).generation == generation:
+                        return True
+        except MLStateError:
+            return True
+        return False
+
+    # ---- indexes ----
+
+    def load_index(self, record: IndexRecord) -> bytes:
+        """Read one rank's index; raise ChecksumError if it is not the committed one."""
+        data = self.folder.read(record.path)
+        crc = f"{_core.crc32c(data):08x}"
+        if len(data) != record.bytes or crc != record.crc32c:
+            path = self.join(record.path)
+            error = _core.ChecksumError(
+                f"{path}: not the index that was committed: {len(data)} bytes with checksum "
+                f"{crc}, expected {record.bytes} bytes with {record.crc32c}"
+            )
+            error.path = path
+            error.expected, error.got = record.crc32c, crc
+            raise error
+        return data
+
+    def load_merged_index(
+        self,
+        manifest: Manifest,
+        ranks: Iterable[int] | None = None,
+        texts: dict[int, bytes] | None = None,
+    ) -> Any:
+        """Read and merge the indexes of a root, of all ranks or some.
+
+        A FormatError names a bad one. `texts` caches the texts of indexes by rank. It is replaced
+        by the texts of this call.
+        """
+        if manifest.weights is not None:
+            return read_merged_index(self.folder, manifest)
+        chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
+        records = [manifest.indexes[rank] for rank in chosen]
+        before = {} if texts is None else dict(texts)
+        data = tuple(
+            before[rank] if rank in before else self.load_index(record)
+            for rank, record in zip(chosen, records, strict=True)
+        )
+        if texts is not None:
+            texts.clear()
+            texts.update(zip(chosen, data, strict=True))
+        merged = _core.MergedIndex(data, tuple(self.join(record.path) for record in records))
+        for record, head in zip(records, merged.heads(), strict=True):
+            generation, rank, world_size, *held, _ = head
+            if (generation, world_size, held) != (
+                manifest.generation,
+                manifest.world_size,
+                [record.shards, record.data_bytes],
+            ) or record.path != f"index/{generation}.{rank}.json":
+                raise self._other_index(record.path)
+        if manifest.patterns is not None:
+            self._check_patterns(manifest, dict(zip(chosen, patterns_of(merged), strict=True)))
+        return merged
+
+    def _other_index(self, path: str) -> FormatError:
+        return format_error(f"{path}: the index of another checkpoint", self.join(path))
+
+    def _check_patterns(
+        self, manifest: Manifest, summaries: dict[int, ManifestSummary | None]
+    ) -> None:
+        """Raise FormatError if an index's pattern or parts differ from the manifest's."""
+        for pattern in manifest.patterns or ():
+            first = None
+            for place, rank in enumerate(pattern.ranks):
+                if rank not in summaries:
+                    continue
+                found = summaries[rank]
+                first = first or found
+                parts = tuple(each[place] for each in pattern.parts)
+                if first is None or found != ManifestSummary(first.pattern, parts):
+                    path = manifest.indexes[rank].path
+                    text = f"{path}: its pattern or parts differ from the manifest"
+                    raise format_error(text, self.join(path))
+
+    # ---- garbage: files that no root needs ----
+
+    def remove(self, paths: list[str]) -> list[str]:
+        """Delete files; return the paths of those that existed, or all paths in a store.
+
+        A path that leaves the folder, that is not a name that a save gives, or that is behind a
+        symbolic link raises StoreError.
+        """
+        for path in paths:
+            if not is_checkpoint_file(*os.path.split(path)):
+                reason = OSError(errno.EINVAL, "it is not a file of this checkpoint")
+                raise store_error(reason, "cannot delete the file", self.join(path))
+        return self.folder.remove(paths)
+
+    def known_files(self) -> list[str]:
+        """Return the paths of shard files and indexes, by their names; roots are not included."""
+        return [
+            f"{part}/{name}"
+            for part, pattern in PATTERNS.items()
+            for name in self.folder.names(part)
+            if pattern.match(name)
+        ]
+
+    def discard(self, generation: str, rank: int | None = None) -> list[str]:
+        """Delete the files of an uncommitted save, of one rank or of all ranks."""
+        shard = f".{generation}-" if rank is None else f".{generation}-{rank}.safetensors"
+        index = f"index/{generation}." + ("" if rank is None else f"{rank}.json")
+        paths = [path for path in self.known_files() if shard in path or path.startswith(index)]
+        return self.remove(paths)
+
+    def temporary_files(self) -> list[str]:
+        """Return the paths of temporary small files; they are garbage unless a writer is running.
+
+        Marks of steps that no longer exist are among them.
+        """
+        found = []
+        for part in ("", "roots"):
+            names = set(self.folder.names(part))
+            found += [os.path.join(part, name) for name in names if TEMPORARY.match(name)]
+        return sorted(found + orphaned_marks(names, [name for name in names if root_of(name)]))
+
+    def foreign_files(self) -> list[str]:
+        """Return the paths of files that mlstate did not write, and of linked subfolders."""
+        linked = self.folder.list_links(FOLDERS)
+        foreign = [
+            f"{part}/{name}"
+            for part in FOLDERS
+            if part not in linked
+            for name in self.folder.names(part)
+            if not is_checkpoint_file(part, name) or (part == "roots" and TEMPORARY.match(name))
+        ]
+        foreign += [
+            name
+            for name in self.folder.names("")
+            if name not in {MANIFEST, "lock", *FOLDERS} and not TEMPORARY.match(name)
+        ]
+        return sorted(foreign + linked)
+
+    def needed_files(
+        self,
+        without: Collection[Root] = (),
+        merged_indexes: Mapping[str, Any] = _NONE,
+        roots: Mapping[str, Manifest] = _NONE,
+    ) -> set[str]:
+        """Return the paths of all shard files and indexes that any root needs; raise if unknown.
+
+        Roots in `without` do not count. `merged_indexes` by generation and `roots` by path are
+        already read; only a process that holds the lock may pass `roots`, because they can change
+        otherwise.
+        """
+        needed: set[str] = set()
+        names = [root.path for root in self.list_roots() if root not in without]
+        seen = set()
+
+        def add_files(manifest: Manifest) -> None:
+            if manifest.generation not in seen:
+                merged = merged_indexes.get(manifest.generation)
+                merged = self.load_merged_index(manifest) if merged is None else merged
+                seen.add(manifest.generation)
+                needed.update(merged.files())
+                needed.update(record.path for record in manifest.indexes)
+
+        for name in (*names, MANIFEST):
+            try:
+                if name in roots:
+                    add_files(roots[name])
+                else:
+                    self.read_root(name, add_files)
+            except FileNotFoundError:
+                if self.folder.exists(name):
+                    raise
+        return needed
+
+    def prune(
+        self,
+        *,
+        dry_run: bool = False,
+        merged_indexes: Mapping[str, Any] = _NONE,
+        roots: Mapping[str, Manifest] = _NONE,
+    ) -> list[str]:
+        """Delete the shard files and indexes that no root needs; the caller holds the lock.
+
+        `merged_indexes` and `roots` as for `needed_files`. Returns the paths, also in a dry run.
+        """
+        dead = sorted({*self.known_files()} - self.needed_files((), merged_indexes, roots))
+        return dead if dry_run else self.remove(dead)
+
+    def delete_unfinished(self, generation: str, before: Manifest | None) -> None:
+        """Delete the files of a writer that died before its commit."""
+        kept = {root.generation for root in self.list_roots()}
+        if before is not None:
+            kept.add(before.generation)
+        self.remove(self.temporary_files())
+        if generation in kept:
+            with suppress(MLStateError):  # a root is damaged: nothing is deleted
+                self.prune()
+        else:
+            self.discard(generation)
+
+    def delete_roots(self, roots: list[Root]) -> None:
+        """Delete roots and their marks durably; only then may their files be deleted."""
+        if not roots:
+            return
+        steps = self._steps_of(roots) if is_logged("INFO") else []
+        names = self.folder.names("roots")
+        gone = {os.path.basename(root.path) for root in roots}
+        marks = orphaned_marks(names, [name for name in names if name not in gone])
+        if self.remove([*(root.path for root in roots), *marks]):
+            self.folder.sync("roots")
+        for step, root in zip(steps, roots, strict=False):
+            log("INFO", "%s: deleted step %s (%s)", self.path, step, root.path)
+
+    def _steps_of(self, roots: list[Root]) -> list[str]:
+        """Return the steps of roots as texts, ``?`` for a damaged root."""
+        steps = ["?"] * len(roots)
+        for number, root in enumerate(roots):
+            with suppress(FormatError, StoreError):
+                steps[number] = str(self.read_manifest(root.path).step)
+        return steps
+
+    # ---- garbage of many ranks: each rank deletes its own files ----
+    #
+    # The index of a rank names only files of that rank, and only the same rank's index of a later
+    # root may name the same files. So each rank finds its garbage in its own indexes.
+
+    def read_all_roots(self) -> list[Manifest]:
+        """Return all roots, without duplicate generations.
+
+        Raises FormatError if another program wrote a root: the needed files are unknown then.
+        """
+        manifests: dict[str, Manifest] = {}
+        for name in (*(root.path for root in self.list_roots()), MANIFEST):
+            with suppress(FileNotFoundError):
+                manifest = self.read_manifest(name)
+                if not manifest.writer.startswith(_WRITER):
+                    raise FormatError(f"{self.path}/{name}: written by {manifest.writer[:80]!r}")
+                manifests[manifest.generation] = manifest
+        return list(manifests.values())
+
+    def _index_files(self, which: Generation, rank: int) -> tuple[str, set[str]]:
+        """Return the path of one rank's index, and the files that the index names."""
+        path = f"index/{which.generation}.{rank}.json"
+        merged = _core.MergedIndex((self.folder.read(path),), (self.join(path),))
+        [(generation, said, world_size, *_)] = merged.heads()
+        if (generation, said, world_size) != (which.generation, rank, which.world_size):
+            raise self._other_index(path)
+        return path, set(merged.files())
+
+    def delete_generations(self, manifests: list[Manifest]) -> None:
+        """Delete the files of deleted roots that no other root needs, of all ranks."""
+        plan = generations_to_delete(manifests, self.read_all_roots())
+        self.delete_own_files(0, 1, plan["gone"], plan["kept"])
+
+    def delete_own_files(
+        self, rank: int, world_size: int, gone: list[Generation], kept: list[Generation]
+    ) -> list[str]:
+        """Delete a rank's files of deleted generations; low ranks also handle missing ranks.
+
+        A rank that does not exist in the current group is handled by the rank with its number
+        modulo `world_size`. If an index cannot be read, no file of its rank is deleted.
+        """
+        deleted = []
+        worlds = [which.world_size for which in gone]
+        for mine in range(rank, max(worlds, default=0), world_size):
+            needed: set[str] = set()
+            for which in kept:
+                if mine < which.world_size:
+                    needed |= self._index_files(which, mine)[1]
+            dead: list[str] = []
+            for which in gone:
+                if mine < which.world_size:
+                    path, files = self._index_files(which, mine)
+                    dead += sorted(files - needed)
+                    dead.append(path)
+            own = f"-{mine}.safetensors"
+            dead = [name for name in dict.fromkeys(dead) if name.endswith((own, ".json"))]
+            deleted += self.remove(dead)
+        # no later save looks for files that reappear after a power failure
+        for part in sorted({os.path.dirname(name) for name in deleted}):
+            self.folder.sync(part)
+        return deleted
+
+    # ---- marks of damaged steps ----
+    #
+    # A step that was found damaged does not count when old ones are deleted. The mark is an empty
+    # file next to the step's root, ``roots/<sequence>.<generation>.damaged``. It is created without
+    # the writers' lock, and deleted with the root, or when the step is found good.
+
+    def is_marked(self, manifest: Manifest) -> bool:
+        """Return whether a step was found damaged by this or another process."""
+        return self.folder.exists(mark_path(root_path(manifest)))
+
+    def mark(self, root: str) -> None:
+        """Mark the step of a root under ``roots/``; one that cannot be written stays as it is."""
+        try:
+            self.folder.add_empty(mark_path(root))
+        except StoreError as error:
+            log("INFO", "%s: the damaged step %s cannot be marked: %s", self.path, root, error)
+
+    def mark_steps(self, generation: str, damaged: Collection[str]) -> None:
+        """Mark the step of a generation, and other steps that need one of the damaged files."""
+        for root in self.list_roots():
+            is_damaged = root.generation == generation
+            if not is_damaged:
+                with suppress(MLStateError):  # an unreadable step does not count anyway
+                    merged = self.load_merged_index(self.read_manifest(root.path))
+                    is_damaged = not merged.files().keys().isdisjoint(damaged)
+            if is_damaged:
+                self.mark(root.path)
+
+    def unmark(self, manifest: Manifest) -> None:
+        """Remove the mark of a step that was found good."""
+        if self.is_marked(manifest):
+            with suppress(StoreError):
+                self.remove([mark_path(root_path(manifest))])
