@@ -32,7 +32,7 @@ FOLDERS = (
     "docs",
 )
 C_TOKENS = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
-# Tokens that are no code by themselves.
+# Tokens that do not count as code.
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,

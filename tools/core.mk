@@ -4,7 +4,7 @@
 #
 # A BUILD folder holds one variant (plain, sanitizers, another machine); RUN is the command that
 # runs tests for another machine, such as qemu.  With LIB=file the tests use that library, which
-# setup.py has built, instead of compiling the core again.
+# setup.py has built, instead of compiling the core again.  WITHOUT lists sources to leave out.
 
 BUILD ?= build/core
 LIB ?= $(BUILD)/libmlstate.a
@@ -12,12 +12,14 @@ OPT ?= -O2 -g
 EXTRA ?=
 RUN ?=
 ONLY ?= *
+WITHOUT ?=
 
 WARNINGS := -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual -Wvla -Wundef
 FLAGS := -std=c11 -ffp-contract=off -fvisibility=hidden -D_GNU_SOURCE -D_DARWIN_C_SOURCE \
 	$(WARNINGS) $(OPT) $(EXTRA) -Icsrc/core -Itests/core
 
-OBJECTS := $(patsubst csrc/core/%.c,$(BUILD)/core/%.o,$(shell find csrc/core -name "*.c" | sort))
+SOURCES := $(filter-out $(WITHOUT),$(shell find csrc/core -name "*.c" | sort))
+OBJECTS := $(patsubst csrc/core/%.c,$(BUILD)/core/%.o,$(SOURCES))
 TEST_SOURCES := $(shell find tests/core -name "test_$(ONLY).c" | sort)
 # Only GNU ld can replace the library's malloc by a test's own (--wrap).
 ifeq ($(shell uname -s),Darwin)
@@ -38,7 +40,7 @@ objects: $(OBJECTS)
 tests: $(TESTS)
 
 # Print the compiler's warnings, with LIB only those of the tests; no file is written.
-CORE_SOURCES := $(if $(filter command,$(origin LIB)),,$(shell find csrc/core -name "*.c" | sort))
+CORE_SOURCES := $(if $(filter command,$(origin LIB)),,$(SOURCES))
 syntax: $(patsubst %,%.checked,$(CORE_SOURCES) $(TEST_SOURCES))
 %.checked: %
 	@$(CC) $(FLAGS) -fsyntax-only $<

@@ -1,11 +1,16 @@
 #!/usr/bin/env python3
-"""Count nine marks of unclear English in comments, docstrings and pages, by folder.
+"""Count marks of unclear English in comments, docstrings, pages and identifiers, by folder.
 
 ``python tools/language.py [--json] [--words MARK] [--update] [FOLDER ...]``. A mark is a phrase
 that plain technical English avoids, such as "whoever" or "is no file". A folder's rate is the
 number of marks in 1,000 words. `tools/language_ceilings.json` has the highest rate that each
 folder may have; the exit status is 1 if a rate is above its ceiling. ``--update`` lowers
 ceilings to today's rates and never raises one. ``--words MARK`` prints each place of one mark.
+
+The names of tests, functions, locals and parameters are read as prose, split at underscores, and
+counted as a folder of their own, ``FOLDER identifiers``. Beyond the nine marks, ``NAME_WORDS`` are
+marks in names of functions, and ``LOCAL_NAMES`` are marks as names of locals: they do not name what
+a variable holds. NumPy has 0.2 marks in 1,000 words of its test names, and 0.6 in its locals.
 """
 
 from __future__ import annotations
@@ -36,6 +41,15 @@ MARKS = {
     "at hand": r"(at hand|by itself|by themselves|of its own|of their own|beside|but for)",
 }
 PATTERNS = {name: re.compile(rf"\b{pattern}\b", re.IGNORECASE) for name, pattern in MARKS.items()}
+NAME_WORDS = re.compile(
+    rf"\b({'|'.join(MARKS.values())}|what|whose|nothing|anything|something|everything|everyone"
+    r"|tells?|say|stand|stood|anew|meanwhile|sense|made|wanted|held|plain|mine|ours|theirs"
+    r"|its own|their own|crew|extents|bells|yard|wire)\b"
+)
+LOCAL_NAMES = re.compile(
+    r"found|made|one|known|wanted|given|held|plain|what|whole|kept|mine|own|ours|theirs|told|said"
+    r"|shown|taken|there|here|gone|nobody|nothing|whoever|somebody|tell|crew|wire|extents|bells|yard"
+)
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 C_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
 PYTHON_TEXT = re.compile(
@@ -80,6 +94,57 @@ def page_texts(source: str) -> Iterator[Text]:
     yield 1, CODE.sub(lambda found: "\n" * found.group().count("\n") or " ", source)
 
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+C_FUNCTION = re.compile(
+    r"^(?:\w[^\n;{}#=]*?\b)?(\w+)\(([^;{}#]*?)\)\s*\{(.*?)^\}", re.DOTALL | re.MULTILINE
+)
+C_LOCAL = re.compile(r"(?<![\w.>])[a-z]\w*\b(?!\s*\()")
+C_WORDS = re.compile(
+    r"mls\w*|\w+_t|if|else|for|while|do|switch|case|default|break|continue|return|goto|sizeof|const"
+    r"|static|inline|struct|union|enum|void|char|short|int|long|float|double|signed|unsigned|bool"
+    r"|true|false|defined|elif|endif|undef|define"
+)
+Name = tuple[int, bool, str]  # its line, whether it is a local, and its words
+
+
+def python_names(source: str) -> Iterator[Name]:
+    """Yield the names of functions, and once per function those of its locals."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, FUNCTIONS):
+            continue
+        yield node.lineno, False, node.name.replace("_", " ")
+        names = {a.arg: a.lineno for a in ast.walk(node.args) if isinstance(a, ast.arg)}
+        inner: list[ast.AST] = list(node.body)
+        for child in inner:
+            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+                names.setdefault(child.id, child.lineno)
+            elif isinstance(child, ast.ExceptHandler) and child.name:
+                names.setdefault(child.name, child.lineno)
+            if not isinstance(child, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
+                inner += ast.iter_child_nodes(child)
+        for name, line in names.items():
+            yield line, True, name.replace("_", " ")
+
+
+def c_names(source: str) -> Iterator[Name]:
+    """Yield the names of C functions and tests, and once per function those that it uses."""
+    code = C_TEXT.sub(lambda text: "\n" * text.group().count("\n"), source)
+    for function in C_FUNCTION.finditer(code):
+        line = code.count("\n", 0, function.start()) + 1
+        name, parameters, body = function.groups()
+        test = name.startswith("TEST")
+        yield line, False, (parameters if test else name).replace("_", " ")
+        for local in sorted(set(C_LOCAL.findall(body if test else f"{parameters};{body}"))):
+            if not C_WORDS.fullmatch(local):
+                yield line, True, local.replace("_", " ")
+
+
+def name_marks(local: bool, words: str) -> int:
+    """Return the number of marks in a name."""
+    return bool(LOCAL_NAMES.fullmatch(words)) if local else len(NAME_WORDS.findall(words))
+
+
+NAME_READERS = {".py": python_names, ".c": c_names, ".h": c_names}
 READERS = {
     ".c": c_texts,
     ".h": c_texts,
@@ -119,13 +184,21 @@ def count(folders: list[str]) -> dict[str, Counter[str]]:
             found[folder]["words"] += len(WORD.findall(text))
             for name, pattern in PATTERNS.items():
                 found[folder][name] += len(pattern.findall(text))
+        names = NAME_READERS.get(path.suffix)
+        for _, local, words in names(path.read_text(encoding="utf-8")) if names else ():
+            found[f"{folder} identifiers"]["words"] += len(words.split())
+            found[f"{folder} identifiers"]["identifier"] += name_marks(local, words)
     return found
+
+
+def marks(counts: Counter[str]) -> int:
+    """Return the number of marks, of all kinds."""
+    return counts.total() - counts["words"]
 
 
 def rate(counts: Counter[str]) -> float:
     """Return the marks in 1,000 words, rounded to a tenth."""
-    marks = sum(counts[name] for name in MARKS)
-    return round(1000 * marks / max(counts["words"], 1), 1)
+    return round(1000 * marks(counts) / max(counts["words"], 1), 1)
 
 
 def print_places(mark: str, folders: list[str]) -> None:
@@ -142,6 +215,10 @@ def print_places(mark: str, folders: list[str]) -> None:
                     line = first + text.count("\n", 0, found.start())
                     around = text[max(0, found.start() - 40) : found.end() + 40]
                     print(f"{path.relative_to(ROOT)}:{line}: {' '.join(around.split())}")
+        if mark == "identifier" and path.suffix in NAME_READERS:
+            for line, local, words in NAME_READERS[path.suffix](path.read_text(encoding="utf-8")):
+                if name_marks(local, words):
+                    print(f"{path.relative_to(ROOT)}:{line}: {words.replace(' ', '_')}")
 
 
 def ceilings() -> dict[str, float]:
@@ -170,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = {
         f: {
             "words": c["words"],
-            "marks": sum(c[m] for m in MARKS),
+            "marks": marks(c),
             "rate": rate(c),
             "ceiling": allowed.get(f, AIM),
         }
@@ -180,14 +257,16 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
-        print(f"{'folder':<44}{'words':>8}{'marks':>7}{'rate':>7}{'ceiling':>9}")
+        print(f"{'folder':<52}{'words':>8}{'marks':>7}{'rate':>7}{'ceiling':>9}")
         for folder, row in rows.items():
             print(
-                f"{folder:<44}{row['words']:>8}{row['marks']:>7}{row['rate']:>7.1f}"
+                f"{folder:<52}{row['words']:>8}{row['marks']:>7}{row['rate']:>7.1f}"
                 f"{row['ceiling']:>9.1f}{'  above' if folder in over else ''}"
             )
-        total: Counter[str] = sum(found.values(), Counter())
-        print(f"{'all':<44}{total['words']:>8}{sum(total[m] for m in MARKS):>7}{rate(total):>7.1f}")
+        for label, names in (("all", False), ("all identifiers", True)):
+            parts = [c for f, c in found.items() if f.endswith(" identifiers") == names]
+            total: Counter[str] = sum(parts, Counter())
+            print(f"{label:<52}{total['words']:>8}{marks(total):>7}{rate(total):>7.1f}")
     return 1 if over else 0
 
 

@@ -11,8 +11,9 @@ from .._common.arguments import check_flags, check_int
 from .._sharding.layout import Layout, Shard, steps_of
 from ._folder.names import MANIFEST, SECTIONS
 from ._load import chosen_names, ranks_of
+from ._options import PACK_BELOW
 from ._replica_assignment import by_section, whole_names
-from ._save import PACK_BELOW, refuse_nothing, states_of
+from ._save import refuse_nothing, states_of
 from ._sections import STATES
 from ._store.checkpoint_files import open_files, patterns_of
 from ._store.name_globs import listed_names

@@ -12,8 +12,9 @@ from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
 from ._folder.names import SECTIONS
 from ._manager import find_root
+from ._options import DEFAULTS, PACK_BELOW
 from ._remote.options import split_url
-from ._save import PACK_BELOW, WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
+from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
 from ._store.checkpoint_files import (
     CheckpointFiles,
@@ -247,10 +248,13 @@ def reshard(
         compress = next((record.codec for record in records if record.codec), None)
         saved = check_target(
             SaveFolder(new.path, replace_steps=overwrite, content=content),
-            pack_below=pack_below_bytes,
-            sparse=sparse,
-            compress=compress,
-            lock_timeout=lock_timeout,
+            {
+                **DEFAULTS,
+                "pack_below_bytes": pack_below_bytes,
+                "sparse": sparse,
+                "compress": compress,
+                "lock_timeout": lock_timeout,
+            },
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 

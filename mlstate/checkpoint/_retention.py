@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_int
@@ -33,11 +34,12 @@ def _seconds(name: str, value: float | timedelta | None) -> float | None:
     if value is None:
         return None
     seconds = value.total_seconds() if hasattr(value, "total_seconds") else value
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+    if isinstance(seconds, bool) or not isinstance(seconds, Real):
         raise TypeError(f"{name} must be seconds, a timedelta or None, got {type(value).__name__}")
+    seconds = float(seconds)
     if not 0 < seconds < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value}")
-    return float(seconds)
+    return seconds
 
 
 def _created(manifest: Manifest) -> datetime:

@@ -30,8 +30,10 @@ from ..errors import CollectiveError, StoreError
 from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
+from ._backend import CheckpointBackend
 from ._commit import refuse_manager_folder, write_and_commit
 from ._folder.writer_lock import check_timeout
+from ._options import complete_options, show_options
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
 from ._states.modules import metadata_of
@@ -45,16 +47,17 @@ from ._store.checkpoint_files import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from typing import Unpack
 
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
+    from ._options import SaveOptions
     from ._save_async import SaveHandle
     from ._store.manifest import Manifest
 
     _Dict: TypeAlias = dict[str, Any] | None
     _Dicts: TypeAlias = tuple[_Dict, _Dict, _Dict]
 
-PACK_BELOW = 262144
 WRITER = f"mlstate {__version__}"
 _NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # common mistakes
 
@@ -109,17 +112,10 @@ def delete_all_roots(files: CheckpointFiles, newest: Manifest) -> dict[str, Mani
 
 def check_target(
     path: str | os.PathLike[str],
-    *,
-    group: ProcessGroup | None = None,
-    layout: Layout | str | None = None,
-    pack_below: int = PACK_BELOW,
-    sparse: bool = False,
-    incremental: bool = False,
-    compress: str | None = None,
-    lock_timeout: float = 0.0,
+    options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
-    """Check the arguments that describe where and how to save."""
+    """Check the arguments that describe where and how to save; `options` has all keywords."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             "the path of a checkpoint must be a str or os.PathLike, got "
@@ -132,15 +128,16 @@ def check_target(
         raise TypeError("the path of a checkpoint must be a str")
     if not given.any_suffix:
         refuse_file_name(folder)
+    sparse, incremental, compress = options["sparse"], options["incremental"], options["compress"]
     check_flags(sparse=sparse, incremental=incremental)
-    pack_below = check_int("pack_below_bytes", pack_below, 0)
+    pack_below = check_int("pack_below_bytes", options["pack_below_bytes"], 0)
     if incremental:
         folder.require_local("incremental=True", "save whole shards")
     folder.open()
     if compress is not None:
         _codecs.check(compress)
     rank, world_size = 0, 1
-    group = optional_group(group)
+    group = optional_group(options["group"])
     if group is not None:
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
@@ -148,14 +145,14 @@ def check_target(
         None if world_size == 1 else group,
         rank,
         world_size,
-        layout,
+        options["layout"],
         (pack_below, bool(sparse), bool(incremental), compress),
         given.retain is not None,
         given.replace_steps,
         given.content,
         partial(delete_all_roots, files) if given.replace_steps else given.retain,
         given.started,
-        check_timeout(lock_timeout),
+        check_timeout(options["lock_timeout"]),
         find_caller(),
     )
 
@@ -191,11 +188,13 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
     others: Any = ({}, metadata_of(model))
     module = model if is_module(model) else None
     if is_optimizer(optimizer):
-        states, keywords = backend_of(optimizer).saved_optimizer(optimizer, module, ranks)
+        states, keywords = backend_of(optimizer, CheckpointBackend).saved_optimizer(
+            optimizer, module, ranks
+        )
         optimizer = OptimizerStateDict(**keywords)
         optimizer.update(states)
     if module is not None:
-        tensors, *others = backend_of(module).saved_module(module, ranks)
+        tensors, *others = backend_of(module, CheckpointBackend).saved_module(module, ranks)
         model = StateDict(tensors)
     return model, optimizer, others
 
@@ -323,9 +322,8 @@ def take_content(
     target: SaveTarget,
     model: Any,
     optimizer: Any,
-    metadata: Mapping[str, Any] | None,
     step: int | None,
-    states: Mapping[str, Any] | None = None,
+    options: SaveOptions,
     *,
     in_thread: bool = False,
 ) -> SaveContent:
@@ -335,6 +333,7 @@ def take_content(
     object store this would delay the caller. Errors are raised if this process saves alone;
     otherwise the result carries them.
     """
+    states = options["states"]
     try:
         if in_thread and target.rank == 0 and target.files.folder.is_local:
             _refuse_manager_folder_early(target)
@@ -351,7 +350,7 @@ def take_content(
             "world_size": target.world_size,
             "model": kind_of(pair[0]),
             "optimizer": kind_of(pair[1]),
-            "metadata": _checked_metadata(metadata),
+            "metadata": _checked_metadata(options["metadata"]),
             "states": named.kinds or None,
         }
         if target.layout is not None:
@@ -466,23 +465,15 @@ def _copy_to_host(
 # ---- the whole save ----
 
 
+@show_options
 def save(
     path: str | os.PathLike[str],
     model: Any = None,
     optimizer: Any = None,
     *,
-    states: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
-    group: ProcessGroup | None = None,
-    layout: Layout | str | None = None,
-    pack_below_bytes: int = PACK_BELOW,
-    sparse: bool = False,
-    incremental: bool = False,
-    compress: str | None = None,
-    progress: Callable[[int], object] | None = None,
-    lock_timeout: float = 0,
     storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[SaveOptions],
 ) -> Checkpoint:
     """
     Save the state of a model, of its optimizer, and any other states.
@@ -614,16 +605,7 @@ def save(
     >>> [t.version for t in mlstate.save(path, state).tensors()]
     [2, 1]
     """
-    target = check_target(
-        path,
-        group=group,
-        layout=layout,
-        pack_below=pack_below_bytes,
-        sparse=sparse,
-        incremental=incremental,
-        compress=compress,
-        lock_timeout=lock_timeout,
-        storage_options=storage_options,
-    )
-    content = take_content(target, model, optimizer, metadata, step, states)
-    return write_and_commit(target, gather_shards(target, content), progress)
+    options = complete_options(save, options)
+    target = check_target(path, options, storage_options)
+    content = take_content(target, model, optimizer, step, options)
+    return write_and_commit(target, gather_shards(target, content), options["progress"])

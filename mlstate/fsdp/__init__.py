@@ -25,10 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_number
 from .._common.backend import backend_named
+from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
 from ..collectives._arguments import check_group
 from ..errors import CollectiveError
 from ._accumulator import GradientAccumulator
+from ._backend import GradientBackend
 from ._backward_hook import FSDPBackwardHook
 from ._config import FSDP
 from ._gradient_ops import norm_partials, scale, squares_in_order
@@ -55,6 +57,7 @@ __all__ = [
 ]
 
 set_module_of_exports(globals())
+show_exports(globals())
 
 
 def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str, FSDPShardingUnit]:
@@ -92,7 +95,7 @@ def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str,
             world_size=group.world_size,
             layout=layout if parameter.dim() else "flat",
         )
-        for name, parameter in backend_named("torch").parameters_of(model).items()
+        for name, parameter in backend_named("torch", GradientBackend).parameters_of(model).items()
         if parameter.requires_grad
     }
 

@@ -13,6 +13,7 @@ from ._axis import along, sequence_axis
 
 if TYPE_CHECKING:
     from .._types import NDArray
+    from ._move import KVMove
 
 
 def converts(source: str, target: str) -> bool:
@@ -28,28 +29,16 @@ def result_dtype(dtype: Any, out: Any) -> str:
     return dtype_name(dtype)  # the core raises the error if there is none
 
 
-def in_range(
-    source: NDArray,
-    length: Any,
-    position: Any,
-    dtype: Any,
-    out: Any,
-    compact: bool,
-    seq_axis: int,
-) -> tuple[NDArray, Any]:
-    """Convert the tokens of a cache to the dtype of the result, if the core does not.
-
-    Returns the converted tokens, or the cache itself; and the position, with default applied.
-    """
-    target = result_dtype(dtype, out)
+def convert_source(source: NDArray, move: KVMove, out: Any) -> NDArray:
+    """Return a cache, or its tokens in the dtype of the result if the core cannot convert them."""
+    target = result_dtype(move.dtype, out)
     if not converts(name_of(source.dtype), target):
-        return source, position
-    axis = sequence_axis(source.shape, seq_axis)
-    position = source.shape[axis] if position is None else position
-    _core.kv_check(source.shape, length, position, compact, axis)
+        return source
+    _core.kv_check(source.shape, move)
     if out is not None and not is_torch(out) and shares_elements(source, out):
         raise ValueError("out shares memory with source_state: pass another buffer")
-    return convert_tokens(source[along(axis, None, position)], target), position
+    axis = sequence_axis(source.shape, move.seq_axis)
+    return convert_tokens(source[along(axis, None, move.position)], target)
 
 
 def convert_tokens(tokens: NDArray, target: str) -> NDArray:

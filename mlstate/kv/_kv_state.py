@@ -12,6 +12,7 @@ from .. import _core
 from .._common.dtypes import label_of
 from ._axis import with_length
 from ._copies import reduce_by_state, set_attributes
+from ._move import KVMove
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -241,8 +242,7 @@ class KVState:
         """
         array = self.array  # take the length once: another thread may resize meanwhile
         axis = self.seq_axis
-        length = array.shape[axis]
-        packed: NDArray = _core.kv_move(array, length, length, 0.0, None, None, False, True, axis)
+        packed: NDArray = _core.kv_move(array, KVMove(array.shape[axis], None, axis, True), None)
         return packed
 
     def copy(self) -> Self:

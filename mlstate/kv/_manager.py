@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 from .. import _core
 from ..errors import CapacityError, CompatibilityError
 from ._axis import sequence_axis, valid_axis
+from ._move import KVMove
 from ._transition import transition_kv_state
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class StateTransitionManager:
 
     def __init__(self, *, seq_axis: int = -2) -> None:
         self.models: dict[str, ModelConfig] = {}
-        self.seq_axis = valid_axis(seq_axis)
+        self.seq_axis: int = valid_axis(seq_axis)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -123,7 +124,7 @@ class StateTransitionManager:
         CapacityError
             `state_seq_length` is negative. A ValueError.
         """
-        _core.kv_check((1, 1, 0, 1), state_seq_length, 0, False, -2)
+        _core.kv_check((1, 1, 0, 1), KVMove(state_seq_length, 0))
         self.models[model_name] = {
             "state_seq_length": state_seq_length,
             "num_layers": num_layers,
@@ -186,7 +187,9 @@ class StateTransitionManager:
             )
         shape = tuple(source_state.shape)
         axis = sequence_axis(shape, self.seq_axis)
-        _core.kv_check(shape, target["state_seq_length"], current_position, False, axis)
+        if current_position is None:
+            raise TypeError("current_position must be an integer, got NoneType")
+        _core.kv_check(shape, KVMove(target["state_seq_length"], current_position, axis))
         if shape[axis] != source["state_seq_length"]:
             raise CompatibilityError(
                 f"the state has {shape[axis]} positions, but '{source_model}' was registered "

@@ -15,7 +15,8 @@ from .._common.arrays import is_torch, write_into
 from .._common.backend import backend_of
 from .._common.text import names_hint
 from ..errors import CompatibilityError, MLStateError
-from ._integer_conversion import in_range
+from ._integer_conversion import convert_source
+from ._move import KVBackend, KVMove
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,38 +24,21 @@ if TYPE_CHECKING:
     from .._types import Array, ArrayT, DType
 
 
-def _move(
-    source: Any,
-    length: int,
-    position: int | None,
-    pad_value: float,
-    dtype: Any,
-    out: Any,
-    low_memory: bool,
-    compact: bool,
-    seq_axis: int,
-) -> Any:
+def _run_move(source: Any, move: KVMove, out: Any) -> Any:
     """Run a transition in the core, or in torch if the core cannot access the data."""
-    if not isinstance(low_memory, int):  # 0 and 1 are accepted too
-        check_flags(low_memory=low_memory)
-    low_memory = bool(low_memory)
-    if isinstance(source, np.ndarray) and (dtype is not None or out is not None):
-        source, position = in_range(source, length, position, dtype, out, compact, seq_axis)
-    if is_torch(source):
-        return backend_of(source).move_kv(
-            source, length, position, pad_value, dtype, out, low_memory, compact, seq_axis
-        )
+    if not isinstance(move.low_memory, int):  # 0 and 1 are accepted too
+        check_flags(low_memory=move.low_memory)
     if not isinstance(source, np.ndarray):
+        if is_torch(source):
+            return backend_of(source, KVBackend).move_kv(source, move, out)
         raise TypeError(
             f"source_state must be a NumPy array or a torch tensor, got {type(source).__name__}"
         )
-
-    def run(target: Any) -> Any:
-        return _core.kv_move(
-            source, length, position, pad_value, dtype, target, low_memory, compact, seq_axis
-        )
-
-    return run(None) if out is None else write_into(out, run)
+    if move.dtype is not None or out is not None:
+        source = convert_source(source, move, out)
+    if out is None or isinstance(out, np.ndarray):
+        return _core.kv_move(source, move, out)
+    return write_into(out, lambda target: _core.kv_move(source, move, target))
 
 
 def transition_kv_state(
@@ -156,17 +140,10 @@ def transition_kv_state(
     >>> transition_kv_state(small, 512, current_position=200, seq_axis=-1).shape
     (4, 1, 64, 1, 512)
     """
-    result: ArrayT = _move(
-        source_state,
-        target_seq_length,
-        current_position,
-        pad_value,
-        dtype,
-        out,
-        low_memory,
-        False,
-        seq_axis,
+    move = KVMove(
+        target_seq_length, current_position, seq_axis, False, pad_value, dtype, low_memory
     )
+    result: ArrayT = _run_move(source_state, move, out)
     return result
 
 
@@ -220,17 +197,8 @@ target_seq_length of at least 300
     >>> compact_kv_state(innermost, 256, current_position=200, seq_axis=-1).shape
     (4, 1, 64, 1, 256)
     """
-    result: ArrayT = _move(
-        source_state,
-        target_seq_length,
-        current_position,
-        0.0,
-        dtype,
-        out,
-        low_memory,
-        True,
-        seq_axis,
-    )
+    move = KVMove(target_seq_length, current_position, seq_axis, True, 0.0, dtype, low_memory)
+    result: ArrayT = _run_move(source_state, move, out)
     return result
 
 

@@ -46,7 +46,7 @@ def ask(strategy, count=1):
 
 
 @pytest.mark.parametrize("answers", list(itertools.product([True, False], repeat=3)))
-def test_operators_are_those_of_logic(answers):
+def test_operators_follow_boolean_logic(answers):
     a, b, c = answers
     assert ask(AllOf(*map(Fixed, answers))) == [a and b and c]
     assert ask(AnyOf(*map(Fixed, answers))) == [a or b or c]
@@ -64,13 +64,13 @@ def test_every_member_sees_every_call(make):
         assert member.calls == [(f"l{i}", i) for i in range(5)]
 
 
-def test_members_keep_counting_behind_the_one_that_decides():
+def test_members_count_calls_after_a_decision():
     interval, sized = IntervalStrategy(2), SizeBasedStrategy(1)
     ask(FirstMatch(SelectiveStrategy(["l0"], ["l1"]), interval, sized), 10)
     assert (interval.checkpointed_count, sized.checkpointed_count) == (5, 10)
 
 
-def test_first_match_leaves_to_the_next_what_has_no_opinion():
+def test_first_match_skips_members_without_opinion():
     named = SelectiveStrategy(["l1"], ["l2"])
     assert ask(FirstMatch(named, IntervalStrategy(2)), 4) == [True, True, False, False]
     assert ask(FirstMatch(named), 4) == [False, True, False, False]
@@ -92,7 +92,7 @@ def test_opinions_of_composites(answers):
     assert FirstMatch(Fixed(a), Fixed(b)).opinion("l", ARRAY, 0) is (b if a is None else a)
 
 
-def test_answers_are_bools_whatever_members_say():
+def test_answers_are_converted_to_bool():
     for strategy in (
         AllOf(Fixed(np.True_), Fixed(1)),
         AnyOf(Fixed(0), Fixed(np.True_)),
@@ -103,7 +103,7 @@ def test_answers_are_bools_whatever_members_say():
     assert AllOf(Fixed(1)).opinion("l", ARRAY, 0) is True
 
 
-def test_names_say_what_they_are():
+def test_names_show_members_and_operators():
     a, b = IntervalStrategy(2), SizeBasedStrategy()
     assert (a & b).name == "(Interval(2) & SizeBased(1MB))"
     assert (a | ~b).name == "(Interval(2) | ~SizeBased(1MB))"
@@ -126,14 +126,14 @@ def test_composites_are_strategies_too():
 
 
 def test_reset_reaches_all():
-    mine, interval = Fixed(True), IntervalStrategy(1)
-    strategy = ~(mine & interval)
+    member, interval = Fixed(True), IntervalStrategy(1)
+    strategy = ~(member & interval)
     ask(strategy, 3)
     strategy.reset()
-    assert (mine.resets, interval.checkpointed_count) == (1, 0)
+    assert (member.resets, interval.checkpointed_count) == (1, 0)
 
 
-def test_what_is_no_strategy_is_refused():
+def test_non_strategies_are_refused():
     a = IntervalStrategy(2)
     for make in (AllOf, AnyOf, FirstMatch, Not):
         with pytest.raises(TypeError, match="needs a method should_checkpoint, got int"):
@@ -149,7 +149,7 @@ def test_what_is_no_strategy_is_refused():
         Not(a, a)
 
 
-def test_what_a_member_raises_is_seen():
+def test_member_errors_propagate():
     class Bad(Fixed):
         def should_checkpoint(self, layer_id, activation, layer_index):
             raise RuntimeError("mine")
@@ -161,14 +161,14 @@ def test_what_a_member_raises_is_seen():
 
 
 def test_copies_equality_and_pickles():
-    made = FirstMatch(
+    strategy = FirstMatch(
         SelectiveStrategy(["a"]) & MemoryAwareStrategy(0.5), ~IntervalStrategy(2), default=True
     )
-    ask(made, 7)
-    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert other == made and hash(other) == hash(made)
+    ask(strategy, 7)
+    for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert other == strategy and hash(other) == hash(strategy)
         assert other.members[1].members[0].checkpointed_count == 4
-        assert ask(other, 5) == ask(made, 5)
+        assert ask(other, 5) == ask(strategy, 5)
     a, b = IntervalStrategy(2), SmartStrategy()
     assert a & b == AllOf(a, b) != a | b
     assert a & b != b & a

@@ -45,9 +45,9 @@ def test_a_configuration_makes_its_strategy(kind):
     for name in (kind, kind.value):
         config = CheckpointConfig(strategy=name, **FULL)
         assert config.strategy is kind
-        made = create_strategy(config)
-        assert made == MADE[kind] and type(made) is type(MADE[kind])
-        assert create_strategy(config) is not made
+        strategy = create_strategy(config)
+        assert strategy == MADE[kind] and type(strategy) is type(MADE[kind])
+        assert create_strategy(config) is not strategy
 
 
 def test_defaults_are_the_specifications():
@@ -64,7 +64,7 @@ def test_defaults_are_the_specifications():
     assert create_strategy(config) == IntervalStrategy(2)
 
 
-def test_helpers_make_what_the_classes_make():
+def test_helpers_equal_the_constructors():
     assert activation.create_interval() == IntervalStrategy()
     assert activation.create_interval(3) == IntervalStrategy(3)
     assert activation.create_selective(["a"], ["b"]) == SelectiveStrategy(["a"], ["b"])
@@ -73,8 +73,8 @@ def test_helpers_make_what_the_classes_make():
     assert activation.create_size_based() == SizeBasedStrategy()
     assert activation.create_smart(["a"]) == SmartStrategy(["a"])
     tracker = MemoryTracker("process")
-    made = activation.create_memory_aware(0.25, tracker)
-    assert made == MemoryAwareStrategy(0.25, tracker) and made.tracker is tracker
+    strategy = activation.create_memory_aware(0.25, tracker)
+    assert strategy == MemoryAwareStrategy(0.25, tracker) and strategy.tracker is tracker
 
 
 def test_dictionaries_both_ways():
@@ -157,9 +157,9 @@ class Mine:
 
 def test_a_registered_factory_gets_the_configuration(registry):
     register_strategy("mine", Mine)
-    made = create_strategy(CheckpointConfig(strategy="mine", options={"only": 3}))
-    assert isinstance(made, Mine) and isinstance(made, CheckpointStrategy)
-    assert [made.should_checkpoint("a", None, i) for i in (2, 3)] == [False, True]
+    strategy = create_strategy(CheckpointConfig(strategy="mine", options={"only": 3}))
+    assert isinstance(strategy, Mine) and isinstance(strategy, CheckpointStrategy)
+    assert [strategy.should_checkpoint("a", None, i) for i in (2, 3)] == [False, True]
     register_strategy("mine", lambda config: IntervalStrategy(9))
     assert create_strategy(CheckpointConfig(strategy="mine")).name == "Interval(9)"
     with pytest.raises(ValueError, match=r"known are: .*, smart, mine"):
@@ -191,9 +191,9 @@ def packages(monkeypatch, registry):
     """Pretend that installed packages provide these entry points."""
     points = []
 
-    def entry_points(**wanted):
-        assert wanted["group"] == "mlstate.strategies"
-        return [p for p in points if p.name == wanted.get("name", p.name)]
+    def entry_points(**selection):
+        assert selection["group"] == "mlstate.strategies"
+        return [p for p in points if p.name == selection.get("name", p.name)]
 
     monkeypatch.setattr(metadata, "entry_points", entry_points)
     return points
@@ -207,7 +207,7 @@ def test_entry_points_are_loaded_by_name(packages):
     assert create_strategy(config).name == "Mine"
 
 
-def test_entry_points_that_are_wrong_say_so(packages):
+def test_broken_entry_points_raise_clear_errors(packages):
     packages += [point("broken", "no.such.module:x"), point("odd", f"{__name__}:FULL")]
     packages += [point("two", "a:x"), point("two", "b:x"), point("smart", "a:x")]
     with pytest.raises(ModuleNotFoundError, match="no"):

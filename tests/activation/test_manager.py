@@ -18,13 +18,13 @@ KIB = np.zeros(256, np.float32)
 
 
 def test_decisions_are_the_strategys_and_counted():
-    manager, plain = ActivationManager(SizeBasedStrategy(1024)), SizeBasedStrategy(1024)
+    manager, reference = ActivationManager(SizeBasedStrategy(1024)), SizeBasedStrategy(1024)
     sizes = [256, 255, 300, 0]
     for turn in range(3):
         for i, size in enumerate(sizes):
             activation = np.zeros(size, np.float32)
             name = f"layers.{i}"
-            assert manager.decide(name, activation, i) is plain.should_checkpoint(
+            assert manager.decide(name, activation, i) is reference.should_checkpoint(
                 name, activation, i
             )
         assert manager.decisions == 4 * (turn + 1)
@@ -38,7 +38,7 @@ def test_decisions_are_the_strategys_and_counted():
     ]
 
 
-def test_an_index_is_the_layers_place_unless_given():
+def test_layer_index_defaults_to_call_order():
     manager = ActivationManager(IntervalStrategy(2))
     for _ in range(2):
         assert [manager.decide(name, KIB) for name in "abcd"] == [True, False, True, False]
@@ -63,7 +63,7 @@ def test_huge_indexes_and_empty_activations():
     assert "4194304.00 GiB" in manager.report()
 
 
-def test_what_is_refused_is_not_counted():
+def test_refused_calls_are_not_counted():
     manager = ActivationManager(SizeBasedStrategy(1))
     for arguments, error in [
         ((5, KIB, 0), TypeError),
@@ -103,7 +103,7 @@ def test_a_strategy_of_ones_own():
     assert manager.strategy.was_reset and manager.decisions == 0
 
 
-def test_reset_begins_anew():
+def test_reset_restarts_counting():
     manager = ActivationManager(IntervalStrategy(2))
     manager.decide("a", KIB)
     manager.decide("b", KIB)

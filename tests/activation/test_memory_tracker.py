@@ -40,7 +40,7 @@ print(second.peak_memory_used - tracker.get_stats().peak_memory_used >= 60 * mib
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_figures_are_those_of_proc():
+def test_stats_match_proc_status():
     stats = MemoryTracker("process").get_stats()
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
@@ -50,20 +50,20 @@ def test_the_figures_are_those_of_proc():
     assert 0 < stats.total_memory <= physical
 
 
-def test_a_source_and_a_clock_of_ones_own():
+def test_custom_source_and_clock():
     used, seconds = iter([5, 9, 7]), iter([0.5, 1.5, 2.5, 3.5])
     tracker = MemoryTracker(lambda: (next(used), 20), clock=lambda: next(seconds))
-    found = [tracker.get_stats() for _ in range(3)]
-    assert found == [
+    stats = [tracker.get_stats() for _ in range(3)]
+    assert stats == [
         MemoryStats(5, 5, 20, "custom", 0.5),
         MemoryStats(9, 9, 20, "custom", 1.5),
         MemoryStats(7, 9, 20, "custom", 2.5),
     ]
-    assert (found[2].available, found[2].pressure) == (13, 0.35)
+    assert (stats[2].available, stats[2].pressure) == (13, 0.35)
     assert MemoryStats(9, 9, 5, "custom", 0.0).available == 0
 
 
-def test_a_source_without_a_total_has_the_systems():
+def test_source_without_total_uses_system_memory():
     total = MemoryTracker("process").get_stats().total_memory
     assert MemoryTracker(lambda: np.int64(3)).get_stats()[:3] == (3, 3, total)
 
@@ -89,15 +89,15 @@ def test_settings_are_checked():
         MemoryTracker(clock=5)
 
 
-@pytest.mark.parametrize("said", [None, 1.5, "5", (1, 2, 3), (1, None, 2), (1.0, 5), [1, 2]])
-def test_sources_that_say_no_numbers_are_refused(said):
+@pytest.mark.parametrize("reading", [None, 1.5, "5", (1, 2, 3), (1, None, 2), (1.0, 5), [1, 2]])
+def test_non_numeric_sources_are_refused(reading):
     with pytest.raises(TypeError, match="must return a number of bytes or two, got"):
-        MemoryTracker(lambda: said).get_stats()
+        MemoryTracker(lambda: reading).get_stats()
 
 
-@pytest.mark.parametrize("said", [-1, (-1, 5), (0, 0), (1, -5)])
-def test_sources_that_say_impossible_numbers_are_refused(said):
-    tracker = MemoryTracker(lambda: said)
+@pytest.mark.parametrize("reading", [-1, (-1, 5), (0, 0), (1, -5)])
+def test_impossible_readings_are_refused(reading):
+    tracker = MemoryTracker(lambda: reading)
     with pytest.raises(ValueError, match="source returned"):
         tracker.get_stats()
     with pytest.raises(ValueError, match="source returned"):
@@ -133,7 +133,7 @@ def test_threads_share_a_tracker():
 
 
 @pytest.mark.torch
-def test_torch_without_cuda_is_no_source():
+def test_torch_without_cuda_falls_back_to_process():
     torch = pytest.importorskip("torch", reason="asks torch's devices")
     if torch.cuda.is_available():
         pytest.skip("there is a device")
@@ -149,10 +149,10 @@ def test_a_device_is_measured_once_torch_uses_it():
         pytest.skip("there is no device")
     torch.zeros(1, device="cuda")
     before = MemoryTracker().get_stats()
-    held = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    buffer = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
     after = MemoryTracker().get_stats()
     assert after.source == "cuda:0"
-    assert after.current_memory_used - before.current_memory_used == held.numel()
+    assert after.current_memory_used - before.current_memory_used == buffer.numel()
     assert after.peak_memory_used >= after.current_memory_used
     assert after.total_memory == torch.cuda.get_device_properties(0).total_memory
     assert MemoryTracker("process").get_stats().source == "process"

@@ -12,6 +12,7 @@ from interruption import interrupt
 from thread_team import num_threads, run_in_threads
 from tries import tries
 
+from mlstate import _core
 from mlstate.activation import Chain, Plan, Step, pareto, plan
 from mlstate.errors import CapacityError
 
@@ -82,7 +83,7 @@ TWO = plan_model.ChainModel(
         ),
     ],
 )
-def test_steps_have_the_figures_that_were_computed_by_hand(steps, before, peak, seconds):
+def test_step_figures_match_hand_computed_values(steps, before, peak, seconds):
     pairs = [(kind, int(index)) for kind, index in map(str.split, steps.split(", "))]
     run = Plan(chain_of(TWO), pairs).simulate()
     assert run.before_bytes.tolist() == before
@@ -98,25 +99,25 @@ def check(model, budget, best, **options):
         with pytest.raises(CapacityError, match="fits a budget"):
             plan(chain, budget, **options)
         return
-    made = plan(chain, budget, **options)
-    seen = plan_model.simulate(model, made.steps())
-    assert seen.peak_bytes == made.predicted_peak_bytes <= budget
-    assert seen.total_seconds == pytest.approx(made.predicted_seconds)
-    mine = made.simulate()
-    assert mine.before_bytes.tolist() == seen.before
-    assert mine.peak_bytes.tolist() == seen.most
-    assert mine.after_bytes.tolist() == seen.after
-    np.testing.assert_allclose(mine.seconds, seen.seconds)
+    schedule = plan(chain, budget, **options)
+    seen = plan_model.simulate(model, schedule.steps())
+    assert seen.peak_bytes == schedule.predicted_peak_bytes <= budget
+    assert seen.total_seconds == pytest.approx(schedule.predicted_seconds)
+    simulated = schedule.simulate()
+    assert simulated.before_bytes.tolist() == seen.before
+    assert simulated.peak_bytes.tolist() == seen.most
+    assert simulated.after_bytes.tolist() == seen.after
+    np.testing.assert_allclose(simulated.seconds, seen.seconds)
     if options.get("slots") is None:
-        assert made.exact
-        assert made.predicted_seconds == pytest.approx(best, rel=1e-12)
+        assert schedule.exact
+        assert schedule.predicted_seconds == pytest.approx(best, rel=1e-12)
     else:
-        assert made.predicted_seconds >= best - 1e-9
+        assert schedule.predicted_seconds >= best - 1e-9
 
 
 @settings(max_examples=tries(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan_model.chains(most_blocks=6, rates=True), st.booleans(), st.integers(1, 60), st.data())
-def test_plans_and_curves_are_the_fastest_of_their_class(model, offload, slots, data):
+def test_plans_and_curves_are_optimal(model, offload, slots, data):
     front = plan_model.persistent_front(model, offload)
     near = st.sampled_from([budget for budget in plan_model.budgets_of(front) if budget >= 0])
     budget = data.draw(near | st.integers(0, 900))
@@ -124,7 +125,7 @@ def test_plans_and_curves_are_the_fastest_of_their_class(model, offload, slots, 
     check(model, budget, best, offload=offload)
     check(model, budget, best, offload=offload, slots=slots)
     curve = pareto(chain_of(model), offload=offload)
-    assert curve.exact
+    assert curve.exact and _core.plan_least(chain_of(model)._arrays, offload) == front[0][0]
     assert curve.budget_bytes.tolist() == [peak for peak, _ in front]
     np.testing.assert_allclose(curve.seconds, [seconds for _, seconds in front], rtol=1e-12)
 
@@ -147,20 +148,20 @@ def test_the_least_budget_is_named_and_is_enough(slots):
 
 
 @pytest.mark.parametrize("slots", [None, 3, 500])
-def test_a_large_budget_recomputes_nothing(slots):
+def test_large_budget_needs_no_recomputation(slots):
     chain = random_chain(40)
     for budget in (chain.plain_peak_bytes, 2**63 - 1):
-        made = plan(chain, budget, slots=slots)
-        assert made.predicted_peak_bytes == chain.plain_peak_bytes
-        assert made.predicted_seconds == pytest.approx(chain.plain_seconds)
-        assert made.overhead == pytest.approx(0) and made.exact
-        assert made.kept == list(range(40)) and made.recomputed == []
+        schedule = plan(chain, budget, slots=slots)
+        assert schedule.predicted_peak_bytes == chain.plain_peak_bytes
+        assert schedule.predicted_seconds == pytest.approx(chain.plain_seconds)
+        assert schedule.overhead == pytest.approx(0) and schedule.exact
+        assert schedule.kept == list(range(40)) and schedule.recomputed == []
 
 
-def test_one_byte_less_than_the_plain_peak_is_not_enough_for_the_plain_run():
+def test_budget_below_plain_peak_forces_recomputation():
     chain = random_chain(10)
-    made = plan(chain, chain.plain_peak_bytes - 1)
-    assert made.recomputed and made.predicted_seconds > chain.plain_seconds
+    schedule = plan(chain, chain.plain_peak_bytes - 1)
+    assert schedule.recomputed and schedule.predicted_seconds > chain.plain_seconds
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_one_byte_less_than_the_plain_peak_is_not_enough_for_the_plain_run():
         (1000, {"offload": True}, ValueError, "has no rates"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(budget, options, error, text):
+def test_invalid_arguments_are_refused(budget, options, error, text):
     with pytest.raises(error, match=text):
         plan(uniform(3), budget, **options)
     if "offload" in options:
@@ -188,7 +189,7 @@ def test_arguments_that_make_no_sense_are_refused(budget, options, error, text):
             pareto(uniform(3), **options)
 
 
-def test_blocks_without_bytes_fit_into_nothing():
+def test_blocks_without_bytes_fit_a_zero_budget():
     chain = Chain([1, 2, 3], [1, 1, 1], [0] * 4, [0] * 3)
     assert plan(chain, 0).predicted_seconds == 9
     assert list(pareto(chain)) == [(0, 9.0)]
@@ -218,7 +219,7 @@ def test_sizes_near_the_largest_number():
 # ---- slots ----
 
 
-def test_more_slots_are_no_worse_than_few():
+def test_more_slots_never_worsen_the_plan():
     chain = random_chain(60)
     budget = chain.plain_peak_bytes * 2 // 5
     exact = plan(chain, budget)
@@ -232,9 +233,9 @@ def test_more_slots_are_no_worse_than_few():
 @pytest.mark.slow
 def test_long_chains_are_planned_by_slots():
     chain = random_chain(520)
-    made = plan(chain, chain.plain_peak_bytes // 8, slots=40)
-    assert made.predicted_peak_bytes <= chain.plain_peak_bytes // 8
-    assert "slots" in made.method
+    schedule = plan(chain, chain.plain_peak_bytes // 8, slots=40)
+    assert schedule.predicted_peak_bytes <= chain.plain_peak_bytes // 8
+    assert "slots" in schedule.method
 
 
 def test_chains_too_long_for_the_table_or_for_any_plan_are_refused():
@@ -251,22 +252,22 @@ def test_offloading_pays_where_the_host_is_near():
     rates = {"offload_bytes_per_second": 1e12, "load_bytes_per_second": 1e12}
     chain = random_chain(10, **rates)
     budget = chain.plain_peak_bytes // 2
-    plain, moved = plan(chain, budget), plan(chain, budget, offload=True)
-    assert moved.offloaded and not plain.offloaded
-    assert moved.predicted_seconds < plain.predicted_seconds
+    resident, moved = plan(chain, budget), plan(chain, budget, offload=True)
+    assert moved.offloaded and not resident.offloaded
+    assert moved.predicted_seconds < resident.predicted_seconds
     assert moved.predicted_seconds == pytest.approx(chain.plain_seconds, rel=1e-3)
     assert set(moved.kept).isdisjoint(moved.offloaded)
     curve = pareto(chain, offload=True)
     assert len(curve) > 1 and curve.plan(0).predicted_peak_bytes == curve[0][0]
 
 
-def test_a_far_host_is_left_alone():
+def test_slow_host_link_disables_offloading():
     rates = {"offload_bytes_per_second": 1.0, "load_bytes_per_second": 1.0}
     chain = random_chain(10, **rates)
     budget = chain.plain_peak_bytes // 2
-    made = plan(chain, budget, offload=True)
-    assert made.offloaded == []
-    assert made.predicted_seconds == pytest.approx(plan(chain, budget).predicted_seconds)
+    schedule = plan(chain, budget, offload=True)
+    assert schedule.offloaded == []
+    assert schedule.predicted_seconds == pytest.approx(plan(chain, budget).predicted_seconds)
 
 
 # ---- curves ----
@@ -277,15 +278,15 @@ def test_each_point_of_the_curve_is_a_plan():
     curve = pareto(chain)
     assert curve[-1] == (chain.plain_peak_bytes, pytest.approx(chain.plain_seconds))
     for i in range(len(curve)):
-        made = curve.plan(i)
-        assert made.predicted_peak_bytes == curve[i][0]
-        assert made.predicted_seconds == pytest.approx(curve[i][1])
+        schedule = curve.plan(i)
+        assert schedule.predicted_peak_bytes == curve[i][0]
+        assert schedule.predicted_seconds == pytest.approx(curve[i][1])
     with pytest.raises(IndexError):
         curve.plan(len(curve))
     assert not curve.seconds.flags.writeable
 
 
-def test_a_curve_by_slots_lies_above_the_exact_one():
+def test_slot_curve_bounds_the_exact_curve():
     chain = random_chain(14)
     exact, rough = pareto(chain), pareto(chain, slots=100)
     assert not rough.exact and len(rough) > 10
@@ -365,7 +366,7 @@ def bad_chain(**changes):
         ({"load_bytes_per_second": float("nan")}, "above 0"),
     ],
 )
-def test_chains_that_make_no_sense(changes, text):
+def test_invalid_chains_are_refused(changes, text):
     with pytest.raises(ValueError, match=text):
         bad_chain(**changes)
 
@@ -374,8 +375,8 @@ def test_no_step_holds_more_behind_it_than_at_its_peak():
     with pytest.raises(ValueError, match="peak would be below the memory held after it"):
         Chain([1], [1], [10, 0], [0], backward_temporary_bytes=[-10])
     chain = Chain([1], [1], [10, 0], [4], backward_temporary_bytes=[-4])
-    found = plan(chain, chain.least_budget_bytes)
-    run = found.simulate()
+    schedule = plan(chain, chain.least_budget_bytes)
+    run = schedule.simulate()
     assert run.after_bytes.max() <= run.peak_bytes.max() <= chain.least_budget_bytes
 
 
@@ -393,7 +394,7 @@ def test_chains_of_wrong_types_and_none_at_all():
 @pytest.mark.parametrize(
     "text", ["[]", "{}", '{"format": "other"}', '{"forward_seconds": [1], "x": 2}', "nonsense"]
 )
-def test_json_that_is_no_chain_or_plan(text):
+def test_other_json_is_refused(text):
     for read in (Chain.from_json, Plan.from_json):
         with pytest.raises(ValueError):
             read(text)
@@ -401,11 +402,11 @@ def test_json_that_is_no_chain_or_plan(text):
 
 def test_plans_come_back_from_json():
     chain = random_chain(12)
-    made = plan(chain, chain.plain_peak_bytes // 2)
-    back = Plan.from_json(made.to_json())
-    assert back == made and hash(back) == hash(made) and back.exact
-    assert back.steps() == made.steps() and back.report() == made.report()
-    document = json.loads(made.to_json())
+    schedule = plan(chain, chain.plain_peak_bytes // 2)
+    back = Plan.from_json(schedule.to_json())
+    assert back == schedule and hash(back) == hash(schedule) and back.exact
+    assert back.steps() == schedule.steps() and back.report() == schedule.report()
+    document = json.loads(schedule.to_json())
     document["steps"][3][0] = "leap"
     with pytest.raises(ValueError, match="'leap' is not a kind of step"):
         Plan.from_json(json.dumps(document))
@@ -429,11 +430,11 @@ def test_plans_by_hand_are_checked():
 
 def test_plans_are_shown():
     chain = Chain([1] * 4, [2] * 4, [10] * 5, [40] * 4, names=["a", "b", "<c>", "d"])
-    made = plan(chain, 120)
-    assert "without a plan: 12 s, peak 190 B" in made.report()
-    page = made._repr_html_()
+    schedule = plan(chain, 120)
+    assert "without a plan: 12 s, peak 190 B" in schedule.report()
+    page = schedule._repr_html_()
     assert "<c>" not in page and "&lt;c&gt;" in page
-    assert repr(made).startswith("<Plan of 4 blocks: 14 s (+16.7%)")
+    assert repr(schedule).startswith("<Plan of 4 blocks: 14 s (+16.7%)")
 
 
 # ---- long searches ----

@@ -36,22 +36,22 @@ def random_chain(numbers, n):
 
 
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 9))
-def test_each_block_is_computed_again_from_its_own_input(seed, n):
+def test_blocks_recompute_from_their_input(seed, n):
     numbers = np.random.default_rng(seed)
     chain = random_chain(numbers, n)
     blocks = np.flatnonzero(numbers.random(n) < 0.5).tolist()
-    made = Plan.from_recomputed(chain, numbers.permutation(blocks).astype(int))
-    assert [tuple(step) for step in made.steps()] == one_by_one(set(blocks), n)
-    assert made.recomputed == blocks
-    assert made.predicted_seconds == chain.plain_seconds + chain.forward_seconds[blocks].sum()
-    best = plan(chain, made.predicted_peak_bytes)
-    assert best.predicted_seconds <= made.predicted_seconds
+    schedule = Plan.from_recomputed(chain, numbers.permutation(blocks).astype(int))
+    assert [tuple(step) for step in schedule.steps()] == one_by_one(set(blocks), n)
+    assert schedule.recomputed == blocks
+    assert schedule.predicted_seconds == chain.plain_seconds + chain.forward_seconds[blocks].sum()
+    best = plan(chain, schedule.predicted_peak_bytes)
+    assert best.predicted_seconds <= schedule.predicted_seconds
 
 
-def test_no_block_is_the_plain_run():
-    made = Plan.from_recomputed(CHAIN, [])
-    assert made.predicted_peak_bytes == CHAIN.plain_peak_bytes
-    assert made.predicted_seconds == CHAIN.plain_seconds
+def test_empty_selection_recomputes_no_block():
+    schedule = Plan.from_recomputed(CHAIN, [])
+    assert schedule.predicted_peak_bytes == CHAIN.plain_peak_bytes
+    assert schedule.predicted_seconds == CHAIN.plain_seconds
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_no_block_is_the_plain_run():
     ],
 )
 def test_a_strategy_decides_by_name_size_and_number(strategy, blocks, name):
-    made = Plan.from_strategy(CHAIN, strategy)
-    assert made.recomputed == blocks
-    assert made.method == name
-    assert f"not searched for: the choice of {name}" in made.report()
-    assert not made.exact
+    schedule = Plan.from_strategy(CHAIN, strategy)
+    assert schedule.recomputed == blocks
+    assert schedule.method == name
+    assert f"not searched for: the choice of {name}" in schedule.report()
+    assert not schedule.exact
 
 
 def test_smart_decides_in_the_second_pass():
@@ -84,12 +84,12 @@ def test_a_strategy_is_asked_in_every_pass():
     assert strategy.checkpointed_count == 9
 
 
-def test_a_large_activation_takes_no_memory_to_ask_about():
+def test_strategy_sees_sizes_without_allocation():
     chain = Chain([1], [1], [1 << 44, 1], [1])
     assert Plan.from_strategy(chain, SizeBasedStrategy(1 << 44)).recomputed == [0]
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_blocks_are_refused():
     with pytest.raises(IndexError, match="block 3: this chain has 3"):
         Plan.from_recomputed(CHAIN, [0, 3])
     with pytest.raises(IndexError, match="block -1"):
@@ -106,7 +106,7 @@ def test_what_cannot_be_is_refused():
 
 
 def test_it_comes_back_from_json():
-    made = Plan.from_strategy(CHAIN, IntervalStrategy(2), budget_bytes=1000)
-    again = Plan.from_json(made.to_json())
-    assert again == made
-    assert again._repr_html_() == made._repr_html_()
+    schedule = Plan.from_strategy(CHAIN, IntervalStrategy(2), budget_bytes=1000)
+    again = Plan.from_json(schedule.to_json())
+    assert again == schedule
+    assert again._repr_html_() == schedule._repr_html_()

@@ -46,11 +46,11 @@ def test_phases_cover_every_step_once(blocks):
 
 def test_a_page_has_phases_with_sums_and_every_step():
     chain = uniform(40)
-    made = Plan(
+    schedule = Plan(
         chain, [("save", i) for i in range(40)] + [("backward", i) for i in range(39, -1, -1)]
     )
-    page = made._repr_html_()
-    run = made.simulate()
+    page = schedule._repr_html_()
+    run = schedule.simulate()
     top, _, single = page.partition("<details><summary>all 80 steps</summary>")
     assert top.count("<tr>") == 1 + 2 and single.count("<tr>") == 1 + 50
     assert "<td>save</td><td>0 … 39</td>" in top and "<td>backward</td><td>39 … 0</td>" in top
@@ -60,8 +60,8 @@ def test_a_page_has_phases_with_sums_and_every_step():
 
 
 def test_names_are_escaped_and_a_short_plan_has_one_table():
-    made = Plan(uniform(1, names=["<i>"]), [("save", 0), ("backward", 0)])
-    page = made._repr_html_()
+    schedule = Plan(uniform(1, names=["<i>"]), [("save", 0), ("backward", 0)])
+    page = schedule._repr_html_()
     assert "<i>" not in page and "&lt;i&gt;" in page
     two = Plan(uniform(2), [("save", 0), ("save", 1), ("backward", 1), ("backward", 0)])
     assert "all 4 steps" in two._repr_html_()

@@ -44,11 +44,11 @@ def check_against_every_schedule(model, offload=False):
                 plan(chain, budget, schedules="any", offload=offload)
             assert caught.value.expected == f"at least {least}"
             continue
-        made = plan(chain, budget, schedules="any", offload=offload)
-        run = simulate(model, made.steps())
-        assert run.peak_bytes == made.predicted_peak_bytes <= budget
-        assert run.total_seconds == made.predicted_seconds == fastest(front, budget)
-        assert made.exact and made.schedules == "any"
+        schedule = plan(chain, budget, schedules="any", offload=offload)
+        run = simulate(model, schedule.steps())
+        assert run.peak_bytes == schedule.predicted_peak_bytes <= budget
+        assert run.total_seconds == schedule.predicted_seconds == fastest(front, budget)
+        assert schedule.exact and schedule.schedules == "any"
 
 
 @pytest.mark.parametrize(
@@ -81,15 +81,15 @@ def test_ten_blocks_are_searched_through(blocks):
         model = random_chain(rng, blocks, kind)
         chain, front = chain_of(model), persistent_front(model)
         for budget, seconds in front[:: max(1, len(front) // 8)]:
-            made = plan(chain, budget, schedules="any")
-            run = simulate(model, made.steps())
-            assert made.exact and run.peak_bytes <= budget
-            assert run.total_seconds == made.predicted_seconds <= seconds
+            schedule = plan(chain, budget, schedules="any")
+            run = simulate(model, schedule.steps())
+            assert schedule.exact and run.peak_bytes <= budget
+            assert run.total_seconds == schedule.predicted_seconds <= seconds
             won += run.total_seconds < seconds
     assert won > 0
 
 
-def test_it_is_known_that_nothing_is_faster_with_and_without_a_start():
+def test_bounded_and_unbounded_searches_agree():
     """A search bounded by the persistent plan's time and an unbounded search agree."""
     rng = np.random.default_rng(1)
     for kind in KINDS:
@@ -112,12 +112,12 @@ def test_long_chains_get_the_persistent_plan(offload):
         for share in (0, 0.05, 0.3):
             budget = int(least + share * (chain.plain_peak_bytes - least))
             persistent = plan(chain, budget, offload=offload)
-            made = plan(chain, budget, schedules="any", offload=offload)
-            run = simulate(model, made.steps())
-            assert run.peak_bytes == made.predicted_peak_bytes <= budget
-            assert made.predicted_seconds == persistent.predicted_seconds
-            assert made.method == f"the fastest persistent schedule, {persistent.method}"
-            assert made.schedules == "any" and not made.exact
+            schedule = plan(chain, budget, schedules="any", offload=offload)
+            run = simulate(model, schedule.steps())
+            assert run.peak_bytes == schedule.predicted_peak_bytes <= budget
+            assert schedule.predicted_seconds == persistent.predicted_seconds
+            assert schedule.method == f"the fastest persistent schedule, {persistent.method}"
+            assert schedule.schedules == "any" and not schedule.exact
 
 
 def test_a_long_chain_that_no_persistent_schedule_fits_is_refused():
@@ -146,7 +146,7 @@ def test_control_c_stops_a_search_at_once():
     interrupt(search_without_end, after=0.15, within=1.0)
 
 
-def test_other_threads_run_meanwhile():
+def test_search_releases_the_gil():
     chain, budget = hardest()
     ticks = []
 
@@ -163,7 +163,7 @@ def test_other_threads_run_meanwhile():
     assert len(within) >= 1 + (end - begin) / 0.1
 
 
-def test_a_search_that_runs_out_of_states_gives_its_start():
+def test_exhausted_search_returns_its_start():
     model = random_chain(np.random.default_rng(4), 12)
     chain = chain_of(model)
     least = _core.plan_least(chain._arrays, False)
@@ -172,8 +172,8 @@ def test_a_search_that_runs_out_of_states_gives_its_start():
     steps, optimal, states = _core.search_schedules(chain._arrays, budget, False, start._steps, 10)
     assert not optimal and states == 10
     assert Plan(chain, steps).predicted_seconds == start.predicted_seconds
-    whole = plan(chain, budget, schedules="any")
-    assert whole.exact and whole.predicted_seconds <= start.predicted_seconds
+    complete = plan(chain, budget, schedules="any")
+    assert complete.exact and complete.predicted_seconds <= start.predicted_seconds
 
 
 STEPS = np.array([[1, 0], [2, 0]], np.int32)
@@ -194,7 +194,7 @@ STEPS = np.array([[1, 0], [2, 0]], np.int32)
         ((50, False, None), TypeError, "takes 5 arguments, got 4"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, error, text):
+def test_invalid_arguments_are_refused(arguments, error, text):
     chain = Chain([1], [1], [10, 10], [20])
     with pytest.raises(error, match=text):
         _core.search_schedules(chain._arrays, *arguments)
@@ -203,8 +203,8 @@ def test_what_makes_no_sense_is_refused(arguments, error, text):
 def test_the_largest_budget_and_bytes_do_not_overflow():
     big = 1 << 58
     chain = Chain([1, 1], [1, 1], [big, big, big], [big, big])
-    made = plan(chain, (1 << 63) - 1, schedules="any")
-    assert made.predicted_peak_bytes == 5 * big
+    schedule = plan(chain, (1 << 63) - 1, schedules="any")
+    assert schedule.predicted_peak_bytes == 5 * big
     with pytest.raises(CapacityError, match=f"fits is {5 * big}"):
         plan(chain, 0, schedules="any")
     with pytest.raises(ValueError, match="-9223372036854775808 bytes is negative"):
@@ -246,17 +246,17 @@ def check_simulators_agree(model, chain, steps):
         text = str(caught.value)
         assert text.startswith((f"step {number},", f"the schedule ends after {number} steps"))
         return False
-    made = Plan(chain, steps).simulate()
-    assert made.before_bytes.tolist() == run.before
-    assert made.peak_bytes.tolist() == run.most
-    assert made.after_bytes.tolist() == run.after
-    assert made.seconds.tolist() == run.seconds
+    simulated = Plan(chain, steps).simulate()
+    assert simulated.before_bytes.tolist() == run.before
+    assert simulated.peak_bytes.tolist() == run.most
+    assert simulated.after_bytes.tolist() == run.after
+    assert simulated.seconds.tolist() == run.seconds
     return True
 
 
 @settings(deadline=None, max_examples=tries(60))
 @given(st.integers(0, 1 << 30), st.booleans())
-def test_simulators_agree_on_steps_without_sense(seed, offload):
+def test_simulators_agree_on_random_steps(seed, offload):
     rng = np.random.default_rng(seed)
     blocks = int(rng.integers(1, 5))
     model = random_chain(rng, blocks, rates=offload)

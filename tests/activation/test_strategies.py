@@ -95,18 +95,18 @@ CALLS = st.lists(
 )
 
 
-def same_decisions(ours, theirs, calls):
+def same_decisions(strategy, reference, calls):
     for name, size, index in calls:
         activation = activation_of(size)
-        ours_says = ours.should_checkpoint(name, activation, index)
-        assert ours_says is bool(theirs.should_checkpoint(name, activation, index))
+        ours_says = strategy.should_checkpoint(name, activation, index)
+        assert ours_says is bool(reference.should_checkpoint(name, activation, index))
 
 
 @given(CALLS, st.integers(1, 12) | st.integers(1, 2**63 - 1))
 def test_interval_decides_as_specified(calls, interval):
-    ours, theirs = IntervalStrategy(interval), model.Interval(interval)
-    same_decisions(ours, theirs, calls)
-    assert ours.checkpointed_count == theirs.checkpointed_count
+    strategy, reference = IntervalStrategy(interval), model.Interval(interval)
+    same_decisions(strategy, reference, calls)
+    assert strategy.checkpointed_count == reference.checkpointed_count
 
 
 @given(CALLS, st.sets(st.sampled_from(NAMES)), st.sets(st.sampled_from(NAMES)))
@@ -117,21 +117,21 @@ def test_selective_decides_as_specified(calls, chosen, excluded):
 
 @given(CALLS, st.integers(1, 20_000), st.sets(st.sampled_from(NAMES)))
 def test_size_based_decides_as_specified(calls, limit, excluded):
-    ours, theirs = SizeBasedStrategy(limit, excluded), model.SizeBased(limit, excluded)
-    same_decisions(ours, theirs, calls)
-    assert ours.checkpointed_count == theirs.checkpointed_count
+    strategy, reference = SizeBasedStrategy(limit, excluded), model.SizeBased(limit, excluded)
+    same_decisions(strategy, reference, calls)
+    assert strategy.checkpointed_count == reference.checkpointed_count
 
 
 @settings(deadline=None)
 @given(CALLS, CALLS, st.sets(st.sampled_from(NAMES)))
 def test_smart_decides_as_specified(calls, more, excluded):
-    ours, theirs = SmartStrategy(excluded), model.Smart(excluded)
-    same_decisions(ours, theirs, calls)
-    assert ours.layer_count == len(theirs.layer_info)
-    assert ours.is_collecting is not theirs.initialized
-    ours.reset()
-    theirs.reset()
-    same_decisions(ours, theirs, more)
+    strategy, reference = SmartStrategy(excluded), model.Smart(excluded)
+    same_decisions(strategy, reference, calls)
+    assert strategy.layer_count == len(reference.layer_info)
+    assert strategy.is_collecting is not reference.initialized
+    strategy.reset()
+    reference.reset()
+    same_decisions(strategy, reference, more)
 
 
 # seconds between calls, within one tick of the limits 10 and 30; shares of the memory in use
@@ -148,14 +148,14 @@ STEPS = st.lists(
 
 @given(STEPS, st.sampled_from([0.8, 0.5, 1.0, 0.1, 1 / 3]) | st.floats(0.001, 1))
 def test_memory_aware_decides_as_specified(steps, share):
-    ours, meter = aware(share)
-    theirs = model.MemoryAware(share, lambda: meter.used, 1000, lambda: meter.ticks)
+    strategy, meter = aware(share)
+    reference = model.MemoryAware(share, lambda: meter.used, 1000, lambda: meter.ticks)
     for ticks, used, index in steps:
         meter.ticks += ticks
         meter.used = used
-        said = ours.should_checkpoint("layer", None, index)
-        assert said is bool(theirs.should_checkpoint("layer", None, index))
-        assert ours.current_interval == theirs.current_interval
+        decision = strategy.should_checkpoint("layer", None, index)
+        assert decision is bool(reference.should_checkpoint("layer", None, index))
+        assert strategy.current_interval == reference.current_interval
 
 
 # ---- settings and names ----
@@ -235,16 +235,16 @@ def test_settings_of_wrong_types_are_named():
 
 @pytest.mark.parametrize("make", [SelectiveStrategy, SmartStrategy, SizeBasedStrategy])
 def test_lists_of_layers_are_checked(make):
-    what = "checkpoint_layers" if make is SelectiveStrategy else "exclude_layers"
-    with pytest.raises(TypeError, match=f"{what} must be an iterable of layer ids, got 'abc'"):
-        make(**{what: "abc"})
-    with pytest.raises(TypeError, match=f"{what} must hold layer ids, which are str; got 7"):
-        make(**{what: ["a", 7]})
+    keyword = "checkpoint_layers" if make is SelectiveStrategy else "exclude_layers"
+    with pytest.raises(TypeError, match=f"{keyword} must be an iterable of layer ids, got 'abc'"):
+        make(**{keyword: "abc"})
+    with pytest.raises(TypeError, match=f"{keyword} must hold layer ids, which are str; got 7"):
+        make(**{keyword: ["a", 7]})
     with pytest.raises(TypeError):
-        make(**{what: 7})
+        make(**{keyword: 7})
     with pytest.raises(ValueError, match="surrogate"):
-        make(**{what: ["\ud800"]})
-    assert getattr(make(**{what: iter(["b", "a", "b"])}), what) == ("b", "a")
+        make(**{keyword: ["\ud800"]})
+    assert getattr(make(**{keyword: iter(["b", "a", "b"])}), keyword) == ("b", "a")
 
 
 def test_overlap_lists_the_names():
@@ -268,11 +268,11 @@ def test_settings_cannot_be_assigned(strategy):
             setattr(strategy, field, 1)
 
 
-def test_equality_is_that_of_settings():
-    for one, other in zip(each_kind(), each_kind(), strict=True):
-        assert one == other and hash(one) == hash(other)
-        one.should_checkpoint("a", MILLION, 0)
-        assert one == other
+def test_strategies_with_equal_settings_are_equal():
+    for first, second in zip(each_kind(), each_kind(), strict=True):
+        assert first == second and hash(first) == hash(second)
+        first.should_checkpoint("a", MILLION, 0)
+        assert first == second
     kinds = each_kind()
     assert all(a != b for i, a in enumerate(kinds) for b in kinds[i + 1 :])
     assert IntervalStrategy(3) != IntervalStrategy(4)
@@ -291,7 +291,7 @@ def test_interval_counts_and_resets():
     assert (strategy.checkpointed_count, strategy.interval) == (0, 4)
 
 
-def test_selective_with_nothing_takes_nothing():
+def test_empty_selective_has_no_opinion():
     for strategy in (SelectiveStrategy(), SelectiveStrategy([], []), SelectiveStrategy(None, [])):
         assert strategy.should_checkpoint("a", None, 0) is False
         assert strategy.opinion("a", None, 0) is None
@@ -315,7 +315,7 @@ def test_size_based_takes_exactly_its_size():
     assert strategy.checkpointed_count == 0
 
 
-def test_size_based_does_not_look_at_what_is_excluded():
+def test_size_based_skips_excluded_layers():
     strategy = SizeBasedStrategy(1, ["a"])
     assert strategy.should_checkpoint("a", None, 0) is False
     with pytest.raises(TypeError, match="got NoneType"):
@@ -335,12 +335,14 @@ def test_memory_is_read_when_an_adjustment_is_due():
 
 
 def test_memory_aware_reads_the_total_with_the_memory():
-    said = [(90, 100)]
+    readings = [(90, 100)]
     seconds = [0.0]
-    strategy = MemoryAwareStrategy(tracker=MemoryTracker(lambda: said[0]), clock=lambda: seconds[0])
+    strategy = MemoryAwareStrategy(
+        tracker=MemoryTracker(lambda: readings[0]), clock=lambda: seconds[0]
+    )
     seconds[0] = 10.0
     assert strategy.should_checkpoint("x", None, 1) and strategy.current_interval == 1
-    said[0], seconds[0] = (90, 1000), 50.0
+    readings[0], seconds[0] = (90, 1000), 50.0
     strategy.should_checkpoint("x", None, 1)
     assert strategy.current_interval == 2
 
@@ -377,7 +379,7 @@ def test_memory_aware_resets_to_now():
         (None, AttributeError, "current_memory_used"),
     ],
 )
-def test_trackers_that_say_nonsense_change_nothing(stats, error, text):
+def test_invalid_tracker_stats_keep_the_interval(stats, error, text):
     strategy, seconds = tracked(lambda: stats)
     seconds[0] = 11.0
     with pytest.raises(error, match=text):
@@ -386,7 +388,7 @@ def test_trackers_that_say_nonsense_change_nothing(stats, error, text):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1e30])
-def test_clocks_that_say_nonsense_are_refused(bad):
+def test_invalid_clock_values_are_refused(bad):
     seconds = [0.0]
     strategy = MemoryAwareStrategy(clock=lambda: seconds[0])
     seconds[0] = bad
@@ -443,7 +445,7 @@ def test_keywords_in_any_order(strategy):
             strategy.should_checkpoint(*arguments[0], **arguments[1])
 
 
-def test_wrong_arguments_are_named_and_change_nothing(strategy):
+def test_invalid_arguments_are_named_and_keep_state(strategy):
     before = strategy._state()
     for name in (5, None, b"a"):
         with pytest.raises(TypeError, match=f"layer_id must be a str, got {type(name).__name__}"):
@@ -501,7 +503,7 @@ def test_activations_need_shape_and_dtype(strategy):
         (Described((), "float8_e5m2"), 1),
     ],
 )
-def test_sizes_are_those_of_shape_and_dtype(activation, nbytes):
+def test_sizes_follow_shape_and_dtype(activation, nbytes):
     assert SizeBasedStrategy(max(nbytes, 1)).should_checkpoint("a", activation, 0) is (nbytes > 0)
     assert SizeBasedStrategy(nbytes + 1).should_checkpoint("a", activation, 0) is False
 
@@ -577,7 +579,7 @@ def test_a_torch_function_mode_sees_that_a_tensor_is_measured():
 
 
 @pytest.mark.parametrize("nbytes", [-1, "12", 2**70, None, property(lambda self: 1 // 0)])
-def test_classes_named_like_those_of_torch_may_say_nothing_of_use(nbytes):
+def test_lookalike_tensor_classes_are_measured_by_shape(nbytes):
     cls = type("Tensor", (), {"shape": (3,), "dtype": "float32", "nbytes": nbytes})
     assert measured(cls()) == 12
 
@@ -588,7 +590,7 @@ def test_arrays_of_a_class_named_tensor_are_measured():
         assert measured(array) == 12
 
 
-def test_what_an_activation_raises_is_seen():
+def test_activation_errors_propagate():
     class Broken:
         dtype = "float32"
 
@@ -600,7 +602,7 @@ def test_what_an_activation_raises_is_seen():
         SizeBasedStrategy().should_checkpoint("a", Broken(), 0)
 
 
-def test_names_of_all_kinds_are_told_apart():
+def test_colliding_and_subclassed_names_are_distinguished():
     class Name(str):
         __slots__ = ()
 
@@ -690,7 +692,7 @@ def test_a_subclass_keeps_its_attributes():
         (0, 2, 0, 0, True, [(5, 1, 1)]),
     ],
 )
-def test_states_that_are_none_change_nothing(strategy, state):
+def test_invalid_states_keep_the_strategy(strategy, state):
     before = strategy._state()
     with pytest.raises((TypeError, ValueError)):
         strategy._restore(state)
@@ -705,10 +707,10 @@ def test_cycles_through_a_clock_are_collected():
 
     clock = Clock()
     clock.strategy = MemoryAwareStrategy(clock=clock)
-    gone = weakref.ref(clock)
+    clock_ref = weakref.ref(clock)
     del clock
     gc.collect()
-    assert gone() is None
+    assert clock_ref() is None
 
 
 # ---- threads and size ----
@@ -726,13 +728,13 @@ def in_threads(work):
 def test_threads_share_a_strategy():
     turns = 3000
     interval, sized, smart = IntervalStrategy(3), SizeBasedStrategy(1), SmartStrategy()
-    one = np.zeros(1, np.uint8)
+    activation = np.zeros(1, np.uint8)
 
     def work(number):
         for i in range(turns):
             assert interval.should_checkpoint("x", None, i) is (i % 3 == 0)
-            assert sized.should_checkpoint("x", one, i)
-            smart.should_checkpoint(f"{i % 500}", one, i)
+            assert sized.should_checkpoint("x", activation, i)
+            smart.should_checkpoint(f"{i % 500}", activation, i)
             if i % 1000 == 0:
                 smart._state(), pickle.dumps(smart)
 
@@ -752,7 +754,7 @@ def test_threads_adjust_once_when_it_is_due():
     assert 1 <= len(reads) <= THREADS
 
 
-def test_threads_reset_what_others_ask():
+def test_threads_reset_a_shared_strategy():
     smart = SmartStrategy()
 
     def work(number):

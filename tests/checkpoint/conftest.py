@@ -12,7 +12,7 @@ def path(tmp_path):
 
 
 @pytest.fixture
-def held():
+def blocking_callback():
     """A callback that blocks the writer until `held.go` is set, and sets `held.called`."""
     go, called = threading.Event(), threading.Event()
 

@@ -29,18 +29,22 @@ def many(count=700, floats=8001):
 
 
 def blocks(loaded):
-    found = {id(a.base): a.base for a in loaded.values() if a.base is not None}
-    return list(found.values())
+    bases = {id(a.base): a.base for a in loaded.values() if a.base is not None}
+    return list(bases.values())
 
 
 @WAYS
-def test_many_small_arrays_share_few_blocks_and_are_as_arrays_of_their_own(tmp_path, load):
+def test_small_arrays_share_blocks_and_behave_independently(tmp_path, load):
     arrays = many()
     loaded = load(tmp_path, arrays)
-    found = blocks(loaded)
-    assert 1 < len(found) < 4
+    shared_blocks = blocks(loaded)
+    assert 1 < len(shared_blocks) < 4
     total = sum(a.nbytes for a in arrays.values())
-    assert total <= sum(b.nbytes for b in found) < total + 64 * (len(arrays) + 2 * len(found))
+    assert (
+        total
+        <= sum(b.nbytes for b in shared_blocks)
+        < total + 64 * (len(arrays) + 2 * len(shared_blocks))
+    )
     for name, array in loaded.items():
         assert array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % 64 == 0
         np.testing.assert_array_equal(array, arrays[name])
@@ -51,7 +55,7 @@ def test_many_small_arrays_share_few_blocks_and_are_as_arrays_of_their_own(tmp_p
 
 
 @WAYS
-def test_an_array_of_a_block_can_be_frozen_and_made_writable_again(tmp_path, load):
+def test_array_of_a_block_can_be_frozen_and_thawed(tmp_path, load):
     array = load(tmp_path, many())["0007"]
     array.flags.writeable = False
     array.flags.writeable = True
@@ -63,13 +67,13 @@ def test_an_array_of_a_block_can_be_frozen_and_made_writable_again(tmp_path, loa
 def test_a_block_lives_as_long_as_one_of_its_arrays(tmp_path, load):
     loaded = load(tmp_path, many())
     dead = [weakref.ref(b) for b in blocks(loaded)]
-    kept = loaded["0000"]
-    mine = [ref() is kept.base for ref in dead]
+    survivor = loaded["0000"]
+    shares_block = [ref() is survivor.base for ref in dead]
     del loaded
     gc.collect()
-    assert [ref() is not None for ref in dead] == mine and sum(mine) == 1
-    assert kept[10] == 10
-    del kept
+    assert [ref() is not None for ref in dead] == shares_block and sum(shares_block) == 1
+    assert survivor[10] == 10
+    del survivor
     assert all(ref() is None for ref in dead)
 
 
@@ -86,7 +90,7 @@ def test_few_or_large_arrays_own_their_memory(tmp_path, load):
 
 
 @WAYS
-def test_all_dtypes_lie_in_blocks_one_behind_the_other(tmp_path, load):
+def test_all_dtypes_are_packed_in_blocks(tmp_path, load):
     rng = np.random.default_rng(5)
     shapes = [(), (1,), (3, 5), (7, 1, 2), (1001, 301)]
     arrays = {}
@@ -115,7 +119,7 @@ def test_arrays_of_a_block_are_filled_and_saved_as_others_are(tmp_path):
         np.testing.assert_array_equal(array, changed[name])
 
 
-def test_parts_of_ranks_lie_in_blocks_too(tmp_path):
+def test_rank_parts_share_blocks(tmp_path):
     rows = {f"{i}": np.full((64, 1024), i, np.float32) for i in range(60)}
     mlstate.save(tmp_path / "c", model=rows)
     part = mlstate.load(tmp_path / "c", rank=1, world_size=2, layout="rows").model

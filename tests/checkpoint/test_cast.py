@@ -64,13 +64,13 @@ def test_optimizers_keep_their_dtypes(tmp_path):
 
 
 def test_parts_names_and_renamed_tensors_are_cast(tmp_path):
-    whole = np.arange(12, dtype=np.float32).reshape(6, 2)
-    mlstate.save(tmp_path / "c", {"a.w": whole, "a.b": whole + 1}, layout="rows", sparse=True)
+    array = np.arange(12, dtype=np.float32).reshape(6, 2)
+    mlstate.save(tmp_path / "c", {"a.w": array, "a.b": array + 1}, layout="rows", sparse=True)
     options = {"rank": 1, "world_size": 3, "layout": "rows", "cast": "float16"}
     model = mlstate.load(tmp_path / "c", names="x.w", rename={"a": "x"}, **options).model
     assert list(model) == ["x.w"]
     assert model["x.w"].dtype == np.float16
-    np.testing.assert_array_equal(model["x.w"], whole[2:4])
+    np.testing.assert_array_equal(model["x.w"], array[2:4])
 
 
 def test_steps_and_weights_of_other_programs_are_cast(tmp_path):

@@ -183,7 +183,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_shows_no_array_is_refused_and_writes_nothing(name, tmp_path):
+def test_values_without_array_interface_write_no_file(name, tmp_path):
     value, error, message = BROKEN[name]
     with pytest.raises(error, match=message):
         save_file({"good": np.zeros(2), "bad": value}, tmp_path / "f")
@@ -223,7 +223,7 @@ class Truthless:
 
 
 @pytest.mark.parametrize(("needs", "times"), [(True, 1), (False, 0), (None, 0)])
-def test_what_requires_a_gradient_is_detached_first(needs, times, tmp_path):
+def test_tensors_requiring_gradients_are_detached(needs, times, tmp_path):
     tensor = Exporter(np.arange(6.0), needs)
     save_file({"t": tensor}, tmp_path / "f")
     assert tensor.detached == times
@@ -242,7 +242,7 @@ def test_empty_state_and_str_path(tmp_path):
     assert load_metadata(tmp_path / "f") == {}
 
 
-def test_payload_is_aligned_and_header_starts_as_the_format_says(tmp_path):
+def test_payload_is_aligned_and_header_follows_the_format(tmp_path):
     save_file(
         {"a": np.zeros(3, np.int8), "b": np.zeros(3), "c": np.zeros(3, np.int16)}, tmp_path / "f"
     )
@@ -290,7 +290,7 @@ def test_files_keep_the_class_and_its_attributes(mmap, tmp_path):
     assert loaded.optimizer_type is mlstate.OptimizerType.ADAMW
 
 
-def test_attributes_that_are_no_text_are_refused_before_anything_is_written(tmp_path):
+def test_unserializable_attributes_are_refused_before_writing(tmp_path):
     state = mlstate.OptimizerStateDict(param_groups=[{"lr": sample(np.float32)}])
     with pytest.raises(TypeError, match="param_groups cannot be written as JSON"):
         save_file(state, tmp_path / "f")
@@ -316,7 +316,7 @@ HOSTILE_KINDS = [
 
 
 @pytest.mark.parametrize("text", HOSTILE_KINDS, ids=lambda text: text[:50])
-def test_a_kind_that_makes_no_sense_is_a_damaged_file(text, tmp_path):
+def test_invalid_state_metadata_raises_format_error(text, tmp_path):
     peer = pytest.importorskip("safetensors.numpy", reason="writes what save_file would not")
     path = tmp_path / "f"
     peer.save_file({"w": np.ones(2)}, path, metadata={"mlstate.state": text, "run": "a"})
@@ -355,16 +355,16 @@ def test_bad_arguments(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_shard_is_not_written_as_if_it_were_the_tensor(tmp_path):
-    whole = np.arange(6.0).reshape(3, 2)
-    shard = mlstate.checkpoint.Layout.rows(2).shard(whole, 1)
+def test_save_file_refuses_shards(tmp_path):
+    array = np.arange(6.0).reshape(3, 2)
+    shard = mlstate.checkpoint.Layout.rows(2).shard(array, 1)
     for state in ({"w": shard}, mlstate.StateDict(w=shard)):
         with pytest.raises(TypeError, match=r"'w' is a Shard, part 1 of 2: .* mlstate\.save"):
             save_file(state, tmp_path / "f")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_state_is_named(tmp_path):
+def test_non_mapping_states_are_named(tmp_path):
     for state in ("f", b"f", tmp_path):
         with pytest.raises(TypeError, match="the state comes first, and then the path"):
             save_file(state, {"w": np.ones(1)})
@@ -391,8 +391,8 @@ def test_metadata_kept_by_another_writer_is_explained(tmp_path):
 
     save_file({"w": np.zeros(3)}, tmp_path / "f")
     with safe_open(tmp_path / "f", "np") as file:
-        kept = file.metadata()
-    peer.save_file({"other": np.ones(2)}, tmp_path / "g", metadata=kept)
+        metadata = file.metadata()
+    peer.save_file({"other": np.ones(2)}, tmp_path / "g", metadata=metadata)
     with pytest.raises(mlstate.ChecksumError, match="another program kept"):
         load_file(tmp_path / "g")
     assert load_file(tmp_path / "g", verify=False)["other"].tolist() == [1, 1]
@@ -449,7 +449,7 @@ def test_no_descriptor_or_mapping_is_left(tmp_path):
 # ---- other implementations ----
 
 
-def test_the_package_reads_what_we_write(tmp_path):
+def test_safetensors_package_reads_our_files(tmp_path):
     peer = pytest.importorskip("safetensors.numpy", reason="the real peer")
     state = {np.dtype(d).name: sample(d) for d in NATIVE}
     state |= {"": sample(np.float32, ()), 'é/日本\n"\\\0': sample(np.int8, (0, 2))}
@@ -462,11 +462,14 @@ def test_the_package_reads_what_we_write(tmp_path):
 
     with safe_open(tmp_path / "f", "np") as file:
         metadata = file.metadata()
-    ours = {"mlstate.header.crc32c", "mlstate.blocks.crc32c"}
-    assert {k: v for k, v in metadata.items() if k not in ours} == {"who": "me", "ключ": "\x01\t"}
+    own_keys = {"mlstate.header.crc32c", "mlstate.blocks.crc32c"}
+    assert {k: v for k, v in metadata.items() if k not in own_keys} == {
+        "who": "me",
+        "ключ": "\x01\t",
+    }
 
 
-def test_we_read_what_the_package_writes(tmp_path):
+def test_reads_files_of_the_safetensors_package(tmp_path):
     peer = pytest.importorskip("safetensors.numpy", reason="the real peer")
     state = {np.dtype(d).name: sample(d) for d in NATIVE}
     state |= {"": sample(np.float32, ()), "é/日本": sample(np.int8, (0, 2))}
@@ -670,8 +673,8 @@ def test_a_failing_call_leaves_the_old_file_or_the_new_one(
 ):
     path = old_file(tmp_path)
     done = inject(fault, path)
-    told = ["done"] if number is None else ["errno", str(number)]
-    assert done.stdout.split()[1:] == told, done.stderr
+    expected_output = ["done"] if number is None else ["errno", str(number)]
+    assert done.stdout.split()[1:] == expected_output, done.stderr
     assert expected(path) and list(tmp_path.iterdir()) == [path]
 
 
@@ -686,8 +689,8 @@ def test_damage_is_located_by_the_mebibyte(at, tmp_path):
         mlstate.load_file(path)
     assert caught.value.name == "w"
     assert caught.value.offset == start + at // 2**20 * 2**20
-    found = mlstate.load_file(path, verify=False)["w"]
-    assert np.flatnonzero(found != data).tolist() == [at]
+    array = mlstate.load_file(path, verify=False)["w"]
+    assert np.flatnonzero(array != data).tolist() == [at]
 
 
 def test_strided_blocks_have_the_checksums_of_packed_ones(tmp_path):
@@ -699,7 +702,7 @@ def test_strided_blocks_have_the_checksums_of_packed_ones(tmp_path):
     assert np.array_equal(mlstate.load_file(strided)["w"], data.T)
 
 
-def test_the_message_says_tensor_file_and_reason_once(tmp_path):
+def test_message_names_tensor_file_and_reason_once(tmp_path):
     name = "transformer.h.11.attention.projection.weight"
     checkpoint = mlstate.save(tmp_path / "c", {name: np.ones(100_000)})
     [shard] = checkpoint.shards()
@@ -715,7 +718,7 @@ def test_the_message_says_tensor_file_and_reason_once(tmp_path):
 
 
 @pytest.mark.parametrize("count", [50_000, 300_000, 9_000_000])
-def test_arrays_that_change_meanwhile_make_files_that_load(tmp_path, count):
+def test_files_of_arrays_changed_while_saving_load(tmp_path, count):
     state = {
         "flat": np.zeros(count, np.uint8),
         "strided": np.zeros((2, count), np.uint8).T,

@@ -25,12 +25,12 @@ class Tables(Page):
         super().__init__(text)
 
 
-def page(shown):
-    found = Tables(shown._repr_html_())
+def page(report):
+    tables = Tables(report._repr_html_())
     # no script, and nothing loaded from elsewhere
-    assert found.attributes <= {"class", "open", "style"}
-    assert "script" not in found.tags
-    return found
+    assert tables.attributes <= {"class", "open", "style"}
+    assert "script" not in tables.tags
+    return tables
 
 
 @pytest.fixture
@@ -44,15 +44,15 @@ def saved(tmp_path):
 def test_layers_unfold_to_parameters_with_their_states(saved):
     model = {f"h.{i}.{n}": np.ones(256, np.float32) for i in range(12) for n in ("w", "b")}
     states = {f"{name}.{s}": array for name, array in model.items() for s in "mv"}
-    found = page(saved({**model, "norm.w": np.ones(4)}, states, step=7))
-    assert found.tags.count("details") == 13
-    layers = [text for text in found.texts if re.fullmatch(r"h\.\d+|norm", text)]
+    tables = page(saved({**model, "norm.w": np.ones(4)}, states, step=7))
+    assert tables.tags.count("details") == 13
+    layers = [text for text in tables.texts if re.fullmatch(r"h\.\d+|norm", text)]
     assert layers == [*(f"h.{i}" for i in range(12)), "norm"]  # 10 after 9
-    assert found.texts.count("6.00 KiB, 2 parameters") == 12
-    assert found.texts.count("(256,)") == 24
-    assert {"weights", "m", "v"} <= set(found.texts)
-    assert "step 7" in found.text
-    assert "more" not in found.text
+    assert tables.texts.count("6.00 KiB, 2 parameters") == 12
+    assert tables.texts.count("(256,)") == 24
+    assert {"weights", "m", "v"} <= set(tables.texts)
+    assert "step 7" in tables.text
+    assert "more" not in tables.text
 
 
 def test_bars_are_as_long_as_layers_are_large(saved):
@@ -73,40 +73,40 @@ def test_bars_are_as_long_as_layers_are_large(saved):
     ],
     ids=["model", "flat", "layers", "deep", "escaped", "unprintable"],
 )
-def test_every_checkpoint_fits_a_page_and_counts_what_it_leaves_out(saved, names):
-    found = page(saved({name: np.zeros(1, np.uint8) for name in names}))
-    assert f"{len(names):,} tensors" in found.text
-    assert "more" in found.text
+def test_large_checkpoint_page_counts_omitted_tensors(saved, names):
+    tables = page(saved({name: np.zeros(1, np.uint8) for name in names}))
+    assert f"{len(names):,} tensors" in tables.text
+    assert "more" in tables.text
     counted = sum(
         int(count.replace(",", ""))
-        for count in re.findall(r", ([\d,]+) parameters?$", found.text, re.M)
+        for count in re.findall(r", ([\d,]+) parameters?$", tables.text, re.M)
     )
     assert counted == len(names)
 
 
 def test_names_are_escaped(saved):
     hostile = "<script>alert(1)</script>.<img src=x onerror=y>"
-    shown = saved({hostile: np.ones(1)}, {f"{hostile}.<b>": np.ones(1)})
-    assert "<script" not in shown._repr_html_() and "<img" not in shown._repr_html_()
-    assert "<script>alert(1)</script>" in page(shown).text
+    checkpoint = saved({hostile: np.ones(1)}, {f"{hostile}.<b>": np.ones(1)})
+    assert "<script" not in checkpoint._repr_html_() and "<img" not in checkpoint._repr_html_()
+    assert "<script>alert(1)</script>" in page(checkpoint).text
 
 
-def test_nothing_and_empty_tensors_are_shown(saved):
+def test_empty_checkpoint_and_empty_tensors_have_a_page(saved):
     assert "0 tensors" in page(saved({})).text
     assert "(0, 3)" in page(saved({"a.w": np.zeros((0, 3))})).text
 
 
 def test_states_without_a_parameter_are_shown(saved):
-    found = page(saved(None, {"a.w.m": np.ones(2), "b": np.ones(2)}))
-    assert "weights" not in found.texts
-    assert {"m", OTHER} <= set(found.texts)
+    tables = page(saved(None, {"a.w.m": np.ones(2), "b": np.ones(2)}))
+    assert "weights" not in tables.texts
+    assert {"m", OTHER} <= set(tables.texts)
 
 
 def test_a_good_report_is_one_line(saved):
-    shown = saved({"w": np.ones(3)}).verify()
-    found = page(shown)
-    assert "✓" in found.texts and "good" in found.text
-    assert "table" not in found.tags
+    report = saved({"w": np.ones(3)}).verify()
+    tables = page(report)
+    assert "✓" in tables.texts and "good" in tables.text
+    assert "table" not in tables.tags
 
 
 def test_a_report_names_tensor_file_and_bytes(saved):
@@ -114,10 +114,10 @@ def test_a_report_names_tensor_file_and_bytes(saved):
     [shard] = checkpoint.shards()
     flip_shard(checkpoint.path, shard)
     (Path(checkpoint.path) / "<notes>.txt").touch()
-    found = page(checkpoint.verify())
-    assert "✗" in found.texts
-    assert {"altered", "w", shard.path, "4,096 to 4,120", "<notes>.txt"} <= set(found.texts)
-    assert "1 file that mlstate did not write" in found.texts
+    tables = page(checkpoint.verify())
+    assert "✗" in tables.texts
+    assert {"altered", "w", shard.path, "4,096 to 4,120", "<notes>.txt"} <= set(tables.texts)
+    assert "1 file that mlstate did not write" in tables.texts
 
 
 @pytest.mark.parametrize("name", ["w", "<&>" * 200, "\n" * 200], ids=["plain", "<", "newline"])
@@ -128,10 +128,10 @@ def test_long_reports_fit_a_page(name):
     ]
     report.leftover = ["<" * 240] * 9_000
     report.strange = ["\n" * 240] * 9_000
-    found = Tables(report_html("/ckpt: 9000 problems", report))
-    shown = found.texts.count("altered")
-    assert shown
-    assert f"… {9_000 - shown:,} more" in found.texts
+    tables = Tables(report_html("/ckpt: 9000 problems", report))
+    row_count = tables.texts.count("altered")
+    assert row_count
+    assert f"… {9_000 - row_count:,} more" in tables.texts
 
 
 def test_layers_end_at_the_first_number():
@@ -152,16 +152,16 @@ def test_many_states_share_a_column(saved):
 # ---- saves under way ----
 
 
-def test_a_save_says_how_far_it_is(tmp_path, held):
+def test_async_save_page_has_progress(tmp_path, blocking_callback):
     state = {"w": np.ones(1 << 20, np.uint8)}
-    handle = save_async(tmp_path / "<ckpt>", state, progress=held)
-    assert held.called.wait(20)
+    handle = save_async(tmp_path / "<ckpt>", state, progress=blocking_callback)
+    assert blocking_callback.called.wait(20)
     under_way = page(handle)
     done, total = handle.progress()
     assert total == 1 << 20
     width = re.search(r'<s class=c0 style="width:([\d.]+)%">', handle._repr_html_())
     assert float(width[1]) == pytest.approx(100 * done / total, abs=0.05)
-    held.go.set()
+    blocking_callback.go.set()
     handle.wait()
     saved = page(handle)
     assert "writing: " in under_way.texts and "✓" not in under_way.text
@@ -172,18 +172,18 @@ def test_a_save_says_how_far_it_is(tmp_path, held):
     assert re.search(r"on the disk after [\d.]+ m?s, the caller waited [\d.]+ m?s", saved.text)
 
 
-def test_a_save_that_failed_says_why(tmp_path):
+def test_failed_save_page_has_the_error(tmp_path):
     (tmp_path / "<file>").write_bytes(b"")
     handle = save_async(tmp_path / "<file>", {"w": np.ones(3)})
     with pytest.raises(StoreError) as raised:
         handle.wait()
-    found = page(handle)
-    assert "✗" in found.texts and " failed: " in found.texts
-    assert f"StoreError: {raised.value}" in found.texts
-    assert re.search(r"failed after [\d.]+ m?s", found.text)
+    tables = page(handle)
+    assert "✗" in tables.texts and " failed: " in tables.texts
+    assert f"StoreError: {raised.value}" in tables.texts
+    assert re.search(r"failed after [\d.]+ m?s", tables.text)
 
 
-def test_a_save_of_nothing_is_shown(tmp_path):
+def test_empty_save_page_is_complete(tmp_path):
     handle = save_async(tmp_path / "ckpt", {})
     handle.wait()
     assert "0 B of 0 B" in page(handle).texts and "width:100.0%" in handle._repr_html_()
@@ -199,10 +199,10 @@ def test_a_manager_shows_its_steps_the_newest_first(tmp_path):
             manager.save(
                 step, model={"w": np.full(256, step)}, metadata={"loss": 1 / step, "<i>": "&"}
             )
-        found = page(manager)
-        assert found.texts[0].endswith("<b>run', keep=None): 2 steps") and "b" not in found.tags
-        assert found.texts.index("20") < found.texts.index("10")
-        assert "2.00 KiB" in found.texts and "loss: 0.05, <i>: '&'" in found.texts
+        tables = page(manager)
+        assert tables.texts[0].endswith("<b>run', keep=None): 2 steps") and "b" not in tables.tags
+        assert tables.texts.index("20") < tables.texts.index("10")
+        assert "2.00 KiB" in tables.texts and "loss: 0.05, <i>: '&'" in tables.texts
 
 
 def test_a_long_run_shows_its_newest_steps():
@@ -217,10 +217,10 @@ def test_a_long_run_shows_its_newest_steps():
 def test_a_loaded_state_shows_metadata_and_both_states(tmp_path):
     model = mlstate.ModelStateDict({"layers.0.<b>": np.ones(3), "out": np.ones(2)})
     mlstate.save(tmp_path / "c", model, metadata={"<u>": 1, "run": "a"}, step=1200)
-    found = page(mlstate.load(tmp_path / "c"))
-    assert found.texts[0] == "LoadedState: step 1,200" and "<u>: 1, run: 'a'" in found.texts
-    assert "ModelStateDict: 2 tensors, 40 B" in found.texts and "not saved" in found.texts
-    assert found.tags.count("b") == 2 and "u" not in found.tags
+    tables = page(mlstate.load(tmp_path / "c"))
+    assert tables.texts[0] == "LoadedState: step 1,200" and "<u>: 1, run: 'a'" in tables.texts
+    assert "ModelStateDict: 2 tensors, 40 B" in tables.texts and "not saved" in tables.texts
+    assert tables.tags.count("b") == 2 and "u" not in tables.tags
     many = LoadedState(None, [1], {str(i): i for i in range(1_000)})
     text = page(many).text
     assert "no step" in text and "list, filled" in text and "… 980 more" in text

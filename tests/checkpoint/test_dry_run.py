@@ -51,7 +51,7 @@ def read(monkeypatch):
 # ---- plans match saves and loads ----
 
 
-def test_a_planned_save_is_what_the_save_writes(six):
+def test_planned_save_matches_the_save(six):
     generation = inspect(six).generation
     sizes = inspect(six).files()
     for rank in range(6):
@@ -71,8 +71,8 @@ def test_a_planned_save_is_what_the_save_writes(six):
 
 def test_whole_arrays_are_planned_by_turns_and_by_layout():
     model = {f"{i}.w": np.ones((5, 2)) for i in range(7)}
-    taken = [plan_save(model, rank=rank, world_size=3) for rank in range(3)]
-    assert [plan.shards for plan in taken] == [3, 2, 2]
+    plans = [plan_save(model, rank=rank, world_size=3) for rank in range(3)]
+    assert [plan.shards for plan in plans] == [3, 2, 2]
     rows = [plan_save(model, rank=rank, world_size=3, layout="rows") for rank in range(3)]
     assert [plan.data_bytes for plan in rows] == [7 * 32, 7 * 32, 7 * 16]
 
@@ -92,7 +92,7 @@ def test_tensors_on_the_meta_device_are_planned():
     assert plan_save({"w": part}, rank=1, world_size=2).data_bytes == 48
 
 
-def test_a_rank_that_is_not_there_is_refused():
+def test_rank_beyond_world_size_is_refused():
     for rank in (-1, 2):
         with pytest.raises(ValueError, match=f"rank {rank} of 2"):
             plan_save({"w": np.ones(3)}, rank=rank, world_size=2)
@@ -101,16 +101,16 @@ def test_a_rank_that_is_not_there_is_refused():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 6, 8])
-def test_a_planned_load_reads_what_the_load_reads(six, read, world):
-    whole = mlstate.load(six)
+def test_planned_load_matches_the_load(six, read, world):
+    checkpoint = mlstate.load(six)
     for rank in range(world):
         layout = Layout.flat(world)
         read.clear()
         loaded = mlstate.load(six, rank=rank, world_size=world, layout=layout)
         for key in ("a.w", "a.experts", "b"):
-            assert np.array_equal(loaded.model[key], layout.take(whole.model[key], rank))
+            assert np.array_equal(loaded.model[key], layout.take(checkpoint.model[key], rank))
         assert np.array_equal(
-            loaded.optimizer["a.w.m"], layout.take(whole.optimizer["a.w.m"], rank)
+            loaded.optimizer["a.w.m"], layout.take(checkpoint.optimizer["a.w.m"], rank)
         )
         paths = set(read)
         plan = plan_load(six, rank=rank, world_size=world, layout=layout, verify=False)
@@ -118,17 +118,17 @@ def test_a_planned_load_reads_what_the_load_reads(six, read, world):
         arrays = [*loaded.model.values(), *loaded.optimizer.values()]
         assert plan.nbytes == sum(array.nbytes for array in arrays)
         sizes = inspect(six).files()
-        for one in plan.reads:
-            assert 0 < one.nbytes <= one.end - one.begin
-            assert one.end <= sizes[one.path]
+        for read_range in plan.reads:
+            assert 0 < read_range.nbytes <= read_range.end - read_range.begin
+            assert read_range.end <= sizes[read_range.path]
 
 
 def test_verified_reads_are_whole_blocks(tmp_path):
     path = str(tmp_path / "ckpt")
     mlstate.save(path, {"w": np.zeros((4, 1 << 18), np.float32)})
-    plain = plan_load(path, rank=5, world_size=8, layout="flat", verify=False)
+    unverified = plan_load(path, rank=5, world_size=8, layout="flat", verify=False)
     blocks = plan_load(path, rank=5, world_size=8, layout="flat")
-    assert plain.nbytes == 1 << 19 and blocks.nbytes == 1 << 20
+    assert unverified.nbytes == 1 << 19 and blocks.nbytes == 1 << 20
     assert blocks.reads[0].begin == 4096 + (2 << 20)
     columns = plan_load(path, rank=5, world_size=8, layout=Layout.axis(1, 8), verify=False)
     assert columns.nbytes == 1 << 19 and len(columns.files) == 1
@@ -203,13 +203,13 @@ def measured(folder, moe, rank):
 
 @pytest.mark.parametrize("stacked", [True, False])
 def test_plans_do_not_grow_with_the_world(tmp_path, stacked):
-    found = {}
+    measurements = {}
     for world in WORLDS if stacked else WORLDS[1:3]:
         moe = Moe(world, layers=2, stacked=stacked)
         rank = world // 3
-        found[world] = measured(tmp_path / str(world), moe, rank)
-    first, *others = found.values()
-    for world, (simulated, save, load, reshard) in found.items():
+        measurements[world] = measured(tmp_path / str(world), moe, rank)
+    first, *others = measurements.values()
+    for world, (simulated, save, load, reshard) in measurements.items():
         # a few numbers for each rank in the manifest
         assert save.manifest_bytes < 60
         assert simulated.manifest_bytes < 60 * world + 40 * simulated.patterns + 500
@@ -227,7 +227,7 @@ def test_plans_do_not_grow_with_the_world(tmp_path, stacked):
         assert len(reshard.indexes) <= len(first[3].indexes) + 4
 
 
-def test_plans_grow_linearly_with_what_a_rank_has(tmp_path):
+def test_plans_grow_linearly_with_rank_size(tmp_path):
     counts = []
     for layers in (2, 4, 8):
         moe = Moe(1024, layers=layers)

@@ -24,7 +24,7 @@ def test_targets_that_are_one_array_are_filled_for_the_last_of_them(path):
         tied[:] = 7
 
 
-def test_targets_that_share_memory_are_refused_before_anything_is_written(path):
+def test_targets_sharing_memory_are_refused_before_writing(path):
     mlstate.save(path, {"a": np.ones(8), "b": np.ones(8)}, {"a.m": np.ones(8)})
 
     def refused(text, memory, **into):
@@ -74,7 +74,7 @@ def test_targets_with_gaps_are_compared_element_by_element(path):
     assert (rows == before).all()
 
 
-def test_what_names_mean_must_arrive_and_be_filled(path):
+def test_selected_names_must_have_targets(path):
     model = {"enc.w": random(4), "enc.b": random(4, seed=1), "head.w": random(2)}
     mlstate.save(path, model, {"enc.w.m": random(4), "head.w.m": random(2)})
 
@@ -141,13 +141,13 @@ def test_arrays_that_find_no_memory_end_a_load_that_has_begun(path):
     assert out.split("\n")[:-1] == ["no memory"] * 3 + ["True"]
 
 
-def test_many_small_tensors_arrive_whatever_order_they_are_asked_for_in(path):
+def test_small_tensors_load_in_any_requested_order(path):
     """Arrays are allocated in the order of the names, and filled in the order of the file."""
     names = [f"w{i:04}" for i in range(3000)]
     mlstate.save(path, {name: np.full(1100, i, np.int32) for i, name in enumerate(names)})
     shuffled = [names[i * 7 % 3000] for i in range(3000)]
-    for wanted in (names, names[::-1], shuffled):
-        model = mlstate.load(path, names=wanted).model
-        assert list(model) == list(mlstate.load(path, names=wanted, verify=False).model)
-        for name in wanted:
+    for order in (names, names[::-1], shuffled):
+        model = mlstate.load(path, names=order).model
+        assert list(model) == list(mlstate.load(path, names=order, verify=False).model)
+        for name in order:
             assert (model[name] == int(name[1:])).all()

@@ -46,14 +46,14 @@ def tensors(rng):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def dense(tmp_path_factory):
     """A plain checkpoint of each layout, and its content."""
     base = tmp_path_factory.mktemp("plain")
     state = tensors(np.random.default_rng(1))
-    made = mlstate.save(base / "one", state, {"rows.m": state["rows"] * 2})
-    folders = [Path(made.path)]
+    checkpoint = mlstate.save(base / "one", state, {"rows.m": state["rows"] * 2})
+    folders = [Path(checkpoint.path)]
     for number, layout in enumerate(("rows", "flat")):
-        reshard(made.path, base / str(number), layout=layout, world_size=3 + number)
+        reshard(checkpoint.path, base / str(number), layout=layout, world_size=3 + number)
         folders.append(base / str(number))
     wide = {key: state[key] for key in ("rows", "deep")}
     mlstate.save(base / "wide", wide)
@@ -65,10 +65,10 @@ def plain(tmp_path_factory):
 
 
 @pytest.fixture
-def sparse(plain, tmp_path):
+def sparse(dense, tmp_path):
     def make(which, seed, share=0.8):
         shutil.rmtree(tmp_path / "sparse", ignore_errors=True)
-        shutil.copytree(plain[which], tmp_path / "sparse")
+        shutil.copytree(dense[which], tmp_path / "sparse")
         sparsen(tmp_path / "sparse", seed, share)
         return tmp_path / "sparse"
 
@@ -76,17 +76,17 @@ def sparse(plain, tmp_path):
 
 
 @pytest.mark.parametrize("which", range(5))
-def test_layers_show_what_plain_shards_hold(which, plain, sparse):
-    before = load(plain[which])
+def test_overlays_load_like_dense_shards(which, dense, sparse):
+    before = load(dense[which])
     for seed in range(12):
         folder = sparse(which, seed)
         assert verify(folder).problems == []
         expected = [*before.model.values(), *(before.optimizer or {}).values()]
         for options in ({}, {"verify": False}, {"mmap": True}):
             counts = []
-            found = load(folder, progress=counts.append, **options)
-            same(found.model, before.model)
-            same(found.optimizer or {}, before.optimizer or {})
+            loaded = load(folder, progress=counts.append, **options)
+            same(loaded.model, before.model)
+            same(loaded.optimizer or {}, before.optimizer or {})
             # zeros are counted too
             assert "mmap" in options or sum(counts) == sum(array.nbytes for array in expected)
 
@@ -95,21 +95,21 @@ def test_layers_show_what_plain_shards_hold(which, plain, sparse):
     "layout", ["rows", "flat", Layout.axis(1, 4), Layout.axis(1, 2) * Layout.flat(2)]
 )
 @pytest.mark.parametrize("which", range(5))
-def test_parts_of_other_layouts_are_read(which, layout, plain, sparse):
+def test_parts_of_other_layouts_are_read(which, layout, dense, sparse):
     names = ["rows", "deep"]
     world = 5 if isinstance(layout, str) else layout.parts
     for seed in (100, 101, 102):
         folder = sparse(which, seed)
         for rank in range(world):
             cut = {"rank": rank, "world_size": world, "layout": layout, "names": names}
-            same(load(folder, **cut).model, load(plain[which], **cut).model)
+            same(load(folder, **cut).model, load(dense[which], **cut).model)
             cut["verify"] = False
-            same(load(folder, **cut).model, load(plain[which], **cut).model)
+            same(load(folder, **cut).model, load(dense[which], **cut).model)
 
 
 @pytest.mark.parametrize("which", range(5))
-def test_targets_get_their_zeros(which, plain, sparse):
-    before = load(plain[which]).model
+def test_targets_get_their_zeros(which, dense, sparse):
+    before = load(dense[which]).model
     for seed in range(200, 206):
         folder = sparse(which, seed)
         targets, counts = {}, []
@@ -125,17 +125,17 @@ def test_targets_get_their_zeros(which, plain, sparse):
 
 
 @pytest.mark.parametrize("which", [1, 2, 4])
-def test_resharding_reads_layers_and_keeps_zeros_out(which, plain, sparse, tmp_path):
+def test_resharding_reads_layers_and_keeps_zeros_out(which, dense, sparse, tmp_path):
     folder = sparse(which, 3)
-    made = reshard(folder, tmp_path / "again", layout="rows", world_size=2)
-    same(load(tmp_path / "again").model, load(plain[which]).model)
-    zeros = [t for t in made.tensors() if t.key == "zero"]
+    resharded = reshard(folder, tmp_path / "again", layout="rows", world_size=2)
+    same(load(tmp_path / "again").model, load(dense[which]).model)
+    zeros = [t for t in resharded.tensors() if t.key == "zero"]
     assert all(t.stored_nbytes == 0 < t.nbytes for t in zeros)
-    assert made.stored_nbytes == made.nbytes - sum(t.nbytes for t in zeros)
+    assert resharded.stored_nbytes == resharded.nbytes - sum(t.nbytes for t in zeros)
     assert verify(tmp_path / "again").problems == []
 
 
-def test_what_a_load_will_read_is_known(plain, sparse):
+def test_plan_load_counts_overlay_bytes(dense, sparse):
     folder = sparse(1, 5, share=1.0)
     listed = plan_load(folder, verify=False)
     before = sum(
@@ -147,13 +147,13 @@ def test_what_a_load_will_read_is_known(plain, sparse):
     assert listed.nbytes == before
 
 
-def test_records_say_where_layers_lie(sparse):
+def test_records_locate_overlays(sparse):
     folder = sparse(0, 9, share=1.0)
-    found = inspect(folder)
+    checkpoint = inspect(folder)
     index = records_of(json.loads(next((folder / "index").glob("*.json")).read_bytes()))
-    said = {(s["section"], s["name"], s.get("state")): s for s in index["shards"]}
-    for shard, tensor in zip(found.shards(), found.tensors(), strict=True):
-        record = said[tensor.section, tensor.parameter, tensor.state]
+    records = {(s["section"], s["name"], s.get("state")): s for s in index["shards"]}
+    for shard, tensor in zip(checkpoint.shards(), checkpoint.tensors(), strict=True):
+        record = records[tensor.section, tensor.parameter, tensor.state]
         if "layers" not in record:
             assert shard.layers is None and shard.offset == record["offset"]
             continue
@@ -164,11 +164,11 @@ def test_records_say_where_layers_lie(sparse):
         ]
         assert shard.stored_nbytes == tensor.stored_nbytes == sum(s["bytes"] for s in layers)
         assert tensor.sparse_shards == 1
-    assert found.stored_nbytes == sum(shard.stored_nbytes for shard in found.shards())
-    assert "stored" in repr(found)
+    assert checkpoint.stored_nbytes == sum(shard.stored_nbytes for shard in checkpoint.shards())
+    assert "stored" in repr(checkpoint)
 
 
-def test_files_of_all_layers_are_kept(plain, sparse):
+def test_files_of_all_layers_are_kept(dense, sparse):
     folder = sparse(2, 4, share=1.0)
     needed = {
         layer.path
@@ -177,7 +177,7 @@ def test_files_of_all_layers_are_kept(plain, sparse):
     }
     prune(folder)
     assert all((folder / path).exists() for path in needed)
-    same(load(folder).model, load(plain[2]).model)
+    same(load(folder).model, load(dense[2]).model)
 
 
 # ---- damage ----
@@ -192,9 +192,9 @@ def layers_of(folder):
 @pytest.mark.parametrize("which", [0, 2])
 def test_damage_is_found_in_every_layer(which, sparse):
     folder = sparse(which, 21, share=1.0)
-    found = list(layers_of(folder))
-    assert len(found) > 5
-    for shard, layer in found:
+    overlays = list(layers_of(folder))
+    assert len(overlays) > 5
+    for shard, layer in overlays:
         path = folder / layer.path
         good = path.read_bytes()
         path.write_bytes(flipped(good, layer.offset + layer.nbytes // 2))
@@ -239,10 +239,10 @@ def test_any_layers_are_painted_in_their_order(tmp_path_factory, data):
     for number in range(data.draw(st.integers(0, 16), label="layers")):
         row = data.draw(st.integers(0 if number == 0 else 1, count + 2), label="row")
         rows = np.ones(1, bool) if row == 0 else rng.random(-(-count // row)) < rng.random()
-        held = np.repeat(rows, row or count)[:count]
-        if not held.any():
+        mask = np.repeat(rows, row or count)[:count]
+        if not mask.any():
             continue
-        model[held] = bytes_ = rng.integers(0, 256, (int(held.sum()), item), dtype=np.uint8)
+        model[mask] = bytes_ = rng.integers(0, 256, (int(mask.sum()), item), dtype=np.uint8)
         layer = {"file": 0, "offset": len(stored), "bytes": bytes_.size}
         layer["crc32c"] = f"{_core.crc32c(bytes_.tobytes()):08x}"
         if row:
@@ -251,13 +251,13 @@ def test_any_layers_are_painted_in_their_order(tmp_path_factory, data):
             layer.update(row=row, rows=",".join(map(str, pairs)))
         layers.append(layer)
         stored += bytes_.tobytes()
-    made = stored_index(folder, stored, shape, item, layers)
+    merged = stored_index(folder, stored, shape, item, layers)
     dtype = {1: np.uint8, 2: np.int16, 4: np.float32}[item]
     begin = data.draw(st.integers(0, count), label="begin")
     end = data.draw(st.integers(begin, count), label="end")
     axis = data.draw(st.integers(0, len(shape) - 1), label="axis")
     cut = Layout.axis(axis, data.draw(st.integers(1, 4), label="parts"))
-    check_reads(folder, made, model.view(dtype).reshape(shape), begin, end, cut)
+    check_reads(folder, merged, model.view(dtype).reshape(shape), begin, end, cut)
 
 
 def test_large_layers_are_read_block_by_block(tmp_path):
@@ -267,27 +267,27 @@ def test_large_layers_are_read_block_by_block(tmp_path):
     model = np.zeros((rows, row), np.float32)
     stored, layers = bytearray(8), []
     for share in (1.0, 0.3, 0.02):
-        held = rng.random(rows) < share
-        held[rows // 2 : rows // 2 + 900] |= 0.1 < share < 1
+        mask = rng.random(rows) < share
+        mask[rows // 2 : rows // 2 + 900] |= 0.1 < share < 1
         if share == 1:
-            held[::3] = False
-        model[held] = values = rng.normal(size=(int(held.sum()), row)).astype(np.float32)
-        pairs, _ = as_pairs(held)
+            mask[::3] = False
+        model[mask] = values = rng.normal(size=(int(mask.sum()), row)).astype(np.float32)
+        pairs, _ = as_pairs(mask)
         layer = {"file": 0, "offset": len(stored), "bytes": values.nbytes, "row": row}
         layers.append({**layer, "rows": pairs, **checksums(values.tobytes())})
         stored += values.tobytes()
-    made = stored_index(tmp_path, stored, [rows, row], 4, layers)
+    merged = stored_index(tmp_path, stored, [rows, row], 4, layers)
     for layout in (Layout.axis(0, 3), Layout.axis(1, 5), Layout.flat(7)):
-        check_reads(tmp_path, made, model, 1000, model.size - 5, layout)
+        check_reads(tmp_path, merged, model, 1000, model.size - 5, layout)
     stored[layers[1]["offset"] + (1 << 20) + 5] ^= 1
     (tmp_path / "params/x.safetensors").write_bytes(stored)
     with pytest.raises(ChecksumError) as caught:
-        made.load(str(tmp_path), 0, ["w"], (None, 0, 0), True, False, None)
+        merged.load(str(tmp_path), 0, ["w"], (None, 0, 0), True, False, None)
     assert caught.value.offset == layers[1]["offset"] + (1 << 20)
 
 
 @pytest.mark.parametrize("verified", [False, True])
-def test_zeros_of_a_part_end_where_it_ends(verified, tmp_path):
+def test_part_zeros_stop_at_the_part_end(verified, tmp_path):
     """One layer of many blocks: bytes stored after a part do not affect it."""
     rng = np.random.default_rng(6)
     state = {"w": rng.normal(size=(4000, 300))}
@@ -303,8 +303,8 @@ def test_zeros_of_a_part_end_where_it_ends(verified, tmp_path):
             counts = []
             into = {"model": {"w": target}}
             progress = counts.append
-            found = load(tmp_path / "ckpt", into=into, verify=verified, progress=progress, **cut)
-            same(found.model, {"w": expected})
+            loaded = load(tmp_path / "ckpt", into=into, verify=verified, progress=progress, **cut)
+            same(loaded.model, {"w": expected})
             assert (room[expected.size :] == 7).all()
             assert sum(counts) == expected.nbytes
 
@@ -316,15 +316,15 @@ def resident():
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for memory")
 def test_zeros_that_were_never_stored_are_not_touched():
     """A gigabyte of zeros takes no memory until it is accessed."""
-    made = merged_index([1 << 30], 1, [], 8)
+    merged = merged_index([1 << 30], 1, [], 8)
     before, counts = resident(), []
-    [array] = made.load(".", 0, ["w"], (None, 0, 0), True, False, counts.append).values()
+    [array] = merged.load(".", 0, ["w"], (None, 0, 0), True, False, counts.append).values()
     assert array.nbytes == sum(counts) == 1 << 30
     assert resident() - before < 1 << 26
     assert not array[:: 1 << 20].any()
 
 
 def test_more_zeros_than_memory_are_an_error_and_no_crash():
-    made = merged_index([1 << 60], 4, [], 8)
+    merged = merged_index([1 << 60], 4, [], 8)
     with pytest.raises(MemoryError):
-        made.load(".", 0, ["w"], (None, 0, 0), True, False, None)
+        merged.load(".", 0, ["w"], (None, 0, 0), True, False, None)

@@ -21,10 +21,10 @@ from mlstate.checkpoint._store.checkpoint_files import RootPath
 
 
 def state(step, large=False):
-    made = {"frozen": np.arange(1000.0), "w": np.full(10, step, np.float32)}
+    arrays = {"frozen": np.arange(1000.0), "w": np.full(10, step, np.float32)}
     if large:
-        made["big"] = np.full(200_000, step, np.float32)
-    return made
+        arrays["big"] = np.full(200_000, step, np.float32)
+    return arrays
 
 
 def save_all(manager, *steps):
@@ -58,7 +58,7 @@ def test_the_newest_steps_are_kept_and_each_is_whole(manager):
         assert len(list(Path(manager.directory, part).iterdir())) == 3
 
 
-def test_steps_share_the_files_of_what_did_not_change(manager):
+def test_steps_share_files_of_unchanged_tensors(manager):
     frozen = np.arange(100_000.0)
     for step in range(3):
         manager.save(step, {"frozen": frozen, "w": np.full(5, step)})
@@ -69,7 +69,7 @@ def test_steps_share_the_files_of_what_did_not_change(manager):
     assert len(shared) == 1
 
 
-def test_all_steps_are_kept_where_that_is_asked(tmp_path):
+def test_keep_none_keeps_all_steps(tmp_path):
     manager = CheckpointManager(tmp_path, keep=None)
     for step in range(6):
         manager.save(step, state(step))
@@ -116,7 +116,7 @@ def test_repair_falls_back_to_the_newest_step_that_verifies(manager):
     assert manager.restore_latest().step == 4
 
 
-def test_a_step_is_deleted_with_what_only_it_needs(manager):
+def test_deleting_a_step_deletes_its_unshared_files(manager):
     save_all(manager, 1, 2, 3)
     manager.delete(2)
     assert manager.steps() == [1, 3]
@@ -154,7 +154,7 @@ def test_a_manager_warns_before_it_deletes_steps_of_others(tmp_path, asynchronou
     assert again.steps() == [6, 7]
 
 
-def test_a_manager_deletes_its_own_steps_without_a_warning(tmp_path):
+def test_manager_deletes_steps_it_saved_without_warning(tmp_path):
     with CheckpointManager(tmp_path) as first:
         first.save(1, state(1))
     with CheckpointManager(tmp_path, keep=2) as again:
@@ -177,7 +177,7 @@ def remove_index(manager, step):
     index.unlink()
 
 
-def lie_in_index(manager, step):
+def falsify_index(manager, step):
     [index] = Path(manager.directory, "index").glob(f"{manager.checkpoint(step).generation}.*")
     lie = index.read_bytes().replace(b'"version":"1', b'"version":"2')
     assert lie != index.read_bytes()
@@ -185,7 +185,7 @@ def lie_in_index(manager, step):
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the same", "a new"])
-@pytest.mark.parametrize("damage", [cut, remove_index, lie_in_index])
+@pytest.mark.parametrize("damage", [cut, remove_index, falsify_index])
 def test_damaged_steps_do_not_count_to_keep(tmp_path, damage, again):
     manager = CheckpointManager(tmp_path, keep=2)
     save_all(manager, 1, 2)
@@ -197,9 +197,9 @@ def test_damaged_steps_do_not_count_to_keep(tmp_path, damage, again):
         for step in (3, 4):
             manager.save(step, state(step))
             good = [1, 3] if step == 3 else [3, 4]
-            assert [kept for kept in manager.steps() if kept != 2] == good
-            for kept in good:
-                assert same(state(kept), manager.restore(kept).model)
+            assert [remaining for remaining in manager.steps() if remaining != 2] == good
+            for remaining in good:
+                assert same(state(remaining), manager.restore(remaining).model)
     assert manager.steps() == [3, 4]
     assert not mlstate.verify(tmp_path).leftover
 
@@ -263,7 +263,7 @@ def test_a_root_in_the_place_of_another_is_damaged(tmp_path):
     assert mlstate.verify(tmp_path)
 
 
-def test_roots_whose_names_are_swapped_are_no_older_step(tmp_path):
+def test_roots_with_swapped_names_are_damaged(tmp_path):
     manager = CheckpointManager(tmp_path)
     save_all(manager, 1, 2)
     old, new = sorted((tmp_path / "roots").iterdir())
@@ -283,20 +283,20 @@ def test_deletions_repairs_and_damage_are_logged(tmp_path, caplog):
     caplog.set_level("DEBUG", logger="mlstate")
     manager = CheckpointManager(tmp_path, keep=2)
     save_all(manager, 1, 2, 3)
-    [deleted] = [one.getMessage() for one in caplog.records if one.levelname == "INFO"]
+    [deleted] = [entry.getMessage() for entry in caplog.records if entry.levelname == "INFO"]
     assert deleted.startswith(f"{tmp_path}: deleted step 1 (roots/00000001.")
-    assert any("deleted the file index/" in one.getMessage() for one in caplog.records)
+    assert any("deleted the file index/" in entry.getMessage() for entry in caplog.records)
     caplog.clear()
     flip(manager, 3)
     with pytest.warns(UserWarning, match="cannot be restored"):
         assert manager.restore_latest().step == 2
     assert not mlstate.verify(tmp_path, repair=True)
     assert manager.steps() == [2]
-    texts = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    texts = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
     assert any("cannot be restored: " in text for text in texts)
     assert any(": step 3: params/" in text for text in texts)
     assert any(": repaired: step 2, generation " in text for text in texts)
-    assert any("deleted step 3 (roots/" in one.getMessage() for one in caplog.records)
+    assert any("deleted step 3 (roots/" in entry.getMessage() for entry in caplog.records)
     caplog.clear()
     max((tmp_path / "roots").iterdir()).write_bytes(b"{")
     assert manager.steps() == []
@@ -304,7 +304,7 @@ def test_deletions_repairs_and_damage_are_logged(tmp_path, caplog):
     assert {record.name for record in caplog.records} == {"mlstate"}
 
 
-def test_logging_is_not_imported_and_prints_nothing_unless_it_is_used(tmp_path):
+def test_logging_is_imported_only_if_used(tmp_path):
     code = """
 import glob, sys
 import numpy
@@ -324,7 +324,7 @@ print(manager.steps(), [type(h).__name__ for h in logging.getLogger("mlstate").h
 
 
 @pytest.mark.parametrize("save", [mlstate.save, mlstate.checkpoint.save_async])
-def test_a_plain_save_into_the_steps_is_refused(manager, save):
+def test_save_into_a_managers_folder_is_refused(manager, save):
     save_all(manager, 1, 2)
     with pytest.raises(mlstate.StoreError, match="holds the steps of a CheckpointManager") as info:
         save(manager.directory, {"other": np.ones(3)})
@@ -341,10 +341,11 @@ def test_a_plain_save_into_the_steps_is_refused(manager, save):
 
 def test_a_save_that_finds_steps_once_it_has_the_lock_is_refused(manager, tmp_path):
     from mlstate.checkpoint._commit import write_and_commit
+    from mlstate.checkpoint._options import DEFAULTS
     from mlstate.checkpoint._save import check_target, gather_shards, take_content
 
-    target = check_target(manager.directory)
-    late = gather_shards(target, take_content(target, {"other": np.ones(3)}, None, None, None))
+    target = check_target(manager.directory, DEFAULTS)
+    late = gather_shards(target, take_content(target, {"other": np.ones(3)}, None, None, DEFAULTS))
     manager.save(1, state(1))
     with pytest.raises(mlstate.StoreError, match="holds the steps of a CheckpointManager"):
         write_and_commit(target, late, None)
@@ -353,7 +354,7 @@ def test_a_save_that_finds_steps_once_it_has_the_lock_is_refused(manager, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["00000001.0123456789abcdef.json", "00000001.json"])
-def test_a_stray_file_under_roots_is_no_step(tmp_path, name):
+def test_stray_file_under_roots_is_ignored(tmp_path, name):
     mlstate.save(tmp_path, {"w": np.ones(3)})
     (tmp_path / "roots" / name).touch()
     with warnings.catch_warnings():
@@ -362,7 +363,7 @@ def test_a_stray_file_under_roots_is_no_step(tmp_path, name):
     assert same({"w": np.zeros(3)}, mlstate.load(tmp_path).model)
 
 
-def test_a_checkpoint_that_is_no_step_is_not_replaced_by_one(manager):
+def test_manager_does_not_replace_a_plain_checkpoint(manager):
     mlstate.save(manager.directory, state(4), step=4)
     words = "holds a checkpoint of mlstate.save, which is not a step"
     for save in (manager.save, manager.save_async):
@@ -405,7 +406,7 @@ def test_a_lost_file_is_reported_with_the_tensors_in_it(manager, damage):
     assert small.text.endswith("; it holds 'small0', 'small1', 'small2' and 2 more")
 
 
-def test_steps_and_keep_that_are_no_numbers_are_refused(manager):
+def test_non_integer_steps_and_keep_are_refused(manager):
     manager.save(2, state(2))
     with pytest.raises(TypeError, match="step must be an int, got str: '2'"):
         manager.restore("2")
@@ -440,9 +441,9 @@ def test_threads_share_neither_staging_memory_nor_a_group(tmp_path, monkeypatch)
     staging = Staging(8000)
     real = mlstate._core.shards_write
 
-    def slow(*given):
+    def slow(*arguments):
         time.sleep(0.2)
-        return real(*given)
+        return real(*arguments)
 
     def work(number):
         try:
@@ -452,13 +453,13 @@ def test_threads_share_neither_staging_memory_nor_a_group(tmp_path, monkeypatch)
             return str(error)
 
     monkeypatch.setattr(mlstate._core, "shards_write", slow)
-    refused = [one for one in run_in_threads(work, 8) if isinstance(one, str)]
+    refused = [outcome for outcome in run_in_threads(work, 8) if isinstance(outcome, str)]
     assert 1 <= len(refused) <= 7
     assert all("in use by another save" in text for text in refused)
 
 
-@pytest.mark.parametrize("what", ["save", "close", "wait"])
-def test_a_save_that_waits_for_itself_is_an_error(tmp_path, what):
+@pytest.mark.parametrize("call", ["save", "close", "wait"])
+def test_a_save_that_waits_for_itself_is_an_error(tmp_path, call):
     manager, begun, handles = CheckpointManager(tmp_path / "run"), threading.Event(), []
     calls = {
         "save": lambda: manager.save(2, {"w": np.ones(2)}),
@@ -468,7 +469,7 @@ def test_a_save_that_waits_for_itself_is_an_error(tmp_path, what):
 
     def progress(_):
         assert begun.wait(20)
-        calls[what]()
+        calls[call]()
 
     handles.append(manager.save_async(1, {"w": np.ones(200_000)}, progress=progress))
     begun.set()
@@ -477,15 +478,17 @@ def test_a_save_that_waits_for_itself_is_an_error(tmp_path, what):
 
 
 @pytest.fixture
-def finish(manager, held):
+def finish(manager, blocking_callback):
     """A thread saves step 1 until this is called."""
     arguments = (1, {"w": np.ones(2000)})
-    thread = threading.Thread(target=manager.save, args=arguments, kwargs={"progress": held})
+    thread = threading.Thread(
+        target=manager.save, args=arguments, kwargs={"progress": blocking_callback}
+    )
     thread.start()
-    assert held.called.wait(20)
+    assert blocking_callback.called.wait(20)
 
     def finish():
-        held.go.set()
+        blocking_callback.go.set()
         thread.join(20)
 
     yield finish

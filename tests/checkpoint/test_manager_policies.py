@@ -59,7 +59,10 @@ def test_multiples_of_the_period_are_kept(tmp_path):
     assert save_all(manager, [None] * 10) == [0, 4, 8, 9]
 
 
-def test_one_step_of_each_interval_is_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "interval", [timedelta(hours=1), np.float32(3600)], ids=["timedelta", "float32"]
+)
+def test_one_step_of_each_interval_is_kept(tmp_path, monkeypatch, interval):
     from mlstate.checkpoint import _commit
 
     times = iter(
@@ -68,7 +71,7 @@ def test_one_step_of_each_interval_is_kept(tmp_path, monkeypatch):
         for minute in (0, 25, 50)
     )
     monkeypatch.setattr(_commit, "creation_time", lambda: next(times))
-    manager = CheckpointManager(tmp_path, keep_time_interval=timedelta(hours=1))
+    manager = CheckpointManager(tmp_path, keep_time_interval=interval)
     assert save_all(manager, [None] * 9) == [0, 3, 6, 8]
 
 
@@ -168,18 +171,18 @@ print("still there", flush=True)
 
 
 def test_signals_are_watched_by_the_main_thread_only(tmp_path):
-    found = []
+    messages = []
 
     def watch():
         try:
             CheckpointManager(tmp_path).watch_signals()
         except ValueError as error:
-            found.append(str(error))
+            messages.append(str(error))
 
     thread = threading.Thread(target=watch)
     thread.start()
     thread.join()
-    assert "only by the main thread" in found[0]
+    assert "only by the main thread" in messages[0]
     manager = CheckpointManager(tmp_path)
     with pytest.raises((OSError, ValueError)):
         manager.watch_signals(signal.SIGTERM, signal.SIGKILL)

@@ -21,10 +21,10 @@ def listing(folder):
 
 @pytest.fixture
 def manager(tmp_path):
-    made = CheckpointManager(tmp_path / "run", keep=None)
+    created = CheckpointManager(tmp_path / "run", keep=None)
     for step in range(5):
-        made.save(step, {"w": np.full(100_000, step), "frozen": np.ones(100_000)})
-    return made
+        created.save(step, {"w": np.full(100_000, step), "frozen": np.ones(100_000)})
+    return created
 
 
 def litter(folder):
@@ -43,7 +43,7 @@ def litter(folder):
     return {name: number for number, name in enumerate(names)}
 
 
-def test_litter_goes_and_is_counted(manager):
+def test_unreferenced_files_are_deleted_and_counted(manager):
     before = listing(manager.directory)
     names = litter(manager.directory)
     report = prune(manager.directory)
@@ -57,14 +57,14 @@ def test_litter_goes_and_is_counted(manager):
     assert "7 files" in str(report)
 
 
-def test_a_dry_run_says_the_same_and_writes_nothing(manager):
+def test_dry_run_reports_without_deleting(manager):
     litter(manager.directory)
     before = listing(manager.directory)
-    told = prune(manager.directory, keep=2, dry_run=True)
-    assert told.dry_run
+    dry_report = prune(manager.directory, keep=2, dry_run=True)
+    assert dry_report.dry_run
     assert listing(manager.directory) == before
     done = prune(manager.directory, keep=2)
-    assert told._replace(dry_run=False) == done
+    assert dry_report._replace(dry_run=False) == done
     after = listing(manager.directory)
     assert done.files == {k: v for k, v in before.items() if k not in after}
 
@@ -93,7 +93,7 @@ def test_steps_that_stay_are_whole(manager):
     assert prune(manager.directory, keep=9).files == {}
 
 
-def test_the_newest_checkpoint_stays_where_it_is_no_step(tmp_path):
+def test_newest_checkpoint_is_kept_without_a_root(tmp_path):
     manager = CheckpointManager(tmp_path, keep=None)
     for step in (1, 2, 9):
         manager.save(step, {"w": np.full(3, step)})
@@ -115,10 +115,14 @@ def test_files_of_others_stay(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("what", ["manifest.json", "index", "roots"])
-def test_nothing_goes_where_nobody_knows_what_is_needed(manager, what):
+@pytest.mark.parametrize("damaged_path", ["manifest.json", "index", "roots"])
+def test_damaged_metadata_prevents_deletion(manager, damaged_path):
     folder = Path(manager.directory)
-    path = folder / what if what.endswith(".json") else max((folder / what).iterdir())
+    path = (
+        folder / damaged_path
+        if damaged_path.endswith(".json")
+        else max((folder / damaged_path).iterdir())
+    )
     path.write_bytes(path.read_bytes()[:-9])
     litter(folder)
     before = listing(folder)
@@ -127,7 +131,7 @@ def test_nothing_goes_where_nobody_knows_what_is_needed(manager, what):
     assert set(listing(folder)) == set(before)
 
 
-def test_a_damaged_root_goes_with_those_that_are_not_kept(manager):
+def test_damaged_root_is_pruned_with_old_steps(manager):
     newest = max(Path(manager.directory, "roots").iterdir())
     damaged = sorted(Path(manager.directory, "roots").iterdir())[2]
     damaged.write_bytes(b"{}")
@@ -137,7 +141,7 @@ def test_a_damaged_root_goes_with_those_that_are_not_kept(manager):
     assert not damaged.exists()
 
 
-def test_no_checkpoint_is_nothing_to_prune(tmp_path):
+def test_folder_without_checkpoint_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError):
         prune(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -150,7 +154,7 @@ def test_no_checkpoint_is_nothing_to_prune(tmp_path):
     assert listing(tmp_path) == before
 
 
-def test_not_beside_a_writer(manager):
+def test_prune_waits_for_no_writer(manager):
     names = litter(manager.directory)
     with WriterLock(manager.directory), pytest.raises(mlstate.StoreError) as caught:
         prune(manager.directory)

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX"
 
 
 def state(step):
-    made = {f"small.{n}": np.full(50, n, np.int16) for n in range(4)}
-    return made | {"large": np.full(100_000, step, np.float32), "empty": np.ones((0, 3))}
+    arrays = {f"small.{n}": np.full(50, n, np.int16) for n in range(4)}
+    return arrays | {"large": np.full(100_000, step, np.float32), "empty": np.ones((0, 3))}
 
 
 def files_of(manager, step):
@@ -71,7 +71,7 @@ STATES = {
 
 @pytest.mark.parametrize("options", [{}, {"sparse": True}, {"sparse": True, "compress": "zlib"}])
 @pytest.mark.parametrize("name", STATES)
-def test_headers_made_of_an_index_are_those_that_were_written(tmp_path, name, options):
+def test_rebuilt_headers_equal_written_headers(tmp_path, name, options):
     states = STATES[name], {f"{key}.m": value for key, value in STATES[name].items()}
     saved = mlstate.save(tmp_path, *states, **options)
     manifest = open_files(tmp_path).read_manifest()
@@ -96,7 +96,7 @@ def shared_segment(manager):
     return segment
 
 
-def test_a_header_is_made_of_the_step_that_wrote_the_file(manager):
+def test_header_is_rebuilt_from_the_writing_step(manager):
     segment = shared_segment(manager)
     flip(segment, 4000)
     assert mlstate.verify(manager.directory, repair=True).step == 2
@@ -134,7 +134,7 @@ def test_an_older_step_that_loads_is_put_in_place_and_stays(manager):
     assert mlstate.load(manager.directory).step == 2
 
 
-def test_no_header_is_written_to_a_file_whose_tensors_differ(manager):
+def test_file_with_other_tensors_gets_no_header(manager):
     manager.save(1, state(1))
     manager.save(2, state(2))
     [first] = {*files_of(manager, 1)} - {*files_of(manager, 2)}

@@ -89,14 +89,14 @@ VALUES = {
 }
 
 
-def test_every_plain_value_survives_with_its_type(tmp_path):
+def test_json_values_keep_their_types(tmp_path):
     mlstate.save(
         tmp_path / "c", states={"all": VALUES, **{f"one {k}": v for k, v in VALUES.items()}}
     )
-    found = mlstate.load(tmp_path / "c").states
-    assert same(found.pop("all"), VALUES)
+    states = mlstate.load(tmp_path / "c").states
+    assert same(states.pop("all"), VALUES)
     for name, value in VALUES.items():
-        assert same(found[f"one {name}"], value), name
+        assert same(states[f"one {name}"], value), name
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_every_plain_value_survives_with_its_type(tmp_path):
         (type("N", (tuple,), {"_fields": ()})(), r"states\['x'\] is a "),
     ],
 )
-def test_a_value_that_needs_pickle_is_named_before_anything_is_written(tmp_path, value, where):
+def test_unserializable_value_is_named_before_writing(tmp_path, value, where):
     with pytest.raises((TypeError, ValueError), match=where):
         mlstate.save(tmp_path / "c", {"w": np.ones(1)}, states={"good": 1, "x": value})
     assert not (tmp_path / "c").exists()
@@ -215,21 +215,23 @@ def test_models_and_optimizers_are_states_of_tensors(tmp_path):
     assert {name: kind["kind"] for name, kind in saved.states.items()} == {
         "critic": "model", "critic_opt": "optimizer", "ema": "state", "own": "state",
     }  # fmt: skip
-    found = mlstate.load(tmp_path / "c").states
-    assert found["critic"].layer_count == 1 and found["critic_opt"].step == 7
-    assert found["critic_opt"].get_state("h.0.w")["m"].tolist() == np.full((4, 2), 2.0).tolist()
-    own, target = Model(0), {"h.0.w": np.zeros((4, 2))}
-    loaded = mlstate.load(tmp_path / "c", into={"states": {"critic": target, "own": own}})
-    assert loaded.states == {"critic": target, "own": own}
-    assert target["h.0.w"].all() and own.value == 4
+    named_states = mlstate.load(tmp_path / "c").states
+    assert named_states["critic"].layer_count == 1 and named_states["critic_opt"].step == 7
+    assert (
+        named_states["critic_opt"].get_state("h.0.w")["m"].tolist() == np.full((4, 2), 2.0).tolist()
+    )
+    model, target = Model(0), {"h.0.w": np.zeros((4, 2))}
+    loaded = mlstate.load(tmp_path / "c", into={"states": {"critic": target, "own": model}})
+    assert loaded.states == {"critic": target, "own": model}
+    assert target["h.0.w"].all() and model.value == 4
 
 
 def test_a_part_of_a_named_model_is_loaded_as_of_the_model(tmp_path):
     weights = {"w": np.arange(8.0).reshape(4, 2)}
     mlstate.save(tmp_path / "c", weights, states={"ema": weights, "n": [1]})
-    found = mlstate.load(tmp_path / "c", rank=1, world_size=2, layout="rows")
-    assert np.array_equal(found.states["ema"]["w"], weights["w"][2:])
-    assert found.states["n"] == [1]
+    loaded = mlstate.load(tmp_path / "c", rank=1, world_size=2, layout="rows")
+    assert np.array_equal(loaded.states["ema"]["w"], weights["w"][2:])
+    assert loaded.states["n"] == [1]
     assert mlstate.load(tmp_path / "c", names="w").states == {}
     mapped = mlstate.load(tmp_path / "c", mmap=True).states
     assert not mapped["ema"]["w"].flags.writeable and mapped["n"] == [1]
@@ -285,12 +287,14 @@ def test_dicts_and_lists_receive_the_values_and_keep_their_objects(tmp_path):
     state = {"rng": rng, "loader": loader, "losses": [1.5], "deep": {"n": 1}}
     mlstate.save(tmp_path / "c", states={"trainer": state, "log": [1, 2]})
     expected = rng.random()
-    own = {"rng": random.Random(9), "loader": Loader(0), "losses": [], "deep": {}}
-    kept = own["rng"], own["loader"]
+    target = {"rng": random.Random(9), "loader": Loader(0), "losses": [], "deep": {}}
+    objects = target["rng"], target["loader"]
     log = [0]
-    mlstate.load(tmp_path / "c", into={"states": {"trainer": own, "log": log}})
-    assert (own["rng"], own["loader"]) == kept and own["rng"].random() == expected
-    assert own["loader"].position == 3 and own["losses"] == [1.5] and own["deep"] == {"n": 1}
+    mlstate.load(tmp_path / "c", into={"states": {"trainer": target, "log": log}})
+    assert (target["rng"], target["loader"]) == objects and target["rng"].random() == expected
+    assert (
+        target["loader"].position == 3 and target["losses"] == [1.5] and target["deep"] == {"n": 1}
+    )
     assert log == [1, 2]
 
 
@@ -310,8 +314,8 @@ def test_targets_that_do_not_fit_are_named(tmp_path):
         with pytest.raises(error, match=text):
             mlstate.load(tmp_path / "c", into={"model": model, "states": states})
         assert not model["w"].any()
-    found = mlstate.load(tmp_path / "c", into={"states": {"b": {}}}, strict=False)
-    assert found.states == {}
+    loaded = mlstate.load(tmp_path / "c", into={"states": {"b": {}}}, strict=False)
+    assert loaded.states == {}
 
 
 def test_states_are_saved_in_the_background_and_by_steps(tmp_path):
@@ -356,8 +360,8 @@ def test_resharding_keeps_the_states(tmp_path):
     ema = {"w": np.arange(12.0).reshape(4, 3)}
     mlstate.save(tmp_path / "a", ema, states={"ema": ema, "n": VALUES})
     mlstate.checkpoint.reshard(tmp_path / "a", tmp_path / "b", layout="rows", world_size=2)
-    found = mlstate.load(tmp_path / "b").states
-    assert np.array_equal(found["ema"]["w"], ema["w"]) and same(found["n"], VALUES)
+    states = mlstate.load(tmp_path / "b").states
+    assert np.array_equal(states["ema"]["w"], ema["w"]) and same(states["n"], VALUES)
     assert mlstate.verify(tmp_path / "b")
     assert {shard.part for shard in inspect(tmp_path / "b").shards()} == {0, 1}
 
@@ -390,9 +394,11 @@ def test_ranks_share_equal_states_and_keep_different_ones(tmp_path):
     assert run_ranks(load, 3) == [draws for _, draws in results]
     alone = mlstate.load(tmp_path / "c").states
     assert len(alone["rng"]) == 3 and same(alone["step"], {"n": 5, "a": np.ones(3)})
-    own = random.Random()
-    own.setstate(mlstate.load(tmp_path / "c", rank=1, world_size=3, layout="whole").states["rng"])
-    assert own.random() == results[1][1][0]
+    generator = random.Random()
+    generator.setstate(
+        mlstate.load(tmp_path / "c", rank=1, world_size=3, layout="whole").states["rng"]
+    )
+    assert generator.random() == results[1][1][0]
     for error in run_ranks(load, 2):
         assert isinstance(error, CompatibilityError) and "3 ranks that saved it" in str(error)
     with pytest.raises(CompatibilityError, match=r"states\['rng'\] differs between the 3 ranks"):
@@ -405,25 +411,27 @@ def test_values_of_different_lengths_are_kept(tmp_path):
         mlstate.save(tmp_path / "c", states={"v": value}, group=group, layout="rows")
 
     assert run_ranks(save, 4) == [None] * 4
-    found = mlstate.load(tmp_path / "c").states["v"]
-    assert [len(one["items"]) for one in found] == [0, 1, 2, 3]
-    assert all(same(one["a"], np.arange(rank * 100)) for rank, one in enumerate(found))
+    loaded = mlstate.load(tmp_path / "c").states["v"]
+    assert [len(rank_value["items"]) for rank_value in loaded] == [0, 1, 2, 3]
+    assert all(
+        same(rank_value["a"], np.arange(rank * 100)) for rank, rank_value in enumerate(loaded)
+    )
     assert len(inspect(tmp_path / "c").tensors()) == 1
 
 
 def test_shards_in_a_state_are_assembled(tmp_path):
-    whole = np.arange(12.0).reshape(4, 3)
+    array = np.arange(12.0).reshape(4, 3)
 
     def save(group):
-        part = Layout.rows(2).shard(whole, group.rank)
+        part = Layout.rows(2).shard(array, group.rank)
         states = {"ema": {"w": part}, "object": {"shadow": [part], "rank": group.rank}}
         return mlstate.save(tmp_path / "c", states=states, group=group)
 
     assert not any(isinstance(result, Exception) for result in run_ranks(save))
-    found = mlstate.load(tmp_path / "c").states
-    assert np.array_equal(found["ema"]["w"], whole)
-    assert [one["rank"] for one in found["object"]] == [0, 1]
-    assert all(np.array_equal(one["shadow"][0], whole) for one in found["object"])
+    loaded = mlstate.load(tmp_path / "c").states
+    assert np.array_equal(loaded["ema"]["w"], array)
+    assert [rank_state["rank"] for rank_state in loaded["object"]] == [0, 1]
+    assert all(np.array_equal(rank_state["shadow"][0], array) for rank_state in loaded["object"])
 
 
 def test_ranks_with_other_states_are_refused_on_all_ranks(tmp_path):
@@ -458,7 +466,9 @@ def test_an_object_that_refuses_on_one_rank_is_undone_on_all(tmp_path):
 
     errors = run_ranks(load)
     assert all("states['l']" in str(error) for error in errors)
-    assert [one.position for one in loaders] == [1, 1] and not any(one["w"].any() for one in arrays)
+    assert [element.position for element in loaders] == [1, 1] and not any(
+        element["w"].any() for element in arrays
+    )
 
 
 # ---- strict, cast, rename, device ----
@@ -469,12 +479,12 @@ def test_rename_gives_the_stored_tensors_new_names(tmp_path):
     groups = [{"params": ["module.h.w"], "lr": 0.5}]
     optimizer = OptimizerStateDict({"module.h.w.m": np.full(2, 3.0)}, param_groups=groups)
     mlstate.save(tmp_path / "c", model, optimizer, states={"ema": model, "n": 1})
-    found = mlstate.load(tmp_path / "c", rename={"module.": ""})
-    assert list(found.model) == ["h.b", "h.w"] and list(found.optimizer) == ["h.w.m"]
-    assert found.optimizer.param_groups[0]["params"] == ["h.w"]
-    assert list(found.states["ema"]) == ["h.b", "h.w"]
-    found = mlstate.load(tmp_path / "c", rename={"module.": ""}, names="h.w")
-    assert list(found.model) == ["h.w"] and list(found.optimizer) == ["h.w.m"]
+    loaded = mlstate.load(tmp_path / "c", rename={"module.": ""})
+    assert list(loaded.model) == ["h.b", "h.w"] and list(loaded.optimizer) == ["h.w.m"]
+    assert loaded.optimizer.param_groups[0]["params"] == ["h.w"]
+    assert list(loaded.states["ema"]) == ["h.b", "h.w"]
+    loaded = mlstate.load(tmp_path / "c", rename={"module.": ""}, names="h.w")
+    assert list(loaded.model) == ["h.w"] and list(loaded.optimizer) == ["h.w.m"]
     target = {"h.w": np.zeros(2), "h.b": np.ones(2)}
     with pytest.raises(CompatibilityError, match="Missing key"):
         mlstate.load(tmp_path / "c", into={"model": target})
@@ -517,7 +527,7 @@ def test_without_strict_the_shared_names_are_filled(tmp_path):
         mlstate.load(tmp_path / "c", into={"model": {"a": np.zeros(3)}}, strict=False)
 
 
-def test_cast_converts_floats_and_nothing_else(tmp_path):
+def test_cast_converts_floats_only(tmp_path):
     values = np.array([1.1, -2.7, 1e30], np.float64)
     mlstate.save(tmp_path / "c", {"w": values, "n": np.arange(3)}, states={"ema": {"w": values}})
     target = {"w": np.zeros(3, np.float16), "n": np.zeros(3, np.int64)}
@@ -584,9 +594,9 @@ def test_a_text_that_describes_no_value_is_a_format_error(tmp_path, node, monkey
 
 @pytest.mark.parametrize("cut", [0, 4, 8, 20, 60])
 def test_a_packed_value_that_is_cut_is_a_format_error(cut):
-    found = tree.encode({"a": np.arange(3), "b": "text"}, "x")
-    header = tree.pack_header(found, tree.whole_arrays(found))
-    packed = tree.pack(found, len(header) + 24)
+    encoded = tree.encode({"a": np.arange(3), "b": "text"}, "x")
+    header = tree.pack_header(encoded, tree.whole_arrays(encoded))
+    packed = tree.pack(encoded, len(header) + 24)
     node, arrays = tree.unpack(packed, "x")
     assert same(tree.Decoder(arrays).value(node), {"a": np.arange(3), "b": "text"})
     with pytest.raises(FormatError):
@@ -605,7 +615,7 @@ def test_a_shard_may_be_part_of_a_nested_value_of_one_process(tmp_path):
     assert same(mlstate.load(tmp_path / "c").states["x"], [np.arange(3), 1])
 
 
-def test_an_object_whose_state_cannot_be_copied_is_refused_by_name(tmp_path):
+def test_uncopyable_object_state_is_refused_by_name(tmp_path):
     mlstate.save(tmp_path, states={"counter": Loader(1)})
     target = Loader(lock := threading.Lock())
     with pytest.raises(CompatibilityError, match=r"states\['counter'\].*cannot be copied"):

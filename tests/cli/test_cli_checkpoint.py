@@ -24,7 +24,7 @@ MOMENTS = {"layer.w.m": np.zeros((4, 3), np.float32)}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def example_folder(tmp_path_factory):
     """A checkpoint, a run of three steps and a single file."""
     folder = tmp_path_factory.mktemp("made")
     metadata = {"run": "a"}
@@ -38,9 +38,9 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def place(made, tmp_path, monkeypatch):
+def place(example_folder, tmp_path, monkeypatch):
     """A copy of these as the working directory."""
-    shutil.copytree(made, tmp_path / "here")
+    shutil.copytree(example_folder, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
 
@@ -95,15 +95,15 @@ def test_inspect_lists_tensors_under_a_title(place, run):
     ]
 
 
-def test_inspect_as_json_has_what_the_manifest_and_the_indexes_say(place, run_json):
+def test_inspect_json_matches_manifest_and_indexes(place, run_json):
     status, data = run_json("inspect", "ckpt", "--shards")
-    found = mlstate.checkpoint.inspect("ckpt")
+    checkpoint = mlstate.checkpoint.inspect("ckpt")
     assert status == 0
     assert data["format"] == "checkpoint"
     assert (data["step"], data["steps"], data["world_size"]) == (7, [], 1)
-    assert data["generation"] == found.generation
+    assert data["generation"] == checkpoint.generation
     assert data["metadata"] == {"run": "a"}
-    assert data["files"] == found.files()
+    assert data["files"] == checkpoint.files()
     assert data["bytes"] == data["stored_bytes"] == 120
     assert [t["key"] for t in data["tensors"]] == ["layer.b", "layer.w", "layer.w.m"]
     assert data["tensors"][2] == {
@@ -123,7 +123,9 @@ def test_inspect_as_json_has_what_the_manifest_and_the_indexes_say(place, run_js
         "sparse_shards": 0,
         "codec": None,
     }
-    assert {s["key"]: s["path"] for s in data["shards"]} == {s.key: s.path for s in found.shards()}
+    assert {s["key"]: s["path"] for s in data["shards"]} == {
+        s.key: s.path for s in checkpoint.shards()
+    }
 
 
 def test_inspect_a_run_lists_its_steps_and_shows_any(place, run, run_json):
@@ -158,7 +160,7 @@ def layered(place):
     return mlstate.checkpoint.inspect("sparse").shards()[0]
 
 
-def test_inspect_tells_what_is_stored_of_sparse_tensors(layered, run, run_json):
+def test_inspect_reports_stored_bytes_of_sparse_tensors(layered, run, run_json):
     _, out, _ = run("inspect", "sparse", "--shards")
     assert out[0] == "sparse: checkpoint, 2 tensors, 26.56 KiB, 5.75 KiB stored in 2 files, 1 rank"
     lines = ["  ".join(line) for line in words(out)]
@@ -184,7 +186,7 @@ def test_diff_of_sparse_tensors(layered, run):
     assert status == 0
 
 
-def test_inspect_a_plain_file(place, run, run_json):
+def test_inspect_safetensors_file(place, run, run_json):
     status, out, _ = run("inspect", "w.safetensors")
     assert status == 0
     assert out[0] == "w.safetensors: file, 2 tensors, 2.29 MiB, with checksums"
@@ -220,12 +222,12 @@ def test_verify_good(place, run, run_json):
     status, data = run_json("verify", "ckpt")
     assert (status, data["good"], data["repaired"]) == (0, True, None)
     assert (data["leftover"], data["strange"]) == ([], [])
-    [one] = data["checkpoints"]
-    assert (one["root"], one["step"], one["problems"]) == ("manifest.json", 7, [])
-    assert data["bytes"] == one["bytes"] > 120
+    [report] = data["checkpoints"]
+    assert (report["root"], report["step"], report["problems"]) == ("manifest.json", 7, [])
+    assert data["bytes"] == report["bytes"] > 120
 
 
-def test_verify_names_file_tensor_and_bytes_of_what_was_altered(place, run, run_json):
+def test_verify_names_altered_file_tensor_and_bytes(place, run, run_json):
     path, shard = shard_file("ckpt", "layer.w")
     flip(path, shard.offset + 5)
     status, out, err = run("verify", "ckpt")
@@ -240,7 +242,7 @@ def test_verify_names_file_tensor_and_bytes_of_what_was_altered(place, run, run_
 
 
 @pytest.mark.parametrize("kind", ["missing", "length", "manifest", "no manifest", "index"])
-def test_verify_tells_damage_apart(place, run_json, kind):
+def test_verify_classifies_damage(place, run_json, kind):
     path, shard = shard_file("ckpt", "layer.w")
     if kind == "missing":
         path.unlink()
@@ -348,7 +350,7 @@ def test_repair_puts_the_newest_good_step_in_place(place, run, run_json):
     assert run("verify", "run")[0] == 0
 
 
-def test_repair_says_what_it_did_or_could_not_do(place, run):
+def test_repair_reports_its_outcome(place, run):
     path, shard = shard_file("run", "w", 30)
     flip(path, shard.offset)
     status, out, _ = run("verify", "run", "--repair")
@@ -362,14 +364,14 @@ def test_repair_says_what_it_did_or_could_not_do(place, run):
     assert out[-1] == "not repaired: there is no older step that is good"
 
 
-def test_repair_puts_a_manifest_where_there_is_none(place, run):
+def test_repair_restores_a_missing_manifest(place, run):
     Path("run/manifest.json").unlink()
     assert run("inspect", "run")[0] == 2
     assert run("verify", "run", "--repair")[0] == 0
     assert mlstate.load("run").step == 30
 
 
-def test_verify_a_plain_file(place, run, run_json):
+def test_verify_safetensors_file(place, run, run_json):
     status, data = run_json("verify", "w.safetensors")
     assert (status, data["good"], data["checksums"]) == (0, True, True)
     assert data["checkpoints"][0]["root"] is None
@@ -418,7 +420,7 @@ def test_verify_knows_safetensors_files_by_suffix_or_header(place, run):
     assert run("verify", "cut.safetensors")[0] == 1
 
 
-def test_verify_a_file_without_checksums_says_so(place, run, run_json):
+def test_verify_reports_missing_checksums(place, run, run_json):
     numpy_files = pytest.importorskip("safetensors.numpy", reason="another writer of the format")
     numpy_files.save_file({"w": np.ones(3)}, "other.safetensors")
     status, out, _ = run("verify", "other.safetensors")
@@ -429,7 +431,7 @@ def test_verify_a_file_without_checksums_says_so(place, run, run_json):
 
 
 @pytest.mark.parametrize("damage", ["cut off", "header", "empty", "text"])
-def test_a_plain_file_that_cannot_be_believed(place, run, damage):
+def test_verify_refuses_damaged_safetensors_files(place, run, damage):
     path = Path("w.safetensors")
     raw = path.read_bytes()
     path.write_bytes(
@@ -477,11 +479,11 @@ def test_diff_of_two_steps(place, run, run_json):
     }  # fmt: skip
 
 
-def test_diff_tells_names_shapes_dtypes_and_infinities(place, run, run_json):
-    one = {"only": np.ones(1), "shape": np.ones(2), "dtype": np.ones(2), "far": np.zeros(1)}
-    two = {"new": np.ones(1), "shape": np.ones(3), "dtype": np.ones(2, "f4"), "far": [np.inf]}
-    mlstate.save("one", one)
-    mlstate.save("two", {k: np.asarray(v) for k, v in two.items()}, {"new.m": np.ones(1)})
+def test_diff_reports_names_shapes_dtypes_and_infinities(place, run, run_json):
+    first = {"only": np.ones(1), "shape": np.ones(2), "dtype": np.ones(2), "far": np.zeros(1)}
+    second = {"new": np.ones(1), "shape": np.ones(3), "dtype": np.ones(2, "f4"), "far": [np.inf]}
+    mlstate.save("one", first)
+    mlstate.save("two", {k: np.asarray(v) for k, v in second.items()}, {"new.m": np.ones(1)})
     status, data = run_json("diff", "one", "two")
     model = data["model"]
     assert (status, data["identical"]) == (1, False)
@@ -617,7 +619,7 @@ def test_convert_to_torch_and_back(place, run):
     assert run("diff", "ckpt", "back")[0] == 0
 
 
-def test_convert_without_torch_says_what_to_install(place, run, monkeypatch):
+def test_convert_without_torch_names_the_extra(place, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     status, out, err = run("convert", "ckpt", "state.pt")
     assert (status, out) == (2, [])
@@ -651,12 +653,12 @@ def test_convert_refuses(place, run, arguments, text):
     ],
     ids=" ".join,
 )
-@pytest.mark.parametrize("what", ["file", "folder", "dangling link"])
-def test_a_target_that_exists_is_refused_alike(place, run, command, what):
+@pytest.mark.parametrize("target_kind", ["file", "folder", "dangling link"])
+def test_a_target_that_exists_is_refused_alike(place, run, command, target_kind):
     target = Path("target")
-    if what == "file":
+    if target_kind == "file":
         target.write_text("mine")
-    elif what == "folder":
+    elif target_kind == "folder":
         target.mkdir()
         (target / "notes").write_text("mine")
     else:
@@ -668,7 +670,7 @@ def test_a_target_that_exists_is_refused_alike(place, run, command, what):
     assert not Path("nowhere").exists()
 
 
-def test_force_says_what_it_cannot_replace(place, run):
+def test_force_names_targets_it_cannot_replace(place, run):
     Path("file").write_text("mine")
     Path("folder.npz").mkdir()
     for command in (["convert", "run", "file", "--to", "mlstate"],
@@ -685,7 +687,7 @@ def test_force_says_what_it_cannot_replace(place, run):
 # ---- prune ----
 
 
-def test_prune_says_what_is_gone(place, run, run_json):
+def test_prune_lists_deleted_files(place, run, run_json):
     dead = Path("ckpt/optim_state/x.0-1.0123456789abcdef-0.safetensors.tmp")
     dead.write_bytes(b"abc")
     name = str(dead.relative_to("ckpt"))
@@ -743,10 +745,10 @@ def test_a_path_that_cannot_be_printed_takes_one_line(place, run):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "prune", "diff", "reshard"])
-@pytest.mark.parametrize("what", ["missing", "empty folder"])
-def test_no_checkpoint_there_is_one_line_and_status_2(place, run, command, what):
+@pytest.mark.parametrize("place_kind", ["missing", "empty folder"])
+def test_missing_checkpoint_is_one_line_and_status_2(place, run, command, place_kind):
     path = "nothing"
-    if what == "empty folder":
+    if place_kind == "empty folder":
         Path(path).mkdir()
     extra = {"diff": ["ckpt"], "reshard": ["cut", "--layout", "rows=2"]}.get(command, [])
     status, out, err = run(command, path, *extra)
@@ -764,13 +766,13 @@ def test_a_file_has_no_steps_and_a_run_not_any(place, run, command):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "diff", "reshard", "convert", "prune"])
-def test_help_tells_the_status(run, command):
+def test_help_lists_exit_statuses(run, command):
     status, out, _ = run(command, "--help")
     assert status == 0
     assert "exit status: 0 good," in " ".join(out)
 
 
-def test_a_plain_file_is_nothing_to_repair(place, run):
+def test_safetensors_file_cannot_be_repaired(place, run):
     for option in ("--repair", "--all-steps"):
         assert run("verify", "w.safetensors", option)[0] == 2
 
@@ -783,7 +785,7 @@ def test_an_interrupt_ends_it_without_a_traceback(place, run, monkeypatch):
     assert run("prune", "ckpt") == (130, [], [])
 
 
-def test_a_reader_that_leaves_early_is_no_error(place):
+def test_closed_pipe_is_ignored(place):
     mlstate.save("many", {f"tensor.{i}": np.zeros(1) for i in range(3000)})
     many = f'"{place / "many"}"'
     for command in (f"inspect {many}", f"inspect {many} --json", f"diff {many} '{place}/ckpt'"):
@@ -820,14 +822,14 @@ def test_progress_is_a_line_on_a_terminal(commands, monkeypatch, capsys):
         terminal = Terminal()
         monkeypatch.setattr(sys, "stderr", terminal)
         main(command)
-        shown = terminal.getvalue()
-        assert "100 %" in shown, command
-        assert shown.endswith("\r")
-        assert "\n" not in shown
+        output = terminal.getvalue()
+        assert "100 %" in output, command
+        assert output.endswith("\r")
+        assert "\n" not in output
     assert "%" not in capsys.readouterr().out
 
 
-def test_progress_is_that_of_tqdm_where_there_is_tqdm(commands, monkeypatch):
+def test_progress_uses_tqdm_if_installed(commands, monkeypatch):
     pytest.importorskip("tqdm", reason="draws the bar")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -836,17 +838,17 @@ def test_progress_is_that_of_tqdm_where_there_is_tqdm(commands, monkeypatch):
     assert "\n" not in terminal.getvalue()
 
 
-def test_no_progress_where_nobody_looks_on(commands, run):
+def test_no_progress_without_a_terminal(commands, run):
     for command in commands:
         assert run(*command)[2] == []
 
 
-def test_nothing_but_the_progress_is_lost_without_standard_error(place, monkeypatch):
+def test_commands_work_without_standard_error(place, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["verify", "ckpt"]) == 0
 
 
-def test_inspect_says_how_layers_are_compressed(place, run, run_json):
+def test_inspect_reports_codecs(place, run, run_json):
     counts = np.arange(200_000) % 7
     mlstate.save("coded", {"counts": counts}, compress="zlib")
     _, out, _ = run("inspect", "coded", "--shards")

@@ -33,7 +33,7 @@ def script(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("words", "completion"),
     [
         ("mlstate ins", "inspect"),
         ("mlstate verify --all", "--all-steps"),
@@ -43,7 +43,7 @@ def script(tmp_path, capsys):
         ("mlstate reshard check", "checkpoint"),
     ],
 )
-def test_bash_completes(script, tmp_path, words, found):
+def test_bash_completes(script, tmp_path, words, completion):
     if shutil.which("bash") is None:
         pytest.skip("no bash here")
     script("bash")
@@ -55,7 +55,7 @@ def test_bash_completes(script, tmp_path, words, found):
         text=True,
         timeout=60,
     )
-    assert (done.stdout.split(), done.stderr) == ([found], "")
+    assert (done.stdout.split(), done.stderr) == ([completion], "")
 
 
 @pytest.mark.parametrize(("shell", "start"), [("zsh", "#compdef mlstate\n"), ("tcsh", "# AUTO")])
@@ -68,7 +68,7 @@ def test_scripts_for_other_shells(script, tmp_path, shell, start):
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
 
 
-def test_without_shtab_it_says_what_to_install(capsys, monkeypatch):
+def test_missing_shtab_names_the_extra(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["--print-completion", "bash"]) == 2
     out, err = capsys.readouterr()

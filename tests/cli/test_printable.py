@@ -19,8 +19,8 @@ STATE = {"w": np.ones(3)}
 
 def shown(capsys):
     """What a command printed; no line has a character that a terminal would obey."""
-    told = capsys.readouterr()
-    text = told.out + told.err
+    captured = capsys.readouterr()
+    text = captured.out + captured.err
     assert all(line.isprintable() for line in text.split("\n")), repr(text)
     return text
 

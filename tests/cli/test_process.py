@@ -135,9 +135,9 @@ def test_an_interrupt_while_python_exits(place, slow):
         assert process.stdout.readline().startswith("ckpt: good")
         assert process.stdout.readline() == "importing\n"
         assert interrupt(process)[0] == 130
-    shown = os.read(terminal, 10_000).decode()
+    output = os.read(terminal, 10_000).decode()
     os.close(terminal)
-    assert "Traceback" not in shown and "Exception" not in shown
+    assert "Traceback" not in output and "Exception" not in output
 
 
 def test_an_ignored_interrupt_stays_ignored(place, slow):
@@ -160,11 +160,11 @@ ANY_MOMENT = [
 
 @pytest.mark.parametrize("moments", [3, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.parametrize("arguments", ANY_MOMENT, ids=" ".join)
-def test_an_interrupt_at_any_moment_leaves_nothing_half_written(place, arguments, moments):
+def test_interrupt_never_leaves_a_partial_file(place, arguments, moments):
     mlstate.save_file({"w": np.zeros(2_000_000)}, place / "large.safetensors")
     begin = time.monotonic()
-    with start([*COMMAND, *arguments], place) as whole:
-        assert whole.communicate(timeout=60)[1] == ""
+    with start([*COMMAND, *arguments], place) as complete_run:
+        assert complete_run.communicate(timeout=60)[1] == ""
     seconds = time.monotonic() - begin
     before = {path.name for path in place.iterdir()}
     chance = random.Random(7)
@@ -191,7 +191,7 @@ def test_a_full_disk_is_one_line_and_status_2(place, command):
 
 
 @pytest.mark.parametrize("command", ["--help", "verify --help", "--version", "inspect ckpt --json"])
-def test_a_reader_that_reads_nothing_is_no_error(place, command):
+def test_reader_without_input_is_ignored(place, command):
     done = shell(f"mlstate {command} | (exec <&-; sleep 0.7)", place)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -233,7 +233,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_there_is_no_colour_in_a_pipe_or_with_no_color(place, command):
+def test_pipes_and_no_color_disable_colours(place, command):
     done = shell(f"mlstate {' '.join(command)}", place)
     assert "\x1b" not in done.stdout + done.stderr
     terminal, other = pty.openpty()
@@ -242,13 +242,13 @@ def test_there_is_no_colour_in_a_pipe_or_with_no_color(place, command):
         [*COMMAND, *command], cwd=place, env=variables, stdout=other, stderr=other
     ) as process:
         os.close(other)
-        shown = b""
+        output = b""
         with contextlib.suppress(OSError):  # Linux reports the end of a terminal as EIO
             while chunk := os.read(terminal, 10_000):
-                shown += chunk
+                output += chunk
     os.close(terminal)
     assert process.returncode in (0, 1, 2)
-    assert shown and b"\x1b[3" not in shown and b"\x1b[1" not in shown
+    assert output and b"\x1b[3" not in output and b"\x1b[1" not in output
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_one_process_is_a_group():
     assert (group.rank, group.world_size, repr(group)) == (0, 1, "SingleGroup()")
 
 
-def test_what_lacks_a_method_is_no_group():
+def test_object_without_all_methods_is_not_a_group():
     class Half:
         rank, world_size = 0, 1
 
@@ -39,11 +39,11 @@ def test_what_lacks_a_method_is_no_group():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_async_gives_the_same_result(name):
     group = SingleGroup()
-    plain = OPERATIONS[name](group)
+    expected = OPERATIONS[name](group)
     work = OPERATIONS[name](group, async_op=True, timeout=5)
     assert isinstance(work, Work)
     assert work.done()
-    np.testing.assert_equal(work.wait(timeout=1.0), plain)
+    np.testing.assert_equal(work.wait(timeout=1.0), expected)
     assert work.wait() is work.wait()
     assert (work.operation, work.rank) == (name, 0)
 
@@ -94,7 +94,7 @@ def test_an_out_over_half_of_the_input_is_refused(name):
 
 
 @pytest.mark.parametrize("name", MOVING)
-def test_an_out_whose_elements_share_memory_is_refused(name):
+def test_out_with_overlapping_elements_is_refused(name):
     for strides in ((0, 8), (8, 8), (8, 0)):
         out = np.lib.stride_tricks.as_strided(np.zeros(9), (4, 3), strides)
         with pytest.raises(ValueError, match="elements of out share memory"):
@@ -110,7 +110,7 @@ def test_an_out_whose_elements_share_memory_is_refused(name):
     ("array", "text"),
     [([1.0], "got list"), (None, "got NoneType"), (np.array([{}]), "references to objects")],
 )
-def test_what_is_no_array_of_plain_elements_is_refused(name, array, text):
+def test_non_numeric_arrays_are_refused(name, array, text):
     with pytest.raises(TypeError, match=f"{name}.*{text}"):
         moved(name, array)
 
@@ -211,21 +211,21 @@ def test_broadcast_returns_the_array_itself():
 def test_bytes_are_gathered(data):
     group = SingleGroup()
     for root in (None, 0):
-        found = group.gather_bytes(data, root=root)
-        assert found == [b"ab"]
-        assert type(found[0]) is bytes
+        gathered = group.gather_bytes(data, root=root)
+        assert gathered == [b"ab"]
+        assert type(gathered[0]) is bytes
     assert group.gather_bytes(b"") == [b""]
 
 
 @pytest.mark.parametrize("data", ["text", None, 5, [1]])
-def test_what_is_no_bytes_is_refused(data):
+def test_gather_bytes_refuses_other_types(data):
     with pytest.raises(TypeError, match=f"gather_bytes takes bytes, got {type(data).__name__}"):
         SingleGroup().gather_bytes(data)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("end", ["close", "abort"])
-def test_an_ended_group_says_so(name, end):
+def test_closed_or_aborted_group_raises(name, end):
     group = SingleGroup()
     getattr(group, end)()
     group.close()  # a second call does nothing
@@ -276,7 +276,7 @@ def test_work_can_be_waited_for_again():
     thread.join()
 
 
-def test_work_raises_what_went_wrong_each_time():
+def test_work_raises_its_error_on_every_wait():
     work = Work("barrier", 0)
     work.set_error(CollectiveError("rank 1 is gone"))
     for _ in range(2):

@@ -50,16 +50,16 @@ def divided(length, world, seed):
     return [end - start for start, end in zip([0, *cuts], [*cuts, length], strict=True)]
 
 
-def part(whole, counts, rank):
+def part(array, counts, rank):
     start = sum(counts[:rank])
-    return whole[start : start + counts[rank]]
+    return array[start : start + counts[rank]]
 
 
 # ---- operations ----
 
 
 @pytest.mark.parametrize("length", [1000, RING_BYTES])
-def test_a_broadcast_writes_nothing_at_the_root(length, tmp_path):
+def test_broadcast_does_not_write_at_the_root(length, tmp_path):
     np.save(tmp_path / "array.npy", np.arange(length, dtype=np.float32))
 
     def work(group):
@@ -68,13 +68,13 @@ def test_a_broadcast_writes_nothing_at_the_root(length, tmp_path):
             return None
         return group.broadcast(np.empty(length, np.float32), root=1)
 
-    found = ranks(work, 2)[0]
-    assert np.array_equal(found, np.arange(length, dtype=np.float32))
+    received = ranks(work, 2)[0]
+    assert np.array_equal(received, np.arange(length, dtype=np.float32))
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("name", rank_jobs.scenarios(Path(group_scenarios.__file__)))
-def test_operations_are_those_of_every_engine(name, world):
+def test_scenarios_of_every_engine(name, world):
     pytest.importorskip("ml_dtypes", reason="NumPy has no bfloat16 by itself")
     if name == "tensors_stay_tensors":
         pytest.importorskip("torch", reason="tensors are torch's")
@@ -85,9 +85,13 @@ def test_sums_that_the_core_does_not_round_are_refused_by_all():
     needs("float8_e5m2")
 
     def work(group):
-        mine = np.ones(9, dtype_of("float8_e5m2"))
-        caught = raises(CompatibilityError, "only be computed as float32", group.all_reduce, mine)
-        assert group.all_gather(mine).tolist() == [1.0] * 18  # data of any dtype travel as bytes
+        contribution = np.ones(9, dtype_of("float8_e5m2"))
+        caught = raises(
+            CompatibilityError, "only be computed as float32", group.all_reduce, contribution
+        )
+        assert (
+            group.all_gather(contribution).tolist() == [1.0] * 18
+        )  # data of any dtype travel as bytes
         if np.dtype(np.longdouble).itemsize > 8:
             text = "arithmetic is not supported for dtype"
             raises(CompatibilityError, text, group.all_reduce, np.zeros(2, "g"))
@@ -97,7 +101,7 @@ def test_sums_that_the_core_does_not_round_are_refused_by_all():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_bits_depend_neither_on_the_cut_nor_on_threads_nor_on_the_run(dtype):
+def test_sums_are_bit_reproducible(dtype):
     world, length = 4, 100_003
     everyones = inputs(world, length, dtype)
     expected = reduced(everyones, "sum")
@@ -116,8 +120,8 @@ def test_bits_depend_neither_on_the_cut_nor_on_threads_nor_on_the_run(dtype):
 
     def scattered(group):
         counts = divided(length, world, 8)
-        mine = group.reduce_scatter(everyones[group.rank], counts=counts)
-        return group.all_gather(mine, counts=counts)
+        share = group.reduce_scatter(everyones[group.rank], counts=counts)
+        return group.all_gather(share, counts=counts)
 
     def from_a_thread(group):
         return group.all_reduce(everyones[group.rank], async_op=True).wait(SECONDS)
@@ -125,8 +129,8 @@ def test_bits_depend_neither_on_the_cut_nor_on_threads_nor_on_the_run(dtype):
     for count in (1, 3):
         with num_threads(count):
             for way in (whole, pieces, scattered, from_a_thread):
-                for found in ranks(way, world):
-                    same_bits(found, expected)
+                for total in ranks(way, world):
+                    same_bits(total, expected)
 
 
 # ---- any call, against NumPy ----
@@ -156,7 +160,7 @@ def arrays_of(call, world):
         "all_to_all": [sum(row) for row in call["matrix"]],
     }.get(call["name"], [sum(call["counts"])] * world)
     width = call["width"]
-    found = []
+    arrays = []
     for rank in range(world):
         drawn = inputs(1, rows[rank] * width, kinds.get(call["dtype"], call["dtype"]), rank)[0]
         array = drawn.astype(dtype_of(call["dtype"])).reshape(rows[rank], width)
@@ -168,30 +172,30 @@ def arrays_of(call, world):
             array = array[::-1, ::-1]
         elif call["form"] == "by columns":
             array = np.asfortranarray(array)
-        found.append(array)
-    return found
+        arrays.append(array)
+    return arrays
 
 
 def perform(group, call, array):
     name = call["name"]
-    given = {key: call[key] for key in ("op", "root") if key in call}
+    keywords = {key: call[key] for key in ("op", "root") if key in call}
     if name in ("reduce_scatter", "all_gather"):
-        given["counts"] = call["counts"]
+        keywords["counts"] = call["counts"]
     if name == "all_to_all":
         matrix = call["matrix"]
-        given["counts"] = matrix[group.rank]
-        given["out_counts"] = [row[group.rank] for row in matrix]
-    given["async_op"] = call["async_op"]
+        keywords["counts"] = matrix[group.rank]
+        keywords["out_counts"] = [row[group.rank] for row in matrix]
+    keywords["async_op"] = call["async_op"]
     if name == "broadcast":  # in place, in any layout
         array = array.copy(order="K") if array.flags.forc else array
-        done = group.broadcast(array, **given)
+        done = group.broadcast(array, **keywords)
         return done.wait(SECONDS) if call["async_op"] else done
     if call["out"]:
         shape = expected_of(call, arrays_of(call, group.world_size), group.rank, group.world_size)
-        given["out"] = np.empty((*shape.shape, 2), array.dtype)[..., 1]
-    done = getattr(group, name)(array, **given)
+        keywords["out"] = np.empty((*shape.shape, 2), array.dtype)[..., 1]
+    done = getattr(group, name)(array, **keywords)
     result = done.wait(SECONDS) if call["async_op"] else done
-    assert "out" not in given or result is given["out"]
+    assert "out" not in keywords or result is keywords["out"]
     return result
 
 
@@ -230,19 +234,19 @@ CALLS = st.integers(1, 5).flatmap(
 
 @settings(max_examples=tries(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(CALLS)
-def test_any_series_of_calls_gives_what_numpy_gives(drawn):
+def test_random_call_series_match_numpy(drawn):
     world, calls = drawn
 
     def work(group):
         for call in calls:
             arrays = arrays_of(call, world)
-            mine = arrays[group.rank]
-            before = mine.copy()
-            found = perform(group, call, mine)
+            contribution = arrays[group.rank]
+            before = contribution.copy()
+            output = perform(group, call, contribution)
             expected = expected_of(call, arrays_of(call, world), group.rank, world)
-            same_bits(np.ascontiguousarray(found), np.ascontiguousarray(expected))
+            same_bits(np.ascontiguousarray(output), np.ascontiguousarray(expected))
             if call["name"] != "broadcast":
-                same_bits(mine.copy(), before)
+                same_bits(contribution.copy(), before)
 
     ranks(work, world)
 
@@ -252,13 +256,14 @@ def test_arrays_may_be_larger_than_the_memory_that_ranks_share(world):
     n = RING_BYTES // 4
 
     def work(group):
-        mine = np.arange(n, dtype=np.float32) + group.rank
+        contribution = np.arange(n, dtype=np.float32) + group.rank
         total = np.float32(world) * np.arange(n, dtype=np.float64) + sum(range(world))
-        assert group.all_reduce(mine).tobytes() == total.astype("f4").tobytes()
-        whole = group.all_gather(mine[: n // 2])
+        assert group.all_reduce(contribution).tobytes() == total.astype("f4").tobytes()
+        gathered = group.all_gather(contribution[: n // 2])
         for rank in range(world):
             same_bits(
-                whole[rank * (n // 2) : (rank + 1) * (n // 2)], mine[: n // 2] - group.rank + rank
+                gathered[rank * (n // 2) : (rank + 1) * (n // 2)],
+                contribution[: n // 2] - group.rank + rank,
             )
         text = bytes([group.rank]) * RING_BYTES
         assert group.gather_bytes(text) == [bytes([r]) * RING_BYTES for r in range(world)]
@@ -266,7 +271,7 @@ def test_arrays_may_be_larger_than_the_memory_that_ranks_share(world):
     ranks(work, world)
 
 
-def test_packed_arrays_are_used_where_they_lie():
+def test_packed_arrays_are_not_copied():
     size = 1 << 22
     arrays = [np.zeros(size, np.uint8) for _ in range(2)]
     outs = [np.empty(2 * size, np.uint8) for _ in range(2)]
@@ -293,15 +298,15 @@ def test_packed_arrays_are_used_where_they_lie():
 @pytest.mark.parametrize("dtype", ["float64", "<f2", ">i4", [("a", "f4"), ("b", "i8")]])
 def test_empty_makes_arrays_as_numpy_does(shape, dtype):
     (group,) = LocalGroup.threads(1)
-    like, found = np.empty(shape, dtype), group.empty(shape, np.dtype(dtype))
+    like, array = np.empty(shape, dtype), group.empty(shape, np.dtype(dtype))
     group.close()
-    assert (found.shape, found.dtype) == (like.shape, like.dtype)
-    assert found.flags.c_contiguous
-    assert found.flags.owndata
-    found[...] = 0  # the result outlives the group
+    assert (array.shape, array.dtype) == (like.shape, like.dtype)
+    assert array.flags.c_contiguous
+    assert array.flags.owndata
+    array[...] = 0  # the result outlives the group
 
 
-def test_empty_refuses_what_cannot_be():
+def test_empty_refuses_invalid_arguments():
     (group,) = LocalGroup.threads(1)
     assert group.empty(3).dtype == np.float64
     raises(TypeError, "objects", group.empty, 2, object)
@@ -318,8 +323,8 @@ def test_empty_makes_tensors_for_dtypes_of_torch():
     torch = pytest.importorskip("torch", reason="tensors are torch's")
     (group,) = LocalGroup.threads(1)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        found = group.empty((4, 6), dtype)
-        assert (found.shape, found.dtype, found.device.type) == ((4, 6), dtype, "cpu")
+        tensor = group.empty((4, 6), dtype)
+        assert (tensor.shape, tensor.dtype, tensor.device.type) == ((4, 6), dtype, "cpu")
     assert group.empty((0, 3), torch.float16).shape == (0, 3)
     assert isinstance(group.empty(3, "float32"), np.ndarray)
     raises(MemoryError, "bytes for the shape", group.empty, 1 << 60, torch.uint8)
@@ -333,13 +338,13 @@ def test_empty_makes_tensors_for_dtypes_of_torch():
 def test_arrays_of_async_operations_are_let_go():
     def work(group):
         array = np.zeros(1000)
-        gone = weakref.ref(array)
+        array_ref = weakref.ref(array)
         done = group.all_reduce(array, async_op=True)
         del array
         done.wait(SECONDS)
         for _ in range(100):  # without the GIL, other threads' objects are freed a moment later
             gc.collect()
-            if gone() is None:
+            if array_ref() is None:
                 return True
             time.sleep(0.01)
         return False
@@ -350,7 +355,7 @@ def test_arrays_of_async_operations_are_let_go():
 # ---- arguments ----
 
 
-def test_a_group_knows_what_it_is():
+def test_group_exposes_rank_and_world_size():
     groups = LocalGroup.threads(2)
     for rank, group in enumerate(groups):
         assert isinstance(group, ProcessGroup)
@@ -384,9 +389,9 @@ def test_the_class_is_not_called():
         LocalGroup(None, 0, 1, 1.0)
 
 
-def test_the_most_ranks_there_may_be():
-    found = ranks(lambda group: int(group.all_reduce(np.array(group.rank))), 64)
-    assert found == [sum(range(64))] * 64
+def test_maximum_number_of_ranks():
+    sums = ranks(lambda group: int(group.all_reduce(np.array(group.rank))), 64)
+    assert sums == [sum(range(64))] * 64
 
 
 # ---- calls that differ between ranks ----
@@ -464,12 +469,12 @@ def test_calls_that_do_not_go_together_are_named_and_the_group_lives_on(name, od
         assert all(one in text for one in texts), text
 
 
-def test_what_fails_changes_neither_input_nor_result():
+def test_failed_call_keeps_input_and_output():
     def work(group):
-        mine, out = np.full(1000, 1.0), np.full(1000, 7.0)
+        contribution, out = np.full(1000, 1.0), np.full(1000, 7.0)
         op = "sum" if group.rank else "max"
-        raises(CollectiveError, "max of (1000,)", group.all_reduce, mine, op=op, out=out)
-        return set(mine.tolist()), set(out.tolist())
+        raises(CollectiveError, "max of (1000,)", group.all_reduce, contribution, op=op, out=out)
+        return set(contribution.tolist()), set(out.tolist())
 
     assert ranks(work, 2) == [({1.0}, {7.0})] * 2
 
@@ -505,7 +510,7 @@ def test_a_rank_that_does_not_come_is_a_timeout_that_names_it():
     assert "gave up waiting for rank 2 in all_reduce" in last
 
 
-def test_the_groups_own_timeout_is_used_where_none_is_given():
+def test_group_timeout_is_the_default():
     def work(group):
         if group.rank == 0:
             return str(raises(CollectiveError, "not done after 0.2 s", group.barrier))
@@ -531,7 +536,7 @@ def test_an_async_operation_times_out_too():
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_closed_groups_say_so(name):
+def test_closed_groups_raise(name):
     first, second = LocalGroup.threads(2)
     first.close()
     first.close()
@@ -547,7 +552,7 @@ def test_closed_groups_say_so(name):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_abort_ends_what_waits(name):
+def test_abort_ends_waiting_operations(name):
     groups = LocalGroup.threads(3)
     works = [OPERATIONS[name](group, async_op=True, timeout=SECONDS) for group in groups[:2]]
     groups[2].abort()
@@ -561,7 +566,7 @@ def test_an_abort_ends_what_waits(name):
         group.close()
 
 
-def test_closing_waits_for_what_is_under_way():
+def test_close_waits_for_running_operations():
     first, second = LocalGroup.threads(2)
     works = [first.all_reduce(np.full(10, n), async_op=True) for n in range(5)]
     closer = threading.Thread(target=first.close, daemon=True)
@@ -583,9 +588,9 @@ def test_a_rank_that_fails_ends_the_others_at_once():
         assert time.monotonic() - began < 10
         return caught
 
-    found = run_local(work, 3)
-    assert isinstance(found[1], RuntimeError)
-    assert all(isinstance(found[rank], CollectiveError) for rank in (0, 2))
+    outcomes = run_local(work, 3)
+    assert isinstance(outcomes[1], RuntimeError)
+    assert all(isinstance(outcomes[rank], CollectiveError) for rank in (0, 2))
 
 
 def test_groups_leave_no_thread_and_no_memory():
@@ -597,8 +602,8 @@ def test_groups_leave_no_thread_and_no_memory():
             work.wait(SECONDS)
         for group in groups:
             group.close()
-    gone = weakref.ref(groups[0])
+    group_ref = weakref.ref(groups[0])
     del groups, group, works, work
     gc.collect()
-    assert gone() is None
+    assert group_ref() is None
     assert threading.active_count() == before

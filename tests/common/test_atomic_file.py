@@ -65,7 +65,7 @@ def before_last_step(monkeypatch, action):
 
 @pytest.mark.parametrize("appear", APPEARED)
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".dcp", ""])
-def test_a_target_that_appears_meanwhile_stays(tmp_path, monkeypatch, suffix, appear):
+def test_target_created_concurrently_is_kept(tmp_path, monkeypatch, suffix, appear):
     if suffix in (".pt", ".dcp"):
         pytest.importorskip("torch")
     target = tmp_path / f"target{suffix}"
@@ -79,8 +79,8 @@ def test_a_target_that_appears_meanwhile_stays(tmp_path, monkeypatch, suffix, ap
     assert caught.value.errno == errno.EEXIST
     assert str(target) in str(caught.value)
     assert [entry.name for entry in tmp_path.iterdir()] == [target.name]
-    mine = content(target)
-    assert mine == {} or "mine" in str(mine) or appear is make_link
+    appeared = content(target)
+    assert appeared == {} or "mine" in str(appeared) or appear is make_link
     if appear is make_checkpoint:
         assert list(mlstate.load(target).model) == ["mine"]
 
@@ -153,7 +153,7 @@ def without_exchange(monkeypatch):
 
 @pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_folder_that_changed_meanwhile_is_not_replaced(tmp_path, monkeypatch, change, is_plain):
+def test_concurrently_changed_folder_is_not_replaced(tmp_path, monkeypatch, change, is_plain):
     target = tmp_path / "m"
     (target / "sub").mkdir(parents=True)
     (target / "a").write_bytes(b"old")
@@ -164,8 +164,8 @@ def test_a_folder_that_changed_meanwhile_is_not_replaced(tmp_path, monkeypatch, 
     with pytest.raises(mlstate.StoreError, match="was changed while"), new_path(start) as new:
         Path(new).mkdir()
         change(target)
-        mine = content(target)
-    assert content(target) == mine
+        changed_content = content(target)
+    assert content(target) == changed_content
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
     with new_path(Target.of(target)) as new:
         Path(new).mkdir()
@@ -174,7 +174,7 @@ def test_a_folder_that_changed_meanwhile_is_not_replaced(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
-def test_a_file_that_changed_meanwhile_is_not_replaced(tmp_path, monkeypatch, is_plain):
+def test_concurrently_changed_file_is_not_replaced(tmp_path, monkeypatch, is_plain):
     path = tmp_path / "a"
     path.write_bytes(b"old")
     if is_plain:
@@ -200,7 +200,7 @@ def test_a_file_that_changed_meanwhile_is_not_replaced(tmp_path, monkeypatch, is
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
-def test_a_file_system_without_the_operation_keeps_what_appeared(tmp_path, monkeypatch, is_plain):
+def test_file_system_without_exchange_keeps_the_new_target(tmp_path, monkeypatch, is_plain):
     without_exchange(monkeypatch)
     if is_plain:  # without hard links too
 
@@ -280,10 +280,10 @@ def test_of_two_exports_one_wins(tmp_path):
         gate = threading.Barrier(2)
 
         def export(value, target=target, gate=gate, results=results):
-            taken = export_module.take_export(target, {"w": np.full(3, value)})
+            snapshot = export_module.take_export(target, {"w": np.full(3, value)})
             gate.wait()
             try:
-                export_module.export(taken)
+                export_module.export(snapshot)
                 results.append(value)
             except mlstate.StoreError as error:
                 assert error.errno == errno.EEXIST
@@ -316,7 +316,7 @@ def before_lock(monkeypatch, action):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("way", ["reshard", "convert"])
-def test_a_checkpoint_saved_meanwhile_is_not_replaced(tmp_path, monkeypatch, way, overwrite):
+def test_concurrently_saved_checkpoint_is_not_replaced(tmp_path, monkeypatch, way, overwrite):
     source, target = tmp_path / "a", tmp_path / "b"
     mlstate.save(source, {"w": np.ones(4)})
     if overwrite:
@@ -332,7 +332,7 @@ def test_a_checkpoint_saved_meanwhile_is_not_replaced(tmp_path, monkeypatch, way
     assert mlstate.verify(target)
 
 
-def test_a_step_saved_meanwhile_is_not_deleted(tmp_path, monkeypatch):
+def test_concurrently_saved_step_is_not_deleted(tmp_path, monkeypatch):
     source, run = tmp_path / "a", tmp_path / "run"
     mlstate.save(source, {"w": np.ones(4)})
     manager = mlstate.checkpoint.CheckpointManager(run)
@@ -353,7 +353,7 @@ def test_reshard_refuses_files_that_appear_in_its_target(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", ["", ".npz", ".safetensors"])
-def test_force_replaces_only_what_the_command_has_seen(tmp_path, monkeypatch, capsys, suffix):
+def test_force_replaces_only_the_target_seen_at_start(tmp_path, monkeypatch, capsys, suffix):
     from mlstate.cli import convert
 
     source, target = tmp_path / "a", tmp_path / f"b{suffix}"

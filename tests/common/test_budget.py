@@ -42,7 +42,7 @@ def chain(size=1 << 20):
         (np.float64(0.29), 29),
     ],
 )
-def test_what_a_budget_may_be(value, nbytes):
+def test_budget_forms_are_parsed(value, nbytes):
     assert parse_budget("budget_bytes", value, 100, "the whole").nbytes == nbytes
 
 
@@ -65,47 +65,51 @@ def test_what_a_budget_may_be(value, nbytes):
         ([1], TypeError, "got list"),
     ],
 )
-def test_what_a_budget_may_not_be(value, error, match):
+def test_invalid_budgets_are_refused(value, error, match):
     with pytest.raises(error, match=match):
         parse_budget("budget_bytes", value)
 
 
 def test_plans_take_every_form():
-    made = chain()
-    peak = made.plain_peak_bytes
-    assert plan(made, "120 MiB") == plan(made, 120 << 20) == plan(made, float(120 << 20))
-    assert plan(made, 0.8) == plan(made, peak * 4 // 5)
-    assert plan(made, 0.8, schedules="any").budget_bytes == peak * 4 // 5
-    steps = plan(made, 1.0).steps()
-    assert Plan(made, steps, budget_bytes="190MiB").budget_bytes == 190 << 20
-    assert Plan.from_recomputed(made, [0], budget_bytes=1.0).budget_bytes == peak
+    model_chain = chain()
+    peak = model_chain.plain_peak_bytes
+    assert (
+        plan(model_chain, "120 MiB")
+        == plan(model_chain, 120 << 20)
+        == plan(model_chain, float(120 << 20))
+    )
+    assert plan(model_chain, 0.8) == plan(model_chain, peak * 4 // 5)
+    assert plan(model_chain, 0.8, schedules="any").budget_bytes == peak * 4 // 5
+    steps = plan(model_chain, 1.0).steps()
+    assert Plan(model_chain, steps, budget_bytes="190MiB").budget_bytes == 190 << 20
+    assert Plan.from_recomputed(model_chain, [0], budget_bytes=1.0).budget_bytes == peak
     strategy = IntervalStrategy(2)
-    assert Plan.from_strategy(made, strategy, budget_bytes="1 GB").budget_bytes == 10**9
+    assert Plan.from_strategy(model_chain, strategy, budget_bytes="1 GB").budget_bytes == 10**9
     with pytest.raises(CapacityError, match=r"peak of 190 MiB \(199229440 bytes\) exceeds"):
-        Plan(made, steps, budget_bytes="120 MiB")
+        Plan(model_chain, steps, budget_bytes="120 MiB")
 
 
 @pytest.mark.parametrize("schedules", ["persistent", "any"])
 @pytest.mark.parametrize("size", [1, 1 << 20, 12_345_677])
 @pytest.mark.parametrize("unit", ["KiB", "MB", "GiB", "of the peak without a plan"])
 def test_an_error_names_the_least_budget_in_the_unit_of_the_caller(size, unit, schedules):
-    made = chain(size)
+    model_chain = chain(size)
     small = 0.0211 if " " in unit else f"0.00400 {unit}"
     if size == 1 and unit in ("MB", "GiB"):
         small = f"0.000000001 {unit}"
     with pytest.raises(CapacityError) as caught:
-        plan(made, small, schedules=schedules)
+        plan(model_chain, small, schedules=schedules)
     text = str(caught.value)
-    assert f"schedule of {made.blocks} blocks" in text
+    assert f"schedule of {model_chain.blocks} blocks" in text
     assert f"budget of {small}" in text
     pattern = rf"([0-9.]+) {unit} \(([0-9]+) bytes\)$"
     number, nbytes = re.search(pattern, text).groups()
     assert caught.value.expected.removeprefix("at least ") == nbytes
     enough = float(number) if " " in unit else f"{number} {unit}"
-    found = plan(made, enough, schedules=schedules)
-    assert int(nbytes) <= found.budget_bytes
+    schedule = plan(model_chain, enough, schedules=schedules)
+    assert int(nbytes) <= schedule.budget_bytes
     with pytest.raises(CapacityError):
-        plan(made, int(nbytes) - 1, schedules=schedules)
+        plan(model_chain, int(nbytes) - 1, schedules=schedules)
 
 
 def test_a_budget_in_bytes_is_named_in_bytes():

@@ -95,12 +95,12 @@ TABLE = [
 ]  # fmt: skip
 
 
-def test_the_table_is_that_of_the_formats():
+def test_dtype_table_matches_the_formats():
     assert [info[:3] for info in DTYPES] == TABLE
 
 
 @pytest.mark.parametrize("info", DTYPES, ids=lambda info: info.name)
-def test_a_dtype_of_the_table_is_that_of_numpy_or_ml_dtypes(info):
+def test_table_dtypes_match_numpy_and_ml_dtypes(info):
     dtype = np.dtype(info.name) if info.in_numpy else ml_dtype(info.name)
     assert (dtype.name, dtype.itemsize) == (info.name, info.item_bytes)
     state = StateDict(w=np.ones(3, dtype))
@@ -113,7 +113,7 @@ def test_a_dtype_of_the_table_is_that_of_numpy_or_ml_dtypes(info):
 # ---- names ----
 
 
-def test_labelled_integers_stand_for_what_numpy_lacks(without):
+def test_labelled_integers_replace_missing_dtypes(without):
     for name in NAMES:
         dtype = stored_dtype(name)
         assert (dtype.kind, dtype.metadata[LABEL]) == ("u", name)
@@ -126,7 +126,7 @@ def test_labelled_integers_stand_for_what_numpy_lacks(without):
         stored_dtype("int4")
 
 
-def test_ml_dtypes_is_used_where_it_is_installed():
+def test_ml_dtypes_is_used_if_installed():
     assert stored_dtype("bfloat16") == ml_dtype("bfloat16") == ml_dtypes.bfloat16
     assert name_of(stored_dtype("bfloat16")) == "bfloat16" and not label_of(
         stored_dtype("bfloat16")
@@ -169,8 +169,8 @@ def test_files_come_back_as_they_were_in_a_process_that_has_numpy_only(tmp_path)
             f"mlstate.save_file(state, {str(target)!r})"
         )
         assert target.read_bytes() == source.read_bytes()
-    found = {name[6:]: header(target)[name]["dtype"] for name in TRUE}
-    assert found == dict(zip(NAMES, FILE_NAMES, strict=True))
+    file_dtypes = {name[6:]: header(target)[name]["dtype"] for name in TRUE}
+    assert file_dtypes == dict(zip(NAMES, FILE_NAMES, strict=True))
 
 
 def test_checkpoints_come_back_in_a_process_that_has_numpy_only(tmp_path):
@@ -181,9 +181,9 @@ def test_checkpoints_come_back_in_a_process_that_has_numpy_only(tmp_path):
         f"found = mlstate.load({str(tmp_path / 'source')!r})\n"
         f"mlstate.save({str(tmp_path / 'target')!r}, found.model, found.optimizer)"
     )
-    found = mlstate.load(tmp_path / "target")
-    assert found.model == state_of()
-    assert dict(found.optimizer) == StateDict(moments)
+    loaded = mlstate.load(tmp_path / "target")
+    assert loaded.model == state_of()
+    assert dict(loaded.optimizer) == StateDict(moments)
 
 
 @pytest.mark.parametrize("options", [{}, {"compress": "zlib"}, {"pack_below_bytes": 0}])
@@ -213,12 +213,12 @@ def test_shards_keep_dtypes(tmp_path, state, without):
         for name, array in state.items()
     }
     assert "bfloat16" in repr(StateDict(parts))
-    found = check_compatibility(StateDict(parts), state)
-    assert found.is_compatible and not found.has_warnings
+    compatibility = check_compatibility(StateDict(parts), state)
+    assert compatibility.is_compatible and not compatibility.has_warnings
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_tiers_bring_back_what_they_took(tmp_path, state, monkeypatch, installed):
+def test_tiers_keep_dtypes_and_bits(tmp_path, state, monkeypatch, installed):
     if not installed:
         monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with mlstate.TieredState(dict(state), None, tmp_path / "cold") as tiered:
@@ -226,8 +226,8 @@ def test_tiers_bring_back_what_they_took(tmp_path, state, monkeypatch, installed
             tiered.demote(name, "cold")
         for name in list(tiered):
             tiered.promote(name, "warm")
-        found = {k: shard.array for k, shard in tiered.state_dicts().model.items()}
-        assert true_names(found) == TRUE and bits(found) == bits(state)
+        arrays = {k: shard.array for k, shard in tiered.state_dicts().model.items()}
+        assert true_names(arrays) == TRUE and bits(arrays) == bits(state)
 
 
 def test_loads_into_arrays_keep_dtypes(tmp_path, state, without):
@@ -242,29 +242,29 @@ def test_formats_keep_dtypes_both_ways(tmp_path, state, monkeypatch, suffix):
     write_any(tmp_path / f"with{suffix}", state_of())
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "ml_dtypes", None)
-        found, _, _ = read_any(tmp_path / f"with{suffix}")
-        assert true_names(found) == TRUE and bits(found) == bits(state)
-        write_any(tmp_path / f"without{suffix}", found)
-    found, _, _ = read_any(tmp_path / f"without{suffix}")
-    assert found == state_of()
-    assert {array.dtype.type.__module__ for array in found.values()} == {"ml_dtypes"}
+        model, _, _ = read_any(tmp_path / f"with{suffix}")
+        assert true_names(model) == TRUE and bits(model) == bits(state)
+        write_any(tmp_path / f"without{suffix}", model)
+    model, _, _ = read_any(tmp_path / f"without{suffix}")
+    assert model == state_of()
+    assert {array.dtype.type.__module__ for array in model.values()} == {"ml_dtypes"}
 
 
 def test_torch_files_and_tensors_keep_dtypes(tmp_path, state, without):
     torch = pytest.importorskip("torch")
-    known = {key: name for key, name in TRUE.items() if hasattr(torch, name)}
-    assert {"bfloat16", "float8_e4m3fn", "float8_e5m2"} <= set(known.values())
-    state = StateDict({key: state[key] for key in known})
+    torch_dtypes = {key: name for key, name in TRUE.items() if hasattr(torch, name)}
+    assert {"bfloat16", "float8_e4m3fn", "float8_e5m2"} <= set(torch_dtypes.values())
+    state = StateDict({key: state[key] for key in torch_dtypes})
     tensors = state.to_torch()
     assert {key: str(t.dtype) for key, t in tensors.items()} == {
-        key: f"torch.{name}" for key, name in known.items()
+        key: f"torch.{name}" for key, name in torch_dtypes.items()
     }
     assert StateDict.from_torch(tensors) == state
     write_any(tmp_path / "f.pt", state)
     assert torch.load(tmp_path / "f.pt")["layer.bfloat16"].dtype == torch.bfloat16
     assert read_any(tmp_path / "f.pt")[0] == state
     torch.save(state, tmp_path / "s")
-    assert true_names(torch.load(tmp_path / "s")) == known
+    assert true_names(torch.load(tmp_path / "s")) == torch_dtypes
     assert torch.load(tmp_path / "s") == state
 
 
@@ -283,13 +283,13 @@ def files(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["inspect", "diff"])
-def test_commands_say_the_same_without_ml_dtypes(files, capsys, monkeypatch, command):
+def test_commands_print_the_same_without_ml_dtypes(files, capsys, monkeypatch, command):
     paths = [str(files / "a.safetensors"), str(files / "b.safetensors")]
     arguments = [command, *paths[: 1 + (command == "diff")], "--json"]
-    wanted = main(arguments), json.loads(capsys.readouterr().out)
+    expected = main(arguments), json.loads(capsys.readouterr().out)
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    assert (main(arguments), json.loads(capsys.readouterr().out)) == wanted
-    assert main(arguments[:-1]) == wanted[0]
+    assert (main(arguments), json.loads(capsys.readouterr().out)) == expected
+    assert main(arguments[:-1]) == expected[0]
     assert "bfloat16" in capsys.readouterr().out
 
 
@@ -300,15 +300,15 @@ def test_convert_gives_the_same_bytes_back_with_numpy_only(files, middle):
         WITHOUT + f"from mlstate.cli import main\na, b, c = {paths}\n"
         "assert main(['convert', a, b]) == main(['convert', b, c]) == main(['diff', a, c]) == 0"
     )
-    wanted = {name: header(files / "a.safetensors")[name]["dtype"] for name in TRUE}
-    assert {name: header(files / "t.safetensors")[name]["dtype"] for name in TRUE} == wanted
+    dtypes = {name: header(files / "a.safetensors")[name]["dtype"] for name in TRUE}
+    assert {name: header(files / "t.safetensors")[name]["dtype"] for name in TRUE} == dtypes
     assert load_file(files / "t.safetensors") == state_of()
 
 
 # ---- state dicts ----
 
 
-def test_what_changes_names_keeps_dtypes(state, without):
+def test_renaming_keeps_dtypes(state, without):
     model = ModelStateDict(state)
     layer = model.get_layer_state("layer")
     assert true_names(layer) == dict(zip(NAMES, NAMES, strict=True))
@@ -318,14 +318,14 @@ def test_what_changes_names_keeps_dtypes(state, without):
     assert true_names({k: v for k, v in state.items() if "e5m2" in k}) == {
         k: v for k, v in TRUE.items() if "e5m2" in k
     }
-    for made in (
+    for renamed_state in (
         state.copy(),
         copy.deepcopy(state),
         pickle.loads(pickle.dumps(state)),
         OptimizerStateDict(state),
         StateDict({name: array[::2].copy()[:, ::-1] for name, array in state.items()}),
     ):
-        assert true_names(made) == TRUE
+        assert true_names(renamed_state) == TRUE
     assert "bfloat16" in repr(state) and "uint16" not in repr(state)
     assert "bfloat16" in state._repr_html_()
 
@@ -342,7 +342,7 @@ def test_integers_are_not_the_floats_of_their_bits(state):
     assert {name for name, _, _ in diff(state, integers).dtypes} == set(TRUE)
 
 
-def test_the_other_byte_order_is_stored_as_what_it_is(tmp_path, without):
+def test_swapped_byte_order_is_stored_natively(tmp_path, without):
     native = every_bit_pattern(stored_dtype("bfloat16"))
     swapped = native.astype(native.dtype.newbyteorder())
     save_file({"w": native}, tmp_path / "native")
@@ -353,14 +353,14 @@ def test_the_other_byte_order_is_stored_as_what_it_is(tmp_path, without):
 def test_casts_read_the_true_dtype(state, without):
     target = {"w": np.zeros((16, 4096), np.float32)}
     load_into(target, {"w": state["layer.bfloat16"]}, cast=True)
-    wanted = every_bit_pattern(np.uint16).astype(np.uint32) << 16
-    np.testing.assert_array_equal(target["w"], wanted.view(np.float32))
+    expected = every_bit_pattern(np.uint16).astype(np.uint32) << 16
+    np.testing.assert_array_equal(target["w"], expected.view(np.float32))
 
 
 def test_caches_move_and_do_not_convert_by_their_bits(without):
-    plain = np.ones((1, 1, 4, 2), np.float32)
-    cache = np.zeros(plain.shape, stored_dtype("bfloat16"))
-    load_into({"w": cache}, {"w": plain}, cast=True)
+    float_cache = np.ones((1, 1, 4, 2), np.float32)
+    cache = np.zeros(float_cache.shape, stored_dtype("bfloat16"))
+    load_into({"w": cache}, {"w": float_cache}, cast=True)
     moved = transition_kv_state(cache, 8, 4)
     assert name_of(moved.dtype) == "bfloat16"
     assert transition_kv_state(cache, 8, 4, dtype=np.float32)[0, 0, :4].tolist() == [[1, 1]] * 4
@@ -377,7 +377,7 @@ def test_caches_move_and_do_not_convert_by_their_bits(without):
 # ---- gradients and ranks ----
 
 
-def test_sums_are_those_of_the_true_dtype(without):
+def test_sums_use_the_true_dtype(without):
     ones = np.zeros(3, stored_dtype("bfloat16"))
     load_into({"w": ones}, {"w": np.ones(3, np.float32)}, cast=True)
     sums = GradientAccumulator(2)

@@ -49,14 +49,14 @@ def nested(levels):
         (nested(100), ValueError, "is nested more than 100 levels deep"),
     ],
 )
-def test_metadata_that_would_come_back_as_something_else_are_named(path, value, kind, text):
+def test_lossy_metadata_values_are_named(path, value, kind, text):
     where = "metadata" if "nested" in text else r"metadata\['sched'\]"
     with pytest.raises(kind, match=f"JSON values .*: {where}.*{text}"):
         mlstate.save(path, {"w": np.ones(2)}, metadata={"sched": value})
     assert not path.exists()
 
 
-def test_what_is_nested_as_deeply_as_may_be_comes_back(path):
+def test_maximum_nesting_round_trips(path):
     mlstate.save(path, {"w": np.ones(2)}, metadata={"sched": nested(99)})
     assert mlstate.load(path).metadata == {"sched": nested(99)}
 
@@ -73,7 +73,7 @@ def test_what_is_nested_as_deeply_as_may_be_comes_back(path):
         ({"lr": float("inf")}, ValueError, r"param_groups\[0\]\['lr'\] is inf, but JSON has"),
     ],
 )
-def test_groups_that_would_come_back_as_something_else_are_named(path, group, kind, text):
+def test_lossy_param_group_values_are_named(path, group, kind, text):
     optimizer = mlstate.OptimizerStateDict({"w.m": np.ones(2)}, param_groups=[group])
     with pytest.raises(kind, match=text):
         mlstate.save(path, {"w": np.ones(2)}, optimizer)

@@ -102,7 +102,7 @@ def test_a_url_without_the_extra_is_an_import_error(place, without_engine, name)
 
 
 @pytest.mark.parametrize("words", COMMANDS_OF_STORES, ids=" ".join)
-def test_a_command_with_a_url_without_the_extra_says_so(place, without_engine, capsys, words):
+def test_command_with_url_names_the_missing_extra(place, without_engine, capsys, words):
     assert main(words) == 2
     assert "pip install 'mlstate[remote]'" in capsys.readouterr().err
 
@@ -111,7 +111,7 @@ def test_a_command_with_a_url_without_the_extra_says_so(place, without_engine, c
     "url",
     ["s3://b", "gs://b/a", "file:///a", "HTTPS://h/x", "abfs+x.y-z://a", b"s3://b", Path("hf://a")],
 )
-def test_anything_with_a_scheme_is_a_url(url):
+def test_paths_with_a_scheme_are_urls(url):
     with pytest.raises(ValueError, match="not a local path"):
         local_path(url)
 
@@ -165,7 +165,7 @@ needs_deleted_folder = pytest.mark.skipif(os.name == "nt", reason="Windows keeps
 
 @needs_deleted_folder
 @pytest.mark.parametrize("name", CALLS)
-def test_every_function_says_that_the_working_folder_is_gone(deleted, name):
+def test_every_function_reports_a_deleted_working_folder(deleted, name):
     with pytest.raises(mlstate.StoreError, match=r"working folder no longer exists") as caught:
         CALLS[name]()
     assert isinstance(caught.value, FileNotFoundError)
@@ -174,7 +174,7 @@ def test_every_function_says_that_the_working_folder_is_gone(deleted, name):
 
 @needs_deleted_folder
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_command_says_that_the_working_folder_is_gone(deleted, capsys, words):
+def test_every_command_reports_a_deleted_working_folder(deleted, capsys, words):
     assert main([word.replace("s3://bucket/", "") for word in words]) == 2
     assert re.search("(run|here).*working folder no longer exists", capsys.readouterr().err)
 

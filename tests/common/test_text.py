@@ -60,7 +60,7 @@ def test_bytes_have_a_unit(count, text):
     assert bytes_text(count) == text
 
 
-def test_tables_align_their_columns_and_count_what_they_leave_out():
+def test_text_tables_align_columns_and_count_omitted_rows():
     rows = [(f"t{i}", "1" * (i % 3)) for i in range(30)]
     lines = table_text(("name", "n"), rows, 4).splitlines()
     assert lines == ["name  n", "t0", "t1    1", "t2    11", "t3", "… 26 more"]
@@ -80,33 +80,33 @@ def test_tables_align_their_columns_and_count_what_they_leave_out():
     ],
 )
 def test_tables_show_hostile_texts_as_they_are(text):
-    found = Table(table_html(text, (text, ""), [(text, text)] * 2))
-    assert found.cells == [text, ""] + [text] * 4 and found.texts == [text]
+    table = Table(table_html(text, (text, ""), [(text, text)] * 2))
+    assert table.cells == [text, ""] + [text] * 4 and table.texts == [text]
 
 
-def test_tables_are_cut_and_say_so():
+def test_long_tables_are_truncated_with_a_note():
     rows = [("<" * 5000, "&" * 5000)] * 10_000
-    made = table_html("10,000 rows", ("a", "b"), rows)
-    found = Table(made)
-    assert len(found.cells) == 2 + 2 * 50 and found.texts[-1] == "… 9,950 more"
-    assert all(len(cell) <= 600 for cell in found.cells) and len(made) < 300_000
+    html = table_html("10,000 rows", ("a", "b"), rows)
+    table = Table(html)
+    assert len(table.cells) == 2 + 2 * 50 and table.texts[-1] == "… 9,950 more"
+    assert all(len(cell) <= 600 for cell in table.cells) and len(html) < 300_000
     assert Table(table_html("none", ("a",), [])).texts == ["none"]
 
 
 def test_numbers_with_their_units_are_aligned_to_the_right():
     rows = [("1", "1.50 MiB", "-", "a"), ("2", "3 B", "0.25 s", "2"), ("3", "", "1e-05 s", "3%")]
-    made = table_html("units", ("name", "bytes", "time", "mixed"), rows)
-    assert "<caption>units</caption>" in made
-    assert "<th>name</th><th class=r>bytes</th><th class=r>time</th><th>mixed</th>" in made
-    assert "<td>2</td><td class=r>3 B</td><td class=r>0.25 s</td><td>2</td>" in made
+    html = table_html("units", ("name", "bytes", "time", "mixed"), rows)
+    assert "<caption>units</caption>" in html
+    assert "<th>name</th><th class=r>bytes</th><th class=r>time</th><th>mixed</th>" in html
+    assert "<td>2</td><td class=r>3 B</td><td class=r>0.25 s</td><td>2</td>" in html
     assert "<thead>" not in table_html("no headers", ("", ""), [("a", "b")])
 
 
 def test_equal_neighbours_can_be_one_row():
     rows = [("first", "1")] + [(f"b{i}", "2") for i in range(100)] + [("x", "3"), ("y", "3")]
-    found = Table(table_html("t", ("name", "n"), rows, collapse=True))
-    assert found.cells[2:] == ["first", "1", "b0 … b99 (100 alike)", "2", "x", "3", "y", "3"]
-    assert "more" not in found.texts[-1]
+    table = Table(table_html("t", ("name", "n"), rows, collapse=True))
+    assert table.cells[2:] == ["first", "1", "b0 … b99 (100 alike)", "2", "x", "3", "y", "3"]
+    assert "more" not in table.texts[-1]
     assert len(Table(table_html("t", ("name", "n"), rows)).cells) == 2 + 2 * 50
 
 

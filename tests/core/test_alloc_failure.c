@@ -18,15 +18,12 @@
 #include "io/file.h"
 #include "io/json_checksum.h"
 #include "io/json_reader.h"
-#include "planning/knapsack.h"
 #include "planning/plan.h"
 #include "planning/schedule_search.h"
 #include "safetensors/safetensors.h"
 #include "state/load_into.h"
 #include "state/name_pairs.h"
 #include "state/name_tree.h"
-#include "state/name_tree_preview.h"
-#include "state/rename_rules.h"
 #include "support/chains.h"
 #include "support/failing_alloc.h"
 #include "support/runner.h"
@@ -75,7 +72,7 @@ static bool old_stands(void)
     return got == 3 && memcmp(seen, "old", 3) == 0;
 }
 
-static mls_code read_whole(mls_status *st)
+static mls_code read_full(mls_status *st)
 {
     unsigned char *data = NULL;
     size_t length = 0;
@@ -88,7 +85,7 @@ static mls_code read_whole(mls_status *st)
 TEST(reading_a_file_survives_every_failure)
 {
     write_old();
-    CHECK(fail_each(read_whole) >= 1);
+    CHECK(fail_each(read_full) >= 1);
 }
 
 static mls_code write_state(mls_status *st)
@@ -102,10 +99,10 @@ static mls_code write_state(mls_status *st)
         .tensors = tensors, .count = 2, .metadata = &pair, .metadata_count = 1};
     const mls_code code = mls_safetensors_write(
         file_path, &content, mls_kernels_of(MLS_CPU_SCALAR), &mls_crc_scalar, st);
-    const long kept = countdown;
+    const long saved_countdown = countdown;
     countdown = 0; /* the check must not fail */
     CHECK(old_stands() == (code != MLS_OK));
-    countdown = kept;
+    countdown = saved_countdown;
     return code;
 }
 
@@ -163,9 +160,9 @@ static mls_code read_shard(mls_status *st)
                                     .part = &all,
                                     .crcs = &sum,
                                     .name = text("x")};
-    const mls_part wanted = {.rank = 1, .start = {1}, .length = {2}, .end = 2};
+    const mls_part requested = {.rank = 1, .start = {1}, .length = {2}, .end = 2};
     unsigned char got[2] = {0};
-    const mls_read_range piece = {.shard = &shard, .to = &wanted, .data = got};
+    const mls_read_range piece = {.shard = &shard, .to = &requested, .data = got};
     size_t failed = 77;
     const mls_code code = mls_shards_read(
         &(mls_read_request){
@@ -320,11 +317,11 @@ static mls_code write_shards(mls_status *st)
     const mls_shard_job job = second_job(items);
     mls_shards_written written = {.shard_count = 77};
     const mls_code code = mls_shards_write(&job, &written, st);
-    const long kept = countdown;
+    const long saved_countdown = countdown;
     countdown = 0; /* the check must not fail */
     CHECK(written.shard_count == (code == MLS_OK ? 4U : 77U));
     CHECK(pool_files() == (code == MLS_OK ? 4U + 3U : 4U));
-    countdown = kept;
+    countdown = saved_countdown;
     return code;
 }
 
@@ -346,7 +343,7 @@ static mls_code write_layers(mls_status *st)
     job.incremental = true;
     mls_shards_written written = {.shard_count = 77};
     const mls_code code = mls_shards_write(&job, &written, st);
-    const long kept = countdown;
+    const long saved_countdown = countdown;
     countdown = 0; /* the check must not fail */
     CHECK(written.shard_count == (code == MLS_OK ? 4U : 77U));
     CHECK(code != MLS_OK || written.new_bytes == 2 * 256);
@@ -355,8 +352,8 @@ static mls_code write_layers(mls_status *st)
         CHECK(index.shard_count == 4);
         for (size_t i = 0; i < 4; i++) {
             static const size_t layers[] = {0, 99, 2, 1};
-            const mls_layers *found = index.shards[i].layers;
-            CHECK(found == NULL ? layers[i] == 99 : found->count == layers[i]);
+            const mls_layers *overlays = index.shards[i].layers;
+            CHECK(overlays == NULL ? layers[i] == 99 : overlays->count == layers[i]);
         }
         for (size_t i = 0; i < index.file_count; i++) {
             if (strstr(index.files[i].path, generations[1]) != NULL) {
@@ -367,18 +364,18 @@ static mls_code write_layers(mls_status *st)
         mls_index_fini(&index);
     }
     CHECK(pool_files() == 4); /* the old files */
-    countdown = kept;
+    countdown = saved_countdown;
     return code;
 }
 
 static mls_code verify_shards(mls_status *st)
 {
-    mls_problems found = {.count = 77};
+    mls_problems problems = {.count = 77};
     const mls_code code =
-        mls_index_verify(pool_fd, &committed, &mls_crc_scalar, NULL, NULL, &found, st);
-    CHECK(found.count == (code == MLS_OK ? 1 : 77)); /* a file is missing */
+        mls_index_verify(pool_fd, &committed, &mls_crc_scalar, NULL, NULL, &problems, st);
+    CHECK(problems.count == (code == MLS_OK ? 1 : 77)); /* a file is missing */
     if (code == MLS_OK) {
-        mls_problems_fini(&found);
+        mls_problems_fini(&problems);
     }
     return code;
 }
@@ -432,8 +429,8 @@ static mls_code find_shards(mls_status *st)
 static mls_code plan_load(mls_status *st)
 {
     const mls_index *const indexes[] = {&committed};
-    const mls_cutting whole = {0};
-    const long kept = countdown;
+    const mls_cutting full = {0};
+    const long saved_countdown = countdown;
     const char *file;
     mls_merged_index merged;
     mls_load_plan plan;
@@ -441,13 +438,13 @@ static mls_code plan_load(mls_status *st)
     static unsigned char memory[1 << 20];
     countdown = 0; /* list_shards tests the merged index */
     CHECK(mls_merged_index_init(&merged, indexes, 1, st) == MLS_OK);
-    countdown = kept;
+    countdown = saved_countdown;
     mls_code code = mls_load_plan_init(&plan, &merged, 1, st);
     CHECK(code == MLS_OK || plan.wanted == NULL);
     if (code == MLS_OK) {
         const mls_index_shard *facts = merged.tensors[0].facts;
         mls_wanted *w = mls_load_plan_add(&plan, &facts->id);
-        CHECK(w != NULL && mls_wanted_cut(w, &whole, st) == MLS_OK);
+        CHECK(w != NULL && mls_wanted_cut(w, &full, st) == MLS_OK);
         code = mls_load_plan_find(&plan, pool_fd, &file, st);
         mls_tensor view = {.data = memory, .dtype = MLS_U16, .rank = 1, .shape = {8}};
         view.strides[0] = 4;
@@ -540,47 +537,6 @@ TEST(a_tree_of_names_survives_every_failure)
     CHECK(fail_each(make_tree) >= 4);
 }
 
-static mls_name_tree *outlined; /* input of the next job */
-
-static mls_code outline_names(mls_status *st)
-{
-    mls_name_tree_preview_row *rows = NULL;
-    size_t count = 77;
-    const mls_code code = mls_name_tree_preview_new(outlined, 120, 12, &rows, &count, st);
-    CHECK((code == MLS_OK) == (rows != NULL) && count == (code == MLS_OK ? 3 : 77));
-    mls_free(rows);
-    return code;
-}
-
-TEST(outlining_names_survives_every_failure)
-{
-    const mls_str list[] = {text("a.b"), text("a.c")};
-    outlined = NULL;
-    countdown = 0;
-    CHECK(mls_name_tree_new(list, 2, &outlined, &status) == MLS_OK);
-    CHECK(fail_each(outline_names) == 4);
-    mls_name_tree_free(outlined);
-}
-
-static mls_code explain_names(mls_status *st)
-{
-    const mls_str unexpected[] = {text("module._orig_mod.a"), text("module.b"),
-                                  text("module._orig_mod.c._fsdp_wrapped_module.w")};
-    const mls_str missing[] = {text("a"), text("b"), text("c.w")};
-    mls_explanation found = {.rule_count = 77};
-    const mls_code code = mls_name_tree_explain(unexpected, 3, missing, 3, &found, st);
-    CHECK(found.rule_count == (code == MLS_OK ? 3 : 77));
-    if (code == MLS_OK) {
-        mls_explanation_fini(&found);
-    }
-    return code;
-}
-
-TEST(explaining_names_survives_every_failure)
-{
-    CHECK(fail_each(explain_names) >= 12);
-}
-
 /* Lists in different orders, which need a hash table. */
 static mls_code match_names(mls_status *st)
 {
@@ -589,26 +545,9 @@ static mls_code match_names(mls_status *st)
     return mls_pair_names(a, 2, b, 2, partners, rest, &count, st);
 }
 
-static mls_code sum_names(mls_status *st)
-{
-    const mls_str one = {"a.b", 3};
-    const mls_name_tree_preview_sum leaf = {1, "int8"};
-    mls_name_tree *names = NULL;
-    mls_name_tree_preview_sum *sums = NULL;
-    mls_code code = mls_name_tree_new(&one, 1, &names, st);
-    if (code == MLS_OK) {
-        code = mls_name_tree_preview_sums(names, &leaf, &sums, st);
-        CHECK((code == MLS_OK) == (sums != NULL));
-        mls_free(sums);
-        mls_name_tree_free(names);
-    }
-    return code;
-}
-
-TEST(matching_and_summing_names_survives_every_failure)
+TEST(matching_names_survives_every_failure)
 {
     CHECK(fail_each(match_names) >= 1);
-    CHECK(fail_each(sum_names) >= 2);
 }
 
 /* ---- items of a save ---- */
@@ -683,26 +622,6 @@ static mls_code find_schedule(mls_status *st)
     return code;
 }
 
-static mls_code choose_items(mls_status *st)
-{
-    enum { COUNT = 300 };
-    double seconds[COUNT];
-    int64_t bytes[COUNT];
-    uint64_t seed = 6;
-    for (size_t i = 0; i < COUNT; i++) {
-        seconds[i] = (double)random_below(&seed, 1000);
-        bytes[i] = random_below(&seed, 1000);
-    }
-    const mls_knapsack_items items = {.seconds = seconds, .bytes = bytes, .count = COUNT};
-    unsigned char kept[COUNT];
-    memset(kept, 9, sizeof kept);
-    mls_knapsack_result result;
-    const mls_code code =
-        mls_knapsack(&items, 30000, 0, (mls_poll){0}, kept, &result, st);
-    CHECK(code == MLS_OK || (kept[0] == 9 && kept[COUNT - 1] == 9));
-    return code;
-}
-
 /* If an allocation fails, no plan is returned. */
 static mls_code make_plan(size_t slots, mls_status *st)
 {
@@ -736,7 +655,7 @@ static mls_code plan_that_fits(mls_status *st)
     return make_plan(1, st);
 }
 
-static mls_code whole_curve(mls_status *st)
+static mls_code read_curve(mls_status *st)
 {
     uint64_t seed = 4;
     test_chain r;
@@ -754,17 +673,12 @@ TEST(planning_survives_every_failure)
     CHECK(fail_each(plan_to_the_byte) >= 30);
     CHECK(fail_each(plan_by_slots) >= 8);
     CHECK(fail_each(plan_that_fits) >= 8);
-    CHECK(fail_each(whole_curve) >= 30);
+    CHECK(fail_each(read_curve) >= 30);
 }
 
 TEST(searching_for_schedules_survives_every_failure)
 {
     CHECK(fail_each(find_schedule) >= 6);
-}
-
-TEST(choosing_survives_every_failure)
-{
-    CHECK(fail_each(choose_items) >= 6);
 }
 
 /* ---- tiers ---- */

@@ -31,7 +31,7 @@ static mls_code write_coded(mls_status *st)
     job.codecs = &codec.codecs;
     mls_shards_written written = {.shard_count = 77};
     const mls_code code = mls_shards_write(&job, &written, st);
-    const long kept = countdown;
+    const long saved_countdown = countdown;
     countdown = 0; /* the check must not fail */
     CHECK(written.shard_count == (code == MLS_OK ? 2U : 77U));
     CHECK(pool_files() == (code == MLS_OK ? 5U : 2U));
@@ -48,7 +48,7 @@ static mls_code write_coded(mls_status *st)
         CHECK(unlinkat(pool_fd, written.path, 0) == 0);
         mls_index_fini(&index);
     }
-    countdown = kept;
+    countdown = saved_countdown;
     return code;
 }
 

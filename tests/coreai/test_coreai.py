@@ -164,8 +164,8 @@ def test_two_models_of_different_size_show_the_sequence():
     large = {"k": (2, 1, 2, 128, 8), "rows": (2, 1, 16, 1, 128), "window": (2, 4, 3)}
     assert [s.seq_axis for s in state_specs(small, large).values()] == [3, 4, None]
     assert [s.seq_axis for s in state_specs(small).values()] == [None, None, None]
-    given = state_specs(small, seq_axis=-2)
-    assert [s.seq_axis for s in given.values()] == [3, 3, 1]
+    specs = state_specs(small, seq_axis=-2)
+    assert [s.seq_axis for s in specs.values()] == [3, 3, 1]
     assert state_specs({"k": KV}, seq_axis=0)["k"].seq_axis == 3, "a dynamic state keeps its axis"
 
 

@@ -133,7 +133,7 @@ def test_replaced_array_of_another_shape_is_refused():
 
 
 @pytest.mark.parametrize("shared_state", [True, False])
-def test_chunk_models_share_states_or_have_their_own(shared_state):
+def test_chunk_models_share_or_separate_states(shared_state):
     chunks = [Function(DYNAMIC), Function({}), Function(DYNAMIC)]
     manager = StateManager(chunks, (8, 16), shared_state=shared_state)
     states = [manager.state] if shared_state else [manager.state[0], manager.state[2]]
@@ -216,7 +216,7 @@ def test_refill_refuses_a_coroutine_function():
         manager.refill(range(9), prefill)
     assert manager.state == former
     assert manager.refill(range(9), lambda *batch: None).action == "refill"
-    for call in (manager.refill, lambda *given: asyncio.run(manager.refill_async(*given))):
+    for call in (manager.refill, lambda *arguments: asyncio.run(manager.refill_async(*arguments))):
         with pytest.raises(TypeError, match="prefill must be a callable"):
             call(range(9), None)
         with pytest.raises(TypeError, match="tokens must be"):

@@ -112,7 +112,7 @@ def test_unknown_function_is_named_with_those_that_exist():
     assert (e.value.name, e.value.got) == ("big", "big")
 
 
-def test_no_default_among_several_functions_is_said():
+def test_missing_default_function_is_an_error():
     with pytest.raises(CompatibilityError, match=r"2 functions and names no default: choose one"):
         state_specs(spec_bytes(functions=FUNCTIONS))
     assert state_specs(spec_bytes(functions=FUNCTIONS[:1])).function == "short"
@@ -145,7 +145,7 @@ class Spec:
     """The two attributes of a specification object that are used."""
 
     def __init__(self, *states):
-        self.description = Description(b"".join(field(13, given) for given in states))
+        self.description = Description(b"".join(field(13, feature) for feature in states))
 
 
 class Model:
@@ -246,7 +246,7 @@ def test_missing_package_is_a_file_not_found_error(tmp_path):
     assert Path(caught.value.path) == tmp_path / "none.mlpackage"
 
 
-def test_a_fault_is_told_with_file_and_offset(tmp_path):
+def test_damage_is_reported_with_file_and_offset(tmp_path):
     package = write_package(tmp_path / "m.mlpackage", spec_bytes(state("kv", (2, 1, 0, 32))))
     with pytest.raises(
         FormatError, match=r"^Data/com.apple.CoreML/model.mlmodel: byte \d+: state kv: "
@@ -259,7 +259,7 @@ def test_a_fault_is_told_with_file_and_offset(tmp_path):
     assert Path(e.value.path) == package
 
 
-def test_unknown_data_type_is_told_by_its_number():
+def test_unknown_data_type_is_reported_by_number():
     with pytest.raises(FormatError, match=r"data type 12345, which is unknown") as e:
         state_specs(spec_bytes(state("kv", KV, 12345)))
     assert e.value.got == "data type 12345"
@@ -282,10 +282,10 @@ def test_unknown_data_type_is_told_by_its_number():
     )
 )
 @settings(deadline=None)
-def test_reads_back_whatever_was_declared(states):
+def test_declared_states_round_trip(states):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StateShapeWarning)
-        specs = state_specs(spec_bytes(*(state(*given) for given in states)))
+        specs = state_specs(spec_bytes(*(state(*declaration) for declaration in states)))
     assert [(spec.name, list(spec.shape)) for spec in specs.values()] == [
         (name, shape) for name, shape, _, _ in states
     ]
@@ -422,12 +422,12 @@ def test_plan_refuses_a_negative_position(position):
 
 
 @pytest.mark.parametrize("position", [1.5, "3", None])
-def test_plan_refuses_a_position_that_is_no_integer(position):
+def test_plan_refuses_non_integer_positions(position):
     with pytest.raises(TypeError, match="position must be an integer"):
         plan_transition(specs_of(model(256)), specs_of(model(512)), position)
 
 
-def test_plan_is_plain_data_and_escaped_html():
+def test_plan_is_json_data_and_escaped_html():
     plan = plan_transition(specs_of(model(256, name="<script>")), specs_of(model(512)), np.int64(5))
     data = json.loads(json.dumps(plan.to_dict()))
     assert data["fits"] is False
@@ -476,7 +476,7 @@ def test_double_reads_float16_as_a_fresh_float32_copy():
     assert not fake.read_state("kv").any()
 
 
-def test_double_rounds_what_is_written_to_float16():
+def test_double_rounds_writes_to_float16():
     fake = FakeMLState({"kv": (3,)})
     fake.write_state(name="kv", value=np.array([1 + 2**-12, 1e9, np.nan], np.float64))
     np.testing.assert_array_equal(fake.read_state("kv"), np.float32([1, np.inf, np.nan]))
@@ -485,7 +485,7 @@ def test_double_rounds_what_is_written_to_float16():
 @pytest.mark.parametrize(
     ("dtype", "read"), [("float16", "float32"), ("float32", "float32"), ("int32", "int32")]
 )
-def test_double_is_made_from_specs(dtype, read):
+def test_double_is_created_from_specs(dtype, read):
     fake = FakeMLState({"s": StateSpec("s", (4,), np.dtype(dtype))})
     assert fake.read_state("s").dtype == read
     fake.write_state("s", np.arange(4, dtype=np.int32))
@@ -515,7 +515,7 @@ def read_only(array):
         (read_only(np.zeros((2, 3), np.float32)), "read-only"),
     ],
 )
-def test_double_refuses_what_core_ml_refuses(value, text):
+def test_double_refuses_the_same_writes_as_core_ml(value, text):
     fake = FakeMLState({"kv": (2, 3)})
     fake.write_state("kv", np.ones((2, 3), np.float32))
     with pytest.raises(RuntimeError, match=text):
@@ -593,18 +593,18 @@ def test_equal_lengths_work_either_way(move):
     assert target.read_state(name="kv").astype(np.float16).tobytes() == value.tobytes()
 
 
-@pytest.mark.parametrize("given", ["f2", "f4", ">f4", "strided", "read-only", "bfloat16"])
-def test_core_ml_is_handed_float32_for_floats_of_up_to_32_bits(given):
+@pytest.mark.parametrize("kind", ["f2", "f4", ">f4", "strided", "read-only", "bfloat16"])
+def test_core_ml_is_handed_float32_for_floats_of_up_to_32_bits(kind):
     class Odd(Spy):
         def read_state(self, *, name):
             value = super().read_state(name=name)
-            if given == "strided":
+            if kind == "strided":
                 return np.asfortranarray(value)
-            if given == "read-only":
+            if kind == "read-only":
                 return read_only(value)
-            if given == "bfloat16":
+            if kind == "bfloat16":
                 return value.astype(pytest.importorskip("ml_dtypes").bfloat16)
-            return value.astype(given)
+            return value.astype(kind)
 
     for move, lengths in ((transition_coreml_state, (16, 40)), (compact_coreml_state, (40, 16))):
         _, target, value = pair(*lengths)
@@ -618,14 +618,14 @@ def test_core_ml_is_handed_float32_for_floats_of_up_to_32_bits(given):
         np.testing.assert_array_equal(written[:, :, :7], np.round(value * 4)[:, :, :7])
 
 
-@pytest.mark.parametrize("given", ["<f8", ">f8"])
-def test_a_float64_state_keeps_every_bit(given):
+@pytest.mark.parametrize("dtype", ["<f8", ">f8"])
+def test_a_float64_state_keeps_every_bit(dtype):
     value = np.full((1, 1, 4, 4), 1e300)
     value[..., 0] = 1 / 3
 
     class Wide(Spy):
         def read_state(self, *, name):
-            return value.astype(given)
+            return value.astype(dtype)
 
     for move, length in ((transition_coreml_state, 8), (compact_coreml_state, 3)):
         target = Spy({"kv": (1, 1, length, 4)})
@@ -634,11 +634,11 @@ def test_a_float64_state_keeps_every_bit(given):
         np.testing.assert_array_equal(target.written[:, :, :3], value[:, :, :3])
 
 
-@pytest.mark.parametrize("given", ["u1", "u4", "i2", "i8", "?", "c8"])
-def test_dtypes_that_core_ml_does_not_take_are_refused(given):
+@pytest.mark.parametrize("dtype", ["u1", "u4", "i2", "i8", "?", "c8"])
+def test_dtypes_that_core_ml_does_not_take_are_refused(dtype):
     class Odd(Spy):
         def read_state(self, *, name):
-            return super().read_state(name=name).astype(given)
+            return super().read_state(name=name).astype(dtype)
 
     target = Spy({"kv": (1, 1, 8, 4)})
     with pytest.raises(CompatibilityError, match=r"kv: read_state gave .* float32, float64, int32"):
@@ -678,9 +678,9 @@ LAYOUTS = [((3, 1, 2, 16, 8), -2), ((3, 1, 64, 1, 16), -1), ((3, 1, 64, 1, 16), 
 
 def longer(shape, axis, length):
     """The shape with another number of positions."""
-    made = list(shape)
-    made[axis] = length
-    return tuple(made)
+    shape_list = list(shape)
+    shape_list[axis] = length
+    return tuple(shape_list)
 
 
 @pytest.mark.parametrize("with_specs", [True, False])
@@ -744,7 +744,7 @@ def test_plans_of_any_layout(shape, axis):
     assert plan_transition(*states[::-1], 9, seq_axis=axis).moves[0].direction == "compact"
 
 
-def test_compaction_into_a_longer_state_is_what_compact_kv_state_does():
+def test_compaction_into_a_longer_state_matches_compact_kv_state():
     source, target = FakeMLState({"kv": (2, 3, 16, 8)}), FakeMLState({"kv": (2, 3, 40, 8)})
     source.write_state("kv", np.ones((2, 3, 16, 8), np.float32))
     compact_coreml_state(source, target, "kv", 16)
@@ -753,7 +753,7 @@ def test_compaction_into_a_longer_state_is_what_compact_kv_state_does():
 
 @pytest.mark.parametrize("with_specs", [True, False])
 @pytest.mark.parametrize(("move", "have", "want", "position", "error", "text", "name"), BAD)
-def test_everything_is_checked_before_the_write(
+def test_arguments_are_checked_before_the_write(
     move, have, want, position, error, text, name, with_specs
 ):
     source, target = Spy({"kv": have}), Spy({"kv": want})
@@ -770,7 +770,7 @@ def test_everything_is_checked_before_the_write(
         assert caught.value.got
 
 
-def test_a_name_that_the_target_lacks_is_told_before_any_read():
+def test_name_missing_in_the_target_is_refused_before_reading():
     source, target, _ = pair(16, 40)
     with pytest.raises(
         CompatibilityError, match=r"other: .* no state of this name; there are 'kv'"
@@ -783,13 +783,13 @@ def test_a_name_that_the_target_lacks_is_told_before_any_read():
 @pytest.mark.parametrize("move", [transition_coreml_state, compact_coreml_state])
 def test_several_names_in_one_call_are_refused_with_those_that_exist(move, names):
     source, target, _ = pair(16, 40)
-    for specs, known in ((specs_for(40), "there are 'kv'"), (None, r"state_specs\(model\) lists")):
-        with pytest.raises(TypeError, match=rf"name of one state, got .*call once for .*{known}"):
+    for specs, hint in ((specs_for(40), "there are 'kv'"), (None, r"state_specs\(model\) lists")):
+        with pytest.raises(TypeError, match=rf"name of one state, got .*call once for .*{hint}"):
             move(source, target, names, 5, specs=specs)
     assert source.reads == target.reads == target.writes == 0
 
 
-def test_a_name_that_core_ml_lacks_is_its_own_error():
+def test_name_missing_in_core_ml_raises_its_error():
     source, target, _ = pair(16, 40)
     with pytest.raises(RuntimeError, match=r"no state is called 'other'"):
         transition_coreml_state(source, target, "other", 5)
@@ -815,6 +815,6 @@ def test_several_states_move_by_the_plan():
     for move in plan.moves:
         transition_coreml_state(source, target, move.name, plan.position, specs=specs[64])
     for name, move in zip("kv", plan.moves, strict=True):
-        held = np.count_nonzero(target.read_state(name)) * 2
-        assert held == move.copied_bytes
+        copied_bytes = np.count_nonzero(target.read_state(name)) * 2
+        assert copied_bytes == move.copied_bytes
     assert (source.reads, target.writes) == (2, 2)

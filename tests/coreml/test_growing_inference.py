@@ -137,8 +137,8 @@ def test_any_settings_give_the_peers_tokens(
     example, peers, prompt, batch_size, reserve_batches, overflow, preserve_prompt
 ):
     sizes, count = (8, 12, 20, 32), 80
-    kept = min(max(1, 32 // batch_size - reserve_batches) * batch_size, 32 - batch_size)
-    assume(not preserve_prompt or len(prompt) < kept)  # else the peer drops the newest token
+    token_limit = min(max(1, 32 // batch_size - reserve_batches) * batch_size, 32 - batch_size)
+    assume(not preserve_prompt or len(prompt) < token_limit)  # else the peer drops the newest token
     shared = {"batch_size": batch_size, "reserve_batches": reserve_batches}
     tokens, _ = our_tokens(
         example,
@@ -179,20 +179,20 @@ def test_a_prompt_longer_than_every_context_is_refilled(example):
     options = {"overflow": "shift_refill", "batch_size": 4, "reserve_batches": 2}
     tokens, manager = our_tokens(example, (16, 32), prompt, 5, **options)
     assert manager.changes == [("refill", 32)]
-    kept, _ = our_tokens(example, (16, 32), prompt[-24:], 5, **options)
-    assert tokens == kept and len(tokens) == 5
+    expected, _ = our_tokens(example, (16, 32), prompt[-24:], 5, **options)
+    assert tokens == expected and len(tokens) == 5
 
 
-def test_a_lost_token_changes_what_the_models_generate(example, monkeypatch):
+def test_lost_token_changes_the_generated_tokens(example, monkeypatch):
     """The fake models would notice a transition that drops one position."""
     options = {"batch_size": 4}
     expected, _ = our_tokens(example, (16, 32), [5, 6, 7], 25, **options)
-    resize = StateManager._resize_state
+    move = StateManager._move_state
 
-    def resize_without_the_last(self, source, target, name, spec, position, compact):
-        resize(self, source, target, name, spec, position - 1, compact)
+    def move_without_the_last(self, source, target, name, specs, positions, compact):
+        move(self, source, target, name, specs, positions and positions - 1, compact)
 
-    monkeypatch.setattr(StateManager, "_resize_state", resize_without_the_last)
+    monkeypatch.setattr(StateManager, "_move_state", move_without_the_last)
     damaged, _ = our_tokens(example, (16, 32), [5, 6, 7], 25, **options)
     assert damaged[:14] == expected[:14] and damaged != expected
 

@@ -51,8 +51,8 @@ def whole(*shape, dtype=F16, entry="recurrent"):
 def outcome(states, position):
     """The names and arrays that a transition writes, from a formula; None if it refuses."""
     written = {}
-    for name, (given, value) in states.items():
-        source, target = given.shapes
+    for name, (spec, value) in states.items():
+        source, target = spec.shapes
         if source == target:
             written[name] = value
             continue
@@ -60,7 +60,7 @@ def outcome(states, position):
         differing = [axis for axis, lengths in enumerate(pairs) if lengths[0] != lengths[1]]
         if len(source) != len(target) or differing != [2] or position > min(pairs[2]):
             return None
-        written[name] = np.zeros(target, given.dtype)
+        written[name] = np.zeros(target, spec.dtype)
         written[name][:, :, :position] = value[:, :, :position]
     return written
 
@@ -80,14 +80,17 @@ def by_plan(module):
     def plan(states, contexts, position):
         specs = [{n: s.spec(which, n) for n, (s, _) in states.items()} for which in (0, 1)]
         if module is coreai:
-            specs = [{n: coreai.StateSpec(*spec) for n, spec in given.items()} for given in specs]
+            specs = [
+                {n: coreai.StateSpec(*spec) for n, spec in specs_by_name.items()}
+                for specs_by_name in specs
+            ]
         result = module.plan_transition(*specs, position)
         assert result.fits == (not result.problems)
         for move in result.moves if result.fits else ():
-            given = states[move.name][0]
-            size = np.prod(given.shapes[1], dtype=int) * given.dtype.itemsize
+            specs_by_name = states[move.name][0]
+            size = np.prod(specs_by_name.shapes[1], dtype=int) * specs_by_name.dtype.itemsize
             assert move.copied_bytes + move.zeroed_bytes == size
-            if given.shapes[0] == given.shapes[1]:
+            if specs_by_name.shapes[0] == specs_by_name.shapes[1]:
                 assert (move.direction, move.zeroed_bytes) == ("same", 0)
         return result.fits
 
@@ -97,8 +100,8 @@ def by_plan(module):
 def by_functions(states, contexts, position):
     specs = [{n: s.spec(which, n) for n, (s, _) in states.items()} for which in (0, 1)]
     source, target = map(FakeMLState, specs)
-    for name, (given, value) in states.items():
-        source.write_state(name, np.require(value, writable(given), ["C", "W"]))
+    for name, (spec, value) in states.items():
+        source.write_state(name, np.require(value, writable(spec), ["C", "W"]))
     move = transition_coreml_state if contexts[0] < contexts[1] else compact_coreml_state
     refused = False
     for name in states:
@@ -112,8 +115,8 @@ def by_functions(states, contexts, position):
     return None if refused else {name: target.read_state(name) for name in states}
 
 
-def writable(given):
-    return I32 if given.dtype == I32 else np.float32
+def writable(spec):
+    return I32 if spec.dtype == I32 else np.float32
 
 
 def moved_by(manager, contexts, position):
@@ -132,8 +135,8 @@ def by_coreml_manager(states, contexts, position):
         manager = coreml.StateManager(dict(sorted(models.items())))
         manager.grow_if_needed(0, contexts[0])
         source = manager.state
-        for name, (given, value) in states.items():
-            source.write_state(name, np.require(value, writable(given), ["C", "W"]))
+        for name, (spec, value) in states.items():
+            source.write_state(name, np.require(value, writable(spec), ["C", "W"]))
         try:
             assert moved_by(manager, contexts, position)
         except REFUSALS:
@@ -174,8 +177,8 @@ def by_coreai_manager(states, contexts, position):
 def by_cache(states, contexts, position):
     def move():
         entries = [
-            CacheEntry(name, given.entry, given.shapes[0], given.dtype, window=given.window)
-            for name, (given, _) in states.items()
+            CacheEntry(name, spec.entry, spec.shapes[0], spec.dtype, window=spec.window)
+            for name, (spec, _) in states.items()
         ]
         arrays = {name: value.copy() for name, (_, value) in states.items()}
         cache = CacheState(CacheSpec(entries), arrays, position)
@@ -228,9 +231,9 @@ def random_states(rng):
         chosen.append(odd_state(rng, contexts))
     rng.shuffle(chosen)
     states = {}
-    for number, given in enumerate(chosen):
-        value = np.asarray(rng.randint(1, 50) + np.arange(np.prod(given.shapes[0], dtype=int)))
-        states[f"s{number}"] = given, value.reshape(given.shapes[0]).astype(given.dtype)
+    for number, spec in enumerate(chosen):
+        value = np.asarray(rng.randint(1, 50) + np.arange(np.prod(spec.shapes[0], dtype=int)))
+        states[f"s{number}"] = spec, value.reshape(spec.shapes[0]).astype(spec.dtype)
     position = rng.choice([0, 1, 3, min(contexts), min(contexts) + 1, max(contexts), 70])
     return states, contexts, position
 
@@ -245,7 +248,7 @@ def test_every_way_to_move_states_agrees(seed, fake_arrays):
             expected is not None
         )
     ways = [by_functions, by_coreml_manager, by_coreai_manager]
-    if all(given.entry for given, _ in states.values()):
+    if all(spec.entry for spec, _ in states.values()):
         ways.append(by_cache)
     for move in ways:
         written = move(states, contexts, position)
@@ -262,8 +265,8 @@ def test_the_command_agrees_with_the_functions(seed, tmp_path, capsys):
     packages = []
     for which in (0, 1):
         declared = [
-            state(name, given.shapes[which], *([INT32_CODE] if given.dtype == I32 else []))
-            for name, (given, _) in states.items()
+            state(name, spec.shapes[which], *([INT32_CODE] if spec.dtype == I32 else []))
+            for name, (spec, _) in states.items()
         ]
         packages.append(str(write_package(tmp_path / f"{which}.mlpackage", spec_bytes(*declared))))
     status = main(["coreml", "plan", *packages, "--at", str(position)])
@@ -341,9 +344,9 @@ def test_integers_are_not_written_into_a_state_of_floats():
     source, target = FakeMLState({"n": count}), FakeMLState({"n": (2, 1)})
     for specs in (None, {"n": StateSpec("n", (2, 1), F16)}):
         for states in ((source, target), (target, source)):
-            wanted = specs and {"n": count if states[1] is source else specs["n"]}
+            target_specs = specs and {"n": count if states[1] is source else specs["n"]}
             with pytest.raises(CompatibilityError, match="use models with the same dtype"):
-                transition_coreml_state(*states, "n", 1, specs=wanted)
+                transition_coreml_state(*states, "n", 1, specs=target_specs)
     assert source.writes == target.writes == 0
 
 
@@ -478,9 +481,9 @@ def test_a_decoder_with_windows_and_a_recurrent_state_does_not_notice_growth(win
         decode(manager.state, token)
         decode(fixed, token)
         for name in shapes(32):
-            held = manager.state.read_state(name)
+            actual = manager.state.read_state(name)
             expected = fixed.read_state(name)
             if name in ("local", "global"):
-                expected = expected[:, :, : held.shape[2]]
-            assert np.array_equal(held, expected), (token, name)
+                expected = expected[:, :, : actual.shape[2]]
+            assert np.array_equal(actual, expected), (token, name)
     assert sizes == {4, 8, 16, 32}

@@ -139,7 +139,7 @@ def test_an_empty_state_is_replaced_without_reads_and_writes():
     assert manager.size == 8 and not manager.state.read_state("kv").any()
 
 
-def test_a_full_ladder_changes_nothing():
+def test_full_ladder_stops_without_moving_the_state():
     manager = managed(8, 16)
     manager.grow_if_needed(0, new_tokens=16)
     full = manager.state
@@ -147,7 +147,7 @@ def test_a_full_ladder_changes_nothing():
     assert manager.state is full and (full.reads, full.writes) == (0, 0)
 
 
-def test_memory_of_a_move_is_that_of_one_state_at_a_time():
+def test_move_needs_memory_for_one_state_at_a_time():
     def shapes(size):
         return {f"kv_{i}": (4, 2, size, 64) for i in range(6)}
 
@@ -289,8 +289,8 @@ def test_a_refill_prefills_the_kept_tokens_into_a_new_state(kind):
     step = manager.refill(kind(range(100, 117)), prefill)
     assert (step.action, step.kept_tokens) == ("refill", 12)
     assert [position for _, position in calls] == [0, 4, 8]
-    kept = [100, 101, *range(107, 117)]
-    assert [token for tokens, _ in calls for token in tokens] == kept
+    expected = [100, 101, *range(107, 117)]
+    assert [token for tokens, _ in calls for token in tokens] == expected
     assert manager.state is not full and full.reads == full.writes == 0
 
 
@@ -302,7 +302,7 @@ def test_a_refill_can_move_to_another_size():
     assert manager.refill(range(12), lambda *_: sizes.append(manager.size)).size == 16
 
 
-def test_a_refill_that_drops_nothing_changes_nothing():
+def test_refill_without_dropped_tokens_keeps_the_state():
     manager = refilled()
     full = manager.state
     assert manager.refill(range(12), pytest.fail).action == "stop" and manager.state is full
@@ -335,7 +335,7 @@ def test_refills_and_shrinks_of_random_ladders_keep_the_newest_token():
     assert refills > 100
 
 
-def test_a_prompt_without_room_changes_nothing():
+def test_prompt_without_room_keeps_the_state():
     manager = refilled(prompt_tokens=13)
     full = manager.state
     for move in (
@@ -459,7 +459,7 @@ def test_a_failed_move_leaves_the_manager_unchanged(fail, shrinks):
         ({"kv": StateSpec("kv", (2, 1, 16, 8), np.dtype(np.int32))}, r"int32 .*the same dtype"),
     ],
 )
-def test_models_whose_states_differ_are_refused_before_anything_changes(shapes, text):
+def test_models_with_different_states_are_refused_before_a_move(shapes, text):
     with pytest.raises(CompatibilityError, match=text):
         StateManager({8: Model(8), 16: Model(16, **shapes)})
     manager = StateManager({8: Loader(8), 16: Loader(16, **shapes)})
@@ -521,7 +521,7 @@ def test_wrong_models_are_refused(models, error, text):
 
 
 @pytest.mark.parametrize("returned", [None, "m.mlpackage", [None], []])
-def test_a_callable_that_returns_no_model_is_refused_before_anything_changes(returned):
+def test_loader_without_a_model_is_refused_before_a_move(returned):
     manager = StateManager({8: Model(8), 16: lambda: returned})
     source = manager.state
     fill(source)
@@ -548,7 +548,7 @@ def test_a_callable_that_returns_no_model_is_refused_before_anything_changes(ret
         (lambda m: m.refill(range(20), print), ValueError, "the ladder has no batch_size"),
     ],
 )
-def test_wrong_positions_and_sizes_change_nothing(call, error, text):
+def test_invalid_positions_and_sizes_keep_the_state(call, error, text):
     manager = managed(4, 8, 16)
     manager.grow_if_needed(0, new_tokens=8)
     source = manager.state
@@ -573,8 +573,8 @@ def test_an_old_coremltools_is_named_with_its_version(monkeypatch, version):
         module = SimpleNamespace(__version__=version)
         monkeypatch.setitem(sys.modules, "coremltools", module)
     manager = StateManager({8: Model(8, lambda shapes: object())})
-    found = version or "an unknown version"
-    text = f"coremltools 9.0 or newer is needed to move states, found {found}"
+    version_text = version or "an unknown version"
+    text = f"coremltools 9.0 or newer is needed to move states, found {version_text}"
     with pytest.raises(CompatibilityError, match=f"the state has no read_state: {text}"):
         manager.state  # noqa: B018
     old = type("MLModel", (), {"__module__": "coremltools.models.model"})

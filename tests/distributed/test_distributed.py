@@ -29,10 +29,10 @@ def rank_1_raises(function, error, text):
     assert f"rank 1 failed: {error.__name__}: {second}" in str(first)
 
 
-def same_bits(found, expected):
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert found.tobytes() == np.ascontiguousarray(expected).tobytes()
+def same_bits(actual, expected):
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert actual.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
 # ---- ranges of elements ----
@@ -63,10 +63,10 @@ def test_every_range_of_elements_becomes_bytes_and_comes_back(shape, kind):
             target = array.clone() if kind.startswith("torch") else array.copy(order="K")
             target[...] = -1
             put(target, begin, end, data)
-            found = bytes_of(target, 0, count).view(np.float32)
-            assert found[begin:end].tobytes() == data.tobytes()
-            assert (found[:begin] == -1).all()
-            assert (found[end:] == -1).all()
+            elements = bytes_of(target, 0, count).view(np.float32)
+            assert elements[begin:end].tobytes() == data.tobytes()
+            assert (elements[:begin] == -1).all()
+            assert (elements[end:] == -1).all()
 
 
 def test_a_range_is_few_boxes():
@@ -89,19 +89,19 @@ class Model:
         self.w[:] = state["w"]
 
 
-def test_what_a_rank_has_is_not_copied():
+def test_local_arrays_are_not_copied():
     collector = DistributedStateCollector(SingleGroup())
     state = mlstate.ModelStateDict({"w": np.ones(2)}, model_type="x")
     assert collector.collect_local_state(state) is state
-    plain = {"w": np.ones(2), "s": Layout.rows(2).shard(np.ones(3), 1)}
-    found = collector.collect_local_state(plain)
-    assert type(found) is StateDict
-    assert all(found[name] is plain[name] for name in plain)
+    tensors = {"w": np.ones(2), "s": Layout.rows(2).shard(np.ones(3), 1)}
+    collected = collector.collect_local_state(tensors)
+    assert type(collected) is StateDict
+    assert all(collected[name] is tensors[name] for name in tensors)
     assert collector.collect_local_state(Model())["w"].shape == (3,)
 
 
 @pytest.mark.parametrize("source", [None, 5, "text", [np.ones(2)]])
-def test_what_has_no_state_is_refused(source):
+def test_sources_without_a_state_are_refused(source):
     collector = DistributedStateCollector(SingleGroup())
     with pytest.raises(TypeError, match="expected a mapping of str to arrays"):
         collector.collect_local_state(source)
@@ -132,15 +132,19 @@ def test_replicas_are_kept_once_and_names_united():
     assert list(first) == ["a"]
 
 
-def test_replicas_that_differ_are_said_with_rank_and_key():
+def test_different_replicas_are_reported_with_rank_and_key():
     good, bad = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
     bad[1, 2], bad[0, 0] = 0.5, np.nan
     states = [{"w": good, "b": np.ones(1)}, {"w": good.copy(), "b": np.ones(1)}, {"w": bad}]
     with pytest.raises(CompatibilityError, match="w: rank 2 differs from rank 0 in 2 of 6") as got:
         COLLECTOR.merge_states(states)
-    (found,) = got.value.differences
-    assert (found.kind, found.name, found.ranks) == ("elements", "w", (2,))
-    assert (found.change.changed, found.change.nan, found.change.max_abs) == (2, 1, 0.5)
+    (difference,) = got.value.differences
+    assert (difference.kind, difference.name, difference.ranks) == ("elements", "w", (2,))
+    assert (difference.change.changed, difference.change.nan, difference.change.max_abs) == (
+        2,
+        1,
+        0.5,
+    )
     assert (got.value.name, got.value.rank) == ("w", 2)
     assert "check=False" in str(got.value)
     assert COLLECTOR.merge_states(states, check=False)["w"] is good
@@ -155,10 +159,10 @@ def test_replicas_that_differ_are_said_with_rank_and_key():
         (Shard(np.zeros((2, 3))), "kind", "w: kind a Shard on rank 2, a whole array on ranks 0"),
     ],
 )
-def test_replicas_of_another_kind_are_said(other, kind, text):
+def test_replicas_of_other_shape_or_dtype_are_reported(other, kind, text):
     states = [{"w": np.zeros((2, 3))}, {"w": np.zeros((2, 3))}, {"w": other}]
-    (found,) = COLLECTOR.compare_states(states)
-    assert (found.kind, found.ranks) == (kind, (2,))
+    (difference,) = COLLECTOR.compare_states(states)
+    assert (difference.kind, difference.ranks) == (kind, (2,))
     with pytest.raises(CompatibilityError, match=text):
         COLLECTOR.merge_states(states)
     if kind != "kind":
@@ -175,16 +179,16 @@ def test_replicas_without_a_measure_are_compared_too():
         states = [{"w": first}, {"w": second}]
         assert COLLECTOR.merge_states(states)["w"] is first
         second.view("u1")[0] = 65
-        (found,) = COLLECTOR.compare_states(states)
-        assert found.text == "w: rank 1 differs from rank 0"
-        assert found.change is None
+        (difference,) = COLLECTOR.compare_states(states)
+        assert difference.text == "w: rank 1 differs from rank 0"
+        assert difference.change is None
 
 
-def test_shards_are_assembled_and_gaps_said():
-    whole = np.arange(15.0).reshape(5, 3)
-    parts = shards(whole, Layout.rows(4))
+def test_shards_are_assembled_and_gaps_reported():
+    array = np.arange(15.0).reshape(5, 3)
+    parts = shards(array, Layout.rows(4))
     merged = COLLECTOR.merge_states([{"w": part} for part in parts])
-    same_bits(merged["w"], whole)
+    same_bits(merged["w"], array)
     assert COLLECTOR.merge_states([{"w": part} for part in parts[:3]])["w"].shape == (5, 3)
     with pytest.raises(CompatibilityError, match=r"w: no rank has part 1 of 4 of shape \(5, 3\)"):
         COLLECTOR.merge_states([{"w": parts[0]}, {"w": parts[2]}])
@@ -192,31 +196,31 @@ def test_shards_are_assembled_and_gaps_said():
         COLLECTOR.merge_states([{"w": parts[0]}], check=False)
 
 
-def test_shards_of_other_layouts_are_no_tensor():
-    whole = np.arange(12.0).reshape(4, 3)
-    states = [{"w": Layout.rows(2).shard(whole, 0)}, {"w": Layout.flat(2).shard(whole, 1)}]
+def test_shards_of_mixed_layouts_are_refused():
+    array = np.arange(12.0).reshape(4, 3)
+    states = [{"w": Layout.rows(2).shard(array, 0)}, {"w": Layout.flat(2).shard(array, 1)}]
     for check in (True, False):
         with pytest.raises(CompatibilityError, match=r"w: layout Layout\(\[\('flat', 2\)\]\)"):
             COLLECTOR.merge_states(states, check=check)
 
 
 def test_two_ranks_with_the_same_part_must_have_the_same_elements():
-    whole = np.arange(12.0).reshape(4, 3)
+    array = np.arange(12.0).reshape(4, 3)
     layout = Layout.rows(2)
-    states = [{"w": layout.shard(whole, index)} for index in (0, 1, 1)]
-    same_bits(COLLECTOR.merge_states(states)["w"], whole)
-    states[2] = {"w": layout.shard(whole + 1, 1)}
+    states = [{"w": layout.shard(array, index)} for index in (0, 1, 1)]
+    same_bits(COLLECTOR.merge_states(states)["w"], array)
+    states[2] = {"w": layout.shard(array + 1, 1)}
     with pytest.raises(CompatibilityError, match="w: rank 2 differs from rank 1 in 6 of 6"):
         COLLECTOR.merge_states(states)
-    same_bits(COLLECTOR.merge_states(states, check=False)["w"], whole)
+    same_bits(COLLECTOR.merge_states(states, check=False)["w"], array)
 
 
 def test_arrays_of_a_shard_may_have_any_shape_and_strides():
-    whole = np.arange(24.0).reshape(4, 6)
+    array = np.arange(24.0).reshape(4, 6)
     layout = Layout.axis(1, 2)
-    first = Shard(layout.take(whole, 0).reshape(-1), layout, 0, shape=(4, 6))
-    second = Shard(np.asfortranarray(layout.take(whole, 1)), layout, 1, shape=(4, 6))
-    same_bits(COLLECTOR.merge_states([{"w": first}, {"w": second}])["w"], whole)
+    first = Shard(layout.take(array, 0).reshape(-1), layout, 0, shape=(4, 6))
+    second = Shard(np.asfortranarray(layout.take(array, 1)), layout, 1, shape=(4, 6))
+    same_bits(COLLECTOR.merge_states([{"w": first}, {"w": second}])["w"], array)
 
 
 @pytest.mark.parametrize("states", [None, 5, {"w": np.ones(1)}, [5]])
@@ -270,28 +274,28 @@ def test_any_layout_becomes_the_whole_and_parts_again(data):
         state = {"plain": make(wholes["plain"].copy())}
         for name, layout in layouts.items():
             index, replica = rank % layout.parts, rank // layout.parts
-            taken = np.array(layout.take(wholes[name], index), order=order)
+            part = np.array(layout.take(wholes[name], index), order=order)
             shape = wholes[name].shape
-            state[name] = Shard(make(taken), layout, index, shape=shape, replica=replica)
+            state[name] = Shard(make(part), layout, index, shape=shape, replica=replica)
         return state
 
     def gather_and_send(collector):
         rank = collector.group.rank
         full = collector.gather_full_state(parts(rank), root=root, max_bytes=max_bytes)
-        mine = parts(rank, np.zeros_like)
-        collector.broadcast_state(mine, source=full, root=root, max_bytes=max_bytes)
-        return full, mine
+        local_state = parts(rank, np.zeros_like)
+        collector.broadcast_state(local_state, source=full, root=root, max_bytes=max_bytes)
+        return full, local_state
 
-    for rank, (full, mine) in enumerate(without_errors(run(gather_and_send, world))):
+    for rank, (full, local_state) in enumerate(without_errors(run(gather_and_send, world))):
         assert (full is not None) == (rank == root)
         if full is not None:
             assert set(full) == set(wholes)
-            for name, whole in wholes.items():
-                same_bits(full[name].astype(whole.dtype), whole)
+            for name, full_array in wholes.items():
+                same_bits(full[name].astype(full_array.dtype), full_array)
         for name, value in parts(rank).items():
-            found = mine[name].array if isinstance(value, Shard) else mine[name]
+            elements = local_state[name].array if isinstance(value, Shard) else local_state[name]
             expected = value.array if isinstance(value, Shard) else value
-            assert found.tobytes() == expected.tobytes(), name
+            assert elements.tobytes() == expected.tobytes(), name
 
 
 # ---- gathering ----
@@ -310,33 +314,33 @@ def test_replicas_are_the_roots_own():
     assert (type(results[1]), results[1].step) == (mlstate.OptimizerStateDict, 4)
 
 
-def test_messages_are_bounded_and_the_result_is_all_that_is_made():
-    whole = np.arange(300_000, dtype=np.float32).reshape(1000, 300)
+def test_messages_are_bounded_and_only_the_result_is_allocated():
+    array = np.arange(300_000, dtype=np.float32).reshape(1000, 300)
     layout = Layout.axis(1, 3)
     largest = [0] * 3
 
     def gather(collector):
         rank = collector.group.rank
-        shard = Shard(layout.take(whole, rank), layout, rank, shape=whole.shape)
+        shard = Shard(layout.take(array, rank), layout, rank, shape=array.shape)
         full = collector.gather_full_state({"w": shard}, max_bytes=10_000)
         largest[rank] = collector.group.largest
         return full
 
-    same_bits(without_errors(run(gather, 3))[0]["w"], whole)
+    same_bits(without_errors(run(gather, 3))[0]["w"], array)
     assert max(largest) <= 10_000
     assert largest[0] > 9_000
 
 
 def test_tied_tensors_stay_one_and_travel_once():
-    whole = np.arange(1000.0).reshape(5, 200)
+    array = np.arange(1000.0).reshape(5, 200)
 
     def gather(collector):
         rank = collector.group.rank
-        shard = Layout.rows(4).shard(whole, rank)  # the part of the last rank is empty
+        shard = Layout.rows(4).shard(array, rank)  # the part of the last rank is empty
         again = Shard(shard.array, shard.layout, rank, shape=shard.shape)
         other = Shard(shard.array.copy(), shard.layout, rank, shape=shard.shape)
-        plain = np.ones(3)
-        state = {"a": shard, "b": again, "c": other, "d": plain, "e": plain}
+        replicated = np.ones(3)
+        state = {"a": shard, "b": again, "c": other, "d": replicated, "e": replicated}
         full = collector.gather_full_state(state, max_bytes=12_800)
         return full, collector.group.calls.count("all_to_all"), state
 
@@ -346,13 +350,13 @@ def test_tied_tensors_stay_one_and_travel_once():
     assert full["c"] is not full["a"]
     assert full["d"] is full["e"]
     for name in "abc":
-        same_bits(full[name], whole)
+        same_bits(full[name], array)
     assert results[0][1] == 1  # two senders, each with at most two rows of two tensors
     merged = COLLECTOR.merge_states([state for _, _, state in results])
     assert merged["a"] is merged["b"]
-    same_bits(merged["c"], whole)
-    broken = [{"a": whole, "b": whole}, {"a": whole.copy(), "b": whole + 1}]
-    assert [found.name for found in COLLECTOR.compare_states(broken)] == ["b"]
+    same_bits(merged["c"], array)
+    broken = [{"a": array, "b": array}, {"a": array.copy(), "b": array + 1}]
+    assert [difference.name for difference in COLLECTOR.compare_states(broken)] == ["b"]
 
 
 def test_names_choose():
@@ -372,8 +376,10 @@ def test_names_choose():
     def unlike(collector):
         return collector.gather_full_state({"bias": np.ones(1)}, names="x")
 
-    found = run(unlike)
-    assert all(isinstance(error, KeyError) and "there are 'bias'" in str(error) for error in found)
+    outcomes = run(unlike)
+    assert all(
+        isinstance(error, KeyError) and "there are 'bias'" in str(error) for error in outcomes
+    )
 
 
 def both_raise(function, error, text, world_size=2):
@@ -397,18 +403,18 @@ def test_replicas_that_differ_are_an_error_everywhere():
 
     text = "w: the elements on rank 1 differ from those on ranks 0, 2"
     for error in both_raise(gather, CompatibilityError, text, 3):
-        assert [found.ranks for found in error.differences] == [(1,)]
+        assert [difference.ranks for difference in error.differences] == [(1,)]
         assert (error.name, error.rank) == ("w", 1)
         assert "verify_replicas=False" in str(error)
     assert not without_errors(run(lambda c: gather(c, verify_replicas=False), 3))[0]["w"].any()
 
 
 def test_other_keys_shapes_and_parts_are_an_error_everywhere():
-    whole = np.arange(6.0)
+    array = np.arange(6.0)
 
     def gather(other):
         def work(collector):
-            state = {"w": Layout.rows(2).shard(whole, collector.group.rank), "b": np.ones(2)}
+            state = {"w": Layout.rows(2).shard(array, collector.group.rank), "b": np.ones(2)}
             return collector.gather_full_state(other(state) if collector.group.rank else state)
 
         return work
@@ -418,9 +424,9 @@ def test_other_keys_shapes_and_parts_are_an_error_everywhere():
         (lambda state: state | {"c": np.ones(1)}, "c: not on rank 0, but on rank 1"),
         (lambda state: state | {"b": np.ones(3)}, r"b: shape \(3,\) on rank 1, \(2,\) on rank 0"),
         (lambda state: state | {"b": np.ones(2, int)}, "b: dtype int64 on rank 1, float64 on"),
-        (lambda state: state | {"w": Layout.rows(2).shard(whole, 0)}, "w: no rank has part 1 of 2"),
-        (lambda state: state | {"w": Layout.flat(2).shard(whole, 1)}, "w: layout Layout"),
-        (lambda state: state | {"w": whole}, "w: kind a whole array on rank 1, a Shard on rank 0"),
+        (lambda state: state | {"w": Layout.rows(2).shard(array, 0)}, "w: no rank has part 1 of 2"),
+        (lambda state: state | {"w": Layout.flat(2).shard(array, 1)}, "w: layout Layout"),
+        (lambda state: state | {"w": array}, "w: kind a whole array on rank 1, a Shard on rank 0"),
     ):
         both_raise(gather(other), CompatibilityError, text)
 
@@ -464,7 +470,7 @@ def test_arguments_must_be_the_same_on_every_rank(name, argument):
     assert all(f"{argument} is" in str(error) and error.rank == 1 for error in both)
 
 
-def test_ranks_that_do_something_else_are_told_so():
+def test_ranks_in_different_operations_raise():
     def work(collector):
         name = "broadcast_state" if collector.group.rank else "gather_full_state"
         return getattr(collector, name)({"w": np.ones(1)})
@@ -494,9 +500,9 @@ def test_every_rank_gets_the_roots_elements_in_place():
             "e": np.zeros((0, 2)),
             "n": np.array(rank),
         }
-        kept = dict(state)
+        originals = dict(state)
         collector.broadcast_state(state, root=1, max_bytes=32)
-        assert all(state[name] is kept[name] for name in kept)
+        assert all(state[name] is originals[name] for name in originals)
         assert collector.group.largest <= 32
         return [state["w"], state["t"], state["s"].array, state["n"]]
 
@@ -504,7 +510,7 @@ def test_every_rank_gets_the_roots_elements_in_place():
         assert all((array == 1).all() for array in arrays)
 
 
-def test_an_object_takes_over_what_it_gave():
+def test_broadcast_loads_into_the_given_object():
     def send(collector):
         model = Model()
         model.w[:] = collector.group.rank + 1
@@ -536,25 +542,25 @@ def test_a_rank_that_cannot_take_over_is_heard_of():
         ({"w": np.ones(3, "f4"), "b": np.ones(1)}, "w: dtype float64 sent by rank 0, float32 on"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(other, text):
+def test_mismatched_state_is_not_written(other, text):
     def send(collector):
-        mine = other if collector.group.rank else {"w": np.zeros(3), "b": np.zeros(1)}
+        local_state = other if collector.group.rank else {"w": np.zeros(3), "b": np.zeros(1)}
         with pytest.raises(CompatibilityError, match=text):
-            collector.broadcast_state(mine)
-        return [array.sum() for array in mine.values()]
+            collector.broadcast_state(local_state)
+        return [array.sum() for array in local_state.values()]
 
     before = [array.sum() for array in other.values()]
     assert without_errors(run(send)) == [[0, 0], before]
 
 
 def test_parts_need_a_source_that_has_them():
-    whole = np.arange(6.0)
+    array = np.arange(6.0)
 
     def send(collector):
         shard = Layout.rows(2).shard(np.zeros(6), collector.group.rank)
         with pytest.raises(CompatibilityError, match=r"rank 0 has part 0 of it alone.*source="):
             collector.broadcast_state({"w": shard})
-        source = {"w": whole} if collector.group.rank == 0 else None
+        source = {"w": array} if collector.group.rank == 0 else None
         collector.broadcast_state({"w": shard}, source=source)
         return shard.array.tolist()
 
@@ -570,7 +576,7 @@ def test_parts_need_a_source_that_has_them():
         (np.lib.stride_tricks.as_strided(np.ones(2), (3,), (4,)), "share memory"),
     ],
 )
-def test_what_cannot_be_filled_is_refused_everywhere(array, text):
+def test_unwritable_targets_are_refused_on_all_ranks(array, text):
     def send(collector):
         collector.broadcast_state({"w": array if collector.group.rank else np.ones(3)})
 

@@ -13,9 +13,9 @@ def pytest_collection_modifyitems(config, items):
     others = []
     for function, cases in marked(items).items():
         for scenario, name in enumerate(dict.fromkeys(name for name, _ in cases)):
-            own = [item for other, item in cases if other == name]
-            turns = fault_harness.turns(scenario, len(own), function.turns)
-            others += [item for number, item in enumerate(own) if number not in turns]
+            scenario_items = [item for other, item in cases if other == name]
+            turns = fault_harness.turns(scenario, len(scenario_items), function.turns)
+            others += [item for number, item in enumerate(scenario_items) if number not in turns]
     if others:
         config.hook.pytest_deselected(items=others)
         left_out = set(others)

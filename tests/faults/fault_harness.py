@@ -197,11 +197,11 @@ class Bench:
         TRIED["faults"] += 1
         root = self.fresh()
         ends = self.server.run(root, None, fault=fault, **how_to_load, **self.settings)
-        told = ends[0]["told"]
+        report = ends[0]["told"]
         complaints = judge_ends(self.scenario, ends, fault, 0)
-        good = ["A", self.scenario.older] if told.get("warned") else ["A"]
-        if told.get("returned") and (told["loaded"] not in good or told["wrong"]):
-            complaints.append(f"loaded {told['loaded']} with wrong {told['wrong']}")
+        good = ["A", self.scenario.older] if report.get("warned") else ["A"]
+        if report.get("returned") and (report["loaded"] not in good or report["wrong"]):
+            complaints.append(f"loaded {report['loaded']} with wrong {report['wrong']}")
         complaints += judge_content(self.scenario, root, "A")
         shutil.rmtree(root, ignore_errors=True)
         return [f"{self.scenario.name} loading, {fault}: {text}" for text in complaints]
@@ -246,37 +246,37 @@ def judge_ends(scenario, ends, fault, rank):
             complaints.append(f"rank {number} ended with {end['exit']}")
         elif "raised" in end["told"]:
             complaints += judge_exception(end["told"], number == rank, call, how)
-    told = ends[rank]["told"]
+    report = ends[rank]["told"]
     harmless = {"memory", "python", *scenario.harmless}
     may_go_on = how == "EINTR" or not harmless.isdisjoint((call, f"{call}:{how}", f"{call}:{turn}"))
-    may_go_on = may_go_on or told.get("warned") or "loaded" in told
+    may_go_on = may_go_on or report.get("warned") or "loaded" in report
     if how.startswith("kill"):
-        if ends[rank]["exit"] != KILLED and told.get("hits"):
+        if ends[rank]["exit"] != KILLED and report.get("hits"):
             complaints.append("was not killed")
     elif how == "short" or call == "thread":
-        if not told.get("returned"):
-            complaints.append(f"gave up: {told}")
-    elif told.get("returned") and told["hits"] and not may_go_on:
+        if not report.get("returned"):
+            complaints.append(f"gave up: {report}")
+    elif report.get("returned") and report["hits"] and not may_go_on:
         complaints.append("said nothing")
     return complaints
 
 
-def judge_exception(told, is_own, call, how):
+def judge_exception(report, is_own, call, how):
     """An exception must be the right one: a StoreError with the system's error number."""
-    raised = told["raised"]
+    raised = report["raised"]
     if call in ("memory", "python") and is_own:
         # CPython's messages for files and locks without memory
-        good = "MemoryError" in raised or re.match(r"can't allocate (read )?lock", told["text"])
-        return [] if good else [f"raised {raised[0]}: {told['text']}"]
+        good = "MemoryError" in raised or re.match(r"can't allocate (read )?lock", report["text"])
+        return [] if good else [f"raised {raised[0]}: {report['text']}"]
     if not is_own:
         good = {"CollectiveError", "StoreError"}.intersection(raised)
-        return [] if good else [f"another rank raised {raised[0]}: {told['text']}"]
+        return [] if good else [f"another rank raised {raised[0]}: {report['text']}"]
     if "StoreError" not in raised or "OSError" not in raised:
-        return [f"raised {raised[0]}: {told['text']}"]
+        return [f"raised {raised[0]}: {report['text']}"]
     number = how.removeprefix("after-")
     expected = getattr(errno, number, None)
-    if told["errno"] != expected:
-        return [f"raised with errno {told['errno']} instead of {expected}: {told['text']}"]
+    if report["errno"] != expected:
+        return [f"raised with errno {report['errno']} instead of {expected}: {report['text']}"]
     return []
 
 

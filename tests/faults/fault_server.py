@@ -81,20 +81,20 @@ def act_under_fault(scenario, request, rank, pipe):
             if start:
                 start()
             with warnings.catch_warnings(record=True) as warned:
-                told = act(scenario, request)
-            told["warned"] = [str(warning.message) for warning in warned]
+                report = act(scenario, request)
+            report["warned"] = [str(warning.message) for warning in warned]
         except BaseException as error:
             if start:
                 sys.modules["_testcapi"].remove_mem_hooks()
-            told = describe(error)
+            report = describe(error)
         if start:
             sys.modules["_testcapi"].remove_mem_hooks()
         SHIM.mls_shim_disarm()
-        told["counts"] = {name: counts(name.encode()) for name in CALLS}
-        told["hits"] = SHIM.mls_shim_hits()
+        report["counts"] = {name: counts(name.encode()) for name in CALLS}
+        report["hits"] = SHIM.mls_shim_hits()
     except BaseException as error:
-        told = {"broken": repr(error)}
-    os.write(pipe, json.dumps(told).encode())
+        report = {"broken": repr(error)}
+    os.write(pipe, json.dumps(report).encode())
     os._exit(0)
 
 
@@ -117,14 +117,14 @@ def run(scenario, request):
     """Fork a child for each rank; how each ended: a code as in subprocess, or a hang."""
     pids, pipes = [], []
     for rank in range(scenario.ranks):
-        ours, theirs = os.pipe()
+        read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(ours)
-            act_under_fault(scenario, request, rank, theirs)
-        os.close(theirs)
+            os.close(read_end)
+            act_under_fault(scenario, request, rank, write_end)
+        os.close(write_end)
         pids.append(pid)
-        pipes.append(ours)
+        pipes.append(read_end)
     deadline = time.monotonic() + request["seconds"]
     texts = read_all(pipes, deadline)
     ends = []

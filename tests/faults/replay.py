@@ -129,35 +129,35 @@ class Disk:
         return folder
 
     def _rename(self, *names):
-        made = Change(next(self.orders), names)
+        change = Change(next(self.orders), names)
         for folder, name, thing in names:
             if thing is None:
                 folder.current.pop(name, None)
             else:
                 folder.current[name] = thing
-        for folder in {id(f): f for f in made.folders()}.values():
-            folder.pending.append(made)
+        for folder in {id(f): f for f in change.folders()}.values():
+            folder.pending.append(change)
 
     def apply(self, entry):
         """Carry out one entry."""
-        known = self.by_inode
+        nodes = self.by_inode
         if entry.kind in "WT":
-            known[entry.a].apply(entry)
+            nodes[entry.a].apply(entry)
         elif entry.kind in "CM":
             # the number of a deleted inode is used again
-            made = known[entry.b] = File() if entry.kind == "C" else Folder()
+            node = nodes[entry.b] = File() if entry.kind == "C" else Folder()
             if entry.a:
-                self._rename((known[entry.a], entry.name, made))
+                self._rename((nodes[entry.a], entry.name, node))
         elif entry.kind == "L":
-            self._rename((known[entry.a], entry.name, known[entry.b]))
+            self._rename((nodes[entry.a], entry.name, nodes[entry.b]))
         elif entry.kind == "D":
-            self._rename((known[entry.a], entry.name, None))
+            self._rename((nodes[entry.a], entry.name, None))
         elif entry.kind == "R":
-            source, target = known[entry.a], known[entry.b]
+            source, target = nodes[entry.a], nodes[entry.b]
             moved = source.current[entry.name]
             self._rename((source, entry.name, None), (target, entry.other, moved))
         elif entry.kind == "S":
-            self._sync(None if entry.a == 0 else known[entry.a])
+            self._sync(None if entry.a == 0 else nodes[entry.a])
         elif entry.kind == "N":
             self.notes.append(entry.name)
         else:
@@ -171,31 +171,31 @@ class Disk:
         for file in things:
             if isinstance(file, File):
                 file.sync()
-        wanted = {id(c): c for f in things if isinstance(f, Folder) for c in f.pending}
+        synced = {id(c): c for f in things if isinstance(f, Folder) for c in f.pending}
         while True:  # a change is durable once all earlier changes of its folders are
             before = {
                 id(earlier): earlier
-                for made in wanted.values()
-                for folder in made.folders()
+                for change in synced.values()
+                for folder in change.folders()
                 for earlier in folder.pending
-                if earlier.order < made.order
+                if earlier.order < change.order
             }
-            if before.keys() <= wanted.keys():
+            if before.keys() <= synced.keys():
                 break
-            wanted |= before
-        for made in sorted(wanted.values(), key=lambda c: c.order):
-            for folder, name, target in made.names:
+            synced |= before
+        for change in sorted(synced.values(), key=lambda c: c.order):
+            for folder, name, target in change.names:
                 put(folder.safe, name, target)
-        for folder in {id(f): f for made in wanted.values() for f in made.folders()}.values():
-            folder.pending = [c for c in folder.pending if id(c) not in wanted]
+        for folder in {id(f): f for change in synced.values() for f in change.folders()}.values():
+            folder.pending = [c for c in folder.pending if id(c) not in synced]
 
     def pending_names(self):
         """All changes of names that are not durable, in order."""
-        found = {}
+        changes_by_order = {}
         for thing in self.by_inode.values():
             if isinstance(thing, Folder):
-                found.update((c.order, c) for c in thing.pending)
-        return [found[order] for order in sorted(found)]
+                changes_by_order.update((c.order, c) for c in thing.pending)
+        return [changes_by_order[order] for order in sorted(changes_by_order)]
 
 
 def put(names, name, thing):
@@ -217,15 +217,15 @@ def names_kept(disk, rng, how):
     if how == "prefix":
         return pending[: rng.randint(0, len(pending))]
     cut = {}
-    for made in pending:
-        for folder in made.folders():
+    for change in pending:
+        for folder in change.folders():
             cut.setdefault(id(folder), rng.choice(folder.pending).order + rng.randint(0, 1))
     while True:  # a rename between folders happens in both or in neither
         out = [c for c in pending if any(c.order >= cut[id(f)] for f in c.folders())]
         lower = dict(cut)
-        for made in out:
-            for folder in made.folders():
-                lower[id(folder)] = min(lower[id(folder)], made.order)
+        for change in out:
+            for folder in change.folders():
+                lower[id(folder)] = min(lower[id(folder)], change.order)
         if lower == cut:
             return [c for c in pending if c not in out]
         cut = lower
@@ -248,8 +248,8 @@ def bytes_kept(file, rng, how):
             elif fate < odds:
                 first = entry.number // PAGE
                 last = (entry.number + len(entry.data) - 1) // PAGE
-                kept = [page for page in range(first, last + 1) if rng.random() < 0.5]
-                change(content, entry, kept)
+                pages = [page for page in range(first, last + 1) if rng.random() < 0.5]
+                change(content, entry, pages)
     if how == "zeros" or rng.random() < 0.25:
         content.extend(bytes(max(0, len(file.current) - len(content))))
     return bytes(content)
@@ -258,8 +258,8 @@ def bytes_kept(file, rng, how):
 def tree(disk, rng, names="some", data="some"):
     """One state of the disk: nested dicts with bytes as leaves."""
     safe = {}
-    for made in names_kept(disk, rng, names):
-        for folder, name, thing in made.names:
+    for change in names_kept(disk, rng, names):
+        for folder, name, thing in change.names:
             put(safe.setdefault(id(folder), dict(folder.safe)), name, thing)
     contents = {}
 
@@ -291,13 +291,13 @@ def states(disk, rng, samples):
 
 def digest(state):
     """A value that is equal for equal trees."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for name, content in state.items():
         inner = digest(content) if isinstance(content, dict) else content
         kind = b"d" if isinstance(content, dict) else b"f"
-        found.update(kind + name.encode("utf-8", "surrogateescape") + b"\0")
-        found.update(len(inner).to_bytes(8, "little") + inner)
-    return found.digest()
+        hasher.update(kind + name.encode("utf-8", "surrogateescape") + b"\0")
+        hasher.update(len(inner).to_bytes(8, "little") + inner)
+    return hasher.digest()
 
 
 def materialise(state, folder):

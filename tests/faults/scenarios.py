@@ -102,10 +102,10 @@ class SaveFile:
 
     def strangers(self, root, was_killed):
         """Files that should not exist after a save."""
-        found = [p.relative_to(root).as_posix() for p in sorted(root.rglob("*"))]
+        names = [p.relative_to(root).as_posix() for p in sorted(root.rglob("*"))]
         if was_killed:  # save_file documents that a killed process leaves this file
-            found = [name for name in found if not re.fullmatch(r"\.mlstate-\w{16}\.tmp", name)]
-        return [name for name in found if name != "state"]
+            names = [name for name in names if not re.fullmatch(r"\.mlstate-\w{16}\.tmp", name)]
+        return [name for name in names if name != "state"]
 
 
 class SaveLargeFile(SaveFile):
@@ -130,8 +130,8 @@ def strings_of(value):
 
 def named_by(folder, root):
     """The paths in the checkpoint `folder` that the manifest `root` and its indexes name."""
-    found = json.loads((folder / root).read_bytes())
-    indexes = {f"index/{found['generation']}.{n}.json" for n in range(found["world_size"])}
+    manifest = json.loads((folder / root).read_bytes())
+    indexes = {f"index/{manifest['generation']}.{n}.json" for n in range(manifest["world_size"])}
     texts = {t for name in indexes for t in strings_of(json.loads((folder / name).read_bytes()))}
     return indexes | {text for text in texts if re.fullmatch(r"\w+/.+\.safetensors", text)}
 
@@ -195,10 +195,10 @@ class SaveCheckpoint(SaveFile):
         )  # fmt: skip
 
     def load(self, root, *, mmap=False):
-        found = mlstate.load(f"{root}/{self.folder}", mmap=mmap)
-        which = found.metadata["which"]
-        assert found.optimizer.step == ord(which), "the optimizer's step is another state's"
-        return which, together(found.model, found.optimizer)
+        checkpoint = mlstate.load(f"{root}/{self.folder}", mmap=mmap)
+        which = checkpoint.metadata["which"]
+        assert checkpoint.optimizer.step == ord(which), "the optimizer's step is another state's"
+        return which, together(checkpoint.model, checkpoint.optimizer)
 
     def other_complaints(self, root):
         """The folder must also verify; checked now and then, because loading verifies too."""
@@ -215,13 +215,13 @@ class SaveCheckpoint(SaveFile):
         folder = root / self.folder
         if not folder.exists():
             return sorted(p.name for p in root.iterdir())
-        known = {"lock", "manifest.json"}
+        expected_names = {"lock", "manifest.json"}
         for name in ["manifest.json", *self.roots(folder)]:
             with contextlib.suppress(OSError, ValueError):  # judge_content reports it
-                known |= {name, *named_by(folder, name)}
+                expected_names |= {name, *named_by(folder, name)}
         files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()}
         others = {p.name for p in root.iterdir()} - {self.folder}
-        return sorted(files - known) + sorted(others)
+        return sorted(files - expected_names) + sorted(others)
 
 
 def together(model, optimizer):
@@ -253,8 +253,8 @@ class SaveStep(SaveCheckpoint):
 
     def load(self, root, *, mmap=False):
         with mlstate.checkpoint.CheckpointManager(f"{root}/{self.folder}", keep=2) as manager:
-            found = manager.restore_latest(mmap=mmap)
-        return found.metadata["which"], together(found.model, found.optimizer)
+            checkpoint = manager.restore_latest(mmap=mmap)
+        return checkpoint.metadata["which"], together(checkpoint.model, checkpoint.optimizer)
 
     def other_complaints(self, root):
         """Every manifest must be complete, not only the newest."""
@@ -416,8 +416,8 @@ class SaveByRanks(SaveCheckpoint):
         def share(state):
             for name, array in list(state.items()):
                 if array.ndim == 2:
-                    mine = rows.take(array, self.group.rank)
-                    state[name] = Shard(mine, rows, self.group.rank, shape=array.shape)
+                    rows_of_rank = rows.take(array, self.group.rank)
+                    state[name] = Shard(rows_of_rank, rows, self.group.rank, shape=array.shape)
             return state
 
         model, optimizer = self.state(which)
@@ -483,17 +483,17 @@ class MoveTiers(SaveFile):
         """The next process must also be able to open it."""
         folder = f"{root}/{self.folder}"
         with mlstate.TieredState.open(folder) as tiers, tiers.use(self.unit) as unit:
-            found = {self.unit.replace(".", "_"): unit.parameter, **unit.states}
-        which = chr(found["which"])
-        wrong = differences(found, self.states[which])
+            arrays = {self.unit.replace(".", "_"): unit.parameter, **unit.states}
+        which = chr(arrays["which"])
+        wrong = differences(arrays, self.states[which])
         return [f"opens as {which} with other content: {wrong}"] if wrong else []
 
     def strangers(self, root, was_killed):
         folder = root / self.folder
         if not folder.exists():
             return sorted(p.name for p in root.iterdir())
-        found = {p.name for p in folder.iterdir()} - {"lock", f"{self.unit}.safetensors"}
-        return sorted(found | ({p.name for p in root.iterdir()} - {self.folder}))
+        names = {p.name for p in folder.iterdir()} - {"lock", f"{self.unit}.safetensors"}
+        return sorted(names | ({p.name for p in root.iterdir()} - {self.folder}))
 
 
 # ---- defective scenarios, which the harness must detect ----

@@ -63,7 +63,7 @@ def points(bench, call, most, start="A"):
 
 
 @pytest.mark.parametrize(("name", "most"), [("sparse", 1), ("incremental", 3), ("compressed", 3)])
-def test_what_is_made_to_fail_stores_layers(make_bench, name, most):
+def test_fault_scenarios_store_overlays(make_bench, name, most):
     with make_bench(scenarios.ALL[name]) as bench:
         root = bench.fresh()
         bench.clean(root, "B")
@@ -102,7 +102,7 @@ def test_killed_at_each_change(bench, how, start):
 @pytest.mark.parametrize(
     "fault", ["pwrite:{}+:ENOSPC", "write:{}+:ENOSPC", "create:{}+:ENOSPC", "change:{}+:EIO"]
 )
-def test_from_some_call_on_nothing_works(bench, fault):
+def test_all_calls_fail_from_some_call_on(bench, fault):
     complaints = []
     for rank, n in points(bench, fault.partition(":")[0], bench.most(2, 4)):
         complaints += bench.try_fault(fault.format(n), rank)

@@ -66,7 +66,7 @@ def rows(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
-def test_what_every_rank_sees(rows, fault):
+def test_every_rank_sees_the_expected_outcome(rows, fault):
     engine = next(iter(rows.values()))["engine"]
     if fault not in rows:
         assert (engine, fault) == ("threads", "killed rank")
@@ -81,6 +81,6 @@ def test_what_every_rank_sees(rows, fault):
     assert row["usable"] == (row["runs"] if lives else 0), row
 
 
-def test_verification_names_what_was_exchanged(rows):
+def test_verification_names_exchanged_gradients(rows):
     row = rows["contents"]
     assert row["verified"] == {"a b": 3 * row["runs"]}

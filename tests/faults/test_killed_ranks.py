@@ -50,8 +50,8 @@ def work(name, rank, world, seed, pipe):
             called = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
             which = called[int(generator.integers(5))]
             began = time.monotonic()
-            found = getattr(group, which)(array)
-            assert found[0] == (world if "reduce" in which else 1)
+            output = getattr(group, which)(array)
+            assert output[0] == (world if "reduce" in which else 1)
             if generator.integers(3) == 0:
                 group.gather_bytes(bytes(int(generator.integers(0, MOST))))
     except CollectiveError as error:
@@ -70,19 +70,19 @@ def one_run(number):
     context = multiprocessing.get_context("fork")
     processes, pipes = [], {}
     for rank in range(world):
-        here, there = context.Pipe(duplex=False)
-        with there:
-            process = context.Process(target=work, args=(name, rank, world, number, there))
+        parent_pipe, child_pipe = context.Pipe(duplex=False)
+        with child_pipe:
+            process = context.Process(target=work, args=(name, rank, world, number, child_pipe))
             process.start()
         processes.append(process)
-        pipes[here] = rank
+        pipes[parent_pipe] = rank
     try:
-        own = next(pipe for pipe, rank in pipes.items() if rank == victim)
-        if meets and own.poll(LIMIT):
-            own.recv()
+        victim_pipe = next(pipe for pipe, rank in pipes.items() if rank == victim)
+        if meets and victim_pipe.poll(LIMIT):
+            victim_pipe.recv()
         time.sleep(delay)
         os.kill(processes[victim].pid, signal.SIGKILL)
-        return name, victim, told_by(pipes)
+        return name, victim, reports_of(pipes)
     finally:
         for process in processes:
             process.kill()
@@ -92,59 +92,59 @@ def one_run(number):
             pipe.close()
 
 
-def told_by(pipes):
+def reports_of(pipes):
     """The reports of each rank before it ended; none if it hangs."""
-    told, end = {}, time.monotonic() + LIMIT
+    reports, end = {}, time.monotonic() + LIMIT
     waiting = dict(pipes)
     while waiting and time.monotonic() < end:
         for pipe in wait(list(waiting), 1.0):
             rank = waiting[pipe]
             try:
-                told[rank] = pipe.recv()
+                reports[rank] = pipe.recv()
             except EOFError:
-                told.setdefault(rank, None)
+                reports.setdefault(rank, None)
                 del waiting[pipe]
-    return told | dict.fromkeys(waiting.values(), "hangs")
+    return reports | dict.fromkeys(waiting.values(), "hangs")
 
 
-def complaints(number, victim, told):
+def complaints(number, victim, reports):
     """Complaints about one run."""
-    others = [said for rank, said in told.items() if rank != victim]
-    all_met = all(isinstance(said, tuple) and said[0] for said in others)
-    for rank, said in sorted(told.items()):
+    others = [report for rank, report in reports.items() if rank != victim]
+    all_met = all(isinstance(report, tuple) and report[0] for report in others)
+    for rank, report in sorted(reports.items()):
         if rank == victim:
             continue
-        if not isinstance(said, tuple):
-            yield f"run {number}: rank {rank} {said or 'said nothing'}; rank {victim} was killed"
+        if not isinstance(report, tuple):
+            yield f"run {number}: rank {rank} {report or 'said nothing'}; rank {victim} was killed"
             continue
-        _, text, seconds = said
+        _, text, seconds = report
         if all_met and f"rank {victim} is gone" not in text:
             yield f"run {number}: rank {rank} blames another than {victim}: {text}"
         if text.startswith("unexpected") or seconds > LIMIT / 2:
             yield f"run {number}: rank {rank} after {seconds:.1f} s: {text}"
 
 
-def held():
+def open_resources():
     """Descriptors and mapped memory of this process, by kind."""
-    found = []
+    links = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
-            found.append(str(descriptor.readlink()))
+            links.append(str(descriptor.readlink()))
         except FileNotFoundError:
             continue
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    return sorted(found), maps.count("mlstate-group")
+    return sorted(links), maps.count("mlstate-group")
 
 
 @pytest.mark.timeout(60 + 3 * RUNS)
 def test_a_rank_that_is_killed_at_any_moment_is_named():
-    before, found, met = held(), [], 0
+    before, problems, met = open_resources(), [], 0
     for number in range(RUNS):
-        name, victim, told = one_run(number)
-        found += complaints(number, victim, told)
-        met += any(isinstance(said, tuple) and said[0] for said in told.values())
+        name, victim, reports = one_run(number)
+        problems += complaints(number, victim, reports)
+        met += any(isinstance(report, tuple) and report[0] for report in reports.values())
         if _socket_address(name)[1:] in Path("/proc/net/unix").read_text(encoding="utf-8"):
-            found.append(f"run {number}: the meeting place is left")
-    assert found == []
-    assert held() == before
+            problems.append(f"run {number}: the meeting place is left")
+    assert problems == []
+    assert open_resources() == before
     assert met, "no run came as far as to meet"

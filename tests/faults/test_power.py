@@ -29,7 +29,7 @@ def record(bench, start="A"):
     return root, disk, entries
 
 
-def test_the_recording_leads_to_what_is_there(bench):
+def test_replayed_recording_equals_the_folder(bench):
     root, disk, entries = record(bench)
     for entry in entries:
         disk.apply(entry)
@@ -54,14 +54,14 @@ def judge_states(bench, disk, rng, samples, seen, allowed):
         root = bench.folder / f"power-{len(seen)}"
         root.mkdir()
         replay.materialise(state, root)
-        found = fault_harness.judge_content(bench.scenario, root, allowed)
+        problems = fault_harness.judge_content(bench.scenario, root, allowed)
         if len(seen) % fault_harness.amount(10, 5, 2) == 0:
-            found += bench.judge_next(root, True)
-        if found and os.environ.get("MLSTATE_FAULTS_KEEP"):
-            found.append(f"see {root}")
+            problems += bench.judge_next(root, True)
+        if problems and os.environ.get("MLSTATE_FAULTS_KEEP"):
+            problems.append(f"see {root}")
         else:
             shutil.rmtree(root)
-        complaints += found
+        complaints += problems
     return complaints
 
 
@@ -90,8 +90,8 @@ def test_power_fails_at_each_point(bench, start):
     complaints, count = fail_everywhere(bench, start)
     print(f"{bench.scenario.name}: {count} states")
     if complaints:
-        shown = "\n".join(complaints[:30])
-        pytest.fail(f"{len(complaints)} complaints, seed {SEED}:\n{shown}", pytrace=False)
+        summary = "\n".join(complaints[:30])
+        pytest.fail(f"{len(complaints)} complaints, seed {SEED}:\n{summary}", pytrace=False)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_writer_that_forgets_a_sync_is_found_out(make_bench, forgets, complain
     assert any(complaint in text for text in complaints), complaints
 
 
-def test_a_writer_that_forgets_nothing_is_believed(make_bench):
+def test_correct_writer_has_no_complaints(make_bench):
     with make_bench(scenarios.BAD["forgets-nothing"]) as bench:
         complaints, _ = fail_everywhere(bench)
     assert not complaints

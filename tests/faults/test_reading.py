@@ -18,7 +18,7 @@ def test_each_call_fails_once(bench, call):
     complain(complaints)
 
 
-def test_loading_changes_nothing(bench):
+def test_loading_makes_no_changing_call(bench):
     assert all(counts["change"] == 0 for counts in bench.counts(None))
 
 
@@ -28,7 +28,7 @@ def test_mapping_fails(bench, fault):
     complain(bench.try_loading(fault, mmap=True))
 
 
-def test_reading_the_headers_of_what_is_mapped_fails(bench):
+def test_failed_header_reads_of_mapped_files_raise(bench):
     complaints = []
     for call in ("open", "pread"):
         for n in fault_harness.spread(bench.counts(None)[0][call], bench.most(1, 2)):

@@ -24,39 +24,39 @@ def outcomes(disk, *entries, samples=400):
     for entry in entries:
         disk.apply(entry)
     rng = random.Random(1)
-    found = []
+    states = []
     for state in replay.states(disk, rng, samples):
-        if state not in found:
-            found.append(state)
-    return found
+        if state not in states:
+            states.append(state)
+    return states
 
 
 def write(inode, data, offset=0):
     return Entry("W", inode, number=offset, data=data)
 
 
-def test_nothing_done_is_nothing_changed(disk):
+def test_empty_log_keeps_the_tree(disk):
     assert outcomes(disk) == [{"old": b"old", "sub": {}}]
 
 
 def test_unsynced_bytes_and_names_come_and_go_alone(disk):
-    found = outcomes(disk, Entry("C", ROOT, NEW, name="new"), write(NEW, b"data"))
-    contents = {state.get("new", "no file") for state in found}
+    states = outcomes(disk, Entry("C", ROOT, NEW, name="new"), write(NEW, b"data"))
+    contents = {state.get("new", "no file") for state in states}
     assert contents == {"no file", b"", b"data", b"\0\0\0\0"}
 
 
 def test_a_synced_file_may_still_lack_its_name(disk):
-    found = outcomes(
+    states = outcomes(
         disk, Entry("C", ROOT, NEW, name="new"), write(NEW, b"data"), Entry("S", NEW)
     )  # fmt: skip
-    assert {state.get("new") for state in found} == {None, b"data"}
+    assert {state.get("new") for state in states} == {None, b"data"}
 
 
 def test_a_synced_folder_has_names_but_not_their_bytes(disk):
-    found = outcomes(
+    states = outcomes(
         disk, Entry("C", ROOT, NEW, name="new"), write(NEW, b"data"), Entry("S", ROOT)
     )  # fmt: skip
-    assert {state["new"] for state in found} == {b"", b"data", bytes(4)}
+    assert {state["new"] for state in states} == {b"", b"data", bytes(4)}
 
 
 def test_replacing_in_the_right_order_leaves_old_or_new(disk):
@@ -78,8 +78,8 @@ def test_replacing_without_a_sync_loses_both(disk):
 
 def test_pages_are_torn_and_writes_are_reordered(disk):
     first, second = b"a" * 8192, b"b" * 8192
-    found = outcomes(disk, write(OLD, first), write(OLD, second, 8192), samples=3000)
-    contents = {state["old"] for state in found}
+    states = outcomes(disk, write(OLD, first), write(OLD, second, 8192), samples=3000)
+    contents = {state["old"] for state in states}
     assert first in contents and b"old" + bytes(8189) + second in contents
     assert b"a" * 4096 in contents
     assert b"old" + bytes(4093) + b"a" * 4096 + b"b" * 8192 in contents
@@ -88,14 +88,14 @@ def test_pages_are_torn_and_writes_are_reordered(disk):
 def test_changes_of_names_in_one_folder_keep_their_order(disk):
     steps = [Entry("C", ROOT, 10 + i, name=f"f{i}") for i in range(4)]
     for state in outcomes(disk, *steps):
-        there = [f"f{i}" in state for i in range(4)]
-        assert there == sorted(there, reverse=True)
+        presence = [f"f{i}" in state for i in range(4)]
+        assert presence == sorted(presence, reverse=True)
 
 
 def test_folders_are_independent_of_each_other(disk):
-    found = outcomes(disk, Entry("C", ROOT, 10, name="f"), Entry("C", SUB, 11, name="g"))
-    there = {("f" in state, "g" in state["sub"]) for state in found}
-    assert there == {(False, False), (True, False), (False, True), (True, True)}
+    states = outcomes(disk, Entry("C", ROOT, 10, name="f"), Entry("C", SUB, 11, name="g"))
+    presence = {("f" in state, "g" in state["sub"]) for state in states}
+    assert presence == {(False, False), (True, False), (False, True), (True, True)}
 
 
 def test_a_rename_between_folders_is_in_both_or_in_neither(disk):
@@ -111,7 +111,7 @@ def test_a_rename_between_folders_is_in_both_or_in_neither(disk):
     assert {tuple(state["sub"]) for state in outcomes(disk)} == {("before", "moved")}
 
 
-def test_syncing_everything_leaves_one_state(disk):
+def test_full_sync_leaves_one_state(disk):
     steps = [
         Entry("M", ROOT, 10, name="d"), Entry("C", 10, 11, name="f"), write(11, b"x"),
         Entry("D", ROOT, name="old"), Entry("L", SUB, 11, name="again"), Entry("S"),
@@ -120,8 +120,8 @@ def test_syncing_everything_leaves_one_state(disk):
 
 
 def test_truncating_may_be_lost_too(disk):
-    found = outcomes(disk, Entry("T", OLD, number=1))
-    assert {state["old"] for state in found} == {b"old", b"o"}
+    states = outcomes(disk, Entry("T", OLD, number=1))
+    assert {state["old"] for state in states} == {b"old", b"o"}
 
 
 def test_the_number_of_a_deleted_file_is_given_to_the_next(disk):
@@ -131,7 +131,7 @@ def test_the_number_of_a_deleted_file_is_given_to_the_next(disk):
     assert outcomes(disk, *steps) == [{"b": b"x", "sub": {}}]
 
 
-def test_what_cannot_be_replayed_is_refused(disk):
+def test_unsupported_entries_are_refused(disk):
     with pytest.raises(ValueError, match="mapping that writes"):
         disk.apply(Entry("X", name="mapping that writes to a file"))
 
@@ -143,5 +143,5 @@ def test_a_log_that_is_cut_gives_its_whole_entries():
     assert entries[0].data == b"ab\nd" and entries[0].number == 7
     assert (entries[1].name, entries[1].other) == ("x", "yz")
     for length in range(len(log)):
-        whole = [e.kind for e in replay.parse(log[:length])]
-        assert whole == list("WRN")[: len(whole)] and len(whole) < 3
+        kinds = [e.kind for e in replay.parse(log[:length])]
+        assert kinds == list("WRN")[: len(kinds)] and len(kinds) < 3

@@ -61,11 +61,11 @@ def run_child(shim, tmp_path, fault="", trace=()):
 def test_calls_are_counted_below_the_root_and_after_arming_only(shim, tmp_path):
     done = run_child(shim, tmp_path)
     assert done.returncode == 0, done.stderr
-    told, counts = json.loads(done.stdout)
-    told = dict(told)
-    assert told.pop("closed") == -errno.EBADF
-    assert told.pop("write") == 8 and told.pop("pwrite") == 6 and told.pop("pwritev") == 4
-    assert set(told.values()) == {None}
+    calls, counts = json.loads(done.stdout)
+    calls = dict(calls)
+    assert calls.pop("closed") == -errno.EBADF
+    assert calls.pop("write") == 8 and calls.pop("pwrite") == 6 and calls.pop("pwritev") == 4
+    assert set(calls.values()) == {None}
     assert counts == {
         "create": 1, "write": 1, "pwrite": 2, "truncate": 1, "fsync": 1, "close": 1, "mkdir": 1,
         "rename": 1, "unlink": 1, "rmdir": 1, "change": 11,
@@ -86,14 +86,14 @@ def test_calls_are_counted_below_the_root_and_after_arming_only(shim, tmp_path):
         ("rename:2:EIO", {}),
     ],
 )
-def test_a_fault_happens_where_it_should_and_nowhere_else(shim, tmp_path, fault, changed):
+def test_fault_affects_only_the_selected_call(shim, tmp_path, fault, changed):
     done = run_child(shim, tmp_path, fault)
     assert done.returncode == 0, done.stderr
-    told = dict(json.loads(done.stdout)[0])
-    usual = dict.fromkeys(told) | {
+    calls = dict(json.loads(done.stdout)[0])
+    usual = dict.fromkeys(calls) | {
         "write": 8, "pwrite": 6, "pwritev": 4, "closed": -errno.EBADF,
     }  # fmt: skip
-    assert told == usual | changed
+    assert calls == usual | changed
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_kill_comes_before_in_or_after_the_call(shim, tmp_path, fault, left):
 @pytest.mark.parametrize(
     "fault", ["nonsense", "write:0:EIO", "write:x:EIO", "sing:1:EIO", "write:1:EWHAT"]
 )
-def test_a_setting_that_makes_no_sense_ends_the_process(shim, tmp_path, fault):
+def test_invalid_setting_ends_the_process(shim, tmp_path, fault):
     done = run_child(shim, tmp_path, fault)
     assert done.returncode < 0 and "shim: " in done.stderr
 
@@ -147,7 +147,7 @@ TRACED = fault_harness.amount(["checkpoint", "async-manager", "tiers"], OF_ONE_R
 
 
 @pytest.mark.parametrize("bench", TRACED, indirect=True)
-def test_no_change_to_a_file_goes_past_the_shim(bench, shim, tmp_path):
+def test_shim_counts_every_file_change(bench, shim, tmp_path):
     """The kernel's trace of a child of the server equals the counts of the shim."""
     strace = shutil.which("strace")
     if strace is None or subprocess.run([strace, "-qq", "true"], capture_output=True).returncode:

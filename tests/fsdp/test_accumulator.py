@@ -81,7 +81,7 @@ def random_array(rng, shape, dtype):
 )
 def test_is_the_specification_to_the_bit(seed, steps, parameters, calls):
     rng = np.random.default_rng(seed)
-    ours, model = GradientAccumulator(steps), Cloning(steps)
+    accumulator, model = GradientAccumulator(steps), Cloning(steps)
 
     def gradient(dtype, shape, layout):
         array = random_array(rng, shape, dtype)
@@ -97,17 +97,20 @@ def test_is_the_specification_to_the_bit(seed, steps, parameters, calls):
         if call in ("add", "some"):
             chosen = parameters if call == "add" else parameters[:1]
             batch = {f"p{i}": gradient(*p) for i, p in enumerate(chosen)}
-            ours.add_gradients(batch)
+            accumulator.add_gradients(batch)
             model.add_gradients({n: g.astype(g.dtype.newbyteorder("=")) for n, g in batch.items()})
         elif call == "take":
-            found, expected = ours.get_and_clear_gradients(), model.get_and_clear_gradients()
-            assert list(found) == list(expected)
-            assert all(same_bits(found[name], expected[name]) for name in expected)
+            gradients, expected = (
+                accumulator.get_and_clear_gradients(),
+                model.get_and_clear_gradients(),
+            )
+            assert list(gradients) == list(expected)
+            assert all(same_bits(gradients[name], expected[name]) for name in expected)
         else:
-            ours.reset()
+            accumulator.reset()
             model.reset()
-        assert ours.is_complete == model.is_complete
-        assert ours.counts == {name: len(g) for name, g in model.lists.items()}
+        assert accumulator.is_complete == model.is_complete
+        assert accumulator.counts == {name: len(g) for name, g in model.lists.items()}
 
 
 def test_bfloat16_is_rounded_after_each_addition():
@@ -120,12 +123,12 @@ def test_bfloat16_is_rounded_after_each_addition():
     expected = batches[0].copy()
     for gradient in batches[1:]:
         expected += gradient
-    found = accumulator.get_and_clear_gradients()["w"]
-    assert found.dtype == ml_dtypes.bfloat16
-    assert (found.view(np.uint16) == expected.view(np.uint16)).all()
+    total = accumulator.get_and_clear_gradients()["w"]
+    assert total.dtype == ml_dtypes.bfloat16
+    assert (total.view(np.uint16) == expected.view(np.uint16)).all()
 
 
-def test_float32_sums_lose_nothing_of_narrow_gradients():
+def test_float32_sums_keep_narrow_gradients_exact():
     narrow = np.full(3, 2048, np.float16)  # 2048 + 1 is 2048 in float16
     accumulator = GradientAccumulator(dtype="float32")
     accumulator.add_gradients({"w": narrow, "wide": np.ones(2), "count": np.ones(2, np.int32)})
@@ -136,7 +139,7 @@ def test_float32_sums_lose_nothing_of_narrow_gradients():
     assert sums["wide"].dtype == np.float64 and sums["count"].dtype == np.int32
 
 
-def test_dtype_is_told_in_many_ways_and_refused_in_others():
+def test_dtype_argument_forms_are_checked():
     torch = pytest.importorskip("torch", reason="torch's dtype")
     for dtype in ("float32", np.float32, np.dtype("float32"), torch.float32):
         accumulator = GradientAccumulator(dtype=dtype)
@@ -174,7 +177,7 @@ def test_gradients_are_read_and_never_kept():
 # ---- memory and counters ----
 
 
-def test_memory_that_nobody_holds_is_used_again_and_no_other():
+def test_only_unreferenced_memory_is_reused():
     accumulator = GradientAccumulator()
     gradient = np.arange(1000, dtype=np.float32)
 
@@ -192,23 +195,23 @@ def test_memory_that_nobody_holds_is_used_again_and_no_other():
     assert third.ctypes.data != first
     assert part.tolist() == (4 * gradient[10:20]).tolist()
     assert third.tolist() == (6 * gradient).tolist()
-    kept = third.ctypes.data
+    address = third.ctypes.data
     del third
     # the same number of bytes, of another dtype
     accumulator.add_gradients({"w": np.ones(1000, np.int32)})
-    assert accumulator.get_and_clear_gradients()["w"].ctypes.data == kept
+    assert accumulator.get_and_clear_gradients()["w"].ctypes.data == address
     accumulator.add_gradients({"w": np.ones((2, 3), np.float32)})
     assert accumulator.get_and_clear_gradients()["w"].tolist() == [[1] * 3] * 2
 
 
-def test_a_batch_that_is_refused_spoils_no_result_that_is_held():
+def test_refused_batch_keeps_returned_gradients():
     accumulator = GradientAccumulator()
     accumulator.add_gradients({"a": np.ones(4), "b": np.ones(4)})
-    held = accumulator.get_and_clear_gradients()
+    returned = accumulator.get_and_clear_gradients()
     accumulator.add_gradients({"b": np.full(4, 2.0)})
     with pytest.raises(CompatibilityError):
         accumulator.add_gradients({"a": np.full(4, 3.0), "b": np.full(5, 3.0)})
-    assert held["a"].tolist() == held["b"].tolist() == [1] * 4
+    assert returned["a"].tolist() == returned["b"].tolist() == [1] * 4
     assert accumulator.get_and_clear_gradients()["b"].tolist() == [2] * 4
 
 
@@ -251,7 +254,7 @@ def test_steps_must_be_an_int(steps):
         GradientAccumulator(steps)
 
 
-def test_nothing_changes_nothing():
+def test_empty_batches_are_ignored():
     accumulator = GradientAccumulator(np.int64(2))
     accumulator.add_gradients(None)
     accumulator.add_gradients({})
@@ -314,7 +317,7 @@ def test_a_parameter_that_is_left_out_keeps_the_round_open():
     assert accumulator.is_complete
 
 
-def test_repr_says_how_far_it_is():
+def test_repr_shows_progress():
     accumulator = GradientAccumulator(4)
     assert repr(accumulator) == "GradientAccumulator(0 of 4 micro-batches, 0 parameters)"
     accumulator.add_gradients({"a": np.ones(1)})
@@ -387,7 +390,7 @@ def test_float32_sums_of_brains(torch):
     assert not total.requires_grad
 
 
-def test_memory_of_tensors_that_nobody_holds_is_used_again_and_no_other(torch):
+def test_only_unreferenced_tensor_memory_is_reused(torch):
     accumulator = GradientAccumulator()
 
     def one_round(value):
@@ -402,9 +405,9 @@ def test_memory_of_tensors_that_nobody_holds_is_used_again_and_no_other(torch):
     assert third.data_ptr() != first
     assert parameter.grad.tolist() == [[2] * 4] * 3 and third.tolist() == [[3] * 4] * 3
     storage = third.untyped_storage()
-    kept = third.data_ptr()
+    address = third.data_ptr()
     del third
-    assert one_round(4.0).data_ptr() != kept, "a storage holds memory, too"
+    assert one_round(4.0).data_ptr() != address, "a storage holds memory, too"
     del storage
 
 
@@ -439,7 +442,7 @@ def test_sparse_and_double_complex_tensors_are_left_to_torch(torch):
     assert accumulator.norm == 5
 
 
-def test_negated_and_conjugated_views_are_what_they_mean(torch):
+def test_negated_and_conjugated_views_are_resolved(torch):
     z = torch.tensor([1 + 2j, 3 - 1j])
     accumulator = GradientAccumulator()
     for _ in range(2):
@@ -449,7 +452,7 @@ def test_negated_and_conjugated_views_are_what_they_mean(torch):
     assert sums["conj"].tolist() == [2 - 4j, 6 + 2j]
 
 
-def test_cuda_tensors_are_added_where_they_are(torch):
+def test_cuda_tensors_are_added_on_their_device(torch):
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     accumulator = GradientAccumulator(2)

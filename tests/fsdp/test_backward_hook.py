@@ -47,7 +47,7 @@ def test_hooks_return_the_local_part_and_leave_the_model_when_closed():
     assert list(model.functions) == list(SHAPES)
 
 
-def test_functions_that_a_model_keeps_do_nothing_once_the_hooks_are_closed():
+def test_leftover_hook_functions_are_inert_after_close():
     model = Model(removable=False)
     units = units_of(0, {"w": (2,)})
     with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
@@ -111,7 +111,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("which", REFUSED)
-def test_hooks_that_make_no_sense_are_refused_before_one_is_registered(which):
+def test_invalid_hooks_are_refused_before_registration(which):
     model, units, error, text = REFUSED[which]
     hook = FSDPBackwardHook(FSDP(SingleGroup()))
     with pytest.raises(error, match=text):
@@ -169,7 +169,7 @@ def test_two_objects_have_no_hooks_on_one_name_of_a_model():
     second.register_hooks(model, units_of(0, {"b": (2,), "c": (2,)}))
 
 
-def test_full_gradients_are_those_of_torch_modules():
+def test_full_gradients_need_a_torch_module():
     hook = FSDPBackwardHook(FSDP(SingleGroup()))
     units = units_of(0, SHAPES)
     with pytest.raises(ValueError, match="needs a torch module"):
@@ -180,7 +180,7 @@ def test_full_gradients_are_those_of_torch_modules():
 
 
 @pytest.mark.parametrize("wrong", [None, SingleGroup(), "fsdp"])
-def test_hooks_are_made_of_an_fsdp(wrong):
+def test_hook_requires_an_fsdp(wrong):
     with pytest.raises(TypeError, match=r"fsdp must be an FSDP, .*FSDP\(group\)"):
         FSDPBackwardHook(wrong)
 
@@ -202,19 +202,19 @@ def test_hooks_are_made_of_an_fsdp(wrong):
         ({"timeout": 0}, ValueError, "timeout must be above 0"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(keywords, error, text):
+def test_invalid_settings_are_refused(keywords, error, text):
     with pytest.raises(error, match=text):
         FSDP(SingleGroup(), **keywords)
 
 
 @pytest.mark.parametrize("wrong", [None, "w", np.ones(4)])
-def test_what_is_no_unit_is_refused(wrong):
+def test_non_units_are_refused(wrong):
     hook = FSDPBackwardHook(FSDP(SingleGroup()))
     with pytest.raises(TypeError, match="must be an FSDPShardingUnit, got"):
         hook.scatter_gradient(wrong, np.ones(4, np.float32))
 
 
-def test_an_fsdp_is_made_of_a_group():
+def test_fsdp_requires_a_group():
     with pytest.raises(TypeError, match="ProcessGroup"):
         FSDP(object())
     group = SingleGroup()
@@ -242,7 +242,7 @@ def test_a_loop_that_names_no_parameter_or_one_twice_is_refused():
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
-def test_buckets_are_reduced_while_the_backward_pass_goes_on(bucket_bytes):
+def test_buckets_are_reduced_during_the_backward_pass(bucket_bytes):
     """The first bucket is reduced before the last gradient arrives, unless one bucket holds all.
 
     The rank announces a full bucket in its next message; if there are at most four, at once.
@@ -309,17 +309,17 @@ def test_full_gradients_are_let_go_as_soon_as_their_bucket_is_stored():
     hook = FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=0))
     hook.use_units(units)
     gradient = np.ones(4, np.float32)
-    kept = weakref.ref(gradient)
+    gradient_ref = weakref.ref(gradient)
     hook.add_gradient("f", gradient)
     del gradient
     for name in "edcb":
         hook.add_gradient(name, np.ones(4, np.float32))
     waited = threading.Event()
     for _ in range(2000):
-        if kept() is None:
+        if gradient_ref() is None:
             break
         waited.wait(0.005)
-    assert kept() is None
+    assert gradient_ref() is None
     assert units["f"].local_gradient is not None
     hook.add_gradient("a", np.ones(4, np.float32))
     hook.finish()
@@ -328,18 +328,18 @@ def test_full_gradients_are_let_go_as_soon_as_their_bucket_is_stored():
 def sizes_of_messages(group):
     """A list that receives the length of each message that this rank sends from now on."""
     sizes = []
-    plain = group.gather_bytes
+    gather_bytes = group.gather_bytes
 
     def counted(data, **keywords):
         sizes.append(len(data))
-        return plain(data, **keywords)
+        return gather_bytes(data, **keywords)
 
     group.gather_bytes = counted
     return sizes
 
 
 @pytest.mark.parametrize(("count", "bucket_bytes"), [(1, 0), (50, 1 << 20), (50, 400), (50, 0)])
-def test_ranks_exchange_64_bytes_for_what_they_have_ready_and_once_more(count, bucket_bytes):
+def test_readiness_messages_have_64_bytes(count, bucket_bytes):
     """The number of messages does not grow with the number of parameters."""
 
     def work(group):
@@ -404,7 +404,7 @@ def test_a_broken_group_leaves_no_gradient_of_the_step_before():
     assert all(unit.local_gradient is None for unit in units.values())
 
 
-def test_a_backlog_of_a_backward_pass_goes_with_a_message_for_four_buckets():
+def test_one_message_announces_four_queued_buckets():
     def work(group):
         sizes = sizes_of_messages(group)
         shapes = {f"p{i:02}": (10,) for i in range(10)}
@@ -469,13 +469,13 @@ def test_gradients_of_a_pass_that_was_given_up_are_let_go():
     """Also gradients whose bucket never became full."""
     units = units_of(0, {"a": (4,), "b": (4,), "c": (4,)})
     gradient = np.ones(4, np.float32)
-    kept = weakref.ref(gradient)
+    gradient_ref = weakref.ref(gradient)
     with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
         hook.use_units(units)
         hook.add_gradient("b", gradient)
         del gradient
-        assert kept() is not None
-    assert kept() is None
+        assert gradient_ref() is not None
+    assert gradient_ref() is None
 
 
 def test_a_pass_that_one_rank_gave_up_is_an_error_on_the_others():
@@ -501,13 +501,13 @@ def test_a_pass_that_one_rank_gave_up_is_an_error_on_the_others():
 # ---- asynchronous calls ----
 
 
-@pytest.mark.parametrize("nothing", [None, {}])
-def test_no_units_or_no_gradients_are_nothing_to_do(nothing):
+@pytest.mark.parametrize("empty", [None, {}])
+def test_empty_units_or_gradients_are_ignored(empty):
     units = units_of(0, {"w": (2,)})
     hook = FSDPBackwardHook(FSDP(SingleGroup()))
-    hook.scatter_multiple(nothing, {"w": np.ones(2, np.float32)})
-    hook.scatter_multiple(units, nothing)
-    asyncio.run(hook.scatter_multiple_async(units, nothing))
+    hook.scatter_multiple(empty, {"w": np.ones(2, np.float32)})
+    hook.scatter_multiple(units, empty)
+    asyncio.run(hook.scatter_multiple_async(units, empty))
     assert units["w"].local_gradient is None
 
 
@@ -519,7 +519,7 @@ def test_a_hostile_mapping_of_gradients_is_refused():
         hook.accumulate_gradients(units_of(0, {"w": (2,)}), [np.ones(2, np.float32)])
 
 
-def test_calls_that_overlap_take_place_in_the_order_in_which_they_were_awaited():
+def test_overlapping_calls_run_in_await_order():
     def work(group):
         hook = FSDPBackwardHook(FSDP(group))
         each = [units_of(group.rank, SHAPES) for _ in range(4)]
@@ -535,7 +535,7 @@ def test_calls_that_overlap_take_place_in_the_order_in_which_they_were_awaited()
     run(work)
 
 
-def test_the_event_loop_goes_on_while_gradients_are_scattered():
+def test_event_loop_runs_while_gradients_are_scattered():
     """The other rank arrives after this rank's event loop has run another task."""
     ticked = threading.Event()
 
@@ -563,7 +563,7 @@ def test_the_event_loop_goes_on_while_gradients_are_scattered():
     run(work)
 
 
-def test_a_failure_is_raised_where_it_is_awaited_and_the_next_call_works():
+def test_failure_is_raised_by_its_await_and_next_call_works():
     def work(group):
         hook = FSDPBackwardHook(FSDP(group))
         units = units_of(group.rank, SHAPES)
@@ -585,7 +585,7 @@ def test_a_failure_is_raised_where_it_is_awaited_and_the_next_call_works():
     run(work)
 
 
-def test_what_is_no_longer_awaited_takes_place_all_the_same():
+def test_cancelled_await_still_completes_the_scatter():
     """The other ranks wait for it."""
     given_up = threading.Event()
 
@@ -618,7 +618,7 @@ def test_what_is_no_longer_awaited_takes_place_all_the_same():
 # ---- groups ----
 
 
-def test_a_group_that_was_closed_is_an_error_and_says_so():
+def test_closed_group_raises():
     group = SingleGroup()
     hook = FSDPBackwardHook(FSDP(group))
     units = units_of(0, {"w": (2,)})

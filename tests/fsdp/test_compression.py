@@ -24,21 +24,21 @@ WIRES = ["float16", "int8", *(["bfloat16"] if bfloat16 else [])]
 BLOCK = 256
 
 
-def through_the_wire(part, wire):
+def round_trip(part, compression):
     """One rank's part after compression and decompression, in NumPy."""
-    if wire == "int8":
-        found = np.empty_like(part)
+    if compression == "int8":
+        decoded = np.empty_like(part)
         for start in range(0, len(part), BLOCK):
             block = part[start : start + BLOCK]
             largest = np.abs(block).max()
             if largest < 1e-36:
-                found[start : start + BLOCK] = 0
+                decoded[start : start + BLOCK] = 0
                 continue
             codes = np.rint(block * (np.float32(127) / largest)).astype(np.int8)
-            found[start : start + BLOCK] = codes.astype(np.float32) * (largest / np.float32(127))
-        return found
+            decoded[start : start + BLOCK] = codes.astype(np.float32) * (largest / np.float32(127))
+        return decoded
     with np.errstate(over="ignore"):
-        if wire == "float16":
+        if compression == "float16":
             return np.clip(part, -65504, 65504).astype(np.float16).astype(np.float32)
         limit = np.float32(3.3895313892515355e38)
         return np.clip(part, -limit, limit).astype(bfloat16).astype(np.float32)
@@ -47,9 +47,9 @@ def through_the_wire(part, wire):
 class Compressed:
     """A model of the ranks: each adds the residual of the previous step to each element."""
 
-    def __init__(self, world, length, wire):
+    def __init__(self, world, length, compression):
         self.lost = np.zeros((world, length), np.float32)
-        self.wire = wire
+        self.wire = compression
 
     def step(self, gradients, divisor=1.0):
         world = len(gradients)
@@ -57,7 +57,7 @@ class Compressed:
         for rank, gradient in enumerate(gradients):
             meant = gradient.reshape(-1) + self.lost[rank]
             parts = [part_of(meant, "flat", r, world) for r in range(world)]
-            arrives = np.concatenate([through_the_wire(part, self.wire) for part in parts])
+            arrives = np.concatenate([round_trip(part, self.wire) for part in parts])
             self.lost[rank] = meant - arrives
             total = arrives if total is None else total + arrives
         return total if divisor == 1 else total / np.float32(divisor)
@@ -66,27 +66,27 @@ class Compressed:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("length", [1, 255, 1030])
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("wire", WIRES)
-def test_sums_and_residuals_have_the_bits_of_the_model(wire, world, length, engine):
+@pytest.mark.parametrize("compression", WIRES)
+def test_sums_and_residuals_have_the_bits_of_the_model(compression, world, length, engine):
     """Over several steps, with op="mean"."""
 
     def work(group):
-        model = Compressed(world, length, wire)
+        model = Compressed(world, length, compression)
         unit = FSDPShardingUnit("w", (length,), "float32", group.rank)
-        hook = FSDPBackwardHook(FSDP(group, op="mean", compression=wire))
+        hook = FSDPBackwardHook(FSDP(group, op="mean", compression=compression))
         for step in range(4):
             each = [gradient_of([step, rank], (length,), "float32") for rank in range(world)]
             hook.scatter_gradient(unit, each[group.rank])
-            whole = model.step(each, world)
-            assert_same(unit.local_gradient, part_of(whole, "flat", group.rank, world), str(step))
+            total = model.step(each, world)
+            assert_same(unit.local_gradient, part_of(total, "flat", group.rank, world), str(step))
             assert_same(unit.residual(), model.lost[group.rank], str(step))
 
     run(work, world, engine)
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 25 << 20])
-@pytest.mark.parametrize("wire", WIRES)
-def test_error_feedback_makes_good_what_is_lost(wire, bucket_bytes):
+@pytest.mark.parametrize("compression", WIRES)
+def test_error_feedback_bounds_the_accumulated_error(compression, bucket_bytes):
     """After any number of steps the error of the sums is at most that of one step."""
     world, steps, length = 2, 60, 600
 
@@ -95,11 +95,11 @@ def test_error_feedback_makes_good_what_is_lost(wire, bucket_bytes):
         small = (rng.standard_normal(length) * 1e-4 + 3e-4).astype(np.float32)
         small[::256] = 1.0  # so large that the other elements vanish in 8 bits
         # and the low digits of these in 16 bits
-        small[1::256] = 1 + 0.4 * {"float16": 2.0**-10}.get(wire, 2.0**-7)
+        small[1::256] = 1 + 0.4 * {"float16": 2.0**-10}.get(compression, 2.0**-7)
         off = {}
         for feedback in (True, False):
             unit = FSDPShardingUnit("w", (length,), "float32", group.rank, world_size=world)
-            hook = FSDPBackwardHook(FSDP(group, compression=wire, bucket_bytes=bucket_bytes))
+            hook = FSDPBackwardHook(FSDP(group, compression=compression, bucket_bytes=bucket_bytes))
             total = np.zeros(unit.counts[group.rank])
             errors = []
             for step in range(1, steps + 1):
@@ -107,14 +107,16 @@ def test_error_feedback_makes_good_what_is_lost(wire, bucket_bytes):
                 if not feedback:
                     unit.residual().fill(0)
                 total += unit.local_gradient
-                whole = np.sum(group.all_gather(small.astype(np.float64).reshape(1, -1)), axis=0)
-                expected = step * part_of(whole, "flat", group.rank, world)
+                exact_sum = np.sum(
+                    group.all_gather(small.astype(np.float64).reshape(1, -1)), axis=0
+                )
+                expected = step * part_of(exact_sum, "flat", group.rank, world)
                 errors.append(np.abs(total - expected).max())
             off[feedback] = errors
         return off
 
     # the most that one step can lose of an element of about 1, on each rank
-    one_step = world * {"float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 1 / 127}[wire]
+    one_step = world * {"float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 1 / 127}[compression]
     for off in run(work, world):
         assert max(off[True]) <= one_step
         assert off[True][-1] <= one_step
@@ -122,18 +124,20 @@ def test_error_feedback_makes_good_what_is_lost(wire, bucket_bytes):
         assert off[False][-1] == pytest.approx(steps * off[False][0], rel=1e-2), "it all adds up"
 
 
-@pytest.mark.parametrize(("wire", "share"), [("float16", 0.51), ("bfloat16", 0.51), ("int8", 0.27)])
-def test_fewer_bytes_travel(wire, share):
+@pytest.mark.parametrize(
+    ("codec", "share"), [("float16", 0.51), ("bfloat16", 0.51), ("int8", 0.27)]
+)
+def test_fewer_bytes_travel(codec, share):
     def work(group):
         sent = []
-        plain = group.all_to_all
+        all_to_all = group.all_to_all
 
         def counted(array, **keywords):
             sent.append(array.nbytes)
-            return plain(array, **keywords)
+            return all_to_all(array, **keywords)
 
         group.all_to_all = counted
-        for compression in (None, wire):
+        for compression in (None, codec):
             unit = FSDPShardingUnit("w", (100_000,), "float32", group.rank)
             FSDPBackwardHook(FSDP(group, compression=compression)).scatter_gradient(
                 unit, np.ones(100_000, np.float32)
@@ -141,12 +145,12 @@ def test_fewer_bytes_travel(wire, share):
             assert unit.local_gradient.tolist() == [2.0] * 50_000
         return sent
 
-    for whole, less in run(work):
-        assert whole >= 200_000
-        assert less < share * whole
+    for uncompressed, less in run(work):
+        assert uncompressed >= 200_000
+        assert less < share * uncompressed
 
 
-def test_what_is_no_float32_travels_as_it_is():
+def test_only_float32_gradients_are_compressed():
     shapes = {"a": (30,), "b": (9, 2), "c": (5,), "d": (300,)}
     dtypes = {"a": "float64", "b": "float16", "c": "int32", "d": "float32"}
 
@@ -169,21 +173,21 @@ def test_minima_and_maxima_are_refused(op):
 
 
 @pytest.mark.parametrize("wrong", ["float32", "int4", 8, True, ""])
-def test_what_is_no_compression_is_refused(wrong):
+def test_unknown_compressions_are_refused(wrong):
     with pytest.raises(ValueError, match=r"compression must be 'float16', .* or None, got"):
         FSDP(SingleGroup(), compression=wrong)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("compression", WIRES)
 @pytest.mark.parametrize("spoiled", [np.nan, np.inf])
-def test_what_is_not_finite_is_named_and_leaves_no_trace(wire, spoiled):
+def test_non_finite_gradients_are_named_and_not_stored(compression, spoiled):
     def work(group):
         units = units_of(group.rank, {"v": (300,), "w": (300,)})
         gradients = gradients_of(group.rank, {"v": (300,), "w": (300,)})
         bad = {name: gradient.copy() for name, gradient in gradients.items()}
         if group.rank == 1:
             bad["w"][7] = spoiled
-        hook = FSDPBackwardHook(FSDP(group, compression=wire))
+        hook = FSDPBackwardHook(FSDP(group, compression=compression))
         with pytest.raises(CollectiveError, match=r"'w': NaN or infinite elements \(rank 1: 1\)"):
             hook.scatter_multiple(units, bad)
         assert units["w"].local_gradient is None
@@ -200,11 +204,11 @@ def test_a_gradient_too_large_for_16_bits_arrives_in_the_steps_that_follow():
     def work(group):
         unit = FSDPShardingUnit("w", (4,), "float32", group.rank)
         hook = FSDPBackwardHook(FSDP(group, compression="float16"))
-        found = []
+        sums = []
         for value in (150_000, 0, 0, 0):
             hook.scatter_gradient(unit, np.full(4, value, np.float32))
-            found.append(float(unit.local_gradient[0]))
-        assert found == [2 * 65504, 2 * 65504, 2 * (150_000 - 2 * 65504), 0.0]
+            sums.append(float(unit.local_gradient[0]))
+        assert sums == [2 * 65504, 2 * 65504, 2 * (150_000 - 2 * 65504), 0.0]
 
     run(work)
 

@@ -72,11 +72,11 @@ def scatter_with(fault, world=2, **keywords):
             hook.scatter_multiple(units, gradients)
         except CollectiveError as caught:
             error = caught
-        found = units, error
+        outcome = units, error
         again = units_of(group)  # the same object works again
         hook.scatter_multiple(again, gradients_of(group, again))
         assert parts(again) == expected_parts(again, world, ())
-        return found
+        return outcome
 
     return run_ranks(work, world)
 
@@ -161,9 +161,7 @@ def test_one_bad_gradient_is_named_everywhere_and_spoils_no_other(which, bucket_
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", SIZES)
 @pytest.mark.parametrize("which", MISMATCHES)
-def test_a_mismatch_on_one_rank_is_refused_on_all_before_anything_is_stored(
-    which, bucket_bytes, world
-):
+def test_mismatch_on_one_rank_is_refused_on_all(which, bucket_bytes, world):
     fault, name, text = MISMATCHES[which]
     results = scatter_with(fault, world, bucket_bytes=bucket_bytes)
     bad = world - 1
@@ -175,11 +173,11 @@ def test_a_mismatch_on_one_rank_is_refused_on_all_before_anything_is_stored(
         )
         assert (error.name, error.rank) == (name, bad)
         assert set(parts(units).values()) == {None}, "a stale gradient was left"
-    *others, own = [type(error) for _, error in results]
+    *others, own_error = [type(error) for _, error in results]
     assert set(others) <= {CollectiveError}
     has_other_names = which in ("not passed", "no unit")
-    assert own is (GradientNamesError if has_other_names else GradientMismatchError)
-    assert issubclass(own, ValueError)
+    assert own_error is (GradientNamesError if has_other_names else GradientMismatchError)
+    assert issubclass(own_error, ValueError)
 
 
 def test_one_gradient_alone_is_refused_in_the_same_way():
@@ -238,7 +236,7 @@ def test_a_mismatch_is_reported_even_if_settings_differ():
     assert run_ranks(work) == [CollectiveError, GradientMismatchError]
 
 
-def test_without_a_fault_nothing_is_raised():
+def test_consistent_ranks_raise_no_error():
     assert all(error is None for _, error in scatter_with(lambda *_: None, 3))
 
 
@@ -287,7 +285,7 @@ def test_a_long_list_of_failures_is_cut():
         assert "… 4 more" in str(error)
 
 
-def test_a_sum_that_overflows_is_told_from_gradients_that_were_infinite():
+def test_overflowed_sum_differs_from_infinite_gradients():
     def work(group):
         unit = FSDPShardingUnit("b", (4,), "float16", group.rank)
         gradient = np.array([1, 2, 60000, 3], np.float16)
@@ -302,7 +300,7 @@ def test_a_sum_that_overflows_is_told_from_gradients_that_were_infinite():
 
 
 @pytest.mark.parametrize("bucket_bytes", SIZES)
-def test_what_is_infinite_but_not_in_the_minimum_does_no_harm(bucket_bytes):
+def test_infinity_outside_the_minimum_is_accepted(bucket_bytes):
     """Whether a gradient fails must not depend on the other gradients in its bucket."""
 
     def work(group):
@@ -316,12 +314,12 @@ def test_what_is_infinite_but_not_in_the_minimum_does_no_harm(bucket_bytes):
             hook.scatter_multiple(units, gradients)
         return parts(units)
 
-    for found in run_ranks(work):
-        assert found["b"] is None
-        assert set(found["a"]) == {1.0}
+    for parts_of_rank in run_ranks(work):
+        assert parts_of_rank["b"] is None
+        assert set(parts_of_rank["a"]) == {1.0}
 
 
-def test_nan_and_infinity_are_let_through_where_that_was_asked_for():
+def test_nonfinite_allow_accepts_nan_and_infinity():
     def work(group):
         units = units_of(group)
         gradients = gradients_of(group, units)
@@ -362,8 +360,8 @@ def test_one_bad_gradient_among_buckets_that_go_together_spoils_no_other(kind, a
         hook = FSDPBackwardHook(fsdp)
         hook.use_units(units)
         with fsdp._reductions.queue._running:  # no bucket is reduced before all are full
-            for given in reversed(units):
-                hook.add_gradient(given, gradients[given])
+            for parameter in reversed(units):
+                hook.add_gradient(parameter, gradients[parameter])
         with pytest.raises(CollectiveError) as caught:
             hook.finish()
         assert parts(units) == expected_parts(units, 2, {name})
@@ -470,7 +468,7 @@ def test_a_rank_that_never_comes_ends_the_wait_of_the_others(mode, bucket_bytes)
     assert run_ranks(work) == [1, None]
 
 
-def test_a_rank_that_gathers_bytes_of_its_own_is_named():
+def test_rank_in_gather_bytes_is_named():
     def work(group):
         units = units_of(group)
         hook = FSDPBackwardHook(FSDP(group))
@@ -486,7 +484,7 @@ def test_a_rank_that_gathers_bytes_of_its_own_is_named():
     assert run_ranks(work) == [True, True]
 
 
-def test_what_failed_in_a_run_that_was_broken_off_is_not_told_in_the_next_one():
+def test_aborted_pass_leaves_no_failure_for_the_next():
     """Failures, sequence numbers and norm partials belong to one pass."""
 
     def work(group):
@@ -517,7 +515,7 @@ def test_what_failed_in_a_run_that_was_broken_off_is_not_told_in_the_next_one():
 
 @pytest.mark.parametrize("bucket_bytes", SIZES)
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_rank_that_ends_early_is_told_from_the_others(bucket_bytes, count):
+def test_rank_that_ends_early_is_named(bucket_bytes, count):
     """It reduces fewer gradients, with hooks that name only those."""
 
     def work(group):
@@ -532,15 +530,15 @@ def test_a_rank_that_ends_early_is_told_from_the_others(bucket_bytes, count):
         try:
             hook.finish()
         except CollectiveError as error:
-            found = parts(units)
-            return error, {name for name in found if found[name] is not None}
+            stored_parts = parts(units)
+            return error, {name for name in stored_parts if stored_parts[name] is not None}
 
-    (first, stored), (second, there) = run_ranks(work)
+    (first, stored), (second, second_stored) = run_ranks(work)
     assert text_of(first) == text_of(second)
     missing = list(SHAPES)[: 4 - count]
     for name in missing:
         assert f"'{name}': missing on rank 1" in str(first)
-    assert stored == there
+    assert stored == second_stored
     assert not stored & set(missing)
     if bucket_bytes == 0:
         assert stored == set(SHAPES) - set(missing)
@@ -572,7 +570,7 @@ def test_units_in_another_order_are_an_error_or_go_in_one_order(bucket_bytes):
 # ---- unused parameters ----
 
 
-def test_parameters_without_gradients_count_as_zero_where_that_was_agreed():
+def test_allow_unused_counts_missing_gradients_as_zero():
     def work(group):
         units = units_of(group)
         gradients = gradients_of(group, units)
@@ -710,7 +708,7 @@ def play(script, group, *, hooks, calls):
 
 @settings(max_examples=tries(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(scripts, min_size=2, max_size=3), st.booleans())
-def test_whatever_ranks_do_all_of_them_hear_the_same(each, hooks):
+def test_all_ranks_get_the_same_outcome(each, hooks):
     results = run_ranks(
         lambda group: play(each[group.rank], group, hooks=hooks, calls=2), len(each), seconds=5
     )
@@ -719,7 +717,7 @@ def test_whatever_ranks_do_all_of_them_hear_the_same(each, hooks):
     texts = {error for error, _ in results}
     assert len(texts) == 1, results
     common = set.intersection(*(set(s["faults"]) - {"absent"} for s in each))
-    kept = [stored & common for _, stored in results]
-    assert all(k == kept[0] for k in kept), results
+    stored_names = [stored & common for _, stored in results]
+    assert all(k == stored_names[0] for k in stored_names), results
     is_refused = any(set(s["faults"].values()) & {"none", "shape", "dtype", "list"} for s in each)
     assert hooks or not is_refused or not any(stored for _, stored in results), results

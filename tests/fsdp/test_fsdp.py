@@ -32,7 +32,7 @@ def wide(units):
 @pytest.mark.parametrize("layout", ["flat", "rows"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_the_norm_is_that_of_all_parts_and_so_is_the_factor(world, dtype, layout):
+def test_norm_and_factor_cover_all_parts(world, dtype, layout):
     def work(group):
         units = scattered(group, dtype, layout)
         before = wide(units)
@@ -70,7 +70,7 @@ def test_gradients_within_the_limit_keep_their_bits():
         assert share == pytest.approx(0.5, rel=1e-5)
 
 
-def test_clipped_gradients_are_those_of_torch():
+def test_clipped_gradients_match_torch():
     torch = pytest.importorskip("torch", reason="has clip_grad_norm_")
     values = gradient_of(3, (500,), "float32")
     parameter = torch.nn.Parameter(torch.zeros(500))
@@ -104,20 +104,20 @@ def test_units_without_gradients_count_as_zero():
     assert clip_grad_norm({}, 1.0, SingleGroup()) == 0.0
 
 
-def test_a_rank_that_keeps_nothing_takes_part():
+def test_rank_without_units_takes_part():
     def work(group):
         units = unit_of(np.array([3.0, 4.0])) if group.rank == 1 else {}
         norm = clip_grad_norm(units, 1.0, group)
         return norm, [float(x) for unit in units.values() for x in unit.local_gradient]
 
-    (first, nothing), (second, clipped) = run(work)
+    (first, first_clipped), (second, clipped) = run(work)
     assert first == second == 5.0
-    assert nothing == []
+    assert first_clipped == []
     assert clipped == pytest.approx([0.6, 0.8], rel=1e-6)
 
 
 @pytest.mark.parametrize("spoiled", [np.nan, np.inf, -np.inf])
-def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks_and_changes_nothing(spoiled):
+def test_non_finite_norm_is_an_error_and_keeps_gradients(spoiled):
     def work(group):
         gradient = np.array([3.0, spoiled if group.rank == 1 else 4.0])
         units = unit_of(gradient.copy(), group.rank, 3)
@@ -149,7 +149,7 @@ def test_another_limit_on_one_rank_is_an_error_on_all():
     assert run(work) == [[3.0, 4.0]] * 2
 
 
-def test_a_rank_that_does_something_else_is_named():
+def test_rank_in_another_operation_is_named():
     def work(group):
         units = unit_of(np.array([3.0, 4.0]), group.rank, 2)
         if group.rank == 1:
@@ -169,7 +169,7 @@ def test_a_rank_that_does_something_else_is_named():
     ("units", "group", "text"),
     [([], SingleGroup(), "must be a dict .*got list"), ({}, None, "ProcessGroup")],
 )
-def test_what_is_no_group_or_no_dict_is_refused(units, group, text):
+def test_invalid_group_or_units_are_refused(units, group, text):
     with pytest.raises(TypeError, match=text):
         clip_grad_norm(units, 1.0, group)
 
@@ -251,10 +251,10 @@ def test_ranks_train_as_one_process_does(world, layout, bucket_bytes):
             hook.finish()
             clip_grad_norm(units, LIMIT, group)
             for name, unit in units.items():
-                mine = unit.layout.take(weights[name], group.rank)
-                part = (mine - RATE * unit.local_gradient).reshape(-1)
-                whole = group.all_gather(part, counts=unit.counts)
-                weights[name] = whole.reshape(weights[name].shape)
+                weight_part = unit.layout.take(weights[name], group.rank)
+                part = (weight_part - RATE * unit.local_gradient).reshape(-1)
+                gathered = group.all_gather(part, counts=unit.counts)
+                weights[name] = gathered.reshape(weights[name].shape)
         return weights
 
     expected = trained_alone(world)

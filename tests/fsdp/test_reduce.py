@@ -72,7 +72,7 @@ def test_the_output_may_be_a_source():
         ([object()], np.ones(2), "sum", 1.0, TypeError, r"sources\[0\]"),
     ],
 )
-def test_reductions_that_make_no_sense(sources, out, op, divisor, error, match):
+def test_invalid_reductions_are_refused(sources, out, op, divisor, error, match):
     before = out.tobytes()
     with pytest.raises(error, match=match):
         _core.reduce(sources, out, op, divisor)
@@ -138,7 +138,7 @@ def test_one_bad_pair_leaves_all_as_they_were(target, source, scale, error, matc
     assert other.tolist() == [1] * 4 and target.tobytes() == before
 
 
-def test_targets_must_be_writable_and_their_own():
+def test_targets_must_be_writable_and_not_shared():
     frozen, memory = np.ones(4), np.arange(5.0)
     frozen.flags.writeable = False
     repeated = np.lib.stride_tricks.as_strided(np.ones(1), (4,), (0,))
@@ -154,7 +154,7 @@ def test_targets_must_be_writable_and_their_own():
     assert memory.tolist() == list(range(5))
 
 
-def test_names_that_change_while_arrays_are_viewed_are_no_way_out_of_bounds():
+def test_names_changed_during_views_stay_in_bounds():
     class Array:
         """An array that shortens its caller's list when asked for its memory."""
 
@@ -222,7 +222,7 @@ def _read_only(array):
         (None, "float64", (), False, False),
     ],
 )
-def test_arrays_that_a_bucket_takes_as_they_lie(array, dtype, shape, reads, writes):
+def test_bucket_fits_accepts_packed_arrays(array, dtype, shape, reads, writes):
     assert _core.bucket_fits(array, dtype, shape, False) is reads
     assert _core.bucket_fits(array, dtype, shape, True) is writes
 
@@ -241,7 +241,7 @@ def _outputs():
 
 
 @pytest.mark.parametrize("wrong", _outputs())
-def test_a_bucket_wants_an_output_as_it_was_told(wrong):
+def test_bucket_checks_output_dtype_and_shape(wrong):
     out = _outputs()[wrong]
     segment = (np.ones(2, np.float32), (2,), out, "float32", (2,))
     if wrong:

@@ -37,7 +37,7 @@ def test_each_rank_gets_its_part_of_the_reduced_gradient(dtype, op, layout, engi
     run(work, 3, engine)
 
 
-def test_sums_are_what_is_made_without_an_op():
+def test_default_operation_is_the_sum():
     def work(group):
         operation = ReduceScatterOperation(group, [4], np.float64, group.rank)
         return operation.reduce_scatter(np.arange(4.0)).tolist()
@@ -77,7 +77,7 @@ def test_a_torch_tensor_gives_a_torch_tensor():
         ((SingleGroup(), (2,), "f4", 0, "prod"), ValueError, "'prod' is not a valid ReduceOp"),
     ],
 )
-def test_operations_that_make_no_sense_are_refused(arguments, error, text):
+def test_invalid_operations_are_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         ReduceScatterOperation(*arguments)
 
@@ -117,15 +117,15 @@ def test_a_gradient_that_does_not_fit_is_an_error_on_all_ranks(bad, text):
 )
 def test_operations_that_differ_between_ranks_are_an_error_on_all(arguments, text):
     def work(group):
-        mine = arguments if group.rank else ((4,), "float32", 0)
-        operation = ReduceScatterOperation(group, *mine)
+        own_arguments = arguments if group.rank else ((4,), "float32", 0)
+        operation = ReduceScatterOperation(group, *own_arguments)
         with pytest.raises(CollectiveError, match=text):
-            operation.reduce_scatter(np.ones(mine[0], mine[1]))
+            operation.reduce_scatter(np.ones(own_arguments[0], own_arguments[1]))
 
     run(work)
 
 
-def test_an_operation_that_is_closed_reduces_nothing_more():
+def test_closed_operation_raises():
     group = SingleGroup()
     with ReduceScatterOperation(group, (2,), "float32", 0) as operation:
         assert operation.reduce_scatter(np.ones(2, np.float32)).tolist() == [1, 1]

@@ -74,9 +74,9 @@ def test_the_rank_that_all_others_waited_for_is_named():
     assert "each of the others waited 2000.0 ms for rank 1" in str(report)
     four = [(0.0,) * 4, (0.0, 3.0, 2.0, 1.0), (0.1, 0.0, 0.0, 0.0)]
     assert two_buckets(four).straggler == (0, pytest.approx(2.0 - 0.1))
-    nobody = two_buckets([(0.0, 0.0), (0.1, 0.2), (0.2, 0.1)])
-    assert nobody.straggler is None
-    assert "waited" not in str(nobody)
+    balanced = two_buckets([(0.0, 0.0), (0.1, 0.2), (0.2, 0.1)])
+    assert balanced.straggler is None
+    assert "waited" not in str(balanced)
     assert two_buckets([(0.0,), (1.0,), (1.0,)]).straggler is None, "there is no other rank"
 
 
@@ -96,7 +96,7 @@ def test_the_table_has_a_line_for_each_bucket():
     assert repr(two_buckets()) == f"<BackwardReport: {title}>"
 
 
-def test_reports_are_short_and_safe_whatever_is_in_them():
+def test_reports_are_bounded_and_escaped():
     events = [
         event((HOSTILE + str(i), HOSTILE), 8, (i, i, i, i + 0.5), (0.0,)) for i in range(1000)
     ]
@@ -115,7 +115,7 @@ def test_reports_are_short_and_safe_whatever_is_in_them():
 # ---- reports of passes ----
 
 
-def test_a_pass_is_recorded_where_that_was_asked_for():
+def test_record_true_records_a_pass():
     hook = FSDPBackwardHook(FSDP(SingleGroup()))
     hook.use_units(units_of(0, {"w": (2,)}))
     backward(hook, {"w": np.ones(2, np.float32)})
@@ -155,7 +155,7 @@ def test_a_report_has_all_gradients_and_buckets_in_their_order(world):
         assert 0 <= report.overlap <= 1
 
 
-def test_buckets_that_move_while_the_backward_pass_goes_on_are_seen_as_overlap():
+def test_buckets_moved_during_backward_count_as_overlap():
     units = units_of(0, {"a": (4,), "b": (1 << 20,)})
     fsdp = FSDP(SingleGroup(), record=True, bucket_bytes=0)
     hook = FSDPBackwardHook(fsdp)
@@ -201,7 +201,7 @@ def test_a_pass_that_failed_is_reported_too():
     assert [bucket.names for bucket in hook.report().buckets] == [("b",)]
 
 
-def test_what_is_reduced_outside_a_pass_leaves_its_report_alone():
+def test_reduction_outside_a_pass_keeps_its_report():
     units = units_of(0, {"a": (4,)})
     hook = FSDPBackwardHook(FSDP(SingleGroup(), record=True))
     hook.use_units(units)
@@ -265,15 +265,15 @@ def test_the_timeline_shows_gradients_buckets_and_who_waited():
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
-def test_the_picture_of_one_rank_or_none_that_is_late_says_so():
+def test_timeline_without_a_late_rank():
     pytest.importorskip("matplotlib", reason="matplotlib draws")
-    one = plot_backward(two_buckets([(0.0,), (1.0,), (1.0,)]))
-    assert len(one.axes) == 1
-    nobody = plot_backward(two_buckets([(0.0, 0.0)] * 3))
-    assert nobody.axes[1].get_title(loc="left") == "Nobody was waited for"
+    single_rank = plot_backward(two_buckets([(0.0,), (1.0,), (1.0,)]))
+    assert len(single_rank.axes) == 1
+    balanced = plot_backward(two_buckets([(0.0, 0.0)] * 3))
+    assert balanced.axes[1].get_title(loc="left") == "Nobody was waited for"
 
 
-def test_timelines_of_nothing_and_of_many_buckets_are_drawn():
+def test_empty_and_long_timelines_are_drawn():
     pytest.importorskip("matplotlib", reason="matplotlib draws")
     assert plot_backward(BackwardReport([], 100.0, []))._repr_png_()
     events = [event((HOSTILE,), 8, (i, i, i, i + 0.5), (0.0, 0.1)) for i in range(91)]
@@ -313,8 +313,8 @@ def test_many_parameters_and_ranks_are_summed_up():
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[:2] == ["p0", "p1"]
     assert labels[-1] == f"{40 - len(labels) + 1} others"
-    kept = [sum(bars[row].get_width() for bars in axes.containers) for row in range(30)]
-    assert kept[0] == 40, "an element of each"
+    row_sums = [sum(bars[row].get_width() for bars in axes.containers) for row in range(30)]
+    assert row_sums[0] == 40, "an element of each"
     assert [label.get_text() for label in axes.get_yticklabels()][15] == "… 71 more, mean"
 
 

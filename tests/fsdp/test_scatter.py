@@ -104,7 +104,7 @@ cases = st.fixed_dictionaries(
 
 @settings(max_examples=tries(150), deadline=None)
 @given(cases)
-def test_bits_are_those_of_a_sum_in_the_order_of_ranks(case):
+def test_bits_match_a_sum_in_rank_order(case):
     """For every call, bucket size, engine and number of threads."""
     named = {f"p{i}": shape for i, shape in enumerate(case["shapes"])}
     divided = case["op"] in ("mean", "divided")
@@ -149,19 +149,19 @@ def test_large_gradients_have_the_same_bits_with_any_number_of_threads(engine):
         FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients)
         return [unit.local_gradient.tobytes() for unit in units.values()]
 
-    found = []
+    bits = []
     for count in (1, 2, 4):
         with num_threads(count):
-            found.append(run(work, 3, engine))
-    assert found[0] == found[1] == found[2]
+            bits.append(run(work, 3, engine))
+    assert bits[0] == bits[1] == bits[2]
 
 
 def test_the_order_of_ranks_decides_the_bits():
     """The model's gradients depend on the order, so the tests above would notice another one."""
     each = [gradients_of(rank, SHAPES) for rank in range(3)]
-    there = reduced([g["d"] for g in each])
+    forward = reduced([g["d"] for g in each])
     back = reduced([g["d"] for g in reversed(each)])
-    assert there.tobytes() != back.tobytes()
+    assert forward.tobytes() != back.tobytes()
 
 
 # ---- arrays ----
@@ -182,17 +182,17 @@ VIEWS = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [d for d in FLOATS if d != "bfloat16"] + ["int32"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_gradients_may_lie_in_memory_as_they_like(view, dtype, engine):
+def test_strided_and_swapped_gradients_are_reduced(view, dtype, engine):
     def work(group):
         each = [VIEWS[view](gradient_of(rank, (6, 5), dtype)) for rank in range(2)]
-        plain = reduced([np.array(g, g.dtype.newbyteorder("=")) for g in each])
+        total = reduced([np.array(g, g.dtype.newbyteorder("=")) for g in each])
         for layout in ("flat", "rows"):
             unit = FSDPShardingUnit("w", (6, 5), dtype, group.rank, layout=layout)
-            mine = each[group.rank]
-            before = mine.tobytes()
-            FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, mine)
-            assert_same(unit.local_gradient, part_of(plain, layout, group.rank, 2))
-            assert mine.tobytes() == before
+            gradient = each[group.rank]
+            before = gradient.tobytes()
+            FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, gradient)
+            assert_same(unit.local_gradient, part_of(total, layout, group.rank, 2))
+            assert gradient.tobytes() == before
 
     run(work, 2, engine)
 
@@ -210,17 +210,17 @@ def test_ranks_beyond_the_rows_get_empty_parts(world, engine, layout):
         return {name: unit.local_gradient.shape[0] for name, unit in units.items()}
 
     sizes = run(work, world, engine)
-    assert sum(found["two"] for found in sizes) == 2
-    assert [found["none"] for found in sizes] == [0] * world
+    assert sum(lengths["two"] for lengths in sizes) == 2
+    assert [lengths["none"] for lengths in sizes] == [0] * world
     if world == 5:
-        assert [found["two"] for found in sizes] == [1, 1, 0, 0, 0]
-        assert [found["six"] for found in sizes] == ([2, 2, 2, 0, 0] if layout == "rows" else [
+        assert [lengths["two"] for lengths in sizes] == [1, 1, 0, 0, 0]
+        assert [lengths["six"] for lengths in sizes] == ([2, 2, 2, 0, 0] if layout == "rows" else [
             3, 3, 3, 3, 0
         ])  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_narrow_sums_are_kept_in_float32_where_that_was_asked_for(dtype):
+def test_float32_accumulation_of_narrow_gradients(dtype):
     if dtype not in FLOATS:
         pytest.skip("ml_dtypes has bfloat16")
 
@@ -308,7 +308,7 @@ def test_the_next_pass_writes_into_the_same_memory(engine):
     run(work, 2, engine)
 
 
-def test_where_all_results_have_a_place_no_gradient_is_looked_at_by_itself(monkeypatch):
+def test_preallocated_results_need_no_memory_lookup(monkeypatch):
     looked_at = []
     find = Entry.find_memory
 
@@ -330,7 +330,7 @@ def test_where_all_results_have_a_place_no_gradient_is_looked_at_by_itself(monke
 
 
 @pytest.mark.parametrize(
-    "there",
+    "previous",
     [
         None,
         np.zeros(4, np.float64),
@@ -342,13 +342,13 @@ def test_where_all_results_have_a_place_no_gradient_is_looked_at_by_itself(monke
     ],
     ids=["none", "dtype", "length", "shape", "strides", "byte order", "read-only"],
 )
-def test_memory_that_does_not_fit_is_left_alone(there):
+def test_memory_that_does_not_fit_is_left_alone(previous):
     """Memory of another gradient in the same bucket, which fits, is used."""
 
     def work(group):
         units = units_of(group.rank, {"v": (8,), "w": (8,)})
         fits = units["v"].local_gradient = np.zeros(4, np.float32)
-        units["w"].local_gradient = there
+        units["w"].local_gradient = previous
         gradients = {name: np.ones(8, np.float32) for name in units}
         FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients)
         assert units["v"].local_gradient is fits
@@ -356,7 +356,7 @@ def test_memory_that_does_not_fit_is_left_alone(there):
             assert_same(unit.local_gradient, np.full(4, 2, np.float32))
 
     run(work)
-    assert there is None or not there.any()
+    assert previous is None or not previous.any()
 
 
 def test_local_gradients_are_never_the_full_gradients_memory():
@@ -373,10 +373,10 @@ def test_of_copies_there_is_one_bucket_at_a_time_and_the_one_before(monkeypatch)
     pack = _bucket.packed
 
     def counted(array):
-        found = pack(array)
-        copies.append(weakref.ref(found))
+        packed = pack(array)
+        copies.append(weakref.ref(packed))
         most.append(sum(copy() is not None for copy in copies))
-        return found
+        return packed
 
     monkeypatch.setattr(_bucket, "packed", counted)
     shapes = {f"p{i}": (4, 3) for i in range(8)}
@@ -421,8 +421,8 @@ def test_passes_add_up_in_the_local_gradients(hooks, bucket_bytes):
                 assert all(returned[name] is units[name].local_gradient for name in units)
             else:
                 backward(hook, gradients)
-        for name, whole in sums_of(SHAPES, 2, range(3)).items():
-            assert_same(units[name].local_gradient, part_of(whole, "flat", group.rank, 2), name)
+        for name, total in sums_of(SHAPES, 2, range(3)).items():
+            assert_same(units[name].local_gradient, part_of(total, "flat", group.rank, 2), name)
         hook.clear_gradients(units)
         assert not any(unit.local_gradient.any() for unit in units.values())
 
@@ -444,18 +444,18 @@ def test_narrow_gradients_of_several_passes_add_up_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("there", "text"),
+    ("previous", "text"),
     [
         (np.zeros(4, np.float64), "the local gradient to add to has dtype float64"),
         (np.zeros(3, np.float32), r"has shape \(3,\), expected \(4,\)"),
         (np.broadcast_to(np.float32(0), (4,)), "is read-only"),
     ],
 )
-def test_a_sum_that_cannot_be_made_on_one_rank_fails_on_all(there, text):
+def test_unaccumulatable_gradient_on_one_rank_fails_on_all(previous, text):
     def work(group):
         unit = FSDPShardingUnit("w", (8,), "float32", group.rank)
         other = FSDPShardingUnit("x", (8,), "float32", group.rank)
-        unit.local_gradient = there if group.rank else np.zeros(4, np.float32)
+        unit.local_gradient = previous if group.rank else np.zeros(4, np.float32)
         hook = FSDPBackwardHook(FSDP(group))
         hook.use_units({"w": unit, "x": other}, accumulate=True)
         for name in ("x", "w"):
@@ -466,10 +466,10 @@ def test_a_sum_that_cannot_be_made_on_one_rank_fails_on_all(there, text):
         assert other.local_gradient.tolist() == [2.0] * 4
 
     run(work)
-    assert not there.any()
+    assert not previous.any()
 
 
-def test_a_sum_may_lie_in_memory_as_it_likes():
+def test_strided_and_swapped_sums_are_updated():
     def work(group):
         units = units_of(group.rank, {"w": (8,), "x": (8,)})
         units["w"].local_gradient = np.ones(8, np.float32)[::2]
@@ -531,7 +531,7 @@ def test_passes_inside_no_sync_add_up_before_they_travel(hooks):
     run(work)
 
 
-def test_what_no_sync_held_goes_with_a_pass_that_has_no_gradient_for_it():
+def test_no_sync_gradient_is_sent_without_a_new_gradient():
     def work(group):
         units = units_of(group.rank, {"w": (2,), "x": (2,)})
         hook = FSDPBackwardHook(FSDP(group))
@@ -546,7 +546,7 @@ def test_what_no_sync_held_goes_with_a_pass_that_has_no_gradient_for_it():
     assert run(work) == [[[2.0], [2.0]]] * 2
 
 
-def test_a_gradient_that_does_not_go_with_what_no_sync_held_fails_on_all_ranks():
+def test_gradient_mismatching_the_no_sync_sum_fails_on_all():
     def work(group):
         units = units_of(group.rank, {"w": (2,), "x": (2,)})
         hook = FSDPBackwardHook(FSDP(group))
@@ -574,17 +574,17 @@ def test_accumulate_gradients_adds_local_parts_and_copies_the_first():
     assert_same(units["w"].local_gradient, first["w"] + second["w"])
     assert_same(units["x"].local_gradient, first["x"])
     assert units["y"].local_gradient is None
-    for nothing in (None, {}):
-        hook.accumulate_gradients(nothing, first)
-        hook.accumulate_gradients(units, nothing)
-        hook.clear_gradients(nothing)
+    for empty in (None, {}):
+        hook.accumulate_gradients(empty, first)
+        hook.accumulate_gradients(units, empty)
+        hook.clear_gradients(empty)
     hook.clear_gradients(units)
     assert [u.local_gradient.tolist() for n, u in units.items() if n != "y"] == [[0.0] * 4] * 2
     assert units["y"].local_gradient is None
 
 
 @pytest.mark.parametrize("bad", [np.ones(3, np.float32), np.ones(4, np.float64)])
-def test_a_part_of_another_shape_or_dtype_is_added_to_nothing(bad):
+def test_mismatched_part_is_not_added(bad):
     """The specification adds as many elements as the shorter array has."""
     units = {name: FSDPShardingUnit(name, (4,), "float32", 0) for name in "wx"}
     hook = FSDPBackwardHook(FSDP(SingleGroup()))

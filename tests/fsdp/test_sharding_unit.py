@@ -79,7 +79,7 @@ def test_dtypes_that_numpy_lacks_have_names(dtype):
         (("w", (2,), "f4", 0), {"layout": "diagonal"}, "'flat' or 'rows', got 'diagonal'"),
     ],
 )
-def test_units_that_make_no_sense_are_refused(arguments, keywords, text):
+def test_invalid_units_are_refused(arguments, keywords, text):
     with pytest.raises(ValueError, match=text):
         FSDPShardingUnit(*arguments, **keywords)
 
@@ -87,7 +87,7 @@ def test_units_that_make_no_sense_are_refused(arguments, keywords, text):
 @pytest.mark.parametrize(
     "arguments", [("w", (2.5,), "f4", 0), ("w", (2,), "f4", 0.5), ("w", (2,), None, 0)]
 )
-def test_numbers_that_are_no_counts_are_not_rounded(arguments):
+def test_non_integer_counts_are_refused(arguments):
     with pytest.raises(TypeError):
         FSDPShardingUnit(*arguments)
 
@@ -133,7 +133,7 @@ def test_local_gradients_are_saved_as_shards(tmp_path, layout):
     np.testing.assert_array_equal(mlstate.load(path).model["w"], array)
 
 
-def test_a_module_gives_units_for_what_has_gradients():
+def test_module_units_cover_trainable_parameters():
     torch = pytest.importorskip("torch", reason="the module is torch's")
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     model[0].bias.requires_grad_(False)

@@ -38,14 +38,14 @@ def verified(actual, expected, **keywords):
 @pytest.mark.parametrize("layout", ["flat", "rows"])
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_what_was_scattered_is_well_and_an_element_that_was_changed_is_found(world, dtype, layout):
+def test_verify_passes_and_reports_a_changed_element(world, dtype, layout):
     def work(group):
         units = units_of(group.rank, SHAPES, dtype, layout)
         gradients = [gradients_of(rank, SHAPES, dtype) for rank in range(world)]
         full = {name: reduced([g[name] for g in gradients]) for name in SHAPES}
         hook = FSDPBackwardHook(FSDP(group, nonfinite="allow"))  # of float16
         hook.scatter_multiple(units, gradients[group.rank])
-        full = {name: np.nan_to_num(whole) for name, whole in full.items()}
+        full = {name: np.nan_to_num(gradient) for name, gradient in full.items()}
         for unit in units.values():
             np.nan_to_num(unit.local_gradient, copy=False)
         report = hook.verify_gradients(units, full)
@@ -53,10 +53,10 @@ def test_what_was_scattered_is_well_and_an_element_that_was_changed_is_found(wor
         assert (report.compared, report.mismatches) == (5, [])
         local = units["d"].local_gradient.reshape(-1)
         local[-1] = local[-1] / 2 + 3
-        (found,) = hook.verify_gradients(units, full).mismatches
+        (mismatch,) = hook.verify_gradients(units, full).mismatches
         part = part_of(full["d"], layout, group.rank, world).reshape(-1)
-        assert found[:3] == ("d", group.rank, len(local) - 1)
-        assert (found.expected, found.actual) == (part[-1], local[-1])
+        assert mismatch[:3] == ("d", group.rank, len(local) - 1)
+        assert (mismatch.expected, mismatch.actual) == (part[-1], local[-1])
 
     run(work, world)
 
@@ -94,7 +94,7 @@ def test_the_tolerance_is_the_callers():
             verified(np.array([1.0]), np.array([1.0]), atol=wrong)
 
 
-def test_integers_beyond_the_precision_of_doubles_are_told_apart():
+def test_integers_beyond_double_precision_are_compared():
     assert not verified(np.array([2**53 + 1]), np.array([2**53]))
     assert verified(np.array([2**53 + 1]), np.array([2**53]), atol=1)
     assert not verified(np.array([0], np.uint8), np.array([255], np.uint8), atol=1)
@@ -118,22 +118,22 @@ def test_the_place_is_found_behind_the_first_million_elements():
     expected = np.zeros(1_500_000, np.float32)
     actual = expected.copy()
     actual[1_234_567] = 1
-    (found,) = verified(actual, expected).mismatches
-    assert found == Mismatch("w", 0, 1_234_567, 0.0, 1.0)
+    (mismatch,) = verified(actual, expected).mismatches
+    assert mismatch == Mismatch("w", 0, 1_234_567, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("nothing", [None, {}])
-def test_nothing_to_compare_is_well(nothing):
+@pytest.mark.parametrize("empty", [None, {}])
+def test_empty_comparison_passes(empty):
     unit = FSDPShardingUnit("w", (3,), "float64", 0)
     hook = hook_of_one()
-    assert hook.verify_gradients(nothing, {"w": np.ones(3)})
-    assert hook.verify_gradients({"w": unit}, nothing)
+    assert hook.verify_gradients(empty, {"w": np.ones(3)})
+    assert hook.verify_gradients({"w": unit}, empty)
     report = hook.verify_gradients({"w": unit}, {"v": np.ones(3), "w": None})
     assert report
     assert report.compared == 0
 
 
-def test_what_cannot_be_compared_is_refused():
+def test_incomparable_gradients_are_refused():
     unit = FSDPShardingUnit("w", (3,), "float64", 0)
     hook = hook_of_one()
     with pytest.raises(ValueError, match="full_gradients or unreduced, not both"):
@@ -162,8 +162,8 @@ LARGE = {"v": (300, 70), "w": (300, 70), "x": (9,), "y": ()}
 def small_gradients(rank, shapes, dtype):
     """Small gradients, as in training, of similar size."""
     rng = np.random.default_rng([rank, 5])
-    plain = gradient_of(0, (1,), dtype)
-    return {n: (rng.standard_normal(s) * 1e-3).astype(plain.dtype) for n, s in shapes.items()}
+    sample = gradient_of(0, (1,), dtype)
+    return {n: (rng.standard_normal(s) * 1e-3).astype(sample.dtype) for n, s in shapes.items()}
 
 
 def after(work_on, *, world=2, dtype="float32", **keywords):
@@ -187,7 +187,7 @@ def after(work_on, *, world=2, dtype="float32", **keywords):
     "keywords", [{}, {"op": "mean"}, {"gradient_divide_factor": -3.0}, {"reduce_dtype": "float32"}]
 )
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_sums_with_signs_of_what_was_scattered_are_well(world, keywords, dtype):
+def test_scattered_gradients_verify_by_their_sketch(world, keywords, dtype):
     report = after(lambda *_: None, world=world, dtype=dtype, **keywords)
     assert report, report
     assert report.compared == 4
@@ -237,17 +237,17 @@ def test_parts_that_were_changed_are_found(fault):
                 "nan": np.where(np.arange(len(local)) == 5, np.nan, local),
             }[fault]
 
-    (found,) = after(change).mismatches
-    assert found[:3] == ("w", 0, None)
+    (mismatch,) = after(change).mismatches
+    assert mismatch[:3] == ("w", 0, None)
 
 
-def test_one_element_of_many_is_found_where_it_stands_out():
+def test_single_large_change_is_reported():
     def change(units, gradients, rank):
         if rank == 1:
             units["w"].local_gradient[123] += 0.05  # the others are about 0.001
 
-    (found,) = after(change).mismatches
-    assert found[:2] == ("w", 1)
+    (mismatch,) = after(change).mismatches
+    assert mismatch[:2] == ("w", 1)
 
 
 def set_local(array):
@@ -274,12 +274,10 @@ INCOMPARABLE = "gradients that can be compared"
         (set_local(np.ones(4, bool)), INCOMPARABLE, "CompatibilityError"),
     ],
 )
-def test_ranks_that_cannot_compare_a_parameter_say_so_and_compare_the_others(
-    fault, expected, actual
-):
-    (found,) = after(lambda u, g, rank: fault(u, g) if rank else None).mismatches
-    assert found[:4] == ("x", 1, None, expected)
-    assert found.actual.startswith(actual)
+def test_incomparable_parameter_is_reported_and_others_compared(fault, expected, actual):
+    (mismatch,) = after(lambda u, g, rank: fault(u, g) if rank else None).mismatches
+    assert mismatch[:4] == ("x", 1, None, expected)
+    assert mismatch.actual.startswith(actual)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64"])
@@ -288,16 +286,18 @@ def test_tensors_are_verified_as_arrays_are(dtype):
 
     def work(group):
         unit = FSDPShardingUnit("w", (31, 3), dtype, group.rank, layout="rows")
-        own = [(torch.arange(93).reshape(3, 31).T - 40) * (rank + 2) for rank in range(2)]
-        own = [gradient.to(getattr(torch, dtype)) for gradient in own]
+        gradients = [(torch.arange(93).reshape(3, 31).T - 40) * (rank + 2) for rank in range(2)]
+        gradients = [gradient.to(getattr(torch, dtype)) for gradient in gradients]
         hook = FSDPBackwardHook(FSDP(group))
-        hook.scatter_gradient(unit, own[group.rank])
-        found = []
+        hook.scatter_gradient(unit, gradients[group.rank])
+        reports = []
         for _ in range(2):
-            found.append(hook.verify_gradients({"w": unit}, {"w": own[0] + own[1]}))
-            found.append(hook.verify_gradients({"w": unit}, unreduced={"w": own[group.rank]}))
+            reports.append(hook.verify_gradients({"w": unit}, {"w": gradients[0] + gradients[1]}))
+            reports.append(
+                hook.verify_gradients({"w": unit}, unreduced={"w": gradients[group.rank]})
+            )
             unit.local_gradient[3, 1] += 1000 * (group.rank == 0)
-        return [[m[:3] for m in report.mismatches] for report in found]
+        return [[m[:3] for m in report.mismatches] for report in reports]
 
     first, second = run(work)
     assert first == [[], [], [("w", 0, 10)], [("w", 0, None)]]
@@ -307,7 +307,7 @@ def test_tensors_are_verified_as_arrays_are(dtype):
 # ---- reports ----
 
 
-def test_reports_are_tables_of_what_is_wrong():
+def test_report_is_a_table_of_mismatches():
     wrong = [Mismatch("w", 0, 12345, 2.0, float("nan")), Mismatch("v", 3, None, "x", "none")]
     assert str(GradientReport(wrong, 9, 0.5)).split("\n") == [
         "2 of 9 gradients differ by more than 0.5",
@@ -317,7 +317,7 @@ def test_reports_are_tables_of_what_is_wrong():
     ]
 
 
-def test_reports_are_short_and_safe_whatever_is_in_them():
+def test_reports_are_bounded_and_escaped():
     hostile = "<script>alert('x')</script>\n\x1b[31m" + "n" * 10_000
     wrong = [Mismatch(f"{hostile}{i}", 0, 0, 1.0, 2.0) for i in range(500)]
     report = GradientReport(wrong, 500, 1e-5)

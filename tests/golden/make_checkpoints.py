@@ -45,11 +45,11 @@ def model(step=0):
 
 def optimizer():
     """States shaped like their parameters, one of another shape, and one without a parameter."""
-    made = mlstate.OptimizerStateDict.create("adafactor")
-    made["layer.0.weight.m"] = np.linspace(0, 1, 42, dtype=np.float32).reshape(6, 7)
-    made["layer.0.weight.row"] = np.arange(6, dtype=np.float32)
-    made["count"] = np.int64(7)
-    return made
+    state = mlstate.OptimizerStateDict.create("adafactor")
+    state["layer.0.weight.m"] = np.linspace(0, 1, 42, dtype=np.float32).reshape(6, 7)
+    state["layer.0.weight.row"] = np.arange(6, dtype=np.float32)
+    state["count"] = np.int64(7)
+    return state
 
 
 def small(state):
@@ -94,8 +94,8 @@ def save_compressed(folder):
 def save_shard(folder):
     """One part of a tensor divided by two layouts, with a tier and a version."""
     layout = Layout.axis(1, 2) * Layout.flat(3)
-    whole = np.arange(35, dtype=np.float32).reshape(5, 7)
-    part = layout.shard(whole, 4, tier="cold", version=9)
+    array = np.arange(35, dtype=np.float32).reshape(5, 7)
+    part = layout.shard(array, 4, tier="cold", version=9)
     assert isinstance(part, Shard)
     mlstate.save(folder, {"w": part}, step=6)
 

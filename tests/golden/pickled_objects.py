@@ -44,14 +44,14 @@ PUBLIC = (
 
 def public_names():
     """All classes and functions of the public modules, by module and name."""
-    found = {}
+    names = {}
     for module_name in PUBLIC:
         module = importlib.import_module(module_name)
         for name in module.__all__:
             thing = getattr(module, name)
             if callable(thing):
-                found[f"{module_name}.{name}"] = thing
-    return found
+                names[f"{module_name}.{name}"] = thing
+    return names
 
 
 # ---- states ----
@@ -96,14 +96,14 @@ def transition_plan():
 
 
 def transition_manager():
-    made = kv.StateTransitionManager()
-    made.register_model("small", 256, num_layers=2)
-    return made
+    manager = kv.StateTransitionManager()
+    manager.register_model("small", 256, num_layers=2)
+    return manager
 
 
 def context_ladder():
-    made = kv.ContextLadder([512, 4096], overflow="shift_refill", batch_size=64, prompt_tokens=9)
-    return [made, made.next_step(4096, 4096)]
+    ladder = kv.ContextLadder([512, 4096], overflow="shift_refill", batch_size=64, prompt_tokens=9)
+    return [ladder, ladder.next_step(4096, 4096)]
 
 
 def cache_state():
@@ -128,16 +128,16 @@ def foreign_ring():
 
 
 def kv_state():
-    made = kv.KVState((1, 2, 3, 4), 8, np.float32)
-    made.array[...] = 7
-    return made
+    state = kv.KVState((1, 2, 3, 4), 8, np.float32)
+    state.array[...] = 7
+    return state
 
 
 def rolling_kv_state():
-    made = kv.RollingKVState((1, 4, 1), dtype=np.float32, sinks=1)
-    made.append(np.arange(6, dtype=np.float32).reshape(1, 6, 1))
-    made.trim(1)
-    return made
+    state = kv.RollingKVState((1, 4, 1), dtype=np.float32, sinks=1)
+    state.append(np.arange(6, dtype=np.float32).reshape(1, 6, 1))
+    state.trim(1)
+    return state
 
 
 def combined_strategy():
@@ -146,10 +146,10 @@ def combined_strategy():
 
 def error_of(kind):
     """An error with all fields."""
-    made = kind("text")
-    made.name, made.expected, made.got, made.path = "w", "(2, 3)", "(4,)", "file"
-    made.offset, made.rank = 8, 1
-    return made
+    error = kind("text")
+    error.name, error.expected, error.got, error.path = "w", "(2, 3)", "(4,)", "file"
+    error.offset, error.rank = 8, 1
+    return error
 
 
 # ---- checkpoints ----
@@ -157,9 +157,9 @@ def error_of(kind):
 
 def saved_checkpoint():
     with tempfile.TemporaryDirectory() as folder:
-        made = checkpoint.save(folder + "/run", model={"w": A}, metadata={"run": "a"}, step=3)
-    made.path = "/checkpoints/run"
-    return made
+        saved = checkpoint.save(folder + "/run", model={"w": A}, metadata={"run": "a"}, step=3)
+    saved.path = "/checkpoints/run"
+    return saved
 
 
 def checkpoint_records():
@@ -179,9 +179,9 @@ def checkpoint_records():
 
 
 def verify_report():
-    made = checkpoint.VerifyReport("/checkpoints")
-    made.problems = [checkpoint.Problem("altered", "params/a", "w", 0, 0, 8, 4, "text")]
-    return made
+    report = checkpoint.VerifyReport("/checkpoints")
+    report.problems = [checkpoint.Problem("altered", "params/a", "w", 0, 0, 8, 4, "text")]
+    return report
 
 
 def tier_report():
@@ -232,9 +232,9 @@ def activation_records():
 
 
 def sharding_unit():
-    made = fsdp.FSDPShardingUnit("w", (2, 3), "float32", 1, world_size=2, layout="rows")
-    made.local_gradient = A[1:]
-    return made
+    unit = fsdp.FSDPShardingUnit("w", (2, 3), "float32", 1, world_size=2, layout="rows")
+    unit.local_gradient = A[1:]
+    return unit
 
 
 def rank_difference():

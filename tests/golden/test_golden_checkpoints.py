@@ -16,13 +16,13 @@ from mlstate.checkpoint import Layout, inspect, load, verify
 FOLDER = Path(__file__).parents[1] / "golden" / "checkpoints"
 
 
-def same(found, expected):
+def same(actual, expected):
     """Whether dicts have the same names, dtypes, shapes and bytes."""
-    assert list(found) == sorted(expected)
-    for name, array in found.items():
-        wanted = np.asarray(expected[name])
-        assert (array.dtype, array.shape) == (wanted.dtype, wanted.shape), name
-        assert array.tobytes() == wanted.tobytes(), name
+    assert list(actual) == sorted(expected)
+    for name, array in actual.items():
+        reference = np.asarray(expected[name])
+        assert (array.dtype, array.shape) == (reference.dtype, reference.shape), name
+        assert array.tobytes() == reference.tobytes(), name
 
 
 def copied(tmp_path, name):
@@ -32,37 +32,37 @@ def copied(tmp_path, name):
 
 @pytest.mark.parametrize("mmap", [False, True])
 def test_dense(mmap):
-    found = load(FOLDER / "dense-3", mmap=mmap)
-    same(found.model, golden.model())
-    same(found.optimizer, golden.optimizer())
-    assert (found.model.model_type, found.model.layer_count) == ("golden", 1)
-    assert found.optimizer.optimizer_type == "adafactor"
-    assert (found.step, found.metadata) == (3, {"run": ["golden", 1.5, None]})
+    loaded = load(FOLDER / "dense-3", mmap=mmap)
+    same(loaded.model, golden.model())
+    same(loaded.optimizer, golden.optimizer())
+    assert (loaded.model.model_type, loaded.model.layer_count) == ("golden", 1)
+    assert loaded.optimizer.optimizer_type == "adafactor"
+    assert (loaded.step, loaded.metadata) == (3, {"run": ["golden", 1.5, None]})
 
 
 def test_two_ranks():
-    found = load(FOLDER / "ranks-3")
-    same(found.model, golden.small(golden.model()))
-    same(found.optimizer, golden.optimizer())
+    loaded = load(FOLDER / "ranks-3")
+    same(loaded.model, golden.small(golden.model()))
+    same(loaded.optimizer, golden.optimizer())
     part = load(FOLDER / "ranks-3", rank=1, world_size=2, layout="rows").model
     assert np.array_equal(part["layer.0.weight"], golden.model()["layer.0.weight"][3:])
     assert inspect(FOLDER / "ranks-3").world_size == 2
 
 
 def test_layers():
-    found = load(FOLDER / "layers-3").model
-    same(found, {"zeros": np.zeros((50, 32), np.float32), **golden.small(golden.model(1))})
+    model = load(FOLDER / "layers-3").model
+    same(model, {"zeros": np.zeros((50, 32), np.float32), **golden.small(golden.model(1))})
     layers = {shard.key: shard.layers for shard in inspect(FOLDER / "layers-3").shards()}
     assert layers["zeros"] == () and len(layers["embed.weight"]) == 2
     assert layers["layer.0.weight"] is None
 
 
 def test_compressed():
-    found = load(FOLDER / "compressed-3").model
+    model = load(FOLDER / "compressed-3").model
     sparse = np.zeros((4096, 16), np.int32)
     sparse[1024:1536] = np.random.default_rng(5).integers(0, 1 << 20, (512, 16))
     counts = np.arange(8192, dtype=np.int64).reshape(512, 16) % 9
-    same(found, {"counts": counts, "sparse": sparse, "plain": np.arange(5, dtype=np.int8)})
+    same(model, {"counts": counts, "sparse": sparse, "plain": np.arange(5, dtype=np.int8)})
     shards = {shard.key: shard for shard in inspect(FOLDER / "compressed-3").shards()}
     [rows], [full] = shards["sparse"].layers, shards["counts"].layers
     assert (rows.codec, full.codec) == ("zlib", "zlib")
@@ -70,14 +70,14 @@ def test_compressed():
 
 
 def test_one_part():
-    found = inspect(FOLDER / "shard-3")
-    [tensor], [shard] = found.tensors(), found.shards()
+    checkpoint = inspect(FOLDER / "shard-3")
+    [tensor], [shard] = checkpoint.tensors(), checkpoint.shards()
     layout = Layout.axis(1, 2) * Layout.flat(3)
     assert (tensor.tier, tensor.layout) == ("cold", layout)
     assert (shard.part, shard.version) == (4, 9)
     part = load(FOLDER / "shard-3", rank=4, world_size=6, layout=layout).model["w"]
-    whole = np.arange(35, dtype=np.float32).reshape(5, 7)
-    assert np.array_equal(np.asarray(part), layout.take(whole, 4))
+    array = np.arange(35, dtype=np.float32).reshape(5, 7)
+    assert np.array_equal(np.asarray(part), layout.take(array, 4))
 
 
 @pytest.mark.parametrize("name", golden.SAVES)
@@ -90,22 +90,22 @@ def texts_of(folder):
     """All indexes and shard files, with generations renumbered in the order of their files."""
     manifest = (folder / "manifest.json").read_text()
     newest = re.search(r'"generation": ?"([0-9a-f]{16})"', manifest)[1]
-    made = {}
+    texts = {}
     for path in sorted(folder.rglob("*")):
         if path.parent.name in ("index", "params", "optim_state"):
             name = path.relative_to(folder).as_posix()
             data = path.read_bytes()
             if path.parent.name == "index":
                 data = data[:13] + b"0" * 8 + data[21:]
-            made[name] = data
-    generations = sorted({re.search(r"[0-9a-f]{16}", name)[0] for name in made} - {newest})
+            texts[name] = data
+    generations = sorted({re.search(r"[0-9a-f]{16}", name)[0] for name in texts} - {newest})
     for number, generation in enumerate([newest, *generations]):
         stands = f"generation-{number:05}"
-        made = {
+        texts = {
             name.replace(generation, stands): data.replace(generation.encode(), stands.encode())
-            for name, data in made.items()
+            for name, data in texts.items()
         }
-    return made
+    return texts
 
 
 # Not "compressed": its bytes depend on the version of zlib.

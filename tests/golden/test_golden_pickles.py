@@ -77,28 +77,28 @@ def private(modules):
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_a_stored_pickle_loads_and_is_what_it_was(name):
+def test_stored_pickle_equals_the_original_object(name):
     data = (FOLDER / f"{name}.pickle").read_bytes()
     back, _ = loaded(data)
-    wanted = OBJECTS[name]()
+    expected = OBJECTS[name]()
     if name == "public_names":
-        assert {key: wanted.get(key) for key in back} == back
+        assert {key: expected.get(key) for key in back} == back
     else:
-        assert type(back) is type(wanted) and content(back) == content(wanted)
+        assert type(back) is type(expected) and content(back) == content(expected)
 
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_pickles_name_public_modules_only(name):
-    stored, made = (FOLDER / f"{name}.pickle").read_bytes(), OBJECTS[name]()
-    for data in (stored, *(pickle.dumps(made, protocol) for protocol in (2, 4, 5))):
+    stored, current = (FOLDER / f"{name}.pickle").read_bytes(), OBJECTS[name]()
+    for data in (stored, *(pickle.dumps(current, protocol) for protocol in (2, 4, 5))):
         assert not private(module for module, _ in loaded(data)[1])
 
 
 def test_every_public_class_has_a_stored_pickle():
     classes = {c.__name__ for c in OBJECTS["public_names"]().values() if isinstance(c, type)}
     stored = [path for path in FOLDER.glob("*.pickle") if path.stem != "public_names"]
-    found = {name for path in stored for _, name in loaded(path.read_bytes())[1]}
-    assert classes - found == NEVER_PICKLED
+    pickled = {name for path in stored for _, name in loaded(path.read_bytes())[1]}
+    assert classes - pickled == NEVER_PICKLED
 
 
 @pytest.mark.torch
@@ -108,8 +108,8 @@ def test_a_stored_torch_file_loads(name):
     import mlstate.integrations.torch  # noqa: F401  # lets weights_only read state dicts
 
     path = FOLDER / f"{name}.pt"
-    back, wanted = torch.load(path, weights_only=True), STATES[name]()
-    assert type(back) is type(wanted) and content(back) == content(wanted)
+    back, expected = torch.load(path, weights_only=True), STATES[name]()
+    assert type(back) is type(expected) and content(back) == content(expected)
     with zipfile.ZipFile(path) as archive:
         (member,) = [n for n in archive.namelist() if n.endswith("/data.pkl")]
         named = [
@@ -121,9 +121,9 @@ def test_a_stored_torch_file_loads(name):
 
 def test_a_checkpoint_keeps_its_save_in_a_pickle(tmp_path):
     first = checkpoint.save(tmp_path / "run", {"w": np.ones(3)}, step=1)
-    found = checkpoint.inspect(tmp_path / "run")  # this reads the indexes
+    inspected = checkpoint.inspect(tmp_path / "run")  # this reads the indexes
     checkpoint.save(tmp_path / "run", {"w": np.ones(3)}, step=2)
-    for made in (first, found):
-        back = pickle.loads(pickle.dumps(made))
-        assert (back.path, back.generation, back.step) == (made.path, made.generation, 1)
-        assert back.written == made.written
+    for original in (first, inspected):
+        back = pickle.loads(pickle.dumps(original))
+        assert (back.path, back.generation, back.step) == (original.path, original.generation, 1)
+        assert back.written == original.written

@@ -71,20 +71,20 @@ GONE = object()
 
 def wrong(members, optional=()):
     """Every member with every invalid value, or removed."""
-    found = [(name, value) for name, ok in members.items() for value in VALUES if not ok(value)]
-    return found + [(name, GONE) for name in members if name not in optional]
+    pairs = [(name, value) for name, ok in members.items() for value in VALUES if not ok(value)]
+    return pairs + [(name, GONE) for name in members if name not in optional]
 
 
 def with_member(document, path, value):
-    made = copy.deepcopy(document)
-    holder = made
+    copied = copy.deepcopy(document)
+    holder = copied
     for name in path[:-1]:
         holder = holder[name]
     if value is GONE:
         del holder[path[-1]]
     else:
         holder[path[-1]] = value
-    return made
+    return copied
 
 
 # the document, the place in it, and the new value
@@ -112,15 +112,15 @@ WRONG_VALUES = {
 
 
 @pytest.mark.parametrize("kind", WRONG_VALUES)
-def test_wrong_values_are_refused(kind, one):
+def test_wrong_values_are_refused(kind, one_rank):
     for path, value in WRONG_VALUES[kind]:
-        what = f"{kind}: {path} = {'gone' if value is GONE else repr(value)[:40]}"
+        label = f"{kind}: {path} = {'gone' if value is GONE else repr(value)[:40]}"
         if kind.startswith("manifest"):
-            one.put_manifest(with_member(one.manifest, path, value))
+            one_rank.put_manifest(with_member(one_rank.manifest, path, value))
         else:
-            one.put_index(with_member(one.index(), path, value))
-        error = refused(one, what)
-        assert "another checkpoint" not in str(error) or path[0] in ("generation", "shards"), what
+            one_rank.put_index(with_member(one_rank.index(), path, value))
+        error = refused(one_rank, label)
+        assert "another checkpoint" not in str(error) or path[0] in ("generation", "shards"), label
 
 
 # ---- false values of the right kind: members of the shard of w, in the index of `one` ----
@@ -194,30 +194,30 @@ SHARD_LIES = {
 
 
 def shard_of(index, **members):
-    [found] = [s for s in index["shards"] if members.items() <= s.items()]
-    return found
+    [shard] = [s for s in index["shards"] if members.items() <= s.items()]
+    return shard
 
 
 @pytest.mark.parametrize("kind", SHARD_LIES)
-def test_lies_about_a_shard_are_refused(kind, one):
+def test_false_shard_records_are_refused(kind, one_rank):
     for lie in SHARD_LIES[kind]:
-        index = one.index()
+        index = one_rank.index()
         shard_of(index, **W).update(lie)
-        one.put_index(index)
-        error = refused(one, f"{kind}: {lie}")
+        one_rank.put_index(index)
+        error = refused(one_rank, f"{kind}: {lie}")
         assert isinstance(error, FormatError)
         assert "another checkpoint" not in str(error), lie  # the index itself is refused
         assert error.name in ("w", "b", lie.get("name"), None), lie
 
 
-def test_a_lie_is_refused_in_every_way_of_reading(one):
+def test_false_record_is_refused_by_every_reader(one_rank):
     for lie in ({"shape": [6, 5]}, {"offset": 2**40}, {"layout": [[0, 0]]}):
-        index = one.index()
+        index = one_rank.index()
         shard_of(index, **W).update(lie)
-        one.put_index(index)
-        refused(one, lie, only=None)
-    one.put_manifest({**one.manifest, "world_size": 2})
-    refused(one, "world_size", only=None)
+        one_rank.put_index(index)
+        refused(one_rank, lie, only=None)
+    one_rank.put_manifest({**one_rank.manifest, "world_size": 2})
+    refused(one_rank, "world_size", only=None)
 
 
 # ---- paths outside the checkpoint ----
@@ -249,20 +249,20 @@ FILE_PATHS = [
 ]  # fmt: skip
 
 
-def test_indexes_elsewhere_are_not_read(one):
-    generation = one.manifest["generation"]
+def test_indexes_elsewhere_are_not_read(one_rank):
+    generation = one_rank.manifest["generation"]
     for path in INDEX_PATHS:
         elsewhere = path.format(name=f"{generation}.0.json", generation=generation)
-        one.put_manifest({**one.manifest, "generation": elsewhere})
-        assert isinstance(refused(one, path), FormatError)
+        one_rank.put_manifest({**one_rank.manifest, "generation": elsewhere})
+        assert isinstance(refused(one_rank, path), FormatError)
 
 
-def test_shard_files_elsewhere_are_not_read(one):
+def test_shard_files_elsewhere_are_not_read(one_rank):
     for path in FILE_PATHS:
-        index = one.index()
+        index = one_rank.index()
         index["files"][0]["path"] = path.format(path=index["files"][0]["path"])
-        one.put_index(index)
-        assert isinstance(refused(one, path), FormatError)
+        one_rank.put_index(index)
+        assert isinstance(refused(one_rank, path), FormatError)
 
 
 # ---- duplicates and contradictions ----
@@ -331,8 +331,8 @@ MANIFEST_LIES = {
 
 
 def _layer(rows=None, row=6, start=0, **changes):
-    held = 24 if rows is None else 6
-    layer = {"file": 0, "offset": 4096 + start, "bytes": 4 * held, "crc32c": "00000000"}
+    row_count = 24 if rows is None else 6
+    layer = {"file": 0, "offset": 4096 + start, "bytes": 4 * row_count, "crc32c": "00000000"}
     pairs = rows if rows is None else ",".join(map(str, rows))
     layer.update({} if rows is None else {"row": row, "rows": pairs}, **changes)
     return layer
@@ -369,29 +369,29 @@ LAYER_LIES = {
 
 
 @pytest.mark.parametrize("name", LAYER_LIES)
-def test_lies_about_layers_are_refused(name, one):
-    index = one.index()
+def test_false_overlay_records_are_refused(name, one_rank):
+    index = one_rank.index()
     shard = shard_of(index, **W)
     for key in ("file", "offset", "bytes", "crc32c"):
         del shard[key]
     shard["layers"] = LAYER_LIES[name]
-    one.put_index(index)
-    error = refused(one, name, only=None)
+    one_rank.put_index(index)
+    error = refused(one_rank, name, only=None)
     assert isinstance(error, FormatError)
     assert "another checkpoint" not in str(error)  # the index itself is refused
 
 
 @pytest.mark.parametrize("name", INDEX_LIES)
-def test_indexes_that_contradict_themselves_are_refused(name, one):
-    one.put_index(changed(one.index(), INDEX_LIES[name]))
-    error = refused(one, name, only=None)
+def test_indexes_that_contradict_themselves_are_refused(name, one_rank):
+    one_rank.put_index(changed(one_rank.index(), INDEX_LIES[name]))
+    error = refused(one_rank, name, only=None)
     assert isinstance(error, FormatError)
 
 
 @pytest.mark.parametrize("name", MANIFEST_LIES)
-def test_manifests_that_contradict_themselves_are_refused(name, one):
-    one.put_manifest(changed(one.manifest, MANIFEST_LIES[name]))
-    refused(one, name, only=None)
+def test_manifests_that_contradict_themselves_are_refused(name, one_rank):
+    one_rank.put_manifest(changed(one_rank.manifest, MANIFEST_LIES[name]))
+    refused(one_rank, name, only=None)
 
 
 @pytest.mark.parametrize(
@@ -403,10 +403,10 @@ def test_manifests_that_contradict_themselves_are_refused(name, one):
     ],
     ids=str,
 )  # fmt: skip
-def test_attributes_that_make_no_state_are_refused(change, one):
-    one.put_manifest(changed(one.manifest, lambda m: m["model"].update(change)))
+def test_attributes_that_make_no_state_are_refused(change, one_rank):
+    one_rank.put_manifest(changed(one_rank.manifest, lambda m: m["model"].update(change)))
     with pytest.raises(FormatError):
-        mlstate.load(str(one))
+        mlstate.load(str(one_rank))
 
 
 RANK_LIES = {
@@ -429,14 +429,14 @@ RANK_LIES = {
 
 @pytest.mark.parametrize("patterns", [True, False])
 @pytest.mark.parametrize("name", RANK_LIES)
-def test_ranks_that_contradict_one_another_are_refused(name, patterns, two):
-    two.patterns = patterns
-    RANK_LIES[name](two)
+def test_ranks_that_contradict_one_another_are_refused(name, patterns, two_ranks):
+    two_ranks.patterns = patterns
+    RANK_LIES[name](two_ranks)
     # with patterns, a rank that finds its tensors in one index does not read the other
-    one = {"the file of another rank, with another length", "another dtype of one tensor"}
-    known = one if patterns else ()
-    only = ("load", "inspect", "reshard") if name in known else None
-    assert isinstance(refused(two, name, only=only), FormatError)
+    one_rank = {"the file of another rank, with another length", "another dtype of one tensor"}
+    accepted = one_rank if patterns else ()
+    only = ("load", "inspect", "reshard") if name in accepted else None
+    assert isinstance(refused(two_ranks, name, only=only), FormatError)
 
 
 PATTERN_LIES = {
@@ -460,21 +460,21 @@ PATTERN_LIES = {
 
 
 @pytest.mark.parametrize("name", PATTERN_LIES)
-def test_manifests_that_say_something_else_than_indexes_are_refused(name, two):
-    two.put_manifest(changed(two.manifest, PATTERN_LIES[name]))
-    assert isinstance(refused(two, name, only=None), FormatError)
+def test_manifests_contradicting_indexes_are_refused(name, two_ranks):
+    two_ranks.put_manifest(changed(two_ranks.manifest, PATTERN_LIES[name]))
+    assert isinstance(refused(two_ranks, name, only=None), FormatError)
 
 
-def test_a_part_that_nobody_stored_is_missed(two):
-    two.patterns = False
-    index = two.index(1)
+def test_part_stored_by_no_rank_is_missed(two_ranks):
+    two_ranks.patterns = False
+    index = two_ranks.index(1)
     index["shards"].remove(shard_of(index, **W))
-    two.put_index(index, 1)
+    two_ranks.put_index(index, 1)
     for mmap in (False, True):
         with pytest.raises(FormatError, match="incomplete") as caught:
-            mlstate.load(str(two), mmap=mmap)
+            mlstate.load(str(two_ranks), mmap=mmap)
         assert caught.value.name == "w"
-    whole_part = mlstate.load(str(two), rank=0, world_size=2, layout="rows").model["w"]
+    whole_part = mlstate.load(str(two_ranks), rank=0, world_size=2, layout="rows").model["w"]
     assert whole_part.tolist() == np.arange(12).reshape(2, 6).tolist()
 
 
@@ -521,79 +521,79 @@ INSIDE = {
 }
 
 
-def test_what_is_no_text_of_ours_is_refused(one):
+def test_foreign_texts_are_refused(one_rank):
     for data in TEXTS:
-        one.put("manifest.json", data)
-        refused(one, f"manifest {data[:40]!r}")
+        one_rank.put("manifest.json", data)
+        refused(one_rank, f"manifest {data[:40]!r}")
     for data in TEXTS:
-        one.put_index(data)
-        refused(one, f"index {data[:40]!r}")
+        one_rank.put_index(data)
+        refused(one_rank, f"index {data[:40]!r}")
     for data in filter(lambda data: data.startswith(START), TEXTS):
-        one.put("manifest.json", renew_checksum(data))
-        refused(one, f"manifest with a correct checksum {data[:40]!r}")
-        one.put_index(renew_checksum(data))
-        refused(one, f"index with a correct checksum {data[:40]!r}")
+        one_rank.put("manifest.json", renew_checksum(data))
+        refused(one_rank, f"manifest with a correct checksum {data[:40]!r}")
+        one_rank.put_index(renew_checksum(data))
+        refused(one_rank, f"index with a correct checksum {data[:40]!r}")
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_json_that_is_none_is_refused(name, one):
+def test_json_that_is_none_is_refused(name, one_rank):
     for document, put in (
-        (one.manifest, lambda data: one.put("manifest.json", data)),
-        (one.index(), one.put_index),
+        (one_rank.manifest, lambda data: one_rank.put("manifest.json", data)),
+        (one_rank.index(), one_rank.put_index),
     ):
         data = text_with_checksum(document)
         put(renew_checksum(data[:23] + INSIDE[name] + data[23:]))
-        refused(one, name)
+        refused(one_rank, name)
 
 
-def test_every_byte_of_the_texts_flipped(one):
-    index = one.path("index")
+def test_every_byte_of_the_texts_flipped(one_rank):
+    index = one_rank.path("index")
     for name in ("manifest.json", index):
-        good = one.good[name]
+        good = one_rank.good[name]
         for at in range(len(good)):
             for flip in (0x01, 0x20) if name == index else (0x01, 0x20, 0x80, 0xFF):
-                one.put(name, flipped(good, at, flip))
+                one_rank.put(name, flipped(good, at, flip))
                 with pytest.raises(FormatError) as caught:
-                    mlstate.load(str(one))
-                assert caught.value.path == str(one.folder / name)
-        one.put(name, good)
+                    mlstate.load(str(one_rank))
+                assert caught.value.path == str(one_rank.folder / name)
+        one_rank.put(name, good)
 
 
-def test_every_byte_of_the_texts_flipped_with_a_correct_checksum(one):
+def test_every_byte_of_the_texts_flipped_with_a_correct_checksum(one_rank):
     """Each changed text is refused with our exception, or is another valid text."""
     for name, put in (
-        ("manifest.json", lambda data: one.put("manifest.json", data)),
-        (one.path("index"), one.put_index),
+        ("manifest.json", lambda data: one_rank.put("manifest.json", data)),
+        (one_rank.path("index"), one_rank.put_index),
     ):
-        good = one.good[name]
+        good = one_rank.good[name]
         refusals = 0
         for at in range(22, len(good)):
             put(renew_checksum(flipped(good, at)))
             try:
-                inspect(str(one)).tensors()
+                inspect(str(one_rank)).tensors()
             except MLStateError as error:
                 refusals += 1
-                assert str(error.path).startswith(str(one))
+                assert str(error.path).startswith(str(one_rank))
         assert refusals > len(good) // 3
 
 
-def test_the_texts_cut_at_every_byte(one):
-    for name in ("manifest.json", one.path("index")):
-        good = one.good[name]
+def test_the_texts_cut_at_every_byte(one_rank):
+    for name in ("manifest.json", one_rank.path("index")):
+        good = one_rank.good[name]
         for length in range(len(good)):
-            one.put(name, good[:length])
+            one_rank.put(name, good[:length])
             with pytest.raises(FormatError):
-                mlstate.load(str(one))
-        one.put(name, good + b" ")
-        refused(one, "one byte more")
-        one.put(name, good)
+                mlstate.load(str(one_rank))
+        one_rank.put(name, good + b" ")
+        refused(one_rank, "one byte more")
+        one_rank.put(name, good)
 
 
 # ---- the corpus itself ----
 
 
-def test_the_good_checkpoints_are_good(one, two):
-    for victim in (one, two):
+def test_the_good_checkpoints_are_good(one_rank, two_ranks):
+    for victim in (one_rank, two_ranks):
         for rank in range(victim.manifest["world_size"]):
             victim.restore()
             victim.put_index(victim.index(rank), rank)

@@ -193,7 +193,7 @@ def test_truncated_and_extended_at_every_byte(tmp_path):
     refused(path, good + b"\0")
 
 
-def test_what_is_no_file(tmp_path):
+def test_missing_and_non_regular_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         load_file(tmp_path / "none")
     assert isinstance(caught.value, StoreError)
@@ -249,7 +249,7 @@ def test_memory_and_time_grow_with_the_file(kind, tmp_path):
     assert growth < 24 * len(data) + (8 << 20)
 
 
-def test_a_lying_length_allocates_nothing(tmp_path):
+def test_false_length_allocates_no_memory(tmp_path):
     path = tmp_path / "lies"
     path.write_bytes(struct.pack("<Q", 99_999_999) + b"{}")
     with pytest.raises(mlstate.FormatError, match="truncated"):

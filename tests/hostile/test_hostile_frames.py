@@ -48,7 +48,7 @@ def frames_of(codec, state):
     return [encode(codec, apart(data[at : at + MIB])) for at in (0, MIB)]
 
 
-def lay(victim, frames, codec, changes=()):
+def put_overlay(victim, frames, codec, changes=()):
     """Give w one layer of these frames, with correct checksums."""
     index = victim.index()
     data = b"".join(frames)
@@ -73,7 +73,7 @@ def put(victim, index):
     victim.put_manifest(manifest)
 
 
-def everything(victim):
+def reading_calls(victim):
     folder = str(victim)
     arrays = {"w": np.zeros(SHAPE, np.float32), "b": np.zeros(3)}
     yield lambda: mlstate.load(folder)
@@ -91,11 +91,14 @@ def test_frames_of_other_writers_are_read(codec, victim):
     state = np.arange(700 * 500, dtype=np.float32).reshape(SHAPE)
     frames = frames_of(codec, state)
     for second in (frames[1], state.tobytes()[MIB:]):  # also a frame that is stored uncompressed
-        put(victim, lay(victim, [frames[0], second], codec)[0])
-        for read in everything(victim):
-            found = read()
-            if isinstance(found, mlstate.checkpoint.LoadedState) and found.model is not None:
-                assert np.asarray(found.model["w"]).tobytes() == state.tobytes()
+        put(victim, put_overlay(victim, [frames[0], second], codec)[0])
+        for read in reading_calls(victim):
+            result_read = read()
+            if (
+                isinstance(result_read, mlstate.checkpoint.LoadedState)
+                and result_read.model is not None
+            ):
+                assert np.asarray(result_read.model["w"]).tobytes() == state.tobytes()
         assert mlstate.verify(str(victim))
         assert {t.key: t.codec for t in inspect(str(victim)).tensors()} == {"b": None, "w": codec}
 
@@ -109,8 +112,10 @@ def nonsense(data, codec):
 
 def with_dictionary(data, codec):
     if codec == "zstd":
-        known = zstandard.ZstdCompressionDict(data[:1000], dict_type=zstandard.DICT_TYPE_RAWCONTENT)
-        return zstandard.ZstdCompressor(dict_data=known).compress(data[1000:2000] * 5)
+        dictionary = zstandard.ZstdCompressionDict(
+            data[:1000], dict_type=zstandard.DICT_TYPE_RAWCONTENT
+        )
+        return zstandard.ZstdCompressor(dict_data=dictionary).compress(data[1000:2000] * 5)
     coder = zlib.compressobj(zdict=data[:1000])
     return coder.compress(data) + coder.flush()
 
@@ -154,17 +159,17 @@ LIES = {
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("codec", ["zlib", "zstd"])
 @pytest.mark.parametrize("lie", LIES)
-def test_bytes_that_are_no_frame_are_refused(lie, codec, which, victim):
+def test_damaged_frames_are_refused(lie, codec, which, victim):
     state = np.arange(700 * 500, dtype=np.float32)
     frames = frames_of(codec, state)
     data = apart(state.tobytes()[MIB * which :][:MIB])
     frames[which] = LIES[lie](data, codec)
     assert 0 < len(frames[which]) < FRAMES[which]  # otherwise it is stored uncompressed
-    index, _, offset = lay(victim, frames, codec)
+    index, _, offset = put_overlay(victim, frames, codec)
     put(victim, index)
     start = time.monotonic()
     tracemalloc.start()
-    for read in everything(victim):
+    for read in reading_calls(victim):
         with pytest.raises(FormatError) as caught:
             read()
         assert caught.value.name == "w"
@@ -219,14 +224,14 @@ INDEX_LIES = {
 
 
 @pytest.mark.parametrize("name", INDEX_LIES)
-def test_indexes_that_lie_about_frames_are_refused(name, victim):
+def test_false_frame_records_are_refused(name, victim):
     changes = INDEX_LIES[name]
-    index, shard, _ = lay(victim, [b"x" * 1000, b"y" * 1000], "zlib", changes)
+    index, shard, _ = put_overlay(victim, [b"x" * 1000, b"y" * 1000], "zlib", changes)
     if ... in changes.values():
         shard["layers"][0]["codec"] = None
     put(victim, index)
     tracemalloc.start()
-    for read in (*everything(victim), lambda: inspect(str(victim)).tensors()):
+    for read in (*reading_calls(victim), lambda: inspect(str(victim)).tensors()):
         with pytest.raises(FormatError) as caught:
             read()
         assert caught.value.name == "w"
@@ -236,7 +241,7 @@ def test_indexes_that_lie_about_frames_are_refused(name, victim):
 
 
 def test_two_full_layers_are_refused(victim):
-    index, shard, _ = lay(victim, [b"x" * 1000, b"y" * 1000], "zlib")
+    index, shard, _ = put_overlay(victim, [b"x" * 1000, b"y" * 1000], "zlib")
     shard["layers"] *= 2
     put(victim, index)
     with pytest.raises(FormatError, match="only the first layer is full"):
@@ -245,7 +250,7 @@ def test_two_full_layers_are_refused(victim):
 
 def test_coded_bytes_in_two_places_are_refused(victim):
     """Frames of one layer may not also be rows of another."""
-    index, shard, offset = lay(victim, [b"x" * 1000, b"y" * 1000], "zlib")
+    index, shard, offset = put_overlay(victim, [b"x" * 1000, b"y" * 1000], "zlib")
     rows = {**shard["layers"][0], **checksums(b"y" * 400), "bytes": 400, "offset": offset + 1000}
     rows.update(row=100, rows="0,1")
     del rows["codec"], rows["frames"]

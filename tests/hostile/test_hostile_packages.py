@@ -47,9 +47,9 @@ def refused(source, text=""):
 
 
 def test_truncated_at_every_byte(tmp_path):
-    whole = len(SMALL) - len(field(502, b"the program"))  # the program is optional
+    required_length = len(SMALL) - len(field(502, b"the program"))  # the program is optional
     for length in range(len(SMALL)):
-        if length == whole:
+        if length == required_length:
             assert isinstance(read(SMALL[:length]), StateSpecs)
         else:
             assert refused(SMALL[:length]).offset <= length
@@ -104,15 +104,15 @@ def test_a_number_that_never_ends():
     refused(field(2, field(13, feature)), "more than 64 bits")
 
 
-@pytest.mark.parametrize("wire", [3, 4, 6, 7])
-def test_groups_and_unknown_wire_types(wire):
-    refused(number(9 << 3 | wire) + SMALL, "wire type")
-    refused(field(2, number(9 << 3 | wire)), "wire type")
+@pytest.mark.parametrize("wire_type", [3, 4, 6, 7])
+def test_groups_and_unknown_field_types(wire_type):
+    refused(number(9 << 3 | wire_type) + SMALL, "wire type")
+    refused(field(2, number(9 << 3 | wire_type)), "wire type")
 
 
-@pytest.mark.parametrize("wire", [2, 3])
-def test_deep_nesting_costs_nothing(wire):
-    if wire == 3:  # groups nest, and have no lengths
+@pytest.mark.parametrize("wire_type", [2, 3])
+def test_deep_nesting_uses_no_stack(wire_type):
+    if wire_type == 3:  # groups nest, and have no lengths
         refused(number(13 << 3 | 3) * 1_000_000, "wire type 3")
         return
     deep = b""
@@ -267,7 +267,7 @@ MANIFESTS = [
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=range(len(MANIFESTS)))
-def test_manifests_that_say_nothing(tmp_path, manifest):
+def test_empty_manifests_are_refused(tmp_path, manifest):
     refused(with_manifest(tmp_path / "m", manifest), "Manifest.json: ")
 
 
@@ -314,7 +314,7 @@ def test_a_folder_or_a_loop_in_place_of_a_file(tmp_path, which):
     assert isinstance(read(package), StoreError)
 
 
-def test_a_folder_that_is_no_package_says_so(tmp_path):
+def test_compiled_folder_without_metadata_is_refused(tmp_path):
     (tmp_path / "m.mlmodelc").mkdir()
     refused(tmp_path / "m.mlmodelc", "compiled .mlmodelc cannot be read without its metadata.json")
 

@@ -27,64 +27,64 @@ from mlstate.errors import ChecksumError, FormatError, MLStateError, StoreError
 # ---- shard files ----
 
 
-def test_every_byte_of_a_header_flipped_is_found(one):
+def test_every_byte_of_a_header_flipped_is_found(one_rank):
     """Loading uses the index and does not read headers; verify does."""
-    name = one.path("params")
-    good = one.good[name]
+    name = one_rank.path("params")
+    good = one_rank.good[name]
     text = len(good[:4096].rstrip(b" "))
     for at in (*range(text), *range(text, 4096, 29)):  # of the spaces behind it, some
-        one.put(name, flipped(good, at, (0x01, 0x20, 0x80, 0xFF)[at % 4]))
-        report = mlstate.verify(str(one))
+        one_rank.put(name, flipped(good, at, (0x01, 0x20, 0x80, 0xFF)[at % 4]))
+        report = mlstate.verify(str(one_rank))
         assert [problem.path for problem in report.problems] == [name], at
         assert report.problems[0].kind in ("header", "foreign"), at
 
 
-def test_every_byte_of_the_tensors_flipped_is_found(one):
-    name = one.path("params")
-    good = one.good[name]
+def test_every_byte_of_the_tensors_flipped_is_found(one_rank):
+    name = one_rank.path("params")
+    good = one_rank.good[name]
     assert len(good) == 4096 + 96 + 6
     for at in range(4096, len(good)):
-        one.put(name, flipped(good, at, 0x10))
+        one_rank.put(name, flipped(good, at, 0x10))
         for way in ({}, {"verify": "first"}, {"names": ["w", "b"]}):
             with pytest.raises(ChecksumError) as caught:
-                mlstate.load(str(one), **way)
+                mlstate.load(str(one_rank), **way)
             assert caught.value.name == ("w" if at < 4096 + 96 else "b")
-            assert caught.value.path == str(one.folder / name)
-        [problem] = mlstate.verify(str(one)).problems
+            assert caught.value.path == str(one_rank.folder / name)
+        [problem] = mlstate.verify(str(one_rank)).problems
         assert (problem.kind, problem.path, problem.name) == ("altered", name, caught.value.name)
         assert problem.offset <= at < problem.offset + problem.length
-        assert len(mlstate.load(str(one), verify=False).model) == 2
+        assert len(mlstate.load(str(one_rank), verify=False).model) == 2
 
 
-def test_shard_files_of_another_length_are_refused(one):
-    name = one.path("params")
-    good = one.good[name]
+def test_shard_files_of_another_length_are_refused(one_rank):
+    name = one_rank.path("params")
+    good = one_rank.good[name]
     for data in [good[:n] for n in (0, 1, 7, 8, 9, 4095, 4096, 4100, len(good) - 1)] + [
         good + b"\0",
         good * 2,
     ]:
-        one.put(name, data)
-        refused(one, len(data), only={"load", "mmap", "unverified", "into", "reshard", "part"})
+        one_rank.put(name, data)
+        refused(one_rank, len(data), only={"load", "mmap", "unverified", "into", "reshard", "part"})
 
 
-def test_shard_files_that_are_others_are_found(one, tmp_path):
+def test_shard_files_that_are_others_are_found(one_rank, tmp_path):
     """The length and the checksums are correct, but it is not the committed file."""
-    name = one.path("params")
+    name = one_rank.path("params")
     other = Victim(saved(tmp_path / "other"))
     foreign = bytearray(other.good[other.path("params")])
-    assert len(foreign) == len(one.good[name])
-    one.put(name, foreign)  # it holds the same tensors, so loading is correct
-    assert mlstate.verify(str(one))
+    assert len(foreign) == len(one_rank.good[name])
+    one_rank.put(name, foreign)  # it holds the same tensors, so loading is correct
+    assert mlstate.verify(str(one_rank))
     for data in (bytes(len(foreign)), os.urandom(len(foreign)), b"{}" * (len(foreign) // 2)):
-        one.put(name, data)
-        refused(one, "another file", only={"load", "verified first", "into", "reshard"})
+        one_rank.put(name, data)
+        refused(one_rank, "another file", only={"load", "verified first", "into", "reshard"})
 
 
-def test_headers_that_lie_about_their_length_are_found(one):
-    name = one.path("params")
+def test_false_header_lengths_are_detected(one_rank):
+    name = one_rank.path("params")
     for length in (0, 1, 2, 4087, 4089, 5000, 2**31, 2**32, 2**62, 2**63, 2**64 - 8, 2**64 - 1):
-        one.put(name, length.to_bytes(8, "little") + one.good[name][8:])
-        report = mlstate.verify(str(one))
+        one_rank.put(name, length.to_bytes(8, "little") + one_rank.good[name][8:])
+        report = mlstate.verify(str(one_rank))
         assert [problem.path for problem in report.problems] == [name]
 
 
@@ -106,14 +106,14 @@ def put_device(path, good):
 
 def put_socket(path, good):
     bound = socket.socket(socket.AF_UNIX)
-    here = Path.cwd()
+    previous = Path.cwd()
     os.chdir(path.parent)  # paths of sockets must be short
     try:
         bound.bind(path.name)
     except OSError:
         pytest.skip("a socket's name cannot be as long")
     finally:
-        os.chdir(here)
+        os.chdir(previous)
         bound.close()
 
 
@@ -142,23 +142,23 @@ no_folders = [kind for kind in OTHERS if kind not in ("directory", "link")]
 @pytest.mark.skipif(os.name == "nt", reason="has other kinds of files")
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("part", ["manifest.json", "index", "params", "optim_state"])
-def test_what_is_no_file_is_refused(part, kind, one):
-    name = part if part == "manifest.json" else one.path(part)
-    OTHERS[kind](one.replace(name), one.good[name])
+def test_special_files_are_refused(part, kind, one_rank):
+    name = part if part == "manifest.json" else one_rank.path(part)
+    OTHERS[kind](one_rank.replace(name), one_rank.good[name])
     only = {"load", "mmap", "unverified", "verified first", "reshard"}
-    refused(one, f"{part}: {kind}", only | {"inspect"} if "i" in part[:2] else only)
+    refused(one_rank, f"{part}: {kind}", only | {"inspect"} if "i" in part[:2] else only)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="has other kinds of files")
 @pytest.mark.parametrize("kind", no_folders)
 @pytest.mark.parametrize("part", ["index", "params", "optim_state"])
-def test_what_is_no_folder_is_refused(part, kind, one):
-    OTHERS[kind](one.replace(part), b"")
-    refused(one, f"{part}: {kind}", {"load", "mmap", "unverified", "verified first"})
+def test_special_files_as_folders_are_refused(part, kind, one_rank):
+    OTHERS[kind](one_rank.replace(part), b"")
+    refused(one_rank, f"{part}: {kind}", {"load", "mmap", "unverified", "verified first"})
 
 
 @pytest.mark.parametrize("data", [None, b"", b"x"])
-def test_what_is_no_checkpoint_at_all(data, tmp_path):
+def test_other_paths_are_refused(data, tmp_path):
     path = tmp_path / "none"
     if data is not None:
         path.write_bytes(data)
@@ -181,7 +181,7 @@ def test_what_is_no_checkpoint_at_all(data, tmp_path):
     ],
     ids=lambda text: text[:20].decode("latin-1"),
 )  # fmt: skip
-def test_a_lock_that_lies_deletes_nothing(text, tmp_path):
+def test_false_lock_text_deletes_no_needed_file(text, tmp_path):
     """A lock names files of a dead writer; files that a manifest needs are kept all the same."""
     model = {"a.w-b": np.ones(4), "a.b-0": np.ones(3), "x": np.zeros(2)}
     path = str(tmp_path / "ckpt")
@@ -194,37 +194,40 @@ def test_a_lock_that_lies_deletes_nothing(text, tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="has other kinds of files")
 @pytest.mark.parametrize("kind", OTHERS)
-def test_a_lock_that_is_no_file(kind, one):
+def test_special_file_as_lock_is_refused(kind, one_rank):
     OTHERS[kind](
-        one.folder / "lock" if not (one.folder / "lock").exists() else one.replace("lock"), b""
+        one_rank.folder / "lock"
+        if not (one_rank.folder / "lock").exists()
+        else one_rank.replace("lock"),
+        b"",
     )
     with suppress(StoreError):  # refused, with all files unchanged
-        mlstate.save(str(one), {"w": np.ones(2)})
-    assert mlstate.verify(str(one))
+        mlstate.save(str(one_rank), {"w": np.ones(2)})
+    assert mlstate.verify(str(one_rank))
 
 
 @pytest.mark.filterwarnings("ignore:old files of the checkpoint were not deleted")
 @pytest.mark.filterwarnings("ignore:the existing checkpoint is damaged and will be replaced")
 @pytest.mark.parametrize("kind", [*OTHERS, "x"])
 @pytest.mark.parametrize("part", ["manifest.json", "index", "params"])
-def test_saving_over_damage_is_refused_or_mends_it(part, kind, one):
-    name = part if part == "manifest.json" else one.path(part)
-    path = one.replace(name)
+def test_saving_over_damage_is_refused_or_mends_it(part, kind, one_rank):
+    name = part if part == "manifest.json" else one_rank.path(part)
+    path = one_rank.replace(name)
     if kind == "x":
-        path.write_bytes(b"x" * len(one.good[name]))
+        path.write_bytes(b"x" * len(one_rank.good[name]))
     else:
-        OTHERS[kind](path, one.good[name])
+        OTHERS[kind](path, one_rank.good[name])
     try:
-        mlstate.save(str(one), {"w": np.arange(3.0)})
+        mlstate.save(str(one_rank), {"w": np.arange(3.0)})
     except MLStateError:
         assert part == "manifest.json"
         return
-    assert mlstate.verify(str(one))
-    assert mlstate.load(str(one)).model["w"].tolist() == [0, 1, 2]
+    assert mlstate.verify(str(one_rank))
+    assert mlstate.load(str(one_rank)).model["w"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"x" * 300, None], ids=["empty", "json", "x", "old"])
-def test_roots_that_lie_are_passed_over(data, tmp_path):
+def test_false_roots_are_ignored(data, tmp_path):
     manager = CheckpointManager(str(tmp_path), keep=5)
     for step in (1, 2):
         manager.save(step, {"w": np.full(3, step)})
@@ -241,7 +244,7 @@ def test_roots_that_lie_are_passed_over(data, tmp_path):
     assert manager.steps() == [1]
 
 
-def test_repair_takes_no_root_that_lies(tmp_path):
+def test_repair_ignores_false_roots(tmp_path):
     manager = CheckpointManager(str(tmp_path), keep=5)
     for step in (1, 2):
         manager.save(step, {"w": np.full(3, step)})
@@ -273,25 +276,25 @@ HUGE = {
 
 @pytest.mark.skipif("MLSTATE_UNDER_SANITIZER" in os.environ, reason="ASan pads every block")
 @pytest.mark.parametrize("name", HUGE)
-def test_huge_tensors_of_small_files_take_no_memory(name, one):
-    index = one.index()
+def test_huge_tensors_of_small_files_take_no_memory(name, one_rank):
+    index = one_rank.index()
     index["shards"] = [lying_shard(**HUGE[name])]
     index["files"] = index["files"][:1]
     if HUGE[name].get("bytes", 0) > 8:
         index["files"][0]["bytes"] = 2**44  # the largest size that is accepted
-    one.put_index(index)
-    manifest = json.loads((one.folder / "manifest.json").read_bytes())
+    one_rank.put_index(index)
+    manifest = json.loads((one_rank.folder / "manifest.json").read_bytes())
     manifest["indexes"]["data_bytes"] = [index["shards"][0]["bytes"]]
-    one.put_manifest(manifest)
-    inspect(str(one)).tensors()  # the metadata are valid, but the memory cannot be allocated
+    one_rank.put_manifest(manifest)
+    inspect(str(one_rank)).tensors()  # the metadata are valid, but the memory cannot be allocated
     tracemalloc.start()
     try:
         for mmap in (False, True):
             with pytest.raises(FormatError):
-                mlstate.load(str(one), mmap=mmap)
-        assert not mlstate.verify(str(one)) or "bytes" not in HUGE[name]
+                mlstate.load(str(one_rank), mmap=mmap)
+        assert not mlstate.verify(str(one_rank)) or "bytes" not in HUGE[name]
         with pytest.raises(FormatError):
-            reshard(str(one), str(one) + "-other", layout="rows", world_size=2)
+            reshard(str(one_rank), str(one_rank) + "-other", layout="rows", world_size=2)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
@@ -322,15 +325,15 @@ print(status("VmHWM") - before)
 @child.needs_status
 @pytest.mark.parametrize("part", ["manifest", "index"])
 @pytest.mark.parametrize("kind", COSTLY)
-def test_memory_and_time_grow_with_the_text(kind, part, one):
-    document = one.manifest if part == "manifest" else tables_of(one.index())
+def test_memory_and_time_grow_with_the_text(kind, part, one_rank):
+    document = one_rank.manifest if part == "manifest" else tables_of(one_rank.index())
     good = text_with_checksum(document)
     data = renew_checksum(good[:23] + COSTLY[kind](2_000_000) + b"," + good[23:])
     if part == "manifest":
-        one.put("manifest.json", data)
+        one_rank.put("manifest.json", data)
     else:
-        one.put_index(data)
+        one_rank.put_index(data)
     start = time.monotonic()
-    growth = int(child.run(child.STATUS + GROWTH, one, timeout=60))
+    growth = int(child.run(child.STATUS + GROWTH, one_rank, timeout=60))
     assert time.monotonic() - start < 20
     assert growth < 60 * len(data) + (8 << 20)

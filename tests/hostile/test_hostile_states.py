@@ -23,9 +23,9 @@ F32 = np.dtype(np.float32)
 class Says:
     """An array that reports given attributes, and exports the memory of another array."""
 
-    def __init__(self, array, **said):
+    def __init__(self, array, **attributes):
         self.array = array
-        vars(self).update(said)
+        vars(self).update(attributes)
 
     def __dlpack__(self, **options):
         return self.array.__dlpack__(**options)
@@ -38,7 +38,7 @@ class Says:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_memory_that_is_not_what_its_shape_says_is_not_compared(turned):
+def test_memory_contradicting_its_shape_is_not_compared(turned):
     long = StateDict(w=np.ones(1 << 20, F32))
     lying = StateDict(w=Says(np.ones(2, F32), shape=(1 << 20,), dtype=F32))
     a, b = (long, lying) if turned else (lying, long)
@@ -51,7 +51,7 @@ def test_memory_that_is_not_what_its_shape_says_is_not_compared(turned):
     assert (long["w"] == 1).all()
 
 
-def test_memory_that_is_not_what_its_dtype_says_is_not_compared():
+def test_memory_contradicting_its_dtype_is_not_compared():
     lying = StateDict(w=Says(np.ones(4, np.int8), shape=(4,), dtype=np.dtype(float)))
     with pytest.raises(CompatibilityError, match=r"'w': its memory does not match"):
         diff(StateDict(w=np.ones(4)), lying)
@@ -84,9 +84,9 @@ def test_sizes_of_any_kind_of_int_count():
     assert state == StateDict(w=np.ones(3, F32))
 
 
-@pytest.mark.parametrize("said", [-1, 2**64, None, 1.5])
-def test_bytes_that_make_no_sense_are_counted_in_memory(said):
-    assert StateDict(w=Says(np.ones(3, F32), nbytes=said)).nbytes == 12
+@pytest.mark.parametrize("stated", [-1, 2**64, None, 1.5])
+def test_invalid_nbytes_are_recomputed(stated):
+    assert StateDict(w=Says(np.ones(3, F32), nbytes=stated)).nbytes == 12
 
 
 def test_bytes_that_add_up_to_more_than_there_can_be():
@@ -96,7 +96,7 @@ def test_bytes_that_add_up_to_more_than_there_can_be():
     assert "2 tensors" in repr(state)
 
 
-def test_elements_that_nobody_can_read_are_told_by_name():
+def test_unreadable_elements_are_reported_by_name():
     state = StateDict(w=Says(np.ones(1), shape=(1,), dtype="odd"))
     other = StateDict(w=Says(np.ones(1), shape=(1,), dtype="odd"))
     with pytest.raises(CompatibilityError, match=r"'w': the elements of dtype odd"):
@@ -163,7 +163,7 @@ class Handmade:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {"data": False},
         {"shape": None},
@@ -178,8 +178,8 @@ class Handmade:
         {"shape": (3,), "strides": (-(2**60),)},
     ],
 )
-def test_an_impossible_tensor_is_refused(said):
-    state, other = StateDict(w=Handmade(**said)), StateDict(w=np.ones(4, F32))
+def test_an_impossible_tensor_is_refused(fields):
+    state, other = StateDict(w=Handmade(**fields)), StateDict(w=np.ones(4, F32))
     for call in (
         state.digest,
         lambda: state.nbytes,
@@ -192,7 +192,7 @@ def test_an_impossible_tensor_is_refused(said):
     assert (other["w"] == 1).all()
 
 
-def test_what_handmade_tensors_hold_where_nothing_is_wrong():
+def test_valid_handmade_tensors_are_read():
     empty = StateDict(w=Handmade(data=False, shape=(0,)))
     assert (empty.nbytes, empty == StateDict(w=np.ones(0, F32))) == (0, True)
     assert StateDict(w=Handmade()) == StateDict(w=np.zeros(4, F32))
@@ -245,21 +245,21 @@ def test_a_capsule_that_is_in_use_cannot_be_taken_away():
 # ---- classes ----
 
 
-def test_a_class_that_makes_something_else():
-    for made in ({}, 5, None, StateDict(x=np.ones(1))):
+def test_new_returning_another_object():
+    for instance in ({}, 5, None, StateDict(x=np.ones(1))):
 
         class Odd(StateDict):
             pass
 
         state = Odd(w=np.ones(2))
-        Odd.__new__ = lambda cls, *args, made=made: made
+        Odd.__new__ = lambda cls, *args, instance=instance: instance
         for call in (state.copy, lambda: state | {}, lambda: rename(state, {"w": "v"})):  # noqa: B023
             with pytest.raises(TypeError, match="__new__ must give an empty state dict"):
                 call()
         assert list(state) == ["w"]
 
 
-def test_a_class_that_walks_in_its_own_way_is_updated_as_any():
+def test_class_with_custom_iteration_is_updated():
     class Backward(StateDict):
         def __iter__(self):
             return iter(())
@@ -290,7 +290,7 @@ def test_a_name_that_leads_back_to_its_state_is_collected():
     assert alive() is None
 
 
-def test_a_name_that_is_empty_already_is_not_what_rules_leave():
+def test_empty_name_differs_from_a_fully_removed_name():
     state = {"": np.ones(1), "a.w": np.ones(1)}
     assert list(rename(state, {"a.": ""})) == ["", "w"]
     with pytest.raises(ValueError, match="the rules remove all"):
@@ -300,7 +300,7 @@ def test_a_name_that_is_empty_already_is_not_what_rules_leave():
 # ---- memory that runs out ----
 
 
-def test_an_update_without_memory_changes_nothing():
+def test_update_without_memory_keeps_the_state():
     hooks = pytest.importorskip("_testcapi", reason="a build of CPython without its test hooks")
     if sys.implementation.name != "cpython" or not hasattr(hooks, "set_nomemory"):
         pytest.skip("no failing allocations here")
@@ -330,7 +330,7 @@ def test_an_update_without_memory_changes_nothing():
     assert failed >= 3
 
 
-def test_an_update_that_an_old_key_interrupts_changes_nothing():
+def test_interrupted_update_keeps_the_state():
     class Key(str):
         __slots__ = ()
         armed = False
@@ -354,7 +354,7 @@ def test_an_update_that_an_old_key_interrupts_changes_nothing():
     assert state["a"] is first
 
 
-def test_updates_of_every_mix_of_names_are_those_of_dict():
+def test_updates_match_dict_for_any_names():
     arrays = {name: np.full(1, ord(name)) for name in "abcdefgh"}
     names = list(arrays)
     for start in range(8):

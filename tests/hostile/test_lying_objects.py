@@ -23,7 +23,7 @@ class Liar:
 
 
 @pytest.mark.parametrize("has", [np.zeros(1), np.zeros((1, 1)), np.zeros(1000, np.float32)])
-def test_memory_is_believed_and_not_what_an_object_says(has):
+def test_memory_overrides_stated_attributes(has):
     honest = np.zeros(1000)
     state = {"w": Liar(honest, has)}
     for compare in (
@@ -36,7 +36,7 @@ def test_memory_is_believed_and_not_what_an_object_says(has):
         assert caught.value.name == "w"
 
 
-def test_a_class_that_makes_something_else_is_refused():
+def test_class_returning_another_object_is_refused():
     class Odd(StateDict):
         made = None
 

@@ -35,8 +35,8 @@ def make_socket(path):
     """Make the file of a socket; its path may be long."""
     place = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(f"/proc/self/fd/{place}/{path.name}")
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{place}/{path.name}")
     finally:
         os.close(place)
 
@@ -184,8 +184,8 @@ def test_every_command_refuses_a_special_file(tmp_path, monkeypatch, capsys, wor
     KINDS[kind](path)
     command, *rest = words
     assert main([command, str(path), *(word.format(path=path) for word in rest)]) in (1, 2)
-    told = capsys.readouterr()
-    assert "m.safetensors" in told.err + told.out
+    captured = capsys.readouterr()
+    assert "m.safetensors" in captured.err + captured.out
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device"])

@@ -51,7 +51,7 @@ def states_are_collected(group):
 def a_cut_cable_is_an_error(group):
     """Ranks reduce until the cable between the hosts is cut; each must raise. Returns the error."""
     group.barrier()
-    say("ready", group.rank, "")
+    report("ready", group.rank, "")
     end = time.monotonic() + 60
     while time.monotonic() < end:
         began = time.monotonic()
@@ -71,9 +71,9 @@ def function_of(name):
     return getattr(module, name)
 
 
-def say(name, rank, what):
+def report(name, rank, outcome):
     """One write a line, because launchers interleave the output of ranks."""
-    sys.stdout.write(json.dumps([name, rank, what, socket.gethostname()]) + "\n")
+    sys.stdout.write(json.dumps([name, rank, outcome, socket.gethostname()]) + "\n")
     sys.stdout.flush()
 
 
@@ -108,7 +108,7 @@ def perform(group, names):
             outcome = function_of(name)(group) or "ok"
         except BaseException:
             outcome = traceback.format_exc()
-        say(name, group.rank, outcome)
+        report(name, group.rank, outcome)
 
 
 def main():

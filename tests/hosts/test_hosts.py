@@ -114,16 +114,16 @@ class Job:
 
     def results(self):
         """Wait; return the report of each rank for each scenario, and the other output."""
-        deadline, found, log = time.monotonic() + LIMIT, {}, ""
+        deadline, outcomes, log = time.monotonic() + LIMIT, {}, ""
         for process in self.processes:
             out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
             log += f"exit {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
             for line in out.splitlines():
                 if line.startswith('["'):  # lines of libraries start differently
                     name, rank, outcome, host = json.loads(line)
-                    found[name, rank] = outcome
+                    outcomes[name, rank] = outcome
                     assert host == self.places[rank], f"rank {rank} is on {host}\n{log}"
-        return found, log
+        return outcomes, log
 
 
 def run(engine, places, *names):
@@ -162,41 +162,43 @@ def set_cable(state):
 
 
 @pytest.mark.parametrize("places", [(A, B), (A, B, B)], ids=len)
-def test_ranks_of_two_hosts_do_what_ranks_of_one_do(engine, places):
-    found, log = run(engine, places, *SCENARIOS)
+def test_ranks_of_two_hosts_pass_all_scenarios(engine, places):
+    outcomes, log = run(engine, places, *SCENARIOS)
     for name in SCENARIOS:
         for rank in range(len(places)):
             good = f"{rank} ok" if name == "states_are_collected" else "ok"
-            assert found.get((name, rank)) == good, (
-                f"{name}, {rank}: {found.get((name, rank))}\n{log}"
+            assert outcomes.get((name, rank)) == good, (
+                f"{name}, {rank}: {outcomes.get((name, rank))}\n{log}"
             )
 
 
 @pytest.fixture(scope="module")
 def sums():
     """The digests of an engine's sums on that many hosts, and the bytes on the cable."""
-    known = {}
+    cached = {}
 
     def made(engine, places):
-        if (engine, places) not in known:
+        if (engine, places) not in cached:
             before = carried()
-            found, log = run(engine, places, "large_sums")
+            outcomes, log = run(engine, places, "large_sums")
             moved = [after - was for after, was in zip(carried(), before, strict=True)]
-            digests = [found.get(("large_sums", rank), "") for rank in range(len(places))]
+            digests = [outcomes.get(("large_sums", rank), "") for rank in range(len(places))]
             assert all(len(digest) == 64 for digest in digests), f"{digests}\n{log}"
-            known[engine, places] = digests, moved
-        return known[engine, places]
+            cached[engine, places] = digests, moved
+        return cached[engine, places]
 
     return made
 
 
-def test_what_ranks_send_goes_over_the_cable_and_sums_have_the_bits_of_one_host(engine, sums):
+def test_traffic_crosses_the_link_and_sums_match_one_host(engine, sums):
     least = 1 * 2 * LARGE * 4 // 3  # bytes each way: each rank's part from each other rank
-    here, there = sums(engine, (A, A, A)), sums(engine, (A, B, B))
-    assert here[0] == there[0]
-    assert min(there[1]) >= least, there[1]
-    assert max(here[1]) < least / 20, here[1]
-    print(f"{engine}: {there[1]} bytes there and back, {least} needed; on one host {here[1]}")
+    one_host, two_hosts = sums(engine, (A, A, A)), sums(engine, (A, B, B))
+    assert one_host[0] == two_hosts[0]
+    assert min(two_hosts[1]) >= least, two_hosts[1]
+    assert max(one_host[1]) < least / 20, one_host[1]
+    print(
+        f"{engine}: {two_hosts[1]} bytes there and back, {least} needed; on one host {one_host[1]}"
+    )
 
 
 def test_all_engines_make_the_same_bits(sums):
@@ -213,9 +215,9 @@ def test_a_cut_cable_is_an_error_on_every_rank(engine):
             time.sleep(8)
         finally:
             set_cable("up")
-        found, log = job.results()
+        outcomes, log = job.results()
     for rank in range(3):
-        outcome = str(found.get(("a_cut_cable_is_an_error", rank)))
+        outcome = str(outcomes.get(("a_cut_cable_is_an_error", rank)))
         assert outcome.startswith(f"all_reduce on rank {rank}: "), f"{outcome}\n{log}"
 
 
@@ -230,20 +232,20 @@ except CollectiveError as error:
 """
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_local_group_over_two_hosts_is_refused(told):
+@pytest.mark.parametrize("states_hosts", [True, False])
+def test_a_local_group_over_two_hosts_is_refused(states_hosts):
     """If the launcher sets LOCAL_WORLD_SIZE, joining fails at once; otherwise it times out."""
     variables = {"WORLD_SIZE": "2", "MASTER_PORT": "29499", "PYTHONPATH": str(HERE.parents[1])}
-    if told:
+    if states_hosts:
         variables["LOCAL_WORLD_SIZE"] = "1"
-    call = [sys.executable, "-c", LOCAL, "100" if told else "2"]
+    call = [sys.executable, "-c", LOCAL, "100" if states_hosts else "2"]
     jobs = [start(host, call, RANK=str(rank), **variables) for rank, host in enumerate((A, B))]
-    said = [process.communicate(timeout=60)[0] for process in jobs]
-    for text in said:
-        if told:
+    outputs = [process.communicate(timeout=60)[0] for process in jobs]
+    for text in outputs:
+        if states_hosts:
             assert (
                 "2 ranks, 1 of them on this host; LocalGroup connects only ranks of one host"
                 in text
             )
         else:
-            assert "on this host" in text, said
+            assert "on this host" in text, outputs

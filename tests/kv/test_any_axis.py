@@ -60,13 +60,13 @@ def threads(request):
 def test_every_axis_of_every_rank(rank, axis):
     source = cache(shape_of(rank, axis, 5))
     for position in (0, 3, 5, None):
-        wanted = expand(source, 9, position, 2.0, axis=axis)
+        expected = expand(source, 9, position, 2.0, axis=axis)
         got = transition_kv_state(source, 9, position, 2.0, seq_axis=axis)
-        assert_same_bits(got, wanted)
+        assert_same_bits(got, expected)
         assert got.flags.c_contiguous and got.flags.owndata
-        out = np.full(wanted.shape, 7, np.float32)
+        out = np.full(expected.shape, 7, np.float32)
         assert transition_kv_state(source, 9, position, 2.0, out=out, seq_axis=axis) is out
-        assert_same_bits(out, wanted.astype(np.float32))
+        assert_same_bits(out, expected.astype(np.float32))
     got = compact_kv_state(source, 4, 3, seq_axis=axis)
     assert_same_bits(got, expand(source, 4, 3, axis=axis))
     assert transition_kv_state(source, 5, seq_axis=axis) is source
@@ -118,12 +118,12 @@ def test_property_moves_as_the_model(data):
     more = draw(st.integers(0, 5))
     to = draw(st.sampled_from(names)) if name in names else name
     length = shape[axis] + more
-    wanted = expand(values, length, position, pad, to, axis)
+    expected = expand(values, length, position, pad, to, axis)
     got = transition_kv_state(source, length, position, pad, to, seq_axis=axis)
-    assert_same_values(got.astype(to), wanted)
-    out = strided(np.full(wanted.shape, 3, to), draw)
+    assert_same_values(got.astype(to), expected)
+    out = strided(np.full(expected.shape, 3, to), draw)
     transition_kv_state(source, length, position, pad, out=out, seq_axis=axis)
-    assert_same_values(out.astype(to), wanted)
+    assert_same_values(out.astype(to), expected)
     used = shape[axis] if position is None else position
     shorter = draw(st.integers(used, length))
     got = compact_kv_state(source, shorter, used, to, seq_axis=axis)
@@ -149,18 +149,18 @@ LARGE = [
 def test_large_caches_with_threads(threads, shape, axis, name):
     source = random_bits(shape, name)
     length, position = 2 * shape[axis] + 1, shape[axis] - 1
-    wanted = expand(source, length, position, 1.0, axis=axis)
-    assert wanted.nbytes >= 8 << 20
-    out = np.full(wanted.shape, 5, name)
+    expected = expand(source, length, position, 1.0, axis=axis)
+    assert expected.nbytes >= 8 << 20
+    out = np.full(expected.shape, 5, name)
     for got in (
         transition_kv_state(source, length, position, 1.0, out=out, seq_axis=axis),
         transition_kv_state(source, length, position, 1.0, seq_axis=axis),
     ):
-        assert np.array_equal(got.view(np.uint16), wanted.view(np.uint16))
-    wanted = expand(source, length, position, 0.0, axis=axis)
+        assert np.array_equal(got.view(np.uint16), expected.view(np.uint16))
+    expected = expand(source, length, position, 0.0, axis=axis)
     for low_memory in (False, True):
         got = transition_kv_state(source, length, position, low_memory=low_memory, seq_axis=axis)
-        assert np.array_equal(got.view(np.uint16), wanted.view(np.uint16))
+        assert np.array_equal(got.view(np.uint16), expected.view(np.uint16))
 
 
 SHORT_ROWS = """
@@ -210,16 +210,16 @@ def test_low_memory_gives_the_same_result(low_memory, shape, axis):
 @pytest.mark.parametrize(("shape", "axis"), [(MACOS, -2), (IOS, -1), ((8, 3), 0)])
 def test_integers_convert(shape, axis):
     source = random_bits(shape, np.int8)
-    wanted = expand(source, 12, 5, 0, np.float16, axis)
+    expected = expand(source, 12, 5, 0, np.float16, axis)
     got = transition_kv_state(source, 12, 5, dtype=np.float16, seq_axis=axis)
-    assert_same_bits(got, wanted)
-    back = np.full_like(wanted, 3, np.int8)
-    transition_kv_state(wanted, 12, 5, out=back, seq_axis=axis)
+    assert_same_bits(got, expected)
+    back = np.full_like(expected, 3, np.int8)
+    transition_kv_state(expected, 12, 5, out=back, seq_axis=axis)
     assert_same_bits(back, expand(source, 12, 5, axis=axis))
-    wanted[(slice(None),) * (axis % len(shape)) + (4,)] = np.nan
+    expected[(slice(None),) * (axis % len(shape)) + (4,)] = np.nan
     with pytest.raises(ValueError, match="NaN or out of the range"):
-        transition_kv_state(wanted, 12, 5, dtype=np.int8, seq_axis=axis)
-    transition_kv_state(wanted, 12, 4, dtype=np.int8, seq_axis=axis)
+        transition_kv_state(expected, 12, 5, dtype=np.int8, seq_axis=axis)
+    transition_kv_state(expected, 12, 4, dtype=np.int8, seq_axis=axis)
 
 
 def test_numpy_integers_are_axes():
@@ -266,7 +266,7 @@ BAD_AXES = [True, False, np.True_, None, 1.0, "1", (1,), np.float16(1)]
 
 
 @pytest.mark.parametrize("axis", BAD_AXES, ids=repr)
-def test_axes_that_are_no_integers(axis):
+def test_non_integer_axes_are_refused(axis):
     out = np.full((3, 1, 2, 12, 5), 7.0)
     source = np.zeros(MACOS)
     calls = [
@@ -398,8 +398,8 @@ def test_a_large_state_of_short_rows():
 
 def test_a_state_shows_its_axis():
     state = KVState(IOS, 16, seq_axis=-1)
-    shown = "KVState(shape=(3, 1, 10, 1, 8), capacity=16, dtype=float16, seq_axis=-1)"
-    assert repr(state) == shown
+    expected = "KVState(shape=(3, 1, 10, 1, 8), capacity=16, dtype=float16, seq_axis=-1)"
+    assert repr(state) == expected
     assert repr(KVState(MACOS)) == "KVState(shape=(3, 1, 2, 8, 5), capacity=8, dtype=float16)"
     page = state._repr_html_()
     assert "<caption>KVState: 8 of 16 positions</caption>" in page

@@ -69,7 +69,7 @@ def state_of(arrays, length, **more):
     st.sampled_from([1e-5, 1.0, 300.0]),
     st.data(),
 )
-def test_codes_are_those_of_the_definition(dtype, bits, sizes, outer, scale, data):
+def test_codes_match_the_definition(dtype, bits, sizes, outer, scale, data):
     group, groups = sizes
     values = normal((*outer, group * groups), dtype, 1, scale)
     values[..., :group] = np.abs(values[..., :group])  # a group without negative numbers
@@ -77,8 +77,8 @@ def test_codes_are_those_of_the_definition(dtype, bits, sizes, outer, scale, dat
     length = data.draw(st.integers(0, outer[1]))
     state = state_of({"k": values}, length)
     state.quantize(bits, group)
-    wanted = quantize(values[:, :length], bits, group)
-    for (name, array), part in zip(state.arrays.items(), wanted, strict=True):
+    expected = quantize(values[:, :length], bits, group)
+    for (name, array), part in zip(state.arrays.items(), expected, strict=True):
         assert_same_bits(state.view(name), part)
         assert not array[:, length:].any()
     assert state.spec["k"] == CacheEntry(
@@ -96,13 +96,13 @@ def test_arrays_may_have_any_strides(name, bits):
     values = normal((2, 3, 7, 32))
     state = state_of({"k": layout(name, values)}, 7)
     state.quantize(bits, 16)
-    wanted = quantize(values, bits, 16)
-    for array, part in zip(state.arrays.values(), wanted, strict=True):
+    expected = quantize(values, bits, 16)
+    for array, part in zip(state.arrays.values(), expected, strict=True):
         assert_same_bits(array, part)
     arrays = {key: layout(name, array) for key, array in state.arrays.items()}
     again = CacheState(state.spec, arrays, 7)
     again.dequantize()
-    assert_same_bits(again.arrays["k"], dequantize(*wanted, bits, 16))
+    assert_same_bits(again.arrays["k"], dequantize(*expected, bits, 16))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -134,8 +134,8 @@ def test_large_arrays_are_divided_among_threads():
     values = normal((16, 2048, 128), "float32")
     state = state_of({"k": values}, 2048)
     state.quantize(4)
-    wanted = quantize(values, 4, 64)
-    for array, part in zip(state.arrays.values(), wanted, strict=True):
+    expected = quantize(values, 4, 64)
+    for array, part in zip(state.arrays.values(), expected, strict=True):
         assert_same_bits(array, part)
 
 
@@ -165,7 +165,7 @@ def test_other_threads_run_during_a_call():
         sys.setswitchinterval(interval)
 
 
-def test_integers_that_stand_for_bfloat16_are_quantized_as_such():
+def test_labelled_bfloat16_integers_are_quantized():
     """Arrays of a file that was read without ml_dtypes."""
     values = normal((2, 5, 64), "bfloat16")
     labelled = np.dtype("u2", metadata={"mlstate.dtype": "bfloat16"})
@@ -252,7 +252,7 @@ def test_only_full_entries_are_quantized():
         ({"names": [3]}, TensorNotFoundError, "the cache has no array 3"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(change, error, text):
+def test_invalid_arguments_are_refused(change, error, text):
     assert_refused(state_of({"k": normal((2, 5, 64))}, 5), error, text, **change)
 
 
@@ -290,6 +290,6 @@ def test_torch_tensors_become_arrays(dtype):
     values = torch.randn(2, 5, 64).to(getattr(torch, dtype))
     state = state_of({"k": values}, 5)
     state.quantize()
-    wanted = quantize(values.float().numpy().astype(dtype_of(dtype)), 8, 64)
-    for array, part in zip(state.arrays.values(), wanted, strict=True):
+    expected = quantize(values.float().numpy().astype(dtype_of(dtype)), 8, 64)
+    for array, part in zip(state.arrays.values(), expected, strict=True):
         assert_same_bits(array, part)

@@ -31,9 +31,9 @@ def state_of_mlx(cache):
 def assert_positions_are_the_tokens(state):
     """The element of each slot is the position of its token, in `tokens_array`."""
     positions, slots = state.positions("k"), state.arrays["k"].ravel()
-    held = positions >= 0
-    np.testing.assert_array_equal(slots[held], positions[held])
-    np.testing.assert_array_equal(state.ordered("k").ravel(), np.sort(positions[held]))
+    is_used = positions >= 0
+    np.testing.assert_array_equal(slots[is_used], positions[is_used])
+    np.testing.assert_array_equal(state.ordered("k").ravel(), np.sort(positions[is_used]))
 
 
 # ---- mlx ----
@@ -70,7 +70,7 @@ def test_any_history_of_mlx_has_the_positions_of_its_tokens(max_size, keep, step
             assert_positions_are_the_tokens(state_of_mlx(cache))
 
 
-def test_a_state_goes_on_as_mlx_does():
+def test_state_continues_like_mlx():
     """One token after the other, in the slots that mlx writes."""
     cache = run(8, 2, [5] + [1] * 9)
     state = state_of_mlx(cache)
@@ -99,25 +99,25 @@ def test_positions_follow_the_definition(size, sinks, length, next_slot):
     assume(sinks < size and sinks <= next_slot <= size)
     state = ring_state(tokens_array([0] * size), length, next_slot, sinks=sinks)
     window = size - sinks
-    wanted = [slot if slot < length else -1 for slot in range(sinks)]
+    expected = [slot if slot < length else -1 for slot in range(sinks)]
     for slot in range(sinks, size):
         position = length - 1 - (next_slot - 1 - slot) % window
-        wanted.append(position if position >= sinks else -1)
-    assert state.positions("k").tolist() == wanted
+        expected.append(position if position >= sinks else -1)
+    assert state.positions("k").tolist() == expected
     again = CacheState(state.spec, state.arrays, length)
-    assert again.positions("k").tolist() == wanted
+    assert again.positions("k").tolist() == expected
 
 
 @pytest.mark.parametrize("length", range(23))
-def test_the_default_slot_is_that_of_a_rolling_cache(length):
+def test_default_slot_follows_a_rolling_cache(length):
     ring = RollingKVState((1, 6, 1), dtype=np.float32, sinks=2)
     ring.append(np.arange(23, dtype=np.float32).reshape(1, 23, 1)[:, :length])
     entry = CacheEntry("k", "sliding", (1, 6, 1), "float32", sinks=2)
     state = CacheState(CacheSpec([entry]), {"k": ring.array}, length)
     slot = length if length < 2 else 2 + (length - 2) % 4
     assert state.next_slot("k") == slot
-    given = CacheEntry("k", "sliding", (1, 6, 1), "float32", sinks=2, next_slot=slot)
-    same = CacheState(CacheSpec([given]), {"k": ring.array}, length)
+    slot_entry = CacheEntry("k", "sliding", (1, 6, 1), "float32", sinks=2, next_slot=slot)
+    same = CacheState(CacheSpec([slot_entry]), {"k": ring.array}, length)
     np.testing.assert_array_equal(same.positions("k"), ring.positions())
     assert_same_bits(same.ordered("k"), ring.ordered())
 
@@ -156,7 +156,7 @@ def test_only_a_sliding_entry_has_a_next_slot():
     assert_refused(state, CompatibilityError, "f: a full entry is not a ring", "next_slot", "f")
 
 
-def test_the_slot_is_no_part_of_equality_and_the_spec_has_the_current_one():
+def test_slot_is_ignored_by_equality_and_current_in_the_spec():
     shape = (1, 1, 8, 1)
     first, other = (CacheEntry("k", "sliding", shape, "float32", next_slot=slot) for slot in (1, 5))
     assert (
@@ -181,9 +181,9 @@ def test_an_array_longer_than_its_window_shrinks_to_the_newest_tokens():
     assert state.view("k").shape[2] == 40
     state.resize(128)
     assert state.spec["k"].shape == (1, 1, 32, 1) and state.capacity == 128
-    wanted = [0, 1, 2, 3, *range(12, 40)]
-    assert state.positions("k").tolist() == wanted
-    assert state.arrays["k"].ravel().tolist() == wanted
+    expected = [0, 1, 2, 3, *range(12, 40)]
+    assert state.positions("k").tolist() == expected
+    assert state.arrays["k"].ravel().tolist() == expected
     assert state.next_slot("k") == 4
     cache.update(tokens_array([40]))  # mlx drops the same tokens and writes to the same slot
     state.arrays["k"][:, :, state.next_slot("k")] = 40
@@ -208,8 +208,8 @@ def test_resize_keeps_the_tokens_of_the_window(size, window, sinks, length, next
     state = ring_state(tokens_array([0] * size), length, next_slot, window=window, sinks=sinks)
     positions = state.positions("k")
     state.arrays["k"][0, 0, :, 0] = positions  # the tokens, in their slots
-    held = sorted(p for p in positions.tolist() if p >= 0)
-    needed = [p for p in held if p < sinks or p >= length - (window - sinks)]
+    old_positions = sorted(p for p in positions.tolist() if p >= 0)
+    needed = [p for p in old_positions if p < sinks or p >= length - (window - sinks)]
     target = min(capacity, window)
     if target != size and min(length, size, window) > target:
         assert_refused(state, CapacityError, "tokens do not fit", "resize", capacity)
@@ -217,8 +217,8 @@ def test_resize_keeps_the_tokens_of_the_window(size, window, sinks, length, next
     state.resize(capacity)
     assert state.spec["k"].seq_length == target
     assert_positions_are_the_tokens(state)
-    kept = sorted(p for p in state.positions("k").tolist() if p >= 0)
-    assert set(needed) <= set(kept) <= set(held)
+    new_positions = sorted(p for p in state.positions("k").tolist() if p >= 0)
+    assert set(needed) <= set(new_positions) <= set(old_positions)
     again = CacheState(state.spec, state.arrays, state.length)
     assert again.positions("k").tolist() == state.positions("k").tolist()
 
@@ -234,7 +234,7 @@ def test_a_rotated_ring_of_torch_is_moved_in_order():
     assert state.next_slot("k") == 5
 
 
-def test_trim_goes_back_until_a_token_was_overwritten():
+def test_trim_is_limited_by_overwritten_tokens():
     state = ring_state(tokens_array(range(10)), 10, 10, window=16, sinks=4)
     state.trim(3)
     assert state.next_slot("k") == 7 and state.positions("k").tolist() == [*range(7), -1, -1, -1]

@@ -85,14 +85,14 @@ class Model:
             if entry.seq_axis is None:
                 continue
             positions = self.state.positions(entry.name)
-            held = set(positions[positions >= 0].tolist())
+            stored = set(positions[positions >= 0].tolist())
             for name in entry.arrays:
                 slots = np.moveaxis(self.state.arrays[name], entry.seq_axis, 0)
                 for slot in np.flatnonzero(positions >= 0):
                     assert (slots[slot] == self.tokens[positions[slot]]).all(), (name, slot)
             length, window = len(self.tokens), entry.window or len(self.tokens)
             newest = range(max(length - (window - entry.sinks), 0), length)
-            assert held >= set(range(min(length, entry.sinks))) | set(newest)
+            assert stored >= set(range(min(length, entry.sinks))) | set(newest)
         content = {n: array.copy() for n, array in self.state.arrays.items()}
         self._write_constant_states()
         for name, array in self.state.arrays.items():
@@ -139,11 +139,11 @@ class Interleavings(RuleBasedStateMachine):
     @rule(operation=st.sampled_from(["trim", "crop"]), count=st.integers(0, 9))
     def go_back(self, operation, count):
         length = len(self.model.tokens)
-        kept = length - count if operation == "trim" else max(length - count, 0)
-        if self.attempt(operation, count if operation == "trim" else kept) is None:
-            del self.model.tokens[kept:]
+        remaining = length - count if operation == "trim" else max(length - count, 0)
+        if self.attempt(operation, count if operation == "trim" else remaining) is None:
+            del self.model.tokens[remaining:]
             for snapshot in self.snapshots:
-                snapshot["lowest"] = min(snapshot["lowest"], kept)
+                snapshot["lowest"] = min(snapshot["lowest"], remaining)
 
     @rule(capacity=st.integers(1, 40))
     def resize(self, capacity):
@@ -199,14 +199,14 @@ TestInterleavings.settings = settings(
 @given(st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=12))
 def test_the_lowest_length_since_each_snapshot_is_known(events):
     """An event is a snapshot (None) or a length."""
-    history, taken, lengths = History(), {}, []
+    history, snapshots, lengths = History(), {}, []
     for event in events:
         if event is None:
-            taken[history.take()] = len(lengths)
+            snapshots[history.take()] = len(lengths)
         else:
             lengths.append(event)
             history.note_length(event)
-        for number, start in taken.items():
+        for number, start in snapshots.items():
             assert history.lowest_since(number) == min(lengths[start:], default=None)
 
 
@@ -373,7 +373,7 @@ def test_torch_tensors_are_restored_in_place(kind):
     assert tensor.requires_grad == (kind == "leaf")
 
 
-def test_a_torch_tensor_whose_elements_share_memory_is_refused():
+def test_torch_tensor_with_overlapping_elements_is_refused():
     torch = pytest.importorskip("torch")
     tensor = torch.ones(1, 4).expand(3, 4)
     entries = [CacheEntry("a", "conv", (2,), "int64"), CacheEntry("b", "conv", (3, 4), "float32")]

@@ -36,8 +36,8 @@ def test_a_dtype_may_be_one_of_torch():
 
 @pytest.mark.parametrize("kind", ["full", "sliding", "quantized"])
 def test_the_sequence_axis_is_counted_from_zero(kind):
-    made = entry(kind)
-    assert made.seq_axis == 2 and made.seq_length == 64
+    spec_entry = entry(kind)
+    assert spec_entry.seq_axis == 2 and spec_entry.seq_length == 64
     assert entry(kind, seq_axis=1).seq_length == 4
     assert entry(kind, seq_axis=0) == entry(kind, seq_axis=-4)
 
@@ -45,18 +45,22 @@ def test_the_sequence_axis_is_counted_from_zero(kind):
 @pytest.mark.parametrize("kind", ["recurrent", "conv", "opaque"])
 def test_kinds_without_a_sequence_may_have_any_rank(kind):
     for shape in ((), (7,), (1,) * 12):
-        made = entry(kind, shape=shape, seq_axis=99)
-        assert made.seq_axis is None and made.seq_length is None and made.shape == shape
+        spec_entry = entry(kind, shape=shape, seq_axis=99)
+        assert (
+            spec_entry.seq_axis is None
+            and spec_entry.seq_length is None
+            and spec_entry.shape == shape
+        )
 
 
 def test_a_quantized_entry_has_three_arrays():
-    made = entry("quantized", bits=4, group=8)
-    assert made.arrays == {
+    spec_entry = entry("quantized", bits=4, group=8)
+    assert spec_entry.arrays == {
         "0.keys": ((2, 4, 64, 4), "uint32"),
         "0.keys.scales": ((2, 4, 64, 4), "float16"),
         "0.keys.biases": ((2, 4, 64, 4), "float16"),
     }
-    assert made.nbytes == 2 * 4 * 64 * (4 * 4 + 4 * 2 + 4 * 2)
+    assert spec_entry.nbytes == 2 * 4 * 64 * (4 * 4 + 4 * 2 + 4 * 2)
     assert entry().arrays == {"0.keys": (SHAPE, "float16")} and entry().nbytes == 2 * 16384
 
 
@@ -66,13 +70,15 @@ def test_the_window_is_the_array_by_default():
 
 
 def test_entries_are_immutable_values():
-    made = entry(layer=np.int64(3), role="keys", shape=list(SHAPE))
-    assert made == entry(layer=3, role="keys") and hash(made) == hash(entry(layer=3, role="keys"))
-    assert type(made.layer) is int and made.shape == SHAPE
-    assert replace(made, name="1.keys").layer == 3
-    assert pickle.loads(pickle.dumps(made)) == made
+    spec_entry = entry(layer=np.int64(3), role="keys", shape=list(SHAPE))
+    assert spec_entry == entry(layer=3, role="keys") and hash(spec_entry) == hash(
+        entry(layer=3, role="keys")
+    )
+    assert type(spec_entry.layer) is int and spec_entry.shape == SHAPE
+    assert replace(spec_entry, name="1.keys").layer == 3
+    assert pickle.loads(pickle.dumps(spec_entry)) == spec_entry
     with pytest.raises(FrozenInstanceError):
-        made.name = "other"
+        spec_entry.name = "other"
     conv = entry("conv")
     assert replace(conv, shape=(3,)).seq_axis is None
 
@@ -120,7 +126,7 @@ def test_entries_are_immutable_values():
         ({"kind": "quantized", "seq_axis": -1}, CompatibilityError, "axis is the last one"),
     ],
 )
-def test_an_entry_that_makes_no_sense_is_refused(change, error, text):
+def test_invalid_entries_are_refused(change, error, text):
     with pytest.raises(error, match=text):
         entry(**change)
 
@@ -175,9 +181,9 @@ def test_a_cache_of_sliding_layers_has_no_capacity():
 def test_entries_that_disagree_on_positions_are_refused():
     with pytest.raises(
         CompatibilityError, match=r"1.keys: 32 positions, but 0.keys has 64"
-    ) as found:
+    ) as caught:
         CacheSpec([entry(), entry(name="1.keys", shape=(2, 4, 32, 32))])
-    assert (found.value.name, found.value.expected, found.value.got) == ("1.keys", "64", "32")
+    assert (caught.value.name, caught.value.expected, caught.value.got) == ("1.keys", "64", "32")
     with pytest.raises(CompatibilityError, match=r"q: 32 positions, but 0.keys has 64"):
         CacheSpec([entry(), entry("quantized", "q", (2, 4, 32, 32))])
     for positions, window in ((16, 20), (63, 100)):
@@ -204,7 +210,7 @@ def test_entries_that_disagree_on_positions_are_refused():
         ),
     ],
 )
-def test_a_spec_that_makes_no_sense_is_refused(entries, error, text):
+def test_invalid_specs_are_refused(entries, error, text):
     with pytest.raises(error, match=text):
         CacheSpec(entries)
 

@@ -25,13 +25,13 @@ BLOB = CacheEntry("blob", "opaque", (9,), "uint8")
 
 def arrays_of(spec, seed=0):
     """Random finite arrays for a spec."""
-    made = {}
+    arrays = {}
     for i, (name, (shape, dtype)) in enumerate(
         pair for entry in spec for pair in entry.arrays.items()
     ):
         bits = random_bits(shape, dtype, seed * 100 + i)
-        made[name] = np.nan_to_num(bits, nan=1, posinf=2, neginf=3)
-    return made
+        arrays[name] = np.nan_to_num(bits, nan=1, posinf=2, neginf=3)
+    return arrays
 
 
 def state_of(*entries, length=10, seed=0):
@@ -185,11 +185,11 @@ def test_an_empty_cache_has_no_positions():
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ordered_accepts_any_strides(name):
     entry = CacheEntry("k", "sliding", (2, 3, 6, 4), "float16", sinks=1)
-    plain = random_bits((2, 3, 6, 4), np.float16)
-    state = CacheState(CacheSpec([entry]), {"k": layout(name, np.nan_to_num(plain))}, 9)
-    wanted = np.nan_to_num(plain)[:, :, [0, 4, 5, 1, 2, 3]]
+    values = random_bits((2, 3, 6, 4), np.float16)
+    state = CacheState(CacheSpec([entry]), {"k": layout(name, np.nan_to_num(values))}, 9)
+    expected = np.nan_to_num(values)[:, :, [0, 4, 5, 1, 2, 3]]
     np.testing.assert_array_equal(state.positions("k"), [0, 6, 7, 8, 4, 5])
-    assert_same_bits(state.ordered("k"), wanted)
+    assert_same_bits(state.ordered("k"), expected)
 
 
 @pytest.mark.parametrize("entry", [STATE, CONV, BLOB])
@@ -230,14 +230,14 @@ def test_operations_agree_with_the_tokens_by_position(entries, length, steps):
     untouched = {e.name: state.arrays[e.name] for e in entries if e.seq_axis is None}
 
     def tokens():
-        found = {}
+        values_by_position = {}
         for entry in state.spec:
             for name in entry.arrays if entry.seq_axis is not None else ():
                 at = state.positions(name)
                 for slot in np.flatnonzero(at >= 0):
                     elements = np.take(state.arrays[name], slot, entry.seq_axis)
-                    found[name, at[slot]] = elements.tobytes()
-        return found
+                    values_by_position[name, at[slot]] = elements.tobytes()
+        return values_by_position
 
     for operation, number in steps:
         before, old, arrays = tokens(), (state.spec, state.length), dict(state.arrays)
@@ -256,9 +256,9 @@ def test_operations_agree_with_the_tokens_by_position(entries, length, steps):
         elif operation == "advance":
             assert state.length == old[1] + number
         else:
-            kept = number if operation == "crop" else old[1] - number
-            assert state.length == kept
-            assert after == {key: value for key, value in before.items() if key[1] < kept}
+            remaining = number if operation == "crop" else old[1] - number
+            assert state.length == remaining
+            assert after == {key: value for key, value in before.items() if key[1] < remaining}
         for name, array in untouched.items():
             assert state.arrays[name] is array
 
@@ -303,7 +303,7 @@ def test_resize_refuses_tokens_that_do_not_fit():
     assert_refused(wrapped, TypeError, "capacity must be an integer", "resize", 8.0)
 
 
-def test_resize_leaves_everything_alone_if_memory_runs_out(monkeypatch):
+def test_resize_without_memory_keeps_the_state(monkeypatch):
     from mlstate.kv import _cache_state
 
     state, calls = state_of(FULL, INNER, CODES), []
@@ -320,7 +320,7 @@ def test_resize_leaves_everything_alone_if_memory_runs_out(monkeypatch):
     state.resize(32)
 
 
-def test_an_opaque_entry_is_only_held():
+def test_opaque_entry_refuses_operations():
     state = state_of(FULL, BLOB)
     assert_refused(
         state, CompatibilityError, "blob: an opaque entry cannot be resized", "resize", 20

@@ -65,8 +65,8 @@ def test_the_stages_of_the_document():
         cache[0, 0, position] = tokens[position]
         mask = STRATEGY.generate_mask(position, size, dtype=np.float32)
         assert np.array_equal(mask, formula_rows(size, 128, position, position + 1))
-        wanted = tokens[position - 128 : position + 1].mean(axis=0)
-        assert np.array_equal(attend(cache, mask), wanted)
+        expected = tokens[position - 128 : position + 1].mean(axis=0)
+        assert np.array_equal(attend(cache, mask), expected)
     assert actions == {256: ("grow", 512), 512: ("stop", 512)}
     assert np.array_equal(cache[0, 0], tokens[:512])
 
@@ -96,8 +96,8 @@ def test_attention_widens_and_narrows():
         mask = STRATEGY.generate_mask(250, size, attention_size=reach, dtype=np.float32)
         assert np.array_equal(mask, formula_rows(size, reach, 250, 251))
     rows = STRATEGY.generate_mask(200, 256, 9, attention_size=30, dtype=np.float32, fill=-1.0)
-    wanted = np.where(formula_rows(256, 30, 200, 209) == 0, 0, -1)
-    assert np.array_equal(rows, wanted)
+    expected = np.where(formula_rows(256, 30, 200, 209) == 0, 0, -1)
+    assert np.array_equal(rows, expected)
     full = CombinedStrategy(prefill=(16, 3), generate=8)
     assert np.array_equal(full.generate_mask(7, 8), np.zeros((1, 1, 1, 8)))
     assert np.array_equal(full.prefill_mask(0, 16), formula_rows(16, 3, 0, 16))
@@ -109,10 +109,10 @@ def test_sinks_are_attended_in_addition(count):
     for position in (3, 200):
         mask = STRATEGY.generate_mask(position, 256, count, attention_size=30, sinks=5)
         assert mask.dtype == np.float16
-        wanted = formula_rows(256, 30, position, position + count)
+        expected = formula_rows(256, 30, position, position + count)
         for row in range(count):
-            wanted[0, 0, row, : min(5, position + row + 1)] = 0
-        assert np.array_equal(mask, wanted)
+            expected[0, 0, row, : min(5, position + row + 1)] = 0
+        assert np.array_equal(mask, expected)
         none = STRATEGY.generate_mask(position, 256, count, sinks=0)
         assert np.array_equal(none, STRATEGY.generate_mask(position, 256, count))
 

@@ -32,17 +32,17 @@ def refilled(tokens, context, batch_size, reserve_batches, prompt):
     valid = len(tokens)
     if len(prompt) == valid <= context:
         return None
-    kept = max(1, context // batch_size - reserve_batches) * batch_size
-    kept = max(1, min(context, kept, context - min(batch_size, context - 1)))
-    if kept <= len(prompt):
+    token_limit = max(1, context // batch_size - reserve_batches) * batch_size
+    token_limit = max(1, min(context, token_limit, context - min(batch_size, context - 1)))
+    if token_limit <= len(prompt):
         newest = batch_size
         while newest > 1 and len(prompt) + newest + batch_size > context:
             newest -= 1
-        kept = len(prompt) + newest
+        token_limit = len(prompt) + newest
         if len(prompt) + batch_size > context:
             return "refused"
     others = tokens[len(prompt) :]
-    result = prompt + others[max(0, len(others) - (kept - len(prompt))) :]
+    result = prompt + others[max(0, len(others) - (token_limit - len(prompt))) :]
     return None if len(result) >= valid else result
 
 
@@ -119,8 +119,8 @@ def check_next_step(ladder, position, new_tokens, size):
     if len(tokens) <= top:
         smallest = min(s for s in ladder.sizes if s >= len(tokens))
         action = "stay" if len(tokens) <= size else "grow"
-        kept = (range(position),) if position else ()
-        assert step() == LadderStep(action, max(smallest, size), kept)
+        kept_ranges = (range(position),) if position else ()
+        assert step() == LadderStep(action, max(smallest, size), kept_ranges)
     else:
         check_refill(ladder, step, tokens, top)
 
@@ -142,24 +142,24 @@ def check_shrink(ladder, position, size):
 def check_refill(ladder, refill, tokens, size):
     """The step keeps the tokens of the formula, in batches that cover the new cache once."""
     prompt = tokens[: ladder.prompt_tokens]
-    wanted = refilled(tokens, size, ladder.batch_size, ladder.reserve_batches, prompt)
-    if wanted == "refused":
+    expected = refilled(tokens, size, ladder.batch_size, ladder.reserve_batches, prompt)
+    if expected == "refused":
         with pytest.raises(CapacityError, match="pass prompt_tokens of at most") as caught:
             refill()
         assert caught.value.name == "prompt_tokens"
         return
     step = refill()
-    if wanted is None:
+    if expected is None:
         assert step.action == "stop" and step.indices == list(range(len(tokens)))
         assert not step.batches and not step.dropped
         return
     assert (step.action, step.size) == ("refill", size)
-    assert taken(step, tokens) == wanted and wanted[-1] == tokens[-1]
-    assert step.kept_tokens == len(wanted) <= size
+    assert taken(step, tokens) == expected and expected[-1] == tokens[-1]
+    assert step.kept_tokens == len(expected) <= size
     assert sorted({*step.indices, *step.dropped}) == list(range(len(tokens)))
-    assert len(step.dropped) == len(tokens) - len(wanted) > 0
+    assert len(step.dropped) == len(tokens) - len(expected) > 0
     positions = [i for start, stop in step.batches for i in range(start, stop)]
-    assert positions == list(range(len(wanted)))
+    assert positions == list(range(len(expected)))
     lengths = [stop - start for start, stop in step.batches]
     assert all(length == ladder.batch_size for length in lengths[:-1])
     assert 0 < lengths[-1] <= ladder.batch_size
@@ -208,9 +208,9 @@ def test_a_generation_with_eight_refills(keep_prompt, reserve):
         prompt_tokens=97 if keep_prompt else 0,
     )
     # `cache` has an entry for every token that the model has processed
-    size, cache, tokens, my_grown, mine = SIZES[0], list(prompt), list(prompt), [], []
+    size, cache, tokens, my_grown, tokens_read = SIZES[0], list(prompt), list(prompt), [], []
     assert ladder.next_step(0, size, new_tokens=97).action == "stay"
-    while len(mine) < 8:
+    while len(tokens_read) < 8:
         tokens.append(next_token(tokens))
         step = ladder.next_step(len(cache), size)
         assert (step.size == size) == (step.action != "grow")
@@ -222,21 +222,21 @@ def test_a_generation_with_eight_refills(keep_prompt, reserve):
             for start, stop in step.batches:
                 assert len(cache) == start
                 cache += tokens[start:stop]
-            mine.append(list(tokens))
+            tokens_read.append(list(tokens))
         else:
             cache.append(tokens[-1])
         assert cache == tokens and len(cache) <= size
     assert my_grown == grown
-    assert mine == seen
+    assert tokens_read == seen
     if keep_prompt:
-        assert all(tokens[:97] == prompt for tokens in mine)
+        assert all(tokens[:97] == prompt for tokens in tokens_read)
 
 
-def test_nothing_to_drop_stops():
+def test_ladder_stops_without_droppable_tokens():
     ladder = ContextLadder([256, 512], batch_size=64, prompt_tokens=200, reserve_batches=6)
     for position in (0, 200, 264):
-        kept = (range(position),) if position else ()
-        assert ladder.refill(position) == LadderStep("stop", 512, kept)
+        kept_ranges = (range(position),) if position else ()
+        assert ladder.refill(position) == LadderStep("stop", 512, kept_ranges)
     step = ladder.refill(265)
     assert (step.action, step.kept) == ("refill", (range(200), range(201, 265)))
     assert step.batches[-2:] == ((192, 256), (256, 264))
@@ -300,30 +300,30 @@ def follow(ladder, rng, calls):
         except CapacityError as error:
             assert error.name == "prompt_tokens" or "new tokens exceed" in str(error)
             return refills
-        known = list(range(count)) if step.action == "roll" else cache
-        known = known + new
-        kept = [known[i] for i in step.indices]
+        candidates = list(range(count)) if step.action == "roll" else cache
+        candidates = candidates + new
+        kept_tokens = [candidates[i] for i in step.indices]
         assert all(a < b for a, b in pairwise(step.indices))
         if step.action == "stop":
-            assert ladder.overflow == "stop" and kept == cache
+            assert ladder.overflow == "stop" and kept_tokens == cache
             return refills
         if step.action == "refill":
             refills.append(count)
-            prompt = known[: ladder.prompt_tokens]
-            assert kept[: len(prompt)] == prompt and kept[len(prompt) :]
-            assert kept[-1] == new[-1]
-            assert kept[len(prompt) :] == known[len(prompt) - len(kept) :]
-            assert [b for a, b in step.batches][-1] == len(kept)
-            room = step.size - len(kept)
+            prompt = candidates[: ladder.prompt_tokens]
+            assert kept_tokens[: len(prompt)] == prompt and kept_tokens[len(prompt) :]
+            assert kept_tokens[-1] == new[-1]
+            assert kept_tokens[len(prompt) :] == candidates[len(prompt) - len(kept_tokens) :]
+            assert [b for a, b in step.batches][-1] == len(kept_tokens)
+            room = step.size - len(kept_tokens)
             batch = min(ladder.batch_size, step.size - 1)
             one_less = len(prompt) + 1 + batch > step.size
             assert room >= (batch - 1 if one_less else batch)
-            cache = kept
+            cache = kept_tokens
         else:
-            assert step.action == "roll" or kept == cache
-            dropped = {known[i] for i in step.dropped}
-            assert kept == [token for token in cache if token not in dropped]
-            cache = kept + new
+            assert step.action == "roll" or kept_tokens == cache
+            dropped = {candidates[i] for i in step.dropped}
+            assert kept_tokens == [token for token in cache if token not in dropped]
+            cache = kept_tokens + new
         count, size = count + len(new), step.size
         assert cache[-1] == count - 1 and len(cache) <= size
         assert cache[: ladder.prompt_tokens] == list(range(min(ladder.prompt_tokens, len(cache))))
@@ -360,7 +360,7 @@ def test_the_newest_token_is_never_lost_in_3000_random_ladders():
 @given(ladders("roll"), st.lists(st.integers(1, 40), max_size=60))
 @settings(max_examples=tries(300), deadline=None)
 def test_a_roll_drops_the_oldest_tokens_after_the_prompt(ladder, writes):
-    top, size, position, held = ladder.sizes[-1], ladder.sizes[0], 0, []
+    top, size, position, stored = ladder.sizes[-1], ladder.sizes[0], 0, []
     sinks = ladder.prompt_tokens
     for new_tokens in writes:
         if sinks >= top and position + new_tokens > top:
@@ -373,14 +373,14 @@ def test_a_roll_drops_the_oldest_tokens_after_the_prompt(ladder, writes):
                 ladder.next_step(position, size, new_tokens)
             return
         step = ladder.next_step(position, size, new_tokens)
-        excess = max(0, len(held) + new_tokens - top)
+        excess = max(0, len(stored) + new_tokens - top)
         assert (step.action == "roll") == (excess > 0)
-        assert list(step.dropped) == held[sinks : sinks + excess]
-        del held[sinks : sinks + excess]
-        assert step.indices == held and not step.batches
-        held += range(position, position + new_tokens)
+        assert list(step.dropped) == stored[sinks : sinks + excess]
+        del stored[sinks : sinks + excess]
+        assert step.indices == stored and not step.batches
+        stored += range(position, position + new_tokens)
         position, size = position + new_tokens, step.size
-        assert len(held) <= size
+        assert len(stored) <= size
 
 
 def test_a_roll_can_begin_below_the_largest_size():
@@ -441,7 +441,7 @@ def test_masks_are_rows_of_the_causal_mask(overflow):
     assert mask.dtype == np.float32
 
 
-def test_the_mask_of_a_rolled_cache_hides_nothing():
+def test_rolled_cache_mask_is_all_visible():
     ladder = ContextLadder([5, 9], overflow="roll")
     for position in (9, 10, 500):
         assert np.array_equal(ladder.mask(position, 9), np.zeros((1, 1, 1, 9)))

@@ -154,7 +154,7 @@ def histories():
 
 
 @pytest.mark.parametrize("make", COPIES)
-def test_a_rolling_cache_is_copied_by_value_and_goes_on_alike(make):
+def test_copied_rolling_cache_continues_identically(make):
     for ring in histories():
         other = make(ring)
         for step in range(4):

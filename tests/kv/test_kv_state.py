@@ -106,7 +106,7 @@ def test_no_capacity_at_all():
 # ---- resizing ----
 
 
-def test_growing_copies_nothing():
+def test_growth_within_capacity_makes_no_copy():
     state = filled()
     before = state.array
     address = before.ctypes.data
@@ -128,7 +128,7 @@ def test_resizing_with_numpy_integers():
     assert state.capacity == 200
 
 
-def test_refused_sizes_change_nothing():
+def test_refused_sizes_keep_the_state():
     state = filled()
     for arguments, text, facts in (
         ((21,), "sequence length 21 is beyond the reserved capacity 20", ("at most 20", "21")),
@@ -148,7 +148,7 @@ def test_refused_sizes_change_nothing():
     assert state.shape == (2, 3, 8, 5) and (state.array == 7).all()
 
 
-@pytest.mark.parametrize("made", [KVState, RollingKVState])
+@pytest.mark.parametrize("state_type", [KVState, RollingKVState])
 @pytest.mark.parametrize(
     ("shape", "options", "error", "text"),
     [
@@ -169,9 +169,9 @@ def test_refused_sizes_change_nothing():
         ((2, 3, 8, 5), {"seq_axis": 1.5}, TypeError, "seq_axis must be an integer"),
     ],
 )
-def test_states_that_cannot_be(made, shape, options, error, text):
+def test_invalid_states_are_refused(state_type, shape, options, error, text):
     with pytest.raises(error, match=text):
-        made(shape, **options)
+        state_type(shape, **options)
 
 
 def test_a_capacity_below_the_length():
@@ -187,13 +187,13 @@ def test_memory_that_the_system_refuses():
     assert state.capacity == 20 and (state.array == 7).all()
 
 
-@pytest.mark.parametrize("made", [KVState, RollingKVState])
-def test_dtypes_that_the_core_does_not_have(made):
+@pytest.mark.parametrize("state_type", [KVState, RollingKVState])
+def test_dtypes_that_the_core_does_not_have(state_type):
     for dtype in ("S3", "O", "complex128", "M8[s]", "i4,f4"):
         with pytest.raises(CompatibilityError, match="not supported"):
-            made((1, 1, 2, 3), dtype=dtype)
+            state_type((1, 1, 2, 3), dtype=dtype)
     with pytest.raises(TypeError):
-        made((1, 1, 2, 3), dtype="no dtype")
+        state_type((1, 1, 2, 3), dtype="no dtype")
 
 
 # ---- reserving ----
@@ -256,7 +256,7 @@ def test_a_view_of_an_array_keeps_the_memory_too():
     assert (flat == 7).all()
 
 
-def test_looking_leaves_nothing_behind():
+def test_array_access_leaks_no_reference():
     state = filled()
     before = sys.getrefcount(state._buffer)
     for _ in range(100):
@@ -290,7 +290,7 @@ def test_from_array_of_any_layout(name):
     np.testing.assert_array_equal(state.array, values)
 
 
-def test_from_array_refuses_what_is_no_cache():
+def test_from_array_refuses_invalid_shapes():
     assert KVState.from_array(np.ones((1, 2, 3, 4))).capacity == 3
     with pytest.raises(CompatibilityError, match="2 to 8 dimensions"):
         KVState.from_array(np.ones(3))
@@ -311,9 +311,9 @@ def test_contiguous_is_a_copy():
     state.reserve(40)  # the copy does not export the state's memory
 
 
-@pytest.mark.parametrize("made", [KVState, RollingKVState])
-def test_numpy_takes_the_state_as_an_array(made):
-    state = made((2, 3, 8, 5), 20)
+@pytest.mark.parametrize("state_type", [KVState, RollingKVState])
+def test_numpy_takes_the_state_as_an_array(state_type):
+    state = state_type((2, 3, 8, 5), 20)
     state.array[...] = 7
     seen = np.asarray(state)
     assert np.shares_memory(seen, state.array) and seen.shape == state.shape
@@ -360,10 +360,10 @@ class Growing(RuleBasedStateMachine):
                 self.state.resize(length, position)
             return
         self.state.resize(length, position)
-        kept = shorter if position is None else position
+        valid_length = shorter if position is None else position
         layers, heads, _, head_dim = self.model.shape
         model = np.zeros((layers, heads, length, head_dim), self.model.dtype)
-        model[:, :, :kept] = self.model[:, :, :kept]
+        model[:, :, :valid_length] = self.model[:, :, :valid_length]
         self.model = model
 
     @rule(more=st.integers(0, 9))

@@ -10,13 +10,13 @@ from mlstate.kv import StateTransitionManager
 
 @pytest.fixture
 def manager():
-    made = StateTransitionManager()
+    created = StateTransitionManager()
     for length in (512, 16, 8, 1024):  # in arbitrary order
-        made.register_model(f"model_{length}", length)
-    return made
+        created.register_model(f"model_{length}", length)
+    return created
 
 
-def test_models_hold_what_was_registered():
+def test_registered_models_are_listed():
     manager = StateTransitionManager()
     assert manager.models == {}
     manager.register_model("small", 256)
@@ -94,7 +94,7 @@ def test_registered_dimensions_are_checked(manager, field, value):
     assert manager.transition(cache(16), "right", "model_512", 5).shape == (2, 3, 512, 5)
 
 
-def test_registering_what_is_no_length():
+def test_invalid_lengths_are_refused():
     manager = StateTransitionManager()
     with pytest.raises(CapacityError, match="negative"):
         manager.register_model("bad", -1)

@@ -37,28 +37,28 @@ def test_every_small_causal_mask(seq_length):
 
 def test_the_mask_does_not_depend_on_the_position():
     masks = [create_attention_size_mask(7, 2, position) for position in range(8)]
-    for one, other in itertools.pairwise(masks):
-        assert_same_bits(one, other)
+    for earlier, later in itertools.pairwise(masks):
+        assert_same_bits(earlier, later)
 
 
 @pytest.mark.parametrize("seq_length", [0, 1, 2, 5, 31, 64, 100, 257])
 def test_full_masks(seq_length):
     for size in (0, 1, seq_length // 2, seq_length, 10 * seq_length, 2**63 - 1):
-        wanted = mask_by_loop(seq_length, size, np.float32)
-        assert_same_bits(create_attention_size_mask(seq_length, size, 0, dtype="f4"), wanted)
-        assert_same_bits(create_causal_mask(seq_length, size, dtype="f4").copy(), wanted)
+        expected = mask_by_loop(seq_length, size, np.float32)
+        assert_same_bits(create_attention_size_mask(seq_length, size, 0, dtype="f4"), expected)
+        assert_same_bits(create_causal_mask(seq_length, size, dtype="f4").copy(), expected)
 
 
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("fill", [-np.inf, -60000.0, -1.0, 0.0])
 def test_dtypes_and_fills(name, fill):
     dtype = dtype_of(name)
-    for given in (name, dtype, dtype.type):
-        mask = create_attention_size_mask(5, 2, 0, dtype=given, fill=fill)
+    for dtype_form in (name, dtype, dtype.type):
+        mask = create_attention_size_mask(5, 2, 0, dtype=dtype_form, fill=fill)
         assert_same_bits(mask, mask_by_loop(5, 2, dtype, fill))
-        row = create_decode_mask(5, 2, 3, dtype=given, fill=fill)
+        row = create_decode_mask(5, 2, 3, dtype=dtype_form, fill=fill)
         assert_same_bits(row, mask_by_loop(5, 2, dtype, fill, [3]))
-        assert_same_bits(create_causal_mask(5, 2, dtype=given, fill=fill).copy(), mask)
+        assert_same_bits(create_causal_mask(5, 2, dtype=dtype_form, fill=fill).copy(), mask)
 
 
 def test_the_default_is_half_precision_and_minus_infinity():
@@ -75,10 +75,10 @@ def test_byte_orders(dtype):
 
 @pytest.mark.parametrize("integer", [np.int8, np.uint8, np.int64, np.uint64])
 def test_numpy_integers_are_lengths(integer):
-    wanted = mask_by_loop(100, 100)
+    expected = mask_by_loop(100, 100)
     with np.errstate(all="raise"):
-        assert_same_bits(create_attention_size_mask(*[integer(100)] * 3), wanted)
-        assert_same_bits(create_causal_mask(integer(100)).copy(), wanted)
+        assert_same_bits(create_attention_size_mask(*[integer(100)] * 3), expected)
+        assert_same_bits(create_causal_mask(integer(100)).copy(), expected)
         assert_same_bits(create_causal_mask(integer(100), integer(7)).copy(), mask_by_loop(100, 7))
         assert create_causal_mask(integer(0)).shape == (1, 1, 0, 0)
 
@@ -99,37 +99,37 @@ def test_any_rows_with_sinks(data, seq_length, attention_size, sinks):
     dtype = data.draw(st.sampled_from(["f2", "f4", ">f4", "f8"]))
     rows = data.draw(st.sampled_from([(start, stop), [start, stop], (np.int8(start), stop)]))
     visible = attends(seq_length, attention_size, sinks, (start, stop))
-    wanted = np.where(visible, 0.0, -3.0).astype(dtype)[None, None]
+    expected = np.where(visible, 0.0, -3.0).astype(dtype)[None, None]
     options = {"sinks": sinks, "fill": -3, "dtype": dtype}
     mask = create_attention_size_mask(seq_length, attention_size, 0, rows=rows, **options)
-    assert_same_bits(mask, wanted)
-    out = lay_out("backwards", np.ones(wanted.shape, wanted.dtype))
+    assert_same_bits(mask, expected)
+    out = lay_out("backwards", np.ones(expected.shape, expected.dtype))
     create_attention_size_mask(
         seq_length, attention_size, 0, rows=rows, sinks=sinks, fill=-3, out=out
     )
-    assert_same_bits(out, wanted)
+    assert_same_bits(out, expected)
     for position in range(start, stop):
         row = create_decode_mask(seq_length, attention_size, position, **options)
-        assert_same_bits(row, wanted[:, :, position - start : position - start + 1])
+        assert_same_bits(row, expected[:, :, position - start : position - start + 1])
 
 
 def test_the_rows_of_prefill_batches_make_the_full_mask():
     for options in ({}, {"sinks": 3}):
-        whole = create_attention_size_mask(150, 40, 0, **options)
+        full_mask = create_attention_size_mask(150, 40, 0, **options)
         batches = ContextLadder([150], batch_size=64).prefill_batches(150)
         parts = [create_attention_size_mask(150, 40, 0, rows=b, **options) for b in batches]
         assert [part.shape[2] for part in parts] == [64, 64, 22]
-        assert_same_bits(np.concatenate(parts, axis=2), whole)
+        assert_same_bits(np.concatenate(parts, axis=2), full_mask)
 
 
-def test_rows_of_a_long_context_take_their_own_memory_only():
+def test_rows_of_a_long_context_allocate_only_rows():
     rows = (1 << 20, (1 << 20) + 3)
     mask = create_attention_size_mask(1 << 21, 100, 0, sinks=4, rows=rows)
     assert mask.shape == (1, 1, 3, 1 << 21)
     assert (mask == 0).sum(axis=-1).ravel().tolist() == [105] * 3
 
 
-def test_rows_and_sinks_that_make_no_sense():
+def test_invalid_rows_and_sinks_are_refused():
     for rows in ((-1, 2), (3, 2), (0, 5), (5, 5)):
         with pytest.raises(CapacityError, match="must be a start and a stop in 0") as caught:
             create_attention_size_mask(4, 2, 0, rows=rows)
@@ -202,7 +202,7 @@ def test_a_decode_out_of_the_full_shape():
 
 
 @pytest.mark.parametrize("make", [create_attention_size_mask, create_decode_mask])
-def test_numbers_that_make_no_sense(make):
+def test_invalid_numbers_are_refused(make):
     for arguments, text in (
         ((-1, 2, 0), "seq_length -1 is negative"),
         ((4, -2, 0), "attention_size -2 is negative"),
@@ -218,7 +218,7 @@ def test_numbers_that_make_no_sense(make):
             make(*arguments)
 
 
-def test_causal_numbers_that_make_no_sense():
+def test_invalid_causal_numbers_are_refused():
     for arguments, text in (((-1,), "negative"), ((4, -1), "negative"), ((2**63,), "64 bits")):
         with pytest.raises(CapacityError, match=text):
             create_causal_mask(*arguments)
@@ -251,7 +251,7 @@ def test_a_fill_beyond_the_range():
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64"])
-def test_a_mask_is_made_of_floats(dtype):
+def test_mask_dtype_must_be_a_float(dtype):
     for make in (
         lambda: create_attention_size_mask(4, 2, 0, dtype=dtype),
         lambda: create_decode_mask(4, 2, 0, dtype=dtype),

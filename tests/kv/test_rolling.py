@@ -37,18 +37,18 @@ class TokenList:
 
     def ordered(self):
         empty = np.empty([*self.shape[: self.axis], 0, *self.shape[self.axis + 1 :]], self.dtype)
-        held = [empty, *(token for _, token in self.held)]
-        return np.concatenate(held, self.axis).astype(self.dtype)  # concatenate swaps bytes
+        values = [empty, *(token for _, token in self.held)]
+        return np.concatenate(values, self.axis).astype(self.dtype)  # concatenate swaps bytes
 
     def slot(self, position):
         over = position - self.sinks
         return position if over < 0 else self.sinks + over % (self.capacity - self.sinks)
 
     def positions(self):
-        found = np.full(self.capacity, -1)
+        positions = np.full(self.capacity, -1)
         for position, _ in self.held:
-            found[self.slot(position)] = position
-        return found
+            positions[self.slot(position)] = position
+        return positions
 
     def array(self):
         self.shape[self.axis] = self.capacity
@@ -135,13 +135,13 @@ def test_tokens_of_any_layout(name, axis):
     assert_same(state, model)
 
 
-@pytest.mark.parametrize("given", ["<f4", ">f4"])
-@pytest.mark.parametrize("kept", ["<f4", ">f4"])
-def test_either_byte_order(given, kept):
-    state = RollingKVState((1, 1, 2, 3), dtype=kept)
-    state.append(np.arange(9, dtype=given).reshape(1, 1, 3, 3))
-    assert state.dtype == np.dtype(kept)
-    assert_same_bits(state.ordered(), np.arange(3, 9, dtype=kept).reshape(1, 1, 2, 3))
+@pytest.mark.parametrize("token_dtype", ["<f4", ">f4"])
+@pytest.mark.parametrize("state_dtype", ["<f4", ">f4"])
+def test_either_byte_order(token_dtype, state_dtype):
+    state = RollingKVState((1, 1, 2, 3), dtype=state_dtype)
+    state.append(np.arange(9, dtype=token_dtype).reshape(1, 1, 3, 3))
+    assert state.dtype == np.dtype(state_dtype)
+    assert_same_bits(state.ordered(), np.arange(3, 9, dtype=state_dtype).reshape(1, 1, 2, 3))
 
 
 def test_tokens_of_torch():
@@ -182,7 +182,7 @@ def test_evicted_tokens_do_not_come_back():
     assert (state.next_position, state.length, state.evicted) == (0, 0, 6)
 
 
-def test_trimming_too_much_changes_nothing():
+def test_trimming_too_much_keeps_the_state():
     state, model = both((2, 3, 6, 5), sinks=2)
     tokens = tokens_of(state, 9)
     state.append(tokens)
@@ -215,7 +215,7 @@ def test_caches_that_cannot_be(shape, options, error, text):
         RollingKVState(shape, **options)
 
 
-def test_refused_tokens_change_nothing():
+def test_refused_tokens_keep_the_state():
     state, model = both((2, 3, 6, 5), sinks=2)
     tokens = tokens_of(state, 9)
     state.append(tokens)
@@ -307,8 +307,8 @@ class Rolling(RuleBasedStateMachine):
     def append(self, count, layout):
         self.seed += 1
         tokens = tokens_of(self.state, count, self.seed)
-        plain = layout in ("heads_last", "sequence_first", "swapped")
-        self.state.append(tokens if plain else LAYOUTS[layout](tokens))
+        is_direct = layout in ("heads_last", "sequence_first", "swapped")
+        self.state.append(tokens if is_direct else LAYOUTS[layout](tokens))
         self.model.append(tokens)
 
     @rule(n=st.integers(0, 10))
@@ -343,8 +343,8 @@ def test_eight_threads_append_to_one_state():
             if which < 5:
                 state.append(np.full((4, 2, 1 + i % 3, 64), which + 1, np.float16))
             elif which == 5:
-                found = state.ordered()
-                assert (found == found[:1, :1, :, :1]).all(), "a torn token"
+                ordered = state.ordered()
+                assert (ordered == ordered[:1, :1, :, :1]).all(), "a torn token"
             elif which == 6:
                 positions = np.sort(state.positions())
                 later = positions[positions >= 2]

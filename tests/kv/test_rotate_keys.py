@@ -52,8 +52,8 @@ TOLERANCE = {"float16": 5e-3, "bfloat16": 4e-2, "float32": 3e-6, "float64": 1e-1
 
 def stated_bounds():
     """The table of the docstring: dtype -> (relative to the pair, absolute)."""
-    found = re.findall(r"(\w+) +([\d.e-]+) r(?: \+ ([\d.e-]+))?", rotate_keys.__doc__)
-    return {name: (float(relative), float(absolute or 0)) for name, relative, absolute in found}
+    bounds = re.findall(r"(\w+) +([\d.e-]+) r(?: \+ ([\d.e-]+))?", rotate_keys.__doc__)
+    return {name: (float(relative), float(absolute or 0)) for name, relative, absolute in bounds}
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -68,9 +68,9 @@ def test_the_error_stays_below_the_stated_bound(name, interleaved):
         old = rng.integers(0, 131073, 512)
         new = rng.integers(0, 131073, 512)
         stored = rope(keys, old, interleaved=interleaved).astype(dtype)
-        wanted = rope(keys, new, interleaved=interleaved).astype(dtype)
+        expected = rope(keys, new, interleaved=interleaved).astype(dtype)
         got = rotate_keys(stored, new - old, interleaved=interleaved)
-        error = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
+        error = np.abs(got.astype(np.float64) - expected.astype(np.float64))
         bound = relative * pair_lengths(keys, interleaved=interleaved) + absolute
         worst = max(worst, (error / bound).max())
     assert worst <= 0.95, "less than the margin of 5 % is left"
@@ -93,8 +93,8 @@ def test_one_shift_and_one_for_each_position(name, interleaved):
     for shift in (0, 1, -7, 3000, np.int8(5), shifts, list(map(int, shifts)), unsigned):
         got = rotate_keys(keys, shift, interleaved=interleaved)
         assert got.dtype == keys.dtype and not np.shares_memory(got, keys)
-        wanted = rope(keys, shift, interleaved=interleaved)
-        np.testing.assert_allclose(got.astype(np.float64), wanted, 0, TOLERANCE[name])
+        expected = rope(keys, shift, interleaved=interleaved)
+        np.testing.assert_allclose(got.astype(np.float64), expected, 0, TOLERANCE[name])
     assert_same_bits(rotate_keys(keys, 0, interleaved=interleaved), keys)
 
 
@@ -118,11 +118,11 @@ def test_any_shape_axis_and_parameters(data):
     if data.draw(st.booleans()):
         shift = np.random.default_rng(2).integers(-99, 99, shape[axis])
     innermost = data.draw(st.booleans())  # the positions are adjacent in memory
-    given = np.moveaxis(np.ascontiguousarray(np.moveaxis(keys, axis, -1)), -1, axis)
+    strided_keys = np.moveaxis(np.ascontiguousarray(np.moveaxis(keys, axis, -1)), -1, axis)
     seq_axis = axis if data.draw(st.booleans()) else axis - rank
-    got = rotate_keys(given if innermost else keys, shift, seq_axis=seq_axis, **options)
-    wanted = np.moveaxis(rope(np.moveaxis(keys, axis, -2), shift, **options), -2, axis)
-    np.testing.assert_allclose(got.astype(np.float64), wanted, 0, TOLERANCE[name])
+    got = rotate_keys(strided_keys if innermost else keys, shift, seq_axis=seq_axis, **options)
+    expected = np.moveaxis(rope(np.moveaxis(keys, axis, -2), shift, **options), -2, axis)
+    np.testing.assert_allclose(got.astype(np.float64), expected, 0, TOLERANCE[name])
     rest = options["rotary_dim"] or dim
     assert_same_bits(got[..., rest:], keys[..., rest:])
 
@@ -132,24 +132,24 @@ def test_any_shape_axis_and_parameters(data):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_every_layout_gives_the_same_bits(name, dtype, interleaved):
     keys = normal((2, 3, 33, 24), dtype)
-    wanted = rotate_keys(keys, -11, interleaved=interleaved)
+    expected = rotate_keys(keys, -11, interleaved=interleaved)
     source = LAYOUTS[name](keys)
-    np.testing.assert_array_equal(rotate_keys(source, -11, interleaved=interleaved), wanted)
+    np.testing.assert_array_equal(rotate_keys(source, -11, interleaved=interleaved), expected)
     out = LAYOUTS[name](np.zeros_like(keys))
     assert rotate_keys(keys, -11, interleaved=interleaved, out=out) is out
-    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(out, expected)
     rotate_keys(source, -11, interleaved=interleaved, out=source)  # in place
-    np.testing.assert_array_equal(source, wanted)
+    np.testing.assert_array_equal(source, expected)
 
 
 def test_large_caches_use_threads_and_give_the_same_bits():
     keys = normal((2, 2, 8192, 128), np.float32)
-    whole = rotate_keys(keys, 17)
+    expected = rotate_keys(keys, 17)
     for start in (0, 5000):
         part = rotate_keys(keys[:, :, start : start + 300], 17)
-        assert_same_bits(whole[:, :, start : start + 300], part)
+        assert_same_bits(expected[:, :, start : start + 300], part)
     innermost = np.ascontiguousarray(keys.swapaxes(-1, -2)).swapaxes(-1, -2)
-    np.testing.assert_array_equal(rotate_keys(innermost, 17), whole)
+    np.testing.assert_array_equal(rotate_keys(innermost, 17), expected)
 
 
 def test_infinity_and_nan_stay_in_their_pair():
@@ -170,10 +170,10 @@ def test_kept_keys_of_a_rolling_cache_close_the_gap():
     raw = normal((2, 3, 50, 64), np.float32)
     state = RollingKVState((2, 3, 16, 64), dtype=np.float32, sinks=4)
     state.append(rope(raw, np.arange(50)).astype(np.float32))
-    held = np.sort(state.positions())
-    keys = rotate_keys(state.ordered(), np.arange(16) - held)
-    wanted = rope(raw[:, :, held], np.arange(16))
-    np.testing.assert_allclose(keys, wanted, 0, 5e-6)
+    positions = np.sort(state.positions())
+    keys = rotate_keys(state.ordered(), np.arange(16) - positions)
+    expected = rope(raw[:, :, positions], np.arange(16))
+    np.testing.assert_allclose(keys, expected, 0, 5e-6)
     in_place = state.positions()
     rotate_keys(state.array, np.argsort(np.argsort(in_place)) - in_place, out=state.array)
     np.testing.assert_array_equal(state.ordered(), keys)
@@ -185,14 +185,14 @@ def test_kept_keys_of_a_rolling_cache_close_the_gap():
 def test_torch_tensors_with_out():
     torch = pytest.importorskip("torch")
     keys = normal((2, 5, 8), np.float32)
-    wanted = rotate_keys(keys, 9)
+    expected = rotate_keys(keys, 9)
     tensor = torch.from_numpy(keys.copy())
     out = torch.empty_like(tensor)
     assert rotate_keys(tensor, 9, out=out) is out
-    assert (out.numpy() == wanted).all()
+    assert (out.numpy() == expected).all()
     brain = tensor.to(torch.bfloat16)
     rotate_keys(brain, torch.tensor(9), out=brain)
-    np.testing.assert_allclose(brain.float().numpy(), wanted, 0, 4e-2)
+    np.testing.assert_allclose(brain.float().numpy(), expected, 0, 4e-2)
     with pytest.raises(TypeError, match=r"not a NumPy array but Tensor: pass out="):
         rotate_keys(tensor, 9)
 
@@ -237,27 +237,27 @@ def test_torch_tensors_with_out():
         ({"out": np.zeros((2, 4, 8), np.int64)}, CompatibilityError, "does not convert"),
     ],
 )
-def test_refused_arguments_change_nothing(changes, error, text):
+def test_refused_arguments_keep_the_keys(changes, error, text):
     arguments = {"keys": normal((2, 4, 8), np.float64), "shift": 3, "out": None, **changes}
-    kept = np.array(arguments["keys"], copy=True)
+    original = np.array(arguments["keys"], copy=True)
     keys, shift = arguments.pop("keys"), arguments.pop("shift")
     with pytest.raises(error, match=text):
         rotate_keys(keys, shift, **arguments)
-    np.testing.assert_array_equal(np.array(keys), kept)
+    np.testing.assert_array_equal(np.array(keys), original)
     if arguments["out"] is not None:
         assert not arguments["out"].any()
 
 
 def test_out_that_is_read_only_or_overlaps():
     room = normal((3, 4, 8))
-    kept = room.copy()
+    original = room.copy()
     with pytest.raises(ValueError, match="shares memory with keys, but is another view"):
         rotate_keys(room[1:], 3, out=room[:2])
     out = np.zeros_like(room)
     out.setflags(write=False)
     with pytest.raises(ValueError, match="out is read-only: pass a writable array"):
         rotate_keys(room, 3, out=out)
-    assert_same_bits(room, kept)
+    assert_same_bits(room, original)
     room.setflags(write=False)
     rotate_keys(room, 3)  # keys are only read
 
@@ -265,10 +265,10 @@ def test_out_that_is_read_only_or_overlaps():
 @pytest.mark.timeout(60)
 def test_threads_rotate_at_once():
     keys = normal((4, 4, 256, 64), np.float16)
-    wanted = rotate_keys(keys, 5)
+    expected = rotate_keys(keys, 5)
 
     def work(number):
         for _ in range(20):
-            assert_same_bits(rotate_keys(keys, 5), wanted)
+            assert_same_bits(rotate_keys(keys, 5), expected)
 
     run_in_threads(work, 8)

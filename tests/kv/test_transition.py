@@ -52,22 +52,22 @@ def test_empty_axes(shape):
     assert transition_kv_state(source, 6, 0, out=out) is out and not out.any()
 
 
-def test_nothing_to_do_returns_the_source_itself():
+def test_unchanged_size_returns_the_source():
     source = cache()
     assert transition_kv_state(source, 8) is source
     assert transition_kv_state(source, 8, 8) is source
     assert transition_kv_state(source, 8, 8, 3.0) is source
 
 
-def test_anything_to_do_returns_new_memory():
+def test_changed_result_has_new_memory():
     source = cache()
-    for made in (
+    for moved in (
         transition_kv_state(source, 8, 7),
         transition_kv_state(source, 8, dtype=source.dtype),
         transition_kv_state(source, 9),
         compact_kv_state(source, 8, 8),
     ):
-        assert not np.shares_memory(made, source)
+        assert not np.shares_memory(moved, source)
     out = np.empty_like(source)
     assert transition_kv_state(source, 8, out=out) is out
     assert_same_bits(out, source)
@@ -90,8 +90,8 @@ def test_names_at_the_top_are_the_same_functions():
 
 def test_the_arguments_have_the_peers_names_and_order():
     source = cache()
-    wanted = expand(source, 12, 5, 2.0, np.float32)
-    assert_same_bits(transition_kv_state(source, 12, 5, 2.0, np.float32), wanted)
+    expected = expand(source, 12, 5, 2.0, np.float32)
+    assert_same_bits(transition_kv_state(source, 12, 5, 2.0, np.float32), expected)
     got = transition_kv_state(
         source_state=source,
         target_seq_length=12,
@@ -99,7 +99,7 @@ def test_the_arguments_have_the_peers_names_and_order():
         pad_value=2.0,
         dtype=np.float32,
     )
-    assert_same_bits(got, wanted)
+    assert_same_bits(got, expected)
     got = compact_kv_state(
         source_state=source, target_seq_length=6, current_position=5, dtype=np.float32
     )
@@ -192,15 +192,15 @@ def test_converts_as_numpy_and_ml_dtypes_do(name, to):
     with np.errstate(all="ignore"):
         if (name, to) == ("float64", "bfloat16"):  # by way of float32, as in ml_dtypes and torch
             values = values.astype(np.float32)
-        wanted = values.astype(dtype_of(to))
+        expected = values.astype(dtype_of(to))
     got = transition_kv_state(source, source.shape[2] + 1, dtype=to)
-    assert_same_values(got[0, 0, :-1].reshape(-1), wanted[:count])
+    assert_same_values(got[0, 0, :-1].reshape(-1), expected[:count])
 
 
 @pytest.mark.parametrize(
     "dtype", ["float32", np.float32, np.dtype("<f4"), "f4", "<f4", "single"], ids=repr
 )
-def test_dtype_is_whatever_numpy_takes(dtype):
+def test_dtype_accepts_numpy_forms(dtype):
     got = transition_kv_state(cache(), 12, 5, dtype=dtype)
     assert_same_bits(got, expand(cache(), 12, 5, 0, np.float32))
 
@@ -219,28 +219,28 @@ WHOLE = [n for n in CONVERTIBLE if n != "bfloat16"] + INTEGERS
 
 
 @pytest.mark.parametrize("name", [n for n in ALL_DTYPES if n not in [*CONVERTIBLE, *INTEGERS]])
-def test_other_dtypes_convert_to_nothing_else(name):
+def test_other_dtypes_refuse_conversion(name):
     source = random_bits((1, 1, 2, 3), dtype_of(name))
-    for wanted in ("float32", "int32"):
+    for target in ("float32", "int32"):
         with pytest.raises(mlstate.CompatibilityError, match=f"{name} does not convert to") as e:
-            transition_kv_state(source, 4, dtype=wanted)
-        assert (e.value.expected, e.value.got) == (name, wanted)
-        with pytest.raises(mlstate.CompatibilityError, match=f"{wanted} does not convert"):
-            transition_kv_state(np.zeros((1, 1, 2, 3), wanted), 4, dtype=dtype_of(name))
+            transition_kv_state(source, 4, dtype=target)
+        assert (e.value.expected, e.value.got) == (name, target)
+        with pytest.raises(mlstate.CompatibilityError, match=f"{target} does not convert"):
+            transition_kv_state(np.zeros((1, 1, 2, 3), target), 4, dtype=dtype_of(name))
 
 
-@pytest.mark.parametrize("wanted", WHOLE)
+@pytest.mark.parametrize("target", WHOLE)
 @pytest.mark.parametrize("name", WHOLE)
-def test_integers_and_floats_convert(name, wanted):
+def test_integers_and_floats_convert(name, target):
     source = np.arange(2 * 6 * 5).reshape(1, 2, 6, 5).astype(name)
     for got in (
-        transition_kv_state(source, 9, 4, pad_value=1, dtype=wanted),
-        transition_kv_state(source, 9, 4, pad_value=1, out=np.empty((1, 2, 9, 5), wanted)),
+        transition_kv_state(source, 9, 4, pad_value=1, dtype=target),
+        transition_kv_state(source, 9, 4, pad_value=1, out=np.empty((1, 2, 9, 5), target)),
     ):
-        assert got.dtype == wanted
-        assert np.array_equal(got[:, :, :4], source[:, :, :4].astype(wanted))
+        assert got.dtype == target
+        assert np.array_equal(got[:, :, :4], source[:, :, :4].astype(target))
         assert (got[:, :, 4:] == 1).all()
-    assert np.array_equal(compact_kv_state(source, 4, 3, dtype=wanted)[:, :, :3], source[:, :, :3])
+    assert np.array_equal(compact_kv_state(source, 4, 3, dtype=target)[:, :, :3], source[:, :, :3])
 
 
 def test_floats_become_integers_truncated_toward_zero():
@@ -251,19 +251,19 @@ def test_floats_become_integers_truncated_toward_zero():
 
 
 @pytest.mark.parametrize(
-    ("value", "name", "wanted"),
+    ("value", "name", "target"),
     [
         (np.nan, "float32", "int32"), (np.inf, "float16", "int64"), (128, "float32", "int8"),
         (-1, "float64", "uint8"), (2.0**63, "float64", "int64"), (2.0**64, "float32", "uint64"),
         (300, "int16", "uint8"), (-1, "int8", "uint64"), (70000, "int32", "float16"),
     ],
 )  # fmt: skip
-def test_tokens_out_of_range_are_refused_before_anything_is_written(value, name, wanted):
+def test_tokens_out_of_range_are_refused_before_writing(value, name, target):
     source = np.zeros((1, 1, 3, 2), name)
     source[0, 0, 1, 1] = value
-    out = np.full((1, 1, 4, 2), 7, wanted)
-    for options in ({"dtype": wanted}, {"out": out}):
-        with pytest.raises(ValueError, match=f"NaN or out of the range of {wanted}"):
+    out = np.full((1, 1, 4, 2), 7, target)
+    for options in ({"dtype": target}, {"out": out}):
+        with pytest.raises(ValueError, match=f"NaN or out of the range of {target}"):
             transition_kv_state(source, 4, **options)
     assert (out == 7).all()
     transition_kv_state(source, 4, 1, out=out)  # so the position is not in the cache
@@ -378,7 +378,7 @@ def test_transition_info_does_not_wrap(integer):
     assert {type(value) for value in info.values()} == {int, float}
 
 
-def test_transition_info_refuses_what_is_no_length():
+def test_transition_info_refuses_invalid_lengths():
     with pytest.raises(ValueError, match="source_seq_length is 0"):
         kv.get_transition_info(0, 512, 0)
     for arguments in ((256.0, 512, 2), (256, "512", 2), (256, 512, None)):
@@ -394,12 +394,12 @@ def test_shapes_that_go_together(kind):
 
 
 @pytest.mark.parametrize(
-    ("axis", "what"), [(0, "layers"), (1, "heads"), (3, "head_dim")], ids=["0", "1", "3"]
+    ("axis", "label"), [(0, "layers"), (1, "heads"), (3, "head_dim")], ids=["0", "1", "3"]
 )
-def test_shapes_of_different_models(axis, what):
+def test_shapes_of_different_models(axis, label):
     source, target = [2, 2, 2, 2], [2, 2, 4, 2]
     target[axis] = 3
-    with pytest.raises(mlstate.CompatibilityError, match=f"^{what} differ: .* 2, .* 3;") as caught:
+    with pytest.raises(mlstate.CompatibilityError, match=f"^{label} differ: .* 2, .* 3;") as caught:
         kv.validate_state_shapes(source, target)
     assert isinstance(caught.value, ValueError)
     assert (caught.value.expected, caught.value.got) == ("2", "3")
@@ -412,7 +412,7 @@ def test_a_shape_that_is_shorter():
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3, 4), (1, 2, 3, 4, 5), (1,) * 65])
-def test_shapes_that_are_no_cache(shape):
+def test_invalid_cache_shapes_are_refused(shape):
     for arguments in ((shape, (1, 2, 3, 4)), ((1, 2, 3, 4), shape)):
         with pytest.raises(mlstate.CompatibilityError, match="dimensions"):
             kv.validate_state_shapes(*arguments)

@@ -40,7 +40,7 @@ BAD_COMPACTIONS = [
     [(transition_kv_state, *case) for case in BAD_EXPANSIONS]
     + [(compact_kv_state, *case) for case in BAD_COMPACTIONS],
 )
-def test_moves_that_make_no_sense(move, arguments, error, text, facts):
+def test_invalid_moves_are_refused(move, arguments, error, text, facts):
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
         move(cache(), *arguments)
     assert type(caught.value) is error
@@ -61,13 +61,13 @@ def test_lengths_that_no_memory_holds():
     [None, 3, [[[[1.0]]]], "cache", b"cache", object()],
     ids=lambda value: type(value).__name__,
 )
-def test_a_source_that_is_no_array(source):
+def test_non_array_source_is_refused(source):
     with pytest.raises(TypeError, match="source_state must be a NumPy array or a torch tensor"):
         transition_kv_state(source, 12)
 
 
 @pytest.mark.parametrize("length", [8.0, "8", None, 1j, [8], np.float64(8), np.zeros(2)], ids=repr)
-def test_a_length_that_is_no_integer(length):
+def test_non_integer_length_is_refused(length):
     source = cache(4)
     with pytest.raises(TypeError, match="target_seq_length must be an integer, got"):
         transition_kv_state(source, length)
@@ -80,7 +80,7 @@ def test_a_length_that_is_no_integer(length):
             compact_kv_state(source, 4, length)
 
 
-def test_an_index_may_raise_what_it_likes():
+def test_errors_of_index_propagate():
     class Odd:
         def __index__(self):
             raise KeyError("mine")
@@ -166,7 +166,7 @@ OVERLAPPING = {  # of shape (2, 3, 12, 5)
 
 @pytest.mark.parametrize("strides", OVERLAPPING.values(), ids=OVERLAPPING)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_out_whose_elements_share_memory(strides, dtype):
+def test_out_with_overlapping_elements_is_refused(strides, dtype):
     memory = np.full(2000, 7, dtype)
     out = as_strided(memory[900:], (2, 3, 12, 5), [n * memory.itemsize for n in strides])
     for call in (transition_kv_state, compact_kv_state):
@@ -188,7 +188,7 @@ def test_out_that_interleaves_with_the_source(axis, step):
 
 
 @pytest.mark.parametrize("strides", [(0, 0, 6, 1), (0, 0, 3, 1), (0, 0, 0, 1)])
-def test_a_mask_whose_rows_share_memory(strides):
+def test_mask_out_with_overlapping_rows_is_refused(strides):
     out = as_strided(np.ones(99, np.float16), (1, 1, 4, 6), [2 * n for n in strides])
     if strides[2] == 6:
         assert create_attention_size_mask(6, 3, 1, rows=(0, 4), out=out) is out
@@ -197,7 +197,7 @@ def test_a_mask_whose_rows_share_memory(strides):
         create_attention_size_mask(6, 3, 1, rows=(0, 4), out=out)
 
 
-def test_out_beside_the_source_in_one_allocation():
+def test_out_adjacent_to_the_source_in_one_allocation():
     room = np.zeros((4, 3, 12, 5), np.float16)
     room[:2, :, :8] = cache()
     # the padding of the first half would overwrite `out`
@@ -206,13 +206,13 @@ def test_out_beside_the_source_in_one_allocation():
     assert_same_bits(room[2:].copy(), expand(source, 12, 8))
 
 
-def test_an_empty_out_shares_nothing():
+def test_empty_out_overlaps_no_source():
     room = np.zeros((2, 3, 8, 5), np.float16)
     out = room[:0]
     assert transition_kv_state(room[:0], 8, 3, out=out) is out
 
 
-def test_an_out_that_is_no_array():
+def test_non_array_out_is_refused():
     for out in ([], "out", 3, object(), bytearray(10)):
         with pytest.raises(TypeError, match="out must be a NumPy array or a torch tensor, got"):
             transition_kv_state(cache(), 12, out=out)

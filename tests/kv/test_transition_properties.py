@@ -84,18 +84,18 @@ def of_the_oracle():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", SETS[1:])
-def test_each_instruction_set_gives_the_oracles_bytes(cpu, of_the_oracle):
+def test_instruction_sets_give_scalar_bytes(cpu, of_the_oracle):
     if cpu not in offered():
         pytest.skip(f"this machine has no {cpu}")
     first, *lines = child.run(DIGESTS, MLSTATE_CPU=cpu).splitlines()
     assert first == cpu and of_the_oracle[0] == "scalar"
-    lines, wanted = sorted(lines), sorted(of_the_oracle[1:])
-    assert len(lines) >= 14 and lines == wanted
+    lines, expected = sorted(lines), sorted(of_the_oracle[1:])
+    assert len(lines) >= 14 and lines == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copy", ["plain", "loop", "stream1"])
-def test_each_way_to_store_gives_the_oracles_bytes(copy, of_the_oracle):
+def test_store_variants_give_scalar_bytes(copy, of_the_oracle):
     _, *lines = child.run(DIGESTS, MLSTATE_COPY=copy).splitlines()
     assert sorted(lines) == sorted(of_the_oracle[1:])
 
@@ -181,7 +181,7 @@ def traced_peak(call):
 
 
 @pytest.mark.parametrize("to", [np.float16, np.float32])
-def test_a_move_into_out_allocates_nothing(to):
+def test_move_into_out_allocates_no_memory(to):
     source = np.ones((4, 2, 1024, 64), np.float16)
     out = np.zeros((4, 2, 2048, 64), to)
     peak, _ = traced_peak(lambda: transition_kv_state(source, 2048, out=out))
@@ -193,15 +193,15 @@ def test_a_move_into_out_allocates_nothing(to):
 
 @pytest.mark.parametrize("to", [None, np.float64])
 @pytest.mark.parametrize("low_memory", [False, True])
-def test_a_fresh_result_is_all_that_is_allocated(to, low_memory):
+def test_only_the_result_is_allocated(to, low_memory):
     source = np.ones((4, 2, 1024, 64), np.float16)
-    peak, made = traced_peak(
+    peak, moved = traced_peak(
         lambda: transition_kv_state(source, 40_000, 1000, dtype=to, low_memory=low_memory)
     )
-    assert made.nbytes <= peak < made.nbytes + 4096
-    assert made.flags.owndata
-    peak, made = traced_peak(lambda: compact_kv_state(source, 512, 500))
-    assert made.nbytes <= peak < made.nbytes + 4096
+    assert moved.nbytes <= peak < moved.nbytes + 4096
+    assert moved.flags.owndata
+    peak, moved = traced_peak(lambda: compact_kv_state(source, 512, 500))
+    assert moved.nbytes <= peak < moved.nbytes + 4096
 
 
 @pytest.mark.parametrize("low_memory", [True, 1, np.True_, False, 0])
@@ -246,6 +246,6 @@ print(status("VmRSS") - base, made.nbytes)
 
 @child.needs_status
 def test_low_memory_leaves_the_padding_untouched():
-    resident, whole = map(int, child.run(child.STATUS + RESIDENT).split())
-    assert whole == 128 << 20
+    resident, full_bytes = map(int, child.run(child.STATUS + RESIDENT).split())
+    assert full_bytes == 128 << 20
     assert resident < 16 << 20

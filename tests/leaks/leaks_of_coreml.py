@@ -23,8 +23,8 @@ def specs(_):
     path = str(PACKAGE)
 
     def run():
-        found = coreml.state_specs(path)
-        plan = coreml.plan_transition(found, found, 5)
+        state_specs = coreml.state_specs(path)
+        plan = coreml.plan_transition(state_specs, state_specs, 5)
         plan.to_dict()
         str(plan)
         plan._repr_html_()

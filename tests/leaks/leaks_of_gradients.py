@@ -74,13 +74,13 @@ def scattered(_):
     bad = {"w": gradients["w"], "b": np.full(7, np.nan, np.float32)}
     group = collectives.SingleGroup()
 
-    def loop(hook, given, **keywords):
+    def loop(hook, gradients, **keywords):
         hook.use_units(units_of(), **keywords)
         with hook.no_sync():
-            hook.add_gradient("w", given["w"])
-        for name in given:
-            hook.add_gradient(name, given[name])
-        raises(ValueError, hook.add_gradient, "b", given["b"])()
+            hook.add_gradient("w", gradients["w"])
+        for name in gradients:
+            hook.add_gradient(name, gradients[name])
+        raises(ValueError, hook.add_gradient, "b", gradients["b"])()
         hook.finish()
         hook.close()
 
@@ -163,8 +163,8 @@ def gradient_reports(_):
     def use():
         report = fsdp.BackwardReport([("w", 0.0)], 2.0, [bucket, bucket])
         str(report), report._repr_html_(), report.straggler
-        found = fsdp.GradientReport(wrong, 1, 1e-5)
-        str(found), found._repr_html_(), bool(found)
+        mismatch_report = fsdp.GradientReport(wrong, 1, 1e-5)
+        str(mismatch_report), mismatch_report._repr_html_(), bool(mismatch_report)
 
     return use, [bucket, wrong]
 

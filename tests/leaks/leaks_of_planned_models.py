@@ -17,10 +17,10 @@ def model_and_sample():
 @case("Plan.apply", calls=60)
 def planned(_):
     model, x = model_and_sample()
-    made = activation.Plan(activation.Chain([1, 1], [1, 1], [1, 1, 1], [2, 2]), STEPS)
+    schedule = activation.Plan(activation.Chain([1, 1], [1, 1], [1, 1, 1], [2, 2]), STEPS)
 
     def use():
-        with made.apply(model) as run:
+        with schedule.apply(model) as run:
             run(x).sum().backward()
             loss = run(x).sum()
             loss.backward(retain_graph=True)
@@ -28,7 +28,7 @@ def planned(_):
             run(x)  # the backward pass is omitted
         model.zero_grad()
 
-    return use, [model, x, made]
+    return use, [model, x, schedule]
 
 
 def activation_error():

@@ -28,10 +28,10 @@ def chains(_):
     seconds = np.ones(9)
 
     def use():
-        made = activation.Chain.from_json(chain.to_json())
-        assert made == pickle.loads(pickle.dumps(chain)) and hash(made) == hash(chain)
-        assert made.plain_peak_bytes >= made.least_budget_bytes > 0
-        repr(made), str(made), made._repr_html_()
+        parsed = activation.Chain.from_json(chain.to_json())
+        assert parsed == pickle.loads(pickle.dumps(chain)) and hash(parsed) == hash(chain)
+        assert parsed.plain_peak_bytes >= parsed.least_budget_bytes > 0
+        repr(parsed), str(parsed), parsed._repr_html_()
         activation.Chain(seconds, seconds, np.ones(10, np.int64), np.ones(9, np.int64))
 
     return use, [chain, seconds, *chain._arrays[:8]]
@@ -50,12 +50,18 @@ def plans(_):
 
     def use():
         for options in ({}, {"slots": 40}, {"offload": True}, {"slots": 1}):
-            made = activation.plan(chain, budget, **options)
-            assert activation.Plan.from_json(made.to_json()) == made
-            made.simulate(), made.report(), repr(made), made._repr_html_(), hash(made)
-            assert len(made.kept) + len(made.recomputed) <= len(made.steps())
+            schedule = activation.plan(chain, budget, **options)
+            assert activation.Plan.from_json(schedule.to_json()) == schedule
+            (
+                schedule.simulate(),
+                schedule.report(),
+                repr(schedule),
+                schedule._repr_html_(),
+                hash(schedule),
+            )
+            assert len(schedule.kept) + len(schedule.recomputed) <= len(schedule.steps())
         activation.plan(chain, chain.plain_peak_bytes)
-        activation.Simulation(*made.simulate())
+        activation.Simulation(*schedule.simulate())
         activation.Step("save", 1)
 
     return use, [chain, *chain._arrays[:8]]
@@ -67,9 +73,9 @@ def given_plans(_):
     blocks = [0, 3, 6]
 
     def use():
-        made = activation.Plan.from_strategy(chain, strategy)
-        assert made == activation.Plan.from_recomputed(chain, blocks)
-        repr(made), made.report()
+        schedule = activation.Plan.from_strategy(chain, strategy)
+        assert schedule == activation.Plan.from_recomputed(chain, blocks)
+        repr(schedule), schedule.report()
         raises(IndexError, activation.Plan.from_recomputed, chain, [0, 9])()
         raises(ValueError, activation.Plan.from_strategy, chain, strategy, passes=0)()
         raises(errors.CapacityError, activation.Plan.from_recomputed, chain, [], budget_bytes=5)()

@@ -34,7 +34,7 @@ def strategies(_):
         return seconds[0]
 
     def use():
-        for made in (
+        for strategy in (
             activation.IntervalStrategy(3),
             activation.SelectiveStrategy(NAMES[:20], NAMES[20:]),
             activation.SizeBasedStrategy(8, NAMES[5:]),
@@ -42,14 +42,14 @@ def strategies(_):
             activation.SmartStrategy(NAMES[:3]),
         ):
             for i, name in enumerate(NAMES):
-                made.should_checkpoint(name, array, i)
-                made.should_checkpoint(layer_id=name, activation=shaped, layer_index=i)
-            if isinstance(made, activation.SelectiveStrategy):
-                made.opinion(NAMES[3], array, 3)
-            assert copy.copy(made) == made
-            repr(made), hash(made), made.name, made._settings()
-            made._restore(made._state())
-            made.reset()
+                strategy.should_checkpoint(name, array, i)
+                strategy.should_checkpoint(layer_id=name, activation=shaped, layer_index=i)
+            if isinstance(strategy, activation.SelectiveStrategy):
+                strategy.opinion(NAMES[3], array, 3)
+            assert copy.copy(strategy) == strategy
+            repr(strategy), hash(strategy), strategy.name, strategy._settings()
+            strategy._restore(strategy._state())
+            strategy.reset()
 
     return use, [array, shaped, clock, *NAMES]
 
@@ -124,11 +124,11 @@ def composites(_):
     array = np.zeros(3)
 
     def use():
-        for made in (a & b, a | b, ~b, activation.FirstMatch(b, a)):
-            made.should_checkpoint("a", array, 1), made.opinion("c", array, 1)
-            assert copy.deepcopy(made) == made
-            made.name, made.members, repr(made)
-            made.reset()
+        for composite in (a & b, a | b, ~b, activation.FirstMatch(b, a)):
+            composite.should_checkpoint("a", array, 1), composite.opinion("c", array, 1)
+            assert copy.deepcopy(composite) == composite
+            composite.name, composite.members, repr(composite)
+            composite.reset()
 
     return each(use, raises(TypeError, activation.AllOf, a, 5)), [a, b, array]
 
@@ -147,11 +147,11 @@ def composites(_):
 def configurations(_):
     names = list(NAMES)
 
-    def mine(config):
+    def custom(config):
         return activation.create_interval(config.interval)
 
     def use():
-        activation.register_strategy("leaks", mine)
+        activation.register_strategy("leaks", custom)
         for kind in [*activation.StrategyKind, "leaks"]:
             config = activation.CheckpointConfig(kind, checkpoint_layers=names)
             activation.create_strategy(activation.CheckpointConfig.from_dict(config.to_dict()))
@@ -163,7 +163,7 @@ def configurations(_):
         use,
         raises(ValueError, activation.CheckpointConfig, interval=0),
         raises(ValueError, activation.CheckpointConfig.from_dict, {"x": 1}),
-    ), [names, mine]
+    ), [names, custom]
 
 
 @case(*with_members("MemoryTracker", "get_stats reset"), "MemoryStats")

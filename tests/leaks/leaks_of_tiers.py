@@ -26,19 +26,19 @@ def tiers(tmp_path):
 
     def use():
         model = {"a": arrays[0], "b": arrays[1]}
-        made = checkpoint.TieredState(model, {"a.m": arrays[2]}, folder, discard=True)
-        with made:
-            made.demote("a"), made.demote("b", checkpoint.Tier.COLD)
-            with made.use("a") as unit:
+        tiered = checkpoint.TieredState(model, {"a.m": arrays[2]}, folder, discard=True)
+        with tiered:
+            tiered.demote("a"), tiered.demote("b", checkpoint.Tier.COLD)
+            with tiered.use("a") as unit:
                 unit.parameter = unit.parameter + 1
                 repr(unit)
-            assert made.rebalance() == {"a": "hot"}
-            made.state_dicts(), repr(made.report()), made._repr_html_()
-            made.remove("a")
-            made.add({"a": arrays[0]})
-            raises(BufferError, held, made)()
-            raises(errors.TensorNotFoundError, made.promote, "c")()
-            raises(ValueError, made.promote, "a", "lukewarm")()
+            assert tiered.rebalance() == {"a": "hot"}
+            tiered.state_dicts(), repr(tiered.report()), tiered._repr_html_()
+            tiered.remove("a")
+            tiered.add({"a": arrays[0]})
+            raises(BufferError, demote_in_use, tiered)()
+            raises(errors.TensorNotFoundError, tiered.promote, "c")()
+            raises(ValueError, tiered.promote, "a", "lukewarm")()
         raises(errors.StoreError, checkpoint.TieredState, model, {}, folder)()
         with checkpoint.TieredState.open(folder) as opened:
             assert opened.promote("b") == opened.tier("b")
@@ -46,7 +46,7 @@ def tiers(tmp_path):
     return use, arrays
 
 
-def held(tiers):
+def demote_in_use(tiers):
     with tiers.use("a"):
         tiers.demote("a")
 

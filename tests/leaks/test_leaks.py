@@ -48,7 +48,7 @@ from mlstate import (
     state,
     threads,
 )
-from mlstate.collectives._group_base import Engine
+from mlstate.collectives._engine import Engine
 
 pytestmark = pytest.mark.long
 
@@ -138,40 +138,40 @@ def weights(prefix="", dtype=np.float32):
 
 @case(*with_members("StateDict", "get_tensor get_tensor_or_none has_tensor remove_tensor digest"))
 def state_dicts(_):
-    plain = weights()
-    array, name = next(iter(plain.values())), next(iter(plain))
+    arrays = weights()
+    array, name = next(iter(arrays.values())), next(iter(arrays))
 
     def run():
-        made = state.StateDict(plain, extra=array)
-        made[name] = array
-        made |= {"x": array}
-        made.update([("y", array)])
-        made.setdefault("z", array)
-        other = {"q": array} | made.copy() | state.StateDict.fromkeys("ab", array)
-        assert made != other and made == pickle.loads(pickle.dumps(made))
-        made.get_tensor(name), made.get_tensor_or_none("none"), made.has_tensor(name)
-        made.remove_tensor("x")
-        made.digest(), made.nbytes, repr(made), made._repr_html_()
-        del made["y"]
+        created = state.StateDict(arrays, extra=array)
+        created[name] = array
+        created |= {"x": array}
+        created.update([("y", array)])
+        created.setdefault("z", array)
+        other = {"q": array} | created.copy() | state.StateDict.fromkeys("ab", array)
+        assert created != other and created == pickle.loads(pickle.dumps(created))
+        created.get_tensor(name), created.get_tensor_or_none("none"), created.has_tensor(name)
+        created.remove_tensor("x")
+        created.digest(), created.nbytes, repr(created), created._repr_html_()
+        del created["y"]
 
-    return run, [plain, array, name]
+    return run, [arrays, array, name]
 
 
 @case()
 def refused_state_dicts(_):
-    plain, bad = weights(), {"good": np.ones(1), "bad": object()}
-    made = state.StateDict(plain)
+    arrays, bad = weights(), {"good": np.ones(1), "bad": object()}
+    created = state.StateDict(arrays)
     return each(
         raises(TypeError, state.StateDict, bad),
-        raises(TypeError, made.update, bad),
-        raises(TypeError, made.update, list(bad.items())),
-        raises(TypeError, made.__ior__, bad),
-        raises(TypeError, made.setdefault, "x"),
-        raises(TypeError, made.__setitem__, 3, np.ones(1)),
-        raises(ValueError, made.__setitem__, "\ud800", np.ones(1)),
-        raises(errors.TensorNotFoundError, made.__getitem__, "none"),
-        raises(errors.TensorNotFoundError, made.__delitem__, "none"),
-    ), [plain, bad, made]
+        raises(TypeError, created.update, bad),
+        raises(TypeError, created.update, list(bad.items())),
+        raises(TypeError, created.__ior__, bad),
+        raises(TypeError, created.setdefault, "x"),
+        raises(TypeError, created.__setitem__, 3, np.ones(1)),
+        raises(ValueError, created.__setitem__, "\ud800", np.ones(1)),
+        raises(errors.TensorNotFoundError, created.__getitem__, "none"),
+        raises(errors.TensorNotFoundError, created.__delitem__, "none"),
+    ), [arrays, bad, created]
 
 
 @case(
@@ -181,18 +181,18 @@ def refused_state_dicts(_):
     "StateDict.layer_names",
 )
 def model_states(_):
-    plain = weights()
+    arrays = weights()
 
     def run():
-        model = state.ModelStateDict(plain, model_type="x", layer_count=3)
+        model = state.ModelStateDict(arrays, model_type="x", layer_count=3)
         model.set_layer_state("layers.1", model.get_layer_state("layers.0"))
         model.layer_names(), model.layer_names(1)
-        model["layers.9.w"] = plain["layers.0.w"]  # the index is rebuilt
+        model["layers.9.w"] = arrays["layers.0.w"]  # the index is rebuilt
         model.get_layer_state("layers.9"), model.get_layer_state("none")
         raises(ValueError, model.get_layer_state, "layers.")()
         copy.copy(model)
 
-    return run, [plain]
+    return run, [arrays]
 
 
 @case(
@@ -226,8 +226,8 @@ def torch_states(_):
     half = torch.ones(3, dtype=torch.bfloat16)
 
     def run():
-        made = state.StateDict.from_torch(layer.state_dict() | {"half": half})
-        made.to_torch()
+        created = state.StateDict.from_torch(layer.state_dict() | {"half": half})
+        created.to_torch()
         moments = state.OptimizerStateDict.from_torch(optimizer, layer)
         moments.to_torch(optimizer, layer)
 
@@ -247,10 +247,10 @@ def comparisons(_):
     a, b = weights(), weights("module.", np.float64) | {"layers.0.w": np.ones(2)}
 
     def run():
-        for one, other in ((a, b), (b, a), (a, a)):
-            state.keys_match(one, other), state.shapes_match(one, other)
-            state.get_missing_keys(one, other), state.get_unexpected_keys(one, other)
-            result = state.check_compatibility(one, other)
+        for source, target in ((a, b), (b, a), (a, a)):
+            state.keys_match(source, target), state.shapes_match(source, target)
+            state.get_missing_keys(source, target), state.get_unexpected_keys(source, target)
+            result = state.check_compatibility(source, target)
             result.add_error("x")
             result.add_warning("y")
             str(result), result._repr_html_(), result.is_loadable(strict=False)
@@ -263,8 +263,8 @@ def differences(_):
     a, b = weights(), weights() | {"new": np.ones(1), "layers.0.w": np.ones((3, 4), ">f4")}
 
     def run():
-        found = state.diff(a, b)
-        str(found), found._repr_html_()
+        difference = state.diff(a, b)
+        str(difference), difference._repr_html_()
 
     strange = {"layers.0.w": np.zeros(2, "M8[s]")}
     return each(
@@ -336,20 +336,20 @@ def checkpoints(tmp_path):
 
     def run():
         checkpoint.save(path, strided, moments, metadata={"a": [1]}, step=3)
-        made = checkpoint.save(path, model, moments, layout="rows", progress=lambda count: None)
-        made.tensors(), made.shards(), made.files(), repr(made), made._repr_html_()
-        made.load(names="layers.0"), made.load(mmap=True), made.load(into={"model": targets})
-        made.load(rank=0, world_size=2, layout="rows", verify=False, missing="zeros")
-        repr(made.verify()), made.verify()._repr_html_()
+        saved = checkpoint.save(path, model, moments, layout="rows", progress=lambda count: None)
+        saved.tensors(), saved.shards(), saved.files(), repr(saved), saved._repr_html_()
+        saved.load(names="layers.0"), saved.load(mmap=True), saved.load(into={"model": targets})
+        saved.load(rank=0, world_size=2, layout="rows", verify=False, missing="zeros")
+        repr(saved.verify()), saved.verify()._repr_html_()
         for change in (0, 1):
             table[3:5] += change
             coded[::2] += change
             options = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
             tables = {"table": table, "coded": coded}
-            made = checkpoint.save(sparse, tables, compress="zlib", **options)
-            made.shards(), made.load(), made.load(mmap=True), made.verify()
+            saved = checkpoint.save(sparse, tables, compress="zlib", **options)
+            saved.shards(), saved.load(), saved.load(mmap=True), saved.verify()
         into = {name: np.empty_like(array) for name, array in tables.items()}
-        made.load(into={"model": into}, verify=False)
+        saved.load(into={"model": into}, verify=False)
 
     def look():
         repr(checkpoint.inspect(damaged))
@@ -490,8 +490,8 @@ def local_processes(_):
     method = "fork" if sys.version_info < (3, 12) else "spawn"
 
     def run():
-        found = collectives.LocalGroup.run(max, 1, LastOfAll(), start_method=method)
-        assert type(found[0]) is LastOfAll
+        results = collectives.LocalGroup.run(max, 1, LastOfAll(), start_method=method)
+        assert type(results[0]) is LastOfAll
 
     return run, []
 
@@ -513,25 +513,27 @@ class LastOfAll:
     calls=100,
 )
 def collected_states(_):
-    whole = np.arange(60.0).reshape(5, 12)
-    plain, other, target = np.ones(3), np.zeros(3), np.zeros(3)
+    array = np.arange(60.0).reshape(5, 12)
+    replicated, other, target = np.ones(3), np.zeros(3), np.zeros(3)
     layout = checkpoint.Layout.axis(1, 2)
-    states = [{"w": layout.shard(whole, index), "b": plain} for index in range(2)]
-    single = {"w": checkpoint.Layout.rows(1).shard(whole, 0), "b": plain}
+    states = [{"w": layout.shard(array, index), "b": replicated} for index in range(2)]
+    single = {"w": checkpoint.Layout.rows(1).shard(array, 0), "b": replicated}
 
     def run():
         collector = distributed.DistributedStateCollector(collectives.SingleGroup())
         collector.collect_local_state(single)
         collector.merge_states(states)
-        collector.compare_states([{"b": plain}, {"b": other}])
+        collector.compare_states([{"b": replicated}, {"b": other}])
         raises(errors.CompatibilityError, collector.merge_states, states[:1])()
-        raises(errors.CompatibilityError, collector.merge_states, [{"b": plain}, {"b": other}])()
+        raises(
+            errors.CompatibilityError, collector.merge_states, [{"b": replicated}, {"b": other}]
+        )()
         collector.gather_full_state(single, max_bytes=64)
         collector.broadcast_state({"b": target}, source={"b": other})
         raises(errors.CompatibilityError, collector.broadcast_state, {"b": target}, source={})()
         raises(TypeError, collector.gather_full_state, 5)()
 
-    return run, [whole, plain, other, target]
+    return run, [array, replicated, other, target]
 
 
 # ---- other functions ----
@@ -548,8 +550,8 @@ def thread_counts(_):
 
 @case("info")
 def described_machine(_):
-    found = mlstate.info()  # measures copy speeds once
-    return lambda: (str(mlstate.info()), found.to_dict(), found._repr_html_()), []
+    facts = mlstate.info()  # measures copy speeds once
+    return lambda: (str(mlstate.info()), facts.to_dict(), facts._repr_html_()), []
 
 
 @case(*(name for name in errors.__all__))
@@ -665,12 +667,12 @@ def leavings(call, calls):
     for number in range(-3, ROUNDS):
         if number < 0:
             left = measured(call, SHORT)
-            found = [abs(left[0]) < SHORT // 3, abs(left[1]) < SHORT * FEW_BYTES]
+            within_limits = [abs(left[0]) < SHORT // 3, abs(left[1]) < SHORT * FEW_BYTES]
         else:
             times = calls << number
             left = measured(call, times)
-            found = [left[0] < max(times // 6, 32), left[1] < times * FEW_BYTES]
-        clean.update(kind for kind in (0, 1) if found[kind])
+            within_limits = [left[0] < max(times // 6, 32), left[1] < times * FEW_BYTES]
+        clean.update(kind for kind in (0, 1) if within_limits[kind])
         if len(clean) == 2:
             return []
         rounds.append(left)
@@ -689,7 +691,7 @@ def folder(tmp_path):
 
 @pytest.mark.skipif(sys.getallocatedblocks() == 0, reason="counts the blocks of pymalloc")
 @pytest.mark.parametrize("prepare", CASES)
-def test_nothing_is_left_behind(prepare, folder):
+def test_calls_leak_no_memory_or_references(prepare, folder):
     call, inputs = prepare(folder)
     for _ in range(FIRST):  # caches fill
         call()
@@ -707,12 +709,12 @@ def test_nothing_is_left_behind(prepare, folder):
 
 @pytest.mark.skipif(sys.getallocatedblocks() == 0, reason="counts the blocks of pymalloc")
 def test_a_leak_would_be_seen():
-    kept = []
+    leaked = []
     # a few blocks of earlier tests may be freed meanwhile
-    assert measured(lambda: kept.append(object()))[0] >= CALLS - CALLS // 6
+    assert measured(lambda: leaked.append(object()))[0] >= CALLS - CALLS // 6
     if mallinfo is not None:
-        assert measured(lambda: kept.append(np.empty(1000)))[1] >= CALLS * 8000
-    assert leavings(lambda: kept.append(object()), CALLS)
+        assert measured(lambda: leaked.append(np.empty(1000)))[1] >= CALLS * 8000
+    assert leavings(lambda: leaked.append(object()), CALLS)
     times = itertools.count()
-    assert leavings(lambda: next(times) % 2 or kept.append(object()), CALLS)
+    assert leavings(lambda: next(times) % 2 or leaked.append(object()), CALLS)
     assert not leavings(object, CALLS)

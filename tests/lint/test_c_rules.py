@@ -98,7 +98,7 @@ def test_each_core_source_has_a_c_test():
     assert not missing, "no test:\n" + "\n".join(missing)
 
 
-def test_each_instruction_set_has_the_scalar_oracle_beside_it():
+def test_each_instruction_set_has_a_scalar_source():
     stems = {path.stem for path in house.CORE.rglob("*.c")}
     for stem in stems:
         if house.base_name(stem) != stem:

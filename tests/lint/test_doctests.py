@@ -59,8 +59,8 @@ def test_public_name_is_documented(thing):
     if inspect.isclass(thing):
         owners = [owner for owner in thing.__mro__ if owner.__module__.startswith("mlstate")]
         for name, member in [item for owner in owners for item in vars(owner).items()]:
-            wanted = not name.startswith("_") and (
+            needs_docstring = not name.startswith("_") and (
                 inspect.isroutine(member) or isinstance(member, property)
             )
-            if wanted and not hasattr(tuple, name):
+            if needs_docstring and not hasattr(tuple, name):
                 assert inspect.getdoc(member), f"{thing.__name__}.{name} has no docstring"

@@ -31,7 +31,7 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
 
 
-def test_readme_is_there_and_names_both_commands():
+def test_readme_names_both_commands():
     text = (house.ROOT / "README.md").read_text(encoding="utf-8")
     assert "make demo" in text
     assert "make test" in text
@@ -45,7 +45,7 @@ def test_make_commands_exist(path):
 
 
 @pytest.mark.parametrize("name", ["ci.yml", "wheels.yml"])
-def test_workflows_run_what_exists(name):
+def test_workflows_run_existing_files(name):
     text = (house.ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8")
     commands = "\n".join(re.findall(r"^\s*(?:- )?run: (.+)$", text, re.MULTILINE))
     files = re.findall(r"(?<![\w/])((?:tools|requirements|\.ci)/[\w.]+)", commands)

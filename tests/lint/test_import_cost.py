@@ -33,7 +33,7 @@ def run(code, **variables):
     ).stdout
 
 
-def test_import_loads_nothing_that_is_slow():
+def test_import_loads_no_slow_module():
     names = run("import mlstate, sys; print(*sys.modules)").split()
     assert not {"numpy", "typing", "mlstate._core", "mlstate.state"} & set(names)
 

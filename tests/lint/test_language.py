@@ -1,7 +1,5 @@
 """Texts use plain English: the rate of unclear phrases in each folder only falls."""
 
-import json
-
 import house
 import pytest
 
@@ -19,10 +17,28 @@ def test_marks_are_counted_in_comments_docstrings_and_pages_only():
     page = list(language.page_texts("Whoever calls is no fool. `is no code`\n"))
     for texts in (c, python, page):
         text = " ".join(text for _, text in texts)
-        found = {name: len(language.PATTERNS[name].findall(text)) for name in marks}
-        assert found == marks
+        counts = {name: len(language.PATTERNS[name].findall(text)) for name in marks}
+        assert counts == marks
+
+
+def test_identifiers_are_read_as_prose():
+    python = "def test_what_is_lost(found):\n    one = found.made\n    return one\n"
+    c = "TEST(what_is_lost)\n{\n    int found = x.made; /* one */\n}\n\nint f(int wire)\n{\n}\n"
+    marks = {
+        (local, words): language.name_marks(local, words)
+        for _, local, words in [*language.python_names(python), *language.c_names(c)]
+    }
+    assert marks == {
+        (False, "test what is lost"): 1,
+        (True, "found"): 1,
+        (True, "one"): 1,
+        (False, "what is lost"): 1,
+        (True, "x"): 0,
+        (False, "f"): 0,
+        (True, "wire"): 1,
+    }
 
 
 def test_ceilings_name_folders_that_exist():
-    known = json.loads(language.CEILINGS.read_text())
-    assert all(name == "pages" or (house.ROOT / name).is_dir() for name in known)
+    folders = {name.removesuffix(" identifiers") for name in language.ceilings()}
+    assert all(name == "pages" or (house.ROOT / name).is_dir() for name in folders)

@@ -21,12 +21,12 @@ def test_the_schema_has_every_dtype():
 def test_the_page_of_the_format_has_every_dtype_with_its_size():
     text = (house.ROOT / "docs" / "format.md").read_text()
     table = text.partition("| dtype | bytes | elements |")[2].partition("\n\n")[0]
-    found = []
+    pairs = []
     for names, sizes in re.findall(r"^\| (`[^|]*) \| ([\d ]+) \|", table, re.MULTILINE):
         row = re.findall(r"`(\w+)`", names)
         each = [int(size) for size in sizes.split()]
-        found += zip(row, each * len(row) if len(each) == 1 else each, strict=True)
-    assert found == [(info.file_name, info.item_bytes) for info in DTYPES]
+        pairs += zip(row, each * len(row) if len(each) == 1 else each, strict=True)
+    assert pairs == [(info.file_name, info.item_bytes) for info in DTYPES]
 
 
 def test_the_schema_has_every_step_without_an_axis():
@@ -50,8 +50,8 @@ LISTS = [
 def test_a_layout_has_a_constructor_and_is_in_every_list(name):
     layout, has_parts = _core.layout_parse(name)
     make = getattr(Layout, name)
-    made = make(3) if layout else make()
-    assert made.steps == tuple((axis, 3) for axis, _ in layout) and not has_parts
+    instance = make(3) if layout else make()
+    assert instance.steps == tuple((axis, 3) for axis, _ in layout) and not has_parts
     assert len(LISTS) >= 4
     for path, names in LISTS:
         assert f'"{name}"' in names, house.relative(path)
@@ -65,10 +65,10 @@ LISTED = re.compile(r"float8_e4m3fnuz|F8_E4M3FNUZ")
 
 def test_only_the_table_lists_all_dtypes():
     sources = [*house.c_files(house.CORE, house.BINDINGS), *house.python_files()]
-    found = {
+    files = {
         path.relative_to(house.ROOT).as_posix()
         for path in sources
         if path.name != "dtypes.def"
         and LISTED.search(path.read_text().replace("DLPACK_F8_E4M3FNUZ", ""))
     }
-    assert not found
+    assert not files

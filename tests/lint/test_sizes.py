@@ -17,12 +17,12 @@ C_TESTS_PER_CORE_LINE = 0.5
 
 
 def functions(*folders):
-    found = []
+    rows = []
     for path in house.c_files(*folders):
         analysis = lizard.analyze_file(str(path))
-        found += [(f.length, f.cyclomatic_complexity, f.name, path) for f in analysis.function_list]
-    assert found
-    return found
+        rows += [(f.length, f.cyclomatic_complexity, f.name, path) for f in analysis.function_list]
+    assert rows
+    return rows
 
 
 def percentile_90(values):
@@ -31,14 +31,14 @@ def percentile_90(values):
 
 @pytest.mark.parametrize("folder", [house.CORE, house.BINDINGS], ids=house.relative)
 def test_functions_are_short_and_simple(folder):
-    found = functions(folder)
-    lines = [f[0] for f in found]
-    too_long = [f"{house.relative(p)}: {n} has {x} lines" for x, _, n, p in found if x > MAX_LINES]
+    rows = functions(folder)
+    lines = [f[0] for f in rows]
+    too_long = [f"{house.relative(p)}: {n} has {x} lines" for x, _, n, p in rows if x > MAX_LINES]
     assert not too_long, "\n".join(too_long)
     assert statistics.median(lines) <= MEDIAN_LINES
     assert percentile_90(lines) <= P90_LINES
-    complexity = percentile_90([f[1] for f in found])
-    worst = sorted(found, key=lambda f: -f[1])[:8]
+    complexity = percentile_90([f[1] for f in rows])
+    worst = sorted(rows, key=lambda f: -f[1])[:8]
     assert complexity <= P90_COMPLEXITY, [(c, n, house.relative(p)) for _, c, n, p in worst]
 
 

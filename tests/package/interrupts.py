@@ -72,8 +72,8 @@ class Save:
 
     def check(self, folder):
         """Check the folder, and save to it again."""
-        found = mlstate.load(folder / "ckpt").model
-        assert same(found, OLD) or same(found, NEW), "neither the old state nor the new"
+        model = mlstate.load(folder / "ckpt").model
+        assert same(model, OLD) or same(model, NEW), "neither the old state nor the new"
         mlstate.save(folder / "ckpt", NEW, **self.options)
         clean(folder / "ckpt")
         assert same(mlstate.load(folder / "ckpt").model, NEW)
@@ -192,8 +192,8 @@ class Manager(Save):
 
     def check(self, folder):
         manager = self.manager or CheckpointManager(folder / "ckpt", keep=2)
-        found = manager.restore_latest()
-        assert same(found.model, OLD if found.step < 3 else NEW)
+        restored = manager.restore_latest()
+        assert same(restored.model, OLD if restored.step < 3 else NEW)
         for step in (4, 5):
             manager.save(step, NEW)
         assert manager.steps() == [4, 5], manager.steps()
@@ -295,8 +295,8 @@ class Files(Save):
         coreai.verify(folder / "m.aimodel")
 
     def check(self, folder):
-        found = mlstate.load_file(folder / "w.safetensors")
-        assert same(found, OLD) or same(found, NEW)
+        arrays = mlstate.load_file(folder / "w.safetensors")
+        assert same(arrays, OLD) or same(arrays, NEW)
         self.call(folder)
         assert {path.name for path in folder.iterdir()} == {"w.safetensors", "m.aimodel"}
 
@@ -343,8 +343,8 @@ class Store(Save):
 
     def check(self, folder):
         options = self.options(folder)
-        found = mlstate.load("gs://bucket/run", storage_options=options).model
-        assert same(found, OLD) or same(found, NEW)
+        model = mlstate.load("gs://bucket/run", storage_options=options).model
+        assert same(model, OLD) or same(model, NEW)
         assert not list((folder / "scratch").iterdir()), list((folder / "scratch").iterdir())
         assert not list((folder / "cache").rglob("*.tmp"))
         self.call(folder)
@@ -371,9 +371,9 @@ CASES = {
 }
 
 
-def same(found, state):
+def same(actual, state):
     """Whether a state equals the saved one."""
-    return all(np.array_equal(found[name], state[name]) for name in state)
+    return all(np.array_equal(actual[name], state[name]) for name in state)
 
 
 def litter(folder):
@@ -398,13 +398,13 @@ def clean(folder):
 def with_blocks(file):
     """Pairs (line of a `with`, its last line), by the block's first line."""
     tree = ast.parse(Path(file).read_text())
-    found = {}
+    blocks = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.With):
             for line in range(node.lineno, node.body[0].lineno):
-                found[line] = node.end_lineno
-            found[node.lineno] = node.end_lineno
-    return found
+                blocks[line] = node.end_lineno
+            blocks[node.lineno] = node.end_lineno
+    return blocks
 
 
 class Tracer:
@@ -463,13 +463,13 @@ def spread(count, most):
 
 def descriptors():
     """The open descriptors, without the engine's connections to a store."""
-    found = []
+    names = []
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
-            found.append(str(entry.readlink()))
+            names.append(str(entry.readlink()))
         except FileNotFoundError:
             continue
-    return sorted(name for name in found if not name.startswith("socket:"))
+    return sorted(name for name in names if not name.startswith("socket:"))
 
 
 def threads_end():

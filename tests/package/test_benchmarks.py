@@ -46,9 +46,11 @@ class Clock:
         return call
 
 
-def measured(module, simple, ours, nbytes=4 * MIB, tensors=1, seconds=100.0, fixed_us=0.0):
+def measured(module, simple, mlstate_times, nbytes=4 * MIB, tensors=1, seconds=100.0, fixed_us=0.0):
     paired, clock = module("paired"), Clock()
-    case = paired.Case(clock.taking(*simple), clock.taking(*ours), tensors, fixed_us=fixed_us)
+    case = paired.Case(
+        clock.taking(*simple), clock.taking(*mlstate_times), tensors, fixed_us=fixed_us
+    )
     (pair,) = paired.measure_pairs(case, nbytes, (1,), seconds, lambda count: None, clock)
     return pair
 
@@ -57,8 +59,8 @@ def measured(module, simple, ours, nbytes=4 * MIB, tensors=1, seconds=100.0, fix
 def test_benchmarks_find_the_helpers_of_the_tests(module, monkeypatch, name):
     monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p).parent != ROOT / "tests"])
     monkeypatch.delitem(sys.modules, name, raising=False)
-    found = module("from_tests").import_from_tests(name)
-    assert (ROOT / "tests") in Path(found.__file__).parents
+    helper = module("from_tests").import_from_tests(name)
+    assert (ROOT / "tests") in Path(helper.__file__).parents
     assert module("from_tests").import_from_tests("no_such_helper") is None
 
 
@@ -72,15 +74,15 @@ def test_the_interval_of_the_median_has_the_ranks_of_the_binomial(module, count,
 
 
 @pytest.mark.parametrize(
-    ("ours", "verdict", "rounds"),
+    ("mlstate_seconds", "verdict", "rounds"),
     [(0.010, "ok", 6), (0.0104, "ok", 6), (0.0112, "SLOW", 6), (0.050, "SLOW", 6)],
 )
-def test_a_constant_ratio_is_decided_after_six_rounds(module, ours, verdict, rounds):
-    pair = measured(module, [0.010], [ours])
+def test_a_constant_ratio_is_decided_after_six_rounds(module, mlstate_seconds, verdict, rounds):
+    pair = measured(module, [0.010], [mlstate_seconds])
     assert (pair.verdict(), len(pair.ours)) == (verdict, rounds)
 
 
-def test_one_stolen_core_fails_nothing(module):
+def test_single_slow_round_is_tolerated(module):
     pair = measured(module, [0.010], [0.010] * 6 + [0.090])
     assert pair.verdict() == "ok"
 
@@ -136,12 +138,12 @@ def test_with_a_fixed_cost_a_good_ratio_is_enough_at_4_mib(module):
 # ---- the guard ----
 
 
-def run_guard(module, ours, *options):
+def run_guard(module, call, *options):
     """Run the guard on one operation that replaces an empty call."""
     rows, paired, guard = module("guard_rows"), module("paired"), module("bench_guard")
 
     def build(nbytes, tensors):
-        return paired.Case(paired.nothing, ours)
+        return paired.Case(paired.nothing, call)
 
     operation = rows.Operation("injected", "nothing", build, sizes=(MIB, 4 * MIB))
     return guard.main(["--only", "injected", *options], (operation,))
@@ -193,9 +195,9 @@ def test_a_slow_row_alone_is_measured_again(module, monkeypatch):
     monkeypatch.setattr(guard, "measure_size", measure_size)
     operation = rows.Operation("injected", "nothing", lambda nbytes, tensors: None)
     first = [{"threads": 1, "verdict": "ok"}, {"threads": 2, "verdict": "SLOW"}]
-    found = guard.confirmed(operation, first, (MIB, 1))
+    confirmed = guard.confirmed(operation, first, (MIB, 1))
     assert asked == [(2,)]
-    assert found == [first[0], {"threads": 2, "verdict": "ok", "again": True}]
+    assert confirmed == [first[0], {"threads": 2, "verdict": "ok", "again": True}]
     assert guard.confirmed(operation, first[:1], (MIB, 1)) == first[:1]
     assert asked == [(2,)]
 
@@ -213,15 +215,15 @@ def test_the_page_lists_each_fixed_cost_and_memory_has_none(module, tmp_path):
         assert f"| `{operation.name}` | {operation.fixed_us:,.0f} |" in listed
 
 
-def test_the_simple_collectives_give_what_ours_give(module):
+def test_simple_collectives_match_mlstate(module):
     np, ranks = module("numpy"), module("guard_ranks")
     rows = module("guard_rows")
     a, b = rows.filled(4096, "f4", 1), rows.filled(4096, "f4", 2)
     half = len(a) // 2
-    whole = np.concatenate((a[:half], b[half:]))
+    gathered = np.concatenate((a[:half], b[half:]))
     for operation, expected in (
         ("all_reduce", [a + b, a + b]),
-        ("all_gather", [whole, whole]),
+        ("all_gather", [gathered, gathered]),
         ("broadcast", [np.zeros_like(a), a]),
     ):
         outs, barrier = [np.zeros_like(a), np.zeros_like(a)], ranks.threading.Barrier(2)
@@ -284,8 +286,8 @@ def test_a_way_to_an_object_store_without_its_package_is_left_out(module, monkey
     monkeypatch.setattr(ways.Mlstate, "needs", ())
     monkeypatch.setattr(ways.Boto3, "needs", ("json", "no_such_package"))
     monkeypatch.setattr(ways.Dcp, "needs", ("no_such_package", "nor_this"))
-    found = bench.kinds_of(harness.Report("test", as_json=False))
-    assert found == [ways.Mlstate, ways.Obstore]
+    kinds = bench.kinds_of(harness.Report("test", as_json=False))
+    assert kinds == [ways.Mlstate, ways.Obstore]
     printed = capsys.readouterr().out
     assert "boto3 does not take part: not installed: no_such_package\n" in printed
     assert "torch DCP does not take part: not installed: no_such_package, nor_this\n" in printed
@@ -344,7 +346,7 @@ GRAVITON = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
         (GRAVITON, "arm64-implementer-0x41-part-0xd40"),
     ],
 )
-def test_a_processor_has_a_folder_of_its_own(module, text, folder):
+def test_each_processor_has_a_results_folder(module, text, folder):
     stored = module("stored")
     assert stored.slug_of(stored.parse_cpu_info(text)) == folder
 
@@ -381,7 +383,7 @@ def test_benchmarks_of_one_day_share_a_file(module, tmp_path):
     assert list(document["benchmarks"]) == ["file", "kv"]
 
 
-def test_each_stored_file_says_where_and_when(module):
+def test_stored_results_record_machine_and_date(module):
     stored = module("stored")
     paths = sorted(stored.RESULTS.glob("*/*.json"))
     assert paths
@@ -405,8 +407,8 @@ def test_the_summary_takes_the_newest_run_and_marks_losses(module):
     summary = module("summary")
     key = summary.KEYS[0]
 
-    def document(date, ours):
-        rows = [{"name": key.ours, "median": ours}, {"name": key.other, "median": 10.0}]
+    def document(date, median):
+        rows = [{"name": key.ours, "median": median}, {"name": key.other, "median": 10.0}]
         run = {"tables": [{"title": key.table + " at", "unit": "ms", "rows": rows}]}
         processor = {"name": "P", "slug": "p"}
         return {"processor": processor, "date": date, "benchmarks": {key.benchmark: run}}

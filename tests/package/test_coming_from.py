@@ -16,8 +16,8 @@ def test_the_page_counts_lines_right():
     assert len(blocks) == 7
     counted = [len(code_lines(block)) for _, block in blocks]
     assert counted == [int(stated) for stated, _ in blocks]
-    dcp, ours, safetensors, ours_of_files, lightning, plugin, manager = counted
-    assert f"| lines | {dcp} | {ours} |" in text
-    assert f"| lines | {safetensors} | {ours_of_files} |" in text
+    dcp, mlstate_lines, safetensors, mlstate_file_lines, lightning, plugin, manager = counted
+    assert f"| lines | {dcp} | {mlstate_lines} |" in text
+    assert f"| lines | {safetensors} | {mlstate_file_lines} |" in text
     row = f"| lines for the rules | {lightning} | {lightning}, and {plugin} for the Trainer |"
     assert f"{row} {manager}, with the loop |" in text

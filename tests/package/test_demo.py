@@ -13,20 +13,20 @@ from mlstate.kv import CombinedStrategy, rotate_keys
 
 
 @pytest.fixture(scope="module")
-def told():
+def demo_run():
     lines = []
     return story.run(None, say=lines.append), "\n".join(lines)
 
 
-def test_every_transition_leaves_the_logits_bit_identical(told):
-    report, printed = told
+def test_every_transition_leaves_the_logits_bit_identical(demo_run):
+    report, printed = demo_run
     assert report.identical
     assert printed.count("before and after: bit-identical") == 2
     assert "DIFFERENT" not in printed
 
 
-def test_the_text_goes_on_after_the_prompt(told):
-    report, printed = told
+def test_generated_text_continues_the_prompt(demo_run):
+    report, printed = demo_run
     assert len(report.text) == story.FINAL
     assert report.text.startswith("class Cache:")
     assert report.text.isprintable() or "\n" in report.text
@@ -35,8 +35,8 @@ def test_the_text_goes_on_after_the_prompt(told):
     assert report.text.splitlines()[0] in printed
 
 
-def test_stages_are_those_of_the_source_document(told):
-    assert [tuple(stage) for stage in told[0].stages] == [
+def test_stages_match_the_source_document(demo_run):
+    assert [tuple(stage) for stage in demo_run[0].stages] == [
         ("prefill", 184, 512),
         ("compact", 184, 256),
         ("generate", 256, 256),
@@ -45,14 +45,14 @@ def test_stages_are_those_of_the_source_document(told):
     ]
 
 
-def test_too_many_tokens_are_refused_with_a_way_out(told):
-    report, printed = told
+def test_too_many_tokens_are_refused_with_a_way_out(demo_run):
+    report, printed = demo_run
     assert "300 tokens do not fit" in report.refused and "256" in report.refused
     assert report.refused in printed
 
 
-def test_the_memory_table_is_computed(told):
-    table = told[1].split("7. Memory")[1].split("8. State dict")[0].split("\n")
+def test_the_memory_table_is_computed(demo_run):
+    table = demo_run[1].split("7. Memory")[1].split("8. State dict")[0].split("\n")
     expand = next(line for line in table if "expand" in line)
     compact = next(line for line in table if "compact" in line)
     assert "4.50" in expand and "9.00" in expand and "+4.50 MB (+100 %)" in expand
@@ -116,7 +116,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_without_matplotlib_the_demo_says_so_and_succeeds(tmp_path, capsys, monkeypatch):
+def test_demo_without_matplotlib_prints_a_note(tmp_path, capsys, monkeypatch):
     def missing(stages):
         raise ImportError("no matplotlib")
 
@@ -130,19 +130,19 @@ def test_without_matplotlib_the_demo_says_so_and_succeeds(tmp_path, capsys, monk
 def test_a_change_that_must_not_be_fails_the_command(capsys, monkeypatch):
     for bad in (None, *range(8)):
         good = [number != bad for number in range(8)]
-        kept = story.Kept("", good[2])
+        checkpoints = story.Kept("", good[2])
         reduced = story.Reduced((1.0, 0.0), good[3], [], [])
         planned = story.Planned({}, {}, good[4], "")
         trained = story.Trained((1.0, 0.0), [], good[5], [])
         rolled = rolling.Rolled([], "", good[6], "", good[7], 0)
-        parts = kept, reduced, planned, trained, rolled
+        parts = checkpoints, reduced, planned, trained, rolled
         report = story.Report("", good[0], "", [], None, good[1], *parts)
         monkeypatch.setattr(story, "run", lambda picture, report=report: report)
         assert main(["demo", "--picture", ""]) == (bad is not None)
 
 
-def test_a_renamed_checkpoint_is_loaded_and_a_damaged_one_is_not(told):
-    report, printed = told
+def test_a_renamed_checkpoint_is_loaded_and_a_damaged_one_is_not(demo_run):
+    report, printed = demo_run
     assert report.untouched
     part = printed[printed.index("8. State dict") : printed.index("\n11. ")]
     assert "proposed: rename(source, {'module.': ''})" in part
@@ -152,8 +152,8 @@ def test_a_renamed_checkpoint_is_loaded_and_a_damaged_one_is_not(told):
     assert part.rstrip().endswith("before and after: the same")
 
 
-def test_a_flipped_bit_is_found_and_an_older_step_takes_over(told):
-    report, printed = told
+def test_a_flipped_bit_is_found_and_an_older_step_takes_over(demo_run):
+    report, printed = demo_run
     part = printed[printed.index("\n11. ") : printed.index("\n13. ")]
     assert "step 1000: 439,424 of 439,424 bytes written, 26 of 26 shards" in part
     assert "step 2000: 8,192 of 439,424 bytes written, 1 of 26 shards" in part
@@ -176,8 +176,8 @@ def test_damage_that_is_not_repaired_would_be_noticed(monkeypatch):
     assert any("NOT as it was" in line for line in lines)
 
 
-def test_two_ranks_learn_and_have_the_same_bits(told):
-    report, printed = told
+def test_two_ranks_learn_and_have_the_same_bits(demo_run):
+    report, printed = demo_run
     before, after = report.reduced.losses
     assert after < 0.75 * before
     assert report.reduced.identical
@@ -189,8 +189,8 @@ def test_two_ranks_learn_and_have_the_same_bits(told):
     assert "sums in buckets of 25 MiB, 16 KiB, one gradient: bit-identical" in part
 
 
-def test_both_ranks_are_told_of_bad_gradients_and_keep_the_others(told):
-    report, printed = told
+def test_both_ranks_report_bad_gradients_and_keep_others(demo_run):
+    report, printed = demo_run
     part = printed[printed.index("\n14. ") : printed.index("\n\n15. ")]
     assert len(report.reduced.told) == 2
     for rank, text in enumerate(report.reduced.told):
@@ -204,11 +204,11 @@ def test_both_ranks_are_told_of_bad_gradients_and_keep_the_others(told):
 
 
 @pytest.fixture
-def embedded(told):
+def embedded(demo_run):
     """The demo's model and embedding, and its output."""
-    made = story._Story(Path(story.__file__).parent / "data", lambda line: None)
-    weights = mlstate.load_file(made.data / "model.safetensors")
-    return made.model, weights["embed.weight"], []
+    demo = story._Story(Path(story.__file__).parent / "data", lambda line: None)
+    weights = mlstate.load_file(demo.data / "model.safetensors")
+    return demo.model, weights["embed.weight"], []
 
 
 @pytest.mark.parametrize("where", ["_reduce", "_train"])
@@ -217,11 +217,11 @@ def test_other_bits_on_a_rank_would_be_noticed(monkeypatch, embedded, where):
     real = getattr(gradients, where)
 
     def other(group, network, *size):
-        found = real(group, network, *size)
-        parts = found if where == "_reduce" else found[1]
+        digests = real(group, network, *size)
+        parts = digests if where == "_reduce" else digests[1]
         if group.rank == 1 and size != (0,):
             parts["out.bias"][-1] += 1
-        return found
+        return digests
 
     monkeypatch.setattr(gradients, where, other)
     reduced = gradients.show_gradients(model, embedding, lines.append)
@@ -229,8 +229,8 @@ def test_other_bits_on_a_rank_would_be_noticed(monkeypatch, embedded, where):
     assert sum("DIFFERENT" in line for line in lines) == 1
 
 
-def test_plans_take_the_memory_that_they_predict_and_give_the_same_bits(told):
-    report, printed = told
+def test_plans_take_the_memory_that_they_predict_and_give_the_same_bits(demo_run):
+    report, printed = demo_run
     planned = report.planned
     assert planned.identical
     for predicted, measured in planned.peaks.values():
@@ -251,9 +251,9 @@ def test_other_gradients_by_a_plan_would_be_noticed(monkeypatch, embedded):
     model, embedding, lines = embedded
     real = activations._run
 
-    def other(made, blocks, x):
-        peak = real(made, blocks, x)
-        if made.recomputed == [1, 3]:
+    def other(schedule, blocks, x):
+        peak = real(schedule, blocks, x)
+        if schedule.recomputed == [1, 3]:
             blocks[3].gradients[0][0, 0] += 1
         return peak
 
@@ -262,8 +262,8 @@ def test_other_gradients_by_a_plan_would_be_noticed(monkeypatch, embedded):
     assert sum("DIFFERENT" in line for line in lines) == 1
 
 
-def test_experts_learn_while_they_are_saved_and_training_resumes(told):
-    report, printed = told
+def test_experts_learn_while_they_are_saved_and_training_resumes(demo_run):
+    report, printed = demo_run
     trained = report.trained
     assert trained.identical
     before, after = trained.losses
@@ -275,8 +275,8 @@ def test_experts_learn_while_they_are_saved_and_training_resumes(told):
     assert part.rstrip().endswith("resumed from step 20: bit-identical at step 60")
 
 
-def test_one_expert_goes_to_the_disk_and_comes_back(told):
-    report, printed = told
+def test_expert_is_demoted_to_disk_and_promoted(demo_run):
+    report, printed = demo_run
     assert report.trained.tiers == ["warm", "warm", "cold", "warm"]
     part = printed[printed.index("\n17. ") : printed.index("\n18. ")]
     assert "demoted: digit.weight with m and v, to a file of" in part
@@ -316,16 +316,16 @@ def test_other_bits_of_an_expert_would_be_noticed(monkeypatch, embedded, victim)
 # ---- reduced attention and rolling caches ----
 
 
-def test_the_combined_strategy_is_followed_with_reduced_attention(told):
-    report, printed = told
+def test_the_combined_strategy_is_followed_with_reduced_attention(demo_run):
+    report, printed = demo_run
     assert report.rolled.actions == [(184, "shrink", 256), (256, "grow", 512)]
     assert report.rolled.agrees and len(report.rolled.reduced) == 300 - 184
     part = printed[printed.index("\n18. ") : printed.index("\n19. ")]
     assert "at 184 tokens: shrink to 256" in part and "at 256 tokens: grow to 512" in part
 
 
-def test_the_rolling_cache_writes_beyond_the_context_in_constant_memory(told):
-    report, printed = told
+def test_the_rolling_cache_writes_beyond_the_context_in_constant_memory(demo_run):
+    report, printed = demo_run
     assert report.rolled.ordered and len(report.rolled.rolled) == 640 - 184
     assert report.rolled.nbytes == 2 * 4 * 2 * 256 * 32 * 2
     part = printed[printed.index("\n19. ") :]
@@ -351,7 +351,7 @@ def test_attention_to_other_positions_would_be_noticed(embedded):
     del model.step
 
 
-def test_a_rolling_cache_that_is_not_full_gives_the_logits_of_a_plain_one(embedded):
+def test_partly_filled_ring_has_the_logits_of_a_linear_cache(embedded):
     model = embedded[0]
     tokens = model.encode("class Ring:\n    def __init__(self):\n")
     for sinks in (0, 4):
@@ -372,13 +372,13 @@ def test_a_full_ring_gives_the_logits_of_its_tokens_next_to_each_other(embedded,
         logits = context.step(token)
     state = context.state
     cache, last = state.ordered(), capacity - 1
-    held = np.sort(state.positions())
-    assert held.tolist() == [*range(sinks), *range(len(text) - capacity + sinks, len(text))]
+    positions = np.sort(state.positions())
+    assert positions.tolist() == [*range(sinks), *range(len(text) - capacity + sinks, len(text))]
     # sinks were moved next to the others already; now all move to 0 .. capacity - 1
     rotate_keys(cache[:layers], np.full(capacity, -state.evicted), out=cache[:layers])
-    wanted = model.step_in_slot(model.encode(text)[-1], last, cache, slot=last, slots=capacity)
-    np.testing.assert_allclose(logits, wanted, rtol=0, atol=2e-2)
-    plain = rolling.RollingContext(model, capacity, sinks, shift_sinks=False)
+    expected = model.step_in_slot(model.encode(text)[-1], last, cache, slot=last, slots=capacity)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-2)
+    unshifted_context = rolling.RollingContext(model, capacity, sinks, shift_sinks=False)
     for token in model.encode(text):
-        unshifted = plain.step(token)
+        unshifted = unshifted_context.step(token)
     assert np.array_equal(unshifted, logits) == (sinks == 0)

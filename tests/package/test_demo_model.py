@@ -124,31 +124,31 @@ def test_the_module_behind_the_packages_agrees_with_numpy(
 
 def test_prefill_agrees_with_single_steps(model, prompt):
     tokens = model.encode(prompt)
-    whole, split, single = (model.new_cache(512) for _ in range(3))
-    at_once = model.prefill(tokens, whole)
+    full_cache, split, single = (model.new_cache(512) for _ in range(3))
+    at_once = model.prefill(tokens, full_cache)
     model.prefill(tokens[:100], split)
     in_two = model.prefill(np.array(tokens[100:]), split, position=100)
     for place, token in enumerate(tokens):
         stepped = model.step(token, place, single)
     np.testing.assert_allclose(at_once, stepped, rtol=2e-3, atol=1e-2)
     np.testing.assert_allclose(in_two, stepped, rtol=2e-3, atol=1e-2)
-    np.testing.assert_allclose(whole, single, rtol=5e-3, atol=5e-3)
-    assert not whole[:, :, len(tokens) :].any()
+    np.testing.assert_allclose(full_cache, single, rtol=5e-3, atol=5e-3)
+    assert not full_cache[:, :, len(tokens) :].any()
 
 
 @pytest.mark.parametrize(("size", "sinks"), [(0, 0), (1, 3), (20, 0), (20, 4), (500, 4)])
 def test_a_window_agrees_with_its_mask(model, prompt, size, sinks):
     """Reading the window alone, a mask in each step, and the rows of a mask in one prefill."""
     tokens = model.encode(prompt)[:60]
-    windowed, masked, whole = (model.new_cache(64) for _ in range(3))
+    windowed, masked, full_cache = (model.new_cache(64) for _ in range(3))
     rows = create_attention_size_mask(64, size, 0, sinks=sinks, rows=(0, 60), dtype=np.float32)
-    at_once = model.prefill(tokens, whole, mask=rows, every=True)
+    at_once = model.prefill(tokens, full_cache, mask=rows, every=True)
     for place, token in enumerate(tokens):
         mask = create_decode_mask(64, size, place, sinks=sinks)
-        wanted = model.step(token, place, masked, mask=mask)
+        expected = model.step(token, place, masked, mask=mask)
         got = model.step(token, place, windowed, attention_size=size, sinks=sinks)
-        np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=1e-2)
-        np.testing.assert_allclose(at_once[place], wanted, rtol=2e-3, atol=1e-2)
+        np.testing.assert_allclose(got, expected, rtol=2e-3, atol=1e-2)
+        np.testing.assert_allclose(at_once[place], expected, rtol=2e-3, atol=1e-2)
     full = model.prefill(tokens, model.new_cache(64))
     assert np.allclose(got, full, rtol=2e-3, atol=1e-2) == (size == 500)
 
@@ -177,10 +177,10 @@ def test_logits_have_the_same_bits_in_any_cache(model, prompt, position):
     cache = model.new_cache(256)
     if position:
         model.prefill(tokens[:-1], cache)
-    kept = []  # so that temporaries of the next call have other addresses
+    fillers = []  # so that temporaries of the next call have other addresses
     expected = model.step(tokens[-1], position, cache.copy())
     for other in layouts(cache):
-        kept.append(np.empty(len(kept) * 24 + 8, np.uint8))
+        fillers.append(np.empty(len(fillers) * 24 + 8, np.uint8))
         got = model.step(tokens[-1], position, other)
         assert got.tobytes() == expected.tobytes()
         again = model.prefill(tokens[-1:], other, position=position)
@@ -210,7 +210,7 @@ def shared_model() -> CharModel:
     return _SHARED[0]
 
 
-def test_a_step_touches_its_own_position_only(model):
+def test_step_writes_only_its_position(model):
     cache = np.full(model.new_cache(64).shape, 3.25, np.float16)
     model.step(5, 20, cache)
     assert (np.delete(cache, 20, axis=2) == 3.25).all()
@@ -293,7 +293,7 @@ ROWS = np.zeros((1, 1, 1, 32))
         (lambda m, c: m.step_in_slot(1, 900, c, slot=0, slots=0), ValueError, "do not fit its 32"),
     ],
 )
-def test_bad_calls_are_refused_and_change_nothing(model, call, error, text):
+def test_invalid_calls_keep_the_cache(model, call, error, text):
     cache = model.new_cache(32)
     with pytest.raises(error, match=text):
         call(model, cache)
@@ -311,7 +311,7 @@ def test_fixtures_are_small():
     assert sum(sizes.values()) < 2.5 * 2**20
 
 
-def test_the_weights_file_says_where_it_comes_from():
+def test_weights_file_records_its_origin():
     arrays, metadata = read_fixture()
     assert {"config", "vocabulary", "python_version", "training_text", "seed"} <= set(metadata)
     assert {array.dtype for array in arrays.values()} == {np.dtype(np.float16)}

@@ -51,8 +51,8 @@ class Block(NamedTuple):
 def blocks_of(page):
     text = page.read_text(encoding="utf-8")
     return [
-        Block(found[1], found[2].split(), found[3], text.count("\n", 0, found.start()) + 2)
-        for found in FENCE.finditer(text)
+        Block(fence[1], fence[2].split(), fence[3], text.count("\n", 0, fence.start()) + 2)
+        for fence in FENCE.finditer(text)
     ]
 
 

@@ -29,7 +29,7 @@ BUILTIN = {
 }
 
 
-def test_each_name_is_there():
+def test_every_error_class_is_exported():
     assert set(errors.__all__) == set(BUILTIN)
     for name in mlstate.__all__:
         if name.endswith("Error"):
@@ -88,11 +88,13 @@ def test_fields_of_a_capacity_error():
 @pytest.mark.parametrize("error", ALL, ids=lambda error: error.__name__)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickles(error, protocol):
-    made = error("text")
-    made.name, made.expected, made.got, made.rank = "w", "(2, 3)", "(4,)", 1
-    back = pickle.loads(pickle.dumps(made, protocol))
-    assert type(back) is error and back.args == made.args and str(back) == "text"
-    assert [getattr(back, field) for field in FIELDS] == [getattr(made, field) for field in FIELDS]
+    instance = error("text")
+    instance.name, instance.expected, instance.got, instance.rank = "w", "(2, 3)", "(4,)", 1
+    back = pickle.loads(pickle.dumps(instance, protocol))
+    assert type(back) is error and back.args == instance.args and str(back) == "text"
+    assert [getattr(back, field) for field in FIELDS] == [
+        getattr(instance, field) for field in FIELDS
+    ]
 
 
 def test_raised_errors_pickle_and_copy(tmp_path):
@@ -112,7 +114,7 @@ def test_raised_errors_pickle_and_copy(tmp_path):
             ]
 
 
-def test_fields_are_those_of_the_instance():
-    one, other = errors.CapacityError("a"), errors.CapacityError("b")
-    one.name = "w"
-    assert other.name is None and errors.CapacityError.name is None
+def test_fields_belong_to_the_instance():
+    first, second = errors.CapacityError("a"), errors.CapacityError("b")
+    first.name = "w"
+    assert second.name is None and errors.CapacityError.name is None

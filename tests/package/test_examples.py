@@ -62,13 +62,13 @@ def execute(path, folder):
 
 def outputs(cells, kind):
     """All outputs of one MIME type, or of a stream, in order."""
-    found = []
+    texts = []
     for output in (output for cell in cells for output in cell.get("outputs", ())):
         if kind in output.get("data", {}):
-            found.append("".join(output["data"][kind]))
+            texts.append("".join(output["data"][kind]))
         elif output.get("name") == kind:
-            found.append("".join(output["text"]))
-    return found
+            texts.append("".join(output["text"]))
+    return texts
 
 
 def runs_a_notebook(test):
@@ -109,7 +109,7 @@ def faults_of_stored(notebook):
         faults.append("no outputs")
     if any(o["output_type"] == "error" or o.get("name") == "stderr" for o in produced):
         faults.append("errors or warnings")
-    paths = [found[0] for text in texts for found in ABSOLUTE.finditer("".join(text))]
+    paths = [match[0] for text in texts for match in ABSOLUTE.finditer("".join(text))]
     return faults + [f"the path {path}" for path in paths]
 
 
@@ -135,12 +135,12 @@ def test_wrong_outputs_are_noticed():
     assert len(faults_of_stored(notebook([good], count=2))) == 1
     assert len(faults_of_stored(notebook([good | {"name": "stderr"}]))) == 1
     assert len(faults_of_stored(notebook([good, {"output_type": "error"}]))) == 1
-    shown = {"output_type": "execute_result", "data": {"text/html": ["<b>/tmp/x1/a</b>"]}}
-    assert faults_of_stored(notebook([shown])) == ["the path /tmp/x1/a"]
+    html_output = {"output_type": "execute_result", "data": {"text/html": ["<b>/tmp/x1/a</b>"]}}
+    assert faults_of_stored(notebook([html_output])) == ["the path /tmp/x1/a"]
 
 
 @runs_a_notebook
-def test_coreml_transition_shows_what_it_says(tmp_path):
+def test_coreml_transition_notebook_outputs(tmp_path):
     (fits, too_long), printed, images = shown("coreml_transition", tmp_path)
     assert "184 tokens: fits" in fits and "<table>" in fits
     assert "300 tokens: does not fit" in too_long
@@ -152,7 +152,7 @@ def test_coreml_transition_shows_what_it_says(tmp_path):
 
 @runs_a_notebook
 @pytest.mark.coreai
-def test_coreai_shows_what_it_says(tmp_path):
+def test_coreai_notebook_outputs(tmp_path):
     if not importlib.util.find_spec("coreai_torch"):
         pytest.skip("coreai-torch converts its model")
     (specs, fits, too_long, growing, static), printed, _ = shown("coreai", tmp_path)
@@ -166,7 +166,7 @@ def test_coreai_shows_what_it_says(tmp_path):
 
 
 @runs_a_notebook
-def test_state_dicts_shows_what_it_says(tmp_path):
+def test_state_dicts_notebook_outputs(tmp_path):
     (model, layer, result, tuned, loaded), printed, _ = shown("state_dicts", tmp_path)
     assert "<details" in model and "26 tensors" in model
     assert "out.weight" in layer and "layers" not in layer.split("</style>")[-1]
@@ -177,7 +177,7 @@ def test_state_dicts_shows_what_it_says(tmp_path):
 
 
 @runs_a_notebook
-def test_checkpoints_shows_what_it_says(tmp_path):
+def test_checkpoints_notebook_outputs(tmp_path):
     (saved, damaged, resharded), printed, images = shown("checkpoints", tmp_path)
     assert "18 tensors" in saved and "1 rank, step 150" in saved and "<details" in saved
     assert "1 problem" in damaged and "altered" in damaged and "layers.1.weight" in damaged
@@ -190,7 +190,7 @@ def test_checkpoints_shows_what_it_says(tmp_path):
 
 
 @runs_a_notebook
-def test_gradients_shows_what_it_says(tmp_path):
+def test_gradients_notebook_outputs(tmp_path):
     (report, verified), printed, images = shown("gradients", tmp_path)
     assert "1.01 MiB of gradients in 5 buckets" in report and "<table>" in report
     assert "1 of 12 gradients differs" in verified and "layers.3.weight" in verified
@@ -198,9 +198,9 @@ def test_gradients_shows_what_it_says(tmp_path):
     assert [step for step, _ in steps] == ["40", "80", "120"]
     assert float(steps[-1][1]) > 0.9
     assert "bytes, the same for each size of buckets" in printed
-    told = "scatter_multiple on rank 0: a gradient was"
-    refused = f"{told} refused, nothing was stored on any rank:"
-    failed = f"{told} not reduced, all others were:"
+    prefix = "scatter_multiple on rank 0: a gradient was"
+    refused = f"{prefix} refused, nothing was stored on any rank:"
+    failed = f"{prefix} not reduced, all others were:"
     assert f"{failed} 'layers.2.weight': NaN or infinite elements (rank 1: 1)" in printed
     assert f"{refused} 'layers.1.bias': rank 1: no gradient was passed" in printed
     assert f"{refused} 'out.weight': rank 1: the gradient has shape (256, 1), expected" in printed
@@ -213,17 +213,17 @@ def test_gradients_shows_what_it_says(tmp_path):
 
 
 @runs_a_notebook
-def test_activation_shows_what_it_says(tmp_path):
+def test_activation_notebook_outputs(tmp_path):
     pytest.importorskip("torch", reason="its model is one of torch")
-    (chain, curve, made, noisy), printed, images = shown("activation", tmp_path)
+    (chain, curve, planned_page, noisy), printed, images = shown("activation", tmp_path)
     assert "8 blocks" in chain and "layers.7" in chain
     assert "points from" in curve and "found to the byte" in curve
-    assert "the fastest of all persistent schedules within the budget" in made
+    assert "the fastest of all persistent schedules within the budget" in planned_page
     assert "3 blocks were run again: 1 finding" in noisy and "elements differ" in noisy
     assert "blocks were run again: all gave the same bits" in printed
     peaks = re.findall(r"predicted (\S+) MiB, measured (\S+)", printed)
-    (plain, before), (planned, after) = [tuple(map(float, pair)) for pair in peaks]
-    assert abs(before - plain) < 0.02 * plain
+    (unplanned, before), (planned, after) = [tuple(map(float, pair)) for pair in peaks]
+    assert abs(before - unplanned) < 0.02 * unplanned
     assert abs(after - planned) < 0.02 * planned
     assert after < 0.46 * before
     assert "gradients: bit-identical" in printed
@@ -234,7 +234,7 @@ def test_activation_shows_what_it_says(tmp_path):
 
 
 @runs_a_notebook
-def test_training_shows_what_it_says(tmp_path):
+def test_training_notebook_outputs(tmp_path):
     (handle, tiers), printed, images = shown("training", tmp_path)
     assert "24.00 MiB of 24.00 MiB" in handle and "the caller waited" in handle
     assert "8 units, 24.00 MiB: 3 warm (9.00 MiB of 9.00 MiB), 5 cold" in tiers
@@ -259,7 +259,7 @@ def test_training_shows_what_it_says(tmp_path):
 
 
 @runs_a_notebook
-def test_rolling_cache_shows_what_it_says(tmp_path):
+def test_rolling_cache_notebook_outputs(tmp_path):
     pytest.importorskip("matplotlib", reason="its plots")
     (ring, rolled, strategy, ladder), printed, images = shown("rolling_cache", tmp_path)
     assert "RollingKVState: 8 of 8 positions" in ring

@@ -61,7 +61,7 @@ def test_a_dict_is_saved_while_another_thread_changes_it(tmp_path):
     run_in_threads(work, THREADS)
 
 
-def test_packages_and_masks_are_read_and_made_side_by_side():
+def test_threads_read_packages_and_create_masks():
     package = resources.files("mlstate.demo") / "data" / "model_256.mlpackage"
     expected = create_attention_size_mask(64, 9, 0)
 

@@ -71,16 +71,16 @@ class Core:
 @pytest.fixture
 def core(monkeypatch):
     def use(before, after=None):
-        made = Core(before, after)
-        monkeypatch.setattr(_core, "copy_choices", made.copy_choices)
-        monkeypatch.setattr(_core, "measure_copies", made.measure_copies)
-        return made
+        fake_core = Core(before, after)
+        monkeypatch.setattr(_core, "copy_choices", fake_core.copy_choices)
+        monkeypatch.setattr(_core, "measure_copies", fake_core.measure_copies)
+        return fake_core
 
     return use
 
 
-def lines_of(found):
-    return dict(line.split(maxsplit=1) for line in str(found).splitlines())
+def lines_of(facts):
+    return dict(line.split(maxsplit=1) for line in str(facts).splitlines())
 
 
 # ---- output ----
@@ -88,8 +88,8 @@ def lines_of(found):
 
 def test_every_fact_has_a_line(core):
     core(KNOWN)
-    found = mlstate.info()
-    lines = str(found).splitlines()
+    facts = mlstate.info()
+    lines = str(facts).splitlines()
     assert [line[:13].strip() for line in lines] == [
         "mlstate",
         "Python",
@@ -103,20 +103,20 @@ def test_every_fact_has_a_line(core):
         *_info.PACKAGES,
     ]
     assert all(line[13] == " " and line[14:].strip() for line in lines)
-    assert repr(found) == str(found)
+    assert repr(facts) == str(facts)
 
 
-def test_the_facts_are_those_of_this_process(core):
+def test_facts_describe_this_process(core):
     core(KNOWN)
     with num_threads(3):
-        found = mlstate.info()
-    assert found.version == mlstate.__version__
-    assert found.python.startswith(platform.python_version())
-    assert found.numpy == np.__version__
-    assert platform.machine() in found.system
-    assert found.threads == 3
-    assert found.processors >= 1
-    assert found.instruction_set == _core.cpu_name()
+        facts = mlstate.info()
+    assert facts.version == mlstate.__version__
+    assert facts.python.startswith(platform.python_version())
+    assert facts.numpy == np.__version__
+    assert platform.machine() in facts.system
+    assert facts.threads == 3
+    assert facts.processors >= 1
+    assert facts.instruction_set == _core.cpu_name()
 
 
 def test_offered_instruction_sets_are_those_that_can_be_asked_for():
@@ -128,7 +128,7 @@ def test_offered_instruction_sets_are_those_that_can_be_asked_for():
         assert child.run(f"import os; os.environ['MLSTATE_CPU'] = {name!r}; {code}").strip() == name
 
 
-def test_nothing_names_the_machine_or_its_user(core):
+def test_info_omits_host_and_user_names(core):
     core(KNOWN)
     text = json.dumps(mlstate.info().to_dict())
     host = platform.node()
@@ -138,9 +138,9 @@ def test_nothing_names_the_machine_or_its_user(core):
 
 def test_the_page_has_all_lines(core):
     core(KNOWN)
-    found = mlstate.info()
-    page = "".join(Page(found._repr_html_()).texts)
-    for line in str(found).splitlines():
+    facts = mlstate.info()
+    page = "".join(Page(facts._repr_html_()).texts)
+    for line in str(facts).splitlines():
         assert line[14:] in page
 
 
@@ -163,19 +163,19 @@ def test_the_page_has_all_lines(core):
     ids=["known", "nothing found", "forced", "one"],
 )
 def test_copies_as_the_core_chose_them(core, before, after, text, measured):
-    made = core(before, after)
-    found = mlstate.info()
-    assert lines_of(found)["copies"] == text
-    assert lines_of(found)["processor"].endswith(", cache of 32.00 MiB")
-    assert found.copies == before
-    assert made.measured == measured
+    fake_core = core(before, after)
+    facts = mlstate.info()
+    assert lines_of(facts)["copies"] == text
+    assert lines_of(facts)["processor"].endswith(", cache of 32.00 MiB")
+    assert facts.copies == before
+    assert fake_core.measured == measured
 
 
 def test_the_core_measures_once(core):
-    made = core(UNKNOWN, KNOWN)
+    fake_core = core(UNKNOWN, KNOWN)
     assert mlstate.info().copies == KNOWN
     assert mlstate.info().copies == KNOWN
-    assert made.measured == 1
+    assert fake_core.measured == 1
 
 
 def test_other_operations_are_shown_once_measured():
@@ -287,7 +287,7 @@ def test_a_mac_that_does_not_answer(monkeypatch, error):
     assert _info._processor_name() == "unknown"
 
 
-def test_processors_where_no_affinity_is_known(monkeypatch):
+def test_processor_count_without_affinity(monkeypatch):
     monkeypatch.delattr(_info.os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(_info.os, "cpu_count", lambda: 7)
     assert _info._processor_count() == 7

@@ -51,24 +51,26 @@ def attempt(*arguments):
 
 
 @pytest.mark.parametrize("case", few_of(CASES, MORE + NEED_STORE))
-def test_an_interrupt_at_any_line_leaves_nothing(case):
+def test_interrupt_at_any_line_leaves_no_resources(case):
     if case in NEED_STORE:
         pytest.importorskip("obstore", reason="needs obstore: mlstate[remote]")
-    found = attempt("lines", case, LINES)
-    print(sum(found["tried"].values()), "lines tried,", len(found["skipped"]), "reasons to skip")
-    assert not found["failures"], "\n".join(found["failures"])
-    assert found["tried"] and sum(found["tried"].values()) <= found["count"]
+    outcome = attempt("lines", case, LINES)
+    print(
+        sum(outcome["tried"].values()), "lines tried,", len(outcome["skipped"]), "reasons to skip"
+    )
+    assert not outcome["failures"], "\n".join(outcome["failures"])
+    assert outcome["tried"] and sum(outcome["tried"].values()) <= outcome["count"]
 
 
 @pytest.mark.parametrize("case", few_of(STORMS, MORE_STORMS))
-def test_an_interrupt_at_any_moment_leaves_nothing(case):
-    found = attempt("signals", case, SIGNALS, SEED)
-    print(found["tried"], "signals tried,", found["came"], "came in the call")
-    assert not found["failures"], "\n".join(found["failures"])
-    assert AMOUNT == "few" or found["came"]
+def test_interrupt_at_any_moment_leaves_no_resources(case):
+    outcome = attempt("signals", case, SIGNALS, SEED)
+    print(outcome["tried"], "signals tried,", outcome["came"], "came in the call")
+    assert not outcome["failures"], "\n".join(outcome["failures"])
+    assert AMOUNT == "few" or outcome["came"]
 
 
 @pytest.mark.parametrize("case", few_of(STORMS, MORE_STORMS))
 def test_interrupts_of_the_clean_up_leave_no_lock(case):
-    found = attempt("storms", case, SIGNALS, SEED)
-    assert not found["failures"], "\n".join(found["failures"])
+    outcome = attempt("storms", case, SIGNALS, SEED)
+    assert not outcome["failures"], "\n".join(outcome["failures"])

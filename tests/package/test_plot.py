@@ -122,12 +122,12 @@ def heights(axes, label):
 
 
 def test_memory_of_a_plan_is_drawn_over_time():
-    made = Plan.from_recomputed(CHAIN, [1, 2], budget_bytes=12 << 10)
-    upper, lower = plot_plan(made).axes
+    schedule = Plan.from_recomputed(CHAIN, [1, 2], budget_bytes=12 << 10)
+    upper, lower = plot_plan(schedule).axes
     edges, values = heights(upper, "without a plan")
     assert edges == [0, 1, 2, 3, 4, 6, 8, 10, 12]
     assert values == [5, 9, 13, 14, 16, 15, 11, 7]
-    run = made.simulate()
+    run = schedule.simulate()
     edges, values = heights(upper, "with the plan")
     lasting = run.seconds > 0
     assert values == (run.peak_bytes[lasting] / 1024).tolist()
@@ -197,7 +197,9 @@ def test_strategies_are_points_on_the_curve_of_plans():
     assert (np.array(line.get_xdata()[:-1]) * 1024).tolist() == curve.budget_bytes.tolist()
     plans = [Plan.from_strategy(CHAIN, strategies[i]) for i in (0, 2)] + [curve.plan(0)]
     drawn = [(float(*point.get_xdata()), float(*point.get_ydata())) for point in points]
-    assert drawn == [(made.predicted_peak_bytes / 1024, made.predicted_seconds) for made in plans]
+    assert drawn == [
+        (schedule.predicted_peak_bytes / 1024, schedule.predicted_seconds) for schedule in plans
+    ]
     fastest, both, every, tight = [text.get_text() for text in figure.legends[0].get_texts()]
     assert fastest == "fastest plan of each budget"
     assert both.startswith("Interval(2), Selective: ") and both.endswith(" KiB, +16.7%")
@@ -229,7 +231,7 @@ SAVES = [
 ]
 
 
-def test_saves_lie_beside_the_steps_and_waits():
+def test_saves_are_drawn_with_steps_and_waits():
     axes = plot_saves(SAVES, [(99.0, 100.0), (100.5, 104.0)]).axes[0]
     spans = {
         bars.get_label(): [(bar.get_x(), bar.get_width()) for bar in bars]
@@ -254,8 +256,8 @@ def test_a_handle_is_drawn_as_its_times(tmp_path):
     handle = save_async(tmp_path / "ckpt", {"w": np.ones(3)})
     handle.wait()
     drawn, same = plot_saves([handle]).axes[0], plot_saves([handle.times()]).axes[0]
-    for one, other in zip(drawn.containers, same.containers, strict=True):
-        assert [bar.get_bbox().bounds for bar in one] == [bar.get_bbox().bounds for bar in other]
+    for left, right in zip(drawn.containers, same.containers, strict=True):
+        assert [bar.get_bbox().bounds for bar in left] == [bar.get_bbox().bounds for bar in right]
     assert drawn.containers[0].get_label() == "caller held up"
     assert plot_saves([handle])._repr_png_().startswith(b"\x89PNG")
 

@@ -44,7 +44,7 @@ def test_a_cache_shows_tokens_sinks_and_zeros():
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
-def test_lost_tokens_and_stale_entries_stand_out():
+def test_lost_tokens_and_stale_entries_are_marked():
     cache = np.ones((2, 1, 8, 4), np.float32)
     cache[:, :, 5:] = 0
     cache[1, :, 2] = -0.0
@@ -76,16 +76,16 @@ def test_a_growing_state_knows_its_axis():
 
 
 @pytest.mark.parametrize("count", [0, 2, 5, 8, 9, 30])
-def test_a_rolling_state_shows_what_it_evicted(count):
+def test_rolling_state_shows_evicted_tokens(count):
     state = RollingKVState((2, 1, 8, 1), dtype=np.float32, sinks=2)
     state.append(np.ones((2, 1, count, 1), np.float32))
     figure = plot_cache(state)
     kinds, extent = pixels(figure)
     evicted = max(count - 8, 0)
-    wanted = [SINK] * min(count, 2) + [EVICTED] * evicted
-    wanted += [TOKEN] * (count - len(wanted))
-    wanted += [ZERO] * (8 - len(wanted))
-    assert kinds.tolist() == [wanted] * 2
+    expected = [SINK] * min(count, 2) + [EVICTED] * evicted
+    expected += [TOKEN] * (count - len(expected))
+    expected += [ZERO] * (8 - len(expected))
+    assert kinds.tolist() == [expected] * 2
     assert extent[1] == max(count, 8)
     assert f"{min(count, 8)} tokens in 8 positions, {evicted} evicted" == title(figure)
 
@@ -165,6 +165,6 @@ def test_a_long_mask_is_sampled_without_a_copy():
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 1, 3, 3), (1, 3, 3), (0, 3)])
-def test_other_shapes_are_no_masks(shape):
+def test_plot_mask_refuses_other_shapes(shape):
     with pytest.raises(ValueError, match="pass a mask of"):
         plot_mask(np.zeros(shape))

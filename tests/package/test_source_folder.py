@@ -37,7 +37,7 @@ def started(folder, *arguments):
 
 
 @pytest.mark.parametrize("how", [("-c", "import mlstate"), ("-m", "mlstate", "info")])
-def test_sources_without_a_compiled_module_say_what_to_do(folder, how):
+def test_missing_compiled_module_names_the_remedy(folder, how):
     done = started(folder, *how)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
@@ -46,7 +46,7 @@ def test_sources_without_a_compiled_module_say_what_to_do(folder, how):
         assert part in last
 
 
-def test_a_compiled_module_that_cannot_be_loaded_says_so_itself(folder):
+def test_broken_compiled_module_reports_itself(folder):
     (folder / "mlstate" / "_core.so").write_text("none")
     done = started(folder, "-c", "import mlstate.kv")
     assert done.returncode == 1

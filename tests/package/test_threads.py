@@ -40,19 +40,19 @@ def test_the_default_is_the_processors_but_at_most_four():
 
 
 def test_any_number_gives_the_same_bytes():
-    wanted = expand(source(), LENGTH, 777, 1.5, np.float16)
-    out = np.empty_like(wanted)
+    expected = expand(source(), LENGTH, 777, 1.5, np.float16)
+    out = np.empty_like(expected)
     for threads in (1, 2, 4, 64, 3, 1, 2):
         set_num_threads(threads)
         assert get_num_threads() == threads
         got = transition_kv_state(source(), LENGTH, 777, 1.5, np.float16)
-        assert_same_bits(got, wanted)
+        assert_same_bits(got, expected)
         out[...] = 9
-        assert_same_bits(transition_kv_state(source(), LENGTH, 777, 1.5, out=out), wanted)
+        assert_same_bits(transition_kv_state(source(), LENGTH, 777, 1.5, out=out), expected)
 
 
 @pytest.mark.parametrize("threads", [0, -1, 65, 2**31, 2**64, -(2**64)])
-def test_numbers_that_make_no_sense(threads):
+def test_invalid_thread_counts_are_refused(threads):
     before = get_num_threads()
     with pytest.raises(ValueError, match=r"choose 1 to 64|64 bits"):
         set_num_threads(threads)
@@ -70,16 +70,16 @@ def test_a_number_is_an_integer():
 @pytest.mark.timeout(120)
 def test_eight_threads_share_one_source():
     shared = source()
-    wanted = expand(shared, LENGTH, 900)
+    expected = expand(shared, LENGTH, 900)
     small = expand(shared, 500, 400, 0, np.float16)
     set_num_threads(2)
 
     def work(i):
-        out = np.empty_like(wanted)
+        out = np.empty_like(expected)
         for _ in range(4):
             if i % 2:
                 transition_kv_state(shared, LENGTH, 900, out=out)
-                assert (out == wanted).all()
+                assert (out == expected).all()
             else:
                 got = compact_kv_state(shared, 500, 400, np.float16)
                 assert_same_bits(got, small)
@@ -93,14 +93,14 @@ def test_eight_threads_share_one_source():
 @pytest.mark.timeout(120)
 def test_changing_the_number_while_others_work():
     shared = source()
-    wanted = expand(shared, LENGTH, 900)
+    expected = expand(shared, LENGTH, 900)
 
     def work(i):
         for n in range(10):
             if i < 2:
                 set_num_threads(1 + (n + i) % 5)
             else:
-                assert (transition_kv_state(shared, LENGTH, 900) == wanted).all()
+                assert (transition_kv_state(shared, LENGTH, 900) == expected).all()
 
     run_in_threads(work, 6)
 
@@ -160,7 +160,7 @@ def send_digest(pipe):
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_forked_child_works(busy):
     """The parent's threads do not exist in the child, which starts its own."""
-    wanted = digest()
+    expected = digest()
     fork = multiprocessing.get_context("fork")
     shared = source()
     # the fork happens while another thread works, which holds the pool
@@ -171,10 +171,10 @@ def test_a_forked_child_works(busy):
             process = fork.Process(target=send_digest, args=(sender,))
             process.start()
             assert receiver.poll(60), "the child hangs"
-            assert receiver.recv() == wanted
+            assert receiver.recv() == expected
             process.join(60)
             assert process.exitcode == 0
-            assert digest() == wanted, "the parent goes on as before"
+            assert digest() == expected, "the parent goes on as before"
 
 
 @pytest.mark.skipif(

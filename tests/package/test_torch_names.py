@@ -27,7 +27,7 @@ PUBLIC = [
 ]
 
 
-def test_only_what_users_call_is_public():
+def test_integration_exports_only_user_functions():
     assert integration.__all__ == PUBLIC
     assert dir(integration) == PUBLIC
     assert all(hasattr(integration, name) for name in PUBLIC)

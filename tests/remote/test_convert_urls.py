@@ -66,11 +66,11 @@ def test_a_step_at_a_url_is_converted(url, environment, tmp_path):
     assert read_any(tmp_path / "one.npz")[0]["w"].tolist() == [1, 1, 1]
 
 
-def test_what_a_url_cannot_be_is_refused_before_any_request(url, store, environment, capsys):
-    here = f"{url}/model.npz"
+def test_invalid_urls_are_refused_before_any_request(url, store, environment, capsys):
+    file_url = f"{url}/model.npz"
     for arguments, text in (
         (["convert", url, url], "another path than the source"),
-        (["convert", url, here], "the format npz is not possible in an object store"),
+        (["convert", url, file_url], "the format npz is not possible in an object store"),
         (["convert", url, f"{url}/hf", "--to", "huggingface"], "the format huggingface"),
     ):
         assert main(arguments) == 2

@@ -117,7 +117,7 @@ def test_targets_that_do_not_match_stay_unchanged(url, options):
 def test_a_new_save_replaces_all_objects_of_the_old_one(url, store, options):
     for seed in (1, 2):
         mlstate.save(url, state_of(seed), storage_options=options)
-        names = [one.removeprefix(f"{url}/") for one in store.urls(url)]
+        names = [object_url.removeprefix(f"{url}/") for object_url in store.urls(url)]
         folders = [name.partition("/")[0] for name in names]
         assert folders == ["index", "manifest.json", "params", "params"]
     assert mlstate.load(url, names="scalar", storage_options=options).model["scalar"] == 2
@@ -125,9 +125,9 @@ def test_a_new_save_replaces_all_objects_of_the_old_one(url, store, options):
 
 def test_inspect_lists_the_tensors(url, options):
     mlstate.save(url, {"w": np.ones((4, 2))}, step=5, storage_options=options)
-    found = checkpoint.inspect(url, storage_options=options)
-    assert (found.step, [record.key for record in found.tensors()]) == (5, ["w"])
-    assert checkpoint.Checkpoint(url, storage_options=options).generation == found.generation
+    listing = checkpoint.inspect(url, storage_options=options)
+    assert (listing.step, [record.key for record in listing.tensors()]) == (5, ["w"])
+    assert checkpoint.Checkpoint(url, storage_options=options).generation == listing.generation
 
 
 def test_ranks_save_together(url, options):
@@ -149,9 +149,11 @@ def test_if_one_rank_cannot_upload_the_old_checkpoint_stays(url, store, options)
     unreachable = {**options, "endpoint": "http://127.0.0.1:1", "timeout_seconds": 0.1}
 
     def save(group):
-        own = unreachable if group.rank == 1 else options
+        rank_options = unreachable if group.rank == 1 else options
         with pytest.raises((StoreError, CollectiveError), match="cannot connect"):
-            mlstate.save(url, {"w": np.zeros(6)}, group=group, layout="rows", storage_options=own)
+            mlstate.save(
+                url, {"w": np.zeros(6)}, group=group, layout="rows", storage_options=rank_options
+            )
 
     run_ranks(save, 2)
     assert mlstate.load(url, storage_options=options).model["w"].all()
@@ -296,7 +298,7 @@ def test_prune_deletes_old_steps(url, store, options):
 
 @pytest.mark.parametrize("source", ["local", "store"])
 @pytest.mark.parametrize("target", ["local", "store"])
-def test_a_checkpoint_is_cut_anew_from_or_to_a_store(url, options, tmp_path, source, target):
+def test_checkpoint_is_resharded_from_or_to_a_store(url, options, tmp_path, source, target):
     if (source, target) == ("local", "local"):
         with pytest.raises(ValueError, match="storage_options are for URLs"):
             checkpoint.reshard("a", "b", layout="rows", world_size=2, storage_options=options)
@@ -305,28 +307,30 @@ def test_a_checkpoint_is_cut_anew_from_or_to_a_store(url, options, tmp_path, sou
     paths = {"local": str(tmp_path / "c"), "store": f"{url}/c"}
     begin, end = (f"{paths[kind]}-{number}" for number, kind in enumerate((source, target)))
     keywords = {"storage_options": options}
-    own = keywords if source == "store" else {}
-    mlstate.save(begin, state, moments, states={"rates": [1, np.arange(3)]}, step=4, **own)
+    source_options = keywords if source == "store" else {}
+    mlstate.save(
+        begin, state, moments, states={"rates": [1, np.arange(3)]}, step=4, **source_options
+    )
     for layout, world in (("rows", 3), ("flat", 2), ("whole", 1)):
         overwrite = layout != "rows"
-        made = checkpoint.reshard(
+        resharded = checkpoint.reshard(
             begin, end, layout=layout, world_size=world, overwrite=overwrite, **keywords
         )
-        assert (made.path, made.step, made.world_size) == (end, 4, world)
-        found = made.load()
-        assert same(found.model, state)
-        assert same(found.optimizer, moments)
-        assert found.states["rates"][0] == 1
+        assert (resharded.path, resharded.step, resharded.world_size) == (end, 4, world)
+        loaded = resharded.load()
+        assert same(loaded.model, state)
+        assert same(loaded.optimizer, moments)
+        assert loaded.states["rates"][0] == 1
         report = mlstate.verify(end, **(keywords if target == "store" else {}))
         assert report and not report.leftover and not report.strange
     with pytest.raises(StoreError) as caught:
         checkpoint.reshard(begin, end, layout="rows", world_size=2, **keywords)
     assert caught.value.errno == errno.EEXIST
     with pytest.raises(ValueError, match="another folder than the source"):
-        checkpoint.reshard(begin, begin, layout="rows", world_size=2, **own)
+        checkpoint.reshard(begin, begin, layout="rows", world_size=2, **source_options)
 
 
-def test_a_damaged_source_in_a_store_is_not_cut_anew(url, store, options, tmp_path):
+def test_damaged_source_in_a_store_is_not_resharded(url, store, options, tmp_path):
     shard = mlstate.save(url, state_of(1), storage_options=options).shards()[0]
     flip(store, url, shard)
     with pytest.raises(ChecksumError):
@@ -348,7 +352,7 @@ ONLY_LOCAL = {
 
 
 @pytest.mark.parametrize("name", ONLY_LOCAL)
-def test_what_needs_files_is_refused(url, store, options, name):
+def test_operations_on_local_files_are_refused(url, store, options, name):
     with pytest.raises(ValueError, match="not possible in an object store"):
         ONLY_LOCAL[name](url, options)
     assert store.faults.requests == 0
@@ -584,8 +588,10 @@ def test_a_torch_module_and_its_optimizer_resume(url, options):
     mlstate.load(url, into=into, storage_options=options)
     for name, tensor in module.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor)
-    for mine, theirs in zip(optimizer.state.values(), of_other.state.values(), strict=True):
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    for state_values, resumed_values in zip(
+        optimizer.state.values(), of_other.state.values(), strict=True
+    ):
+        assert all(torch.equal(state_values[name], resumed_values[name]) for name in state_values)
 
 
 # ---- named states ----
@@ -596,9 +602,9 @@ def test_named_states_are_stored_in_objects(url, options):
     states = {"rng": rng, "ema": ema, "n": {"a": [1, np.ones(3)]}}
     mlstate.save(url, ema, states=states, storage_options=options)
     expected = rng.random()
-    found = mlstate.load(url, storage_options=options).states
-    np.testing.assert_array_equal(found["ema"]["w"], ema["w"])
-    assert found["n"]["a"][0] == 1
+    loaded = mlstate.load(url, storage_options=options).states
+    np.testing.assert_array_equal(loaded["ema"]["w"], ema["w"])
+    assert loaded["n"]["a"][0] == 1
     mlstate.load(url, into={"states": {"rng": rng}}, storage_options=options)
     assert rng.random() == expected
     assert mlstate.verify(url, storage_options=options)

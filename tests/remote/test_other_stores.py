@@ -56,8 +56,8 @@ def test_a_state_survives_the_store_and_is_replaced(server, url):
     report = mlstate.verify(url, storage_options=options)
     assert report and not report.leftover and not report.strange
     assert len(server.objects) == 4 and not server.uploads
-    found = checkpoint.inspect(url, storage_options=options)
-    assert (found.step, [record.key for record in found.tensors()]) == (2, ["b", "w"])
+    listing = checkpoint.inspect(url, storage_options=options)
+    assert (listing.step, [record.key for record in listing.tensors()]) == (2, ["b", "w"])
 
 
 def test_a_manager_keeps_and_prunes_steps(server, url):

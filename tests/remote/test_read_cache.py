@@ -25,8 +25,8 @@ def options(store, tmp_path):
 
 def entries(options):
     """Return the entries of the cache, the oldest first."""
-    found = [path for path in options["cache_folder"].glob("*/*") if path.is_file()]
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+    paths = [path for path in options["cache_folder"].glob("*/*") if path.is_file()]
+    return sorted(paths, key=lambda path: path.stat().st_mtime_ns)
 
 
 def requested(store, call):
@@ -85,8 +85,8 @@ def test_a_manager_reads_steps_through_the_cache(url, store, options):
     manager.restore_latest()
     assert manager.restore(1).model["w"].tolist() == [1] * 5
     other = CheckpointManager(url, storage_options=options)
-    names, found = requested(store, lambda: other.restore_latest())
-    assert found.model["w"].tolist() == [2] * 5
+    names, restored = requested(store, lambda: other.restore_latest())
+    assert restored.model["w"].tolist() == [2] * 5
     assert not [name for name in names if name.startswith(("params", "index"))]
 
 
@@ -97,9 +97,9 @@ def test_a_manager_reads_steps_through_the_cache(url, store, options):
 def test_a_damaged_entry_is_read_again_from_the_store(url, store, options, damage, verify):
     mlstate.save(url, STATE, storage_options=store.options())
     load(url, options, verify=verify)
-    found = entries(options)
-    texts = [path.read_bytes() for path in found]
-    for path, text, other in zip(found, texts, texts[1:] + texts[:1], strict=True):
+    cache_files = entries(options)
+    texts = [path.read_bytes() for path in cache_files]
+    for path, text, other in zip(cache_files, texts, texts[1:] + texts[:1], strict=True):
         middle = 20 if damage == "header" else len(text) // 2
         flipped = text[:middle] + bytes([text[middle] ^ 1]) + text[middle + 1 :]
         changed = {"truncate": text[:-1], "swap": other}
@@ -162,7 +162,7 @@ def test_a_cache_that_cannot_be_written_is_one_warning(url, store, options, prob
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert same(load(url, options), STATE)
-    [text] = [str(one.message) for one in caught]
+    [text] = [str(warning.message) for warning in caught]
     assert "the cache cannot be written" in text and str(options["cache_folder"]) in text
     assert not entries(options)
 
@@ -219,7 +219,7 @@ def test_the_entries_of_the_oldest_loads_are_deleted(url, store, options):
     assert load(f"{url}/b", options)["w"].all()
 
 
-def test_a_full_cache_whose_entries_cannot_be_deleted_stays_as_it_is(tmp_path, monkeypatch):
+def test_full_cache_with_undeletable_entries_is_kept(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", path)
 

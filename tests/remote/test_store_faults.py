@@ -37,9 +37,9 @@ def state_of(number):
 
 def number_of(state):
     """Return the number of a state; raise if it is a mixture."""
-    found = {value for array in state.values() for value in np.unique(array).tolist()}
-    assert len(found) == 1, f"a mixture of {found}"
-    return int(found.pop())
+    numbers = {value for array in state.values() for value in np.unique(array).tolist()}
+    assert len(numbers) == 1, f"a mixture of {numbers}"
+    return int(numbers.pop())
 
 
 class Case:
@@ -110,9 +110,9 @@ def save_large(case, options):
 def reshard_again(case, options):
     """Replace a checkpoint by one that is cut for two ranks."""
     target = f"{case.url}/cut"
-    made = reshard(case.url, target, layout="rows", world_size=2, overwrite=True,
+    resharded = reshard(case.url, target, layout="rows", world_size=2, overwrite=True,
                    storage_options=options)  # fmt: skip
-    assert number_of(made.load().model) == case.number
+    assert number_of(resharded.load().model) == case.number
     report = mlstate.verify(target, storage_options=case.store.options(direct=True))
     assert report and not report.leftover, report
 
@@ -248,7 +248,7 @@ def test_an_interrupted_save_is_continued_by_the_next_one(url, store):
 
     interrupt(state)
     interrupt({**state, "a": state["a"] + 1})
-    assert sum("/params/a." in one for one in store.urls(url)) == 2
+    assert sum("/params/a." in object_url for object_url in store.urls(url)) == 2
     assert 2 * nbytes <= save_and_count() <= 2 * nbytes + SMALL
     direct = store.options(direct=True, orphan_seconds=0)
     prune(url, storage_options=direct)  # the new checkpoint needs no older object

@@ -70,17 +70,17 @@ def test_a_file_is_loaded_whole_by_name_and_by_rows(file, store, options):
 
 def test_a_file_is_inspected_planned_and_verified(file, options):
     url, _ = file
-    found = checkpoint.inspect(url, storage_options=options)
-    assert {record.key: record.shape for record in found.tensors()} == {
+    listing = checkpoint.inspect(url, storage_options=options)
+    assert {record.key: record.shape for record in listing.tensors()} == {
         name: array.shape for name, array in MODEL.items()
     }
-    assert "model-a.safetensors: 3 tensors" in repr(found)
-    assert same(found.load().model, MODEL)
-    assert same(mlstate.load(found.path, storage_options=options).model, MODEL)
-    text = pickle.dumps(found)
+    assert "model-a.safetensors: 3 tensors" in repr(listing)
+    assert same(listing.load().model, MODEL)
+    assert same(mlstate.load(listing.path, storage_options=options).model, MODEL)
+    text = pickle.dumps(listing)
     assert b"of-tests" not in text and pickle.loads(text).path.folder.file == "model-a.safetensors"
     report = mlstate.verify(url, storage_options=options)
-    assert report and not report.strange and report.bytes == found.nbytes
+    assert report and not report.strange and report.bytes == listing.nbytes
     plan = checkpoint.plan_load(url, names="head", storage_options=options)
     assert {read.path for read in plan.reads} == {"model-a.safetensors"}
 
@@ -129,9 +129,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_never_mixed(file, store, op
     assert same(got, old if np.array_equal(got["head"], old["head"]) else other)
 
 
-def test_a_replaced_file_with_a_name_like_ours_is_not_read_from_the_cache(
-    url, store, file, tmp_path
-):
+def test_replaced_file_named_like_a_shard_is_not_cached(url, store, file, tmp_path):
     cached = store.options(cache_folder=tmp_path / "cache")
     other = {name: array + 1 for name, array in MODEL.items()}
     for state in (MODEL, other):  # files of equal size
@@ -142,24 +140,24 @@ def test_a_replaced_file_with_a_name_like_ours_is_not_read_from_the_cache(
 
 
 def test_a_missing_file_is_one_error_with_its_url(url, store, options):
-    there = f"{url}/no.safetensors"
+    missing_url = f"{url}/no.safetensors"
     for call in (mlstate.load, mlstate.verify, checkpoint.inspect, checkpoint.plan_load):
         with pytest.raises(StoreNotFoundError, match="no such file") as caught:
-            call(there, storage_options=options)
-        assert there in str(caught.value)
+            call(missing_url, storage_options=options)
+        assert missing_url in str(caught.value)
     store.faults.reset(lambda number, method, path: "403")
     with pytest.raises(StorePermissionError, match="access denied"):
-        mlstate.load(there, storage_options=options)
+        mlstate.load(missing_url, storage_options=options)
 
 
 def test_a_file_is_never_written_as_a_checkpoint(file, store, options):
     url, _ = file
-    found = checkpoint.inspect(url, storage_options=options)
+    listing = checkpoint.inspect(url, storage_options=options)
     before = store.urls(url.rpartition("/")[0])
     for call in (
         lambda: mlstate.save(url, MODEL, storage_options=options),
         lambda: mlstate.save(f"{url}/", MODEL, storage_options=options),
-        lambda: mlstate.save(found.path, MODEL),
+        lambda: mlstate.save(listing.path, MODEL),
         lambda: CheckpointManager(url, storage_options=options),
         lambda: checkpoint.prune(url, storage_options=options),
         lambda: write_any(url, MODEL, storage_options=options),
@@ -178,14 +176,14 @@ def test_a_folder_is_read_as_a_checkpoint(folder, options, tmp_path):
     url = f"{folder}/model.safetensors.index.json"  # as well as the folder
     assert same(mlstate.load(folder, storage_options=options).model, MODEL)
     assert same(mlstate.load(url, storage_options=options).model, MODEL)
-    found = checkpoint.inspect(url, storage_options=options)
-    assert repr(found).startswith("Hugging Face folder: 3 tensors") and len(found.files()) > 1
+    listing = checkpoint.inspect(url, storage_options=options)
+    assert repr(listing).startswith("Hugging Face folder: 3 tensors") and len(listing.files()) > 1
     report = mlstate.verify(folder, storage_options=options)
-    assert report and not report.strange and report.bytes > found.nbytes
-    made = checkpoint.reshard(
+    assert report and not report.strange and report.bytes > listing.nbytes
+    resharded = checkpoint.reshard(
         folder, tmp_path / "cut", layout="rows", world_size=2, storage_options=options
     )
-    assert same(made.load().model, MODEL)
+    assert same(resharded.load().model, MODEL)
 
 
 def test_a_folder_of_one_file_is_found(url, store, options, file):
@@ -196,7 +194,9 @@ def test_a_folder_of_one_file_is_found(url, store, options, file):
 
 
 def test_a_folder_with_a_missing_file_names_it(folder, store, options):
-    name = min(one for one in store.urls(folder) if one.endswith(".safetensors"))
+    name = min(
+        object_url for object_url in store.urls(folder) if object_url.endswith(".safetensors")
+    )
     store.direct().delete(key_of(name))
     with pytest.raises(StoreNotFoundError, match=name.rpartition("/")[2]):
         mlstate.load(folder, storage_options=options)
@@ -229,9 +229,9 @@ def test_the_commands_read_files_and_folders(file, folder, environment, tmp_path
 def test_both_states_in_a_file_are_split_as_they_were_joined(url, store, options, tmp_path):
     moments = {"head.m": np.ones(7)}
     write_any(tmp_path / "both.safetensors", MODEL, moments, {"run": [1]})
-    there = f"{url}/both.safetensors"
-    store.put(there, (tmp_path / "both.safetensors").read_bytes())
-    model, optimizer, metadata = read_any(there, storage_options=options)
+    file_url = f"{url}/both.safetensors"
+    store.put(file_url, (tmp_path / "both.safetensors").read_bytes())
+    model, optimizer, metadata = read_any(file_url, storage_options=options)
     assert same(model, MODEL)
     assert same(optimizer, moments)
     local = read_any(tmp_path / "both.safetensors")

@@ -37,17 +37,17 @@ NAMES = st.lists(st.sampled_from("abcdef"), unique=True)
 @given(NAMES, NAMES)
 def test_names_are_compared_as_sets(first, second):
     a, b = StateDict.fromkeys(first, np.ones(1)), dict.fromkeys(second, np.ones(1))
-    for one, other in ((a, b), (b, a), (collections.OrderedDict(a), collections.ChainMap(b))):
-        assert keys_match(one, other) == (set(one) == set(other))
-        assert get_missing_keys(one, other) == set(one) - set(other)
-        assert get_unexpected_keys(one, other) == set(other) - set(one)
+    for left, right in ((a, b), (b, a), (collections.OrderedDict(a), collections.ChainMap(b))):
+        assert keys_match(left, right) == (set(left) == set(right))
+        assert get_missing_keys(left, right) == set(left) - set(right)
+        assert get_unexpected_keys(left, right) == set(right) - set(left)
 
 
 SHAPES = st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(0, 2), max_size=2))
 
 
 @given(SHAPES, SHAPES)
-def test_shapes_are_compared_as_the_specification_says(first, second):
+def test_shapes_match_follows_the_specification(first, second):
     a, b = arrays(**first), arrays(**second)
     assert shapes_match(a, b) == all(n in b and a[n].shape == b[n].shape for n in a)
     result = check_compatibility(a, b)
@@ -56,7 +56,7 @@ def test_shapes_are_compared_as_the_specification_says(first, second):
     assert result.has_warnings == (set(a) != set(b))
 
 
-def test_compatibility_names_everything_and_both_shapes():
+def test_compatibility_lists_all_differences_with_both_shapes():
     source = arrays(w=(2, 3), only=1, same=2) | {"t": np.zeros(2)}
     target = arrays(w=(3, 2), same=2, t=2, new=1, fresh=1)
     result = check_compatibility(source, target)
@@ -80,7 +80,7 @@ def test_compatibility_names_everything_and_both_shapes():
     assert "CompatibilityResult: not compatible" in repr(result)
 
 
-def test_the_headline_says_how_much_would_be_loaded():
+def test_headline_counts_loadable_tensors():
     state = arrays(a=1, b=2, c=3)
     none, some = "compatible, but nothing would be loaded: no name matches", "compatible in part:"
     for other, headline in (
@@ -106,7 +106,7 @@ class Odd:
         self.__array_interface__ = np.zeros(2).__array_interface__
 
 
-def test_a_first_look_says_what_the_full_comparison_says():
+def test_quick_and_full_comparison_agree():
     # if nothing differs at first sight, no pair is examined further
     pairs = [
         (np.zeros(2, "<f4"), np.zeros(2, ">f4"), 0),
@@ -119,10 +119,10 @@ def test_a_first_look_says_what_the_full_comparison_says():
         (Odd((2,)), np.zeros(2), 1),
     ]
     for name in ("w", "Gewicht-\N{LATIN SMALL LETTER SHARP S}", type("Name", (str,), {})("w")):
-        for one, other, found in pairs:
-            source, target = {"first": np.ones(1), name: one}, {name: other, "first": np.ones(1)}
-            assert len(check_compatibility(source, target).differences) == found
-            assert len(check_compatibility(target, source).differences) == found
+        for left, right, difference_count in pairs:
+            source, target = {"first": np.ones(1), name: left}, {name: right, "first": np.ones(1)}
+            assert len(check_compatibility(source, target).differences) == difference_count
+            assert len(check_compatibility(target, source).differences) == difference_count
     with pytest.raises(CompatibilityError, match="not a tuple of at most 64 sizes"):
         check_compatibility({"w": Odd(("2",))}, {"w": Odd(("2",))})
 
@@ -151,7 +151,7 @@ def test_tensors_without_memory_can_be_compared():
 
 
 @pytest.mark.parametrize("compare", [keys_match, shapes_match, check_compatibility, diff])
-def test_what_is_no_state_is_refused(compare):
+def test_non_states_are_refused(compare):
     good = arrays(w=2)
     for bad in (3, [("w", 1)], None, {3: np.ones(1)}):
         with pytest.raises(TypeError):
@@ -210,11 +210,11 @@ def pairs(draw):
 @settings(max_examples=tries(300))
 def test_elements_are_measured_as_numpy_would(pair):
     a, b = pair
-    found = diff({"w": a}, {"w": b})
+    difference = diff({"w": a}, {"w": b})
     changed, nan, max_abs, max_rel = measured(a, b)
-    assert found.identical == (changed == 0) == (StateDict(w=a) == StateDict(w=b))
+    assert difference.identical == (changed == 0) == (StateDict(w=a) == StateDict(w=b))
     if changed:
-        (change,) = found.changes
+        (change,) = difference.changes
         assert (change.name, change.changed, change.size, change.nan) == ("w", changed, a.size, nan)
         assert change.max_abs == pytest.approx(max_abs, rel=1e-12, abs=0)
         assert change.max_rel == pytest.approx(max_rel, rel=1e-6)
@@ -246,42 +246,44 @@ def test_large_tensors_are_measured_in_parts(threads):
     b["w"][[3, 1499], [0, 1000]] += [1, 2]
     b["h"][-1] = np.nan
     with num_threads(threads):
-        found = diff(a, b)
+        difference = diff(a, b)
         assert StateDict(a) != StateDict(b) and StateDict(a) == StateDict(a).copy()
-    changes = {change.name: change for change in found.changes}
+    changes = {change.name: change for change in difference.changes}
     assert changes["w"].changed == 2 and changes["h"][1:4] == (1, 10_000_003, 1)
-    wanted = np.abs(a["w"].astype(float) - b["w"]).max()
-    assert changes["w"].max_abs == pytest.approx(wanted, rel=1e-12)
+    expected = np.abs(a["w"].astype(float) - b["w"]).max()
+    assert changes["w"].max_abs == pytest.approx(expected, rel=1e-12)
 
 
-def test_what_only_one_has_and_what_cannot_be_compared_is_listed():
+def test_unmatched_and_incomparable_tensors_are_listed():
     a = arrays(gone=1, shape=(2, 3), same=2) | {"dtype": np.zeros(2)}
     b = arrays(new=1, shape=6, same=2, dtype=2)
-    found = diff(a, b)
-    assert found.missing == ["gone"] and found.unexpected == ["new"]
-    assert found.shapes == [("shape", (2, 3), (6,))]
-    assert found.dtypes == [("dtype", "float64", "float32")]
-    assert found.changes == [] and found.unchanged == 1 and not found.identical
-    text = str(found)
+    difference = diff(a, b)
+    assert difference.missing == ["gone"] and difference.unexpected == ["new"]
+    assert difference.shapes == [("shape", (2, 3), (6,))]
+    assert difference.dtypes == [("dtype", "float64", "float32")]
+    assert difference.changes == [] and difference.unchanged == 1 and not difference.identical
+    text = str(difference)
     assert text.splitlines()[0] == (
         "1 of another shape, 1 of another dtype, 1 only in the first, 1 only in the second, "
         "1 unchanged"
     )
     assert str(diff({"w": np.ones(1)}, {"w": np.ones(1)})) == "identical: 1 tensor"
-    assert repr(found) == f"<StateDiff: {text.splitlines()[0]}>"
-    assert "(2, 3) -> (6,)" in text and "(2, 3) -&gt; (6,)" in found._repr_html_()
+    assert repr(difference) == f"<StateDiff: {text.splitlines()[0]}>"
+    assert "(2, 3) -> (6,)" in text and "(2, 3) -&gt; (6,)" in difference._repr_html_()
 
 
 def test_the_worst_tensors_come_first_and_the_table_is_cut():
     a = {f"t{i}": np.full(4, 100.0) for i in range(60)}
     b = {name: array + int(name[1:]) for name, array in a.items()}
-    found = diff(a, b)
-    lines = str(found).splitlines()
+    difference = diff(a, b)
+    lines = str(difference).splitlines()
     assert lines[0] == "59 changed, 1 unchanged" and lines[2].startswith("t59")
     assert lines[-1] == "… 39 more" and len(lines) == 23
-    assert found._repr_html_().count("<tr>") == 51 and "… 9 more" in found._repr_html_()
-    found = diff(a | {"s": np.zeros(2)}, b | {"s": np.zeros(3)})
-    assert str(found).splitlines()[2].startswith("s ")  # listed although many changes come first
+    assert difference._repr_html_().count("<tr>") == 51 and "… 9 more" in difference._repr_html_()
+    difference = diff(a | {"s": np.zeros(2)}, b | {"s": np.zeros(3)})
+    assert (
+        str(difference).splitlines()[2].startswith("s ")
+    )  # listed although many changes come first
 
 
 def test_memory_that_cannot_be_read_is_named():

@@ -60,13 +60,13 @@ def model(layers, parts=("attn.q", "attn.k", "mlp.up", "mlp.down", "norm")):
 
 def test_a_model_unfolds_down_to_every_tensor():
     state = model(12)
-    found = page(state)
+    tree = page(state)
     # layers, 12 of them, 2 groups and 5 modules in each
-    assert found.tags.count("details") == 1 + 12 * (1 + 2 + 5)
-    assert sum(text == "float32 (2, 3)" for text in found.texts) == len(state)
-    assert not [text for text in found.texts if "more" in text]
-    assert found.deepest == 4
-    assert "120 tensors, 2.81 KiB, float32" in found.texts  # belongs to the only node at the top
+    assert tree.tags.count("details") == 1 + 12 * (1 + 2 + 5)
+    assert sum(text == "float32 (2, 3)" for text in tree.texts) == len(state)
+    assert not [text for text in tree.texts if "more" in text]
+    assert tree.deepest == 4
+    assert "120 tensors, 2.81 KiB, float32" in tree.texts  # belongs to the only node at the top
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_a_model_unfolds_down_to_every_tensor():
     ],
     ids=["model", "flat", "long", "deep", "escaped", "unprintable", "5,000 characters"],
 )  # fmt: skip
-def test_any_state_is_a_small_page_that_counts_what_it_hides(names):
+def test_page_is_bounded_and_counts_hidden_tensors(names):
     state = StateDict.fromkeys(names, np.zeros(2, np.float16))
     text = state._repr_html_()
-    found = Tree(text)
+    tree = Tree(text)
     assert len(text.encode()) < MOST_BYTES
-    assert f"{len(state):,} tensors" in found.texts[0]
-    assert found.tags.count("details") == found.tags.count("summary")
-    assert found.tensors == len(state)
+    assert f"{len(state):,} tensors" in tree.texts[0]
+    assert tree.tags.count("details") == tree.tags.count("summary")
+    assert tree.tensors == len(state)
 
 
 def test_hidden_layers_can_be_opened_and_equal_ones_are_one_row():
@@ -102,15 +102,15 @@ def test_hidden_layers_can_be_opened_and_equal_ones_are_one_row():
     arrays["layers.150.norm"] = np.zeros(4, np.float32)
     state = StateDict(arrays)
     text = state._repr_html_()
-    found = Tree(text)
-    assert found.tensors == len(state) and len(text.encode()) < MOST_BYTES
-    shown = sum(f">{i}</b>" in text for i in range(200))
+    tree = Tree(text)
+    assert tree.tensors == len(state) and len(text.encode()) < MOST_BYTES
+    row_count = sum(f">{i}</b>" in text for i in range(200))
     more = text[text.index("<details class=more>") :]
     assert re.search(r"<b>\d+ … 149</b><i>\d+ alike, 3 tensors each</i>", more)
     assert "<b>150</b><i>3 tensors</i>" in more and "<b>norm</b><i>float32 (4,)</i>" in more
     assert re.search(r"<b>151 … \d+</b><i>\d+ alike, 3 tensors each</i>", more)
     counts = [int(count) for count in re.findall(r"(\d+) alike, 3", more)]
-    assert shown + sum(counts) == 200
+    assert row_count + sum(counts) == 200
 
 
 def test_hidden_tensors_are_counted_beyond_the_size_of_a_page():
@@ -125,9 +125,9 @@ def test_hidden_tensors_are_counted_beyond_the_size_of_a_page():
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]) | st.just("."), max_size=30)))
 def test_any_names_give_a_page_that_is_well_formed(names):
     state = StateDict.fromkeys(names, np.zeros(1, np.int8))
-    found = page(state)
-    assert found.tensors == len(state)
-    assert set(found.tags) <= {"div", "style", "p", "b", "i", "details", "summary"}
+    tree = page(state)
+    assert tree.tensors == len(state)
+    assert set(tree.tags) <= {"div", "style", "p", "b", "i", "details", "summary"}
     assert state._repr_html_() == state._repr_html_()
     assert len(repr(state).splitlines()) <= 20
 
@@ -135,12 +135,12 @@ def test_any_names_give_a_page_that_is_well_formed(names):
 def test_names_and_attributes_are_escaped():
     hostile = "</b><script>alert('1')</script>&amp;\""
     state = ModelStateDict({hostile: np.zeros(1), f"a.{hostile}": np.zeros(1)}, model_type=hostile)
-    found = page(state)
-    assert "script" not in found.tags
-    assert hostile in found.texts and hostile in found.texts[0]
+    tree = page(state)
+    assert "script" not in tree.tags
+    assert hostile in tree.texts and hostile in tree.texts[0]
 
 
-def test_a_layer_has_the_sums_of_what_it_holds():
+def test_layer_row_has_the_sums_of_its_tensors():
     state = StateDict(
         {"a.x": np.zeros(4, np.float32), "a.y": np.zeros(4, np.float16), "b": np.zeros(2)}
     )
@@ -150,11 +150,11 @@ def test_a_layer_has_the_sums_of_what_it_holds():
     assert texts[texts.index("b") + 1] == "float64 (2,)"
 
 
-def test_a_tensor_that_others_lie_under_says_its_own_shape():
+def test_tensor_with_children_shows_its_shape():
     state = StateDict({"a": np.zeros(7), "a.b": np.zeros(2), "a.c": np.zeros(3), "d": np.zeros(1)})
-    found = page(state)
-    assert found.texts[1:3] == ["a", "3 tensors, 96 B, float64; itself (7,)"]
-    assert found.texts[3:5] == ["b", "float64 (2,)"] and found.tensors == 4
+    tree = page(state)
+    assert tree.texts[1:3] == ["a", "3 tensors, 96 B, float64; itself (7,)"]
+    assert tree.texts[3:5] == ["b", "float64 (2,)"] and tree.tensors == 4
 
 
 def test_tensors_without_memory_are_shown():
@@ -170,7 +170,7 @@ def test_a_name_with_line_breaks_stays_on_its_line():
     assert page(state).texts[1] == r"a\nb\r\u2028\u202e"
 
 
-def test_the_first_line_says_what_it_is_of():
+def test_first_line_names_class_and_attributes():
     state = ModelStateDict(w=np.zeros(2), model_type="llama", layer_count=12)
     assert repr(state).splitlines()[0] == "ModelStateDict: 1 tensor, 16 B, llama, 12 layers"
     assert page(state).texts[0] == "ModelStateDict: 1 tensor, 16 B, llama, 12 layers"
@@ -189,7 +189,7 @@ def test_a_subclass_without_attributes_can_be_shown():
     assert repr(Bare()) == "Bare: 0 tensors, 0 B, other, step 0, learning rate 0"
 
 
-def test_tensors_without_plain_memory_can_be_printed():
+def test_tensors_without_cpu_memory_are_printed():
     torch = pytest.importorskip("torch", reason="such tensors are torch's")
     lazy = torch.nn.parameter.UninitializedParameter()
     for odd in (torch.eye(2).to_sparse(), lazy, torch.empty((2, 2), device="meta")):
@@ -198,7 +198,7 @@ def test_tensors_without_plain_memory_can_be_printed():
         assert "StateDict: 2 tensors" in page(state).texts[0]
 
 
-def test_what_went_round_the_checks_can_be_printed():
+def test_unchecked_entries_are_printed():
     state = StateDict(a=np.zeros(2))
     dict.__setitem__(state, "b", [1])
     dict.__setitem__(state, 3, np.zeros(1))

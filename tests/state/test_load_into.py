@@ -27,7 +27,7 @@ def filled(target, start=1):
 # ---- copying ----
 
 
-def test_arrays_are_written_where_they_lie():
+def test_arrays_are_written_in_place():
     target = state(w=(2, 3), b=3)
     w, source = target["w"], filled(target)
     load_into(target, source)
@@ -61,7 +61,7 @@ def test_any_layout_is_filled_like_numpy_does(targets, random):
         assert np.array_equal(target, source[str(i)])
 
 
-def test_shared_names_only_where_it_is_not_strict():
+def test_strict_false_loads_shared_names():
     target, source = state(a=2, b=2), filled(state(b=2, c=2))
     load_into(target, source, strict=False)
     assert target["b"].tolist() == [1, 2] and not target["a"].any()
@@ -79,14 +79,14 @@ def test_dtypes_are_converted_only_when_asked_for(have, want):
     values = np.array([0.1, -3.5, 1e30, np.inf, np.nan, 2.0**-140])
     with np.errstate(over="ignore"):
         source = {"w": values.astype(have)}
-        wanted = source["w"].astype(want)
+        expected = source["w"].astype(want)
     target = {"w": np.full(6, 9, want)}
     if have != want:
         with pytest.raises(CompatibilityError, match="cast=True converts floats"):
             load_into(target, source)
         assert (target["w"] == 9).all()
     load_into(target, source, cast=True)
-    assert np.array_equal(target["w"].astype(float), wanted.astype(float), equal_nan=True)
+    assert np.array_equal(target["w"].astype(float), expected.astype(float), equal_nan=True)
 
 
 def test_other_conversions_are_not_offered():
@@ -119,7 +119,7 @@ def refused(target, source, error=CompatibilityError, **options):
     return caught.value
 
 
-def test_all_that_is_wrong_is_said_at_once_in_torchs_words():
+def test_error_lists_all_differences_like_torch():
     target = state(good=2, shape=(2, 3), dtype=2, lacking=1)
     source = filled(state(good=2, shape=(3, 2), extra=1)) | {"dtype": np.ones(2)}
     error = refused(target, source)
@@ -165,7 +165,7 @@ def test_names_are_cut_and_unprintable_ones_escaped():
     assert len(str(error)) < 500 and "\0" not in str(error)
 
 
-def test_a_module_is_no_state_but_has_one():
+def test_module_error_asks_for_its_state_dict():
     class Module:
         def state_dict(self):
             return {}
@@ -229,7 +229,7 @@ def test_memory_that_would_be_read_after_it_was_written_is_refused(size):
     refused({"w": np.broadcast_to(a[:1], (size,))}, {"w": b}, ValueError)
 
 
-def test_bad_arguments_change_nothing():
+def test_invalid_arguments_keep_the_target():
     target = state(w=2)
     for source in ({"w": [1, 2]}, {"w": None}, 3, [("w", np.ones(2))]):
         refused(target, source, (TypeError, AttributeError))
@@ -283,14 +283,16 @@ NEW = st.sampled_from(["", "m.", "model.", "é"])
 @given(st.lists(NAMES, unique=True, max_size=6), st.dictionaries(OLD, NEW, max_size=3))
 def test_rename_follows_its_rules(names, rules):
     source = ModelStateDict(((n, np.full(1, i)) for i, n in enumerate(names)), model_type="x")
-    found = [python_rename(name, rules.items()) for name in names]
-    wanted = [name for name, _ in found]
-    unused = set(rules).difference(*(used for _, used in found))
-    taken = next((i for i, name in enumerate(wanted) if name in wanted[:i]), len(names))
-    if "" in wanted[:taken]:  # the error names the first invalid name
+    renames = [python_rename(name, rules.items()) for name in names]
+    names_after = [name for name, _ in renames]
+    unused = set(rules).difference(*(used for _, used in renames))
+    duplicate_index = next(
+        (i for i, name in enumerate(names_after) if name in names_after[:i]), len(names)
+    )
+    if "" in names_after[:duplicate_index]:  # the error names the first invalid name
         with pytest.raises(ValueError, match="remove all of the name"):
             rename(source, rules)
-    elif taken < len(names):
+    elif duplicate_index < len(names):
         with pytest.raises(CompatibilityError, match="would both become"):
             rename(source, rules)
     else:
@@ -300,7 +302,7 @@ def test_rename_follows_its_rules(names, rules):
             assert all(repr(rule) in str(caught.value) for rule in unused)
         result = rename(source, rules, unused="ignore")
         assert type(result) is ModelStateDict and result.model_type == "x"
-        assert list(result) == wanted
+        assert list(result) == names_after
         assert all(a is b for a, b in zip(result.values(), source.values(), strict=True))
     assert list(source) == names
 

@@ -57,7 +57,7 @@ def test_arrays_are_kept_as_they_are(kind):
     assert isinstance(state, dict) and list(dict(state).values()) == list(state.values())
 
 
-def test_whatever_is_an_array_is_good():
+def test_every_array_interface_is_accepted():
     class Interface:
         def __init__(self):
             self.memory = np.arange(4)
@@ -154,10 +154,10 @@ def smuggled(state, bad):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bad_entries_are_refused_by_every_way_and_nothing_changes(kind, what, way):
-    bad, error, text = BAD[what]
+def test_invalid_entries_are_refused_by_every_method(kind, case, way):
+    bad, error, text = BAD[case]
     state = kind(arrays("a", "b"))
     before = list(state.items())
     with pytest.raises(error, match=text):
@@ -168,7 +168,7 @@ def test_bad_entries_are_refused_by_every_way_and_nothing_changes(kind, what, wa
     assert list(state) == ["a", "b"]
 
 
-def test_setdefault_gives_what_is_there_and_wants_an_array_otherwise():
+def test_setdefault_returns_existing_or_needs_an_array():
     state = StateDict(arrays("w"))
     assert state.setdefault("w") is state["w"]
     new = np.ones(1)
@@ -179,7 +179,7 @@ def test_setdefault_gives_what_is_there_and_wants_an_array_otherwise():
         state.setdefault()
 
 
-def test_an_exception_in_the_middle_of_an_update_changes_nothing():
+def test_failed_update_keeps_the_state():
     def pairs():
         yield "new", np.ones(1)
         raise RuntimeError("half way")
@@ -202,14 +202,14 @@ def test_an_exception_in_the_middle_of_an_update_changes_nothing():
         state.update({}, {})
 
 
-def test_a_state_dict_that_changes_while_it_is_walked_says_so():
+def test_change_during_iteration_raises():
     state = StateDict(arrays("a", "b"))
     with pytest.raises(RuntimeError, match="changed size"):
         for name in state:
             state[name + "x"] = np.ones(1)
 
 
-def test_names_may_be_anything_that_a_file_can_hold():
+def test_names_may_be_any_unicode_string():
     names = ['"', "%s%n", "é", "層.0", "a\0b", "x" * 5000, "", ".", "a..b", "\N{PILE OF POO}"]
     state = ModelStateDict((name, np.full(1, i)) for i, name in enumerate(names))
     assert list(state) == names and [int(v[0]) for v in state.values()] == list(range(len(names)))
@@ -218,7 +218,7 @@ def test_names_may_be_anything_that_a_file_can_hold():
     assert pickle.loads(pickle.dumps(state)) == state
 
 
-def test_a_subclass_of_str_becomes_a_plain_name():
+def test_str_subclass_names_become_str():
     name = np.str_("w")
     state = StateDict({name: np.ones(1)})
     state[np.str_("x")] = np.ones(1)
@@ -240,23 +240,23 @@ def test_pickle_keeps_class_attributes_and_arrays(kind, protocol):
     back = pickle.loads(pickle.dumps(state, protocol))
     assert type(back) is kind and back == state and list(back) == list(state)
     assert back.__getstate__() == state.__getstate__()
-    for made in (copy.copy(state), state.copy(), copy.deepcopy(state), state | {}, {} | state):
-        assert type(made) is kind and made == state
-        assert made.__getstate__() == state.__getstate__()
-        assert made is not state
+    for duplicate in (copy.copy(state), state.copy(), copy.deepcopy(state), state | {}, {} | state):
+        assert type(duplicate) is kind and duplicate == state
+        assert duplicate.__getstate__() == state.__getstate__()
+        assert duplicate is not state
     assert copy.copy(state)["a.w"] is state["a.w"]
     assert copy.deepcopy(state)["a.w"] is not state["a.w"]
 
 
-def test_python_subclasses_keep_their_own():
+def test_python_subclasses_keep_their_attributes():
     state = Mine("note", arrays("a.w"), model_type="x")
-    for made in (
+    for duplicate in (
         state.copy(),
         copy.copy(state),
         state | {"b": np.ones(1)},
         {"b": np.ones(1)} | state,
     ):
-        assert type(made) is Mine and made.note == "note" and made.model_type == "x"
+        assert type(duplicate) is Mine and duplicate.note == "note" and duplicate.model_type == "x"
     back = pickle.loads(pickle.dumps(state))
     assert type(back) is Mine and back.note == "note" and back == state
     assert type(state.get_layer_state("a")) is StateDict
@@ -301,7 +301,7 @@ def test_fromkeys_puts_one_array_under_many_names():
     assert StateDict.fromkeys([]) == {}
 
 
-def test_references_return_to_where_they_were():
+def test_reference_counts_are_restored():
     w, name = np.ones(2), "".join(["na", "me"])
     before = sys.getrefcount(w), sys.getrefcount(name)
     state = StateDict({name: w})
@@ -371,7 +371,7 @@ def documented_digest(state):
         max_size=5,
     )
 )
-def test_digest_is_what_it_says(described):
+def test_digest_follows_its_documentation(described):
     state = StateDict()
     for i, (name, (dtype, shape)) in enumerate(described.items()):
         count = int(np.prod(shape, dtype=int))
@@ -452,7 +452,7 @@ def test_new_arrays_under_old_names_leave_the_index_as_it_is():
         (3, TypeError, "must be a str"),
     ],
 )
-def test_layer_names_that_mean_nothing_are_refused(call, name, error, text):
+def test_invalid_layer_names_are_refused(call, name, error, text):
     state = ModelStateDict(arrays("a.w"))
     arguments = (name,) if call == "get_layer_state" else (name, arrays("w"))
     with pytest.raises(error, match=text):
@@ -512,7 +512,7 @@ def test_optimizer_states_are_found_by_parameter():
     assert len(state) == 3
 
 
-def test_stateful_is_told_by_its_two_methods():
+def test_stateful_protocol_needs_two_methods():
     class Half:
         def get_state_dict(self):
             return StateDict()
@@ -539,6 +539,6 @@ def test_repr_shows_first_and_last_and_counts_the_rest():
     assert state._ipython_key_completions_() == list(state)
 
 
-def test_nothing_here_is_imported_late_by_accident():
+def test_state_classes_are_not_lazy_copies():
     assert mlstate.StateDict is mlstate.state.StateDict
     assert StateDict.__module__.startswith("mlstate")

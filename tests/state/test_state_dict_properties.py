@@ -71,8 +71,8 @@ class BesideDict(RuleBasedStateMachine):
     @rule()
     def pop_the_last(self):
         name, array = self.state.popitem()
-        wanted_name, wanted = self.model.popitem()
-        assert name == wanted_name and array is wanted
+        expected_name, expected = self.model.popitem()
+        assert name == expected_name and array is expected
 
     @rule(name=NAMES, array=ARRAYS)
     def set_default(self, name, array):
@@ -85,11 +85,11 @@ class BesideDict(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def look_up(self, name):
-        wanted = self.model.get(name)
-        assert self.state.get_tensor_or_none(name) is wanted
+        expected = self.model.get(name)
+        assert self.state.get_tensor_or_none(name) is expected
         assert self.state.has_tensor(name) is (name in self.model)
-        if wanted is not None:
-            assert self.state.get_tensor(name) is wanted
+        if expected is not None:
+            assert self.state.get_tensor(name) is expected
 
     # ---- many entries ----
 
@@ -99,8 +99,8 @@ class BesideDict(RuleBasedStateMachine):
         if way == "keywords":
             self.state.update(**entries)
         else:
-            made = {"dict": dict, "pairs": lambda e: iter(e.items()), "state": StateDict}[way]
-            self.state.update(made(entries))
+            container = {"dict": dict, "pairs": lambda e: iter(e.items()), "state": StateDict}[way]
+            self.state.update(container(entries))
 
     @rule(entries=ENTRIES, reflected=st.booleans())
     def join(self, entries, reflected):

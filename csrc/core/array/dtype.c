@@ -40,8 +40,8 @@ const mls_dtype_info *mls_dtype_of(mls_dtype dtype)
 static bool find_dtype(const char *name, size_t length, bool in_files, mls_dtype *out)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
-        const char *known = in_files ? infos[i].file_name : infos[i].name;
-        if (strlen(known) == length && memcmp(known, name, length) == 0) {
+        const char *dtype_name = in_files ? infos[i].file_name : infos[i].name;
+        if (strlen(dtype_name) == length && memcmp(dtype_name, name, length) == 0) {
             *out = (mls_dtype)i;
             return true;
         }

@@ -57,8 +57,8 @@ static inline uint64_t mls_round_shift(uint64_t value, unsigned shift)
 {
     const uint64_t half = (uint64_t)1 << (shift - 1);
     const uint64_t rest = value & ((half << 1) - 1);
-    const uint64_t whole = value >> shift;
-    return whole + (uint64_t)(rest > half || (rest == half && (whole & 1U) != 0));
+    const uint64_t quotient = value >> shift;
+    return quotient + (uint64_t)(rest > half || (rest == half && (quotient & 1U) != 0));
 }
 
 /* Exact: every float16 is representable. A signalling NaN becomes quiet. */
@@ -154,9 +154,9 @@ static inline double mls_f64_from_f8(uint8_t bits, unsigned digits, int bias)
     const unsigned mantissa = bits & ((1U << digits) - 1);
     /* a subnormal number has no implicit 1 and the exponent of the smallest normal number
      */
-    const unsigned whole = exponent == 0 ? mantissa : mantissa | 1U << digits;
+    const unsigned significand = exponent == 0 ? mantissa : mantissa | 1U << digits;
     const int place = (exponent == 0 ? 1 : (int)exponent) - bias - (int)digits;
-    const double value = (double)whole * mls_f64_power(place);
+    const double value = (double)significand * mls_f64_power(place);
     return (bits & 0x80U) != 0 ? -value : value;
 }
 

@@ -36,20 +36,20 @@ static void insert_axis(mls_strided_iter *w, size_t length, ptrdiff_t a_stride,
  * times the inner stride, in both views. */
 static void merge_axes(mls_strided_iter *w)
 {
-    int kept = 0;
+    int axis_count = 0;
     for (int axis = 1; axis < w->rank; axis++) {
         const ptrdiff_t length = (ptrdiff_t)w->shape[axis];
-        if (w->a_strides[kept] == w->a_strides[axis] * length &&
-            w->b_strides[kept] == w->b_strides[axis] * length) {
-            w->shape[kept] *= w->shape[axis];
+        if (w->a_strides[axis_count] == w->a_strides[axis] * length &&
+            w->b_strides[axis_count] == w->b_strides[axis] * length) {
+            w->shape[axis_count] *= w->shape[axis];
         } else {
-            kept++;
-            w->shape[kept] = w->shape[axis];
+            axis_count++;
+            w->shape[axis_count] = w->shape[axis];
         }
-        w->a_strides[kept] = w->a_strides[axis];
-        w->b_strides[kept] = w->b_strides[axis];
+        w->a_strides[axis_count] = w->a_strides[axis];
+        w->b_strides[axis_count] = w->b_strides[axis];
     }
-    w->rank = kept + 1;
+    w->rank = axis_count + 1;
 }
 
 /* The innermost axis becomes the run; mls_strided_iter_next counts the others. */
@@ -136,9 +136,9 @@ void mls_swap_items(unsigned char *items, size_t bytes, size_t unit)
 {
     for (size_t start = 0; start < bytes; start += unit) {
         for (size_t low = start, high = start + unit - 1; low < high; low++, high--) {
-            const unsigned char kept = items[low];
+            const unsigned char swapped = items[low];
             items[low] = items[high];
-            items[high] = kept;
+            items[high] = swapped;
         }
     }
 }

@@ -1,22 +1,18 @@
 /* memory: heap blocks and page ranges.
  *
  * The size product is checked before calloc, so a block is never shorter than requested.
- * Page ranges come from mmap if the system has it: untouched pages then cost no memory,
- * and Linux can grow a range by moving its page table entries. Without mmap, heap blocks
- * serve as page ranges and growing copies them.
+ * Page ranges come from mmap: untouched pages cost no memory, and Linux can grow a range
+ * by moving its page table entries. Other systems copy the range.
  */
 #include "base/memory.h"
 
 #include "base/size.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-
-#if !defined(_WIN32)
-#    include <errno.h>
-#    include <sys/mman.h>
-#    include <unistd.h>
-#endif
+#include <sys/mman.h>
+#include <unistd.h>
 
 /* A block of one byte represents an empty one, so that NULL always means failure. */
 void *mls_alloc(size_t count, size_t size)
@@ -54,7 +50,7 @@ void mls_free(void *block)
     free(block);
 }
 
-static bool whole_pages(size_t bytes, size_t *out)
+static bool round_to_pages(size_t bytes, size_t *out)
 {
     const size_t page = mls_page_bytes();
     size_t padded;
@@ -69,8 +65,6 @@ static mls_code fail_mapping(mls_status *st, size_t bytes)
 {
     return mls_fail(st, MLS_E_MEMORY, "cannot map %zu bytes of memory", bytes);
 }
-
-#if !defined(_WIN32)
 
 /* Asked on each call: a cached value would be a mutable static. */
 size_t mls_page_bytes(void)
@@ -92,31 +86,10 @@ static void unmap(void *data, size_t bytes)
     munmap(data, bytes);
 }
 
-#else /* no mmap: use the heap */
-
-/* Only the unit to round sizes up to: nothing is mapped. */
-size_t mls_page_bytes(void)
-{
-    return 4096;
-}
-
-static void *map_zeros(size_t bytes)
-{
-    return calloc(bytes, 1);
-}
-
-static void unmap(void *data, size_t bytes)
-{
-    (void)bytes;
-    free(data);
-}
-
-#endif
-
 mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 {
     size_t mapped;
-    void *data = whole_pages(bytes, &mapped) ? map_zeros(mapped) : NULL;
+    void *data = round_to_pages(bytes, &mapped) ? map_zeros(mapped) : NULL;
     if (data == NULL) {
         return fail_mapping(st, bytes);
     }
@@ -128,7 +101,7 @@ mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 {
     size_t mapped;
-    if (bytes < pages->bytes || !whole_pages(bytes, &mapped)) {
+    if (bytes < pages->bytes || !round_to_pages(bytes, &mapped)) {
         return fail_mapping(st, bytes);
     }
     /* the last page has room left; it was never written, so it still reads as zeros */

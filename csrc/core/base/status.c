@@ -69,12 +69,6 @@ mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
 
 /* strerror without its shared static buffer. The XSI and GNU variants of strerror_r
  * return different types, so the text is taken from the result or from the buffer. */
-#if defined(_WIN32)
-static const char *error_text(int os_error, char *buffer, size_t room)
-{
-    return strerror_s(buffer, room, os_error) == 0 ? buffer : "unknown error";
-}
-#else
 /* The XSI variant fills the buffer and returns 0, or an error number. */
 static const char *choose_xsi_text(int result, const char *buffer)
 {
@@ -95,7 +89,6 @@ static const char *error_text(int os_error, char *buffer, size_t room)
         int: choose_xsi_text,
         char *: choose_gnu_text)(strerror_r(os_error, buffer, room), buffer);
 }
-#endif
 
 /* The message comes first and the reason is appended as far as there is room. */
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
@@ -127,10 +120,11 @@ mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
 /* Names from files may hold a NUL; the part after it is not shown. */
 mls_code mls_status_name(mls_status *st, const char *name, size_t length)
 {
-    const size_t kept = length < sizeof st->name - 1 ? length : sizeof st->name - 1;
-    memcpy(st->name, name, kept);
-    st->name[kept] = '\0';
-    cut_at_character(st->name, kept + 1);
+    const size_t stored_length =
+        length < sizeof st->name - 1 ? length : sizeof st->name - 1;
+    memcpy(st->name, name, stored_length);
+    st->name[stored_length] = '\0';
+    cut_at_character(st->name, stored_length + 1);
     return st->code;
 }
 

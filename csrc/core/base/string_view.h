@@ -51,7 +51,7 @@ uint64_t mls_str_hash(uint64_t seed, mls_str text);
 /* Return how many of the eight characters at `text` precede the first special one; all
  * eight are tested together. Special are the quote, the backslash, DEL, characters below
  * a space and bytes beyond ASCII. In JSON every other character represents itself. */
-static inline size_t mls_str_eight_plain(const char *text)
+static inline size_t mls_str_eight_printable(const char *text)
 {
     static const uint64_t ones = 0x0101010101010101U;
     uint64_t x;

@@ -6,11 +6,9 @@
  * into one range for each peer; otherwise all ranks read the whole slot. A rank's own
  * bytes never pass through a slot.
  */
-#if !defined(_WIN32)
+#include "collectives/shm_protocol.h"
 
-#    include "collectives/shm_protocol.h"
-
-#    include <string.h>
+#include <string.h>
 
 /* ---- barrier ---- */
 
@@ -417,5 +415,3 @@ mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *
     };
     return mls_shm_run(g, &flow, call, st);
 }
-
-#endif

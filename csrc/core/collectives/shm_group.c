@@ -8,24 +8,22 @@
  * lock however the process ends, even if it stays a zombie, and a forked child does not
  * inherit it. Another rank tests the lock to learn whether the process is alive.
  */
-#if !defined(_WIN32)
+#include "collectives/shm_protocol.h"
 
-#    include "collectives/shm_protocol.h"
+#include "base/memory.h"
+#include "base/size.h"
 
-#    include "base/memory.h"
-#    include "base/size.h"
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
-#    include <errno.h>
-#    include <stdio.h>
-#    include <string.h>
-#    include <sys/mman.h>
-#    include <sys/stat.h>
-#    include <unistd.h>
-
-#    if defined(__linux__)
-#        include <linux/futex.h>
-#        include <sys/syscall.h>
-#    endif
+#if defined(__linux__)
+#    include <linux/futex.h>
+#    include <sys/syscall.h>
+#endif
 
 enum { VERSION = 3, SLOT_BYTES = 256 * 1024, DEPTH = 4, SPIN_NANOSECONDS = 40 * 1000 };
 
@@ -153,9 +151,9 @@ static mls_shm_blame unpack_blame(uint64_t word)
 static void wake_rank(_Atomic(uint32_t) *bell)
 {
     atomic_fetch_add(bell, 1);
-#    if defined(__linux__)
+#if defined(__linux__)
     (void)syscall(SYS_futex, bell, FUTEX_WAKE, 1, NULL, NULL, 0);
-#    endif
+#endif
 }
 
 /* The exchange avoids a second wake-up of a rank that already cleared `sleeping`. */
@@ -416,5 +414,3 @@ void mls_shm_free(mls_shm *g)
         close(fd);
     }
 }
-
-#endif

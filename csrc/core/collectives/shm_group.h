@@ -14,12 +14,10 @@
 #ifndef MLS_SHM_GROUP_H
 #define MLS_SHM_GROUP_H
 
-#if !defined(_WIN32)
-
-#    include "base/status.h"
-#    include "gradients/bucket.h"
-#    include "gradients/reduce/reduce.h"
-#    include "runtime/cpu_features.h"
+#include "base/status.h"
+#include "gradients/bucket.h"
+#include "gradients/reduce/reduce.h"
+#include "runtime/cpu_features.h"
 
 enum {
     MLS_SHM_MAX_RANKS = 64,
@@ -160,5 +158,4 @@ mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *
                               size_t bytes, int root, const mls_shm_places *places,
                               mls_status *st);
 
-#endif
 #endif

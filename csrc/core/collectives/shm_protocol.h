@@ -15,17 +15,15 @@
 #ifndef MLS_SHM_PROTOCOL_H
 #define MLS_SHM_PROTOCOL_H
 
-#if !defined(_WIN32)
+#include "array/copy/copy.h"
+#include "base/size.h"
+#include "collectives/shm_group.h"
 
-#    include "array/copy/copy.h"
-#    include "base/size.h"
-#    include "collectives/shm_group.h"
-
-#    include <fcntl.h>
-#    include <stdatomic.h>
-#    include <string.h>
-#    include <sys/types.h>
-#    include <unistd.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 /* Words of different ranks are this many bytes apart: processors prefetch cache lines in
  * pairs. */
@@ -251,5 +249,4 @@ mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
                            const size_t *sizes, void *out, mls_shm_clock *clock,
                            mls_status *st);
 
-#endif
 #endif

@@ -7,19 +7,17 @@
  * Writer and reader advance equal cursors over equal counts, so they agree on the
  * contents of a range without a description in the slot.
  */
-#if !defined(_WIN32)
+#include "collectives/shm_protocol.h"
 
-#    include "collectives/shm_protocol.h"
-
-#    include <string.h>
+#include <string.h>
 
 /* Lets the compiler emit PREFETCHW. 64-bit processors either have it or treat it as a
  * no-op. */
-#    if defined(__x86_64__) && (defined(__clang__) || defined(__GNUC__))
-#        define PREFETCHES __attribute__((target("prfchw")))
-#    else
-#        define PREFETCHES
-#    endif
+#if defined(__x86_64__) && (defined(__clang__) || defined(__GNUC__))
+#    define PREFETCHES __attribute__((target("prfchw")))
+#else
+#    define PREFETCHES
+#endif
 
 /* ---- helpers ---- */
 
@@ -448,5 +446,3 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
     };
     return mls_shm_run(g, &flow, call, st);
 }
-
-#endif

@@ -6,21 +6,19 @@
  * All ranks reach the same result, and none has published more. After a mismatch they are
  * still at the same step, and the group stays usable.
  */
-#if !defined(_WIN32)
+#include "collectives/shm_protocol.h"
 
-#    include "collectives/shm_protocol.h"
+#include <errno.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
 
-#    include <errno.h>
-#    include <sched.h>
-#    include <stdio.h>
-#    include <string.h>
-#    include <time.h>
-#    include <unistd.h>
-
-#    if defined(__linux__)
-#        include <linux/futex.h>
-#        include <sys/syscall.h>
-#    endif
+#if defined(__linux__)
+#    include <linux/futex.h>
+#    include <sys/syscall.h>
+#endif
 
 /* The conditions that a rank waits for; one of `reads` and `writes` is enough. */
 typedef struct wait_condition {
@@ -42,11 +40,11 @@ static int64_t read_clock(void)
 /* Saves power, and leaves the core to its other hardware thread, while spinning. */
 static inline void pause_cpu(void)
 {
-#    if defined(__x86_64__) || defined(__i386__)
+#if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
-#    elif defined(__aarch64__)
+#elif defined(__aarch64__)
     __asm__ __volatile__("yield");
-#    endif
+#endif
 }
 
 /* ---- ranks that are not ready ---- */
@@ -103,17 +101,17 @@ static int find_blocking_rank(const mls_shm *g, wait_condition w)
 /* Sleeps until the bell differs from `value`, at most `length` nanoseconds. */
 static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
 {
-#    if defined(__linux__)
+#if defined(__linux__)
     struct timespec t = {.tv_sec = (time_t)(length / second), .tv_nsec = length % second};
     (void)syscall(SYS_futex, bell, FUTEX_WAIT, value, &t, NULL, 0);
-#    else
+#else
     /* no futex: poll soon */
     const int64_t soon = 50 * 1000;
     struct timespec t = {.tv_nsec = (long)(length < soon ? length : soon)};
     if (atomic_load(bell) == value) {
         (void)nanosleep(&t, NULL);
     }
-#    endif
+#endif
 }
 
 static bool is_dead(const mls_shm *g, size_t rank)
@@ -476,5 +474,3 @@ mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *c
     }
     return code;
 }
-
-#endif

@@ -24,9 +24,14 @@
 #include "base/memory.h"
 #include "base/size.h"
 #include "coreml/protobuf_reader.h"
+#include "io/file.h"
 #include "io/json_reader.h"
 
+#include <errno.h>
+#include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 /* FIELD_X_Y is the number of field Y in message X. */
 enum {
@@ -59,29 +64,30 @@ static const struct {
 
 /* Find the name of a function or state, field `number` of its message. A missing name is
  * an error: nothing could refer to its owner. `what` is for errors. */
-static mls_code find_name(mls_protobuf message, uint32_t number, const char *what,
+static mls_code find_name(mls_protobuf message, uint32_t number, const char *label,
                           mls_str *out, mls_status *st)
 {
     mls_protobuf bytes = {0};
-    bool found;
-    const mls_code code = mls_protobuf_only(message, number, what, &bytes, &found, st);
+    bool is_present;
+    const mls_code code =
+        mls_protobuf_only(message, number, label, &bytes, &is_present, st);
     if (code != MLS_OK) {
         return code;
     }
-    if (!found) {
+    if (!is_present) {
         return mls_protobuf_fail(st, mls_protobuf_offset(&message), "%s is missing",
-                                 what);
+                                 label);
     }
     const mls_str name = {(const char *)bytes.data, bytes.length};
     const uint64_t at = mls_protobuf_offset(&bytes);
     if (name.length == 0 || name.length > MLS_ML_MAX_NAME_BYTES) {
-        return mls_protobuf_fail(st, at, "%s has %zu bytes, expected 1 to %d", what,
+        return mls_protobuf_fail(st, at, "%s has %zu bytes, expected 1 to %d", label,
                                  name.length, MLS_ML_MAX_NAME_BYTES);
     }
     /* a NUL would truncate the name in code that uses C strings */
     if (!mls_utf8_valid(name.data, name.length) ||
         memchr(name.data, 0, name.length) != NULL) {
-        return mls_protobuf_fail(st, at, "%s is not UTF-8 text", what);
+        return mls_protobuf_fail(st, at, "%s is not UTF-8 text", label);
     }
     *out = name;
     return MLS_OK;
@@ -205,15 +211,15 @@ static mls_code read_array(mls_protobuf array, mls_ml_state *state, mls_status *
 }
 
 /* Open FeatureType.stateType.arrayType, two levels down. */
-static mls_code open_array(mls_protobuf type, mls_protobuf *out, bool *found,
+static mls_code open_array(mls_protobuf type, mls_protobuf *out, bool *is_present,
                            mls_status *st)
 {
     mls_protobuf state_type;
-    mls_code code =
-        mls_protobuf_only(type, FIELD_TYPE_STATE, "a state type", &state_type, found, st);
-    if (code == MLS_OK && *found) {
+    mls_code code = mls_protobuf_only(type, FIELD_TYPE_STATE, "a state type", &state_type,
+                                      is_present, st);
+    if (code == MLS_OK && *is_present) {
         code = mls_protobuf_only(state_type, FIELD_STATE_ARRAY, "an array type", out,
-                                 found, st);
+                                 is_present, st);
     }
     return code;
 }
@@ -224,21 +230,22 @@ static mls_code read_state(mls_protobuf feature, mls_ml_state *out, mls_status *
 {
     mls_ml_state state = {.rank = 0};
     mls_protobuf bytes = {0};
-    bool found;
+    bool is_present;
     mls_code code =
         find_name(feature, FIELD_FEATURE_NAME, "the name of a state", &state.name, st);
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_protobuf_only(feature, FIELD_FEATURE_TYPE, "a type", &bytes, &found, st);
-    if (code == MLS_OK && found) {
-        code = open_array(bytes, &bytes, &found, st);
+    code =
+        mls_protobuf_only(feature, FIELD_FEATURE_TYPE, "a type", &bytes, &is_present, st);
+    if (code == MLS_OK && is_present) {
+        code = open_array(bytes, &bytes, &is_present, st);
     }
     if (code == MLS_OK) {
-        code = found ? read_array(bytes, &state, st)
-                     : mls_protobuf_fail(st, mls_protobuf_offset(&feature),
-                                         "state %.*s has no array type",
-                                         NAME_ARGS(state.name));
+        code = is_present ? read_array(bytes, &state, st)
+                          : mls_protobuf_fail(st, mls_protobuf_offset(&feature),
+                                              "state %.*s has no array type",
+                                              NAME_ARGS(state.name));
     }
     if (code != MLS_OK) {
         return mls_status_name(st, state.name.data, state.name.length);
@@ -331,7 +338,7 @@ typedef mls_code (*visitor)(mls_mlpackage *package, mls_protobuf message, mls_st
 /* Visit every field `number` of a message in order; `what` names it in errors. Other
  * fields are skipped after a check of their bounds. */
 static mls_code visit_each(mls_mlpackage *package, mls_protobuf message, uint32_t number,
-                           const char *what, visitor visit, mls_status *st)
+                           const char *label, visitor visit, mls_status *st)
 {
     while (!mls_protobuf_done(&message)) {
         mls_protobuf_field field;
@@ -340,7 +347,7 @@ static mls_code visit_each(mls_mlpackage *package, mls_protobuf message, uint32_
             code =
                 field.wire == MLS_PROTOBUF_BYTES
                     ? visit(package, field.bytes, st)
-                    : mls_protobuf_fail(st, field.offset, "%s is not of its type", what);
+                    : mls_protobuf_fail(st, field.offset, "%s is not of its type", label);
         }
         if (code != MLS_OK) {
             return code;
@@ -372,21 +379,21 @@ static mls_code choose_default(mls_mlpackage *package, mls_protobuf description,
 {
     package->default_function = package->function_count;
     mls_protobuf bytes = {0};
-    bool found;
+    bool is_present;
     const mls_code code =
         mls_protobuf_only(description, FIELD_DESCRIPTION_DEFAULT,
-                          "the default function's name", &bytes, &found, st);
+                          "the default function's name", &bytes, &is_present, st);
     if (code != MLS_OK) {
         return code;
     }
-    if (!found || bytes.length == 0) {
+    if (!is_present || bytes.length == 0) {
         package->default_function =
             package->function_count == 1 ? 0 : package->function_count;
         return MLS_OK;
     }
-    const mls_str wanted = {(const char *)bytes.data, bytes.length};
+    const mls_str default_name = {(const char *)bytes.data, bytes.length};
     for (size_t i = 0; i < package->function_count; i++) {
-        if (mls_str_equal(package->functions[i].name, wanted)) {
+        if (mls_str_equal(package->functions[i].name, default_name)) {
             package->default_function = i;
             return MLS_OK;
         }
@@ -493,7 +500,7 @@ static mls_code peek_field(const source *from, uint64_t offset, mls_protobuf_fie
 static mls_code find_description(const source *from, uint64_t *start, uint64_t *length,
                                  mls_status *st)
 {
-    bool found = false;
+    bool is_present = false;
     uint64_t offset = 0;
     for (int i = 0; offset < from->size; i++) {
         mls_protobuf_field field;
@@ -508,21 +515,22 @@ static mls_code find_description(const source *from, uint64_t *start, uint64_t *
         }
         const bool bytes = field.wire == MLS_PROTOBUF_BYTES;
         if (field.number == FIELD_MODEL_DESCRIPTION) {
-            if (found || !bytes) {
+            if (is_present || !bytes) {
                 return mls_protobuf_fail(st, offset, "the model's description %s",
-                                         found ? "appears twice" : "is not of its type");
+                                         is_present ? "appears twice"
+                                                    : "is not of its type");
             }
-            found = true;
+            is_present = true;
             *start = payload;
             *length = field.value;
         }
         offset = payload + (bytes ? field.value : 0);
     }
-    return found ? MLS_OK
-                 : mls_protobuf_fail(
-                       st, from->size,
-                       "the file ends without a model's description; it is not a "
-                       "Core ML specification");
+    return is_present ? MLS_OK
+                      : mls_protobuf_fail(
+                            st, from->size,
+                            "the file ends without a model's description; it is not a "
+                            "Core ML specification");
 }
 
 /* Read and parse the description only. Its bytes are kept, because the names point into
@@ -573,15 +581,6 @@ mls_code mls_mlpackage_parse(const unsigned char *spec, size_t length, mls_mlpac
 
 /* ---- files ---- */
 
-#if !defined(_WIN32)
-
-#    include "io/file.h"
-
-#    include <errno.h>
-#    include <stdio.h>
-#    include <sys/stat.h>
-#    include <unistd.h>
-
 /* Limits far above real manifests, which name a few items. */
 enum { MANIFEST_BYTES = 1 << 20, MANIFEST_DEPTH = 16, MANIFEST_NODES = 1 << 16 };
 
@@ -622,7 +621,7 @@ static mls_code read_spec_file(const char *path, mls_mlpackage *out, mls_status 
 /* Return whether `part` is allowed as a component of a path in a package: not empty, not
  * "." or "..", without a backslash (a separator on Windows) and without a NUL (the end of
  * a C string). */
-static bool part_is_plain(const char *part, size_t length)
+static bool is_path_component(const char *part, size_t length)
 {
     return length > 0 && !(length == 1 && part[0] == '.') &&
            !(length == 2 && part[0] == '.' && part[1] == '.') &&
@@ -640,7 +639,7 @@ static bool path_is_safe(mls_str path)
     for (size_t i = 0; i <= path.length; i++) {
         /* each slash, and the end, ends a component; a leading slash ends an empty one */
         if (i == path.length || path.data[i] == '/') {
-            if (!part_is_plain(path.data + start, i - start)) {
+            if (!is_path_component(path.data + start, i - start)) {
                 return false;
             }
             start = i + 1;
@@ -774,5 +773,3 @@ mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st
     const mls_code code = read_spec_file(path, out, st);
     return code == MLS_OK ? code : prepend_file_name(st, path);
 }
-
-#endif

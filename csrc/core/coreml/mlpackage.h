@@ -64,8 +64,6 @@ mls_code mls_mlpackage_parse(const unsigned char *spec, size_t length, mls_mlpac
 
 void mls_mlpackage_fini(mls_mlpackage *package); /* accepts a zeroed struct; zeroes it */
 
-#if !defined(_WIN32)
-
 /* As mls_mlpackage_parse, for a .mlpackage folder or a .mlmodel file. Error texts start
  * with the name of the file inside the package.
  * MLS_E_IO: a file cannot be opened or read (os_error gives the reason).
@@ -73,5 +71,4 @@ void mls_mlpackage_fini(mls_mlpackage *package); /* accepts a zeroed struct; zer
  * refers outside the package, a file that is not regular or changes during the read. */
 mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st);
 
-#endif
 #endif

@@ -105,14 +105,14 @@ static mls_code read_tag(mls_protobuf *message, mls_protobuf_field *field, mls_s
 
 /* Fail for an unsupported wire type. Groups are unsupported because they end at a
  * matching tag: skipping one would need a stack. */
-static mls_code refuse_wire(const mls_protobuf_field *field, mls_status *st)
+static mls_code refuse_wire_type(const mls_protobuf_field *field, mls_status *st)
 {
-    const unsigned wire = (unsigned)field->wire;
+    const unsigned wire_type = (unsigned)field->wire;
     return mls_protobuf_fail(st, field->offset,
                              "field %u has wire type %u%s, which a Core ML specification "
                              "does not use",
-                             (unsigned)field->number, wire,
-                             wire == 3 || wire == 4 ? " (a group)" : "");
+                             (unsigned)field->number, wire_type,
+                             wire_type == 3 || wire_type == 4 ? " (a group)" : "");
 }
 
 /* Reads from a copy, so that a failure leaves the message unchanged. */
@@ -138,7 +138,7 @@ mls_code mls_protobuf_header(mls_protobuf *message, mls_protobuf_field *out,
         code = read_fixed(&rest, 4, &field.value, st);
         break;
     default:
-        return refuse_wire(&field, st);
+        return refuse_wire_type(&field, st);
     }
     if (code == MLS_OK) {
         *message = rest;
@@ -177,8 +177,8 @@ mls_code mls_protobuf_next(mls_protobuf *message, mls_protobuf_field *out, mls_s
 
 /* Continues to the end after the first match. Other readers would use a second one, and
  * attackers exploit readers that disagree about a file. */
-mls_code mls_protobuf_only(mls_protobuf message, uint32_t number, const char *what,
-                           mls_protobuf *out, bool *found, mls_status *st)
+mls_code mls_protobuf_only(mls_protobuf message, uint32_t number, const char *label,
+                           mls_protobuf *out, bool *is_present, mls_status *st)
 {
     bool seen = false;
     mls_protobuf bytes = {0};
@@ -192,7 +192,7 @@ mls_code mls_protobuf_only(mls_protobuf message, uint32_t number, const char *wh
             continue; /* unknown fields are allowed: they are how the format grows */
         }
         if (field.wire != MLS_PROTOBUF_BYTES || seen) {
-            return mls_protobuf_fail(st, field.offset, "%s %s", what,
+            return mls_protobuf_fail(st, field.offset, "%s %s", label,
                                      seen ? "appears twice" : "is not of its type");
         }
         seen = true;
@@ -201,6 +201,6 @@ mls_code mls_protobuf_only(mls_protobuf message, uint32_t number, const char *wh
     if (seen) {
         *out = bytes;
     }
-    *found = seen;
+    *is_present = seen;
     return MLS_OK;
 }

@@ -79,7 +79,7 @@ mls_code mls_protobuf_next(mls_protobuf *message, mls_protobuf_field *out,
  * every field of the message. Sets `*found`; if the field is missing, `out` is untouched.
  * `what` names the field in errors. MLS_E_FORMAT: a fault of mls_protobuf_next, another
  * wire type, or a repeated field. */
-mls_code mls_protobuf_only(mls_protobuf message, uint32_t number, const char *what,
-                           mls_protobuf *out, bool *found, mls_status *st);
+mls_code mls_protobuf_only(mls_protobuf message, uint32_t number, const char *label,
+                           mls_protobuf *out, bool *is_present, mls_status *st);
 
 #endif

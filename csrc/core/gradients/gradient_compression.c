@@ -21,10 +21,10 @@ static size_t blocks_of(size_t n)
 }
 
 /* Bytes without padding. */
-static size_t encoded_bytes(mls_gradient_compression wire, size_t n)
+static size_t encoded_bytes(mls_gradient_compression compression, size_t n)
 {
-    return wire == MLS_GRADIENT_COMPRESSION_INT8 ? n + blocks_of(n) * sizeof(float)
-                                                 : 2 * n;
+    return compression == MLS_GRADIENT_COMPRESSION_INT8 ? n + blocks_of(n) * sizeof(float)
+                                                        : 2 * n;
 }
 
 bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *out)
@@ -33,9 +33,10 @@ bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *
         [MLS_GRADIENT_COMPRESSION_F16] = "float16",
         [MLS_GRADIENT_COMPRESSION_BF16] = "bfloat16",
         [MLS_GRADIENT_COMPRESSION_INT8] = "int8"};
-    for (int wire = 0; wire < MLS_GRADIENT_COMPRESSION_COUNT; wire++) {
-        if (mls_str_is(name, names[wire])) {
-            *out = (mls_gradient_compression)wire;
+    for (int compression = 0; compression < MLS_GRADIENT_COMPRESSION_COUNT;
+         compression++) {
+        if (mls_str_is(name, names[compression])) {
+            *out = (mls_gradient_compression)compression;
             return true;
         }
     }
@@ -43,9 +44,9 @@ bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *
 }
 
 /* Padding keeps the next part of a message aligned. */
-size_t mls_gradient_compression_bytes(mls_gradient_compression wire, size_t n)
+size_t mls_gradient_compression_bytes(mls_gradient_compression compression, size_t n)
 {
-    const size_t bytes = encoded_bytes(wire, n);
+    const size_t bytes = encoded_bytes(compression, n);
     return (bytes + MLS_BUCKET_ALIGN - 1) / MLS_BUCKET_ALIGN * MLS_BUCKET_ALIGN;
 }
 
@@ -122,21 +123,21 @@ static void store_residual(float *residual, const float *meant, const float *arr
 
 /* ---- arrays ---- */
 
-static mls_dtype dtype_of_format(mls_gradient_compression wire)
+static mls_dtype dtype_of_format(mls_gradient_compression compression)
 {
-    return wire == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
+    return compression == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
 }
 
 /* `n` determines where the codes begin, after the scales of all blocks, even if the
  * caller decodes only some of them. */
 void mls_gradient_compression_decode(const mls_kernels *kernels,
-                                     mls_gradient_compression wire,
+                                     mls_gradient_compression compression,
                                      const unsigned char *src, size_t n, size_t start,
                                      size_t count, float *dst)
 {
-    if (wire != MLS_GRADIENT_COMPRESSION_INT8) {
-        kernels->convert[dtype_of_format(wire)][MLS_F32](dst, src + 2 * start, count,
-                                                         MLS_STORE_PLAIN);
+    if (compression != MLS_GRADIENT_COMPRESSION_INT8) {
+        kernels->convert[dtype_of_format(compression)][MLS_F32](dst, src + 2 * start,
+                                                                count, MLS_STORE_PLAIN);
         return;
     }
     const signed char *codes = (const signed char *)src + blocks_of(n) * sizeof(float);
@@ -152,18 +153,19 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
 /* The three blocks take 3 KiB of stack. The residual is computed from the decoded output,
  * so it is exact with all kernels. */
 void mls_gradient_compression_encode(const mls_kernels *kernels,
-                                     mls_gradient_compression wire, const float *src,
-                                     float *residual, unsigned char *dst, size_t n)
+                                     mls_gradient_compression compression,
+                                     const float *src, float *residual,
+                                     unsigned char *dst, size_t n)
 {
     float meant[MLS_GRADIENT_COMPRESSION_BLOCK], arrives[MLS_GRADIENT_COMPRESSION_BLOCK],
         saturated[MLS_GRADIENT_COMPRESSION_BLOCK];
-    const size_t bytes = encoded_bytes(wire, n);
-    memset(dst + bytes, 0, mls_gradient_compression_bytes(wire, n) - bytes);
+    const size_t bytes = encoded_bytes(compression, n);
+    memset(dst + bytes, 0, mls_gradient_compression_bytes(compression, n) - bytes);
     for (size_t start = 0; start < n; start += MLS_GRADIENT_COMPRESSION_BLOCK) {
         const size_t left = mls_size_least(n - start, MLS_GRADIENT_COMPRESSION_BLOCK);
         add_residual(meant, src + start, residual == NULL ? NULL : residual + start,
                      left);
-        if (wire == MLS_GRADIENT_COMPRESSION_INT8) {
+        if (compression == MLS_GRADIENT_COMPRESSION_INT8) {
             signed char *codes = (signed char *)dst + blocks_of(n) * sizeof(float);
             const float scale = quantize_block(meant, codes + start, left);
             memcpy(dst + start / MLS_GRADIENT_COMPRESSION_BLOCK * sizeof scale, &scale,
@@ -172,12 +174,14 @@ void mls_gradient_compression_encode(const mls_kernels *kernels,
             /* a copy: the residual is measured against the unclamped values */
             memcpy(saturated, meant, left * sizeof *meant);
             clamp_values(saturated, left,
-                         wire == MLS_GRADIENT_COMPRESSION_F16 ? F16_MAX : BF16_MAX);
-            kernels->convert[MLS_F32][dtype_of_format(wire)](dst + 2 * start, saturated,
-                                                             left, MLS_STORE_PLAIN);
+                         compression == MLS_GRADIENT_COMPRESSION_F16 ? F16_MAX
+                                                                     : BF16_MAX);
+            kernels->convert[MLS_F32][dtype_of_format(compression)](
+                dst + 2 * start, saturated, left, MLS_STORE_PLAIN);
         }
         if (residual != NULL) {
-            mls_gradient_compression_decode(kernels, wire, dst, n, start, left, arrives);
+            mls_gradient_compression_decode(kernels, compression, dst, n, start, left,
+                                            arrives);
             store_residual(residual + start, meant, arrives, left);
         }
     }
@@ -198,23 +202,25 @@ mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st)
 
 /* All ranks have equal counts, so sender and receiver compute the same size. */
 size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
-                                             mls_gradient_compression wire, size_t of)
+                                             mls_gradient_compression compression,
+                                             size_t of)
 {
     size_t total = 0;
     for (size_t i = 0; i < b->count; i++) {
-        total += mls_gradient_compression_bytes(wire, b->segments[i].counts[of]);
+        total += mls_gradient_compression_bytes(compression, b->segments[i].counts[of]);
     }
     return total;
 }
 
 /* The messages are smaller than the arrays in memory, so the sum cannot overflow. */
 size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
-                                           mls_gradient_compression wire)
+                                           mls_gradient_compression compression)
 {
     size_t total = 0;
     for (size_t rank = 0; rank < b->world; rank++) {
-        total +=
-            rank == b->rank ? 0 : mls_gradient_compression_bucket_bytes(b, wire, rank);
+        total += rank == b->rank
+                     ? 0
+                     : mls_gradient_compression_bucket_bytes(b, compression, rank);
     }
     return total;
 }
@@ -223,19 +229,20 @@ size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
  * them.
  */
 void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kernels,
-                                   mls_gradient_compression wire, float *const *residuals,
-                                   unsigned char *send, unsigned char *own)
+                                   mls_gradient_compression compression,
+                                   float *const *residuals, unsigned char *send,
+                                   unsigned char *local)
 {
     for (size_t to = 0; to < b->world; to++) {
-        unsigned char **at = to == b->rank ? &own : &send;
+        unsigned char **at = to == b->rank ? &local : &send;
         for (size_t i = 0; i < b->count; i++) {
             const mls_segment *s = &b->segments[i];
             const size_t start = mls_segment_elements(s, to);
             const float *src = (const float *)(const void *)s->data;
             float *residual = residuals == NULL ? NULL : residuals[i] + start;
-            mls_gradient_compression_encode(kernels, wire, src + start, residual, *at,
-                                            s->counts[to]);
-            *at += mls_gradient_compression_bytes(wire, s->counts[to]);
+            mls_gradient_compression_encode(kernels, compression, src + start, residual,
+                                            *at, s->counts[to]);
+            *at += mls_gradient_compression_bytes(compression, s->counts[to]);
         }
     }
 }
@@ -245,7 +252,7 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
  * stays in the L1 cache. `out` may be this rank's part of the array, which is not read
  * any more: `own` holds it as the other ranks would decode it. */
 static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
-                        mls_gradient_compression wire, const unsigned char *own,
+                        mls_gradient_compression compression, const unsigned char *local,
                         const unsigned char *received, size_t message, size_t at,
                         const mls_segment *s)
 {
@@ -258,9 +265,9 @@ static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
             /* no message from this rank: skip it */
             const size_t before = of < b->rank ? of : of - 1;
             const unsigned char *from =
-                of == b->rank ? own + at : received + before * message + at;
+                of == b->rank ? local + at : received + before * message + at;
             /* rank 0 initialises the sum: adding to zero would turn -0 into +0 */
-            mls_gradient_compression_decode(kernels, wire, from, n, start, left,
+            mls_gradient_compression_decode(kernels, compression, from, n, start, left,
                                             of == 0 ? out + start : block);
             for (size_t i = 0; of > 0 && i < left; i++) {
                 out[start + i] += block[i];
@@ -271,20 +278,20 @@ static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
 
 /* The output already holds the decoded sum, so the reduction has one source. */
 void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *kernels,
-                                     mls_gradient_compression wire,
-                                     const unsigned char *own,
+                                     mls_gradient_compression compression,
+                                     const unsigned char *local,
                                      const unsigned char *received)
 {
     size_t at = 0;
-    const size_t message = mls_gradient_compression_bucket_bytes(b, wire, b->rank);
+    const size_t message = mls_gradient_compression_bucket_bytes(b, compression, b->rank);
     for (size_t i = 0; i < b->count; i++) {
         mls_segment *s = &b->segments[i];
         const void *sum = s->out;
         s->norm_partial = (mls_norm_partial){0};
-        sum_segment(b, kernels, wire, own, received, message, at, s);
+        sum_segment(b, kernels, compression, local, received, message, at, s);
         /* one source, in place: only the division and the norm partial remain */
         mls_reduce_run(kernels, &s->reduction, &sum, 1, s->out, s->counts[b->rank],
                        mls_cached(), &s->norm_partial);
-        at += mls_gradient_compression_bytes(wire, s->counts[b->rank]);
+        at += mls_gradient_compression_bytes(compression, s->counts[b->rank]);
     }
 }

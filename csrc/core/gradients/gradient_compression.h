@@ -29,18 +29,19 @@ bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *
 
 /* Returns the bytes of n encoded elements, a multiple of MLS_BUCKET_ALIGN. Cannot
  * overflow if n float32 elements fit in memory. */
-size_t mls_gradient_compression_bytes(mls_gradient_compression wire, size_t n);
+size_t mls_gradient_compression_bytes(mls_gradient_compression compression, size_t n);
 
 /* Encodes n elements plus their residual, and stores the new error in the residual.
  * `residual` may be NULL. `dst` is aligned to MLS_BUCKET_ALIGN. */
 void mls_gradient_compression_encode(const mls_kernels *kernels,
-                                     mls_gradient_compression wire, const float *src,
-                                     float *residual, unsigned char *dst, size_t n);
+                                     mls_gradient_compression compression,
+                                     const float *src, float *residual,
+                                     unsigned char *dst, size_t n);
 
 /* Decodes `count` of n encoded elements, beginning with element `start`, a multiple of
  * MLS_GRADIENT_COMPRESSION_BLOCK. */
 void mls_gradient_compression_decode(const mls_kernels *kernels,
-                                     mls_gradient_compression wire,
+                                     mls_gradient_compression compression,
                                      const unsigned char *src, size_t n, size_t start,
                                      size_t count, float *dst);
 
@@ -53,23 +54,25 @@ mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st);
 /* Return the bytes of the message to rank `of`, and of the messages to all other ranks.
  */
 size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
-                                             mls_gradient_compression wire, size_t of);
+                                             mls_gradient_compression compression,
+                                             size_t of);
 size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
-                                           mls_gradient_compression wire);
+                                           mls_gradient_compression compression);
 
 /* Encodes all parts: those of the other ranks into `send`, in rank order, and this rank's
  * part into `own`, so that the sum uses it as the other ranks would decode it.
  * residuals[i] has as many elements as segment i; `residuals` is NULL for no error
  * feedback. */
 void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kernels,
-                                   mls_gradient_compression wire, float *const *residuals,
-                                   unsigned char *send, unsigned char *own);
+                                   mls_gradient_compression compression,
+                                   float *const *residuals, unsigned char *send,
+                                   unsigned char *local);
 
 /* Decodes and sums the messages for this rank, in rank order and in float32. Sets the
  * norm partials. */
 void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *kernels,
-                                     mls_gradient_compression wire,
-                                     const unsigned char *own,
+                                     mls_gradient_compression compression,
+                                     const unsigned char *local,
                                      const unsigned char *received);
 
 #endif

@@ -8,27 +8,25 @@
  * the new name with some or none of its bytes. Without the rename: a mix of both files.
  * Without the last sync: the old file although success was reported.
  */
-#if !defined(_WIN32)
+#include "io/file.h"
 
-#    include "io/file.h"
+#include "base/memory.h"
+#include "base/size.h"
 
-#    include "base/memory.h"
-#    include "base/size.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
-#    include <errno.h>
-#    include <fcntl.h>
-#    include <limits.h>
-#    include <stdio.h>
-#    include <string.h>
-#    include <sys/mman.h>
-#    include <sys/stat.h>
-#    include <unistd.h>
-
-#    if defined(__APPLE__)
-#        include <sys/random.h>
-#    elif defined(__linux__)
-#        include <sys/syscall.h>
-#    endif
+#if defined(__APPLE__)
+#    include <sys/random.h>
+#elif defined(__linux__)
+#    include <sys/syscall.h>
+#endif
 
 /* Flags for reading. O_NONBLOCK: opening a FIFO without a writer must not wait. */
 enum { READ_FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK };
@@ -167,11 +165,11 @@ mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offs
 int mls_file_sync(int fd)
 {
     int result;
-#    if defined(F_FULLFSYNC)
+#if defined(F_FULLFSYNC)
     if (fcntl(fd, F_FULLFSYNC) == 0) {
         return 0;
     }
-#    endif
+#endif
     do {
         result = fsync(fd);
     } while (result != 0 && errno == EINTR);
@@ -233,18 +231,18 @@ done:
  * those of <linux/fs.h>, which not every system with the call has. */
 static int rename_by_mode(const char *from, const char *to, mls_rename_mode mode)
 {
-#    if defined(__APPLE__)
+#if defined(__APPLE__)
     return renamex_np(from, to, mode == MLS_RENAME_NEW ? RENAME_EXCL : RENAME_SWAP);
-#    elif defined(SYS_renameat2)
+#elif defined(SYS_renameat2)
     const unsigned flag = mode == MLS_RENAME_NEW ? 1U : 2U;
     return (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, flag);
-#    else
+#else
     (void)from;
     (void)to;
     (void)mode;
     errno = ENOTSUP;
     return -1;
-#    endif
+#endif
 }
 
 int mls_path_rename(const char *from, const char *to, mls_rename_mode mode)
@@ -371,24 +369,24 @@ static mls_code read_link(const char *path, char **out, mls_status *st)
  * `*out`. */
 static mls_code resolve_links(const char *path, char **out, mls_status *st)
 {
-    char *here = join_path(path, 0, path);
-    if (here == NULL) {
+    char *current = join_path(path, 0, path);
+    if (current == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
     }
     for (int links = 0; links <= MAX_LINKS; links++) {
         char *next;
-        const mls_code code = read_link(here, &next, st);
+        const mls_code code = read_link(current, &next, st);
         if (code == MLS_OK && next == NULL) {
-            *out = here;
+            *out = current;
             return MLS_OK;
         }
-        mls_free(here);
+        mls_free(current);
         if (code != MLS_OK) {
             return code;
         }
-        here = next;
+        current = next;
     }
-    mls_free(here);
+    mls_free(current);
     return mls_fail_os(st, ELOOP, "cannot write the file");
 }
 
@@ -530,15 +528,15 @@ done:
 
 void mls_file_start_writeback(int fd, uint64_t *started, uint64_t end)
 {
-#    if defined(__linux__)
+#if defined(__linux__)
     if (end >= *started + START_STEP) {
         (void)sync_file_range(fd, (off_t)*started, (off_t)(end - *started),
                               SYNC_FILE_RANGE_WRITE);
         *started = end;
     }
-#    else
+#else
     (void)fd, (void)started, (void)end;
-#    endif
+#endif
 }
 
 /* Writes to the temporary: other processes still see the old file. After a failure the
@@ -629,5 +627,3 @@ mls_code mls_file_replace(const char *path, unsigned mode, const void *data, siz
     }
     return mls_atomic_commit(&file, st);
 }
-
-#endif

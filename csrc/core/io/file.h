@@ -1,7 +1,6 @@
 /* file: open files safely, read them whole, and replace them atomically.
  *
- * Messages name the failed step and the reason; the caller adds the path. POSIX only: on
- * Windows this file is empty.
+ * Messages name the failed step and the reason; the caller adds the path. POSIX only.
  */
 #ifndef MLS_FILE_H
 #define MLS_FILE_H
@@ -12,10 +11,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if !defined(_WIN32)
-
 /* The largest number of bytes that one system call is asked to transfer. */
-#    define MLS_FILE_STEP ((size_t)1 << 30)
+#define MLS_FILE_STEP ((size_t)1 << 30)
 
 /* Open a regular file for reading. Does not block on a FIFO. The caller closes `*fd`.
  * Outputs are untouched on failure.
@@ -141,5 +138,4 @@ void mls_atomic_abort(mls_atomic_file *file);
 mls_code mls_file_replace(const char *path, unsigned mode, const void *data, size_t bytes,
                           mls_status *st);
 
-#endif
 #endif

@@ -60,9 +60,9 @@ static uint32_t checksum_text(const char *text, size_t length, const mls_crc_ker
 /* The digits are not part of the sum; the constant start replaces them. */
 uint32_t mls_json_checksum_set(char *text, size_t length, const mls_crc_kernels *crc)
 {
-    const uint32_t found = checksum_text(text, length, crc);
-    mls_crc_to_digits(found, text + DIGITS_AT);
-    return found;
+    const uint32_t checksum = checksum_text(text, length, crc);
+    mls_crc_to_digits(checksum, text + DIGITS_AT);
+    return checksum;
 }
 
 /* The start must be compared, because the checksum is computed over the expected start. A
@@ -78,15 +78,15 @@ mls_code mls_json_checksum_check(const char *text, size_t length,
         mls_fail_at(st, 0, "the text does not start with its checksum");
         return mls_status_expected(st, "{\"checksum\":\"xxxxxxxx\"");
     }
-    const uint32_t found = checksum_text(text, length, crc);
-    if (found == expected) {
+    const uint32_t checksum = checksum_text(text, length, crc);
+    if (checksum == expected) {
         return MLS_OK;
     }
     mls_fail(st, MLS_E_CHECKSUM,
              "the text has changed since it was written (checksum %08lx, expected %08lx, "
              "over "
              "%zu bytes): the file is damaged",
-             (unsigned long)found, (unsigned long)expected, length);
+             (unsigned long)checksum, (unsigned long)expected, length);
     mls_status_expected(st, "%08lx", (unsigned long)expected);
-    return mls_status_got(st, "%08lx", (unsigned long)found);
+    return mls_status_got(st, "%08lx", (unsigned long)checksum);
 }

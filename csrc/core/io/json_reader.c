@@ -220,17 +220,17 @@ static mls_code read_escape(json_parser *p, size_t *write)
 }
 
 /* Copy the characters up to the next special one: most texts are plain ASCII. */
-static inline void copy_plain(json_parser *p, size_t *write)
+static inline void copy_unescaped(json_parser *p, size_t *write)
 {
     char *text = p->doc->text;
     const size_t start = p->at;
-    size_t at = start, plain = 8;
-    while (plain == 8 && p->end - at >= 8) {
-        plain = mls_str_eight_plain(text + at);
-        at += plain;
+    size_t at = start, printable = 8;
+    while (printable == 8 && p->end - at >= 8) {
+        printable = mls_str_eight_printable(text + at);
+        at += printable;
     }
     /* the last characters of the text, less than eight */
-    while (plain == 8 && at < p->end && text[at] >= ' ' && text[at] < 0x7F &&
+    while (printable == 8 && at < p->end && text[at] >= ' ' && text[at] < 0x7F &&
            text[at] != '"' && text[at] != '\\') {
         at++;
     }
@@ -250,7 +250,7 @@ static mls_code read_string(json_parser *p, mls_str *out)
     const size_t start = ++p->at;
     size_t write = start;
     for (;;) {
-        copy_plain(p, &write);
+        copy_unescaped(p, &write);
         const int c = byte_at(p, p->at);
         if (c == '"') {
             p->at++;
@@ -446,20 +446,20 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
         p->scratch[filled++] = m;
     }
     const uint32_t *sorted = sort_members(doc, p->scratch, p->scratch + count, count);
-    mls_json_node found = MLS_JSON_NONE; /* the earliest in the file */
+    mls_json_node duplicate = MLS_JSON_NONE; /* the earliest in the file */
     for (size_t i = 1; i < count; i++) {
-        if (sorted[i] < found && compare_keys(doc, sorted[i - 1], sorted[i]) == 0) {
-            found = sorted[i];
+        if (sorted[i] < duplicate && compare_keys(doc, sorted[i - 1], sorted[i]) == 0) {
+            duplicate = sorted[i];
         }
     }
-    if (found == MLS_JSON_NONE) {
+    if (duplicate == MLS_JSON_NONE) {
         p->seen = object;
         return MLS_OK;
     }
-    const mls_str key = mls_json_key(doc, found);
-    const int shown = (int)(key.length < 80 ? key.length : 80);
-    mls_fail_at(p->st, doc->nodes[found].key - 1U,
-                "JSON has the key '%.*s' twice in one object", shown, key.data);
+    const mls_str key = mls_json_key(doc, duplicate);
+    const int width = (int)(key.length < 80 ? key.length : 80);
+    mls_fail_at(p->st, doc->nodes[duplicate].key - 1U,
+                "JSON has the key '%.*s' twice in one object", width, key.data);
     return mls_status_name(p->st, key.data, key.length);
 }
 
@@ -806,13 +806,13 @@ size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_memb
     for (size_t i = 0; i < count; i++) {
         table[i].node = MLS_JSON_NONE;
     }
-    for (mls_json_node found = mls_json_first(doc, object); found != MLS_JSON_NONE;
-         found = doc->nodes[found].next) {
-        const json_node *node = &doc->nodes[found];
+    for (mls_json_node member = mls_json_first(doc, object); member != MLS_JSON_NONE;
+         member = doc->nodes[member].next) {
+        const json_node *node = &doc->nodes[member];
         const mls_str key = {doc->text + node->key, node->key_length};
         const size_t i = find_table_entry(key, table, count, next);
         if (i < count) {
-            table[i].node = found;
+            table[i].node = member;
             next = i + 1 < count ? i + 1 : 0;
         }
     }

@@ -66,26 +66,26 @@ void mls_json_writer_number(mls_json_writer *b, uint64_t number)
  * once. */
 void mls_json_writer_json(mls_json_writer *b, mls_str text)
 {
-    size_t plain = 0; /* start of the bytes not yet appended */
+    size_t unescaped = 0; /* start of the bytes not yet appended */
     mls_json_writer_text(b, "\"");
     for (size_t i = 0; i < text.length; i++) {
         const unsigned char c = (unsigned char)text.data[i];
         if (c >= ' ' && c != '"' && c != '\\') {
             continue;
         }
-        mls_json_writer_put(b, text.data + plain, i - plain);
-        plain = i + 1;
+        mls_json_writer_put(b, text.data + unescaped, i - unescaped);
+        unescaped = i + 1;
         if (c >= ' ') { /* the quote itself is appended with the bytes after it */
             mls_json_writer_put(b, "\\", 1);
-            plain = i;
+            unescaped = i;
         } else {
             char escape[8];
             snprintf(escape, sizeof escape, "\\u%04x", c);
             mls_json_writer_text(b, escape);
         }
     }
-    if (plain < text.length) { /* otherwise `data` may be NULL */
-        mls_json_writer_put(b, text.data + plain, text.length - plain);
+    if (unescaped < text.length) { /* otherwise `data` may be NULL */
+        mls_json_writer_put(b, text.data + unescaped, text.length - unescaped);
     }
     mls_json_writer_text(b, "\"");
 }

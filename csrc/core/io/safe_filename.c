@@ -36,7 +36,7 @@ static bool is_device(mls_str name)
     return false;
 }
 
-static bool is_plain(mls_str name, size_t at, bool device)
+static bool is_unescaped(mls_str name, size_t at, bool device)
 {
     const char c = name.data[at];
     if (at == 0 && (device || c == '.' || c == '-')) {
@@ -51,18 +51,18 @@ static bool is_plain(mls_str name, size_t at, bool device)
 /* Encode as much of `name` as fits into `room` bytes, without splitting an escape.
  * Returns the bytes written; `*taken` is the number of bytes of the name that they
  * encode. */
-static size_t encode_name(mls_str name, char *out, size_t room, size_t *taken)
+static size_t encode_name(mls_str name, char *out, size_t room, size_t *consumed)
 {
     static const char digits[] = "0123456789abcdef";
     const bool device = is_device(name);
     size_t length = 0, at = 0;
     for (; at < name.length; at++) {
         const unsigned char c = (unsigned char)name.data[at];
-        const bool plain = is_plain(name, at, device);
-        if (length + (plain ? 1 : ESCAPE_BYTES) > room) {
+        const bool unescaped = is_unescaped(name, at, device);
+        if (length + (unescaped ? 1 : ESCAPE_BYTES) > room) {
             break;
         }
-        if (plain) {
+        if (unescaped) {
             out[length++] = (char)c;
         } else {
             out[length++] = '=';
@@ -70,7 +70,7 @@ static size_t encode_name(mls_str name, char *out, size_t room, size_t *taken)
             out[length++] = digits[c & 15];
         }
     }
-    *taken = at;
+    *consumed = at;
     return length;
 }
 
@@ -78,12 +78,12 @@ static size_t encode_name(mls_str name, char *out, size_t room, size_t *taken)
 size_t mls_filename_encode(mls_str name, uint64_t number,
                            char out[MLS_FILENAME_BYTES + 1])
 {
-    size_t taken;
-    size_t length = encode_name(name, out, MLS_FILENAME_BYTES, &taken);
+    size_t consumed;
+    size_t length = encode_name(name, out, MLS_FILENAME_BYTES, &consumed);
     if (name.length == 0) {
         out[length++] = '=';
-    } else if (taken < name.length) {
-        length = encode_name(name, out, MLS_FILENAME_BYTES - MARK_BYTES, &taken);
+    } else if (consumed < name.length) {
+        length = encode_name(name, out, MLS_FILENAME_BYTES - MARK_BYTES, &consumed);
         length += (size_t)snprintf(out + length, MARK_BYTES + 1, "=~%" PRIx64, number);
     }
     out[length] = '\0';

@@ -454,9 +454,10 @@ static bool are_rows_staged(const job *j, size_t bytes)
 /* Threads share parts, and positions of a row if there are only a few rows. The rows of
  * sparse memory stay whole, because a huge page must fit into a part. */
 void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
-                 const mls_tensor *src, int axis, size_t position, const mls_element *pad,
-                 mls_kv_memory memory)
+                 const mls_tensor *src, const mls_kv_request *request)
 {
+    const int axis = request->axis;
+    const mls_kv_memory memory = request->memory;
     const size_t bytes = mls_kv_bytes(dst);
     if (bytes == 0) {
         return;
@@ -467,8 +468,8 @@ void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *d
              .dst = dst,
              .src = src,
              .axis = axis,
-             .position = position,
-             .pad = pad,
+             .position = (size_t)request->position,
+             .pad = request->pad,
              .destination = {.bytes = bytes, .is_fresh = memory != MLS_KV_TOUCHED},
              .populate = memory == MLS_KV_SPARSE,
              .inner_huge = mls_kv_rows(dst, axis) <= MOST_ADVISED};

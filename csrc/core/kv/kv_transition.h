@@ -26,13 +26,27 @@ typedef struct mls_kv_names {
     const char *if_shared;  /* advice if both share memory */
 } mls_kv_names;
 
-/* The parameters of a transition. */
+/* State of the target's memory. A row is the part of a cache at one index of the axes
+ * before the sequence. For MLS_KV_SPARSE the pages of each row's tokens are requested at
+ * once, which is cheaper than a fault for each, and huge pages are used where tokens fill
+ * them. */
+typedef enum mls_kv_memory {
+    MLS_KV_TOUCHED, /* already used */
+    MLS_KV_FRESH,   /* newly allocated: the system clears each page at its first access */
+    MLS_KV_SPARSE   /* newly allocated, packed rows in C order at equal distances, advised
+                       to use small pages */
+} mls_kv_memory;
+
+/* The parameters of a transition. The checks read all but `pad` and `memory`, and the
+ * move reads only `position`, `axis`, `pad` and `memory`. */
 typedef struct mls_kv_request {
     mls_kv_kind kind;
     int64_t target_length;     /* positions of the target */
     int64_t position;          /* tokens in the source */
     int axis;                  /* the sequence axis, from mls_kv_find_axis */
     const mls_kv_names *names; /* borrowed */
+    const mls_element *pad;    /* of positions without a token; NULL: leave them */
+    mls_kv_memory memory;      /* affects only the speed */
 } mls_kv_request;
 
 /* Return the bytes of a view that exists, so that they cannot overflow. */
@@ -80,22 +94,9 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
 mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st);
 
-/* State of the target's memory. A row is the part of a cache at one index of the axes
- * before the sequence. For MLS_KV_SPARSE the pages of each row's tokens are requested at
- * once, which is cheaper than a fault for each, and huge pages are used where tokens fill
- * them. */
-typedef enum mls_kv_memory {
-    MLS_KV_TOUCHED, /* already used */
-    MLS_KV_FRESH,   /* newly allocated: the system clears each page at its first access */
-    MLS_KV_SPARSE   /* newly allocated, packed rows in C order at equal distances, advised
-                       to use small pages */
-} mls_kv_memory;
-
 /* Copy the first `position` positions along `axis` of `src` to `dst` and fill the others
- * with `pad`; leave them unchanged if `pad` is NULL. `memory` affects only the speed.
- * Both views must have passed the checks. Cannot fail. */
+ * with `pad`. Both views must have passed the checks. Cannot fail. */
 void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
-                 const mls_tensor *src, int axis, size_t position, const mls_element *pad,
-                 mls_kv_memory memory);
+                 const mls_tensor *src, const mls_kv_request *request);
 
 #endif

@@ -11,15 +11,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #    include <cpuid.h>
 #endif
 #if defined(__linux__)
 #    include <sched.h>
-#    include <unistd.h>
-#elif !defined(_WIN32)
-#    include <unistd.h>
 #endif
 #if defined(__APPLE__)
 #    include <sys/sysctl.h>
@@ -121,11 +119,11 @@ static void list_offered(char *text, size_t room)
 }
 
 /* The enum is ordered from the simplest to the best set. */
-mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st)
+mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st)
 {
-    const bool any = wanted == NULL || wanted[0] == '\0';
+    const bool any = name == NULL || name[0] == '\0';
     for (int i = MLS_CPU_COUNT - 1; i >= 0; i--) {
-        if ((any || strcmp(wanted, names[i]) == 0) && mls_cpu_offers((mls_cpu)i)) {
+        if ((any || strcmp(name, names[i]) == 0) && mls_cpu_offers((mls_cpu)i)) {
             *out = (mls_cpu)i;
             return MLS_OK;
         }
@@ -134,7 +132,7 @@ mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st)
     list_offered(offered, sizeof offered);
     return mls_fail(st, MLS_E_VALUE,
                     "instruction set '%.32s' is not offered here; choose one of: %s",
-                    wanted, offered);
+                    name, offered);
 }
 
 #if defined(__linux__)
@@ -161,11 +159,11 @@ static size_t read_sys_cache_bytes(int level)
     enum { CACHES = 8 };
     char text[32];
     for (int index = 0; index < CACHES; index++) {
-        const bool wanted = read_cache_file(index, "level", text, sizeof text) &&
-                            text[0] == (char)('0' + level) &&
-                            read_cache_file(index, "type", text, sizeof text) &&
-                            text[0] != 'I'; /* skip instruction caches */
-        if (wanted && read_cache_file(index, "size", text, sizeof text)) {
+        const bool is_last_level = read_cache_file(index, "level", text, sizeof text) &&
+                                   text[0] == (char)('0' + level) &&
+                                   read_cache_file(index, "type", text, sizeof text) &&
+                                   text[0] != 'I'; /* skip instruction caches */
+        if (is_last_level && read_cache_file(index, "size", text, sizeof text)) {
             return (size_t)strtoul(text, NULL, 10) << 10;
         }
     }
@@ -182,8 +180,8 @@ static size_t reported_cache_bytes(int level)
     static const int levels[] = {_SC_LEVEL1_DCACHE_SIZE, _SC_LEVEL2_CACHE_SIZE,
                                  _SC_LEVEL3_CACHE_SIZE};
     if (bytes == 0) {
-        const long known = sysconf(levels[level - 1]);
-        return known > 0 ? (size_t)known : 0;
+        const long cache_bytes = sysconf(levels[level - 1]);
+        return cache_bytes > 0 ? (size_t)cache_bytes : 0;
     }
 #    endif
     return bytes;
@@ -236,7 +234,7 @@ size_t mls_cpu_count(void)
     cpu_set_t allowed; /* the call fails with more processors than this holds */
     count = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed)
                                                                 : CPU_SETSIZE;
-#elif !defined(_WIN32)
+#else
     count = sysconf(_SC_NPROCESSORS_ONLN);
 #endif
     return count < 1 ? 1 : (size_t)count;

@@ -22,7 +22,7 @@ bool mls_cpu_offers(mls_cpu cpu);
 /* Choose the instruction set named `wanted`, or the best one offered if `wanted` is NULL
  * or "". MLS_E_VALUE: the name is unknown or the set is not offered here; the text lists
  * those that are. */
-mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st);
+mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st);
 
 /* MLS_CPU_TABLES declares the kernel tables NAME_scalar, NAME_avx2 and so on: a constant
  * of `type` for each instruction set of this architecture, which the files of its kernels

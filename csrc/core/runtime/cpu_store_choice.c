@@ -108,11 +108,7 @@ mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
 static uint64_t read_nanoseconds(void)
 {
     struct timespec t = {0};
-#if defined(_WIN32)
-    (void)timespec_get(&t, TIME_UTC);
-#else
     (void)clock_gettime(CLOCK_MONOTONIC, &t); /* cannot fail for an existing clock */
-#endif
     return (uint64_t)t.tv_sec * 1000000000U + (uint64_t)t.tv_nsec;
 }
 
@@ -170,10 +166,10 @@ mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *count
     return (mls_store)stores[result / 2 % count];
 }
 
-static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
+static void raise_rate(atomic_uint_fast64_t *best_rate, uint64_t rate)
 {
-    uint_fast64_t before = atomic_load(known);
-    while (rate > before && !atomic_compare_exchange_weak(known, &before, rate)) {
+    uint_fast64_t before = atomic_load(best_rate);
+    while (rate > before && !atomic_compare_exchange_weak(best_rate, &before, rate)) {
     }
 }
 

@@ -72,13 +72,13 @@ static uint64_t read_group_limit(const char *root, const char *mount, char *path
 /* Return whether the comma-separated `list` contains "memory". */
 static bool controls_memory(const char *list, size_t length)
 {
-    static const char wanted[] = "memory";
-    const size_t size = sizeof wanted - 1;
+    static const char controller[] = "memory";
+    const size_t size = sizeof controller - 1;
     for (const char *at = list, *end = list + length; at < end;) {
         /* compare whole names: "memoryless" is a different controller */
         const char *comma = memchr(at, ',', (size_t)(end - at));
         const char *stop = comma == NULL ? end : comma;
-        if ((size_t)(stop - at) == size && memcmp(at, wanted, size) == 0) {
+        if ((size_t)(stop - at) == size && memcmp(at, controller, size) == 0) {
             return true;
         }
         at = stop + 1;
@@ -189,12 +189,12 @@ static bool read_system(mls_process_memory *out)
 /* Nothing is cached: the figures are current. */
 mls_code mls_process_memory_read(mls_process_memory *out, mls_status *st)
 {
-    mls_process_memory found = {0};
-    if (!read_system(&found)) {
+    mls_process_memory memory = {0};
+    if (!read_system(&memory)) {
         return mls_fail_os(st, ENOSYS, "the system does not report the memory in use");
     }
     /* the two come from different files, and memory may have grown in between */
-    found.peak = found.peak < found.used ? found.used : found.peak;
-    *out = found;
+    memory.peak = memory.peak < memory.used ? memory.used : memory.peak;
+    *out = memory;
     return MLS_OK;
 }

@@ -18,7 +18,7 @@
 /* State shared by the threads of one process. A forked child abandons its parent's crew,
  * whose locks may be held by threads that do not exist in the child, and makes its own.
  */
-typedef struct crew {
+typedef struct worker_threads {
     pthread_mutex_t lock;
     pthread_cond_t wake;     /* a new round, or closing */
     pthread_cond_t finished; /* the last helper left the round */
@@ -32,21 +32,21 @@ typedef struct crew {
     atomic_size_t next; /* the next index to hand out */
     size_t started;
     pthread_t helpers[MLS_POOL_MAX_THREADS];
-} crew;
+} worker_threads;
 
 /* The crew is separate from the pool because fork copies the pool but not the threads: a
  * child replaces the crew only. */
 struct mls_pool {
     pthread_mutex_t busy; /* held during a run or a resize */
     atomic_size_t threads;
-    _Atomic(pid_t) owner; /* the process that `crew` and `busy` belong to; negative while
-                             that process takes over from its parent */
-    crew *crew;           /* NULL until a run needs helpers */
+    _Atomic(pid_t) owner; /* the process that `worker_threads` and `busy` belong to;
+                             negative while that process takes over from its parent */
+    worker_threads *worker_threads; /* NULL until a run needs helpers */
 };
 
 /* Work until no index is left. The counter can be relaxed: every helper takes the crew's
  * lock before and after, which orders memory. */
-static void take_indices(crew *c)
+static void take_indices(worker_threads *c)
 {
     for (;;) {
         const size_t i = atomic_fetch_add_explicit(&c->next, 1, memory_order_relaxed);
@@ -61,7 +61,7 @@ static void take_indices(crew *c)
  * signal the caller when the last helper leaves. Holds the lock except while it works. */
 static void *helper_main(void *argument)
 {
-    crew *c = argument;
+    worker_threads *c = argument;
     uint64_t seen = 0;
     pthread_mutex_lock(&c->lock);
     while (!c->closing) {
@@ -85,9 +85,9 @@ static void *helper_main(void *argument)
 }
 
 /* Allocate a crew without helpers. Returns NULL if memory runs out. */
-static crew *crew_new(void)
+static worker_threads *workers_new(void)
 {
-    crew *c = mls_alloc(1, sizeof *c);
+    worker_threads *c = mls_alloc(1, sizeof *c);
     if (c == NULL) {
         return NULL;
     }
@@ -98,7 +98,7 @@ static crew *crew_new(void)
 }
 
 /* Stop and join all helpers. Accepts NULL. */
-static void crew_free(crew *c)
+static void workers_free(worker_threads *c)
 {
     if (c == NULL) {
         return;
@@ -117,9 +117,9 @@ static void crew_free(crew *c)
 }
 
 /* Start helpers until there are `wanted`, or fewer if the system refuses. */
-static void crew_staff(crew *c, size_t wanted)
+static void start_workers(worker_threads *c, size_t worker_count)
 {
-    while (c->started < wanted &&
+    while (c->started < worker_count &&
            pthread_create(&c->helpers[c->started], NULL, helper_main, c) == 0) {
         c->started++;
     }
@@ -132,7 +132,7 @@ typedef struct work {
     size_t count;
 } work;
 
-static void run_own_part(const work *w)
+static void run_caller_task(const work *w)
 {
     if (w->own != NULL) {
         w->own(w->context);
@@ -141,7 +141,7 @@ static void run_own_part(const work *w)
 
 /* One round: publish the task, take part, and return when no helper is inside. After that
  * no thread uses the context. */
-static void crew_run(crew *c, const work *w, size_t helpers)
+static void run_with_workers(worker_threads *c, const work *w, size_t helpers)
 {
     pthread_mutex_lock(&c->lock);
     c->task = w->task;
@@ -153,7 +153,7 @@ static void crew_run(crew *c, const work *w, size_t helpers)
     pthread_cond_broadcast(&c->wake);
     pthread_mutex_unlock(&c->lock);
 
-    run_own_part(w);
+    run_caller_task(w);
     take_indices(c);
 
     pthread_mutex_lock(&c->lock);
@@ -202,7 +202,7 @@ static void adopt_after_fork(mls_pool *pool)
     while (owner != me) {
         if (owner != -me && atomic_compare_exchange_weak(&pool->owner, &owner, -me)) {
             pthread_mutex_init(&pool->busy, NULL);
-            pool->crew = NULL;
+            pool->worker_threads = NULL;
             atomic_store(&pool->owner, me);
         }
         owner = atomic_load(&pool->owner);
@@ -216,7 +216,7 @@ void mls_pool_free(mls_pool *pool)
         return;
     }
     adopt_after_fork(pool);
-    crew_free(pool->crew);
+    workers_free(pool->worker_threads);
     pthread_mutex_destroy(&pool->busy);
     mls_free(pool);
 }
@@ -236,9 +236,10 @@ mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
     }
     adopt_after_fork(pool);
     pthread_mutex_lock(&pool->busy);
-    if (threads - 1 < (pool->crew == NULL ? 0 : pool->crew->started)) {
-        crew_free(pool->crew);
-        pool->crew = NULL;
+    if (threads - 1 <
+        (pool->worker_threads == NULL ? 0 : pool->worker_threads->started)) {
+        workers_free(pool->worker_threads);
+        pool->worker_threads = NULL;
     }
     atomic_store(&pool->threads, threads);
     pthread_mutex_unlock(&pool->busy);
@@ -251,25 +252,25 @@ static bool run_with_helpers(mls_pool *pool, const work *w)
 {
     const size_t threads = atomic_load(&pool->threads);
     const size_t helpers = (threads < w->count ? threads : w->count) - 1;
-    if (pool->crew == NULL) {
-        pool->crew = crew_new();
+    if (pool->worker_threads == NULL) {
+        pool->worker_threads = workers_new();
     }
-    if (pool->crew == NULL) {
+    if (pool->worker_threads == NULL) {
         return false;
     }
-    crew_staff(pool->crew, helpers);
-    if (pool->crew->started == 0) {
+    start_workers(pool->worker_threads, helpers);
+    if (pool->worker_threads->started == 0) {
         return false;
     }
-    crew_run(pool->crew, w, helpers);
+    run_with_workers(pool->worker_threads, w, helpers);
     return true;
 }
 
 /* Does not wait for a busy pool: the caller then does all its work itself. */
-void mls_pool_run_beside(mls_pool *pool, void (*own)(void *context), mls_task task,
-                         void *context, size_t count)
+void mls_pool_run_beside(mls_pool *pool, void (*caller_task)(void *context),
+                         mls_task task, void *context, size_t count)
 {
-    const work w = {own, task, context, count};
+    const work w = {caller_task, task, context, count};
     if (pool != NULL && count > 1 && atomic_load(&pool->threads) > 1) {
         adopt_after_fork(pool);
         if (pthread_mutex_trylock(&pool->busy) == 0) {
@@ -280,7 +281,7 @@ void mls_pool_run_beside(mls_pool *pool, void (*own)(void *context), mls_task ta
             }
         }
     }
-    run_own_part(&w);
+    run_caller_task(&w);
     for (size_t i = 0; i < count; i++) {
         task(context, i);
     }

@@ -32,34 +32,34 @@ void mls_work_queues_fini(mls_work_queues *all)
 
 /* Take the next item of one queue, if any is left. Relaxed order is enough: the data
  * behind the items was written before the threads started. */
-static bool take_queue_item(mls_work_queues *all, size_t which, size_t *item)
+static bool take_queue_item(mls_work_queues *all, size_t queue, size_t *item)
 {
-    const size_t end = all->starts[which + 1];
-    if (atomic_load_explicit(&all->next[which], memory_order_relaxed) >= end) {
+    const size_t end = all->starts[queue + 1];
+    if (atomic_load_explicit(&all->next[queue], memory_order_relaxed) >= end) {
         return false;
     }
-    *item = atomic_fetch_add_explicit(&all->next[which], 1, memory_order_relaxed);
+    *item = atomic_fetch_add_explicit(&all->next[queue], 1, memory_order_relaxed);
     return *item < end;
 }
 
 /* Queues that no thread has started come first. The search for another queue begins after
  * the current one and stays with the one found, so a thread seldom searches all of them.
  */
-bool mls_work_queues_take(mls_work_queues *all, size_t *mine, size_t *item)
+bool mls_work_queues_take(mls_work_queues *all, size_t *queue, size_t *item)
 {
-    if (*mine < all->count && take_queue_item(all, *mine, item)) {
+    if (*queue < all->count && take_queue_item(all, *queue, item)) {
         return true;
     }
     while (atomic_load_explicit(&all->untouched, memory_order_relaxed) < all->count) {
-        *mine = atomic_fetch_add_explicit(&all->untouched, 1, memory_order_relaxed);
-        if (*mine < all->count && take_queue_item(all, *mine, item)) {
+        *queue = atomic_fetch_add_explicit(&all->untouched, 1, memory_order_relaxed);
+        if (*queue < all->count && take_queue_item(all, *queue, item)) {
             return true;
         }
     }
-    for (size_t i = 0, at = *mine; i < all->count; i++) {
+    for (size_t i = 0, at = *queue; i < all->count; i++) {
         at = at + 1 < all->count ? at + 1 : 0;
         if (take_queue_item(all, at, item)) {
-            *mine = at;
+            *queue = at;
             return true;
         }
     }

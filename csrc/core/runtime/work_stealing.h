@@ -30,6 +30,6 @@ void mls_work_queues_fini(mls_work_queues *all);
 
 /* Take the next item for a thread; each item is taken once. Returns false if no item is
  * left. `*mine` is the thread's current queue, SIZE_MAX at first. */
-bool mls_work_queues_take(mls_work_queues *all, size_t *mine, size_t *item);
+bool mls_work_queues_take(mls_work_queues *all, size_t *queue, size_t *item);
 
 #endif

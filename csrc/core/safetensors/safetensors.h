@@ -94,8 +94,6 @@ uint64_t mls_safetensors_end(const mls_safetensors *file);
 
 void mls_safetensors_fini(mls_safetensors *file); /* accepts a zeroed struct; zeroes it */
 
-#if !defined(_WIN32)
-
 /* Open `path` and parse its header. The caller closes `*fd` and releases `*out` with
  * mls_safetensors_fini. Fails as mls_safetensors_parse and mls_file_open do. */
 mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
@@ -108,8 +106,6 @@ mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool
  * changed since they were written; the status has the offset of the first such block. */
 mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *places,
                               const mls_crc_kernels *crc, mls_pool *pool, mls_status *st);
-
-#endif
 
 /* ---- writing ---- */
 
@@ -127,8 +123,6 @@ typedef struct mls_safetensors_content {
     size_t metadata_count;
 } mls_safetensors_content;
 
-#if !defined(_WIN32)
-
 /* Write a file atomically (see mls_atomic_file). Equal content produces equal bytes on
  * every machine, in any order of the caller: tensors are sorted by descending item
  * size, then by name, so that each starts at a multiple of its item size; metadata
@@ -143,5 +137,4 @@ mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
                                mls_status *st);
 
-#endif
 #endif

@@ -46,10 +46,11 @@ static int compare_pairs(const void *a, const void *b)
 }
 
 /* Fail with "what 'name' why". The name is truncated to leave room for the reason. */
-static mls_code fail_name(const char *what, mls_str name, const char *why, mls_status *st)
+static mls_code fail_name(const char *label, mls_str name, const char *why,
+                          mls_status *st)
 {
-    const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
-    mls_fail(st, MLS_E_VALUE, "%s '%.*s' %s", what, shown, name.data, why);
+    const int width = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
+    mls_fail(st, MLS_E_VALUE, "%s '%.*s' %s", label, width, name.data, why);
     return mls_status_name(st, name.data, name.length);
 }
 
@@ -276,9 +277,9 @@ uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc)
                           text + header->block_crcs + i * MLS_CRC_DIGITS);
     }
     /* the length and all other digits are filled in, so the checksum covers them */
-    const uint32_t own = crc->update(0, text, length);
-    mls_crc_to_digits(own, text + header->header_crc);
-    return own;
+    const uint32_t checksum = crc->update(0, text, length);
+    mls_crc_to_digits(checksum, text + header->header_crc);
+    return checksum;
 }
 
 /* The tensors belong to the caller. */

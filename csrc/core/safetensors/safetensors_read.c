@@ -22,10 +22,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#if !defined(_WIN32)
-#    include <unistd.h>
-#endif
+#include <unistd.h>
 
 enum {
     LENGTH_BYTES = 8,     /* before the header */
@@ -54,19 +51,19 @@ typedef struct header_reader {
 /* Fail with "tensor 'x': what" at the offset of `node`. The name is truncated, because a
  * hostile file may contain a name of megabytes. */
 static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_str name,
-                            const char *what)
+                            const char *problem)
 {
-    const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
+    const int width = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
     mls_fail_at(r->st, LENGTH_BYTES + mls_json_offset(r->file.json, node),
-                "tensor '%.*s': %s", shown, name.data, what);
+                "tensor '%.*s': %s", width, name.data, problem);
     return mls_status_name(r->st, name.data, name.length);
 }
 
 /* As fail_tensor, for nodes outside of tensors. */
-static mls_code fail_node(header_reader *r, mls_json_node node, const char *what)
+static mls_code fail_node(header_reader *r, mls_json_node node, const char *problem)
 {
     return mls_fail_at(r->st, LENGTH_BYTES + mls_json_offset(r->file.json, node),
-                       "safetensors header: %s", what);
+                       "safetensors header: %s", problem);
 }
 
 /* All allocations are proportional to the header, so the message gives the header's
@@ -87,17 +84,17 @@ static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
                             const char *key, mls_json_type type, mls_json_node *out)
 {
     char text[80];
-    const mls_json_node found = mls_json_find(r->file.json, entry, key);
-    if (found == MLS_JSON_NONE) {
+    const mls_json_node member = mls_json_find(r->file.json, entry, key);
+    if (member == MLS_JSON_NONE) {
         snprintf(text, sizeof text, "the header lacks its \"%s\"", key);
         return fail_tensor(r, entry, name, text);
     }
-    if (mls_json_type_of(r->file.json, found) != type) {
+    if (mls_json_type_of(r->file.json, member) != type) {
         snprintf(text, sizeof text, "\"%s\" is not %s", key,
                  type == MLS_JSON_STRING ? "a string" : "a list");
-        return fail_tensor(r, found, name, text);
+        return fail_tensor(r, member, name, text);
     }
-    *out = found;
+    *out = member;
     return MLS_OK;
 }
 
@@ -112,11 +109,11 @@ static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
     const mls_str text = mls_json_text(r->file.json, node);
     if (!mls_dtype_from_file_name(text.data, text.length, &t->dtype)) {
         char message[96];
-        const int shown = (int)(text.length < 32 ? text.length : 32);
-        snprintf(message, sizeof message, "element type '%.*s' is not supported", shown,
+        const int width = (int)(text.length < 32 ? text.length : 32);
+        snprintf(message, sizeof message, "element type '%.*s' is not supported", width,
                  text.data);
         fail_tensor(r, node, t->name, message);
-        return mls_status_got(r->st, "%.*s", shown, text.data);
+        return mls_status_got(r->st, "%.*s", width, text.data);
     }
     return MLS_OK;
 }
@@ -263,13 +260,13 @@ uint32_t mls_safetensors_join_crcs(const uint32_t *crcs, size_t bytes)
 
 /* A mismatch can have a harmless cause: a program copied the metadata of an mlstate file
  * into another file, whose checksums differ. */
-static mls_code fail_checksum(header_reader *r, const char *what)
+static mls_code fail_checksum(header_reader *r, const char *problem)
 {
     return mls_fail(
         r->st, MLS_E_CHECKSUM,
         "safetensors header: %s: the file is damaged, or another program kept the "
         "\"" MLS_SAFETENSORS_PREFIX "*\" metadata of a file that it changed",
-        what);
+        problem);
 }
 
 /* Compare the header with its checksum, computed over the bytes in the file with zeros
@@ -287,14 +284,14 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     }
     const size_t behind = at + MLS_CRC_DIGITS;
     mls_store_le64(length, r->length);
-    uint32_t found = crc->update(0, length, sizeof length);
-    found = crc->update(found, r->text, at);
-    found = crc->update(found, zeros, MLS_CRC_DIGITS);
-    found = crc->update(found, r->text + behind, r->length - behind);
-    if (found != expected) {
+    uint32_t checksum = crc->update(0, length, sizeof length);
+    checksum = crc->update(checksum, r->text, at);
+    checksum = crc->update(checksum, zeros, MLS_CRC_DIGITS);
+    checksum = crc->update(checksum, r->text + behind, r->length - behind);
+    if (checksum != expected) {
         fail_checksum(r, "its checksum does not match");
         mls_status_expected(r->st, "%08lx", (unsigned long)expected);
-        return mls_status_got(r->st, "%08lx", (unsigned long)found);
+        return mls_status_got(r->st, "%08lx", (unsigned long)checksum);
     }
     r->file.header_crc = expected;
     return MLS_OK;
@@ -372,12 +369,12 @@ static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
     for (size_t i = 0; i < r->file.count; i++) {
         const mls_stored *t = tensors[i];
         if (t->offset != end) {
-            const int shown =
+            const int width =
                 (int)(t->name.length < SHOWN_NAME ? t->name.length : SHOWN_NAME);
             mls_fail_at(r->st, t->offset < end ? t->offset : end,
                         t->offset < end ? "tensor '%.*s' overlaps the one before it"
                                         : "there is a gap in front of tensor '%.*s'",
-                        shown, t->name.data);
+                        width, t->name.data);
             return mls_status_name(r->st, t->name.data, t->name.length);
         }
         end += t->bytes; /* cannot wrap: the offsets were checked */
@@ -552,8 +549,6 @@ void mls_safetensors_fini(mls_safetensors *file)
     *file = (mls_safetensors){0};
 }
 
-#if !defined(_WIN32)
-
 /* The header is read in two steps: its length, then as much as the file really has. */
 mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
                               int *fd, mls_safetensors *out, mls_status *st)
@@ -597,24 +592,24 @@ done:
     return MLS_OK;
 }
 
-static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t found,
+static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t checksum,
                            uint32_t expected, mls_status *st)
 {
     const size_t left = tensor->bytes - start;
     const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
-    const int shown =
+    const int width =
         (int)(tensor->name.length < SHOWN_NAME ? tensor->name.length : SHOWN_NAME);
     mls_fail(st, MLS_E_CHECKSUM,
              "tensor '%.*s': its bytes have changed since they were written (checksum "
              "%08lx, "
              "expected %08lx, over %zu bytes from %zu on): the file is damaged",
-             shown, tensor->name.data, (unsigned long)found, (unsigned long)expected,
+             width, tensor->name.data, (unsigned long)checksum, (unsigned long)expected,
              length, start);
     st->has_offset = true;
     st->offset = tensor->offset + start;
     mls_status_name(st, tensor->name.data, tensor->name.length);
     mls_status_expected(st, "%08lx", (unsigned long)expected);
-    return mls_status_got(st, "%08lx", (unsigned long)found);
+    return mls_status_got(st, "%08lx", (unsigned long)checksum);
 }
 
 /* Read one block, from byte `start` of the tensor on, and compare it with its checksum.
@@ -625,7 +620,7 @@ static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
 {
     const size_t left = tensor->bytes - start;
     const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
-    uint32_t found = 0, expected = 0;
+    uint32_t checksum = 0, expected = 0;
     for (size_t done = 0; done < length;) {
         const size_t step = length - done < READ_STEP ? length - done : READ_STEP;
         const mls_code code =
@@ -633,13 +628,14 @@ static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
         if (code != MLS_OK) {
             return code;
         }
-        found = crc->update(found, to + done, step);
+        checksum = crc->update(checksum, to + done, step);
         done += step;
     }
     /* the digits were checked when the header was read */
     (void)mls_crc_from_digits(
         tensor->blocks + start / MLS_SAFETENSORS_BLOCK * MLS_CRC_DIGITS, &expected);
-    return found == expected ? MLS_OK : fail_block(tensor, start, found, expected, st);
+    return checksum == expected ? MLS_OK
+                                : fail_block(tensor, start, checksum, expected, st);
 }
 
 /* ---- all tensors ----
@@ -750,5 +746,3 @@ mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *
     mls_free(parts);
     return code;
 }
-
-#endif

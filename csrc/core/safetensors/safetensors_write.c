@@ -9,15 +9,13 @@
  * that fit the buffer, then checksummed. Only the buffer's size does not depend on the
  * number of tensors.
  */
-#if !defined(_WIN32)
+#include "safetensors/safetensors.h"
 
-#    include "safetensors/safetensors.h"
+#include "base/memory.h"
+#include "io/file.h"
+#include "safetensors/safetensors_header.h"
 
-#    include "base/memory.h"
-#    include "io/file.h"
-#    include "safetensors/safetensors_header.h"
-
-#    include <string.h>
+#include <string.h>
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "safetensors files are little-endian, so a big-endian machine cannot "
@@ -55,11 +53,11 @@ static mls_code check_keys(const mls_safetensors_content *content, mls_status *s
     for (size_t i = 0; i < content->metadata_count; i++) {
         const mls_str key = content->metadata[i].key;
         if (mls_str_starts(key, prefix) && !mls_str_is(key, MLS_SAFETENSORS_STATE)) {
-            const int shown = (int)(key.length < SHOWN_NAME ? key.length : SHOWN_NAME);
+            const int width = (int)(key.length < SHOWN_NAME ? key.length : SHOWN_NAME);
             mls_fail(st, MLS_E_VALUE,
                      "metadata key '%.*s' is reserved: choose one that does not start "
                      "with \"" MLS_SAFETENSORS_PREFIX "\"",
-                     shown, key.data);
+                     width, key.data);
             return mls_status_name(st, key.data, key.length);
         }
     }
@@ -311,5 +309,3 @@ mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *
     mls_free(tensors);
     return code;
 }
-
-#endif

@@ -29,9 +29,9 @@ static const struct {
 
 enum { NAMES = sizeof names / sizeof names[0], MOST_DIGITS = 9 };
 
-const char *mls_layout_name(size_t which)
+const char *mls_layout_name(size_t number)
 {
-    return which < NAMES ? names[which].name : NULL;
+    return number < NAMES ? names[number].name : NULL;
 }
 
 const char *mls_layout_step_name(int axis)
@@ -115,19 +115,19 @@ bool mls_layout_parse(mls_str text, mls_layout *out, bool *has_parts)
 /* Checks one step, independently of a tensor; the earlier steps are valid. Whether a
  * tensor has the axis is checked later (check_shape), because one layout serves many
  * tensors. */
-static mls_code check_step(const mls_layout *layout, int which, mls_status *st)
+static mls_code check_step(const mls_layout *layout, int number, mls_status *st)
 {
-    const mls_layout_step step = layout->steps[which];
+    const mls_layout_step step = layout->steps[number];
     if (step.parts == 0) {
-        return mls_fail(st, MLS_E_VALUE, "step %d of the layout has no parts", which);
+        return mls_fail(st, MLS_E_VALUE, "step %d of the layout has no parts", number);
     }
     if (step.axis == MLS_LAYOUT_FLAT) {
-        return which == layout->count - 1
+        return number == layout->count - 1
                    ? MLS_OK
                    : mls_fail(st, MLS_E_VALUE, "a flat step must be the layout's last");
     }
     if (step.axis < 0) {
-        return mls_fail(st, MLS_E_VALUE, "step %d of the layout has axis %d", which,
+        return mls_fail(st, MLS_E_VALUE, "step %d of the layout has axis %d", number,
                         step.axis);
     }
     return MLS_OK;

@@ -39,7 +39,7 @@ typedef struct mls_layout {
 } mls_layout;
 
 /* Names of the layouts that users ask for, such as "rows"; NULL after the last. */
-const char *mls_layout_name(size_t which);
+const char *mls_layout_name(size_t number);
 
 /* Parse a named layout or "axis:K".  "=N" may follow, the parts of its step; without it,
  * `*has_parts` is false and the step has 0.  Numbers have at most nine digits.  False for

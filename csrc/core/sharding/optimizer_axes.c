@@ -104,13 +104,13 @@ void mls_layout_project(const mls_layout *layout, size_t index, int rank,
     for (int i = 0; i < layout->count; i++) {
         const mls_layout_step step = layout->steps[i];
         after /= step.parts;
-        const size_t here = index / after % step.parts;
+        const size_t step_index = index / after % step.parts;
         const bool flat = step.axis == MLS_LAYOUT_FLAT;
         const int axis = flat ? step.axis : axis_of(step.axis, rank, axes);
         if (flat ? axes == NULL && rank > 0 : axis != MLS_NO_AXIS) {
             out->steps[out->count++] =
                 (mls_layout_step){.axis = axis, .parts = step.parts};
-            *out_index = *out_index * step.parts + here;
+            *out_index = *out_index * step.parts + step_index;
         }
     }
 }

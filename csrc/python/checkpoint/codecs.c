@@ -120,10 +120,11 @@ static mls_code encode(void *context, mls_codec codec, const unsigned char *from
 static mls_code decode(void *context, mls_codec codec, const unsigned char *from,
                        size_t bytes, unsigned char *to, size_t out, mls_status *st)
 {
-    size_t found = 0;
+    size_t decoded_bytes = 0;
     (void)context;
-    const mls_code code = run_codec("decode", codec, from, bytes, to, out, &found, st);
-    return code != MLS_OK || found == out
+    const mls_code code =
+        run_codec("decode", codec, from, bytes, to, out, &decoded_bytes, st);
+    return code != MLS_OK || decoded_bytes == out
                ? code
                : mls_fail(st, MLS_E_FORMAT, "%s gave another number of bytes",
                           mls_codec_name(codec));

@@ -306,15 +306,15 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
     const int rank = mls_part_dims(&part, dims);
     /* None instead of 0 for a shard with layers, which has no single place; for a file
      * without checksums too */
-    const bool plain = shard->layers == NULL;
-    const bool has_crc = plain && shard->crcs != NULL;
+    const bool is_dense = shard->layers == NULL;
+    const bool has_crc = is_dense && shard->crcs != NULL;
     PyObject *offset =
-        plain ? PyLong_FromUnsignedLongLong(shard->offset) : Py_NewRef(Py_None);
+        is_dense ? PyLong_FromUnsignedLongLong(shard->offset) : Py_NewRef(Py_None);
     mls_crc_to_digits(shard->crc, crc);
     return Py_BuildValue("(sNnNKzNnz#KN)", mls_section_name(shard->id.section),
                          mlspy_merged_index_key(&shard->id), (Py_ssize_t)shard->part,
                          mlspy_sizes_tuple(dims, rank), (unsigned long long)index->rank,
-                         plain ? index->files[shard->file].path : NULL, offset,
+                         is_dense ? index->files[shard->file].path : NULL, offset,
                          (Py_ssize_t)shard->bytes, has_crc ? crc : NULL,
                          (Py_ssize_t)MLS_CRC_DIGITS, (unsigned long long)shard->version,
                          layers_tuple(index, shard));
@@ -402,10 +402,13 @@ static PyObject *merged_index_heads(mlspy_merged_index *self, PyObject *unused)
  * any encoding. */
 static PyObject *problem_tuple(const mls_index *index, const mls_problem *problem)
 {
-    const bool whole = problem->shard == SIZE_MAX;
-    const mls_index_shard *shard = whole ? NULL : &index->shards[problem->shard];
-    PyObject *key = whole ? Py_NewRef(Py_None) : mlspy_merged_index_key(&shard->id);
-    PyObject *part = whole ? Py_NewRef(Py_None) : PyLong_FromSize_t(shard->part);
+    const bool is_file_problem = problem->shard == SIZE_MAX;
+    const mls_index_shard *shard =
+        is_file_problem ? NULL : &index->shards[problem->shard];
+    PyObject *key =
+        is_file_problem ? Py_NewRef(Py_None) : mlspy_merged_index_key(&shard->id);
+    PyObject *part =
+        is_file_problem ? Py_NewRef(Py_None) : PyLong_FromSize_t(shard->part);
     PyObject *text = PyUnicode_DecodeUTF8(
         problem->text, (Py_ssize_t)strlen(problem->text), "backslashreplace");
     return Py_BuildValue(

@@ -61,13 +61,13 @@ static int take_tensor(const mlspy_state *state, PyObject *object, size_t *shape
         return -1;
     }
     out->shape = shape;
-    mls_tensor whole;
-    if (mlspy_check(state,
-                    mls_tensor_init(&whole, NULL, out->dtype, out->rank, shape, &st),
-                    &st) < 0) {
+    mls_tensor full_tensor;
+    if (mlspy_check(
+            state, mls_tensor_init(&full_tensor, NULL, out->dtype, out->rank, shape, &st),
+            &st) < 0) {
         return -1;
     }
-    (void)mls_tensor_bytes(&whole, &out->bytes); /* fits: the shape was checked */
+    (void)mls_tensor_bytes(&full_tensor, &out->bytes); /* fits: the shape was checked */
     return 0;
 }
 

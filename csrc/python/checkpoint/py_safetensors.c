@@ -19,10 +19,6 @@
 #include "base/memory.h"
 #include "safetensors/safetensors.h"
 
-#if defined(_WIN32)
-#    error "file access needs POSIX"
-#endif
-
 #include <unistd.h>
 
 /* Raise `st`. Errors about contents start with the file's name; an OSError shows its path
@@ -76,9 +72,9 @@ static int take_tensor(const mlspy_state *state, PyObject *items, Py_ssize_t i,
     }
     /* names the tensor in errors about the array; may be truncated, never written to a
      * file */
-    char what[MLS_NAME_BYTES];
-    PyOS_snprintf(what, sizeof what, "tensor '%.140s'", t->name.data);
-    if (mlspy_view_of(state, array, what, &job->views[i]) < 0) {
+    char label[MLS_NAME_BYTES];
+    PyOS_snprintf(label, sizeof label, "tensor '%.140s'", t->name.data);
+    if (mlspy_view_of(state, array, label, &job->views[i]) < 0) {
         return -1;
     }
     t->tensor = &job->views[i].tensor;
@@ -255,19 +251,19 @@ static mls_code load_copied(const mlspy_state *state, int fd, const mls_safetens
                             PyObject **arrays, mls_status *st)
 {
     mls_code code = MLS_OK;
-    PyObject *made = arrays_of(file, NULL, NULL);
-    void **places = made == NULL ? NULL : array_addresses(made, file->count);
+    PyObject *copies = arrays_of(file, NULL, NULL);
+    void **places = copies == NULL ? NULL : array_addresses(copies, file->count);
     if (places != NULL) {
         MLSPY_WITHOUT_GIL(code = mls_safetensors_read(fd, file, places, mlspy_crc(state),
                                                       state->pool, st));
-    } else if (made != NULL) {
+    } else if (copies != NULL) {
         PyErr_NoMemory();
     }
     if (places != NULL && code == MLS_OK) {
-        *arrays = Py_NewRef(made);
+        *arrays = Py_NewRef(copies);
     }
     mls_free(places);
-    Py_XDECREF(made);
+    Py_XDECREF(copies);
     return code;
 }
 

@@ -80,9 +80,9 @@ static int hold_owner(mlspy_shard_items *g, PyObject *owner)
 /* Write "params 'x'", for errors about an array. May be truncated; never written to a
  * file. */
 static void describe_tensor(const mls_tensor_id *id, const char *key,
-                            char what[MLS_NAME_BYTES])
+                            char label[MLS_NAME_BYTES])
 {
-    PyOS_snprintf(what, MLS_NAME_BYTES, "%s '%.130s'", mls_section_name(id->section),
+    PyOS_snprintf(label, MLS_NAME_BYTES, "%s '%.130s'", mls_section_name(id->section),
                   key);
 }
 
@@ -90,10 +90,10 @@ static void describe_tensor(const mls_tensor_id *id, const char *key,
  * the attribute is missing or invalid. */
 static int stated_shape(const mlspy_shard_items *g, PyObject *value, size_t *shape)
 {
-    PyObject *said = PyObject_GetAttr(value, g->state->names[MLSPY_NAME_SHAPE]);
-    PyObject *tuple = said == NULL ? NULL : PySequence_Tuple(said);
+    PyObject *shape_object = PyObject_GetAttr(value, g->state->names[MLSPY_NAME_SHAPE]);
+    PyObject *tuple = shape_object == NULL ? NULL : PySequence_Tuple(shape_object);
     const int rank = tuple == NULL ? -1 : mlspy_take_shape(g->state, tuple, shape);
-    Py_XDECREF(said);
+    Py_XDECREF(shape_object);
     Py_XDECREF(tuple);
     PyErr_Clear();
     return rank;
@@ -112,9 +112,9 @@ static const signed char *axes_of(const mlspy_shard_items *g, PyObject *model,
     bool differ = false;
     if (id->has_state && model != Py_None && (name = mlspy_str_of(id->name)) != NULL &&
         mlspy_dict_get(model, name, &parameter) == 1) {
-        const int said = stated_shape(g, parameter, shape);
-        differ =
-            said >= 0 && mls_optimizer_axes(id->state, rank, dims, said, shape, axes);
+        const int stated_rank = stated_shape(g, parameter, shape);
+        differ = stated_rank >= 0 &&
+                 mls_optimizer_axes(id->state, rank, dims, stated_rank, shape, axes);
     }
     PyErr_Clear();
     Py_XDECREF(name);
@@ -185,13 +185,13 @@ static int shard_shape(const mlspy_shard_items *g, PyObject *shard, mls_layout *
 
 /* Add the part of a Shard. The class checked the array when the Shard was made, but
  * arrays can be reshaped later. */
-static int add_part(mlspy_shard_items *g, const mls_tensor_id *id, const char *what,
+static int add_part(mlspy_shard_items *g, const mls_tensor_id *id, const char *label,
                     const mls_shard_item *facts, const size_t *shape,
                     const mlspy_view *view)
 {
     mls_status st;
     const mls_tensor *t = &view->tensor;
-    if (mlspy_check(g->state, mls_shard_item_check(facts, shape, t, what, &st), &st) <
+    if (mlspy_check(g->state, mls_shard_item_check(facts, shape, t, label, &st), &st) <
         0) {
         return -1;
     }
@@ -212,7 +212,7 @@ static int add_part(mlspy_shard_items *g, const mls_tensor_id *id, const char *w
 
 /* Add a Shard, unless it is a replica that another rank stores. Its attributes may have
  * changed, so each is checked like an argument. */
-static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *what,
+static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *label,
                      PyObject *shard)
 {
     int64_t index, version, replica;
@@ -232,7 +232,7 @@ static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *
             PyExc_ValueError,
             "%s is a Shard with replica=%lld, but this process saves alone: "
             "pass replica=0, the copy that is stored",
-            what, (long long)replica);
+            label, (long long)replica);
     }
     const int rank = replica > 0 ? 0 : shard_shape(g, shard, &layout, shape);
     PyObject *array =
@@ -240,14 +240,14 @@ static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *
     if (replica > 0 || rank < 0 || array == NULL) {
         return replica > 0 ? 0 : -1;
     }
-    int failed = mlspy_view_of(g->state, array, what, &view);
+    int failed = mlspy_view_of(g->state, array, label, &view);
     if (failed == 0) {
         const mls_shard_item facts = {.rank = rank,
                                       .layout = layout,
                                       .part = (size_t)index,
                                       .version = (uint64_t)version,
                                       .tier = tier};
-        failed = add_part(g, id, what, &facts, shape, &view);
+        failed = add_part(g, id, label, &facts, shape, &view);
         mlspy_view_release(&view);
     }
     Py_DECREF(array);
@@ -261,28 +261,28 @@ static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *
 static int add_value(mlspy_shard_items *g, PyObject *model, mls_section section,
                      const mlspy_item *entry)
 {
-    char what[MLS_NAME_BYTES];
+    char label[MLS_NAME_BYTES];
     mlspy_view view;
     const mls_tensor_id id = mls_tensor_id_of(section, entry->name);
-    describe_tensor(&id, entry->name.data, what);
+    describe_tensor(&id, entry->name.data, label);
     const int is_shard = PyObject_IsInstance(entry->value, g->shard_type);
     if (is_shard != 0) {
-        return is_shard < 0 ? -1 : add_shard(g, &id, what, entry->value);
+        return is_shard < 0 ? -1 : add_shard(g, &id, label, entry->value);
     }
     if (g->mine[section] != NULL) {
-        const int ours = PySet_Contains(g->mine[section], entry->key);
-        if (ours <= 0) {
-            return ours;
+        const int is_local = PySet_Contains(g->mine[section], entry->key);
+        if (is_local <= 0) {
+            return is_local;
         }
     }
-    if (mlspy_view_for(g->state, entry->value, what, false, &view) < 0) {
+    if (mlspy_view_for(g->state, entry->value, label, false, &view) < 0) {
         return -1;
     }
     const int rank = view.tensor.rank;
     const int failed = rank > MLS_LAYOUT_RANK
                            ? MLSPY_FAIL(g->state, MLS_E_SHAPE,
                                         "%s has %d dimensions: at most %d can be stored",
-                                        what, rank, (int)MLS_LAYOUT_RANK)
+                                        label, rank, (int)MLS_LAYOUT_RANK)
                            : add_whole(g, model, &id, &view);
     mlspy_view_release(&view);
     return failed;

@@ -259,7 +259,7 @@ static PyObject *mapped_array(load_job *job, const mls_wanted *w, PyObject *caps
  * arrays too: their memory must stay valid during the read, even if other code gets the
  * dict or a later array fails. `made` receives the number of pieces with destinations;
  * NULL: no thread waits. */
-static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *made)
+static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
@@ -282,8 +282,8 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *made)
             mls_load_plan_keep(&job->plan, i, &used);
         }
         good = array != NULL && PyDict_SetItem(result, w->key, array) == 0;
-        if (made != NULL && i % TOGETHER == 0) {
-            mls_ready_counter_advance(made, used);
+        if (ready != NULL && i % TOGETHER == 0) {
+            mls_ready_counter_advance(ready, used);
         }
     }
     job->plan.piece_count = used;
@@ -298,18 +298,18 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *made)
 /* ---- loading: reading ---- */
 
 /* Arrays that are created while earlier ones are being read. */
-typedef struct making {
+typedef struct make_state {
     load_job *job;
     mlspy_progress *progress;
     PyObject *result; /* NULL with an exception set, or not called yet */
 } make_state;
 
 /* Runs in the calling thread, which takes the GIL for it. */
-static bool make_during_read(void *context, mls_ready_counter *made)
+static bool make_during_read(void *context, mls_ready_counter *ready)
 {
     make_state *m = context;
     mlspy_progress_end(m->progress);
-    m->result = make_arrays(m->job, false, made);
+    m->result = make_arrays(m->job, false, ready);
     mlspy_progress_begin(m->progress);
     return m->result != NULL;
 }
@@ -380,7 +380,7 @@ static PyObject *make_and_read(load_job *job, bool verify, PyObject *callback)
 static int load_begin(load_job *job, mlspy_merged_index *self, PyObject *path,
                       PyObject *section, PyObject *keys, PyObject *cuts)
 {
-    mls_section which;
+    mls_section section_id;
     mls_cutting how;
     PyObject *places = PyList_Check(cuts) ? cuts : NULL;
     *job = (load_job){.merged = self,
@@ -393,9 +393,9 @@ static int load_begin(load_job *job, mlspy_merged_index *self, PyObject *path,
     if (places != NULL && PyList_GET_SIZE(places) != PyList_GET_SIZE(keys)) {
         return MLSPY_REFUSE(PyExc_ValueError, "a place is wanted for each key");
     }
-    return mlspy_take_section(job->state, section, &which) < 0 ||
+    return mlspy_take_section(job->state, section, &section_id) < 0 ||
                    (places == NULL && take_cutting(job->state, cuts, &how) < 0) ||
-                   choose_parts(job, which, keys, &how, places) < 0
+                   choose_parts(job, section_id, keys, &how, places) < 0
                ? -1
                : 0;
 }
@@ -449,15 +449,15 @@ static int keep_target(const load_job *job, size_t i, mlspy_view *view)
 static int view_array(const load_job *job, const mls_wanted *w, PyObject *array,
                       mlspy_view *out)
 {
-    char what[MLS_NAME_BYTES];
+    char label[MLS_NAME_BYTES];
     const mls_str name = w->tensor->facts->id.name;
     if (mlspy_view_quickly(job->state, array, true, out)) {
         return 0;
     }
-    PyOS_snprintf(what, sizeof what, "target '%.*s'",
+    PyOS_snprintf(label, sizeof label, "target '%.*s'",
                   (int)(name.length < 120 ? name.length : 120),
                   name.data == NULL ? "" : name.data);
-    return mlspy_view_writable(job->state, array, what, out);
+    return mlspy_view_writable(job->state, array, label, out);
 }
 
 /* View the target of one tensor, and check dtype and shape. The view's owner then keeps

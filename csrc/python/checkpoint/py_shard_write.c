@@ -38,7 +38,7 @@ static PyObject *written_dict(const mls_shards_written *w)
 }
 
 /* State of a background save whose caller waits until its arrays may change. */
-typedef struct waiting {
+typedef struct waiting_caller {
     mlspy_shard_items *items;
     mlspy_progress *progress; /* stores the thread state while the GIL is released */
     PyObject *call;           /* borrowed */
@@ -293,10 +293,10 @@ PyObject *core_crc32c(mlspy_state *state, PyObject *const *args)
         return NULL;
     }
     const mls_crc_kernels *crc = mlspy_crc(state);
-    uint32_t found;
-    MLSPY_WITHOUT_GIL(found = crc->update(0, view.buf, (size_t)view.len));
+    uint32_t checksum;
+    MLSPY_WITHOUT_GIL(checksum = crc->update(0, view.buf, (size_t)view.len));
     PyBuffer_Release(&view);
-    return PyLong_FromUnsignedLong(found);
+    return PyLong_FromUnsignedLong(checksum);
 }
 
 /* file_replace(path, data, mode)

@@ -22,7 +22,7 @@ typedef struct tiers_object {
 
 /* Convert a number of bytes that fits a signed 64-bit integer. None is converted to
  * `none`, unless that is 0. */
-static int take_bytes(const mlspy_state *state, PyObject *object, const char *what,
+static int take_bytes(const mlspy_state *state, PyObject *object, const char *label,
                       uint64_t none, uint64_t *out)
 {
     int64_t number;
@@ -30,11 +30,11 @@ static int take_bytes(const mlspy_state *state, PyObject *object, const char *wh
         *out = none;
         return 0;
     }
-    if (mlspy_take_int64(state, object, what, &number) < 0) {
+    if (mlspy_take_int64(state, object, label, &number) < 0) {
         return -1;
     }
     if (number < 0) {
-        return MLSPY_REFUSE(PyExc_ValueError, "%s must not be negative, got %lld", what,
+        return MLSPY_REFUSE(PyExc_ValueError, "%s must not be negative, got %lld", label,
                             (long long)number);
     }
     *out = (uint64_t)number;
@@ -75,10 +75,10 @@ static int take_tier(PyObject *object, mls_tier *out)
 
 /* Convert the arguments that most methods share. */
 static int take_unit_and_tier(tiers_object *self, const char *name, PyObject *const *args,
-                              Py_ssize_t wanted, Py_ssize_t count, size_t *unit,
+                              Py_ssize_t expected_count, Py_ssize_t count, size_t *unit,
                               mls_tier *tier)
 {
-    return mlspy_take_count(name, wanted, count) < 0 ||
+    return mlspy_take_count(name, expected_count, count) < 0 ||
                    take_unit(self, args[0], unit) < 0 || take_tier(args[1], tier) < 0
                ? -1
                : 0;

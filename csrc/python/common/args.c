@@ -9,13 +9,13 @@
 #include "common/module_state.h"
 
 /* METH_FASTCALL passes any number of arguments, so check it before `args` is read. */
-int mlspy_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
+int mlspy_take_count(const char *name, Py_ssize_t expected, Py_ssize_t got)
 {
-    if (wanted == got) {
+    if (expected == got) {
         return 0;
     }
-    return MLSPY_REFUSE(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted,
-                        got);
+    return MLSPY_REFUSE(PyExc_TypeError, "%s takes %zd arguments, got %zd", name,
+                        expected, got);
 }
 
 int mlspy_take_positional(PyTypeObject *type, PyObject *args, PyObject *kwargs,
@@ -31,11 +31,11 @@ int mlspy_take_positional(PyTypeObject *type, PyObject *args, PyObject *kwargs,
     return good ? 0 : -1;
 }
 
-int mlspy_take_tuple(PyObject *object, const char *what, const char *format, ...)
+int mlspy_take_tuple(PyObject *object, const char *label, const char *format, ...)
 {
     va_list places;
     if (!PyTuple_Check(object)) {
-        return MLSPY_REFUSE(PyExc_TypeError, "%s must be a tuple, got %.100s", what,
+        return MLSPY_REFUSE(PyExc_TypeError, "%s must be a tuple, got %.100s", label,
                             Py_TYPE(object)->tp_name);
     }
     va_start(places, format);
@@ -45,14 +45,14 @@ int mlspy_take_tuple(PyObject *object, const char *what, const char *format, ...
 }
 
 /* Uses __index__, because __int__ would silently truncate a float. */
-int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *what,
+int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *label,
                      int64_t *out)
 {
     PyObject *number = PyNumber_Index(object);
     if (number == NULL) {
         /* __index__ itself may raise another exception, which is kept */
         if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Format(PyExc_TypeError, "%s must be an integer, got %.100s", what,
+            PyErr_Format(PyExc_TypeError, "%s must be an integer, got %.100s", label,
                          Py_TYPE(object)->tp_name);
         }
         return -1;
@@ -62,7 +62,7 @@ int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *wha
     const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
     Py_DECREF(number);
     if (overflow != 0) {
-        return MLSPY_FAIL(state, MLS_E_CAPACITY, "%s does not fit into 64 bits", what);
+        return MLSPY_FAIL(state, MLS_E_CAPACITY, "%s does not fit into 64 bits", label);
     }
     if (value == -1 && PyErr_Occurred()) {
         return -1;
@@ -72,15 +72,16 @@ int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *wha
 }
 
 /* Accepts NaN and infinities; the core decides whether a dtype has them. */
-int mlspy_take_double(PyObject *object, const char *what, double *out)
+int mlspy_take_double(PyObject *object, const char *label, double *out)
 {
     const double value = PyFloat_AsDouble(object);
     if (value == -1.0 && PyErr_Occurred()) {
         /* an int too large for a double fits no dtype, so this is a ValueError */
         if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
-            PyErr_Format(PyExc_ValueError, "%s is beyond the range of every dtype", what);
+            PyErr_Format(PyExc_ValueError, "%s is beyond the range of every dtype",
+                         label);
         } else if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Format(PyExc_TypeError, "%s must be a number, got %.100s", what,
+            PyErr_Format(PyExc_TypeError, "%s must be a number, got %.100s", label,
                          Py_TYPE(object)->tp_name);
         }
         return -1;
@@ -97,11 +98,11 @@ int mlspy_take_bool(PyObject *object, bool *out)
 }
 
 /* No copy: a str caches its UTF-8 as long as it lives. */
-int mlspy_take_text(PyObject *object, const char *what, mls_str *out)
+int mlspy_take_text(PyObject *object, const char *label, mls_str *out)
 {
     if (!PyUnicode_Check(object)) {
-        return MLSPY_REFUSE(PyExc_TypeError, "%s must be a str, got %.100s: %.200R", what,
-                            Py_TYPE(object)->tp_name, object);
+        return MLSPY_REFUSE(PyExc_TypeError, "%s must be a str, got %.100s: %.200R",
+                            label, Py_TYPE(object)->tp_name, object);
     }
     Py_ssize_t length;
     const char *data = PyUnicode_AsUTF8AndSize(object, &length);
@@ -110,7 +111,7 @@ int mlspy_take_text(PyObject *object, const char *what, mls_str *out)
         if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
             PyErr_Format(PyExc_ValueError,
                          "%s %.200R has half of a surrogate pair, which no file can hold",
-                         what, object);
+                         label, object);
         }
         return -1;
     }
@@ -119,11 +120,11 @@ int mlspy_take_text(PyObject *object, const char *what, mls_str *out)
 }
 
 /* Uses the same message as mlspy_items_of. */
-int mlspy_take_dict(PyObject *object, const char *what)
+int mlspy_take_dict(PyObject *object, const char *label)
 {
     if (PyDict_Check(object)) {
         return 0;
     }
-    return MLSPY_REFUSE(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
+    return MLSPY_REFUSE(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", label,
                         Py_TYPE(object)->tp_name);
 }

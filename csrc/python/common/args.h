@@ -12,7 +12,7 @@
 
 /* Raise TypeError unless a function called `name` got the expected number of arguments.
  */
-int mlspy_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got);
+int mlspy_take_count(const char *name, Py_ssize_t expected, Py_ssize_t got);
 
 /* Parse the arguments of a type's constructor, all positional, with the format codes of
  * PyArg_ParseTuple. Returns -1 with TypeError set. */
@@ -21,26 +21,26 @@ int mlspy_take_positional(PyTypeObject *type, PyObject *args, PyObject *kwargs,
 
 /* Parse a tuple inside an argument with the format codes of PyArg_ParseTuple. If
  * `object` is not a tuple, this is a TypeError that names `what`. */
-int mlspy_take_tuple(PyObject *object, const char *what, const char *format, ...);
+int mlspy_take_tuple(PyObject *object, const char *label, const char *format, ...);
 
 /* Convert an int, or any object with __index__, such as NumPy's integers. `what` names
  * the argument in errors. Returns -1 with TypeError or CapacityError set, and `*out`
  * untouched. */
-int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *what,
+int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *label,
                      int64_t *out);
 
 /* Convert a float, or any object with __float__. Returns -1 with TypeError or ValueError
  * set, and `*out` untouched. */
-int mlspy_take_double(PyObject *object, const char *what, double *out);
+int mlspy_take_double(PyObject *object, const char *label, double *out);
 
 /* Convert any object to its truth value. */
 int mlspy_take_bool(PyObject *object, bool *out);
 
 /* Get the UTF-8 of a str; borrowed from it. Returns -1 with TypeError set, or ValueError
  * for half of a surrogate pair, and `*out` untouched. */
-int mlspy_take_text(PyObject *object, const char *what, mls_str *out);
+int mlspy_take_text(PyObject *object, const char *label, mls_str *out);
 
 /* Raise TypeError unless `object` is a dict; `what` names it in errors. */
-int mlspy_take_dict(PyObject *object, const char *what);
+int mlspy_take_dict(PyObject *object, const char *label);
 
 #endif

@@ -101,14 +101,14 @@ static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
         PyErr_Clear(); /* a label that is not a UTF-8 str */
         return false;
     }
-    const bool known =
+    const bool is_low_precision =
         mls_dtype_from_name(name, (size_t)length, &named) &&
         !mlspy_dtype_in_numpy(named) &&
         mls_dtype_of(named)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
-    if (known) {
+    if (is_low_precision) {
         *out = named;
     }
-    return known;
+    return is_low_precision;
 }
 
 /* Registered types are found by name, because their numbers differ between processes. */
@@ -258,12 +258,12 @@ static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
 /* The array is the owner. Only its dtype can be refused: any shape and strides are
  * accepted. */
 static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
-                           const char *what, mlspy_view *out)
+                           const char *label, mlspy_view *out)
 {
     mls_dtype dtype;
     PyArray_Descr *descr = PyArray_DESCR(array);
     if (!mlspy_dtype_of_descr(descr, &dtype)) {
-        return MLSPY_FAIL(state, MLS_E_DTYPE, "%s: dtype %.60s is not supported", what,
+        return MLSPY_FAIL(state, MLS_E_DTYPE, "%s: dtype %.60s is not supported", label,
                           descr->typeobj->tp_name);
     }
     fill_view(array, dtype, out);
@@ -315,9 +315,10 @@ static PyObject *without_graph(const mlspy_state *state, PyObject *array)
 static int is_negated(const mlspy_state *state, PyObject *array)
 {
     PyObject *method;
-    const int found = find_attribute(array, state->names[MLSPY_NAME_NEGATIVE], &method);
-    if (found <= 0) {
-        return found;
+    const int has_method =
+        find_attribute(array, state->names[MLSPY_NAME_NEGATIVE], &method);
+    if (has_method <= 0) {
+        return has_method;
     }
     PyObject *negative = PyObject_CallNoArgs(method);
     const int negated = negative == NULL ? -1 : negative == Py_True;
@@ -328,7 +329,7 @@ static int is_negated(const mlspy_state *state, PyObject *array)
 
 /* Prepend `what` to an exporter's exception, since its message does not name the array.
  * Only for exception types that take a single text; others stay unchanged. */
-static void prefix_error(const char *what)
+static void prefix_error(const char *label)
 {
     PyObject *const types[] = {PyExc_BufferError, PyExc_RuntimeError, PyExc_TypeError,
                                PyExc_ValueError};
@@ -336,7 +337,7 @@ static void prefix_error(const char *what)
     PyErr_Fetch(&type, &error, &trace);
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (type == types[i]) {
-            PyErr_Format(type, "%s: %S", what, error == NULL ? Py_None : error);
+            PyErr_Format(type, "%s: %S", label, error == NULL ? Py_None : error);
             Py_DECREF(type);
             Py_XDECREF(error);
             Py_XDECREF(trace);
@@ -351,25 +352,26 @@ static void prefix_error(const char *what)
 static PyObject *export_capsule(const mlspy_state *state, PyObject *array)
 {
     /* max_version=(1, 1); no stream argument, since only devices have streams */
-    PyObject *plain = without_graph(state, array);
-    PyObject *method = plain == NULL ? NULL : PyObject_GetAttrString(plain, "__dlpack__");
+    PyObject *detached = without_graph(state, array);
+    PyObject *method =
+        detached == NULL ? NULL : PyObject_GetAttrString(detached, "__dlpack__");
     PyObject *options =
         method == NULL ? NULL : Py_BuildValue("{s(ii)}", "max_version", 1, 1);
-    PyObject *nothing = options == NULL ? NULL : PyTuple_New(0);
+    PyObject *no_arguments = options == NULL ? NULL : PyTuple_New(0);
     PyObject *capsule = NULL;
-    if (nothing != NULL) {
-        /* the capsule keeps its memory alive, so `plain` can be released */
-        capsule = PyObject_Call(method, nothing, options);
+    if (no_arguments != NULL) {
+        /* the capsule keeps its memory alive, so `detached` can be released */
+        capsule = PyObject_Call(method, no_arguments, options);
         /* an exporter older than the versioned protocol */
         if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
             capsule = PyObject_CallNoArgs(method);
         }
     }
-    Py_XDECREF(nothing);
+    Py_XDECREF(no_arguments);
     Py_XDECREF(options);
     Py_XDECREF(method);
-    Py_XDECREF(plain);
+    Py_XDECREF(detached);
     return capsule;
 }
 
@@ -466,16 +468,17 @@ static PyObject *take_capsule(PyObject *capsule)
 }
 
 /* Check device, dtype, shape and address of a DLPack tensor, and fill in `out`. */
-static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_tensor *out,
-                             mls_status *st)
+static mls_code check_dlpack(const dlpack_tensor *from, const char *label,
+                             mls_tensor *out, mls_status *st)
 {
     size_t elements = 0;
     if (from->device_type != DLPACK_CPU && from->device_type != DLPACK_CUDA_HOST) {
-        return mls_fail(st, MLS_E_VALUE, "%s is not in this machine's main memory", what);
+        return mls_fail(st, MLS_E_VALUE, "%s is not in this machine's main memory",
+                        label);
     }
     if (!dlpack_dtype_of(from->dtype, &out->dtype)) {
         return mls_fail(st, MLS_E_DTYPE,
-                        "%s: DLPack type code %d with %d bits is not supported", what,
+                        "%s: DLPack type code %d with %d bits is not supported", label,
                         from->dtype.code, from->dtype.bits);
     }
     /* a NULL address, or one that wraps, is invalid */
@@ -484,12 +487,12 @@ static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_te
         __builtin_add_overflow((uintptr_t)from->data, from->byte_offset, &address);
     out->data = from->data == NULL || wraps ? NULL : (unsigned char *)address;
     if (!take_dlpack_shape(from, out)) {
-        return mls_fail(st, MLS_E_SHAPE, "%s: DLPack gives an impossible shape", what);
+        return mls_fail(st, MLS_E_SHAPE, "%s: DLPack gives an impossible shape", label);
     }
     /* an empty tensor may have no memory */
     if (out->data == NULL && mls_tensor_count(out, &elements) && elements > 0) {
         return mls_fail(st, MLS_E_VALUE, "%s: DLPack gives elements without memory",
-                        what);
+                        label);
     }
     return MLS_OK;
 }
@@ -497,15 +500,15 @@ static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_te
 /* Raise CompatibilityError if `array` has a torch dtype of less than 8 bits: torch
  * exports its elements as uint8 or int8. Returns -1 with an exception set. */
 static int refuse_few_bits(const mlspy_state *state, PyObject *array, mls_dtype exported,
-                           const char *what)
+                           const char *label)
 {
     if (exported != MLS_U8 && exported != MLS_I8) {
         return 0;
     }
     PyObject *dtype;
-    const int found = find_attribute(array, state->names[MLSPY_NAME_DTYPE], &dtype);
-    if (found <= 0) {
-        return found;
+    const int has_dtype = find_attribute(array, state->names[MLSPY_NAME_DTYPE], &dtype);
+    if (has_dtype <= 0) {
+        return has_dtype;
     }
     PyObject *text = PyObject_Str(dtype);
     Py_DECREF(dtype);
@@ -517,14 +520,14 @@ static int refuse_few_bits(const mlspy_state *state, PyObject *array, mls_dtype 
         mlspy_raise_text(state, MLS_E_DTYPE,
                          "%s is %s, for which mlstate's files have no name: store it as "
                          "integers, by tensor.view(torch.uint8)",
-                         what, name);
+                         label, name);
     }
     Py_XDECREF(text);
     return fits ? 0 : -1;
 }
 
 /* As mlspy_view_of, for an object with __dlpack__. */
-static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char *what,
+static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char *label,
                           mlspy_view *out)
 {
     mls_status st;
@@ -535,17 +538,17 @@ static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char 
     if (negated > 0) {
         PyErr_Format(PyExc_TypeError,
                      "%s is a view that is negated when read: store its resolve_neg()",
-                     what);
+                     label);
     }
     PyObject *capsule = negated != 0 ? NULL : export_capsule(state, array);
     if (capsule == NULL && negated == 0) {
-        prefix_error(what);
+        prefix_error(label);
     }
     const dlpack_tensor *from =
         capsule == NULL ? NULL : capsule_tensor(capsule, &readonly);
-    if (from != NULL && check_dlpack(from, what, &t, &st) != MLS_OK) {
+    if (from != NULL && check_dlpack(from, label, &t, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
-    } else if (from != NULL && refuse_few_bits(state, array, t.dtype, what) == 0) {
+    } else if (from != NULL && refuse_few_bits(state, array, t.dtype, label) == 0) {
         owner = take_capsule(capsule);
     }
     Py_XDECREF(capsule); /* an unused capsule frees its tensor */
@@ -571,20 +574,20 @@ static PyObject *array_over(PyObject *object)
 }
 
 /* A view of a scalar's copy is read-only, because a write to the copy would be lost. */
-static int view_of_interface(const mlspy_state *state, PyObject *object, const char *what,
-                             mlspy_view *out)
+static int view_of_interface(const mlspy_state *state, PyObject *object,
+                             const char *label, mlspy_view *out)
 {
     PyObject *array = array_over(object);
     if (array == NULL) {
         /* all other ways failed: the object is not an array */
         if (!PyErr_Occurred()) {
             PyErr_Format(PyExc_TypeError,
-                         "%s must be a NumPy array or a torch tensor, got %.100s", what,
+                         "%s must be a NumPy array or a torch tensor, got %.100s", label,
                          Py_TYPE(object)->tp_name);
         }
         return -1;
     }
-    const int failed = view_of_ndarray(state, (PyArrayObject *)array, what, out);
+    const int failed = view_of_ndarray(state, (PyArrayObject *)array, label, out);
     if (failed == 0 && PyArray_IsScalar(object, Generic)) {
         out->readonly = true;
     }
@@ -596,17 +599,17 @@ static int view_of_interface(const mlspy_state *state, PyObject *object, const c
 
 /* Subclasses of ndarray are treated as arrays, whatever else they offer. DLPack comes
  * before the interface, because it has every type of the core and states the device. */
-int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *what,
+int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *label,
                   mlspy_view *out)
 {
     out->owner = NULL;
     if (PyArray_Check(array)) {
-        return view_of_ndarray(state, (PyArrayObject *)array, what, out);
+        return view_of_ndarray(state, (PyArrayObject *)array, label, out);
     }
     if (PyObject_HasAttrString(array, "__dlpack__")) {
-        return view_of_dlpack(state, array, what, out);
+        return view_of_dlpack(state, array, label, out);
     }
-    return view_of_interface(state, array, what, out);
+    return view_of_interface(state, array, label, out);
 }
 
 /* Return the exchange functions of an object's exact type, or NULL without an exception.
@@ -621,26 +624,28 @@ static const dlpack_exchange *exchange_of(const mlspy_state *state, PyObject *ar
     }
     PyObject *capsule =
         PyDict_GetItemWithError(type->tp_dict, state->names[MLSPY_NAME_EXCHANGE]);
-    const dlpack_exchange *found = NULL;
+    const dlpack_exchange *exchange = NULL;
     if (capsule != NULL && PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
-        found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+        exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     }
-    return found != NULL && found->major == 1 && found->tensor_of != NULL ? found : NULL;
+    return exchange != NULL && exchange->major == 1 && exchange->tensor_of != NULL
+               ? exchange
+               : NULL;
 }
 
 /* Return whether a torch tensor is not part of a graph and not lazily negated. Returns
  * false, possibly with an exception set, if this cannot be determined. */
-static bool is_plain_tensor(const mlspy_state *state, PyObject *array)
+static bool is_detached_tensor(const mlspy_state *state, PyObject *array)
 {
     PyObject *graph = PyObject_GetAttr(array, state->names[MLSPY_NAME_GRAPH]);
     PyObject *negative =
         graph == Py_False
             ? PyObject_CallMethodNoArgs(array, state->names[MLSPY_NAME_NEGATIVE])
             : NULL;
-    const bool plain = negative == Py_False;
+    const bool is_detached = negative == Py_False;
     Py_XDECREF(graph);
     Py_XDECREF(negative);
-    return plain;
+    return is_detached;
 }
 
 /* View a tensor through its type's exchange functions, which take a tenth of the time of
@@ -651,7 +656,7 @@ static bool view_by_exchange(const mlspy_state *state, PyObject *array, mlspy_vi
     const dlpack_exchange *exchange = exchange_of(state, array);
     dlpack_tensor from = {0};
     mls_status st;
-    if (exchange == NULL || !is_plain_tensor(state, array) ||
+    if (exchange == NULL || !is_detached_tensor(state, array) ||
         exchange->tensor_of(array, &from) != 0 ||
         check_dlpack(&from, "an array", &out->tensor, &st) != MLS_OK ||
         refuse_few_bits(state, array, out->tensor.dtype, "an array") < 0 ||
@@ -687,35 +692,35 @@ bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable
 }
 
 /* The view of an array that must not be written to is released again. */
-int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *what,
+int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *label,
                         mlspy_view *out)
 {
-    if (mlspy_view_of(state, array, what, out) < 0) {
+    if (mlspy_view_of(state, array, label, out) < 0) {
         return -1;
     }
     if (out->readonly) {
         mlspy_view_release(out);
         return MLSPY_REFUSE(PyExc_ValueError, "%s is read-only: pass a writable array",
-                            what);
+                            label);
     }
     if (mls_tensor_overlaps_itself(&out->tensor)) {
         mlspy_view_release(out);
         return MLSPY_REFUSE(PyExc_ValueError,
                             "%s: its elements share memory with one another, as in a "
                             "broadcast view: pass a copy",
-                            what);
+                            label);
     }
     return 0;
 }
 
-int mlspy_view_for(const mlspy_state *state, PyObject *array, const char *what,
+int mlspy_view_for(const mlspy_state *state, PyObject *array, const char *label,
                    bool writable, mlspy_view *out)
 {
     if (mlspy_view_quickly(state, array, writable, out)) {
         return 0;
     }
-    return writable ? mlspy_view_writable(state, array, what, out)
-                    : mlspy_view_of(state, array, what, out);
+    return writable ? mlspy_view_writable(state, array, label, out)
+                    : mlspy_view_of(state, array, label, out);
 }
 
 PyArrayObject *mlspy_packed_array(PyObject *object, int type, int rank)

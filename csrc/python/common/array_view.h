@@ -23,12 +23,12 @@ typedef struct mlspy_view {
  * __array_interface__ (NumPy's scalars too, which are copied and read-only). `what` names
  * the argument in errors. Returns -1 with TypeError or an mlstate exception set, and no
  * owner. */
-int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *what,
+int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *label,
                   mlspy_view *out);
 
 /* As above, but an array that is read-only, or whose elements share memory with one
  * another (mls_tensor_overlaps_itself), raises ValueError. */
-int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *what,
+int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *label,
                         mlspy_view *out);
 
 /* The same for a plain ndarray or torch tensor. For any other object, and if
@@ -38,7 +38,7 @@ bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable
                         mlspy_view *out);
 
 /* View an array, quickly if that is possible, else by one of the two functions above. */
-int mlspy_view_for(const mlspy_state *state, PyObject *array, const char *what,
+int mlspy_view_for(const mlspy_state *state, PyObject *array, const char *label,
                    bool writable, mlspy_view *out);
 
 /* Return the object as an ndarray if it is one with a type number of NumPy, `rank`

@@ -103,10 +103,10 @@ static int take_all(PyObject *dict, mlspy_items *out)
 }
 
 /* Later changes of the dict do not matter. */
-int mlspy_items_of(PyObject *dict, const char *what, mlspy_items *out)
+int mlspy_items_of(PyObject *dict, const char *label, mlspy_items *out)
 {
     *out = (mlspy_items){0};
-    if (mlspy_take_dict(dict, what) < 0 || take_all(dict, out) < 0) {
+    if (mlspy_take_dict(dict, label) < 0 || take_all(dict, out) < 0) {
         return -1;
     }
     /* after all entries are taken, because encoding a name allocates and may run the
@@ -151,19 +151,19 @@ int mlspy_dict_get(PyObject *dict, PyObject *key, PyObject **out)
 #if PY_VERSION_HEX >= 0x030D0000
     return PyDict_GetItemRef(dict, key, out);
 #else
-    PyObject *found = PyDict_GetItemWithError(dict, key); /* borrowed */
-    *out = Py_XNewRef(found);
-    return found != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
+    PyObject *value = PyDict_GetItemWithError(dict, key); /* borrowed */
+    *out = Py_XNewRef(value);
+    return value != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
 #endif
 }
 
 int mlspy_dict_need(PyObject *dict, PyObject *key, PyObject **out)
 {
-    const int found = mlspy_dict_get(dict, key, out);
-    if (found == 0) {
+    const int is_present = mlspy_dict_get(dict, key, out);
+    if (is_present == 0) {
         PyErr_SetObject(PyExc_KeyError, key);
     }
-    return found == 1 ? 0 : -1;
+    return is_present == 1 ? 0 : -1;
 }
 
 #if !defined(Py_GIL_DISABLED)
@@ -208,10 +208,10 @@ int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out)
  * which the item keeps. */
 static int take_dtype_text(PyObject *dtype, mlspy_item *item)
 {
-    mls_dtype known;
+    mls_dtype dtype_id;
     if (PyArray_DescrCheck(dtype) &&
-        mlspy_dtype_of_descr((PyArray_Descr *)dtype, &known)) {
-        item->facts.dtype = mls_dtype_of(known)->name;
+        mlspy_dtype_of_descr((PyArray_Descr *)dtype, &dtype_id)) {
+        item->facts.dtype = mls_dtype_of(dtype_id)->name;
         return 0;
     }
     PyObject *text = PyObject_Str(dtype);
@@ -332,10 +332,10 @@ static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObje
 /* View objects without these attributes. */
 static int facts_of_view(const mlspy_state *state, mlspy_item *item)
 {
-    char what[MLS_NAME_BYTES];
-    PyOS_snprintf(what, sizeof what, "'%.140s'", item->name.data);
+    char label[MLS_NAME_BYTES];
+    PyOS_snprintf(label, sizeof label, "'%.140s'", item->name.data);
     mlspy_view view;
-    if (mlspy_view_of(state, item->value, what, &view) < 0) {
+    if (mlspy_view_of(state, item->value, label, &view) < 0) {
         return -1;
     }
     /* the view is released, so its shape is copied */
@@ -387,17 +387,18 @@ int mlspy_items_facts(const mlspy_state *state, mlspy_items *items)
  * size, or -1 with an exception set. */
 static int read_nbytes(PyObject *array, uint64_t *out)
 {
-    PyObject *said = PyObject_GetAttrString(array, "nbytes");
-    PyObject *number = said == NULL ? NULL : PyNumber_Index(said);
+    PyObject *nbytes = PyObject_GetAttrString(array, "nbytes");
+    PyObject *number = nbytes == NULL ? NULL : PyNumber_Index(nbytes);
     const unsigned long long bytes =
         number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
     Py_XDECREF(number);
-    Py_XDECREF(said);
+    Py_XDECREF(nbytes);
     if (!PyErr_Occurred()) {
         *out = bytes;
         return 1;
     }
-    if (!PyErr_ExceptionMatches(said == NULL ? PyExc_AttributeError : PyExc_TypeError) &&
+    if (!PyErr_ExceptionMatches(nbytes == NULL ? PyExc_AttributeError
+                                               : PyExc_TypeError) &&
         !PyErr_ExceptionMatches(PyExc_OverflowError)) {
         return -1;
     }
@@ -412,9 +413,9 @@ int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out)
         *out = (uint64_t)PyArray_NBYTES((PyArrayObject *)array);
         return 0;
     }
-    const int said = read_nbytes(array, out);
-    if (said != 0) {
-        return said < 0 ? -1 : 0;
+    const int has_nbytes = read_nbytes(array, out);
+    if (has_nbytes != 0) {
+        return has_nbytes < 0 ? -1 : 0;
     }
     mlspy_view view;
     if (mlspy_view_of(state, array, "tensor", &view) < 0) {

@@ -36,7 +36,7 @@ typedef struct mlspy_items {
 /* Take all entries of `dict` and check that each key is a str with a UTF-8 form. `what`
  * names the dict in errors. Returns -1 with TypeError, ValueError or MemoryError set, and
  * `*out` zeroed. */
-int mlspy_items_of(PyObject *dict, const char *what, mlspy_items *out);
+int mlspy_items_of(PyObject *dict, const char *label, mlspy_items *out);
 
 /* Fill in the facts of every item. Does not access the memory of arrays that have the
  * attributes `shape` and `dtype`. */

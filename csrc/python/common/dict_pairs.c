@@ -201,7 +201,7 @@ PyObject *mlspy_pairs_report(const mlspy_pairs *p, bool from_target)
 
 /* Replace the BufferError of a tensor without accessible memory by CompatibilityError
  * with its name. */
-static void name_buffer_error(const mlspy_state *state, const char *what)
+static void name_buffer_error(const mlspy_state *state, const char *label)
 {
     PyObject *reason;
 #if PY_VERSION_HEX >= 0x030C0000
@@ -214,7 +214,7 @@ static void name_buffer_error(const mlspy_state *state, const char *what)
     Py_XDECREF(trace);
 #endif
     PyErr_Format(state->errors[MLSPY_ERROR_COMPATIBILITY],
-                 "%s: its memory cannot be read: %S", what, reason);
+                 "%s: its memory cannot be read: %S", label, reason);
     Py_XDECREF(reason);
 }
 
@@ -224,11 +224,11 @@ int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char
     if (mlspy_view_quickly(state, item->value, writable, out)) {
         return 0;
     }
-    char what[MLS_NAME_BYTES];
-    PyOS_snprintf(what, sizeof what, "%s'%.140s'", side, item->name.data);
-    const int failed = mlspy_view_for(state, item->value, what, writable, out);
+    char label[MLS_NAME_BYTES];
+    PyOS_snprintf(label, sizeof label, "%s'%.140s'", side, item->name.data);
+    const int failed = mlspy_view_for(state, item->value, label, writable, out);
     if (failed < 0 && PyErr_ExceptionMatches(PyExc_BufferError)) {
-        name_buffer_error(state, what);
+        name_buffer_error(state, label);
     }
     return failed;
 }
@@ -263,7 +263,7 @@ PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
 }
 
 /* Arrays of other dtypes are compared as bytes. */
-bool mlspy_is_known(const mlspy_item *item)
+bool mlspy_has_core_dtype(const mlspy_item *item)
 {
     mls_dtype dtype;
     /* without `text`, the name is a constant of the core */

@@ -47,6 +47,6 @@ int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char
 PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item);
 
 /* Return whether the core knows the dtype of an item, which must have its facts. */
-bool mlspy_is_known(const mlspy_item *item);
+bool mlspy_has_core_dtype(const mlspy_item *item);
 
 #endif

@@ -64,7 +64,7 @@ static const struct {
 
 /* Return a new tuple of the bases of `which`: another class of mlstate, and a builtin
  * class that existing code catches. */
-static PyObject *bases_of(const mlspy_state *state, mlspy_error which)
+static PyObject *bases_of(const mlspy_state *state, mlspy_error error)
 {
     PyObject *const builtins[MLSPY_ERROR_COUNT] = {
         [MLSPY_ERROR_NOT_FOUND] = PyExc_KeyError,
@@ -76,24 +76,24 @@ static PyObject *bases_of(const mlspy_state *state, mlspy_error which)
         [MLSPY_ERROR_STORE_DENIED] = PyExc_PermissionError,
         [MLSPY_ERROR_COLLECTIVE] = PyExc_RuntimeError,
     };
-    if (which == MLSPY_ERROR_BASE) {
+    if (error == MLSPY_ERROR_BASE) {
         return PyTuple_Pack(1, PyExc_Exception);
     }
-    PyObject *base = state->errors[specs[which].base], *builtin = builtins[which];
+    PyObject *base = state->errors[specs[error].base], *builtin = builtins[error];
     return builtin == NULL ? PyTuple_Pack(1, base) : PyTuple_Pack(2, base, builtin);
 }
 
 /* KeyError prints the repr of its argument; its subclass restores the plain text. The
  * root class must not do so, because OSError has its own __str__, which prints number,
  * text and path. */
-static int restore_plain_text(PyObject *class)
+static int restore_exception_str(PyObject *class)
 {
-    PyObject *plain = PyObject_GetAttrString(PyExc_Exception, "__str__");
-    if (plain == NULL) {
+    PyObject *exception_str = PyObject_GetAttrString(PyExc_Exception, "__str__");
+    if (exception_str == NULL) {
         return -1;
     }
-    const int failed = PyObject_SetAttrString(class, "__str__", plain);
-    Py_DECREF(plain);
+    const int failed = PyObject_SetAttrString(class, "__str__", exception_str);
+    Py_DECREF(exception_str);
     return failed;
 }
 
@@ -134,7 +134,7 @@ int mlspy_errors_add(PyObject *module)
         if (state->errors[i] == NULL ||
             (i == MLSPY_ERROR_BASE && add_fields(state->errors[i]) < 0) ||
             (i == MLSPY_ERROR_COMPATIBILITY && add_differences(state->errors[i]) < 0) ||
-            (i == MLSPY_ERROR_NOT_FOUND && restore_plain_text(state->errors[i]) < 0) ||
+            (i == MLSPY_ERROR_NOT_FOUND && restore_exception_str(state->errors[i]) < 0) ||
             PyModule_AddObjectRef(module, strrchr(specs[i].name, '.') + 1,
                                   state->errors[i]) < 0) {
             return -1;
@@ -248,9 +248,9 @@ PyObject *mlspy_raise(const mlspy_state *state, const mls_status *st, PyObject *
 {
     PyObject *type = class_of(state, st);
     PyObject *error = make_error(type, st, path);
-    const bool ours =
+    const bool is_own_class =
         error != NULL && PyObject_IsInstance(error, state->errors[MLSPY_ERROR_BASE]) == 1;
-    if (error != NULL && (!ours || set_fields(error, st, path) == 0)) {
+    if (error != NULL && (!is_own_class || set_fields(error, st, path) == 0)) {
         PyErr_SetObject(type, error);
     }
     Py_XDECREF(error);

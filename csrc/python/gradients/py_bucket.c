@@ -51,18 +51,18 @@ int mlspy_take_op(PyObject *object, mls_reduce_op *out)
 
 /* Frees a bucket; accepts a partly constructed one, in which `count` segments have
  * owners. Needs the GIL, because it may drop the last reference to an array. */
-static void bucket_free(held_bucket *held)
+static void bucket_free(held_bucket *bucket)
 {
-    if (held == NULL) {
+    if (bucket == NULL) {
         return;
     }
-    for (size_t i = 0; held->owners != NULL && i < 2 * held->bucket.count; i++) {
-        Py_DECREF(held->owners[i]);
+    for (size_t i = 0; bucket->owners != NULL && i < 2 * bucket->bucket.count; i++) {
+        Py_DECREF(bucket->owners[i]);
     }
-    mls_free(held->owners);
-    mls_free(held->counts);
-    mls_free(held->bucket.segments);
-    mls_free(held);
+    mls_free(bucket->owners);
+    mls_free(bucket->counts);
+    mls_free(bucket->bucket.segments);
+    mls_free(bucket);
 }
 
 /* The name always matches, because only this file creates such capsules. */
@@ -82,37 +82,38 @@ mls_bucket *mlspy_bucket_of(PyObject *capsule)
 static held_bucket *bucket_new(size_t count, size_t world)
 {
     size_t numbers;
-    held_bucket *held = mls_alloc(1, sizeof *held);
-    if (held == NULL || !mls_size_mul(count, world, &numbers)) {
-        mls_free(held);
+    held_bucket *bucket = mls_alloc(1, sizeof *bucket);
+    if (bucket == NULL || !mls_size_mul(count, world, &numbers)) {
+        mls_free(bucket);
         PyErr_NoMemory();
         return NULL;
     }
-    held->bucket.world = world;
-    held->owners = mls_alloc(2 * count + 1, sizeof *held->owners);
-    held->counts = mls_alloc(numbers + 1, sizeof *held->counts);
-    held->bucket.segments = mls_alloc(count + 1, sizeof *held->bucket.segments);
-    if (held->owners == NULL || held->counts == NULL || held->bucket.segments == NULL) {
-        bucket_free(held);
+    bucket->bucket.world = world;
+    bucket->owners = mls_alloc(2 * count + 1, sizeof *bucket->owners);
+    bucket->counts = mls_alloc(numbers + 1, sizeof *bucket->counts);
+    bucket->bucket.segments = mls_alloc(count + 1, sizeof *bucket->bucket.segments);
+    if (bucket->owners == NULL || bucket->counts == NULL ||
+        bucket->bucket.segments == NULL) {
+        bucket_free(bucket);
         PyErr_NoMemory();
         return NULL;
     }
-    return held;
+    return bucket;
 }
 
 /* Views an array that is packed, aligned and in native byte order. The message calls it
  * `what` of a bucket. */
-static int view_packed(const mlspy_state *state, PyObject *array, const char *what,
+static int view_packed(const mlspy_state *state, PyObject *array, const char *label,
                        bool writable, mlspy_view *out)
 {
-    if (mlspy_view_for(state, array, what, writable, out) < 0) {
+    if (mlspy_view_for(state, array, label, writable, out) < 0) {
         return -1;
     }
     if (!mls_bucket_takes(&out->tensor)) {
         PyErr_Format(PyExc_ValueError,
                      "%s of a bucket must be contiguous, aligned and in the byte order "
                      "of the machine",
-                     what);
+                     label);
         mlspy_view_release(out);
         return -1;
     }
@@ -127,7 +128,7 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
                         PyObject *shape, bool writable, mlspy_view *out)
 {
     mls_str name;
-    mls_dtype wanted;
+    mls_dtype expected;
     if (mlspy_take_text(dtype, "dtype", &name) < 0) {
         return -1;
     }
@@ -136,13 +137,13 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
     }
     /* a subclass of ndarray may hold more than its memory */
     if ((PyArray_Check(array) && !PyArray_CheckExact(array)) ||
-        !mls_dtype_from_name(name.data, name.length, &wanted) ||
+        !mls_dtype_from_name(name.data, name.length, &expected) ||
         !mlspy_view_quickly(state, array, writable, out)) {
         return 0;
     }
     const mls_tensor *t = &out->tensor;
     bool same =
-        t->dtype == wanted && mls_bucket_takes(t) && t->rank == PyTuple_GET_SIZE(shape);
+        t->dtype == expected && mls_bucket_takes(t) && t->rank == PyTuple_GET_SIZE(shape);
     for (int axis = 0; same && axis < t->rank; axis++) {
         PyObject *length = PyTuple_GET_ITEM(shape, axis);
         same = PyLong_Check(length) && PyLong_AsSize_t(length) == t->shape[axis];
@@ -158,12 +159,12 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
 PyObject *core_is_plain(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view view;
-    const bool plain = (!PyArray_Check(args[0]) || PyArray_CheckExact(args[0])) &&
-                       mlspy_view_quickly(state, args[0], args[1] == Py_True, &view);
-    if (plain) {
+    const bool is_packed = (!PyArray_Check(args[0]) || PyArray_CheckExact(args[0])) &&
+                           mlspy_view_quickly(state, args[0], args[1] == Py_True, &view);
+    if (is_packed) {
         mlspy_view_release(&view);
     }
-    return PyBool_FromLong(plain);
+    return PyBool_FromLong(is_packed);
 }
 
 /* bucket_fits(array, dtype, shape, writable) -> bool */
@@ -229,12 +230,12 @@ static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *ou
  * exception set; the caller then frees the whole bucket. Each segment sets the dtypes of
  * `reduction` from its own arrays. */
 static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction reduction,
-                      held_bucket *held)
+                      held_bucket *owner)
 {
     mls_status st;
-    mls_bucket *b = &held->bucket;
+    mls_bucket *b = &owner->bucket;
     mlspy_view views[2];
-    size_t *counts = &held->counts[b->world * b->count];
+    size_t *counts = &owner->counts[b->world * b->count];
     if (!PyTuple_Check(tuple) ||
         (PyTuple_GET_SIZE(tuple) != 3 && PyTuple_GET_SIZE(tuple) != 5)) {
         return MLSPY_REFUSE(PyExc_TypeError,
@@ -249,8 +250,8 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
         mlspy_view_release(&views[0]);
         return -1;
     }
-    held->owners[2 * b->count] = views[0].owner;
-    held->owners[2 * b->count + 1] = views[1].owner;
+    owner->owners[2 * b->count] = views[0].owner;
+    owner->owners[2 * b->count + 1] = views[1].owner;
     b->count++; /* from here on bucket_free drops the owners */
     if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, counts) < 0) {
         return -1;
@@ -292,18 +293,18 @@ PyObject *core_bucket(mlspy_state *state, PyObject *const *args)
     }
     /* a copy: the list may change while outputs are viewed */
     PyObject *segments = PyList_AsTuple(args[0]);
-    held_bucket *held =
+    held_bucket *owner =
         segments == NULL ? NULL
                          : bucket_new((size_t)PyTuple_GET_SIZE(segments), (size_t)world);
-    PyObject *capsule = held == NULL ? NULL : PyCapsule_New(held, BUCKET, capsule_free);
+    PyObject *capsule = owner == NULL ? NULL : PyCapsule_New(owner, BUCKET, capsule_free);
     if (capsule == NULL) {
-        bucket_free(held);
+        bucket_free(owner);
         Py_XDECREF(segments);
         return NULL;
     }
-    held->bucket.rank = (size_t)rank;
+    owner->bucket.rank = (size_t)rank;
     for (Py_ssize_t i = 0; capsule != NULL && i < PyTuple_GET_SIZE(segments); i++) {
-        if (bucket_add(state, PyTuple_GET_ITEM(segments, i), reduction, held) < 0) {
+        if (bucket_add(state, PyTuple_GET_ITEM(segments, i), reduction, owner) < 0) {
             Py_CLEAR(capsule); /* frees the bucket */
         }
     }
@@ -370,36 +371,36 @@ PyObject *core_bucket_sizes(mlspy_state *state, PyObject *const *args)
     message_format m;
     const mls_bucket *b = take_bucket(state, args, &m);
     PyObject *to = b == NULL ? NULL : PyList_New((Py_ssize_t)b->world);
-    size_t mine = 0;
+    size_t own_bytes = 0;
     for (size_t rank = 0; to != NULL && rank < b->world; rank++) {
         size_t bytes;
-        const bool own = rank == b->rank;
+        const bool is_local = rank == b->rank;
         const int failed = part_bytes(state, b, &m, rank, &bytes);
         mlspy_put(&to, (Py_ssize_t)rank,
-                  failed < 0 ? NULL : PyLong_FromSize_t(own ? 0 : bytes));
-        mine = own ? bytes : mine;
+                  failed < 0 ? NULL : PyLong_FromSize_t(is_local ? 0 : bytes));
+        own_bytes = is_local ? bytes : own_bytes;
     }
-    return to == NULL ? NULL : Py_BuildValue("(Nn)", to, (Py_ssize_t)mine);
+    return to == NULL ? NULL : Py_BuildValue("(Nn)", to, (Py_ssize_t)own_bytes);
 }
 
 /* Views a buffer of at least `wanted` bytes for messages. Returns -1 with an exception
  * set, without a view. Kernels read the parts in place, at multiples of MLS_BUCKET_ALIGN,
  * so the buffer itself must be aligned. */
-static int view_messages(const mlspy_state *state, PyObject *array, size_t wanted,
+static int view_messages(const mlspy_state *state, PyObject *array, size_t byte_count,
                          bool writable, mlspy_view *out)
 {
     size_t have = 0;
     if (view_packed(state, array, "the messages", writable, out) < 0) {
         return -1;
     }
-    if (mls_tensor_bytes(&out->tensor, &have) && have >= wanted &&
+    if (mls_tensor_bytes(&out->tensor, &have) && have >= byte_count &&
         (uintptr_t)out->tensor.data % MLS_BUCKET_ALIGN == 0) {
         return 0;
     }
     mlspy_view_release(out);
     return MLSPY_REFUSE(
         PyExc_ValueError,
-        "messages of %zu bytes do not fit %zu bytes of memory aligned to %d", wanted,
+        "messages of %zu bytes do not fit %zu bytes of memory aligned to %d", byte_count,
         have, (int)MLS_BUCKET_ALIGN);
 }
 
@@ -472,10 +473,10 @@ PyObject *core_bucket_pack(mlspy_state *state, PyObject *const *args)
     message_format m;
     pack_job job = {0};
     mls_status st;
-    size_t sent, mine;
+    size_t sent, part_size;
     PyObject *result = NULL;
     const mls_bucket *b = take_bucket(state, args, &m);
-    if (b == NULL || part_bytes(state, b, &m, b->rank, &mine) < 0) {
+    if (b == NULL || part_bytes(state, b, &m, b->rank, &part_size) < 0) {
         return NULL;
     }
     if (m.compressed) {
@@ -485,7 +486,7 @@ PyObject *core_bucket_pack(mlspy_state *state, PyObject *const *args)
     }
     if (take_residuals(state, b, args[2], &job) < 0 ||
         view_messages(state, args[3], sent, true, &job.send) < 0 ||
-        (m.compressed && view_messages(state, args[4], mine, true, &job.own) < 0)) {
+        (m.compressed && view_messages(state, args[4], part_size, true, &job.own) < 0)) {
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -527,22 +528,23 @@ PyObject *mlspy_bucket_norm_partials(const mls_bucket *b)
 PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
 {
     message_format m;
-    mlspy_view own = {0}, received = {0};
+    mlspy_view local = {0}, received = {0};
     mls_status st;
-    size_t mine, wanted;
+    size_t part_size, received_bytes;
     const void **sources = NULL;
     PyObject *result = NULL;
     mls_bucket *b = take_bucket(state, args, &m);
-    if (b == NULL || part_bytes(state, b, &m, b->rank, &mine) < 0) {
+    if (b == NULL || part_bytes(state, b, &m, b->rank, &part_size) < 0) {
         return NULL;
     }
     if (m.compressed) {
-        wanted = mine * (b->world - 1);
-    } else if (mlspy_check(state, mls_bucket_received_bytes(b, &wanted, &st), &st) < 0) {
+        received_bytes = part_size * (b->world - 1);
+    } else if (mlspy_check(state, mls_bucket_received_bytes(b, &received_bytes, &st),
+                           &st) < 0) {
         return NULL;
     }
-    if ((m.compressed && view_messages(state, args[2], mine, false, &own) < 0) ||
-        view_messages(state, args[3], wanted, false, &received) < 0) {
+    if ((m.compressed && view_messages(state, args[2], part_size, false, &local) < 0) ||
+        view_messages(state, args[3], received_bytes, false, &received) < 0) {
         goto done;
     }
     sources = mls_alloc(b->world, sizeof *sources);
@@ -552,7 +554,7 @@ PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
     }
     Py_BEGIN_ALLOW_THREADS
         if (m.compressed) {
-            mls_gradient_compression_reduce(b, state->kernels, m.wire, own.tensor.data,
+            mls_gradient_compression_reduce(b, state->kernels, m.wire, local.tensor.data,
                                             received.tensor.data);
         } else {
             mls_bucket_reduce(b, state->kernels, received.tensor.data, sources);
@@ -561,7 +563,7 @@ PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
     result = mlspy_bucket_norm_partials(b);
 done:
     mls_free((void *)sources);
-    mlspy_view_release(&own);
+    mlspy_view_release(&local);
     mlspy_view_release(&received);
     return result;
 }

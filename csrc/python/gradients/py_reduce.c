@@ -321,9 +321,9 @@ static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject 
         return mlspy_no_memory();
     }
     for (size_t i = 0; i < count; i++) {
-        char what[32];
-        PyOS_snprintf(what, sizeof what, "sources[%zu]", i);
-        if (mlspy_view_for(state, PyTuple_GET_ITEM(r->sources, (Py_ssize_t)i), what,
+        char label[32];
+        PyOS_snprintf(label, sizeof label, "sources[%zu]", i);
+        if (mlspy_view_for(state, PyTuple_GET_ITEM(r->sources, (Py_ssize_t)i), label,
                            false, &r->views[i]) < 0) {
             return -1;
         }

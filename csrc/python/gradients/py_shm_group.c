@@ -146,11 +146,11 @@ static PyObject *finish_operation(session *s, PyObject *result)
 
 /* Views packed elements in native byte order, each aligned to its size. Returns -1 with
  * an exception set, and no owner. An empty array may have any address: it is not read. */
-static int take_packed(link_object *self, PyObject *array, const char *what,
+static int take_packed(link_object *self, PyObject *array, const char *label,
                        bool writable, mlspy_view *view)
 {
     size_t count;
-    if (mlspy_view_for(mlspy_state_of_type(Py_TYPE(self)), array, what, writable, view) <
+    if (mlspy_view_for(mlspy_state_of_type(Py_TYPE(self)), array, label, writable, view) <
         0) {
         return -1;
     }
@@ -159,7 +159,7 @@ static int take_packed(link_object *self, PyObject *array, const char *what,
         return 0;
     }
     mlspy_view_release(view);
-    return MLSPY_REFUSE(PyExc_ValueError, "%s is not packed, aligned and native", what);
+    return MLSPY_REFUSE(PyExc_ValueError, "%s is not packed, aligned and native", label);
 }
 
 /* Parses a list of byte or element counts, one for each rank. Accepts only ints, no
@@ -181,14 +181,14 @@ static int take_counts(PyObject *list, size_t world, size_t *out)
 /* Checks that a view has as many elements as the counts together. Returns -1 with
  * ValueError set. User-supplied counts may overflow. This keeps the core within the
  * array: where the core counts bytes, wider elements only mean spare room. */
-static int check_length(const mlspy_view *view, const char *what, const size_t *counts,
+static int check_length(const mlspy_view *view, const char *label, const size_t *counts,
                         size_t world)
 {
-    size_t count, wanted;
+    size_t count, expected;
     if (!mls_tensor_count(&view->tensor, &count) ||
-        !mls_size_sum(counts, world, &wanted) || count != wanted) {
+        !mls_size_sum(counts, world, &expected) || count != expected) {
         return MLSPY_REFUSE(PyExc_ValueError,
-                            "%s has not as many elements as the counts say", what);
+                            "%s has not as many elements as the counts say", label);
     }
     return 0;
 }
@@ -263,20 +263,20 @@ static PyObject *link_all_gather(link_object *self, PyObject *const *args,
 static PyObject *link_all_to_all(link_object *self, PyObject *const *args,
                                  Py_ssize_t count)
 {
-    size_t sent[MLS_SHM_MAX_RANKS], wanted[MLS_SHM_MAX_RANKS];
+    size_t sent[MLS_SHM_MAX_RANKS], received[MLS_SHM_MAX_RANKS];
     session s = {.link = self};
     if (mlspy_take_count("all_to_all", 6, count) < 0 ||
         take_counts(args[1], self->world, sent) < 0 ||
-        take_counts(args[3], self->world, wanted) < 0 ||
+        take_counts(args[3], self->world, received) < 0 ||
         take_packed(self, args[0], "array", false, &s.data) < 0 ||
         take_packed(self, args[2], "out", true, &s.out) < 0 ||
         check_length(&s.data, "array", sent, self->world) < 0 ||
-        check_length(&s.out, "out", wanted, self->world) < 0 ||
+        check_length(&s.out, "out", received, self->world) < 0 ||
         begin_operation(&s, args[4], args[5]) < 0) {
         return give_up(&s);
     }
     RUN_OPERATION(s, mls_shm_all_to_all(s.place, &s.call, s.data.tensor.data, sent,
-                                        s.out.tensor.data, wanted, &s.st));
+                                        s.out.tensor.data, received, &s.st));
     return finish_operation(&s, Py_NewRef(Py_None));
 }
 
@@ -324,7 +324,7 @@ static PyObject *link_reduce_scatter(link_object *self, PyObject *const *args,
 {
     mls_bucket *b;
     bool wants_norms;
-    PyObject *found = NULL;
+    PyObject *partials = NULL;
     session s = {.link = self};
     if (mlspy_take_count("reduce_scatter", 4, count) < 0 ||
         (b = mlspy_bucket_of(args[0])) == NULL ||
@@ -341,9 +341,9 @@ static PyObject *link_reduce_scatter(link_object *self, PyObject *const *args,
     RUN_OPERATION(s, mls_shm_reduce_scatter(s.place, &s.call, b->segments, b->count,
                                             wants_norms, &s.st));
     if (s.code == MLS_OK) {
-        found = wants_norms ? mlspy_bucket_norm_partials(b) : PyList_New(0);
+        partials = wants_norms ? mlspy_bucket_norm_partials(b) : PyList_New(0);
     }
-    return finish_operation(&s, found);
+    return finish_operation(&s, partials);
 }
 
 /* ---- gather_bytes ---- */

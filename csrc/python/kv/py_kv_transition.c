@@ -32,9 +32,9 @@ typedef struct transition {
     mls_kv_request request;
     mlspy_view source, target;
     double pad_value; /* value of the positions after the tokens */
+    PyObject *dtype;  /* of the result, or None; borrowed */
     bool low_memory;
-    bool is_zeroed;       /* the target reads as zeros already */
-    mls_kv_memory memory; /* state of the target's memory */
+    bool is_zeroed; /* the target reads as zeros already */
     PyObject *result;
 } transition;
 
@@ -72,34 +72,55 @@ static int take_seq_axis(const mlspy_state *state, PyObject *object, int64_t *ou
     return mlspy_take_int64(state, object, "seq_axis", out);
 }
 
-/* View the source, read the numbers, check both. Without a position the source is full.
- */
-static int take_request(const mlspy_state *state, PyObject *const *args, transition *t)
+/* The items of a KVMove of mlstate/kv/_move.py. */
+enum { TARGET_LENGTH, POSITION, SEQ_AXIS, COMPACT, PAD_VALUE, DTYPE, LOW_MEMORY, ITEMS };
+
+/* Read the numbers of a move, and check them against the source's shape. Without a
+ * position the source is full. */
+static int take_request(const mlspy_state *state, PyObject *move, int rank,
+                        const size_t *shape, mls_kv_request *request)
 {
     mls_status st;
     int64_t seq_axis;
-    t->request.names = &parameter_names;
-    if (mlspy_view_for(state, args[0], "source_state", false, &t->source) < 0 ||
-        take_seq_axis(state, args[8], &seq_axis) < 0 ||
-        mlspy_take_int64(state, args[1], "target_seq_length", &t->request.target_length) <
-            0 ||
-        (args[2] != Py_None && mlspy_take_int64(state, args[2], "current_position",
-                                                &t->request.position) < 0)) {
+    if (!PyTuple_Check(move) || PyTuple_GET_SIZE(move) != ITEMS) {
+        return MLSPY_REFUSE(PyExc_TypeError, "move must be a KVMove");
+    }
+    request->names = &parameter_names;
+    request->kind =
+        PyTuple_GET_ITEM(move, COMPACT) == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
+    PyObject *position = PyTuple_GET_ITEM(move, POSITION);
+    if (take_seq_axis(state, PyTuple_GET_ITEM(move, SEQ_AXIS), &seq_axis) < 0 ||
+        mlspy_take_int64(state, PyTuple_GET_ITEM(move, TARGET_LENGTH),
+                         "target_seq_length", &request->target_length) < 0 ||
+        (position != Py_None &&
+         mlspy_take_int64(state, position, "current_position", &request->position) < 0)) {
         return -1;
     }
-    const mls_tensor *source = &t->source.tensor;
-    mls_code code =
-        mls_kv_find_axis(parameter_names.source, source->rank, source->shape,
-                         parameter_names.seq_axis, seq_axis, &t->request.axis, &st);
-    if (code == MLS_OK) {
-        if (args[2] == Py_None) {
-            t->request.position = (int64_t)source->shape[t->request.axis];
-        }
-        code = mls_kv_check(source->rank, source->shape, t->request, &st);
+    if (mls_kv_find_axis(parameter_names.source, rank, shape, parameter_names.seq_axis,
+                         seq_axis, &request->axis, &st) != MLS_OK) {
+        return mlspy_check(state, st.code, &st);
     }
-    return mlspy_check(state, code, &st) < 0
-               ? -1
-               : mlspy_take_double(args[3], "pad_value", &t->pad_value);
+    if (position == Py_None) {
+        request->position = (int64_t)shape[request->axis];
+    }
+    return mlspy_check(state, mls_kv_check(rank, shape, *request, &st), &st);
+}
+
+/* View the source, and read and check the move. */
+static int take_move(const mlspy_state *state, PyObject *source, PyObject *move,
+                     transition *t)
+{
+    const mls_tensor *tensor = &t->source.tensor;
+    if (mlspy_view_for(state, source, "source_state", false, &t->source) < 0 ||
+        take_request(state, move, tensor->rank, tensor->shape, &t->request) < 0) {
+        return -1;
+    }
+    t->dtype = PyTuple_GET_ITEM(move, DTYPE);
+    const int is_low = PyObject_IsTrue(PyTuple_GET_ITEM(move, LOW_MEMORY));
+    t->low_memory = is_low > 0;
+    return is_low < 0 ? -1
+                      : mlspy_take_double(PyTuple_GET_ITEM(move, PAD_VALUE), "pad_value",
+                                          &t->pad_value);
 }
 
 /* The dtype of a result and the descriptor to allocate it with. If the source is not an
@@ -126,7 +147,7 @@ static int allocate_target(const mlspy_state *state, const result_kind *kind,
         return -1;
     }
     const size_t bytes = mlspy_bytes(&wanted);
-    t->memory = MLS_KV_FRESH;
+    t->request.memory = MLS_KV_FRESH;
     /* +0.0 is all zero bits in every dtype; -0.0 is not */
     t->is_zeroed =
         t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
@@ -136,7 +157,7 @@ static int allocate_target(const mlspy_state *state, const result_kind *kind,
         return -1;
     }
     if (t->is_zeroed && t->low_memory) {
-        t->memory = MLS_KV_SPARSE;
+        t->request.memory = MLS_KV_SPARSE;
         mls_advise_pages(PyArray_DATA((PyArrayObject *)t->result), bytes, false);
     }
     return mlspy_view_writable(state, t->result, "the new state", &t->target);
@@ -161,20 +182,20 @@ static int foreign_kind(const mlspy_state *state, PyObject *dtype, result_kind *
 }
 
 /* Set `out` from the caller's `dtype`; None means the source's dtype. */
-static int take_kind(const mlspy_state *state, PyObject *source, PyObject *dtype,
-                     const transition *t, result_kind *out)
+static int take_kind(const mlspy_state *state, PyObject *source, const transition *t,
+                     result_kind *out)
 {
     mls_status st;
     *out = (result_kind){.dtype = t->source.tensor.dtype};
     if (!PyArray_Check(source)) {
-        if (foreign_kind(state, dtype, out) < 0) {
+        if (foreign_kind(state, t->dtype, out) < 0) {
             return -1;
         }
-    } else if (dtype == Py_None) {
+    } else if (t->dtype == Py_None) {
         out->descr = PyArray_DESCR((PyArrayObject *)source);
         Py_INCREF(out->descr);
     } else {
-        out->descr = mlspy_descr_of_object(state, dtype, &out->dtype);
+        out->descr = mlspy_descr_of_object(state, t->dtype, &out->dtype);
         if (out->descr == NULL) {
             return -1;
         }
@@ -205,12 +226,12 @@ static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out
 
 /* Set the target to the caller's `out` or a new array. All errors in `out` are found
  * here, before it is written to. */
-static int take_target(const mlspy_state *state, PyObject *source, PyObject *dtype,
-                       PyObject *out, transition *t)
+static int take_target(const mlspy_state *state, PyObject *source, PyObject *out,
+                       transition *t)
 {
     if (out == Py_None) {
         result_kind kind;
-        if (take_kind(state, source, dtype, t, &kind) < 0) {
+        if (take_kind(state, source, t, &kind) < 0) {
             return -1;
         }
         const int failed = allocate_target(state, &kind, t);
@@ -224,7 +245,7 @@ static int take_target(const mlspy_state *state, PyObject *source, PyObject *dty
     t->result = Py_NewRef(out);
     mls_status st;
     mls_dtype wanted = t->target.tensor.dtype;
-    if (dtype != Py_None && take_dtype(state, dtype, &wanted) < 0) {
+    if (t->dtype != Py_None && take_dtype(state, t->dtype, &wanted) < 0) {
         return -1;
     }
     if (wanted != t->target.tensor.dtype) {
@@ -247,10 +268,10 @@ static int run_transition(const mlspy_state *state, transition *t)
                     &st) < 0) {
         return -1;
     }
+    t->request.pad = t->is_zeroed ? NULL : &pad;
     PyThreadState *released = mlspy_leave_python(mlspy_bytes(&t->target.tensor));
     mls_kv_move(state->kernels, state->pool, &t->target.tensor, &t->source.tensor,
-                t->request.axis, (size_t)t->request.position, t->is_zeroed ? NULL : &pad,
-                t->memory);
+                &t->request);
     mlspy_resume_python(released);
     return 0;
 }
@@ -258,29 +279,27 @@ static int run_transition(const mlspy_state *state, transition *t)
 /* Return whether nothing has to be done: same length, every position in use, no `dtype`,
  * no `out`. The result is then the source itself; a caller that wants a copy passes
  * `out`. */
-static bool is_identity(const transition *t, PyObject *dtype, PyObject *out)
+static bool is_identity(const transition *t, PyObject *out)
 {
     /* compacting never returns the source itself */
     const int64_t length = (int64_t)t->source.tensor.shape[t->request.axis];
-    return t->request.kind == MLS_KV_EXPAND && dtype == Py_None && out == Py_None &&
+    return t->request.kind == MLS_KV_EXPAND && t->dtype == Py_None && out == Py_None &&
            t->request.target_length == length && t->request.position == length;
 }
 
-/* kv_move(source, target_length, position | None, pad_value, dtype | None, out | None,
- *         low_memory, compact, seq_axis) -> ndarray, `out`, or the source itself
+/* kv_move(source, move, out | None) -> ndarray, `out`, or the source itself
  *
  * If the source is not an ndarray, `dtype` is a name and the result is unsigned integers.
  */
 PyObject *core_kv_move(mlspy_state *state, PyObject *const *args)
 {
-    PyObject *dtype = args[4], *out = args[5];
-    transition t = {.low_memory = args[6] == Py_True,
-                    .request.kind = args[7] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND};
+    PyObject *source = args[0], *out = args[2];
+    transition t = {.low_memory = false};
     PyObject *result = NULL;
-    if (take_request(state, args, &t) == 0) {
-        if (is_identity(&t, dtype, out)) {
-            result = Py_NewRef(args[0]);
-        } else if (take_target(state, args[0], dtype, out, &t) == 0 &&
+    if (take_move(state, source, args[1], &t) == 0) {
+        if (is_identity(&t, out)) {
+            result = Py_NewRef(source);
+        } else if (take_target(state, source, out, &t) == 0 &&
                    run_transition(state, &t) == 0) {
             result = Py_NewRef(t.result);
         }
@@ -378,25 +397,19 @@ PyObject *core_kv_axis(mlspy_state *state, PyObject *const *args)
     return PyLong_FromLong(axis);
 }
 
-/* kv_check(shape, target_length, position, compact, seq_axis) -> None, or the error of
- * kv_move
+/* kv_check(shape, move) -> None, or the error of kv_move
  *
  * For callers that check before they have an array, or whose array is elsewhere. */
 PyObject *core_kv_check(mlspy_state *state, PyObject *const *args)
 {
-    mls_kv_request request = {.names = &parameter_names};
-    mls_status st;
+    mls_kv_request request = {.kind = MLS_KV_EXPAND};
     int rank;
-    size_t shape[MLS_KV_MAX_RANK];
-    request.kind = args[3] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
-    if (mlspy_take_kv_shape(state, args[0], args[4], parameter_names.source, &rank, shape,
-                            &request.axis) < 0 ||
-        mlspy_take_int64(state, args[1], "target_seq_length", &request.target_length) <
-            0 ||
-        mlspy_take_int64(state, args[2], "current_position", &request.position) < 0) {
+    size_t shape[MLS_MAX_RANK];
+    if (take_shape(state, args[0], parameter_names.source, &rank, shape) < 0 ||
+        take_request(state, args[1], rank, shape, &request) < 0) {
         return NULL;
     }
-    return mlspy_none(state, mls_kv_check(rank, shape, request, &st), &st);
+    Py_RETURN_NONE;
 }
 
 /* kv_check_shapes(source_shape, target_shape, seq_axis) -> None

@@ -390,7 +390,7 @@ static int feed_elements(const mlspy_state *state, PyObject *update,
                          const mlspy_item *item)
 {
     mlspy_view view;
-    if (!mlspy_is_known(item)) { /* only NumPy knows the layout of its elements */
+    if (!mlspy_has_core_dtype(item)) { /* only NumPy knows the layout of its elements */
         return feed(update, mlspy_raw_bytes(state, item));
     }
     if (mlspy_view_item(state, item, "", false, &view) < 0) {

@@ -56,12 +56,12 @@ def attributes(state):
     return {name: getattr(state, name) for name in names if hasattr(state, name)}
 
 
-def assert_same(found, expected):
-    assert type(found) is type(expected)
+def assert_same(actual, expected):
+    assert type(actual) is type(expected)
     if expected is not None:
-        assert found == expected
-        assert list(found) == list(expected) or set(found) == set(expected)
-        assert attributes(found) == attributes(expected)
+        assert actual == expected
+        assert list(actual) == list(expected) or set(actual) == set(expected)
+        assert attributes(actual) == attributes(expected)
 
 
 METADATA = {"epoch": 3, "note": "ä text", "nested": {"list": [1, 2.5, None, True]}}
@@ -75,31 +75,31 @@ METADATA = {"epoch": 3, "note": "ä text", "nested": {"list": [1, 2.5, None, Tru
     ids=["model", "optimizer", "both", "empty model", "empty optimizer", "plain"],
 )  # fmt: skip
 @pytest.mark.parametrize("metadata", [{}, METADATA], ids=["", "metadata"])
-def test_what_is_written_is_read(tmp_path, suffix, weights, moments, metadata):
+def test_written_parts_read_back(tmp_path, suffix, weights, moments, metadata):
     path = tmp_path / f"state{suffix}"
     write_any(path, weights, moments, metadata)
-    found = read_any(path)
-    assert_same(found[0], weights)
-    assert_same(found[1], moments)
-    assert found[2] == metadata
+    parts = read_any(path)
+    assert_same(parts[0], weights)
+    assert_same(parts[1], moments)
+    assert parts[2] == metadata
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("suffix", ANY)
-def test_plain_dicts_are_taken(tmp_path, suffix):
+def test_writes_builtin_dicts(tmp_path, suffix):
     path = tmp_path / f"state{suffix}"
     write_any(path, {"w": np.ones(2)}, {"w.m": np.zeros(2)})
-    found = read_any(path)
-    assert_same(found[0], StateDict(w=np.ones(2)))
-    assert_same(found[1], OptimizerStateDict({"w.m": np.zeros(2)}))
+    parts = read_any(path)
+    assert_same(parts[0], StateDict(w=np.ones(2)))
+    assert_same(parts[1], OptimizerStateDict({"w.m": np.zeros(2)}))
 
 
 @pytest.mark.parametrize("suffix", FLAT)
-def test_prefixes_are_there_only_where_both_parts_are(tmp_path, suffix):
+def test_names_are_prefixed_only_with_both_parts(tmp_path, suffix):
     def names(path):
         if suffix == ".npz":
-            with np.load(path) as found:
-                return set(found.files) - {"mlstate.json"}
+            with np.load(path) as parts:
+                return set(parts.files) - {"mlstate.json"}
         return set(load_file(path))
 
     path = tmp_path / f"state{suffix}"
@@ -110,16 +110,16 @@ def test_prefixes_are_there_only_where_both_parts_are(tmp_path, suffix):
     assert names(path) == {"w.m"}
     write_any(path, {"optimizer.w": np.ones(2)}, {"w.m": np.ones(2)}, overwrite=True)
     assert names(path) == {"model.optimizer.w", "optimizer.w.m"}
-    found = read_any(path)
-    assert (list(found[0]), list(found[1])) == (["optimizer.w"], ["w.m"])
+    parts = read_any(path)
+    assert (list(parts[0]), list(parts[1])) == (["optimizer.w"], ["w.m"])
 
 
 def test_a_step_without_an_optimizer_is_kept(tmp_path):
     checkpoint.save(tmp_path / "a", {"w": np.ones(2)}, step=5)
     assert read_any(tmp_path / "a")[2] == {"step": 5}
     checkpoint.save(tmp_path / "b", None, StateDict({"w.m": np.ones(2)}), step=5)
-    found = read_any(tmp_path / "b")
-    assert (type(found[1]), found[1].step, found[2]) == (OptimizerStateDict, 5, {})
+    parts = read_any(tmp_path / "b")
+    assert (type(parts[1]), parts[1].step, parts[2]) == (OptimizerStateDict, 5, {})
 
 
 def test_files_of_other_writers_hold_a_model(tmp_path):
@@ -128,14 +128,14 @@ def test_files_of_other_writers_hold_a_model(tmp_path):
     assert_same(read_any(path)[0], StateDict(dict(np.load(path))))
     path = tmp_path / "x.safetensors"
     save_file({"model.w": np.ones(2)}, path, {"format": "pt"})
-    found = read_any(path)
-    assert (list(found[0]), found[1:]) == (["model.w"], (None, {"format": "pt"}))
+    parts = read_any(path)
+    assert (list(parts[0]), parts[1:]) == (["model.w"], (None, {"format": "pt"}))
 
 
 # ---- safetensors ----
 
 
-def test_metadata_stay_texts_where_they_are(tmp_path):
+def test_string_metadata_are_stored_unchanged(tmp_path):
     path = tmp_path / "x.safetensors"
     write_any(path, {"w": np.ones(2)}, None, {"a": "1", "b": 1})
     from mlstate.checkpoint import load_metadata
@@ -182,9 +182,9 @@ def test_awkward_names_survive(tmp_path):
     state = StateDict({name: np.full(2, i) for i, name in enumerate(AWKWARD)})
     write_any(path, state)
     assert_same(read_any(path)[0], state)
-    with np.load(path) as found:  # every array is found under its name
-        assert len(found.files) == len(AWKWARD) + 1
-        assert found["a/b"].tolist() == [1, 1]
+    with np.load(path) as file:  # every array is found under its name
+        assert len(file.files) == len(AWKWARD) + 1
+        assert file["a/b"].tolist() == [1, 1]
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
         assert not [n for n in archive.namelist() if ".." in n.split("/") or n.startswith("/")]
@@ -196,8 +196,8 @@ def test_any_names_survive(tmp_path_factory, names):
     path = tmp_path_factory.mktemp("npz") / "x.npz"
     arrays = {name: np.full(1, i) for i, name in enumerate(names)}
     write_npz(Target.of(path), arrays, {})
-    found, record = read_npz(path)
-    assert {name: int(array[0]) for name, array in found.items()} == {
+    loaded, record = read_npz(path)
+    assert {name: int(array[0]) for name, array in loaded.items()} == {
         name: int(array[0]) for name, array in arrays.items()
     }
     assert record == {}
@@ -208,11 +208,11 @@ def test_any_names_survive(tmp_path_factory, names):
 )
 def test_numpys_dtypes_survive(tmp_path, dtype):
     array = np.arange(12).astype("i8").astype(dtype).reshape(4, 3)
-    for one in (array, array[::-2, 1:], array.T, array[:0], array[0, 0, ...]):
-        write_any(tmp_path / "x.npz", {"a": one}, overwrite=True)
-        found = read_any(tmp_path / "x.npz")[0]["a"]
-        assert (found.dtype, found.shape) == (one.dtype, one.shape)
-        np.testing.assert_array_equal(found, one)
+    for view in (array, array[::-2, 1:], array.T, array[:0], array[0, 0, ...]):
+        write_any(tmp_path / "x.npz", {"a": view}, overwrite=True)
+        loaded = read_any(tmp_path / "x.npz")[0]["a"]
+        assert (loaded.dtype, loaded.shape) == (view.dtype, view.shape)
+        np.testing.assert_array_equal(loaded, view)
 
 
 def test_dtypes_of_ml_dtypes_survive(tmp_path):
@@ -229,9 +229,9 @@ def test_dtypes_of_ml_dtypes_survive(tmp_path):
     path = tmp_path / "x.npz"
     write_any(path, state)
     assert_same(read_any(path)[0], state)
-    with np.load(path) as found:  # as NumPy reads it
-        assert found["bfloat16"].dtype == np.uint16
-        record = json.loads(str(found["mlstate.json"]))
+    with np.load(path) as file:  # as NumPy reads it
+        assert file["bfloat16"].dtype == np.uint16
+        record = json.loads(str(file["mlstate.json"]))
     assert record["dtypes"]["bfloat16"] == "bfloat16"
 
 
@@ -305,7 +305,7 @@ def test_a_bomb_is_refused_unread(tmp_path):
      b'{"dtypes": {"w": "none"}}', b'{"dtypes": {"w": 3}}', b'{"dtypes": {"w": "bfloat16"}}',
      b'{"dtypes": []}', b'{"kind": 5}', b'{"kind": "{}"}', b'{"metadata": 3}', b'{"parts": 3}'],
 )  # fmt: skip
-def test_a_record_that_describes_nothing_is_refused(tmp_path, record):
+def test_bad_npz_record_is_refused(tmp_path, record):
     pytest.importorskip("ml_dtypes", reason="one of them names bfloat16")
     path = tmp_path / "x.npz"
     np.savez(path, **{"w": np.ones(3, "u1"), "b": np.ones(3), "mlstate.json": record.decode()})
@@ -313,7 +313,7 @@ def test_a_record_that_describes_nothing_is_refused(tmp_path, record):
         read_any(path)
 
 
-def test_what_npz_cannot_hold_is_refused(tmp_path):
+def test_object_arrays_are_refused_in_npz(tmp_path):
     path = tmp_path / "x.npz"
     with pytest.raises(TypeError, match="'w' is an array of Python objects"):
         write_any(path, {"w": np.array([{}])})
@@ -321,9 +321,9 @@ def test_what_npz_cannot_hold_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [*FLAT, ".pt", ".dcp"])
-def test_a_part_of_an_array_is_not_taken_for_the_whole(tmp_path, suffix):
-    whole = np.arange(10.0)
-    half = checkpoint.Layout.rows(2).shard(whole, 1)
+def test_shards_are_refused(tmp_path, suffix):
+    array = np.arange(10.0)
+    half = checkpoint.Layout.rows(2).shard(array, 1)
     for parts in (({"w": half}, None), (None, {"w.m": half})):
         with pytest.raises(CompatibilityError, match="is part 1 of 2 of an array of shape"):
             write_any(tmp_path / f"x{suffix}", *parts)
@@ -342,7 +342,7 @@ def test_suffixes_name_formats(path, name):
     assert format_of(path) == name
 
 
-def test_directories_are_known_by_what_is_in_them(tmp_path):
+def test_folder_format_follows_its_files(tmp_path):
     assert format_of(tmp_path) == "mlstate"
     (tmp_path / "step-1.5").mkdir()
     assert format_of(tmp_path / "step-1.5") == "mlstate"
@@ -352,13 +352,13 @@ def test_directories_are_known_by_what_is_in_them(tmp_path):
     assert format_of(tmp_path / "step-1.5") == "dcp"
 
 
-def test_an_unknown_suffix_lists_those_that_are_known(tmp_path):
+def test_unknown_suffix_lists_known_suffixes(tmp_path):
     path = tmp_path / "model.onnx"
     path.touch()
-    known = r"known are .safetensors .npz .pt .pth .bin .dcp, and folders"
-    with pytest.raises(ValueError, match=known):
+    message = r"known are .safetensors .npz .pt .pth .bin .dcp, and folders"
+    with pytest.raises(ValueError, match=message):
         read_any(path)
-    with pytest.raises(ValueError, match=known):
+    with pytest.raises(ValueError, match=message):
         write_any(path, {"w": np.ones(2)})
 
 
@@ -371,25 +371,25 @@ def test_a_format_can_be_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.npz", "a.pt", "a.dcp", "a"])
-def test_what_is_not_there_is_a_missing_file(tmp_path, name):
+def test_missing_path_raises_file_not_found(tmp_path, name):
     with pytest.raises(FileNotFoundError) as caught:
         read_any(tmp_path / name)
     assert isinstance(caught.value, StoreError)
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.npz"])
-def test_a_folder_that_is_not_there_is_a_store_error(tmp_path, name):
+def test_missing_folder_raises_store_error(tmp_path, name):
     with pytest.raises(StoreError):
         write_any(tmp_path / "none" / name, {"w": np.ones(2)})
 
 
-def test_nothing_to_write_is_refused(tmp_path):
+def test_write_without_states_is_refused(tmp_path):
     with pytest.raises(ValueError, match="neither a model nor an optimizer"):
         write_any(tmp_path / "x.npz")
 
 
 @pytest.mark.parametrize("value", [{1}, np.ones(2), b"x", {("a",): 1}, lambda: 0])
-def test_metadata_are_plain_values(tmp_path, value):
+def test_metadata_must_be_json_values(tmp_path, value):
     with pytest.raises(TypeError, match="metadata 'a' is not a plain value"):
         write_any(tmp_path / "x.npz", {"w": np.ones(2)}, None, {"a": value})
     with pytest.raises(TypeError, match="metadata keys must be str, got 3"):
@@ -399,7 +399,7 @@ def test_metadata_are_plain_values(tmp_path, value):
 # ---- atomic replacement of files ----
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path):
+def test_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"old")
     with pytest.raises(KeyError), replacing(path) as file:

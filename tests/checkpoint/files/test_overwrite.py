@@ -83,7 +83,7 @@ def test_a_failed_overwrite_leaves_the_run(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_overwriting_a_damaged_checkpoint_leaves_nothing_over(name):
+def test_overwriting_a_damaged_checkpoint_removes_old_files(name):
     Path("run/manifest.json").write_bytes(b"{")
     for root in Path("run/roots").iterdir():
         root.write_bytes(b"")
@@ -94,7 +94,7 @@ def test_overwriting_a_damaged_checkpoint_leaves_nothing_over(name):
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_an_empty_folder_is_no_target_to_protect(name):
+def test_empty_folder_needs_no_overwrite(name):
     Path("empty").mkdir()
     WRITERS[name]("empty")
     assert same(NEW, mlstate.load("empty").model)
@@ -111,7 +111,7 @@ def test_files_of_other_formats_are_refused_and_replaced(suffix):
     assert list(read_any(path)[0]) == ["old"]
     write_any(path, NEW, overwrite=True)
     assert same(NEW, read_any(path)[0])
-    assert sorted(one.name for one in Path().iterdir()) == ["run", "source", path.name]
+    assert sorted(entry.name for entry in Path().iterdir()) == ["run", "source", path.name]
 
 
 def test_a_folder_of_another_program_is_never_replaced():

@@ -10,7 +10,7 @@ from mlstate._common.dtypes import DTYPES
 from mlstate.checkpoint._files.safetensors_verify import BLOCK, read_header, verify_file
 
 
-def test_the_header_says_what_the_loader_gives(tmp_path):
+def test_header_matches_loaded_tensors(tmp_path):
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 and 8-bit floats")
     dtypes = [np.dtype(getattr(np if i.in_numpy else ml_dtypes, i.name)) for i in DTYPES]
     state = {d.name: np.ones((2, 3), d) for d in dtypes} | {
@@ -43,7 +43,7 @@ def test_every_flipped_byte_is_found(tmp_path):
         assert not report, offset
 
 
-def test_damage_is_told_by_tensor_and_blocks(tmp_path):
+def test_damage_is_reported_per_tensor_and_block(tmp_path):
     path = tmp_path / "a.safetensors"
     mlstate.save_file({"a": np.zeros(4 * BLOCK, np.uint8), "b": np.zeros(100, np.uint8)}, path)
     starts = {t.key: t.offset for t in read_header(str(path)).tensors}

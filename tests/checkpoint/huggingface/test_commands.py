@@ -30,7 +30,7 @@ def test_inspect_prints_the_tensors(folder, capsys):
     assert [t["key"] for t in data["tensors"]] == ["a", "b.weight"]
 
 
-def test_verify_tells_that_checksums_are_missing(folder, capsys):
+def test_verify_reports_missing_checksums(folder, capsys):
     assert main(["verify", str(folder)]) == 0
     assert "no checksums: only its structure was looked at" in capsys.readouterr().out
     write_weight_file(folder / "other.safetensors", {"x": np.ones(1, np.float32)})

@@ -39,16 +39,16 @@ def state_of():
 
 
 def assert_holds(folder, state):
-    found = mlstate.load(folder).model
-    assert set(found) == set(state)
+    model = mlstate.load(folder).model
+    assert set(model) == set(state)
     for name, array in state.items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(model[name], array)
     assert mlstate.verify(folder)
 
 
 def assert_none_fails(save, world):
-    found = rank_threads.run_ranks(save, groups=LocalGroup.threads(world))
-    assert found == [None] * world, found
+    outcomes = rank_threads.run_ranks(save, groups=LocalGroup.threads(world))
+    assert outcomes == [None] * world, outcomes
 
 
 # ---- files ----
@@ -59,9 +59,9 @@ def test_a_small_model_is_one_file_that_safetensors_reads(tmp_path):
     export_huggingface(tmp_path / "m", state_of())
     assert [path.name for path in (tmp_path / "m").iterdir()] == ["model.safetensors"]
     assert_holds(tmp_path / "m", state_of())
-    found = safetensors.load_file(tmp_path / "m" / "model.safetensors")
+    arrays = safetensors.load_file(tmp_path / "m" / "model.safetensors")
     for name, array in state_of().items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(arrays[name], array)
     assert mlstate.load(tmp_path / "m").metadata == {"format": "pt"}
 
 
@@ -80,7 +80,7 @@ def test_files_are_filled_in_order_up_to_the_limit(tmp_path):
     assert_holds(tmp_path / "m", state)
 
 
-def test_the_files_are_those_of_save_file(tmp_path):
+def test_export_writes_the_bytes_of_save_file(tmp_path):
     export_huggingface(tmp_path / "m", state_of())
     mlstate.save_file(state_of(), tmp_path / "f", {"format": "pt"})
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == (tmp_path / "f").read_bytes()
@@ -110,9 +110,9 @@ def test_parts_of_any_layout_give_the_files_of_one_process(tmp_path_factory, wor
 
     assert_none_fails(save, world)
     export_huggingface(folder / "one", arrays, max_shard_bytes=most)
-    one, many = ({path.name: path.read_bytes() for path in (folder / name).iterdir()}
+    single, many = ({path.name: path.read_bytes() for path in (folder / name).iterdir()}
                  for name in ("one", "many"))  # fmt: skip
-    assert one == many
+    assert single == many
     assert_holds(folder / "many", arrays)
 
 
@@ -140,8 +140,8 @@ def test_a_part_that_no_rank_holds_is_an_error(tmp_path, holders):
             state["w"] = Layout.rows(3).shard(array, part)
         export_huggingface(tmp_path / "m", state, group=group)
 
-    found = rank_threads.run_ranks(save, groups=LocalGroup.threads(3))
-    assert all("'w' is incomplete: the ranks hold" in str(error) for error in found), found
+    errors = rank_threads.run_ranks(save, groups=LocalGroup.threads(3))
+    assert all("'w' is incomplete: the ranks hold" in str(error) for error in errors), errors
     assert list(tmp_path.iterdir()) == []
 
 
@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_copied_is_named(tmp_path):
 # ---- errors ----
 
 
-def test_wrong_arguments_are_errors_and_write_nothing(tmp_path):
+def test_invalid_arguments_write_no_files(tmp_path):
     good = {"w": np.ones(3)}
     for error, text, model, keywords in (
         (TypeError, "'w' must be", {"w": [1]}, {}),

@@ -32,15 +32,15 @@ def path(tmp_path):
 
 
 @pytest.fixture
-def held(monkeypatch):
+def write_gate(monkeypatch):
     """Exports in the background write no part until this is set."""
     go = threading.Event()
     write = _core.parts_write
 
-    def write_later(*given):
+    def write_later(*arguments):
         if threading.current_thread() is not threading.main_thread():
             assert go.wait(SECONDS)
-        write(*given)
+        write(*arguments)
 
     monkeypatch.setattr(_core, "parts_write", write_later)
     yield go
@@ -82,16 +82,16 @@ def test_the_folder_has_the_values_of_the_call(tmp_path, path, staging):
         state = state_of()
         handle = export_huggingface_async(tmp_path / name, state, staging=memory, **options)
         spoil(state)
-        found = handle.wait(SECONDS)
+        saved = handle.wait(SECONDS)
         assert bytes_in(tmp_path / name) == bytes_in(tmp_path / "expected")
         assert handle.done()
-        assert handle.wait() is found
-        assert set(found.load().model) == {"embed", "columns", "large", "none", "position"}
+        assert handle.wait() is saved
+        assert set(saved.load().model) == {"embed", "columns", "large", "none", "position"}
         nbytes = sum(array.nbytes for name, array in state.items() if name != "head")
         assert handle.progress() == (nbytes, nbytes)
 
 
-def test_it_returns_before_the_folder_is_written(path, held):
+def test_it_returns_before_the_folder_is_written(path, write_gate):
     state = state_of()
     handle = export_huggingface_async(path, state)
     handle.staged(0)
@@ -100,12 +100,12 @@ def test_it_returns_before_the_folder_is_written(path, held):
     with pytest.raises(TimeoutError, match=r"not ended after 0\.01 seconds"):
         handle.wait(0.01)
     spoil(state)
-    held.set()
+    write_gate.set()
     np.testing.assert_array_equal(handle.wait(SECONDS).load().model["big"], state_of()["big"])
     assert mlstate.verify(path)
 
 
-def test_ranks_write_the_copies_of_the_call(tmp_path, path, held):
+def test_ranks_write_the_copies_of_the_call(tmp_path, path, write_gate):
     arrays = {f"w{i}": np.random.default_rng(i).random((60, 30 + i)) for i in range(5)}
     export_huggingface(tmp_path / "one", arrays, max_shard_bytes=30_000)
     spoiled = threading.Barrier(2, timeout=SECONDS)
@@ -117,7 +117,7 @@ def test_ranks_write_the_copies_of_the_call(tmp_path, path, held):
         handle = export_huggingface_async(path, state, group=group, max_shard_bytes=30_000)
         spoil({name: getattr(value, "array", value) for name, value in state.items()})
         spoiled.wait()
-        held.set()
+        write_gate.set()
         return handle.wait(SECONDS).load().model.keys()
 
     assert rank_threads.run_ranks(save, groups=LocalGroup.threads(2)) == [arrays.keys()] * 2
@@ -125,7 +125,7 @@ def test_ranks_write_the_copies_of_the_call(tmp_path, path, held):
 
 
 @pytest.mark.torch
-def test_a_torch_module(path, held):
+def test_a_torch_module(path, write_gate):
     torch = pytest.importorskip("torch")
     module = torch.nn.Linear(30, 40)
     expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -133,7 +133,7 @@ def test_a_torch_module(path, held):
     with torch.no_grad():
         for tensor in module.parameters():
             tensor.zero_()
-    held.set()
+    write_gate.set()
     handle.wait(SECONDS)
     other = torch.nn.Linear(30, 40)
     mlstate.load(path, into={"model": other})
@@ -141,21 +141,21 @@ def test_a_torch_module(path, held):
 
 
 @pytest.mark.torch
-def test_tensors_as_on_a_device(path, held, monkeypatch):
+def test_tensors_as_on_a_device(path, write_gate, monkeypatch):
     """The code path for device copies, with tensors that are in fact on the host."""
     torch = pytest.importorskip("torch")
     for module in (mlstate.checkpoint._save, _save_async):
         monkeypatch.setattr(module, "is_on_device", lambda value: isinstance(value, torch.Tensor))
     monkeypatch.setattr(_save_async, "_event", lambda device: None)
-    made = torch.arange(6000.0).reshape(60, 100)
-    state = {"a": made, "b": made.to(torch.int16).T, "host": np.arange(10.0)}
+    tensor = torch.arange(6000.0).reshape(60, 100)
+    state = {"a": tensor, "b": tensor.to(torch.int16).T, "host": np.arange(10.0)}
     expected = {name: np.array(np.asarray(value)) for name, value in state.items()}
     handle = export_huggingface_async(path, state)
     spoil(state)
-    held.set()
-    found = handle.wait(SECONDS).load().model
+    write_gate.set()
+    model = handle.wait(SECONDS).load().model
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array)
+        np.testing.assert_array_equal(model[name], array)
     handle = export_huggingface_async(path.parent / "n", state, staging=Staging(1000))
     with pytest.raises(ValueError, match="must be staged"):
         handle.wait(SECONDS)
@@ -164,7 +164,7 @@ def test_tensors_as_on_a_device(path, held, monkeypatch):
 # ---- failures ----
 
 
-def test_wrong_arguments_raise_at_once_and_write_nothing(tmp_path, path):
+def test_invalid_arguments_raise_before_writing(tmp_path, path):
     good = {"w": np.ones(3)}
     for text, keywords in (
         ("must be a Staging, got int", {"staging": 5}),
@@ -188,19 +188,21 @@ def test_an_existing_folder_is_kept(tmp_path, path):
 def test_a_failed_write_of_one_rank_is_raised_by_all(tmp_path, path, monkeypatch):
     write = export_module._write_parts
 
-    def fail(made, plan, shards, sync, progress):
+    def fail(folder, plan, shards, sync, progress):
         if sync:  # on rank 1
             raise OSError(5, "Input/output error")
-        return write(made, plan, shards, sync, progress)
+        return write(folder, plan, shards, sync, progress)
 
     monkeypatch.setattr(export_module, "_write_parts", fail)
 
     def save(group):
         shard = Layout.rows(2).shard(np.ones((4, 2)), group.rank)
         handle = export_huggingface_async(path, {"w": shard}, group=group)
-        with pytest.raises((OSError, mlstate.CollectiveError), match="Input/output error") as found:
+        with pytest.raises(
+            (OSError, mlstate.CollectiveError), match="Input/output error"
+        ) as caught:
             handle.wait(SECONDS)
-        return type(found.value)
+        return type(caught.value)
 
     kinds = rank_threads.run_ranks(save, groups=LocalGroup.threads(2))
     assert kinds == [mlstate.CollectiveError, OSError]
@@ -238,12 +240,12 @@ def test_a_rank_that_fails_before_it_writes_stops_all(tmp_path, path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_staging_and_group_serve_one_save_at_a_time(tmp_path, path, held):
+def test_staging_and_group_serve_one_save_at_a_time(tmp_path, path, write_gate):
     memory = Staging(1000)
     first = export_huggingface_async(path, {"w": np.ones(3)}, staging=memory)
     with pytest.raises(ValueError, match="in use by another save"):
         export_huggingface_async(tmp_path / "n", {"w": np.ones(3)}, staging=memory)
-    held.set()
+    write_gate.set()
     first.wait(SECONDS)
     export_huggingface_async(tmp_path / "n", {"w": np.ones(3)}, staging=memory).wait(SECONDS)
 
@@ -255,11 +257,11 @@ def test_staging_and_group_serve_one_save_at_a_time(tmp_path, path, held):
         export_huggingface_async(path, {"w": np.ones(3)}, group=group)
 
 
-def test_cancelling_leaves_no_folder(tmp_path, path, held):
+def test_cancelling_leaves_no_folder(tmp_path, path, write_gate):
     handle = export_huggingface_async(path, state_of())
     with pytest.raises(TimeoutError):
         handle.cancel(0.01)
-    held.set()
+    write_gate.set()
     assert handle.cancel()
     with pytest.raises(mlstate.StoreError) as caught:
         handle.wait()
@@ -267,14 +269,14 @@ def test_cancelling_leaves_no_folder(tmp_path, path, held):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_in_the_call_cancels_the_export(tmp_path, path, held, monkeypatch):
+def test_ctrl_c_in_the_call_cancels_the_export(tmp_path, path, write_gate, monkeypatch):
     reached = _save_async.SaveJob.reached
 
-    def interrupt(job, what, timeout=None):
-        if what == "staged":
+    def interrupt(job, event, timeout=None):
+        if event == "staged":
             raise KeyboardInterrupt
-        held.set()
-        return reached(job, what, timeout)
+        write_gate.set()
+        return reached(job, event, timeout)
 
     memory = Staging(1000)
     with monkeypatch.context() as patch:

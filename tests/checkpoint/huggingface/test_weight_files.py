@@ -43,11 +43,11 @@ def folder(request, tmp_path):
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("verify", [False, True, "first"])
 def test_load_returns_all_tensors(folder, mmap, verify):
-    found = mlstate.load(folder, mmap=mmap, verify=verify)
-    assert same(found.model, arrays_of())
-    assert found.optimizer is None
-    assert found.metadata == {"format": "pt"}
-    assert all(array.flags.writeable != mmap for name, array in found.model.items() if array.size)
+    loaded = mlstate.load(folder, mmap=mmap, verify=verify)
+    assert same(loaded.model, arrays_of())
+    assert loaded.optimizer is None
+    assert loaded.metadata == {"format": "pt"}
+    assert all(array.flags.writeable != mmap for name, array in loaded.model.items() if array.size)
 
 
 def test_names_and_globs_select_tensors(folder):
@@ -79,10 +79,10 @@ def test_each_rank_loads_its_part(folder, layout, mmap):
 def test_existing_arrays_are_filled(folder):
     targets = {name: np.zeros_like(array) for name, array in arrays_of().items()}
     targets["layers.0.weight"] = np.zeros((4, 6), np.float32).T
-    kept = dict(targets)
+    originals = dict(targets)
     assert mlstate.load(folder, into={"model": targets}).model is targets
     assert same(targets, arrays_of())
-    assert all(targets[name] is kept[name] for name in kept)
+    assert all(targets[name] is originals[name] for name in originals)
 
 
 def test_one_stored_name_fills_tied_arrays(tmp_path):
@@ -98,24 +98,24 @@ def test_one_stored_name_fills_tied_arrays(tmp_path):
 
 
 def test_inspect_lists_tensors_and_files(folder):
-    found = inspect_checkpoint(folder)
-    for one in (found, pickle.loads(pickle.dumps(found))):
-        assert {t.key: (t.shape, t.dtype) for t in one.tensors()} == {
+    listing = inspect_checkpoint(folder)
+    for listed in (listing, pickle.loads(pickle.dumps(listing))):
+        assert {t.key: (t.shape, t.dtype) for t in listed.tensors()} == {
             name: (array.shape, array.dtype.name) for name, array in arrays_of().items()
         }
-        assert one.nbytes == one.stored_nbytes == sum(a.nbytes for a in arrays_of().values())
-        assert set(one.files()) == {p.name for p in folder.glob("*.safetensors")}
-    assert repr(found).startswith("Hugging Face folder: 7 tensors, ")
-    assert all(shard.crc32c is None for shard in found.shards())
-    for shard in found.shards():
+        assert listed.nbytes == listed.stored_nbytes == sum(a.nbytes for a in arrays_of().values())
+        assert set(listed.files()) == {p.name for p in folder.glob("*.safetensors")}
+    assert repr(listing).startswith("Hugging Face folder: 7 tensors, ")
+    assert all(shard.crc32c is None for shard in listing.shards())
+    for shard in listing.shards():
         raw = (folder / shard.path).read_bytes()[shard.offset : shard.offset + shard.nbytes]
         assert raw == arrays_of()[shard.key].tobytes()
 
 
 def test_reshard_and_convert_read_it(folder, tmp_path):
-    made = reshard(folder, tmp_path / "two", layout="rows", world_size=2)
-    assert made.world_size == 2
-    assert same(made.load().model, arrays_of())
+    resharded = reshard(folder, tmp_path / "two", layout="rows", world_size=2)
+    assert resharded.world_size == 2
+    assert same(resharded.load().model, arrays_of())
     model, optimizer, metadata = read_any(folder)
     assert same(model, arrays_of())
     assert (optimizer, metadata) == (None, {"format": "pt"})
@@ -159,13 +159,13 @@ def test_a_rank_reads_little_more_than_its_rows(tmp_path):
     big = np.random.default_rng(0).random((4096, 1024), np.float32)
     folder = write_folder(tmp_path / "m", {"a": big, "b": big[:2048], "c": big[1]}, 2)
     before = read_bytes()
-    found = mlstate.load(folder, rank=3, world_size=8, layout="rows")
+    loaded = mlstate.load(folder, rank=3, world_size=8, layout="rows")
     count = read_bytes() - before
-    wanted = sum(array.nbytes for array in found.model.values())
-    assert wanted <= count <= 1.1 * wanted
-    np.testing.assert_array_equal(found.model["a"], big[1536:2048])
+    rank_bytes = sum(array.nbytes for array in loaded.model.values())
+    assert rank_bytes <= count <= 1.1 * rank_bytes
+    np.testing.assert_array_equal(loaded.model["a"], big[1536:2048])
     planned = plan_load(folder, rank=3, world_size=8, layout="rows")
-    assert planned.nbytes == wanted
+    assert planned.nbytes == rank_bytes
 
 
 # ---- verification ----
@@ -276,7 +276,7 @@ def test_other_safetensors_files_are_reported_by_verify_only(tmp_path):
         ("odd", None, "does not list 'odd'"),
     ],
 )
-def test_a_tensor_that_is_not_where_the_index_says_is_named(tmp_path, tensor, file, text):
+def test_misplaced_tensor_is_named(tmp_path, tensor, file, text):
     folder, index = three_files(tmp_path)
     index["weight_map"][tensor] = file
     if file is None:

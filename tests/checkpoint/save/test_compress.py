@@ -62,7 +62,7 @@ def codecs_of(checkpoint):
 
 
 @codecs
-def test_what_gets_smaller_is_compressed(path, codec):
+def test_compressible_tensors_are_compressed(path, codec):
     model = {"w": rounded(), "noise": random(), "small": np.zeros(3000, np.float32)}
     states = {"w.m": np.zeros((ROWS, WIDTH), np.float32), "w.n": rounded(seed=1) * 3}
     saved = mlstate.save(path, model, states, compress=codec)
@@ -83,7 +83,7 @@ def test_what_gets_smaller_is_compressed(path, codec):
     assert f'"codec":[null,null,"{codec}","{codec}","{codec}"]'.encode() in text
 
 
-def test_what_is_asked_for_and_does_not_pay_is_as_before(path):
+def test_unprofitable_compression_keeps_raw_bytes(path):
     model = {"w": random()}
     saved = mlstate.save(path, model, compress="zlib")
     assert saved.shards()[0].layers is None
@@ -91,11 +91,11 @@ def test_what_is_asked_for_and_does_not_pay_is_as_before(path):
     assert good(path, model)
 
 
-def test_what_inspect_says(path):
+def test_inspect_reports_codec_and_sizes(path):
     state = {"w": rounded(), "plain": random()}
     mlstate.save(path, state, compress="zstd")
-    found = inspect(path)
-    plain, w = found.shards()
+    checkpoint = inspect(path)
+    raw, w = checkpoint.shards()
     assert (w.path, w.offset, w.crc32c, w.nbytes) == (None, None, None, state["w"].nbytes)
     [layer] = w.layers
     assert layer.codec == "zstd"
@@ -104,13 +104,13 @@ def test_what_inspect_says(path):
     assert f"{mlstate._core.crc32c(data[layer.offset : layer.offset + layer.nbytes]):08x}" == (
         layer.crc32c
     )
-    assert plain.layers is None
-    assert plain.path is not None
-    records = {record.key: record for record in found.tensors()}
+    assert raw.layers is None
+    assert raw.path is not None
+    records = {record.key: record for record in checkpoint.tensors()}
     assert records["w"].stored_nbytes == layer.nbytes
     assert records["w"].sparse_shards == 0
     assert records["plain"].stored_nbytes == state["plain"].nbytes
-    assert found.stored_nbytes == layer.nbytes + state["plain"].nbytes
+    assert checkpoint.stored_nbytes == layer.nbytes + state["plain"].nbytes
 
 
 def numbers(dtype, size):
@@ -146,7 +146,7 @@ def test_memory_of_any_kind(path, kind):
 # ---- repeated saves ----
 
 
-def test_nothing_is_compressed_unasked(path):
+def test_compression_is_off_by_default(path):
     state = {"w": rounded()}
     assert codecs_of(mlstate.save(path, state)) == {"w": None}
     saved = mlstate.save(path, state, compress="zlib")  # the codec changed, but the content did not
@@ -154,7 +154,7 @@ def test_nothing_is_compressed_unasked(path):
     assert saved.written["new_bytes"] == 0
 
 
-def test_what_did_not_change_stays_what_it_is(path):
+def test_unchanged_tensors_keep_their_codec(path):
     state = {"w": rounded(), "v": rounded(seed=1)}
     first = mlstate.save(path, state, compress="zstd")
     state["v"][3, 3] += 1
@@ -167,17 +167,17 @@ def test_what_did_not_change_stays_what_it_is(path):
     assert first.nbytes == saved.nbytes
 
 
-def test_rows_lie_over_compressed_ones(path):
+def test_changed_rows_overlay_compressed_rows(path):
     state = {"w": rounded()}
     mlstate.save(path, state, compress="zstd", pack_below_bytes=0)
-    shown = []
+    codec_history = []
     for step, codec in enumerate(["zstd", None, "zlib", "zstd"]):
         state["w"][100 * step : 100 * step + 400] += 1
         saved = mlstate.save(path, state, incremental=True, compress=codec, pack_below_bytes=0)
-        shown.append([layer.codec for layer in saved.shards()[0].layers])
+        codec_history.append([layer.codec for layer in saved.shards()[0].layers])
         assert saved.written["new_bytes"] <= 400 * WIDTH * 4
         assert good(path, state)
-    assert shown[-1] == ["zstd", "zstd", None, "zlib", "zstd"]
+    assert codec_history[-1] == ["zstd", "zstd", None, "zlib", "zstd"]
     state["w"][:] = random()
     assert mlstate.save(path, state, compress="zlib").shards()[0].layers is None
     assert good(path, state)
@@ -194,14 +194,14 @@ def change(rng, array):
     if array.size == 0:
         return
     rows = rng.random(len(array)) < rng.choice([0.02, 0.2, 0.6, 1])
-    what = rng.integers(0, 5)
-    if what == 0:
+    kind = rng.integers(0, 5)
+    if kind == 0:
         array[rows] = 0
-    elif what == 4:
+    elif kind == 4:
         array[...] = 0
-    elif what == 1:
+    elif kind == 1:
         array[rows] = rng.integers(0, 100, array[rows].shape)
-    elif what == 2:
+    elif kind == 2:
         flat = array[rows]
         array[rows] = np.frombuffer(rng.bytes(flat.nbytes), array.dtype).reshape(flat.shape)
     else:
@@ -210,7 +210,7 @@ def change(rng, array):
 
 @settings(max_examples=tries(12), deadline=None)
 @given(seed=st.integers(0, 1 << 32))
-def test_any_saves_give_what_plain_ones_would(tmp_path_factory, seed):
+def test_random_saves_load_exact_states(tmp_path_factory, seed):
     rng = np.random.default_rng(seed)
     path = tmp_path_factory.mktemp("any") / "ckpt"
     state = {
@@ -225,15 +225,15 @@ def test_any_saves_give_what_plain_ones_would(tmp_path_factory, seed):
                 change(rng, array)
         options = {"sparse": rng.random() < 0.4, "incremental": rng.random() < 0.7}
         codec = [None, "zlib", "zstd"][rng.integers(0, 3)]
-        given = {
+        keywords = {
             name: np.asfortranarray(array) if rng.random() < 0.3 else array
             for name, array in state.items()
         }
         mlstate.save(
-            path, given, layout=Layout(steps), pack_below_bytes=100, compress=codec, **options
+            path, keywords, layout=Layout(steps), pack_below_bytes=100, compress=codec, **options
         )
-        found = load(path, verify=bool(rng.integers(0, 2)), mmap=bool(rng.integers(0, 2)))
-        assert same(found.model, state)
+        loaded = load(path, verify=bool(rng.integers(0, 2)), mmap=bool(rng.integers(0, 2)))
+        assert same(loaded.model, state)
         rank, world = int(rng.integers(0, 3)), 3
         cut = load(path, rank=rank, world_size=world, layout="flat").model
         assert same(cut, {n: part(a, (("flat", world),), rank) for n, a in state.items()})
@@ -252,17 +252,17 @@ def frames_of(data, item, rng):
     name = ["zlib", "zstd"][rng.integers(0, 2)]
     frames = []
     for at in range(0, len(data), FRAME):
-        plain = data[at : at + FRAME]
-        apart = np.frombuffer(plain, np.uint8).reshape(-1, item).T.tobytes()
+        raw = data[at : at + FRAME]
+        apart = np.frombuffer(raw, np.uint8).reshape(-1, item).T.tobytes()
         level = int(rng.integers(1, 9))
         coded = (
             zlib.compress(apart, level)
             if name == "zlib"
             else zstandard.ZstdCompressor(level=level).compress(apart)
         )
-        frames.append(coded if len(coded) < len(plain) and rng.random() < 0.8 else plain)
-    said = {"codec": name, "frames": ",".join(str(len(frame)) for frame in frames)}
-    return b"".join(frames), said
+        frames.append(coded if len(coded) < len(raw) and rng.random() < 0.8 else raw)
+    record = {"codec": name, "frames": ",".join(str(len(frame)) for frame in frames)}
+    return b"".join(frames), record
 
 
 @settings(max_examples=tries(15), deadline=None)
@@ -279,33 +279,33 @@ def test_any_frames_are_read(tmp_path_factory, data):
     stored, layers = bytearray(8), []
     for number in range(data.draw(st.integers(0, 4), label="layers")):
         full = number == 0 and rng.random() < 0.5
-        held = np.ones(rows, bool) if full else rng.random(rows) < rng.random()
-        if not held.any():
+        stored_rows = np.ones(rows, bool) if full else rng.random(rows) < rng.random()
+        if not stored_rows.any():
             continue
         noise = rng.random(rows) < rng.choice([0, 0.1, 1])
         values = rng.integers(0, 3, model.shape, np.uint8)
         values[noise] = rng.integers(0, 256, (int(noise.sum()), model.shape[1]), np.uint8)
-        model[held] = values[held]
-        coded, said = values[held].tobytes(), {}
+        model[stored_rows] = values[stored_rows]
+        coded, record = values[stored_rows].tobytes(), {}
         if rng.random() < 0.8:
-            coded, said = frames_of(coded, item, rng)
+            coded, record = frames_of(coded, item, rng)
         layer = {"file": 0, "offset": len(stored), "bytes": len(coded)}
-        layers.append({**layer, **checksums(coded), **said})
+        layers.append({**layer, **checksums(coded), **record})
         if not full:
-            layers[-1].update(row=width, rows=as_pairs(held)[0])
+            layers[-1].update(row=width, rows=as_pairs(stored_rows)[0])
         stored += coded
-    made = stored_index(folder, stored, [rows, width], item, layers)
+    compressed_checkpoint = stored_index(folder, stored, [rows, width], item, layers)
     dtype = {1: np.uint8, 2: np.int16, 4: np.float32, 8: np.float64}[item]
     begin = data.draw(st.integers(0, rows * width), label="begin")
     end = data.draw(st.integers(begin, rows * width), label="end")
-    check_reads(folder, made, model.view(dtype), begin, end, Layout.axis(1, 3))
+    check_reads(folder, compressed_checkpoint, model.view(dtype), begin, end, Layout.axis(1, 3))
 
 
 # ---- ways to load ----
 
 
 @pytest.fixture(scope="module", params=["zlib", "zstd"])
-def made(request, tmp_path_factory):
+def compressed_checkpoint(request, tmp_path_factory):
     """A checkpoint with frames of all kinds in two layers, and its content."""
     path = tmp_path_factory.mktemp("made") / "ckpt"
     state = {"a.w": rounded(rows=20_000), "b.w": random(rows=500), "c": rounded(rows=100)}
@@ -318,15 +318,15 @@ def made(request, tmp_path_factory):
 
 @pytest.mark.parametrize("verified", [True, False, "first"])
 @pytest.mark.parametrize("mmap", [True, False])
-def test_whole(made, verified, mmap):
-    path, state = made
-    found = load(path, verify=verified, mmap=mmap)
-    assert same(found.model, state)
-    assert same(found.optimizer, {"a.w.m": state["a.w"] * 2})
+def test_loads_full_tensors(compressed_checkpoint, verified, mmap):
+    path, state = compressed_checkpoint
+    loaded = load(path, verify=verified, mmap=mmap)
+    assert same(loaded.model, state)
+    assert same(loaded.optimizer, {"a.w.m": state["a.w"] * 2})
 
 
-def test_names(made):
-    path, state = made
+def test_names(compressed_checkpoint):
+    path, state = compressed_checkpoint
     assert same(load(path, names="a.w").model, {"a.w": state["a.w"]})
     assert same(load(path, names=["a.*"]).model, {"a.w": state["a.w"]})
 
@@ -334,18 +334,18 @@ def test_names(made):
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("world", [2, 7])
 @pytest.mark.parametrize("verified", [True, False])
-def test_parts(made, layout, world, verified):
-    path, state = made
+def test_parts(compressed_checkpoint, layout, world, verified):
+    path, state = compressed_checkpoint
     axis = 0 if layout == "rows" else "flat"
     for rank in range(0, world, 3):
         options = {"layout": layout, "world_size": world, "verify": verified}
-        found = load(path, rank=rank, **options).model
-        assert same(found, {n: part(a, ((axis, world),), rank) for n, a in state.items()})
+        model = load(path, rank=rank, **options).model
+        assert same(model, {n: part(a, ((axis, world),), rank) for n, a in state.items()})
 
 
 @pytest.mark.parametrize("verified", [True, False])
-def test_into(made, verified):
-    path, state = made
+def test_into(compressed_checkpoint, verified):
+    path, state = compressed_checkpoint
     targets = {name: np.empty_like(array) for name, array in state.items()}
     targets["a.w"] = np.empty((20_000, 2 * WIDTH), np.float32)[:, ::2]
     load(path, into={"model": targets}, verify=verified)
@@ -353,9 +353,9 @@ def test_into(made, verified):
 
 
 @pytest.mark.parametrize("verified", [True, False])
-def test_what_a_load_will_read_is_known(made, verified):
+def test_plan_load_counts_compressed_frames(compressed_checkpoint, verified):
     """The plan counts compressed bytes in whole frames, and no more than are stored."""
-    path, _ = made
+    path, _ = compressed_checkpoint
     everything = sum(
         layer.nbytes if shard.layers else 0
         for shard in inspect(path).shards()
@@ -368,28 +368,28 @@ def test_what_a_load_will_read_is_known(made, verified):
     assert plan_load(path, **options).nbytes < everything / 2
 
 
-def test_reading_is_reported_whole(made):
-    path, state = made
+def test_reading_is_reported_whole(compressed_checkpoint):
+    path, state = compressed_checkpoint
     seen = []
     load(path, progress=seen.append)
     assert sum(seen) == sum(a.nbytes for a in state.values()) + state["a.w"].nbytes
 
 
-def test_threads_load_at_once(made):
-    path, state = made
+def test_threads_load_at_once(compressed_checkpoint):
+    path, state = compressed_checkpoint
 
     def work(number):
         for _ in range(2):
-            found = load(path, verify=number % 2 == 0).model
-            assert not [n for n, a in state.items() if found[n].tobytes() != a.tobytes()]
+            model = load(path, verify=number % 2 == 0).model
+            assert not [n for n, a in state.items() if model[n].tobytes() != a.tobytes()]
 
     run_in_threads(work, 5)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
-def test_forked_processes_load(made):
+def test_forked_processes_load(compressed_checkpoint):
     """Also in a child forked after threads had been at work."""
-    path, _ = made
+    path, _ = compressed_checkpoint
     code = f"""
 import os, mlstate
 mlstate.set_num_threads(4)
@@ -412,15 +412,15 @@ def test_resharding_compresses_again(path, tmp_path):
     assert codecs_of(target) == {"w": "zstd", "noise": None}
     assert len(target.shards()) == 6
     assert good(tmp_path / "three", state)
-    plain = mlstate.save(tmp_path / "plain", state)
-    again = reshard(plain.path, tmp_path / "four", layout="flat", world_size=3)
+    uncompressed = mlstate.save(tmp_path / "plain", state)
+    again = reshard(uncompressed.path, tmp_path / "four", layout="flat", world_size=3)
     assert set(codecs_of(again).values()) == {None}
 
 
 @pytest.mark.parametrize("most", [None, 0, 600_000])
 def test_saving_in_the_background(path, most):
     state = {"w": rounded(), "v": rounded(seed=1)[:500], "noise": random()}
-    kept = {name: array.copy() for name, array in state.items()}
+    copies = {name: array.copy() for name, array in state.items()}
     handle = save_async(path, state, max_staging_bytes=most, compress="zstd")
     handle.staged()
     for array in state.values():
@@ -429,13 +429,13 @@ def test_saving_in_the_background(path, most):
     total = sum(array.nbytes for array in state.values())
     assert handle.progress() == (total, total)
     assert codecs_of(saved) == {"w": "zstd", "v": None, "noise": None}
-    assert good(path, kept)
+    assert good(path, copies)
 
 
 def test_managers_take_it(path):
     state = {"w": rounded()}
     manager = CheckpointManager(path, keep=2)
-    kept = {}
+    copies = {}
     for step in range(5):
         state["w"][10 * step : 10 * step + 5] = step
         options = {"incremental": True, "compress": "zlib", "pack_below_bytes": 0}
@@ -443,27 +443,27 @@ def test_managers_take_it(path):
             manager.save(step, state, **options)
         else:
             manager.save_async(step, state, **options).wait()
-        kept[step] = state["w"].copy()
+        copies[step] = state["w"].copy()
         for old in manager.steps():
-            assert manager.restore(old).model["w"].tobytes() == kept[old].tobytes()
+            assert manager.restore(old).model["w"].tobytes() == copies[old].tobytes()
     assert manager.steps() == [3, 4]
     assert codecs_of(manager.checkpoint(4)) == {"w": "zlib"}
 
 
-def test_ranks_compress_their_own(path):
-    whole = rounded()
+def test_ranks_compress_their_shards(path):
+    array = rounded()
 
     def save(group):
         layout = Layout.rows(2)
-        mine = part(whole, layout.steps, group.rank)
-        state = {"w": Shard(mine, layout, group.rank, shape=whole.shape)}
+        rows = part(array, layout.steps, group.rank)
+        state = {"w": Shard(rows, layout, group.rank, shape=array.shape)}
         return mlstate.save(path, state, group=group, compress=["zlib", "zstd"][group.rank])
 
     results = run_ranks(save)
-    assert [checkpoint.stored_nbytes < whole.nbytes / 2 for checkpoint in results] == [True, True]
+    assert [checkpoint.stored_nbytes < array.nbytes / 2 for checkpoint in results] == [True, True]
     layers = [shard.layers[0].codec for shard in inspect(path).shards()]
     assert layers == ["zlib", "zstd"]
-    assert good(path, {"w": whole})
+    assert good(path, {"w": array})
 
 
 @pytest.mark.parametrize("codec", [None, "zstd"])
@@ -494,13 +494,13 @@ class StopNow(Exception):
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("error", [StopNow, KeyboardInterrupt])
-def test_what_progress_raises_stops_the_save(path, error):
+def test_progress_error_stops_the_save(path, error):
     def stop(count):
         raise error
 
     state = {"w": rounded(rows=20_000)}
     mlstate.save(path, state, compress="zlib")
-    kept, files = state["w"].copy(), set(files_of(path))
+    copy, files = state["w"].copy(), set(files_of(path))
     state["w"][:] += 1
     zlib = {"compress": "zlib"}
     for options in (
@@ -513,7 +513,7 @@ def test_what_progress_raises_stops_the_save(path, error):
         with pytest.raises(error):
             mlstate.save(path, state, progress=stop, **options)
         assert set(files_of(path)) == files
-        assert good(path, {"w": kept})
+        assert good(path, {"w": copy})
 
 
 class Interrupting:
@@ -562,7 +562,7 @@ long = pytest.mark.long
 def test_interrupts_stop_the_save(path, function, call, options, interrupt, monkeypatch):
     state = {"w": rounded(rows=5000), "v": rounded(rows=5000, seed=1)}
     mlstate.save(path, state, compress="zlib")
-    kept, files = {name: array.copy() for name, array in state.items()}, set(files_of(path))
+    copies, files = {name: array.copy() for name, array in state.items()}, set(files_of(path))
     state["w"][4500:] += 1
     state["v"][::2] += 1
     with monkeypatch.context() as patch:
@@ -570,7 +570,7 @@ def test_interrupts_stop_the_save(path, function, call, options, interrupt, monk
         with pytest.raises(interrupt):
             mlstate.save(path, state, **options)
     assert set(files_of(path)) == files
-    assert good(path, kept)
+    assert good(path, copies)
     mlstate.save(path, state, **options)
     assert good(path, state)
 
@@ -586,13 +586,13 @@ def test_interrupts_stop_the_loading(path, call, interrupt, monkeypatch):
     assert len(load(path).model) == 1
 
 
-def test_nobody_keeps_a_view_of_memory_that_goes(path, monkeypatch):
-    kept = []
+def test_codecs_release_their_views(path, monkeypatch):
+    views = []
     original = _codecs.encode, _codecs.decode
 
     def keep(which):
         def call(name, data, size):
-            kept.append(data)
+            views.append(data)
             return original[which](name, data, size)
 
         return call
@@ -601,14 +601,14 @@ def test_nobody_keeps_a_view_of_memory_that_goes(path, monkeypatch):
     monkeypatch.setattr(_codecs, "decode", keep(1))
     mlstate.save(path, {"w": rounded()}, compress="zlib")
     load(path)
-    assert len(kept) >= 4
-    for view in kept:
+    assert len(views) >= 4
+    for view in views:
         with pytest.raises(ValueError, match="released"):
             view.tobytes()
 
 
 @pytest.mark.usefixtures("threads")
-def test_codecs_that_break_are_said(path, monkeypatch):
+def test_codec_errors_are_raised(path, monkeypatch):
     def broken(name, data, size):
         raise MemoryError
 
@@ -653,8 +653,8 @@ def test_damage_is_found(path, codec):
         with pytest.raises(ChecksumError):
             load(path, mmap=True, verify="first")
         try:  # without verification, damage that the codec does not notice loads as wrong numbers
-            found = load(path, verify=False).model["w"]
-            assert found.shape == state["w"].shape
+            array = load(path, verify=False).model["w"]
+            assert array.shape == state["w"].shape
         except FormatError as error:
             assert (error.name, error.path) == ("w", str(file))
         assert same(load(path, names="noise").model, {"noise": state["noise"]})
@@ -671,7 +671,7 @@ def test_damage_is_found(path, codec):
 # ---- codecs that are missing or unknown ----
 
 
-def test_without_zstandard_nothing_is_begun(path, monkeypatch):
+def test_missing_zstandard_fails_before_writing(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     state = {"w": rounded()}
     for call in (
@@ -687,7 +687,7 @@ def test_without_zstandard_nothing_is_begun(path, monkeypatch):
     assert good(path, state)
 
 
-def test_without_zstandard_what_it_wrote_is_not_read(path, tmp_path, monkeypatch):
+def test_missing_zstandard_fails_to_load_its_frames(path, tmp_path, monkeypatch):
     state = {"w": rounded(), "noise": random()}
     saved = mlstate.save(path, state, compress="zstd")
     [layer] = next(shard for shard in saved.shards() if shard.key == "w").layers

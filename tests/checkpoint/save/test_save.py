@@ -76,7 +76,7 @@ def files_of(path):
 
 
 @pytest.mark.parametrize("pack", [0, 1, 2000, 1 << 18, 1 << 40])
-def test_everything_comes_back_bit_for_bit(path, pack):
+def test_every_dtype_round_trips_bitwise(path, pack):
     state = every_kind()
     mlstate.save(path, state, {f"{k}.m": v for k, v in state.items()}, pack_below_bytes=pack)
     for options in ({}, {"mmap": True}, {"verify": False}, {"verify": "first"}):
@@ -121,7 +121,7 @@ def test_an_empty_state_is_a_state(path):
 # ---- files ----
 
 
-def test_shard_files_are_what_the_safetensors_package_reads(path):
+def test_safetensors_package_reads_shard_files(path):
     safetensors = pytest.importorskip("safetensors", reason="it is the reader to agree with")
     state = {"layer.w": random((300, 400)), "layer.b": random(7, DTYPES[-1])}
     shards = mlstate.save(path, state, pack_below_bytes=0).shards()
@@ -146,10 +146,10 @@ def test_small_shards_share_files_and_large_ones_do_not(path):
 
 def test_every_file_in_the_folder_is_known(path):
     checkpoint = mlstate.save(path, every_kind(), pack_below_bytes=0)
-    there = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()}
+    paths = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()}
     index = f"index/{checkpoint.generation}.0.json"
-    assert there == {*checkpoint.files(), index, "manifest.json", "lock"}
-    assert all(len(name.rpartition("/")[2].encode()) <= 255 for name in there)
+    assert paths == {*checkpoint.files(), index, "manifest.json", "lock"}
+    assert all(len(name.rpartition("/")[2].encode()) <= 255 for name in paths)
 
 
 def test_new_files_have_the_permissions_that_the_umask_leaves(path):
@@ -164,7 +164,7 @@ def test_new_files_have_the_permissions_that_the_umask_leaves(path):
 # ---- unchanged shards ----
 
 
-def test_what_did_not_change_is_not_written_again(path):
+def test_unchanged_tensors_are_not_rewritten(path):
     state = {"a": random((300, 300)), "b": random((300, 300), seed=1), "small": random(5)}
     first = mlstate.save(path, state)
     before = files_of(path)
@@ -182,7 +182,7 @@ def test_what_did_not_change_is_not_written_again(path):
     assert not mlstate.verify(path).leftover
 
 
-def test_states_of_one_checksum_are_told_apart(path):
+def test_equal_checksum_with_different_bytes_is_rewritten(path):
     """CRC32C is linear: a multiple of its polynomial changes no checksum."""
     state = {"w": np.zeros(64, np.uint8)}
     crc = mlstate.save(path, state).shards()[0].crc32c
@@ -199,8 +199,8 @@ def test_versions_of_the_caller_decide_without_a_look(path):
     array = np.zeros(9)
     mlstate.save(path, {"w": Shard(array, version=5)})
     array[:] = 1
-    kept = mlstate.save(path, {"w": Shard(array, version=5)})
-    assert kept.written["new_shards"] == 0
+    checkpoint = mlstate.save(path, {"w": Shard(array, version=5)})
+    assert checkpoint.written["new_shards"] == 0
     assert not mlstate.load(path).model["w"].any()
     newer = mlstate.save(path, {"w": Shard(array, version=9)})
     assert newer.tensors()[0].version == 9
@@ -222,7 +222,7 @@ def test_a_segment_that_is_mostly_dead_is_given_up(path):
     assert same(state, mlstate.load(path).model)
 
 
-def test_a_shard_whose_file_was_damaged_is_written_again(path):
+def test_damaged_shard_is_rewritten(path):
     state = {"w": random((300, 300))}
     old = mlstate.save(path, state).shards()[0]
     (path / old.path).write_bytes(b"no shard")
@@ -237,11 +237,11 @@ def test_a_damaged_checkpoint_can_be_saved_over(path):
     assert mlstate.verify(path)
 
 
-def test_a_damaged_manifest_is_replaced_with_a_warning_and_a_newer_one_is_not(path):
+def test_damaged_manifest_is_replaced_and_newer_is_refused(path):
     mlstate.save(path, {"w": random(10)})
     manifest = path / "manifest.json"
-    whole = manifest.read_bytes()
-    manifest.write_bytes(whole.replace(b'"world_size": 1', b'"world_size": 2'))
+    content = manifest.read_bytes()
+    manifest.write_bytes(content.replace(b'"world_size": 1', b'"world_size": 2'))
     start = re.escape(f"{manifest}: the text has changed since it was written")
     with pytest.raises(mlstate.ChecksumError, match=f"^{start}"):
         mlstate.load(path)
@@ -287,16 +287,16 @@ def test_the_caller_is_found_or_memory_is_short():
     hooks = pytest.importorskip("_testcapi", reason="CPython's own hooks are not installed")
     names = {"__name__": "mlstate.test", "find": find_caller}
     exec("def inner(): return find()\ndef outer(): return inner()", names)
-    found = []
+    callers = []
     for n in range(20):
         try:
             hooks.set_nomemory(n, n + 1)
-            found.append(names["outer"]())
+            callers.append(names["outer"]())
         except MemoryError:
             pass
         finally:
             hooks.remove_mem_hooks()
-    assert found and all(caller.names is globals() for caller in found)
+    assert callers and all(caller.names is globals() for caller in callers)
 
 
 def test_tensors_come_and_go_and_change_their_shape(path):
@@ -320,12 +320,12 @@ def test_any_layout_into_any_layout_and_back(path, stored):
     merged = {f"{name}": array for name, array in arrays.items()}
     mlstate.save(path, merged, layout=Layout(stored), pack_below_bytes=64)
     assert same(arrays, mlstate.load(path).model)
-    for wanted in STEPS:
-        for index in range(parts_of(wanted)):
-            expected = {n: part(a, wanted, index) for n, a in arrays.items()}
+    for target_steps in STEPS:
+        for index in range(parts_of(target_steps)):
+            expected = {n: part(a, target_steps, index) for n, a in arrays.items()}
             for options in ({}, {"mmap": True}, {"verify": False}):
-                loaded = mlstate.load(path, layout=Layout(wanted), rank=index, **options)
-                assert same(expected, loaded.model), (wanted, index)
+                loaded = mlstate.load(path, layout=Layout(target_steps), rank=index, **options)
+                assert same(expected, loaded.model), (target_steps, index)
     for i, state in enumerate(shards):
         assert same(
             {n: part(a, stored, i) for n, a in arrays.items()},
@@ -415,7 +415,7 @@ def test_without_a_layout_parts_are_cut_as_they_were_saved(path):
         mlstate.load(path, rank=0, world_size=2)
 
 
-def test_a_missing_part_is_told_only_to_who_wants_it(path):
+def test_missing_part_fails_only_if_requested(path):
     array = random((8, 3))
     mlstate.save(path, {"w": Layout.rows(4).shard(array, 2)})
     assert same({"w": array[4:6]}, mlstate.load(path, layout=Layout.rows(4), rank=2).model)
@@ -431,7 +431,7 @@ def bytes_read():
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes as Linux does")
 @pytest.mark.parametrize("verify", [False, True])
-def test_no_more_is_read_than_what_is_wanted(path, verify):
+def test_load_reads_only_requested_bytes(path, verify):
     state = {f"w{i}": random((4096, 1024), seed=i) for i in range(2)}
     mlstate.save(path, state)
     before = bytes_read()
@@ -476,7 +476,7 @@ def test_names_select_tensors_layers_and_globs(layers, names, model, optimizer):
     assert (len(loaded.model), len(loaded.optimizer)) == (model, optimizer)
 
 
-def test_a_name_that_is_there_is_no_glob(path):
+def test_existing_name_is_not_a_glob(path):
     model = {"w[0]": random(2), "w0": random(2), "l[1].w": random(2), "l1.w": random(2)}
     mlstate.save(path, model, {"w0.m": random(2), "l[1].w.m": random(2), "l1.w.m": random(2)})
     loaded = mlstate.load(path, names="w[0]")
@@ -487,7 +487,7 @@ def test_a_name_that_is_there_is_no_glob(path):
     assert (list(loaded.model), list(loaded.optimizer)) == (["w0"], ["w0.m"])
 
 
-def test_a_name_that_means_nothing_is_an_error(layers):
+def test_name_without_match_raises(layers):
     with pytest.raises(
         mlstate.TensorNotFoundError, match=r"'layers\.12' not found .*; did you m"
     ) as caught:
@@ -514,7 +514,7 @@ def test_arrays_that_exist_are_filled(path):
     assert same(native(state), targets)
 
 
-def test_into_is_checked_before_anything_is_written(path):
+def test_into_is_checked_before_writing(path):
     mlstate.save(path, {"a": random(4), "z": random((2, 2))}, {"a.m": random(4)})
 
     def refused(error, match, **target):
@@ -560,13 +560,13 @@ def test_one_loaded_state_is_filled_from_another_checkpoint(path):
     assert same({"w": random(4, seed=9)}, loaded.model)
 
 
-def test_missing_optimizer_states_are_skipped_made_or_refused(path):
+def test_missing_optimizer_states_are_skipped_zeroed_or_refused(path):
     model = {"w": random((3, 2)), "b": random(3)}
     mlstate.save(path, model, {"w.m": random((3, 2)), "w.v": random((3, 2)), "b.m": random(3)})
     assert sorted(mlstate.load(path).optimizer) == ["b.m", "w.m", "w.v"]
-    made = mlstate.load(path, missing="zeros").optimizer
-    assert sorted(made) == ["b.m", "b.v", "w.m", "w.v"]
-    assert made["b.v"].shape == (3,) and not made["b.v"].any()
+    states = mlstate.load(path, missing="zeros").optimizer
+    assert sorted(states) == ["b.m", "b.v", "w.m", "w.v"]
+    assert states["b.v"].shape == (3,) and not states["b.v"].any()
     half = mlstate.load(path, missing="zeros", layout=Layout.rows(3), rank=1).optimizer
     assert half["b.v"].shape == (1,)
 
@@ -635,7 +635,7 @@ def test_mapped_arrays_are_views_that_outlive_the_checkpoint(path):
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
-def test_bad_arguments_are_refused_and_change_nothing(path, arguments, error, match):
+def test_invalid_arguments_keep_the_checkpoint(path, arguments, error, match):
     mlstate.save(path, {"old": np.ones(3)})
     before = files_of(path)
     with pytest.raises(error, match=match):
@@ -670,7 +670,7 @@ def test_a_state_in_the_place_of_the_path_is_refused():
         mlstate.save({"w": np.ones(3)}, "path")
 
 
-def test_folders_that_another_process_makes_meanwhile_are_taken(path, monkeypatch):
+def test_folder_created_concurrently_is_used(path, monkeypatch):
     make = os.mkdir
 
     def late(name, *arguments):
@@ -683,7 +683,7 @@ def test_folders_that_another_process_makes_meanwhile_are_taken(path, monkeypatc
     assert mlstate.verify(path)
 
 
-def test_what_is_no_checkpoint_is_described(tmp_path):
+def test_load_error_describes_other_paths(tmp_path):
     file = tmp_path / "w.pt"
     file.write_bytes(b"x")
     with pytest.raises(mlstate.StoreError, match=r"it is a file, .*w\.pt'$") as caught:
@@ -705,7 +705,7 @@ def test_what_is_no_checkpoint_is_described(tmp_path):
         mlstate.load(run)
 
 
-def test_what_was_loaded_is_counted_in_tensors(path):
+def test_loaded_state_repr_counts_tensors(path):
     mlstate.save(path, {"w": np.ones(3)})
     assert "model=<StateDict: 1 tensor>, optimizer=None" in repr(mlstate.load(path))
 
@@ -738,7 +738,7 @@ def test_progress_counts_every_byte(path):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_the_lock_of_a_dead_owner_whose_child_lives_is_taken_over(path):
+def test_lock_of_dead_owner_with_live_child_is_taken_over(path):
     mlstate.save(path, {"w": np.ones(2)})
     reader, writer = os.pipe()
     owner = os.fork()
@@ -778,7 +778,7 @@ def test_a_forked_child_leaves_its_parents_lock_alone(path):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
-def test_what_a_dead_writer_left_goes_with_the_next_save(path):
+def test_next_save_removes_files_of_a_dead_writer(path):
     from mlstate.checkpoint._folder.writer_lock import WriterLock
 
     mlstate.save(path, {"w": np.ones(2)})
@@ -794,8 +794,8 @@ def test_what_a_dead_writer_left_goes_with_the_next_save(path):
     ]
     for name in litter:
         (path / name).write_bytes(b"x")
-    mine = path / "params" / "notes.txt"
-    mine.write_text("mine")
+    foreign_file = path / "params" / "notes.txt"
+    foreign_file.write_text("mine")
     assert sorted(mlstate.verify(path).leftover) == sorted(litter[:3])
     mlstate.save(path, {"w": np.zeros(2)})
     assert not any((path / name).exists() for name in litter)
@@ -824,7 +824,7 @@ def test_readers_see_one_checkpoint_or_the_other_while_it_is_replaced(path):
     assert seen
 
 
-def test_a_layout_part_by_part_is_what_numpy_cuts():
+def test_layout_parts_match_numpy_slices():
     array = np.arange(7 * 5).reshape(7, 5)
     for steps in STEPS:
         layout = Layout(steps)
@@ -845,7 +845,7 @@ def test_a_state_of_shards_is_a_state_dict(path):
     assert inspect(path).tensors()[0].shape == (4, 4)
 
 
-def test_a_copy_that_nobody_else_stores_is_refused(path):
+def test_replica_of_a_single_process_is_refused(path):
     mlstate.save(path, {"w": random(3)})
     with pytest.raises(ValueError, match="with replica=1, but this process saves alone"):
         mlstate.save(path, {"v": Shard(random(3), replica=1)})
@@ -864,16 +864,16 @@ def test_loads_hold_no_text_of_indexes(path, monkeypatch):
     """The indexes of twenty thousand tensors are megabytes of text, which is not needed again."""
     from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 
-    gone, seen = [], []
+    released, seen = [], []
 
     class Text(bytes):
         def __del__(self):
-            gone.append(len(self))
+            released.append(len(self))
 
     read = CheckpointFiles.load_index
     monkeypatch.setattr(CheckpointFiles, "load_index", lambda *args: Text(read(*args)))
     mlstate.save(path, {"w": random(3)})
-    loaded = mlstate.load(path, progress=lambda count: seen.append(list(gone)))
+    loaded = mlstate.load(path, progress=lambda count: seen.append(list(released)))
     assert same({"w": random(3)}, loaded.model)
     assert seen
     assert all(seen)  # the text was freed before the first byte was read

@@ -38,9 +38,9 @@ def bytes_of(state):
     return sum(array.nbytes for array in state.values())
 
 
-def differ(found, expected):
+def differ(actual, expected):
     """Names of tensors whose bits differ from the expected ones."""
-    return [name for name in expected if found[name].tobytes() != expected[name].tobytes()]
+    return [name for name in expected if actual[name].tobytes() != expected[name].tobytes()]
 
 
 def spoil(state):
@@ -57,18 +57,18 @@ def paused(monkeypatch):
     go = threading.Event()
     write = _core.shards_write
 
-    def write_later(*given):
-        *first, freed, mode, temporary = given
+    def write_later(*arguments):
+        *first, freed, mode, temporary = arguments
 
         def free():
             freed()
             assert go.wait(SECONDS)
 
         if threading.current_thread() is threading.main_thread():  # a synchronous save
-            return write(*given)
+            return write(*arguments)
         if freed is None:
             assert go.wait(SECONDS)
-            return write(*given)
+            return write(*arguments)
         return write(*first, free, mode, temporary)
 
     monkeypatch.setattr(_core, "shards_write", write_later)
@@ -93,8 +93,8 @@ def test_the_state_may_be_changed_once_it_is_staged(path, paused, share, pack):
         handle.wait(0.01)
     paused.set()
     checkpoint = handle.wait(SECONDS)
-    found = checkpoint.load().model
-    assert {name: array.tobytes() for name, array in found.items()} == {
+    model = checkpoint.load().model
+    assert {name: array.tobytes() for name, array in model.items()} == {
         name: np.ascontiguousarray(array).tobytes() for name, array in expected.items()
     }
     assert handle.done()
@@ -102,20 +102,20 @@ def test_the_state_may_be_changed_once_it_is_staged(path, paused, share, pack):
     assert mlstate.verify(path)
 
 
-def test_nothing_is_spoiled_while_a_callback_holds_the_writer_up(path, held):
+def test_blocked_progress_callback_keeps_the_saved_values(path, blocking_callback):
     state = {f"w{i}": random((1 << 20,), seed=i) for i in range(10)}
     expected = {name: array.copy() for name, array in state.items()}
     with num_threads(1):  # no other thread works meanwhile
-        handle = save_async(path, state, max_staging_bytes=1 << 20, progress=held)
-        held.called.wait(SECONDS)
-        held.go.set()
+        handle = save_async(path, state, max_staging_bytes=1 << 20, progress=blocking_callback)
+        blocking_callback.called.wait(SECONDS)
+        blocking_callback.go.set()
         handle.staged(SECONDS)
         spoil(state)
-        found = handle.wait(SECONDS).load().model
-    assert differ(found, expected) == []
+        model = handle.wait(SECONDS).load().model
+    assert differ(model, expected) == []
 
 
-def test_it_is_the_same_checkpoint_as_that_of_a_save(tmp_path):
+def test_async_save_equals_save(tmp_path):
     rng = np.random.default_rng(0)
     model = {f"layer.{i}.w": rng.standard_normal((40, 30 + i)) for i in range(20)}
     adam = OptimizerStateDict({f"{name}.m": array * 2 for name, array in model.items()}, step=9)
@@ -129,18 +129,18 @@ def test_it_is_the_same_checkpoint_as_that_of_a_save(tmp_path):
             done.written = {k: done.written[k] for k in ("new_shards", "new_bytes", "shards")}
             assert done.step == 9
             assert done.metadata == {"turn": turn}
-        one, other = inspect(tmp_path / "a"), inspect(tmp_path / "b")
-        assert one.tensors() == other.tensors()
-        assert [s.crc32c for s in one.shards()] == [s.crc32c for s in other.shards()]
-        assert [(s.version, s.nbytes) for s in one.shards()] == [
-            (s.version, s.nbytes) for s in other.shards()
+        sync_saved, async_saved = inspect(tmp_path / "a"), inspect(tmp_path / "b")
+        assert sync_saved.tensors() == async_saved.tensors()
+        assert [s.crc32c for s in sync_saved.shards()] == [s.crc32c for s in async_saved.shards()]
+        assert [(s.version, s.nbytes) for s in sync_saved.shards()] == [
+            (s.version, s.nbytes) for s in async_saved.shards()
         ]
         model[f"layer.{turn}.w"] += 1
         model["versioned"] = Shard(np.full(7, turn), version=1 + turn // 2)
 
 
 @pytest.mark.parametrize("share", [1, 0.3])
-def test_what_did_not_change_is_not_written_again(path, share):
+def test_unchanged_tensors_are_not_rewritten(path, share):
     state = {f"w{i}": random((5000 + i,), seed=i) for i in range(20)}
     budget = int(share * bytes_of(state))
     keywords = {"max_staging_bytes": budget, "pack_below_bytes": 5010 * 4}
@@ -153,7 +153,7 @@ def test_what_did_not_change_is_not_written_again(path, share):
     assert {t.key: t.version for t in checkpoint.tensors() if t.version > 1} == {"w3": 2, "w19": 2}
 
 
-def test_entries_of_the_dict_are_those_of_the_call(path, paused):
+def test_saves_the_entries_at_the_call(path, paused):
     state = {"a": np.zeros(3), "b": np.ones(3)}
     handle = save_async(path, state)
     handle.staged()
@@ -172,10 +172,10 @@ def test_an_empty_state(path):
 
 def test_progress_grows_to_the_whole(path):
     state = {f"w{i}": random((1 << 18,), seed=i) for i in range(8)}
-    told = []
-    handle = save_async(path, state, progress=told.append)
+    reported = []
+    handle = save_async(path, state, progress=reported.append)
     handle.wait()
-    assert sum(told) == bytes_of(state)
+    assert sum(reported) == bytes_of(state)
     assert handle.progress() == (bytes_of(state), bytes_of(state))
     assert "saved" in repr(handle)
 
@@ -216,9 +216,9 @@ for kept in (False, True):
 )
 def test_extra_memory_is_within_the_budget(tmp_path, share):
     for line in child.run(child.STATUS + PEAK, tmp_path / "ckpt", share).splitlines():
-        extra, kept, budget = map(int, line.split())
+        extra, reusable, budget = map(int, line.split())
         # the writer's memory counts against the budget, if the budget is large enough for it
-        assert extra <= (budget if budget and not kept else 16 << 20), line
+        assert extra <= (budget if budget and not reusable else 16 << 20), line
 
 
 @pytest.mark.parametrize("share", [1, 0.25, 0])
@@ -269,7 +269,7 @@ def test_memory_is_given_back_without_taking_any(path, paused, monkeypatch):
     assert handle.wait(SECONDS).load().model["w"].sum() == 3
 
 
-def test_staging_refuses_what_is_no_size():
+def test_staging_refuses_invalid_sizes():
     with pytest.raises(ValueError, match="0 or more, got -1"):
         Staging(-1)
     with pytest.raises(TypeError, match="must be an int, got str"):
@@ -308,7 +308,7 @@ def test_wrong_arguments_are_refused_at_once(path):
 
 
 @pytest.fixture
-def shown(monkeypatch):
+def printed_errors(monkeypatch):
     """Errors that were printed because `wait` was never called."""
     errors = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
@@ -326,7 +326,7 @@ def blocked(path):
     return path
 
 
-def test_an_error_is_raised_to_whoever_asks(path):
+def test_error_is_raised_by_every_wait(path):
     handle = save_async(blocked(path), {"w": np.zeros(3)})
     for ask in (handle.wait, handle.staged, handle.wait):
         with pytest.raises(StoreError):
@@ -336,42 +336,42 @@ def test_an_error_is_raised_to_whoever_asks(path):
     assert handle.cancel()
 
 
-def test_an_error_that_nobody_asked_for_is_shown(path, shown):
+def test_unobserved_error_is_printed(path, printed_errors):
     handle = save_async(blocked(path), {"w": np.zeros(3)})
     while not handle.done():
         time.sleep(0.001)
-    assert not shown
+    assert not printed_errors
     del handle
     gc.collect()
-    assert len(shown) == 1
-    assert isinstance(shown[0].exc_value, StoreError)
-    assert str(path) in shown[0].exc_value.__notes__[0]
+    assert len(printed_errors) == 1
+    assert isinstance(printed_errors[0].exc_value, StoreError)
+    assert str(path) in printed_errors[0].exc_value.__notes__[0]
 
 
-def test_an_error_after_the_handle_is_gone_is_shown(path, paused, shown):
+def test_error_after_handle_deletion_is_printed(path, paused, printed_errors):
     handle = save_async(path, {"w": np.zeros(3)})
     handle.staged()
     job = handle._job
     job.cancelled = True
     del handle
     gc.collect()
-    assert not shown
+    assert not printed_errors
     paused.set()
     assert job.reached("ended", SECONDS)
     for _ in range(1000):
-        if shown:
+        if printed_errors:
             break
         time.sleep(0.001)
-    assert shown[0].exc_value.errno == errno.ECANCELED
+    assert printed_errors[0].exc_value.errno == errno.ECANCELED
 
 
-def test_an_error_that_was_asked_for_is_not_shown_again(path, shown):
+def test_observed_error_is_not_printed(path, printed_errors):
     handle = save_async(blocked(path), {"w": np.zeros(3)})
     with pytest.raises(StoreError):
         handle.wait()
     del handle
     gc.collect()
-    assert not shown
+    assert not printed_errors
 
 
 def test_cancelling_leaves_the_old_checkpoint(path, paused):
@@ -406,9 +406,9 @@ def test_a_warning_of_the_thread_names_the_line_of_the_call(path, managed):
     save({"w": random(10)}).wait()
     manifest = path / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"world_size": 1', b'"world_size": 2'))
-    with pytest.warns(UserWarning, match="damaged and will be replaced") as found:
+    with pytest.warns(UserWarning, match="damaged and will be replaced") as warnings_raised:
         save({"w": random(11)}).wait()
-    [warning] = found
+    [warning] = warnings_raised
     assert (warning.filename, warning.lineno) == (__file__, save.__code__.co_firstlineno + 1)
 
 
@@ -420,7 +420,7 @@ def test_a_callback_that_raises_stops_the_save(path):
     assert inspect(path).step == 1
 
 
-def test_another_writer_is_told(path, paused):
+def test_second_writer_raises(path, paused):
     first = save_async(path, {"w": np.zeros(3)})
     first.staged()
     second = save_async(path, {"w": np.ones(3)})
@@ -484,8 +484,8 @@ def test_a_fork_does_not_disturb_the_save(path, paused):
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     paused.set()
-    found = handle.wait(SECONDS).load().model
-    assert differ(found, state) == []
+    model = handle.wait(SECONDS).load().model
+    assert differ(model, state) == []
 
 
 BEGIN = """
@@ -558,7 +558,7 @@ def test_a_manager_has_one_save_under_way_and_keeps_its_memory(path):
 
 
 @pytest.mark.parametrize("follow", ["save", "save_async", "close", "delete"])
-def test_a_manager_raises_what_nobody_was_told(tmp_path, follow):
+def test_manager_raises_unobserved_errors(tmp_path, follow):
     manager = CheckpointManager(blocked(tmp_path / "file"))
     state = {"w": np.zeros(3)}
     manager.save_async(1, state)
@@ -570,7 +570,7 @@ def test_a_manager_raises_what_nobody_was_told(tmp_path, follow):
         call()
 
 
-def test_a_manager_does_not_repeat_what_somebody_was_told(path):
+def test_manager_does_not_repeat_observed_errors(path):
     manager = CheckpointManager(path)
     handle = manager.save_async(1, {"w": np.zeros(3)}, progress=complain)
     with pytest.raises(KeyError):
@@ -623,8 +623,8 @@ def save_as_rank(group, path, budget):
 def check_ranks(path, step=2):
     checkpoint = inspect(path)
     assert (checkpoint.step, checkpoint.world_size) == (step, 2)
-    found = checkpoint.load().model
-    assert differ(found, whole(step)) == []
+    model = checkpoint.load().model
+    assert differ(model, whole(step)) == []
 
 
 @pytest.mark.parametrize("budget", [None, 5000, 0])
@@ -667,10 +667,10 @@ def fail_as_rank(group, path, victim):
 @pytest.mark.parametrize("victim", ["dtype", "progress", "cancelled"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_rank_that_fails_is_named_by_the_others(path, victim):
-    told, own = LocalGroup.run(fail_as_rank, 2, path, victim, timeout=60)
-    assert told[0] == "CollectiveError"
-    assert "rank 1" in told[1]
-    assert own[0] != "CollectiveError"
+    other_error, own_error = LocalGroup.run(fail_as_rank, 2, path, victim, timeout=60)
+    assert other_error[0] == "CollectiveError"
+    assert "rank 1" in other_error[1]
+    assert own_error[0] != "CollectiveError"
     check_ranks(path, 1)
 
 
@@ -740,22 +740,22 @@ def test_tensors(path, paused):
     paused.set()
     handle.wait(SECONDS)
     other = torch.nn.Linear(300, 400)
-    found = mlstate.load(path, into={"model": other})
+    loaded = mlstate.load(path, into={"model": other})
     assert all(torch.equal(other.state_dict()[name], expected[name]) for name in expected)
     assert mlstate.load(path).optimizer["weight.m"].sum(dtype=float) == 120_000
-    assert found.step is None
+    assert loaded.step is None
 
 
 def device_state(torch, device):
-    made = torch.arange(6000, device=device)
+    tensor = torch.arange(6000, device=device)
     return {
-        "a": made.to(torch.float32).reshape(60, 100),
-        "b": made.to(torch.bfloat16)[::3],
+        "a": tensor.to(torch.float32).reshape(60, 100),
+        "b": tensor.to(torch.bfloat16)[::3],
         "scalar": torch.tensor(2.5, device=device),
         "empty": torch.zeros(0, 3, device=device),
-        "byte": made[:7].to(torch.uint8),
-        "odd": made.to(torch.float64),
-        "shard": Layout.rows(2).shard(made.reshape(60, 100), 1),
+        "byte": tensor[:7].to(torch.uint8),
+        "odd": tensor.to(torch.float64),
+        "shard": Layout.rows(2).shard(tensor.reshape(60, 100), 1),
         "host": np.arange(10_000.0),
     }
 
@@ -766,8 +766,8 @@ def check_device_state(torch, path, handle, state):
     for value in state.values():
         getattr(value, "array", value)[...] = 1
     handle.wait(SECONDS)
-    found = mlstate.load(path).model if "shard" not in state else inspect(path)
-    assert {t.key: t.nbytes for t in found.tensors()} == {
+    listing = mlstate.load(path).model if "shard" not in state else inspect(path)
+    assert {t.key: t.nbytes for t in listing.tensors()} == {
         name: array.nbytes for name, array in expected.items()
     }
     stored = mlstate.load(path, names=[n for n in expected if n != "shard"]).model

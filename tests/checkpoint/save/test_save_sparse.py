@@ -13,11 +13,11 @@ ROWS, WIDTH = 400, 64
 ROW_BYTES = 4 * WIDTH
 
 
-def table(rows=ROWS, seed=0, held=1.0):
+def table(rows=ROWS, seed=0, density=1.0):
     """A table with numbers in some rows and zeros in the others."""
     rng = np.random.default_rng(seed)
     array = rng.normal(size=(rows, WIDTH)).astype(np.float32)
-    array[rng.random(rows) >= held] = 0
+    array[rng.random(rows) >= density] = 0
     return array
 
 
@@ -33,15 +33,15 @@ def layers_of(checkpoint):
 
 
 def test_rows_of_zeros_are_left_out(path):
-    state = {"e": table(held=0.25)}
+    state = {"e": table(density=0.25)}
     written = mlstate.save(path, state, sparse=True, pack_below_bytes=0).written
-    held = int(state["e"].any(axis=1).sum())
-    assert written["new_bytes"] == held * ROW_BYTES
+    filled_rows = int(state["e"].any(axis=1).sum())
+    assert written["new_bytes"] == filled_rows * ROW_BYTES
     assert written["data_bytes"] == ROWS * ROW_BYTES
     assert good(path, state)
 
 
-def test_states_that_are_zero_write_nothing(path):
+def test_all_zero_states_write_no_bytes(path):
     model = {"w": table(), "b": np.ones(3, np.float32)}
     states = {"w.m": np.zeros((ROWS, WIDTH), np.float32), "b.m": np.zeros(3, np.float32)}
     saved = mlstate.save(path, model, states, sparse=True)
@@ -54,7 +54,7 @@ def test_states_that_are_zero_write_nothing(path):
     assert good(path, model, states)
 
 
-def test_bytes_decide_what_is_zero(path):
+def test_negative_zero_and_nan_rows_are_stored(path):
     state = {"w": np.zeros((ROWS, WIDTH), np.float32)}
     state["w"][7, 3] = -0.0
     state["w"][9, 3] = np.nan
@@ -63,15 +63,15 @@ def test_bytes_decide_what_is_zero(path):
     assert good(path, state)
 
 
-def test_what_is_nearly_full_is_plain(path):
-    state = {"w": table(held=0.9)}
+def test_nearly_full_tensor_is_stored_densely(path):
+    state = {"w": table(density=0.9)}
     saved = mlstate.save(path, state, sparse=True, incremental=True)
     assert layers_of(saved) == {"w": None}
     assert b'"rows":' not in next((path / "index").iterdir()).read_bytes()
 
 
-def test_nothing_is_sparse_unasked(path):
-    state = {"w": np.zeros((ROWS, WIDTH)), "e": table(held=0.1)}
+def test_sparse_is_off_by_default(path):
+    state = {"w": np.zeros((ROWS, WIDTH)), "e": table(density=0.1)}
     assert layers_of(mlstate.save(path, state)) == {"w": None, "e": None}
     state["e"][0] = 5
     saved = mlstate.save(path, state)
@@ -119,7 +119,7 @@ def test_versions_go_up_with_changes_only(path):
     assert good(path, state)
 
 
-def test_layers_are_written_anew_in_the_end(path):
+def test_overlay_chain_is_finally_rewritten(path):
     state = {"e": table()}
     seen = []
     for step in range(20):
@@ -155,10 +155,10 @@ def test_a_row_may_be_wide_or_narrow(path):
 
 
 def test_copies_that_wait_are_looked_at_like_arrays(path):
-    state = {"e": table(held=0.3), "z": np.zeros((ROWS, WIDTH), np.float32)}
+    state = {"e": table(density=0.3), "z": np.zeros((ROWS, WIDTH), np.float32)}
     for step, most in enumerate([None, 0, 60_000]):
         state["e"][step] += 1
-        kept = {name: array.copy() for name, array in state.items()}
+        copies = {name: array.copy() for name, array in state.items()}
         options = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
         handle = save_async(path, state, max_staging_bytes=most, **options)
         handle.staged()
@@ -166,12 +166,12 @@ def test_copies_that_wait_are_looked_at_like_arrays(path):
         saved = handle.wait()
         assert handle.progress() == (2 * state["e"].nbytes,) * 2
         assert layers_of(saved) == {"e": 1 + step, "z": 0}
-        assert good(path, kept)
+        assert good(path, copies)
 
 
 @pytest.mark.parametrize("kind", ["fortran", "reversed", "every other", "swapped", "bfloat16"])
 def test_memory_of_any_kind(path, kind):
-    base = table(held=0.4)
+    base = table(density=0.4)
     if kind == "bfloat16":
         base = base.astype(pytest.importorskip("ml_dtypes").bfloat16)
     state = {"e": base if kind == "bfloat16" else views_of(base)[kind]}
@@ -183,28 +183,28 @@ def test_memory_of_any_kind(path, kind):
         assert good(path, {"e": state["e"].astype(state["e"].dtype.newbyteorder("="))})
 
 
-def test_ranks_save_their_own_rows(path):
-    whole = table(held=0.2)
+def test_ranks_save_their_rows(path):
+    array = table(density=0.2)
 
     def save(group, step):
         layout = Layout.rows(2)
-        mine = part(whole, layout.steps, group.rank)
-        state = {"e": Shard(mine, layout, group.rank, shape=whole.shape)}
+        rows = part(array, layout.steps, group.rank)
+        state = {"e": Shard(rows, layout, group.rank, shape=array.shape)}
         options = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
         return mlstate.save(path, state, group=group, step=step, **options)
 
     for step in range(3):
-        whole[step : step + 5] += 1  # the first rank holds all of them
+        array[step : step + 5] += 1  # the first rank holds all of them
         results = run_ranks(lambda group, step=step: save(group, step))
         written = [checkpoint.written["new_bytes"] for checkpoint in results]
         assert step == 0 or written == [5 * ROW_BYTES, 0]
-        assert good(path, {"e": whole})
+        assert good(path, {"e": array})
     halves = [load(path, rank=r, world_size=3, layout="rows").model["e"] for r in range(3)]
-    assert np.concatenate(halves).tobytes() == whole.tobytes()
+    assert np.concatenate(halves).tobytes() == array.tobytes()
 
 
 def test_steps_share_layers_and_go_one_by_one(path):
-    state, kept = {"e": table(held=0.4)}, {}
+    state, copies = {"e": table(density=0.4)}, {}
     manager = CheckpointManager(path, keep=3)
     for step in range(12):
         state["e"][3 * step : 3 * step + 2] = step
@@ -213,10 +213,10 @@ def test_steps_share_layers_and_go_one_by_one(path):
             manager.save(step, model=state, **options)
         else:
             manager.save_async(step, model=state, **options).wait()
-        kept[step] = state["e"].copy()
+        copies[step] = state["e"].copy()
         for old in manager.steps():
-            found = manager.restore(old).model["e"]
-            assert found.tobytes() == kept[old].tobytes(), (step, old)
+            array = manager.restore(old).model["e"]
+            assert array.tobytes() == copies[old].tobytes(), (step, old)
     assert manager.steps() == [9, 10, 11]
     manager.delete(9)
     manager.delete(10)
@@ -226,7 +226,7 @@ def test_steps_share_layers_and_go_one_by_one(path):
 
 
 def test_resharding_leaves_zeros_out_again(path, tmp_path):
-    state = {"e": table(held=0.2), "z": np.zeros((ROWS, WIDTH))}
+    state = {"e": table(density=0.2), "z": np.zeros((ROWS, WIDTH))}
     mlstate.save(path, state, sparse=True, incremental=True, pack_below_bytes=0)
     options = {"layout": "rows", "world_size": 3, "pack_below_bytes": 0}
     resharded = mlstate.checkpoint.reshard(path, tmp_path / "three", **options)
@@ -234,8 +234,8 @@ def test_resharding_leaves_zeros_out_again(path, tmp_path):
     assert good(tmp_path / "three", state)
     mlstate.save(path, state)  # the option is off, but nothing changed, so nothing is written
     assert mlstate.checkpoint.inspect(path).stored_nbytes == resharded.stored_nbytes
-    plain = mlstate.save(tmp_path / "plain", state)
-    assert mlstate.checkpoint.reshard(plain.path, tmp_path / "four", **options).nbytes == (
+    dense = mlstate.save(tmp_path / "plain", state)
+    assert mlstate.checkpoint.reshard(dense.path, tmp_path / "four", **options).nbytes == (
         mlstate.checkpoint.inspect(tmp_path / "four").stored_nbytes
     )
 
@@ -260,7 +260,7 @@ def test_a_model_of_words_is_smaller_sparse_and_quick_to_save_again(path):
 # ---- damage in the existing checkpoint ----
 
 
-def test_nothing_is_laid_over_what_is_damaged(path):
+def test_damaged_base_gets_no_overlay(path):
     state = {"e": table()}
     mlstate.save(path, state, pack_below_bytes=0)
     [file] = (path / "params").iterdir()
@@ -271,7 +271,7 @@ def test_nothing_is_laid_over_what_is_damaged(path):
     assert good(path, state)
 
 
-def test_another_shape_begins_anew(path):
+def test_new_shape_starts_a_new_base(path):
     mlstate.save(path, {"e": table()}, incremental=True, pack_below_bytes=0)
     state = {"e": table(rows=ROWS + 1)}
     saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)

@@ -152,13 +152,13 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_what_one_rank_has_wrong_is_told_as_what_it_is(path, case, asynchronous):
-    given, texts = DIFFERENT[case]
+def test_rank_mismatch_names_the_difference(path, case, asynchronous):
+    arguments, texts = DIFFERENT[case]
 
     def save(group):
         if asynchronous:
-            return mlstate.checkpoint.save_async(path, **given(group.rank), group=group).wait()
-        return mlstate.save(path, **given(group.rank), group=group)
+            return mlstate.checkpoint.save_async(path, **arguments(group.rank), group=group).wait()
+        return mlstate.save(path, **arguments(group.rank), group=group)
 
     first, second = run(save)
     if case in ("metadata", "value"):
@@ -175,7 +175,7 @@ def full(name, *_):  # the text is longer than a message between ranks
     raise mlstate.StoreError(errno.ENOSPC, "no room " * 999, name)
 
 
-def test_a_first_save_that_cannot_commit_leaves_nothing(path, monkeypatch):
+def test_failed_first_commit_leaves_no_files(path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(_core, "file_replace", full)
         with pytest.raises(mlstate.StoreError, match="no room"):
@@ -185,7 +185,7 @@ def test_a_first_save_that_cannot_commit_leaves_nothing(path, monkeypatch):
     assert set(files_of(path)) == {"lock"}
 
 
-def test_what_could_not_be_taken_back_goes_with_the_next_save(path, monkeypatch):
+def test_next_save_removes_files_of_a_failed_abort(path, monkeypatch):
     def stuck(*unused):
         raise mlstate.StoreError(errno.EIO, "stuck", "x")
 
@@ -228,10 +228,10 @@ def test_ranks_that_see_other_steps_restore_the_same_one(manager, monkeypatch):
     assert run(restore) == [3, 3]
 
 
-def test_a_rank_that_asks_for_what_cannot_be_lets_no_other_wait(manager):
+def test_invalid_restore_on_one_rank_fails_all(manager):
     def restore(group):
-        wanted = np.zeros(4 - group.rank)
-        return manager.restore_latest(group=group, into={"model": {"w": wanted}})
+        target = np.zeros(4 - group.rank)
+        return manager.restore_latest(group=group, into={"model": {"w": target}})
 
     first, second = run(restore)
     assert isinstance(second, mlstate.CompatibilityError)
@@ -240,9 +240,7 @@ def test_a_rank_that_asks_for_what_cannot_be_lets_no_other_wait(manager):
 
 
 @pytest.mark.filterwarnings("ignore:keep=1 deletes")
-def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
-    manager, monkeypatch
-):
+def test_restore_retries_if_steps_are_pruned(manager, monkeypatch):
     load = _step_roots.load
     pending = [4]
 
@@ -307,7 +305,7 @@ def test_shards_of_states_know_a_parameter_that_only_the_first_rank_stores(path)
 # ---- repairing ----
 
 
-def test_repairing_leaves_a_checkpoint_that_was_replaced_meanwhile(path, monkeypatch):
+def test_repair_keeps_a_concurrently_replaced_checkpoint(path, monkeypatch):
     manager = CheckpointManager(path)
     manager.save(1, model={"w": np.full(4, 1.0)})
     manager.save(2, model={"w": np.full(4, 2.0)})
@@ -326,7 +324,7 @@ def test_repairing_leaves_a_checkpoint_that_was_replaced_meanwhile(path, monkeyp
     np.testing.assert_array_equal(mlstate.load(path).model["w"], np.full(4, 3.0))
 
 
-def test_repairing_gives_up_no_step_that_the_system_does_not_let_us_read(manager, monkeypatch):
+def test_repair_keeps_unreadable_steps(manager, monkeypatch):
     read_manifest = CheckpointFiles.read_manifest
     newest = open_files(manager.directory).list_roots()[-1].path
 

@@ -16,44 +16,44 @@ from mlstate.checkpoint._save_async import add_wait
 SECONDS = 20
 
 
-def test_times_are_known_when_it_is_so(tmp_path, held):
+def test_times_are_known_when_it_is_so(tmp_path, blocking_callback):
     before = time.perf_counter()
-    handle = save_async(tmp_path / "ckpt", {"w": np.ones(9)}, progress=held)
-    assert held.called.wait(SECONDS)
+    handle = save_async(tmp_path / "ckpt", {"w": np.ones(9)}, progress=blocking_callback)
+    assert blocking_callback.called.wait(SECONDS)
     began, staged, ended, waits = handle.times()
     assert before <= began <= staged <= time.perf_counter()
     assert ended is None and len(waits) == 1 and waits[0][0] == began
-    held.go.set()
+    blocking_callback.go.set()
     handle.wait()
     times = handle.times()
     assert times[:2] == (began, staged)
     assert staged <= times.ended <= time.perf_counter()
 
 
-def test_a_wait_is_counted_for_as_long_as_it_takes(tmp_path, held):
-    handle = save_async(tmp_path / "ckpt", {"w": np.ones(9)}, progress=held)
+def test_a_wait_is_counted_for_as_long_as_it_takes(tmp_path, blocking_callback):
+    handle = save_async(tmp_path / "ckpt", {"w": np.ones(9)}, progress=blocking_callback)
     handle.staged(SECONDS)
     blocked = handle.times().blocked_seconds
     time.sleep(0.02)  # time spent training does not count as waiting for the save
     start = time.perf_counter()
     with pytest.raises(TimeoutError):
         handle.wait(0.05)
-    taken = time.perf_counter() - start
-    assert 0.05 <= handle.times().blocked_seconds - blocked <= taken
-    held.go.set()
+    seconds = time.perf_counter() - start
+    assert 0.05 <= handle.times().blocked_seconds - blocked <= seconds
+    blocking_callback.go.set()
     handle.wait()
     after = handle.times()
     handle.wait(), handle.staged(), handle.done(), handle.progress()
     assert handle.times() == after  # a finished save is not waited for
 
 
-def test_the_managers_next_save_waits_for_the_one_before(tmp_path, held):
+def test_the_managers_next_save_waits_for_the_one_before(tmp_path, blocking_callback):
     with CheckpointManager(tmp_path / "run") as manager:
-        first = manager.save_async(1, {"w": np.ones(9)}, progress=held)
-        assert held.called.wait(SECONDS)
+        first = manager.save_async(1, {"w": np.ones(9)}, progress=blocking_callback)
+        assert blocking_callback.called.wait(SECONDS)
         first.staged()
         blocked = first.times().blocked_seconds
-        threading.Timer(0.05, held.go.set).start()
+        threading.Timer(0.05, blocking_callback.go.set).start()
         second = manager.save_async(2, {"w": np.zeros(9)})
         assert first.times().blocked_seconds - blocked > 0.03
         assert first.times().ended <= second.times().began
@@ -82,9 +82,9 @@ def test_waits_of_several_threads_become_one_timeline(spans):
     assert SaveTimes(0.0, None, None, waits).blocked_seconds == sum(b - a for a, b in waits)
 
 
-def test_polling_does_not_fill_memory(tmp_path, held):
-    handle = save_async(tmp_path / "ckpt", {"w": np.ones(9)}, progress=held)
-    assert held.called.wait(SECONDS)
+def test_polling_does_not_fill_memory(tmp_path, blocking_callback):
+    handle = save_async(tmp_path / "ckpt", {"w": np.ones(9)}, progress=blocking_callback)
+    assert blocking_callback.called.wait(SECONDS)
     for _ in range(300):
         with pytest.raises(TimeoutError):
             handle.wait(0)

@@ -37,8 +37,8 @@ def check_saved(folder, state, **options):
 @pytest.fixture
 def state():
     """A tensor with its own file, and small ones that share a segment."""
-    made = {"large": np.arange(100_000, dtype=np.float32)}
-    return made | {f"small.{n}": np.full(50, n, np.int16) for n in range(5)}
+    arrays = {"large": np.arange(100_000, dtype=np.float32)}
+    return arrays | {f"small.{n}": np.full(50, n, np.int16) for n in range(5)}
 
 
 def test_a_file_with_a_damaged_header_is_not_reused(tmp_path, state):
@@ -78,7 +78,7 @@ def test_coded_bytes_that_are_damaged_are_not_reused(tmp_path, where):
 
 def test_damage_that_is_in_memory_too_is_not_reused(tmp_path, state):
     mlstate.save(tmp_path / "ckpt", state)
-    path = max(shard_files(tmp_path / "ckpt"), key=lambda found: found.stat().st_size)
+    path = max(shard_files(tmp_path / "ckpt"), key=lambda file: file.stat().st_size)
     flip_bit(path, 8 * path.stat().st_size - 3)
     salvaged = dict(mlstate.load(tmp_path / "ckpt", verify=False).model)
     assert not np.array_equal(salvaged["large"], state["large"])

@@ -23,7 +23,7 @@ def coded(name, data):
 @both
 @settings(max_examples=tries(25), deadline=None)
 @given(st.binary(min_size=1, max_size=300), st.integers(1, 50))
-def test_what_goes_in_comes_out(name, data, times):
+def test_codecs_round_trip(name, data, times):
     data = data * times
     assert _codecs.decode(name, memoryview(coded(name, data)), len(data)) == data
 
@@ -37,7 +37,7 @@ def test_other_lengths_are_refused(name):
 
 
 @both
-def test_what_is_no_code_is_refused(name):
+def test_damaged_codes_are_refused(name):
     data = coded(name, b"abc" * 100)
     empty = coded(name, b"")
     bad = [data[:n] for n in range(len(data))]
@@ -72,7 +72,7 @@ def peak(call):
     return most
 
 
-def test_what_becomes_longer_than_it_says_takes_no_memory():
+def test_oversized_output_is_not_allocated():
     zeros = bytes(64 * MIB)
     bomb = zlib.compress(zeros)
     assert peak(lambda: _codecs.decode("zlib", bomb, MIB)) < 5 * MIB
@@ -87,7 +87,7 @@ def test_what_becomes_longer_than_it_says_takes_no_memory():
     assert peak(lambda: _codecs.decode("zstd", unknown, MIB)) < 5 * MIB
 
 
-def test_a_header_of_zstd_does_not_say_how_much_memory_is_taken():
+def test_zstd_window_does_not_determine_memory():
     """A window of 128 MiB in a truncated frame that claims 1 MiB of content."""
     header = b"\x28\xb5\x2f\xfd" + bytes([0x80, (27 - 10) << 3]) + MIB.to_bytes(4, "little")
     assert zstandard.get_frame_parameters(header).window_size == 1 << 27

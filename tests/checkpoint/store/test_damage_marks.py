@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_written_is_verified(tmp_path):
         (folder / "roots").chmod(0o700)
 
 
-def test_a_mark_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+def test_unwritable_damage_mark_is_ignored(tmp_path, monkeypatch):
     folder = run_of(tmp_path / "run", steps=2)
     change(folder, 2)
     real = mlstate._core.Descriptor

@@ -31,7 +31,7 @@ def test_a_stray_root_does_not_choose_the_next_number(tmp_path, sequence, text):
     assert stray.exists()
 
 
-def test_a_number_that_no_root_can_have_is_no_root(tmp_path):
+def test_malformed_root_names_are_ignored(tmp_path):
     mlstate.save(tmp_path / "ckpt", {"w": np.zeros(3)})
     names = [f"{2**63}.{'a' * 16}.json", f"00000000.{'a' * 16}.json", f"000000009.{'a' * 16}.json"]
     for name in names:
@@ -40,7 +40,7 @@ def test_a_number_that_no_root_can_have_is_no_root(tmp_path):
     assert mlstate.verify(tmp_path / "ckpt").strange == sorted(f"roots/{name}" for name in names)
 
 
-def test_the_last_number_is_refused_before_anything_is_written(tmp_path):
+def test_exhausted_sequence_is_refused_before_writing(tmp_path):
     from mlstate.checkpoint._folder.names import MANIFEST
     from mlstate.checkpoint._store import manifest as _manifest
 
@@ -62,17 +62,19 @@ class _Replaced:
         self.__dict__ |= vars(module) | functions
 
 
-@pytest.mark.parametrize("what", ["manifest", "index"])
-def test_a_save_never_commits_what_it_cannot_read(tmp_path, monkeypatch, what):
+@pytest.mark.parametrize("part", ["manifest", "index"])
+def test_save_never_commits_an_unreadable_checkpoint(tmp_path, monkeypatch, part):
     from mlstate import _core
     from mlstate.checkpoint import _commit
     from mlstate.checkpoint._folder.names import MANIFEST
 
     mlstate.save(tmp_path / "ckpt", {"w": np.zeros(3)})
     before = (tmp_path / "ckpt" / MANIFEST).read_bytes()
-    if what == "manifest":
+    if part == "manifest":
         build = _commit.build
-        monkeypatch.setattr(_commit, "build", lambda found: build(found._replace(sequence=2**63)))
+        monkeypatch.setattr(
+            _commit, "build", lambda manifest: build(manifest._replace(sequence=2**63))
+        )
     else:
 
         def write(folder, generation, *rest):
@@ -212,7 +214,7 @@ def test_a_private_manifest_makes_new_files_private(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX permissions")
-def test_permissions_of_a_new_folder_are_those_of_an_empty_one(tmp_path):
+def test_new_files_keep_folder_permissions(tmp_path):
     tmp_path.chmod(0o700)
     mlstate.save(tmp_path, {"w": np.zeros(9)})
     assert [path for path, mode in permissions(tmp_path).items() if mode & 0o077] == []

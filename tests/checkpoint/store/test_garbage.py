@@ -28,15 +28,15 @@ def files(path):
 
 
 @pytest.mark.parametrize("unfinished", [False, True])
-def test_files_that_came_back_go_with_the_save_after_one_that_did_not_end(tmp_path, unfinished):
-    path, kept = tmp_path / "ckpt", tmp_path / "kept"
+def test_restored_garbage_is_deleted_after_an_unfinished_save(tmp_path, unfinished):
+    path, backup = tmp_path / "ckpt", tmp_path / "kept"
     first = save(path, 1)
-    shutil.copytree(path, kept)
+    shutil.copytree(path, backup)
     second = save(path, 2)
     assert files(path) and not any(first in name for name in files(path))
 
-    for name in files(kept):  # a power failure undid the deletions and the unlocking
-        shutil.copy(kept / name, path / name)
+    for name in files(backup):  # a power failure undid the deletions and the unlocking
+        shutil.copy(backup / name, path / name)
     text = {**_lock._me(), "boot": "another", "generation": second if unfinished else None}
     (path / "lock").write_text(json.dumps(text))
     assert (mlstate.load(path).model["layer.1"] == 3).all()
@@ -45,7 +45,7 @@ def test_files_that_came_back_go_with_the_save_after_one_that_did_not_end(tmp_pa
     left = {name for name in files(path) if third not in name}
     # without a mark of an unfinished save the folder is not searched, so deletions are synced
     # before the lock is released
-    assert left == (set() if unfinished else {name for name in files(kept) if first in name})
+    assert left == (set() if unfinished else {name for name in files(backup) if first in name})
     assert (mlstate.load(path).model["layer.1"] == 4).all()
 
 
@@ -65,7 +65,7 @@ def test_folders_are_synced_before_the_lock_is_let_go(tmp_path, monkeypatch):
     assert {str(path / "index"), str(path / "params")} <= set(synced)
 
 
-def test_a_folder_that_cannot_be_synced_is_told_and_looked_through_next_time(tmp_path, monkeypatch):
+def test_unsynced_folder_is_noted_and_scanned_next_time(tmp_path, monkeypatch):
     path, noted = tmp_path / "ckpt", []
     first = save(path, 1)
     delete, note = CheckpointFiles.delete_own_files, _lock.WriterLock.note

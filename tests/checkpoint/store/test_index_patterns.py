@@ -25,21 +25,26 @@ def state(rank):
 
 def merged_of(states):
     """The merged index of these ranks, and the ranks' reports for the manifest."""
-    texts = [plan_save(one, rank=rank, world_size=WORLD).index_text for rank, one in states.items()]
-    told = [_patterns.pattern_of(text) for text in texts]
-    return _core.MergedIndex(tuple(texts), ("index",) * len(texts)), told
+    texts = [
+        plan_save(state, rank=rank, world_size=WORLD).index_text for rank, state in states.items()
+    ]
+    patterns = [_patterns.pattern_of(text) for text in texts]
+    return _core.MergedIndex(tuple(texts), ("index",) * len(texts)), patterns
 
 
 @pytest.fixture(scope="module")
 def job():
     """A merged index of one rank per pattern, the patterns, and a merged index of all ranks."""
-    every, told = merged_of({rank: state(rank) for rank in range(WORLD)})
-    assert len({one["pattern"] for one in told[:-1]}) == 1
-    assert told[0]["pattern"] != told[-1]["pattern"]
-    columns = [list(each) for each in zip(*(one["parts"] for one in told[:-1]), strict=True)]
+    every, rank_patterns = merged_of({rank: state(rank) for rank in range(WORLD)})
+    assert len({pattern["pattern"] for pattern in rank_patterns[:-1]}) == 1
+    assert rank_patterns[0]["pattern"] != rank_patterns[-1]["pattern"]
+    columns = [
+        list(each)
+        for each in zip(*(pattern["parts"] for pattern in rank_patterns[:-1]), strict=True)
+    ]
     patterns = [
         Pattern(list(range(WORLD - 1)), columns),
-        Pattern([WORLD - 1], [[part] for part in told[-1]["parts"]]),
+        Pattern([WORLD - 1], [[part] for part in rank_patterns[-1]["parts"]]),
     ]
     return merged_of({3: state(3), WORLD - 1: state(WORLD - 1)})[0], patterns, every
 
@@ -56,7 +61,7 @@ def test_owners_are_those_that_all_indexes_list(job):
 
 
 @pytest.mark.parametrize("world", [1, 3, 5, 24, 36])
-def test_wanted_parts_are_those_that_share_elements(job, world):
+def test_selected_parts_intersect_the_request(job, world):
     merged, _, every = job
     keys = merged.keys(0)
     shapes = {"dense": (24, 10), "experts": (6, 8, 5), "last": (23, 10)}
@@ -64,17 +69,17 @@ def test_wanted_parts_are_those_that_share_elements(job, world):
     layout = Layout.flat(world)
     for index in range(world):
         cutting = (layout.steps, index, 0)
-        found = merged.wanted_parts("", 0, keys, cutting, 100)
-        assert set(found) == set(places.values())
+        selected = merged.wanted_parts("", 0, keys, cutting, 100)
+        assert set(selected) == set(places.values())
         for key in keys:
             numbers = np.arange(np.prod(shapes[key])).reshape(shapes[key])
-            own = set(layout.take(numbers, index).ravel().tolist())
-            wanted = set()
+            elements = set(layout.take(numbers, index).ravel().tolist())
+            expected = set()
             for _, other, part, _, _, *_ in every.shards():
                 stored = {"dense": Layout.flat(WORLD), "experts": BOTH}.get(other, Layout([]))
-                if other == key and own & set(stored.take(numbers, part).ravel().tolist()):
-                    wanted.add(part)
-            assert found[places[key]] == wanted
+                if other == key and elements & set(stored.take(numbers, part).ravel().tolist()):
+                    expected.add(part)
+            assert selected[places[key]] == expected
 
 
 def test_as_many_parts_as_asked_for_are_listed(job):
@@ -115,10 +120,10 @@ def test_parts_without_elements_need_not_be_stored():
     rows = Layout.rows(WORLD)
     for count in range(1, WORLD + 1):
         parts = {rank: {"b": rows.shard(np.zeros(5), rank)} for rank in range(count)}
-        every, told = merged_of(parts)
-        one, _ = merged_of({0: parts[0]})
-        pattern = Pattern(list(range(count)), [[each["parts"][0] for each in told]])
-        for merged, patterns in ((every, None), (one, (pattern,))):
+        every, rank_patterns = merged_of(parts)
+        single, _ = merged_of({0: parts[0]})
+        pattern = Pattern(list(range(count)), [[each["parts"][0] for each in rank_patterns]])
+        for merged, patterns in ((every, None), (single, (pattern,))):
             if count < 5:
                 with pytest.raises(FormatError, match=f"'b': part {count} of 24 is missing: no"):
                     _patterns.check_complete(merged, patterns)
@@ -136,8 +141,8 @@ def test_a_state_is_named():
 
 def test_a_layout_of_very_many_parts_is_missed_at_once():
     part = Shard(np.zeros(1, np.int8), Layout.flat(10**9), 0, shape=(10**9,))
-    merged, told = merged_of({0: {"w": part}})
-    for patterns in (None, (Pattern([0], [list(told[0]["parts"])]),)):
+    merged, rank_patterns = merged_of({0: {"w": part}})
+    for patterns in (None, (Pattern([0], [list(rank_patterns[0]["parts"])]),)):
         with pytest.raises(FormatError, match=f"part 1 of {10**9} is missing"):
             _patterns.check_complete(merged, patterns)
 
@@ -145,12 +150,12 @@ def test_a_layout_of_very_many_parts_is_missed_at_once():
 def test_an_index_of_many_groups_has_no_pattern():
     def groups(count):
         model = {f"{i:02}": Layout.rows(i + 1).shard(np.zeros(99), 0) for i in range(count)}
-        [merged, [told]] = merged_of({0: model})
-        return merged, told
+        [merged, [description]] = merged_of({0: model})
+        return merged, description
 
-    merged, told = groups(32)
-    assert len(told["parts"]) == 32
+    merged, description = groups(32)
+    assert len(description["parts"]) == 32
     assert all(merged.places())
-    merged, told = groups(33)
-    assert told == {"pattern": None, "parts": ()}
+    merged, description = groups(33)
+    assert description == {"pattern": None, "parts": ()}
     assert not any(merged.places())

@@ -39,7 +39,7 @@ def with_patterns(count):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 500])
-def test_what_was_written_is_read(count):
+def test_manifest_round_trips(count):
     for written in (manifest([record(rank) for rank in range(count)]), with_patterns(count)):
         assert _manifest.parse(_manifest.build(written)) == written
 
@@ -55,7 +55,7 @@ WRONG += [[True, 1, 2], [1.0, 1, 2], ["1", 1, 2], [-1, 1, 2], [1, 2], [1, 2, 3, 
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)
 @pytest.mark.parametrize("name", ["bytes", "crc32c", "shards", "data_bytes"])
-def test_columns_of_anything_else_are_refused(name, value):
+def test_bad_columns_are_refused(name, value):
     document = json.loads(_manifest.build(with_patterns(3)))
     document["indexes"][name] = value
     with pytest.raises(FormatError, match=f'"{name}"'):
@@ -70,7 +70,7 @@ def patterns(*pairs):
 
 
 @pytest.mark.parametrize(
-    ("value", "what"),
+    ("value", "message"),
     [
         (None, "of the wrong type"),
         ([5], "objects only"),
@@ -91,10 +91,10 @@ def patterns(*pairs):
         ([{"ranks": [0, 1, 2]}], '"parts" is missing'),
     ],
 )
-def test_patterns_of_anything_else_are_refused(value, what):
+def test_bad_patterns_are_refused(value, message):
     document = json.loads(_manifest.build(with_patterns(3)))
     document["patterns"] = value
-    with pytest.raises(FormatError, match=what):
+    with pytest.raises(FormatError, match=message):
         _manifest.parse(renew_checksum(json.dumps(document, separators=(",", ":")).encode()))
 
 
@@ -104,7 +104,7 @@ def nested(depth):
 
 def test_texts_that_are_not_such_json_are_refused():
     text = _manifest.build(with_patterns(3)).decode()
-    for old, new, what in [
+    for old, new, message in [
         ('"world_size": 3', '"world_size": 4', "digits for 4 ranks"),
         ('"sequence": 3', '"sequence": 3,"sequence": 3', "twice"),
         ('"sequence": 3', '"sequence": NaN', "byte [0-9]+: JSON has 'N'"),
@@ -123,7 +123,7 @@ def test_texts_that_are_not_such_json_are_refused():
         ),
     ]:
         assert text.count(old) == 1
-        with pytest.raises(FormatError, match=what) as caught:
+        with pytest.raises(FormatError, match=message) as caught:
             _manifest.parse(renew_checksum(text.replace(old, new).encode()), "here")
         assert caught.value.path == "here"
     _manifest.parse(renew_checksum(text.replace('"sequence": 3', nested(127)).encode()))
@@ -142,9 +142,9 @@ def test_any_bytes_are_a_manifest_or_refused():
         bad = bytearray(good)
         bad[at : at + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
         try:
-            found = _manifest.parse(renew_checksum(bytes(bad)), "here")
+            manifest_read = _manifest.parse(renew_checksum(bytes(bad)), "here")
         except FormatError as error:
             assert error.path == "here"
             assert error.offset is None or error.offset <= len(bad)
         else:
-            assert len(found.indexes) == found.world_size == 3
+            assert len(manifest_read.indexes) == manifest_read.world_size == 3

@@ -46,13 +46,13 @@ def test_an_index_that_another_program_wrote_reads_the_same(saved, state):
     members = records_of(members)
     members["shards"].reverse()
     members = tables_of(members)
-    ours = merged_of(text)
+    expected = merged_of(text)
     for indent in (None, 1):
         body = json.dumps(members, indent=indent)[1:]
         other = merged_of(renew_checksum(START + b"," + body.encode()))
-        assert other.tensors() == ours.tensors()
-        assert other.shards() == ours.shards()
-        assert other.files() == ours.files()
+        assert other.tensors() == expected.tensors()
+        assert other.shards() == expected.shards()
+        assert other.files() == expected.files()
         assert same(state, load(other, folder, other.keys(0)))
 
 
@@ -72,9 +72,9 @@ def test_an_index_with_one_wrong_value_is_reported_with_tensor_and_offset(saved)
 def test_a_key_that_is_asked_for_twice_is_one_array(saved, state, verify):
     folder, text = saved
     keys = ["block.3.weight", "scalar", "block.3.weight"]
-    found = load(merged_of(text), folder, keys, verify=verify)
-    assert list(found) == ["block.3.weight", "scalar"]
-    assert same({key: state[key] for key in keys}, found)
+    arrays = load(merged_of(text), folder, keys, verify=verify)
+    assert list(arrays) == ["block.3.weight", "scalar"]
+    assert same({key: state[key] for key in keys}, arrays)
 
 
 def test_arrays_are_in_the_order_of_the_keys(saved, state):
@@ -83,7 +83,7 @@ def test_arrays_are_in_the_order_of_the_keys(saved, state):
     assert list(load(merged_of(text), folder, keys)) == keys
 
 
-def test_what_progress_raises_leaves_no_arrays(saved):
+def test_progress_error_frees_the_arrays(saved):
     folder, text = saved
     merged = merged_of(text)
 

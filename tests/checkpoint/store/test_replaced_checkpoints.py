@@ -34,11 +34,11 @@ class Writer:
         name = {"root": "read_manifest", "indexes": "load_merged_index"}[moment]
 
         def read(files, *arguments):
-            found = self.real[name](files, *arguments)
+            content = self.real[name](files, *arguments)
             if files.path == self.folder and self.times and not self.is_saving:
                 self.times -= 1
                 self.replace()
-            return found
+            return content
 
         self.patch.setattr(CheckpointFiles, name, read)
         return self
@@ -99,12 +99,12 @@ def test_readers_begin_again(writer, moment, name, tmp_path, capsys):
 
 
 @MOMENTS
-def test_inspect_begins_again_and_keeps_what_it_read(writer, moment):
-    found = inspect(writer.begin(moment).folder)
+def test_inspect_restarts_and_keeps_one_generation(writer, moment):
+    checkpoint = inspect(writer.begin(moment).folder)
     writer.times = 0
     writer.replace()
-    assert [tensor.key for tensor in found.tensors()] == ["b", "w"]
-    assert found.step < writer.step
+    assert [tensor.key for tensor in checkpoint.tensors()] == ["b", "w"]
+    assert checkpoint.step < writer.step
 
 
 @MOMENTS
@@ -115,15 +115,17 @@ def test_the_inspect_command_begins_again(writer, moment, capsys):
 
 
 def test_reshard_never_mixes_two_checkpoints(writer, tmp_path):
-    kept = CheckpointManager(tmp_path / "ckpt2", keep=None)
-    kept.save(1, state(1))
+    other_manager = CheckpointManager(tmp_path / "ckpt2", keep=None)
+    other_manager.save(1, state(1))
     calls = []
 
     def progress(count):
         calls.append(count)
-        kept.save(1 + len(calls), state(1 + len(calls)))  # files of older steps stay
+        other_manager.save(1 + len(calls), state(1 + len(calls)))  # files of older steps stay
 
-    reshard(kept.directory, tmp_path / "cut", layout="rows", world_size=3, progress=progress)
+    reshard(
+        other_manager.directory, tmp_path / "cut", layout="rows", world_size=3, progress=progress
+    )
     assert calls
     assert set(mlstate.load(tmp_path / "cut").model["w"]) == {1}
 
@@ -141,7 +143,7 @@ def test_a_trial_of_prune_begins_again(writer):
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_steps_that_are_given_up_meanwhile_are_not_damaged(tmp_path, monkeypatch, capsys, keep):
+def test_steps_pruned_during_verify_are_not_damaged(tmp_path, monkeypatch, capsys, keep):
     manager = CheckpointManager(tmp_path / "run", keep=keep)
     writer = Writer(tmp_path / "run", monkeypatch, lambda step: manager.save(step, state(step)))
     for _ in range(keep):
@@ -154,9 +156,7 @@ def test_steps_that_are_given_up_meanwhile_are_not_damaged(tmp_path, monkeypatch
 
 
 @MOMENTS
-def test_a_step_that_is_given_up_meanwhile_is_passed_over_without_a_warning(
-    tmp_path, monkeypatch, moment
-):
+def test_step_pruned_during_restore_is_skipped_silently(tmp_path, monkeypatch, moment):
     manager = CheckpointManager(tmp_path / "run", keep=1)
     writer = Writer(tmp_path / "run", monkeypatch, lambda step: manager.save(step, state(step)))
     writer.replace()
@@ -165,7 +165,7 @@ def test_a_step_that_is_given_up_meanwhile_is_passed_over_without_a_warning(
     assert writer.times == 0
 
 
-def test_a_missing_file_is_told_as_by_load(tmp_path):
+def test_missing_file_raises_like_load(tmp_path):
     saved = mlstate.save(tmp_path / "ckpt", state(1))
     [path] = saved.files()
     (tmp_path / "ckpt" / path).unlink()

@@ -177,7 +177,7 @@ def good(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["manifest", "index"])
-def test_what_is_written_is_good(kind, good, validators):
+def test_written_documents_match_the_schema(kind, good, validators):
     for document in good[kind]:
         validators[kind].validate(document)
         assert refusal(kind, text_with_checksum(document)) is None
@@ -252,24 +252,24 @@ def changes(document, every=1):
         column = at(document, path)
         if path[0] in TABLES and isinstance(column, str):
             for text in itertools.islice(rows_changed(column), number % every, None, every):
-                made = changed(
+                changed_documents = changed(
                     document, path, lambda holder, name, t=text: holder.__setitem__(name, t)
                 )
-                yield f"{path} = {text!r}", made
+                yield f"{path} = {text!r}", changed_documents
         for value in VALUES[number % every :: every]:
-            made = changed(
+            changed_documents = changed(
                 document, path, lambda holder, name, v=value: holder.__setitem__(name, v)
             )
-            yield f"{path} = {value!r}", made
+            yield f"{path} = {value!r}", changed_documents
         yield f"{path} deleted", changed(document, path, lambda holder, name: holder.pop(name))
         holder = at(document, path[:-1])
         if isinstance(holder, list):
-            twice = changed(document, path, lambda held, name: held.append(held[name]))
+            twice = changed(document, path, lambda parent, name: parent.append(parent[name]))
             yield f"{path} twice", twice
         else:
-            more = changed(document, path, lambda held, _: held.__setitem__("more", [{"x": 1}]))
+            more = changed(document, path, lambda parent, _: parent.__setitem__("more", [{"x": 1}]))
             yield f"{path} with one more", more
-            other = changed(document, path, lambda held, name: held.__setitem__(f"{name}_", 0))
+            other = changed(document, path, lambda parent, name: parent.__setitem__(f"{name}_", 0))
             yield f"{path} with one more like it", other
 
 
@@ -281,7 +281,7 @@ def test_schema_and_reader_agree(kind, every, good, validators):
     agreed = {True: 0, False: 0}
     wrong = []
     tried = (changes(document, every) for document in good[kind])
-    for what, document in itertools.chain.from_iterable(tried):
+    for change, document in itertools.chain.from_iterable(tried):
         by_schema = validators[kind].is_valid(document)
         reason = refusal(kind, text_with_checksum(document))
         if by_schema == (reason is None):
@@ -291,7 +291,7 @@ def test_schema_and_reader_agree(kind, every, good, validators):
             (r for r, words in rules.items() if by_schema and re.search(words, reason)), None
         )
         if rule is None:
-            wrong.append(f"{what}: schema {by_schema}, reader: {reason}")
+            wrong.append(f"{change}: schema {by_schema}, reader: {reason}")
         else:
             seen[rule] += 1
     assert not wrong, "\n".join(wrong[:20])
@@ -332,8 +332,8 @@ TEXTS = {
 def test_text_is_refused(kind, name, good):
     old, new = TEXTS[name]
     text = text_with_checksum(good[kind][0])
-    head, found, tail = text.rpartition(old)
-    assert found == old
+    head, separator, tail = text.rpartition(old)
+    assert separator == old
     assert refusal(kind, renew_checksum(head + new + tail)) is not None
 
 
@@ -341,7 +341,7 @@ def test_text_is_refused(kind, name, good):
 
 
 @pytest.mark.parametrize("kind", ["manifest", "index"])
-def test_schema_is_one_and_stands_alone(kind):
+def test_schema_is_self_contained(kind):
     schema = schema_of(kind)
     jsonschema.Draft202012Validator.check_schema(schema)
     references = re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema))

@@ -35,12 +35,12 @@ def _dead_text(folder, **changed):
 
 def test_a_lock_that_is_being_taken_is_not_taken_over_for_its_old_text(tmp_path, monkeypatch):
     _dead_text(tmp_path)
-    taken, go_on = threading.Event(), threading.Event()
+    locked, go_on = threading.Event(), threading.Event()
     write = WriterLock._write
 
     def slow(self, generation):
-        if not taken.is_set():
-            taken.set()  # locked, while the old text is still in the file
+        if not locked.is_set():
+            locked.set()  # locked, while the old text is still in the file
             assert go_on.wait(20)
         write(self, generation)
 
@@ -48,7 +48,7 @@ def test_a_lock_that_is_being_taken_is_not_taken_over_for_its_old_text(tmp_path,
     first, second = WriterLock(str(tmp_path)), WriterLock(str(tmp_path))
     taking = threading.Thread(target=first.acquire)
     taking.start()
-    assert taken.wait(20)
+    assert locked.wait(20)
     threading.Timer(0.2, go_on.set).start()
     with pytest.raises(mlstate.StoreError) as caught:
         second.acquire()
@@ -59,13 +59,13 @@ def test_a_lock_that_is_being_taken_is_not_taken_over_for_its_old_text(tmp_path,
     second.release()
 
 
-def test_only_one_of_several_takes_over_what_a_dead_owner_left(tmp_path):
+def test_one_of_several_takes_over_a_dead_owners_lock(tmp_path):
     _dead_text(tmp_path)
     with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         locks = [WriterLock(str(tmp_path)) for _ in range(8)]
-        found = thread_outcomes(lambda number: locks[number].acquire(), len(locks))
-    refused = [error.errno for error in found if isinstance(error, mlstate.StoreError)]
+        outcomes = thread_outcomes(lambda number: locks[number].acquire(), len(locks))
+    refused = [error.errno for error in outcomes if isinstance(error, mlstate.StoreError)]
     assert refused == [errno.EBUSY] * 7
     for lock in locks:
         lock.release()
@@ -91,7 +91,7 @@ def test_a_lock_that_another_writer_took_over_first_is_busy(tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_an_owner_of_another_container_may_live_whatever_its_number(tmp_path):
+def test_owner_in_another_container_counts_as_alive(tmp_path):
     with WriterLock(str(tmp_path)):
         text = {**_lock._me(), "pid_space": "pid:[1]", "pid": 1 << 30, "generation": None}
         (tmp_path / "lock").write_text(json.dumps(text))
@@ -99,7 +99,7 @@ def test_an_owner_of_another_container_may_live_whatever_its_number(tmp_path):
             WriterLock(str(tmp_path)).acquire()
 
 
-def test_a_lock_whose_text_cannot_be_written_is_let_go(tmp_path, monkeypatch):
+def test_lock_is_released_if_its_text_cannot_be_written(tmp_path, monkeypatch):
     def full(self, generation):
         raise OSError(errno.ENOSPC, "no space left")
 
@@ -218,7 +218,7 @@ def test_interrupts_of_the_clean_up_leave_no_lock(tmp_path, monkeypatch):
         lambda: prune(tmp_path / "run"),
         lambda: reshard(tmp_path / "run", tmp_path / "cut", layout="rows", world_size=2),
     ]
-    kept = []
+    locks = []
     for call in calls:
         with monkeypatch.context() as patch:
             for name in ("note", "release", "commit"):
@@ -227,8 +227,8 @@ def test_interrupts_of_the_clean_up_leave_no_lock(tmp_path, monkeypatch):
             try:
                 call()
             except KeyboardInterrupt as error:
-                kept.append(error)
-    assert len(kept) >= 4
+                locks.append(error)
+    assert len(locks) >= 4
     for folder in ("ckpt", "run", "cut"):
         with WriterLock(str(tmp_path / folder)):
             pass
@@ -298,7 +298,7 @@ def holder():
 
 
 @pytest.fixture
-def held(holder, tmp_path, monkeypatch):
+def locked_checkpoint(holder, tmp_path, monkeypatch):
     """Lock the checkpoint ``plain`` and the steps in ``run``; return the function to unlock."""
     monkeypatch.chdir(tmp_path)
     mlstate.save("plain", {"w": np.zeros(8)})
@@ -358,8 +358,8 @@ def contents():
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_writer_waits_for_another_process(held, name):
-    before, timer = contents(), threading.Timer(0.2, held)
+def test_every_writer_waits_for_another_process(locked_checkpoint, name):
+    before, timer = contents(), threading.Timer(0.2, locked_checkpoint)
     timer.start()
     start = time.monotonic()
     WRITERS[name](20)
@@ -371,7 +371,7 @@ def test_every_writer_waits_for_another_process(held, name):
 
 @pytest.mark.parametrize("seconds", [0, 0.1])
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_writer_gives_up_after_its_time(held, holder, name, seconds):
+def test_every_writer_gives_up_after_its_time(locked_checkpoint, holder, name, seconds):
     before, start = contents(), time.monotonic()
     text = (
         rf"cannot lock the checkpoint: process {holder.pid} on \S+ is writing it: "

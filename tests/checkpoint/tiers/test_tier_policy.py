@@ -72,9 +72,9 @@ class Model:
     def make_room(self, unit, tier):
         if self.budgets[tier] is not None and unit.nbytes > self.budgets[tier]:
             return None
-        mine = unit.nbytes if unit.tier == tier else 0
-        need = self.need(tier, unit.nbytes, mine) if self.left(tier, 0) != float("inf") else 0
-        if unit.nbytes <= self.left(tier, self.used(tier) - mine):
+        counted = unit.nbytes if unit.tier == tier else 0
+        need = self.need(tier, unit.nbytes, counted) if self.left(tier, 0) != float("inf") else 0
+        if unit.nbytes <= self.left(tier, self.used(tier) - counted):
             need = 0
         first = self.victims(tier, unit, need) if need else []
         if first is None:
@@ -135,26 +135,26 @@ def follow(table, model, moves):
 
 @settings(max_examples=tries(150), deadline=None)
 @given(budgets, budgets, steps)
-def test_decisions_are_those_of_a_plain_model(hot, warm, steps):
+def test_decisions_match_a_reference_model(hot, warm, steps):
     table, model = _core.Tiers(hot, warm), Model(hot, warm)
-    for what, which, nbytes, tier in steps:
-        if what == "add" or not model.units:
+    for action, which, nbytes, tier in steps:
+        if action == "add" or not model.units:
             number = table.add(nbytes, tier)
             model.units.append(Unit(number, nbytes, tier))
             continue
         unit = model.units[which % len(model.units)]
-        if what == "use":
+        if action == "use":
             table.hold(unit.number)
             table.release(unit.number)
             model.use(unit)
-        elif what == "hold":
+        elif action == "hold":
             table.hold(unit.number)
             model.use(unit)
             unit.held += 1
-        elif what == "release" and unit.held:
+        elif action == "release" and unit.held:
             table.release(unit.number)
             unit.held -= 1
-        elif what == "room" and tier != "cold" and not unit.held:
+        elif action == "room" and tier != "cold" and not unit.held:
             expected = model.make_room(unit, tier)
             if expected is None:
                 with pytest.raises(errors.CapacityError):
@@ -165,7 +165,7 @@ def test_decisions_are_those_of_a_plain_model(hot, warm, steps):
             follow(table, model, moves)
             if unit.tier != tier:
                 table.fits(unit.number, tier)  # now it fits
-        elif what == "rebalance":
+        elif action == "rebalance":
             expected = model.rebalance()
             moves = table.rebalance()
             follow(table, model, moves)
@@ -189,7 +189,7 @@ def test_decisions_are_those_of_a_plain_model(hot, warm, steps):
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from(TIERS), st.integers(0, 5)), max_size=12)
 )
-def test_rebalancing_exceeds_no_budget_on_its_way_but_by_what_changes_places(units):
+def test_rebalancing_exceeds_budgets_only_by_swapped_units(units):
     hot, warm = 12, 20
     table = _core.Tiers(hot, warm)
     where, size = {}, {}

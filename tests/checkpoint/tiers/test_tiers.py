@@ -100,9 +100,9 @@ def test_states_keep_their_classes_and_attributes(folder):
     model = mlstate.ModelStateDict(model, model_type="moe", layer_count=1)
     adam = OptimizerStateDict(adam, optimizer_type="adam", step=7, learning_rate=0.1)
     with TieredState(model, adam, folder) as tiers:
-        found = tiers.state_dicts()
-    assert (found.model.model_type, found.model.layer_count) == ("moe", 1)
-    assert (found.optimizer.optimizer_type, found.optimizer.step) == ("adam", 7)
+        states_read = tiers.state_dicts()
+    assert (states_read.model.model_type, states_read.model.layer_count) == ("moe", 1)
+    assert (states_read.optimizer.optimizer_type, states_read.optimizer.step) == ("adam", 7)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_states_keep_their_classes_and_attributes(folder):
         ({"w": object()}, {}, TypeError),
     ],
 )
-def test_what_is_no_state_is_refused(folder, model, adam, error):
+def test_invalid_states_are_refused(folder, model, adam, error):
     with pytest.raises(error):
         TieredState(model, adam, folder)
     assert not folder.exists()
@@ -161,7 +161,7 @@ def test_shape_dtype_and_bits_survive_all_tiers(folder, dtype):
                     assert a.flags.writeable or not a.size
 
 
-def test_a_move_touches_nothing_but_its_unit(folder):
+def test_move_touches_only_its_unit(folder):
     model, adam = states(4)
     names = list(model)
     with TieredState(model, adam, folder) as tiers:
@@ -171,11 +171,11 @@ def test_a_move_touches_nothing_but_its_unit(folder):
         assert len(files) == 2
 
         def others():
-            found = {}
+            facts = {}
             for name in (names[0],):
                 with tiers.use(name) as unit:
-                    found[name] = id(unit.parameter), *(id(a) for a in unit.states.values())
-            return found
+                    facts[name] = id(unit.parameter), *(id(a) for a in unit.states.values())
+            return facts
 
         memory, before = others(), {name: array.tobytes() for name, array in model.items()}
         tiers.demote(names[1], to="cold")
@@ -187,12 +187,12 @@ def test_a_move_touches_nothing_but_its_unit(folder):
         assert others() == memory
         assert all(model[name].tobytes() == data for name, data in before.items())
         totals = {t: n for t, (n, _) in tiers.report().totals.items()}
-        one = tiers.report().units[0].nbytes
-        assert totals == {"hot": one, "warm": one, "cold": 2 * one}
+        unit_bytes = tiers.report().units[0].nbytes
+        assert totals == {"hot": unit_bytes, "warm": unit_bytes, "cold": 2 * unit_bytes}
         assert [(t.source, t.target, t.moves, t.nbytes) for t in tiers.report().traffic] == [
-            ("warm", "cold", 3, 3 * one),
-            ("cold", "warm", 1, one),
-            ("warm", "hot", 1, one),
+            ("warm", "cold", 3, 3 * unit_bytes),
+            ("cold", "warm", 1, unit_bytes),
+            ("warm", "hot", 1, unit_bytes),
         ]
 
 
@@ -264,7 +264,7 @@ def test_a_unit_in_use_stays(folder):
         assert tiers.demote(name) == "cold"
 
 
-def test_unknown_names_are_told(folder):
+def test_unknown_names_raise_with_suggestions(folder):
     model, adam = states(1)
     with TieredState(model, adam, folder) as tiers:
         for call in (tiers.promote, tiers.demote, tiers.tier, tiers.remove):
@@ -282,19 +282,21 @@ def test_unknown_names_are_told(folder):
 # ---- budgets ----
 
 
-def test_budgets_hold_and_what_was_used_stays(folder):
+def test_budgets_hold_and_used_units_stay(folder):
     model, adam = states(6)
     names = list(model)
-    one = sum(a.nbytes for n, a in {**model, **adam}.items() if n.startswith(names[0]))
+    unit_bytes = sum(a.nbytes for n, a in {**model, **adam}.items() if n.startswith(names[0]))
     expected = given_bits(model, adam)
-    with TieredState(model, adam, folder, hot_budget_bytes=one, warm_budget_bytes=2 * one) as tiers:
+    with TieredState(
+        model, adam, folder, hot_budget_bytes=unit_bytes, warm_budget_bytes=2 * unit_bytes
+    ) as tiers:
         del model, adam
         assert [tiers.tier(n) for n in names] == ["warm"] * 2 + ["cold"] * 4
         for name in (names[0], names[0], names[0], names[3], names[3], names[5], names[5]):
             with tiers.use(name) as unit:
                 assert unit.tier == "warm"
         used = {t: (b, limit) for t, (b, limit) in tiers.report().totals.items()}
-        assert used["warm"] == (2 * one, 2 * one)
+        assert used["warm"] == (2 * unit_bytes, 2 * unit_bytes)
         assert tiers.tier(names[0]) == "warm"  # the least used unit was demoted
         assert tiers.tier(names[3]) == "cold"
         moved = tiers.rebalance()
@@ -360,7 +362,7 @@ def test_a_state_larger_than_memory_comes_in_piece_by_piece(folder):
         tiers.add({"layer.0": np.ones(1)})
 
 
-def test_marks_of_shards_say_where_units_begin(folder):
+def test_shard_marks_set_the_initial_tier(folder):
     model = {t: Shard(np.full(3, i), tier=t) for i, t in enumerate(("hot", "warm", "cold"))}
     with TieredState(model, {}, folder) as tiers:
         assert [tiers.tier(name) for name in tiers] == ["hot", "warm", "cold"]
@@ -398,7 +400,7 @@ def test_arrays_may_be_replaced_and_states_added_and_removed(folder):
         (lambda u: 1 / 0, ZeroDivisionError),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_taken(folder, change, error):
+def test_invalid_unit_changes_are_rolled_back(folder, change, error):
     with TieredState({"w": np.ones(3)}, {"w.m": np.ones(3)}, folder) as tiers:
         with pytest.raises(error), tiers.use("w") as unit:
             unit.states["new"] = np.ones(1)
@@ -451,8 +453,8 @@ def test_a_folder_is_taken_over(folder):
     assert caught.value.errno == errno.EEXIST
     with TieredState.open(folder, warm_budget_bytes=10**6) as tiers:
         assert {tiers.tier(name) for name in tiers} == {"cold"} and len(tiers) == 4
-        found = bits(tiers)
-        assert {name: found[name] for name in expected} == expected
+        contents = bits(tiers)
+        assert {name: contents[name] for name in expected} == expected
         shard = tiers.state_dicts().model["part"]
         assert (shard.layout, shard.index, shard.shape, shard.replica) == (rows, 1, (6, 4), 2)
         with tiers.use("part") as unit:
@@ -564,14 +566,14 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_files_that_lie_about_their_unit_are_left_out(folder, text):
+def test_files_with_false_unit_names_are_ignored(folder, text):
     folder.mkdir()
     metadata = {"tiers.unit": text}
     mlstate.save_file({"params/w": np.ones(3)}, folder / "w.safetensors", metadata)
     assert_left_out(folder, r"left out: w\.safetensors", [])
 
 
-def test_a_write_that_fails_leaves_the_unit_where_it_was(folder):
+def test_failed_write_keeps_the_unit_in_its_tier(folder):
     model, adam = states(2)
     first, second = model
     expected = given_bits(model, adam)
@@ -603,7 +605,7 @@ def test_a_dtype_that_files_lack_stays_in_memory(folder):
         assert tiers.tier("w") == "warm"
 
 
-def test_a_constructor_that_fails_leaves_nothing(folder):
+def test_failed_constructor_leaves_no_files(folder):
     model = {"a": np.ones(3), "b": np.ones(3, np.complex128), "c": np.ones(3)}
     with pytest.raises(errors.CompatibilityError):
         TieredState(model, {}, folder, warm_budget_bytes=60)
@@ -643,8 +645,8 @@ def test_a_checkpoint_has_all_tiers_and_their_marks(folder, tmp_path):
         marks = {(t.section, t.key): t.tier for t in saved.tensors()}
         assert marks["params", names[0]] == "hot" and marks["params", names[1]] == "warm"
         assert marks["optim_state", f"{names[2]}.m"] == "cold"
-        found = mlstate.load(tmp_path / "ckpt")
-        assert given_bits(found.model, found.optimizer) == expected
+        loaded = mlstate.load(tmp_path / "ckpt")
+        assert given_bits(loaded.model, loaded.optimizer) == expected
         cold = tiers.state_dicts().model[names[2]].array
         assert not cold.flags.writeable and cold.base is not None  # mapped, not loaded
         assert tiers.tier(names[2]) == "cold"
@@ -658,10 +660,10 @@ def test_a_checkpoint_has_all_tiers_and_their_marks(folder, tmp_path):
 def test_threads_use_and_move_at_once(folder):
     model, adam = states(8)
     names = list(model)
-    one = 3 * model[names[0]].nbytes + 8
+    unit_bytes = 3 * model[names[0]].nbytes + 8
     for name in names:
         model[name][:] = 0
-    with TieredState(model, adam, folder, warm_budget_bytes=5 * one) as tiers:
+    with TieredState(model, adam, folder, warm_budget_bytes=5 * unit_bytes) as tiers:
         locks = {name: threading.Lock() for name in names}
 
         def work(seed):

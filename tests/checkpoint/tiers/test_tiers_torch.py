@@ -18,19 +18,19 @@ def test_tensors_stay_the_objects_they_are(folder):
     torch = pytest.importorskip("torch")
     model = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
     adam = {"w.exp_avg": torch.full((2, 3), 2.0), "w.step": torch.tensor(4.0)}
-    kept = {**model, **adam}
-    expected = {name: t.clone() for name, t in kept.items()}
+    tensors = {**model, **adam}
+    expected = {name: t.clone() for name, t in tensors.items()}
     with TieredState(model, adam, folder, device="cpu") as tiers:
         for name in ("w", "b"):
-            pointer = kept[name].data_ptr()
+            pointer = tensors[name].data_ptr()
             tiers.promote(name)
-            assert kept[name].data_ptr() != pointer  # memory that belongs to the stand-in
+            assert tensors[name].data_ptr() != pointer  # memory that belongs to the stand-in
             tiers.demote(name, to="cold")
-            assert kept[name].numel() == 0 and kept[name].device.type == "cpu"
+            assert tensors[name].numel() == 0 and tensors[name].device.type == "cpu"
             tiers.promote(name)
-        assert all(torch.equal(kept[name], t) for name, t in expected.items())
+        assert all(torch.equal(tensors[name], t) for name, t in expected.items())
         with tiers.use("w", to="hot") as unit:
-            assert unit.parameter is kept["w"] and unit.states["step"] is kept["w.step"]
+            assert unit.parameter is tensors["w"] and unit.states["step"] is tensors["w.step"]
         for name in ("w", "b"):
             tiers.demote(name, to="cold")
     with TieredState.open(folder) as tiers, tiers.use("w") as unit, tiers.use("b") as b:
@@ -59,7 +59,7 @@ def test_numpy_arrays_become_tensors_on_a_device(folder):
 
 
 @pytest.mark.torch
-def test_copies_have_memory_of_their_own_and_the_same_bits():
+def test_copies_own_their_memory_and_bits():
     torch = pytest.importorskip("torch")
     from mlstate.integrations.torch._checkpoint.tiers import in_memory
 
@@ -88,21 +88,21 @@ def train_step(expert, adam, x):
     adam.zero_grad(set_to_none=True)
 
 
-def assert_equal(torch, one, other):
-    for a, b in zip(one[0].parameters(), other[0].parameters(), strict=True):
+def assert_equal(torch, first, second):
+    for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True):
         assert torch.equal(a, b)
-        mine, theirs = one[1].state.get(a, {}), other[1].state.get(b, {})
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(state, theirs[name]) for name, state in mine.items())
+        first_state, second_state = first[1].state.get(a, {}), second[1].state.get(b, {})
+        assert first_state.keys() == second_state.keys()
+        assert all(torch.equal(state, second_state[name]) for name, state in first_state.items())
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("to", [None, "hot"])
 def test_a_module_and_its_optimizer_train_in_tiers(tmp_path, to):
     torch = pytest.importorskip("torch")
-    plain, plain_adam, inputs = experts_and_adam(torch)
+    reference, plain_adam, inputs = experts_and_adam(torch)
     for k, x in inputs:
-        train_step(plain[k], plain_adam, x)
+        train_step(reference[k], plain_adam, x)
     experts, adam, inputs = experts_and_adam(torch)
     with TieredState(experts, adam, tmp_path / "tiers", device="cpu") as tiers:
         for k, x in inputs:
@@ -115,7 +115,7 @@ def test_a_module_and_its_optimizer_train_in_tiers(tmp_path, to):
         assert used == [["parameter", "step", "exp_avg", "exp_avg_sq"]] * 4
         for name in tiers:
             tiers.promote(name)
-    assert_equal(torch, (plain, plain_adam), (experts, adam))
+    assert_equal(torch, (reference, plain_adam), (experts, adam))
 
 
 @pytest.mark.torch
@@ -152,7 +152,7 @@ def test_hot_is_the_memory_of_an_accelerator(folder):
 
 
 @pytest.mark.torch
-def test_what_is_cold_is_not_saved_as_empty(tmp_path, folder):
+def test_cold_units_are_not_saved_as_empty(tmp_path, folder):
     torch = pytest.importorskip("torch")
     module = torch.nn.Linear(3, 2)
     expected = module.weight.detach().clone()
@@ -181,11 +181,7 @@ def test_what_is_cold_is_not_saved_as_empty(tmp_path, folder):
 @pytest.mark.torch
 def test_a_lazy_parameter_is_not_taken_for_a_cold_one():
     torch = pytest.importorskip("torch")
-    from mlstate.integrations.torch._checkpoint.tiers import (
-        give_memory,
-        has_given_away,
-        is_given_away,
-    )
+    from mlstate.integrations.torch._tensors import give_memory, has_given_away, is_given_away
 
     weight = torch.nn.Parameter(torch.ones(2))
     give_memory(weight, None)

@@ -13,13 +13,13 @@ static size_t all_alike(const void *context, size_t index)
     return *(const size_t *)context;
 }
 
-TEST(an_array_takes_whole_lines)
+TEST(arrays_are_rounded_up_to_cache_lines)
 {
     CHECK(mls_block_lines(0) == 0 && mls_block_lines(1) == 64);
     CHECK(mls_block_lines(64) == 64 && mls_block_lines(65) == 128);
 }
 
-TEST(few_small_arrays_have_no_block)
+TEST(few_small_arrays_are_not_combined)
 {
     const size_t small = 1 << 10;
     size_t until = 0;
@@ -39,7 +39,7 @@ TEST(a_block_ends_with_the_array_that_exceeds_it)
     CHECK(until == 100);
 }
 
-TEST(large_arrays_are_passed_over)
+TEST(large_arrays_stay_outside_blocks)
 {
     const size_t sizes[] = {MLS_BLOCK_LARGE, MLS_BLOCK_LARGE - 1, 0, 7, 3 << 20};
     size_t until = 0;

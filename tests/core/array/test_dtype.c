@@ -1,22 +1,22 @@
 #include "array/dtype.h"
 #include "support/runner.h"
 
-TEST(both_names_lead_back_to_each_dtype)
+TEST(both_names_are_parsed_to_their_dtype)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
         const mls_dtype_info *info = mls_dtype_of((mls_dtype)i);
-        mls_dtype found = MLS_DTYPE_COUNT;
-        CHECK(mls_dtype_from_name(info->name, strlen(info->name), &found));
-        CHECK((int)found == i);
-        found = MLS_DTYPE_COUNT;
-        CHECK(mls_dtype_from_file_name(info->file_name, strlen(info->file_name), &found));
-        CHECK((int)found == i);
+        mls_dtype dtype = MLS_DTYPE_COUNT;
+        CHECK(mls_dtype_from_name(info->name, strlen(info->name), &dtype));
+        CHECK((int)dtype == i);
+        dtype = MLS_DTYPE_COUNT;
+        CHECK(mls_dtype_from_file_name(info->file_name, strlen(info->file_name), &dtype));
+        CHECK((int)dtype == i);
         CHECK(info->item_bytes == 1 || info->item_bytes == 2 || info->item_bytes == 4 ||
               info->item_bytes == 8);
     }
 }
 
-TEST(what_converts_is_first_and_sized_by_its_item)
+TEST(convertible_dtypes_come_first)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
         const mls_dtype_kind kind = mls_dtype_of((mls_dtype)i)->kind;
@@ -28,12 +28,12 @@ TEST(what_converts_is_first_and_sized_by_its_item)
 
 TEST(unknown_names_and_prefixes_are_refused)
 {
-    mls_dtype found = MLS_F16;
-    CHECK(!mls_dtype_from_name("float1", 6, &found));
-    CHECK(!mls_dtype_from_name("float16x", 8, &found));
-    CHECK(!mls_dtype_from_name("", 0, &found));
-    CHECK(!mls_dtype_from_file_name("F", 1, &found));
-    CHECK(found == MLS_F16);
+    mls_dtype dtype = MLS_F16;
+    CHECK(!mls_dtype_from_name("float1", 6, &dtype));
+    CHECK(!mls_dtype_from_name("float16x", 8, &dtype));
+    CHECK(!mls_dtype_from_name("", 0, &dtype));
+    CHECK(!mls_dtype_from_file_name("F", 1, &dtype));
+    CHECK(dtype == MLS_F16);
 }
 
 TEST(only_floats_convert)

@@ -81,14 +81,14 @@ TEST(views_overlap_exactly_if_a_byte_has_two_owners)
 }
 
 /* An empty view has no bytes. */
-TEST(empty_views_share_nothing)
+TEST(empty_views_never_overlap)
 {
     const size_t shape[] = {3, 0};
     const mls_tensor t = tensor_of(memory, MLS_F32, 2, shape);
     CHECK(!mls_tensor_overlap(&t, &t) && !mls_tensor_overlaps_itself(&t));
 }
 
-TEST(overlap_sees_negative_strides)
+TEST(overlap_handles_negative_strides)
 {
     const size_t shape[] = {4};
     mls_tensor a = tensor_of(memory, MLS_U8, 1, shape); /* bytes 0..3 */
@@ -104,7 +104,7 @@ TEST(overlap_sees_negative_strides)
 }
 
 /* Strides that are too irregular to decide count as overlapping, in bounded time. */
-TEST(hard_views_count_as_overlapping)
+TEST(undecidable_views_count_as_overlapping)
 {
     mls_tensor t = {.data = memory, .dtype = MLS_U8, .rank = 12};
     for (int axis = 0; axis < t.rank; axis++) {

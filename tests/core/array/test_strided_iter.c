@@ -78,14 +78,14 @@ static mls_tensor view(size_t x, size_t y, size_t z, ptrdiff_t sx, ptrdiff_t sy,
 }
 
 /* Every order, sign and spacing of the strides of both views. */
-TEST(every_pair_of_elements_comes_once)
+TEST(every_element_pair_is_visited_once)
 {
     static const ptrdiff_t strides[][3] = {
         {18, 6, 2},  {2, 6, 18}, {6, 18, 2}, {18, 6, -2}, {-18, -6, 2}, {-18, -6, -2},
         {100, 6, 2}, {0, 6, 2},  {0, 0, 0},  {18, 0, 2},  {7, 21, 3},   {1, 1, 1}};
     static const size_t lengths[] = {0, 1, 2, SIDE, 5};
     enum { N = sizeof strides / sizeof strides[0] };
-    static place expected[MOST], found[MOST];
+    static place expected[MOST], visited[MOST];
     for (int pair = 0; pair < N * N; pair++) {
         const ptrdiff_t *s = strides[pair / N], *t = strides[pair % N];
         for (int l = 0; l < 125; l++) {
@@ -94,9 +94,9 @@ TEST(every_pair_of_elements_comes_once)
             const mls_tensor b = view(x, y, z, t[0], t[1], t[2]);
             size_t runs;
             const size_t count = expect(&a, &b, expected);
-            CHECK(collect(&a, &b, found, &runs) == count);
+            CHECK(collect(&a, &b, visited, &runs) == count);
             for (size_t i = 0; i < count; i++) {
-                CHECK(expected[i].a == found[i].a && expected[i].b == found[i].b);
+                CHECK(expected[i].a == visited[i].a && expected[i].b == visited[i].b);
             }
         }
     }
@@ -104,13 +104,13 @@ TEST(every_pair_of_elements_comes_once)
 
 static size_t runs_of(const mls_tensor *a, const mls_tensor *b)
 {
-    static place found[MOST];
+    static place visited[MOST];
     size_t runs;
-    collect(a, b, found, &runs);
+    collect(a, b, visited, &runs);
     return runs;
 }
 
-TEST(runs_are_as_long_as_both_views_allow)
+TEST(contiguous_runs_have_maximal_length)
 {
     const mls_tensor packed = view(SIDE, SIDE, SIDE, 18, 6, 2);
     const mls_tensor turned = view(SIDE, SIDE, SIDE, 2, 6, 18);
@@ -165,7 +165,7 @@ TEST(items_are_gathered_by_any_stride)
     }
 }
 
-TEST(units_are_turned_end_for_end)
+TEST(units_are_byte_swapped)
 {
     unsigned char bytes[] = {1, 2, 3, 4, 5, 6, 7, 8};
     mls_swap_items(bytes, 8, mls_swap_unit(MLS_C64));

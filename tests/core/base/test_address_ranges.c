@@ -16,7 +16,7 @@ static void fill(mls_address_range *spans, size_t count, unsigned seed)
     }
 }
 
-TEST(all_lengths_are_sorted_and_keep_their_order)
+TEST(sort_is_stable_at_every_length)
 {
     static mls_address_range spans[MOST], spare[MOST];
     for (size_t count = 0; count <= MOST; count++) {
@@ -35,7 +35,7 @@ TEST(all_lengths_are_sorted_and_keep_their_order)
     }
 }
 
-TEST(falling_addresses_are_turned_round)
+TEST(descending_addresses_are_sorted)
 {
     mls_address_range spans[5], spare[5];
     for (size_t i = 0; i < 5; i++) {
@@ -69,7 +69,7 @@ TEST(equal_memory_of_one_kind_is_tied)
     CHECK(mls_address_ranges_tied(sorted, 0, compare_letters, "", tied, pair));
 }
 
-TEST(any_other_overlap_is_found)
+TEST(partial_overlaps_are_reported)
 {
     const mls_address_range kind[] = {{.low = 10, .high = 20, .owner = 0},
                                       {.low = 10, .high = 20, .owner = 2}};
@@ -86,7 +86,7 @@ TEST(any_other_overlap_is_found)
 
 /* The range of owner 0 contains the others; only the last one shares an element with it.
  */
-TEST(ranges_that_interleave_hide_no_later_overlap)
+TEST(overlap_is_detected_behind_interleaved_ranges)
 {
     const mls_address_range sorted[] = {{.low = 10, .high = 90, .owner = 0},
                                         {.low = 11, .high = 30, .owner = 1},

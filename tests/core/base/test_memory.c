@@ -14,7 +14,7 @@ TEST(blocks_are_zeroed_and_overflow_gives_null)
     mls_free(NULL);
 }
 
-TEST(an_empty_block_is_no_failure)
+TEST(zero_byte_allocation_returns_a_block)
 {
     void *block = mls_alloc(0, 8);
     CHECK(block != NULL);
@@ -23,7 +23,7 @@ TEST(an_empty_block_is_no_failure)
     mls_free(block);
 }
 
-TEST(a_full_block_doubles_and_a_refused_one_stays)
+TEST(growth_doubles_a_full_block_and_failure_keeps_it)
 {
     size_t room = 0;
     unsigned *block = NULL;
@@ -40,7 +40,7 @@ TEST(a_full_block_doubles_and_a_refused_one_stays)
     mls_free(block);
 }
 
-TEST(pages_grow_with_their_content_and_zeros_behind)
+TEST(grown_pages_keep_content_and_append_zeros)
 {
     mls_pages pages = {0};
     const size_t page = mls_page_bytes();
@@ -61,7 +61,7 @@ TEST(pages_grow_with_their_content_and_zeros_behind)
     mls_pages_fini(&pages);
 }
 
-TEST(growing_inside_the_last_page_keeps_the_range)
+TEST(growth_inside_the_last_page_keeps_the_address)
 {
     mls_pages pages = {0};
     REQUIRE(mls_pages_init(&pages, 1, &status) == MLS_OK);
@@ -88,7 +88,7 @@ TEST(a_range_grows_after_advice_for_a_part)
     mls_pages_fini(&pages);
 }
 
-TEST(refused_sizes_leave_the_range_alone)
+TEST(refused_growth_keeps_the_range)
 {
     mls_pages pages = {0};
     CHECK(mls_pages_init(&pages, SIZE_MAX - 1, &status) == MLS_E_MEMORY);

@@ -1,7 +1,7 @@
 #include "base/size.h"
 #include "support/runner.h"
 
-TEST(sums_and_products_stop_at_the_limit)
+TEST(sums_and_products_detect_overflow)
 {
     size_t out = 9;
     CHECK(mls_size_add(SIZE_MAX - 1, 1, &out) && out == SIZE_MAX);
@@ -23,7 +23,7 @@ TEST(sums_and_products_stop_at_the_limit)
     CHECK(mls_size_from_u64(77, &out) && out == 77);
 }
 
-TEST(little_endian_survives_every_alignment)
+TEST(little_endian_round_trips_at_every_alignment)
 {
     unsigned char bytes[16];
     for (int at = 0; at < 8; at++) {

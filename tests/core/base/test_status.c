@@ -12,7 +12,7 @@ TEST(failing_fills_every_field_and_returns_the_code)
     CHECK(!status.has_offset && status.os_error == 0);
 }
 
-TEST(a_second_failure_drops_the_facts_of_the_first)
+TEST(second_failure_clears_fields_of_the_first)
 {
     mls_fail_at(&status, 77, "bad");
     mls_status_name(&status, "w", 1);

@@ -2,7 +2,7 @@
 #include "support/runner.h"
 #include "support/text.h"
 
-TEST(utf8_is_told_from_other_bytes)
+TEST(invalid_utf8_is_rejected)
 {
     static const char *const bad[] = {
         "\x80",         "\xC0\x80",         "\xC1\xBF",         "\xC3",
@@ -38,7 +38,7 @@ TEST(a_code_point_becomes_the_character_of_its_length)
     CHECK(mls_utf8_put(out, 0x1F600) == 4 && memcmp(out, "\xF0\x9F\x98\x80", 4) == 0);
 }
 
-TEST(a_text_is_equal_only_to_all_of_itself)
+TEST(string_view_equal_compares_whole_length)
 {
     const mls_str nul = {.data = "a\0b", .length = 3};
     CHECK(mls_str_is(text("ab"), "ab") && !mls_str_is(text("ab"), "abc"));
@@ -49,7 +49,7 @@ TEST(a_text_is_equal_only_to_all_of_itself)
     CHECK(!mls_str_equal(text("ab"), text("ac")));
 }
 
-TEST(a_prefix_is_no_longer_than_its_text)
+TEST(prefix_longer_than_text_does_not_match)
 {
     CHECK(mls_str_starts(text("module.w"), text("module.")));
     CHECK(mls_str_starts(text("w"), (mls_str){0}));
@@ -58,7 +58,7 @@ TEST(a_prefix_is_no_longer_than_its_text)
     CHECK(!mls_str_starts(text("Module.w"), text("module.")));
 }
 
-TEST(order_is_that_of_the_bytes)
+TEST(strings_compare_by_unsigned_bytes)
 {
     CHECK(mls_str_compare(text("a"), text("b")) < 0);
     CHECK(mls_str_compare(text("b"), text("aa")) > 0);
@@ -68,7 +68,7 @@ TEST(order_is_that_of_the_bytes)
 }
 
 /* The ASCII characters that RFC 8259 allows unescaped in a string, one by one. */
-static size_t plain_of(const char *text)
+static size_t printable_length(const char *text)
 {
     size_t at = 0;
     while (at < 8 && text[at] >= ' ' && text[at] < 0x7F && text[at] != '"' &&
@@ -78,7 +78,7 @@ static size_t plain_of(const char *text)
     return at;
 }
 
-TEST(plain_characters_are_counted_as_one_by_one)
+TEST(printable_prefix_matches_bytewise_count)
 {
     static const char fillers[] = " !#[]~a0";
     for (size_t place = 0; place < 8; place++) {
@@ -88,7 +88,7 @@ TEST(plain_characters_are_counted_as_one_by_one)
                 memcpy(text, fillers, sizeof text);
                 text[(place + 1) % 8] = (char)(unsigned char)d;
                 text[place] = (char)(unsigned char)c;
-                CHECK(mls_str_eight_plain(text) == plain_of(text));
+                CHECK(mls_str_eight_printable(text) == printable_length(text));
             }
         }
     }

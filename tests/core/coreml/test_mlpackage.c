@@ -120,7 +120,7 @@ static void refuses(const char *part)
 
 /* ---- valid specifications ---- */
 
-TEST(reads_the_states_of_a_plain_model)
+TEST(reads_states_of_a_model_without_functions)
 {
     const uint64_t wide[2] = {4, 300};
     mls_mlpackage package = {0};
@@ -226,7 +226,7 @@ TEST(refuses_unknown_data_types)
     refuses("the data type 0");
 }
 
-TEST(refuses_shapes_that_cannot_be)
+TEST(refuses_impossible_shapes)
 {
     static const uint64_t shapes[][4] = {
         {36, 1, 0, 256},
@@ -254,7 +254,7 @@ TEST(refuses_shapes_that_cannot_be)
     refuses("no shape");
 }
 
-TEST(refuses_names_that_name_nothing)
+TEST(refuses_missing_empty_invalid_and_long_names)
 {
     static char huge[MLS_ML_MAX_NAME_BYTES + 2];
     memset(huge, 'x', sizeof huge - 1);
@@ -306,7 +306,7 @@ TEST(refuses_fields_of_the_wrong_type)
     refuses("state kv has no array type");
 }
 
-TEST(refuses_more_than_it_will_hold)
+TEST(refuses_counts_above_the_limits)
 {
     description.length = 0;
     for (int i = 0; i <= MLS_ML_MAX_STATES; i++) {
@@ -324,7 +324,7 @@ TEST(refuses_more_than_it_will_hold)
     refuses("more than 1024 functions");
 }
 
-TEST(refuses_what_is_no_specification)
+TEST(refuses_bytes_that_are_not_a_specification)
 {
     static unsigned char many[2 * (MLS_ML_MAX_FIELDS + 1)];
     for (size_t i = 0; i < sizeof many; i += 2) {
@@ -348,14 +348,14 @@ TEST(refuses_a_specification_cut_off_anywhere)
     put_text(&description, 21, "short");
     const bytes *spec = spec_of(&description);
     /* The two fields before the program form a whole specification without one. */
-    const size_t whole = spec->length - 304;
+    const size_t full_length = spec->length - 304;
     for (size_t length = 0; length < spec->length; length++) {
         unsigned char *copy = malloc(length + 1);
         REQUIRE(copy != NULL);
         memcpy(copy, spec->data, length);
         mls_mlpackage package = {0};
         const mls_code code = mls_mlpackage_parse(copy, length, &package, &status);
-        CHECK(code == (length == whole ? MLS_OK : MLS_E_FORMAT));
+        CHECK(code == (length == full_length ? MLS_OK : MLS_E_FORMAT));
         mls_mlpackage_fini(&package);
         free(copy);
     }
@@ -416,7 +416,7 @@ TEST(refuses_a_manifest_that_points_outside)
     }
 }
 
-TEST(refuses_a_manifest_that_says_too_little)
+TEST(refuses_incomplete_manifests)
 {
     static const char *const texts[] = {
         "",
@@ -438,7 +438,7 @@ TEST(refuses_a_manifest_that_says_too_little)
     }
 }
 
-TEST(says_what_is_missing)
+TEST(error_names_the_missing_file)
 {
     mls_mlpackage package = {0};
     start_package();
@@ -461,7 +461,7 @@ TEST(refuses_a_fifo_without_waiting)
 }
 
 /* A program of many gigabytes is skipped, not read. */
-TEST(steps_over_a_large_program)
+TEST(skips_a_large_program)
 {
     static bytes head;
     mls_mlpackage package = {0};
@@ -482,7 +482,7 @@ TEST(steps_over_a_large_program)
     }
 }
 
-TEST(keeps_long_paths_out_of_the_way_of_the_reason)
+TEST(long_paths_do_not_truncate_the_reason)
 {
     static char name[3000];
     mls_mlpackage package = {0};

@@ -12,16 +12,17 @@
 
 TEST(reads_numbers_of_every_length)
 {
-    mls_protobuf one = MESSAGE("\x05");
+    mls_protobuf message = MESSAGE("\x05");
     mls_protobuf two = MESSAGE("\xAC\x02");
     mls_protobuf ten = MESSAGE("\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\x01");
     mls_protobuf padded = MESSAGE("\x85\x80\x00");
     uint64_t value = 0;
-    CHECK(mls_protobuf_varint(&one, &value, &status) == MLS_OK && value == 5);
+    CHECK(mls_protobuf_varint(&message, &value, &status) == MLS_OK && value == 5);
     CHECK(mls_protobuf_varint(&two, &value, &status) == MLS_OK && value == 300);
     CHECK(mls_protobuf_varint(&ten, &value, &status) == MLS_OK && value == UINT64_MAX);
     CHECK(mls_protobuf_varint(&padded, &value, &status) == MLS_OK && value == 5);
-    CHECK(mls_protobuf_done(&one) && mls_protobuf_done(&two) && mls_protobuf_done(&ten));
+    CHECK(mls_protobuf_done(&message) && mls_protobuf_done(&two) &&
+          mls_protobuf_done(&ten));
 }
 
 TEST(refuses_a_number_cut_off_anywhere)
@@ -48,7 +49,7 @@ TEST(refuses_a_number_over_64_bits)
     CHECK_TEXT(status.text, "byte 100: a number of more than 64 bits");
 }
 
-TEST(reads_every_wire_type)
+TEST(reads_every_field_type)
 {
     mls_protobuf message = MESSAGE("\x08\x2A"
                                    "\x11\x01\x02\x03\x04\x05\x06\x07\x08"
@@ -71,7 +72,7 @@ TEST(reads_every_wire_type)
     CHECK(mls_protobuf_done(&message));
 }
 
-TEST(refuses_groups_and_unknown_wire_types)
+TEST(refuses_groups_and_unknown_field_types)
 {
     static const unsigned char tags[] = {0x0B, 0x0C, 0x0E, 0x0F};
     for (size_t i = 0; i < sizeof tags; i++) {
@@ -146,25 +147,26 @@ TEST(finds_the_only_field_of_a_number)
 {
     const mls_protobuf message = MESSAGE("\x08\x01\x12\x02hi\x18\x01");
     mls_protobuf out = {0};
-    bool found = false;
-    CHECK(mls_protobuf_only(message, 2, "a name", &out, &found, &status) == MLS_OK);
-    CHECK(found && out.length == 2 && memcmp(out.data, "hi", 2) == 0);
+    bool is_present = false;
+    CHECK(mls_protobuf_only(message, 2, "a name", &out, &is_present, &status) == MLS_OK);
+    CHECK(is_present && out.length == 2 && memcmp(out.data, "hi", 2) == 0);
     mls_protobuf untouched = {.length = 77};
-    CHECK(mls_protobuf_only(message, 5, "a name", &untouched, &found, &status) == MLS_OK);
-    CHECK(!found && untouched.length == 77);
+    CHECK(mls_protobuf_only(message, 5, "a name", &untouched, &is_present, &status) ==
+          MLS_OK);
+    CHECK(!is_present && untouched.length == 77);
 }
 
 TEST(refuses_a_second_field_of_a_number)
 {
     mls_protobuf out = {0};
-    bool found = false;
-    CHECK(mls_protobuf_only(MESSAGE("\x12\x01h\x12\x01i"), 2, "a name", &out, &found,
+    bool is_present = false;
+    CHECK(mls_protobuf_only(MESSAGE("\x12\x01h\x12\x01i"), 2, "a name", &out, &is_present,
                             &status) == MLS_E_FORMAT);
     CHECK_TEXT(status.text, "byte 103: a name appears twice");
-    CHECK(mls_protobuf_only(MESSAGE("\x10\x01"), 2, "a name", &out, &found, &status) ==
-          MLS_E_FORMAT);
-    CHECK_TEXT(status.text, "byte 100: a name is not of its type");
-    CHECK(mls_protobuf_only(MESSAGE("\x12\x01h\x12"), 2, "a name", &out, &found,
+    CHECK(mls_protobuf_only(MESSAGE("\x10\x01"), 2, "a name", &out, &is_present,
                             &status) == MLS_E_FORMAT);
-    CHECK(!found && out.length == 0);
+    CHECK_TEXT(status.text, "byte 100: a name is not of its type");
+    CHECK(mls_protobuf_only(MESSAGE("\x12\x01h\x12"), 2, "a name", &out, &is_present,
+                            &status) == MLS_E_FORMAT);
+    CHECK(!is_present && out.length == 0);
 }

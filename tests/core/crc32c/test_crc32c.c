@@ -44,7 +44,7 @@ static size_t variants(const mls_crc_kernels *out[MLS_CPU_COUNT + 1])
     return count;
 }
 
-TEST(known_answers_of_rfc_3720)
+TEST(checksums_match_rfc_3720_vectors)
 {
     unsigned char zeros[32] = {0}, ones[32], up[32], down[32];
     static const unsigned char command[48] = {
@@ -73,7 +73,7 @@ TEST(known_answers_of_rfc_3720)
 
 /* The table for a set is the oracle or one of those; a set never gets instructions that
  * it does not include. */
-TEST(each_set_gets_a_variant_that_the_machine_can_run)
+TEST(each_instruction_set_selects_a_supported_variant)
 {
     const mls_crc_kernels *all[MLS_CPU_COUNT + 1];
     const size_t count = variants(all);
@@ -83,11 +83,11 @@ TEST(each_set_gets_a_variant_that_the_machine_can_run)
             continue;
         }
         const mls_crc_kernels *got = mls_crc_of((mls_cpu)cpu);
-        bool found = count == 0 && got == &mls_crc_scalar;
+        bool is_listed = count == 0 && got == &mls_crc_scalar;
         for (size_t i = 0; i < count; i++) {
-            found = found || got == all[i];
+            is_listed = is_listed || got == all[i];
         }
-        CHECK(found);
+        CHECK(is_listed);
 #if defined(__x86_64__)
         CHECK(cpu == MLS_CPU_AVX512 || got != &mls_crc_avx512);
 #endif
@@ -104,11 +104,11 @@ enum {
 /* One comparison: the checksum from `start`, computed alone and while copying; the copied
  * bytes, and the guard bytes. */
 static bool agrees(const mls_crc_kernels *k, uint32_t start, const unsigned char *data,
-                   size_t bytes, unsigned char *to, uint32_t wanted, mls_store store)
+                   size_t bytes, unsigned char *to, uint32_t expected, mls_store store)
 {
     memset(to - EDGE, 0xA5, bytes + (size_t)2 * EDGE);
-    bool good = k->update(start, data, bytes) == wanted &&
-                k->copy(start, to, data, bytes, store) == wanted;
+    bool good = k->update(start, data, bytes) == expected &&
+                k->copy(start, to, data, bytes, store) == expected;
     good = memcmp(to, data, bytes) == 0 && good;
     for (size_t i = 0; i < EDGE; i++) {
         good = good && to[(ptrdiff_t)i - EDGE] == 0xA5 && to[bytes + i] == 0xA5;
@@ -118,30 +118,30 @@ static bool agrees(const mls_crc_kernels *k, uint32_t start, const unsigned char
 
 /* All variants over one range, copied to another alignment. */
 static void check_run(const unsigned char *data, unsigned char *copy, size_t bytes,
-                      uint32_t start, uint32_t wanted)
+                      uint32_t start, uint32_t expected)
 {
     const mls_crc_kernels *all[MLS_CPU_COUNT + 1];
     const size_t count = variants(all);
     unsigned char *to = copy + EDGE + ((uintptr_t)data * 7 + bytes) % EDGE;
     for (size_t i = 0; i < count; i++) {
         for (unsigned store = 0; store < MLS_STORES; store++) {
-            CHECK(agrees(all[i], start, data, bytes, to, wanted, (mls_store)store));
+            CHECK(agrees(all[i], start, data, bytes, to, expected, (mls_store)store));
         }
     }
 }
 
 /* For each length the oracle continues with one more byte. */
-TEST(short_runs_of_every_length_and_alignment_agree_with_the_oracle)
+TEST(short_buffers_match_scalar_at_every_alignment)
 {
     unsigned char *data = malloc(SHORT + EDGE), *copy = malloc(SHORT + 4 * EDGE);
     REQUIRE(data != NULL && copy != NULL);
     fill_noise(data, SHORT + EDGE, 7);
     for (size_t shift = 0; shift < EDGE; shift++) {
         const uint32_t start = (uint32_t)(shift * 2654435761U);
-        uint32_t wanted = start;
+        uint32_t expected = start;
         for (size_t bytes = 0; bytes <= SHORT; bytes++) {
-            check_run(data + shift, copy, bytes, start, wanted);
-            wanted = mls_crc_scalar.update(wanted, data + shift + bytes, 1);
+            check_run(data + shift, copy, bytes, start, expected);
+            expected = mls_crc_scalar.update(expected, data + shift + bytes, 1);
         }
     }
     free(data);
@@ -161,7 +161,7 @@ static size_t longer(size_t i, uint32_t *seed)
 }
 enum { LONGER = 240 };
 
-TEST(longer_runs_agree_with_the_oracle)
+TEST(long_buffers_match_scalar)
 {
     unsigned char *data = malloc(ROOM), *copy = malloc(ROOM);
     REQUIRE(data != NULL && copy != NULL);
@@ -171,22 +171,22 @@ TEST(longer_runs_agree_with_the_oracle)
         const size_t bytes = longer(i, &seed);
         const unsigned char *from = data + i % EDGE;
         const uint32_t start = next_noise(&seed);
-        const uint32_t wanted = mls_crc_scalar.update(start, from, bytes);
-        check_run(from, copy, bytes, start, wanted);
+        const uint32_t expected = mls_crc_scalar.update(start, from, bytes);
+        check_run(from, copy, bytes, start, expected);
     }
     free(data);
     free(copy);
 }
 
 /* A checksum continued over parts of any length: many short ones, some longer. */
-TEST(running_checksums_agree_with_the_oracle)
+TEST(incremental_checksums_match_scalar)
 {
     const mls_crc_kernels *all[MLS_CPU_COUNT + 1];
     const size_t count = variants(all);
     unsigned char *data = malloc(MIB), *copy = malloc(MIB);
     REQUIRE(data != NULL && copy != NULL);
     fill_noise(data, MIB, 5);
-    const uint32_t wanted = mls_crc_scalar.update(0, data, MIB);
+    const uint32_t expected = mls_crc_scalar.update(0, data, MIB);
     uint32_t seed = 31;
     for (size_t k = 0; k < count; k++) {
         uint32_t crc = 0;
@@ -203,13 +203,13 @@ TEST(running_checksums_agree_with_the_oracle)
                 crc = all[k]->copy(crc, copy + at, data + at, bytes, (mls_store)store);
             }
         }
-        CHECK(crc == wanted && memcmp(copy, data, MIB) == 0);
+        CHECK(crc == expected && memcmp(copy, data, MIB) == 0);
     }
     free(data);
     free(copy);
 }
 
-TEST(the_oracle_copies_too)
+TEST(scalar_copies_while_checksumming)
 {
     unsigned char data[100], copy[102] = {0};
     fill_noise(data, sizeof data, 3);
@@ -229,7 +229,7 @@ static uint32_t power_of_x(uint64_t exponent)
     return power;
 }
 
-TEST(the_constants_are_the_powers_that_they_claim_to_be)
+TEST(folding_constants_are_powers_of_x)
 {
     for (int move = 0; move < MLS_CRC_MOVES; move++) {
         const mls_crc_power *p = &mls_crc_powers[move];
@@ -240,7 +240,7 @@ TEST(the_constants_are_the_powers_that_they_claim_to_be)
     CHECK(mls_crc_powers[MLS_CRC_BY_4096].bytes == 4096);
 }
 
-TEST(checksums_of_parts_combine_to_that_of_the_whole)
+TEST(combined_part_checksums_equal_whole_checksum)
 {
     unsigned char *data = malloc(MIB);
     REQUIRE(data != NULL);
@@ -249,14 +249,14 @@ TEST(checksums_of_parts_combine_to_that_of_the_whole)
     uint32_t seed = 41;
     for (size_t i = 0; i < 340; i++) {
         const size_t bytes = i < 300 ? i : next_noise(&seed) % 100000;
-        const uint32_t whole = k->update(0, data, bytes);
+        const uint32_t expected = k->update(0, data, bytes);
         for (size_t part = 0; part < 9; part++) {
             const size_t cut = bytes * part / 8;
             const uint32_t a = k->update(0, data, cut);
             const uint32_t b = k->update(0, data + cut, bytes - cut);
-            CHECK(mls_crc_combine(a, b, bytes - cut) == whole);
-            CHECK((mls_crc_append(a, mls_crc_zeros(bytes - cut)) ^ b) == whole);
-            CHECK(k->update(a, data + cut, bytes - cut) == whole);
+            CHECK(mls_crc_combine(a, b, bytes - cut) == expected);
+            CHECK((mls_crc_append(a, mls_crc_zeros(bytes - cut)) ^ b) == expected);
+            CHECK(k->update(a, data + cut, bytes - cut) == expected);
         }
     }
     free(data);

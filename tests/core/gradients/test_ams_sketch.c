@@ -22,7 +22,7 @@ static void fill(float *values, float step)
     }
 }
 
-TEST(the_sketch_of_a_sum_is_the_sum_of_the_sketches)
+TEST(sketches_are_linear)
 {
     float a[COUNT], b[COUNT], sum[COUNT];
     fill(a, 0.5f);
@@ -35,43 +35,43 @@ TEST(the_sketch_of_a_sum_is_the_sum_of_the_sketches)
     CHECK(fabs(sketch_of(sum, 0, COUNT).signed_sum - parts) < 1e-9);
 }
 
-TEST(an_array_may_be_cut_anywhere)
+TEST(sketch_is_independent_of_chunk_boundaries)
 {
     float a[COUNT];
     fill(a, 0.25f);
-    const mls_ams_sketch whole = sketch_of(a, 0, COUNT);
+    const mls_ams_sketch expected = sketch_of(a, 0, COUNT);
     const size_t cuts[] = {0, 1, 63, 64, 65, 127, COUNT};
     for (size_t i = 0; i < sizeof cuts / sizeof cuts[0]; i++) {
         mls_ams_sketch sketch = sketch_of(a, 0, cuts[i]);
         CHECK(mls_ams_sketch_add(&sketch, a + cuts[i], MLS_F32, cuts[i], COUNT - cuts[i],
                                  7, &status) == MLS_OK);
-        CHECK(sketch.signed_sum == whole.signed_sum);
-        CHECK(sketch.magnitude == whole.magnitude);
+        CHECK(sketch.signed_sum == expected.signed_sum);
+        CHECK(sketch.magnitude == expected.magnitude);
     }
 }
 
-TEST(swapped_elements_and_another_seed_are_seen)
+TEST(sketch_depends_on_order_and_seed)
 {
     float a[COUNT];
     fill(a, 1.0f);
     const mls_ams_sketch before = sketch_of(a, 0, COUNT);
     int seen = 0;
     for (int i = 0; i + 1 < COUNT; i++) {
-        const float kept = a[i];
+        const float swapped = a[i];
         a[i] = a[i + 1];
-        a[i + 1] = kept;
+        a[i + 1] = swapped;
         const mls_ams_sketch after = sketch_of(a, 0, COUNT);
         seen += after.signed_sum != before.signed_sum;
         CHECK(after.magnitude == before.magnitude);
         a[i + 1] = a[i];
-        a[i] = kept;
+        a[i] = swapped;
     }
     CHECK(seen > COUNT / 3); /* if neighbours have opposite signs */
     CHECK(sketch_of(a + 1, 1, COUNT - 1).signed_sum !=
           sketch_of(a + 1, 0, COUNT - 1).signed_sum);
 }
 
-TEST(all_numbers_can_be_sketched_and_nothing_else)
+TEST(sketch_accepts_numeric_dtypes_only)
 {
     static const unsigned char ones[8] = {1};
     for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
@@ -85,7 +85,7 @@ TEST(all_numbers_can_be_sketched_and_nothing_else)
     }
 }
 
-TEST(halves_are_read_as_what_they_are)
+TEST(sketch_decodes_float16_and_bfloat16)
 {
     mls_ams_sketch sketch = {0};
     const uint16_t half = 0xC000, brain = 0xC000; /* both are -2 */

@@ -65,7 +65,7 @@ static void exchange(rank_data *ranks)
     }
 }
 
-TEST(every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks)
+TEST(bucket_sums_each_part_in_rank_order)
 {
     rank_data ranks[WORLD];
     const void *sources[WORLD];
@@ -93,7 +93,7 @@ TEST(every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks)
     }
 }
 
-TEST(parts_start_where_any_element_may_lie)
+TEST(parts_are_aligned_for_every_dtype)
 {
     rank_data r;
     size_t bytes = 0;
@@ -135,21 +135,21 @@ TEST(arrays_must_fit_their_counts)
           mls_segment_elements(&segment, 0) == 0);
 }
 
-TEST(an_output_is_its_own_part_or_other_memory)
+TEST(output_is_the_ranks_part_or_separate_memory)
 {
     static const size_t counts[] = {2, 3};
     float memory[5];
     const mls_tensor data = vector_of(memory, MLS_F32, 5),
-                     own = vector_of(memory + 2, MLS_F32, 3);
-    CHECK(mls_segment_check(&data, &own, counts, 2, 1, &status) == MLS_OK);
+                     rank_part = vector_of(memory + 2, MLS_F32, 3);
+    CHECK(mls_segment_check(&data, &rank_part, counts, 2, 1, &status) == MLS_OK);
     const mls_tensor before = vector_of(memory + 1, MLS_F32, 3);
     CHECK(mls_segment_check(&data, &before, counts, 2, 1, &status) == MLS_E_OVERLAP);
-    mls_tensor other = own;
+    mls_tensor other = rank_part;
     other.dtype = MLS_I32;
     CHECK(mls_segment_check(&data, &other, counts, 2, 1, &status) == MLS_E_OVERLAP);
 }
 
-TEST(a_bucket_takes_packed_and_aligned_arrays)
+TEST(bucket_accepts_packed_aligned_arrays_only)
 {
     _Alignas(8) float memory[8];
     mls_tensor t = vector_of(memory, MLS_F32, 4);
@@ -168,7 +168,7 @@ TEST(a_bucket_takes_packed_and_aligned_arrays)
     CHECK(!mls_bucket_takes(&t));
 }
 
-TEST(messages_add_up)
+TEST(message_sizes_sum_to_the_bucket)
 {
     rank_data r;
     size_t sent = 0, received = 0;

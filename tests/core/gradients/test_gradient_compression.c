@@ -16,13 +16,13 @@ static void fill(float *values)
 }
 
 /* Encode and decode; returns the largest error. */
-static float round_trip(mls_cpu cpu, mls_gradient_compression wire, const float *src,
-                        float *residual, float *back)
+static float round_trip(mls_cpu cpu, mls_gradient_compression compression,
+                        const float *src, float *residual, float *back)
 {
     _Alignas(16) unsigned char bytes[4 * COUNT];
     const mls_kernels *kernels = mls_kernels_of(cpu);
-    mls_gradient_compression_encode(kernels, wire, src, residual, bytes, COUNT);
-    mls_gradient_compression_decode(kernels, wire, bytes, COUNT, 0, COUNT, back);
+    mls_gradient_compression_encode(kernels, compression, src, residual, bytes, COUNT);
+    mls_gradient_compression_decode(kernels, compression, bytes, COUNT, 0, COUNT, back);
     float worst = 0;
     for (int i = 0; i < COUNT; i++) {
         worst = fmaxf(worst, fabsf(back[i] - src[i]));
@@ -30,7 +30,7 @@ static float round_trip(mls_cpu cpu, mls_gradient_compression wire, const float 
     return worst;
 }
 
-TEST(elements_arrive_within_the_precision_of_the_wire)
+TEST(round_trip_error_is_within_the_encoding_precision)
 {
     float src[COUNT], back[COUNT];
     fill(src);
@@ -45,21 +45,22 @@ TEST(elements_arrive_within_the_precision_of_the_wire)
     }
 }
 
-TEST(padding_does_not_tell_what_memory_held_before)
+TEST(padding_bytes_are_zeroed)
 {
     float src[COUNT];
     unsigned char bytes[4 * COUNT];
     fill(src);
-    for (int wire = 0; wire < MLS_GRADIENT_COMPRESSION_COUNT; wire++) {
+    for (int compression = 0; compression < MLS_GRADIENT_COMPRESSION_COUNT;
+         compression++) {
         for (size_t n = 1; n < 9; n++) {
             const size_t codes =
-                wire == MLS_GRADIENT_COMPRESSION_INT8 ? n + sizeof(float) : 2 * n;
+                compression == MLS_GRADIENT_COMPRESSION_INT8 ? n + sizeof(float) : 2 * n;
             memset(bytes, 0xAA, sizeof bytes);
             mls_gradient_compression_encode(mls_kernels_of(MLS_CPU_SCALAR),
-                                            (mls_gradient_compression)wire, src, NULL,
-                                            bytes, n);
-            for (size_t i = codes;
-                 i < mls_gradient_compression_bytes((mls_gradient_compression)wire, n);
+                                            (mls_gradient_compression)compression, src,
+                                            NULL, bytes, n);
+            for (size_t i = codes; i < mls_gradient_compression_bytes(
+                                           (mls_gradient_compression)compression, n);
                  i++) {
                 CHECK(bytes[i] == 0);
             }
@@ -71,25 +72,28 @@ TEST(all_instruction_sets_give_the_same_bits)
 {
     float src[COUNT], expected[COUNT], back[COUNT];
     fill(src);
-    for (int wire = 0; wire < MLS_GRADIENT_COMPRESSION_COUNT; wire++) {
-        round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)wire, src, NULL, expected);
+    for (int compression = 0; compression < MLS_GRADIENT_COMPRESSION_COUNT;
+         compression++) {
+        round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)compression, src, NULL,
+                   expected);
         EACH_CPU (cpu) {
-            round_trip(cpu, (mls_gradient_compression)wire, src, NULL, back);
+            round_trip(cpu, (mls_gradient_compression)compression, src, NULL, back);
             CHECK(memcmp(back, expected, sizeof back) == 0);
         }
     }
 }
 
-TEST(what_is_lost_is_made_good_the_next_times)
+TEST(residual_corrects_error_in_later_steps)
 {
     float src[COUNT], back[COUNT];
     fill(src);
-    for (int wire = 0; wire < MLS_GRADIENT_COMPRESSION_COUNT; wire++) {
+    for (int compression = 0; compression < MLS_GRADIENT_COMPRESSION_COUNT;
+         compression++) {
         float residual[COUNT] = {0};
         double sums[COUNT] = {0};
         for (int step = 0; step < 50; step++) {
-            round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)wire, src, residual,
-                       back);
+            round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)compression, src,
+                       residual, back);
             for (int i = 0; i < COUNT; i++) {
                 sums[i] += (double)back[i];
             }
@@ -101,7 +105,7 @@ TEST(what_is_lost_is_made_good_the_next_times)
     }
 }
 
-TEST(large_elements_saturate_and_come_later)
+TEST(saturated_elements_carry_over_in_the_residual)
 {
     float src[COUNT] = {1e6f, -1e6f}, residual[COUNT] = {0}, back[COUNT];
     round_trip(MLS_CPU_SCALAR, MLS_GRADIENT_COMPRESSION_F16, src, residual, back);
@@ -112,35 +116,40 @@ TEST(large_elements_saturate_and_come_later)
     CHECK(isfinite(back[0]));
 }
 
-TEST(what_is_not_finite_arrives_as_nan_and_leaves_nothing_behind)
+TEST(non_finite_elements_decode_to_nan_with_zero_residual)
 {
-    for (int wire = 0; wire < MLS_GRADIENT_COMPRESSION_COUNT; wire++) {
+    for (int compression = 0; compression < MLS_GRADIENT_COMPRESSION_COUNT;
+         compression++) {
         float src[COUNT] = {1.0f, INFINITY}, residual[COUNT] = {0}, back[COUNT];
         src[300] = NAN;
-        round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)wire, src, residual, back);
+        round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)compression, src, residual,
+                   back);
         CHECK(isnan(back[1]) && isnan(back[300]));
         CHECK(isfinite(back[600]) && residual[1] == 0 && residual[300] == 0);
     }
 }
 
-TEST(zeros_and_the_smallest_numbers_do_no_harm)
+TEST(zeros_and_subnormals_round_trip)
 {
-    for (int wire = 0; wire < MLS_GRADIENT_COMPRESSION_COUNT; wire++) {
+    for (int compression = 0; compression < MLS_GRADIENT_COMPRESSION_COUNT;
+         compression++) {
         float src[COUNT] = {0}, residual[COUNT] = {0}, back[COUNT];
-        round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)wire, src, residual, back);
+        round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)compression, src, residual,
+                   back);
         CHECK(back[0] == 0 && residual[0] == 0);
         src[0] = 1e-40f;
-        round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)wire, src, residual, back);
+        round_trip(MLS_CPU_SCALAR, (mls_gradient_compression)compression, src, residual,
+                   back);
         CHECK(isfinite(back[0]) && fabsf(back[0] + residual[0] - src[0]) < 1e-44f);
     }
 }
 
 /* Two ranks in one process; the parts of rank 0 and 1 have 400 and 300 elements. */
-TEST(a_bucket_is_summed_from_what_the_wire_makes_of_every_part)
+TEST(bucket_sums_the_decoded_parts)
 {
     static const size_t counts[2] = {400, 300};
     float grads[2][COUNT], outs[2][COUNT], seen[2][COUNT];
-    _Alignas(16) unsigned char send[2][4 * COUNT], own[2][4 * COUNT];
+    _Alignas(16) unsigned char send[2][4 * COUNT], local[2][4 * COUNT];
     const mls_kernels *kernels = mls_kernels_of(MLS_CPU_SCALAR);
     mls_segment segments[2];
     mls_bucket buckets[2];
@@ -158,7 +167,7 @@ TEST(a_bucket_is_summed_from_what_the_wire_makes_of_every_part)
                   &buckets[rank], MLS_GRADIENT_COMPRESSION_INT8, 0) == 400 + 8 + 8);
         mls_gradient_compression_pack(&buckets[rank], kernels,
                                       MLS_GRADIENT_COMPRESSION_INT8, NULL, send[rank],
-                                      own[rank]);
+                                      local[rank]);
     }
     for (size_t rank = 0; rank < 2; rank++) { /* each part is encoded alone */
         _Alignas(16) unsigned char bytes[4 * COUNT];
@@ -172,9 +181,9 @@ TEST(a_bucket_is_summed_from_what_the_wire_makes_of_every_part)
                                         300, 0, 300, seen[rank] + 400);
     }
     mls_gradient_compression_reduce(&buckets[0], kernels, MLS_GRADIENT_COMPRESSION_INT8,
-                                    own[0], send[1]);
+                                    local[0], send[1]);
     mls_gradient_compression_reduce(&buckets[1], kernels, MLS_GRADIENT_COMPRESSION_INT8,
-                                    own[1], send[0]);
+                                    local[1], send[0]);
     for (size_t i = 0; i < COUNT; i++) {
         const float got = i < 400 ? outs[0][i] : outs[1][i - 400];
         CHECK(got == (seen[0][i] + seen[1][i]) / 2);
@@ -183,14 +192,14 @@ TEST(a_bucket_is_summed_from_what_the_wire_makes_of_every_part)
           segments[1].norm_partial.nonfinite == 0);
 }
 
-TEST(names_stand_for_wires)
+TEST(compression_names_are_parsed_exactly)
 {
-    mls_gradient_compression wire = MLS_GRADIENT_COMPRESSION_COUNT;
-    CHECK(mls_gradient_compression_from_name((mls_str){"bfloat16", 8}, &wire) &&
-          wire == MLS_GRADIENT_COMPRESSION_BF16);
-    CHECK(!mls_gradient_compression_from_name((mls_str){"bfloat16", 7}, &wire) &&
-          wire == MLS_GRADIENT_COMPRESSION_BF16);
-    CHECK(!mls_gradient_compression_from_name((mls_str){"", 0}, &wire));
+    mls_gradient_compression compression = MLS_GRADIENT_COMPRESSION_COUNT;
+    CHECK(mls_gradient_compression_from_name((mls_str){"bfloat16", 8}, &compression) &&
+          compression == MLS_GRADIENT_COMPRESSION_BF16);
+    CHECK(!mls_gradient_compression_from_name((mls_str){"bfloat16", 7}, &compression) &&
+          compression == MLS_GRADIENT_COMPRESSION_BF16);
+    CHECK(!mls_gradient_compression_from_name((mls_str){"", 0}, &compression));
 }
 
 TEST(only_sums_of_float32_are_compressed)

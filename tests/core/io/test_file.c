@@ -68,7 +68,7 @@ TEST(a_file_is_read_whole_and_bounded)
     mls_free(data);
 }
 
-TEST(what_is_no_regular_file_is_refused_without_waiting)
+TEST(only_regular_files_are_opened_without_blocking)
 {
     unsigned char *data = NULL;
     size_t length;
@@ -83,7 +83,7 @@ TEST(what_is_no_regular_file_is_refused_without_waiting)
     CHECK(entries() == 1);
 }
 
-TEST(reading_beyond_the_end_is_noticed)
+TEST(read_past_the_end_is_an_error)
 {
     char room[8] = "";
     int fd = -1;
@@ -100,7 +100,7 @@ TEST(reading_beyond_the_end_is_noticed)
           status.os_error == EBADF);
 }
 
-TEST(a_new_file_appears_whole_with_usual_permissions)
+TEST(new_file_is_complete_with_default_permissions)
 {
     struct stat info;
     const mode_t mask = umask(027);
@@ -111,7 +111,7 @@ TEST(a_new_file_appears_whole_with_usual_permissions)
     CHECK(entries() == 1);
 }
 
-TEST(an_old_file_keeps_its_permissions_and_its_readers_their_content)
+TEST(replacing_keeps_permissions_and_open_readers)
 {
     char seen[4] = "";
     struct stat info;
@@ -125,7 +125,7 @@ TEST(an_old_file_keeps_its_permissions_and_its_readers_their_content)
     close(reader);
 }
 
-TEST(until_the_commit_and_after_an_abort_the_old_file_stands)
+TEST(old_file_is_kept_until_commit_and_after_abort)
 {
     mls_atomic_file file;
     write_text(in_folder(path, "a"), "old");
@@ -137,7 +137,7 @@ TEST(until_the_commit_and_after_an_abort_the_old_file_stands)
     CHECK(content_is(path, "old") && entries() == 1);
 }
 
-TEST(a_failed_write_or_sync_leaves_no_trace)
+TEST(failed_write_or_sync_removes_the_temporary_file)
 {
     mls_atomic_file file;
     write_text(in_folder(path, "a"), "old");
@@ -149,7 +149,7 @@ TEST(a_failed_write_or_sync_leaves_no_trace)
     CHECK(content_is(path, "old") && entries() == 1);
 }
 
-TEST(a_failed_rename_leaves_no_trace)
+TEST(failed_rename_removes_the_temporary_file)
 {
     mls_atomic_file file;
     in_folder(path, "a");
@@ -160,7 +160,7 @@ TEST(a_failed_rename_leaves_no_trace)
     CHECK(entries() == 1);
 }
 
-TEST(a_write_that_fails_while_replacing_leaves_no_trace)
+TEST(failed_replacement_keeps_the_old_file)
 {
     struct rlimit old;
     write_text(in_folder(path, "a"), "old");
@@ -174,7 +174,7 @@ TEST(a_write_that_fails_while_replacing_leaves_no_trace)
     CHECK(content_is(path, "old") && entries() == 1);
 }
 
-TEST(a_link_is_followed_and_stays)
+TEST(symlink_is_followed_and_kept)
 {
     char link[PATH_ROOM];
     struct stat info;
@@ -186,7 +186,7 @@ TEST(a_link_is_followed_and_stays)
     CHECK(lstat(link, &info) == 0 && S_ISLNK(info.st_mode));
 }
 
-TEST(a_dangling_link_makes_its_target_and_a_loop_is_refused)
+TEST(dangling_symlink_creates_target_and_loop_is_refused)
 {
     char link[PATH_ROOM];
     CHECK(symlink("absent", in_folder(link, "a")) == 0);
@@ -197,7 +197,7 @@ TEST(a_dangling_link_makes_its_target_and_a_loop_is_refused)
     CHECK(entries() == 3);
 }
 
-TEST(what_cannot_be_written_is_refused_at_once)
+TEST(unwritable_paths_are_refused_before_writing)
 {
     CHECK(replace(in_folder(path, "no/file"), "x", &status) == MLS_E_IO);
     CHECK(status.os_error == ENOENT);
@@ -213,7 +213,7 @@ TEST(what_cannot_be_written_is_refused_at_once)
     CHECK(entries() == 1);
 }
 
-TEST(a_mapping_shows_the_file_until_it_ends)
+TEST(mapping_is_readable_until_closed)
 {
     int fd = -1;
     uint64_t length = 0;
@@ -250,7 +250,7 @@ TEST(a_file_is_mapped_by_its_path_if_it_has_the_expected_length)
 }
 
 #ifdef __linux__
-TEST(a_folder_of_a_file_system_that_cannot_sync_is_no_error)
+TEST(folder_sync_ignores_unsupported_file_systems)
 {
     const int fd = open("/proc/self", O_RDONLY | O_DIRECTORY);
     REQUIRE(fd >= 0);
@@ -262,7 +262,7 @@ TEST(a_folder_of_a_file_system_that_cannot_sync_is_no_error)
 }
 #endif
 
-TEST(a_rename_replaces_nothing_or_swaps_two_names)
+TEST(rename_refuses_existing_target_or_swaps_both)
 {
     char other[PATH_ROOM];
     write_text(in_folder(path, "a"), "first");

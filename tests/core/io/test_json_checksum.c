@@ -20,7 +20,7 @@ BEFORE_EACH
     (void)mls_json_checksum_set(good_text, LENGTH, crc);
 }
 
-TEST(the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place)
+TEST(checksum_covers_text_with_zeroed_digits)
 {
     char text[sizeof zeroed_text];
     char digits[MLS_CRC_DIGITS];
@@ -34,7 +34,7 @@ TEST(the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place)
     CHECK_TEXT(text, zeroed_text);
 }
 
-TEST(a_known_text_has_a_known_checksum)
+TEST(checksum_matches_reference_value)
 {
     /* computed without this library, as a reference for other implementations */
     char text[] = "{\"checksum\":\"00000000\",\"format\":\"mlstate.index\"}\n";
@@ -43,7 +43,7 @@ TEST(a_known_text_has_a_known_checksum)
     CHECK(mls_json_checksum_check(text, strlen(text), crc, &status) == MLS_OK);
 }
 
-TEST(a_text_passes_with_its_checksum)
+TEST(text_with_its_checksum_is_accepted)
 {
     char least[] = MLS_JSON_CHECKSUM_START "}";
     CHECK(mls_json_checksum_check(good_text, LENGTH, crc, &status) == MLS_OK);
@@ -51,7 +51,7 @@ TEST(a_text_passes_with_its_checksum)
     CHECK(mls_json_checksum_check(least, strlen(least), crc, &status) == MLS_OK);
 }
 
-TEST(setting_the_checksum_twice_changes_nothing)
+TEST(setting_checksum_is_idempotent)
 {
     char again[sizeof zeroed_text];
     memcpy(again, good_text, sizeof again);
@@ -59,7 +59,7 @@ TEST(setting_the_checksum_twice_changes_nothing)
     CHECK_TEXT(again, good_text);
 }
 
-TEST(every_flipped_bit_is_found)
+TEST(every_flipped_bit_is_detected)
 {
     for (size_t bit = 0; bit < 8 * LENGTH; bit++) {
         good_text[bit / 8] = (char)(good_text[bit / 8] ^ (1 << bit % 8));
@@ -72,7 +72,7 @@ TEST(every_flipped_bit_is_found)
     }
 }
 
-TEST(every_other_length_is_found)
+TEST(every_other_length_is_detected)
 {
     for (size_t length = 0; length < LENGTH; length++) {
         /* memory of exactly that length, so that reads past the end are noticed */
@@ -122,7 +122,7 @@ TEST(damage_is_reported_with_both_checksums)
     CHECK(strlen(status.got) == MLS_CRC_DIGITS && strcmp(status.got, digits) != 0);
 }
 
-TEST(digits_are_read_as_they_are_written)
+TEST(checksum_digits_round_trip)
 {
     static const uint32_t values[] = {0,          1,          0xf,        0x10,
                                       0x89abcdef, 0x7fffffff, 0x80000000, 0xffffffff};
@@ -138,7 +138,7 @@ TEST(digits_are_read_as_they_are_written)
     }
 }
 
-TEST(only_lower_case_digits_are_digits)
+TEST(upper_case_digits_are_refused)
 {
     for (int c = 0; c < 256; c++) {
         for (int at = 0; at < MLS_CRC_DIGITS; at++) {

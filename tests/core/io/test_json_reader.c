@@ -69,7 +69,7 @@ TEST(every_kind_of_value_is_read)
     mls_json_free(NULL);
 }
 
-TEST(members_after_a_nested_container_are_found)
+TEST(members_follow_nested_containers)
 {
     REQUIRE(parse("[[1,[2,{\"k\":[3]}]],4,{\"z\":5}]") == MLS_OK);
     CHECK(mls_json_size(doc, 0) == 3);
@@ -82,19 +82,20 @@ TEST(members_after_a_nested_container_are_found)
 
 /* Strings are scanned eight bytes at a time: every byte value counts at every
  * position. */
-TEST(every_byte_is_seen_at_every_place_of_a_string)
+TEST(every_byte_is_checked_at_every_string_position)
 {
     for (int byte = 0; byte < 256; byte++) {
-        const bool plain = byte >= ' ' && byte < 0x80 && byte != '"' && byte != '\\';
+        const bool is_printable =
+            byte >= ' ' && byte < 0x80 && byte != '"' && byte != '\\';
         for (size_t place = 1; place < 20; place++) {
             char text[] = "\"~~~~~~~~~~~~~~~~~~~\"";
             text[place] = (char)byte;
-            CHECK(accepts(text, sizeof text - 1) == plain);
+            CHECK(accepts(text, sizeof text - 1) == is_printable);
         }
     }
 }
 
-TEST(escapes_become_utf8)
+TEST(escapes_are_decoded_to_utf8)
 {
     REQUIRE(
         parse("[\"\\\"\\\\\\/\\b\\f\\n\\r\\t\", \"\\u0041\\u00e9\\u20AC\\ud83d\\ude00\", "
@@ -135,7 +136,7 @@ TEST(integers_are_read_up_to_two_to_the_64)
     }
 }
 
-TEST(what_is_not_json_is_refused_at_its_offset)
+TEST(invalid_json_reports_its_offset)
 {
     static const struct {
         const char *text;
@@ -222,7 +223,7 @@ TEST(duplicate_keys_are_refused_however_they_are_spelled)
 }
 
 /* A document of `count` different keys, and one more that repeats the first. */
-TEST(duplicates_are_found_among_many_keys)
+TEST(duplicate_is_detected_among_20000_keys)
 {
     enum { COUNT = 20000 };
     char *text = malloc(COUNT * 16);
@@ -239,7 +240,7 @@ TEST(duplicates_are_found_among_many_keys)
 }
 
 /* The reader tries the previous object's keys first; the result must be the same. */
-TEST(objects_after_one_another_are_each_read_for_themselves)
+TEST(cached_keys_do_not_leak_into_the_next_object)
 {
     static const struct {
         const char *text;
@@ -296,7 +297,7 @@ static size_t members_of(const char *text, mls_json_node *nodes)
     return bad;
 }
 
-TEST(members_are_found_by_a_table)
+TEST(member_table_finds_members_in_any_order)
 {
     mls_json_node n[4];
     CHECK(members_of("{\"a\":1,\"four\":\"x\",\"has_eight\":2,"
@@ -318,7 +319,7 @@ TEST(members_are_found_by_a_table)
     CHECK(members_of("7", n) == 0);
 }
 
-TEST(depth_is_bounded_and_costs_no_stack)
+TEST(nesting_depth_is_bounded_without_recursion)
 {
     enum { DEPTH = 1000000 };
     char *text = malloc(2 * DEPTH);
@@ -346,7 +347,7 @@ TEST(the_number_of_values_is_bounded)
     CHECK(status.offset == 5 && doc == NULL);
 }
 
-TEST(any_cut_of_a_document_is_refused)
+TEST(truncated_documents_are_refused)
 {
     const char *text = "{\"a\":[1.5e3,\"\\u00e9\xC3\xA9\",true],\"b\":{\"c\":null}}";
     for (size_t length = 0; length < strlen(text); length++) {

@@ -1,7 +1,7 @@
 #include "io/json_writer.h"
 #include "support/runner.h"
 
-TEST(texts_and_numbers_are_put_together)
+TEST(strings_and_numbers_are_concatenated)
 {
     mls_json_writer b = {.most = SIZE_MAX};
     mls_json_writer_text(&b, "[");
@@ -16,7 +16,7 @@ TEST(texts_and_numbers_are_put_together)
     CHECK(b.data == NULL && b.length == 0);
 }
 
-TEST(strings_are_escaped_as_json_wants)
+TEST(strings_are_json_escaped)
 {
     mls_json_writer b = {.most = SIZE_MAX};
     const char text[] = "a\"\\\n\0\x1f \xC3\xA9z";
@@ -30,7 +30,7 @@ TEST(strings_are_escaped_as_json_wants)
     mls_json_writer_fini(&b);
 }
 
-TEST(a_text_that_is_too_long_stops_growing)
+TEST(text_above_the_limit_sets_the_error)
 {
     mls_json_writer b = {.most = 5};
     mls_json_writer_text(&b, "12345");

@@ -10,16 +10,16 @@ static const char *encoded(const char *name)
     return out;
 }
 
-static bool becomes(const char *name, const char *wanted)
+static bool becomes(const char *name, const char *expected)
 {
     const char *got = encoded(name);
-    if (strcmp(got, wanted) != 0) {
-        printf("'%s' became '%s', not '%s'\n", name, got, wanted);
+    if (strcmp(got, expected) != 0) {
+        printf("'%s' became '%s', not '%s'\n", name, got, expected);
     }
-    return strcmp(got, wanted) == 0;
+    return strcmp(got, expected) == 0;
 }
 
-TEST(usual_names_stay_readable)
+TEST(common_names_are_not_escaped)
 {
     CHECK(becomes("model.layers.0.attn.q_proj.weight",
                   "model.layers.0.attn.q_proj.weight"));
@@ -27,7 +27,7 @@ TEST(usual_names_stay_readable)
     CHECK(becomes("Block", "=42lock"));
 }
 
-TEST(nothing_leaves_the_folder_or_means_something)
+TEST(path_separators_and_dots_are_escaped)
 {
     CHECK(becomes("", "="));
     CHECK(becomes(".", "=2e"));
@@ -42,13 +42,13 @@ TEST(nothing_leaves_the_folder_or_means_something)
     CHECK(becomes("\xE2\x80\xAE", "=e2=80=ae"));
 }
 
-TEST(an_escape_in_a_name_is_escaped)
+TEST(escape_character_is_escaped)
 {
     CHECK(becomes("=2f", "=3d2f"));
     CHECK(becomes("%2f", "=252f"));
 }
 
-TEST(devices_of_windows_are_no_names)
+TEST(windows_device_names_are_escaped)
 {
     CHECK(becomes("con", "=63on"));
     CHECK(becomes("nul.weight", "=6eul.weight"));
@@ -76,7 +76,7 @@ static size_t decoded(const char *text, char *out)
     return length;
 }
 
-TEST(no_two_names_share_a_file)
+TEST(encoding_is_injective)
 {
     /* all names of up to two bytes: each can be decoded from its file name */
     for (unsigned first = 0; first < 256; first++) {
@@ -93,7 +93,7 @@ TEST(no_two_names_share_a_file)
     }
 }
 
-TEST(long_names_are_told_apart_by_number)
+TEST(truncated_names_differ_by_number)
 {
     char name[5000], first[MLS_FILENAME_BYTES + 1], second[MLS_FILENAME_BYTES + 1];
     memset(name, 'X', sizeof name);

@@ -15,7 +15,7 @@ static const mls_kv_names names = {.source = "from",
 
 static mls_code check(mls_kv_kind kind, int64_t target, int64_t position)
 {
-    const mls_kv_request request = {kind, target, position, AXIS, &names};
+    const mls_kv_request request = {kind, target, position, AXIS, &names, NULL, 0};
     return mls_kv_check(RANK, shape, request, &status);
 }
 
@@ -34,7 +34,7 @@ TEST(requests_that_cannot_work_are_refused)
     CHECK(strstr(status.text, "at least 5") != NULL);
     CHECK(check(MLS_KV_COMPACT, -4, 0) == MLS_E_CAPACITY);
     CHECK(strchr(status.text, '(') == NULL); /* the usual layout needs no note */
-    const mls_kv_request other = {MLS_KV_EXPAND, 3, 1, 3, &names};
+    const mls_kv_request other = {MLS_KV_EXPAND, 3, 1, 3, &names, NULL, 0};
     CHECK(mls_kv_check(RANK, shape, other, &status) == MLS_E_CAPACITY);
     CHECK(strstr(status.text,
                  "the source's 4 (sequence axis 3 of shape (2, 3, 8, 4)): ") != NULL);
@@ -160,8 +160,12 @@ TEST(every_axis_moves_with_threads_too)
             for (int j = 0; j < 3; j++) {
                 mls_element pad;
                 REQUIRE(mls_element_encode(9, &dst, &pad, &status) == MLS_OK);
+                const mls_kv_request request = {.position = (int64_t)positions[j],
+                                                .axis = axis,
+                                                .pad = &pad,
+                                                .memory = (mls_kv_memory)j};
                 mls_kv_move(mls_kernels_of(best_cpu()), j == 1 ? NULL : pool, &dst, &src,
-                            axis, positions[j], &pad, (mls_kv_memory)j);
+                            &request);
                 CHECK(is_moved(&dst, &src, axis, positions[j]));
             }
         }
@@ -176,8 +180,8 @@ TEST(padding_is_left_alone_if_none_is_asked_for)
     const mls_tensor src = numbered(from, RANK, shape);
     const mls_tensor dst = numbered(to, RANK, large);
     memset(to, 0xEE, sizeof to);
-    mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, AXIS, 2, NULL,
-                MLS_KV_SPARSE);
+    const mls_kv_request request = {.position = 2, .axis = AXIS, .memory = MLS_KV_SPARSE};
+    mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, &request);
     CHECK(to[8] == 0xEEEE && to[7] == from[7]);
 }
 
@@ -186,7 +190,7 @@ TEST(targets_are_checked_before_anything_is_written)
     enum { ITEMS = 2 * 3 * 8 * 4 };
     static uint16_t memory[ITEMS * 4];
     const size_t large[RANK] = {2, 3, 16, 4};
-    const mls_kv_request request = {MLS_KV_EXPAND, 16, 8, AXIS, &names};
+    const mls_kv_request request = {MLS_KV_EXPAND, 16, 8, AXIS, &names, NULL, 0};
     const mls_tensor src = tensor_of(memory, MLS_U16, 4, shape);
     mls_tensor dst = tensor_of(memory + 1, MLS_U16, 4, large);
     CHECK(mls_kv_check_target(&dst, &src, request, &status) == MLS_E_OVERLAP);
@@ -284,8 +288,9 @@ TEST(innermost_rows_move_past_the_cache)
             for (int k = 0; k < 3; k++) {
                 mls_element pad;
                 REQUIRE(mls_element_encode(9, &dst, &pad, &status) == MLS_OK);
-                mls_kv_move(&kernels, NULL, &dst, &src, 2, positions[k], &pad,
-                            MLS_KV_TOUCHED);
+                const mls_kv_request request = {
+                    .position = (int64_t)positions[k], .axis = 2, .pad = &pad};
+                mls_kv_move(&kernels, NULL, &dst, &src, &request);
                 CHECK(is_moved(&dst, &src, 2, positions[k]));
             }
         }

@@ -1,14 +1,14 @@
 #include "runtime/cpu_features.h"
 #include "support/runner.h"
 
-TEST(the_oracle_is_always_offered)
+TEST(scalar_is_always_available)
 {
     mls_cpu cpu = MLS_CPU_COUNT;
     CHECK(mls_cpu_offers(MLS_CPU_SCALAR));
     CHECK(mls_cpu_choose("scalar", &cpu, &status) == MLS_OK && cpu == MLS_CPU_SCALAR);
 }
 
-TEST(the_default_is_the_best_offered)
+TEST(default_is_the_best_available_set)
 {
     mls_cpu cpu = MLS_CPU_COUNT, same = MLS_CPU_COUNT;
     CHECK(mls_cpu_choose(NULL, &cpu, &status) == MLS_OK && mls_cpu_offers(cpu));
@@ -18,7 +18,7 @@ TEST(the_default_is_the_best_offered)
     }
 }
 
-TEST(every_offered_set_can_be_asked_for_by_name)
+TEST(available_sets_are_selected_by_name)
 {
     for (int i = 0; i < MLS_CPU_COUNT; i++) {
         mls_cpu cpu = MLS_CPU_COUNT;
@@ -28,7 +28,7 @@ TEST(every_offered_set_can_be_asked_for_by_name)
     }
 }
 
-TEST(an_unknown_name_lists_what_is_offered)
+TEST(unknown_name_error_lists_available_sets)
 {
     mls_cpu cpu = MLS_CPU_COUNT;
     CHECK(mls_cpu_choose("mmx", &cpu, &status) == MLS_E_VALUE);
@@ -36,12 +36,12 @@ TEST(an_unknown_name_lists_what_is_offered)
     CHECK(strstr(status.text, "'mmx'") != NULL && strstr(status.text, "scalar") != NULL);
 }
 
-TEST(there_is_a_processor)
+TEST(processor_count_is_positive)
 {
     CHECK(mls_cpu_count() >= 1 && mls_cpu_count() < 100000);
 }
 
-TEST(how_memory_is_asked_for_does_not_change)
+TEST(memory_advice_choice_is_stable)
 {
     const bool first = mls_cpu_follows_runs();
     CHECK(mls_cpu_follows_runs() == first);

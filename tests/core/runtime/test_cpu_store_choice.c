@@ -17,11 +17,11 @@ enum {
 };
 
 /* Times of a trial by variant, in nanoseconds; the number of bytes is constant. */
-typedef struct script {
+typedef struct trial_times {
     uint64_t plain, loop, stream;
-} script;
+} trial_times;
 
-static uint64_t time_of(const script *times, mls_store store)
+static uint64_t time_of(const trial_times *times, mls_store store)
 {
     const uint64_t all[] = {times->plain, times->loop, times->stream};
     return all[store];
@@ -37,8 +37,8 @@ static mls_store_choice undecided(void)
 
 /* Run trials until the choice is made; every fourth one takes `noise` times as long.
  * Returns the number of trials, or 0 if they do not end. */
-static unsigned decide(mls_store_choice *choice, const script *times, unsigned variants,
-                       uint64_t noise)
+static unsigned decide(mls_store_choice *choice, const trial_times *times,
+                       unsigned variants, uint64_t noise)
 {
     for (unsigned trial = 1; trial < 100; trial++) {
         const mls_store store = mls_store_next(choice, variants);
@@ -51,9 +51,9 @@ static unsigned decide(mls_store_choice *choice, const script *times, unsigned v
     return 0;
 }
 
-TEST(the_fastest_is_chosen_after_four_trials_of_each)
+TEST(fastest_variant_is_chosen_after_four_trials)
 {
-    static const script fastest[MLS_STORES] = {
+    static const trial_times fastest[MLS_STORES] = {
         {50, 100, 100}, {100, 60, 100}, {100, 100, 60}};
     for (int store = 0; store < MLS_STORES; store++) {
         mls_store_choice choice = undecided();
@@ -62,9 +62,10 @@ TEST(the_fastest_is_chosen_after_four_trials_of_each)
     }
 }
 
-TEST(a_tie_goes_to_the_simpler_variant)
+TEST(tie_selects_the_simpler_variant)
 {
-    const script same = {100, 100, 100}, nearly = {100, 96, 96}, wins = {100, 90, 88};
+    const trial_times same = {100, 100, 100}, nearly = {100, 96, 96},
+                      wins = {100, 90, 88};
     mls_store_choice a = undecided(), b = undecided(), c = undecided();
     CHECK(decide(&a, &same, ALL, 1) > 0 && atomic_load(&a.chosen) == MLS_STORE_PLAIN);
     CHECK(decide(&b, &nearly, ALL, 1) > 0 && atomic_load(&b.chosen) == MLS_STORE_PLAIN);
@@ -72,17 +73,17 @@ TEST(a_tie_goes_to_the_simpler_variant)
 }
 
 /* Every fourth trial is preempted: it takes a hundred times as long. */
-TEST(a_stolen_core_changes_nothing)
+TEST(preempted_trials_do_not_affect_the_choice)
 {
-    const script times = {100, 110, 60};
+    const trial_times times = {100, 110, 60};
     mls_store_choice choice = undecided();
     CHECK(decide(&choice, &times, ALL, 100) > 0);
     CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM);
 }
 
-TEST(a_hopeless_variant_is_tried_twice_only)
+TEST(slow_variant_is_dropped_after_two_trials)
 {
-    const script times = {100, 500, 90};
+    const trial_times times = {100, 500, 90};
     mls_store_choice choice = undecided();
     CHECK(decide(&choice, &times, ALL, 1) == 2 * MLS_STORE_TRIALS + 2);
     CHECK(atomic_load(&choice.counted[MLS_STORE_LOOP]) == 2);
@@ -91,10 +92,10 @@ TEST(a_hopeless_variant_is_tried_twice_only)
 
 /* The first copy went to memory that the system had just cleared, where plain stores win.
  * After some copies the choice is made again. */
-TEST(a_decision_is_made_again_after_some_bytes)
+TEST(choice_is_repeated_after_some_bytes)
 {
     mls_store_choices choices;
-    const script cleared = {50, 100, 100}, usual = {100, 100, 60};
+    const trial_times cleared = {50, 100, 100}, usual = {100, 100, 60};
     const mls_destination large = {.bytes = SIZE_MAX};
     REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     mls_store_choice *choice = &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0];
@@ -120,7 +121,7 @@ TEST(a_decision_is_made_again_after_some_bytes)
 /* A trial whose thread did not survive a fork never ends; another one replaces it. */
 TEST(lost_trials_are_replaced)
 {
-    const script times = {100, 100, 50};
+    const trial_times times = {100, 100, 50};
     mls_store_choice choice = undecided();
     for (int i = 0; i < 40; i++) {
         (void)mls_store_next(&choice, ALL);
@@ -129,9 +130,9 @@ TEST(lost_trials_are_replaced)
     CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM);
 }
 
-TEST(a_clock_that_stands_still_is_no_trouble)
+TEST(stopped_clock_selects_plain_stores)
 {
-    const script times = {0, 0, 0};
+    const trial_times times = {0, 0, 0};
     mls_store_choice choice = undecided();
     CHECK(decide(&choice, &times, ALL, 1) > 0);
     CHECK(atomic_load(&choice.chosen) == MLS_STORE_PLAIN);
@@ -165,7 +166,7 @@ TEST(the_environment_forces_a_variant)
 }
 
 /* The same, after the decision expired. */
-static unsigned decide_again(mls_store_choice *choice, const script *times,
+static unsigned decide_again(mls_store_choice *choice, const trial_times *times,
                              unsigned variants)
 {
     atomic_store(&choice->is_decided, false);
@@ -179,9 +180,9 @@ static unsigned decide_again(mls_store_choice *choice, const script *times,
 /* Streaming evicts data that are read next, so within the last level it must win by a
  * quarter, twice in succession.
  */
-TEST(a_stream_must_win_by_a_quarter_twice_where_the_cache_may_hold_the_result)
+TEST(stream_needs_two_large_wins_for_cacheable_results)
 {
-    const script by_a_fifth = {120, 120, 100}, by_a_third = {133, 133, 100};
+    const trial_times by_a_fifth = {120, 120, 100}, by_a_third = {133, 133, 100};
     mls_store_choices choices;
     REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     mls_store_choice(*some)[2] = choices.choice[MLS_STORING_COPY];
@@ -200,21 +201,21 @@ TEST(a_stream_must_win_by_a_quarter_twice_where_the_cache_may_hold_the_result)
 }
 
 /* Plain stores to lines evicted by streaming are no fair measure of plain stores. */
-TEST(within_the_cache_each_variant_stores_two_results_and_the_second_counts)
+TEST(in_cache_trials_count_the_second_store)
 {
     enum { PAIR = 5 }; /* plain and past the cache, as fills have */
     static const struct {
         mls_store store;
         bool counts;
-    } wanted[] = {{MLS_STORE_PLAIN, false},  {MLS_STORE_PLAIN, true},
-                  {MLS_STORE_STREAM, false}, {MLS_STORE_STREAM, true},
-                  {MLS_STORE_PLAIN, false},  {MLS_STORE_PLAIN, true}};
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+    } expected[] = {{MLS_STORE_PLAIN, false},  {MLS_STORE_PLAIN, true},
+                    {MLS_STORE_STREAM, false}, {MLS_STORE_STREAM, true},
+                    {MLS_STORE_PLAIN, false},  {MLS_STORE_PLAIN, true}};
+    for (size_t i = 0; i < sizeof expected / sizeof *expected; i++) {
         bool counts[2];
-        CHECK(mls_store_turn(i * MIB, MIB, PAIR, &counts[0]) == wanted[i].store);
+        CHECK(mls_store_turn(i * MIB, MIB, PAIR, &counts[0]) == expected[i].store);
         CHECK(mls_store_turn(i * MIB + MIB - 1, MIB, PAIR, &counts[1]) ==
-              wanted[i].store);
-        CHECK(counts[0] == wanted[i].counts && counts[1] == wanted[i].counts);
+              expected[i].store);
+        CHECK(counts[0] == expected[i].counts && counts[1] == expected[i].counts);
     }
     mls_store_choices choices;
     REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
@@ -222,12 +223,12 @@ TEST(within_the_cache_each_variant_stores_two_results_and_the_second_counts)
     choices.least[MLS_STORING_WITHIN_4X] = 4 * MIB;
     choices.least[MLS_STORING_PAST] = 64 * MIB;
     const mls_destination d = {.bytes = 2 * MIB};
-    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+    for (size_t i = 0; i < sizeof expected / sizeof *expected; i++) {
         for (int half = 0; half < 2; half++) {
             mls_store_trial trial =
                 mls_store_begin(&choices, MLS_STORING_FILL, PAIR, d, MIB);
             REQUIRE(trial.choice != NULL);
-            CHECK(trial.store == wanted[i].store && trial.counts == wanted[i].counts);
+            CHECK(trial.store == expected[i].store && trial.counts == expected[i].counts);
         }
     }
 }
@@ -288,14 +289,14 @@ TEST(small_copies_compare_the_loop_with_memcpy)
     mls_store_choice *choice = &choices.choice[MLS_STORING_COPY][MLS_STORING_SMALL][0];
     CHECK(mls_store_begin(&choices, MLS_STORING_FILL, 5, d, bytes).choice == NULL);
     CHECK(mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, bytes).choice == choice);
-    const script times[] = {{100, 120, 1}, {100, 95, 1}, {100, 80, 1}};
-    const mls_store wanted[] = {MLS_STORE_PLAIN, MLS_STORE_PLAIN, MLS_STORE_LOOP};
+    const trial_times times[] = {{100, 120, 1}, {100, 95, 1}, {100, 80, 1}};
+    const mls_store expected[] = {MLS_STORE_PLAIN, MLS_STORE_PLAIN, MLS_STORE_LOOP};
     for (int i = 0; i < 3; i++) {
         CHECK(decide_again(choice, &times[i], CACHED) == 2 * MLS_STORE_TRIALS_SMALL);
-        CHECK(atomic_load(&choice->chosen) == (int)wanted[i]);
+        CHECK(atomic_load(&choice->chosen) == (int)expected[i]);
         const mls_store_trial trial =
             mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, bytes);
-        CHECK(trial.choice == NULL && trial.store == wanted[i]);
+        CHECK(trial.choice == NULL && trial.store == expected[i]);
     }
 }
 
@@ -309,7 +310,7 @@ TEST(slow_first_trials_do_not_exclude_a_small_copy)
         mls_store_count(choice, CACHED, MLS_STORE_LOOP, MIB, 900);
         mls_store_count(choice, CACHED, MLS_STORE_PLAIN, MIB, 100);
     }
-    const script times = {100, 50, 0};
+    const trial_times times = {100, 50, 0};
     CHECK(decide(choice, &times, CACHED, 1) > 0);
     CHECK(atomic_load(&choice->chosen) == MLS_STORE_LOOP);
 }
@@ -349,7 +350,7 @@ static bool copy_by_threads(const mls_kernels *kernels, unsigned char *to,
            to[13 + THREADS * part] == 0xA5;
 }
 
-TEST(threads_decide_together_and_every_byte_arrives)
+TEST(threads_share_a_choice_and_copy_every_byte)
 {
     unsigned char *to = malloc(LARGE), *from = malloc(LARGE);
     REQUIRE(to != NULL && from != NULL);
@@ -377,7 +378,7 @@ TEST(threads_decide_together_and_every_byte_arrives)
 }
 
 /* A checksum over several trials equals that of one pass. */
-TEST(checksums_go_on_over_trials)
+TEST(checksum_continues_across_trials)
 {
     unsigned char *to = malloc(LARGE), *from = calloc(LARGE, 1);
     REQUIRE(to != NULL && from != NULL);
@@ -389,11 +390,11 @@ TEST(checksums_go_on_over_trials)
     REQUIRE(mls_cpu_choose(NULL, &cpu, &status) == MLS_OK);
     REQUIRE(mls_store_choices_init(&choices, NULL, &status) == MLS_OK);
     const mls_crc_kernels *crc = mls_crc_of(cpu);
-    const uint32_t wanted = crc->update(7, from, LARGE - 3);
+    const uint32_t expected = crc->update(7, from, LARGE - 3);
     CHECK(mls_crc_copy(crc, &choices, 7, to + 1, from, LARGE - 3,
-                       (mls_destination){.bytes = SIZE_MAX}) == wanted);
+                       (mls_destination){.bytes = SIZE_MAX}) == expected);
     CHECK(memcmp(to + 1, from, LARGE - 3) == 0);
-    CHECK(mls_crc_copy(crc, NULL, 7, to, from, LARGE - 3, mls_cached()) == wanted);
+    CHECK(mls_crc_copy(crc, NULL, 7, to, from, LARGE - 3, mls_cached()) == expected);
     free(to);
     free(from);
 }

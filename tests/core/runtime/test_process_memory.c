@@ -19,7 +19,7 @@ static void put(const char *name, const char *text)
     write_text(path, text);
 }
 
-TEST(version_2_counts_parents)
+TEST(cgroup_v2_limit_includes_parents)
 {
     put("a/b/memory.max", "3000\n");
     put("a/memory.max", "2000\n");
@@ -32,7 +32,7 @@ TEST(version_2_counts_parents)
     CHECK(mls_process_memory_limit(folder, "0::/\n") == 70);
 }
 
-TEST(version_1_has_a_folder_for_memory)
+TEST(cgroup_v1_reads_the_memory_controller)
 {
     put("memory/job/memory.limit_in_bytes", "5000\n");
     put("memory/memory.limit_in_bytes", "9223372036854771712\n");
@@ -43,7 +43,7 @@ TEST(version_1_has_a_folder_for_memory)
           UINT64_C(9223372036854771712));
 }
 
-TEST(nonsense_is_no_limit)
+TEST(malformed_cgroup_files_mean_unlimited)
 {
     static char path[5000];
     static const char *const texts[] = {"", "\n\n", "0", "0:", "0::", ":memory", "::::"};
@@ -59,7 +59,7 @@ TEST(nonsense_is_no_limit)
     CHECK(mls_process_memory_limit(folder, "0::/") == UINT64_MAX);
 }
 
-TEST(the_system_tells)
+TEST(memory_read_returns_plausible_numbers)
 {
     enum { BYTES = 64 << 20 };
     mls_process_memory before, after;

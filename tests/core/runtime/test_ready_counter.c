@@ -29,7 +29,7 @@ static void *add_up(void *argument)
     return NULL;
 }
 
-TEST(what_is_waited_for_has_been_made)
+TEST(wait_returns_after_items_are_ready)
 {
     static factory f;
     pthread_t threads[READERS];
@@ -53,7 +53,7 @@ TEST(what_is_waited_for_has_been_made)
     mls_ready_counter_fini(&f.counter);
 }
 
-TEST(nobody_waits_for_nothing_or_behind_the_end)
+TEST(wait_for_zero_or_finished_counter_returns_at_once)
 {
     mls_ready_counter counter;
     mls_ready_counter_init(&counter);

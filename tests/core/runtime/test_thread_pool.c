@@ -51,7 +51,7 @@ TEST(every_index_runs_once_at_any_size)
     }
 }
 
-TEST(no_pool_and_no_work_are_fine)
+TEST(missing_pool_and_empty_work_are_accepted)
 {
     CHECK(all_once(NULL));
     REQUIRE(mls_pool_new(2, &pool, &status) == MLS_OK);
@@ -130,7 +130,7 @@ static void count_task(void *context, size_t index)
     atomic_fetch_add(&b->tasks, 1);
 }
 
-TEST(others_work_while_the_caller_is_at_its_own)
+TEST(workers_run_beside_the_callers_function)
 {
     static const size_t counts[] = {0, 1, MANY};
     REQUIRE(mls_pool_new(2, &pool, &status) == MLS_OK);

@@ -7,23 +7,23 @@
 
 enum { STRETCHES = 40, THREADS = 4 };
 
-TEST(a_thread_goes_along_its_own_stretch)
+TEST(thread_takes_its_queue_in_order)
 {
     static const size_t starts[] = {0, 3, 6};
     static const size_t expected[][2] = {{0, 0}, {1, 3}, {0, 1}, {1, 4}, {1, 5}, {0, 2}};
     mls_work_queues all;
-    size_t mine[2] = {SIZE_MAX, SIZE_MAX}, item;
+    size_t queues[2] = {SIZE_MAX, SIZE_MAX}, item;
     REQUIRE(mls_work_queues_init(&all, starts, 2));
     for (size_t i = 0; i < 6; i++) {
-        CHECK(mls_work_queues_take(&all, &mine[expected[i][0]], &item));
+        CHECK(mls_work_queues_take(&all, &queues[expected[i][0]], &item));
         CHECK(item == expected[i][1]);
     }
-    CHECK(!mls_work_queues_take(&all, &mine[0], &item));
-    CHECK(!mls_work_queues_take(&all, &mine[1], &item));
+    CHECK(!mls_work_queues_take(&all, &queues[0], &item));
+    CHECK(!mls_work_queues_take(&all, &queues[1], &item));
     mls_work_queues_fini(&all);
 }
 
-TEST(who_has_no_stretch_helps_another)
+TEST(idle_thread_steals_work)
 {
     static const size_t starts[] = {0, 4, 4, 5};
     mls_work_queues all;
@@ -39,38 +39,38 @@ TEST(who_has_no_stretch_helps_another)
     mls_work_queues_fini(&all);
 }
 
-TEST(nothing_is_nothing_to_take)
+TEST(empty_queues_have_no_work)
 {
     static const size_t starts[] = {0, 0, 0};
     for (size_t count = 0; count < 3; count++) {
         mls_work_queues all;
-        size_t mine = SIZE_MAX, item;
+        size_t queue = SIZE_MAX, item;
         REQUIRE(mls_work_queues_init(&all, starts, count));
-        CHECK(!mls_work_queues_take(&all, &mine, &item));
-        CHECK(!mls_work_queues_take(&all, &mine, &item));
+        CHECK(!mls_work_queues_take(&all, &queue, &item));
+        CHECK(!mls_work_queues_take(&all, &queue, &item));
         mls_work_queues_fini(&all);
     }
 }
 
 /* Plain memory: ThreadSanitizer reports an item that is handed out twice. */
-typedef struct yard {
+typedef struct stealing_case {
     mls_work_queues all;
     int done[STRETCHES * (STRETCHES - 1) / 2];
-} yard;
+} stealing_case;
 
 static void *work(void *argument)
 {
-    yard *y = argument;
-    size_t mine = SIZE_MAX, item;
-    while (mls_work_queues_take(&y->all, &mine, &item)) {
+    stealing_case *y = argument;
+    size_t queue = SIZE_MAX, item;
+    while (mls_work_queues_take(&y->all, &queue, &item)) {
         y->done[item]++;
     }
     return NULL;
 }
 
-TEST(threads_do_each_item_once)
+TEST(each_item_is_taken_once)
 {
-    static yard y;
+    static stealing_case y;
     size_t starts[STRETCHES + 1] = {0};
     pthread_t threads[THREADS];
     for (size_t i = 0; i < STRETCHES; i++) {

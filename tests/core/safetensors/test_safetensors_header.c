@@ -69,7 +69,7 @@ static bool parses(void)
     return code == MLS_OK && file.has_crc;
 }
 
-TEST(large_items_come_first_then_names)
+TEST(tensors_are_sorted_by_item_size_then_name)
 {
     static const char *const order[] = {"none", "z", "a", "b"};
     static const size_t numbers[] = {3, 2, 1, 0};
@@ -90,7 +90,7 @@ TEST(large_items_come_first_then_names)
     CHECK(h.text.data == NULL && h.crcs == NULL);
 }
 
-TEST(the_first_tensor_lies_at_the_asked_alignment)
+TEST(payload_has_the_requested_alignment)
 {
     static const size_t alignments[] = {8, 64, 512, 4096, 1 << 16};
     for (size_t i = 0; i < sizeof alignments / sizeof alignments[0]; i++) {
@@ -104,7 +104,7 @@ TEST(the_first_tensor_lies_at_the_asked_alignment)
 }
 
 /* Metadata of increasing length, beyond the next multiple of the alignment. */
-TEST(no_length_of_the_text_moves_the_payload_off_its_place)
+TEST(payload_is_aligned_at_every_header_length)
 {
     char long_value[200];
     memset(long_value, 'x', sizeof long_value);
@@ -129,7 +129,7 @@ static bool digits_are(size_t at, uint32_t value)
     return memcmp(h.text.data + at, digits, 8) == 0;
 }
 
-TEST(each_block_of_each_tensor_has_its_digits)
+TEST(each_block_has_checksum_digits)
 {
     enum { BLOCK = MLS_SAFETENSORS_BLOCK };
     static const size_t sizes[] = {BLOCK, BLOCK + 1, 3 * BLOCK, 0, 1};
@@ -146,26 +146,26 @@ TEST(each_block_of_each_tensor_has_its_digits)
         h.crcs[i] = (uint32_t)(0x01234567 * (i + 1));
     }
     const size_t length = h.text.length;
-    const uint32_t own = mls_header_finish(&h, crc);
+    const uint32_t checksum = mls_header_finish(&h, crc);
     CHECK(h.text.length == length); /* nothing moved */
     for (size_t i = 0; i < h.block_count; i++) {
         CHECK(digits_are(h.block_crcs + 8 * i, h.crcs[i]));
     }
-    CHECK(digits_are(h.header_crc, own));
+    CHECK(digits_are(h.header_crc, checksum));
     REQUIRE(parses());
-    CHECK(file.header_crc == own);
+    CHECK(file.header_crc == checksum);
     CHECK(memcmp(file.tensors[1].blocks, "02468ace", 8) == 0);
 }
 
-TEST(the_headers_checksum_is_that_of_zeros_in_its_place)
+TEST(header_checksum_covers_zeroed_digits)
 {
     REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &status) == MLS_OK);
-    const uint32_t own = mls_header_finish(&h, crc);
+    const uint32_t checksum = mls_header_finish(&h, crc);
     memcpy(h.text.data + h.header_crc, "00000000", 8);
-    CHECK(crc->update(0, h.text.data, h.text.length) == own);
+    CHECK(crc->update(0, h.text.data, h.text.length) == checksum);
 }
 
-TEST(metadata_goes_by_key_among_our_own)
+TEST(metadata_is_sorted_by_key)
 {
     const mls_str_pair pairs[] = {{text("z"), text("\"\\")},
                                   {text("mlstate.shards"), text("{}")},
@@ -180,9 +180,9 @@ TEST(metadata_goes_by_key_among_our_own)
                                        "\"mlstate.header.crc32c\":\"",
                                        "\"mlstate.shards\":\"{}\"", "\"z\":\"\\\"\\\\\""};
     for (size_t i = 0; i < 5; i++) {
-        const char *found = strstr(at, keys[i]);
-        CHECK(found != NULL && found > before);
-        before = found != NULL ? found : before;
+        const char *position = strstr(at, keys[i]);
+        CHECK(position != NULL && position > before);
+        before = position != NULL ? position : before;
     }
     REQUIRE(parses());
     CHECK(file.count == 0 && h.file_bytes == h.text.length);
@@ -200,28 +200,28 @@ static bool refuses(mls_header_tensor *bad, size_t count, const mls_str_pair *pa
            strcmp(st.name, name) == 0 && strstr(st.text, why) != NULL;
 }
 
-TEST(names_and_keys_that_cannot_be_are_refused)
+TEST(reserved_and_duplicate_names_are_refused)
 {
     mls_header_tensor three[3];
     for (size_t i = 0; i < 3; i++) {
         three[i] = tensor(i == 1 ? "other" : "same", i == 0 ? MLS_U8 : MLS_F32, 1, five);
     }
     CHECK(refuses(three, 3, NULL, 0, "same", "twice")); /* for any dtypes */
-    mls_header_tensor one = tensor("__metadata__", MLS_U8, 1, five);
-    CHECK(refuses(&one, 1, NULL, 0, "__metadata__", "reserved"));
-    one = tensor("a\xC3", MLS_U8, 1, five);
-    CHECK(refuses(&one, 1, NULL, 0, "a", "UTF-8")); /* the printable part of the name */
-    one = tensor("a", MLS_U8, 1, five);
+    mls_header_tensor item = tensor("__metadata__", MLS_U8, 1, five);
+    CHECK(refuses(&item, 1, NULL, 0, "__metadata__", "reserved"));
+    item = tensor("a\xC3", MLS_U8, 1, five);
+    CHECK(refuses(&item, 1, NULL, 0, "a", "UTF-8")); /* the printable part of the name */
+    item = tensor("a", MLS_U8, 1, five);
     const mls_str_pair twice[] = {
         {text("k"), text("1")}, {text("l"), text("2")}, {text("k"), text("3")}};
-    CHECK(refuses(&one, 1, twice, 3, "k", "twice"));
-    const mls_str_pair ours = {text("mlstate.blocks.crc32c"), text("00000000")};
-    CHECK(refuses(&one, 1, &ours, 1, "mlstate.blocks.crc32c", "twice"));
+    CHECK(refuses(&item, 1, twice, 3, "k", "twice"));
+    const mls_str_pair reserved = {text("mlstate.blocks.crc32c"), text("00000000")};
+    CHECK(refuses(&item, 1, &reserved, 1, "mlstate.blocks.crc32c", "twice"));
     const mls_str_pair value = {text("k"), text("\xFF")};
-    CHECK(refuses(&one, 1, &value, 1, "k", "UTF-8"));
+    CHECK(refuses(&item, 1, &value, 1, "k", "UTF-8"));
 }
 
-TEST(a_long_name_leaves_room_for_the_reason)
+TEST(long_names_do_not_truncate_the_reason)
 {
     char name[1000];
     memset(name, 'n', sizeof name - 1);
@@ -240,9 +240,9 @@ TEST(a_header_over_the_formats_limit_is_refused)
     REQUIRE(value != NULL);
     memset(value, 'x', length);
     const mls_str_pair pair = {text("k"), {value, length}};
-    mls_header_tensor one = tensor("a", MLS_U8, 1, five);
+    mls_header_tensor item = tensor("a", MLS_U8, 1, five);
     mls_header untouched = {.count = 77};
-    CHECK(mls_header_init(&untouched, &one, 1, &pair, 1, 64, &status) == MLS_E_SIZE);
+    CHECK(mls_header_init(&untouched, &item, 1, &pair, 1, 64, &status) == MLS_E_SIZE);
     CHECK(untouched.count == 77 && strstr(status.text, "100000000") != NULL);
     free(value);
 }

@@ -32,7 +32,7 @@ static mls_code parse(const image *file, mls_safetensors *out, mls_status *st)
     "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape                            \
     "],\"data_offsets\":[" #begin "," #end "]}"
 
-TEST(another_writers_header_is_understood)
+TEST(headers_of_other_writers_are_read)
 {
     /* unsorted, with a contiguous payload, an unknown field, empty and 0-d tensors */
     const image file =
@@ -59,7 +59,7 @@ TEST(another_writers_header_is_understood)
     mls_safetensors_fini(&f);
 }
 
-TEST(a_file_without_tensors_is_good)
+TEST(file_without_tensors_is_valid)
 {
     const image bare = image_of("{}", 0),
                 padded = image_of("{\"__metadata__\":{}}   ", 0);
@@ -71,7 +71,7 @@ TEST(a_file_without_tensors_is_good)
     mls_safetensors_fini(&f);
 }
 
-TEST(headers_that_lie_are_refused)
+TEST(inconsistent_headers_are_refused)
 {
     static const struct {
         const char *header;
@@ -128,7 +128,7 @@ TEST(headers_that_lie_are_refused)
     }
 }
 
-TEST(lengths_that_lie_are_refused)
+TEST(wrong_header_lengths_are_refused)
 {
     image file = image_of("{" T("a", "U8", "3", 0, 3) "}", 3);
     mls_safetensors f;

@@ -57,16 +57,16 @@ static bool stored_is(size_t index, const char *name, const void *expected, size
     return same;
 }
 
-TEST(what_is_written_comes_back_in_order)
+TEST(written_tensors_read_back_in_order)
 {
     float floats[6] = {0, 1, 2, 3, 4, 5};
     uint16_t halves[3] = {7, 8, 9};
     unsigned char bytes[5] = {1, 2, 3, 4, 5};
-    double one = 2.5;
+    double number = 2.5;
     const mls_tensor f = matrix_of(floats, MLS_F32, 2, 3),
                      h = vector_of(halves, MLS_BF16, 3),
                      b = vector_of(bytes, MLS_BOOL, 5),
-                     d = tensor_of(&one, MLS_F64, 0, NULL),
+                     d = tensor_of(&number, MLS_F64, 0, NULL),
                      none = matrix_of(NULL, MLS_F32, 0, 3);
     const mls_named_tensor tensors[] = {{text("h"), &h},
                                         {text("b\"\\\n\xC3\xA9"), &b},
@@ -75,7 +75,7 @@ TEST(what_is_written_comes_back_in_order)
                                         {text(""), &d}};
     const mls_str_pair pairs[] = {{text("z"), text("last")}, {text("a"), text("\x01\"")}};
     REQUIRE(save(tensors, 5, pairs, 2, &status) == MLS_OK);
-    CHECK(stored_is(0, "", &one, 8));
+    CHECK(stored_is(0, "", &number, 8));
     CHECK(stored_is(1, "f1", "", 0));
     CHECK(stored_is(2, "f2", floats, sizeof floats));
     CHECK(stored_is(3, "h", halves, sizeof halves));
@@ -99,9 +99,9 @@ TEST(the_order_of_the_arguments_does_not_matter)
     size_t first_bytes = 0, second_bytes = 0;
     REQUIRE(save(tensors, 3, NULL, 0, &status) == MLS_OK);
     REQUIRE(mls_file_read(file_path, ROOM, &first, &first_bytes, &status) == MLS_OK);
-    const mls_named_tensor kept = tensors[0];
+    const mls_named_tensor swapped = tensors[0];
     tensors[0] = tensors[2];
-    tensors[2] = kept;
+    tensors[2] = swapped;
     CHECK(save(tensors, 3, NULL, 0, &status) == MLS_OK);
     CHECK(mls_file_read(file_path, ROOM, &second, &second_bytes, &status) == MLS_OK);
     CHECK(first_bytes == second_bytes && memcmp(first, second, first_bytes) == 0);
@@ -149,7 +149,7 @@ TEST(one_swapped_number_without_dimensions_is_packed)
     CHECK(stored_is(0, "x", "\1\2\3\4", 4));
 }
 
-TEST(names_that_no_file_can_hold_are_refused)
+TEST(unstorable_names_are_refused)
 {
     unsigned char byte = 1;
     const mls_tensor t = tensor_of(&byte, MLS_U8, 0, NULL);
@@ -157,7 +157,7 @@ TEST(names_that_no_file_can_hold_are_refused)
     const mls_named_tensor twice[] = {good, {text("b"), &t}, good};
     const mls_named_tensor reserved = {text("__metadata__"), &t};
     const mls_named_tensor broken = {text("\xFF"), &t};
-    const mls_str_pair ours = {text("mlstate.x"), text("")};
+    const mls_str_pair reserved_key = {text("mlstate.x"), text("")};
     const mls_str_pair broken_key = {text("\xC3"), text("")};
     const mls_str_pair broken_value = {text("k"), text("\xED\xA0\x80")};
     const mls_str_pair same[] = {{text("k"), text("1")}, {text("k"), text("2")}};
@@ -165,7 +165,7 @@ TEST(names_that_no_file_can_hold_are_refused)
     CHECK_TEXT(status.name, "a");
     CHECK(save(&reserved, 1, NULL, 0, &status) == MLS_E_VALUE);
     CHECK(save(&broken, 1, NULL, 0, &status) == MLS_E_VALUE);
-    CHECK(save(&good, 1, &ours, 1, &status) == MLS_E_VALUE);
+    CHECK(save(&good, 1, &reserved_key, 1, &status) == MLS_E_VALUE);
     CHECK(save(&good, 1, &broken_key, 1, &status) == MLS_E_VALUE);
     CHECK(save(&good, 1, &broken_value, 1, &status) == MLS_E_VALUE);
     CHECK(save(&good, 1, same, 2, &status) == MLS_E_VALUE);
@@ -195,7 +195,7 @@ static mls_code parse_all(const unsigned char *data, size_t length, bool verify,
     return code;
 }
 
-TEST(any_changed_byte_of_a_header_and_any_cut_is_noticed)
+TEST(header_changes_and_truncation_are_detected)
 {
     float floats[4] = {1, 2, 3, 4};
     const mls_tensor t = matrix_of(floats, MLS_F32, 2, 2);
@@ -221,7 +221,7 @@ TEST(any_changed_byte_of_a_header_and_any_cut_is_noticed)
     mls_free(data);
 }
 
-TEST(a_changed_tensor_is_noticed_unless_nobody_looks)
+TEST(changed_tensor_is_detected_only_with_verification)
 {
     float floats[4] = {1, 2, 3, 4};
     float read_back[4];
@@ -248,7 +248,7 @@ TEST(a_changed_tensor_is_noticed_unless_nobody_looks)
     mls_safetensors_fini(&f);
 }
 
-TEST(the_first_damage_is_told_whatever_the_threads)
+TEST(first_damage_is_reported_for_any_thread_count)
 {
     enum { COUNT = 3 << 20, ITEMS = 4 };
     mls_tensor views[ITEMS];

@@ -5,7 +5,7 @@ enum { MOST = 400 }; /* maximum number of elements of a tensor */
 
 static const mls_layout whole_tensor = {0};
 
-TEST(rows_are_cut_as_torch_cuts_them)
+TEST(rows_are_chunked_like_torch)
 {
     const size_t shape[] = {5, 3};
     const mls_layout rows = cut(0, 4);
@@ -27,7 +27,7 @@ TEST(flat_chunks_are_never_of_negative_size)
     }
 }
 
-TEST(the_last_step_counts_fastest)
+TEST(last_step_varies_fastest)
 {
     const size_t shape[] = {4, 6};
     const mls_layout both = cut_twice(1, 2, 0, 2);
@@ -53,7 +53,7 @@ static size_t layouts(mls_layout *out)
     return count;
 }
 
-TEST(the_parts_of_a_layout_are_the_tensor)
+TEST(parts_of_a_layout_cover_the_tensor)
 {
     const size_t shape[] = {5, 4, 3};
     mls_layout all[64];
@@ -62,9 +62,9 @@ TEST(the_parts_of_a_layout_are_the_tensor)
         size_t seen[MOST] = {0}, elements[MOST];
         for (size_t index = 0; index < parts_of(all[i]); index++) {
             const mls_part part = part_at(all[i], 3, shape, index);
-            const size_t kept = elements_of(&part, shape, elements);
-            CHECK(kept == mls_part_count(&part));
-            for (size_t j = 0; j < kept; j++) {
+            const size_t element_count = elements_of(&part, shape, elements);
+            CHECK(element_count == mls_part_count(&part));
+            for (size_t j = 0; j < element_count; j++) {
                 seen[elements[j]]++;
             }
         }
@@ -112,7 +112,7 @@ static void check_overlap(const mls_part *a, const mls_part *b, const size_t *sh
     }
 }
 
-TEST(any_part_meets_any_other_in_what_they_share)
+TEST(intersection_contains_the_shared_elements)
 {
     const size_t shapes[][3] = {{5, 4, 3}, {1, 7, 2}, {3, 0, 2}, {6, 1, 1}};
     mls_layout all[64];
@@ -147,7 +147,7 @@ TEST(a_scalar_is_one_element)
     CHECK(!mls_overlap_next(&overlap, &run));
 }
 
-TEST(rows_that_both_have_whole_are_one_run)
+TEST(rows_complete_in_both_parts_are_one_run)
 {
     const size_t shape[] = {8, 4, 5};
     const mls_layout rows = cut(0, 4);
@@ -253,7 +253,7 @@ static bool is_step(const char *text, int axis, size_t parts)
            has_parts == (strchr(text, '=') != NULL);
 }
 
-TEST(every_name_is_parsed_and_no_other_text)
+TEST(layout_names_are_parsed_exactly)
 {
     static const char *const bad[] = {
         "",       "row",     "rows=",   "rows=x",          "rows ",

@@ -38,8 +38,8 @@ static void compare(const mls_layout *stored, int rank, const size_t *shape,
     for (size_t i = 0; i < parts; i++) {
         const mls_part part = part_at(*stored, rank, shape, i);
         if (meet(&part, to)) {
-            size_t found = SIZE_MAX;
-            CHECK(mls_layout_intersection_next(&meeting, &found) && found == i);
+            size_t index = SIZE_MAX;
+            CHECK(mls_layout_intersection_next(&meeting, &index) && index == i);
         }
     }
     size_t more;
@@ -47,7 +47,7 @@ static void compare(const mls_layout *stored, int rank, const size_t *shape,
     CHECK(!mls_layout_intersection_next(&meeting, &more));
 }
 
-TEST(the_parts_found_are_those_that_meet)
+TEST(search_returns_the_intersecting_parts)
 {
     static const size_t shapes[][3] = {{5, 4, 6}, {7, 3, 2}, {1, 1, 1}, {2, 9, 3},
                                        {0, 4, 2}, {4, 0, 3}, {13, 2, 5}};
@@ -67,11 +67,11 @@ TEST(the_parts_found_are_those_that_meet)
 TEST(a_scalar_is_in_the_first_part)
 {
     const mls_layout flat = {1, {{MLS_LAYOUT_FLAT, 3}}};
-    const mls_layout whole = {0};
+    const mls_layout unsharded = {0};
     for (size_t i = 0; i < 3; i++) {
         const mls_part to = part_at(flat, 0, NULL, i);
         compare(&flat, 0, NULL, &to);
-        compare(&whole, 0, NULL, &to);
+        compare(&unsharded, 0, NULL, &to);
     }
 }
 
@@ -87,15 +87,15 @@ TEST(the_number_of_parts_does_not_matter)
     size_t part, count = 0;
     for (mls_layout_intersection_init(&meeting, &old, 2, shape, &to);
          mls_layout_intersection_next(&meeting, &part); count++) {
-        const mls_part found = part_at(old, 2, shape, part);
-        CHECK(meet(&found, &to));
+        const mls_part from = part_at(old, 2, shape, part);
+        CHECK(meet(&from, &to));
     }
     CHECK(count == 2 || count == 3);
     count = 0;
     for (mls_layout_intersection_init(&meeting, &two, 2, shape, &to);
          mls_layout_intersection_next(&meeting, &part); count++) {
-        const mls_part found = part_at(two, 2, shape, part);
-        CHECK(meet(&found, &to));
+        const mls_part from = part_at(two, 2, shape, part);
+        CHECK(meet(&from, &to));
     }
     CHECK(count == 2 || count == 3);
 }

@@ -14,12 +14,13 @@ static bool aligns(const char *state, int rank, const size_t *shape, int paramet
 {
     signed char axes[MLS_LAYOUT_RANK];
     memset(axes, UNTOUCHED, sizeof axes);
-    const bool found = mls_optimizer_axes(text(state), rank, shape, parameter_rank,
-                                          parameter_shape, axes);
+    const bool is_aligned = mls_optimizer_axes(text(state), rank, shape, parameter_rank,
+                                               parameter_shape, axes);
     if (expected == NULL) {
-        return !found && axes[0] == UNTOUCHED;
+        return !is_aligned && axes[0] == UNTOUCHED;
     }
-    return found && memcmp(axes, expected, (size_t)rank) == 0 && axes[rank] == UNTOUCHED;
+    return is_aligned && memcmp(axes, expected, (size_t)rank) == 0 &&
+           axes[rank] == UNTOUCHED;
 }
 
 TEST(a_state_of_the_same_shape_has_the_same_axes)
@@ -38,7 +39,7 @@ TEST(a_counter_has_no_axes_at_all)
     CHECK(aligns("step", 0, NULL, 0, NULL, NULL));
 }
 
-TEST(sums_over_an_axis_lack_it)
+TEST(reduced_axis_is_missing)
 {
     const size_t shape[] = {6, 4}, rows[] = {6}, columns[] = {4};
     CHECK(aligns("exp_avg_sq_row", 1, rows, 2, shape, (const signed char[]){0}));
@@ -72,19 +73,19 @@ TEST(batches_of_matrices_keep_their_first_axes)
     CHECK(aligns("x", 2, first, 3, shape, (const signed char[]){1, 2}));
 }
 
-TEST(axes_of_length_one_are_lacking_too)
+TEST(axes_of_length_one_count_as_missing)
 {
     const size_t shape[] = {6, 4}, rows[] = {6, 1}, columns[] = {1, 4}, both[] = {1, 1};
-    const size_t vector[] = {6}, one[] = {1}, narrow[] = {1, 4};
+    const size_t vector[] = {6}, single[] = {1}, narrow[] = {1, 4};
     CHECK(aligns("v", 2, rows, 2, shape, (const signed char[]){0, NONE}));
     CHECK(aligns("v", 2, columns, 2, shape, (const signed char[]){NONE, 1}));
     CHECK(aligns("v", 2, both, 2, shape, (const signed char[]){NONE, NONE}));
-    CHECK(aligns("v", 1, one, 1, vector, (const signed char[]){NONE}));
+    CHECK(aligns("v", 1, single, 1, vector, (const signed char[]){NONE}));
     /* an axis of length 1 is kept if the parameter has one too */
     CHECK(aligns("v", 2, both, 2, narrow, (const signed char[]){0, NONE}));
 }
 
-TEST(what_does_not_fit_has_none_of_the_axes)
+TEST(mismatched_shapes_share_no_axes)
 {
     const size_t shape[] = {6, 4}, other[] = {6, 5, 4}, wrong[] = {7};
     const size_t none = 0;
@@ -114,8 +115,8 @@ static bool projects(mls_layout layout, size_t index, int rank, const signed cha
 
 TEST(the_same_axes_are_cut_the_same_way)
 {
-    const mls_layout whole = {0}, both = cut_twice(1, 3, MLS_LAYOUT_FLAT, 4);
-    CHECK(projects(whole, 0, 2, NULL, whole, 0));
+    const mls_layout unsharded = {0}, both = cut_twice(1, 3, MLS_LAYOUT_FLAT, 4);
+    CHECK(projects(unsharded, 0, 2, NULL, unsharded, 0));
     for (size_t part = 0; part < 12; part++) {
         CHECK(projects(both, part, 2, NULL, both, part));
     }
@@ -134,7 +135,7 @@ TEST(steps_along_lacking_axes_are_left_out)
     CHECK(projects(both, 11, 2, none, (mls_layout){0}, 0));
 }
 
-TEST(an_axis_that_is_cut_again_stays_so)
+TEST(nested_layout_is_projected)
 {
     const signed char rows[] = {0};
     const mls_layout again = {.count = 3, .steps = {{0, 2}, {1, 3}, {0, 5}}};
@@ -144,7 +145,7 @@ TEST(an_axis_that_is_cut_again_stays_so)
     }
 }
 
-TEST(flat_pieces_are_only_of_what_has_the_same_axes)
+TEST(flat_layout_projects_only_equal_axes)
 {
     const signed char rows[] = {0};
     const mls_layout flat = cut(MLS_LAYOUT_FLAT, 4);
@@ -166,8 +167,9 @@ TEST(a_projected_part_has_the_indices_of_its_parameter)
         mls_layout projected;
         size_t part_index;
         mls_layout_project(&layout, index, 1, rows, &projected, &part_index);
-        const mls_part whole = part_at(layout, 2, shape, index);
+        const mls_part full_part = part_at(layout, 2, shape, index);
         const mls_part part = part_at(projected, 1, sums, part_index);
-        CHECK(part.start[0] == whole.start[0] && part.length[0] == whole.length[0]);
+        CHECK(part.start[0] == full_part.start[0] &&
+              part.length[0] == full_part.length[0]);
     }
 }

@@ -39,7 +39,7 @@ static inline mls_part part_at(mls_layout layout, int rank, const size_t *shape,
  * to the flat range.  Returns how many there are. */
 static inline size_t elements_of(const mls_part *part, const size_t *shape, size_t *out)
 {
-    size_t total = 1, box = 0, kept = 0;
+    size_t total = 1, box = 0, count = 0;
     for (int axis = 0; axis < part->rank; axis++) {
         total *= shape[axis];
     }
@@ -53,11 +53,11 @@ static inline size_t elements_of(const mls_part *part, const size_t *shape, size
                      at - part->start[axis] < part->length[axis];
         }
         if (inside && box >= part->begin && box < part->end) {
-            out[kept++] = element;
+            out[count++] = element;
         }
         box += inside;
     }
-    return kept;
+    return count;
 }
 
 #endif

@@ -153,12 +153,12 @@ static inline mls_shard_item item_of(const char *name, const char *state, mls_dt
 }
 
 /* One part of a tensor. */
-static inline mls_shard_item part_of(mls_shard_item whole, int axis, size_t parts,
+static inline mls_shard_item part_of(mls_shard_item item, int axis, size_t parts,
                                      size_t part)
 {
-    whole.layout = cut(axis, parts);
-    whole.part = part;
-    return whole;
+    item.layout = cut(axis, parts);
+    item.part = part;
+    return item;
 }
 
 /* The job of a single rank. */
@@ -182,12 +182,12 @@ static inline mls_shard_job job_of(const mls_shard_item *items, size_t count,
  * missing. */
 static inline unsigned char *read_pool_file(const char *path, size_t *length)
 {
-    char whole[sizeof pool_path + MLS_PATH_BYTES + 2];
+    char full_path[sizeof pool_path + MLS_PATH_BYTES + 2];
     unsigned char *data = NULL;
     mls_status st;
-    snprintf(whole, sizeof whole, "%s/%s", pool_path, path);
-    return mls_file_read(whole, (size_t)1 << 30, &data, length, &st) == MLS_OK ? data
-                                                                               : NULL;
+    snprintf(full_path, sizeof full_path, "%s/%s", pool_path, path);
+    return mls_file_read(full_path, (size_t)1 << 30, &data, length, &st) == MLS_OK ? data
+                                                                                   : NULL;
 }
 
 /* Parse one of the pool's indexes; release it with mls_index_fini. */

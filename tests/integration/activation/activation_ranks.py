@@ -37,25 +37,25 @@ def local(tensor):
 
 def train(model, x, rank, call=None, passes=2):
     torch.manual_seed(10 + rank)
-    made = []
+    gradients = []
     for _ in range(passes):
         out = (call or model)(x + rank)
         loss_of(out).backward()
-        made.append(out.detach())
-    made += [local(parameter.grad).clone() for parameter in model.parameters()]
-    made += [buffer.clone() for buffer in model.buffers()]
-    return made
+        gradients.append(out.detach())
+    gradients += [local(parameter.grad).clone() for parameter in model.parameters()]
+    gradients += [buffer.clone() for buffer in model.buffers()]
+    return gradients
 
 
 def compare(make, group, **options):
     model, x = make()
-    wanted = train(model, x, group.rank)
+    expected = train(model, x, group.rank)
     for steps in plans():
         model, x = make()
         seen = []
         plan = Plan(chain_of(BLOCKS), steps)
         with plan.apply(model, observe=lambda *step, seen=seen: seen.append(step), **options):
-            assert_same_bits(wanted, train(model, x, group.rank))
+            assert_same_bits(expected, train(model, x, group.rank))
         assert seen == [*steps, *steps]
 
 
@@ -106,13 +106,13 @@ def gradients_reduced_by_hooks_of_mlstate(group):
             Plan(chain_of(BLOCKS), steps).apply(model)
         torch.manual_seed(group.rank)
         loss_of(model(x + group.rank)).backward()
-        made = [torch.as_tensor(unit.local_gradient).clone() for unit in units.values()]
+        gradients = [torch.as_tensor(unit.local_gradient).clone() for unit in units.values()]
         hook.close()
-        return made
+        return gradients
 
-    wanted = run(None)
+    expected = run(None)
     for steps in plans():
-        assert_same_bits(wanted, run(steps))
+        assert_same_bits(expected, run(steps))
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def loss_of(out):
 def results(model, inputs, call=None, passes=2):
     """Train for some passes; return outputs, gradients, buffers, and the next random numbers."""
     torch.manual_seed(7)
-    made = []
+    outputs_and_gradients = []
     for _ in range(passes):
         fresh = [
             t.detach().clone().requires_grad_(t.is_floating_point()) if torch.is_tensor(t) else t
@@ -194,20 +194,22 @@ def results(model, inputs, call=None, passes=2):
         out = (call or model)(*fresh)
         loss_of(out).backward()
         tensors = out if isinstance(out, tuple) else (out,)
-        made += [t.detach() for t in tensors] + [t.grad for t in fresh if torch.is_tensor(t)]
-    made += [parameter.grad for parameter in model.parameters()]
-    made += [buffer.clone() for buffer in model.buffers()]
+        outputs_and_gradients += [t.detach() for t in tensors] + [
+            t.grad for t in fresh if torch.is_tensor(t)
+        ]
+    outputs_and_gradients += [parameter.grad for parameter in model.parameters()]
+    outputs_and_gradients += [buffer.clone() for buffer in model.buffers()]
     model.zero_grad()
-    return [*made, torch.rand(2)]
+    return [*outputs_and_gradients, torch.rand(2)]
 
 
 def assert_same_bits(first, second):
     """Compare lists that contain tensors and None."""
     assert len(first) == len(second)
-    for k, (one, two) in enumerate(zip(first, second, strict=True)):
-        if one is None or two is None:
-            assert one is two, k
+    for k, (left, right) in enumerate(zip(first, second, strict=True)):
+        if left is None or right is None:
+            assert left is right, k
         else:
-            assert one.dtype == two.dtype, k
-            raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, two)]
-            assert torch.equal(*raw), f"tensor {k} differs: {(one != two).sum()} elements"
+            assert left.dtype == right.dtype, k
+            raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+            assert torch.equal(*raw), f"tensor {k} differs: {(left != right).sum()} elements"

@@ -76,10 +76,10 @@ def schedules(chain):
 
 def test_the_predicted_peak_is_the_measured_one(measured):
     model, x, chain = measured
-    for made in schedules(chain):
-        with made.apply(model):
+    for schedule in schedules(chain):
+        with schedule.apply(model):
             peak = peak_of(model, x, chain)
-        assert peak == pytest.approx(made.predicted_peak_bytes, rel=0.02), made
+        assert peak == pytest.approx(schedule.predicted_peak_bytes, rel=0.02), schedule
 
 
 def test_the_peak_without_a_plan_is_predicted_too(measured):
@@ -87,7 +87,7 @@ def test_the_peak_without_a_plan_is_predicted_too(measured):
     assert peak_of(model, x, chain) == pytest.approx(chain.plain_peak_bytes, rel=0.02)
 
 
-def test_what_is_measured_is_what_was_made():
+def test_chain_figures_match_the_model():
     model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Tanh(), nn.Flatten(), nn.Dropout(0.5))
     chain = Chain.from_torch(model, torch.ones(6, 8))
     assert chain.names == ("0", "1", "2", "3")
@@ -96,28 +96,30 @@ def test_what_is_measured_is_what_was_made():
     assert chain.saved_bytes.tolist()[:3] == [96, 96, 96]
     assert chain.saved_bytes[3] > 96  # a mask
     assert (chain.forward_seconds > 0).all() and (chain.backward_seconds[:2] > 0).all()
-    wanted = Chain.from_torch(model, torch.ones(6, 8, requires_grad=True))
-    assert wanted.gradient_bytes[0] == 192
+    with_input_gradient = Chain.from_torch(model, torch.ones(6, 8, requires_grad=True))
+    assert with_input_gradient.gradient_bytes[0] == 192
 
 
-def test_the_saved_bytes_are_those_of_the_hooks():
+def test_saved_bytes_match_saved_tensor_hooks():
     """A second way to count: the memory of all tensors that autograd's hooks see."""
     model, x = transformer(1)
     chain = Chain.from_torch(model, x.requires_grad_(), repeats=1)
-    own = {p.untyped_storage()._cdata for p in model.parameters()} | {x.untyped_storage()._cdata}
-    found = {}
+    model_storages = {p.untyped_storage()._cdata for p in model.parameters()} | {
+        x.untyped_storage()._cdata
+    }
+    storages = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            found[storage._cdata] = storage  # kept alive, so that its address is not used again
+        if storage._cdata not in model_storages:
+            storages[storage._cdata] = storage  # kept alive, so that its address is not used again
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = model(x)
     storage = out.untyped_storage()
-    found[storage._cdata] = storage
-    assert chain.saved_bytes.tolist() == [sum(s.nbytes() for s in found.values())]
+    storages[storage._cdata] = storage
+    assert chain.saved_bytes.tolist() == [sum(s.nbytes() for s in storages.values())]
 
 
 def test_the_model_is_as_it_was():
@@ -179,12 +181,12 @@ def test_blocks_that_differ_are_measured_apart():
 def test_blocks_that_share_a_cache():
     model, x = Cached(), torch.randn(2, 5, 8)
     cached = Chain.from_torch(model, x, repeats=2)
-    plain = Chain.from_torch(model, {"x": x, "use_cache": False}, repeats=1)
-    assert cached.activation_bytes.tolist() == plain.activation_bytes.tolist()
-    assert (cached.saved_bytes >= plain.saved_bytes + x.nbytes).all()
-    given = Cache()
-    Chain.from_torch(model, {"x": x, "cache": given}, repeats=1)
-    assert given.layers == [] and given.tokens is None
+    uncached = Chain.from_torch(model, {"x": x, "use_cache": False}, repeats=1)
+    assert cached.activation_bytes.tolist() == uncached.activation_bytes.tolist()
+    assert (cached.saved_bytes >= uncached.saved_bytes + x.nbytes).all()
+    cache = Cache()
+    Chain.from_torch(model, {"x": x, "cache": cache}, repeats=1)
+    assert cache.layers == [] and cache.tokens is None
 
 
 def test_functions_and_in_place_blocks():
@@ -265,38 +267,38 @@ def test_but_not_less_than_without_its_gradient():
 # measure_peak itself
 
 
-def test_measure_peak_counts_what_is_held_at_once():
-    kept = []
+def test_measure_peak_counts_live_memory():
+    tensors = []
 
     def work():
-        kept.append(torch.ones(1000))
+        tensors.append(torch.ones(1000))
         torch.ones(3000)
         return torch.ones(500)
 
     use = measure_peak(work)
     assert use.peak_bytes == 16000
     assert use.left_bytes == 6000
-    assert [held for _, held in use.curve] == [4000, 16000, 4000, 6000]
-    assert all(one[0] <= two[0] for one, two in pairwise(use.curve))
+    assert [live_bytes for _, live_bytes in use.curve] == [4000, 16000, 4000, 6000]
+    assert all(earlier[0] <= later[0] for earlier, later in pairwise(use.curve))
     assert measure_peak(lambda: None).peak_bytes == 0
 
 
-def test_what_was_there_before_is_not_counted():
-    kept = [torch.ones(1000)]
-    assert measure_peak(kept.clear)[:2] == (0, 0)
+def test_existing_memory_is_not_counted():
+    tensors = [torch.ones(1000)]
+    assert measure_peak(tensors.clear)[:2] == (0, 0)
     # also if torch remembers the address from another measurement
-    measure_peak(lambda: kept.append(torch.ones(1000)))
-    address = kept[0].data_ptr()
+    measure_peak(lambda: tensors.append(torch.ones(1000)))
+    address = tensors[0].data_ptr()
     for _ in range(100):
-        kept.clear()
-        kept.append(torch.ones(1000))
-        if kept[0].data_ptr() == address:
+        tensors.clear()
+        tensors.append(torch.ones(1000))
+        if tensors[0].data_ptr() == address:
             break
-    assert measure_peak(kept.clear)[:2] == (0, 0)
+    assert measure_peak(tensors.clear)[:2] == (0, 0)
 
 
 @pytest.mark.parametrize("level", [None, "0"])
-def test_the_profiler_prints_what_the_user_asked_for(level):
+def test_profiler_output_and_environment_are_restored(level):
     code = (
         "import os, torch; from mlstate.activation import Chain\n"
         "before = dict(os.environ)\n"
@@ -308,7 +310,7 @@ def test_the_profiler_prints_what_the_user_asked_for(level):
     assert (done.stderr == "") == (level is None), done.stderr
 
 
-def test_measure_peak_refuses_what_it_cannot_measure():
+def test_measure_peak_refuses_unsupported_devices_and_profilers():
     with pytest.raises(ValueError, match="on cpu and cuda, not on meta"):
         measure_peak(lambda: None, device="meta")
     with torch.autograd.profiler.profile(), pytest.raises(RuntimeError, match="is already running"):
@@ -321,7 +323,7 @@ def test_peaks_on_a_gpu(name):
     model, x = MODELS[name]()
     model, x = model.cuda(), x.cuda()
     chain = Chain.from_torch(model, x, repeats=2)
-    for made in schedules(chain):
-        with made.apply(model):
+    for schedule in schedules(chain):
+        with schedule.apply(model):
             peak = peak_of(model, x, chain, "cuda")
-        assert peak == pytest.approx(made.predicted_peak_bytes, rel=0.02), made
+        assert peak == pytest.approx(schedule.predicted_peak_bytes, rel=0.02), schedule

@@ -63,10 +63,10 @@ def test_plans_that_were_searched_for(measured):
     for share in (0.1, 0.6):
         least, most = chain.least_budget_bytes, chain.plain_peak_bytes
         for schedules in ("persistent", "any"):
-            made = plan(chain, int(least + share * (most - least)), schedules=schedules)
-            use = measure_plan(made, model, x)
+            schedule = plan(chain, int(least + share * (most - least)), schedules=schedules)
+            use = measure_plan(schedule, model, x)
             judge(use)
-            assert use.measured_bytes <= 1.01 * made.budget_bytes
+            assert use.measured_bytes <= 1.01 * schedule.budget_bytes
     judge(measure_plan(Plan(chain, segments(chain.blocks, 2)), model, x))
 
 
@@ -97,26 +97,26 @@ def test_reasons():
     assert repr(use).startswith("<PlanUse: ")
 
 
-def test_nothing_is_changed_and_lists_of_blocks_do():
+def test_measure_plan_keeps_state_and_accepts_block_lists():
     model, x = perceptron(3)
     torch.manual_seed(1)
     state = torch.get_rng_state()
     before = [buffer.clone() for buffer in model.buffers()]
-    made = Plan(Chain.from_torch(model, x, repeats=1), segments(3, 1))
-    use = measure_plan(made, list(model), x)
-    assert use.predicted_bytes == made.predicted_peak_bytes
+    schedule = Plan(Chain.from_torch(model, x, repeats=1), segments(3, 1))
+    use = measure_plan(schedule, list(model), x)
+    assert use.predicted_bytes == schedule.predicted_peak_bytes
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, model.buffers(), before))
     assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(ValueError, match="the plan is for 3 blocks"):
-        measure_plan(made, list(model)[:2], x)
+        measure_plan(schedule, list(model)[:2], x)
 
 
 def test_blocks_that_share_a_cache():
     model, x = Cached(3), torch.randn(2, 5, 8)
     sample = {"x": x, "cache": Cache()}
-    made = Plan(Chain.from_torch(model, sample, repeats=1), segments(3, 1))
-    assert measure_plan(made, model, sample).measured_bytes > 0
+    schedule = Plan(Chain.from_torch(model, sample, repeats=1), segments(3, 1))
+    assert measure_plan(schedule, model, sample).measured_bytes > 0
     assert sample["cache"].layers == []
 
 

@@ -48,15 +48,15 @@ def compare(make, steps, *, host=False, offload_to=None, blocks=None, call=None,
     def trained(model, *inputs):
         return results(model, inputs, partial(call, model) if call else None, passes)
 
-    wanted = trained(*make())
+    expected = trained(*make())
     model, *inputs = make()
     with planned(steps, host=host).apply(model, blocks=blocks, offload_to=offload_to):
-        assert_same_bits(wanted, trained(model, *inputs))
+        assert_same_bits(expected, trained(model, *inputs))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 100])
 @pytest.mark.parametrize("name", MODELS)
-def test_bits_are_those_of_the_plain_run(name, size):
+def test_planned_run_has_the_same_bits(name, size):
     blocks = len(MODELS[name]()[0])
     compare(MODELS[name], segments(blocks, size))
 
@@ -98,7 +98,7 @@ def test_offloading_to_a_file_frees_memory(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_autocast_is_there_when_a_block_runs_again(size):
+def test_autocast_is_restored_for_recomputation(size):
     def call(model, x):
         with torch.autocast("cpu", torch.bfloat16):
             return model(x)
@@ -188,13 +188,13 @@ def test_blocks_may_be_functions():
 
     x = torch.randn(4, 8)
     loss_of(block(block(block(x)))).backward()
-    wanted, weight.grad = weight.grad, None
+    expected, weight.grad = weight.grad, None
     seen = []
     run = planned(segments(3, 1)).apply(
         blocks=[block] * 3, observe=lambda kind, i: seen.append((kind, i))
     )
     loss_of(run(x)).backward()
-    assert torch.equal(weight.grad, wanted)
+    assert torch.equal(weight.grad, expected)
     assert seen == segments(3, 1)
 
 
@@ -254,12 +254,12 @@ def test_hooks_of_parameters_fire_once_and_in_the_same_order():
         loss_of(model(x)).backward()
         return seen
 
-    plain = order(None)
-    assert len(plain) == len(set(plain))
-    assert order(planned(segments(4, 1))) == plain
+    expected = order(None)
+    assert len(expected) == len(set(expected))
+    assert order(planned(segments(4, 1))) == expected
 
 
-def test_without_gradients_blocks_run_as_if_there_was_no_plan():
+def test_plan_is_inactive_without_gradients():
     model, x = perceptron()
     seen = []
     with planned(segments(5, 1)).apply(model, observe=lambda *step: seen.append(step)):
@@ -269,8 +269,8 @@ def test_without_gradients_blocks_run_as_if_there_was_no_plan():
             model(x)
         assert not seen
         model.eval()
-        wanted = model(x)
-        assert torch.equal(model(x), wanted)
+        expected = model(x)
+        assert torch.equal(model(x), expected)
 
 
 def test_blocks_that_need_no_gradient_are_let_be():
@@ -287,29 +287,29 @@ def test_gradients_of_a_part_are_enough():
     model, x = perceptron()
     x.requires_grad_()
     torch.manual_seed(3)
-    (wanted,) = torch.autograd.grad(loss_of(model(x)), x)
+    (expected,) = torch.autograd.grad(loss_of(model(x)), x)
     torch.manual_seed(3)
     with planned(segments(5, 1)).apply(model):
         (got,) = torch.autograd.grad(loss_of(model(x)), x)
-    assert torch.equal(got, wanted)
+    assert torch.equal(got, expected)
 
 
-def test_nothing_is_kept_when_the_pass_has_ended():
+def test_outputs_are_freed_after_the_pass():
     model, x = perceptron()
     with planned(segments(5, 2)).apply(model) as applied:
-        kept = []
+        references = []
         original = applied._run
 
         def spy(*args):
             out = original(*args)
-            kept.append(weakref.ref(out))
+            references.append(weakref.ref(out))
             return out
 
         applied._run = spy
         loss = loss_of(model(x))
         loss.backward()
         gc.collect()
-        assert [ref for ref in kept[:-1] if ref() is not None] == []
+        assert [ref for ref in references[:-1] if ref() is not None] == []
 
 
 class Nested(nn.Module):
@@ -326,7 +326,7 @@ class Nested(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_blocks_that_recompute_by_themselves(use_reentrant, seed):
+def test_blocks_with_own_checkpointing(use_reentrant, seed):
     def make():
         torch.manual_seed(0)
         return nn.Sequential(*(Nested(use_reentrant) for _ in range(4))), torch.randn(2, 4, 16)
@@ -335,7 +335,7 @@ def test_blocks_that_recompute_by_themselves(use_reentrant, seed):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_planned_model_inside_what_recomputes_it(use_reentrant):
+def test_planned_model_inside_torch_checkpoint(use_reentrant):
     call = partial(checkpoint, use_reentrant=use_reentrant)
     compare(lambda: transformer(4, width=16), segments(4, 1), call=call)
 
@@ -397,7 +397,7 @@ class Between(nn.Module):
         return x
 
 
-def test_what_stands_between_blocks_is_refused():
+def test_code_between_blocks_is_refused():
     x = torch.randn(2, 8)
     raised(Between(torch.tanh), x, segments(3, 1), "the code between them", ValueError)
     raised(Between(torch.clone), x, segments(3, 1), "the code between them", ValueError)
@@ -520,7 +520,7 @@ def test_blocks_that_are_not_there(module, blocks, match):
         plan.apply(module, blocks=blocks)
 
 
-def test_arguments_that_are_no_model():
+def test_invalid_models_are_refused():
     plan = planned(segments(2, 1))
     with pytest.raises(TypeError, match="module or blocks"):
         apply_plan(plan)
@@ -543,17 +543,17 @@ compiles = pytest.mark.filterwarnings("ignore")  # torch warns about its own int
 @compiles
 def test_blocks_that_are_compiled():
     model, x = transformer(3)
-    wanted = results(model, [x], passes=1)
+    expected = results(model, [x], passes=1)
     compiled = nn.Sequential(*(torch.compile(block, backend="aot_eager") for block in model))
     seen = []
     with planned(segments(3, 1)).apply(compiled, observe=lambda *step: seen.append(step)):
         got = results(compiled, [x], passes=1)
     assert seen == segments(3, 1)
-    for one, two in zip(wanted, got, strict=True):
-        if one is not None:
-            torch.testing.assert_close(one, two)
-    plain = results(compiled, [x], passes=1)
-    assert_same_bits(plain, got)
+    for left, right in zip(expected, got, strict=True):
+        if left is not None:
+            torch.testing.assert_close(left, right)
+    compiled_results = results(compiled, [x], passes=1)
+    assert_same_bits(compiled_results, got)
 
 
 @compiles
@@ -566,9 +566,9 @@ def test_a_model_that_is_compiled_whole_still_runs_by_its_plan():
         loss_of(compiled(ids)).backward()
         assert seen == segments(3, 1)
         torch._dynamo.reset()
-        whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+        fully_compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         with pytest.raises(Exception, match=r"graph.?break|Graph break"):
-            whole(ids)
+            fully_compiled(ids)
 
 
 @needs_cuda

@@ -80,42 +80,42 @@ def same_bits(left, right):
 def test_blocks_run_again_as_decided(strategy, again):
     torch.manual_seed(1)
     model = Model(drop=0.3)
-    plain = step(model)
+    expected = step(model)
     assert runs(model) == [1] * 6
     manager = ActivationManager(strategy)
     with manager.apply(model, "layers.*") as applied:
         assert applied.blocks == tuple(f"layers.{i}" for i in range(6))
-        assert same_bits(step(model), plain)
+        assert same_bits(step(model), expected)
     assert runs(model) == [1 + more for more in again]
     assert [layer.is_checkpointed for layer in manager.layers()] == [bool(n) for n in again]
     assert manager.layers()[0].activation_bytes == 8 * 16 * 4
-    assert same_bits(step(model), plain)
+    assert same_bits(step(model), expected)
     assert runs(model) == [1] * 6
 
 
 def test_less_is_saved():
     """The bytes that autograd saves, as its hooks see them."""
-    kept = 0
+    saved_bytes = 0
 
     def count(tensor):
-        nonlocal kept
-        kept += tensor.nbytes
+        nonlocal saved_bytes
+        saved_bytes += tensor.nbytes
         return tensor
 
     def saved(model):
-        nonlocal kept
-        kept = 0
+        nonlocal saved_bytes
+        saved_bytes = 0
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             model(torch.ones(8, 16)).sum()
-        return kept
+        return saved_bytes
 
     model = Model()
-    plain = saved(model)
+    unmanaged = saved(model)
     with ActivationManager(IntervalStrategy(1)).apply(model, "layers.*"):
-        assert saved(model) < plain / 2
+        assert saved(model) < unmanaged / 2
 
 
-def test_nothing_is_decided_without_gradients():
+def test_no_decisions_without_gradients():
     model = Model()
     manager = ActivationManager(IntervalStrategy(1))
     with manager.apply(model, "layers.*"), torch.no_grad():
@@ -124,7 +124,7 @@ def test_nothing_is_decided_without_gradients():
 
 
 @pytest.mark.parametrize("holder", [dict, type("Batch", (dict,), {})], ids=lambda c: c.__name__)
-def test_sizes_are_those_of_tensors_in_dicts(holder):
+def test_sizes_include_tensors_in_dicts(holder):
     class Inner(nn.Module):
         def forward(self, batch):
             return batch["x"] * 2
@@ -141,11 +141,11 @@ def test_sizes_are_those_of_tensors_in_dicts(holder):
 def test_children_are_blocks_by_default():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-    plain = step(model)
+    expected = step(model)
     manager = ActivationManager(IntervalStrategy(1))
     applied = manager.apply(model)
     assert applied.blocks == ("0", "1", "2")
-    assert same_bits(step(model), plain)
+    assert same_bits(step(model), expected)
     applied.remove()
     applied.remove()
     assert all("forward" not in vars(block) for block in model)
@@ -159,16 +159,16 @@ def test_the_state_dict_stays_as_it_is():
         assert applied.blocks[0] == "embed"
 
 
-def test_a_forward_of_somebody_else_comes_back():
+def test_replaced_forward_is_restored():
     model = Model()
     block = model.layers[0]
-    own = block.forward
-    block.forward = lambda x, **kwargs: own(x, **kwargs) * 2
-    theirs = block.forward
-    plain = step(model)
+    original = block.forward
+    block.forward = lambda x, **kwargs: original(x, **kwargs) * 2
+    replacement = block.forward
+    expected = step(model)
     with ActivationManager(IntervalStrategy(1)).apply(model, "layers.*"):
-        assert same_bits(step(model), plain)
-    assert block.forward is theirs
+        assert same_bits(step(model), expected)
+    assert block.forward is replacement
 
 
 def test_a_strategy_that_raises_stops_the_pass():

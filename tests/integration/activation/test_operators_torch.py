@@ -92,37 +92,37 @@ def peak(model, sample, **options):
 @pytest.mark.parametrize("by", ["call", "operator"])
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.6, 1.0])
 def test_gradients_have_the_same_bits(model, sample, profile, by, share):
-    plain = step(model, sample, keep_all=True)
-    whole = int(profile.bytes[profile.can_keep].sum())
-    chosen = profile.select(int(share * whole), by=by)
-    assert chosen.bytes <= share * whole and chosen.exact
+    expected = step(model, sample, keep_all=True)
+    keepable_bytes = int(profile.bytes[profile.can_keep].sum())
+    chosen = profile.select(int(share * keepable_bytes), by=by)
+    assert chosen.bytes <= share * keepable_bytes and chosen.exact
     got = step(model, sample, context_fn=chosen.contexts)
-    assert all(torch.equal(a, b) for a, b in zip(plain, got, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 def test_memory_goes_down_as_the_budget_does(model, sample, profile):
-    whole = int(profile.bytes[profile.can_keep].sum())
+    keepable_bytes = int(profile.bytes[profile.can_keep].sum())
     peaks = [
-        peak(model, sample, context_fn=profile.select(int(share * whole)).contexts)
+        peak(model, sample, context_fn=profile.select(int(share * keepable_bytes)).contexts)
         for share in (0.0, 0.2, 0.5, 1.0)
     ]
     assert peaks == sorted(peaks)
-    everything, nothing = peak(model, sample, keep_all=True), peak(model, sample)
-    assert peaks[0] < 0.6 * everything  # nothing is kept: the rest is the memory of one block
-    assert nothing <= peaks[0] * 1.01
-    assert peaks[1] < peaks[2] < everything
+    keeping_all, keeping_none = peak(model, sample, keep_all=True), peak(model, sample)
+    assert peaks[0] < 0.6 * keeping_all  # nothing is kept: the rest is the memory of one block
+    assert keeping_none <= peaks[0] * 1.01
+    assert peaks[1] < peaks[2] < keeping_all
 
 
-def test_what_is_kept_costs_what_was_said(model, sample, profile):
+def test_kept_bytes_match_the_selection(model, sample, profile):
     """Each block keeps the selected bytes, in addition to the input that is always kept."""
     chosen = profile.select(int(profile.bytes[profile.can_keep].sum()) // 3)
     none = profile.select(0)
 
-    def held(context_fn):
+    def left_bytes(context_fn):
         return measure_peak(lambda: model(sample, context_fn=context_fn)).left_bytes
 
-    held(none.contexts)
-    extra = held(chosen.contexts) - held(none.contexts)
+    left_bytes(none.contexts)
+    extra = left_bytes(chosen.contexts) - left_bytes(none.contexts)
     assert extra == pytest.approx(len(model.blocks) * chosen.bytes, rel=0.02)
 
 
@@ -150,11 +150,11 @@ def test_operators_that_are_kept_do_not_run_again(model, sample, profile):
     assert softmaxes(lambda: operator_contexts(["aten._softmax.default 1"])) == len(model.blocks)
 
 
-def test_what_draws_random_numbers_and_what_is_a_view_is_never_kept(profile):
-    kept = dict(zip(profile.names, profile.can_keep.tolist(), strict=True))
-    operators = {name.rpartition(" ")[0] for name in kept}
+def test_random_operators_and_views_are_never_kept(profile):
+    can_keep = dict(zip(profile.names, profile.can_keep.tolist(), strict=True))
+    operators = {name.rpartition(" ")[0] for name in can_keep}
     assert {"aten.native_dropout.default"} & operators or {"aten.bernoulli_.float"} & operators
-    for name, can in kept.items():
+    for name, can in can_keep.items():
         if any(part in name for part in ("dropout", "bernoulli", "view", "permute", "transpose")):
             assert not can, name
         if any(part in name for part in ("addmm", "bmm", "_softmax", "gelu", "layer_norm")):
@@ -162,26 +162,26 @@ def test_what_draws_random_numbers_and_what_is_a_view_is_never_kept(profile):
     assert np.all(profile.seconds >= 0) and profile.seconds.sum() > 0
 
 
-def test_a_profile_leaves_random_numbers_where_they_were(model, sample):
+def test_profiling_keeps_the_random_state(model, sample):
     torch.manual_seed(5)
     before = torch.get_rng_state()
     profile_operators(model.blocks[0], sample, repeats=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_bytes_are_those_of_new_memory():
+def test_operator_bytes_count_new_memory():
     def function(x):
         y, z = x * 2, x * 3
         return y.view(-1).add_(z), torch.cat([x, x])
 
     profile = profile_operators(function, torch.ones(8, requires_grad=True), repeats=1)
-    found = dict(zip(profile.names, zip(profile.bytes.tolist(), profile.can_keep.tolist(),
+    operators = dict(zip(profile.names, zip(profile.bytes.tolist(), profile.can_keep.tolist(),
                                         strict=True), strict=True))  # fmt: skip
-    assert found["aten.mul.Tensor 0"] == (32, False)  # changed later, through a view
-    assert found["aten.mul.Tensor 1"] == (32, True)
-    assert found["aten.view.default 0"] == (0, False)
-    assert found["aten.add_.Tensor 0"] == (0, False)
-    assert found["aten.cat.default 0"] == (64, True)
+    assert operators["aten.mul.Tensor 0"] == (32, False)  # changed later, through a view
+    assert operators["aten.mul.Tensor 1"] == (32, True)
+    assert operators["aten.view.default 0"] == (0, False)
+    assert operators["aten.add_.Tensor 0"] == (0, False)
+    assert operators["aten.cat.default 0"] == (64, True)
 
 
 def test_a_profile_shows_itself_by_operator(profile):
@@ -190,7 +190,7 @@ def test_a_profile_shows_itself_by_operator(profile):
     assert "<table>" in profile._repr_html_()
 
 
-def test_what_makes_no_sense_is_refused(profile):
+def test_invalid_arguments_are_refused(profile):
     with pytest.raises(ValueError, match="repeats is 0"):
         profile_operators(torch.nn.ReLU(), torch.ones(2), repeats=0)
     with pytest.raises(ValueError, match="by is 'layer'"):
@@ -205,3 +205,10 @@ def test_what_makes_no_sense_is_refused(profile):
 
     with pytest.raises(ValueError, match="different operators in different runs"):
         profile_operators(moody, torch.ones(2), repeats=1)
+
+
+def test_profiles_and_contexts_warn_that_they_are_deprecated():
+    with pytest.warns(DeprecationWarning, match="use Chain.from_torch with smaller blocks"):
+        profile_operators(torch.nn.ReLU(), torch.ones(2), repeats=1)
+    with pytest.warns(DeprecationWarning, match="use torch's create_selective_checkpoint"):
+        operator_contexts([])

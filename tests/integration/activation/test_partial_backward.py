@@ -138,21 +138,21 @@ KINDS = {
 
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("step", STEPS)
-def test_gradients_of_a_loss_on_some_blocks_have_the_bits_of_the_plain_run(step, kinds):
-    plain = train(Net(*KINDS[kinds]), STEPS[step])
+def test_partial_loss_has_the_same_bits(step, kinds):
+    expected = train(Net(*KINDS[kinds]), STEPS[step])
     for steps in schedules():
         net = Net(*KINDS[kinds])
         with plan_of(steps).apply(net, blocks="layers.*"):
-            assert_same_bits(plain, train(net, STEPS[step]))
+            assert_same_bits(expected, train(net, STEPS[step]))
 
 
 @pytest.mark.parametrize("kind", ["stores an auxiliary loss", "returns an auxiliary loss"])
-def test_auxiliary_losses_alone_have_the_bits_of_the_plain_run(kind):
-    plain = train(Net("plain", kind, "plain", kind), auxiliary)
+def test_auxiliary_losses_have_the_same_bits(kind):
+    expected = train(Net("plain", kind, "plain", kind), auxiliary)
     for size in range(1, BLOCKS):
         net = Net("plain", kind, "plain", kind)
         with plan_of(segments(BLOCKS, size)).apply(net, blocks="layers.*"):
-            assert_same_bits(plain, train(net, auxiliary))
+            assert_same_bits(expected, train(net, auxiliary))
 
 
 def test_steps_of_blocks_that_the_loss_does_not_depend_on_are_left_out():

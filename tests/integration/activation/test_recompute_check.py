@@ -74,7 +74,7 @@ def test_blocks_that_share_a_cache():
     assert check(Cached(3), None, x)
 
 
-def test_a_plan_that_keeps_all_has_nothing_to_check():
+def test_plan_without_recomputation_checks_no_block():
     model, x = perceptron()
     assert check(model, plan_of(5, 100), x).checked == []
 

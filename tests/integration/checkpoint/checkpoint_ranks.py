@@ -43,14 +43,14 @@ def shards(group, kind, step=0, names=("w", "b", "big")):
     """This rank's shards of the state; every rank holds the whole scalar."""
     layout = {"rows": Layout.rows, "flat": Layout.flat}[kind](group.world_size)
     state = whole(step)
-    made = {name: layout.shard(state[name], group.rank) for name in names}
-    return made | {"scalar": np.asarray(state["scalar"])}
+    parts = {name: layout.shard(state[name], group.rank) for name in names}
+    return parts | {"scalar": np.asarray(state["scalar"])}
 
 
-def same(found, expected):
-    assert sorted(found) == sorted(expected), sorted(found)
+def same(actual, expected):
+    assert sorted(actual) == sorted(expected), sorted(actual)
     for name, array in expected.items():
-        assert np.array_equal(found[name], array), name
+        assert np.array_equal(actual[name], array), name
 
 
 def no_litter(group, folder):
@@ -63,7 +63,7 @@ def no_litter(group, folder):
 
 
 @scenario
-def each_rank_stores_its_own_shards(group, folder):
+def each_rank_stores_its_shards(group, folder):
     for kind in ("rows", "flat"):
         moments = {f"{n}.m": s for n, s in shards(group, kind, 5).items()}
         saved = mlstate.save(folder, shards(group, kind), moments, group=group, metadata={"a": 1})
@@ -71,8 +71,8 @@ def each_rank_stores_its_own_shards(group, folder):
         loaded = mlstate.load(folder)
         same(loaded.model, whole())
         same(loaded.optimizer, {f"{n}.m": a for n, a in whole(5).items()})
-        mine = mlstate.load(folder, group=group)
-        same(mine.model, {n: getattr(s, "array", s) for n, s in shards(group, kind).items()})
+        loaded_part = mlstate.load(folder, group=group)
+        same(loaded_part.model, {n: getattr(s, "array", s) for n, s in shards(group, kind).items()})
         no_litter(group, folder)
 
 
@@ -80,22 +80,24 @@ def each_rank_stores_its_own_shards(group, folder):
 def a_state_may_change_while_it_is_saved(group, folder):
     state = shards(group, "rows")
     raises(ValueError, "torch's default group", save_async, folder, state, group=group)
-    with TorchGroup(dist.new_group(backend="gloo")) as own:
+    with TorchGroup(dist.new_group(backend="gloo")) as save_group:
         for step, budget in ((1, None), (2, 100_000), (3, 0)):
             state = shards(group, "flat", step)
-            handle = save_async(folder, state, group=own, max_staging_bytes=budget, step=step)
+            handle = save_async(
+                folder, state, group=save_group, max_staging_bytes=budget, step=step
+            )
             group.all_reduce(np.ones(3))  # training continues, in another group
             handle.staged(20)
             for value in state.values():
                 getattr(value, "array", value)[...] = -1
             assert handle.wait(20).step == step
             same(mlstate.load(folder).model, whole(step))
-            own.barrier()
+            save_group.barrier()
     no_litter(group, folder)
 
 
 @scenario
-def what_all_have_whole_is_stored_once_by_turns(group, folder):
+def replicated_arrays_are_stored_once_by_turns(group, folder):
     state = {f"t{i}": np.full(1000, i) for i in range(10)}
     saved = mlstate.save(folder, state, group=group)
     records = saved.shards()
@@ -106,13 +108,13 @@ def what_all_have_whole_is_stored_once_by_turns(group, folder):
 
 
 @scenario
-def what_one_rank_has_alone_is_stored_too(group, folder):
-    mine = {f"stage{group.rank}.w": np.full(3, group.rank), "shared": np.ones(2)}
-    mlstate.save(folder, mine, group=group)
+def arrays_of_a_single_rank_are_stored(group, folder):
+    rank_state = {f"stage{group.rank}.w": np.full(3, group.rank), "shared": np.ones(2)}
+    mlstate.save(folder, rank_state, group=group)
     expected = {f"stage{r}.w": np.full(3, r) for r in range(group.world_size)}
     same(mlstate.load(folder).model, expected | {"shared": np.ones(2)})
     errors, text = (ValueError, mlstate.CollectiveError), "do not both have 'stage"
-    raises(errors, text, mlstate.save, folder, mine, group=group, layout="rows")
+    raises(errors, text, mlstate.save, folder, rank_state, group=group, layout="rows")
     same(mlstate.load(folder).model, expected | {"shared": np.ones(2)})
     no_litter(group, folder)
 
@@ -132,12 +134,12 @@ def a_rank_that_fails_leaves_the_old_checkpoint(group, folder):
     state = shards(group, "rows", 2)
     for bad in range(group.world_size):
         for wrong in (object(), np.array(["text"])):
-            mine = state | ({"wrong": wrong} if group.rank == bad else {})
+            rank_state = state | ({"wrong": wrong} if group.rank == bad else {})
             if group.rank == bad:
                 errors, text = (TypeError, mlstate.CompatibilityError), ""
             else:
                 errors, text = mlstate.CollectiveError, f"rank {bad}"
-            error = raises(errors, text, mlstate.save, folder, mine, group=group)
+            error = raises(errors, text, mlstate.save, folder, rank_state, group=group)
             assert group.rank == bad or error.rank == bad, error
             same(mlstate.load(folder).model, whole(1))
             no_litter(group, folder)
@@ -146,7 +148,7 @@ def a_rank_that_fails_leaves_the_old_checkpoint(group, folder):
 
 
 @scenario
-def ranks_that_do_not_save_the_same_are_told(group, folder):
+def different_saves_of_ranks_are_refused(group, folder):
     mlstate.save(folder, shards(group, "rows", 1), group=group)
     first = group.rank == 0
     whole_ones = {"w": np.ones(4)}
@@ -183,7 +185,7 @@ def a_writer_elsewhere_stops_all_ranks(group, folder):
 
 
 @scenario
-def what_did_not_change_is_not_written_again(group, folder):
+def unchanged_shards_are_not_rewritten(group, folder):
     state = shards(group, "rows")
     mlstate.save(folder, state, group=group)
     again = mlstate.save(folder, state, group=group)
@@ -213,7 +215,7 @@ def steps_are_kept_and_restored_by_all(group, folder):
 
 
 @scenario
-def a_step_that_one_rank_cannot_read_is_no_step_for_any(group, folder):
+def step_unreadable_on_one_rank_is_skipped_by_all(group, folder):
     manager = CheckpointManager(folder)
     for step in (1, 2):
         manager.save(step, model=shards(group, "rows", step), group=group)

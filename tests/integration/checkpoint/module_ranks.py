@@ -38,22 +38,22 @@ def model(extra, seed=0):
 def same(module, expected):
     state = expected.state_dict()
     for name, value in module.state_dict().items():
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        equal = torch.equal(whole, state[name]) if hasattr(whole, "shape") else whole == state[name]
-        assert equal, (name, whole, state[name])
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        equal = torch.equal(full, state[name]) if hasattr(full, "shape") else full == state[name]
+        assert equal, (name, full, state[name])
 
 
 @scenario
-def fsdp2_modules_load_their_own_entries(group):
+def fsdp2_modules_load_their_entries(group):
     folder = shared_folder(group)
     source = model({"scale": 2.0})
     mlstate.save(folder, fully_shard(model({"scale": 2.0})), group=group)
     target = fully_shard(model(None, seed=1))
     mlstate.load(folder, into={"model": target}, group=group)
     same(target, source)
-    plain = model(None, seed=1)
-    mlstate.load(folder, into={"model": plain})
-    same(plain, source)
+    unsharded = model(None, seed=1)
+    mlstate.load(folder, into={"model": unsharded})
+    same(unsharded, source)
 
 
 @scenario
@@ -66,7 +66,7 @@ def fsdp1_modules_with_own_entries_are_refused(group):
 
 
 @scenario
-def ranks_of_ddp_keep_their_own_extra_states(group):
+def ddp_ranks_keep_separate_extra_states(group):
     folder = shared_folder(group)
     mlstate.save(folder, DistributedDataParallel(model({"rank": group.rank})), group=group)
     target = DistributedDataParallel(model(None, seed=1))
@@ -90,7 +90,7 @@ def a_refusal_of_one_rank_leaves_all_ranks_unchanged(group):
 
 
 @scenario
-def broadcast_modules_load_their_own_entries(group):
+def broadcast_modules_load_their_entries(group):
     module = model(torch.full((2,), float(group.rank)), seed=group.rank)
     DistributedStateCollector(group).broadcast_state(module)
     same(module, model(torch.zeros(2)))

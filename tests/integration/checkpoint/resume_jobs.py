@@ -16,9 +16,11 @@ def _start(world, jobs, folder, killed=False):
     folder.mkdir(exist_ok=True)
     store = folder / f"store-{len(list(folder.iterdir()))}"
     texts = [json.dumps(job) for job in jobs] + [KILL] * killed
-    for rank, (found, log) in enumerate(run_ranks(RANKS, world, texts, store, LIMIT_SECONDS)):
+    for rank, (outcomes, log) in enumerate(run_ranks(RANKS, world, texts, store, LIMIT_SECONDS)):
         for text in texts[: len(jobs)]:
-            assert found.get(text) == "ok", f"rank {rank} of {world}: {found.get(text)}\n{log}"
+            assert outcomes.get(text) == "ok", (
+                f"rank {rank} of {world}: {outcomes.get(text)}\n{log}"
+            )
         assert log.startswith("exit -9" if killed else "exit 0"), log
 
 
@@ -44,10 +46,10 @@ def _jobs_that_save(world, cases, folder, options):
     jobs = []
     for kind, optimizer in cases:
         name = _name(kind, optimizer, world)
-        what = {"kind": kind, "optimizer": optimizer}
+        job = {"kind": kind, "optimizer": optimizer}
         jobs += [
-            {"do": "train", **what, "until": UNTIL, "out": str(folder / f"{name}-whole")},
-            {"do": "save", **what, "until": SAVED, "out": str(folder / f"{name}-saved"),
+            {"do": "train", **job, "until": UNTIL, "out": str(folder / f"{name}-whole")},
+            {"do": "save", **job, "until": SAVED, "out": str(folder / f"{name}-saved"),
              "folder": str(folder / name), **options},
         ]  # fmt: skip
     return jobs
@@ -99,8 +101,8 @@ def difference(first, second, path=""):
     if isinstance(first, dict) and isinstance(second, dict):
         if first.keys() != second.keys():
             return f"{path}: only in one: {first.keys() ^ second.keys()}"
-        found = (difference(first[key], second[key], f"{path}/{key}") for key in first)
-        return next(filter(None, found), "")
+        differences = (difference(first[key], second[key], f"{path}/{key}") for key in first)
+        return next(filter(None, differences), "")
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         if len(first) != len(second):
             return f"{path}: {len(first)}, {len(second)}"
@@ -128,8 +130,8 @@ def _by_name(state):
 def curves(folder, kind, optimizer, saved, other, world):
     """Losses after the resume, and the losses of the uninterrupted run, by rank."""
     name = f"{_name(kind, optimizer, saved)}-{other}-{world}-resumed"
-    whole = losses(folder, f"{_name(kind, optimizer, saved)}-whole", saved)
-    return losses(folder, name, world), [steps[SAVED:] for steps in whole]
+    uninterrupted = losses(folder, f"{_name(kind, optimizer, saved)}-whole", saved)
+    return losses(folder, name, world), [steps[SAVED:] for steps in uninterrupted]
 
 
 def means(curves):

@@ -119,8 +119,8 @@ class Run:
         while self.step < until:
             tokens = batch_of(self.step, self.group.rank, self.group.world_size)
             self.optimizer.zero_grad()
-            found = self.module(tokens[:, :-1])
-            loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())
+            logits = self.module(tokens[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
@@ -154,7 +154,7 @@ class Run:
         states = get_optimizer_state_dict(self.module, self.optimizer, options=options)
         return {"model": model, "optimizer": states}
 
-    def tell(self, out):
+    def write_results(self, out):
         torch.save(self.full(), f"{out}.{self.group.rank}.pt")
         with Path(f"{out}.{self.group.rank}.json").open("w") as file:
             json.dump([float(loss).hex() for loss in self.losses], file)
@@ -165,21 +165,21 @@ def run(job, group):
     if job["do"] == "kill":
         group.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
-    made = Run(job, group)
+    training = Run(job, group)
     if job["do"] == "resume":
-        made.load(job["folder"])
+        training.load(job["folder"])
         if "loaded" in job:
-            made.tell(job["loaded"])
-    made.train(job["until"])
+            training.write_results(job["loaded"])
+    training.train(job["until"])
     handle = None
     if "staging" in job:
-        handle = made.save(job["folder"], save_async, max_staging_bytes=job["staging"])
+        handle = training.save(job["folder"], save_async, max_staging_bytes=job["staging"])
         handle.staged()
     elif job["do"] == "save":
-        made.save(job["folder"])
-    made.tell(job["out"])
+        training.save(job["folder"])
+    training.write_results(job["out"])
     if job["do"] == "save":
-        made.train(job["until"] + 1)  # the save must not contain the later step
+        training.train(job["until"] + 1)  # the save must not contain the later step
     if handle is not None:
         assert handle.wait().world_size == group.world_size
 

@@ -47,19 +47,19 @@ class Recording:
         return self._group.broadcast(array, **keywords)
 
 
-def same(found, expected):
-    assert set(found) == set(expected), (set(found), set(expected))
+def same(actual, expected):
+    assert set(actual) == set(expected), (set(actual), set(expected))
     for name, value in expected.items():
-        tensor = torch.as_tensor(np.asarray(found[name]) if name not in found else found[name])
+        tensor = torch.as_tensor(np.asarray(actual[name]) if name not in actual else actual[name])
         assert tensor.dtype == value.dtype, (name, tensor.dtype, value.dtype)
         assert torch.equal(tensor, value.detach()), (name, tensor, value)
 
 
-def check_states(found, module, optimizer):
+def check_states(states, module, optimizer):
     """Compare gathered states with the states of a plain module's optimizer."""
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state[parameter].items():
-            torch.testing.assert_close(torch.as_tensor(found[f"{name}.{key}"]), value)
+            torch.testing.assert_close(torch.as_tensor(states[f"{name}.{key}"]), value)
 
 
 def gathered(group, source, **keywords):
@@ -133,9 +133,9 @@ def modules_and_their_wrappers_have_the_same_names(group):
         states = collector.collect_local_state(optimizer, model=wrapped)
         assert {name.rpartition(".")[0] for name in states} == set(expected) - {"scale"}
         assert states.optimizer_type == "sgd"
-    own = torch.nn.ModuleDict({"module": torch.nn.Linear(1, 1)})
-    assert list(collector.collect_local_state(own)) == ["module.weight", "module.bias"]
-    both = collector.collect_local_state(DistributedDataParallel(own))
+    nested = torch.nn.ModuleDict({"module": torch.nn.Linear(1, 1)})
+    assert list(collector.collect_local_state(nested)) == ["module.weight", "module.bias"]
+    both = collector.collect_local_state(DistributedDataParallel(nested))
     assert list(both) == ["module.weight", "module.bias"]
 
 
@@ -212,30 +212,30 @@ def fsdp2_is_assembled(group):
             same(merged(group, module), model().state_dict())
         sent_back(group, module, full)
         for name, tensor in module.state_dict().items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            assert torch.equal(whole, model(dtype).state_dict()[name]), name
+            full_tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert torch.equal(full_tensor, model(dtype).state_dict()[name]), name
 
 
 @scenario
 def optimizers_of_fsdp2_are_assembled(group):
-    module, plain = sharded(model()), model()
-    mine, optimizer = trained(module), trained(plain)
-    full = gathered(group, mine, model=module)
-    state = DistributedStateCollector(group).collect_local_state(mine, model=module)
+    module, unsharded = sharded(model()), model()
+    rank_optimizer, optimizer = trained(module), trained(unsharded)
+    full = gathered(group, rank_optimizer, model=module)
+    state = DistributedStateCollector(group).collect_local_state(rank_optimizer, model=module)
     assert state.step == 2
     assert state["0.bias.exp_avg"].layout == Layout.rows(group.world_size)
     if full is not None:
-        assert full.parameters() == [name for name, _ in plain.named_parameters()]
-        check_states(full, plain, optimizer)
+        assert full.parameters() == [name for name, _ in unsharded.named_parameters()]
+        check_states(full, unsharded, optimizer)
         other = torch.optim.Adam((fresh := model()).parameters())
         other.load_state_dict(full.to_torch(other, fresh))
-    kept = full if full is None else {name: value.clone() for name, value in full.items()}
-    for by_state in mine.state.values():
+    copies = full if full is None else {name: value.clone() for name, value in full.items()}
+    for by_state in rank_optimizer.state.values():
         by_state["exp_avg"].zero_()
-    DistributedStateCollector(group).broadcast_state(mine, model=module, source=kept)
-    again = gathered(group, mine, model=module)
+    DistributedStateCollector(group).broadcast_state(rank_optimizer, model=module, source=copies)
+    again = gathered(group, rank_optimizer, model=module)
     if again is not None:
-        same(again, kept)
+        same(again, copies)
 
 
 @scenario
@@ -301,23 +301,25 @@ def a_missing_shard_is_an_error_everywhere(group):
 @scenario
 def fsdp1_is_assembled(group):
     for original in (False, True):
-        plain = model()
+        unsharded = model()
         module = model()
         module[0] = flat(module[0], original)
         module = flat(module, original)
         state = DistributedStateCollector(group).collect_local_state(module)
         assert state["0.weight"].layout == Layout.rows(group.world_size)
-        full = check_gathered(group, module, plain.state_dict())
-        same(merged(group, module), plain.state_dict())
+        full = check_gathered(group, module, unsharded.state_dict())
+        same(merged(group, module), unsharded.state_dict())
         optimizer = torch.optim.Adam(module.parameters())
         assert not DistributedStateCollector(group).collect_local_state(optimizer, model=module)
         train(module, optimizer)
-        expected = trained(plain)
-        found = gathered(group, optimizer, model=module)
-        if found is not None:
-            assert found.step == 2
-            assert set(found.parameters()) == {name for name, _ in plain.named_parameters()}
-            check_states(found, plain, expected)
+        expected = trained(unsharded)
+        gathered_state = gathered(group, optimizer, model=module)
+        if gathered_state is not None:
+            assert gathered_state.step == 2
+            assert set(gathered_state.parameters()) == {
+                name for name, _ in unsharded.named_parameters()
+            }
+            check_states(gathered_state, unsharded, expected)
         sent_back(group, module, full)
         same(merged(group, module), model().state_dict())
         other = model() if group.rank else module
@@ -342,13 +344,13 @@ def fsdp1_is_assembled(group):
 @scenario
 def dtensors_are_shards(group):
     mesh = init_device_mesh("cpu", (group.world_size,))
-    whole = torch.arange(35.0).reshape(5, 7)
+    tensor = torch.arange(35.0).reshape(5, 7)
     for placement in (Shard(0), Shard(1), Replicate()):
-        state = {"w": distribute_tensor(whole, mesh, [placement]), "p": torch.ones(2)}
-        found = DistributedStateCollector(group).collect_local_state(state)["w"]
-        assert isinstance(found, torch.Tensor) == isinstance(placement, Replicate)
-        check_gathered(group, state, {"w": whole, "p": torch.ones(2)})
-    partial = DTensor.from_local(whole, mesh, [Partial()])
+        state = {"w": distribute_tensor(tensor, mesh, [placement]), "p": torch.ones(2)}
+        collected = DistributedStateCollector(group).collect_local_state(state)["w"]
+        assert isinstance(collected, torch.Tensor) == isinstance(placement, Replicate)
+        check_gathered(group, state, {"w": tensor, "p": torch.ones(2)})
+    partial = DTensor.from_local(tensor, mesh, [Partial()])
     for state in ({"part.w": partial}, distribute_module(torch.nn.Linear(1, 1), mesh)):
         if isinstance(state, dict):
             error = raises(
@@ -365,7 +367,7 @@ def dtensors_are_shards(group):
 @scenario
 def meshes_of_two_dimensions_are_layouts(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    whole = torch.arange(35.0).reshape(5, 7)
+    tensor = torch.arange(35.0).reshape(5, 7)
     for placements, layout in (
         ((Shard(0), Shard(1)), Layout([(0, 2), (1, 2)])),
         ((Shard(1), Shard(0)), Layout([(1, 2), (0, 2)])),
@@ -373,10 +375,10 @@ def meshes_of_two_dimensions_are_layouts(group):
         ((Replicate(), Shard(1)), Layout.axis(1, 2)),
         ((Shard(0), Replicate()), Layout.rows(2)),
     ):
-        state = {"w": distribute_tensor(whole, mesh, placements)}
+        state = {"w": distribute_tensor(tensor, mesh, placements)}
         shard = DistributedStateCollector(group).collect_local_state(state)["w"]
         assert shard.layout == layout
-        check_gathered(group, state, {"w": whole})
+        check_gathered(group, state, {"w": tensor})
 
 
 @scenario
@@ -417,20 +419,23 @@ def hybrid_sharding_of_fsdp1_has_replicas(group):
 @scenario
 def tensor_parallel_modules_under_fsdp_are_assembled(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
-    plain.load_state_dict(
-        {k: torch.arange(float(v.numel())).reshape(v.shape) for k, v in plain.state_dict().items()}
+    unsharded = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
+    unsharded.load_state_dict(
+        {
+            k: torch.arange(float(v.numel())).reshape(v.shape)
+            for k, v in unsharded.state_dict().items()
+        }
     )
     module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
-    module.load_state_dict(plain.state_dict())
+    module.load_state_dict(unsharded.state_dict())
     parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(module, mesh=mesh["dp"])
     shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
     assert shard.layout == Layout([(0, 2), (0, 2)])
     assert shard.index == (group.rank % 2) * 2 + group.rank // 2  # tensor parallelism divides first
-    full = check_gathered(group, module, plain.state_dict())
+    full = check_gathered(group, module, unsharded.state_dict())
     sent_back(group, module, full)
-    same(merged(group, module), plain.state_dict())
+    same(merged(group, module), unsharded.state_dict())
 
 
 if __name__ == "__main__":

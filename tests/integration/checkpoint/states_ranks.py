@@ -81,9 +81,9 @@ def sharded_models_optimizers_and_averages_are_states(group):
         assert equal(critic_opt.state[a]["exp_avg"], critic2_opt.state[b]["exp_avg"])
     assert ema2.count == 7
     assert all(map(equal, ema.shadow.values(), ema2.shadow.values()))
-    whole = mlstate.load(path("c")).states["ema"]["shadow"]
+    shadow = mlstate.load(path("c")).states["ema"]["shadow"]
     full = {name: value.full_tensor().numpy() for name, value in ema.shadow.items()}
-    assert all(np.array_equal(whole[name], full[name]) for name in full)
+    assert all(np.array_equal(shadow[name], full[name]) for name in full)
 
 
 @scenario
@@ -96,10 +96,10 @@ def a_background_save_has_the_states_of_all_ranks(group):
     handle.staged()
     loader["rank"] = -1
     handle.wait()
-    found = mlstate.load(path("d"), group=group).states
-    assert found["loader"]["rank"] == group.rank
-    assert len(found["loader"]["seen"]) == group.rank + 3
-    assert found["ema"]["count"] == 0
+    states = mlstate.load(path("d"), group=group).states
+    assert states["loader"]["rank"] == group.rank
+    assert len(states["loader"]["seen"]) == group.rank + 3
+    assert states["ema"]["count"] == 0
 
 
 def stage(number, seed):
@@ -111,8 +111,12 @@ def stage(number, seed):
 
 def two_groups(module, number, rate):
     shared = {"params": [*module["shared"].parameters()], "lr": rate}
-    own = {"params": [*module[f"stage{number}"].parameters()], "lr": rate + number, "odd": {number}}
-    return torch.optim.SGD([shared, own], momentum=0.9)
+    rank_group = {
+        "params": [*module[f"stage{number}"].parameters()],
+        "lr": rate + number,
+        "odd": {number},
+    }
+    return torch.optim.SGD([shared, rank_group], momentum=0.9)
 
 
 def step_all(module, optimizer):
@@ -141,9 +145,9 @@ def groups_of_ranks_with_other_parameters_are_all_stored(group):
     mlstate.load(path("e"), into={"model": fresh, "optimizer": other}, names=names, group=group)
     assert [each["lr"] for each in other.param_groups] == [0.5, 0.5 + number]
     assert other.param_groups[1]["odd"] == {number}
-    state, own = other.state[fresh[f"stage{number}"].bias], optimizer.state
+    state, original = other.state[fresh[f"stage{number}"].bias], optimizer.state
     assert torch.equal(
-        state["momentum_buffer"], own[module[f"stage{number}"].bias]["momentum_buffer"]
+        state["momentum_buffer"], original[module[f"stage{number}"].bias]["momentum_buffer"]
     )
     assert state.get("nested") == ([None, "x"] if number else None)
 
@@ -158,7 +162,7 @@ def groups_of_ranks_with_other_parameters_are_all_stored(group):
 
 
 @scenario
-def an_optimizer_that_shards_its_states_is_stored_by_its_own_methods(group):
+def zero_optimizer_is_stored_by_its_methods(group):
     torch.manual_seed(0)
     module, fresh = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.1)
@@ -167,8 +171,8 @@ def an_optimizer_that_shards_its_states_is_stored_by_its_own_methods(group):
     words = {0: "does not keep all of its state in `state`", 1: "has not been consolidated"}
     refused = (TypeError, words[group.rank], mlstate.save, path("g"), module, optimizer)
     raises(*refused, group=group)
-    own = optimizer.state_dict() if group.rank == 0 else None
-    mlstate.save(path("g"), module, states={"zero": own}, group=group)
+    consolidated = optimizer.state_dict() if group.rank == 0 else None
+    mlstate.save(path("g"), module, states={"zero": consolidated}, group=group)
     mlstate.load(path("g"), into={"model": fresh}, group=group)
     other = ZeroRedundancyOptimizer(fresh.parameters(), torch.optim.Adam, lr=0.5)
     state = mlstate.load(path("g"), rank=0, world_size=2, device="cpu").states["zero"]

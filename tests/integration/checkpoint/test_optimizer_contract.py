@@ -50,7 +50,7 @@ class CodeBooks(optim.Adam):
             state["codes"] = torch.arange(256).to(torch.uint8)
 
     def load_state_dict(self, state_dict):
-        codes = {number: own["codes"] for number, own in state_dict["state"].items()}
+        codes = {number: values["codes"] for number, values in state_dict["state"].items()}
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, value in codes.items():
@@ -68,7 +68,7 @@ def test_own_load_methods_receive_the_saved_dtypes(tmp_path):
     assert torch.equal(state["codes"], source[1].state[source[0].weight]["codes"])
 
 
-def test_nothing_is_changed_if_an_own_load_method_fails(tmp_path):
+def test_failing_load_method_keeps_the_targets(tmp_path):
     source, target = trained(CodeBooks), trained(CodeBooks)
     with torch.no_grad():
         target[0].weight.fill_(7.0)
@@ -150,7 +150,7 @@ def test_values_that_cannot_be_restored_are_refused_by_path(tmp_path, value, tex
         mlstate.save(tmp_path / "c", *source)
 
 
-def test_plain_values_leave_the_manifest_as_it_was(tmp_path):
+def test_json_values_keep_the_manifest_format(tmp_path):
     module, optimizer = trained(optim.AdamW)
     mlstate.save(tmp_path / "c", module, optimizer)
     (group,) = inspect(tmp_path / "c").optimizer["param_groups"]
@@ -258,5 +258,7 @@ def test_an_optimizer_of_a_part_of_the_parameters_loads_its_states_without_stric
         mlstate.load(tmp_path, into=into)
     mlstate.load(tmp_path, into=into, strict=False)
     assert optimizer.param_groups[0]["lr"] == 0.1
-    for own, other in zip(module[1].parameters(), source[1].parameters(), strict=True):
-        assert optimizer.state[own]["momentum_buffer"].equal(saved.state[other]["momentum_buffer"])
+    for parameter, other in zip(module[1].parameters(), source[1].parameters(), strict=True):
+        assert optimizer.state[parameter]["momentum_buffer"].equal(
+            saved.state[other]["momentum_buffer"]
+        )

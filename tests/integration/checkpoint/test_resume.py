@@ -33,18 +33,20 @@ def check_each_resumed(folders, cases, saved, world, *, same_bits):
 
 def compare(folder, cases, saved, world, same_bits):
     for kind, name, other in cases:
-        what = f"{kind} with {name} as {other}, {saved} -> {world}"
-        found = resume_jobs.state_difference(folder, kind, name, saved, other, world)
-        assert not found, f"{what}: {found}"
-        resumed_losses, whole = resume_jobs.curves(folder, kind, name, saved, other, world)
+        label = f"{kind} with {name} as {other}, {saved} -> {world}"
+        difference = resume_jobs.state_difference(folder, kind, name, saved, other, world)
+        assert not difference, f"{label}: {difference}"
+        resumed_losses, uninterrupted_losses = resume_jobs.curves(
+            folder, kind, name, saved, other, world
+        )
         if same_bits:
-            assert resumed_losses == whole, what
+            assert resumed_losses == uninterrupted_losses, label
         elif (other, name) != ("fsdp1", "adafactor"):
             # FSDP1's Adafactor measures each rank's piece, so its bits depend on the world; mean
             # losses of the others cover the same sequences in every world
             assert resume_jobs.means(resumed_losses) == pytest.approx(
-                resume_jobs.means(whole), rel=2e-4
-            ), what
+                resume_jobs.means(uninterrupted_losses), rel=2e-4
+            ), label
 
 
 def test_two_ranks_go_on_with_the_same_bits(tmp_path):
@@ -57,13 +59,13 @@ def test_two_ranks_go_on_with_the_same_bits(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("world", "staging"), [(2, None), (2, 0)])
-def test_saves_that_are_written_while_training_goes_on(tmp_path, world, staging):
+def test_background_saves_during_training(tmp_path, world, staging):
     resume_jobs.train_and_kill(world, FEW, (tmp_path, staging))
     check_resumed(tmp_path, [(k, n, k) for k, n in FEW], world, world, same_bits=True)
 
 
 @pytest.mark.long
-def test_every_kind_goes_on_anywhere(tmp_path):
+def test_every_kind_resumes_on_fewer_ranks(tmp_path):
     resume_jobs.train_and_kill(4, ALL, tmp_path)
     cases = [(kind, name, kind) for kind, name in ALL]
     for world in (4, 2):
@@ -71,7 +73,7 @@ def test_every_kind_goes_on_anywhere(tmp_path):
 
 
 @pytest.mark.long
-def test_every_kind_goes_on_as_every_other(tmp_path):
+def test_every_kind_resumes_as_every_other_kind(tmp_path):
     resume_jobs.train_and_kill(2, [(kind, "adam") for kind in KINDS], tmp_path)
     cases = [(kind, "adam", other) for kind in KINDS for other in KINDS if other != kind]
     for world in (1, 4):

@@ -15,9 +15,9 @@ MESHES = [
 ]
 TWO = [name for name in NAMES if name not in MESHES]
 FOUR = [
-    "every_kind_is_filled_where_it_lies",
+    "every_kind_is_filled_in_place",
     "every_kind_is_loaded_as_every_other",
-    "factors_lie_along_their_own_axes",
+    "factors_record_their_axes",
     "a_rank_without_elements_is_a_rank_all_the_same",
     *MESHES,
 ]

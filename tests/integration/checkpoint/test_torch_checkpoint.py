@@ -44,7 +44,7 @@ def train(module, optimizer, steps, start=0):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_training_goes_on_bit_for_bit(tmp_path, kind, dtype):
+def test_training_resumes_bitwise(tmp_path, kind, dtype):
     module = model(dtype)
     optimizer = OPTIMIZERS[kind](module.parameters())
     train(module, optimizer, 3)
@@ -69,7 +69,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, kind, dtype):
     assert train(fresh, other, 4, start=3) == expected
 
 
-def test_adafactors_factors_lie_along_their_own_axes(tmp_path):
+def test_adafactor_factors_record_their_axes(tmp_path):
     module = torch.nn.Linear(6, 4)
     optimizer = torch.optim.Adafactor(module.parameters())
     module(torch.ones(1, 6)).sum().backward()
@@ -123,7 +123,7 @@ def test_steps_of_a_module_are_kept(tmp_path):
     assert train(fresh, other, 2, start=4) == expected
 
 
-def test_tensors_in_a_plain_dict_and_shards_of_tensors(tmp_path):
+def test_tensors_in_dicts_and_shards_of_tensors(tmp_path):
     weight = torch.arange(12, dtype=torch.bfloat16).reshape(4, 3)
     rows = Layout.rows(2)
     state = {"w": rows.shard(weight, 0), "t": weight.T, "p": torch.nn.Parameter(torch.ones(2))}
@@ -203,7 +203,7 @@ def test_a_view_that_is_negated_when_read_is_refused_everywhere(tmp_path):
         lambda: torch.ones(2, device="meta"),
     ],
 )
-def test_what_torch_does_not_export_is_named(tmp_path, make):
+def test_unexportable_tensors_are_named(tmp_path, make):
     state = {"a": np.ones(1), "w": make()}
     with pytest.raises(BufferError, match=r"^params 'w'|^'w'"):
         mlstate.save(tmp_path / "c", state)
@@ -212,12 +212,12 @@ def test_what_torch_does_not_export_is_named(tmp_path, make):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_module_in_a_plain_file_is_to_be_its_state_dict(tmp_path):
+def test_save_file_asks_for_the_module_state_dict(tmp_path):
     with pytest.raises(TypeError, match=r"got Linear: pass its state_dict\(\)"):
         mlstate.save_file(torch.nn.Linear(2, 2), tmp_path / "f")
 
 
-def test_what_the_optimizer_refuses_leaves_the_module_as_it_is(tmp_path):
+def test_refused_optimizer_keeps_the_module(tmp_path):
     module = model()
     mlstate.save(tmp_path / "bare", module)
     optimizer = torch.optim.Adam(module.parameters())
@@ -246,7 +246,7 @@ def test_states_that_were_saved_without_names_go_by_the_order_of_parameters(tmp_
     assert train(fresh, other, 2, start=2) == expected
 
 
-def test_an_optimizer_without_its_module_is_told_what_it_lacks(tmp_path):
+def test_optimizer_without_module_raises_with_the_remedy(tmp_path):
     module = model()
     optimizer = torch.optim.Adam(module.parameters())
     train(module, optimizer, 1)

@@ -93,11 +93,11 @@ TRIPS = [
 
 
 @pytest.mark.parametrize(("way", "start", "end", "optimizer_name"), TRIPS)
-def test_training_goes_on_bit_for_bit(tmp_path, way, start, end, optimizer_name):
+def test_training_resumes_bitwise(tmp_path, way, start, end, optimizer_name):
     """From torch's file, through another format, to a torch file again."""
     make_optimizer = OPTIMIZERS[optimizer_name]
-    whole, optimizer = make(make_optimizer)
-    train(whole, optimizer, 0, 6)
+    uninterrupted, optimizer = make(make_optimizer)
+    train(uninterrupted, optimizer, 0, 6)
     first, old = make(make_optimizer)
     train(first, old, 0, 3)
     path = tmp_path / f"start.{start}"
@@ -114,13 +114,13 @@ def test_training_goes_on_bit_for_bit(tmp_path, way, start, end, optimizer_name)
     second, new = make(make_optimizer, seed=9)
     train(second, new, 0, 1)  # so that there is a state to replace
     tree = {"model": second.state_dict(), "optimizer": new.state_dict()}
-    found = read_by_torch(path, tree)
-    assert not difference(found["model"], dict(first.state_dict()))
-    assert not difference(found["optimizer"], old.state_dict())
-    second.load_state_dict(found["model"])
-    new.load_state_dict(found["optimizer"])
+    file_content = read_by_torch(path, tree)
+    assert not difference(file_content["model"], dict(first.state_dict()))
+    assert not difference(file_content["optimizer"], old.state_dict())
+    second.load_state_dict(file_content["model"])
+    new.load_state_dict(file_content["optimizer"])
     train(second, new, 3, 6)
-    assert not difference(dict(second.state_dict()), dict(whole.state_dict()))
+    assert not difference(dict(second.state_dict()), dict(uninterrupted.state_dict()))
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
@@ -140,7 +140,7 @@ def test_every_dtype_survives(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("seed", range(3))
-def test_our_own_states_survive(tmp_path, suffix, seed):
+def test_mlstate_states_round_trip(tmp_path, suffix, seed):
     generator = np.random.default_rng(seed)
     model = ModelStateDict(
         {"a.w": generator.random((3, 2)), "a.b": np.float32(4), "x": np.zeros((0, 3), np.int8)},
@@ -154,23 +154,23 @@ def test_our_own_states_survive(tmp_path, suffix, seed):
     for parts in ((model, adam), (model, None), (None, adam)):
         path = tmp_path / f"{id(parts)}.{suffix}"
         write_any(path, *parts, {"note": "x", "list": [1, None]}, format=NAMED.get(suffix))
-        found = read_any(path)
-        assert found[:2] == parts
-        assert [type(part) for part in found[:2]] == [type(part) for part in parts]
-        assert found[2] == {"note": "x", "list": [1, None]}
+        parts_read = read_any(path)
+        assert parts_read[:2] == parts
+        assert [type(part) for part in parts_read[:2]] == [type(part) for part in parts]
+        assert parts_read[2] == {"note": "x", "list": [1, None]}
         if parts[0] is not None:
-            assert (found[0].model_type, found[0].layer_count) == ("tiny", 1)
+            assert (parts_read[0].model_type, parts_read[0].layer_count) == ("tiny", 1)
         if parts[1] is not None:
-            kind = (found[1].optimizer_type, found[1].step, found[1].learning_rate)
+            kind = (parts_read[1].optimizer_type, parts_read[1].step, parts_read[1].learning_rate)
             assert kind == ("adam", 7, 0.25)
-            assert found[1].param_groups == adam.param_groups
+            assert parts_read[1].param_groups == adam.param_groups
 
 
 # ---- .pt ----
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "before 1.6"])
-def test_plain_state_dicts_are_models(tmp_path, legacy):
+def test_bare_state_dicts_are_models(tmp_path, legacy):
     module, _ = make(OPTIMIZERS["SGD"])
     path = tmp_path / "pytorch_model.bin"
     torch.save(module.state_dict(), path, _use_new_zipfile_serialization=not legacy)
@@ -183,8 +183,8 @@ def test_plain_state_dicts_are_models(tmp_path, legacy):
 
 def test_a_file_is_mapped_not_read(tmp_path):
     torch.save({"w": torch.zeros(1 << 20)}, tmp_path / "a.pt")
-    found = read_any(tmp_path / "a.pt")[0]["w"]
-    found[0] = 1  # a private page
+    tensor = read_any(tmp_path / "a.pt")[0]["w"]
+    tensor[0] = 1  # a private page
     assert torch.load(tmp_path / "a.pt", weights_only=True)["w"][0] == 0
 
 
@@ -250,20 +250,20 @@ def test_state_dicts_that_torch_stored_as_such(tmp_path):
     assert (type(model), model.model_type) == (ModelStateDict, "tiny")
     adam = OptimizerStateDict({"w.m": np.ones(2)}, step=2)
     torch.save({"model": StateDict(w=np.ones(2)), "optimizer": adam}, tmp_path / "b.pt")
-    found = read_any(tmp_path / "b.pt")
-    assert (found[0], found[1], found[1].step) == (StateDict(w=np.ones(2)), adam, 2)
+    parts = read_any(tmp_path / "b.pt")
+    assert (parts[0], parts[1], parts[1].step) == (StateDict(w=np.ones(2)), adam, 2)
 
 
 def test_ties_stay_and_views_are_stored_alone(tmp_path):
     large = np.zeros(1 << 20)
-    whole = np.arange(8.0)
-    state = StateDict(part=large[9:13], step=large[::4096], a=whole, b=whole, half=whole[4:])
+    array = np.arange(8.0)
+    state = StateDict(part=large[9:13], step=large[::4096], a=array, b=array, half=array[4:])
     state["other"] = large[4096::8192]
     state["view"] = torch.zeros(1 << 20)[5:7]
     write_any(tmp_path / "a.pt", state)
     assert (tmp_path / "a.pt").stat().st_size < 1 << 14
-    found = torch.load(tmp_path / "a.pt", weights_only=True)
-    storages = {found[name].untyped_storage().data_ptr() for name in ("a", "b", "half")}
+    tensors = torch.load(tmp_path / "a.pt", weights_only=True)
+    storages = {tensors[name].untyped_storage().data_ptr() for name in ("a", "b", "half")}
     assert len(storages) == 1
     assert read_any(tmp_path / "a.pt")[0] == state
 
@@ -278,8 +278,8 @@ def test_torch_reads_it_without_mlstate(tmp_path):
         f"tree = torch.load({str(tmp_path / 'a.pt')!r}, weights_only=True); "
         "print(sorted(tree), tree['metadata'], 'mlstate' in sys.modules)"
     )
-    found = child.run(code).strip()
-    assert found == "['metadata', 'mlstate', 'model', 'optimizer'] {'step': 1} False"
+    output = child.run(code).strip()
+    assert output == "['metadata', 'mlstate', 'model', 'optimizer'] {'step': 1} False"
 
 
 class Strange:
@@ -310,7 +310,7 @@ def groups(params, state):
         ({"model": {"w": torch.ones(1)}, "mlstate": {"model": "x"}}, "does not describe a state"),
     ],
 )  # fmt: skip
-def test_what_no_state_can_hold_is_named(tmp_path, tree, text):
+def test_unsupported_values_are_named(tmp_path, tree, text):
     torch.save(tree, tmp_path / "a.pt")
     with pytest.raises(FormatError, match=text) as caught:
         read_any(tmp_path / "a.pt")
@@ -347,7 +347,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def test_nothing_in_a_file_is_run(tmp_path):
+def test_pickled_code_is_not_run(tmp_path):
     torch.save({"w": torch.ones(1), "trap": Trap(tmp_path / "ran")}, tmp_path / "a.pt")
     with pytest.raises(FormatError):
         read_any(tmp_path / "a.pt")
@@ -361,7 +361,7 @@ def test_nothing_in_a_file_is_run(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".dcp"])
-def test_what_torch_lacks_is_refused(tmp_path, suffix):
+def test_dtypes_missing_in_torch_are_refused(tmp_path, suffix):
     for state in ({"d": np.zeros(2, "M8[s]")}, {"d": np.zeros(2, np.longdouble)}):
         with pytest.raises(CompatibilityError, match=r"'d' is .* torch has no dtype"):
             write_any(tmp_path / f"a{suffix}", state)
@@ -415,7 +415,7 @@ def test_shards_of_two_ranks_become_whole(tmp_path):
     assert (model["whole"].tolist(), metadata) == ([1, 1, 1], {"step": 4})
 
 
-def test_a_directory_with_something_in_it_is_left_alone(tmp_path):
+def test_non_empty_directory_is_kept(tmp_path):
     target = tmp_path / "a.dcp"
     target.mkdir()
     write_any(target, {"w": np.ones(2)})  # an empty folder is accepted

@@ -89,7 +89,7 @@ def test_the_tutorials_folder_converts_and_resumes(tmp_path):
     assert_same_run(run, other)
 
 
-def test_plain_values_beside_the_application_are_metadata(tmp_path):
+def test_values_beside_the_application_are_metadata(tmp_path):
     more = {"epoch": 3, "name": "x", "none": None, "list": [1, "b", None], "flag": True}
     dcp.save({"app": AppState(*trained(0, 1)), **more}, checkpoint_id=tmp_path / "a.dcp")
     model, optimizer, metadata = read_any(tmp_path / "a.dcp")
@@ -115,7 +115,7 @@ def test_two_applications_are_not_mixed(tmp_path):
     assert sorted(model) == ["a.model.w", "b.model.w"]
 
 
-def test_torch_reads_the_converted_folder_with_its_own_functions(tmp_path):
+def test_dcp_functions_read_the_converted_folder(tmp_path):
     run = trained(0, 3)
     mlstate.save(tmp_path / "ckpt", *run, metadata={"epoch": 3})
     assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "out.dcp")]) == 0
@@ -127,7 +127,7 @@ def test_torch_reads_the_converted_folder_with_its_own_functions(tmp_path):
     assert_same_run(run, other)
 
 
-def test_a_conversion_tells_that_named_states_are_left_out(tmp_path):
+def test_conversion_warns_about_named_states(tmp_path):
     mlstate.save(tmp_path / "c", {"w": np.ones(2)}, states={"rng": np.random.default_rng(0)})
     with pytest.warns(UserWarning, match="named states are not converted: rng"):
         parts = read_any(tmp_path / "c")

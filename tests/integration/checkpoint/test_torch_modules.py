@@ -85,7 +85,7 @@ def test_named_states_and_background_saves_keep_extra_states(tmp_path):
         assert difference(content(source, calls=False), content(target, calls=False)) is None
 
 
-def test_entries_that_are_not_tensors_have_a_state_of_their_own(saved):
+def test_non_tensor_entries_have_a_named_state(saved):
     path, _ = saved
     states = mlstate.load(path).states
     assert list(states) == [".model"]
@@ -95,8 +95,8 @@ def test_entries_that_are_not_tensors_have_a_state_of_their_own(saved):
 def test_targets_without_the_extra_state_are_refused(saved):
     path, source = saved
     arrays = {k: torch.zeros_like(v) for k, v in source.state_dict().items() if hasattr(v, "shape")}
-    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3), Fused(True))
-    for target in (arrays, plain):
+    unfused = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3), Fused(True))
+    for target in (arrays, unfused):
         with pytest.raises(CompatibilityError, match=r"Unexpected key.*1\._extra_state"):
             loaded(path, target)
         loaded(path, target, strict=False)
@@ -138,16 +138,16 @@ def test_entries_and_versions_are_renamed(tmp_path):
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_load_receives_the_saved_version(tmp_path, version):
-    source, ours, theirs = Migrating(version), Migrating(3), Migrating(3)
+    source, by_mlstate, expected = Migrating(version), Migrating(3), Migrating(3)
     mlstate.save(tmp_path, source)
-    theirs.load_state_dict(source.state_dict())
-    assert torch.equal(loaded(tmp_path, ours).weight, theirs.weight)
+    expected.load_state_dict(source.state_dict())
+    assert torch.equal(loaded(tmp_path, by_mlstate).weight, expected.weight)
     mlstate.save(tmp_path, source.state_dict(), states={"ema": source.state_dict()})
     assert list(mlstate.load(tmp_path).states) == ["ema"]
     ema = Migrating(3)
-    mlstate.load(tmp_path, into={"model": ours, "states": {"ema": ema}})
-    assert torch.equal(ours.weight, theirs.weight)
-    assert torch.equal(ema.weight, theirs.weight)
+    mlstate.load(tmp_path, into={"model": by_mlstate, "states": {"ema": ema}})
+    assert torch.equal(by_mlstate.weight, expected.weight)
+    assert torch.equal(ema.weight, expected.weight)
 
 
 def test_another_dtype_needs_cast(saved):
@@ -169,12 +169,12 @@ def test_an_optimizer_of_parameters_that_are_not_entries_is_restored(tmp_path, s
     optimizers[0].step()
     mlstate.save(tmp_path, source, optimizers[0])
     mlstate.load(tmp_path, into={"model": target, "optimizer": optimizers[1]}, strict=strict)
-    for ours, theirs in zip(target.parameters(), source.parameters(), strict=True):
+    for loaded, expected in zip(target.parameters(), source.parameters(), strict=True):
         states = [
             dict(sorted(o.state[p].items()))
-            for o, p in zip(optimizers, (theirs, ours), strict=True)
+            for o, p in zip(optimizers, (expected, loaded), strict=True)
         ]
-        assert torch.equal(ours, theirs) and same(*states)
+        assert torch.equal(loaded, expected) and same(*states)
 
 
 # ---- order and errors ----
@@ -287,10 +287,15 @@ def test_memory_is_filled_in_place(tmp_path):
         assert tensor._version == versions[name] + 1, name
 
 
-def test_elements_that_share_memory_are_not_filled(tmp_path):
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.zeros(1).expand(3), lambda: torch.zeros(4).as_strided((3, 2), (1, 1))],
+    ids=["expanded", "strided"],
+)
+def test_elements_that_share_memory_are_not_filled(tmp_path, make):
     module = nn.Module()
-    module.weight = nn.Parameter(torch.zeros(1).expand(3))
-    mlstate.save(tmp_path, {"weight": torch.arange(3.0)})
+    module.weight = nn.Parameter(make())
+    mlstate.save(tmp_path, {"weight": torch.zeros(module.weight.shape)})
     with pytest.raises(CompatibilityError, match="'weight' has elements that share memory"):
         loaded(tmp_path, module)
 
@@ -363,7 +368,7 @@ def test_states_have_no_arrays_over_such_tensors(kind):
         mlstate.StateDict.from_torch(holder(STRANGE[kind]()))
 
 
-def test_a_state_dict_with_an_order_of_its_own_is_loaded(tmp_path):
+def test_reordered_state_dict_is_loaded(tmp_path):
     """An override may return another kind of mapping, without metadata."""
 
     class Reversed(nn.Linear):

@@ -83,11 +83,11 @@ if hasattr(optim, "Adafactor"):  # since torch 2.5
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_training_goes_on_bit_for_bit(make):
+def test_training_resumes_bitwise(make):
     """Three steps, the state as text and arrays into new objects, three more steps."""
-    whole = model()
-    optimizer = make(whole.parameters())
-    train(whole, optimizer, 0, 6)
+    uninterrupted = model()
+    optimizer = make(uninterrupted.parameters())
+    train(uninterrupted, optimizer, 0, 6)
 
     first = model()
     old = make(first.parameters())
@@ -102,7 +102,7 @@ def test_training_goes_on_bit_for_bit(make):
     new.load_state_dict(state.to_torch(new, second))
     train(second, new, 3, 6)
 
-    for got, want in zip(second.parameters(), whole.parameters(), strict=True):
+    for got, want in zip(second.parameters(), uninterrupted.parameters(), strict=True):
         assert torch.equal(got, want)
     for got, want in zip(new.param_groups, optimizer.param_groups, strict=True):
         assert got.keys() == want.keys()
@@ -122,8 +122,8 @@ def test_names_step_rate_and_kind():
     (group,) = state.param_groups
     assert group["params"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert (group["lr"], group["betas"]) == (0.25, [0.9, 0.999])
-    held = optimizer.state[module[0].weight]["exp_avg"]
-    assert state["0.weight.exp_avg"].__array_interface__["data"][0] == held.data_ptr()
+    exp_avg = optimizer.state[module[0].weight]["exp_avg"]
+    assert state["0.weight.exp_avg"].__array_interface__["data"][0] == exp_avg.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_names_step_rate_and_kind():
         (type("Fancy", (Counting,), {}), "other"),
     ],
 )
-def test_the_kind_is_that_of_the_nearest_known_class(kind, name):
+def test_kind_follows_the_nearest_known_class(kind, name):
     assert OptimizerStateDict.from_torch(kind(model().parameters())).optimizer_type == name
 
 
@@ -260,12 +260,12 @@ def test_python_numbers_are_arrays_and_come_back_as_numbers():
     assert (state["0.weight.step"].dtype, state["0.weight.step"].shape) == (np.int64, ())
     assert state["0.weight.decay"].dtype == np.float64
     assert state.param_groups[0]["python_numbers"] == ["decay", "step"]
-    taken = state.to_torch(Counting(module.parameters()), module)
-    assert taken["state"][0] == {"step": 2, "decay": 0.9 * 0.9}
-    assert "python_numbers" not in taken["param_groups"][0]
+    state_dict = state.to_torch(Counting(module.parameters()), module)
+    assert state_dict["state"][0] == {"step": 2, "decay": 0.9 * 0.9}
+    assert "python_numbers" not in state_dict["param_groups"][0]
 
 
-def test_what_the_optimizer_holds_decides_between_number_and_tensor():
+def test_number_or_tensor_follows_the_optimizer():
     module, optimizer, state = trained()
     for values in optimizer.state.values():
         values["step"] = int(values["step"])
@@ -281,7 +281,7 @@ def grouped(module, **options):
     return optim.AdamW(rates, lr=0.1, **options)
 
 
-def test_groups_are_taken_over_where_they_fit():
+def test_matching_groups_are_restored():
     module = model()
     optimizer = grouped(module, betas=(0.5, 0.6))
     train(module, optimizer, 0, 2)
@@ -303,7 +303,7 @@ def test_groups_are_taken_over_where_they_fit():
     )
 
 
-def test_parameters_are_found_by_name_whatever_their_order():
+def test_parameters_match_by_name_in_any_order():
     module, optimizer, state = trained()
     turned = optim.Adam(reversed(list(module.parameters())), lr=7.0)
     turned.load_state_dict(state.to_torch(turned, module))
@@ -409,14 +409,14 @@ def test_a_shape_that_the_optimizer_holds_already_fits():
 # ---- memory ----
 
 
-def test_what_an_optimizer_cannot_change_in_place_is_copied():
+def test_read_only_and_shared_arrays_are_copied():
     module, _, state = trained()
     frozen = state["0.weight.exp_avg"] = np.ones((8, 4), np.float32)
     frozen.flags.writeable = False
     steps = OptimizerStateDict.fromkeys(["0.weight.step", "2.weight.step"], np.float32(2))
     state.update(steps)
-    one = np.array(2, np.float32)
-    state["0.bias.step"] = state["0.weight.step"] = one
+    step = np.array(2, np.float32)
+    state["0.bias.step"] = state["0.weight.step"] = step
     fresh = optim.Adam(module.parameters())
     fresh.load_state_dict(state.to_torch(fresh, module))
     train(module, fresh, 2, 3)
@@ -442,8 +442,8 @@ def test_torch_casts_states_to_the_parameters_dtype():
         {"0.weight.exp_avg": np.ones((8, 4), np.float32), "0.weight.step": np.float32(2)}
     )
     optimizer.load_state_dict(state.to_torch(optimizer, module))
-    held = optimizer.state[module[0].weight]
-    assert (held["exp_avg"].dtype, held["step"].dtype) == (torch.bfloat16, torch.float32)
+    values = optimizer.state[module[0].weight]
+    assert (values["exp_avg"].dtype, values["step"].dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_bfloat16_states_are_shared():
@@ -454,7 +454,7 @@ def test_bfloat16_states_are_shared():
     assert tensors["exp_avg"].data_ptr() == optimizer.state[module[0].weight]["exp_avg"].data_ptr()
 
 
-def test_without_an_optimizer_the_tensors_come_under_their_own_names():
+def test_to_torch_without_optimizer_keeps_names():
     state = OptimizerStateDict({"w.m": np.ones(3, np.float32)}, optimizer_type="adam")
     tensors = state.to_torch()
     assert list(tensors) == ["w.m"] and np.shares_memory(tensors["w.m"].numpy(), state["w.m"])

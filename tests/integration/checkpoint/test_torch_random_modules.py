@@ -90,34 +90,34 @@ def attempt(function, *args, **options):
 
 def check(seed, folder):
     """Save and load one module; return how it ended."""
-    source, ours, theirs = (random_modules.make(random.Random(seed)) for _ in range(3))
+    source, loaded, expected = (random_modules.make(random.Random(seed)) for _ in range(3))
     source_change = random.Random(seed + 1)
     random_modules.change(source, source_change)
-    for target in (ours, theirs):
+    for target in (loaded, expected):
         random_modules.change(target, random.Random(seed + 2))
     saved = attempt(mlstate.save, folder, source)
     if saved is not None:
         assert isinstance(saved, MLStateError | TypeError | ValueError), saved
         return "not saved"
-    before = content(ours, calls=False)
-    torch_error = attempt(theirs.load_state_dict, source.state_dict())
-    error = attempt(mlstate.load, folder, into={"model": ours})
+    before = content(loaded, calls=False)
+    torch_error = attempt(expected.load_state_dict, source.state_dict())
+    error = attempt(mlstate.load, folder, into={"model": loaded})
     if error is None:
         assert torch_error is None, f"torch raises {torch_error}"
-        changed = difference(content(theirs), content(ours))
+        changed = difference(content(expected), content(loaded))
         assert changed is None, changed
         return "loaded"
     assert isinstance(error, MLStateError | TypeError), repr(error)
     assert torch_error is not None, f"torch loads it, mlstate raises {error}"
     if "which stay changed" not in str(error):
-        changed = difference(before, content(ours, calls=False))
+        changed = difference(before, content(loaded, calls=False))
         assert changed is None, (changed, error)
     return "refused"
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, tries(60), SHARE))
-def test_restores_what_torch_restores_or_changes_nothing(start, tmp_path):
+def test_restores_like_torch_or_keeps_the_module(start, tmp_path):
     torch.manual_seed(start)
     ends = [check(seed * 1000, tmp_path / str(seed)) for seed in range(start, start + SHARE)]
     assert ends.count("loaded") >= SHARE // 4

@@ -87,12 +87,12 @@ def test_an_optimizer_has_the_names_of_the_module_with_its_parameters(tmp_path):
     run.step()
     both = torch.optim.AdamW([*run.actor.parameters(), *run.critic.parameters()])
     mlstate.save(tmp_path / "c", run.actor, states={**run.states(), "both": both})
-    found = mlstate.load(tmp_path / "c").states
-    assert set(found["critic_opt"]) == {"bias.momentum_buffer", "weight.momentum_buffer"}
-    assert set(found["both"].param_groups[0]["params"]) == {f"param_{i}" for i in range(4)}
+    states = mlstate.load(tmp_path / "c").states
+    assert set(states["critic_opt"]) == {"bias.momentum_buffer", "weight.momentum_buffer"}
+    assert set(states["both"].param_groups[0]["params"]) == {f"param_{i}" for i in range(4)}
 
 
-def test_a_module_that_lacks_a_name_leaves_everything_unchanged(tmp_path):
+def test_missing_name_keeps_all_targets(tmp_path):
     run, other = Run(0), Run(1)
     run.step()
     mlstate.save(tmp_path / "c", run.actor, states=run.states())
@@ -111,11 +111,11 @@ def test_device_returns_tensors(tmp_path):
     mlstate.save(
         tmp_path / "c", values, {"w.m": torch.ones(4)}, states={"ema": values, "x": [values]}
     )
-    found = mlstate.load(tmp_path / "c", device="cpu")
-    for state in (found.model, found.states["ema"], found.states["x"][0]):
+    loaded = mlstate.load(tmp_path / "c", device="cpu")
+    for state in (loaded.model, loaded.states["ema"], loaded.states["x"][0]):
         assert torch.equal(state["w"], values["w"]) and state["w"].dtype == torch.bfloat16
-    assert isinstance(found.optimizer, mlstate.StateDict)
-    assert torch.equal(found.optimizer["w.m"], torch.ones(4))
+    assert isinstance(loaded.optimizer, mlstate.StateDict)
+    assert torch.equal(loaded.optimizer["w.m"], torch.ones(4))
     assert not isinstance(mlstate.load(tmp_path / "c").states["x"][0]["w"], torch.Tensor)
     with pytest.raises(ValueError, match="is not a device of torch"):
         mlstate.load(tmp_path / "c", device="nowhere")
@@ -128,24 +128,27 @@ def test_modules_are_filled_with_rename_cast_and_without_strict(tmp_path):
     optimizer.step()
     mlstate.save(tmp_path / "c", source, optimizer)
     target = torch.nn.ModuleDict({"first": torch.nn.Linear(3, 2), "new": torch.nn.Linear(2, 2)})
-    theirs = torch.optim.AdamW(target.parameters(), lr=0.1)
+    other_optimizer = torch.optim.AdamW(target.parameters(), lr=0.1)
     before = target["new"].weight.detach().clone()
-    into = {"model": target, "optimizer": theirs}
+    into = {"model": target, "optimizer": other_optimizer}
     with pytest.raises(CompatibilityError):
         mlstate.load(tmp_path / "c", into=into, rename={"0": "first"}, cast=True)
     with pytest.warns(UserWarning, match=r"group 0 keeps its own values: .* 'new.weight'"):
         mlstate.load(tmp_path / "c", into=into, rename={"0": "first"}, cast=True, strict=False)
-    assert theirs.param_groups[0]["lr"] == 0.1
+    assert other_optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(target["first"].weight, source[0].weight.float())
     assert torch.equal(target["new"].weight, before)
-    own, saved = theirs.state[target["first"].weight], optimizer.state[source[0].weight]
-    assert torch.equal(own["exp_avg"], saved["exp_avg"].float())  # as torch converts it
-    assert target["new"].weight not in theirs.state
+    loaded_state, saved = (
+        other_optimizer.state[target["first"].weight],
+        optimizer.state[source[0].weight],
+    )
+    assert torch.equal(loaded_state["exp_avg"], saved["exp_avg"].float())  # as torch converts it
+    assert target["new"].weight not in other_optimizer.state
     with pytest.raises(CompatibilityError, match="float64"):
         mlstate.load(tmp_path / "c", into={"model": target}, rename={"0": "first"}, strict=False)
 
 
-def test_a_tensor_that_is_not_plain_is_named(tmp_path):
+def test_sparse_tensor_is_named(tmp_path):
     sparse = torch.eye(2).to_sparse()
     with pytest.raises(TypeError, match=r"states\['x'\]\[0\]\['s'\] is torch.sparse_coo"):
         mlstate.save(tmp_path / "c", states={"x": [{"s": sparse}]})

@@ -42,17 +42,17 @@ def same_states(first, second):
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), name
 
 
-def test_states_that_are_there_are_filled_where_they_lie(tmp_path):
+def test_existing_states_are_filled_in_place(tmp_path):
     module, adam = trained(torch.optim.Adam)
     mlstate.save(tmp_path / "a", module, adam)
     fresh = model(1)
     other = torch.optim.Adam(fresh.parameters(), lr=0.5)
     step(fresh, other, 3)
-    held = {p: dict(states) for p, states in other.state.items()}
+    previous = {p: dict(states) for p, states in other.state.items()}
     mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
     same_states(other, adam)
     assert other.param_groups[0]["lr"] == 1e-3
-    for parameter, states in held.items():
+    for parameter, states in previous.items():
         for name, value in states.items():
             assert other.state[parameter][name] is value
     step(fresh, other)
@@ -60,7 +60,7 @@ def test_states_that_are_there_are_filled_where_they_lie(tmp_path):
     same_states(other, adam)
 
 
-def test_states_are_made_in_the_dtype_and_order_in_memory_of_their_parameter(tmp_path):
+def test_new_states_follow_the_parameters_dtype_and_strides(tmp_path):
     module = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     adam = torch.optim.Adam(module.parameters())
     module(torch.ones(1, 3, 5, 5)).sum().backward()
@@ -95,7 +95,7 @@ def test_numbers_stay_numbers(tmp_path):
     assert isinstance(other.state[fresh[0].weight]["eta"], torch.Tensor)  # as torch converts it
 
 
-def test_what_the_checkpoint_has_not_is_dropped_made_zeros_or_refused(tmp_path):
+def test_missing_states_are_dropped_zeroed_or_refused(tmp_path):
     module, adam = trained(torch.optim.Adam)
     del adam.state[module[0].bias]
     adam.state[module[2].bias]["count"] = 3
@@ -114,7 +114,7 @@ def test_what_the_checkpoint_has_not_is_dropped_made_zeros_or_refused(tmp_path):
     assert fresh[0].bias not in other.state
 
 
-def test_lacking_states_are_those_of_what_is_trained(tmp_path):
+def test_missing_states_cover_trained_parameters(tmp_path):
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     frozen = torch.nn.Linear(4, 2).requires_grad_(False)
     module.append(frozen)
@@ -134,8 +134,8 @@ def test_lacking_states_are_those_of_what_is_trained(tmp_path):
             mlstate.load(tmp_path / "a", into=into, missing="error")
     assert not fresh.state
     mlstate.load(tmp_path / "a", into={"model": module}, missing="error")
-    made = mlstate.load(tmp_path / "a", missing="zeros").optimizer
-    assert not made["0.bias.exp_avg"].any() and "1.running_mean.exp_avg" not in made
+    states = mlstate.load(tmp_path / "a", missing="zeros").optimizer
+    assert not states["0.bias.exp_avg"].any() and "1.running_mean.exp_avg" not in states
 
 
 def test_a_part_by_name_treats_lacking_states_as_all_of_it_does(tmp_path):
@@ -159,17 +159,17 @@ def test_a_part_by_name_leaves_the_rest(tmp_path):
     module, adam = trained(torch.optim.Adam)
     mlstate.save(tmp_path / "a", module, adam)
     fresh, other = trained(torch.optim.Adam, 4)
-    kept = other.state[fresh[2].weight]["exp_avg"].clone()
+    exp_avg = other.state[fresh[2].weight]["exp_avg"].clone()
     weight = fresh[2].weight.detach().clone()
     mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other}, names="0")
     assert torch.equal(fresh[0].weight, module[0].weight)
     assert torch.equal(fresh[2].weight, weight)
-    assert torch.equal(other.state[fresh[2].weight]["exp_avg"], kept)
+    assert torch.equal(other.state[fresh[2].weight]["exp_avg"], exp_avg)
     assert other.state[fresh[0].weight]["step"] == 2
     assert other.state[fresh[2].weight]["step"] == 4
 
 
-def test_nothing_is_changed_where_something_does_not_fit(tmp_path):
+def test_mismatch_keeps_all_targets(tmp_path):
     module, adam = trained(torch.optim.Adam)
     state = OptimizerStateDict.from_torch(adam, module)
     wrong = dict(state) | {"2.bias.exp_avg": np.zeros(2, np.float64)}

@@ -29,12 +29,12 @@ def run(program, *arguments):
 @pytest.fixture(scope="module")
 def trained():
     """The results of a job, by number of ranks."""
-    found = {}
+    curves = {}
 
     def of(world):
-        if world not in found:
-            found[world] = json.loads(run(JOB, world, STEPS[world]))
-        return found[world]
+        if world not in curves:
+            curves[world] = json.loads(run(JOB, world, STEPS[world]))
+        return curves[world]
 
     return of
 
@@ -45,26 +45,30 @@ def losses(text):
 
 def test_two_ranks_have_the_bits_of_fsdp2(trained):
     printed = trained(2)["printed"]
-    theirs = printed.pop("fsdp2, gloo, rows")
-    assert [line.split()[0] for line in theirs.splitlines()] == [str(i) for i in range(STEPS[2])]
-    assert losses(theirs)[-1] < 0.7 * losses(theirs)[0]  # the loss decreases
+    fsdp2_losses = printed.pop("fsdp2, gloo, rows")
+    assert [line.split()[0] for line in fsdp2_losses.splitlines()] == [
+        str(i) for i in range(STEPS[2])
+    ]
+    assert losses(fsdp2_losses)[-1] < 0.7 * losses(fsdp2_losses)[0]  # the loss decreases
     resumed = printed.pop("resumed")
-    assert printed == dict.fromkeys(printed, theirs)
+    assert printed == dict.fromkeys(printed, fsdp2_losses)
     assert len(printed) == 5
-    assert resumed.splitlines() == theirs.splitlines()[: STEPS[2] // 2]
+    assert resumed.splitlines() == fsdp2_losses.splitlines()[: STEPS[2] // 2]
 
 
 @pytest.mark.long
 def test_four_ranks_have_one_curve_and_gloo_sums_in_another_order(trained):
     printed = trained(4)["printed"]
-    theirs = printed.pop("fsdp2, gloo, rows")
-    ours = printed["mlstate, local, rows"]
+    fsdp2_losses = printed.pop("fsdp2, gloo, rows")
+    mlstate_losses = printed["mlstate, local, rows"]
     resumed = printed.pop("resumed")
-    assert printed == dict.fromkeys(printed, ours)
+    assert printed == dict.fromkeys(printed, mlstate_losses)
     assert len(printed) == 5
-    assert resumed.splitlines() == ours.splitlines()[: STEPS[4] // 2]
-    assert losses(theirs) == pytest.approx(losses(ours), rel=1e-4)
-    assert losses(theirs)[0] == losses(ours)[0]  # the first loss precedes any reduction
+    assert resumed.splitlines() == mlstate_losses.splitlines()[: STEPS[4] // 2]
+    assert losses(fsdp2_losses) == pytest.approx(losses(mlstate_losses), rel=1e-4)
+    assert (
+        losses(fsdp2_losses)[0] == losses(mlstate_losses)[0]
+    )  # the first loss precedes any reduction
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])

@@ -44,8 +44,8 @@ def first_gradients(module, group, reduced_by):
     if reduced_by is not None:
         reduce_scatter_with(trained.model, reduced_by)
     text, following = module.batch_of(module.read_sources(), 0, group.rank)
-    found = trained.model(text).flatten(0, 1)
-    torch.nn.functional.cross_entropy(found, following.flatten()).backward()
+    logits = trained.model(text).flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, following.flatten()).backward()
     return {name: p.grad.full_tensor() for name, p in trained.model.named_parameters()}
 
 
@@ -56,8 +56,8 @@ def gradients_of_ranks(module, world):
         torch.manual_seed(0)
         model = module.Model()
         text, following = module.batch_of(module.read_sources(), 0, rank)
-        found = model(text).flatten(0, 1)
-        torch.nn.functional.cross_entropy(found, following.flatten()).backward()
+        logits = model(text).flatten(0, 1)
+        torch.nn.functional.cross_entropy(logits, following.flatten()).backward()
         ranks.append({name: parameter.grad for name, parameter in model.named_parameters()})
     return ranks
 
@@ -82,15 +82,15 @@ def in_any_order(values):
     return sums
 
 
-def differing(found, ranks):
+def differing(gradients, ranks):
     """Counts of elements: all, those unequal to the rank-order sum, those equal to no order."""
     other = none = 0
-    for name, gradient in found.items():
+    for name, gradient in gradients.items():
         values = [of[name] for of in ranks]
         other += int((gradient != in_rank_order(values) / len(ranks)).sum())
         sums = torch.stack(in_any_order(values)) / len(ranks)
         none += int((gradient != sums).all(0).sum())
-    return sum(gradient.numel() for gradient in found.values()), other, none
+    return sum(gradient.numel() for gradient in gradients.values()), other, none
 
 
 def every_method(group, steps, folder):

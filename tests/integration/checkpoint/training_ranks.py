@@ -50,11 +50,11 @@ def bits(tensor):
 
 def local_bits(module, optimizer):
     """This rank's data, bit for bit: parameters, buffers and states."""
-    found = [bits(t) for t in [*module.parameters(), *module.buffers()]]
+    tensors = [bits(t) for t in [*module.parameters(), *module.buffers()]]
     for parameter in module.parameters():
         for name, value in sorted(optimizer.state.get(parameter, {}).items()):
-            found.append(bits(value) if isinstance(value, torch.Tensor) else (name, value))
-    return found
+            tensors.append(bits(value) if isinstance(value, torch.Tensor) else (name, value))
+    return tensors
 
 
 def same(first, second):
@@ -83,7 +83,7 @@ KINDS = ("ddp", "fsdp2", "fsdp1", "fsdp1-orig")
 
 
 @scenario
-def every_kind_is_filled_where_it_lies(group):
+def every_kind_is_filled_in_place(group):
     for kind in KINDS:
         module = wrapped(kind)
         optimizer = trained(module)
@@ -102,11 +102,11 @@ def every_kind_is_filled_where_it_lies(group):
         same(local_bits(fresh, other), expected)
         with torch.no_grad():
             assert torch.equal(fresh(torch.ones(2, 3)), module(torch.ones(2, 3))), kind
-        held = [s["exp_avg"].data_ptr() for s in other.state.values() if "exp_avg" in s]
+        addresses = [s["exp_avg"].data_ptr() for s in other.state.values() if "exp_avg" in s]
         train(fresh, other, steps=1)
         mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
         now = [s["exp_avg"].data_ptr() for s in other.state.values() if "exp_avg" in s]
-        assert held == now  # existing states are filled too
+        assert addresses == now  # existing states are filled too
         same(local_bits(fresh, other), expected)
 
 
@@ -123,13 +123,13 @@ def every_kind_is_loaded_as_every_other(group):
         mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
         again = folder_of(f"others-{kind}")
         mlstate.save(again, fresh, other, group=group)
-        found = mlstate.load(again)
-        assert found.model == expected.model, kind
-        assert found.optimizer == expected.optimizer, kind
+        loaded = mlstate.load(again)
+        assert loaded.model == expected.model, kind
+        assert loaded.optimizer == expected.optimizer, kind
 
 
 @scenario
-def shards_are_stored_from_where_they_lie(group):
+def shards_are_stored_without_copies(group):
     module = wrapped("fsdp2")
     optimizer = trained(module, MOMENTUM)
     folder = folder_of("own")
@@ -184,7 +184,7 @@ class Factored(torch.optim.Optimizer):
 
 
 @scenario
-def factors_lie_along_their_own_axes(group):
+def factors_record_their_axes(group):
     def wide(seed):
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4))
@@ -200,17 +200,17 @@ def factors_lie_along_their_own_axes(group):
     row = other.state[fresh[0].weight]["row_var"]
     assert row.placements == fresh[0].weight.placements
     assert other.state[fresh[0].weight]["col_var"].placements == (Replicate(),)
-    plain = wide(5)
-    other = Factored(plain.parameters())
-    mlstate.load(folder, into={"model": plain, "optimizer": other}, group=group)
-    assert torch.equal(other.state[plain[0].weight]["row_var"], row.full_tensor())
+    unsharded = wide(5)
+    other = Factored(unsharded.parameters())
+    mlstate.load(folder, into={"model": unsharded, "optimizer": other}, group=group)
+    assert torch.equal(other.state[unsharded[0].weight]["row_var"], row.full_tensor())
     flattened = flat(wide(5))
     into = {"model": flattened, "optimizer": Factored(flattened.parameters())}
     refused(group, CompatibilityError, "FSDP1 flattens parameters", folder, into)
 
 
 @scenario
-def bfloat16_goes_through(group):
+def bfloat16_resumes(group):
     for kind in ("fsdp2", "fsdp1-orig"):
         module = wrapped(kind, dtype=torch.bfloat16)
         optimizer = trained(module, torch.optim.AdamW, dtype=torch.bfloat16)
@@ -289,14 +289,14 @@ def other_names_and_shapes_are_refused_on_every_rank(group):
         stays(turned, kind, "0.weight")
         stays(torch.nn.Sequential(model()), kind, "Missing key(s)")
     # an error that only one rank finds is raised on all, before anything is changed
-    own = model(seed=3)
+    other_model = model(seed=3)
     if group.rank == 1:
-        own[0] = torch.nn.Linear(3, 4)
-    before = [bits(p) for p in own.parameters()]
+        other_model[0] = torch.nn.Linear(3, 4)
+    before = [bits(p) for p in other_model.parameters()]
     words = "0.bias" if group.rank == 1 else "rank 1: "
-    error = refused(group, CompatibilityError, words, folder, {"model": own})
+    error = refused(group, CompatibilityError, words, folder, {"model": other_model})
     assert group.rank == 1 or error.rank == 1
-    same([bits(p) for p in own.parameters()], before)
+    same([bits(p) for p in other_model.parameters()], before)
 
 
 @scenario
@@ -321,7 +321,7 @@ def an_optimizer_of_another_module_is_refused(group):
 
 
 @scenario
-def placements_that_no_layout_says_are_named(group):
+def placements_without_a_layout_are_named(group):
     mesh = init_device_mesh("cpu", (group.world_size,))
     folder = folder_of("partial")
     module = torch.nn.Linear(2, 2)
@@ -372,8 +372,8 @@ def states_that_were_not_saved_are_not_there_afterwards(group):
         into = {"model": module, "optimizer": optimizer}
         refused(group, CompatibilityError, "Missing key(s)", folder, into, missing="error")
         mlstate.load(folder, into=into, group=group, missing="zeros")
-        held = [s["exp_avg"] for s in optimizer.state.values()]
-        assert not any(bits(tensor).any() for tensor in held), kind
+        averages = [s["exp_avg"] for s in optimizer.state.values()]
+        assert not any(bits(tensor).any() for tensor in averages), kind
         mlstate.load(folder, into=into, group=group)
         assert not optimizer.state, kind
 
@@ -403,16 +403,16 @@ def tensor_parallel_modules_under_fsdp_are_filled(group):
     def wrap(seed):
         torch.manual_seed(seed)
         module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6))
-        whole = copy.deepcopy(module)
+        unsharded = copy.deepcopy(module)
         parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        return fully_shard(module, mesh=mesh["dp"]), whole
+        return fully_shard(module, mesh=mesh["dp"]), unsharded
 
-    module, whole = wrap(0)
+    module, unsharded = wrap(0)
     folder = folder_of("tensor-parallel")
     mlstate.save(folder, module, group=group)
-    assert mlstate.load(folder).model.to_torch().keys() == whole.state_dict().keys()
+    assert mlstate.load(folder).model.to_torch().keys() == unsharded.state_dict().keys()
     for name, tensor in mlstate.load(folder).model.to_torch().items():
-        assert torch.equal(tensor, whole.state_dict()[name]), name
+        assert torch.equal(tensor, unsharded.state_dict()[name]), name
     fresh, _ = wrap(1)
     mlstate.load(folder, into={"model": fresh}, group=group)
     same([bits(p) for p in fresh.parameters()], [bits(p) for p in module.parameters()])

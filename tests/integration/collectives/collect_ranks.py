@@ -14,20 +14,20 @@ from mlstate.distributed import DistributedStateCollector
 def gathered_and_sent_back(collector, layout):
     """Gather the parts of a tensor on the last rank, and send the parts back."""
     rank, root = collector.group.rank, collector.group.world_size - 1
-    whole = np.arange(35_000, dtype=np.float32).reshape(50, 700)
-    state = {"w": layout.shard(whole, rank), "b": np.ones(4)}
+    array = np.arange(35_000, dtype=np.float32).reshape(50, 700)
+    state = {"w": layout.shard(array, rank), "b": np.ones(4)}
     full = collector.gather_full_state(state, root=root, max_bytes=10_000)
     assert (full is not None) == (rank == root)
     if full is not None:
-        assert np.array_equal(full["w"], whole)
-    part = np.zeros(layout.shape(whole.shape, rank), np.float32)
-    target = {"w": Shard(part, layout, rank, shape=whole.shape), "b": np.zeros(4)}
+        assert np.array_equal(full["w"], array)
+    part = np.zeros(layout.shape(array.shape, rank), np.float32)
+    target = {"w": Shard(part, layout, rank, shape=array.shape), "b": np.zeros(4)}
     collector.broadcast_state(target, source=full, root=root, max_bytes=10_000)
-    assert np.array_equal(part, layout.take(whole, rank))
+    assert np.array_equal(part, layout.take(array, rank))
     assert target["b"].all()
 
 
-def differences_are_said_on_every_rank(collector):
+def differences_are_reported_on_every_rank(collector):
     world = collector.group.world_size
     state = {"w": np.full(3, float(collector.group.rank == world - 1))}
     text = f"w: the elements on rank {world - 1} differ"
@@ -40,7 +40,7 @@ def collect(group):
     world = group.world_size
     for layout in (Layout.rows(world), Layout.axis(1, world), Layout.flat(world)):
         gathered_and_sent_back(collector, layout)
-    differences_are_said_on_every_rank(collector)
+    differences_are_reported_on_every_rank(collector)
     collector.gather_full_state({"w": np.ones(3)})  # the group stays usable
     return f"{group.rank} ok"
 

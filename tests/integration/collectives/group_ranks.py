@@ -72,12 +72,12 @@ def torch_groups_are_accepted_wherever_a_group_is(group):
     alone = dist.new_group([0])
     if group.rank == 0:
         check_group(alone)
-        held = weakref.ref(check_group(alone))
+        group_ref = weakref.ref(check_group(alone))
         dist.destroy_process_group(alone)
         raises(ValueError, "was destroyed", mlstate.save, folder / "d", state, group=alone)
         check_group(world)
         gc.collect()
-        assert held() is None
+        assert group_ref() is None
     else:
         raises(TypeError, "process group", mlstate.save, folder / "d", state, group=alone)
     dist.barrier()  # the groups are still open
@@ -89,7 +89,7 @@ def small_floats_are_summed(group):
 
 
 @scenario
-def nothing_is_copied_on_the_way(group):
+def collectives_make_no_copies(group):
     import tracemalloc
 
     array = np.zeros(1 << 20, np.uint8)
@@ -105,7 +105,7 @@ def nothing_is_copied_on_the_way(group):
 
 
 @scenario
-def a_checked_group_tells_calls_that_do_not_go_together(group):
+def checked_group_names_mismatched_calls(group):
     world, rank = group.world_size, group.rank
     checked = TorchGroup(check=True)
     for name in (
@@ -151,7 +151,7 @@ def a_dtype_that_torch_lacks_is_refused(group):
 
 
 @scenario
-def a_closed_group_says_so(group):
+def closed_group_raises(group):
     with TorchGroup() as other:
         work = other.barrier(async_op=True)
     assert work.done()
@@ -234,7 +234,7 @@ def a_rank_that_dies_is_seen(group):
 
 
 @scenario
-def what_fails_half_way_breaks_the_group(group):
+def partial_failure_breaks_the_group(group):
     """Out of memory, or Ctrl-C: the ranks are out of step."""
     from mlstate.integrations.torch._collectives import exchange as _exchange
 
@@ -253,7 +253,7 @@ def what_fails_half_way_breaks_the_group(group):
 
 
 @scenario
-def an_abort_ends_what_waits(group):
+def abort_ends_waiting_operations(group):
     if group.rank == 0:
         work = group.all_gather(np.zeros(3), async_op=True, timeout=5)
         group.abort()

@@ -28,19 +28,19 @@ def every_operation(group, scale=1):
     """One call of each operation, compared with NumPy."""
     world, rank = group.world_size, group.rank
     everyones = [array * np.float32(scale) for array in inputs(world, 10_000 * world, "float32")]
-    mine, total = everyones[rank], reduced(everyones, "sum")
-    same_bits(group.all_reduce(mine), total)
-    found = group.reduce_scatter(mine)
-    same_bits(found, total[rank * 10_000 : (rank + 1) * 10_000])
-    same_bits(group.all_gather(found), total)
+    contribution, total = everyones[rank], reduced(everyones, "sum")
+    same_bits(group.all_reduce(contribution), total)
+    output = group.reduce_scatter(contribution)
+    same_bits(output, total[rank * 10_000 : (rank + 1) * 10_000])
+    same_bits(group.all_gather(output), total)
     rows = np.arange(2 * world) + 100 * rank
     expected = [100 * r + 2 * rank + i for r in range(world) for i in (0, 1)]
     assert group.all_to_all(rows).tolist() == expected
-    copy = everyones[world - 1].copy() if rank == world - 1 else np.zeros_like(mine)
+    copy = everyones[world - 1].copy() if rank == world - 1 else np.zeros_like(contribution)
     same_bits(group.broadcast(copy, root=world - 1), everyones[world - 1])
     texts = [b"%d" % r * 1000 * r for r in range(world)]
     assert group.gather_bytes(texts[rank]) == texts
-    assert group.all_reduce(mine, async_op=True).wait(LONG).tobytes() == total.tobytes()
+    assert group.all_reduce(contribution, async_op=True).wait(LONG).tobytes() == total.tobytes()
     group.barrier()
     return rank, os.getpid()
 
@@ -48,19 +48,19 @@ def every_operation(group, scale=1):
 def arrays_larger_than_the_memory_that_is_shared(group):
     everyones = inputs(group.world_size, LARGE, "float32")
     total = reduced(everyones, "sum")
-    mine = everyones[group.rank]
-    same_bits(group.all_reduce(mine), total)
+    contribution = everyones[group.rank]
+    same_bits(group.all_reduce(contribution), total)
     counts = [LARGE] + [0] * (group.world_size - 1)
-    found = group.reduce_scatter(mine, counts=counts)
-    same_bits(found, total if group.rank == 0 else total[:0])
-    gathered = group.all_gather(mine)
+    output = group.reduce_scatter(contribution, counts=counts)
+    same_bits(output, total if group.rank == 0 else total[:0])
+    gathered = group.all_gather(contribution)
     same_bits(gathered, np.concatenate(everyones))
     texts = [array.tobytes() for array in everyones]
     assert group.gather_bytes(texts[group.rank]) == texts
-    return found
+    return output
 
 
-def runs_of_their_own(group):
+def nested_runs(group):
     """Each rank starts another group, and continues."""
     inner = LocalGroup.run(every_operation, 2, start_method="fork", timeout=LONG)
     assert [rank for rank, _ in inner] == [0, 1]
@@ -68,7 +68,7 @@ def runs_of_their_own(group):
     return every_operation(group)[0]
 
 
-def forked_children_are_no_members(group):
+def forked_children_are_refused(group):
     """A forked child is refused; neither its exit nor its exec changes anything."""
     for leave in (os._exit, sys.exit):
         group.barrier()
@@ -99,18 +99,18 @@ class OddError(Exception):
         super().__init__(first)
 
 
-def fail(group, who, what):
+def fail(group, who, kind):
     """One rank fails, the others wait for it."""
     if group.rank != who:
         group.barrier(timeout=LONG)
         return None
-    if what == "odd":
+    if kind == "odd":
         raise OddError("of the user", 2)
-    if what == "exit":
+    if kind == "exit":
         sys.exit(3)
-    if what == "end":
+    if kind == "end":
         os._exit(3)
-    if what == "result":
+    if kind == "result":
         return threading.Lock()
     raise KeyError("of the user")
 

@@ -78,19 +78,19 @@ def messages_of_the_program_do_not_mix_with_the_groups(group):
 def long_arrays_travel_in_several_messages(group):
     """17 MiB and one byte, from every rank as the root, in place and into another array."""
     length = (17 << 20) + 1
-    whole = np.arange(length, dtype=np.uint32).astype(np.uint8)
+    base = np.arange(length, dtype=np.uint32).astype(np.uint8)
     for root in range(group.world_size):
-        array = whole + np.uint8(root) if group.rank == root else np.empty(length, np.uint8)
+        array = base + np.uint8(root) if group.rank == root else np.empty(length, np.uint8)
         group.broadcast(array, root=root)
-        assert np.array_equal(array, whole + np.uint8(root))
+        assert np.array_equal(array, base + np.uint8(root))
     total = group.all_reduce(array, op="sum", out=array)
     assert total is array
-    expected = (whole + np.uint8(group.world_size - 1)) * np.uint8(group.world_size)
+    expected = (base + np.uint8(group.world_size - 1)) * np.uint8(group.world_size)
     assert np.array_equal(array, expected)
 
 
 @scenario
-def moving_takes_no_memory_and_reducing_that_of_the_parts(group):
+def moving_copies_nothing_and_reducing_one_part(group):
     import tracemalloc
 
     array = np.zeros(1 << 20, np.uint8)
@@ -111,11 +111,11 @@ def counts_may_be_empty_and_uneven(group):
     for counts in ([0] * (world - 1) + [5], [3] + [0] * (world - 1), [0] * world, range(world)):
         for dtype in ("float32", "bfloat16"):
             everyones = inputs(world, sum(counts), dtype)
-            mine = group.reduce_scatter(everyones[rank], counts=counts, op="mean")
+            part = group.reduce_scatter(everyones[rank], counts=counts, op="mean")
             start = sum(counts[:rank])
             total = reduced(everyones, "mean")
-            same_bits(mine, total[start : start + counts[rank]])
-            same_bits(group.all_gather(mine, counts=counts), total)
+            same_bits(part, total[start : start + counts[rank]])
+            same_bits(group.all_gather(part, counts=counts), total)
 
 
 @scenario
@@ -123,14 +123,18 @@ def a_bucket_is_traded_as_bytes(group):
     """The messages of gradient buckets: short texts, then uneven parts of one buffer."""
     world, rank = group.world_size, group.rank
     sent = [100 * rank + to for to in range(world)]
-    wanted = [100 * source + rank for source in range(world)]
+    receive_counts = [100 * source + rank for source in range(world)]
     send = np.concatenate([np.full(n, 16 * rank + to, np.uint8) for to, n in enumerate(sent)])
-    out = np.empty(sum(wanted), np.uint8)
+    out = np.empty(sum(receive_counts), np.uint8)
     for _ in range(3):
-        told = group.gather_bytes(bytes([rank]) * 248)
-        assert told == [bytes([r]) * 248 for r in range(world)]
-        group.all_to_all(send, counts=sent, out_counts=wanted, out=out, async_op=True).wait(60)
-        expected = [np.full(n, 16 * source + rank, np.uint8) for source, n in enumerate(wanted)]
+        messages = group.gather_bytes(bytes([rank]) * 248)
+        assert messages == [bytes([r]) * 248 for r in range(world)]
+        group.all_to_all(send, counts=sent, out_counts=receive_counts, out=out, async_op=True).wait(
+            60
+        )
+        expected = [
+            np.full(n, 16 * source + rank, np.uint8) for source, n in enumerate(receive_counts)
+        ]
         same_bits(out, np.concatenate(expected))
 
 
@@ -167,7 +171,7 @@ def tensors_that_were_written_to_have_a_new_version(group):
 
 
 @scenario
-def a_closed_group_says_so(group):
+def closed_group_raises(group):
     with MPIGroup(timeout=20) as other:
         work = other.barrier(async_op=True)
     assert work.done()
@@ -261,7 +265,7 @@ def calls_that_do_not_go_together_fail_on_every_rank(group):
 
 
 @scenario
-def an_abort_ends_what_waits_everywhere(group):
+def abort_ends_waiting_operations_everywhere(group):
     if group.rank == 0:
         work = group.all_gather(np.zeros(3), async_op=True)
         group.abort()
@@ -273,22 +277,22 @@ def an_abort_ends_what_waits_everywhere(group):
         other.abort()  # while no operation is in progress
     else:
         caught = raises(CollectiveError, "", other.barrier)
-        known = ("rank 0 aborted the group", "gave up in barrier")
-        assert any(text in str(caught) for text in known), str(caught)
+        messages = ("rank 0 aborted the group", "gave up in barrier")
+        assert any(text in str(caught) for text in messages), str(caught)
     await_the_end(group)
 
 
 @scenario
-def what_fails_half_way_breaks_the_group(group):
+def partial_failure_breaks_the_group(group):
     """Out of memory, or Ctrl-C: the ranks are out of step."""
-    from mlstate.integrations.mpi import _exchange
+    from mlstate.collectives import _link
 
     def fail(*_):
         raise KeyboardInterrupt
 
     group.barrier()
     if group.rank == 0:
-        _exchange.reduce_parts = fail
+        _link.reduce_parts = fail
         raises(KeyboardInterrupt, "", group.all_reduce, np.zeros(3))
         raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
     else:
@@ -330,21 +334,21 @@ def with_fewer_threads_operations_are_done_at_once(group):
     assert work.done()
     assert work.wait().tolist() == list(range(group.world_size))
     assert not [t for t in threading.enumerate() if t.name == "mlstate-mpi-group"]
-    found = []
+    gathered = []
 
     def elsewhere():
         try:
-            found.append(group.gather_bytes(b"x"))
+            gathered.append(group.gather_bytes(b"x"))
         except CollectiveError as error:
-            found.append(str(error))
+            gathered.append(str(error))
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
     if MPI.Query_thread() == MPI.THREAD_SERIALIZED:
-        assert found == [[b"x"] * group.world_size]
+        assert gathered == [[b"x"] * group.world_size]
     else:
-        assert "MPI was initialised for one thread" in found[0]
+        assert "MPI was initialised for one thread" in gathered[0]
     group.barrier()
     if group.rank == 0:  # the failed operation also fails its work
         work = group.barrier(async_op=True, timeout=0.3)
@@ -378,7 +382,7 @@ def function_of(name):
     return getattr(module, name)
 
 
-def say(line):
+def report(line):
     """One write a line, because mpiexec interleaves the output of ranks."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
@@ -386,9 +390,9 @@ def say(line):
 
 def main():
     warnings.simplefilter("error")
-    whole = MPIGroup(timeout=100)
+    world_group = MPIGroup(timeout=100)
     for name in sys.argv[1:]:
-        group = whole if name in WORKING else MPIGroup(timeout=100)
+        group = world_group if name in WORKING else MPIGroup(timeout=100)
         try:
             function_of(name)(group)
             outcome = "ok"
@@ -398,10 +402,10 @@ def main():
             if "uncaught" in name:
                 raise
             outcome = traceback.format_exc()
-        say([name, group.rank, outcome])
-        if group is not whole:
+        report([name, group.rank, outcome])
+        if group is not world_group:
             group.close()
-    whole.close()
+    world_group.close()
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ def test_states_are_collected_over_mpi(engine):
 
 
 def test_states_are_collected_over_shared_memory():
-    found = LocalGroup.run(collect_ranks.collect, 3, start_method="spawn", timeout=60)
-    assert found == EXPECTED
+    outcomes = LocalGroup.run(collect_ranks.collect, 3, start_method="spawn", timeout=60)
+    assert outcomes == EXPECTED
 
 
 def test_states_of_threads_are_collected():

@@ -30,8 +30,8 @@ def test_one_process_forks_several_jobs(tmp_path):
         for number in (3, 4):
             folder = tmp_path / str(number)
             folder.mkdir()
-            found = job(folder, ([str(number)], {}), (["0", "b"], {"OWN": "x"}))
-            assert server.answer(found, 60) == [number, 0]
+            job_files = job(folder, ([str(number)], {}), (["0", "b"], {"OWN": "x"}))
+            assert server.answer(job_files, 60) == [number, 0]
             parent = server.process.pid
             assert (folder / "out-0").read_text() == f"{parent} ['{number}'] None \n"
             assert (folder / "out-1").read_text() == f"{parent} ['0', 'b'] x \n"
@@ -40,7 +40,7 @@ def test_one_process_forks_several_jobs(tmp_path):
         server.stop()
 
 
-def test_what_takes_too_long_is_killed(tmp_path):
+def test_job_over_its_timeout_is_killed(tmp_path):
     server = forked.Server(["json"], dict(os.environ))
     began = time.monotonic()
     with pytest.raises(subprocess.TimeoutExpired, match=r"program\.py"):

@@ -57,8 +57,10 @@ def environment(**variables):
         "MASTER_",
         "LOCAL_",
     )
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
+    variables_kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(launchers)
+    }
+    return {**variables_kept, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
 
 
 def run(function, *args, world=3, method="fork"):
@@ -72,7 +74,7 @@ def names_of(folder):
     return [path.name for path in Path(folder).iterdir()]
 
 
-def held():
+def open_resources():
     """The resources of this process, and files that a group might leave."""
     if not LINUX:
         return [], []
@@ -89,17 +91,17 @@ def held():
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch):
+def check_no_resources_left(monkeypatch):
     """No test here leaves a process, descriptor, mapping, file or socket behind."""
     names = iter(range(1000))
     token = secrets.token_hex(8)
     monkeypatch.setattr(secrets, "token_hex", lambda n: f"{token}-{next(names)}")
     resource_tracker.ensure_running()  # it keeps running after the first spawned process
-    before, threads = held(), threading.active_count()
+    before, threads = open_resources(), threading.active_count()
     yield
     assert multiprocessing.active_children() == []
     gc.collect()
-    assert held() == before
+    assert open_resources() == before
     assert threading.active_count() == threads
     if LINUX:
         used = Path("/proc/net/unix").read_text()
@@ -113,9 +115,9 @@ def nothing_is_left(monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_each_rank_is_a_process_and_results_come_back_in_their_order(world, method):
-    found = run(local_ranks.every_operation, 3, world=world, method=method)
-    assert [rank for rank, _ in found] == list(range(world))
-    assert len({process for _, process in found} | {os.getpid()}) == world + 1
+    results = run(local_ranks.every_operation, 3, world=world, method=method)
+    assert [rank for rank, _ in results] == list(range(world))
+    assert len({process for _, process in results} | {os.getpid()}) == world + 1
 
 
 def test_large_arrays_pass_in_pieces():
@@ -125,21 +127,21 @@ def test_large_arrays_pass_in_pieces():
     assert second.size == 0
 
 
-def test_ranks_may_run_groups_of_their_own():
-    assert run(local_ranks.runs_of_their_own, world=2) == [0, 1]
+def test_ranks_may_run_nested_groups():
+    assert run(local_ranks.nested_runs, world=2) == [0, 1]
 
 
-def test_forked_children_are_no_members():
-    run(local_ranks.forked_children_are_no_members, world=2)
+def test_forked_children_are_refused():
+    run(local_ranks.forked_children_are_refused, world=2)
 
 
 def test_several_groups_at_once():
     def work(number):
         return run(local_ranks.every_operation, number + 1, world=2)
 
-    found = run_in_threads(work, 3, seconds=LIMIT)
-    assert [[rank for rank, _ in one] for one in found] == [[0, 1]] * 3
-    assert len({process for one in found for _, process in one}) == 6
+    results = run_in_threads(work, 3, seconds=LIMIT)
+    assert [[rank for rank, _ in group_result] for group_result in results] == [[0, 1]] * 3
+    assert len({process for group_result in results for _, process in group_result}) == 6
 
 
 # ---- ranks that fail ----
@@ -154,7 +156,7 @@ def test_an_exception_of_a_rank_is_raised_with_its_traceback(method):
     assert 'raise KeyError("of the user")' in added
 
 
-def test_what_cannot_be_pickled_is_told_in_words():
+def test_unpicklable_results_are_described():
     with pytest.raises(CollectiveError, match="OddError: of the user") as caught:
         run(local_ranks.fail, 2, "odd")
     assert caught.value.rank == 2
@@ -163,15 +165,15 @@ def test_what_cannot_be_pickled_is_told_in_words():
     assert caught.value.rank == 0
 
 
-@pytest.mark.parametrize("what", ["exit", "end"])
-def test_a_rank_that_ends_by_itself_is_named(what):
+@pytest.mark.parametrize("kind", ["exit", "end"])
+def test_rank_that_exits_is_named(kind):
     with pytest.raises(CollectiveError, match="3") as caught:
-        run(local_ranks.fail, 1, what)
+        run(local_ranks.fail, 1, kind)
     assert caught.value.rank == 1
-    assert ("SystemExit: 3" if what == "exit" else "exit status 3") in str(caught.value)
+    assert ("SystemExit: 3" if kind == "exit" else "exit status 3") in str(caught.value)
 
 
-def test_what_is_not_done_in_time_is_ended(tmp_path):
+def test_run_over_its_timeout_is_ended(tmp_path):
     began = time.monotonic()
     with pytest.raises(CollectiveError, match=r"not done after 1 s: ranks \[0, 1\]"):
         LocalGroup.run(local_ranks.wait_for_ever, 2, tmp_path, start_method="fork", timeout=1)
@@ -194,8 +196,8 @@ def killed(function, folder, *args, who, world=3, method="fork"):
     ("name", "method"), [*((name, "fork") for name in local_ranks.OPERATIONS), ("barrier", "spawn")]
 )
 def test_a_rank_killed_in_an_operation_is_named_by_all_others(name, method, tmp_path):
-    told = killed(local_ranks.be_killed_in, tmp_path, name, who=1, method=method)
-    for rank, (took, error, again, group) in told.items():
+    reports = killed(local_ranks.be_killed_in, tmp_path, name, who=1, method=method)
+    for rank, (took, error, again, group) in reports.items():
         assert float(took) < SOON
         why = "rank 1 is gone: its process, "
         assert error.startswith(f"{name} on rank {rank}: {why}"), error
@@ -211,22 +213,24 @@ def test_a_rank_killed_while_it_waits_is_named_by_all_others(tmp_path):
 
 
 @pytest.mark.skipif(not LINUX, reason="looks at /proc whether the process stands still")
-def test_a_rank_that_stands_still_is_a_timeout_that_names_it(tmp_path):
+def test_stopped_rank_is_named_by_a_timeout(tmp_path):
     with pytest.raises(CollectiveError):
         run(local_ranks.be_stopped, str(tmp_path))
-    told = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 2)]
-    assert any("not done after 2 s: rank 1 " in text for text in told), told
-    assert all("waiting for rank 1 in all_reduce" in text.splitlines()[-1] for text in told), told
+    reports = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 2)]
+    assert any("not done after 2 s: rank 1 " in text for text in reports), reports
+    assert all("waiting for rank 1 in all_reduce" in text.splitlines()[-1] for text in reports), (
+        reports
+    )
 
 
 def test_an_interrupted_rank_ends_the_operations_of_all(tmp_path):
     run(local_ranks.be_interrupted, str(tmp_path))
-    told = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in range(3)]
-    assert told[0][1:] == [
+    reports = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in range(3)]
+    assert reports[0][1:] == [
         "KeyboardInterrupt",
         "LocalGroup(rank 0 of 3, rank 0 was interrupted in all_gather)",
     ]
-    for took, error, *_ in told[1:]:
+    for took, error, *_ in reports[1:]:
         assert float(took) < SOON
         assert "rank 0 was interrupted in all_gather" in error
 
@@ -236,21 +240,21 @@ def test_an_interrupted_rank_ends_the_operations_of_all(tmp_path):
 
 def processes_of(group):
     """The live processes of a process group."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, belongs = path.read_text().rpartition(")")[2].split()[:3]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(belongs) == group and state != "Z":
-            found.append(int(path.parent.name))
-    return found
+            pids.append(int(path.parent.name))
+    return pids
 
 
-def wait_until(condition, what):
+def wait_until(condition, label):
     end = time.monotonic() + LIMIT
     while not condition():
-        assert time.monotonic() < end, what
+        assert time.monotonic() < end, label
         time.sleep(0.01)
 
 
@@ -268,8 +272,8 @@ def test_ctrl_c_and_a_killed_parent_leave_no_process(whom, method, tmp_path):
             os.killpg(process.pid, signal.SIGINT)
         else:
             process.send_signal(signal.SIGKILL if "killed" in whom else signal.SIGINT)
-        _, said = process.communicate(timeout=LIMIT)
-        assert process.returncode == (-signal.SIGKILL if "killed" in whom else 130), said
+        _, output = process.communicate(timeout=LIMIT)
+        assert process.returncode == (-signal.SIGKILL if "killed" in whom else 130), output
         # multiprocessing's resource tracker ends a moment after the process it served
         wait_until(lambda: not processes_of(process.pid), "a process is left")
     finally:
@@ -295,11 +299,11 @@ def join_all(name, claims, timeout=LIMIT):
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank, world in claims:
-        here, there = context.Pipe(duplex=False)
-        with there:
-            process = context.Process(target=joined, args=(name, rank, world, timeout, there))
+        parent_pipe, child_pipe = context.Pipe(duplex=False)
+        with child_pipe:
+            process = context.Process(target=joined, args=(name, rank, world, timeout, child_pipe))
             process.start()
-        pipes.append(here)
+        pipes.append(parent_pipe)
         processes.append(process)
     try:
         return [pipe.recv() if pipe.poll(LIMIT) else "nothing" for pipe in pipes]
@@ -319,23 +323,25 @@ def join_all(name, claims, timeout=LIMIT):
     ],
 )
 def test_claims_that_do_not_go_together_are_refused_by_all(claims, text):
-    for told in join_all(f"claims {os.getpid()}", claims, SOON):
-        assert re.search(text, told), told
+    for message in join_all(f"claims {os.getpid()}", claims, SOON):
+        assert re.search(text, message), message
 
 
 @pytest.mark.skipif(not LINUX, reason="nothing tells the processes at a socket's other end")
 def test_two_ranks_are_not_one_process():
-    name, told = f"one process {os.getpid()}", []
+    name, messages = f"one process {os.getpid()}", []
 
     def join(rank):
-        told.append(str(raises(CollectiveError, "", LocalGroup.join, name, rank, 2, timeout=SOON)))
+        messages.append(
+            str(raises(CollectiveError, "", LocalGroup.join, name, rank, 2, timeout=SOON))
+        )
 
     thread = threading.Thread(target=join, args=(1,), daemon=True)
     thread.start()
     join(0)
     thread.join(LIMIT)
-    assert len(told) == 2
-    assert all("ranks 0 and 1 are one process; LocalGroup.threads" in text for text in told)
+    assert len(messages) == 2
+    assert all("ranks 0 and 1 are one process; LocalGroup.threads" in text for text in messages)
 
 
 def test_who_does_not_come_is_named():
@@ -358,32 +364,36 @@ def started(commands, **variables):
     pipe = subprocess.PIPE
     processes = [
         subprocess.Popen(
-            command, env=environment(**variables, **own), stdout=pipe, stderr=pipe, text=True
+            command,
+            env=environment(**variables, **rank_variables),
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
         )
-        for command, own in commands
+        for command, rank_variables in commands
     ]
     try:
-        told = [process.communicate(timeout=LIMIT) for process in processes]
+        outputs = [process.communicate(timeout=LIMIT) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert [process.returncode for process in processes] == [0] * len(processes), told
-    return sorted(line for out, _ in told for line in out.splitlines())
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    return sorted(line for out, _ in outputs for line in out.splitlines())
 
 
 def test_processes_started_by_hand_meet():
     ranks = [([sys.executable, str(RANKS)], {"RANK": str(rank)}) for rank in range(3)]
-    found = started(ranks, WORLD_SIZE="3", MLSTATE_JOB=f"by hand {os.getpid()}")
-    assert found == ["0 of 3 ok", "1 of 3 ok", "2 of 3 ok"]
+    lines = started(ranks, WORLD_SIZE="3", MLSTATE_JOB=f"by hand {os.getpid()}")
+    assert lines == ["0 of 3 ok", "1 of 3 ok", "2 of 3 ok"]
 
 
 @pytest.mark.torch
 def test_processes_of_torchrun_meet():
     pytest.importorskip("torch", reason="torchrun is torch's")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    found = started([([*command, "--nproc-per-node=2", str(RANKS)], {})], OMP_NUM_THREADS="1")
-    assert found == ["0 of 2 ok", "1 of 2 ok"]
+    lines = started([([*command, "--nproc-per-node=2", str(RANKS)], {})], OMP_NUM_THREADS="1")
+    assert lines == ["0 of 2 ok", "1 of 2 ok"]
 
 
 @pytest.mark.parametrize("engine", mpi_jobs.ENGINES)
@@ -418,7 +428,7 @@ def test_processes_of_mpirun_meet(engine):
         ),
     ],
 )  # fmt: skip
-def test_variables_that_make_no_sense_are_named(variables, text, monkeypatch):
+def test_invalid_variables_are_named(variables, text, monkeypatch):
     for name in list(os.environ):
         if name not in environment():
             monkeypatch.delenv(name)
@@ -441,7 +451,7 @@ def test_a_place_that_cannot_be_is_refused(arguments, error):
 # ---- unknown clients ----
 
 
-def speak(name, said):
+def speak(name, request):
     """Connect to the rendezvous as an unknown client, send this, and return the answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
 
@@ -453,24 +463,30 @@ def speak(name, said):
         wait_until(there, "rank 0 does not listen")
         stranger.settimeout(LIMIT)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            if said:
-                socket.send_fds(stranger, [said], [stranger.fileno()])
+            if request:
+                socket.send_fds(stranger, [request], [stranger.fileno()])
             stranger.shutdown(socket.SHUT_WR)
             return stranger.recv(4096)
     return b""
 
 
 @pytest.mark.skipif(not LINUX, reason="knows where the socket is, and how it refuses")
-def test_who_speaks_something_else_is_sent_away():
+def test_unknown_clients_are_disconnected():
     """An unknown client at the rendezvous neither joins nor prevents others from joining."""
     name = f"stranger {os.getpid()}"
     context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    with here, there:
-        first = context.Process(target=joined, args=(name, 0, 2, LIMIT, there))
+    parent_pipe, child_pipe = context.Pipe(duplex=False)
+    with parent_pipe, child_pipe:
+        first = context.Process(target=joined, args=(name, 0, 2, LIMIT, child_pipe))
         first.start()
-        for said in (b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"x" * 10_000, b"", b"[" * 4000 + b"\n"):
-            assert speak(name, said) == b""
+        for request in (
+            b"GET / HTTP/1.0\r\n\r\n",
+            b"[]\n",
+            b"x" * 10_000,
+            b"",
+            b"[" * 4000 + b"\n",
+        ):
+            assert speak(name, request) == b""
         for hello in ({}, {"version": 1}, {"rank": 1, "version": [], "world_size": 2}):
             assert speak(name, json.dumps(hello).encode() + b"\n") == b""
         for rank in (99, -1, 2, True, 1.0, None, "1", [1], 10**3000):
@@ -479,14 +495,14 @@ def test_who_speaks_something_else_is_sent_away():
             assert error.startswith(f"rank {json.dumps(rank)[:40]} is not a rank of a group with ")
             assert error.endswith("world_size=2; pass an int from 0 to 1")
         descriptors = Path(f"/proc/{first.pid}/fd")
-        kept = len(list(descriptors.iterdir()))
+        descriptor_count = len(list(descriptors.iterdir()))
         for _ in range(20):  # descriptors sent by unknown clients are closed
             speak(name, b"{}\n")
-        assert len(list(descriptors.iterdir())) <= kept + 1
+        assert len(list(descriptors.iterdir())) <= descriptor_count + 1
         results = join_all(name, [(1, 2)])
         first.join(LIMIT)
         first.close()
-        assert [here.recv(), *results] == [[b"0", b"1"]] * 2
+        assert [parent_pipe.recv(), *results] == [[b"0", b"1"]] * 2
 
 
 def test_arrays_of_the_parent_are_the_childrens_own():
@@ -497,6 +513,6 @@ def test_arrays_of_the_parent_are_the_childrens_own():
         array[:] += group.rank + 1
         return group.all_reduce(array)
 
-    found = LocalGroup.run(add, 2, start_method="fork", timeout=LIMIT)
-    assert [one.tolist() for one in found] == [[3.0] * 4] * 2
+    arrays = LocalGroup.run(add, 2, start_method="fork", timeout=LIMIT)
+    assert [rank_array.tolist() for rank_array in arrays] == [[3.0] * 4] * 2
     assert array.tolist() == [0.0] * 4

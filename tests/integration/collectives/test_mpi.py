@@ -19,15 +19,15 @@ LISTS = ("SHARED", "HOOKS")
 def scenarios():
     """Names of the shared scenarios and of those in mpi_ranks.py, in the file's order."""
     tree = ast.parse(RANKS.read_text(encoding="utf-8"))
-    shared, own = [], []
+    shared, separate = [], []
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in LISTS:
             shared += ast.literal_eval(node.value)
         if isinstance(node, ast.FunctionDef) and node.decorator_list:
-            own.append(node.name)
-    first = own.index("a_rank_that_does_not_come_is_named")
-    last = own.index("with_fewer_threads_operations_are_done_at_once")
-    return shared, own[:first], own[first:last]
+            separate.append(node.name)
+    first = separate.index("a_rank_that_does_not_come_is_named")
+    last = separate.index("with_fewer_threads_operations_are_done_at_once")
+    return shared, separate[:first], separate[first:last]
 
 
 SHARED, OWN, FAILURES = scenarios()
@@ -50,20 +50,20 @@ def engine(request):
 def run(engine, ranks, names, **variables):
     """Run scenarios in one job; return the outcomes by name and rank, and the output."""
     status, out, err = mpi_jobs.run(engine, ranks, str(RANKS), *names, **variables)
-    found = {}
+    outcomes = {}
     for line in out.splitlines():
         if line.startswith("["):
             name, rank, outcome = json.loads(line)
-            found[name, rank] = outcome
-    return found, f"exit {status}\n{out[-1000:]}\n{err[-3000:]}"
+            outcomes[name, rank] = outcome
+    return outcomes, f"exit {status}\n{out[-1000:]}\n{err[-3000:]}"
 
 
-def check(found, log, names, ranks):
+def check(outcomes, log, names, ranks):
     wrong = [
-        f"{name}, rank {rank}: {found.get((name, rank))}"
+        f"{name}, rank {rank}: {outcomes.get((name, rank))}"
         for name in names
         for rank in range(ranks)
-        if found.get((name, rank)) != "ok"
+        if outcomes.get((name, rank)) != "ok"
     ]
     assert not wrong, "\n".join([*wrong, log])
 
@@ -83,15 +83,15 @@ def worked(request):
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("name", WORKING)
 def test_ranks_agree(worked, name):
-    (found, log), ranks = worked
-    check(found, log, [name], ranks)
+    (outcomes, log), ranks = worked
+    check(outcomes, log, [name], ranks)
 
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_is_an_error_on_every_rank(worked, name):
-    (found, log), ranks = worked
-    check(found, log, [name], ranks)
+    (outcomes, log), ranks = worked
+    check(outcomes, log, [name], ranks)
 
 
 def test_jobs_end_well(worked):
@@ -101,8 +101,8 @@ def test_jobs_end_well(worked):
 
 @pytest.mark.timeout(LIMIT)
 def test_more_ranks_than_cores_agree(engine):
-    found, log = run(engine, 4, PLAIN)
-    check(found, log, PLAIN, 4)
+    outcomes, log = run(engine, 4, PLAIN)
+    check(outcomes, log, PLAIN, 4)
     assert log.startswith("exit 0\n"), log
 
 
@@ -110,8 +110,8 @@ def test_more_ranks_than_cores_agree(engine):
 @pytest.mark.parametrize("level", ["serialized", "funneled"])
 def test_async_needs_an_mpi_for_threads(engine, level):
     names = ["with_fewer_threads_operations_are_done_at_once"]
-    found, log = run(engine, 2, names, MLSTATE_TEST_MPI_LEVEL=level)
-    check(found, log, names, 2)
+    outcomes, log = run(engine, 2, names, MLSTATE_TEST_MPI_LEVEL=level)
+    check(outcomes, log, names, 2)
 
 
 @pytest.mark.timeout(LIMIT)

@@ -54,16 +54,16 @@ def means(group, dtype=torch.float32, step=0, divisor=None):
     )
 
 
-def same(found, expected):
-    assert set(found) == set(expected)
+def same(actual, expected):
+    assert set(actual) == set(expected)
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype, (name, found[name].dtype, value.dtype)
-        assert torch.equal(found[name], value), (name, found[name], value)
+        assert actual[name].dtype == value.dtype, (name, actual[name].dtype, value.dtype)
+        assert torch.equal(actual[name], value), (name, actual[name], value)
 
 
-def same_but(layer, found, expected):
+def same_but(layer, gradients, expected):
     """Compare gradients; in one layer, all must be NaN."""
-    for name, gradient in found.items():
+    for name, gradient in gradients.items():
         if name.startswith(f"{layer}."):
             assert gradient.isnan().all()
         else:
@@ -90,36 +90,36 @@ def fsdp2_has_the_bits_of_torch(group):
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         MixedPrecisionPolicy(param_dtype=torch.float16),
     ):
-        theirs = sharded(group.world_size, mp_policy=policy)
-        ours = sharded(group.world_size, mp_policy=policy)
-        reduce_scatter_with(ours, group)
-        for module in (theirs, ours):
+        torch_model = sharded(group.world_size, mp_policy=policy)
+        model = sharded(group.world_size, mp_policy=policy)
+        reduce_scatter_with(model, group)
+        for module in (torch_model, model):
             for inner in fsdp_modules(module):
                 inner.set_force_sum_reduction_for_comms(policy.param_dtype == torch.float16)
             backward(module, rows_of(group.rank))
         if group.world_size == 2:
-            same(full(ours), full(theirs))
+            same(full(model), full(torch_model))
         else:  # torch adds bfloat16 in another order, and rounds each sum
-            for name, gradient in full(theirs).items():
-                torch.testing.assert_close(full(ours)[name], gradient, rtol=0.05, atol=0.05)
+            for name, gradient in full(torch_model).items():
+                torch.testing.assert_close(full(model)[name], gradient, rtol=0.05, atol=0.05)
 
 
 @scenario
 def fsdp2_sums_small_floats_in_float32(group):
-    for given, reduced in (
+    for dtype, reduced in (
         (torch.bfloat16, None),
         (torch.bfloat16, torch.float32),
         (torch.float16, torch.float32),
     ):
-        policy = MixedPrecisionPolicy(param_dtype=given, reduce_dtype=reduced)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced)
         module = sharded(group.world_size, mp_policy=policy)
         reduce_scatter_with(module, group)
 
-        def wide(rank, given=given):
-            return {name: g.float() for name, g in own_gradients(rank, dtype=given).items()}
+        def wide(rank, dtype=dtype):
+            return {name: g.float() for name, g in own_gradients(rank, dtype=dtype).items()}
 
         exact = in_rank_order(range(group.world_size), wide, group.world_size)
-        rounded = {name: mean.to(reduced or given).float() for name, mean in exact.items()}
+        rounded = {name: mean.to(reduced or dtype).float() for name, mean in exact.items()}
         for _ in range(2):
             backward(module, rows_of(group.rank))
             same(full(module), rounded)
@@ -146,22 +146,22 @@ def fsdp2_with_replicas_of_its_shards(group):
         return
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     halves = [list(range(world // 2)), list(range(world // 2, world))]
-    theirs = [dist.new_group(ranks) for ranks in halves]
-    with TorchGroup(theirs[group.rank >= world // 2]) as mine:
+    process_groups = [dist.new_group(ranks) for ranks in halves]
+    with TorchGroup(process_groups[group.rank >= world // 2]) as shard_group:
         for keywords in ({}, {"reshard_after_forward": False}):
             module = layers()
             for layer in (module[0], module[2], module):
                 fully_shard(layer, mesh=mesh, **keywords)
             if world > 2:
                 raises(ValueError, "is sharded among", reduce_scatter_with, module, group)
-            reduce_scatter_with(module, mine)
+            reduce_scatter_with(module, shard_group)
             backward(module, rows_of(group.rank))
             first, second = (in_rank_order(half, own_gradients, len(half)) for half in halves)
             same(full(module), {name: (first[name] + second[name]) / 2 for name in first})
 
 
 @scenario
-def fsdp2_divides_as_it_is_told(group):
+def fsdp2_applies_the_divide_factor(group):
     module = sharded(group.world_size)
     reduce_scatter_with(module, group)
     for factor, force in ((8.0, False), (1.0, False), (group.world_size, False), (8.0, True)):
@@ -205,12 +205,14 @@ def fsdp2_under_activation_checkpointing(group):
 @scenario
 def fsdp2_names_who_is_not_finite(group):
     for bad in range(group.world_size):
-        here = group.rank == bad
+        is_bad_rank = group.rank == bad
         module = sharded(group.world_size)
         reduce_scatter_with(module, group)
         inputs = rows_of(group.rank)
         handle = module[2].register_full_backward_hook(
-            lambda m, given, made, here=here: (given[0] * torch.inf,) if here else None
+            lambda m, grad_outputs, grad_inputs, is_bad_rank=is_bad_rank: (
+                (grad_outputs[0] * torch.inf,) if is_bad_rank else None
+            )
         )
         error = raises(CollectiveError, "'0': NaN or infinite elements", backward, module, inputs)
         assert f"(rank {bad}: " in str(error), str(error)
@@ -221,14 +223,14 @@ def fsdp2_names_who_is_not_finite(group):
         backward(module, inputs)  # the group and FSDP2 still work
         same(full(module), expected)
         reduce_scatter_with(module, group, nonfinite="allow")
-        if here:
+        if is_bad_rank:
             inputs = inputs * torch.nan
         backward(module, inputs)
         assert all(gradient.isnan().any() for gradient in full(module).values())
 
 
 @scenario
-def fsdp2_names_what_ranks_do_not_have_in_common(group):
+def fsdp2_names_rank_differences(group):
     module = sharded(group.world_size)
     reduce_scatter_with(module, group)
     module[0].weight.requires_grad_(True)
@@ -250,7 +252,7 @@ def fsdp2_names_what_ranks_do_not_have_in_common(group):
 
 
 @scenario
-def fsdp2_refuses_what_does_not_fit(group):
+def fsdp2_refuses_invalid_arguments(group):
     module = sharded(group.world_size)
     raises(ValueError, "is sharded among", reduce_scatter_with, module, SingleGroup())
     raises(ValueError, "no module of FSDP2", reduce_scatter_with, layers(), group)
@@ -270,7 +272,7 @@ def own(module):
 
 
 @scenario
-def ddp_sums_in_the_order_of_ranks_whatever_the_buckets(group):
+def ddp_sums_in_rank_order_for_any_buckets(group):
     for keywords in (
         {"bucket_cap_mb": 25},
         {"bucket_cap_mb": 1e-4},
@@ -288,14 +290,14 @@ def ddp_sums_in_the_order_of_ranks_whatever_the_buckets(group):
 @scenario
 def ddp_has_the_bits_of_torch(group):
     for dtype in (torch.float32, torch.bfloat16):
-        theirs = DistributedDataParallel(layers().to(dtype))
-        ours = DistributedDataParallel(layers().to(dtype))
-        all_reduce_with(ours, group)
-        for module in (theirs, ours):
+        torch_model = DistributedDataParallel(layers().to(dtype))
+        model = DistributedDataParallel(layers().to(dtype))
+        all_reduce_with(model, group)
+        for module in (torch_model, model):
             backward(module, rows_of(group.rank).to(dtype))
-        same(own(ours), means(group, dtype))
+        same(own(model), means(group, dtype))
         if group.world_size == 2:
-            same(own(ours), own(theirs))
+            same(own(model), own(torch_model))
 
 
 @scenario
@@ -364,22 +366,27 @@ def hooks_treat_unused_parameters_as_ddp_does(group):
     for seed in range(4):
         each = [heads_by_ddp(), heads_by_hook(group)]
         adam = [torch.optim.AdamW(model.parameters(), weight_decay=0.1) for model, *_ in each]
-        common, mine = random.Random(seed), random.Random(10 * seed + group.rank)
+        common, rank_random = random.Random(seed), random.Random(10 * seed + group.rank)
         for step in range(8):
             zeros, syncs = common.random() < 0.6, common.random() < 0.7
             absent = {common.randrange(5) for _ in range(3)}
-            used = [mine.random() < 0.6 and k not in absent for k in range(5)]
+            used = [rank_random.random() < 0.6 and k not in absent for k in range(5)]
             used[min({*range(5)} - absent)] = True  # a pass without parameters has no end
             rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
             for _, call, sync in each:
                 with contextlib.nullcontext() if syncs else sync.no_sync():
                     call(rows + group.rank, used).backward()
             if syncs:
-                theirs, ours = ([p.grad for p in model.parameters()] for model, *_ in each)
-                assert [g is None for g in theirs] == [g is None for g in ours], (seed, step)
-                for one, other in zip(theirs, ours, strict=True):
-                    if one is not None:
-                        torch.testing.assert_close(one, other)
+                ddp_gradients, gradients = (
+                    [p.grad for p in model.parameters()] for model, *_ in each
+                )
+                assert [g is None for g in ddp_gradients] == [g is None for g in gradients], (
+                    seed,
+                    step,
+                )
+                for expected, other in zip(ddp_gradients, gradients, strict=True):
+                    if expected is not None:
+                        torch.testing.assert_close(expected, other)
                 for optimizer in adam:
                     optimizer.step()
                     if zeros:
@@ -401,9 +408,11 @@ def ddp_joins_ranks_with_fewer_inputs(group):
     for counts in ([2, 4, 3], [3, 0, 1], [0, 2, 0]):
         for keywords in ({}, {"bucket_cap_mb": 1e-4}, {"find_unused_parameters": True}):
             for arguments in ({}, {"divide_by_initial_world_size": False}):
-                theirs, ours = (replicated(**keywords) for _ in range(2))
-                all_reduce_with(ours, group)
-                each = (train_unevenly(m, group.rank, counts, arguments) for m in (theirs, ours))
+                torch_model, model = (replicated(**keywords) for _ in range(2))
+                all_reduce_with(model, group)
+                each = (
+                    train_unevenly(m, group.rank, counts, arguments) for m in (torch_model, model)
+                )
                 torch.testing.assert_close(*each)
 
 
@@ -449,7 +458,7 @@ def ddp_names_who_joins_with_another_divisor(group):
 
 
 @scenario
-def ddp_passes_on_what_is_not_finite(group):
+def ddp_allows_non_finite_gradients(group):
     bad = group.world_size - 1
     module = replicated(bucket_cap_mb=1e-4)
     all_reduce_with(module, group, nonfinite="allow")
@@ -499,7 +508,7 @@ def ddp_names_who_is_not_finite(group):
 
 
 @scenario
-def ddp_names_what_ranks_do_not_have_in_common(group):
+def ddp_names_rank_differences(group):
     dtype = torch.float64 if group.rank == 0 else torch.float32
     module = DistributedDataParallel(layers().to(dtype), init_sync=False)
     all_reduce_with(module, group)
@@ -514,7 +523,7 @@ def ddp_names_what_ranks_do_not_have_in_common(group):
 
 
 @scenario
-def ddp_refuses_what_does_not_fit(group):
+def ddp_refuses_invalid_arguments(group):
     raises(TypeError, "DistributedDataParallel", all_reduce_with, layers(), group)
     raises(ValueError, "same ranks", all_reduce_with, replicated(), SingleGroup())
     raises(ValueError, "nonfinite", all_reduce_with, replicated(), group, nonfinite="ignore")

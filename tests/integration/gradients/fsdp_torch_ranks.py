@@ -73,16 +73,16 @@ def tokens_of(rank, step=0):
 
 def loss_of(model, rank, step=0, **keywords):
     tokens = tokens_of(rank, step)
-    found = model(tokens, **keywords)
-    return functional.cross_entropy(found[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    logits = model(tokens, **keywords)
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def square_of(model, rank):
     return model(rows_of(rank)).square().sum()
 
 
-def in_rank_order(group, own, divisor=1.0):
-    return summed_gradients.in_rank_order(range(group.world_size), own, divisor)
+def in_rank_order(group, gradient_of, divisor=1.0):
+    return summed_gradients.in_rank_order(range(group.world_size), gradient_of, divisor)
 
 
 def own_gradients(loss, make=language):
@@ -112,10 +112,10 @@ def same(units, sums, but=()):
             assert unit.local_gradient is None, name
             continue
         expected = unit.layout.take(sums[name], unit.shard_index)
-        found = unit.local_gradient
-        assert found.dtype == expected.dtype, (name, found.dtype, expected.dtype)
-        assert found.shape == expected.shape, (name, found.shape, expected.shape)
-        assert torch.equal(found, expected), (name, found, expected)
+        gradient = unit.local_gradient
+        assert gradient.dtype == expected.dtype, (name, gradient.dtype, expected.dtype)
+        assert gradient.shape == expected.shape, (name, gradient.shape, expected.shape)
+        assert torch.equal(gradient, expected), (name, gradient, expected)
 
 
 def check_sums(group, loss=loss_of, make=language, divisor=1.0, **keywords):
@@ -160,13 +160,13 @@ def a_model_in_bfloat16(group):
         return language().bfloat16()
 
     check_sums(group, make=make, divisor=group.world_size, op="mean")
-    own, model = own_gradients(loss_of, make), make()
+    gradient_of, model = own_gradients(loss_of, make), make()
     units, hook = hooked(group, model, op="mean", reduce_dtype="float32")
     with hook:
         loss_of(model, group.rank).backward()
 
     def wide(rank):
-        return {name: gradient.float() for name, gradient in own(rank).items()}
+        return {name: gradient.float() for name, gradient in gradient_of(rank).items()}
 
     same(units, in_rank_order(group, wide, group.world_size))
 
@@ -187,11 +187,11 @@ def full_gradients_are_kept_where_asked_for(group):
     units, hook = hooked(group, model, keep_full_gradient=True)
     with hook:
         loss_of(model, group.rank).backward()
-    own = own_gradients(loss_of)(group.rank)
-    for name, gradient in own.items():
+    gradients = own_gradients(loss_of)(group.rank)
+    for name, gradient in gradients.items():
         assert torch.equal(model.get_parameter(name).grad, gradient)
     same(units, in_rank_order(group, own_gradients(loss_of)))
-    assert hook.verify_gradients(units, unreduced=own)
+    assert hook.verify_gradients(units, unreduced=gradients)
 
 
 def trained(group, steps=3, **settings):
@@ -200,7 +200,7 @@ def trained(group, steps=3, **settings):
     hook = FSDPBackwardHook(FSDP(group, op="mean", **settings))
     hook.register_hooks(model, sharding_units(model, group), gradients="full")
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    plain = torch.optim.SGD(expected.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.01)
     for _ in range(steps):
         sgd.zero_grad()
         square_of(model, group.rank).backward()
@@ -217,12 +217,12 @@ def trained(group, steps=3, **settings):
         for name, parameter in expected.named_parameters():
             parameter.grad = sums[name]
         torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
-        plain.step()
+        optimizer.step()
     return model, expected, hook
 
 
 @scenario
-def reduced_full_gradients_train_a_plain_module(group):
+def reduced_full_gradients_train_an_unsharded_module(group):
     for bucket_bytes in (0, 300, 25 << 20):
         model, expected, hook = trained(group, bucket_bytes=bucket_bytes)
         first = layers().state_dict()
@@ -243,12 +243,12 @@ def reduced_full_gradients_have_the_dtype_of_their_parameters(group):
     loss_of(model, group.rank).backward()
     sums = in_rank_order(group, own_gradients(loss_of, make), group.world_size)
     for name, total in sums.items():
-        found = model.get_parameter(name).grad
-        assert found.dtype == torch.bfloat16 and torch.equal(found, total), name
+        gradient = model.get_parameter(name).grad
+        assert gradient.dtype == torch.bfloat16 and torch.equal(gradient, total), name
 
 
 @scenario
-def reduced_full_gradients_add_up_as_those_of_torch(group):
+def reduced_full_gradients_accumulate_like_torch(group):
     sums = in_rank_order(group, own_gradients(square_of, layers))
     model = layers()
     hook = FSDPBackwardHook(FSDP(group))
@@ -256,8 +256,8 @@ def reduced_full_gradients_add_up_as_those_of_torch(group):
 
     def times(number):
         for name, total in sums.items():
-            found = model.get_parameter(name).grad
-            assert torch.allclose(found, number * total, rtol=1e-5), (name, number)
+            gradient = model.get_parameter(name).grad
+            assert torch.allclose(gradient, number * total, rtol=1e-5), (name, number)
 
     square_of(model, group.rank).backward()
     times(1)
@@ -273,8 +273,8 @@ def reduced_full_gradients_add_up_as_those_of_torch(group):
     hook.close()
     model.zero_grad()
     square_of(model, group.rank).backward()
-    own = own_gradients(square_of, layers)(group.rank)
-    assert all(torch.equal(p.grad, own[name]) for name, p in model.named_parameters())
+    gradients = own_gradients(square_of, layers)(group.rank)
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
 
 
 @scenario
@@ -310,7 +310,7 @@ def an_optimizer_leaves_parameters_that_no_rank_uses(group):
 
 
 @scenario
-def parts_of_parameters_that_no_rank_uses_keep_what_they_accumulated(group):
+def unused_parameters_keep_accumulated_parts(group):
     for accumulate in (False, True):
         model = language()
         units, hook = hooked(group, model, allow_unused=True, accumulate=accumulate)
@@ -368,7 +368,7 @@ def gradients_that_were_set_to_zero_after_no_sync_do_not_return(group):
 
 
 @scenario
-def no_gradient_is_left_where_one_could_not_be_reduced(group):
+def failed_reduction_leaves_no_gradients(group):
     model = layers()
     hook = FSDPBackwardHook(FSDP(group))
     hook.register_hooks(model, sharding_units(model, group), gradients="full")
@@ -397,10 +397,10 @@ def an_optimizer_without_gradients_is_warned_of_once(group):
         other.step()
         sgd.step()
         sgd.step()
-    (found,) = caught
-    assert found.category is RuntimeWarning and found.filename == __file__, found
-    assert "SGD.step changes nothing in 6 parameters (0.weight" in str(found.message), found
-    assert "gradients='full'" in str(found.message), found
+    (warning,) = caught
+    assert warning.category is RuntimeWarning and warning.filename == __file__, warning
+    assert "SGD.step changes nothing in 6 parameters (0.weight" in str(warning.message), warning
+    assert "gradients='full'" in str(warning.message), warning
     hook.close()
 
 
@@ -445,10 +445,10 @@ def micro_batches_without_synchronisation(group):
         loss_of(local, group.rank, step).backward()
 
     def own(rank):
-        plain = language()
+        model = language()
         for step in range(4):
-            loss_of(plain, rank, step, extra=step == 1).backward()
-        return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+            loss_of(model, rank, step, extra=step == 1).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     sums = in_rank_order(group, own)
     for _ in range(2):
@@ -486,7 +486,7 @@ def several_forward_passes_before_one_backward(group):
 
 
 @scenario
-def gradients_of_inputs_alone_scatter_nothing(group):
+def input_gradients_scatter_no_parameters(group):
     model = layers()
     units, hook = hooked(group, model)
     with hook:
@@ -504,7 +504,7 @@ def gradients_of_inputs_alone_scatter_nothing(group):
 
 
 @scenario
-def buckets_move_while_the_backward_pass_goes_on(group):
+def buckets_move_during_the_backward_pass(group):
     model = layers()
     units, hook = hooked(group, model, bucket_bytes=0, record=True)
     wait_until = time.monotonic() + 30
@@ -580,8 +580,8 @@ def unused_parameters_are_named_or_zero(group):
         return loss_of(model, rank, extra=rank != last)
 
     def own(rank):
-        found = own_gradients(loss)(rank)
-        return {name: found.get(name, torch.zeros(units[name].shape)) for name in units}
+        gradients = own_gradients(loss)(rank)
+        return {name: gradients.get(name, torch.zeros(units[name].shape)) for name in units}
 
     sums = in_rank_order(group, own)
     extras = ("extra.weight", "extra.bias")
@@ -616,8 +616,8 @@ def a_gradient_that_is_not_finite_is_named(group):
             assert f"{name!r}: NaN or infinite elements (rank {bad}: 210)" in str(error)
             assert (error.name, error.rank) == (name, bad)
             same(units, {n: s for n, s in sums.items() if n != name}, but=[name])
-            kept = {n for n, p in model.named_parameters() if p.grad is not None}
-            assert kept == (set(units) if keep else {name}), kept
+            stored_names = {n for n, p in model.named_parameters() if p.grad is not None}
+            assert stored_names == (set(units) if keep else {name}), stored_names
             handle.remove()
             model.zero_grad()
             loss_of(model, group.rank).backward()  # works as before
@@ -632,12 +632,12 @@ def infinity_is_passed_on_to_who_scales_gradients(group):
     units, _ = hooked(group, model, nonfinite="allow")
     scale = 1e38 if group.rank == bad else 1.0
     (loss_of(model, group.rank) * scale * scale).backward()
-    found = [unit.local_gradient for unit in units.values()]
-    assert any(not part.isfinite().all() for part in found)
+    parts = [unit.local_gradient for unit in units.values()]
+    assert any(not part.isfinite().all() for part in parts)
     # every rank reports it, also those whose own part is finite
-    before = [part.clone() for part in found]
+    before = [part.clone() for part in parts]
     raises(CollectiveError, "not finite", clip_grad_norm, units, 1.0, group)
-    for part, was in zip(found, before, strict=True):
+    for part, was in zip(parts, before, strict=True):
         torch.testing.assert_close(part, was, rtol=0, atol=0, equal_nan=True)
     model.zero_grad()
     loss_of(model, group.rank).backward()
@@ -667,11 +667,11 @@ class Stumble(Exception):
     pass
 
 
-def stumbling(model, here):
+def stumbling(model, fails):
     """Make the backward pass of a model fail half-way if `here`; return the hook's handle."""
 
     def fail(gradient):
-        if here:
+        if fails:
             raise Stumble("half-way")
 
     return model[1].register_forward_hook(
@@ -686,7 +686,7 @@ def a_pass_that_an_error_cuts_short_is_forgotten(group):
         model = layers()
         units, hook = hooked(group, model, bucket_bytes=bucket_bytes)
         square_of(model, group.rank).backward()
-        handle = stumbling(model, here=True)
+        handle = stumbling(model, fails=True)
         raises(Stumble, "half-way", square_of(model, group.rank).backward)
         handle.remove()
         model.zero_grad()
@@ -700,7 +700,7 @@ def a_pass_that_an_error_cuts_short_is_forgotten(group):
 
 
 def stumble_once(model, group):
-    handle = stumbling(model, here=True)
+    handle = stumbling(model, fails=True)
     try:
         square_of(model, group.rank).backward()
     finally:
@@ -735,7 +735,7 @@ def a_pass_that_is_cut_short_on_one_rank_is_an_error_on_the_others(group):
 
 
 @scenario
-def what_hooks_cannot_reduce_is_refused(group):
+def unreducible_parameters_are_refused(group):
     model = language()
     units = sharding_units(model, group)
     hook = FSDPBackwardHook(FSDP(group))

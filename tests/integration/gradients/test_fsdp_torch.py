@@ -36,11 +36,11 @@ def in_threads(function, world):
             groups[rank].abort()  # the others need not wait
             raise
 
-    found = [error for error in thread_outcomes(work, world, seconds=220) if error is not None]
+    errors = [error for error in thread_outcomes(work, world, seconds=220) if error is not None]
     for group in groups:
         group.close()
-    for error in found:
-        raise next((e for e in found if isinstance(e, AssertionError)), error)
+    for error in errors:
+        raise next((e for e in errors if isinstance(e, AssertionError)), error)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("only")])
@@ -79,7 +79,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("kind", TENSORS)
-def test_only_plain_tensors_are_seen_by_the_core_itself(kind):
+def test_core_reads_only_strided_cpu_tensors(kind):
     tensor, seen = TENSORS[kind]
     assert _core.bucket_fits(tensor, "float32", (3,), True) is seen
 
@@ -103,7 +103,7 @@ def test_the_core_sees_tensors_of_every_dtype(dtype):
     assert _core.bucket_fits(torch.ones(2, 3, dtype=dtype), name, (2, 3), True) is PLAIN
 
 
-def test_a_tensor_whose_negation_is_to_come_is_reduced_as_what_it_means():
+def test_lazily_negated_tensor_is_reduced_correctly():
     (group,) = LocalGroup.threads(1)
     tensor = _negative()
     assert tensor.is_neg()

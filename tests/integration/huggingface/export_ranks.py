@@ -42,15 +42,15 @@ def expected(model=None):
     return {name: value for name, value in state.items() if name != "head.weight"}
 
 
-def check(group, module, wanted=None, files=3, **keywords):
+def check(group, module, expected_state=None, files=3, **keywords):
     """Export, and compare the folder with the unsharded state on every rank."""
     folder = shared_folder(group)
     export_huggingface(folder / "out", module, group=group, max_shard_bytes=1200, **keywords)
-    wanted = expected() if wanted is None else wanted
-    found = mlstate.load(folder / "out").model
-    assert set(found) == set(wanted), (set(found), set(wanted))
-    for name, value in wanted.items():
-        tensor = mlstate.integrations.torch.tensors_of({name: found[name]})[name]
+    expected_state = expected() if expected_state is None else expected_state
+    model = mlstate.load(folder / "out").model
+    assert set(model) == set(expected_state), (set(model), set(expected_state))
+    for name, value in expected_state.items():
+        tensor = mlstate.integrations.torch.tensors_of({name: model[name]})[name]
         assert tensor.dtype == value.dtype, (name, tensor.dtype)
         assert torch.equal(tensor, value), (name, tensor, value)
     assert mlstate.verify(folder / "out")
@@ -78,10 +78,10 @@ def uneven_rows_of_fsdp2_are_exported(group):
 
 @scenario
 def fsdp1_is_exported(group):
-    plain = Tied().float()  # FSDP1 takes one dtype
-    wanted = {name: value.clone() for name, value in expected(plain).items()}
+    unsharded = Tied().float()  # FSDP1 takes one dtype
+    expected_state = {name: value.clone() for name, value in expected(unsharded).items()}
     options = {"use_orig_params": True, "device_id": torch.device("cpu")}
-    check(group, FullyShardedDataParallel(plain, **options), wanted)
+    check(group, FullyShardedDataParallel(unsharded, **options), expected_state)
 
 
 @scenario
@@ -108,10 +108,10 @@ def shards_of_a_state_dict_are_exported(group):
         export_huggingface(
             folder / "out", state, group=group, rename={"a": "first.a"}, max_shard_bytes=300
         )
-        found = mlstate.load(folder / "out").model
-        assert set(found) == {"first.a", "b", "whole"}
-        np.testing.assert_array_equal(found["first.a"], arrays["a"])
-        np.testing.assert_array_equal(found["b"], arrays["b"])
+        model = mlstate.load(folder / "out").model
+        assert set(model) == {"first.a", "b", "whole"}
+        np.testing.assert_array_equal(model["first.a"], arrays["a"])
+        np.testing.assert_array_equal(model["b"], arrays["b"])
         remove_folder(group, folder)
 
 
@@ -120,9 +120,9 @@ def ranks_with_different_tensors_are_merged(group):
     state = {f"stage{group.rank}.w": np.full(3, group.rank), "both": np.ones(2)}
     folder = shared_folder(group)
     export_huggingface(folder / "out", state, group=group)
-    found = mlstate.load(folder / "out").model
-    assert set(found) == {"both", *(f"stage{r}.w" for r in range(group.world_size))}
-    assert all((found[f"stage{r}.w"] == r).all() for r in range(group.world_size))
+    model = mlstate.load(folder / "out").model
+    assert set(model) == {"both", *(f"stage{r}.w" for r in range(group.world_size))}
+    assert all((model[f"stage{r}.w"] == r).all() for r in range(group.world_size))
     remove_folder(group, folder)
 
 
@@ -130,7 +130,7 @@ def ranks_with_different_tensors_are_merged(group):
 
 
 @scenario
-def a_failure_of_any_rank_leaves_nothing(group):
+def failure_of_any_rank_leaves_no_files(group):
     folder = shared_folder(group)
     module = fully_shard(Tied())
     write, finish = _core.parts_write, export_module._finish

@@ -37,15 +37,15 @@ def shard(module, mesh=None):
 def check(group, module):
     """Export; rank 0 loads it with from_pretrained, all ranks load their own parts of it."""
     folder = shared_folder(group)
-    wanted = model()
+    source = model()
     if group.rank == 0:
-        wanted.config.save_pretrained(folder / "source")
+        source.config.save_pretrained(folder / "source")
     export_huggingface(
         folder / "out", module, group=group, files_from=folder / "source", max_shard_bytes=20_000
     )
-    loaded = type(wanted).from_pretrained(folder / "out").state_dict()
-    assert loaded.keys() == wanted.state_dict().keys()
-    for name, value in wanted.state_dict().items():
+    loaded = type(source).from_pretrained(folder / "out").state_dict()
+    assert loaded.keys() == source.state_dict().keys()
+    for name, value in source.state_dict().items():
         assert torch.equal(loaded[name], value), name
     before = {name: value.to_local().clone() if hasattr(value, "to_local") else value.clone()
               for name, value in module.state_dict().items()}  # fmt: skip

@@ -33,28 +33,28 @@ def folder(model, tmp_path):
     return tmp_path / "model"
 
 
-def same(module, wanted):
-    found, expected = module.state_dict(), wanted.state_dict()
-    assert set(found) == set(expected)
+def same(module, reference):
+    actual, expected = module.state_dict(), reference.state_dict()
+    assert set(actual) == set(expected)
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-        assert found[name].dtype == value.dtype
+        assert torch.equal(actual[name], value), name
+        assert actual[name].dtype == value.dtype
 
 
 def fresh(model):
     """A model of the same class with other weights."""
     torch.manual_seed(4)
-    made = type(model)(model.config)
+    module = type(model)(model.config)
     with pytest.raises(AssertionError):
-        same(made, model)
-    return made
+        same(module, model)
+    return module
 
 
 def test_every_command_and_function_reads_the_folder(model, folder, tmp_path, capsys):
     stored = mlstate.load(folder).model
-    plain = {name: value.numpy() for name, value in model.state_dict().items()}
+    arrays = {name: value.numpy() for name, value in model.state_dict().items()}
     for name, array in stored.items():
-        np.testing.assert_array_equal(array, plain[name])
+        np.testing.assert_array_equal(array, arrays[name])
     mapped = mlstate.load(folder, mmap=True).model
     assert all(np.array_equal(mapped[name], array) for name, array in stored.items())
     module = fresh(model)
@@ -86,7 +86,7 @@ def test_from_pretrained_loads_an_export(model, folder, tmp_path):
     index = "model.safetensors.index.json"
     listed = [json.loads((path / index).read_text()) for path in (folder, tmp_path / "out")]
     assert listed[0]["weight_map"].keys() == listed[1]["weight_map"].keys()
-    totals = [found["metadata"]["total_size"] for found in listed]
+    totals = [weight_index["metadata"]["total_size"] for weight_index in listed]
     assert totals[0] == totals[1]
 
 

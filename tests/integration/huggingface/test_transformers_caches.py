@@ -39,10 +39,10 @@ def state_of(layer, length, next_slot, window):
 
 def assert_positions_are_the_tokens(state, count):
     positions, slots = state.positions("k"), state.arrays["k"].ravel().numpy()
-    held = positions >= 0
-    assert np.count_nonzero(held) == count
-    np.testing.assert_array_equal(slots[held], positions[held])
-    np.testing.assert_array_equal(state.ordered("k").ravel(), np.sort(positions[held]))
+    is_used = positions >= 0
+    assert np.count_nonzero(is_used) == count
+    np.testing.assert_array_equal(slots[is_used], positions[is_used])
+    np.testing.assert_array_equal(state.ordered("k").ravel(), np.sort(positions[is_used]))
     assert state.ordered("k", copy=False).data_ptr() == state.arrays["k"].data_ptr()
 
 

@@ -58,8 +58,8 @@ def arrays(state):
     return {name: array.numpy() for name, array in state.items()}
 
 
-def assert_same_states(one, other, positions=None):
-    for (name, a), b in zip(arrays(one).items(), arrays(other).values(), strict=True):
+def assert_same_states(first, second, positions=None):
+    for (name, a), b in zip(arrays(first).items(), arrays(second).values(), strict=True):
         assert a[..., :positions, :].tobytes() == b[..., :positions, :].tobytes(), name
 
 
@@ -81,7 +81,7 @@ def test_every_form_of_a_model_has_the_same_states(models):
             assert state_specs(form) == specs
 
 
-def test_functions_of_a_static_model_are_plain_states(models):
+def test_static_model_functions_have_fixed_states(models):
     path = models["static"]
     with pytest.raises(CompatibilityError, match="2 functions and names no default"):
         state_specs(path)
@@ -109,7 +109,7 @@ def test_command_line_reads_models(models, capsys):
 # ---- moves ----
 
 
-def decode_beside_fixed_cache(decoder, tokens):
+def decode_with_fixed_cache(decoder, tokens):
     """Decode with a growing and a fixed cache; every step must have the same bits."""
     growing = StateManager(decoder.functions["main"], SIZES)
     fixed = StateManager(decoder.functions["main"], SIZES[-1:])
@@ -126,24 +126,24 @@ def decode_beside_fixed_cache(decoder, tokens):
 
 
 def test_growing_cache_has_the_bits_of_a_fixed_cache_at_every_step(decoder):
-    decode_beside_fixed_cache(decoder, some_tokens(260))
+    decode_with_fixed_cache(decoder, some_tokens(260))
 
 
 @pytest.mark.long
 def test_full_cache_shrinks_and_grows_again_without_a_change(decoder):
     tokens = some_tokens(512)
-    growing, fixed = decode_beside_fixed_cache(decoder, tokens)
+    growing, fixed = decode_with_fixed_cache(decoder, tokens)
     assert growing.grow_if_needed(512).action == "stop"
     with pytest.raises(ValueError, match="512 tokens do not fit into 256 positions"):
         growing.shrink(512, 256)
-    for kept in (256, 200, 64, 3):  # keep fewer tokens, and decode on
-        growing.shrink(kept)
-        assert_same_states(growing.state, fixed.state, kept)
-        for position in range(kept, min(kept + 70, 512)):
+    for token_count in (256, 200, 64, 3):  # keep fewer tokens, and decode on
+        growing.shrink(token_count)
+        assert_same_states(growing.state, fixed.state, token_count)
+        for position in range(token_count, min(token_count + 70, 512)):
             growing.grow_if_needed(position)
             logits = decoder.step(growing, tokens[position], position)
             expected = decoder.step(fixed, tokens[position], position)
-            assert logits.tobytes() == expected.tobytes(), (kept, position)
+            assert logits.tobytes() == expected.tobytes(), (token_count, position)
 
 
 def test_one_model_for_each_size_continues_the_other(models):
@@ -166,12 +166,12 @@ def test_states_of_every_dtype_and_layout_move(models):
             loaded.run(manager.model({"x": NDArray(np.ones(1, np.float32))}, manager.state))
 
         def expect(name, shape, dtype, axis, used, newest):
-            found = manager.state[name].numpy()
-            assert (found.shape, found.dtype.name) == (shape, dtype)
+            array = manager.state[name].numpy()
+            assert (array.shape, array.dtype.name) == (shape, dtype)
             expected = np.full(shape, newest, np.float32)
             if axis is not None:
                 expected[(slice(None),) * axis + (slice(used, None),)] -= newest
-            assert (found.astype(np.float32) == expected).all()
+            assert (array.astype(np.float32) == expected).all()
 
         for _ in range(3):
             step()
@@ -205,13 +205,13 @@ def test_refilled_cache_has_the_bits_of_a_cache_of_the_kept_tokens(decoder):
 
     assert manager.grow_if_needed(64).action == "refill"
     step = decoder.run(manager.refill_async(tokens[:65], prefill))
-    kept = tokens[step.indices]
+    kept_tokens = tokens[step.indices]
     assert (step.indices[:4], step.indices[-1]) == ([0, 1, 2, 3], 64)
     fresh = StateManager(function, (64,))
-    for position, token in enumerate(kept):
+    for position, token in enumerate(kept_tokens):
         decoder.step(fresh, token, position)
     assert_same_states(manager.state, fresh.state)
-    for position, token in enumerate(tokens[65:], len(kept)):
+    for position, token in enumerate(tokens[65:], len(kept_tokens)):
         logits = decoder.step(manager, token, position)
         assert logits.tobytes() == decoder.step(fresh, token, position).tobytes()
 
@@ -226,8 +226,8 @@ def test_rolled_cache_is_near_a_cache_of_the_kept_tokens(decoder):
     for name, array in arrays(manager.state).items():
         rings[name] = RollingKVState(array.shape, 32, array.dtype, sinks=4)
         rings[name].append(array)
-    held = np.sort(rings["k_cache"].positions())
-    shifts = np.arange(32) - held
+    positions = np.sort(rings["k_cache"].positions())
+    shifts = np.arange(32) - positions
     rolled = {name: ring.ordered() for name, ring in rings.items()}
     rolled["k_cache"] = rotate_keys(rolled["k_cache"], shifts, base=BASE)
     manager.reset()
@@ -237,7 +237,7 @@ def test_rolled_cache_is_near_a_cache_of_the_kept_tokens(decoder):
         manager.state[name] = NDArray(array)
 
     fresh = StateManager(function, (64,))
-    for position, token in enumerate(tokens[held]):
+    for position, token in enumerate(tokens[positions]):
         decoder.step(fresh, token, position)
     keys, expected_keys = (arrays(m.state)["k_cache"] for m in (manager, fresh))
     assert 0 < np.abs(keys - expected_keys).max() <= ROLLED_KEYS[decoder.dtype]
@@ -251,7 +251,7 @@ def test_rolled_cache_is_near_a_cache_of_the_kept_tokens(decoder):
 # ---- bad input ----
 
 
-def test_wrong_sizes_and_axes_raise_before_anything_runs(models):
+def test_invalid_sizes_and_axes_raise_before_running(models):
     path = models["static"]
     small = state_specs(path, function="main_s64")
     with pytest.raises(CompatibilityError, match=r"no state of 128 positions at axis -2"):
@@ -265,7 +265,7 @@ def test_wrong_sizes_and_axes_raise_before_anything_runs(models):
         StateManager({64: small, 128: models["mixed"]})
 
 
-def test_truncated_program_with_a_hash_of_its_own_is_named(models, tmp_path):
+def test_truncated_program_with_valid_hash_is_named(models, tmp_path):
     copy = tmp_path / "cut.aimodel"
     shutil.copytree(models["float16"], copy)
     data = (copy / "main.mlirb").read_bytes()

@@ -117,13 +117,13 @@ def agree(source, path):
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("packages")
-    made = {
+    models = {
         "small": {"kv_cache": (4, 1, 64, 32)},
         "large": {"kv_cache": (4, 1, 128, 32)},
         "several": {f"layer_{i}_{kind}": (1, 2, 64, 32) for i in range(3) for kind in "kv"},
     }
     paths = {}
-    for name, states in made.items():
+    for name, states in models.items():
         paths[name] = folder / f"{name}.mlpackage"
         convert(states).save(str(paths[name]))
     joined = ct.utils.MultiFunctionDescriptor()
@@ -138,7 +138,7 @@ def packages(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["small", "large", "several", "multi"])
-def test_agrees_with_coremltools_on_its_own_packages(packages, name):
+def test_agrees_with_coremltools_on_its_packages(packages, name):
     path = packages[name]
     specs = agree(path, path)
     assert specs.default_function == ("c64" if name == "multi" else "main")
@@ -152,10 +152,10 @@ def test_agrees_with_coremltools_on_its_own_packages(packages, name):
 def test_reads_models_and_specifications(packages, name):
     path = packages[name]
     model = ct.models.MLModel(str(path), skip_model_load=True)
-    ours = our_functions(agree(path, path))
-    assert our_functions(state_specs(model)) == ours
-    assert our_functions(state_specs(model.get_spec())) == ours
-    assert our_functions(state_specs(ct.utils.load_spec(str(path)))) == ours
+    functions = our_functions(agree(path, path))
+    assert our_functions(state_specs(model)) == functions
+    assert our_functions(state_specs(model.get_spec())) == functions
+    assert our_functions(state_specs(ct.utils.load_spec(str(path)))) == functions
 
 
 def test_takes_the_function_that_a_model_was_loaded_for(packages):
@@ -165,7 +165,7 @@ def test_takes_the_function_that_a_model_was_loaded_for(packages):
     assert specs["kv_cache"].seq_length == 128
 
 
-def test_reads_what_a_renamed_state_is_called_now(packages):
+def test_reads_the_new_name_of_a_renamed_state(packages):
     model = ct.models.MLModel(str(packages["small"]), skip_model_load=True)
     spec = model.get_spec()
     spec.description.state[0].name = "renamed"
@@ -270,8 +270,8 @@ def test_the_double_has_the_methods_of_the_real_state():
 
     for name in ("read_state", "write_state"):
         real = inspect.signature(getattr(ct.models.model.MLState, name))
-        ours = inspect.signature(getattr(FakeMLState, name))
-        assert list(real.parameters) == list(ours.parameters)
+        signature = inspect.signature(getattr(FakeMLState, name))
+        assert list(real.parameters) == list(signature.parameters)
 
 
 @pytest.mark.parametrize("names", [{64: "small", 128: "large"}, {64: "multi", 128: "multi"}])

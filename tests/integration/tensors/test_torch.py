@@ -38,10 +38,10 @@ def bits(tensor):
     return tensor.detach().contiguous().view(UNSIGNED[tensor.element_size()])
 
 
-def assert_same(got, wanted):
+def assert_same(got, expected):
     assert type(got) is torch.Tensor
-    assert (got.dtype, got.device, got.shape) == (wanted.dtype, wanted.device, wanted.shape)
-    assert torch.equal(bits(got), bits(wanted))
+    assert (got.dtype, got.device, got.shape) == (expected.dtype, expected.device, expected.shape)
+    assert torch.equal(bits(got), bits(expected))
 
 
 def cache(length=8, dtype=torch.float32, **options):
@@ -113,10 +113,10 @@ def test_converts_as_torch_does(dtype, to):
         source = torch.cat([source, ordinary, ordinary * 1.0003])
     source = source.reshape(1, 1, -1, 16)
     got = transition_kv_state(source, source.shape[2] + 1, dtype=to)[:, :, :-1]
-    wanted = source.to(to)
-    nan = wanted.isnan()
+    expected = source.to(to)
+    nan = expected.isnan()
     assert torch.equal(got.isnan(), nan)
-    assert torch.equal(bits(got)[~nan], bits(wanted)[~nan])
+    assert torch.equal(bits(got)[~nan], bits(expected)[~nan])
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_bfloat16_by_every_name():
 def test_padding_and_positions():
     for position in (None, 0, 5, 8):
         for pad in (0.0, 2.5, -1.0, float("inf")):
-            wanted = expand(cache(), 12, position, pad)
-            assert_same(transition_kv_state(cache(), 12, position, pad), wanted)
+            expected = expand(cache(), 12, position, pad)
+            assert_same(transition_kv_state(cache(), 12, position, pad), expected)
     assert transition_kv_state(cache(), 12, 8, -0.0)[:, :, 8:].signbit().all()
     assert transition_kv_state(cache(), np.uint8(200), np.int8(5)).shape == (2, 3, 200, 5)
 
@@ -156,7 +156,7 @@ def test_empty_tensors(shape):
 # ---- memory ----
 
 
-def test_nothing_to_do_returns_the_source_itself():
+def test_unchanged_size_returns_the_source():
     source = cache()
     assert transition_kv_state(source, 8) is source
     assert transition_kv_state(source, 8, 8) is source
@@ -167,26 +167,26 @@ def test_nothing_to_do_returns_the_source_itself():
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_a_result_shares_no_memory_with_the_source(needs_grad):
     source = cache().requires_grad_(needs_grad)
-    for made in (
+    for moved in (
         transition_kv_state(source, 8, 7),
         transition_kv_state(source, 8, dtype=torch.float32),
         transition_kv_state(source, 9),
         compact_kv_state(source, 8, 8),
         compact_kv_state(source, 4, 4),
     ):
-        assert made.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
-        assert made.is_contiguous() and made.requires_grad is needs_grad
+        assert moved.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+        assert moved.is_contiguous() and moved.requires_grad is needs_grad
 
 
 def test_a_result_outlives_its_source():
     source = torch.full((4, 8, 512, 64), 3.0)
-    made = transition_kv_state(source, 1024)
+    moved = transition_kv_state(source, 1024)
     del source
     gc.collect()
     other = [torch.zeros(4, 8, 512, 64) for _ in range(3)]
-    assert made[:, :, :512].min() == 3 and not any(each.any() for each in other)
-    made += 1
-    assert made.min() == 1
+    assert moved[:, :, :512].min() == 3 and not any(each.any() for each in other)
+    moved += 1
+    assert moved.min() == 1
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ def test_conjugated_and_negated_views():
     complexes = torch.complex(cache(), cache() + 1)
     for source in (complexes.conj(), complexes.conj().imag, torch._neg_view(cache())):
         assert source.is_conj() or source.is_neg()
-        wanted = expand(source.resolve_conj().resolve_neg(), 12, 5)
-        assert_same(transition_kv_state(source, 12, 5), wanted)
+        expected = expand(source.resolve_conj().resolve_neg(), 12, 5)
+        assert_same(transition_kv_state(source, 12, 5), expected)
     out = torch.zeros(2, 3, 12, 5, dtype=torch.complex64).conj().imag
     assert out.is_neg() and transition_kv_state(cache(), 12, 5, 2.0, out=out) is out
     assert torch.equal(out.resolve_neg(), expand(cache(), 12, 5, 2.0))
@@ -260,11 +260,11 @@ def test_masks_into_tensors():
     version = out._version
     assert create_attention_size_mask(6, 2, 0, out=out) is out
     assert out._version > version
-    wanted = create_attention_size_mask(6, 2, 0, dtype=np.float32)
-    assert torch.equal(out.float(), torch.from_numpy(wanted))
+    expected = create_attention_size_mask(6, 2, 0, dtype=np.float32)
+    assert torch.equal(out.float(), torch.from_numpy(expected))
     row = torch.ones(1, 1, 1, 6)
     assert create_decode_mask(6, 2, 4, out=row) is row
-    assert torch.equal(row, torch.from_numpy(wanted[:, :, 4:5]))
+    assert torch.equal(row, torch.from_numpy(expected[:, :, 4:5]))
     with pytest.raises(ValueError, match="autograd"):
         create_decode_mask(6, 2, 4, out=torch.ones(1, 1, 1, 6, requires_grad=True))
     with pytest.raises(ValueError, match="not plain main memory"):
@@ -370,24 +370,24 @@ def test_a_refused_out_keeps_content_and_version():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_gradients_are_those_of_slicing(dtype):
-    ours, theirs = (cache(dtype=torch.float64).requires_grad_() for _ in range(2))
+def test_gradients_match_slicing(dtype):
+    moved_source, sliced_source = (cache(dtype=torch.float64).requires_grad_() for _ in range(2))
     weight = torch.rand(2, 3, 12, 5, dtype=torch.float64).to(dtype)
-    result = transition_kv_state(ours, 12, 5, dtype=dtype)
+    result = transition_kv_state(moved_source, 12, 5, dtype=dtype)
     assert result.requires_grad and result.dtype == dtype
-    assert torch.equal(result.detach(), expand(ours, 12, 5, dtype=dtype))
+    assert torch.equal(result.detach(), expand(moved_source, 12, 5, dtype=dtype))
     (result * weight).sum().backward()
-    (theirs[:, :, :5].to(dtype) * weight[:, :, :5]).sum().backward()
-    assert torch.equal(ours.grad, theirs.grad)
-    assert not ours.grad[:, :, 5:].any()
+    (sliced_source[:, :, :5].to(dtype) * weight[:, :, :5]).sum().backward()
+    assert torch.equal(moved_source.grad, sliced_source.grad)
+    assert not moved_source.grad[:, :, 5:].any()
 
 
 def test_gradients_of_compacting():
     source = cache(dtype=torch.float64).requires_grad_()
     compact_kv_state(source, 6, 4).square().sum().backward()
-    wanted = 2 * source.detach()
-    wanted[:, :, 4:] = 0
-    assert torch.equal(source.grad, wanted)
+    expected = 2 * source.detach()
+    expected[:, :, 4:] = 0
+    assert torch.equal(source.grad, expected)
 
 
 @forward_mode
@@ -403,17 +403,17 @@ def test_gradients_numerically():
 def test_without_gradients_the_kernels_work(kernels):
     source = cache(dtype=torch.float32).requires_grad_()
     with torch.no_grad():
-        made = transition_kv_state(source, 12, 5)
-    assert not made.requires_grad and len(kernels) == 1
+        moved = transition_kv_state(source, 12, 5)
+    assert not moved.requires_grad and len(kernels) == 1
     with torch.inference_mode():
-        made = transition_kv_state(source, 12, 5)
+        moved = transition_kv_state(source, 12, 5)
         out = torch.ones(2, 3, 12, 5)
         assert out.is_inference() and transition_kv_state(source, 12, 5, out=out) is out
     assert len(kernels) == 3
     assert_same(out.clone(), expand(source, 12, 5))
-    assert_same(made.clone(), expand(source, 12, 5))
-    made = transition_kv_state(torch.nn.Parameter(cache(), requires_grad=False), 12, 5)
-    assert type(made) is torch.Tensor and len(kernels) == 4
+    assert_same(moved.clone(), expand(source, 12, 5))
+    moved = transition_kv_state(torch.nn.Parameter(cache(), requires_grad=False), 12, 5)
+    assert type(moved) is torch.Tensor and len(kernels) == 4
 
 
 def test_out_cannot_be_part_of_a_graph():
@@ -452,8 +452,8 @@ def test_function_transforms():
         return transition_kv_state(source, 12, 5, 1.0)
 
     batch = torch.stack([cache(), cache() + 1, cache() * 2])
-    wanted = torch.stack([expand(one, 12, 5, 1.0) for one in batch])
-    assert torch.equal(torch.vmap(move)(batch), wanted)
+    expected = torch.stack([expand(cache_item, 12, 5, 1.0) for cache_item in batch])
+    assert torch.equal(torch.vmap(move)(batch), expected)
     gradient = torch.func.grad(lambda source: move(source).square().sum())(cache())
     assert torch.equal(gradient, 2 * expand(cache(), 8, 5))
     value, tangent = torch.func.jvp(move, (cache(),), (cache(),))
@@ -465,11 +465,11 @@ def test_function_transforms():
 
 
 def test_a_meta_tensor_stays_one():
-    made = transition_kv_state(cache(dtype=torch.bfloat16, device="meta"), 12, 5)
-    assert made.device.type == "meta" and made.dtype == torch.bfloat16
-    assert made.shape == (2, 3, 12, 5)
-    made = compact_kv_state(cache(device="meta"), 4, 3, torch.float16)
-    assert made.shape == (2, 3, 4, 5) and made.dtype == torch.float16
+    moved = transition_kv_state(cache(dtype=torch.bfloat16, device="meta"), 12, 5)
+    assert moved.device.type == "meta" and moved.dtype == torch.bfloat16
+    assert moved.shape == (2, 3, 12, 5)
+    moved = compact_kv_state(cache(device="meta"), 4, 3, torch.float16)
+    assert moved.shape == (2, 3, 4, 5) and moved.dtype == torch.float16
     out = torch.ones(2, 3, 12, 5, device="meta")
     assert transition_kv_state(cache(device="meta"), 12, 5, out=out) is out
     source = cache(device="meta")
@@ -480,9 +480,9 @@ def test_a_meta_tensor_stays_one():
 def test_a_gpu():
     for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
         source = cache(dtype=dtype, device="cuda")
-        made = transition_kv_state(source, 12, 5)
-        assert made.device == source.device
-        assert_same(made.cpu(), expand(source.cpu(), 12, 5))
+        moved = transition_kv_state(source, 12, 5)
+        assert moved.device == source.device
+        assert_same(moved.cpu(), expand(source.cpu(), 12, 5))
     out = np.ones((2, 3, 12, 5), np.float32)
     transition_kv_state(cache(device="cuda"), 12, 5, out=out)
     assert_same_bits(out, expand(cache(), 12, 5).numpy())
@@ -494,10 +494,10 @@ class Marked(torch.Tensor):
     """A subclass, whose operations may have another meaning."""
 
 
-def test_a_subclass_goes_through_torch(kernels):
+def test_tensor_subclass_uses_torch_operations(kernels):
     source = cache().as_subclass(Marked)
-    made = transition_kv_state(source, 12, 5)
-    assert type(made) is Marked and torch.equal(made.as_subclass(torch.Tensor), expand(
+    moved = transition_kv_state(source, 12, 5)
+    assert type(moved) is Marked and torch.equal(moved.as_subclass(torch.Tensor), expand(
         cache(), 12, 5))  # fmt: skip
     out = torch.ones(2, 3, 12, 5).as_subclass(Marked)
     assert transition_kv_state(cache(), 12, 5, out=out) is out
@@ -518,7 +518,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_errors_are_those_of_numpy(way):
+def test_errors_match_the_numpy_path(way):
     source = WAYS[way](cache())
     array = cache().numpy()
     for arguments in (
@@ -542,7 +542,7 @@ def test_errors_are_those_of_numpy(way):
 
 
 @pytest.mark.parametrize("way", ["meta", "subclass"])
-def test_errors_of_out_are_those_of_numpy(way):
+def test_out_errors_match_the_numpy_path(way):
     source = WAYS[way](cache())
     for dtype, shape, options in (
         (torch.float32, (2, 3, 11, 5), {}),
@@ -580,9 +580,9 @@ def test_compiles(fullgraph):
     assert torch.equal(compiled(cache()), step(cache()))
     source = cache().requires_grad_()
     compiled(source).sum().backward()
-    wanted = cache().requires_grad_()
-    step(wanted).sum().backward()
-    assert torch.equal(source.grad, wanted.grad)
+    reference = cache().requires_grad_()
+    step(reference).sum().backward()
+    assert torch.equal(source.grad, reference.grad)
     torch.compiler.reset()
 
 
@@ -592,19 +592,19 @@ def test_compiles(fullgraph):
 )
 def test_any_sequence_axis(way, shape, axis):
     source = WAYS[way](random_cache(shape, torch.int16).to(torch.float32))
-    wanted = transition_kv_state(source.detach().numpy(), 12, 5, 2.0, seq_axis=axis)
+    expected = transition_kv_state(source.detach().numpy(), 12, 5, 2.0, seq_axis=axis)
     got = transition_kv_state(source, 12, 5, 2.0, seq_axis=axis)
-    assert np.array_equal(got.detach().numpy(), wanted)
-    out = torch.zeros(wanted.shape)
+    assert np.array_equal(got.detach().numpy(), expected)
+    out = torch.zeros(expected.shape)
     assert transition_kv_state(source.detach(), 12, 5, 2.0, out=out, seq_axis=axis) is out
-    assert np.array_equal(out.numpy(), wanted)
-    wanted = compact_kv_state(source.detach().numpy(), 6, 5, np.float16, seq_axis=axis)
+    assert np.array_equal(out.numpy(), expected)
+    expected = compact_kv_state(source.detach().numpy(), 6, 5, np.float16, seq_axis=axis)
     got = compact_kv_state(source, 6, 5, torch.float16, seq_axis=axis)
-    assert np.array_equal(got.detach().numpy(), wanted)
+    assert np.array_equal(got.detach().numpy(), expected)
     if way == "kernels":  # other tensors do not convert to integers
-        whole = compact_kv_state(source, 6, 5, torch.int32, seq_axis=axis)
-        wanted = compact_kv_state(source.numpy(), 6, 5, "int32", seq_axis=axis)
-        assert np.array_equal(whole.numpy(), wanted)
+        compacted = compact_kv_state(source, 6, 5, torch.int32, seq_axis=axis)
+        expected = compact_kv_state(source.numpy(), 6, 5, "int32", seq_axis=axis)
+        assert np.array_equal(compacted.numpy(), expected)
     for wrong, error in ((len(shape), CompatibilityError), (True, TypeError), (1.0, TypeError)):
         with pytest.raises(error, match="seq_axis"):
             transition_kv_state(source, 12, 5, seq_axis=wrong)
@@ -614,8 +614,8 @@ def test_the_manager_takes_tensors():
     manager = StateTransitionManager()
     manager.register_model("small", 8, num_layers=2)
     manager.register_model("large", 12)
-    made = manager.transition(cache(dtype=torch.bfloat16), "small", "large", 5)
-    assert_same(made, expand(cache(dtype=torch.bfloat16), 12, 5))
+    moved = manager.transition(cache(dtype=torch.bfloat16), "small", "large", 5)
+    assert_same(moved, expand(cache(dtype=torch.bfloat16), 12, 5))
 
 
 class Moving(torch.utils.data.Dataset):
@@ -641,8 +641,8 @@ def test_workers_of_a_data_loader():
     """They are forked from a parent that has used its threads."""
     dataset = Moving()
     with num_threads(2):
-        wanted = [dataset[i].item() for i in range(4)]
+        expected = [dataset[i].item() for i in range(4)]
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
     )
-    assert [item.item() for item in loader] == wanted
+    assert [item.item() for item in loader] == expected

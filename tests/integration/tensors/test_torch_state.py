@@ -66,11 +66,11 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize("name", ALL)
 def test_arrays_share_the_memory_of_tensors_of_every_dtype(name):
-    wanted = numpy_dtype(name)
+    dtype = numpy_dtype(name)
     tensor = some_tensor(name)
     array = StateDict.from_torch({"w": tensor})["w"]
-    assert (array.dtype, array.shape) == (wanted, (3, 4))
-    assert np.shares_memory(array.view(SAME_SIZE[wanted.itemsize]), integers(tensor))
+    assert (array.dtype, array.shape) == (dtype, (3, 4))
+    assert np.shares_memory(array.view(SAME_SIZE[dtype.itemsize]), integers(tensor))
     array[0, 0] = 1
     tensor[0, 1] = 0
     assert array.tobytes() == integers(tensor).tobytes()
@@ -103,12 +103,12 @@ def test_layouts_are_kept():
 
 
 def test_an_expanded_tensor_is_a_read_only_array():
-    one = torch.ones(3, 1)
-    array = arrays_of({"w": one.expand(3, 4)})["w"]
+    base = torch.ones(3, 1)
+    array = arrays_of({"w": base.expand(3, 4)})["w"]
     assert array.strides == (4, 0)
     assert not array.flags.writeable
-    assert np.shares_memory(array, one.numpy())
-    assert arrays_of({"w": one.expand(3, 1)})["w"].flags.writeable
+    assert np.shares_memory(array, base.numpy())
+    assert arrays_of({"w": base.expand(3, 1)})["w"].flags.writeable
 
 
 def test_tied_weights_stay_tied_and_one_tensor_is_one_array():
@@ -118,7 +118,7 @@ def test_tied_weights_stay_tied_and_one_tensor_is_one_array():
     assert np.shares_memory(state["a"], state["c"])
 
 
-def test_what_is_not_in_main_memory_stays_a_tensor():
+def test_meta_tensors_stay_tensors():
     with torch.device("meta"):
         layer = torch.nn.Linear(2, 3)
     state = StateDict.from_torch(dict(layer.named_parameters()))
@@ -154,7 +154,7 @@ class Tagged(torch.Tensor):
         (lambda: 3, "int, not a tensor"),
     ],
 )
-def test_what_is_more_than_its_memory_is_refused_by_name(make, says):
+def test_sparse_and_quantized_tensors_are_refused_by_name(make, says):
     with pytest.raises(TypeError, match=rf"^'layer\.x' is .*{says}"):
         StateDict.from_torch({"good": torch.ones(1), "layer.x": make()})
 
@@ -167,9 +167,9 @@ def test_distributed_tensors_are_refused():
     group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
     try:
         mesh = distributed.init_device_mesh("cpu", (1,))
-        whole = distributed.DTensor.from_local(torch.ones(2), mesh, [distributed.Replicate()])
+        dtensor = distributed.DTensor.from_local(torch.ones(2), mesh, [distributed.Replicate()])
         with pytest.raises(TypeError, match=r"'w' is a .*DTensor: store its full_tensor\(\)"):
-            arrays_of({"w": whole})
+            arrays_of({"w": dtensor})
     finally:
         group.destroy_process_group()
 
@@ -190,7 +190,7 @@ def test_a_dtype_that_numpy_lacks_is_refused_by_name():
     assert (caught.value.name, caught.value.got) == ("w", "complex32")
 
 
-def test_a_module_stands_for_its_state():
+def test_from_torch_accepts_modules():
     layer = torch.nn.Linear(1, 1)
     assert StateDict.from_torch(layer) == StateDict.from_torch(layer.state_dict())
     with pytest.raises(TypeError, match=r"a torch.nn.Module or a mapping .* got int"):
@@ -201,7 +201,7 @@ def test_a_module_stands_for_its_state():
 @pytest.mark.parametrize(
     "module", [torch.nn.Linear(1, 1), torch.nn.Sequential(), torch.nn.ModuleDict()]
 )
-def test_a_module_is_no_mapping_of_arrays(kind, module):
+def test_module_instead_of_a_mapping_raises(kind, module):
     match = rf"'{type(module).__name__}' .* use StateDict\.from_torch\(module\)"
     with pytest.raises(TypeError, match=match):
         kind(module)
@@ -209,7 +209,7 @@ def test_a_module_is_no_mapping_of_arrays(kind, module):
         kind().update(module)
 
 
-def test_an_optimizer_is_no_mapping_of_arrays():
+def test_optimizer_instead_of_a_mapping_raises():
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
     with pytest.raises(TypeError, match=r"OptimizerStateDict\.from_torch\(optimizer, module\)"):
         StateDict(optimizer)
@@ -298,7 +298,7 @@ odd = np.zeros(17, np.uint8)[1:].view(np.float32)
     ],
     ids=["byte order", "backwards", "backwards rows", "field of a record", "odd address"],
 )
-def test_what_torch_cannot_lay_out_is_copied(array):
+def test_arrays_torch_cannot_view_are_copied(array):
     tensor = tensors_of({"w": array})["w"]
     assert not np.shares_memory(tensor.numpy(), array)
     assert np.array_equal(tensor.numpy(), array)
@@ -329,7 +329,7 @@ def views(draw):
 
 @settings(max_examples=tries(150), deadline=None)
 @given(views())
-def test_any_layout_goes_to_torch_and_back(arrays):
+def test_any_strides_round_trip_to_torch(arrays):
     tensors = tensors_of(arrays)
     for name, array in arrays.items():
         assert np.array_equal(tensors[name].numpy(), array)
@@ -380,7 +380,7 @@ def test_a_dtype_that_torch_lacks_is_refused_by_name(dtype):
     assert (caught.value.name, caught.value.got) == ("layer.w", str(array.dtype))
 
 
-def test_four_bit_integers_are_not_mistaken_for_those_of_torch():
+def test_ml_dtypes_int4_is_refused():
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="has them")
     with pytest.raises(CompatibilityError, match="int4"):
         tensors_of({"w": np.zeros(2, ml_dtypes.int4)})
@@ -404,7 +404,7 @@ def test_tensors_pass_detached_and_other_arrays_are_viewed():
     assert tensors["f"].data_ptr() == foreign.data_ptr()
 
 
-def test_a_default_device_changes_nothing():
+def test_default_device_is_ignored():
     base = np.arange(4.0)
     with torch.device("meta"):
         tensors = tensors_of({"a": base, "b": base[1:]})
@@ -430,7 +430,7 @@ class Encoder(torch.nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_transformer_goes_through_a_state_dict(dtype):
+def test_transformer_round_trips_through_a_state_dict(dtype):
     torch.manual_seed(0)
     module = Encoder().to(dtype).eval()
     state = ModelStateDict.from_torch(module.state_dict())
@@ -446,7 +446,7 @@ def test_a_transformer_goes_through_a_state_dict(dtype):
     assert {name: t.data_ptr() for name, t in state.to_torch().items()} == pointers
 
 
-def test_load_into_changes_a_live_module_and_tells_autograd():
+def test_load_into_updates_a_live_module_and_its_versions():
     module, source = Encoder().eval(), Encoder()
     before = {name: p._version for name, p in module.named_parameters()}
     load_into(StateDict(module.state_dict()), StateDict.from_torch(source.state_dict()))
@@ -524,7 +524,7 @@ def test_every_dtype_comes_back_from_a_file(name, through):
     ],
     ids=lambda array: f"{array.dtype}{array.shape}",
 )
-def test_what_torch_lacks_comes_back_too(array, through):
+def test_dtypes_missing_in_torch_round_trip(array, through):
     got = through(StateDict(w=array))["w"]
     assert_same(got, array)
 
@@ -577,7 +577,7 @@ class Unknown(StateDict):
     """A class that is not registered."""
 
 
-def test_a_subclass_that_torch_was_not_told_of_is_refused_by_torch():
+def test_unregistered_subclass_is_refused_by_torch_load():
     with pytest.raises(pickle.UnpicklingError, match="Unknown"):
         through_torch(Unknown())
 
@@ -652,13 +652,13 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     "imports", ["import torch, mlstate", "import mlstate, mlstate.integrations.torch"]
 )
-def test_a_fresh_process_reads_what_another_saved(saved, imports):
+def test_fresh_process_reads_a_saved_state(saved, imports):
     read = run_saved(saved, imports, True)
     assert read.stdout == "x\n", read.stderr
     assert b"_state_dict" not in saved.read_bytes(), "no private names"
 
 
-def test_an_unregistered_process_is_told_what_to_import(tmp_path):
+def test_unregistered_process_gets_the_import_to_add(tmp_path):
     path = str(tmp_path / "state.pt")
     torch.save(StateDict(w=np.ones(1)), path)
     code = f"import mlstate, torch; torch.load({path!r}, weights_only=True)"
@@ -684,7 +684,7 @@ def test_an_unregistered_process_is_told_what_to_import(tmp_path):
         (("StateDict", None, {"w": 3}, {}), "int"),
     ],
 )
-def test_files_that_lie_are_refused(arguments, says):
+def test_false_file_contents_are_refused(arguments, says):
     if "ml_dtypes" in says:
         pytest.importorskip("ml_dtypes", reason="what the file names")
     with pytest.raises((TypeError, ValueError), match=says):

@@ -89,13 +89,13 @@ def trainer_of(folder, ranks=1, **keywords):
 
 def digest(module, optimizer):
     """Return a digest of all bits of weights and optimizer states."""
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     for parameter in module.parameters():
-        made.update(parameter.detach().numpy().tobytes())
+        hasher.update(parameter.detach().numpy().tobytes())
         for name, value in sorted(optimizer.state[parameter].items()):
-            made.update(name.encode() + value.numpy().tobytes())
-    made.update(repr(optimizer.param_groups[0]["lr"]).encode())
-    return made.hexdigest()
+            hasher.update(name.encode() + value.numpy().tobytes())
+    hasher.update(repr(optimizer.param_groups[0]["lr"]).encode())
+    return hasher.hexdigest()
 
 
 def main(folder, ranks):

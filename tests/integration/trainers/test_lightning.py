@@ -62,17 +62,17 @@ def same(a, b):
 
 
 def test_a_checkpoint_returns_as_it_was(tmp_path):
-    plugin, given = MLStateCheckpointIO(), checkpoint()
-    plugin.save_checkpoint(given, tmp_path / "a.ckpt")
-    assert same(plugin.load_checkpoint(tmp_path / "a.ckpt"), given)
+    plugin, saved = MLStateCheckpointIO(), checkpoint()
+    plugin.save_checkpoint(saved, tmp_path / "a.ckpt")
+    assert same(plugin.load_checkpoint(tmp_path / "a.ckpt"), saved)
     assert mlstate.load(tmp_path / "a.ckpt").step == 7
     module = torch.nn.Module()
     module.w = torch.nn.Parameter(torch.zeros(4))
     mlstate.load(tmp_path / "a.ckpt", names="w", into={"model": module})
-    assert torch.equal(module.w, given["state_dict"]["w"])
-    given["state_dict"]["w"] += 1
-    plugin.save_checkpoint(given, tmp_path / "a.ckpt")  # replaces it
-    assert same(plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cpu"), given)
+    assert torch.equal(module.w, saved["state_dict"]["w"])
+    saved["state_dict"]["w"] += 1
+    plugin.save_checkpoint(saved, tmp_path / "a.ckpt")  # replaces it
+    assert same(plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cpu"), saved)
 
 
 def test_only_checkpoints_are_removed(tmp_path):
@@ -112,11 +112,11 @@ def test_an_interrupted_deletion_can_be_repeated(tmp_path, monkeypatch, deleted)
 
 
 def test_a_value_that_needs_pickle_is_named(tmp_path):
-    given = {**checkpoint(), "hyper_parameters": {"activation": torch.nn.ReLU}}
+    saved = {**checkpoint(), "hyper_parameters": {"activation": torch.nn.ReLU}}
     with pytest.raises(
         TypeError, match=r"\['hyper_parameters'\]\['activation'\] is a builtins.type"
     ):
-        MLStateCheckpointIO().save_checkpoint(given, tmp_path / "a.ckpt")
+        MLStateCheckpointIO().save_checkpoint(saved, tmp_path / "a.ckpt")
     with pytest.raises(TypeError, match="no storage_options"):
         MLStateCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={})
     with pytest.raises(FileNotFoundError):
@@ -134,17 +134,17 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path):
 
 def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path, job):
     torch.manual_seed(0)
-    whole = job.Module()
+    uninterrupted = job.Module()
     trainer = job.trainer_of(tmp_path / "whole")
-    trainer.fit(whole, job.Batches())
-    expected = job.digest(whole, trainer.optimizers[0])
+    trainer.fit(uninterrupted, job.Batches())
+    expected = job.digest(uninterrupted, trainer.optimizers[0])
     torch.manual_seed(0)
     job.trainer_of(tmp_path / "ckpt", max_steps=15).fit(job.Module(), job.Batches())
-    found = sorted(path.name for path in (tmp_path / "ckpt").iterdir())
+    file_names = sorted(path.name for path in (tmp_path / "ckpt").iterdir())
     assert (
-        len(found) == 3
-        and "last.ckpt" in found
-        and all(mlstate.verify(tmp_path / "ckpt" / p) for p in found)
+        len(file_names) == 3
+        and "last.ckpt" in file_names
+        and all(mlstate.verify(tmp_path / "ckpt" / p) for p in file_names)
     )
     again = job.Module()
     resumed = job.trainer_of(tmp_path / "ckpt")
@@ -166,7 +166,7 @@ def test_without_lightning_the_extra_is_named(monkeypatch):
 def test_a_killed_run_resumes_with_the_same_bits(tmp_path, ranks):
     expected = killed_jobs.run([JOB, tmp_path / "whole", ranks])[0][-1]
     assert expected.startswith("done")
-    found = killed_jobs.run_killed(
+    digest = killed_jobs.run_killed(
         [JOB, tmp_path / "ckpt", ranks], most_lines=12 * ranks, seed=ranks
     )
-    assert found == expected
+    assert digest == expected

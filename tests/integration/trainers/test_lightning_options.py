@@ -240,20 +240,20 @@ def test_an_option_works_as_with_files_of_lightning(tmp_path, job, callbacks, na
         pytest.skip("Lightning itself links to a file that may not exist yet")
     listings, states = [], []
     plugin = MLStateCheckpointIO()
-    for own in ([], [AsyncCheckpointIO(plugin) if asynchronous else plugin]):
+    for plugins in ([], [AsyncCheckpointIO(plugin) if asynchronous else plugin]):
         folder = tmp_path / "run"
         checkpoints = callbacks.ModelCheckpoint(folder, **OPTIONS[name])
-        fit(job, [checkpoints], own)
+        fit(job, [checkpoints], plugins)
         links = {path: path.is_symlink() and path.readlink() for path in folder.rglob("*.ckpt")}
         listings.append({(str(path.relative_to(folder)), link) for path, link in links.items()})
         path = checkpoints.last_model_path or checkpoints.best_model_path
-        if own:
+        if plugins:
             states.append(plugin.load_checkpoint(path))
         else:
             states.append(torch.load(path, weights_only=False))
         states[-1].pop("callbacks", None)  # it has times
         states[-1] = sorted(states[-1].items())
-        folder.rename(tmp_path / f"run{len(own)}")
+        folder.rename(tmp_path / f"run{len(plugins)}")
     # asynchronous saves may end after the deletion of their files, in Lightning too
     assert listings[0] == listings[1] or (asynchronous and listings[0] < listings[1])
     assert repr(states[0]) == repr(states[1])
@@ -318,7 +318,7 @@ def test_an_exception_saves_a_checkpoint(tmp_path, job, callbacks):
 # ---- files of Lightning ----
 
 
-def test_a_run_goes_on_from_a_file_and_deletes_it(tmp_path, job, callbacks):
+def test_run_resumes_from_a_file_and_deletes_it(tmp_path, job, callbacks):
     def checkpoints():
         return callbacks.ModelCheckpoint(tmp_path, save_last=True, monitor="loss")
 
@@ -356,8 +356,8 @@ def test_checkpoints_convert_to_and_from_files(tmp_path, job, callbacks, capsys)
     assert all(map(torch.equal, loaded.state_dict().values(), module.state_dict().values()))
     digests = []
     assert main(["convert", file, again, "--to", "mlstate"]) == 0
-    for path, own in ((folder, True), (file, False), (again, True)):
-        plugins = [MLStateCheckpointIO()] if own else []
+    for path, uses_mlstate in ((folder, True), (file, False), (again, True)):
+        plugins = [MLStateCheckpointIO()] if uses_mlstate else []
         resumed, other = fit(job, [], plugins, resume=path, max_epochs=2)
         digests.append(job.digest(other, resumed.optimizers[0]))
     assert len(set(digests)) == 1

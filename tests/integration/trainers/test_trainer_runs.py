@@ -44,8 +44,8 @@ def train(runs, folder, *callbacks, resume=None, with_mlstate=True, callback=Non
     """Train, and return the recorder of the digests."""
     options = {"max_steps": 4, "save_steps": 1, "save_only_model": True, **options}
     recorder = runs.Recorder({})
-    own = [callback or MLStateCallback()] if with_mlstate else []
-    trainer = runs.trainer_of(folder, [*callbacks, *own, recorder], 1, **options)
+    own_callbacks = [callback or MLStateCallback()] if with_mlstate else []
+    trainer = runs.trainer_of(folder, [*callbacks, *own_callbacks, recorder], 1, **options)
     trainer.train(resume_from_checkpoint=resume)
     return recorder
 
@@ -92,7 +92,7 @@ def test_only_a_new_best_metric_saves(tmp_path, runs):
     assert steps == folders and steps
 
 
-def test_keep_holds_steps_whose_folders_are_deleted(tmp_path, runs):
+def test_keep_retains_steps_after_folder_deletion(tmp_path, runs):
     train(runs, tmp_path, save_total_limit=1, callback=MLStateCallback(keep=3))
     assert steps_of(tmp_path) == ([2, 3, 4], [4])
 
@@ -121,9 +121,9 @@ def test_a_kill_after_the_deletion_leaves_a_checkpoint(tmp_path, runs):
     ]
     assert MLStateCallback.last_checkpoint(tmp_path) == last
     resumed = train(runs, tmp_path, resume=last, save_total_limit=1)
-    whole = train(runs, tmp_path / "whole")
-    assert resumed.resumed == (2, *whole.digests[2])
-    assert resumed.digests[4] == whole.digests[4]
+    uninterrupted = train(runs, tmp_path / "whole")
+    assert resumed.resumed == (2, *uninterrupted.digests[2])
+    assert resumed.digests[4] == uninterrupted.digests[4]
     assert steps_of(tmp_path) == ([4], [4])
 
 
@@ -198,7 +198,7 @@ def test_a_callback_of_a_failed_run_saves_into_the_next_folder(tmp_path, runs):
         (4, {"lr_scheduler_type": "reduce_lr_on_plateau", **BEST}),
     ],
 )
-def test_a_resumed_training_draws_as_that_of_the_trainer_alone(tmp_path, runs, stop, options):
+def test_resumed_training_draws_like_the_trainer(tmp_path, runs, stop, options):
     train(runs, tmp_path / "a", save_steps=stop, max_steps=stop, save_only_model=False, **options)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     options = {**options, "max_steps": stop + 4, "save_strategy": "no"}
@@ -218,8 +218,10 @@ def test_the_save_of_a_signal_reaches_the_callback(tmp_path, runs, event):
 
     def request(self, args, state, control, **others):
         if state.global_step == 2:
-            [own] = (c for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager"))
-            own.jit_manager.is_checkpoint_requested = True
+            [callback] = (
+                c for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager")
+            )
+            callback.jit_manager.is_checkpoint_requested = True
 
     events = ["on_step_end", "on_step_begin", "on_pre_optimizer_step", "on_step_end"]
     before = events[events.index(event, 1) - 1]  # the Trainer looks for a signal in each event

@@ -101,12 +101,12 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
 def test_a_killed_run_resumes_with_the_same_bits(tmp_path, ranks):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     start = [] if ranks == 1 else launch
-    whole = killed_jobs.run([*start, JOB, tmp_path / "whole"])[0][-1]
-    assert whole.startswith("done")
-    found = killed_jobs.run_killed(
+    expected = killed_jobs.run([*start, JOB, tmp_path / "whole"])[0][-1]
+    assert expected.startswith("done")
+    digest = killed_jobs.run_killed(
         [*start, JOB, tmp_path / "run"], most_lines=14 * ranks, seed=ranks
     )
-    assert found == whole
+    assert digest == expected
 
 
 @pytest.mark.long

@@ -48,15 +48,15 @@ class Data(torch.utils.data.Dataset):
 
 def digest(model, optimizer, scheduler):
     """Return a digest of all values that a resumed training needs."""
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     optimizer = getattr(optimizer, "optimizer", optimizer)
     for parameter in model.parameters():
-        made.update(parameter.detach().numpy().tobytes())
+        hasher.update(parameter.detach().numpy().tobytes())
         for name, value in sorted(optimizer.state[parameter].items()):
-            made.update(name.encode() + value.numpy().tobytes())
-    made.update(repr([float(group["lr"]) for group in optimizer.param_groups]).encode())
-    made.update(repr(scheduler.last_epoch).encode())
-    return made.hexdigest()
+            hasher.update(name.encode() + value.numpy().tobytes())
+    hasher.update(repr([float(group["lr"]) for group in optimizer.param_groups]).encode())
+    hasher.update(repr(scheduler.last_epoch).encode())
+    return hasher.hexdigest()
 
 
 class Recorder(transformers.TrainerCallback):
@@ -205,12 +205,14 @@ def run_sequence(folder, seed, patcher, runs=5):
         if not with_mlstate:
             options["save_only_model"] = chance.random() < 0.3
         recorder, killer = Recorder(digests), Killer(place, chance.randint(1, 3))
-        mine = [MLStateCallback()] if with_mlstate else []
+        callbacks_added = [MLStateCallback()] if with_mlstate else []
         path = MLStateCallback.last_checkpoint(folder) if resumes and has_saved else None
         if not with_mlstate and path and not (Path(path) / "optimizer.pt").exists():
             path = None
         history.append((options, place, killer.count, with_mlstate, path))
-        trainer = trainer_of(folder, [killer, *mine, recorder], 10 * seed + number, **options)
+        trainer = trainer_of(
+            folder, [killer, *callbacks_added, recorder], 10 * seed + number, **options
+        )
         with patcher.context() as patch, warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
             install(killer, trainer, patch, chance)

@@ -28,8 +28,8 @@ class Model(torch.nn.Module):
         self.last = torch.nn.Linear(16, 1)
 
     def forward(self, x, labels=None):
-        found = self.last(self.dropout(torch.tanh(self.first(x)))).squeeze(-1)
-        return {"loss": (found - labels).square().mean(), "logits": found}
+        predictions = self.last(self.dropout(torch.tanh(self.first(x)))).squeeze(-1)
+        return {"loss": (predictions - labels).square().mean(), "logits": predictions}
 
 
 class Data(torch.utils.data.Dataset):
@@ -71,14 +71,14 @@ def trainer_of(folder, **keywords):
 
 def digest(trainer):
     """Return a digest of all bits of weights and optimizer states."""
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     for parameter in trainer.model.parameters():
-        made.update(parameter.detach().numpy().tobytes())
+        hasher.update(parameter.detach().numpy().tobytes())
         for name, value in sorted(optimizer.state[parameter].items()):
-            made.update(name.encode() + value.numpy().tobytes())
-    made.update(repr([group["lr"] for group in optimizer.param_groups]).encode())
-    return made.hexdigest()
+            hasher.update(name.encode() + value.numpy().tobytes())
+    hasher.update(repr([group["lr"] for group in optimizer.param_groups]).encode())
+    return hasher.hexdigest()
 
 
 def main(folder):

@@ -1,17 +1,15 @@
 /* index_of_files: the headers own names and shapes, and the index owns the headers. */
-#if !defined(_WIN32)
+#include "checkpoint/index/index_of_files.h"
 
-#    include "checkpoint/index/index_of_files.h"
+#include "base/memory.h"
+#include "io/json_checksum.h"
 
-#    include "base/memory.h"
-#    include "io/json_checksum.h"
-
-#    include <errno.h>
-#    include <stdio.h>
-#    include <stdlib.h>
-#    include <string.h>
-#    include <sys/stat.h>
-#    include <unistd.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 static mls_code read_file(mls_index *x, const char *folder, const char *name,
                           const mls_crc_kernels *crc, mls_status *st)
@@ -148,5 +146,3 @@ mls_code mls_index_of_files(const char *folder, const char *const *names, size_t
     *out = x;
     return MLS_OK;
 }
-
-#endif

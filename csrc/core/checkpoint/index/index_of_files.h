@@ -12,8 +12,6 @@
 
 #include <stddef.h>
 
-#if !defined(_WIN32)
-
 /* Read the headers of `count` files in `folder`, in the order of `names`, and list their
  * tensors as parameters. Names have at most MLS_PATH_BYTES bytes; the caller has checked
  * that they do not leave the folder. Symbolic links are followed. The index has no
@@ -26,5 +24,4 @@ mls_code mls_index_of_files(const char *folder, const char *const *names, size_t
                             const mls_crc_kernels *crc, mls_index *out, size_t *failed,
                             mls_status *st);
 
-#endif
 #endif

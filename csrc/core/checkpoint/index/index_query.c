@@ -146,7 +146,7 @@ size_t mls_index_place_count(const mls_index_shard *shard)
 
 /* Characters of the file names that we write (safe_filename.h). Anything else could leave
  * the folder. */
-static bool is_plain_name(mls_str text)
+static bool is_safe_name(mls_str text)
 {
     for (size_t i = 0; i < text.length; i++) {
         const char c = text.data[i];
@@ -169,8 +169,8 @@ bool mls_index_is_path(mls_str path)
         if (path.length > start + suffix_length && path.length <= MLS_PATH_BYTES &&
             memcmp(path.data, folder, start - 1) == 0 && path.data[start - 1] == '/') {
             const mls_str name = {path.data + start, path.length - start};
-            return is_plain_name(name) && memcmp(path.data + path.length - suffix_length,
-                                                 suffix, suffix_length) == 0;
+            return is_safe_name(name) && memcmp(path.data + path.length - suffix_length,
+                                                suffix, suffix_length) == 0;
         }
     }
     return false;
@@ -233,14 +233,15 @@ static int compare_shards(const void *a, const void *b)
 }
 
 /* Report an error about a shard, or about the index if `shard` is NULL. */
-static mls_code fail_shard(const mls_index_shard *shard, const char *what, mls_status *st)
+static mls_code fail_shard(const mls_index_shard *shard, const char *problem,
+                           mls_status *st)
 {
     if (shard == NULL || shard->id.name.data == NULL) {
-        return mls_fail_at(st, 0, "%s", what);
+        return mls_fail_at(st, 0, "%s", problem);
     }
     const mls_str name = shard->id.name;
-    const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
-    mls_fail_at(st, 0, "shard of '%.*s': %s", shown, name.data, what);
+    const int width = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
+    mls_fail_at(st, 0, "shard of '%.*s': %s", width, name.data, problem);
     return mls_status_name(st, name.data, name.length);
 }
 
@@ -266,7 +267,7 @@ static int compare_paths(const void *a, const void *b)
 }
 
 /* A place and its shard; `layer` is NULL for a plain shard. */
-typedef struct spot {
+typedef struct shard_place {
     const mls_index_shard *shard;
     const mls_layer *layer;
 } shard_place;

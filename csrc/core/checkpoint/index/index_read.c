@@ -268,8 +268,8 @@ static mls_code read_kinds(reader *r, mls_json_node array)
     size_t axes = 0;
     for (mls_json_node node = mls_json_first(r->in.json, array); node != MLS_JSON_NONE;
          node = mls_json_next(r->in.json, node)) {
-        const mls_json_node found = mls_json_find(r->in.json, node, "axes");
-        axes += found == MLS_JSON_NONE ? 0 : mls_json_size(r->in.json, found);
+        const mls_json_node axes_node = mls_json_find(r->in.json, node, "axes");
+        axes += axes_node == MLS_JSON_NONE ? 0 : mls_json_size(r->in.json, axes_node);
     }
     if ((r->kinds = mls_alloc(count, sizeof *r->kinds)) == NULL ||
         (r->index.axes = mls_alloc(axes, sizeof *r->index.axes)) == NULL) {
@@ -404,10 +404,11 @@ static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node n
         (code = mls_index_read_text(&r->in, node, "frames", &text)) != MLS_OK) {
         return code;
     }
-    *frames = (mls_compressed_frames){.codec = (mls_codec)codec,
-                                      .item = item,
-                                      .bytes = mls_layer_held(layer, elements) * item,
-                                      .ends = r->index.ends + r->ends_used};
+    *frames =
+        (mls_compressed_frames){.codec = (mls_codec)codec,
+                                .item = item,
+                                .bytes = mls_layer_element_count(layer, elements) * item,
+                                .ends = r->index.ends + r->ends_used};
     /* memory was allocated by the length of the text, so the frames are counted before
      * reading */
     const size_t count = mls_compressed_frames_count(frames->bytes);
@@ -476,16 +477,17 @@ static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t eleme
         (code = read_coding(r, shard, elements, number == 0, layer)) != MLS_OK) {
         return code;
     }
-    const size_t made =
+    const size_t row_bytes =
         layer->frames == NULL
-            ? mls_layer_held(layer, elements) * mls_dtype_of(shard->dtype)->item_bytes
+            ? mls_layer_element_count(layer, elements) *
+                  mls_dtype_of(shard->dtype)->item_bytes
             : layer->frames->ends[mls_compressed_frames_count(layer->frames->bytes) - 1];
-    if (layer->bytes != made) {
+    if (layer->bytes != row_bytes) {
         mls_index_fail_column(&r->in, &bytes,
                               layer->row == 0 && layer->frames == NULL
                                   ? "does not match shape, layout and dtype"
                                   : "does not match the elements or frames of the layer");
-        return mls_status_expected(r->in.st, "%zu", made);
+        return mls_status_expected(r->in.st, "%zu", row_bytes);
     }
     return read_crcs(r, layer);
 }
@@ -535,24 +537,24 @@ static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
  * array. */
 static mls_code read_shape(reader *r, mls_index_shard *shard)
 {
-    column *all = &r->shards[SHAPE], one = *all;
+    column *all = &r->shards[SHAPE], shape = *all;
     size_t *dims = r->index.dims + r->dims_used;
     const char *end =
-        one.rest.length == 0 ? NULL : memchr(one.rest.data, ';', one.rest.length);
+        shape.rest.length == 0 ? NULL : memchr(shape.rest.data, ';', shape.rest.length);
     mls_code code = MLS_OK;
     if (end == NULL) {
         return mls_index_fail_column(&r->in, all, "must have a \";\" after each shape");
     }
-    one.rest.length = (size_t)(end - one.rest.data);
-    while (code == MLS_OK && one.rest.length > 0) {
+    shape.rest.length = (size_t)(end - shape.rest.data);
+    while (code == MLS_OK && shape.rest.length > 0) {
         if (shard->rank == MLS_LAYOUT_RANK) {
             return mls_index_fail_column(&r->in, all, "has too many dimensions");
         }
-        code = next_size(r, &one, SIZE_MAX, &dims[shard->rank++]);
+        code = next_size(r, &shape, SIZE_MAX, &dims[shard->rank++]);
     }
     shard->shape = dims;
     r->dims_used += (size_t)shard->rank;
-    all->offset = one.offset + 1;
+    all->offset = shape.offset + 1;
     all->rest.length -= (size_t)(end + 1 - all->rest.data);
     all->rest.data = end + 1;
     return code;
@@ -796,12 +798,12 @@ static mls_code read_format(reader *r)
         return MLS_OK;
     }
     const mls_str text = mls_json_text(r->in.json, m[FORMAT_NUMBER].node);
-    const int shown = (int)(text.length < 20 ? text.length : 20);
+    const int width = (int)(text.length < 20 ? text.length : 20);
     mls_fail_at(r->in.st, mls_json_offset(r->in.json, m[FORMAT_NUMBER].node),
                 "\"format_version\" %.*s is not supported: this mlstate reads version %d",
-                shown, text.data, (int)MLS_INDEX_VERSION);
+                width, text.data, (int)MLS_INDEX_VERSION);
     mls_status_expected(r->in.st, "%d", (int)MLS_INDEX_VERSION);
-    return mls_status_got(r->in.st, "%.*s", shown, text.data);
+    return mls_status_got(r->in.st, "%.*s", width, text.data);
 }
 
 static mls_code read_head(reader *r, const member *generation, const member *rank,

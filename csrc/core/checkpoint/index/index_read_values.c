@@ -14,19 +14,19 @@ static const char out_of_range[] = "is not a whole number in its range";
 /* ---- errors ---- */
 
 static mls_code fail_at(const mls_index_source *in, size_t at, const char *key,
-                        const char *what)
+                        const char *problem)
 {
     if (in->name.data == NULL) {
-        return mls_fail_at(in->st, at, "\"%s\" %s", key, what);
+        return mls_fail_at(in->st, at, "\"%s\" %s", key, problem);
     }
-    const int shown = (int)(in->name.length < SHOWN_NAME ? in->name.length : SHOWN_NAME);
-    mls_fail_at(in->st, at, "shard of '%.*s': \"%s\" %s", shown, in->name.data, key,
-                what);
+    const int width = (int)(in->name.length < SHOWN_NAME ? in->name.length : SHOWN_NAME);
+    mls_fail_at(in->st, at, "shard of '%.*s': \"%s\" %s", width, in->name.data, key,
+                problem);
     return mls_status_name(in->st, in->name.data, in->name.length);
 }
 
 mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
-                              const char *key, const char *what)
+                              const char *key, const char *problem)
 {
     static const char *const words[] = {[MLS_JSON_NULL] = "null",
                                         [MLS_JSON_FALSE] = "false",
@@ -35,10 +35,10 @@ mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
                                         [MLS_JSON_OBJECT] = "an object"};
     const mls_json_type type = mls_json_type_of(in->json, node);
     const mls_str text = mls_json_text(in->json, node);
-    const int shown = (int)(text.length < SHOWN_NAME ? text.length : SHOWN_NAME);
-    fail_at(in, mls_json_offset(in->json, node), key, what);
+    const int width = (int)(text.length < SHOWN_NAME ? text.length : SHOWN_NAME);
+    fail_at(in, mls_json_offset(in->json, node), key, problem);
     if (type == MLS_JSON_STRING || type == MLS_JSON_NUMBER) {
-        mls_status_got(in->st, type == MLS_JSON_STRING ? "\"%.*s\"" : "%.*s", shown,
+        mls_status_got(in->st, type == MLS_JSON_STRING ? "\"%.*s\"" : "%.*s", width,
                        text.data);
     } else {
         mls_status_got(in->st, "%s", words[type]);
@@ -101,7 +101,7 @@ mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
 
 mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
                              const char *key, const char *(*name_of)(int), int count,
-                             const char *what, int *out)
+                             const char *problem, int *out)
 {
     mls_str text;
     const mls_code code = mls_index_read_text(in, node, key, &text);
@@ -110,7 +110,7 @@ mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
         i++;
     }
     *out = i;
-    return code == MLS_OK && i == count ? mls_index_fail_value(in, node, key, what)
+    return code == MLS_OK && i == count ? mls_index_fail_value(in, node, key, problem)
                                         : code;
 }
 
@@ -147,14 +147,14 @@ mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member 
 
 /* A number ends at a comma; a checksum is cut at SHOWN_VALUE bytes. */
 mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_column *column,
-                               const char *what)
+                               const char *problem)
 {
     const mls_str rest = column->rest;
     size_t length = 0;
     while (length < rest.length && length < SHOWN_VALUE && rest.data[length] != ',') {
         length++;
     }
-    fail_at(in, column->offset, column->key, what);
+    fail_at(in, column->offset, column->key, problem);
     return mls_status_got(in->st, "%.*s", (int)length, length > 0 ? rest.data : "");
 }
 

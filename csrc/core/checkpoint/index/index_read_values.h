@@ -32,7 +32,7 @@ typedef struct mls_index_source {
 
 /* Fill the status with "shard of 'x': "key" what" for a value. Returns MLS_E_FORMAT. */
 mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
-                              const char *key, const char *what);
+                              const char *key, const char *problem);
 
 /* Find the members of an object and check their types. Members that are not in the table
  * are ignored. */
@@ -51,7 +51,7 @@ mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
  * message for any other string. */
 mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
                              const char *key, const char *(*name_of)(int), int count,
-                             const char *what, int *out);
+                             const char *problem, int *out);
 
 /* A cursor in a string column. Zeroed except for the key: the column is absent. */
 typedef struct mls_index_column {
@@ -71,7 +71,7 @@ mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member 
 
 /* Report the value at the cursor as invalid. Returns MLS_E_FORMAT. */
 mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_column *column,
-                               const char *what);
+                               const char *problem);
 
 /* Read the next value: a whole number from `least` to `most`, or a checksum. After any
  * failure, including mls_index_fail_column, the cursor must not be used again. */

@@ -30,7 +30,7 @@ static void put_number(mls_json_writer *b, const char *key, uint64_t number)
     mls_json_writer_number(b, number);
 }
 
-static void put_plain(mls_json_writer *b, const char *key, const char *text)
+static void put_text(mls_json_writer *b, const char *key, const char *text)
 {
     put_string(b, key, (mls_str){text, strlen(text)});
 }
@@ -60,7 +60,7 @@ static void put_layout(mls_json_writer *b, const mls_layout *layout)
         mls_json_writer_text(b, i == 0 ? "[" : ",[");
         const char *name = mls_layout_step_name(layout->steps[i].axis);
         if (name != NULL) {
-            put_plain(b, "", name);
+            put_text(b, "", name);
         } else {
             mls_json_writer_number(b, (uint64_t)layout->steps[i].axis);
         }
@@ -72,23 +72,23 @@ static void put_layout(mls_json_writer *b, const mls_layout *layout)
 
 /* Write the members of a shard (`whole`), or of its kind. Defaults (no state, the
  * parameter's axes, no tier) are omitted, so that each shard has only one form. */
-static void put_members(mls_json_writer *b, const mls_index_shard *s, bool whole)
+static void put_members(mls_json_writer *b, const mls_index_shard *s, bool is_complete)
 {
-    put_plain(b, "{\"section\":", mls_section_name(s->id.section));
-    if (whole) {
+    put_text(b, "{\"section\":", mls_section_name(s->id.section));
+    if (is_complete) {
         put_string(b, ",\"name\":", s->id.name);
     }
     if (s->id.has_state) {
         put_string(b, ",\"state\":", s->id.state);
     }
-    put_plain(b, ",\"dtype\":", mls_dtype_of(s->dtype)->file_name);
-    if (whole) {
+    put_text(b, ",\"dtype\":", mls_dtype_of(s->dtype)->file_name);
+    if (is_complete) {
         mls_json_writer_text(b, ",\"shape\":[");
         put_shape(b, s);
         mls_json_writer_text(b, "]");
     }
     put_layout(b, &s->layout);
-    if (whole) {
+    if (is_complete) {
         put_number(b, ",\"part\":", s->part);
     }
     for (int i = 0; s->axes != NULL && i < s->rank; i++) {
@@ -101,7 +101,7 @@ static void put_members(mls_json_writer *b, const mls_index_shard *s, bool whole
         mls_json_writer_text(b, i == s->rank - 1 ? "]" : "");
     }
     if (s->tier != MLS_TIER_NONE) {
-        put_plain(b, ",\"tier\":", mls_tier_name(s->tier));
+        put_text(b, ",\"tier\":", mls_tier_name(s->tier));
     }
 }
 
@@ -150,7 +150,7 @@ void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer)
         put_rows(b, layer);
     }
     if (layer->frames != NULL) {
-        put_plain(b, ",\"codec\":", mls_codec_name(layer->frames->codec));
+        put_text(b, ",\"codec\":", mls_codec_name(layer->frames->codec));
         mls_json_writer_text(b, ",\"frames\":");
         put_frames(b, layer->frames);
     }
@@ -297,7 +297,7 @@ static void put_value(mls_json_writer *b, table_column column, const mls_index_s
         put_rows(b, layer);
         break;
     case CODEC:
-        put_plain(b, "", mls_codec_name(layer->frames->codec));
+        put_text(b, "", mls_codec_name(layer->frames->codec));
         break;
     case FRAMES:
         put_frames(b, layer->frames);
@@ -366,7 +366,7 @@ static void put_files(mls_json_writer *b, const mls_index *index)
     const mls_index_file *files = index->files;
     mls_json_writer_text(b, ",\n\"files\":{\n\"path\":[");
     for (size_t i = 0; i < index->file_count; i++) {
-        put_plain(b, i == 0 ? "" : ",", files[i].path);
+        put_text(b, i == 0 ? "" : ",", files[i].path);
     }
     mls_json_writer_text(b, "],\n\"bytes\":\"");
     for (size_t i = 0; i < index->file_count; i++) {
@@ -392,7 +392,7 @@ mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
     put_number(
         b, MLS_JSON_CHECKSUM_START ",\n\"format\":\"mlstate.index\",\"format_version\":",
         MLS_INDEX_VERSION);
-    put_plain(b, ",\n\"generation\":", index->generation);
+    put_text(b, ",\n\"generation\":", index->generation);
     put_number(b, ",\"rank\":", index->rank);
     put_number(b, ",\"world_size\":", index->world_size);
     put_files(b, index);

@@ -32,27 +32,27 @@ mls_code mls_index_pattern_init(const mls_index *index, mls_index_pattern *out,
                                 mls_status *st)
 {
     const mls_index_shard *firsts[MLS_PATTERN_GROUPS];
-    mls_index_pattern made = {.known = true};
+    mls_index_pattern pattern = {.known = true};
     size_t group = 0;
-    made.groups = mls_alloc(index->shard_count, 1);
-    if (made.groups == NULL) {
+    pattern.groups = mls_alloc(index->shard_count, 1);
+    if (pattern.groups == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for the pattern of %zu shards",
                         index->shard_count);
     }
     for (size_t i = 0; i < index->shard_count; i++) {
         const mls_index_shard *shard = &index->shards[i];
-        group = find_group(shard, firsts, made.group_count, group);
+        group = find_group(shard, firsts, pattern.group_count, group);
         if (group == MLS_PATTERN_GROUPS) {
-            mls_index_pattern_fini(&made);
+            mls_index_pattern_fini(&pattern);
             break;
         }
-        if (group == made.group_count) {
+        if (group == pattern.group_count) {
             firsts[group] = shard;
-            made.parts[made.group_count++] = shard->part;
+            pattern.parts[pattern.group_count++] = shard->part;
         }
-        made.groups[i] = (unsigned char)group;
+        pattern.groups[i] = (unsigned char)group;
     }
-    *out = made;
+    *out = pattern;
     return MLS_OK;
 }
 

@@ -1,12 +1,10 @@
 /* load_plan: choose parts, look them up in the merged index, set destinations. */
-#if !defined(_WIN32)
+#include "checkpoint/ranks/load_plan.h"
 
-#    include "checkpoint/ranks/load_plan.h"
+#include "base/memory.h"
+#include "io/file.h"
 
-#    include "base/memory.h"
-#    include "io/file.h"
-
-#    include <string.h>
+#include <string.h>
 
 /* ---- choose parts ---- */
 
@@ -311,5 +309,3 @@ void mls_load_plan_scatter(const mls_load_plan *plan, const mls_load_target *tar
         }
     }
 }
-
-#endif

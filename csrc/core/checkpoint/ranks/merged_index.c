@@ -226,7 +226,7 @@ static mls_code check_missing(const mls_merged_index *merged,
                               const mls_merged_index_tensor *tensor, const mls_part *to,
                               mls_status *st)
 {
-    size_t parts = 1, there = 0;
+    size_t parts = 1, stored = 0;
     mls_status ignored; /* cannot fail: the layout was checked by the parser */
     (void)mls_layout_parts(&tensor->facts->layout, &parts, &ignored);
     /* the usual case: every part is stored */
@@ -235,16 +235,16 @@ static mls_code check_missing(const mls_merged_index *merged,
     }
     for (size_t i = 0; i < tensor->count; i++) {
         const mls_part part = mls_index_part(merged->shards[tensor->from + i].shard);
-        there += count_common(&part, to);
+        stored += count_common(&part, to);
     }
-    if (there == mls_part_count(to)) {
+    if (stored == mls_part_count(to)) {
         return MLS_OK;
     }
     const mls_str name = tensor->facts->id.name;
     mls_fail(st, MLS_E_FORMAT,
              "the tensor is incomplete: %zu of its %zu parts are stored, with %zu of the "
              "%zu requested elements",
-             tensor->count, parts, there, mls_part_count(to));
+             tensor->count, parts, stored, mls_part_count(to));
     return mls_status_name(st, name.data, name.length);
 }
 

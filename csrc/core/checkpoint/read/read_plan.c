@@ -53,7 +53,7 @@ static size_t stored_offset(const mls_stored_shard *shard, size_t from)
 }
 
 /* Destination range of a piece whose gaps are filled with zeros while it is read. */
-typedef struct filling {
+typedef struct zero_fill {
     size_t from, end; /* equal: no zeros to fill */
     size_t first;     /* element of the shard at byte `from` */
 } zero_fill;

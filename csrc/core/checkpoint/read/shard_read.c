@@ -6,24 +6,22 @@
  * buffer, gaps included, and copied from there. Verified data is read block by block, in
  * steps that are still in the processor's cache when the checksum is computed. A read for
  * which `copies_slowly` is true goes through a buffer. */
-#if !defined(_WIN32)
+#include "checkpoint/read/shard_read.h"
 
-#    include "checkpoint/read/shard_read.h"
+#include "base/memory.h"
+#include "base/size.h"
+#include "io/file.h"
+#include "runtime/work_stealing.h"
+#include "safetensors/safetensors.h"
 
-#    include "base/memory.h"
-#    include "base/size.h"
-#    include "io/file.h"
-#    include "runtime/work_stealing.h"
-#    include "safetensors/safetensors.h"
-
-#    include <errno.h>
-#    include <fcntl.h>
-#    include <pthread.h>
-#    include <stdatomic.h>
-#    include <string.h>
-#    include <sys/stat.h>
-#    include <sys/uio.h>
-#    include <unistd.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 enum {
     STEP = 256 << 10,  /* stays in the cache between reading and use */
@@ -35,7 +33,7 @@ enum {
     SHARED_BYTES = 8 << 20 /* the calling thread reads less than this alone */
 };
 
-typedef struct reading {
+typedef struct read_state {
     mls_read_request request;
     mls_read_plan plan;
     mls_work_queues queues; /* of the plan's tasks */
@@ -48,7 +46,7 @@ typedef struct reading {
     bool unmade; /* the maker failed */
 } read_state;
 
-typedef struct worker {
+typedef struct read_worker {
     read_state *shared;
     const char *file; /* name of the open file, or NULL */
     int fd;
@@ -132,11 +130,11 @@ static void advance_run(run_reader *r, size_t bytes)
 
 /* ---- files ---- */
 
-static mls_code fail_not_regular(const char *what, mls_status *st)
+static mls_code fail_not_regular(const char *file_kind, mls_status *st)
 {
-    mls_fail(st, MLS_E_FORMAT, "not a regular file but %s", what);
+    mls_fail(st, MLS_E_FORMAT, "not a regular file but %s", file_kind);
     mls_status_expected(st, "a regular file");
-    return mls_status_got(st, "%s", what);
+    return mls_status_got(st, "%s", file_kind);
 }
 
 /* Explain a failed openat. Symbolic links are not followed in a folder of ours: shards
@@ -269,7 +267,7 @@ static size_t find_group_end(const run_reader *r)
  * through a buffer that stays in the cache. Long runs are read in steps, because systems
  * read ahead further, and into larger pages, for many short calls than for a single long
  * one. */
-static mls_code read_plain(read_worker *w, run_reader *r, mls_status *st)
+static mls_code read_unverified(read_worker *w, run_reader *r, mls_status *st)
 {
     mls_code code = MLS_OK;
     while (code == MLS_OK && r->now.left > 0) {
@@ -338,16 +336,16 @@ static mls_code read_verified(read_worker *w, run_reader *r, mls_status *st)
         const size_t start = block * MLS_SAFETENSORS_BLOCK;
         const size_t left = bytes - start;
         const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
-        uint32_t found = 0;
+        uint32_t checksum = 0;
         for (size_t done = 0; done < length; done += STEP) {
             const size_t step = length - done < STEP ? length - done : STEP;
-            const mls_code code = read_step(w, r, start + done, step, &found, st);
+            const mls_code code = read_step(w, r, start + done, step, &checksum, st);
             if (code != MLS_OK) {
                 return code;
             }
         }
-        if (found != shard->crcs[block]) {
-            return mls_block_changed(shard->offset, start, length, found,
+        if (checksum != shard->crcs[block]) {
+            return mls_block_changed(shard->offset, start, length, checksum,
                                      shard->crcs[block], st);
         }
     }
@@ -444,7 +442,7 @@ static void read_span(read_worker *w, const mls_read_span *s)
     if (code == MLS_OK) {
         code = s->piece->shard->frames != NULL           ? read_compressed(w, &r, &st)
                : is_verified(w->shared, s->piece->shard) ? read_verified(w, &r, &st)
-                                                         : read_plain(w, &r, &st);
+                                                         : read_unverified(w, &r, &st);
     }
     w->done += r.zeros;
     if (code == MLS_E_STOPPED) {
@@ -527,7 +525,7 @@ static bool read_neighbours(read_worker *w, const mls_read_span *const *spans,
 
 /* Return whether a span must still be read: not after a stop, and not behind a failed
  * span. */
-static bool is_wanted(const read_state *shared, const mls_read_span *s)
+static bool is_pending(const read_state *shared, const mls_read_span *s)
 {
     return (size_t)(s - shared->plan.spans) <
                atomic_load_explicit(&shared->failed, memory_order_relaxed) &&
@@ -572,10 +570,10 @@ static void read_task(read_worker *w, size_t index)
         const mls_read_span *const *spans = shared->plan.order + i;
         const size_t count = count_neighbours(shared, i, end),
                      all = count < 1 ? 1 : count;
-        if (count < 2 || !is_wanted(shared, *spans) ||
+        if (count < 2 || !is_pending(shared, *spans) ||
             !read_neighbours(w, spans, count)) {
             for (size_t j = 0; j < all; j++) {
-                if (is_wanted(shared, spans[j])) {
+                if (is_pending(shared, spans[j])) {
                     read_span(w, spans[j]);
                 }
             }
@@ -651,5 +649,3 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     reading_fini(&shared);
     return code;
 }
-
-#endif

@@ -40,8 +40,6 @@ typedef struct mls_maker {
     void *context;
 } mls_maker;
 
-#if !defined(_WIN32)
-
 /* What to read, and how. */
 typedef struct mls_read_request {
     int folder; /* descriptor of the checkpoint's folder */
@@ -69,5 +67,4 @@ typedef struct mls_read_request {
  * - errors of a codec. */
 mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_status *st);
 
-#endif
 #endif

@@ -15,10 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#if !defined(_WIN32)
-#    include <unistd.h>
-#endif
+#include <unistd.h>
 
 /* Scripts may rely on these words. */
 const char *mls_problem_name(mls_problem_kind kind)
@@ -35,8 +32,6 @@ void mls_problems_fini(mls_problems *problems)
     mls_free(problems->list);
     *problems = (mls_problems){0};
 }
-
-#if !defined(_WIN32)
 
 enum {
     STEP = 256 << 10, /* stays in the cache between reading and checksum */
@@ -102,17 +97,17 @@ static bool has_failed(verifier *v)
  * otherwise produce a problem for each of a million files. */
 static void append_problem(verifier *v, const mls_problem *problem)
 {
-    mls_problems *found = &v->found;
-    if (found->count == MLS_PROBLEMS_MOST) {
+    mls_problems *problems = &v->found;
+    if (problems->count == MLS_PROBLEMS_MOST) {
         return;
     }
-    mls_problem *list = mls_grow(found->list, found->count, &v->room, sizeof *list);
+    mls_problem *list = mls_grow(problems->list, problems->count, &v->room, sizeof *list);
     if (list == NULL) {
         v->code = MLS_E_MEMORY;
         return;
     }
-    found->list = list;
-    found->list[found->count++] = *problem;
+    problems->list = list;
+    problems->list[problems->count++] = *problem;
 }
 
 static void add_problem(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
@@ -149,7 +144,7 @@ static void report_progress(verifier *v, uint64_t bytes)
 
 /* Open a file. If it is missing or differs from its record, return false; if `tell` is
  * set, add a problem. Only the header task of a file sets `tell`. */
-static bool open_file(verifier *v, size_t file, bool tell, int *fd)
+static bool open_file(verifier *v, size_t file, bool reports, int *fd)
 {
     const mls_index_file *record = &v->index->files[file];
     mls_status st;
@@ -162,12 +157,12 @@ static bool open_file(verifier *v, size_t file, bool tell, int *fd)
     if (code == MLS_OK) {
         (void)close(*fd);
     }
-    if (tell && code == MLS_OK) {
+    if (reports && code == MLS_OK) {
         const bool cut = length < record->bytes;
         add_problem(v, MLS_PROBLEM_LENGTH, file, SIZE_MAX, cut ? length : record->bytes,
                     cut ? record->bytes - length : length - record->bytes,
                     cut ? "the file is truncated" : "the file is longer than it was");
-    } else if (tell) {
+    } else if (reports) {
         add_problem(v,
                     st.code == MLS_E_FORMAT || st.os_error == EISDIR ? MLS_PROBLEM_FOREIGN
                     : st.os_error == ENOENT                          ? MLS_PROBLEM_MISSING
@@ -225,21 +220,22 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
     }
     /* the length field itself may be damaged, so it is checked before it sets an
      * allocation */
-    const uint64_t said = mls_load_le64(start);
-    if (said > MLS_SAFETENSORS_MAX_HEADER || said + LENGTH_BYTES > end) {
+    const uint64_t header_length = mls_load_le64(start);
+    if (header_length > MLS_SAFETENSORS_MAX_HEADER ||
+        header_length + LENGTH_BYTES > end) {
         return mls_fail_at(st, 0, "its header's length changed");
     }
-    unsigned char *head = mls_alloc((size_t)said + LENGTH_BYTES, 1);
+    unsigned char *head = mls_alloc((size_t)header_length + LENGTH_BYTES, 1);
     if (head == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a header");
     }
-    code = mls_file_read_at(fd, head, (size_t)said + LENGTH_BYTES, 0, st);
+    code = mls_file_read_at(fd, head, (size_t)header_length + LENGTH_BYTES, 0, st);
     if (code != MLS_OK) {
         mls_free(head);
         return code;
     }
     *out = head;
-    *length = (size_t)said + LENGTH_BYTES;
+    *length = (size_t)header_length + LENGTH_BYTES;
     return MLS_OK;
 }
 
@@ -320,14 +316,14 @@ static void verify_file(verifier *v, size_t first)
 static void add_altered(verifier *v, const spot *s, size_t file, uint64_t at,
                         uint64_t length)
 {
-    static const char what[] = "the bytes have changed since they were written";
+    static const char message[] = "the bytes have changed since they were written";
     const mls_layers *layers = v->index->shards[s->shard].layers;
     char text[120];
     if (layers == NULL) {
-        add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, what);
+        add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, message);
         return;
     }
-    snprintf(text, sizeof text, "%s, in layer %zu of %zu", what, s->layer + 1,
+    snprintf(text, sizeof text, "%s, in layer %zu of %zu", message, s->layer + 1,
              layers->count);
     add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, text);
 }
@@ -572,5 +568,3 @@ mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kern
     *out = v.found;
     return MLS_OK;
 }
-
-#endif

@@ -44,8 +44,6 @@ typedef struct mls_problems {
 /* Limit of the list of problems; verification continues without listing. */
 enum { MLS_PROBLEMS_MOST = 4096 };
 
-#if !defined(_WIN32)
-
 /* Verify all files. Gives: release with mls_problems_fini. Problems with files are not
  * failures. MLS_E_MEMORY, MLS_E_STOPPED. */
 mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kernels *crc,
@@ -58,8 +56,6 @@ mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kern
  * MLS_E_VALUE: it belongs to a different file. */
 mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *record,
                                 const mls_crc_kernels *crc, mls_status *st);
-
-#endif
 
 void mls_problems_fini(mls_problems *problems); /* accepts a zeroed one; zeroes it */
 

@@ -121,8 +121,6 @@ mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
 
 /* ---- reading ---- */
 
-#if !defined(_WIN32)
-
 /* Offsets in the buffer: two blocks, the decompressed bytes, the unshuffled elements. */
 enum {
     BLOCK = MLS_SAFETENSORS_BLOCK,
@@ -135,18 +133,18 @@ _Static_assert((int)MLS_FRAME_BYTES == (int)BLOCK, "a frame is in at most two bl
 
 /* The checksums have the same digits as in the index, so that users can search for them.
  */
-mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_t found,
-                           uint32_t expected, mls_status *st)
+mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
+                           uint32_t checksum, uint32_t expected, mls_status *st)
 {
     mls_fail(st, MLS_E_CHECKSUM,
              "its bytes have changed since they were written (checksum %08lx, expected "
              "%08lx, "
              "over %zu bytes from %zu on): the file is damaged",
-             (unsigned long)found, (unsigned long)expected, length, start);
+             (unsigned long)checksum, (unsigned long)expected, length, start);
     st->has_offset = true;
     st->offset = offset + start;
     mls_status_expected(st, "%08lx", (unsigned long)expected);
-    return mls_status_got(st, "%08lx", (unsigned long)found);
+    return mls_status_got(st, "%08lx", (unsigned long)checksum);
 }
 
 /* Read one block of the compressed bytes into position `slot` of the buffer, and verify
@@ -162,10 +160,11 @@ static mls_code read_block(const mls_compressed_frame_room *room, const mls_code
     if (code != MLS_OK) {
         return code;
     }
-    const uint32_t found = coded->crc->update(0, to, length);
-    return found == coded->crcs[block] ? MLS_OK
-                                       : mls_block_changed(coded->offset, start, length,
-                                                           found, coded->crcs[block], st);
+    const uint32_t checksum = coded->crc->update(0, to, length);
+    return checksum == coded->crcs[block]
+               ? MLS_OK
+               : mls_block_changed(coded->offset, start, length, checksum,
+                                   coded->crcs[block], st);
 }
 
 /* Ensure that blocks `first` to `last`, one or two, are in the buffer. */
@@ -255,5 +254,3 @@ void mls_compressed_frame_room_fini(mls_compressed_frame_room *room)
     mls_free(room->room);
     *room = (mls_compressed_frame_room){0};
 }
-
-#endif

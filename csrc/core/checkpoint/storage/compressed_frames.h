@@ -83,8 +83,6 @@ mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
                                      unsigned char *apart, unsigned char *to, size_t *out,
                                      mls_status *st);
 
-#if !defined(_WIN32)
-
 /* A compressed byte range of a file. */
 typedef struct mls_coded {
     int fd;
@@ -114,11 +112,10 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
 
 /* Report a damaged block: `length` bytes at `start` of a place at `offset`. Returns
  * MLS_E_CHECKSUM. */
-mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_t found,
-                           uint32_t expected, mls_status *st);
+mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
+                           uint32_t checksum, uint32_t expected, mls_status *st);
 
 void mls_compressed_frame_room_fini(
     mls_compressed_frame_room *room); /* accepts a zeroed one; zeroes it */
 
-#endif
 #endif

@@ -6,7 +6,7 @@
  * most twice the number of row ranges, plus one. */
 #include "checkpoint/storage/shard_layers.h"
 
-size_t mls_layer_held(const mls_layer *layer, size_t elements)
+size_t mls_layer_element_count(const mls_layer *layer, size_t elements)
 {
     if (layer->row == 0) {
         return elements;
@@ -52,12 +52,12 @@ size_t mls_layer_rows_count(mls_str text)
 bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs, size_t *count)
 {
     const char *at = text.data, *end = at + text.length;
-    uint64_t skip, held;
+    uint64_t skip, stored;
     *count = 0;
     while (at < end) {
         if (!mls_str_next_number(&at, end, &skip) ||
-            !mls_str_next_number(&at, end, &held) ||
-            !mls_rows_next(rows, skip, held, &runs[*count])) {
+            !mls_str_next_number(&at, end, &stored) ||
+            !mls_rows_next(rows, skip, stored, &runs[*count])) {
             return false;
         }
         ++*count;
@@ -103,7 +103,7 @@ size_t mls_row_ranges_find_at(const mls_row_range *list, size_t count, size_t at
     return find_range(list, count, at, true);
 }
 
-typedef struct walk {
+typedef struct layer_sweep {
     const mls_layers *layers;
     size_t elements;
     size_t at;                    /* all elements before this are done */
@@ -112,7 +112,7 @@ typedef struct walk {
 
 /* Return the next visible range and its layer; the number of layers means zeros.
  * Returns false at the end. */
-static bool next_visible(layer_sweep *w, size_t *which, mls_row_range *out)
+static bool next_visible(layer_sweep *w, size_t *layer_number, mls_row_range *out)
 {
     const size_t count = w->layers->count;
     size_t end = w->elements, i = count;
@@ -120,12 +120,12 @@ static bool next_visible(layer_sweep *w, size_t *which, mls_row_range *out)
         return false;
     }
     /* zeros up to the end, unless a layer intersects */
-    *which = count;
+    *layer_number = count;
     *out = (mls_row_range){.begin = w->at, .at = w->at};
-    while (*which == count && i-- > 0) {
+    while (*layer_number == count && i-- > 0) {
         const mls_layer *layer = &w->layers->list[i];
         if (layer->row == 0) {
-            *which = i;
+            *layer_number = i;
             break;
         }
         while (w->next[i] < layer->run_count &&
@@ -138,7 +138,7 @@ static bool next_visible(layer_sweep *w, size_t *which, mls_row_range *out)
         /* a range that contains `at` ends the search; a later one limits the result */
         const mls_row_range *run = &layer->runs[w->next[i]];
         if (run->begin <= w->at) {
-            *which = i;
+            *layer_number = i;
             out->at = run->at + (w->at - run->begin);
         }
         const size_t change = run->begin <= w->at ? run->begin + run->count : run->begin;
@@ -179,11 +179,11 @@ size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *ro
     if (layers->count == 1 && layers->list[0].row != 0) {
         return resolve_single(layers, elements, room);
     }
-    size_t starts[MLS_LAYERS_MOST + 2] = {0}, which;
+    size_t starts[MLS_LAYERS_MOST + 2] = {0}, layer_number;
     mls_row_range extent;
     layer_sweep w = {.layers = layers, .elements = elements};
-    while (next_visible(&w, &which, &extent)) {
-        starts[which + 1]++;
+    while (next_visible(&w, &layer_number, &extent)) {
+        starts[layer_number + 1]++;
     }
     /* convert counts to start positions; the zeros come last */
     for (size_t i = 0; i <= layers->count; i++) {
@@ -196,8 +196,8 @@ size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *ro
     layers->zeros = room + starts[layers->count];
     layers->zero_count = starts[layers->count + 1] - starts[layers->count];
     w = (layer_sweep){.layers = layers, .elements = elements};
-    while (next_visible(&w, &which, &extent)) {
-        room[starts[which]++] = extent;
+    while (next_visible(&w, &layer_number, &extent)) {
+        room[starts[layer_number]++] = extent;
     }
     /* the second sweep advanced each start to the end of its list */
     return starts[layers->count];

@@ -55,7 +55,7 @@ typedef struct mls_layers {
 } mls_layers;
 
 /* Number of elements that a layer stores, for a shard of `elements` elements. */
-size_t mls_layer_held(const mls_layer *layer, size_t elements);
+size_t mls_layer_element_count(const mls_layer *layer, size_t elements);
 
 /* A builder of row ranges from pairs of numbers: rows to skip, then rows stored, starting
  * at the shard's first row. */

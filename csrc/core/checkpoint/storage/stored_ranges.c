@@ -270,9 +270,9 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
 mls_code mls_stored_blame(const mls_stored_shard *shard, mls_status *st)
 {
     const mls_status why = *st;
-    const int shown =
+    const int width =
         (int)(shard->name.length < SHOWN_NAME ? shard->name.length : SHOWN_NAME);
-    mls_fail(st, why.code, "tensor '%.*s', file '%.*s': %s", shown, shard->name.data,
+    mls_fail(st, why.code, "tensor '%.*s', file '%.*s': %s", width, shard->name.data,
              (int)SHOWN_FILE, shard->file == NULL ? "" : shard->file, why.text);
     st->os_error = why.os_error;
     st->has_offset = why.has_offset;

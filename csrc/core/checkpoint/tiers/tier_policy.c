@@ -198,7 +198,7 @@ void mls_tiers_end(mls_tiers *t, size_t unit, mls_tier to, bool moved)
 
 /* ---- ranking ---- */
 
-typedef struct ranked {
+typedef struct unit_rank {
     uint64_t weight, used_at, bytes;
     size_t unit;
     mls_tier from, to;
@@ -259,7 +259,7 @@ typedef struct victims {
  * ones before it. */
 static void drop_needless(victims *v, uint64_t need)
 {
-    size_t kept = 0;
+    size_t victim_count = 0;
     for (size_t i = v->count; i-- > 0;) {
         if (v->bytes - v->list[i].bytes >= need) {
             v->bytes -= v->list[i].bytes;
@@ -268,10 +268,10 @@ static void drop_needless(victims *v, uint64_t need)
     }
     for (size_t i = 0; i < v->count; i++) {
         if (v->list[i].to != MLS_TIER_NONE) {
-            v->list[kept++] = v->list[i];
+            v->list[victim_count++] = v->list[i];
         }
     }
-    v->count = kept;
+    v->count = victim_count;
 }
 
 /* Choose the least used units of a tier with at least `need` bytes in total. Returns
@@ -279,22 +279,22 @@ static void drop_needless(victims *v, uint64_t need)
 static bool choose_victims(const mls_tiers *t, mls_tier tier, size_t except,
                            uint64_t need, victims *v)
 {
-    size_t found = 0;
+    size_t victim_count = 0;
     v->count = 0;
     v->bytes = 0;
     for (size_t i = 0; need > 0 && i < t->count; i++) {
         const mls_tier_unit *u = &t->units[i];
         if (u->tier == tier && u->pins == 0 && i != except && u->bytes > 0) {
-            v->list[found++] = rank_unit(t, i, u->score);
+            v->list[victim_count++] = rank_unit(t, i, u->score);
         }
     }
-    qsort(v->list, found, sizeof *v->list, compare_best);
-    for (size_t i = 0; i < found / 2; i++) { /* reverse: least used first */
+    qsort(v->list, victim_count, sizeof *v->list, compare_best);
+    for (size_t i = 0; i < victim_count / 2; i++) { /* reverse: least used first */
         const unit_rank other = v->list[i];
-        v->list[i] = v->list[found - 1 - i];
-        v->list[found - 1 - i] = other;
+        v->list[i] = v->list[victim_count - 1 - i];
+        v->list[victim_count - 1 - i] = other;
     }
-    while (v->count < found && v->bytes < need) {
+    while (v->count < victim_count && v->bytes < need) {
         v->bytes += v->list[v->count++].bytes;
     }
     const bool enough = v->bytes >= need;
@@ -360,8 +360,9 @@ mls_code mls_tiers_make_room(const mls_tiers *t, size_t unit, mls_tier tier,
         goto done;
     }
     /* a unit that is already in the tier and grew is part of the sum */
-    const uint64_t mine = u->tier == tier ? u->bytes : 0;
-    if (!choose_victims(t, tier, unit, excess_bytes(t, tier, mine, u->bytes), &first)) {
+    const uint64_t unit_bytes = u->tier == tier ? u->bytes : 0;
+    if (!choose_victims(t, tier, unit, excess_bytes(t, tier, unit_bytes, u->bytes),
+                        &first)) {
         code = fail_pinned(t, unit, tier, st);
         goto done;
     }
@@ -385,7 +386,7 @@ done:
 
 static size_t rank_all(const mls_tiers *t, unit_rank *list, uint64_t left[MLS_TIER_COUNT])
 {
-    size_t found = 0;
+    size_t count = 0;
     uint64_t used[MLS_TIER_COUNT];
     for (int i = 0; i < MLS_TIER_COUNT; i++) {
         used[i] = t->bytes[i];
@@ -393,15 +394,15 @@ static size_t rank_all(const mls_tiers *t, unit_rank *list, uint64_t left[MLS_TI
     for (size_t i = 0; i < t->count; i++) {
         const mls_tier_unit *u = &t->units[i];
         if (u->tier != MLS_TIER_NONE && u->pins == 0) {
-            list[found++] = rank_unit(t, i, unit_weight(u));
+            list[count++] = rank_unit(t, i, unit_weight(u));
             used[u->tier] -= u->bytes;
         }
     }
     for (int i = 0; i < MLS_TIER_COUNT; i++) {
         left[i] = bytes_left(t->budgets[i], used[i]);
     }
-    qsort(list, found, sizeof *list, compare_best);
-    return found;
+    qsort(list, count, sizeof *list, compare_best);
+    return count;
 }
 
 /* The nearest tier with space for a unit. A unit that was never used does not move

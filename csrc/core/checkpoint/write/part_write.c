@@ -1,17 +1,15 @@
 /* part_write: the runs of a part in the whole tensor, in steps that stay in the cache. */
-#if !defined(_WIN32)
+#include "checkpoint/write/part_write.h"
 
-#    include "checkpoint/write/part_write.h"
+#include "array/copy/pack_range.h"
+#include "base/memory.h"
+#include "io/file.h"
+#include "safetensors/safetensors.h"
 
-#    include "array/copy/pack_range.h"
-#    include "base/memory.h"
-#    include "io/file.h"
-#    include "safetensors/safetensors.h"
-
-#    include <errno.h>
-#    include <fcntl.h>
-#    include <stdlib.h>
-#    include <unistd.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
 
 /* The open file. */
 typedef struct part_file {
@@ -133,13 +131,13 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
 {
     const mls_shard_item *item = placed->item;
     const mls_layout all = {0};
-    mls_part part, whole;
+    mls_part part, full_part;
     mls_overlap overlap;
     mls_run run;
     mls_code code =
         mls_layout_part(&item->layout, item->rank, item->shape, item->part, &part, st);
     if (code != MLS_OK || (code = mls_layout_part(&all, item->rank, item->shape, 0,
-                                                  &whole, st)) != MLS_OK) {
+                                                  &full_part, st)) != MLS_OK) {
         return code;
     }
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
@@ -149,8 +147,8 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
                  .offset = (uint64_t)placed->offset,
                  .crcs = job->crcs + placed->block,
                  .item_bytes = size,
-                 .bytes = mls_part_count(&whole) * size};
-    mls_overlap_init(&overlap, &part, &whole);
+                 .bytes = mls_part_count(&full_part) * size};
+    mls_overlap_init(&overlap, &part, &full_part);
     while (code == MLS_OK && mls_overlap_next(&overlap, &run)) {
         code = write_run(&w, run.a * size, run.b * size, run.count * size, st);
     }
@@ -225,8 +223,3 @@ mls_code mls_parts_write(const mls_parts_job *job, const char **failed, mls_stat
     mls_free(file.buffer);
     return code;
 }
-
-#else
-/* No POSIX files: see io/file.h. */
-typedef int mls_part_write_unused;
-#endif

@@ -17,8 +17,6 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#if !defined(_WIN32)
-
 /* An item, and the place of its whole tensor. */
 typedef struct mls_placed_item {
     const mls_shard_item *item;
@@ -54,5 +52,4 @@ enum { MLS_PART_STEP = 256 << 10 }; /* bytes of one write, at most */
  * MLS_E_IO; MLS_E_MEMORY; MLS_E_STOPPED: `progress` returned false. */
 mls_code mls_parts_write(const mls_parts_job *job, const char **failed, mls_status *st);
 
-#endif
 #endif

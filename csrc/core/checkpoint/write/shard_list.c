@@ -107,18 +107,18 @@ mls_code mls_shard_list_add_whole(mls_shard_list *list, const mls_tensor_id *id,
                                   const signed char *axes, uint64_t rank,
                                   uint64_t world_size, mls_status *st)
 {
-    mls_layout own = {0};
+    mls_layout unsharded = {0};
     size_t parts = 1, ignored;
     if (mls_layout_parts(layout, &parts, st) != MLS_OK) {
         return st->code;
     }
     if (parts <= 1) {
-        return add_part(list, id, array, &own, 0, st);
+        return add_part(list, id, array, &unsharded, 0, st);
     }
-    mls_layout_project(layout, 0, array->rank, axes, &own, &ignored);
-    (void)mls_layout_parts(&own, &parts, st); /* at most as many as `layout` has */
+    mls_layout_project(layout, 0, array->rank, axes, &unsharded, &ignored);
+    (void)mls_layout_parts(&unsharded, &parts, st); /* at most as many as `layout` has */
     for (uint64_t part = rank; part < parts; part += world_size) {
-        if (add_part(list, id, array, &own, (size_t)part, st) != MLS_OK) {
+        if (add_part(list, id, array, &unsharded, (size_t)part, st) != MLS_OK) {
             return st->code;
         }
     }
@@ -126,7 +126,7 @@ mls_code mls_shard_list_add_whole(mls_shard_list *list, const mls_tensor_id *id,
 }
 
 mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
-                              const mls_tensor *memory, const char *what, mls_status *st)
+                              const mls_tensor *memory, const char *label, mls_status *st)
 {
     mls_part part;
     size_t count = 0;
@@ -140,7 +140,7 @@ mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
     }
     return mls_fail(st, MLS_E_SHAPE,
                     "%s: the shard has %zu elements, and its part of the tensor %zu",
-                    what, count, mls_part_count(&part));
+                    label, count, mls_part_count(&part));
 }
 
 void mls_shard_list_finish(mls_shard_list *list)

@@ -8,27 +8,25 @@
  *
  * Many files are made durable with one syncfs (each fsync would commit the file system's
  * journal), few files with one fsync each. */
-#if !defined(_WIN32)
+#include "checkpoint/write/shard_write.h"
 
-#    include "checkpoint/write/shard_write.h"
+#include "base/memory.h"
+#include "checkpoint/write/write_plan.h"
+#include "io/file.h"
 
-#    include "base/memory.h"
-#    include "checkpoint/write/write_plan.h"
-#    include "io/file.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
-#    include <errno.h>
-#    include <fcntl.h>
-#    include <pthread.h>
-#    include <stdio.h>
-#    include <stdlib.h>
-#    include <string.h>
-#    include <sys/stat.h>
-#    include <unistd.h>
-
-#    if defined(__linux__)
-#        include <sys/utsname.h>
-#        include <sys/vfs.h>
-#    endif
+#if defined(__linux__)
+#    include <sys/utsname.h>
+#    include <sys/vfs.h>
+#endif
 
 enum {
     ALIGNMENT = 4096,       /* of memory, offsets and lengths of direct writes */
@@ -154,13 +152,13 @@ static mls_code write_aligned(sink *s, size_t bytes)
         memset(s->buffer + bytes, 0, length - bytes);
     }
     mls_code code = mls_file_write_at(s->out->fd, s->buffer, length, s->offset, s->st);
-#    if defined(O_DIRECT)
+#if defined(O_DIRECT)
     if (code != MLS_OK && s->out->direct && s->st->os_error == EINVAL) {
         const int flags = fcntl(s->out->fd, F_GETFL);
         (void)fcntl(s->out->fd, F_SETFL, flags & ~O_DIRECT);
         code = mls_file_write_at(s->out->fd, s->buffer, length, s->offset, s->st);
     }
-#    endif
+#endif
     return code;
 }
 
@@ -221,10 +219,10 @@ static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
     while (fresh->runs[*run].at + fresh->runs[*run].count <= at) {
         ++*run;
     }
-    const mls_row_range *here = &fresh->runs[*run];
-    const size_t left = (here->at + here->count - at) * size;
+    const mls_row_range *row_range = &fresh->runs[*run];
+    const size_t left = (row_range->at + row_range->count - at) * size;
     *bytes = left < *bytes ? left : *bytes;
-    return here->begin + (at - here->at);
+    return row_range->begin + (at - row_range->at);
 }
 
 /* Write bytes `start` .. `end` of one tensor. `start` is a block boundary, so each block
@@ -354,7 +352,7 @@ static void remove_file(const writer *w, const char *path)
  */
 static mls_code reserve_space(const output *out, mls_status *st)
 {
-#    if defined(__linux__)
+#if defined(__linux__)
     const uint64_t bytes = out->planned->header.file_bytes;
     int result;
     do {
@@ -364,9 +362,9 @@ static mls_code reserve_space(const output *out, mls_status *st)
         return mls_fail_os(st, errno, "no room for a file of %llu bytes",
                            (unsigned long long)bytes);
     }
-#    else
+#else
     (void)out, (void)st;
-#    endif
+#endif
     return MLS_OK;
 }
 
@@ -395,14 +393,14 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
     }
     out->created = true;
     const mls_code code = reserve_space(out, st);
-#    if defined(O_DIRECT)
+#if defined(O_DIRECT)
     /* the next reader of a temporary file finds it in the page cache */
     if (code == MLS_OK && !w->job->temporary &&
         out->planned->header.file_bytes >= DIRECT_LEAST) {
         const int flags = fcntl(out->fd, F_GETFL);
         out->direct = flags >= 0 && fcntl(out->fd, F_SETFL, flags | O_DIRECT) == 0;
     }
-#    endif
+#endif
     return code;
 }
 
@@ -635,10 +633,10 @@ static mls_code make_tasks(writer *w, mls_status *st)
  * local file systems, since Linux 5.8. */
 static bool can_sync_once(int folder)
 {
-#    if defined(__linux__)
+#if defined(__linux__)
     /* ext4, XFS, Btrfs, F2FS, tmpfs, ramfs; others may accept the call and do nothing */
-    static const unsigned long known[] = {0xEF53,     0x58465342, 0x9123683E,
-                                          0xF2F52010, 0x01021994, 0x858458F6};
+    static const unsigned long file_systems[] = {0xEF53,     0x58465342, 0x9123683E,
+                                                 0xF2F52010, 0x01021994, 0x858458F6};
     struct statfs info;
     struct utsname system;
     int major = 0, minor = 0;
@@ -647,20 +645,20 @@ static bool can_sync_once(int folder)
         major * 100 + minor < 508) {
         return false;
     }
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
-        if ((unsigned long)info.f_type == known[i]) {
+    for (size_t i = 0; i < sizeof file_systems / sizeof file_systems[0]; i++) {
+        if ((unsigned long)info.f_type == file_systems[i]) {
             return true;
         }
     }
-#    else
+#else
     (void)folder;
-#    endif
+#endif
     return false;
 }
 
 static mls_code make_durable(const writer *w, mls_status *st)
 {
-#    if defined(__linux__)
+#if defined(__linux__)
     if (w->sync_once) {
         int result;
         do {
@@ -669,7 +667,7 @@ static mls_code make_durable(const writer *w, mls_status *st)
         return result == 0 ? MLS_OK
                            : mls_fail_os(st, errno, "cannot sync the files to disk");
     }
-#    endif
+#endif
     /* a file is lost if its data is durable but its name is not */
     for (int i = 0; w->sync_each && i < FOLDER_COUNT; i++) {
         const int reason = w->folders[i] < 0 ? 0 : mls_folder_sync(w->folders[i]);
@@ -844,5 +842,3 @@ mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
     release_writer(&w);
     return code;
 }
-
-#endif

@@ -77,8 +77,6 @@ typedef struct mls_shards_written {
     uint64_t new_shards, new_bytes, new_files; /* written by this call */
 } mls_shards_written;
 
-#if !defined(_WIN32)
-
 /* Store all items, and the index that lists them.
  * - Unchanged shards are not written again: the new index references their old place. A
  *   shard is unchanged if its version equals the committed one, or, without a caller's
@@ -104,5 +102,4 @@ typedef struct mls_shards_written {
 mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
                           mls_status *st);
 
-#endif
 #endif

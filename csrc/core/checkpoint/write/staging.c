@@ -20,13 +20,13 @@ enum {
     SAVE_BYTES = 1 << 20     /* memory of a save: lists, names, messages between ranks */
 };
 
-typedef struct chosen {
+typedef struct staged_item {
     size_t bytes;
     size_t number; /* index of the item */
     size_t place;  /* offset in the memory */
 } staged_item;
 
-typedef struct copying {
+typedef struct copy_state {
     const mls_staging *to;
     mls_shard_item *items;
     const staged_item *order;
@@ -133,12 +133,12 @@ static size_t find_item_of_size(const staged_item *order, size_t count, size_t b
  * skipped, so the remaining items still cover the excess. */
 static void omit_items(staged_item *order, size_t count, size_t excess)
 {
-    size_t gone = 0, least = SIZE_MAX, last = count, best = 0;
+    size_t omitted = 0, least = SIZE_MAX, last = count, best = 0;
     size_t high = count; /* items below this position are available */
-    for (size_t step = 0; gone < excess; step++) {
-        const size_t enough = find_item_of_size(order, high, excess - gone);
-        if (enough < high && gone + order[enough].bytes < least) {
-            least = gone + order[enough].bytes;
+    for (size_t step = 0; omitted < excess; step++) {
+        const size_t enough = find_item_of_size(order, high, excess - omitted);
+        if (enough < high && omitted + order[enough].bytes < least) {
+            least = omitted + order[enough].bytes;
             last = enough;
             best = step;
         }
@@ -146,7 +146,7 @@ static void omit_items(staged_item *order, size_t count, size_t excess)
             break;
         }
         high = enough - 1;
-        gone += order[high].bytes;
+        omitted += order[high].bytes;
         order[high].place = step;
     }
     for (size_t i = 0; i < count; i++) {
@@ -160,7 +160,7 @@ static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
                              size_t count, staged_item *order, copy_state *out,
                              mls_status *st)
 {
-    size_t listed = 0, sum = 0, kept = 0;
+    size_t listed = 0, sum = 0, item_count = 0;
     for (size_t i = 0; i < count; i++) {
         if (items[i].staged) {
             continue;
@@ -183,12 +183,12 @@ static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
     sum = 0;
     for (size_t i = 0; i < listed; i++) {
         if (order[i].place != SIZE_MAX) {
-            order[kept] = order[i];
-            order[kept].place = sum;
-            sum += order[kept++].bytes;
+            order[item_count] = order[i];
+            order[item_count].place = sum;
+            sum += order[item_count++].bytes;
         }
     }
-    out->count = kept;
+    out->count = item_count;
     out->bytes = sum;
     return MLS_OK;
 }
@@ -197,12 +197,12 @@ static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
 
 /* Copy bytes `start` .. `start + bytes` of an item; both are multiples of its element
  * size. */
-static void copy_bytes(const copy_state *c, const staged_item *which, size_t start,
+static void copy_bytes(const copy_state *c, const staged_item *staged, size_t start,
                        size_t bytes)
 {
-    const mls_shard_item *item = &c->items[which->number];
+    const mls_shard_item *item = &c->items[staged->number];
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
-    unsigned char *to = c->to->memory + which->place + start;
+    unsigned char *to = c->to->memory + staged->place + start;
     /* any strides and either byte order, or plain bytes */
     if (item->data == NULL) {
         mls_pack_range(c->to->kernels, item->strided, item->first + start / size,
@@ -230,15 +230,15 @@ static size_t find_item(const copy_state *c, size_t place)
 
 /* Offset in the item of the first element boundary at or after `place`. Tasks may divide
  * an item, which is unaligned, but not an element. */
-static size_t element_offset(const copy_state *c, const staged_item *which, size_t place)
+static size_t element_offset(const copy_state *c, const staged_item *staged, size_t place)
 {
-    if (place <= which->place) {
+    if (place <= staged->place) {
         return 0;
     }
-    const size_t size = mls_dtype_of(c->items[which->number].dtype)->item_bytes;
-    const size_t within = place - which->place;
+    const size_t size = mls_dtype_of(c->items[staged->number].dtype)->item_bytes;
+    const size_t within = place - staged->place;
     const size_t rounded = within + (size - within % size) % size;
-    return rounded < which->bytes ? rounded : which->bytes;
+    return rounded < staged->bytes ? rounded : staged->bytes;
 }
 
 static void copy_task(void *context, size_t index)

@@ -6,14 +6,12 @@
  *
  * The compressed length, and so the offset of the next tensor, is only known at the end.
  * So a compressed shard has its own file, which one thread compresses and writes. */
-#if !defined(_WIN32)
+#include "checkpoint/write/write_plan.h"
 
-#    include "checkpoint/write/write_plan.h"
+#include "base/memory.h"
 
-#    include "base/memory.h"
-
-#    include <pthread.h>
-#    include <string.h>
+#include <pthread.h>
+#include <string.h>
 
 enum {
     LEAST = 16 << 10,   /* bytes of a shard; less is only a few disk blocks */
@@ -39,11 +37,11 @@ static const unsigned char *packed_elements(const mls_write_plan *plan,
      * directly into place */
     size_t run = mls_row_ranges_find_at(fresh->runs, fresh->run_count, first);
     for (; count > 0; run++) {
-        const mls_row_range *here = &fresh->runs[run];
-        const size_t skip = first - here->at, left = here->count - skip;
+        const mls_row_range *row_range = &fresh->runs[run];
+        const size_t skip = first - row_range->at, left = row_range->count - skip;
         const size_t step = left < count ? left : count;
-        const unsigned char *from =
-            mls_planned_elements(plan->job, planned->item, here->begin + skip, step, to);
+        const unsigned char *from = mls_planned_elements(
+            plan->job, planned->item, row_range->begin + skip, step, to);
         if (from != to) {
             memcpy(to, from, step * item);
         }
@@ -63,7 +61,7 @@ static bool saves_enough(size_t coded, size_t bytes)
 
 /* ---- samples ---- */
 
-typedef struct sampling {
+typedef struct sample_state {
     mls_write_plan *plan;
     const size_t *shards; /* candidates */
     pthread_mutex_t lock; /* protects the members below */
@@ -292,5 +290,3 @@ mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char *
     }
     return code;
 }
-
-#endif

@@ -276,14 +276,14 @@ void mls_planned_drop_layers(mls_planned *planned)
  * when nothing else needs it. */
 static size_t keep_layers(const mls_index_shard *before, mls_layer *out)
 {
-    size_t kept = 0;
+    size_t layer_count = 0;
     for (size_t i = 0; i < mls_index_place_count(before); i++) {
         const mls_layer layer = mls_index_place(before, i);
         if (before->layers == NULL || layer.visible_count > 0) {
-            out[kept++] = layer;
+            out[layer_count++] = layer;
         }
     }
-    return kept;
+    return layer_count;
 }
 
 /* One allocation contains the struct, the list and the new layer's row ranges, so that
@@ -306,7 +306,7 @@ mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_c
         mls_layer *fresh = &layers->list[layers->count++];
         (void)mls_rows_runs(rows, bits, list);
         *fresh = (mls_layer){.row = rows->row, .runs = list, .run_count = runs};
-        fresh->bytes = mls_layer_held(fresh, rows->elements) * rows->item;
+        fresh->bytes = mls_layer_element_count(fresh, rows->elements) * rows->item;
         planned->fresh = fresh;
     }
     planned->layers = layers;
@@ -317,7 +317,7 @@ mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_c
 
 /* For each file of the previous index: its total bytes, and the bytes of shards that may
  * be kept. */
-typedef struct use {
+typedef struct file_use {
     uint64_t all, live;
     size_t moved; /* position in the new index; SIZE_MAX: not listed yet */
 } file_use;

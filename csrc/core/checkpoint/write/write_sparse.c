@@ -31,7 +31,7 @@ const unsigned char *mls_planned_elements(const mls_shard_job *job,
 
 /* ---- many shards ---- */
 
-typedef struct sifted {
+typedef struct scanned_shard {
     size_t shard;
     mls_row_cut rows;
     size_t most;          /* most non-zero rows for which zero rows are omitted */
@@ -45,7 +45,7 @@ typedef struct piece {
     size_t from, to;
 } piece;
 
-typedef struct sifting {
+typedef struct sparse_scan {
     mls_write_plan *plan;
     scanned_shard *shards;
     size_t count;
@@ -98,14 +98,14 @@ static mls_code list_candidates(sparse_scan *s, mls_status *st)
     unsigned char *at = s->bits;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         if (is_candidate(plan, i)) {
-            scanned_shard *one = &s->shards[s->count++];
-            one->shard = i;
-            one->rows = divide_rows(plan, i);
-            const size_t count = mls_rows_count(&one->rows);
-            one->most = count - (count + 3) / 4; /* three quarters */
-            one->bits = at;
-            atomic_init(&one->filled, 0);
-            at += mls_rows_bits(&one->rows);
+            scanned_shard *shard = &s->shards[s->count++];
+            shard->shard = i;
+            shard->rows = divide_rows(plan, i);
+            const size_t count = mls_rows_count(&shard->rows);
+            shard->most = count - (count + 3) / 4; /* three quarters */
+            shard->bits = at;
+            atomic_init(&shard->filled, 0);
+            at += mls_rows_bits(&shard->rows);
         }
     }
     return MLS_OK;
@@ -136,19 +136,19 @@ static size_t make_pieces(const sparse_scan *s)
     return count;
 }
 
-static void scan_rows(const sparse_scan *s, scanned_shard *one, size_t from, size_t to,
+static void scan_rows(const sparse_scan *s, scanned_shard *shard, size_t from, size_t to,
                       unsigned char *buffer)
 {
-    const mls_shard_item *item = s->plan->planned[one->shard].item;
-    const mls_row_cut *rows = &one->rows;
+    const mls_shard_item *item = s->plan->planned[shard->shard].item;
+    const mls_row_cut *rows = &shard->rows;
     /* other tasks count rows of the same shard; all of them stop at the limit */
-    while (from < to && atomic_load(&one->filled) <= one->most) {
+    while (from < to && atomic_load(&shard->filled) <= shard->most) {
         const size_t left = to - from, most = STEP / rows->item;
         const size_t step = left < most ? left : most;
         const unsigned char *data =
             mls_planned_elements(s->plan->job, item, from, step, buffer);
-        atomic_fetch_add(&one->filled,
-                         mls_rows_mark_filled(rows, one->bits, from, step, data));
+        atomic_fetch_add(&shard->filled,
+                         mls_rows_mark_filled(rows, shard->bits, from, step, data));
         from += step;
     }
 }
@@ -160,14 +160,14 @@ static void scan_task(void *context, size_t index)
     const piece *p = &s->pieces[index];
     unsigned char *buffer = NULL;
     for (size_t i = p->first; i < p->first + p->count; i++) {
-        scanned_shard *one = &s->shards[i];
-        if (s->plan->planned[one->shard].item->data == NULL && buffer == NULL &&
+        scanned_shard *shard = &s->shards[i];
+        if (s->plan->planned[shard->shard].item->data == NULL && buffer == NULL &&
             (buffer = mls_alloc(STEP, 1)) == NULL) {
             atomic_store(&s->no_memory, true);
             return;
         }
         const bool alone = p->count == 1;
-        scan_rows(s, one, alone ? p->from : 0, alone ? p->to : one->rows.elements,
+        scan_rows(s, shard, alone ? p->from : 0, alone ? p->to : shard->rows.elements,
                   buffer);
     }
     mls_free(buffer);
@@ -177,13 +177,14 @@ static void scan_task(void *context, size_t index)
 static mls_code set_sparse_layers(const sparse_scan *s, mls_status *st)
 {
     for (size_t i = 0; i < s->count; i++) {
-        const scanned_shard *one = &s->shards[i];
-        mls_planned *planned = &s->plan->planned[one->shard];
-        const mls_index_shard *shard = &s->plan->index.shards[one->shard];
-        if (atomic_load(&one->filled) > one->most) {
+        const scanned_shard *scanned = &s->shards[i];
+        mls_planned *planned = &s->plan->planned[scanned->shard];
+        const mls_index_shard *shard = &s->plan->index.shards[scanned->shard];
+        if (atomic_load(&scanned->filled) > scanned->most) {
             continue; /* stays plain, and is reported when it is written */
         }
-        if (mls_planned_set_layers(planned, false, &one->rows, one->bits, st) != MLS_OK) {
+        if (mls_planned_set_layers(planned, false, &scanned->rows, scanned->bits, st) !=
+            MLS_OK) {
             return st->code;
         }
         if (!mls_progress_report(s->plan->job->progress,

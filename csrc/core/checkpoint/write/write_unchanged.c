@@ -8,19 +8,17 @@
  *
  * If changed rows may become a new layer, reading continues to the end, or until too many
  * rows changed. */
-#if !defined(_WIN32)
+#include "checkpoint/write/write_plan.h"
 
-#    include "checkpoint/write/write_plan.h"
+#include "base/memory.h"
+#include "base/size.h"
+#include "checkpoint/read/verify.h"
+#include "io/file.h"
+#include "safetensors/safetensors.h"
 
-#    include "base/memory.h"
-#    include "base/size.h"
-#    include "checkpoint/read/verify.h"
-#    include "io/file.h"
-#    include "safetensors/safetensors.h"
-
-#    include <stdatomic.h>
-#    include <string.h>
-#    include <unistd.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <unistd.h>
 
 enum {
     FIRST_STEP = 16 << 10, /* most changes are found here */
@@ -31,7 +29,7 @@ enum {
     LAYERS_MOST = 8  /* a shard with this many layers is written whole */
 };
 
-typedef struct compared {
+typedef struct compared_shard {
     size_t shard;
     mls_row_cut rows;
     size_t most;           /* most changed rows that may become a layer */
@@ -40,7 +38,7 @@ typedef struct compared {
     atomic_size_t left;    /* unfinished pieces */
 } compared_shard;
 
-#    define LOST (SIZE_MAX / 2)
+#define LOST (SIZE_MAX / 2)
 
 /* Bytes `from` .. `to` of a place, or of the zeros of a shard. */
 typedef struct piece {
@@ -49,7 +47,7 @@ typedef struct piece {
     size_t from, to;
 } piece;
 
-#    define ZEROS SIZE_MAX
+#define ZEROS SIZE_MAX
 
 typedef struct batch {
     size_t from, to;
@@ -57,7 +55,7 @@ typedef struct batch {
 
 enum header_state { UNKNOWN, GOOD, BAD };
 
-typedef struct comparing {
+typedef struct compare_state {
     mls_write_plan *plan;
     compared_shard *shards;
     piece *pieces;
@@ -71,7 +69,7 @@ typedef struct comparing {
 
 /* State of a task. The last file stays open, since neighbours in an index usually share a
  * segment. */
-typedef struct reading {
+typedef struct file_reader {
     int fd;
     size_t file;                      /* position in the previous index */
     unsigned char *read, *packed;     /* `buffer` bytes each */
@@ -128,34 +126,35 @@ static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
     return true;
 }
 
-static void compare_elements(const compare_state *c, compared_shard *one, size_t first,
+static void compare_elements(const compare_state *c, compared_shard *shard, size_t first,
                              size_t count, const unsigned char *before, file_reader *r)
 {
-    const mls_planned *planned = &c->plan->planned[one->shard];
+    const mls_planned *planned = &c->plan->planned[shard->shard];
     /* packed memory is compared without a copy */
     const unsigned char *now =
         mls_planned_elements(c->plan->job, planned->item, first, count, r->packed);
-    if (one->bits != NULL) {
-        atomic_fetch_add(&one->changed, mls_rows_mark_changed(&one->rows, one->bits,
-                                                              first, count, now, before));
-    } else if (memcmp(now, before, count * one->rows.item) != 0) {
-        atomic_fetch_add(&one->changed, 1);
+    if (shard->bits != NULL) {
+        atomic_fetch_add(
+            &shard->changed,
+            mls_rows_mark_changed(&shard->rows, shard->bits, first, count, now, before));
+    } else if (memcmp(now, before, count * shard->rows.item) != 0) {
+        atomic_fetch_add(&shard->changed, 1);
     }
 }
 
 /* Compare the visible elements in `data`, which contains `bytes` bytes of a place from
  * `start` on. */
-static void compare_read(const compare_state *c, compared_shard *one,
+static void compare_read(const compare_state *c, compared_shard *shard,
                          const mls_layer *place, size_t start, size_t bytes,
                          const unsigned char *data, file_reader *r)
 {
-    const size_t item = one->rows.item, from = start / item, to = from + bytes / item;
+    const size_t item = shard->rows.item, from = start / item, to = from + bytes / item;
     for (size_t i = mls_row_ranges_find_at(place->visible, place->visible_count, from);
          i < place->visible_count && place->visible[i].at < to; i++) {
         const mls_row_range *extent = &place->visible[i];
         const size_t end = extent->at + extent->count;
         const size_t a = extent->at > from ? extent->at : from, b = end < to ? end : to;
-        compare_elements(c, one, extent->begin + (a - extent->at), b - a,
+        compare_elements(c, shard, extent->begin + (a - extent->at), b - a,
                          data + (a - from) * item, r);
     }
 }
@@ -171,11 +170,11 @@ static bool is_block_good(const mls_layer *place, size_t end, uint32_t crc)
 
 /* Number of bytes to read next, within one block. The first step is small, since changed
  * shards usually differ at the start. */
-static size_t next_read_size(const compared_shard *one, const piece *p, size_t done)
+static size_t next_read_size(const compared_shard *shard, const piece *p, size_t done)
 {
-    const size_t most = one->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
-                        : done == p->from ? (size_t)FIRST_STEP
-                                          : (size_t)STEP;
+    const size_t most = shard->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
+                        : done == p->from   ? (size_t)FIRST_STEP
+                                            : (size_t)STEP;
     const size_t block = MLS_SAFETENSORS_BLOCK - done % MLS_SAFETENSORS_BLOCK;
     const size_t left = p->to - done < block ? p->to - done : block;
     return left < most ? left : most;
@@ -184,29 +183,29 @@ static size_t next_read_size(const compared_shard *one, const piece *p, size_t d
 /* Compare a piece of a place until the result is known. The checksum must match even if
  * the bytes equal those in memory: the memory may have been loaded from the damaged file.
  */
-static void compare_stored(compare_state *c, compared_shard *one, const mls_layer *place,
-                           const piece *p, file_reader *r)
+static void compare_stored(compare_state *c, compared_shard *shard,
+                           const mls_layer *place, const piece *p, file_reader *r)
 {
     mls_status ignored;
     uint32_t crc = 0; /* of the current block; a piece starts at a block boundary */
     if (!open_file(c, r, place)) {
-        atomic_store(&one->changed, LOST);
+        atomic_store(&shard->changed, LOST);
         return;
     }
     for (size_t done = p->from;
-         done < p->to && atomic_load(&one->changed) <= one->most;) {
-        const size_t step = next_read_size(one, p, done);
+         done < p->to && atomic_load(&shard->changed) <= shard->most;) {
+        const size_t step = next_read_size(shard, p, done);
         if (mls_file_read_at(r->fd, r->read, step, place->offset + done, &ignored) !=
             MLS_OK) {
-            atomic_store(&one->changed, LOST);
+            atomic_store(&shard->changed, LOST);
             return;
         }
         crc = c->plan->job->crc->update(crc, r->read, step);
-        compare_read(c, one, place, done, step, r->read, r);
+        compare_read(c, shard, place, done, step, r->read, r);
         done += step;
         if (done % MLS_SAFETENSORS_BLOCK == 0 || done == p->to) {
             if (!is_block_good(place, done, crc)) {
-                atomic_store(&one->changed, LOST);
+                atomic_store(&shard->changed, LOST);
                 return;
             }
             crc = 0;
@@ -214,13 +213,13 @@ static void compare_stored(compare_state *c, compared_shard *one, const mls_laye
     }
 }
 
-static void compare_compressed(compare_state *c, compared_shard *one,
+static void compare_compressed(compare_state *c, compared_shard *shard,
                                const mls_layer *place, const piece *p, file_reader *r)
 {
     mls_status st;
     const unsigned char *data;
     if (!open_file(c, r, place)) {
-        atomic_store(&one->changed, LOST);
+        atomic_store(&shard->changed, LOST);
         return;
     }
     const mls_coded coded = {.fd = r->fd,
@@ -237,7 +236,7 @@ static void compare_compressed(compare_state *c, compared_shard *one,
             mls_compressed_frame_read(&r->frames, &coded, number, &data, &st);
         if (code != MLS_OK) {
             /* other codec errors mean a damaged file; these two stop the whole save */
-            atomic_store(&one->changed, LOST);
+            atomic_store(&shard->changed, LOST);
             if (code == MLS_E_STOPPED) {
                 atomic_store(&c->stopped, true);
             } else if (code == MLS_E_MEMORY) {
@@ -247,20 +246,20 @@ static void compare_compressed(compare_state *c, compared_shard *one,
         }
         for (size_t done = 0; done < bytes;) {
             const size_t step = bytes - done < c->buffer ? bytes - done : c->buffer;
-            if (atomic_load(&one->changed) > one->most) {
+            if (atomic_load(&shard->changed) > shard->most) {
                 return;
             }
-            compare_read(c, one, place, start + done, step, data + done, r);
+            compare_read(c, shard, place, start + done, step, data + done, r);
             done += step;
         }
     }
 }
 
-static void compare_zeros(const compare_state *c, compared_shard *one,
+static void compare_zeros(const compare_state *c, compared_shard *shard,
                           const mls_layers *layers, const piece *p, file_reader *r)
 {
     /* here the piece is in bytes of the shard; nothing is read from files */
-    const size_t item = one->rows.item, from = p->from / item, to = p->to / item;
+    const size_t item = shard->rows.item, from = p->from / item, to = p->to / item;
     memset(r->read, 0, c->buffer);
     for (size_t i = mls_row_ranges_find(layers->zeros, layers->zero_count, from);
          i < layers->zero_count && layers->zeros[i].begin < to; i++) {
@@ -269,10 +268,10 @@ static void compare_zeros(const compare_state *c, compared_shard *one,
         const size_t end = last < to ? last : to, most = c->buffer / item;
         for (size_t at = extent->begin > from ? extent->begin : from; at < end;) {
             const size_t step = end - at < most ? end - at : most;
-            if (atomic_load(&one->changed) > one->most) {
+            if (atomic_load(&shard->changed) > shard->most) {
                 return;
             }
-            compare_elements(c, one, at, step, r->read, r);
+            compare_elements(c, shard, at, step, r->read, r);
             at += step;
         }
     }
@@ -281,11 +280,11 @@ static void compare_zeros(const compare_state *c, compared_shard *one,
 /* Compare one piece. The place of a plain shard is completely visible. */
 static void compare_piece(compare_state *c, const piece *p, file_reader *r)
 {
-    compared_shard *one = &c->shards[p->shard];
-    const mls_index_shard *before = c->plan->planned[one->shard].before;
-    const mls_row_range all = {.count = one->rows.elements};
+    compared_shard *shard = &c->shards[p->shard];
+    const mls_index_shard *before = c->plan->planned[shard->shard].before;
+    const mls_row_range all = {.count = shard->rows.elements};
     if (p->place == ZEROS) {
-        compare_zeros(c, one, before->layers, p, r);
+        compare_zeros(c, shard, before->layers, p, r);
         return;
     }
     mls_layer place = mls_index_place(before, p->place);
@@ -294,9 +293,9 @@ static void compare_piece(compare_state *c, const piece *p, file_reader *r)
         place.visible_count = 1;
     }
     if (place.frames != NULL) {
-        compare_compressed(c, one, &place, p, r);
+        compare_compressed(c, shard, &place, p, r);
     } else {
-        compare_stored(c, one, &place, p, r);
+        compare_stored(c, shard, &place, p, r);
     }
 }
 
@@ -323,11 +322,11 @@ static void compare_task(void *context, size_t index)
     r.packed = r.read + c->buffer;
     for (size_t i = c->batches[index].from; i < c->batches[index].to && !has_stopped(c);
          i++) {
-        compared_shard *one = &c->shards[c->pieces[i].shard];
+        compared_shard *shard = &c->shards[c->pieces[i].shard];
         compare_piece(c, &c->pieces[i], &r);
-        if (atomic_fetch_sub(&one->left, 1) == 1 && atomic_load(&one->changed) == 0 &&
+        if (atomic_fetch_sub(&shard->left, 1) == 1 && atomic_load(&shard->changed) == 0 &&
             !mls_progress_report(c->plan->job->progress,
-                                 c->plan->planned[one->shard].before->bytes)) {
+                                 c->plan->planned[shard->shard].before->bytes)) {
             atomic_store(&c->stopped, true);
         }
     }
@@ -472,16 +471,16 @@ static void list_pieces(compare_state *c)
         if (!is_candidate(c->plan, i)) {
             continue;
         }
-        compared_shard *one = &c->shards[c->count];
+        compared_shard *shard = &c->shards[c->count];
         const size_t pieces = list_shard_pieces(c, i, c->pieces + c->piece_count);
-        one->shard = i;
-        one->most = divide_rows(c->plan, i, &one->rows);
-        if (one->most > 0) {
-            one->bits = bits;
-            bits += mls_rows_bits(&one->rows);
+        shard->shard = i;
+        shard->most = divide_rows(c->plan, i, &shard->rows);
+        if (shard->most > 0) {
+            shard->bits = bits;
+            bits += mls_rows_bits(&shard->rows);
         }
-        atomic_init(&one->changed, 0);
-        atomic_init(&one->left, pieces);
+        atomic_init(&shard->changed, 0);
+        atomic_init(&shard->left, pieces);
         c->piece_count += pieces;
         c->count++;
     }
@@ -506,13 +505,13 @@ static mls_code apply_results(const compare_state *c, mls_status *st)
 {
     mls_code code = MLS_OK;
     for (size_t i = 0; code == MLS_OK && i < c->count; i++) {
-        compared_shard *one = &c->shards[i];
-        mls_planned *planned = &c->plan->planned[one->shard];
-        const size_t changed = atomic_load(&one->changed);
+        compared_shard *shard = &c->shards[i];
+        mls_planned *planned = &c->plan->planned[shard->shard];
+        const size_t changed = atomic_load(&shard->changed);
         /* also if its version increased without a change */
         planned->same = changed == 0;
-        if (changed > 0 && changed <= one->most) {
-            code = mls_planned_set_layers(planned, true, &one->rows, one->bits, st);
+        if (changed > 0 && changed <= shard->most) {
+            code = mls_planned_set_layers(planned, true, &shard->rows, shard->bits, st);
             if (code == MLS_OK &&
                 !mls_progress_report(c->plan->job->progress,
                                      planned->before->bytes - planned->fresh->bytes)) {
@@ -578,5 +577,3 @@ mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st)
     mls_free(c.headers);
     return code;
 }
-
-#endif

@@ -176,7 +176,7 @@ static void norm_task(void *context, size_t index)
     r->nonfinite[index] = nonfinite;
 }
 
-static void plain_task(void *context, size_t index)
+static void reduce_block_task(void *context, size_t index)
 {
     const job *j = context;
     const size_t part = PART_BLOCKS * j->block, start = index * part;
@@ -223,7 +223,8 @@ static void job_run(job *j, mls_pool *pool, mls_norm_partial *partial)
     if (partial != NULL) {
         job_norm(j, shared, partial);
     } else if (j->count > 0) {
-        mls_pool_run(shared, plain_task, j, divide_up(j->count, PART_BLOCKS * j->block));
+        mls_pool_run(shared, reduce_block_task, j,
+                     divide_up(j->count, PART_BLOCKS * j->block));
     }
 }
 
@@ -242,7 +243,7 @@ static bool is_number(double value, bool wide)
 }
 
 /* Written with comparisons because the build warns about float equality. */
-static bool is_not_one(double value)
+static bool differs_from_one(double value)
 {
     return !(value >= 1 && value <= 1);
 }
@@ -252,7 +253,8 @@ static mls_code check_divisor(const mls_reduction *r, mls_status *st)
 {
     const bool wide = r->dtype == MLS_F64;
     const double used = wide ? r->divisor : (double)(float)r->divisor;
-    if (is_not_one(r->divisor) && (r->op != MLS_REDUCE_SUM || !is_float(r->dtype))) {
+    if (differs_from_one(r->divisor) &&
+        (r->op != MLS_REDUCE_SUM || !is_float(r->dtype))) {
         return mls_fail(st, MLS_E_VALUE,
                         "the %s of %s cannot be divided by %g: only sums of floats can",
                         op_name(r->op), mls_dtype_of(r->dtype)->name, r->divisor);
@@ -292,24 +294,24 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
 
 /* Checks one array of a reduction against the first one. The two floats of a complex
  * number are read separately, so the alignment of a float is enough. */
-static mls_code check_array(const mls_tensor *t, const char *what,
+static mls_code check_array(const mls_tensor *t, const char *label,
                             const mls_tensor *first, mls_status *st)
 {
     const size_t unit = mls_tensor_item_bytes(t) / parts_of(t->dtype);
-    size_t n = 0, wanted = 0;
+    size_t n = 0, element_count = 0;
     if (!mls_tensor_is_contiguous(t) || t->swapped || (uintptr_t)t->data % unit != 0) {
         return mls_fail(st, MLS_E_SHAPE,
                         "%s must be C-contiguous, aligned and in this machine's byte "
                         "order: pass a copy",
-                        what);
+                        label);
     }
     /* cannot overflow: the arrays are in memory */
     (void)mls_tensor_count(t, &n);
-    (void)mls_tensor_count(first, &wanted);
-    return n == wanted
+    (void)mls_tensor_count(first, &element_count);
+    return n == element_count
                ? MLS_OK
                : mls_fail(st, MLS_E_SHAPE, "%s has %zu elements, sources[0] has %zu",
-                          what, n, wanted);
+                          label, n, element_count);
 }
 
 /* All arrays are packed and have the same number of elements, so an equal address and
@@ -321,13 +323,13 @@ mls_code mls_reduce_check_arrays(const mls_tensor *const *sources, size_t count,
 {
     const mls_tensor *first = sources[0];
     for (size_t i = 0; i < count; i++) {
-        char what[32];
-        snprintf(what, sizeof what, "sources[%zu]", i);
-        if (check_array(sources[i], what, first, st) != MLS_OK) {
+        char label[32];
+        snprintf(label, sizeof label, "sources[%zu]", i);
+        if (check_array(sources[i], label, first, st) != MLS_OK) {
             return st->code;
         }
         if (sources[i]->dtype != first->dtype) {
-            return mls_fail(st, MLS_E_DTYPE, "%s is %s, sources[0] is %s", what,
+            return mls_fail(st, MLS_E_DTYPE, "%s is %s, sources[0] is %s", label,
                             mls_dtype_of(sources[i]->dtype)->name,
                             mls_dtype_of(first->dtype)->name);
         }
@@ -357,9 +359,9 @@ static void reduce_step(const job *j, size_t start, size_t n)
  * stack. */
 enum { MOST_CUT = 64 };
 
-static void reduce_plain(const mls_reduce_kernels *k, const mls_reduction *r,
-                         const void *const *sources, size_t count, void *out, size_t n,
-                         mls_norm_partial *partial)
+static void reduce_through_cache(const mls_reduce_kernels *k, const mls_reduction *r,
+                                 const void *const *sources, size_t count, void *out,
+                                 size_t n, mls_norm_partial *partial)
 {
     job j = job_over(k, r->out_dtype, out, n, partial != NULL);
     j.step = reduce_step;
@@ -389,7 +391,7 @@ static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r
         for (size_t i = 0; i < count; i++) {
             at[i] = (const unsigned char *)sources[i] + start * from;
         }
-        reduce_plain(k, r, at, count, block, length, partial);
+        reduce_through_cache(k, r, at, count, block, length, partial);
         kernels->copy(out + start * to, block, length * to, store);
     }
 }
@@ -406,7 +408,8 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
     mls_store_trial trial = mls_store_begin(kernels->choices, MLS_STORING_REDUCE,
                                             kernels->variants, destination, n * to);
     if (count > MOST_CUT) {
-        reduce_plain(kernels_of(kernels->cpu), r, sources, count, out, n, partial);
+        reduce_through_cache(kernels_of(kernels->cpu), r, sources, count, out, n,
+                             partial);
         return;
     }
     for (size_t start = 0, length; start < n; start += length) {
@@ -417,7 +420,8 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
             at[i] = (const unsigned char *)sources[i] + start * from;
         }
         if (trial.store != MLS_STORE_STREAM) {
-            reduce_plain(kernels_of(kernels->cpu), r, at, count, target, length, partial);
+            reduce_through_cache(kernels_of(kernels->cpu), r, at, count, target, length,
+                                 partial);
         } else {
             reduce_past_cache(kernels, r, at, count, target, length, trial.store,
                               partial);
@@ -432,14 +436,14 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
 /* In the error, "expected" is the target's shape and "got" the source's. */
 static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_status *st)
 {
-    char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
+    char expected[MLS_FACT_BYTES], actual[MLS_FACT_BYTES];
     size_t count;
     if (!mls_shape_equal(dst->rank, dst->shape, src->rank, src->shape)) {
-        mls_shape_text(wanted, sizeof wanted, dst->rank, dst->shape);
-        mls_shape_text(found, sizeof found, src->rank, src->shape);
+        mls_shape_text(expected, sizeof expected, dst->rank, dst->shape);
+        mls_shape_text(actual, sizeof actual, src->rank, src->shape);
         mls_fail(st, MLS_E_SHAPE, "an array of shape %s cannot be added to one of %s",
-                 found, wanted);
-        return mls_status_differ(st, wanted, found);
+                 actual, expected);
+        return mls_status_differ(st, expected, actual);
     }
     if (!mls_tensor_count(dst, &count)) {
         return mls_fail(st, MLS_E_SIZE,
@@ -462,7 +466,7 @@ static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
 static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_status *st)
 {
     const bool wide = dst == MLS_F64 || src == MLS_F64;
-    if (!is_summed(dst) && is_not_one(scale)) {
+    if (!is_summed(dst) && differs_from_one(scale)) {
         return mls_fail(st, MLS_E_VALUE, "%s cannot be scaled by %g: only floats can",
                         mls_dtype_of(dst)->name, scale);
     }
@@ -478,12 +482,12 @@ static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_stat
  * element. */
 static bool has_zero_stride(const mls_tensor *t)
 {
-    bool found = false, empty = false;
+    bool has_zero = false, empty = false;
     for (int axis = 0; axis < t->rank; axis++) {
-        found = found || (t->shape[axis] > 1 && t->strides[axis] == 0);
+        has_zero = has_zero || (t->shape[axis] > 1 && t->strides[axis] == 0);
         empty = empty || t->shape[axis] == 0;
     }
-    return found && !empty;
+    return has_zero && !empty;
 }
 
 /* Cheap checks first. */
@@ -517,7 +521,7 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
 
 /* ---- strided views ---- */
 
-static bool is_plain(const mls_tensor *t, ptrdiff_t step)
+static bool is_packed_run(const mls_tensor *t, ptrdiff_t step)
 {
     const size_t item = mls_tensor_item_bytes(t);
     return step == (ptrdiff_t)item && (!t->swapped || item == 1);
@@ -585,10 +589,11 @@ static void run_strided(const job *j, const mls_tensor *t, const mls_tensor *src
     if (!mls_strided_iter_init(&w, t, src)) {
         return;
     }
-    const bool plain = is_plain(t, w.a_step) && (src == NULL || is_plain(src, w.b_step));
+    const bool packed_runs =
+        is_packed_run(t, w.a_step) && (src == NULL || is_packed_run(src, w.b_step));
     do {
         const unsigned char *from = src == NULL ? t->data + at : src->data + other;
-        if (plain) {
+        if (packed_runs) {
             run_packed(j, t->data + at, from, w.length);
         } else {
             step_chunks(j, t, src, &w, t->data + at, from);

@@ -236,13 +236,13 @@ uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
     const bool complex = dtype == MLS_C64;
     const mls_dtype part = complex ? MLS_F32 : dtype;
     const size_t item = mls_dtype_of(dtype)->item_bytes;
-    uint64_t found = 0;
+    uint64_t count = 0;
     for (size_t i = 0; i < n; i++) {
         const unsigned char *at = (const unsigned char *)items + i * item;
-        found += !isfinite(value_at(part, at)) ||
+        count += !isfinite(value_at(part, at)) ||
                  (complex && !isfinite(value_at(part, at + 4)));
     }
-    return found;
+    return count;
 }
 
 /* ---- the table ---- */

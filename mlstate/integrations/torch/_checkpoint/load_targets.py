@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...._common.arrays import overlaps_itself
 from ...._sharding.layout import Shard
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
@@ -24,6 +25,7 @@ from .dtensor_shards import (
     parameter_slots,
     part_of,
 )
+from .dtensor_shards import tied_names as tied_names
 from .fsdp1_flat import flat_runs, is_flattened, reshard_flat
 from .module_contract import EXTRA, ModuleContract, OwnLoad, refuse_units
 from .module_names import unwrapped_name
@@ -45,15 +47,16 @@ from .optimizer_contract import (
     tensor_of,
     torch_form,
 )
+from .optimizer_contract import is_plain_optimizer as is_plain_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import torch
 
-    from ...._common.backend import OptimizerRecord
     from ...._sharding.layout import Steps
     from ...._types import NDArray
+    from ....checkpoint._backend import OptimizerRecord
 
 
 class Place(NamedTuple):
@@ -76,9 +79,7 @@ def _place(name: str, value: Any) -> Place:
 
 def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
     """Raise if elements of a tensor share memory, as after expand(): torch refuses the write."""
-    if tensor.is_contiguous():
-        return
-    if any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
+    if overlaps_itself(tensor):
         error = CompatibilityError(
             f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
             "clone() of it"
@@ -365,9 +366,9 @@ class OptimizerFilling(Filling):
         meant: Callable[[list[str]], list[str]],
         *,
         shapes: Mapping[str, tuple[int, ...]],
-        strict: bool = True,
-        complete: bool = True,
-        cast: bool = False,
+        strict: bool,
+        complete: bool,
+        cast: bool,
     ) -> None:
         if module is None:
             _check_optimizer(optimizer, 1 << 62)

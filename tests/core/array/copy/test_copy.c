@@ -46,7 +46,7 @@ static void check_conversions(const mls_kernels *k)
     }
 }
 
-TEST(every_set_converts_as_the_oracle)
+TEST(every_instruction_set_converts_like_scalar)
 {
     fill_random(source, sizeof source, 42);
     EACH_CPU (cpu) {
@@ -56,7 +56,7 @@ TEST(every_set_converts_as_the_oracle)
 
 /* All 65,536 float16 and bfloat16 values, and every float around each rounding
  * boundary. */
-TEST(every_half_and_boundary_agrees)
+TEST(every_float16_and_rounding_boundary_matches_scalar)
 {
     for (int i = 0; i < 65536; i++) {
         const uint16_t bits = (uint16_t)i;
@@ -90,12 +90,12 @@ TEST(every_half_and_boundary_agrees)
 }
 
 /* The oracle itself, at values worked out by hand. */
-TEST(the_oracle_rounds_to_nearest_even)
+TEST(scalar_rounds_to_nearest_even)
 {
     static const struct {
         float value;
         uint16_t half, brain;
-    } known[] = {
+    } roundings[] = {
         {0.0F, 0x0000, 0x0000},
         {-0.0F, 0x8000, 0x8000},
         {1.0F, 0x3C00, 0x3F80},
@@ -115,14 +115,14 @@ TEST(the_oracle_rounds_to_nearest_even)
         {1.01171875F, 0x3C0C, 0x3F82},
     };
     const mls_kernels *k = mls_kernels_of(MLS_CPU_SCALAR);
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
+    for (size_t i = 0; i < sizeof roundings / sizeof roundings[0]; i++) {
         uint16_t half, brain, direct;
-        const double wide = (double)known[i].value;
-        k->convert[MLS_F32][MLS_F16](&half, &known[i].value, 1, MLS_STORE_PLAIN);
-        k->convert[MLS_F32][MLS_BF16](&brain, &known[i].value, 1, MLS_STORE_PLAIN);
+        const double wide = (double)roundings[i].value;
+        k->convert[MLS_F32][MLS_F16](&half, &roundings[i].value, 1, MLS_STORE_PLAIN);
+        k->convert[MLS_F32][MLS_BF16](&brain, &roundings[i].value, 1, MLS_STORE_PLAIN);
         k->convert[MLS_F64][MLS_F16](&direct, &wide, 1, MLS_STORE_PLAIN);
-        CHECK(half == known[i].half && direct == known[i].half);
-        CHECK(brain == known[i].brain);
+        CHECK(half == roundings[i].half && direct == roundings[i].half);
+        CHECK(brain == roundings[i].brain);
     }
     const double between = 1.0 + 0x1p-11 + 0x1p-40; /* a float would lose the last bit */
     uint16_t half;
@@ -140,7 +140,7 @@ TEST(nan_stays_nan)
     CHECK((half & 0x7FFF) > 0x7C00 && (brain & 0x7FFF) > 0x7F80);
 }
 
-TEST(copies_and_fills_touch_their_bytes_only)
+TEST(copies_and_fills_write_no_other_bytes)
 {
     fill_random(source, sizeof source, 7);
     EACH_CPU (cpu) {
@@ -219,7 +219,7 @@ TEST(strided_copies_reach_every_element)
     }
 }
 
-TEST(copies_check_shape_and_dtype_first)
+TEST(copy_with_wrong_shape_or_dtype_writes_nothing)
 {
     mls_tensor a = {.dtype = MLS_F16, .rank = 2, .shape = {2, 3}};
     mls_tensor b = {.dtype = MLS_F16, .rank = 2, .shape = {2, 4}};
@@ -241,7 +241,7 @@ static mls_code encode(double value, mls_dtype dtype, bool swapped, mls_element 
     return mls_element_encode(value, &t, out, &st);
 }
 
-TEST(elements_are_encoded_or_refused)
+TEST(element_encoding_rejects_values_out_of_range)
 {
     mls_element e;
     CHECK(encode(-2.0, MLS_I16, false, &e) == MLS_OK && e.size == 2);
@@ -262,7 +262,7 @@ TEST(elements_are_encoded_or_refused)
     CHECK(encode(2, MLS_BOOL, false, &e) == MLS_E_VALUE);
 }
 
-TEST(fills_follow_any_stride)
+TEST(fills_reach_strided_elements)
 {
     unsigned char bytes[64];
     mls_element e;

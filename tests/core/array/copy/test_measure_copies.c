@@ -38,7 +38,7 @@ static void measure(mls_cpu cpu, mls_store_size size, size_t past)
     }
 }
 
-TEST(every_operation_is_decided_past_the_cache_and_within_it)
+TEST(measuring_decides_every_operation_and_size_class)
 {
     EACH_CPU (cpu) {
         measure(cpu, MLS_STORING_PAST, 4 * MIB);
@@ -46,7 +46,7 @@ TEST(every_operation_is_decided_past_the_cache_and_within_it)
     }
 }
 
-TEST(a_forced_variant_leaves_nothing_to_decide)
+TEST(forced_variant_skips_measuring)
 {
     mls_store_choices choices;
     mls_kernels kernels = *mls_kernels_of(best_cpu());

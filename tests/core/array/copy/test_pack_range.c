@@ -110,7 +110,7 @@ TEST(tensors_with_gaps_are_packed)
     check_all_ranges(&t);
 }
 
-TEST(backward_tensors_are_packed)
+TEST(negative_strides_are_packed)
 {
     const size_t shape[] = {3, 4, 3};
     mls_tensor t = tensor_of(memory, MLS_F32, 3, shape);
@@ -138,7 +138,7 @@ TEST(broadcast_tensors_are_packed)
     }
 }
 
-TEST(axes_of_one_and_none_do_no_harm)
+TEST(axes_of_length_one_and_zero_are_packed)
 {
     const size_t ones[] = {1, 3, 1, 1, 4, 1}, none[] = {3, 0, 4};
     mls_tensor t = tensor_of(memory, MLS_F32, 6, ones);
@@ -148,7 +148,7 @@ TEST(axes_of_one_and_none_do_no_harm)
     check_all_ranges(&t);
 }
 
-TEST(the_most_axes_that_there_are_can_be_packed)
+TEST(maximum_rank_is_packed)
 {
     size_t shape[MLS_MAX_RANK];
     for (int axis = 0; axis < MLS_MAX_RANK; axis++) {
@@ -159,7 +159,7 @@ TEST(the_most_axes_that_there_are_can_be_packed)
 }
 
 /* As a file is written: consecutive pieces of sizes that match no axis. */
-TEST(pieces_put_together_are_the_tensor)
+TEST(packed_ranges_join_to_the_whole_tensor)
 {
     static const size_t steps[] = {1, 7, 129, 1000, 4096, 40000};
     const size_t shape[] = {8, 64, 100};

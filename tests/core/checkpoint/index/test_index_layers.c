@@ -21,7 +21,7 @@ static bool is(const mls_row_range *extent, size_t begin, size_t count, size_t a
     return extent->begin == begin && extent->count == count && extent->at == at;
 }
 
-TEST(layers_go_there_and_back)
+TEST(overlays_round_trip)
 {
     mls_index index = {0};
     mls_json_writer text = {0};
@@ -31,9 +31,9 @@ TEST(layers_go_there_and_back)
     REQUIRE(mls_index_parse(expected, length, &mls_crc_scalar, &index, &status) ==
             MLS_OK);
     REQUIRE(index.shard_count == 3);
-    const mls_index_shard *plain = &index.shards[0], *w = &index.shards[1];
+    const mls_index_shard *dense = &index.shards[0], *w = &index.shards[1];
     const mls_index_shard *zero = &index.shards[2];
-    CHECK(plain->layers == NULL && plain->offset == 4096 && plain->crcs[0] == plain->crc);
+    CHECK(dense->layers == NULL && dense->offset == 4096 && dense->crcs[0] == dense->crc);
     CHECK(w->bytes == 30 && zero->bytes == 30 && mls_index_stored_bytes(w) == 44);
     REQUIRE(w->layers != NULL && w->layers->count == 2 && zero->layers != NULL);
     const mls_layer *full = &w->layers->list[0], *rows = &w->layers->list[1];
@@ -53,7 +53,7 @@ TEST(layers_go_there_and_back)
     CHECK(index.layers == NULL && index.extents == NULL && index.sparse == NULL);
 }
 
-TEST(layers_that_lie_are_refused)
+TEST(inconsistent_overlays_are_refused)
 {
 #define ROWS "[null,null,\"1,1,1,1\"]"
     static const lie lies[] = {
@@ -122,7 +122,7 @@ TEST(layers_that_lie_are_refused)
     CHECK_LIES(lies);
 }
 
-TEST(every_value_may_be_anything_else)
+TEST(any_replaced_value_is_refused_or_harmless)
 {
     static const char *const values[] = {
         "null", "0",  "1",     "-1",    "3",    "18446744073709551615", "\"\"",

@@ -26,7 +26,7 @@ static void write_raw(const char *name, const char *header, size_t payload)
 }
 
 /* A file of ours with `bytes` bytes in a tensor of this name. */
-static void write_own(const char *name, const char *tensor, size_t bytes)
+static void write_tensor_file(const char *name, const char *tensor, size_t bytes)
 {
     mls_status st;
     unsigned char *data = mls_alloc(bytes, 1);
@@ -35,8 +35,8 @@ static void write_own(const char *name, const char *tensor, size_t bytes)
         data[i] = (unsigned char)(i * 7);
     }
     const mls_tensor view = vector_of(data, MLS_U8, bytes);
-    const mls_named_tensor one = {{tensor, strlen(tensor)}, &view};
-    const mls_safetensors_content content = {.tensors = &one, .count = 1};
+    const mls_named_tensor item = {{tensor, strlen(tensor)}, &view};
+    const mls_safetensors_content content = {.tensors = &item, .count = 1};
     CHECK(mls_safetensors_write(path_of(name), &content, mls_kernels_of(MLS_CPU_SCALAR),
                                 crc, &st) == MLS_OK);
     mls_free(data);
@@ -52,7 +52,7 @@ TEST(files_of_both_kinds_are_listed_by_name)
     mls_index x;
     size_t failed;
     write_raw(names[0], two, 11);
-    write_own(names[1], "n", BYTES);
+    write_tensor_file(names[1], "n", BYTES);
     REQUIRE(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) == MLS_OK);
     REQUIRE(x.shard_count == 3 && x.file_count == 2 && x.links && x.world_size == 1);
     const mls_index_shard *m = &x.shards[0], *n = &x.shards[1], *z = &x.shards[2];
@@ -78,7 +78,7 @@ TEST(a_file_without_tensors_is_listed)
     mls_index_fini(&x);
 }
 
-TEST(errors_tell_the_file)
+TEST(error_reports_the_failing_file)
 {
     mls_index x;
     size_t failed = 9;
@@ -89,7 +89,7 @@ TEST(errors_tell_the_file)
     CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) ==
           MLS_E_FORMAT);
     CHECK(failed == 1);
-    write_own(names[1], "z", 3);
+    write_tensor_file(names[1], "z", 3);
     CHECK(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status) ==
           MLS_E_FORMAT);
     CHECK(strstr(status.text, "the tensor is in ") != NULL);

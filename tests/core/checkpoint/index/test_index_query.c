@@ -9,7 +9,8 @@
 static const size_t shape[] = {100};
 static const uint32_t sum;
 
-static mls_index_shard plain(const char *name, size_t file, uint64_t offset, size_t bytes)
+static mls_index_shard dense_shard(const char *name, size_t file, uint64_t offset,
+                                   size_t bytes)
 {
     return (mls_index_shard){.id = {.name = text(name)},
                              .dtype = MLS_U8,
@@ -36,9 +37,9 @@ static mls_index index_of(mls_index_file *files, mls_index_shard *shards, size_t
                        .shard_count = count};
 }
 
-TEST(a_plain_shard_has_one_place)
+TEST(dense_shard_has_one_location)
 {
-    const mls_index_shard shard = plain("w", 1, 80, 100);
+    const mls_index_shard shard = dense_shard("w", 1, 80, 100);
     REQUIRE(mls_index_place_count(&shard) == 1);
     const mls_layer place = mls_index_place(&shard, 0);
     CHECK(place.file == 1 && place.offset == 80 && place.bytes == 100);
@@ -46,12 +47,12 @@ TEST(a_plain_shard_has_one_place)
     CHECK(place.visible == NULL && mls_index_stored_bytes(&shard) == 100);
 }
 
-TEST(a_sparse_shard_has_its_layers)
+TEST(sparse_shard_has_a_location_per_overlay)
 {
     mls_layer list[] = {{.file = 1, .offset = 8, .bytes = 60},
                         {.file = 0, .offset = 9, .bytes = 70}};
     mls_layers layers = {.list = list, .count = 2}, none = {0};
-    mls_index_shard shard = plain("w", 0, 0, 100);
+    mls_index_shard shard = dense_shard("w", 0, 0, 100);
     shard.layers = &layers;
     CHECK(mls_index_place_count(&shard) == 2 && mls_index_stored_bytes(&shard) == 130);
     CHECK(mls_index_place(&shard, 1).offset == 9);
@@ -59,11 +60,11 @@ TEST(a_sparse_shard_has_its_layers)
     CHECK(mls_index_place_count(&shard) == 0 && mls_index_stored_bytes(&shard) == 0);
 }
 
-TEST(shards_are_sorted_and_none_is_there_twice)
+TEST(shards_are_sorted_and_duplicates_refused)
 {
     mls_index_file files[2];
-    mls_index_shard shards[] = {plain("c", 0, 8, 10), plain("a", 0, 28, 10),
-                                plain("b", 0, 18, 10), plain("b", 1, 8, 10)};
+    mls_index_shard shards[] = {dense_shard("c", 0, 8, 10), dense_shard("a", 0, 28, 10),
+                                dense_shard("b", 0, 18, 10), dense_shard("b", 1, 8, 10)};
     shards[3].part = 1;
     mls_index index = index_of(files, shards, 4);
     CHECK(mls_index_arrange(&index, &status) == MLS_OK);
@@ -75,7 +76,7 @@ TEST(shards_are_sorted_and_none_is_there_twice)
     CHECK_TEXT(status.text, "shard of 'b': \"part\" appears twice");
 }
 
-TEST(no_path_is_there_twice)
+TEST(duplicate_paths_are_refused)
 {
     mls_index_file files[2];
     mls_index index = index_of(files, NULL, 0);
@@ -91,19 +92,20 @@ static mls_code arrange(bool sparse, bool same_shard, uint64_t apart)
     mls_index_file files[2];
     mls_layer list[] = {{.offset = 100, .bytes = 50},
                         {.offset = 100 + apart, .bytes = 50}};
-    mls_layers both = {.list = list, .count = 2}, one = {.list = list + 1, .count = 1};
-    mls_index_shard shards[] = {plain("a", 0, 100, 50), plain("b", 0, 100 + apart, 50)};
+    mls_layers both = {.list = list, .count = 2}, newest = {.list = list + 1, .count = 1};
+    mls_index_shard shards[] = {dense_shard("a", 0, 100, 50),
+                                dense_shard("b", 0, 100 + apart, 50)};
     if (same_shard) {
         shards[0].layers = &both;
     } else if (sparse) {
-        shards[1] = plain("b", 1, 0, 50);
-        shards[1].layers = &one;
+        shards[1] = dense_shard("b", 1, 0, 50);
+        shards[1].layers = &newest;
     }
     mls_index index = index_of(files, shards, same_shard ? 1 : 2);
     return mls_index_arrange(&index, &status);
 }
 
-TEST(no_byte_is_in_two_places)
+TEST(overlapping_shards_are_refused)
 {
     for (uint64_t apart = 0; apart < 60; apart += 7) {
         const mls_code expected = apart < 50 ? MLS_E_FORMAT : MLS_OK;
@@ -120,11 +122,12 @@ TEST(no_byte_is_in_two_places)
     CHECK(arrange(true, false, 50) == MLS_OK);
 }
 
-TEST(zeros_are_no_more_than_can_be_counted)
+TEST(total_size_overflow_is_refused)
 {
     mls_index_file files[2];
     mls_layers none = {0};
-    mls_index_shard shards[] = {plain("a", 0, 0, (size_t)INT64_MAX), plain("b", 0, 0, 1)};
+    mls_index_shard shards[] = {dense_shard("a", 0, 0, (size_t)INT64_MAX),
+                                dense_shard("b", 0, 0, 1)};
     shards[0].layers = shards[1].layers = &none;
     mls_index index = index_of(files, shards, 1);
     CHECK(mls_index_arrange(&index, &status) == MLS_OK);
@@ -143,7 +146,7 @@ static void check_key(mls_section section, const char *key, const char *name,
     CHECK(state == NULL || mls_str_is(id.state, state));
 }
 
-TEST(a_key_of_an_optimizer_ends_with_the_state)
+TEST(optimizer_key_ends_with_the_state_name)
 {
     check_key(MLS_PARAMS, "layer.0.weight", "layer.0.weight", NULL);
     check_key(MLS_OPTIM_STATE, "layer.0.weight.m", "layer.0.weight", "m");

@@ -17,7 +17,7 @@ static mls_index_source open_text(const char *text, mls_json_member *m)
     return (mls_index_source){.json = document, .st = &status};
 }
 
-TEST(numbers_are_read_in_turn)
+TEST(numbers_are_read_sequentially)
 {
     mls_json_member m;
     const mls_index_source in = open_text("{\"x\":\"0,17,9999999999999999999\"}", &m);
@@ -117,16 +117,16 @@ static const char *color_of(int i)
     return i == 0 ? "red" : "blue";
 }
 
-TEST(words_are_one_of_some)
+TEST(words_come_from_a_fixed_set)
 {
     mls_json_member m;
-    int which = 7;
+    int color = 7;
     const mls_index_source in = open_text("{\"x\":\"blue\"}", &m);
-    CHECK(mls_index_read_word(&in, m.node, "x", color_of, 2, "is no color", &which) ==
+    CHECK(mls_index_read_word(&in, m.node, "x", color_of, 2, "is no color", &color) ==
           MLS_OK);
-    CHECK(which == 1);
+    CHECK(color == 1);
     const mls_index_source other = open_text("{\"x\":\"blu\"}", &m);
-    CHECK(mls_index_read_word(&other, m.node, "x", color_of, 2, "is no color", &which) ==
+    CHECK(mls_index_read_word(&other, m.node, "x", color_of, 2, "is no color", &color) ==
           MLS_E_FORMAT);
     CHECK_TEXT(status.text, "\"x\" is no color");
     CHECK_TEXT(status.got, "\"blu\"");

@@ -26,14 +26,14 @@ static const char good[] = MLS_JSON_CHECKSUM_START
     "\n{\"section\":\"optim_state\",\"state\":\"m\",\"dtype\":\"F64\","
     "\"layout\":[[0,3]]}],\n\"shards\":{" SHARDS "},\n\"layers\":{" LAYERS "}}\n";
 
-TEST(the_good_index_is_good)
+TEST(unmodified_index_is_accepted)
 {
     char text[INDEX_ROOM];
     const size_t length = change_index(good, "\"rank\":3", "\"rank\":3", text);
     CHECK(parse_index(text, length, &status) == MLS_OK);
 }
 
-TEST(what_is_no_index_is_refused)
+TEST(other_documents_are_refused)
 {
     static const lie lies[] = {
         {"\"format\":\"mlstate.index\"", "\"format\":\"mlstate.manifest\"", "", "format"},
@@ -72,7 +72,7 @@ TEST(what_is_no_index_is_refused)
     CHECK_LIES(lies);
 }
 
-TEST(heads_that_lie_are_refused)
+TEST(bad_head_members_are_refused)
 {
     static const lie lies[] = {
         {"\"generation\":", "\"gen\":", "", "missing"},
@@ -114,7 +114,7 @@ TEST(heads_that_lie_are_refused)
     CHECK_LIES(lies);
 }
 
-TEST(paths_that_lead_elsewhere_are_refused)
+TEST(paths_outside_the_folder_are_refused)
 {
     static const char *const paths[] = {
         "",
@@ -169,8 +169,8 @@ TEST(paths_that_lead_elsewhere_are_refused)
         "file:///params/w.safetensors",
     };
     for (size_t i = 0; i < sizeof paths / sizeof paths[0]; i++) {
-        const lie one = {"params/w.safetensors", paths[i], "", "path"};
-        check_lies(good, &one, 1);
+        const lie edit = {"params/w.safetensors", paths[i], "", "path"};
+        check_lies(good, &edit, 1);
     }
     /* one byte too long */
     char path[MLS_PATH_BYTES + 2];
@@ -181,7 +181,7 @@ TEST(paths_that_lead_elsewhere_are_refused)
     check_lies(good, &longer, 1);
 }
 
-TEST(files_that_lie_are_refused)
+TEST(bad_file_entries_are_refused)
 {
     static const lie lies[] = {
         {"\"path\":", "\"paths\":", "", "missing"},
@@ -224,7 +224,7 @@ TEST(files_that_lie_are_refused)
     CHECK_LIES(lies);
 }
 
-TEST(kinds_that_lie_are_refused)
+TEST(bad_shard_kinds_are_refused)
 {
 #define F32 "\"section\":\"params\",\"dtype\":\"F32\""
     static const lie lies[] = {
@@ -297,7 +297,7 @@ TEST(shards_of_the_wrong_kind_are_refused)
     CHECK_LIES(lies);
 }
 
-TEST(shapes_that_lie_are_refused)
+TEST(bad_shapes_are_refused)
 {
     static const lie lies[] = {
         {"\"shape\":\"1048577;4,6;1,12;2;\",", "", "", "missing"},
@@ -339,7 +339,7 @@ TEST(shapes_that_lie_are_refused)
     CHECK_LIES(lies);
 }
 
-TEST(layouts_that_lie_are_refused)
+TEST(bad_layouts_are_refused)
 {
 #define LAYOUT "\"layout\":[[0,2],[\"flat\",3]]"
     static const lie lies[] = {
@@ -376,7 +376,7 @@ TEST(layouts_that_lie_are_refused)
     CHECK_LIES(lies);
 }
 
-TEST(ranges_that_lie_are_refused)
+TEST(bad_byte_ranges_are_refused)
 {
 #define OFFSETS "4096,1052680,4096,4120"
     static const lie lies[] = {
@@ -408,7 +408,7 @@ TEST(ranges_that_lie_are_refused)
     CHECK_LIES(lies);
 }
 
-TEST(checksums_that_lie_are_refused)
+TEST(bad_checksums_are_refused)
 {
 #define CRCS   "11111111fedcba980000000100000000"
 #define BLOCKS ",\n\"blocks\":\"2222222233333333\""
@@ -437,7 +437,7 @@ TEST(checksums_that_lie_are_refused)
 }
 
 /* A message contains the offset in the text, the expected value and the actual one. */
-TEST(messages_have_offset_and_values)
+TEST(messages_contain_offset_and_values)
 {
     static const struct {
         const char *from, *to, *at, *text, *expected, *got;
@@ -481,7 +481,7 @@ TEST(duplicates_are_refused)
     CHECK_LIES(lies);
 }
 
-TEST(every_value_may_be_anything_else)
+TEST(any_replaced_value_is_refused_or_harmless)
 {
     static const char *const values[] = {
         "null",   "true",
@@ -498,7 +498,7 @@ TEST(every_value_may_be_anything_else)
     CHECK(all > 700 && refused > all * 3 / 4);
 }
 
-TEST(every_piece_that_is_missing_is_missed)
+TEST(any_removed_piece_is_refused)
 {
     /* the good index without one of its bytes, with a correct checksum: at worst
      * refused */

@@ -7,7 +7,7 @@ static const mls_crc_kernels *crc(void)
     return mls_crc_of(MLS_CPU_SCALAR);
 }
 
-TEST(an_index_is_these_bytes_on_every_machine)
+TEST(index_bytes_match_the_reference)
 {
     static const char expected[] =
         "{\"checksum\":\"00000000\",\n"
@@ -60,9 +60,9 @@ TEST(an_index_is_these_bytes_on_every_machine)
                        .shards = &shard,
                        .shard_count = 1};
     mls_json_writer text = {0};
-    uint32_t whole = 0;
-    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &status) == MLS_OK);
-    CHECK(whole == crc()->update(0, text.data, text.length));
+    uint32_t checksum = 0;
+    REQUIRE(mls_index_build(&index, crc(), &text, &checksum, &status) == MLS_OK);
+    CHECK(checksum == crc()->update(0, text.data, text.length));
     CHECK(text.length == sizeof expected - 1);
     memset(text.data + 13, '0', 8); /* the digits of the checksum */
     CHECK(text.length == sizeof expected - 1 &&
@@ -70,7 +70,7 @@ TEST(an_index_is_these_bytes_on_every_machine)
     mls_json_writer_fini(&text);
 }
 
-TEST(a_shard_is_described_without_its_place)
+TEST(shard_description_omits_the_location)
 {
     mls_index_shard shard = {.id = {.section = MLS_PARAMS, .name = text("a\"b")},
                              .dtype = MLS_F32,

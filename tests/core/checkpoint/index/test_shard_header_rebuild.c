@@ -38,64 +38,64 @@ AFTER_EACH
 }
 
 /* Whether a file's header can be made, and equals the one in the file. */
-static bool is_made(size_t file)
+static bool is_rebuilt(size_t file)
 {
-    mls_json_writer made = {.most = HEADER_MOST};
+    mls_json_writer header = {.most = HEADER_MOST};
     mls_status st;
     size_t length = 0;
     unsigned char *written = read_pool_file(stored.files[file].path, &length);
-    const mls_code code = mls_shard_header_rebuild(&stored, file, crc, &made, &st);
-    const bool good = code == MLS_OK && written != NULL && made.length > 8 &&
-                      made.length <= length &&
-                      made.length == mls_load_le64(written) + 8 &&
-                      memcmp(made.data, written, made.length) == 0;
-    CHECK(good || (code == MLS_E_VALUE && made.length == 0));
-    mls_json_writer_fini(&made);
+    const mls_code code = mls_shard_header_rebuild(&stored, file, crc, &header, &st);
+    const bool good = code == MLS_OK && written != NULL && header.length > 8 &&
+                      header.length <= length &&
+                      header.length == mls_load_le64(written) + 8 &&
+                      memcmp(header.data, written, header.length) == 0;
+    CHECK(good || (code == MLS_E_VALUE && header.length == 0));
+    mls_json_writer_fini(&header);
     mls_free(written);
     return good;
 }
 
-TEST(every_header_is_what_was_written)
+TEST(rebuilt_headers_equal_written_headers)
 {
     CHECK(stored.file_count == 3);
     for (size_t i = 0; i < stored.file_count; i++) {
-        CHECK(is_made(i));
+        CHECK(is_rebuilt(i));
     }
 }
 
-TEST(a_file_with_tensors_that_are_not_listed_has_none)
+TEST(file_with_unlisted_tensors_is_not_rebuilt)
 {
     REQUIRE(stored.shard_count > 0);
     const size_t last = stored.shard_count - 1;
     const size_t file = stored.shards[last].file;
     stored.shards[last].version++;
-    CHECK(!is_made(file));
+    CHECK(!is_rebuilt(file));
     stored.shards[last].version--;
-    CHECK(is_made(file));
+    CHECK(is_rebuilt(file));
     stored.shard_count--; /* the shard of its only tensor */
-    CHECK(!is_made(file));
+    CHECK(!is_rebuilt(file));
     stored.shard_count++;
     stored.files[file].header_crc ^= 1;
-    CHECK(!is_made(file));
+    CHECK(!is_rebuilt(file));
     stored.files[file].header_crc ^= 1;
     stored.files[file].bytes++;
-    CHECK(!is_made(file));
+    CHECK(!is_rebuilt(file));
 }
 
-TEST(the_index_that_lists_all_of_a_file_is_found)
+TEST(rebuild_uses_the_index_that_lists_the_whole_file)
 {
     mls_index part = stored; /* lists the same files, but not all of their tensors */
     part.shard_count = 0;
     const mls_index both[] = {part, stored};
-    mls_json_writer made = {.most = HEADER_MOST};
+    mls_json_writer header = {.most = HEADER_MOST};
     REQUIRE(stored.file_count > 0);
     const char *path = stored.files[0].path;
-    CHECK(mls_shard_header_rebuild_path(both, 1, path, crc, &made, &status) ==
+    CHECK(mls_shard_header_rebuild_path(both, 1, path, crc, &header, &status) ==
           MLS_E_VALUE);
-    CHECK(mls_shard_header_rebuild_path(both, 2, "params/none", crc, &made, &status) ==
+    CHECK(mls_shard_header_rebuild_path(both, 2, "params/none", crc, &header, &status) ==
           MLS_E_VALUE);
-    CHECK(made.length == 0);
-    CHECK(mls_shard_header_rebuild_path(both, 2, path, crc, &made, &status) == MLS_OK);
-    CHECK(made.length > 8);
-    mls_json_writer_fini(&made);
+    CHECK(header.length == 0);
+    CHECK(mls_shard_header_rebuild_path(both, 2, path, crc, &header, &status) == MLS_OK);
+    CHECK(header.length > 8);
+    mls_json_writer_fini(&header);
 }

@@ -65,39 +65,39 @@ TEST(shards_of_one_layout_and_part_are_a_group)
 
 TEST(ranks_differ_in_parts_versions_and_tiers_only)
 {
-    mls_index_shard one[4], other[4];
-    const mls_index a = index_of(one, 0), b = index_of(other, 3);
-    other[1].version = 7;
-    other[2].tier = MLS_TIER_COLD;
+    mls_index_shard first[4], second[4];
+    const mls_index a = index_of(first, 0), b = index_of(second, 3);
+    second[1].version = 7;
+    second[2].tier = MLS_TIER_COLD;
     CHECK(same_bytes(&a, &b));
 }
 
-TEST(all_else_tells_patterns_apart)
+TEST(any_other_difference_changes_the_pattern)
 {
     static const signed char axes[] = {1, 0};
-    mls_index_shard one[4], other[4];
-    const mls_index a = index_of(one, 0);
+    mls_index_shard first[4], second[4];
+    const mls_index a = index_of(first, 0);
     mls_index b;
     for (int change = 0; change < 7; change++) {
-        b = index_of(other, 1);
+        b = index_of(second, 1);
         switch (change) {
         case 0:
-            other[0].id.name = text("a.a");
+            second[0].id.name = text("a.a");
             break;
         case 1:
-            other[0].dtype = MLS_F16;
+            second[0].dtype = MLS_F16;
             break;
         case 2:
-            other[3].shape = hundred, other[3].rank = 1;
+            second[3].shape = hundred, second[3].rank = 1;
             break;
         case 3:
-            other[3].layout = cut(0, 1);
+            second[3].layout = cut(0, 1);
             break;
         case 4:
-            other[2].part = 2;
+            second[2].part = 2;
             break; /* two groups instead of one */
         case 5:
-            other[3].axes = axes;
+            second[3].axes = axes;
             break;
         default:
             b.shard_count = 3;
@@ -105,12 +105,12 @@ TEST(all_else_tells_patterns_apart)
         }
         CHECK(!same_bytes(&a, &b));
     }
-    b = index_of(other, 1);
+    b = index_of(second, 1);
     CHECK(same_bytes(&a, &b));
 }
 
 /* One part of each of many layouts: as many groups as shards. */
-TEST(too_many_groups_are_no_pattern)
+TEST(more_groups_than_the_limit_disable_patterns)
 {
     mls_index_shard shards[MOST];
     mls_index index = {.shards = shards, .shard_count = MLS_PATTERN_GROUPS};
@@ -134,17 +134,17 @@ TEST(too_many_groups_are_no_pattern)
 /* The groups of a tensor in three indexes, the second has too many groups. */
 TEST(places_are_the_groups_that_list_a_tensor)
 {
-    mls_index_shard one[4], two[MOST], three[4];
+    mls_index_shard first[4], second[MOST], third[4];
     mls_index indexes[3] = {
-        index_of(one, 0), {.shards = two, .shard_count = MOST}, index_of(three, 2)};
+        index_of(first, 0), {.shards = second, .shard_count = MOST}, index_of(third, 2)};
     for (size_t i = 0; i < MOST; i++) {
-        two[i] = shard_of("a.c", cut(0, MOST), i);
+        second[i] = shard_of("a.c", cut(0, MOST), i);
     }
-    three[0] = shard_of("a.c", cut(1, 6), 1); /* two parts of "a.c" */
+    third[0] = shard_of("a.c", cut(1, 6), 1); /* two parts of "a.c" */
     mls_index_pattern *patterns = mls_index_patterns_new(indexes, 3, &status);
     REQUIRE(patterns != NULL);
     static const char *const names[] = {"a", "a.b", "a.c", "e", "f"};
-    static const mls_index_pattern_place wanted[5][3] = {
+    static const mls_index_pattern_place expected[5][3] = {
         {{0}}, {{0, 0}}, {{0, 1}, {2, 0}, {2, 1}}, {{0, 2}, {2, 3}}, {{0}}};
     static const size_t counts[] = {0, 1, 3, 2, 0};
     for (size_t i = 0; i < 5; i++) {
@@ -152,8 +152,8 @@ TEST(places_are_the_groups_that_list_a_tensor)
         mls_json_writer places = {.most = 1 << 20};
         mls_index_pattern_places(indexes, patterns, 3, &id, &places);
         REQUIRE(places.code == MLS_OK &&
-                places.length == counts[i] * sizeof wanted[0][0]);
-        CHECK(counts[i] == 0 || memcmp(places.data, wanted[i], places.length) == 0);
+                places.length == counts[i] * sizeof expected[0][0]);
+        CHECK(counts[i] == 0 || memcmp(places.data, expected[i], places.length) == 0);
         mls_json_writer_fini(&places);
     }
     mls_index_patterns_free(patterns, 3);

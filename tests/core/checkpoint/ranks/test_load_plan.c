@@ -63,7 +63,7 @@ static mls_wanted *add(const char *key)
 }
 
 /* Add all of a tensor. */
-static mls_wanted *add_whole(const char *key)
+static mls_wanted *add_full(const char *key)
 {
     const mls_cutting none = {0};
     mls_wanted *w = add(key);
@@ -71,7 +71,7 @@ static mls_wanted *add_whole(const char *key)
     return w;
 }
 
-TEST(tensors_are_found_in_any_order)
+TEST(tensors_are_looked_up_in_any_order)
 {
     static const char *const keys[] = {"rows", "twice", "whole", "w.m", "rows", "whole"};
     for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
@@ -82,20 +82,20 @@ TEST(tensors_are_found_in_any_order)
     CHECK(add("w") == NULL && add("") == NULL && f.plan.count == 6);
 }
 
-TEST(a_part_is_cut_as_asked)
+TEST(requested_part_is_selected)
 {
     const mls_cutting none = {0}, third = {.index = 2, .world = 4};
     const mls_cutting layout = {.has_layout = true, .layout = cut(0, 4), .index = 1};
     mls_wanted *rows = add("rows"), *twice = add("twice");
-    mls_wanted *whole = add("whole"), *state = add("w.m");
-    REQUIRE(rows != NULL && twice != NULL && whole != NULL && state != NULL);
+    mls_wanted *full = add("whole"), *state = add("w.m");
+    REQUIRE(rows != NULL && twice != NULL && full != NULL && state != NULL);
     CHECK(mls_wanted_cut(rows, &none, &status) == MLS_OK);
     CHECK(rows->part.length[0] == ROWS && mls_wanted_bytes(rows) == ROWS * COLUMNS);
     /* the stored layout, for another world */
     CHECK(mls_wanted_cut(rows, &third, &status) == MLS_OK);
     CHECK(rows->part.start[0] == 4 && rows->part.length[0] == 2);
-    CHECK(mls_wanted_cut(whole, &third, &status) == MLS_OK &&
-          whole->part.length[0] == ROWS);
+    CHECK(mls_wanted_cut(full, &third, &status) == MLS_OK &&
+          full->part.length[0] == ROWS);
     /* by a layout of the parameter: the first axis of "w" is the second one of its
      * state */
     CHECK(mls_wanted_cut(twice, &layout, &status) == MLS_OK &&
@@ -107,7 +107,7 @@ TEST(a_part_is_cut_as_asked)
     CHECK_TEXT(status.name, "twice");
 }
 
-TEST(elements_of_the_whole_tensor_are_a_part)
+TEST(element_range_of_the_full_tensor_is_a_part)
 {
     mls_wanted *w = add("whole");
     REQUIRE(w != NULL);
@@ -119,7 +119,7 @@ TEST(elements_of_the_whole_tensor_are_a_part)
     CHECK_TEXT(status.text, "elements 0 to 49 do not exist: the tensor has 48");
 }
 
-TEST(another_whole_tensor_is_refused)
+TEST(different_full_shape_is_refused)
 {
     const size_t other[] = {ROWS + 1, COLUMNS};
     const mls_wanted *w = add("whole");
@@ -157,8 +157,8 @@ TEST(parts_are_read_to_their_targets)
     size_t failed;
     mls_tensor view = tensor_of(packed, MLS_U8, 2, matrix);
     mls_load_target targets[2];
-    const mls_wanted *rows = add_whole("rows"), *whole = add_whole("whole");
-    REQUIRE(rows != NULL && whole != NULL);
+    const mls_wanted *rows = add_full("rows"), *full = add_full("whole");
+    REQUIRE(rows != NULL && full != NULL);
     REQUIRE(mls_load_target_init(&targets[0], &view, &status) == MLS_OK);
     CHECK(targets[0].data == packed && targets[0].strided == NULL);
     view.data = strided;
@@ -168,7 +168,7 @@ TEST(parts_are_read_to_their_targets)
     REQUIRE(mls_load_target_init(&targets[1], &view, &status) == MLS_OK);
     CHECK(targets[1].data == NULL && targets[1].strided != NULL);
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_OK);
-    CHECK(f.plan.piece_count == 3 && rows->count == 2 && whole->first == 2);
+    CHECK(f.plan.piece_count == 3 && rows->count == 2 && full->first == 2);
     REQUIRE(mls_load_plan_place_all(&f.plan, targets, &status) == MLS_OK);
     const mls_read_request request = {.folder = pool_fd,
                                       .pieces = f.plan.pieces,
@@ -186,14 +186,14 @@ TEST(parts_are_read_to_their_targets)
 }
 
 /* Mapped parts are not read: their read ranges are removed. */
-TEST(pieces_that_are_kept_move_up)
+TEST(kept_pieces_are_compacted)
 {
     unsigned char memory;
     size_t used = 0;
     const char *file;
     static const char *const keys[] = {"rows", "twice", "whole"};
     for (size_t i = 0; i < 3; i++) {
-        REQUIRE(add_whole(keys[i]) != NULL);
+        REQUIRE(add_full(keys[i]) != NULL);
     }
     /* one of the four parts of "twice" is stored, so the tensor is incomplete */
     CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_E_FORMAT);
@@ -201,7 +201,7 @@ TEST(pieces_that_are_kept_move_up)
     mls_load_plan_fini(&f.plan);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 8, &status) == MLS_OK);
     for (size_t i = 0; i < 3; i += 2) {
-        REQUIRE(add_whole(keys[i]) != NULL);
+        REQUIRE(add_full(keys[i]) != NULL);
     }
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_OK);
     const mls_stored_shard *last = f.plan.pieces[2].shard;
@@ -211,7 +211,7 @@ TEST(pieces_that_are_kept_move_up)
     CHECK(f.plan.pieces[0].data == &memory);
 }
 
-TEST(a_file_of_another_length_is_found_before_memory_is_asked_for)
+TEST(wrong_file_length_is_refused_before_allocation)
 {
     const mls_cutting none = {0};
     const char *file;
@@ -226,7 +226,7 @@ TEST(a_file_of_another_length_is_found_before_memory_is_asked_for)
 
 /* A megabyte of zeros with one nonzero byte: in zeroed memory, zeros are not written and
  * their pages stay untouched. */
-TEST(long_zeros_are_left_to_zeroed_memory)
+TEST(long_zero_runs_are_not_written)
 {
     const char *file;
     mls_shards_written written;
@@ -241,7 +241,7 @@ TEST(long_zeros_are_left_to_zeroed_memory)
     const mls_index *index = &f.index;
     REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &status) == MLS_OK);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 1, &status) == MLS_OK);
-    const mls_wanted *w = add_whole("zeros");
+    const mls_wanted *w = add_full("zeros");
     REQUIRE(w != NULL);
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_OK);
     CHECK(w->long_zeros && w->count == 2);

@@ -36,8 +36,8 @@ static void add(rank *r, const char *name, mls_dtype dtype, int dims, const size
                                .part = part,
                                .version = 1,
                                .offset = r->file.bytes};
-    const mls_part whole = mls_index_part(shard);
-    shard->bytes = mls_part_count(&whole) * mls_dtype_of(dtype)->item_bytes;
+    const mls_part full_part = mls_index_part(shard);
+    shard->bytes = mls_part_count(&full_part) * mls_dtype_of(dtype)->item_bytes;
     r->file.bytes += shard->bytes;
 }
 
@@ -109,7 +109,7 @@ TEST(parts_of_all_ranks_come_together)
     mls_merged_index_fini(&merged); /* zeroed */
 }
 
-TEST(what_is_not_there_is_not_found)
+TEST(absent_tensors_return_no_index)
 {
     static const char *const absent[] = {"", "only", "only.4", "w.", "x"};
     REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
@@ -126,7 +126,7 @@ TEST(what_is_not_there_is_not_found)
 }
 
 /* Replicated tensors: the first index in the list wins. */
-TEST(a_part_that_several_have_is_the_first_ranks)
+TEST(replicated_part_belongs_to_the_first_rank)
 {
     for (size_t i = 0; i < 3; i++) {
         ranks[i] = rank_of(i + 1);
@@ -142,7 +142,7 @@ TEST(a_part_that_several_have_is_the_first_ranks)
     CHECK(merged.shards[2].index->rank == 1);
 }
 
-TEST(ranks_that_do_not_agree_are_refused)
+TEST(disagreeing_ranks_are_refused)
 {
     const size_t other[] = {6, 8};
     for (size_t i = 0; i < 5; i++) {
@@ -188,7 +188,7 @@ TEST(a_file_of_several_ranks_is_one_file)
     merged = (mls_merged_index){0};
 }
 
-TEST(only_what_has_something_of_a_part_is_read)
+TEST(only_intersecting_shards_are_read)
 {
     REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     static const size_t counts[] = {2, 2, 1}; /* rows 0 .. 3, 3 .. 6, 6 .. 8 of 2 each */
@@ -214,15 +214,15 @@ TEST(only_what_has_something_of_a_part_is_read)
     CHECK(count == 0);
 }
 
-TEST(a_part_that_nobody_has_is_missed_where_it_is_wanted)
+TEST(missing_part_is_an_error_only_if_requested)
 {
     indexes[1] = indexes[3]; /* rows 2 .. 4 are missing */
     REQUIRE(mls_merged_index_init(&merged, indexes, 3, &status) == MLS_OK);
     const mls_tensor_id id = id_of("w");
     const mls_merged_index_tensor *w =
         &merged.tensors[mls_merged_index_find(&merged, &id)];
-    const mls_part whole = part_at((mls_layout){0}, 2, matrix, 0);
-    CHECK(find_pieces(w, &whole) == MLS_E_FORMAT);
+    const mls_part full_part = part_at((mls_layout){0}, 2, matrix, 0);
+    CHECK(find_pieces(w, &full_part) == MLS_E_FORMAT);
     CHECK_TEXT(status.name, "w");
     CHECK(strstr(status.text, "3 of its 4 parts") != NULL);
     CHECK(strstr(status.text, "36 of the 48 requested elements") != NULL);
@@ -239,7 +239,7 @@ TEST(a_part_that_nobody_has_is_missed_where_it_is_wanted)
 }
 
 /* The work does not grow with the number of parts. */
-TEST(any_number_of_parts_may_be_claimed)
+TEST(huge_part_counts_are_handled)
 {
     rank r = rank_of(0);
     add(&r, "w", MLS_U8, 1, hundred, cut(0, 1000000000), 7);
@@ -252,7 +252,7 @@ TEST(any_number_of_parts_may_be_claimed)
     CHECK(find_pieces(merged.tensors, &eighth) == MLS_E_FORMAT);
 }
 
-TEST(what_lies_in_one_run_needs_no_copy)
+TEST(contiguous_part_is_read_in_place)
 {
     REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
     const mls_merged_index_tensor *w = &merged.tensors[4];
@@ -276,7 +276,7 @@ TEST(what_lies_in_one_run_needs_no_copy)
 
 /* Part 0 of w, rows 0 and 1: the first half of row 0 in an old layer, then its second
  * sixth in a new one; nothing else. */
-TEST(layers_are_read_where_they_show_something)
+TEST(only_visible_overlay_ranges_are_read)
 {
     const mls_row_range old = {0, 3, 0}, new = {1, 1, 0};
     mls_layer list[] = {

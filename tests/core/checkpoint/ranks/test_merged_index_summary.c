@@ -22,14 +22,14 @@ TEST(a_tensor_is_summed_over_its_shards)
     mls_merged_index_shard places[] = {{.shard = &shards[0]}, {.shard = &shards[1]}};
     const mls_merged_index merged = {.shards = places, .shard_count = 2};
     const mls_merged_index_tensor both = {.from = 0, .count = 2},
-                                  one = {.from = 0, .count = 1};
+                                  group = {.from = 0, .count = 1};
     const mls_tensor_summary sum = mls_tensor_summarize(&merged, &both);
     CHECK(sum.bytes == 80 && sum.stored_bytes == 40 + 20 + 5);
     CHECK(sum.version == 9 && sum.sparse == 1);
     REQUIRE(sum.codec != NULL);
     CHECK_TEXT(sum.codec, "zstd");
-    const mls_tensor_summary plain = mls_tensor_summarize(&merged, &one);
-    CHECK(plain.codec == NULL && plain.sparse == 0 && plain.stored_bytes == 40);
+    const mls_tensor_summary dense = mls_tensor_summarize(&merged, &group);
+    CHECK(dense.codec == NULL && dense.sparse == 0 && dense.stored_bytes == 40);
     CHECK(mls_layer_element_bytes(&list[0]) == 20);
     CHECK(mls_layer_element_bytes(&list[1]) == 12);
 }
@@ -47,7 +47,8 @@ TEST(an_index_is_summed_over_its_shards)
 
 TEST(visible_elements_are_counted)
 {
-    const mls_row_range extents[] = {{.begin = 0, .count = 3}, {.begin = 9, .count = 4}};
-    const mls_layer layer = {.visible = extents, .visible_count = 2};
+    const mls_row_range row_ranges[] = {{.begin = 0, .count = 3},
+                                        {.begin = 9, .count = 4}};
+    const mls_layer layer = {.visible = row_ranges, .visible_count = 2};
     CHECK(mls_layer_visible_bytes(&layer, 8) == 7 * 8);
 }

@@ -28,7 +28,7 @@ static mls_read_range piece_of(const mls_stored_shard *shard)
     return (mls_read_range){.shard = shard, .to = shard->part, .data = &somewhere};
 }
 
-TEST(a_large_shard_is_cut_at_blocks_and_all_of_it_is_read)
+TEST(large_shard_is_split_at_blocks_and_read_completely)
 {
     const size_t bytes = 40 * (size_t)BLOCK + 3;
     const mls_stored_shard shard = shard_of("a", 100, bytes);
@@ -70,7 +70,7 @@ TEST(small_shards_share_a_task_in_the_order_of_their_files)
 
 /* Destinations that are made first are filled first, whatever the names of their
  * files. */
-TEST(files_are_read_in_the_order_in_which_they_are_wanted)
+TEST(files_are_read_in_destination_order)
 {
     static const char *const files[FEW] = {"10", "10", "2", "2", "1", "1"};
     mls_stored_shard shards[FEW];
@@ -88,7 +88,7 @@ TEST(files_are_read_in_the_order_in_which_they_are_wanted)
     mls_read_plan_fini(&plan);
 }
 
-TEST(zeros_that_are_there_already_are_one_span_however_long)
+TEST(existing_zeros_need_one_task_at_any_length)
 {
     const mls_stored_shard shard = shard_of(NULL, 0, 100 * (size_t)BLOCK);
     mls_read_range piece = piece_of(&shard);
@@ -142,7 +142,7 @@ TEST(tasks_along_a_file_are_a_queue)
     mls_read_plan_fini(&plan);
 }
 
-TEST(nothing_makes_no_task)
+TEST(empty_plan_has_no_tasks)
 {
     mls_read_plan plan = {0};
     size_t planned = 9;

@@ -161,11 +161,11 @@ static size_t pack(const mls_part *part, const unsigned char *tensor, size_t ite
                    unsigned char *out)
 {
     size_t elements[ELEMENTS];
-    const size_t kept = elements_of(part, shape, elements);
-    for (size_t i = 0; i < kept; i++) {
+    const size_t count = elements_of(part, shape, elements);
+    for (size_t i = 0; i < count; i++) {
         memcpy(out + i * item, tensor + elements[i] * item, item);
     }
-    return kept;
+    return count;
 }
 
 /* A tensor with all its parts stored, in two files. */
@@ -260,19 +260,19 @@ static void convert(size_t item, size_t first, size_t step, size_t threads)
     free(t);
 }
 
-TEST(every_layout_is_read_into_every_other)
+TEST(every_layout_converts_to_every_other)
 {
     convert(4, 0, 1, 1);
 }
 
-TEST(elements_lie_across_the_ends_of_blocks)
+TEST(elements_crossing_block_ends_are_read)
 {
     /* about 8 blocks in all, and no element is aligned to a block or a step */
     convert(150001, 0, 11, 1);
 }
 
 /* A destination less than a cache line ahead of the file offset, modulo 4 KiB. */
-TEST(slow_copies_take_the_way_through_a_buffer)
+TEST(page_aliased_copies_use_a_buffer)
 {
     enum { BYTES = 700001, PAGE = 4096 };
     static const struct {
@@ -298,12 +298,12 @@ TEST(slow_copies_take_the_way_through_a_buffer)
     free(data);
 }
 
-TEST(several_threads_read_what_one_reads)
+TEST(several_threads_read_like_one_thread)
 {
     convert(150001, 3, 11, 4);
 }
 
-TEST(short_and_interrupted_reads_go_on)
+TEST(short_and_interrupted_reads_are_continued)
 {
     short_reads = 70001;
     atomic_store(&interrupted, 50);
@@ -469,13 +469,13 @@ typedef struct place_maker {
     int early;  /* calls of pread and preadv before all destinations were allocated */
 } place_maker;
 
-static bool make_places(void *context, mls_ready_counter *made)
+static bool make_places(void *context, mls_ready_counter *ready)
 {
     place_maker *m = context;
     for (size_t i = 0; i < SMALL && i < m->allowed; i++) {
         m->pieces[i].data = m->places[i];
         if (i % 10 == 9) {
-            mls_ready_counter_advance(made, i + 1);
+            mls_ready_counter_advance(ready, i + 1);
         }
         for (int k = 0; m->waits && i == SMALL / 2 && k < 5000; k++) {
             usleep(atomic_load(&calls) == 0 ? 1000 : 0);
@@ -500,7 +500,7 @@ static void take_pieces(place_maker *m, const crowd *c, bool in_order)
     atomic_store(&calls, 0);
 }
 
-TEST(places_may_be_made_while_others_are_read_to)
+TEST(destinations_are_allocated_while_reading)
 {
     static place_maker m;
     crowd *c = crowd_new();
@@ -521,7 +521,7 @@ TEST(places_may_be_made_while_others_are_read_to)
     crowd_free(c);
 }
 
-TEST(places_that_cannot_be_made_stop_the_reading)
+TEST(failed_destination_allocation_stops_reading)
 {
     static place_maker m;
     crowd *c = crowd_new();
@@ -545,7 +545,7 @@ TEST(places_that_cannot_be_made_stop_the_reading)
 
 /* ---- damage ---- */
 
-TEST(damage_is_found_where_it_is)
+TEST(damage_is_reported_with_its_offset)
 {
     enum { BYTES = 3 * BLOCK + 5000 };
     static const size_t places[] = {0, BLOCK - 1, BLOCK, 2 * BLOCK + 77, BYTES - 1};
@@ -605,7 +605,7 @@ TEST(the_first_damaged_block_is_reported)
 
 /* ---- files that differ from the index ---- */
 
-TEST(a_file_that_is_gone_is_an_error_of_the_system)
+TEST(missing_file_raises_a_system_error)
 {
     unsigned char data[100] = {1}, got[100];
     mls_stored_shard shard = store("gone", data, sizeof data);
@@ -675,7 +675,7 @@ TEST(records_that_point_beyond_the_file_are_refused)
     drop(&shard);
 }
 
-TEST(a_file_that_is_cut_off_meanwhile_is_noticed)
+TEST(file_truncated_while_reading_is_reported)
 {
     enum { BYTES = 3 * BLOCK };
     unsigned char *data = noise(BYTES), *got = malloc(BYTES);
@@ -697,7 +697,7 @@ TEST(a_file_that_is_cut_off_meanwhile_is_noticed)
 
 /* ---- nothing to do ---- */
 
-TEST(nothing_in_common_opens_no_file)
+TEST(disjoint_part_opens_no_file)
 {
     unsigned char got[4];
     size_t failed = 99;
@@ -724,12 +724,12 @@ TEST(nothing_in_common_opens_no_file)
 
 TEST(a_scalar_is_read)
 {
-    const mls_part one = {.rank = 0, .end = 1};
+    const mls_part scalar_part = {.rank = 0, .end = 1};
     unsigned char got[8] = {0};
     mls_stored_shard shard = store("scalar", (const unsigned char *)"12345678", 8);
     shard.item_bytes = 8;
-    *(mls_part *)(uintptr_t)shard.part = one;
-    CHECK(read_one(&shard, &one, got, true, &status) == MLS_OK);
+    *(mls_part *)(uintptr_t)shard.part = scalar_part;
+    CHECK(read_one(&shard, &scalar_part, got, true, &status) == MLS_OK);
     CHECK(memcmp(got, "12345678", 8) == 0);
     drop(&shard);
 }

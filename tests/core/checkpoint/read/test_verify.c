@@ -89,12 +89,12 @@ static const mls_index_file *file_of(size_t shard)
 /* The problems found; checks that no file stays open. */
 static mls_problems verify_with(mls_pool *pool)
 {
-    mls_problems found = {0};
+    mls_problems problems = {0};
     mls_status st;
     const int before = next_descriptor();
-    CHECK(mls_index_verify(pool_fd, &s.index, crc, pool, NULL, &found, &st) == MLS_OK);
+    CHECK(mls_index_verify(pool_fd, &s.index, crc, pool, NULL, &problems, &st) == MLS_OK);
     CHECK(next_descriptor() == before); /* no file stayed open */
-    return found;
+    return problems;
 }
 
 /* Whether one thread and several threads find exactly this problem. */
@@ -103,21 +103,21 @@ static bool only(mls_problem_kind kind, size_t file, size_t shard, uint64_t offs
 {
     bool good = true;
     for (int several = 0; several < 2; several++) {
-        mls_problems found = verify_with(several ? four_threads : NULL);
-        const mls_problem *p = found.list;
-        good = good && found.count == 1 && p->kind == kind && p->file == file &&
+        mls_problems problems = verify_with(several ? four_threads : NULL);
+        const mls_problem *p = problems.list;
+        good = good && problems.count == 1 && p->kind == kind && p->file == file &&
                p->shard == shard && p->offset == offset && p->bytes == bytes &&
                p->text[0] != '\0';
-        mls_problems_fini(&found);
+        mls_problems_fini(&problems);
     }
     return good;
 }
 
-static bool nothing_wrong(void)
+static bool has_no_problems(void)
 {
-    mls_problems found = verify_with(four_threads);
-    const bool good = found.count == 0;
-    mls_problems_fini(&found);
+    mls_problems problems = verify_with(four_threads);
+    const bool good = problems.count == 0;
+    mls_problems_fini(&problems);
     return good;
 }
 
@@ -131,19 +131,20 @@ TEST(good_files_have_no_problems)
         bytes += s.index.files[i].bytes;
     }
     for (int several = 0; several < 2; several++) {
-        mls_problems found = verify_with(several ? four_threads : NULL);
-        CHECK(found.count == 0 && found.bytes_read == bytes); /* all bytes of all files */
-        mls_problems_fini(&found);
+        mls_problems problems = verify_with(several ? four_threads : NULL);
+        CHECK(problems.count == 0 &&
+              problems.bytes_read == bytes); /* all bytes of all files */
+        mls_problems_fini(&problems);
     }
 }
 
-TEST(no_shards_are_no_problem)
+TEST(index_without_shards_verifies)
 {
     s.index.world_size = 1;
-    mls_problems found = verify_with(four_threads);
-    CHECK(found.count == 0 && found.bytes_read == 0);
-    mls_problems_fini(&found);
-    mls_problems_fini(&found); /* zeroed */
+    mls_problems problems = verify_with(four_threads);
+    CHECK(problems.count == 0 && problems.bytes_read == 0);
+    mls_problems_fini(&problems);
+    mls_problems_fini(&problems); /* zeroed */
 }
 
 /* Which tensor of the segment a problem names, and where. */
@@ -157,7 +158,7 @@ static bool altered_in(const mls_problem *p, uint64_t offset)
 }
 
 /* Every bit of the segment, but only one bit of each byte of padding. */
-TEST(every_flipped_bit_is_found)
+TEST(every_flipped_bit_is_detected)
 {
     store(2000);
     const mls_index_file *file = file_of(C);
@@ -168,26 +169,26 @@ TEST(every_flipped_bit_is_found)
         const bool padding = at < PAYLOAD && all[at] == ' ' && all[at - 1] == ' ';
         for (unsigned bit = padding ? 7 - at % 8 : 0; bit < 8; bit += padding ? 8 : 1) {
             CHECK(flip(file->path, at, 1U << bit));
-            mls_problems found = verify_with(NULL);
-            missed += found.count == 0;
-            if (found.count > 0) {
-                const mls_problem *p = found.list;
+            mls_problems problems = verify_with(NULL);
+            missed += problems.count == 0;
+            if (problems.count > 0) {
+                const mls_problem *p = problems.list;
                 const bool header =
                     (p->kind == MLS_PROBLEM_HEADER || p->kind == MLS_PROBLEM_FOREIGN) &&
                     p->shard == SIZE_MAX && p->offset == 0 && p->bytes == PAYLOAD;
-                wrong += found.count != 1 || p->file != s.index.shards[C].file ||
+                wrong += problems.count != 1 || p->file != s.index.shards[C].file ||
                          !(at < PAYLOAD ? header : altered_in(p, at));
             }
-            mls_problems_fini(&found);
+            mls_problems_fini(&problems);
             CHECK(flip(file->path, at, 1U << bit));
         }
     }
     CHECK(missed == 0 && wrong == 0);
-    CHECK(nothing_wrong());
+    CHECK(has_no_problems());
     mls_free(all);
 }
 
-TEST(damage_is_told_by_block)
+TEST(damage_is_reported_per_block)
 {
     static const size_t places[] = {
         0, BLOCK - 1, BLOCK, 8 * BLOCK - 1, 8 * BLOCK, 16 * BLOCK + 12345, LARGE - 1};
@@ -200,10 +201,10 @@ TEST(damage_is_told_by_block)
             only(MLS_PROBLEM_ALTERED, s.index.shards[A].file, A, PAYLOAD + start, bytes));
         CHECK(flip(file_of(A)->path, PAYLOAD + places[i], 0x80));
     }
-    CHECK(nothing_wrong());
+    CHECK(has_no_problems());
 }
 
-TEST(everything_is_listed_by_file_and_offset)
+TEST(problems_are_sorted_by_file_and_offset)
 {
     store(LARGE);
     CHECK(flip(file_of(A)->path, PAYLOAD + 17 * BLOCK, 1));
@@ -212,29 +213,29 @@ TEST(everything_is_listed_by_file_and_offset)
     CHECK(unlinkat(pool_fd, file_of(B)->path, 0) == 0);
     CHECK(flip(file_of(C)->path, s.index.shards[E].offset, 1));
     for (int round = 0; round < 10; round++) {
-        mls_problems found = verify_with(four_threads);
+        mls_problems problems = verify_with(four_threads);
         size_t kinds[MLS_PROBLEM_COUNT] = {0};
-        CHECK(found.count == 5);
-        for (size_t i = 0; i < found.count; i++) {
-            const mls_problem *p = &found.list[i];
+        CHECK(problems.count == 5);
+        for (size_t i = 0; i < problems.count; i++) {
+            const mls_problem *p = &problems.list[i];
             kinds[p->kind]++;
             CHECK(i == 0 || p[-1].file < p->file ||
                   (p[-1].file == p->file && p[-1].offset < p->offset));
         }
         CHECK(kinds[MLS_PROBLEM_ALTERED] == 3 && kinds[MLS_PROBLEM_MISSING] == 1);
         CHECK(kinds[MLS_PROBLEM_HEADER] + kinds[MLS_PROBLEM_FOREIGN] == 1);
-        mls_problems_fini(&found);
+        mls_problems_fini(&problems);
     }
 }
 
-TEST(a_missing_file_is_told_once)
+TEST(missing_file_is_reported_once)
 {
     store(2000);
     CHECK(unlinkat(pool_fd, file_of(C)->path, 0) == 0); /* three tensors */
     CHECK(only(MLS_PROBLEM_MISSING, s.index.shards[C].file, SIZE_MAX, 0, PAYLOAD + 67));
 }
 
-TEST(another_length_is_told_where_it_begins)
+TEST(wrong_length_is_reported_at_its_offset)
 {
     store(2000);
     const size_t file = s.index.shards[B].file;
@@ -246,7 +247,7 @@ TEST(another_length_is_told_where_it_begins)
     CHECK(only(MLS_PROBLEM_LENGTH, file, SIZE_MAX, PAYLOAD + 5000, 3));
 }
 
-TEST(what_is_no_file_is_foreign)
+TEST(non_regular_file_is_foreign)
 {
     store(2000);
     const size_t file = s.index.shards[B].file;
@@ -261,7 +262,7 @@ TEST(what_is_no_file_is_foreign)
 }
 
 /* The same tensor from another save: a good file that the index does not describe. */
-TEST(a_good_file_in_the_place_of_another_is_foreign)
+TEST(swapped_files_are_foreign)
 {
     store(2000);
     mls_shards_written written;
@@ -271,11 +272,11 @@ TEST(a_good_file_in_the_place_of_another_is_foreign)
     mls_index other = write_all(&job, &written);
     REQUIRE(other.file_count == 1 && other.files[0].bytes == file_of(B)->bytes);
     CHECK(renameat(pool_fd, other.files[0].path, pool_fd, file_of(B)->path) == 0);
-    mls_problems found = verify_with(four_threads);
-    REQUIRE(found.count == 2);
-    CHECK(found.list[0].kind == MLS_PROBLEM_FOREIGN && found.list[0].offset == 0);
-    CHECK(found.list[1].kind == MLS_PROBLEM_ALTERED && found.list[1].shard == B);
-    mls_problems_fini(&found);
+    mls_problems problems = verify_with(four_threads);
+    REQUIRE(problems.count == 2);
+    CHECK(problems.list[0].kind == MLS_PROBLEM_FOREIGN && problems.list[0].offset == 0);
+    CHECK(problems.list[1].kind == MLS_PROBLEM_ALTERED && problems.list[1].shard == B);
+    mls_problems_fini(&problems);
     mls_index_fini(&other);
 }
 
@@ -304,57 +305,58 @@ TEST(a_record_that_the_header_contradicts_is_foreign)
     shard->dtype = MLS_I8; /* of the same size */
     CHECK(only(MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD));
     shard->dtype = MLS_U8;
-    CHECK(nothing_wrong());
+    CHECK(has_no_problems());
     shard->offset++;
-    mls_problems found = verify_with(NULL);
-    CHECK(found.count == 2 && found.list[0].kind == MLS_PROBLEM_FOREIGN);
-    mls_problems_fini(&found);
+    mls_problems problems = verify_with(NULL);
+    CHECK(problems.count == 2 && problems.list[0].kind == MLS_PROBLEM_FOREIGN);
+    mls_problems_fini(&problems);
 }
 
 /* All of them have the same offset, that of the next tensor. */
-TEST(empty_tensors_of_other_dtypes_are_told_apart)
+TEST(empty_tensors_of_different_dtypes_are_distinguished)
 {
     static const size_t none[] = {0}, three[] = {3};
     static const mls_dtype dtypes[] = {MLS_U8, MLS_F64, MLS_F32, MLS_I8};
     static const char *const names[] = {"a", "b", "c", "d"};
     mls_shard_item items[5];
     mls_shards_written written;
-    mls_problems found = {0};
+    mls_problems problems = {0};
     for (size_t i = 0; i < 4; i++) {
         items[i] = item_of(names[i], NULL, dtypes[i], 1, none, "");
     }
     items[4] = item_of("e", NULL, MLS_U8, 1, three, "abc");
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
     mls_index index = write_all(&job, &written);
-    CHECK(mls_index_verify(pool_fd, &index, crc, NULL, NULL, &found, &status) == MLS_OK);
-    CHECK(index.shard_count == 5 && index.file_count == 1 && found.count == 0);
-    mls_problems_fini(&found);
+    CHECK(mls_index_verify(pool_fd, &index, crc, NULL, NULL, &problems, &status) ==
+          MLS_OK);
+    CHECK(index.shard_count == 5 && index.file_count == 1 && problems.count == 0);
+    mls_problems_fini(&problems);
     mls_index_fini(&index);
 }
 
-TEST(what_the_system_refuses_is_unreadable)
+TEST(failed_reads_are_reported_as_unreadable)
 {
     store(2000);
     /* files are read in turn: length, header, then the shards, small ones together */
     for (int reads = 0; reads < 7; reads++) {
         bad.file = 0;
         atomic_store(&reads_until_failure, reads);
-        mls_problems found = verify_with(NULL);
-        CHECK(atomic_load(&reads_until_failure) < 0 && found.count == 1);
-        if (found.count == 1) {
-            const mls_problem *p = found.list;
+        mls_problems problems = verify_with(NULL);
+        CHECK(atomic_load(&reads_until_failure) < 0 && problems.count == 1);
+        if (problems.count == 1) {
+            const mls_problem *p = problems.list;
             CHECK(p->kind == MLS_PROBLEM_UNREADABLE && strchr(p->text, ':') != NULL);
             CHECK(p->shard == SIZE_MAX ? p->offset == 0
                                        : p->bytes == s.index.shards[p->shard].bytes);
         }
-        mls_problems_fini(&found);
+        mls_problems_fini(&problems);
     }
     bad.file = 0;
     atomic_store(&reads_until_failure, -1);
 }
 
 /* A pool that was deleted entirely. */
-TEST(the_list_has_an_end)
+TEST(problem_list_is_bounded)
 {
     enum { MANY = MLS_PROBLEMS_MOST + 1000 };
     const size_t shape[] = {1};
@@ -375,12 +377,12 @@ TEST(the_list_has_an_end)
     }
     s.index = (mls_index){
         .files = files, .file_count = MANY, .shards = shards, .shard_count = MANY};
-    mls_problems found = verify_with(four_threads);
-    CHECK(found.count == MLS_PROBLEMS_MOST && found.bytes_read == 0);
-    for (size_t i = 0; i < found.count; i++) {
-        CHECK(found.list[i].kind == MLS_PROBLEM_MISSING);
+    mls_problems problems = verify_with(four_threads);
+    CHECK(problems.count == MLS_PROBLEMS_MOST && problems.bytes_read == 0);
+    for (size_t i = 0; i < problems.count; i++) {
+        CHECK(problems.list[i].kind == MLS_PROBLEM_MISSING);
     }
-    mls_problems_fini(&found);
+    mls_problems_fini(&problems);
     free(files);
     free(shards);
     s.index = (mls_index){0};
@@ -393,16 +395,16 @@ TEST(progress_counts_all_bytes_and_stops)
         for (int several = 0; several < 2; several++) {
             watcher seen = {.allowed = allowed == 5 ? 1 << 30 : allowed};
             const mls_progress progress = {.report = watch, .context = &seen};
-            mls_problems found = {.count = 77};
+            mls_problems problems = {.count = 77};
             const mls_code code =
                 mls_index_verify(pool_fd, &s.index, crc, several ? four_threads : NULL,
-                                 &progress, &found, &status);
+                                 &progress, &problems, &status);
             CHECK(code == (allowed == 5 ? MLS_OK : MLS_E_STOPPED));
-            CHECK(found.count == (allowed == 5 ? 0U : 77U));
+            CHECK(problems.count == (allowed == 5 ? 0U : 77U));
             CHECK(allowed == 5 || atomic_load(&seen.calls) < allowed + 4);
-            CHECK(allowed < 5 || atomic_load(&seen.bytes) == found.bytes_read);
+            CHECK(allowed < 5 || atomic_load(&seen.bytes) == problems.bytes_read);
             if (code == MLS_OK) {
-                mls_problems_fini(&found);
+                mls_problems_fini(&problems);
             }
         }
     }

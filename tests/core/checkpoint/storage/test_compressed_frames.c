@@ -20,7 +20,7 @@ static bool reads_as(const char *chars, size_t bytes, const size_t *ends)
            (ends == NULL || memcmp(got, ends, count * sizeof *ends) == 0);
 }
 
-TEST(lengths_become_ends)
+TEST(frame_lengths_become_end_offsets)
 {
     static const size_t ends[] = {812, 812 + FRAME, 813 + FRAME};
     CHECK(reads_as("812,1048576,1", 2 * FRAME + 1, ends));
@@ -40,7 +40,7 @@ TEST(lengths_become_ends)
     CHECK_TEXT(mls_codec_name(MLS_ZSTD), "zstd");
 }
 
-TEST(texts_that_are_no_lengths_are_refused)
+TEST(malformed_frame_lengths_are_refused)
 {
     static const char *const bad[] = {"",
                                       "5",
@@ -224,7 +224,7 @@ AFTER_EACH
     free(data);
 }
 
-TEST(what_is_coded_reads_as_it_was)
+TEST(compressed_frames_round_trip)
 {
     static const size_t items[] = {1, 2, 4, 8};
     static const size_t sizes[] = {16, 1008, FRAME, FRAME + 16, 4 * FRAME + 4096};
@@ -248,7 +248,7 @@ TEST(what_is_coded_reads_as_it_was)
 }
 
 /* A frame of one byte cannot become shorter. */
-TEST(the_smallest_frames)
+TEST(smallest_frames_round_trip)
 {
     memset(data, 5, 3);
     for (size_t bytes = 1; bytes <= 3; bytes++) {
@@ -284,23 +284,23 @@ TEST(each_block_is_read_once)
 }
 
 /* One room for two layers: a block of one is never used for the other. */
-TEST(a_room_knows_what_it_holds)
+TEST(block_cache_is_keyed_by_overlay)
 {
     unsigned char *a = malloc(2 * FRAME), *b = malloc(2 * FRAME);
-    stored one, two;
+    stored first, second;
     REQUIRE(a != NULL && b != NULL);
     fill(a, 2 * FRAME, 2, 0);
     fill(b, 2 * FRAME, 2, 2);
-    REQUIRE(store(&one, a, 2 * FRAME, 2) && store(&two, b, 2 * FRAME, 2));
+    REQUIRE(store(&first, a, 2 * FRAME, 2) && store(&second, b, 2 * FRAME, 2));
     for (size_t i = 0; i < 4; i++) {
-        CHECK(is_frame(&room, &one, i % 2) && is_frame(&room, &two, i % 2));
+        CHECK(is_frame(&room, &first, i % 2) && is_frame(&room, &second, i % 2));
     }
-    one.coded.crc = NULL; /* and an unverified block is never used as a verified one */
-    CHECK(is_frame(&room, &two, 0) && is_frame(&room, &one, 0) &&
-          is_frame(&room, &two, 1));
+    first.coded.crc = NULL; /* and an unverified block is never used as a verified one */
+    CHECK(is_frame(&room, &second, 0) && is_frame(&room, &first, 0) &&
+          is_frame(&room, &second, 1));
     mls_compressed_frame_room_fini(&room);
-    drop(&one);
-    drop(&two);
+    drop(&first);
+    drop(&second);
     free(a);
     free(b);
 }
@@ -319,7 +319,7 @@ static bool flip_stored(size_t at)
     return flip("params/x", OFFSET + at, 0x20);
 }
 
-TEST(damaged_blocks_are_found)
+TEST(damaged_blocks_are_reported)
 {
     fill(data, 5 * FRAME, 2, 4); /* noise in 0, 2, 4: block boundaries are within it */
     REQUIRE(store(&s, data, 5 * FRAME, 2));
@@ -342,7 +342,7 @@ TEST(damaged_blocks_are_found)
 }
 
 /* Without checksums only the codec can notice damage. */
-TEST(unverified_damage_is_the_codecs)
+TEST(unverified_damage_reaches_the_codec)
 {
     fill(data, 2 * FRAME, 4, 0);
     REQUIRE(store(&s, data, 2 * FRAME, 4));
@@ -353,7 +353,7 @@ TEST(unverified_damage_is_the_codecs)
     CHECK(status.has_offset && status.offset == OFFSET + s.ends[0]);
 }
 
-TEST(files_that_are_shorter_by_now)
+TEST(truncated_files_are_refused)
 {
     fill(data, 2 * FRAME, 4, 1);
     REQUIRE(store(&s, data, 2 * FRAME, 4));
@@ -365,7 +365,7 @@ TEST(files_that_are_shorter_by_now)
     }
 }
 
-TEST(errors_of_codecs_are_passed_on)
+TEST(codec_errors_are_returned)
 {
     static const mls_code codes[] = {MLS_E_FORMAT, MLS_E_MEMORY, MLS_E_VALUE,
                                      MLS_E_STOPPED};
@@ -391,7 +391,7 @@ TEST(errors_of_codecs_are_passed_on)
     free(rooms);
 }
 
-TEST(without_codecs_only_what_was_stored_as_it_was_is_read)
+TEST(without_codecs_only_raw_frames_are_read)
 {
     fill(data, 5 * FRAME, 4, 4);
     REQUIRE(store(&s, data, 5 * FRAME, 4));

@@ -25,7 +25,7 @@ static size_t row_of(mls_part part, size_t item)
     return mls_rows_of(&part, item).row;
 }
 
-TEST(rows_are_those_of_the_first_axis_within_bounds)
+TEST(row_size_follows_the_first_axis_within_bounds)
 {
     CHECK(row_of(box(2, 50000, 768, 0), 4) == 768);
     CHECK(row_of(box(2, 50000, 64, 0), 4) == 64);
@@ -41,15 +41,15 @@ TEST(rows_are_those_of_the_first_axis_within_bounds)
     CHECK(row_of(box(0, 0, 0, 0), 4) == 64);
 }
 
-TEST(counts_of_rows_take_the_short_last_one_along)
+TEST(row_counts_include_the_short_last_row)
 {
     const mls_row_cut rows = {.row = 64, .elements = 64 * 8 + 1, .item = 4};
-    const mls_row_cut one = {.row = 64, .elements = 1, .item = 4};
+    const mls_row_cut single = {.row = 64, .elements = 1, .item = 4};
     CHECK(mls_rows_count(&rows) == 9 && mls_rows_bits(&rows) == 2);
-    CHECK(mls_rows_count(&one) == 1 && mls_rows_bits(&one) == 1);
+    CHECK(mls_rows_count(&single) == 1 && mls_rows_bits(&single) == 1);
 }
 
-TEST(one_bit_anywhere_is_not_zero)
+TEST(any_set_bit_is_not_zero)
 {
     unsigned char data[300] = {0};
     for (size_t length = 0; length < sizeof data; length += 7) {
@@ -77,7 +77,7 @@ static bool row_differs(const mls_row_cut *rows, size_t row, const unsigned char
 }
 
 /* Rows of any size, marked in pieces with arbitrary ends, compared with row_differs. */
-TEST(bits_say_which_rows_are_filled_or_changed)
+TEST(bitmap_marks_filled_and_changed_rows)
 {
     enum { MOST = 5000 };
     static unsigned char now[MOST * 4], zeros[MOST * 4];
@@ -114,7 +114,7 @@ TEST(bits_say_which_rows_are_filled_or_changed)
     }
 }
 
-TEST(rows_are_counted_once_however_often_they_are_marked)
+TEST(repeated_marks_count_a_row_once)
 {
     const mls_row_cut rows = {.row = 4, .elements = 10, .item = 1};
     const unsigned char data[10] = {1, 0, 0, 1, 0, 0, 0, 0, 9, 0};
@@ -125,7 +125,7 @@ TEST(rows_are_counted_once_however_often_they_are_marked)
 }
 
 /* Runs contain exactly the rows whose bits are set, and do not touch each other. */
-TEST(runs_are_what_the_bits_say)
+TEST(row_ranges_match_the_bitmap)
 {
     for (int turn = 0; turn < 500; turn++) {
         const mls_row_cut rows = {
@@ -181,7 +181,7 @@ static void mark_task(void *context, size_t index)
 }
 
 /* Rows of three elements: tasks share rows, and bytes of the bitmap. */
-TEST(threads_share_bytes_of_bits)
+TEST(threads_mark_rows_of_one_byte)
 {
     mls_pool *pool = NULL;
     static unsigned char data[TOGETHER], bits[TOGETHER];

@@ -26,7 +26,7 @@ static void random_layer(mls_layer *layer, mls_row_range *runs, size_t elements,
             places[run->begin + i] = run->at + i;
         }
     }
-    CHECK(mls_layer_held(layer, elements) == rows.held);
+    CHECK(mls_layer_element_count(layer, elements) == rows.held);
 }
 
 /* Every element is in exactly one list, at its painted position; lists are as short as
@@ -34,7 +34,7 @@ static void random_layer(mls_layer *layer, mls_row_range *runs, size_t elements,
 static void check_lists(const mls_layers *layers, size_t elements, const int *painted,
                         const size_t *places, size_t used)
 {
-    size_t seen = 0, extents = 0, changes = elements > 0;
+    size_t seen = 0, range_count = 0, changes = elements > 0;
     for (size_t i = 1; i < elements; i++) {
         changes += painted[i] != painted[i - 1] || places[i] != places[i - 1] + 1;
     }
@@ -56,15 +56,15 @@ static void check_lists(const mls_layers *layers, size_t elements, const int *pa
             }
         }
         CHECK(mls_row_ranges_find(list, count, end) == count);
-        extents += count;
+        range_count += count;
     }
     /* a single layer shows exactly its runs, and needs no room */
     const bool alone = layers->count == 1 && layers->list[0].row != 0;
     const size_t elsewhere = alone ? layers->list[0].run_count : 0;
-    CHECK(seen == elements && extents == used + elsewhere && extents == changes);
+    CHECK(seen == elements && range_count == used + elsewhere && range_count == changes);
 }
 
-TEST(layers_show_what_was_painted_last)
+TEST(newest_overlay_is_visible)
 {
     static mls_row_range runs[MLS_LAYERS_MOST][RUNS];
     mls_row_range *room = malloc((2 * MLS_LAYERS_MOST * RUNS + 1) * sizeof *room);
@@ -97,7 +97,7 @@ TEST(layers_show_what_was_painted_last)
     free(room);
 }
 
-TEST(without_layers_all_is_zero)
+TEST(shard_without_overlays_is_zero)
 {
     mls_layers layers = {0};
     mls_row_range room[1];
@@ -107,7 +107,7 @@ TEST(without_layers_all_is_zero)
     CHECK(room[0].begin == 0 && room[0].count == SIZE_MAX);
 }
 
-TEST(rows_that_the_shard_has_not_are_refused)
+TEST(rows_beyond_the_shard_are_refused)
 {
     mls_row_range run = {9, 9, 9};
     mls_rows rows = mls_layer_rows(4, 10); /* three rows, the last of two elements */

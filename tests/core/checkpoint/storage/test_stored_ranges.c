@@ -40,28 +40,28 @@ static void number(const mls_part *part, size_t out[ELEMENTS])
 
 /* The visible ranges of a random layer over `count` elements; stores the position of
  * each, or SIZE_MAX. */
-static size_t random_extents(size_t count, mls_row_range *out, size_t *at, size_t *held)
+static size_t random_row_ranges(size_t count, mls_row_range *out, size_t *at, size_t *end)
 {
-    size_t extents = 0, next = 0, place = below(3);
+    size_t range_count = 0, next = 0, place = below(3);
     for (size_t i = 0; i < count; i++) {
         at[i] = SIZE_MAX;
     }
     while (next < count) {
-        const size_t begin = next + below(6) + (extents > 0);
+        const size_t begin = next + below(6) + (range_count > 0);
         const size_t most = 1 + below(9);
         if (begin >= count) {
             break;
         }
         const size_t length = most < count - begin ? most : count - begin;
-        out[extents++] = (mls_row_range){begin, length, place};
+        out[range_count++] = (mls_row_range){begin, length, place};
         for (size_t i = 0; i < length; i++) {
             at[begin + i] = place + i;
         }
         place += length + below(3); /* the elements in between are hidden */
         next = begin + length;
     }
-    *held = place + below(3);
-    return extents;
+    *end = place + below(3);
+    return range_count;
 }
 
 /* A shard as a random layer, or whole, and the position of each element in its place. */
@@ -98,15 +98,15 @@ static void make(void)
     s->part = random_part();
     s->wanted = random_part();
     const size_t count = mls_part_count(&s->part);
-    size_t held = count;
+    size_t held_rows = count;
     for (size_t i = 0; i < count; i++) {
         s->at[i] = i;
     }
     if (below(5) > 0) {
-        s->shard.visible_count = random_extents(count, s->extents, s->at, &held);
+        s->shard.visible_count = random_row_ranges(count, s->extents, s->at, &held_rows);
         s->shard.visible = s->extents;
     }
-    s->shard.bytes = s->bytes = held * ITEM;
+    s->shard.bytes = s->bytes = held_rows * ITEM;
     s->shard.offset = 8;
     s->shard.file_bytes = 8 + s->bytes;
     number(&s->part, s->in_shard);
@@ -120,16 +120,17 @@ static void map_bytes(void)
         map[i] = SIZE_MAX;
     }
     for (size_t element = 0; element < ELEMENTS; element++) {
-        const size_t mine = s->in_shard[element], to = s->in_wanted[element];
-        if (mine != SIZE_MAX && to != SIZE_MAX && s->at[mine] != SIZE_MAX) {
+        const size_t stored_offset = s->in_shard[element], to = s->in_wanted[element];
+        if (stored_offset != SIZE_MAX && to != SIZE_MAX &&
+            s->at[stored_offset] != SIZE_MAX) {
             for (size_t i = 0; i < ITEM; i++) {
-                map[s->at[mine] * ITEM + i] = to * ITEM + i;
+                map[s->at[stored_offset] * ITEM + i] = to * ITEM + i;
             }
         }
     }
 }
 
-TEST(runs_are_where_the_elements_lie)
+TEST(stored_runs_match_element_offsets)
 {
     for (int round = 0; round < 20000; round++) {
         make();
@@ -156,7 +157,7 @@ TEST(runs_are_where_the_elements_lie)
     }
 }
 
-TEST(ranges_hold_all_that_is_wanted)
+TEST(ranges_cover_the_requested_part)
 {
     for (int round = 0; round < 20000; round++) {
         make();
@@ -178,11 +179,13 @@ TEST(ranges_hold_all_that_is_wanted)
         for (size_t i = first; range.together && i < last; i++) {
             CHECK(map[i] == range.to + (i - first));
         }
-        const mls_stored_reads plain = mls_stored_reads_of(&s->shard, &s->wanted, false);
-        CHECK(plain.bytes == all);
-        CHECK(all == 0 || (plain.begin == 8 + first && plain.end == 8 + last));
-        const mls_stored_reads whole = mls_stored_reads_of(&s->shard, &s->wanted, true);
-        CHECK(whole.bytes == (all == 0 ? 0 : s->bytes)); /* in a single block */
+        const mls_stored_reads unverified =
+            mls_stored_reads_of(&s->shard, &s->wanted, false);
+        CHECK(unverified.bytes == all);
+        CHECK(all == 0 || (unverified.begin == 8 + first && unverified.end == 8 + last));
+        const mls_stored_reads verified =
+            mls_stored_reads_of(&s->shard, &s->wanted, true);
+        CHECK(verified.bytes == (all == 0 ? 0 : s->bytes)); /* in a single block */
         s->shard.crcs = NULL;
         CHECK(mls_stored_reads_of(&s->shard, &s->wanted, true).bytes == all);
     }
@@ -207,7 +210,7 @@ TEST(verified_reads_take_each_block_once)
     CHECK(reads.bytes == 2 * BLOCK + 50); /* all but the second */
 }
 
-TEST(bytes_lie_in_their_file_or_in_none)
+TEST(stored_bytes_must_fit_the_file)
 {
     size_t bytes = 0;
     mls_part part = {.rank = 1, .length = {10}, .end = 10};

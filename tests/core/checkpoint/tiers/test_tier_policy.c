@@ -60,7 +60,7 @@ static void follow(void)
     }
 }
 
-TEST(units_are_counted_where_they_are)
+TEST(units_count_toward_their_tier)
 {
     mls_tiers_init(&t, 100, MLS_TIERS_UNLIMITED);
     const size_t a = add(10, WARM), b = add(20, COLD), c = add(30, HOT);
@@ -104,7 +104,7 @@ TEST(a_move_counts_in_both_tiers_until_it_ends)
     CHECK(t.units[a].pins == 0);
 }
 
-TEST(a_unit_fits_or_the_text_says_why_not)
+TEST(unit_that_does_not_fit_reports_the_reason)
 {
     mls_tiers_init(&t, 10, 100);
     (void)add(70, WARM);
@@ -120,7 +120,7 @@ TEST(a_unit_fits_or_the_text_says_why_not)
                "a unit of 40 bytes is more than the whole hot budget of 10 bytes");
 }
 
-TEST(room_is_made_by_the_least_used_and_the_longest_unused)
+TEST(eviction_takes_least_used_then_longest_unused)
 {
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, 100);
     const size_t often = add(40, WARM), late = add(30, WARM);
@@ -134,7 +134,7 @@ TEST(room_is_made_by_the_least_used_and_the_longest_unused)
     CHECK(make_room(in, WARM) == 0); /* there is room */
 }
 
-TEST(what_a_larger_one_made_needless_stays)
+TEST(eviction_spares_units_made_redundant_by_a_larger_one)
 {
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, 100);
     const size_t small = add(10, WARM), large = add(90, WARM);
@@ -144,7 +144,7 @@ TEST(what_a_larger_one_made_needless_stays)
     CHECK(t.units[small].tier == WARM);
 }
 
-TEST(pinned_units_stay_and_are_said_to_be_in_the_way)
+TEST(pinned_units_are_kept_and_reported)
 {
     mls_tiers_init(&t, 5, 100);
     const size_t a = add(60, WARM), b = add(40, WARM), in = add(50, COLD);
@@ -159,7 +159,7 @@ TEST(pinned_units_stay_and_are_said_to_be_in_the_way)
     CHECK(make_room(in, WARM) == 1 && is_move(0, a, COLD) && t.units[b].tier == WARM);
 }
 
-TEST(what_leaves_hot_goes_to_warm_and_others_go_cold_for_it)
+TEST(hot_units_are_demoted_to_warm_and_warm_to_cold)
 {
     mls_tiers_init(&t, 50, 100);
     const size_t hot = add(50, HOT), in = add(50, WARM), other = add(50, WARM);
@@ -172,7 +172,7 @@ TEST(what_leaves_hot_goes_to_warm_and_others_go_cold_for_it)
     CHECK(make_room(third, HOT) == 1 && is_move(0, hot, COLD)); /* too large for warm */
 }
 
-TEST(a_unit_that_grew_makes_room_where_it_is)
+TEST(grown_unit_evicts_others_in_its_tier)
 {
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, 100);
     const size_t a = add(50, WARM), b = add(50, WARM);
@@ -182,7 +182,7 @@ TEST(a_unit_that_grew_makes_room_where_it_is)
     CHECK(t.bytes[WARM] == 70);
 }
 
-TEST(the_most_used_are_nearest)
+TEST(most_used_units_move_to_hot)
 {
     mls_tiers_init(&t, 10, 20);
     const size_t a = add(10, HOT), b = add(10, WARM), c = add(10, WARM);
@@ -199,19 +199,19 @@ TEST(the_most_used_are_nearest)
     CHECK(rebalance() == 0); /* stable */
 }
 
-TEST(equals_do_not_take_turns)
+TEST(equally_used_units_do_not_swap)
 {
     mls_tiers_init(&t, 0, 10);
-    const size_t here = add(10, WARM), there = add(10, COLD);
-    use(here, 8);
-    use(there, 10); /* exactly a quarter more is not enough */
+    const size_t warm = add(10, WARM), cold = add(10, COLD);
+    use(warm, 8);
+    use(cold, 10); /* exactly a quarter more is not enough */
     CHECK(rebalance() == 0);
-    use(there, 1);
-    CHECK(rebalance() == 2 && is_move(0, here, COLD));
-    CHECK(is_move(1, there, WARM));
+    use(cold, 1);
+    CHECK(rebalance() == 2 && is_move(0, warm, COLD));
+    CHECK(is_move(1, cold, WARM));
 }
 
-TEST(what_was_never_used_moves_only_where_it_must)
+TEST(unused_units_move_only_over_budget)
 {
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, 25);
     const size_t a = add(10, WARM), b = add(10, WARM), c = add(10, WARM);
@@ -220,7 +220,7 @@ TEST(what_was_never_used_moves_only_where_it_must)
     CHECK(t.units[a].tier == WARM && t.units[b].tier == WARM && t.units[d].tier == COLD);
 }
 
-TEST(scores_end_at_a_limit_and_age)
+TEST(scores_saturate_and_age)
 {
     mls_tiers_init(&t, 0, 0);
     const size_t a = add(1, COLD);

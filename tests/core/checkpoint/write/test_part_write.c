@@ -46,11 +46,11 @@ static void free_memory(void)
 static size_t pack(mls_layout layout, size_t index)
 {
     const mls_part part = part_at(layout, 2, shape, index);
-    const mls_part whole = part_at((mls_layout){0}, 2, shape, 0);
+    const mls_part full_part = part_at((mls_layout){0}, 2, shape, 0);
     mls_overlap overlap;
     mls_run run;
     size_t count = 0;
-    mls_overlap_init(&overlap, &part, &whole);
+    mls_overlap_init(&overlap, &part, &full_part);
     while (mls_overlap_next(&overlap, &run)) {
         memcpy(packed + run.a, numbers + run.b, run.count * sizeof *packed);
         count += run.count;
@@ -108,9 +108,9 @@ static void write_all(mls_layout layout, bool strided)
             .dtype = MLS_F32, .rank = 2, .shape = shape, .layout = layout, .part = i};
         if (strided) { /* backwards, from the last element */
             for (size_t j = 0; j < count / 2; j++) {
-                const uint32_t kept = packed[j];
+                const uint32_t swapped = packed[j];
                 packed[j] = packed[count - 1 - j];
-                packed[count - 1 - j] = kept;
+                packed[count - 1 - j] = swapped;
             }
             view.data += count > 0 ? (count - 1) * sizeof *packed : 0;
             view.strides[0] = -(ptrdiff_t)sizeof *packed;
@@ -127,7 +127,7 @@ static void write_all(mls_layout layout, bool strided)
     free_memory();
 }
 
-TEST(parts_of_every_layout_make_the_tensor)
+TEST(parts_of_every_layout_reassemble_the_tensor)
 {
     static const mls_layout layouts[] = {
         {0},
@@ -151,7 +151,7 @@ static bool stop(void *context, uint64_t bytes)
 }
 
 /* The whole tensor as one item. */
-static mls_shard_item whole_item(void)
+static mls_shard_item full_item(void)
 {
     return (mls_shard_item){.dtype = MLS_F32,
                             .rank = 2,
@@ -162,16 +162,16 @@ static mls_shard_item whole_item(void)
 TEST(a_stop_and_a_failed_write_are_reported)
 {
     uint32_t crcs[BLOCKS] = {0};
-    uint64_t written = 0, told = 0;
+    uint64_t written = 0, progress_bytes = 0;
     const char *failed = NULL;
     REQUIRE(make_memory());
     write_text(file_path, "");
-    const mls_progress progress = {stop, &told};
-    const mls_shard_item item = whole_item();
+    const mls_progress progress = {stop, &progress_bytes};
+    const mls_shard_item item = full_item();
     mls_placed_item placed = {.item = &item, .offset = OFFSET};
     mls_parts_job job = job_of(&placed, crcs, &written);
     job.progress = &progress;
-    CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_STOPPED && told > 0);
+    CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_STOPPED && progress_bytes > 0);
     CHECK(failed == file_path);
     unlink(file_path);
     CHECK(mls_parts_write(&job, &failed, &status) == MLS_E_IO && failed == file_path);

@@ -19,8 +19,8 @@ AFTER_EACH
 }
 
 /* Add an array, or this rank's parts of it, as the weight. */
-static void add_whole(const mls_tensor *array, mls_layout layout, uint64_t rank,
-                      uint64_t ranks)
+static void add_full(const mls_tensor *array, mls_layout layout, uint64_t rank,
+                     uint64_t ranks)
 {
     CHECK(mls_shard_list_add_whole(&list, &weight, array, &layout, NULL, rank, ranks,
                                    &status) == MLS_OK);
@@ -50,7 +50,7 @@ TEST(ranks_take_turns_over_the_parts)
 {
     const mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
     for (uint64_t rank = 0; rank < 2; rank++) {
-        add_whole(&array, cut(0, 3), rank, 2);
+        add_full(&array, cut(0, 3), rank, 2);
         REQUIRE(list.count == (rank == 0 ? 2U : 1U)); /* 0 and 2, or 1 */
         for (size_t i = 0; i < list.count; i++) {
             const size_t part = rank + 2 * i;
@@ -62,35 +62,35 @@ TEST(ranks_take_turns_over_the_parts)
     }
 }
 
-TEST(without_parts_the_array_is_this_ranks)
+TEST(unsharded_array_belongs_to_the_rank)
 {
     const mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
-    add_whole(&array, (mls_layout){0}, 3, 4);
+    add_full(&array, (mls_layout){0}, 3, 4);
     CHECK(list.count == 1 && list.items[0].part == 0 && list.items[0].layout.count == 0);
 }
 
 TEST(flat_parts_begin_inside_the_array)
 {
     const mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
-    add_whole(&array, cut(MLS_LAYOUT_FLAT, 5), 1, 5);
+    add_full(&array, cut(MLS_LAYOUT_FLAT, 5), 1, 5);
     REQUIRE(list.count == 1);
     CHECK(list.items[0].first == 5); /* of 24 elements in parts of 5 */
 }
 
-TEST(what_is_not_packed_has_a_view)
+TEST(strided_array_is_stored_as_a_view)
 {
     mls_tensor array = tensor_of(data, MLS_F32, 2, matrix);
     array.strides[1] *= 2;
     array.strides[0] *= 2;
-    add_whole(&array, (mls_layout){0}, 0, 1);
+    add_full(&array, (mls_layout){0}, 0, 1);
     CHECK(list.items[0].data == NULL && list.items[0].strided != NULL);
     CHECK(list.items[0].strided != &array && list.items[0].strided->strides[1] == 8);
-    const mls_tensor nothing = vector_of(NULL, MLS_F32, 0);
-    add_whole(&nothing, (mls_layout){0}, 0, 1);
+    const mls_tensor empty = vector_of(NULL, MLS_F32, 0);
+    add_full(&empty, (mls_layout){0}, 0, 1);
     CHECK(list.items[1].data != NULL);
 }
 
-TEST(memory_must_have_the_elements_of_its_part)
+TEST(memory_must_match_its_part_size)
 {
     const mls_shard_item item = {.rank = 2, .layout = cut(0, 3), .part = 1};
     mls_shard_item none = item;

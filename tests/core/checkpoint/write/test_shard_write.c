@@ -70,7 +70,7 @@ AFTER_EACH
 
 /* All kinds: several sections, sizes on both sides of every limit, no element, one
  * element. */
-TEST(what_is_written_can_be_read_back)
+TEST(written_shards_read_back)
 {
     static const size_t sizes[] = {LARGE,  4 * MIB, MIB, MIB - 1,     300000,  262144,
                                    262143, 5000,    0,   8 * MIB + 1, 2 * MIB, 77};
@@ -100,7 +100,7 @@ TEST(what_is_written_can_be_read_back)
     mls_index_fini(&index);
 }
 
-TEST(the_checksums_told_are_those_of_the_files)
+TEST(reported_checksums_match_the_files)
 {
     data = noise(3 * MIB);
     const size_t shape[] = {3 * MIB - 5};
@@ -118,7 +118,7 @@ TEST(the_checksums_told_are_those_of_the_files)
 }
 
 /* So that a folder of shard files without indexes is not lost. */
-TEST(a_file_says_which_shards_it_holds)
+TEST(shard_file_lists_its_shards)
 {
     const size_t shape[] = {10};
     const mls_shard_item items[] = {
@@ -188,9 +188,9 @@ static void check_strided(size_t rows, size_t columns)
         CHECK(reads_back(&index, &items[0], numbers, NULL));
         CHECK(reads_back(&index, &items[2], numbers, NULL));
         CHECK(reads_back(&index, &items[4], numbers, NULL));
-        const uint32_t found = fingerprint(&index, written.path);
-        sum = i == 0 ? found : sum;
-        CHECK(found == sum);
+        const uint32_t fingerprint_of_files = fingerprint(&index, written.path);
+        sum = i == 0 ? fingerprint_of_files : sum;
+        CHECK(fingerprint_of_files == sum);
         mls_index_fini(&index);
         mls_pool_free(two);
         empty_pool();
@@ -199,7 +199,7 @@ static void check_strided(size_t rows, size_t columns)
     free(turned);
 }
 
-TEST(strided_memory_is_packed_on_its_way)
+TEST(strided_memory_is_packed_while_writing)
 {
     check_strided(3, 5);       /* segments */
     check_strided(233, 1021);  /* through the page cache */
@@ -209,22 +209,22 @@ TEST(strided_memory_is_packed_on_its_way)
 /* The same on a file system in memory, which may not support direct I/O. */
 TEST(a_file_system_in_memory_is_written_too)
 {
-    char kept[sizeof pool_path];
+    char saved_path[sizeof pool_path];
     const int kept_fd = pool_fd;
     if (access("/dev/shm", W_OK) != 0) {
         return;
     }
-    memcpy(kept, pool_path, sizeof kept);
+    memcpy(saved_path, pool_path, sizeof saved_path);
     enter_pool("/dev/shm");
     check_strided(3, 5);
     check_strided(733, 2999);
-    what_is_written_can_be_read_back();
+    written_shards_read_back();
     leave_pool();
-    memcpy(pool_path, kept, sizeof kept);
+    memcpy(pool_path, saved_path, sizeof saved_path);
     pool_fd = kept_fd;
 }
 
-TEST(nothing_and_what_is_empty_can_be_stored)
+TEST(empty_lists_and_empty_shards_are_written)
 {
     const size_t none[] = {0, 3}, two[] = {2};
     const mls_shard_item items[] = {
@@ -249,7 +249,7 @@ TEST(nothing_and_what_is_empty_can_be_stored)
 
 /* ---- repeated writes ---- */
 
-TEST(only_what_changed_is_written_again)
+TEST(only_changed_shards_are_rewritten)
 {
     enum { COUNT = 6 };
     static const char *const names[COUNT] = {"a", "b", "c", "d", "e", "large"};
@@ -284,7 +284,7 @@ TEST(only_what_changed_is_written_again)
     mls_index_fini(&third);
 }
 
-TEST(what_became_damaged_is_mended_by_the_next_write)
+TEST(next_write_repairs_damaged_shards)
 {
     data = noise(MIB);
     const size_t shape[] = {MIB};
@@ -328,7 +328,7 @@ static mls_code fails(const mls_shard_job *job, mls_status *st)
     return code;
 }
 
-TEST(a_folder_that_is_missing_leaves_nothing)
+TEST(missing_folder_leaves_no_files)
 {
     make_ten(300000);
     const mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
@@ -358,7 +358,7 @@ TEST(a_folder_that_is_a_link_is_refused)
     CHECK(unlinkat(pool_fd, "other", AT_REMOVEDIR) == 0); /* it is empty */
 }
 
-TEST(a_folder_that_may_not_be_written_leaves_nothing)
+TEST(read_only_folder_leaves_no_files)
 {
     if (geteuid() == 0) {
         return; /* root may write everywhere */
@@ -391,7 +391,7 @@ TEST(a_generation_is_written_only_once)
     mls_index_fini(&index);
 }
 
-TEST(a_disk_without_room_leaves_nothing)
+TEST(full_disk_leaves_no_files)
 {
     struct rlimit limit, small;
     void (*const action)(int) = signal(SIGXFSZ, SIG_IGN);
@@ -411,7 +411,7 @@ TEST(a_disk_without_room_leaves_nothing)
     (void)signal(SIGXFSZ, action);
 }
 
-TEST(the_first_tensor_that_failed_is_told)
+TEST(first_failed_tensor_is_reported)
 {
     make_ten(300000);
     mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
@@ -439,23 +439,23 @@ TEST(progress_counts_every_byte_once)
     }
 }
 
-TEST(progress_stops_the_work_and_leaves_nothing)
+TEST(stopped_write_leaves_no_files)
 {
     make_ten(3 * MIB);
     for (int allowed = 1; allowed < 12; allowed += 3) {
-        for (int one = 0; one < 2; one++) {
+        for (int is_single_threaded = 0; is_single_threaded < 2; is_single_threaded++) {
             watcher seen = {.allowed = allowed};
             const mls_progress progress = {.report = watch, .context = &seen};
             mls_shard_job job = job_of(ten.items, 10, generations[0], NULL);
             job.progress = &progress;
-            job.pool = one == 1 ? NULL : four_threads;
+            job.pool = is_single_threaded == 1 ? NULL : four_threads;
             CHECK(fails(&job, &status) == MLS_E_STOPPED && status.code == MLS_E_STOPPED);
             CHECK(atomic_load(&seen.calls) < allowed + 4);
         }
     }
 }
 
-TEST(what_the_plan_refuses_writes_nothing)
+TEST(refused_plan_writes_no_files)
 {
     make_ten(1000);
     ten.items[9].id.state = text("a.b");

@@ -104,7 +104,7 @@ static size_t stage(size_t budget, bool threads, mls_staged *staged)
     return copied;
 }
 
-TEST(a_budget_of_all_holds_all)
+TEST(full_budget_stages_every_item)
 {
     size_t all = 0;
     mls_staged staged;
@@ -129,7 +129,7 @@ TEST(small_items_come_first)
 
 /* The items left out are as small as possible, because the owner waits until they are
  * written. */
-TEST(little_is_left_out)
+TEST(staging_nearly_fills_the_budget)
 {
     size_t all = 0;
     mls_staged staged;
@@ -146,23 +146,26 @@ TEST(little_is_left_out)
 }
 
 /* Each thread has a buffer; compressed shards are held whole. */
-TEST(the_overhead_of_a_save_is_known_before)
+TEST(staging_overhead_counts_thread_buffers)
 {
-    size_t none = 0, one = 0, two = 0, coded = 0;
+    size_t none = 0, one_thread = 0, two_threads = 0, coded = 0;
     CHECK(mls_staging_overhead(s.items, 0, 1, false, &none, &status) == MLS_OK);
-    CHECK(mls_staging_overhead(s.items, COUNT, 1, false, &one, &status) == MLS_OK);
-    CHECK(mls_staging_overhead(s.items, COUNT, 2, false, &two, &status) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, COUNT, 1, false, &one_thread, &status) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, COUNT, 2, false, &two_threads, &status) ==
+          MLS_OK);
     CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &status) == MLS_OK);
-    CHECK(none > MLS_WRITE_BUFFER && one > none && one < none + MIB);
-    CHECK(two - one >= MLS_WRITE_BUFFER && two - one < MLS_WRITE_BUFFER + MIB);
-    CHECK(coded - two >= 2 * (3 * (5 * MIB / 4)) && coded - two < 2 * 8 * MIB);
+    CHECK(none > MLS_WRITE_BUFFER && one_thread > none && one_thread < none + MIB);
+    CHECK(two_threads - one_thread >= MLS_WRITE_BUFFER &&
+          two_threads - one_thread < MLS_WRITE_BUFFER + MIB);
+    CHECK(coded - two_threads >= 2 * (3 * (5 * MIB / 4)) &&
+          coded - two_threads < 2 * 8 * MIB);
     s.items[0].part = 4;
     CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &status) == MLS_E_VALUE);
     CHECK(strcmp(status.name, "large") == 0);
 }
 
 /* Items that the caller has copied are not copied again. */
-TEST(what_is_staged_already_stays)
+TEST(staged_items_are_not_copied_again)
 {
     mls_staged staged;
     unsigned char memory[64];
@@ -176,7 +179,7 @@ TEST(what_is_staged_already_stays)
 }
 
 /* The size of the part counts, not the size of the tensor. */
-TEST(copies_of_the_caller_are_noted_by_their_address)
+TEST(caller_copies_are_recognized_by_address)
 {
     unsigned char memory[64] = {0}, other[8] = {0};
     const mls_tensor view = {.data = memory + 9};
@@ -188,7 +191,7 @@ TEST(copies_of_the_caller_are_noted_by_their_address)
     CHECK(items[0].staged && !items[1].staged && items[2].staged && !items[3].staged);
 }
 
-TEST(what_is_needed_is_the_part_and_a_bad_one_is_named)
+TEST(staging_need_counts_the_part_and_names_a_bad_item)
 {
     size_t bytes = 1;
     s.items[3] = part_of(s.items[3], 0, 4, 3);
@@ -213,7 +216,7 @@ TEST(what_is_needed_is_the_part_and_a_bad_one_is_named)
     CHECK(mls_staging_need(s.items, 5, &bytes, &status) == MLS_E_SIZE && bytes == 17);
 }
 
-TEST(touching_clears_just_that)
+TEST(touching_clears_only_the_given_range)
 {
     const size_t bytes = 5 * MIB + 3;
     unsigned char *memory = noise(bytes);
@@ -269,7 +272,7 @@ static void write_with(size_t budget, uint64_t pack_below, const char *generatio
     empty_pool();
 }
 
-TEST(arrays_may_be_overwritten_when_that_is_told)
+TEST(owner_is_notified_when_arrays_are_no_longer_read)
 {
     write_with(0, 256 << 10, generations[0]);
     write_with(6000, 256 << 10, generations[1]); /* one segment of both kinds */
@@ -278,7 +281,7 @@ TEST(arrays_may_be_overwritten_when_that_is_told)
 }
 
 /* A write that fails before that moment does not notify the owner. */
-TEST(a_write_that_failed_before_tells_nothing)
+TEST(failed_write_does_not_notify_the_owner)
 {
     mls_shards_written written;
     int calls = 0;

@@ -80,7 +80,7 @@ static const mls_layer *layer_of(const mls_index_shard *shard, size_t number)
 
 /* ---- the decision to compress ---- */
 
-TEST(what_gets_smaller_is_coded)
+TEST(compressible_shards_are_compressed)
 {
     const mls_index_shard *shard = save(true, false, false);
     const mls_layer *layer = layer_of(shard, 0);
@@ -105,7 +105,7 @@ TEST(what_gets_smaller_is_coded)
     mls_free(file);
 }
 
-TEST(what_does_not_pay_is_stored_as_it_is)
+TEST(incompressible_shards_are_stored_raw)
 {
     fill_noise(t.data, BYTES);
     const mls_index_shard *shard = save(true, false, false);
@@ -122,7 +122,7 @@ static void fill_behind_samples(void)
     fill_noise(t.data + half + 2 * room, half - 4 * room);
 }
 
-TEST(samples_may_promise_too_much)
+TEST(shard_is_stored_raw_if_samples_mispredict)
 {
     watcher w = {.allowed = 1 << 30};
     const mls_progress progress = {watch, &w};
@@ -138,22 +138,22 @@ TEST(samples_may_promise_too_much)
 }
 
 /* The same for a layer of rows: rows left out stay left out. */
-TEST(rows_that_do_not_get_smaller_are_a_plain_layer)
+TEST(incompressible_rows_become_a_raw_overlay)
 {
     memset(t.data, 0x77, BYTES);
-    const size_t held = ROWS / 4 * ROW_BYTES;    /* 1.2 MiB */
-    fill_noise(t.data + (150 << 10), 380 << 10); /* between the samples */
+    const size_t held_bytes = ROWS / 4 * ROW_BYTES; /* 1.2 MiB */
+    fill_noise(t.data + (150 << 10), 380 << 10);    /* between the samples */
     fill_noise(t.data + (720 << 10), 360 << 10);
-    memset(t.data + held, 0, BYTES - held);
+    memset(t.data + held_bytes, 0, BYTES - held_bytes);
     const mls_index_shard *shard = save(true, true, false);
     const mls_layer *layer = layer_of(shard, 0);
     REQUIRE(layer != NULL && shard->layers->count == 1);
     CHECK(atomic_load(&codec.encoded) > 3);
-    CHECK(layer->frames == NULL && layer->row == COLUMNS && layer->bytes == held);
-    CHECK(t.written.new_bytes == held && is_stored() && mls_index_is_sparse(shard));
+    CHECK(layer->frames == NULL && layer->row == COLUMNS && layer->bytes == held_bytes);
+    CHECK(t.written.new_bytes == held_bytes && is_stored() && mls_index_is_sparse(shard));
 }
 
-TEST(rows_that_hold_anything_are_coded)
+TEST(non_zero_rows_are_compressed)
 {
     for (size_t i = 0; i < ROWS; i++) {
         memset(t.data + i * ROW_BYTES, i % 7 < 4 ? 0 : (int)(1 + i % 250), ROW_BYTES);
@@ -161,14 +161,15 @@ TEST(rows_that_hold_anything_are_coded)
     const mls_index_shard *shard = save(true, true, false);
     const mls_layer *layer = layer_of(shard, 0);
     REQUIRE(layer != NULL && layer->frames != NULL && shard->layers->count == 1);
-    const size_t held = (ROWS / 7 * 3 + (ROWS % 7 > 4 ? ROWS % 7 - 4 : 0)) * ROW_BYTES;
-    CHECK(layer->row == COLUMNS && layer->frames->bytes == held &&
-          layer->bytes < held / 4);
+    const size_t held_bytes =
+        (ROWS / 7 * 3 + (ROWS % 7 > 4 ? ROWS % 7 - 4 : 0)) * ROW_BYTES;
+    CHECK(layer->row == COLUMNS && layer->frames->bytes == held_bytes &&
+          layer->bytes < held_bytes / 4);
     CHECK(mls_index_is_sparse(shard) && is_stored());
 }
 
 /* Sizes on both sides of every limit. */
-TEST(small_shards_are_left_alone)
+TEST(small_shards_are_not_compressed)
 {
     static const size_t sizes[] = {
         (16 << 10) - 1,  16 << 10, (16 << 10) + 1, 3 * (128 << 10) - 1,
@@ -204,7 +205,7 @@ TEST(small_shards_are_left_alone)
 }
 
 /* Elements of all sizes, and memory that is not packed. */
-TEST(memory_of_any_kind)
+TEST(compresses_every_dtype_and_strided_memory)
 {
     static const mls_dtype dtypes[] = {MLS_U8, MLS_I16, MLS_F32, MLS_F64};
     static const size_t shape[] = {700, 300};
@@ -221,10 +222,10 @@ TEST(memory_of_any_kind)
             memcpy(other + (i % 300 * 700 + i / 300) * item, data + i * item, item);
         }
         for (int strided = 0; strided < 2; strided++) {
-            mls_shard_item whole = item_of("w", NULL, dtypes[d], 2, shape, data);
-            whole.data = strided ? NULL : data;
-            whole.strided = strided ? &transposed : NULL;
-            mls_shard_job job = job_of(&whole, 1, generations[strided], NULL);
+            mls_shard_item full_item = item_of("w", NULL, dtypes[d], 2, shape, data);
+            full_item.data = strided ? NULL : data;
+            full_item.strided = strided ? &transposed : NULL;
+            mls_shard_job job = job_of(&full_item, 1, generations[strided], NULL);
             job.pack_below = 0;
             job.compress = true;
             job.codecs = &codec.codecs;
@@ -233,7 +234,7 @@ TEST(memory_of_any_kind)
             REQUIRE(layer != NULL && layer->frames != NULL &&
                     layer->frames->item == item);
             CHECK(written.new_bytes < 700 * 300 * item / 10);
-            CHECK(reads_back(&index, &whole, data, &codec.codecs));
+            CHECK(reads_back(&index, &full_item, data, &codec.codecs));
             mls_index_fini(&index);
         }
         empty_pool();
@@ -244,7 +245,7 @@ TEST(memory_of_any_kind)
 
 /* ---- repeated saves ---- */
 
-TEST(what_did_not_change_stays_coded)
+TEST(unchanged_shards_stay_compressed)
 {
     (void)save(true, false, false);
     const int encoded = atomic_load(&codec.encoded);
@@ -264,7 +265,7 @@ TEST(what_did_not_change_stays_coded)
     CHECK(shard != NULL && shard->layers == NULL && t.written.new_bytes == 0);
 }
 
-TEST(rows_that_changed_lie_over_what_is_coded)
+TEST(changed_rows_overlay_a_compressed_base)
 {
     (void)save(true, false, true);
     memset(t.data + 300 * ROW_BYTES, 0x11, 300 * ROW_BYTES); /* a compressible layer */
@@ -302,7 +303,7 @@ TEST(codecs_may_change_between_saves)
     CHECK(layer_of(shard, 1)->frames->codec == MLS_ZLIB && is_stored());
 }
 
-TEST(without_codecs_what_was_coded_is_written_again)
+TEST(without_codecs_compressed_shards_are_rewritten)
 {
     (void)save(true, false, false);
     for (int incremental = 0; incremental < 2; incremental++) {
@@ -326,7 +327,7 @@ TEST(without_codecs_what_was_coded_is_written_again)
     mls_index_fini(&after);
 }
 
-TEST(nothing_is_laid_over_what_is_damaged)
+TEST(damaged_base_is_rewritten_without_overlay)
 {
     for (int how = 0; how < 3; how++) {
         fill_noise(t.data + MIB, MIB); /* a frame that is stored uncompressed */
@@ -355,7 +356,7 @@ TEST(nothing_is_laid_over_what_is_damaged)
 static const mls_code codes[] = {MLS_E_FORMAT, MLS_E_MEMORY, MLS_E_VALUE, MLS_E_STOPPED};
 
 /* Errors in the first sample, the last one, the first frame, the last one. */
-TEST(errors_of_codecs_end_the_save)
+TEST(codec_errors_abort_the_save)
 {
     static const int calls[] = {1, 3, 4, 8};
     for (size_t i = 0; i < 16; i++) {
@@ -377,7 +378,7 @@ TEST(errors_of_codecs_end_the_save)
 
 /* If the codec finds an error in stored bytes, they count as changed; a stop or a lack of
  * memory is no such error. */
-TEST(errors_while_comparing)
+TEST(read_errors_while_comparing_are_reported)
 {
     for (size_t i = 0; i < 8; i += EVERY(3)) {
         const bool ends = codes[i % 4] == MLS_E_MEMORY || codes[i % 4] == MLS_E_STOPPED;
@@ -401,7 +402,7 @@ TEST(errors_while_comparing)
     }
 }
 
-TEST(errors_while_reading)
+TEST(read_errors_while_compressing_are_reported)
 {
     const mls_part to = part_at((mls_layout){0}, 2, matrix, 0);
     const mls_index *const index = &t.index;
@@ -463,7 +464,7 @@ TEST(progress_stops_the_coding)
 enum { MANY = 40 };
 
 /* Any number of threads writes the same files, byte for byte, as one thread. */
-TEST(threads_do_not_matter)
+TEST(thread_count_does_not_change_the_files)
 {
     static char names[MANY][8];
     static size_t sizes[MANY];

@@ -74,12 +74,12 @@ TEST(items_come_in_the_order_of_an_index)
     CHECK(plan.planned == NULL && plan.files == NULL && plan.index.shards == NULL);
 }
 
-TEST(parts_have_their_own_shape_in_a_file)
+TEST(file_stores_the_shape_of_each_part)
 {
-    const mls_shard_item whole = item_of("w", NULL, MLS_F32, 2, matrix, NULL);
+    const mls_shard_item full_item = item_of("w", NULL, MLS_F32, 2, matrix, NULL);
     mls_shard_item items[5] = {
-        part_of(whole, 0, 4, 0), part_of(whole, 0, 4, 2), part_of(whole, 0, 4, 3),
-        item_of("x", NULL, MLS_F64, 0, NULL, NULL),
+        part_of(full_item, 0, 4, 0), part_of(full_item, 0, 4, 2),
+        part_of(full_item, 0, 4, 3), item_of("x", NULL, MLS_F64, 0, NULL, NULL),
         part_of(item_of("y", NULL, MLS_F32, 2, matrix, NULL), MLS_LAYOUT_FLAT, 5, 4)};
     static const int ranks[] = {2, 2, 2, 0, 1};
     static const size_t firsts[] = {2, 2, 0, 0, 4}, bytes[] = {32, 32, 0, 8, 16};
@@ -105,7 +105,7 @@ static mls_code refused(const mls_shard_item *items, size_t count, const char *n
     return code;
 }
 
-TEST(a_part_that_comes_twice_is_refused)
+TEST(duplicate_parts_are_refused)
 {
     mls_shard_item items[3] = {
         part_of(item_of("w", NULL, MLS_F32, 1, five, NULL), 0, 2, 1),
@@ -130,7 +130,7 @@ TEST(names_that_an_index_cannot_hold_are_refused)
     CHECK(refused(&item, 1, "group.lr") == MLS_E_VALUE);
 }
 
-TEST(what_no_tensor_can_be_is_refused)
+TEST(impossible_tensors_are_refused)
 {
     const size_t huge[] = {SIZE_MAX / 2, 3}, many[17] = {0};
     const mls_shard_item good = item_of("w", NULL, MLS_F32, 2, matrix, NULL);
@@ -154,7 +154,7 @@ TEST(what_no_tensor_can_be_is_refused)
     CHECK(refused(&item, 1, "w") == MLS_E_SHAPE);
 }
 
-TEST(no_items_are_a_plan_of_nothing)
+TEST(empty_list_gives_an_empty_plan)
 {
     const mls_shard_job job = job_of(NULL, 0, generations[0], NULL);
     plan = place(&job, NULL);
@@ -164,7 +164,7 @@ TEST(no_items_are_a_plan_of_nothing)
     mls_write_plan_fini(&plan); /* zeroed */
 }
 
-TEST(axes_of_states_are_recorded_where_they_differ)
+TEST(differing_state_axes_are_recorded)
 {
     const size_t rows[] = {6}, fours[] = {4}, narrow[] = {6, 1};
     mls_shard_item items[] = {item_of("a", NULL, MLS_F32, 2, square, NULL),
@@ -178,9 +178,9 @@ TEST(axes_of_states_are_recorded_where_they_differ)
                               item_of("c", "row", MLS_F32, 1, rows, NULL),
                               item_of("lr", "", MLS_F32, 1, rows, NULL)};
     items[9].id.has_state = false;
-    const signed char given[] = {1};
+    const signed char axes[] = {1};
     mls_shard_item elsewhere = item_of("d", "col", MLS_F32, 1, fours, NULL);
-    elsewhere.axes = given; /* another rank stores its parameter */
+    elsewhere.axes = axes; /* another rank stores its parameter */
     items[8] = elsewhere;
     const mls_shard_job job = job_of(items, 10, generations[0], NULL);
     plan = place(&job, NULL);
@@ -191,7 +191,7 @@ TEST(axes_of_states_are_recorded_where_they_differ)
     CHECK(shards[4].axes == NULL && shards[7].axes == NULL);
     CHECK(shards[5].axes[0] == 0 && shards[5].axes[1] == MLS_NO_AXIS);
     CHECK(shards[6].axes[0] == 0);
-    CHECK(shards[8].axes == given && shards[9].axes == NULL);
+    CHECK(shards[8].axes == axes && shards[9].axes == NULL);
 }
 
 /* ---- files ---- */
@@ -220,7 +220,7 @@ TEST(small_shards_share_a_file_of_their_section)
     CHECK(plan.files[0].header.tensors[0].number == 2);
 }
 
-TEST(large_shards_have_files_of_their_own)
+TEST(large_shards_get_separate_files)
 {
     const size_t at[] = {1000}, below[] = {999};
     mls_shard_item items[] = {
@@ -293,7 +293,7 @@ TEST(two_parts_of_one_tensor_never_share_a_file)
     }
 }
 
-TEST(file_names_are_those_of_any_file_system)
+TEST(file_names_are_portable)
 {
     mls_shard_item items[] = {item_of("", NULL, MLS_U8, 1, five, NULL),
                               item_of("A/b", NULL, MLS_U8, 1, five, NULL),
@@ -337,7 +337,7 @@ TEST(cut_names_stay_apart_and_fit_an_index)
 
 /* The plan is an index that the reader accepts, with each shard at the place that its
  * file's header names. */
-TEST(the_new_index_is_one_that_can_be_read)
+TEST(planned_index_can_be_read)
 {
     enum { COUNT = 40 };
     static char names[COUNT][8];
@@ -375,7 +375,7 @@ TEST(the_new_index_is_one_that_can_be_read)
 }
 
 /* The items have no memory: planning uses only their metadata. */
-TEST(shapes_are_enough_for_an_index)
+TEST(plan_needs_shapes_but_no_data)
 {
     static const size_t shape[] = {1 << 20, 1 << 12};
     mls_shard_item items[3];
@@ -425,7 +425,7 @@ static void commit(size_t count)
     first = place(&job, NULL);
 }
 
-TEST(a_shard_is_the_one_of_before_if_it_is_cut_alike)
+TEST(shard_matches_previous_save_if_layout_is_equal)
 {
     mls_shard_item then[6];
     memcpy(then, six, sizeof then);
@@ -443,7 +443,7 @@ TEST(a_shard_is_the_one_of_before_if_it_is_cut_alike)
     }
 }
 
-TEST(tensors_that_come_and_go_do_not_mix_up_the_others)
+TEST(added_and_removed_tensors_keep_other_matches)
 {
     const mls_shard_job job = job_of(six + 1, 4, generations[0], NULL); /* b .. e */
     first = place(&job, NULL);
@@ -457,7 +457,7 @@ TEST(tensors_that_come_and_go_do_not_mix_up_the_others)
     CHECK(second.planned[5].before == NULL);
 }
 
-TEST(what_did_not_change_keeps_its_record)
+TEST(unchanged_shards_keep_their_record)
 {
     static const bool same[] = {true, false, true, true, false, true};
     commit(6);
@@ -482,7 +482,7 @@ TEST(what_did_not_change_keeps_its_record)
     CHECK(second.index.files[0].bytes == first.index.files[0].bytes);
 }
 
-TEST(files_that_nothing_lives_in_are_not_listed)
+TEST(unreferenced_files_are_not_listed)
 {
     static const bool same[] = {false, false, false, false, false, true};
     commit(6);
@@ -493,7 +493,7 @@ TEST(files_that_nothing_lives_in_are_not_listed)
 }
 
 /* Four equal shards: half in use is enough, a quarter is not. */
-TEST(a_segment_that_is_mostly_dead_is_given_up)
+TEST(mostly_dead_segment_is_rewritten)
 {
     commit(4);
     for (size_t alive = 0; alive <= 4; alive++) {
@@ -523,7 +523,7 @@ TEST(deleted_tensors_make_a_segment_dead)
     CHECK(!second.planned[0].kept && !second.planned[1].kept && second.file_count == 1);
 }
 
-TEST(callers_versions_are_taken_as_they_are)
+TEST(caller_versions_are_stored_unchanged)
 {
     six[0].version = 41;
     commit(6);
@@ -536,7 +536,7 @@ TEST(callers_versions_are_taken_as_they_are)
 }
 
 /* An index could not store it. */
-TEST(the_last_version_does_not_go_up)
+TEST(maximum_version_is_not_incremented)
 {
     mls_shard_item item = item_of("w", NULL, MLS_U8, 1, hundred, NULL);
     item.version = INT64_MAX;

@@ -36,8 +36,8 @@ static const mls_index_shard *save(bool sparse, bool incremental)
 static bool is_stored(void)
 {
     const mls_index_shard *shard = &t.index.shards[0];
-    unsigned char *whole = calloc(1, BYTES);
-    bool good = whole != NULL;
+    unsigned char *bytes = calloc(1, BYTES);
+    bool good = bytes != NULL;
     for (size_t i = 0; good && i < mls_index_place_count(shard); i++) {
         const mls_layer place = mls_index_place(shard, i);
         const mls_row_range all = {.count = BYTES / 4};
@@ -47,19 +47,19 @@ static bool is_stored(void)
         good = file != NULL && place.offset + place.bytes <= length &&
                crc->update(0, file + place.offset, place.bytes) == place.crc;
         for (size_t j = 0; good && j < (place.row == 0 ? 1 : place.run_count); j++) {
-            memcpy(whole + runs[j].begin * 4, file + place.offset + runs[j].at * 4,
+            memcpy(bytes + runs[j].begin * 4, file + place.offset + runs[j].at * 4,
                    runs[j].count * 4);
         }
         mls_free(file);
     }
-    good = good && memcmp(whole, t.data, BYTES) == 0;
-    free(whole);
+    good = good && memcmp(bytes, t.data, BYTES) == 0;
+    free(bytes);
     return good;
 }
 
 /* ---- zeros ---- */
 
-TEST(what_is_all_zero_is_stored_as_nothing)
+TEST(all_zero_shard_stores_no_bytes)
 {
     const mls_index_shard *shard = save(true, false);
     REQUIRE(shard != NULL && shard->layers != NULL);
@@ -91,7 +91,7 @@ TEST(rows_of_zeros_are_left_out)
 }
 
 /* Three quarters are sparse enough, one more row is not. */
-TEST(what_is_nearly_full_is_stored_as_it_is)
+TEST(nearly_dense_shard_is_stored_raw)
 {
     fill(0, ROWS / 4 * 3);
     const mls_index_shard *shard = save(true, false);
@@ -105,7 +105,7 @@ TEST(what_is_nearly_full_is_stored_as_it_is)
 
 /* ---- rows that changed ---- */
 
-TEST(a_few_rows_become_a_layer)
+TEST(few_changed_rows_become_an_overlay)
 {
     fill(0, ROWS);
     (void)save(false, true); /* no previous state */
@@ -128,7 +128,7 @@ TEST(a_few_rows_become_a_layer)
     CHECK(t.written.new_bytes == ROW_BYTES && is_stored());
 }
 
-TEST(more_than_half_of_the_rows_are_written_as_a_whole)
+TEST(shard_is_rewritten_if_most_rows_changed)
 {
     fill(0, ROWS);
     (void)save(false, true);
@@ -144,7 +144,7 @@ TEST(more_than_half_of_the_rows_are_written_as_a_whole)
 
 /* At most eight layers; rows hidden by newer layers do not count, and a file without
  * visible rows is dropped. */
-TEST(layers_are_bounded)
+TEST(overlay_count_is_bounded)
 {
     fill(0, ROWS);
     (void)save(false, true);
@@ -168,7 +168,7 @@ TEST(layers_are_bounded)
 }
 
 /* All layers together take at most twice the size of the shard. */
-TEST(layers_do_not_become_larger_than_the_shard)
+TEST(overlays_never_exceed_the_shard_size)
 {
     fill(0, ROWS);
     (void)save(false, true);
@@ -184,7 +184,7 @@ TEST(layers_do_not_become_larger_than_the_shard)
     CHECK(shard->layers == NULL && is_stored());
 }
 
-TEST(layers_lie_over_rows_that_were_left_out)
+TEST(overlay_covers_omitted_rows)
 {
     fill(10, 5);
     (void)save(true, true);
@@ -203,7 +203,7 @@ TEST(layers_lie_over_rows_that_were_left_out)
     CHECK(t.written.new_bytes == 0 && t.index.file_count == 1 && is_stored());
 }
 
-TEST(nothing_below_a_layer_may_be_damaged)
+TEST(damaged_base_forces_a_rewrite)
 {
     fill(0, ROWS);
     (void)save(false, true);
@@ -218,7 +218,7 @@ TEST(nothing_below_a_layer_may_be_damaged)
     CHECK(shard->layers == NULL && t.written.new_bytes == BYTES && is_stored());
 }
 
-TEST(a_layer_whose_file_is_gone_is_written_again)
+TEST(missing_overlay_file_is_rewritten)
 {
     fill(0, ROWS);
     (void)save(false, true);
@@ -233,7 +233,7 @@ TEST(a_layer_whose_file_is_gone_is_written_again)
 }
 
 /* The version says that a shard changed; the changed rows are found all the same. */
-TEST(versions_do_not_hide_rows)
+TEST(changed_version_still_writes_rows)
 {
     fill(0, ROWS);
     t.item.version = 5;
@@ -252,7 +252,7 @@ TEST(versions_do_not_hide_rows)
 /* ---- memory of any kind ---- */
 
 /* Columns first, and with gaps: rows are gathered from everywhere. */
-TEST(strided_memory_gives_the_same_layers)
+TEST(strided_memory_gives_the_same_overlays)
 {
     uint32_t *columns = calloc(BYTES, 1);
     REQUIRE(columns != NULL);
@@ -279,7 +279,7 @@ enum { SMALL = 300 };
 
 /* Small shards are stored whole or not at all; layers share segments like shards, and are
  * dropped with them. */
-TEST(small_shards_and_layers_share_files)
+TEST(small_shards_and_overlays_share_files)
 {
     static const size_t four[] = {4};
     static float values[SMALL][4];
@@ -312,7 +312,7 @@ TEST(small_shards_and_layers_share_files)
 
 /* A segment of layers that is mostly dead is dropped: its live shards are written again,
  * even unchanged ones. */
-TEST(dead_segments_of_layers_are_given_up)
+TEST(mostly_dead_overlay_segments_are_rewritten)
 {
     enum { COUNT = 4, TURNS = 4 };
     static const char *const names[COUNT] = {"a", "b", "c", "d"};
@@ -353,7 +353,7 @@ TEST(dead_segments_of_layers_are_given_up)
 
 /* ---- progress ---- */
 
-TEST(bytes_that_are_left_out_count_as_done)
+TEST(omitted_bytes_count_as_progress)
 {
     watcher w = {.allowed = 1 << 30};
     const mls_progress progress = {watch, &w};

@@ -99,7 +99,7 @@ static unsigned same_items(size_t threads)
 
 enum { ALL = (1 << COUNT) - 1 };
 
-TEST(the_same_bytes_are_found_to_be_the_same)
+TEST(equal_bytes_count_as_unchanged)
 {
     CHECK(same_items(1) == ALL && same_items(4) == ALL);
     unsigned char *elsewhere = malloc(BYTES);
@@ -113,7 +113,7 @@ TEST(the_same_bytes_are_found_to_be_the_same)
 }
 
 /* At the ends of the tensor and of the blocks that are read. */
-TEST(one_changed_byte_anywhere_is_found)
+TEST(single_changed_byte_is_detected)
 {
     static const size_t places[] = {0,     1,      16383,  16384,  16385,
                                     99999, 278527, 278528, 540672, BYTES - 1};
@@ -130,7 +130,7 @@ TEST(one_changed_byte_anywhere_is_found)
     free(changed);
 }
 
-TEST(the_first_element_counts_from_where_the_part_lies)
+TEST(comparison_starts_at_the_first_element)
 {
     unsigned char *all = malloc(BYTES + 16);
     REQUIRE(all != NULL);
@@ -232,14 +232,14 @@ TEST(a_damaged_header_counts_as_changed)
 }
 
 /* The memory may have been loaded from the damaged file. */
-TEST(damage_that_is_in_memory_too_counts_as_changed)
+TEST(damage_present_in_memory_counts_as_changed)
 {
     CHECK(flip(path_of("a"), 4096 + 77777, 0x40));
     s.data[77777] = s.data[77777] ^ 0x40;
     CHECK(same_items(1) == (ALL & ~1U) && same_items(4) == (ALL & ~1U));
 }
 
-TEST(what_is_no_file_counts_as_changed)
+TEST(non_regular_file_counts_as_changed)
 {
     CHECK(unlinkat(pool_fd, path_of("a"), 0) == 0);
     CHECK(symlinkat("elsewhere", pool_fd, path_of("a")) == 0);
@@ -250,7 +250,7 @@ TEST(what_is_no_file_counts_as_changed)
     CHECK(unlinkat(pool_fd, path_of("a"), AT_REMOVEDIR) == 0);
 }
 
-TEST(what_cannot_be_read_counts_as_changed)
+TEST(unreadable_shard_counts_as_changed)
 {
     atomic_store(&reads_until_failure, 4); /* in the middle of the large one */
     CHECK(same_items(1) == (ALL & ~1U));
@@ -272,7 +272,7 @@ TEST(the_callers_version_decides_without_reading_tensors)
 }
 
 /* Otherwise the save would commit an index that refers to a missing file. */
-TEST(a_version_is_no_excuse_for_a_file_that_is_gone)
+TEST(equal_version_with_missing_file_counts_as_changed)
 {
     for (size_t i = 0; i < COUNT; i++) {
         s.items[i].version = 1;
@@ -284,7 +284,7 @@ TEST(a_version_is_no_excuse_for_a_file_that_is_gone)
     CHECK(same_items(4) == (ALL & ~3U));
 }
 
-TEST(a_version_that_goes_back_is_refused)
+TEST(decreasing_version_is_refused)
 {
     s.index.shards[0].version = 7; /* "a" */
     s.items[0].version = 6;
@@ -299,7 +299,7 @@ TEST(a_version_that_goes_back_is_refused)
     CHECK(same_items(4) == (ALL & ~1U));
 }
 
-TEST(a_version_beyond_what_files_hold_is_refused)
+TEST(version_above_int64_is_refused)
 {
     mls_shard_item item = item_of("w", NULL, MLS_U8, 0, NULL, "x");
     item.version = (uint64_t)INT64_MAX + 1;
@@ -311,7 +311,7 @@ TEST(a_version_beyond_what_files_hold_is_refused)
 
 /* ---- progress ---- */
 
-TEST(progress_counts_what_is_the_same_and_stops)
+TEST(progress_counts_compared_bytes_and_stops)
 {
     for (int allowed = 0; allowed <= 2; allowed++) {
         watcher seen = {.allowed = allowed == 2 ? 1 << 30 : allowed + 1};
@@ -326,7 +326,7 @@ TEST(progress_counts_what_is_the_same_and_stops)
 }
 
 /* Enough shards for many batches: several threads get the result of one. */
-TEST(many_threads_find_what_one_finds)
+TEST(several_threads_compare_like_one_thread)
 {
     enum { MANY = 300, EACH = 100000 };
     static char names[MANY][8];

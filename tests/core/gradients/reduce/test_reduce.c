@@ -10,7 +10,7 @@
 
 enum { LONGEST = 9000, SOURCES = 5, ROOM = LONGEST * 8 + 128 };
 
-static unsigned char input[SOURCES][ROOM], wanted[ROOM], found[ROOM];
+static unsigned char input[SOURCES][ROOM], expected[ROOM], actual[ROOM];
 
 static size_t item(mls_dtype dtype)
 {
@@ -68,16 +68,16 @@ static bool sets_agree(const mls_reduction *r, size_t count, size_t n, size_t of
     for (size_t s = 0; s < count; s++) {
         sources[s] = input[s] + offset;
     }
-    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), r, sources, count, wanted + offset, n,
-                   mls_cached(), &oracle);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), r, sources, count, expected + offset,
+                   n, mls_cached(), &oracle);
     EACH_CPU (cpu) {
         mls_norm_partial partial = {0};
-        memset(found, 0xA5, sizeof found);
-        mls_reduce_run(mls_kernels_of(cpu), r, sources, count, found + offset, n,
+        memset(actual, 0xA5, sizeof actual);
+        mls_reduce_run(mls_kernels_of(cpu), r, sources, count, actual + offset, n,
                        mls_cached(), &partial);
-        agree = agree && same_partial(oracle, partial) && found[offset - 1] == 0xA5 &&
-                found[offset + n * item(r->out_dtype)] == 0xA5 &&
-                same_items(r->out_dtype, wanted + offset, found + offset, n);
+        agree = agree && same_partial(oracle, partial) && actual[offset - 1] == 0xA5 &&
+                actual[offset + n * item(r->out_dtype)] == 0xA5 &&
+                same_items(r->out_dtype, expected + offset, actual + offset, n);
     }
     return agree;
 }
@@ -106,7 +106,7 @@ static void reduce(const mls_reduction *r, const void *const *sources, size_t co
                    mls_cached(), NULL);
 }
 
-TEST(every_set_reduces_as_the_oracle_does)
+TEST(every_instruction_set_reduces_like_scalar)
 {
     for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
         for (int op = 0; op < 3; op++) {
@@ -131,24 +131,24 @@ static void check_add(mls_dtype to, mls_dtype from, double scale, bool tame)
         mls_norm_partial oracle = {0}, partial = {0};
         fill_items(to, input[0], LONGEST, 3, tame);
         fill_items(from, input[1], LONGEST, 4, tame);
-        memcpy(wanted, input[0], ROOM);
+        memcpy(expected, input[0], ROOM);
         const mls_tensor src = vector_of(input[1] + offset, from, n);
-        mls_tensor dst = vector_of(wanted + offset, to, n);
+        mls_tensor dst = vector_of(expected + offset, to, n);
         CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &dst, &src, scale, &oracle, &st) ==
               MLS_OK);
         EACH_VECTOR_CPU (cpu) {
-            memcpy(found, input[0], ROOM);
-            dst.data = found + offset;
+            memcpy(actual, input[0], ROOM);
+            dst.data = actual + offset;
             partial = (mls_norm_partial){0};
             CHECK(mls_accumulate(cpu, NULL, &dst, &src, scale, &partial, &st) == MLS_OK);
             CHECK(same_partial(oracle, partial));
-            CHECK(same_items(to, wanted + offset, found + offset, n));
-            CHECK(memcmp(found, input[0], offset) == 0);
+            CHECK(same_items(to, expected + offset, actual + offset, n));
+            CHECK(memcmp(actual, input[0], offset) == 0);
         }
     }
 }
 
-TEST(every_set_adds_as_the_oracle_does)
+TEST(every_instruction_set_adds_like_scalar)
 {
     static const double scales[] = {1, -0.3, 0x1p-20};
     for (int to = 0; to < MLS_CONVERTIBLE; to++) {
@@ -167,21 +167,21 @@ TEST(every_set_adds_as_the_oracle_does)
     check_add(MLS_C64, MLS_C64, 1.5, false);
 }
 
-TEST(every_set_scales_as_the_oracle_does)
+TEST(every_instruction_set_scales_like_scalar)
 {
     static const mls_dtype dtypes[] = {MLS_F16, MLS_BF16, MLS_F32, MLS_F64, MLS_C64};
     for (size_t k = 0; k < 5 * LENGTHS; k++) {
         const mls_dtype dtype = dtypes[k / LENGTHS];
         const size_t n = lengths[k % LENGTHS];
         fill_random(input[0], ROOM, 9 + k);
-        memcpy(wanted, input[0], ROOM);
-        mls_tensor t = vector_of(wanted + 8, dtype, n);
+        memcpy(expected, input[0], ROOM);
+        mls_tensor t = vector_of(expected + 8, dtype, n);
         CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &t, 0.7, &status) == MLS_OK);
         EACH_VECTOR_CPU (cpu) {
-            memcpy(found, input[0], ROOM);
-            t.data = found + 8;
+            memcpy(actual, input[0], ROOM);
+            t.data = actual + 8;
             CHECK(mls_scale(cpu, NULL, &t, 0.7, &status) == MLS_OK);
-            CHECK(same_items(dtype, wanted + 8, found + 8, n));
+            CHECK(same_items(dtype, expected + 8, actual + 8, n));
         }
     }
 }
@@ -210,7 +210,7 @@ static bool adds_to(mls_dtype dtype, uint16_t x, double scale, uint16_t y, uint1
     return right;
 }
 
-TEST(halves_round_to_even_and_overflow_to_infinity)
+TEST(float16_rounds_to_even_and_overflows_to_infinity)
 {
     CHECK(adds_to(MLS_F16, 0x3C00, 1, 0x1000, 0x3C00)); /* 1 + 2**-11: a tie, to even */
     CHECK(adds_to(MLS_F16, 0x3C01, 1, 0x1000, 0x3C02)); /* the next one up */
@@ -226,7 +226,7 @@ TEST(halves_round_to_even_and_overflow_to_infinity)
     CHECK(adds_to(MLS_F16, 0x0000, 2, 0x7C00, 0x7C00));
 }
 
-TEST(brains_round_to_even_and_keep_subnormal_numbers)
+TEST(bfloat16_rounds_to_even_and_keeps_subnormals)
 {
     CHECK(adds_to(MLS_BF16, 0x3F80, 1, 0x3B80, 0x3F80)); /* 1 + 2**-8: a tie, to even */
     CHECK(adds_to(MLS_BF16, 0x3F81, 1, 0x3B80, 0x3F82));
@@ -254,15 +254,15 @@ TEST(sixteen_bit_sums_are_rounded_once)
     }
 }
 
-TEST(sums_are_made_in_the_order_of_the_sources)
+TEST(sums_add_sources_in_order)
 {
     const float a = 1e8F, b = -1e8F, c = 1;
-    const void *const one[] = {&a, &b, &c}, *const other[] = {&a, &c, &b};
+    const void *const small_last[] = {&a, &b, &c}, *const small_second[] = {&a, &c, &b};
     const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1};
     float out = 9;
-    reduce(&r, one, 3, &out, 1);
+    reduce(&r, small_last, 3, &out, 1);
     CHECK(out == 1);
-    reduce(&r, other, 3, &out, 1);
+    reduce(&r, small_second, 3, &out, 1);
     CHECK(out == 0);
 }
 
@@ -296,9 +296,9 @@ TEST(integers_wrap)
 
 TEST(a_nan_wins_minima_and_maxima)
 {
-    const float nan = NAN, one = 1, two = 2;
+    const float nan = NAN, first = 1, second = 2;
     const void *const orders[][3] = {
-        {&nan, &one, &two}, {&one, &nan, &two}, {&one, &two, &nan}};
+        {&nan, &first, &second}, {&first, &nan, &second}, {&first, &second, &nan}};
     for (int i = 0; i < 6; i++) {
         const mls_reduction r = {MLS_F32, MLS_F32,
                                  i < 3 ? MLS_REDUCE_MIN : MLS_REDUCE_MAX, 1};
@@ -331,7 +331,7 @@ TEST(the_output_may_be_a_source)
 
 /* ---- norm partials ---- */
 
-TEST(norm_partials_count_what_is_not_finite)
+TEST(norm_partials_count_non_finite_elements)
 {
     float x[5000];
     mls_norm_partial partial = {0};
@@ -365,7 +365,7 @@ TEST(a_square_may_overflow_without_being_counted)
 }
 
 /* In parts that begin at multiples of a block, by any number of threads, in any order. */
-TEST(norm_partials_do_not_depend_on_who_did_what)
+TEST(norm_partials_are_independent_of_thread_division)
 {
     /* more blocks than the core stores sums for at a time */
     const size_t n = ((size_t)2100 * MLS_NORM_BLOCK) + 70001;
@@ -449,14 +449,14 @@ static void check_views(mls_dtype dtype, const ptrdiff_t *s, const ptrdiff_t *t,
     src.strides[0] = t[0] * bytes, src.strides[1] = t[1] * bytes;
     fill_random(memory[0], sizeof memory[0], 1);
     fill_random(memory[1], sizeof memory[1], 2);
-    pack(&dst, wanted);
+    pack(&dst, expected);
     pack(&src, input[0]);
-    const mls_tensor a = vector_of(wanted, dtype, 37 * 230);
+    const mls_tensor a = vector_of(expected, dtype, 37 * 230);
     const mls_tensor b = vector_of(input[0], dtype, 37 * 230);
     CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &a, &b, 1, &oracle, &st) == MLS_OK);
     CHECK(mls_accumulate(cpu, NULL, &dst, &src, 1, &partial, &st) == MLS_OK);
-    pack(&dst, found);
-    CHECK(same_items(dtype, wanted, found, 37 * 230));
+    pack(&dst, actual);
+    CHECK(same_items(dtype, expected, actual, 37 * 230));
     CHECK(same_partial(oracle, partial));
 }
 
@@ -515,7 +515,7 @@ static mls_code refused(mls_dtype dtype, mls_dtype out, mls_reduce_op op, double
     return code;
 }
 
-TEST(reductions_that_make_no_sense_are_refused)
+TEST(unsupported_reductions_are_refused)
 {
     CHECK(refused(MLS_BOOL, MLS_BOOL, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
     CHECK(refused(MLS_BOOL, MLS_BOOL, MLS_REDUCE_MAX, 1) == MLS_OK);
@@ -587,7 +587,7 @@ static bool stays(const mls_tensor *dst, const mls_tensor *src, double scale,
            partial.nonfinite == 2 && memcmp(before, memory[0], sizeof before) == 0;
 }
 
-TEST(what_cannot_be_added_changes_nothing)
+TEST(refused_add_leaves_destination_unchanged)
 {
     fill_random(memory[0], sizeof memory[0], 8);
     const mls_tensor f = vector_of(memory[0], MLS_F32, 8);

@@ -1,0 +1,24 @@
+"""A request to move a KV cache to another sequence length, and who can carry it out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+
+class KVMove(NamedTuple):
+    """What a move does with a cache. The core reads the items in this order."""
+
+    target_length: int
+    position: int | None  # tokens in the source; None: it is full
+    seq_axis: int = -2
+    compact: bool = False  # the target may be shorter than the source
+    pad_value: float = 0.0
+    dtype: Any = None  # of the result; None: the source's or that of `out`
+    low_memory: bool = False  # a new result uses small pages
+
+
+class KVBackend(Protocol):
+    """Operations on a framework's tensors as KV caches."""
+
+    def move_kv(self, source: Any, move: KVMove, out: Any) -> Any:
+        """Write a moved cache to `out`, or return a new one if `out` is None."""
