@@ -271,12 +271,14 @@ def apply_edits(source: bytes, edits: set[Edit]) -> str:
 
 
 def python_shape(tree: ast.AST) -> str:
-    """Return a dump of a syntax tree without docstrings."""
+    """Return a dump of a syntax tree without docstrings, with imported names in order."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and node.body:
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 first.value.value = ""
+        if isinstance(node, ast.ImportFrom):
+            node.names.sort(key=lambda alias: alias.name)
     return ast.dump(tree)
 
 
