@@ -70,7 +70,7 @@ MODULE_PAGE = """\
 # Private base classes with the documented methods of several public classes.
 SHARED_BASES = (
     "mlstate.activation._combinators",
-    "mlstate.collectives._group_base",
+    "mlstate.collectives._process_group",
     "mlstate.kv._state_manager",
 )
 

@@ -131,9 +131,9 @@ def _meet_torch() -> None:
     import sys
 
     if sys.modules.get("torch") is not None:
-        from ._common.backend import backend_named
+        from ._common.backend import TensorBackend, backend_named
 
-        backend_named("torch")
+        backend_named("torch", TensorBackend)
 
 
 _meet_torch()

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _core
 from ..errors import MLStateError
-from .backend import backend_of, registered
+from .backend import TensorBackend, backend_of, imported_backends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -99,10 +99,10 @@ def new_packed(array: Any, shape: tuple[int, ...]) -> Any:
 
 def refuse_given_away(state: Mapping[str, Any]) -> None:
     """Raise ValueError for torch tensors that a `TieredState` moved to a file: they are empty."""
-    if not any(backend.has_given_away() for backend in registered()):
+    if not any(backend.has_given_away() for backend in imported_backends(TensorBackend)):
         return
     for name, value in state.items():
-        if is_torch(value) and backend_of(value).is_given_away(value):
+        if is_torch(value) and backend_of(value, TensorBackend).is_given_away(value):
             raise ValueError(
                 f"{name!r} is cold: its elements are in a file of a TieredState; promote it, or "
                 "use the arrays that state_dicts() of that TieredState returns"
@@ -123,7 +123,7 @@ def refuse_unstorable(state: Mapping[str, Any], *, every: bool = False) -> None:
             continue
         tensor = value if is_torch(value) else getattr(value, "array", None)
         if tensor is not None and is_torch(tensor) and type(tensor) not in fast:
-            backend_of(tensor).refuse_unstorable(name, tensor)
+            backend_of(tensor, TensorBackend).refuse_unstorable(name, tensor)
 
 
 @contextmanager
@@ -145,6 +145,6 @@ def write_into(out: Any, write: Callable[[Any], Any]) -> Any:
     writable array.
     """
     if is_torch(out):
-        return backend_of(out).write_into_tensor(out, write)
+        return backend_of(out, TensorBackend).write_into_tensor(out, write)
     write(out)
     return out

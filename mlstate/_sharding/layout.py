@@ -336,12 +336,12 @@ class Shard:
             raise ValueError(f"tier must be one of {', '.join(TIERS)}, got {tier!r}")
         if replica < 0:
             raise ValueError(f"replica must not be negative, got {replica}")
-        self.array = array
-        self.layout = layout
-        self.index = index
-        self.shape = tuple(int(size) for size in shape)
-        self.tier = tier
-        self.replica = replica
+        self.array: Any = array
+        self.layout: Layout = layout
+        self.index: int = index
+        self.shape: tuple[int, ...] = tuple(int(size) for size in shape)
+        self.tier: str | None = tier
+        self.replica: int = replica
         self._version = version or 0
         wanted, have = layout.shape(self.shape, index), tuple(array.shape)
         if prod(wanted) != prod(have):

@@ -12,6 +12,7 @@ from .. import _core
 from .._common.backend import backend_named
 from .._common.budget import Budget, parse_budget
 from .._common.text import bytes_text, table_html, table_text
+from ._backend import ActivationBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -377,7 +378,7 @@ class Chain:
         >>> Chain.from_torch(model, torch.ones(2, 8)).activation_bytes.tolist()
         [64, 32, 32]
         """
-        return backend_named("torch").profile_chain(module, sample, **options)
+        return backend_named("torch", ActivationBackend).profile_chain(module, sample, **options)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Chain):

@@ -312,7 +312,7 @@ class FirstMatch(Composite):
 
     def __init__(self, *members: CheckpointStrategy, default: bool = False) -> None:
         super().__init__(*members)
-        self.default = bool(default)
+        self.default: bool = bool(default)
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         """Return the decision of the first member that has one, or `default`."""

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _core
 from .._common.backend import backend_named
 from .._common.text import bytes_text, table_html, table_text
+from ._backend import ActivationBackend
 from ._combinators import check_strategy, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .._common.backend import AppliedStrategy
+    from ._backend import AppliedStrategy
     from ._combinators import CheckpointStrategy
 
 _ROWS = 40
@@ -223,7 +224,7 @@ class ActivationManager:
         >>> [layer.layer_id for layer in manager.layers() if layer.is_checkpointed]
         ['0', '2']
         """
-        return backend_named("torch").apply_strategy(self, module, blocks)
+        return backend_named("torch", ActivationBackend).apply_strategy(self, module, blocks)
 
     def layers(self) -> list[LayerDecisions]:
         """Return the decisions by layer, in order of first appearance.

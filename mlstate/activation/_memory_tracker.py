@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.backend import backend_named
+from ._backend import ActivationBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,7 +172,7 @@ class MemoryTracker:
         if source == "process":
             used, peak, total = _core.memory_footprint()
             return used, peak, total, source
-        return backend_named("torch").cuda_memory(source)
+        return backend_named("torch", ActivationBackend).cuda_memory(source)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MemoryTracker):

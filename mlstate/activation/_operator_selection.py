@@ -1,15 +1,21 @@
-"""Choice of operator outputs to keep within a budget; public through `mlstate.activation`."""
+"""Choice of operator outputs to keep within a budget; public through `mlstate.activation`.
+
+Deprecated: the public functions warn, and will be removed with this file.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .. import _core
 from .._common.backend import backend_named
 from .._common.budget import parse_budget
 from .._common.text import bytes_text, table_html, table_text
+from ..errors import CapacityError
+from ._backend import ActivationBackend
 from ._chain import check_names, freeze_numbers
 
 if TYPE_CHECKING:
@@ -20,12 +26,13 @@ if TYPE_CHECKING:
 
 _ROWS = 40
 _HEADERS = ["operator", "seconds", "bytes", ""]
+_STATES = 1 << 21  # default limit of search states
 
 
 class OperatorSelection:
     """Operators whose outputs are kept, and operators that are recomputed in the backward pass.
 
-    `select_operators` returns it. It is immutable.
+    Deprecated, like `select_operators`, which returns it. It is immutable.
 
     Parameters
     ----------
@@ -72,9 +79,17 @@ class OperatorSelection:
         names: tuple[str, ...] | None = None,
         states: int = 0,
     ) -> None:
-        chosen = _core.choose_operators(operator_seconds, operator_bytes, budget_bytes, states)
-        self.is_saved, self.bytes, self.seconds, self.least_seconds, self.exact, _ = chosen
+        _check_costs(operator_seconds, operator_bytes, budget_bytes)
+        search = _KnapsackSearch(operator_seconds, operator_bytes, budget_bytes)
+        most_seconds = search.add_items(states or _STATES)
+        self.is_saved: NDArray = search.chosen_items() | (operator_bytes == 0)
         self.is_saved.flags.writeable = False
+        self.bytes = int(operator_bytes[self.is_saved].sum())
+        self.seconds = float(operator_seconds[~self.is_saved].sum())
+        exact = not most_seconds > search.best.seconds + search.slack
+        least = float(operator_seconds[operator_bytes > 0].sum()) - most_seconds
+        self.least_seconds = self.seconds if exact else min(max(least, 0.0), self.seconds)
+        self.exact: bool = exact
         self.budget_bytes = budget_bytes
         self.operator_seconds = operator_seconds
         self.operator_bytes = operator_bytes
@@ -127,7 +142,7 @@ class OperatorSelection:
         """
         if self._names is None:
             raise ValueError("operators without names cannot be distinguished: pass names")
-        return backend_named("torch").operator_contexts(self.saved)
+        return backend_named("torch", ActivationBackend).operator_contexts(self.saved)
 
     def _title(self) -> str:
         found = (
@@ -187,6 +202,11 @@ def select_operators(
 ) -> OperatorSelection:
     """Choose the operator outputs to keep so that recomputing the others takes the least time.
 
+    .. deprecated:: 0.1
+       Use `plan` on a chain of smaller blocks (``blocks=`` of `Chain.from_torch`), which respects
+       a budget for the whole model, or pass a list of operators to torch's
+       ``create_selective_checkpoint_contexts``.
+
     This is the 0/1 knapsack problem. It is solved exactly, with lists of (bytes, seconds) pruned
     by Dantzig's bound. If that needs more than 2,097,152 states, the result is the best choice
     so far, with a bound on a possible improvement.
@@ -220,7 +240,7 @@ def select_operators(
 
     Notes
     -----
-    The search uses at most 100 MiB of memory. The GIL is released, and Ctrl-C ends a long search.
+    The search uses at most 100 MiB of memory. Ctrl-C ends a long search.
 
     References
     ----------
@@ -234,6 +254,22 @@ def select_operators(
     >>> chosen.saved, chosen.bytes, chosen.seconds, chosen.exact
     ((0, 2), 100, 4.0, True)
     """
+    warnings.warn(
+        "select_operators is deprecated: use plan on a chain of smaller blocks, or torch's "
+        "create_selective_checkpoint_contexts with a list of operators",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return choose_operators(seconds, bytes, budget_bytes, names)
+
+
+def choose_operators(
+    seconds: Sequence[float] | NDArray,
+    bytes: Sequence[int] | NDArray,
+    budget_bytes: MemorySize,
+    names: Sequence[str] | None,
+) -> OperatorSelection:
+    """Choose operators without a warning; see `select_operators`."""
     times = freeze_numbers("seconds", seconds, "float64", each="operator")
     sizes = freeze_numbers("bytes", bytes, "int64", each="operator")
     if len(times) != len(sizes):
@@ -241,3 +277,101 @@ def select_operators(
     listed = check_names(names, len(times), "operators")
     budget = parse_budget("budget_bytes", budget_bytes, int(sizes.sum()), "all outputs")
     return OperatorSelection(times, sizes, budget.nbytes, listed)
+
+
+def _check_costs(seconds: NDArray, sizes: NDArray, budget: int) -> None:
+    """Raise unless all costs are finite and not negative, and their sums fit their dtypes."""
+    if budget < 0:
+        raise ValueError(f"a budget of {budget} bytes is negative")
+    if budget >> 63:
+        raise CapacityError("budget_bytes does not fit into 64 bits")
+    for i in np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0)))[:1].tolist():
+        raise ValueError(f"seconds[{i}] is {seconds[i]:g}: choose a finite number, at least 0")
+    for i in np.flatnonzero(sizes < 0)[:1].tolist():
+        raise ValueError(f"bytes[{i}] is {sizes[i]}: expected 0 or more")
+    if sum(sizes.tolist()) >> 62:
+        raise CapacityError("all bytes together exceed 62 bits")
+    if not math.isfinite(sum(seconds.tolist())):
+        raise CapacityError("all seconds together exceed the range of a double")
+
+
+class _Choice(NamedTuple):
+    """A state of the search (-1: the empty one), and the items from ``start`` to ``end``."""
+
+    seconds: float
+    state: int
+    start: int
+    end: int
+
+
+class _KnapsackSearch:
+    """Dynamic programming over lists of states, pruned by Dantzig's bound.
+
+    Items are added in order of seconds per byte. A state is a choice among the items so far; no
+    state of the list has both more bytes and fewer seconds than another. A state is pruned if it
+    cannot beat the best choice, even with a fraction of the first item that does not fit.
+    """
+
+    def __init__(self, seconds: NDArray, sizes: NDArray, budget: int) -> None:
+        self._count = len(seconds)
+        self._room = min(budget, int(sizes.sum()))
+        items = np.flatnonzero((sizes > 0) & (sizes <= self._room) & (seconds > 0))
+        order = np.lexsort((items, -sizes[items], -seconds[items] / sizes[items]))
+        self._items = items[order]
+        self._sizes = np.append(sizes[self._items], 1)  # with an entry for the end
+        self._seconds = np.append(seconds[self._items], 0.0)
+        self._bytes_before = np.append(0, np.cumsum(self._sizes[:-1]))
+        self._seconds_before = np.append(0.0, np.cumsum(self._seconds[:-1]))
+        self._parents: list[NDArray] = []  # by item: the states to which it was added
+        self.slack = 1e-12 * float(seconds.sum())  # smaller differences are rounding
+        self.best = _Choice(-1.0, -1, 0, 0)
+
+    def _bounds(self, sizes: NDArray, seconds: NDArray, start: int) -> tuple[NDArray, ...]:
+        """Return the end of the whole items that fit, and seconds without and with a fraction."""
+        reach = self._bytes_before[start] + (self._room - sizes)
+        end = np.searchsorted(self._bytes_before, reach, "right") - 1
+        whole = seconds + (self._seconds_before[end] - self._seconds_before[start])
+        fraction = (reach - self._bytes_before[end]) / self._sizes[end]
+        return end, whole, whole + fraction * self._seconds[end]
+
+    def add_items(self, limit: int) -> float:
+        """Add all items, or as many as `limit` states allow; return a bound of all choices."""
+        states, sizes, seconds = np.array([-1]), np.array([0]), np.array([0.0])
+        ends, whole, bounds = self._bounds(sizes, seconds, 0)
+        self.best = _Choice(float(whole[0]), -1, 0, int(ends[0]))
+        made = 0
+        for at in range(len(self._items)):
+            if not len(states) or made + len(states) > limit:
+                break
+            parents = np.flatnonzero(sizes + self._sizes[at] <= self._room)
+            sizes = np.append(sizes, sizes[parents] + self._sizes[at])
+            seconds = np.append(seconds, seconds[parents] + self._seconds[at])
+            ends, whole, bounds = self._bounds(sizes, seconds, at + 1)
+            whole = whole[len(states) :]
+            if len(whole) and whole.max() > self.best.seconds:
+                i = int(whole.argmax())
+                parent, end = int(states[parents[i]]), int(ends[len(states) + i])
+                self.best = _Choice(float(whole[i]), parent, at, end)
+            rows = np.flatnonzero(bounds > self.best.seconds + self.slack)
+            rows = rows[np.lexsort((-seconds[rows], sizes[rows]))]
+            most_before = np.maximum.accumulate(np.append(-1.0, seconds[rows]))[:-1]
+            rows = rows[seconds[rows] > most_before]
+            added = rows[rows >= len(states)] - len(states)
+            self._parents.append(states[parents[added]])
+            numbers = np.append(states, np.zeros(len(parents), np.int64))
+            numbers[added + len(states)] = np.arange(made, made + len(added))
+            made += len(added)
+            states, sizes, seconds, bounds = (a[rows] for a in (numbers, sizes, seconds, bounds))
+        return float(max([self.best.seconds, *bounds.tolist()]))
+
+    def chosen_items(self) -> NDArray:
+        """Return a mask of the items of the best choice."""
+        chosen = np.zeros(self._count, np.bool_)
+        chosen[self._items[self.best.start : self.best.end]] = True
+        first = np.append(0, np.cumsum([len(parents) for parents in self._parents]))
+        state = self.best.state
+        while state >= 0:
+            at = int(np.searchsorted(first, state, "right")) - 1
+            chosen[self._items[at]] = True
+            state = int(self._parents[at][state - first[at]])
+        return chosen

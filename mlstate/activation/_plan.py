@@ -12,6 +12,7 @@ import numpy as np
 from .. import _core
 from .._common.backend import backend_named
 from .._common.text import bytes_text, table_text
+from ._backend import ActivationBackend
 from ._chain import Chain
 from ._combinators import name_of
 
@@ -159,11 +160,13 @@ class Plan:
     ) -> None:
         self.chain = chain
         budget = None if budget_bytes is None else chain._budget(budget_bytes)
-        self.budget_bytes = None if budget is None else budget.nbytes
+        self.budget_bytes: int | None = None if budget is None else budget.nbytes
         self.schedules = schedules
         self.method = method
         self.exact = exact
         self._steps = _steps_array(steps)
+        self.predicted_seconds: float
+        self.predicted_peak_bytes: int
         self.predicted_seconds, self.predicted_peak_bytes = _core.chain_simulate(
             chain._arrays, self._steps, False
         )[:2]
@@ -278,7 +281,7 @@ class Plan:
         >>> planned(torch.ones(4, 4)).shape
         torch.Size([4, 4])
         """
-        return backend_named("torch").apply_plan(self, module, **options)
+        return backend_named("torch", ActivationBackend).apply_plan(self, module, **options)
 
     def to_json(self) -> str:
         """Return plan and chain as JSON.

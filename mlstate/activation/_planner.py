@@ -187,12 +187,14 @@ class Pareto:
         self.chain = chain
         self.slots = slots
         self.offload = offload
-        found: tuple[NDArray, NDArray, str, int]
-        found = _core.plan_pareto(chain._arrays, number, offload)
-        self.budget_bytes, self.seconds, method, used = found
+        self.budget_bytes: NDArray
+        self.seconds: NDArray
+        self.budget_bytes, self.seconds, method, used = _core.plan_pareto(
+            chain._arrays, number, offload
+        )
         self.budget_bytes.flags.writeable = self.seconds.flags.writeable = False
-        self.method = _METHODS[method].format(used)
-        self.exact = method == "bytes"
+        self.method: str = _METHODS[method].format(used)
+        self.exact: bool = method == "bytes"
         self._slots = used
 
     def __len__(self) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.backend import backend_named
 from .._common.text import table_html
+from ._backend import ActivationBackend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,8 +73,8 @@ class RecomputeReport:
     """
 
     def __init__(self, findings: Sequence[Finding], checked: Sequence[str]) -> None:
-        self.findings = list(findings)
-        self.checked = list(checked)
+        self.findings: list[Finding] = list(findings)
+        self.checked: list[str] = list(checked)
 
     def __bool__(self) -> bool:
         return not self.findings
@@ -148,4 +149,6 @@ def check(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> Recompu
     >>> print(check(model, None, torch.ones(4, 4)))
     2 blocks were run again: all gave the same bits
     """
-    return backend_named("torch").check_recompute(module, plan, sample, blocks=blocks)
+    return backend_named("torch", ActivationBackend).check_recompute(
+        module, plan, sample, blocks=blocks
+    )

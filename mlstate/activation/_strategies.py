@@ -123,8 +123,8 @@ class IntervalStrategy(_Strategy, _core.IntervalStrategy):
 
     __slots__ = ()
     _fields = ("interval",)
-    interval = _core.Strategy._number
-    checkpointed_count = _core.Strategy._checkpointed
+    interval: int = _core.Strategy._number
+    checkpointed_count: int = _core.Strategy._checkpointed
 
     def __new__(cls, interval: int = 2) -> Self:
         """See the class."""
@@ -180,9 +180,9 @@ class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
 
     __slots__ = ()
     _fields = ("checkpoint_layers", "exclude_layers")
-    checkpoint_layers = _core.Strategy._chosen
-    exclude_layers = _core.Strategy._excluded
-    opinion = _core.Strategy._decide_or_none
+    checkpoint_layers: tuple[str, ...] = _core.Strategy._chosen
+    exclude_layers: tuple[str, ...] = _core.Strategy._excluded
+    opinion: Callable[[Any, str, Any, int], bool | None] = _core.Strategy._decide_or_none
 
     def __new__(
         cls,
@@ -246,9 +246,9 @@ class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
 
     __slots__ = ()
     _fields = ("min_size_bytes", "exclude_layers")
-    min_size_bytes = _core.Strategy._number
-    exclude_layers = _core.Strategy._excluded
-    checkpointed_count = _core.Strategy._checkpointed
+    min_size_bytes: int = _core.Strategy._number
+    exclude_layers: tuple[str, ...] = _core.Strategy._excluded
+    checkpointed_count: int = _core.Strategy._checkpointed
 
     def __new__(
         cls, min_size_bytes: int = MEBIBYTE, exclude_layers: Iterable[str] | None = None
@@ -324,9 +324,9 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
     __slots__ = ("_tracker",)
     _tracker: Any
     _fields = ("max_memory_percentage", "tracker", "total_memory", "clock")
-    max_memory_percentage = _core.Strategy._share
-    current_interval = _core.Strategy._interval
-    clock = _core.Strategy._clock
+    max_memory_percentage: float = _core.Strategy._share
+    current_interval: int = _core.Strategy._interval
+    clock: Callable[[], float] | None = _core.Strategy._clock
 
     def __new__(
         cls,
@@ -427,9 +427,9 @@ class SmartStrategy(_Strategy, _core.SmartStrategy):
 
     __slots__ = ()
     _fields = ("exclude_layers",)
-    exclude_layers = _core.Strategy._excluded
-    is_collecting = _core.Strategy._collecting
-    layer_count = _core.Strategy._layer_count
+    exclude_layers: tuple[str, ...] = _core.Strategy._excluded
+    is_collecting: bool = _core.Strategy._collecting
+    layer_count: int = _core.Strategy._layer_count
 
     def __new__(cls, exclude_layers: Iterable[str] | None = None) -> Self:
         """See the class."""

@@ -216,6 +216,7 @@ class Checkpoint:
         *,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        self.path: str
         self.path, self._root, manifest = _folder.open_path(path, storage_options)
         if manifest is None:
             self._root, manifest = _folder.open_root(self.path, self._root)

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_flags, check_int, is_flag
-from .._common.backend import torch_backend
+from .._common.backend import TensorBackend, torch_backend
 from .._common.dtypes import FLOAT8S, FLOATS, as_numbers, dtype_name, name_of, numpy_dtype
 from .._common.text import names_hint
 from .._sharding.layout import Layout, Steps, steps_of
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from ..collectives import ProcessGroup
+    from ..state import ModelStateDict, OptimizerStateDict
     from ._load_targets import Prepared
     from ._sections import Section
     from ._store.manifest import Manifest
@@ -84,11 +85,11 @@ class LoadedState:
         step: int | None = None,
         states: dict[str, Any] | None = None,
     ) -> None:
-        self.states = {} if states is None else states
-        self.model = model
-        self.optimizer = optimizer
-        self.metadata = metadata
-        self.step = step
+        self.states: dict[str, Any] = {} if states is None else states
+        self.model: ModelStateDict | Any = model  # Any: None, or a target of `into`
+        self.optimizer: OptimizerStateDict | Any = optimizer
+        self.metadata: dict[str, Any] = metadata
+        self.step: int | None = step
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         self.states = {}  # pickles of older versions lack it
@@ -238,7 +239,7 @@ class Loader:
                 found[key] = _cast(array, dtype) if dtype else array
         arrays = {name: found[key] for name, key in zip(names, keys, strict=True)} | extra
         if self.request.device is not None:
-            tensors = torch_backend("tensors on a device=").tensors_of(arrays)
+            tensors = torch_backend("tensors on a device=", TensorBackend).tensors_of(arrays)
             arrays = {name: each.to(self.request.device) for name, each in tensors.items()}
         return section.restore(arrays, self.folder)
 
@@ -492,7 +493,7 @@ def _checked_device(device: Any, *, mmap: bool) -> Any:
             "mmap=True returns read-only views of the files, which are NumPy arrays: pass either "
             "mmap=True or device="
         )
-    return torch_backend("tensors on a device=").device_of(device)
+    return torch_backend("tensors on a device=", TensorBackend).device_of(device)
 
 
 def _verify_all(folder: str, manifest: Manifest, merged: Any) -> None:

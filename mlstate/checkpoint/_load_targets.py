@@ -14,13 +14,14 @@ import numpy as np
 
 from .. import _core
 from .._common.arrays import is_torch
-from .._common.backend import OptimizerRecord, backend_of, is_module, is_optimizer
+from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._sharding.layout import Layout, Steps
 from ..errors import CompatibilityError
 from ..state._compatibility import SHOWN, join, rename_hint
 from ..state._load_into import load_into
 from ..state._optimizer_state import OptimizerStateDict
+from ._backend import CheckpointBackend, OptimizerRecord
 from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
 from ._states.modules import prepare_units, stored_entries
@@ -96,7 +97,7 @@ class _ArrayTarget:
         arrays = dict(target)
         self.tensors = [value for value in arrays.values() if is_torch(value)]
         if self.tensors:
-            arrays = backend_of(self.tensors[0]).arrays_of(arrays)
+            arrays = backend_of(self.tensors[0], TensorBackend).arrays_of(arrays)
         self.arrays = arrays
         self.known = arrays.keys()
         self.zeros: list[str] = []
@@ -108,7 +109,7 @@ class _ArrayTarget:
         for name in self.zeros:
             self.arrays[name][...] = 0
         if self.tensors:
-            backend_of(self.tensors[0]).note_written(self.tensors)
+            backend_of(self.tensors[0], TensorBackend).note_written(self.tensors)
 
 
 def names_error(
@@ -298,7 +299,7 @@ def _optimizer_target(
         return chosen_names.select(others, OPTIMIZER)[0]
 
     request = loader.request
-    return backend_of(optimizer).fill_optimizer(
+    return backend_of(optimizer, CheckpointBackend).fill_optimizer(
         optimizer,
         module,
         records,
@@ -339,7 +340,7 @@ def _prepare_tensors(
     actions: list[Action] = []
     stored, entries = _choose_entries(loader, section, target, names)
     if is_module(target) and not section.is_optimizer:
-        filling = backend_of(target).fill_module(target)
+        filling = backend_of(target, CheckpointBackend).fill_module(target)
         chosen = [*selected, *entries]
         actions = prepare_units(loader, section, target, filling, chosen, stored, names)
         selected = [name for name in chosen if not filling.loads_itself(name)]

@@ -136,8 +136,8 @@ class CheckpointManager:
         self._signals: SignalWatch | None = None
         self._warns_unchanged = warn_unchanged
         self._last_model: int | None = None  # step of the last save with a model
-        self.directory = checkpoint_folder(directory, storage_options)
-        self.keep = 1 if keep is None and not self._rules.is_empty() else keep
+        self.directory: str = checkpoint_folder(directory, storage_options)
+        self.keep: int | None = 1 if keep is None and not self._rules.is_empty() else keep
         self._own: set[int] = set()  # steps that this manager saved
         self._damaged: set[str] = set()  # generations that this manager could not restore
         self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path

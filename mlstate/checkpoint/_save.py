@@ -29,6 +29,7 @@ from ..errors import CollectiveError, StoreError
 from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
+from ._backend import CheckpointBackend
 from ._commit import Caller, find_caller, refuse_manager_folder, write_and_commit
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._replica_assignment import Assignment, assign_replicas
@@ -181,11 +182,13 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
     others: Any = ({}, metadata_of(model))
     module = model if is_module(model) else None
     if is_optimizer(optimizer):
-        states, keywords = backend_of(optimizer).saved_optimizer(optimizer, module, ranks)
+        states, keywords = backend_of(optimizer, CheckpointBackend).saved_optimizer(
+            optimizer, module, ranks
+        )
         optimizer = OptimizerStateDict(**keywords)
         optimizer.update(states)
     if module is not None:
-        tensors, *others = backend_of(module).saved_module(module, ranks)
+        tensors, *others = backend_of(module, CheckpointBackend).saved_module(module, ranks)
         model = StateDict(tensors)
     return model, optimizer, others
 

@@ -470,7 +470,7 @@ class SaveHandle:
     (True, (24, 24))
     """
 
-    def __init__(self, job: SaveJob) -> None:
+    def __init__(self, job: object) -> None:
         import weakref
 
         if not isinstance(job, SaveJob):

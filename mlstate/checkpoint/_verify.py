@@ -108,11 +108,11 @@ class VerifyReport:
     __slots__ = ("bytes", "leftover", "path", "problems", "repaired", "step", "strange")
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path: str = path
         self.problems: list[Problem] = []
         self.leftover: list[str] = []
         self.strange: list[str] = []
-        self.bytes = 0
+        self.bytes: int = 0
         self.step: int | None = None
         self.repaired: str | None = None
 

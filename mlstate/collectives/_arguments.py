@@ -14,9 +14,10 @@ import numpy as np
 
 from .._common.arguments import is_flag
 from .._common.arrays import is_torch, overlaps_itself, shares_elements
-from .._common.backend import backend_of, wrapped_group
+from .._common.backend import TensorBackend, backend_of, imported_backends
 from .._common.dtypes import label_of, name_of
 from ..errors import CollectiveError, CompatibilityError
+from ._backend import GroupBackend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +63,8 @@ def check_group(group: Any) -> Any:
     """
     if hasattr(group, "gather_bytes") and hasattr(group, "world_size"):
         return group
-    wrapped = wrapped_group(group)
+    wrappers = (b.wrapped_group(group) for b in imported_backends(GroupBackend))
+    wrapped = next((w for w in wrappers if w is not None), None)
     if wrapped is None:
         raise TypeError(
             "group must have the methods of mlstate.collectives.ProcessGroup, or be a process "
@@ -175,7 +177,7 @@ def check_array(operation: str, array: Any) -> Any:
 def check_plain(operation: str, array: Any) -> None:
     """Raise TypeError for a tensor that is not plain memory."""
     if is_torch(array):
-        reason = backend_of(array).why_not_plain(array)
+        reason = backend_of(array, TensorBackend).why_not_plain(array)
         if reason:
             raise TypeError(f"{operation}: the tensor is {reason}")
 

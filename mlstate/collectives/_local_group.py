@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arrays import assign, is_torch, new_packed, packed_array
+from .._common.arrays import is_torch
 from ..errors import CollectiveError, CompatibilityError
-from ._arguments import check_plain, check_timeout, dtype_name, failed
-from ._group_base import Call, Engine, shares
+from ._arguments import check_timeout, dtype_name, failed
+from ._engine import Call, Engine, OperationQueue
+from ._link import shares
+from ._memory import bytes_of, core_reduction, reals_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,35 +40,6 @@ _JOBS = (
 )
 
 
-# ---- arrays as packed memory ----
-
-
-def _is_packed(array: Any) -> bool:
-    """Return whether the core can use an array's memory directly."""
-    if is_torch(array):
-        return bool(array.device.type == "cpu" and array.is_contiguous())
-    flags = array.flags
-    return bool(flags.c_contiguous and flags.aligned and array.dtype.isnative)
-
-
-def _packed(array: Any) -> Any:
-    """Return the array, or a copy that the core can use."""
-    if is_torch(array):
-        return array.cpu().contiguous()
-    return array if _is_packed(array) else packed_array(array)
-
-
-def _bytes_of(array: Any) -> Any:
-    """Return a byte view of a packed array."""
-    if is_torch(array):
-        import torch
-
-        return array.reshape(-1).view(torch.uint8).numpy()
-    if not array.nbytes:
-        return np.empty(0, np.uint8)
-    return array.reshape(-1).view(np.uint8)
-
-
 def _check_numbers(operation: str, array: Any) -> None:
     """Raise CompatibilityError if the core cannot compute with the array's dtype."""
     name = dtype_name(array)
@@ -77,18 +50,6 @@ def _check_numbers(operation: str, array: Any) -> None:
         )
         error.name, error.got = operation, name
         raise error
-
-
-def _view_numbers(array: Any) -> Any:
-    """Return a flat view as real numbers: real and imaginary parts are reduced separately."""
-    flat = array.reshape(-1)
-    if dtype_name(array) != "complex128":
-        return flat
-    if is_torch(array):
-        import torch
-
-        return torch.view_as_real(flat).reshape(-1)
-    return flat.view(np.float64)
 
 
 def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -103,9 +64,54 @@ def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(axes)
 
 
-def _operator(kind: str, world_size: int) -> tuple[str, float]:
-    """Return the core's name of a reduction, and the divisor of its result."""
-    return ("sum", float(world_size)) if kind == "mean" else (kind, 1.0)
+class _Link:
+    """The link of one operation; the core moves the bytes through the shared memory.
+
+    It implements each operation itself, because threads copy large arrays from their addresses,
+    and reductions read the slots of all ranks.
+    """
+
+    __slots__ = ("_call", "_core", "_rank", "_world_size")
+
+    def __init__(self, group: LocalGroup, call: Call) -> None:
+        self._core = group._link
+        self._rank, self._world_size = group.rank, group.world_size
+        # the last arguments of each call of the core
+        self._call = group._timeout if call.seconds is None else call.seconds, call.text
+
+    def reduce_scatter(self, source: Any, target: Any, rows: list[int], op: str) -> None:
+        numbers, out = reals_of(source), reals_of(target)
+        segment = numbers, tuple(shares(len(numbers), rows)), out
+        kind, divisor = core_reduction(op, self._world_size)
+        bucket = _core.bucket([segment], self._world_size, self._rank, kind, divisor)
+        self.reduce_bucket(bucket, wants_norms=False)
+
+    def reduce_bucket(self, bucket: Any, *, wants_norms: bool) -> list[tuple[float, int]]:
+        """Reduce a bucket; return the norm partials of its outputs."""
+        return self._core.reduce_scatter(bucket, wants_norms, *self._call)
+
+    def all_gather(self, source: Any, target: Any, rows: list[int]) -> None:
+        into = bytes_of(target)
+        self._core.all_gather(bytes_of(source), into, shares(into.size, rows), *self._call)
+
+    def all_reduce(self, source: Any, target: Any, op: str) -> None:
+        reduction = core_reduction(op, self._world_size)
+        self._core.all_reduce(reals_of(source), reals_of(target), *reduction, *self._call)
+
+    def all_to_all(self, source: Any, target: Any, sent: list[int], expected: list[int]) -> None:
+        mine, into = bytes_of(source), bytes_of(target)
+        here = mine.copy() if np.may_share_memory(mine, into) else mine
+        sizes = shares(mine.size, sent), shares(into.size, expected)
+        self._core.all_to_all(here, sizes[0], into, sizes[1], *self._call)
+
+    def broadcast(self, memory: Any, root: int) -> None:
+        self._core.broadcast(bytes_of(memory), root, *self._call)
+
+    def barrier(self) -> None:
+        self._core.barrier(*self._call)
+
+    def gather_bytes(self, data: bytes, root: int | None) -> list[bytes] | None:
+        return self._core.gather_bytes(data, -1 if root is None else root, *self._call)
 
 
 class LocalGroup(Engine):
@@ -157,10 +163,6 @@ class LocalGroup(Engine):
                 "create a LocalGroup by LocalGroup.threads, run, from_env or join, not by its "
                 "constructor"
             )
-        from ._operation_queue import (
-            OperationQueue,  # needs threading, which `import mlstate` does not load
-        )
-
         self._link = link
         self._rank = rank
         self._world_size = world_size
@@ -437,12 +439,16 @@ class LocalGroup(Engine):
             raise failed(operation, self._rank, "this group was closed; make a new one")
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Perform an operation; the link has the last arguments of each core call."""
         try:
-            return perform((self._timeout if call.seconds is None else call.seconds, call.text))
+            return perform(_Link(self, call))
         except CollectiveError as error:
             error.rank = self._rank
             raise
+
+    def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
+        if reduced:
+            _check_numbers(operation, array)
+        return super()._source(operation, array, reduced=reduced)
 
     def _reduce_bucket(
         self, bucket: Any, text: str, timeout: float | None
@@ -452,63 +458,12 @@ class LocalGroup(Engine):
         Returns the sum of squares and the number of non-finite elements of each output. `text`
         must be equal on all ranks.
         """
-
-        def perform(link: tuple[float, str]) -> list[tuple[float, int]]:
-            return self._link.reduce_scatter(bucket, True, *link)
-
-        call = Call("reduce_scatter", check_timeout(timeout), False, text)
-        found: list[tuple[float, int]] = self._submit(call, perform)
-        return found
-
-    # ---- memory ----
-
-    def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
-        check_plain(operation, array)
-        if reduced:
-            _check_numbers(operation, array)
-        return _packed(array)
-
-    def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
-        check_plain(operation, place)
-        return place if _is_packed(place) else new_packed(place, place.shape)
-
-    def _put(self, target: Any, place: Any) -> None:
-        if target is not place:
-            assign(place, target)
-
-    # ---- data transfer ----
-
-    def _reduce_rows(self, link: Any, source: Any, rows: list[int], op: str, target: Any) -> None:
-        numbers, out = _view_numbers(source), _view_numbers(target)
-        segment = numbers, tuple(shares(len(numbers), rows)), out
-        kind, divisor = _operator(op, self._world_size)
-        bucket = _core.bucket([segment], self._world_size, self._rank, kind, divisor)
-        self._link.reduce_scatter(bucket, False, *link)
-
-    def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
-        numbers = _view_numbers(source), _view_numbers(target)
-        self._link.all_reduce(*numbers, *_operator(op, self._world_size), *link)
-
-    def _spread(self, link: Any, source: Any, rows: list[int], target: Any) -> None:
-        into = _bytes_of(target)
-        self._link.all_gather(_bytes_of(source), into, shares(into.size, rows), *link)
-
-    def _trade(
-        self, link: Any, source: Any, sent: list[int], target: Any, wanted: list[int]
-    ) -> None:
-        mine, into = _bytes_of(source), _bytes_of(target)
-        here = mine.copy() if np.may_share_memory(mine, into) else mine
-        sizes = shares(mine.size, sent), shares(into.size, wanted)
-        self._link.all_to_all(here, sizes[0], into, sizes[1], *link)
-
-    def _broadcast(self, link: Any, memory: Any, root: int) -> None:
-        self._link.broadcast(_bytes_of(memory), root, *link)
-
-    def _barrier(self, link: Any) -> None:
-        self._link.barrier(*link)
-
-    def _gather(self, link: Any, data: bytes, root: int | None) -> list[bytes] | None:
-        return self._link.gather_bytes(data, -1 if root is None else root, *link)
+        seconds = None if timeout is None else check_timeout(timeout)
+        call = Call("reduce_scatter", seconds, False, text)
+        partials: list[tuple[float, int]] = self._submit(
+            call, lambda link: link.reduce_bucket(bucket, wants_norms=True)
+        )
+        return partials
 
     # ---- end of the group ----
 

@@ -36,8 +36,8 @@ class Work:
     def __init__(self, operation: str, rank: int) -> None:
         import threading  # keeps threading out of `import mlstate`
 
-        self.operation = operation
-        self.rank = rank
+        self.operation: str = operation
+        self.rank: int = rank
         self._finished = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None

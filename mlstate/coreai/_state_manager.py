@@ -187,33 +187,30 @@ class StateManager(StateManagerBase):
     def _make_target(self, model: Any, specs: Mapping[str, StateSpec]) -> Any:
         return {}
 
-    def _resize_state(
+    def _move_state(
         self,
         source: Any,
         target: Any,
         name: str,
         specs: tuple[Any, Any],
-        position: int,
+        positions: int | None,
         compact: bool,
     ) -> None:
         have, want = specs
-        axis = self._axis_of(want)
         _check_array(name, source[name], have)
-        value, length = source[name].numpy(), want.shape[axis]
-        if compact:
-            moved = compact_kv_state(value, length, position, want.dtype, seq_axis=axis)
-        else:
-            moved = transition_kv_state(value, length, position, 0.0, want.dtype, seq_axis=axis)
-        target[name] = import_coreai("runtime").NDArray(moved)
-
-    def _copy_state(self, source: Any, target: Any, name: str, specs: tuple[Any, Any]) -> None:
-        have, want = specs
-        _check_array(name, source[name], have)
-        target[name] = source[name]
-        if have.dtype != want.dtype:
-            rows = source[name].numpy().reshape(1, prod(want.shape))
+        if positions is None and have.dtype == want.dtype:
+            target[name] = source[name]
+            return
+        value = source[name].numpy()
+        if positions is None:
+            rows = value.reshape(1, prod(want.shape))
             moved = transition_kv_state(rows, rows.shape[1], dtype=want.dtype, seq_axis=1)
-            target[name] = import_coreai("runtime").NDArray(moved.reshape(want.shape))
+            moved = moved.reshape(want.shape)
+        else:
+            run = compact_kv_state if compact else transition_kv_state
+            axis = self._axis_of(want)
+            moved = run(value, want.shape[axis], positions, dtype=want.dtype, seq_axis=axis)
+        target[name] = import_coreai("runtime").NDArray(moved)
 
     def refill(
         self,

@@ -129,27 +129,13 @@ class StateManager(StateManagerBase):
                 raise _too_old(f"the state has no {method}")
         return state
 
-    def _resize_state(
+    def _move_state(
         self,
         source: Any,
         target: Any,
         name: str,
         specs: tuple[Any, Any],
-        position: int,
-        compact: bool,
-    ) -> None:
-        self._transfer(source, target, name, specs, position, compact)
-
-    def _copy_state(self, source: Any, target: Any, name: str, specs: tuple[Any, Any]) -> None:
-        self._transfer(source, target, name, specs, 0, False)  # equal shapes: copied whole
-
-    def _transfer(
-        self,
-        source: Any,
-        target: Any,
-        name: str,
-        specs: tuple[Any, Any],
-        position: int,
+        positions: int | None,
         compact: bool,
     ) -> None:
         have, want = specs
@@ -157,7 +143,7 @@ class StateManager(StateManagerBase):
             source,
             target,
             name,
-            position,
+            positions or 0,  # `move_state` copies equal shapes whole
             {name: want},
             compact=compact,
             seq_axis=self._seq_axis,

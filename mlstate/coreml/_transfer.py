@@ -337,8 +337,8 @@ float64 or int32
 
     def __init__(self, states: Mapping[str, StateSpec | Sequence[int]]) -> None:
         self._states: dict[str, NDArray] = {}
-        self.reads = 0
-        self.writes = 0
+        self.reads: int = 0
+        self.writes: int = 0
         for name, given in states.items():
             spec = as_spec(name, given)
             if spec.dtype.name not in _FAKE_DTYPES:

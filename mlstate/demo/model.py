@@ -69,7 +69,7 @@ class CharModel:
         self.config: dict[str, int | float] = json.loads(metadata["config"])
         self.vocabulary: str = json.loads(metadata["vocabulary"])
         self._token_of = {character: token for token, character in enumerate(self.vocabulary)}
-        self.max_context = int(self.config["max_context"])
+        self.max_context: int = int(self.config["max_context"])
         self._layers = int(self.config["layers"])
         self._heads = int(self.config["heads"])
         self._head_dim = int(self.config["head_dim"])

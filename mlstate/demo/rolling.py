@@ -55,7 +55,7 @@ class RollingContext:
         self._model = model
         self._base = float(model.config["rope_base"])
         self._layers = int(model.config["layers"])
-        self.state = RollingKVState(model.new_cache(capacity).shape, sinks=sinks)
+        self.state: RollingKVState = RollingKVState(model.new_cache(capacity).shape, sinks=sinks)
         self._row = np.zeros_like(self.state.array[:, :, :1])
         self._shift_sinks = shift_sinks
         self._sink_keys = self._row[: self._layers, :, :0]

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_flags
 from .._common.arrays import is_torch
-from .._common.backend import backend_of, is_module, is_optimizer
+from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.set_module import set_module_of_exports
 from .._common.text import names_hint
+from .._sharding.backend import ShardBackend
 from .._sharding.layout import Shard
 from ..collectives._arguments import check_group, check_root, check_timeout
 from ..errors import TensorNotFoundError
@@ -65,12 +66,13 @@ def _collect_torch_state(
     if is_optimizer(source):
         if model is not None and not is_module(model):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        states, keywords, store = backend_of(source).optimizer_parts(source, model, fill=fill)
+        backend = backend_of(source, ShardBackend)
+        states, keywords, store = backend.optimizer_parts(source, model, fill=fill)
         made = OptimizerStateDict(**keywords)
         made.update(states)
         return made, store
     if is_module(source):
-        state, store = backend_of(source).module_state(source, fill=fill)
+        state, store = backend_of(source, ShardBackend).module_state(source, fill=fill)
         return StateDict(state), store
     return None
 
@@ -82,7 +84,7 @@ def _collection_mode(source: Any, model: Any) -> str:
     module = source if model is None else model
     if not is_module(module):
         return "of any kind"
-    return backend_of(module).needs_all_ranks(source, module) or "of any kind"
+    return backend_of(module, ShardBackend).needs_all_ranks(source, module) or "of any kind"
 
 
 def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
@@ -98,7 +100,7 @@ def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
     if not found:
         made.update(state)
         return made
-    part_of = backend_of(next(iter(found.values()))).part_of
+    part_of = backend_of(next(iter(found.values())), ShardBackend).part_of
     for name, value in state.items():
         made[name] = part_of(name, value) if name in found else value
     return made
@@ -505,7 +507,7 @@ def _note_written(state: Mapping[str, Any]) -> None:
     arrays = [value.array if isinstance(value, Shard) else value for value in state.values()]
     tensors = [array for array in arrays if is_torch(array)]
     if tensors:
-        backend_of(tensors[0]).note_written(tensors)
+        backend_of(tensors[0], TensorBackend).note_written(tensors)
 
 
 def _collect_states(states: Any) -> list[StateDict]:

@@ -29,6 +29,7 @@ from .._common.set_module import set_module_of_exports
 from ..collectives._arguments import check_group
 from ..errors import CollectiveError
 from ._accumulator import GradientAccumulator
+from ._backend import GradientBackend
 from ._backward_hook import FSDPBackwardHook
 from ._config import FSDP
 from ._gradient_ops import norm_partials, scale, squares_in_order
@@ -92,7 +93,7 @@ def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str,
             world_size=group.world_size,
             layout=layout if parameter.dim() else "flat",
         )
-        for name, parameter in backend_named("torch").parameters_of(model).items()
+        for name, parameter in backend_named("torch", GradientBackend).parameters_of(model).items()
         if parameter.requires_grad
     }
 

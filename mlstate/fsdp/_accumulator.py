@@ -17,6 +17,7 @@ from .._common.backend import backend_of
 from .._common.dtypes import FLOATS, INTEGERS, NARROW_FLOATS, as_numbers, name_of
 from ..collectives._arguments import dtype_name
 from ..errors import CompatibilityError
+from ._backend import GradientBackend
 from ._gradient_ops import place
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def _readable(gradient: Any) -> Any:
     """Return a form of the gradient that the core can read, or None."""
     if not is_torch(gradient):
         return gradient
-    return backend_of(gradient).readable(gradient)
+    return backend_of(gradient, GradientBackend).readable(gradient)
 
 
 def _check_dtype(dtype: DType | None) -> str | None:
@@ -318,7 +319,7 @@ class GradientAccumulator:
         dtype = (self._dtype if given in NARROW_FLOATS else None) or given
         in_core = dtype in _ADDED and _readable(gradient) is not None
         if not in_core and is_torch(gradient):
-            return _Sum(backend_of(gradient).copy_of(gradient, dtype), given)
+            return _Sum(backend_of(gradient, GradientBackend).copy_of(gradient, dtype), given)
         if not in_core:
             error = CompatibilityError(
                 f"'{name}': gradients of dtype {given} cannot be added up"
@@ -328,7 +329,7 @@ class GradientAccumulator:
             raise error
         count, before = prod(gradient.shape), self._sums.get(name)
         if is_torch(gradient):
-            backend = backend_of(gradient)
+            backend = backend_of(gradient, GradientBackend)
             memory = _find_memory(count * backend.item_bytes(dtype, gradient), before)
             return _Sum(backend.tensor_in(memory, dtype, gradient), given, memory)
         native = gradient.dtype.newbyteorder("=") if dtype == given else np.dtype(dtype)
@@ -353,7 +354,7 @@ class GradientAccumulator:
                 total.count += 1
                 total.figures = figures
         for total, gradient in rest:
-            backend_of(gradient).add_gradient(total.array, gradient)
+            backend_of(gradient, GradientBackend).add_gradient(total.array, gradient)
             total.count += 1
             total.figures = None
 
@@ -447,7 +448,8 @@ class GradientAccumulator:
                 live[name].figures = figures
             for total in live.values():
                 if total.figures is None:
-                    total.figures = backend_of(total.array).norm_partial(total.array)
+                    backend = backend_of(total.array, GradientBackend)
+                    total.figures = backend.norm_partial(total.array)
             return {name: t.figures for name, t in live.items() if t.figures is not None}
 
     def __repr__(self) -> str:

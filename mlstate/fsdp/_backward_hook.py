@@ -13,8 +13,9 @@ from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.backend import backend_named
 from ..collectives._arguments import dtype_name
-from ..collectives._operation_queue import OperationQueue
+from ..collectives._engine import OperationQueue
 from ..errors import CompatibilityError
+from ._backend import GradientBackend
 from ._config import FSDP
 from ._gradient_ops import LocalSums, add, clear, copied
 from ._hook_registry import ModelHooks, check_gradients
@@ -26,7 +27,7 @@ from ._verify import GradientReport, compare, compare_sums
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from .._common.backend import ModuleHooks
+    from ._backend import ModuleHooks
 
 
 class FSDPBackwardHook:
@@ -184,7 +185,7 @@ class FSDPBackwardHook:
         units = dict(sharding_units)
         if named is not None:
             is_full = gradients == "full"
-            self._module_hooks = backend_named("torch").hook_module(
+            self._module_hooks = backend_named("torch", GradientBackend).hook_module(
                 model, units, self._receive_gradient, is_full=is_full, keep=keep_full_gradient
             )
             units = {name: units[name] for name in self._module_hooks.parameters}
@@ -214,7 +215,8 @@ class FSDPBackwardHook:
             self._abandon_aborted()
             token = None if self._pass is None else self._pass.token
             if token is None:
-                token = backend_named("torch").begin_pass(self.finish, self._reductions.rank)
+                backend = backend_named("torch", GradientBackend)
+                token = backend.begin_pass(self.finish, self._reductions.rank)
             gradient, on_failure = hooks.take(name, token)
             problem = ""
             if self._pass is None:

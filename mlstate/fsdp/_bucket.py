@@ -12,6 +12,7 @@ from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import backend_named, backend_of
 from ..collectives._arguments import dtype_name
+from ._backend import GradientBackend
 from ._gradient_ops import add, memory_of, on_host, packed, place, plain
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
         return f"the gradient has dtype {dtype_name(gradient)}, expected {unit.dtype}"
     if isinstance(gradient, np.ndarray) or _is_dense_on_cpu(gradient):
         return ""
-    reason = backend_of(gradient).why_not_reduced(gradient)
+    reason = backend_of(gradient, GradientBackend).why_not_reduced(gradient)
     return reason and f"the gradient is {reason}"
 
 
@@ -317,7 +318,7 @@ class Reducer:
         """Reduce a prepared bucket into its outputs, together with all ranks."""
         entries, terms, _ = bucket
         if handle is None:
-            reduce_on_device = backend_named("torch").reduce_on_device
+            reduce_on_device = backend_named("torch", GradientBackend).reduce_on_device
             partials = [reduce_on_device(self.group, e, terms, self.timeout) for e in entries]
         elif terms.compression:
             partials = self._sum_compressed(handle, entries, terms.compression)

@@ -92,7 +92,7 @@ class FSDP:
         self._op = str(ReduceOp(op))
         if is_flag(bucket_bytes) or not hasattr(bucket_bytes, "__index__"):
             raise TypeError(f"bucket_bytes must be an int, got {bucket_bytes!r}")
-        self.bucket_bytes = check_int("bucket_bytes", bucket_bytes, 0)
+        self.bucket_bytes: int = check_int("bucket_bytes", bucket_bytes, 0)
         if nonfinite not in ("error", "allow"):
             raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
         if compression not in (None, "float16", "bfloat16", "int8"):
@@ -102,7 +102,7 @@ class FSDP:
         if compression and self._op not in ("sum", "mean"):
             raise ValueError(f"compression needs op='sum' or 'mean', got op={self._op!r}")
         check_flags(allow_unused=allow_unused, record=record)
-        self.allow_unused = bool(allow_unused)
+        self.allow_unused: bool = bool(allow_unused)
         self._terms = Terms(
             op="sum" if self._op == "mean" else self._op,
             divisor=self._divisor(gradient_divide_factor),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.dtypes import NARROW_FLOATS
 from ..collectives._arguments import failed
-from ..collectives._operation_queue import OperationQueue
+from ..collectives._engine import OperationQueue
 from ..errors import CollectiveError, GradientMismatchError, GradientNamesError
 from ._bucket import Entry, FullBucket, Reducer, Terms
 from ._consistency_check import CALL_REFUSED, UNUSED, ConsistencyCheck, digest_of

@@ -91,12 +91,12 @@ class BackwardReport:
         self, gradients: Sequence[tuple[str, float]], ended: float, events: Sequence[Bucket]
     ) -> None:
         began = gradients[0][1] if gradients else ended
-        self.gradients = [(name, at - began) for name, at in gradients]
-        self.backward = ended - began
+        self.gradients: list[tuple[str, float]] = [(name, at - began) for name, at in gradients]
+        self.backward: float = ended - began
         # each header carries the time that its rank waited for the header before
         told = iter([event.waits for event in events if event.waits][1:])
         nothing = (0.0,) * len(events[0].waits if events else ())
-        self.buckets = [
+        self.buckets: list[Bucket] = [
             event._replace(
                 ready=event.ready - began,
                 started=event.started - began,
@@ -107,7 +107,7 @@ class BackwardReport:
             for event in events
             if event.names
         ]
-        self.total = max([self.backward, *(bucket.ended for bucket in self.buckets)])
+        self.total: float = max([self.backward, *(bucket.ended for bucket in self.buckets)])
 
     @property
     def overlap(self) -> float:

@@ -126,16 +126,16 @@ class FSDPShardingUnit:
         if layout not in _LAYOUTS:
             known = " or ".join(map(repr, _LAYOUTS))
             raise ValueError(f"layout must be {known}, got {layout!r}")
-        self.shard_index = check_int("shard_index", shard_index, 0)
-        self.parameter_name = parameter_name
-        self.shape = tuple(index(n) for n in shape)
+        self.shard_index: int = check_int("shard_index", shard_index, 0)
+        self.parameter_name: str = parameter_name
+        self.shape: tuple[int, ...] = tuple(index(n) for n in shape)
         if any(n < 0 for n in self.shape):
             raise ValueError(f"{parameter_name}: shape {self.shape} has a negative dimension")
         if layout == "rows" and not self.shape:
             raise CompatibilityError(
                 f"{parameter_name}: a parameter without dimensions has no rows; pass layout='flat'"
             )
-        self.dtype = dtype_text(dtype)
+        self.dtype: str = dtype_text(dtype)
         self.local_gradient: Any = None
         self._residual: Any = None
         self.like: Any = None  # the parameter, if it is a torch tensor
@@ -144,7 +144,7 @@ class FSDPShardingUnit:
         self._counts: tuple[int, ...] = ()
         self._local_shape: tuple[int, ...] = ()
         # must be equal on all ranks
-        self.fact = f"{parameter_name!r} {self.dtype} {self.shape} {layout}"
+        self.fact: str = f"{parameter_name!r} {self.dtype} {self.shape} {layout}"
         if world_size is not None:
             self.bind(world_size)
 

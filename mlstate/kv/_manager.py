@@ -87,7 +87,7 @@ class StateTransitionManager:
 
     def __init__(self, *, seq_axis: int = -2) -> None:
         self.models: dict[str, ModelConfig] = {}
-        self.seq_axis = valid_axis(seq_axis)
+        self.seq_axis: int = valid_axis(seq_axis)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -60,8 +60,8 @@ def _select(tokens: Any, parts: tuple[range, ...]) -> Any:
 class StateManagerBase:
     """Holds the state of the current context size, and moves it to other sizes.
 
-    A subclass overrides `_is_loader`, `_read_specs`, `_make_state`, `_resize_state` and
-    `_copy_state`, and documents its models. It creates no state before `state` is read or a
+    A subclass overrides `_is_loader`, `_read_specs`, `_make_state` and `_move_state`, and
+    documents its models. It creates no state before `state` is read or a
     move needs one. At position 0, only states of constant shape are read and written.
     `specs` replace descriptions of models that cannot be read.
     """
@@ -144,23 +144,19 @@ class StateManagerBase:
         """Return the sequence axis of a state; it may not have this axis."""
         return self._seq_axis
 
-    def _resize_state(
+    def _move_state(
         self,
         source: Any,
         target: Any,
         name: str,
         specs: tuple[Any, Any],
-        position: int,
+        positions: int | None,
         compact: bool,
     ) -> None:
-        """Write the first `position` positions of a state into the target.
+        """Write the first positions of a state into the target; None: a whole state of equal shape.
 
         `specs` has the state's specs in the source and in the target.
         """
-        raise NotImplementedError
-
-    def _copy_state(self, source: Any, target: Any, name: str, specs: tuple[Any, Any]) -> None:
-        """Write a whole state, which has the same shape in both models, into the target."""
         raise NotImplementedError
 
     # ---- models ----
@@ -378,12 +374,11 @@ class StateManagerBase:
         targets = self._make_states(size, self._make_target if position else self._make_state)
         for source, target, planned in zip(self._states, targets, moves, strict=True):
             for name, (positions, specs) in planned.items():
+                if positions == 0:  # the target is empty already
+                    continue
                 try:
-                    if positions is None:
-                        self._copy_state(source, target, name, specs)
-                    elif position > 0:  # else the target is empty already
-                        compact = size < self._size
-                        self._resize_state(source, target, name, specs, positions, compact)
+                    compact = size < self._size
+                    self._move_state(source, target, name, specs, positions, compact)
                 except MLStateError:
                     raise
                 except Exception as error:

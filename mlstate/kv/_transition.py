@@ -16,7 +16,7 @@ from .._common.backend import backend_of
 from .._common.text import names_hint
 from ..errors import CompatibilityError, MLStateError
 from ._integer_conversion import convert_source
-from ._move import KVMove
+from ._move import KVBackend, KVMove
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ def _run_move(source: Any, move: KVMove, out: Any) -> Any:
         check_flags(low_memory=move.low_memory)
     if not isinstance(source, np.ndarray):
         if is_torch(source):
-            return backend_of(source).move_kv(source, move, out)
+            return backend_of(source, KVBackend).move_kv(source, move, out)
         raise TypeError(
             f"source_state must be a NumPy array or a torch tensor, got {type(source).__name__}"
         )

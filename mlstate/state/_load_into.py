@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 from .. import _core
 from .._common.arguments import check_flags
 from .._common.arrays import is_torch
-from .._common.backend import backend_of
+from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import FLOATS
 from .._common.text import shorten
 from ..errors import CompatibilityError
@@ -134,7 +134,7 @@ def load_into(
         raise _refusal(target, source, strict, cast, *report)
     written = [array for array in report if is_torch(array)]
     if written:
-        backend_of(written[0]).note_written(written)
+        backend_of(written[0], TensorBackend).note_written(written)
 
 
 def check_rules(rules: object) -> None:

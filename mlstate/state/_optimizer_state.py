@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .. import _core
 from .._common.arguments import check_flags
 from .._common.backend import backend_named
+from ._backend import StateBackend
 from ._state_dict import StateDict, as_count
 
 if TYPE_CHECKING:
@@ -325,7 +326,7 @@ class OptimizerStateDict(StateDict):
         >>> state.state_names("weight")
         ['step', 'exp_avg', 'exp_avg_sq']
         """
-        arrays, attributes = backend_named("torch").optimizer_state(optimizer, names)
+        arrays, attributes = backend_named("torch", StateBackend).optimizer_state(optimizer, names)
         return cls(arrays, **attributes)
 
     def to_torch(
@@ -388,4 +389,5 @@ class OptimizerStateDict(StateDict):
         check_flags(copy=copy)
         if optimizer is None:
             return super().to_torch(copy=copy)
-        return backend_named("torch").optimizer_dict(self, optimizer, names, copy=copy)
+        backend = backend_named("torch", StateBackend)
+        return backend.optimizer_dict(self, optimizer, names, copy=copy)

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _core
 from .._common.arguments import check_flags
-from .._common.backend import backend_named
+from .._common.backend import TensorBackend, backend_named
 from .._common.text import shorten
 
 if TYPE_CHECKING:
@@ -370,7 +370,7 @@ class StateDict(_core.StateDict):
         >>> layer.bias.tolist()
         [7.0, 7.0]
         """
-        return cls(backend_named("torch").arrays_of(state))
+        return cls(backend_named("torch", TensorBackend).arrays_of(state))
 
     def to_torch(self, *, copy: bool = False) -> dict[str, torch.Tensor]:
         """Return torch tensors over the arrays' memory, for ``module.load_state_dict``.
@@ -411,13 +411,13 @@ class StateDict(_core.StateDict):
         <All keys matched successfully>
         """
         check_flags(copy=copy)
-        return backend_named("torch").tensors_of(self, copy=copy)
+        return backend_named("torch", TensorBackend).tensors_of(self, copy=copy)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Protocols 0 and 1 would restore the entries unchecked. torch.save uses protocol 2:
         # it stores tensors well, and torch.load reads them back with weights_only.
         if protocol == 2 and sys.modules.get("torch") is not None:
-            return backend_named("torch").reduce_state(self)
+            return backend_named("torch", TensorBackend).reduce_state(self)
         return super().__reduce_ex__(max(index(protocol), 2))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

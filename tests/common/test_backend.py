@@ -1,19 +1,45 @@
-"""The registry of frameworks: torch's backend has every operation, and loads on first use."""
+"""The registry of frameworks: torch implements every Protocol, and loads on first use."""
 
 import inspect
+import math
+import re
 import subprocess
 import sys
+from importlib import import_module
+from types import SimpleNamespace
 
+import house
 import numpy as np
 import pytest
 
 from mlstate._common import backend
-from mlstate._common.backend import Backend, backend_named, backend_of, is_module, is_optimizer
+from mlstate._common.backend import (
+    Framework,
+    TensorBackend,
+    backend_named,
+    backend_of,
+    imported_backends,
+    is_module,
+    is_optimizer,
+)
+from mlstate.kv._move import KVBackend
+
+PROTOCOL = re.compile(r"^class (\w+Backend)\(Protocol\)", re.MULTILINE)
 
 
-def operations():
-    """Names of the methods that a backend must have."""
-    return {name for name, _ in inspect.getmembers(Backend, inspect.isfunction) if name[0] != "_"}
+def protocols():
+    """Every Protocol that an integration can implement, with the module that defines it."""
+    for path in sorted(house.PACKAGE.rglob("*.py")):
+        module = ".".join(path.relative_to(house.ROOT).with_suffix("").parts)
+        for name in PROTOCOL.findall(path.read_text(encoding="utf-8")):
+            yield pytest.param(getattr(import_module(module), name), id=name)
+
+
+def operations(protocol):
+    """The functions that a Protocol requires, with their parameters."""
+    for name, function in inspect.getmembers(protocol, inspect.isfunction):
+        if name[0] != "_":
+            yield name, list(inspect.signature(function).parameters.values())[1:]
 
 
 def run(code):
@@ -22,13 +48,23 @@ def run(code):
 
 
 @pytest.mark.torch
-def test_torch_has_every_operation_and_no_other():
+@pytest.mark.parametrize("protocol", [*protocols(), pytest.param(Framework, id="Framework")])
+def test_torch_implements_every_protocol_with_equal_parameters(protocol):
     from mlstate.integrations.torch import _backend
 
-    own = {"is_mine", "is_module", "is_optimizer"}
-    assert {*_backend._HOMES, *own} == operations()
-    for name in operations():
-        assert callable(getattr(backend_named("torch"), name)), name
+    implementation = _backend if protocol is Framework else backend_named("torch", protocol)
+    for name, expected in operations(protocol):
+        parameters = inspect.signature(getattr(implementation, name)).parameters.values()
+        assert [(p.name, p.kind, p.default) for p in parameters] == [
+            (p.name, p.kind, p.default) for p in expected
+        ], name
+
+
+@pytest.mark.torch
+def test_torch_names_a_module_for_every_protocol_and_for_no_other():
+    from mlstate.integrations.torch import _backend
+
+    assert list(_backend.BACKENDS) == sorted(parameter.id for parameter in protocols())
 
 
 @pytest.mark.torch
@@ -37,7 +73,7 @@ def test_tensors_modules_and_optimizers_have_a_backend():
     module = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(module.parameters())
     for value in (module.weight, torch.ones(1), module, optimizer):
-        assert backend_of(value) is backend_named("torch")
+        assert backend_of(value, TensorBackend) is backend_named("torch", TensorBackend)
     assert [is_module(v) for v in (module, optimizer, module.weight)] == [True, False, False]
     assert [is_optimizer(v) for v in (module, optimizer, module.weight)] == [False, True, False]
 
@@ -47,20 +83,20 @@ def test_other_values_have_none(value):
     assert not is_module(value)
     assert not is_optimizer(value)
     with pytest.raises(TypeError, match=type(value).__name__):
-        backend_of(value)
+        backend_of(value, TensorBackend)
 
 
-def test_another_framework_may_register(monkeypatch):
-    class Toy:
-        @staticmethod
-        def is_mine(value):
-            return value == "toy"
-
-    monkeypatch.setitem(backend._INTEGRATIONS, "sys", "a module that registers before it is needed")
-    monkeypatch.setattr(backend, "_registered", dict(backend._registered))
-    backend.register("sys", Toy)
-    assert backend_of("toy") is Toy
-    assert Toy in backend.registered()
+def test_another_framework_may_implement_some_protocols_only(monkeypatch):
+    toy = SimpleNamespace(BACKENDS={"TensorBackend": "math"}, is_mine=lambda v: v == "toy")
+    monkeypatch.setattr(backend, "_INTEGRATIONS", {"sys": "a module that has registered before"})
+    monkeypatch.setattr(backend, "_registered", {})
+    monkeypatch.setattr(backend, "_backends", {})
+    backend.register("sys", toy)
+    assert backend_of("toy", TensorBackend) is math
+    assert imported_backends(TensorBackend) == [math]
+    assert imported_backends(KVBackend) == []
+    with pytest.raises(TypeError, match="the integration of sys does not implement KVBackend"):
+        backend_of("toy", KVBackend)
 
 
 @pytest.mark.torch
@@ -68,13 +104,13 @@ def test_the_integration_is_imported_on_first_use():
     pytest.importorskip("torch")
     code = """
 import sys, numpy, mlstate
-from mlstate._common.backend import backend_of, is_module
+from mlstate._common.backend import TensorBackend, backend_of, is_module
 name = "mlstate.integrations.torch"
 mlstate.StateDict(w=numpy.ones(1))
 print(name in sys.modules)
 import torch
 print(is_module({}), name in sys.modules)
-backend_of(torch.ones(1))
-print(name in sys.modules, name + "._training" in sys.modules)
+backend_of(torch.ones(1), TensorBackend)
+print(name in sys.modules, name + "._checkpoint" in sys.modules)
 """
     assert run(code) == ["False", "False", "False", "True", "False"]

@@ -18,7 +18,6 @@
 #include "io/file.h"
 #include "io/json_checksum.h"
 #include "io/json_reader.h"
-#include "planning/knapsack.h"
 #include "planning/plan.h"
 #include "planning/schedule_search.h"
 #include "safetensors/safetensors.h"
@@ -684,26 +683,6 @@ static mls_code find_schedule(mls_status *st)
     return code;
 }
 
-static mls_code choose_items(mls_status *st)
-{
-    enum { COUNT = 300 };
-    double seconds[COUNT];
-    int64_t bytes[COUNT];
-    uint64_t seed = 6;
-    for (size_t i = 0; i < COUNT; i++) {
-        seconds[i] = (double)random_below(&seed, 1000);
-        bytes[i] = random_below(&seed, 1000);
-    }
-    const mls_knapsack_items items = {.seconds = seconds, .bytes = bytes, .count = COUNT};
-    unsigned char choices[COUNT];
-    memset(choices, 9, sizeof choices);
-    mls_knapsack_result result;
-    const mls_code code =
-        mls_knapsack(&items, 30000, 0, (mls_poll){0}, choices, &result, st);
-    CHECK(code == MLS_OK || (choices[0] == 9 && choices[COUNT - 1] == 9));
-    return code;
-}
-
 /* If an allocation fails, no plan is returned. */
 static mls_code make_plan(size_t slots, mls_status *st)
 {
@@ -761,11 +740,6 @@ TEST(planning_survives_every_failure)
 TEST(searching_for_schedules_survives_every_failure)
 {
     CHECK(fail_each(find_schedule) >= 6);
-}
-
-TEST(choosing_survives_every_failure)
-{
-    CHECK(fail_each(choose_items) >= 6);
 }
 
 /* ---- tiers ---- */

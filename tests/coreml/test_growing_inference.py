@@ -187,12 +187,12 @@ def test_lost_token_changes_the_generated_tokens(example, monkeypatch):
     """The fake models would notice a transition that drops one position."""
     options = {"batch_size": 4}
     expected, _ = our_tokens(example, (16, 32), [5, 6, 7], 25, **options)
-    resize = StateManager._resize_state
+    move = StateManager._move_state
 
-    def resize_without_the_last(self, source, target, name, spec, position, compact):
-        resize(self, source, target, name, spec, position - 1, compact)
+    def move_without_the_last(self, source, target, name, specs, positions, compact):
+        move(self, source, target, name, specs, positions and positions - 1, compact)
 
-    monkeypatch.setattr(StateManager, "_resize_state", resize_without_the_last)
+    monkeypatch.setattr(StateManager, "_move_state", move_without_the_last)
     damaged, _ = our_tokens(example, (16, 32), [5, 6, 7], 25, **options)
     assert damaged[:14] == expected[:14] and damaged != expected
 

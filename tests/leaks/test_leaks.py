@@ -48,7 +48,7 @@ from mlstate import (
     state,
     threads,
 )
-from mlstate.collectives._group_base import Engine
+from mlstate.collectives._engine import Engine
 
 pytestmark = pytest.mark.long
 

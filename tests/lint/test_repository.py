@@ -75,6 +75,10 @@ def imported_by(path):
     return stems
 
 
+def module_name(path):
+    return path.parent.name if path.stem == "__init__" else path.stem
+
+
 def is_private(path):
     return any(part.startswith("_") for part in path.relative_to(house.PACKAGE).parts)
 
@@ -90,18 +94,16 @@ def test_each_module_has_a_test():
         name = "_".join(part for part in parts if part != "__init__").lstrip("_")
         if path.stem in UNTESTED and path.parent == house.PACKAGE:
             continue
-        stem = path.parent.name if path.stem == "__init__" else path.stem
-        test_names = (f"test_{name}", f"test_{parts[0]}", f"test_{stem.lstrip('_')}")
-        if tests.intersection(test_names) or (path.stem == "__init__" and stem in folders):
+        stem = module_name(path)
+        own = (f"test_{name}", f"test_{parts[0]}", f"test_{stem.lstrip('_')}")
+        if tests.intersection(own) or (path.stem == "__init__" and stem in folders):
             tested.add(path)
-        elif path.stem == "__init__" and "__all__" not in path.read_text(encoding="utf-8"):
-            continue
-        else:
+        elif path.stem != "__init__" or "\nfrom ." in path.read_text(encoding="utf-8"):
             missing[path] = f"tests/test_{name}.py"
     grew = True
     while grew:  # a private module is tested through the tested modules that import it
         served = set().union(*(imported_by(path) for path in tested))
-        grew = {path for path in missing if is_private(path) and path.stem in served}
+        grew = {path for path in missing if is_private(path) and module_name(path) in served}
         tested |= grew
         for path in grew:
             del missing[path]

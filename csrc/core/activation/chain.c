@@ -25,9 +25,10 @@ const char *mls_step_name(int kind)
 
 /* ---- checks ---- */
 
-/* The comparison is negated so that NaN fails. */
-mls_code mls_check_seconds(const char *name, const double *seconds, size_t count,
-                           double *sum, mls_status *st)
+/* Refuses negative and non-finite seconds, and adds them to `*sum`. The status names the
+ * entry. The comparison is negated so that NaN fails. */
+static mls_code check_seconds(const char *name, const double *seconds, size_t count,
+                              double *sum, mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
         if (!(seconds[i] >= 0) || !isfinite(seconds[i])) {
@@ -41,9 +42,10 @@ mls_code mls_check_seconds(const char *name, const double *seconds, size_t count
     return MLS_OK;
 }
 
-/* The limit is one bit less than possible, because planners add a little to the sum. */
-mls_code mls_check_bytes(const char *name, const int64_t *bytes, size_t count,
-                         const int64_t *below, int64_t *sum, mls_status *st)
+/* Refuses bytes below -below[i] (`below` NULL: below 0), and adds them to `*sum`. Its
+ * limit is one bit less than possible, because planners add a little to the sum. */
+static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count,
+                            const int64_t *below, int64_t *sum, mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
         const int64_t least = below == NULL ? 0 : -below[i];
@@ -82,8 +84,8 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
     };
     int64_t sum = 0;
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
-        const mls_code code = mls_check_bytes(arrays[i].name, arrays[i].bytes,
-                                              arrays[i].count, arrays[i].below, &sum, st);
+        const mls_code code = check_bytes(arrays[i].name, arrays[i].bytes,
+                                          arrays[i].count, arrays[i].below, &sum, st);
         if (code != MLS_OK) {
             return code;
         }
@@ -134,10 +136,10 @@ mls_code mls_chain_check(const mls_chain *c, mls_status *st)
                         c->blocks, (int)MLS_CHAIN_MAX_BLOCKS);
     }
     double seconds = 0;
-    if (mls_check_seconds("forward_seconds", c->forward_seconds, c->blocks, &seconds,
-                          st) != MLS_OK ||
-        mls_check_seconds("backward_seconds", c->backward_seconds, c->blocks, &seconds,
-                          st) != MLS_OK ||
+    if (check_seconds("forward_seconds", c->forward_seconds, c->blocks, &seconds, st) !=
+            MLS_OK ||
+        check_seconds("backward_seconds", c->backward_seconds, c->blocks, &seconds, st) !=
+            MLS_OK ||
         check_all_bytes(c, st) != MLS_OK || check_rates(c, st) != MLS_OK) {
         return st->code;
     }

@@ -50,15 +50,6 @@ typedef struct mls_chain {
 
 enum { MLS_CHAIN_MAX_BLOCKS = 1 << 20 };
 
-/* Check numbers of blocks or operators, and add their sum to `*sum`. The status names the
- * entry `name[i]`. MLS_E_VALUE: seconds that are negative or not finite, or bytes below
- * -below[i]; `below` NULL: below 0. MLS_E_SIZE: the sum of bytes exceeds 62 bits; a sum
- * of seconds may become infinite. */
-mls_code mls_check_seconds(const char *name, const double *seconds, size_t count,
-                           double *sum, mls_status *st);
-mls_code mls_check_bytes(const char *name, const int64_t *bytes, size_t count,
-                         const int64_t *below, int64_t *sum, mls_status *st);
-
 /* Checks a chain. The status names the entry.
  * - MLS_E_VALUE: no block, or more than MLS_CHAIN_MAX_BLOCKS; negative or non-finite
  *   seconds; negative bytes (for backward_temporary_bytes[i]: less than the limits

@@ -1,6 +1,5 @@
-/* py_planner: chains, simulated schedules, plans, and the best schedules and choices of
- * operators. The public functions are in mlstate/activation, in _chain.py, _plan.py,
- * _planner.py and _operator_selection.py.
+/* py_planner: chains, simulated schedules, plans, and the best schedules. The public
+ * functions are in mlstate/activation, in _chain.py, _plan.py and _planner.py.
  *
  * The GIL is released while the core plans. Now and then the calling thread reacquires
  * it to check for signals, so that Ctrl-C ends a long search.
@@ -14,7 +13,6 @@
 
 #include "activation/chain.h"
 #include "base/memory.h"
-#include "planning/knapsack.h"
 #include "planning/plan.h"
 #include "planning/schedule_search.h"
 
@@ -431,59 +429,4 @@ PyObject *core_search_schedules(mlspy_state *state, PyObject *const *args)
                       best.optimal ? Py_True : Py_False, (Py_ssize_t)best.states);
     mls_schedule_fini(&best.schedule);
     return result;
-}
-
-/* ---- operators ---- */
-
-/* Returns the numbers of a packed one-dimensional array of a type; NULL with TypeError
- * set. The arrays were made from the user's input, and are not copied again. */
-static const void *take_numbers(PyObject *object, int type, size_t *count)
-{
-    PyArrayObject *array = mlspy_packed_array(object, type, 1);
-    if (array == NULL) {
-        return PyErr_Format(PyExc_TypeError,
-                            "seconds and bytes are packed arrays of float64 and int64");
-    }
-    *count = (size_t)PyArray_DIM(array, 0);
-    return PyArray_DATA(array);
-}
-
-/* choose_operators(seconds, bytes, budget, states) -> (kept, bytes, seconds, least,
- * optimal, states)
- *
- * The arrays belong to the caller, who does not share them.
- */
-PyObject *core_choose_operators(mlspy_state *state, PyObject *const *args)
-{
-    job j = {.state = state};
-    mls_knapsack_items items;
-    mls_knapsack_result r;
-    int64_t budget;
-    size_t states, others = 0;
-    if ((items.seconds = take_numbers(args[0], NPY_FLOAT64, &items.count)) == NULL ||
-        (items.bytes = take_numbers(args[1], NPY_INT64, &others)) == NULL ||
-        take_limits(state, args[2], args[3], &budget, &states) < 0 ||
-        mlspy_progress_init(&j.progress, Py_None) < 0) {
-        return NULL;
-    }
-    if (items.count != others) {
-        return PyErr_Format(PyExc_ValueError,
-                            "%zu operators have seconds, %zu have bytes", items.count,
-                            others);
-    }
-    const npy_intp count = (npy_intp)items.count;
-    PyObject *kept = PyArray_SimpleNew(1, &count, NPY_BOOL);
-    if (kept == NULL) {
-        return NULL;
-    }
-    /* bool arrays hold one byte of 0 or 1 for each item, as the core writes them */
-    unsigned char *flags = PyArray_DATA((PyArrayObject *)kept);
-    RUN_PLANNER(j, mls_knapsack(&items, budget, states, mlspy_progress_poll(&j.progress),
-                                flags, &r, &j.st));
-    if (!job_end(&j)) {
-        Py_DECREF(kept);
-        return NULL;
-    }
-    return Py_BuildValue("(NLddOn)", kept, (long long)r.bytes, r.seconds, r.least,
-                         r.optimal ? Py_True : Py_False, (Py_ssize_t)r.states);
 }

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.atomic_file import Target, new_file
-from ..._common.backend import torch_backend
+from ..._common.backend import TensorBackend, torch_backend
 from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
@@ -46,6 +46,7 @@ from .._remote.options import split_url
 from .._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from .._store.folder import FolderContent, refuse_existing, refuse_file_name
 from .._store.weight_files import INDEX, weights_root
+from .backend import FileBackend
 from .lightning import (
     SUFFIX,
     checkpoint_of,
@@ -397,7 +398,9 @@ def _as_arrays(state: StateDict) -> dict[str, NDArray]:
     arrays: dict[str, NDArray] = {}
     for name, value in dict(state).items():
         if is_torch(value):
-            arrays[name] = backend_of(value).arrays_of({name: value.detach().cpu()})[name]
+            arrays[name] = backend_of(value, TensorBackend).arrays_of({name: value.detach().cpu()})[
+                name
+            ]
         elif isinstance(value, np.ndarray | np.generic):
             arrays[name] = np.asarray(value)
         elif hasattr(value, "__dlpack__"):
@@ -480,19 +483,19 @@ def _write_huggingface(target: Target, parts: Parts) -> None:
 
 
 def _read_torch(path: Path) -> Parts:
-    return torch_backend("files of torch").read_pt(path)
+    return torch_backend("files of torch", FileBackend).read_pt(path)
 
 
 def _write_torch(target: Target, parts: Parts) -> None:
-    torch_backend("files of torch").write_pt(target, *parts)
+    torch_backend("files of torch", FileBackend).write_pt(target, *parts)
 
 
 def _read_dcp(path: Path) -> Parts:
-    return torch_backend("files of torch").read_dcp(path)
+    return torch_backend("files of torch", FileBackend).read_dcp(path)
 
 
 def _write_dcp(target: Target, parts: Parts) -> None:
-    torch_backend("files of torch").write_dcp(target, *parts)
+    torch_backend("files of torch", FileBackend).write_dcp(target, *parts)
 
 
 def _read_lightning(path: Path) -> Parts:
@@ -502,7 +505,7 @@ def _read_lightning(path: Path) -> Parts:
     checkpoint = read_ckpt(path)
     warn_of_other_entries(checkpoint)
     model = {key: value for key, value in checkpoint["state_dict"].items() if is_torch(value)}
-    return StateDict(torch_backend("files of Lightning").arrays_of(model)), None, {}
+    return StateDict(torch_backend("files of Lightning", TensorBackend).arrays_of(model)), None, {}
 
 
 def convert_lightning(

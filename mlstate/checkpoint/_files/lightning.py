@@ -18,6 +18,7 @@ from ..._common.atomic_file import replacing
 from ..._common.backend import torch_backend
 from ...errors import CompatibilityError
 from .._states.generators import library_of
+from .backend import FileBackend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,7 +104,7 @@ def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:
 
 def read_ckpt(path: Path) -> dict[str, Any]:
     """Read a ``.ckpt`` file of Lightning without running code from it."""
-    checkpoint = torch_backend("files of Lightning").read_tree(path)
+    checkpoint = torch_backend("files of Lightning", FileBackend).read_tree(path)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CompatibilityError(f"{path} holds no checkpoint of Lightning: it has no 'state_dict'")
     return checkpoint
@@ -111,7 +112,7 @@ def read_ckpt(path: Path) -> dict[str, Any]:
 
 def write_ckpt(target: Target, checkpoint: dict[str, Any]) -> None:
     """Write a ``.ckpt`` file that Lightning loads without mlstate, atomically."""
-    backend = torch_backend("files of Lightning")
+    backend = torch_backend("files of Lightning", FileBackend)
     with replacing(target.path, target) as file:
         backend.write_tree(checkpoint, file)
 

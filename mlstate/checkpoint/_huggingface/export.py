@@ -28,6 +28,7 @@ from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
 from ...errors import CompatibilityError, StoreError
 from ...state import rename as rename_state
+from .._backend import CheckpointBackend
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._states.collect import NO_STATES
 from .._store import folder as _folder
@@ -86,7 +87,7 @@ def _memory_of(value: Any) -> Any:
 def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
     """Return the names whose memory an earlier name has."""
     if is_module(model):
-        return set(backend_of(model).tied_names(model))
+        return set(backend_of(model, CheckpointBackend).tied_names(model))
     seen: set[Any] = set()
     tied = set()
     for name, value in state.items():

@@ -13,10 +13,12 @@ import numpy as np
 
 from ..._common.arrays import is_torch, refuse_given_away, refuse_unstorable
 from ..._common.backend import backend_of, is_module, is_optimizer
+from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
 from ...state._kind import kind_of
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
+from .._backend import CheckpointBackend
 from .modules import encode_entries, entries_name, metadata_of
 from .tree import RANKS, TEXT, Tree, encode, pack, pack_header, whole_arrays
 
@@ -134,16 +136,16 @@ def _is_array(value: Any) -> bool:
 
 def _part(name: str, value: Any) -> Any:
     sharded = is_torch(value) and hasattr(value, "device_mesh")
-    return backend_of(value).part_of(name, value) if sharded else value
+    return backend_of(value, ShardBackend).part_of(name, value) if sharded else value
 
 
 def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
     """Return the tensors of a model or an optimizer by name, or None for other values."""
     if is_optimizer(value):
-        if not backend_of(value).is_plain_optimizer(value):
+        if not backend_of(value, CheckpointBackend).is_plain_optimizer(value):
             return None
         owner = owner_of(value, modules)
-        states, keywords = backend_of(value).saved_optimizer(value, owner, ranks)
+        states, keywords = backend_of(value, CheckpointBackend).saved_optimizer(value, owner, ranks)
         state = OptimizerStateDict(**keywords)
         state.update(states)
         return state
@@ -189,7 +191,7 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
         others: Any = ({}, {})
         try:
             if is_module(value):
-                tensors, *others = backend_of(value).saved_module(value, ranks)
+                tensors, *others = backend_of(value, CheckpointBackend).saved_module(value, ranks)
                 flat: Any = StateDict(tensors)
             else:
                 flat, others = _flat_state(value, modules, ranks), ({}, metadata_of(value))

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.arrays import is_torch
-from ..._common.backend import backend_of, torch_backend
+from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import FLOATS, name_of
 from ...errors import CompatibilityError
+from .._backend import CheckpointBackend
 from .._store.folder import SECTIONS
 from .restore import Action, load_like, read_own
 from .tree import encode, malformed
@@ -173,7 +174,7 @@ def _read_tensors(
     whole = [name for name in names if name not in sharded]
     keys = section.keys(whole)
     arrays = loader.load_keys(number, keys, (None, 0, 0) if request.own else request.cutting)
-    tensors = torch_backend("modules").tensors_of(
+    tensors = torch_backend("modules", TensorBackend).tensors_of(
         dict(zip(whole, (arrays[key] for key in keys), strict=True))
     )
     for name, key in zip(sharded, section.keys(sharded), strict=True):
@@ -209,7 +210,7 @@ def prepare_units(
     for name in wanted:
         if name in stored.entries:
             entries[name] = _on_device_of(stored.entries[name], contract.entries.get(name))
-    load = backend_of(target).own_load(
+    load = backend_of(target, CheckpointBackend).own_load(
         filling, entries, stored.metadata, units, strict=loader.request.strict
     )
     return [Action(section.label, load.apply, load.undo)]

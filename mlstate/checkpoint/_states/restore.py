@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.arrays import is_torch
-from ..._common.backend import backend_of, torch_backend
+from ..._common.backend import TensorBackend, backend_of, torch_backend
+from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
 from .._sections import STATES
@@ -89,7 +90,7 @@ def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTre
 
 def _tensor_of(device: Any) -> Callable[[Any], Any]:
     """Return a function that makes torch tensors of arrays."""
-    backend = torch_backend("states that were saved with tensors of torch")
+    backend = torch_backend("states that were saved with tensors of torch", TensorBackend)
 
     def convert(array: Any) -> Any:
         tensor = backend.tensors_of({"": array})[""]
@@ -129,7 +130,7 @@ def _shards(loader: Loader, name: str, node: Any, template: Any) -> dict[str, An
 def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
     """Return a new DTensor like another, with this rank's elements of a stored tensor."""
     made = like.detach().clone()
-    part = backend_of(made).part_of(key, made)
+    part = backend_of(made, ShardBackend).part_of(key, made)
     if not isinstance(part, Shard):
         part = Shard(part)
     cut = (part._steps, part.index, part.layout.parts) if part._steps else _WHOLE

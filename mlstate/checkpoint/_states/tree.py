@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..._common.arrays import is_torch
-from ..._common.backend import backend_of, torch_backend
+from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import name_of, numpy_dtype
 from ..._common.json_values import DEEPEST, check_text
+from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Shard
 from ...errors import FormatError, UnstorableError
 from .generators import library_of, restored, state_of
@@ -136,9 +137,9 @@ class _Encoder:
         elif is_torch(value):
             form = "torch"
             if hasattr(value, "device_mesh"):
-                value = backend_of(value).part_of(where, value)
+                value = backend_of(value, ShardBackend).part_of(where, value)
             else:
-                backend_of(value).refuse_unstorable(where, value, where)
+                backend_of(value, TensorBackend).refuse_unstorable(where, value, where)
                 value = value.detach()
         elif not isinstance(value, np.ndarray | Shard) and not (
             hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__")
@@ -265,7 +266,7 @@ def whole_arrays(tree: Tree) -> dict[str, NDArray]:
         array = value
         if is_torch(value):
             tree.arrays[key] = array = value.cpu()
-            array = backend_of(array).arrays_of({key: array})[key]
+            array = backend_of(array, TensorBackend).arrays_of({key: array})[key]
         found[key] = np.ascontiguousarray(array).reshape(np.shape(array))
     return found
 
@@ -396,7 +397,7 @@ class Decoder:
         if kind == "enum":
             return enum_of(node)
         if kind == "dtype":
-            return torch_backend("a dtype of torch").dtype_of(node["name"])
+            return torch_backend("a dtype of torch", TensorBackend).dtype_of(node["name"])
         if kind == "object":
             return self.value(node["state"])
         if kind == "generator":

@@ -29,6 +29,7 @@ from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import ModelStateDict, StateDict
 from .._store import folder as _folder
 from .._store.writer_lock import WriterLock
+from .backend import TierBackend
 from .report import Traffic
 from .unit_file import SUFFIX, arrays_in, is_unit_file, open_unit, units_of
 from .unit_handle import refuse_other_states, take_back
@@ -54,7 +55,7 @@ def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
     if is_optimizer(optimizer):
         if module is None:
             raise TypeError("a torch optimizer needs its module as model: names come from there")
-        states = backend_of(optimizer).tensors_of_optimizer(optimizer, module)
+        states = backend_of(optimizer, TierBackend).tensors_of_optimizer(optimizer, module)
         refuse_other_states(states)
         return model, states, optimizer
     for what, state in (("model", model), ("optimizer", optimizer)):
@@ -112,7 +113,7 @@ class TierMoves:
     def _choose_device(self, values: list[Any], device: Any = None) -> None:
         if self._device is None and (device is not None or "torch" in sys.modules):
             arrays = [v.array if isinstance(v, Shard) else v for v in values]
-            self._device = backend_named("torch").accelerator(arrays, device)
+            self._device = backend_named("torch", TierBackend).accelerator(arrays, device)
 
     def _make_units(self, model: Any, optimizer: Any) -> list[Unit]:
         """Return the new units; raise for invalid ones before anything is changed."""

@@ -119,9 +119,9 @@ class TierReport:
         totals: dict[Tier, tuple[int, int | None]],
         traffic: list[Traffic],
     ) -> None:
-        self.units = units
-        self.totals = totals
-        self.traffic = traffic
+        self.units: list[TierRecord] = units
+        self.totals: dict[Tier, tuple[int, int | None]] = totals
+        self.traffic: list[Traffic] = traffic
 
     @property
     def summary(self) -> str:

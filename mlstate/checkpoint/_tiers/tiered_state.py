@@ -15,6 +15,7 @@ from ..._sharding.layout import Tier
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._store import folder as _folder
+from .backend import TierBackend
 from .moves import FARTHER, NEARER, TierMoves, given_states
 from .report import TierRecord, TierReport, tiers_html
 from .unit_file import read_unit
@@ -577,7 +578,8 @@ class TieredState(TierMoves):
         states = StateDicts(model.copy(), optimizer.copy())
         if self._optimizer is not None:
             names = [name for group in optimizer.param_groups for name in group["params"]]
-            groups = backend_of(self._optimizer).optimizer_groups(self._optimizer, names)
+            backend = backend_of(self._optimizer, TierBackend)
+            groups = backend.optimizer_groups(self._optimizer, names)
             states.optimizer.param_groups = groups["param_groups"]
             states.optimizer.learning_rate = groups["learning_rate"]
         for name in self:

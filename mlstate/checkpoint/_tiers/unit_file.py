@@ -16,7 +16,7 @@ import numpy as np
 
 from ... import _core
 from ..._common.arrays import is_torch
-from ..._common.backend import backend_named, backend_of
+from ..._common.backend import TensorBackend, backend_named, backend_of
 from ..._common.dtypes import label_of, text_of
 from ..._common.store_error import format_error
 from ..._sharding.layout import Layout, Shard, Tier
@@ -25,6 +25,7 @@ from ...errors import FormatError, MLStateError, StoreError
 from ...state._state_dict import StateDict
 from .._files.safetensors_verify import verify_file
 from .._store.folder import SECTIONS as ALL_SECTIONS
+from .backend import TierBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -110,7 +111,7 @@ class Part:
     def put(self, array: Any) -> None:
         """Replace the array's memory by another array's; None for a cold part."""
         if self.is_tensor:
-            backend_of(self.array).give_memory(self.array, array)
+            backend_of(self.array, TensorBackend).give_memory(self.array, array)
         else:
             self.array = array
 
@@ -134,13 +135,13 @@ class Unit:
     __slots__ = ("file", "is_durable", "is_moving", "name", "number", "parts", "tier")
 
     def __init__(self, name: str, tier: Tier) -> None:
-        self.name = name
-        self.tier = tier
+        self.name: str = name
+        self.tier: Tier = tier
         self.parts: list[Part] = []
-        self.number = -1
-        self.file = file_of(name)
-        self.is_moving = False
-        self.is_durable = False  # whether the file is known to be complete and on disk
+        self.number: int = -1
+        self.file: str = file_of(name)
+        self.is_moving: bool = False
+        self.is_durable: bool = False  # whether the file is known to be complete and on disk
 
     @property
     def nbytes(self) -> int:
@@ -271,7 +272,7 @@ def _value_of(about: Mapping[str, Any], array: Any) -> Any:
     """Return the stored value: an array, a tensor if torch is installed, or a Shard of either."""
     if about.get("torch") is True:
         with suppress(ImportError):
-            array = backend_named("torch").tensors_of({"": array})[""]
+            array = backend_named("torch", TensorBackend).tensors_of({"": array})[""]
     if "layout" not in about:
         return array
     layout = Layout([(axis, parts) for axis, parts in about["layout"]])
@@ -321,7 +322,7 @@ def arrays_in(unit: Unit, to: Tier, path: str, device: Any) -> list[Any] | None:
     else:
         arrays = [part.elements for part in unit.parts]
     if device is not None and to == Tier.HOT:
-        on_device = backend_named("torch").on_device
+        on_device = backend_named("torch", TierBackend).on_device
         pairs = zip(unit.parts, arrays, strict=True)
         return [array if part.stays else on_device(array, device) for part, array in pairs]
     if device is not None and unit.tier == Tier.HOT:
@@ -339,13 +340,14 @@ def _of_kind(part: Part, array: Any) -> Any:
         if label_of(part.dtype):  # the file was written without ml_dtypes
             array = array.view(part.dtype.newbyteorder("="))
         return array.astype(part.dtype, copy=False)
-    return backend_named("torch").tensors_of({"": array})[""]
+    return backend_named("torch", TensorBackend).tensors_of({"": array})[""]
 
 
 def _from_device(part: Part, tensor: Any) -> Any:
     """Copy a tensor to main memory, in the kind of its part."""
-    backend = backend_of(tensor)
-    copied = backend.in_memory(tensor)
+    copied = backend_of(tensor, TierBackend).in_memory(tensor)
     if part.is_tensor:
         return copied
-    return backend.arrays_of({"": copied})[""].astype(part.dtype, copy=False)
+    return (
+        backend_of(tensor, TensorBackend).arrays_of({"": copied})[""].astype(part.dtype, copy=False)
+    )

@@ -1,4 +1,4 @@
-"""Byte exchange over MPI, and the reduction of received parts.
+"""Byte exchange over MPI.
 
 Ranks exchange point-to-point messages, so a waiting rank knows which rank it waits for. The tag
 of a message depends on the call, so the first message reveals ranks that call different
@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..._common.arrays import is_torch
-from ..._common.dtypes import FLOAT8S, as_numbers
-from ...collectives._arguments import dtype_name, failed
-from ._memory import bytes_of, reals_of, wide_like
+from ...collectives._arguments import failed
+from ...collectives._link import ExchangeLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -31,7 +29,6 @@ _MESSAGE_BYTES = 16 << 20
 # Time of polling without a pause since the last arrival, and the longest pause after that.
 _EAGER_SECONDS = 200e-6
 _PAUSE_SECONDS = 1e-3
-_ONLY_IN_NUMPY = (np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name)
 
 # A tag has the operation and 12 bits of a digest of the call: below 32768, which MPI guarantees.
 _OPERATIONS = (
@@ -144,31 +141,36 @@ def _split_messages(part: Any) -> Iterable[Any]:
     return (part[at : at + _MESSAGE_BYTES] for at in range(0, len(part), _MESSAGE_BYTES))
 
 
-class Link:
+class Link(ExchangeLink):
     """Connection of one operation to the other ranks, with a deadline."""
 
-    __slots__ = ("_deadline", "_timeout", "began", "channel", "operation", "rank", "tag")
+    __slots__ = (
+        "_deadline",
+        "_timeout",
+        "began",
+        "channel",
+        "operation",
+        "rank",
+        "tag",
+        "world_size",
+    )
 
     def __init__(self, channel: Channel, operation: str, tag: int, timeout: float) -> None:
         self.channel = channel
         self.operation = operation
         self.tag = tag
         self.rank = channel.rank
+        self.world_size = channel.world_size
         self.began = False
         self._timeout = timeout
         self._deadline = monotonic() + timeout
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.channel.world_size
 
     def error(self, what: str) -> Exception:
         """Return the error of this operation."""
         return failed(self.operation, self.rank, f"{what}; the group is unusable: create a new one")
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
-        """Send and receive messages; implements `Link.exchange` of the protocol."""
+        """Send and receive messages; implements `ExchangeLink.exchange`."""
         self.began = True
         messages = _Messages(self, sends, receives)
         try:
@@ -179,23 +181,6 @@ class Link:
                 text = " ".join(str(error).split())[:300]
                 raise self.error(f"another rank is gone, or MPI failed ({text})") from error
             raise
-
-    def bytes_of(self, flat: Any) -> Any:
-        """Return a uint8 array over the same memory."""
-        return bytes_of(flat)
-
-    def from_bytes(self, data: bytes) -> Any:
-        """Return a read-only array over `data`."""
-        return np.frombuffer(data, np.uint8)
-
-    def to_bytes(self, memory: Any) -> bytes:
-        """Return a copy of an array."""
-        copied: bytes = memory.tobytes()
-        return copied
-
-    def reduce(self, parts: Sequence[Any], op: str, out: Any) -> None:
-        """Reduce parts in list order."""
-        reduce_parts(parts, op, out)
 
     def _poll_messages(self, messages: _Messages) -> None:
         """Poll until all messages have been sent and received."""
@@ -273,34 +258,3 @@ class Link:
         else:
             what = f"rank {', '.join(map(str, targets))} did not take what this one sent"
         raise self.error(f"{limit}: {what}; pass a larger timeout= or look there")
-
-
-def reduce_parts(parts: Sequence[Any], op: str, out: Any) -> None:
-    """Reduce flat arrays in list order into `out`, which may be one of them."""
-    from ... import _core
-
-    name = dtype_name(out)
-    if name in _ONLY_IN_NUMPY:
-        _reduce_in_numpy(parts, op, out)
-        return
-    kind, divisor = ("sum", float(len(parts))) if op == "mean" else (op, 1.0)
-    if name == "complex128":  # add real and imaginary parts separately
-        parts, out = [reals_of(part) for part in parts], reals_of(out)
-    if name not in FLOAT8S:
-        _core.reduce(parts, out, kind, divisor)
-        return
-    wide = wide_like(out)  # the core does not round to 8 bits
-    _core.reduce(parts, wide, kind, divisor)
-    place = out if is_torch(out) else as_numbers(out)
-    place[:] = wide if is_torch(out) else wide.astype(place.dtype)
-
-
-def _reduce_in_numpy(parts: Sequence[Any], op: str, out: Any) -> None:
-    """Reduce dtypes that only NumPy supports."""
-    steps: dict[str, Any] = {"min": np.minimum, "max": np.maximum}
-    total = parts[0].copy()
-    for part in parts[1:]:
-        steps.get(op, np.add)(total, part, out=total)
-    if op == "mean":
-        total.view(np.longdouble)[...] /= len(parts)  # divides real and imaginary parts
-    out[...] = total

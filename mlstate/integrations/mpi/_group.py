@@ -5,25 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..._common.set_module import set_module
-from ...collectives._algorithms import ExchangeEngine
 from ...collectives._arguments import check_timeout, failed
-from ...collectives._operation_queue import OperationQueue
+from ...collectives._engine import Engine, OperationQueue
 from ...collectives._work import Work
 from ...errors import CollectiveError
 from ._exchange import Channel, wait_for
-from ._memory import flat_of, put, target_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ...collectives._group_base import Call
+    from ...collectives._engine import Call
 
 # The default of torch.distributed.
 _DEFAULT_SECONDS = 1800.0
 
 
 @set_module("mlstate.integrations.mpi")
-class MPIGroup(ExchangeEngine):
+class MPIGroup(Engine):
     """The processes of an MPI communicator as a process group.
 
     Parameters
@@ -160,17 +158,6 @@ class MPIGroup(ExchangeEngine):
             raise
         finally:
             self._inside = False
-
-    # ---- memory ----
-
-    def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
-        return flat_of(operation, array, native=reduced)
-
-    def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
-        return target_for(operation, place, native=reduced)
-
-    def _put(self, target: Any, place: Any) -> None:
-        put(target, place)
 
     # ---- end of the group ----
 

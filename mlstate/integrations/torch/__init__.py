@@ -8,7 +8,7 @@ already imported, or when it first receives a tensor. In other processes, import
 
 from __future__ import annotations
 
-from ..._common.backend import register as _register_backend
+from ..._common.backend import register as _register_framework
 from . import _backend
 from ._tensors.pickle import register as _register
 from ._tensors.pickle import restore_state  # noqa: F401  # torch files name it by this package
@@ -87,4 +87,4 @@ def __dir__() -> list[str]:
 
 
 _register()
-_register_backend("torch", _backend)
+_register_framework("torch", _backend)

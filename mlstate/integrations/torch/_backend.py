@@ -1,131 +1,54 @@
-"""The torch backend: this module's names implement `mlstate._common.backend.Backend`.
-
-Each operation is imported on first use, because most of them load subsystems that a program may
-not need.
-"""
+"""The torch integration as a `Framework`, and the modules that implement Protocols."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-# ruff: noqa: F401
-# mypy: implicit-reexport
-if TYPE_CHECKING:  # so that mypy compares these names with the protocol
-    from ._activation.apply_plan import apply_plan
-    from ._activation.operators import operator_contexts
-    from ._activation.profile_chain import profile_chain
-    from ._activation.recompute_check import check_recompute
-    from ._activation.strategies import apply_strategy, cuda_memory
-    from ._checkpoint.dtensor_shards import (
-        module_state,
-        needs_all_ranks,
-        optimizer_parts,
-        part_of,
-        tied_names,
-    )
-    from ._checkpoint.files import (
-        read_dcp,
-        read_pt,
-        read_tree,
-        write_dcp,
-        write_pt,
-        write_tree,
-    )
-    from ._checkpoint.load_targets import (
-        fill_module,
-        fill_optimizer,
-        own_load,
-        saved_module,
-        saved_optimizer,
-    )
-    from ._checkpoint.optimizer import optimizer_dict, optimizer_state
-    from ._checkpoint.optimizer_contract import is_plain_optimizer
-    from ._checkpoint.tiers import (
-        accelerator,
-        give_memory,
-        has_given_away,
-        in_memory,
-        is_given_away,
-        on_device,
-        optimizer_groups,
-        tensors_of_optimizer,
-    )
-    from ._collectives.wrapped_groups import wrapped_group
-    from ._gradients.accumulate import (
-        add_gradient,
-        copy_of,
-        item_bytes,
-        norm_partial,
-        readable,
-        tensor_in,
-    )
-    from ._gradients.backward import (
-        begin_pass,
-        hook_module,
-        parameters_of,
-        reduce_on_device,
-        why_not_reduced,
-    )
-    from ._tensors.dtypes import dtype_of
-    from ._tensors.kv import move_kv
-    from ._tensors.memory import note_written, write_into_tensor
-    from ._tensors.pickle import reduce_state
-    from ._tensors.state import (
-        arrays_of,
-        device_of,
-        refuse_unstorable,
-        tensors_of,
-        why_not_plain,
-    )
-
-# fmt: off
-_NAMES = {
-    "_collectives.wrapped_groups": ("wrapped_group",),
-    "_activation.strategies": ("apply_strategy", "cuda_memory"),
-    "_activation.apply_plan": ("apply_plan",),
-    "_gradients.backward": (
-        "begin_pass", "hook_module", "parameters_of", "reduce_on_device", "why_not_reduced",
-    ),
-    "_activation.profile_chain": ("profile_chain",),
-    "_checkpoint.files": (
-        "read_dcp", "read_pt", "read_tree", "write_dcp", "write_pt", "write_tree",
-    ),
-    "_tensors.dtypes": ("dtype_of",),
-    "_tensors.kv": ("move_kv",),
-    "_tensors.memory": ("note_written", "write_into_tensor"),
-    "_activation.operators": ("operator_contexts",),
-    "_checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
-    "_checkpoint.optimizer_contract": ("is_plain_optimizer",),
-    "_tensors.pickle": ("reduce_state",),
-    "_activation.recompute_check": ("check_recompute",),
-    "_gradients.accumulate": (
-        "add_gradient", "copy_of", "item_bytes", "norm_partial", "readable", "tensor_in",
-    ),
-    "_checkpoint.dtensor_shards": (
-        "module_state", "needs_all_ranks", "optimizer_parts", "part_of", "tied_names",
-    ),
-    "_tensors.state": (
-        "arrays_of", "device_of", "refuse_unstorable", "tensors_of", "why_not_plain",
-    ),
-    "_checkpoint.tiers": (
-        "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",
-        "on_device", "optimizer_groups", "tensors_of_optimizer",
-    ),
-    "_checkpoint.load_targets": (
-        "fill_module", "fill_optimizer", "own_load", "saved_module", "saved_optimizer",
-    ),
+# The modules are imported on first use, because most load subsystems that a program may not need.
+BACKENDS: Mapping[str, str] = {
+    protocol: f"{__package__}.{module}"
+    for protocol, module in {
+        "ActivationBackend": "_activation",
+        "CheckpointBackend": "_checkpoint.load_targets",
+        "FileBackend": "_checkpoint.files",
+        "GradientBackend": "_gradients",
+        "GroupBackend": "_collectives.wrapped_groups",
+        "KVBackend": "_tensors.kv",
+        "ShardBackend": "_checkpoint.dtensor_shards",
+        "StateBackend": "_checkpoint.optimizer",
+        "TensorBackend": "_tensors",
+        "TierBackend": "_checkpoint.tiers",
+    }.items()
 }
-# fmt: on
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
+if TYPE_CHECKING:  # mypy compares each module with its Protocol
+    from collections.abc import Mapping
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f".{_HOMES[name]}", __package__), name)
-    globals()[name] = found
-    return found
+    from ..._common.backend import TensorBackend
+    from ..._sharding.backend import ShardBackend
+    from ...activation._backend import ActivationBackend
+    from ...checkpoint._backend import CheckpointBackend
+    from ...checkpoint._files.backend import FileBackend
+    from ...checkpoint._tiers.backend import TierBackend
+    from ...collectives._backend import GroupBackend
+    from ...fsdp._backend import GradientBackend
+    from ...kv._move import KVBackend
+    from ...state._backend import StateBackend
+    from . import _activation, _gradients, _tensors
+    from ._checkpoint import dtensor_shards, files, load_targets, optimizer, tiers
+    from ._collectives import wrapped_groups
+    from ._tensors import kv
+
+    activation: ActivationBackend = _activation
+    checkpoint: CheckpointBackend = load_targets
+    file: FileBackend = files
+    gradient: GradientBackend = _gradients
+    group: GroupBackend = wrapped_groups
+    cache: KVBackend = kv
+    shard: ShardBackend = dtensor_shards
+    state: StateBackend = optimizer
+    tensor: TensorBackend = _tensors
+    tier: TierBackend = tiers
 
 
 def is_module(value: object) -> bool:

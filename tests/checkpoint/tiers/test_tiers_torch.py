@@ -181,11 +181,7 @@ def test_cold_units_are_not_saved_as_empty(tmp_path, folder):
 @pytest.mark.torch
 def test_a_lazy_parameter_is_not_taken_for_a_cold_one():
     torch = pytest.importorskip("torch")
-    from mlstate.integrations.torch._checkpoint.tiers import (
-        give_memory,
-        has_given_away,
-        is_given_away,
-    )
+    from mlstate.integrations.torch._tensors import give_memory, has_given_away, is_given_away
 
     weight = torch.nn.Parameter(torch.ones(2))
     give_memory(weight, None)

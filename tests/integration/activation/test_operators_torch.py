@@ -205,3 +205,10 @@ def test_invalid_arguments_are_refused(profile):
 
     with pytest.raises(ValueError, match="different operators in different runs"):
         profile_operators(moody, torch.ones(2), repeats=1)
+
+
+def test_profiles_and_contexts_warn_that_they_are_deprecated():
+    with pytest.warns(DeprecationWarning, match="use Chain.from_torch with smaller blocks"):
+        profile_operators(torch.nn.ReLU(), torch.ones(2), repeats=1)
+    with pytest.warns(DeprecationWarning, match="use torch's create_selective_checkpoint"):
+        operator_contexts([])

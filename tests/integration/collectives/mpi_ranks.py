@@ -285,14 +285,14 @@ def abort_ends_waiting_operations_everywhere(group):
 @scenario
 def partial_failure_breaks_the_group(group):
     """Out of memory, or Ctrl-C: the ranks are out of step."""
-    from mlstate.integrations.mpi import _exchange
+    from mlstate.collectives import _link
 
     def fail(*_):
         raise KeyboardInterrupt
 
     group.barrier()
     if group.rank == 0:
-        _exchange.reduce_parts = fail
+        _link.reduce_parts = fail
         raises(KeyboardInterrupt, "", group.all_reduce, np.zeros(3))
         raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
     else:

@@ -69,7 +69,6 @@ def test_on_a_device_the_backend_moves_the_bytes():
     """A process group that records its calls, with tensors that need no device."""
     import torch
 
-    from mlstate.integrations.torch import TorchGroup
     from mlstate.integrations.torch._collectives.exchange import Link
 
     calls = []
@@ -97,13 +96,12 @@ def test_on_a_device_the_backend_moves_the_bytes():
             return self
 
     device = torch.device("meta")
-    group, link = object.__new__(TorchGroup), Link(Backend(), device, None)
-    group._device = device
+    link = Link(Backend(), device, None)
     memory = torch.empty(6, dtype=torch.float32, device=device)
-    group._trade(link, memory, [1, 2, 3], torch.empty_like(memory), [2, 2, 2])
-    group._broadcast(link, memory, 2)
-    group._barrier(link)
+    link.all_to_all(memory, torch.empty_like(memory), [1, 2, 3], [2, 2, 2])
+    link.broadcast(memory, 2)
+    link.barrier()
     assert calls == [[[8, 0, 8], [4, 0, 12]], None, (2, torch.uint8, 24), None, [0], None]
     late = Link(Backend(), device, 0.0)
-    group._barrier(late)
+    late.barrier()
     assert calls[-1] == 0.001 and late.began and not link.meanwhile

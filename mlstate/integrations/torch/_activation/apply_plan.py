@@ -180,7 +180,7 @@ class PlannedModel:
     ) -> None:
         self.plan = plan
         self.module = module
-        self.names = [name for name, _ in found]
+        self.names: list[str] = [name for name, _ in found]
         self._modules = [block for _, block in found]
         self._program = Program(plan.steps())
         self._options = (folder, observe)

@@ -1,7 +1,11 @@
-"""Operators of a torch module: measurement of each call, and selective checkpointing."""
+"""Operators of a torch module: measurement of each call, and selective checkpointing.
+
+Deprecated: the public functions warn, and will be removed with this file.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +14,7 @@ import numpy as np
 
 from ...._common.set_module import set_module
 from ...._common.text import bytes_text, table_html, table_text
-from ....activation._operator_selection import OperatorSelection, select_operators
+from ....activation._operator_selection import OperatorSelection, choose_operators
 from .rng_and_buffers import generator_states
 from .tensors import storage_bytes, tensors_in, time_after_work
 
@@ -105,7 +109,7 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
 class OperatorProfile:
     """Time and memory of every operator call in a module's forward run.
 
-    `profile_operators` returns it.
+    Deprecated, like `profile_operators`, which returns it.
 
     Parameters
     ----------
@@ -129,7 +133,7 @@ class OperatorProfile:
     """
 
     def __init__(self, names: Any, seconds: Any, bytes: Any, can_keep: Any) -> None:
-        self.names = tuple(names)
+        self.names: tuple[Any, ...] = tuple(names)
         self.seconds: NDArray = np.array(seconds, np.float64)
         self.bytes: NDArray = np.array(bytes, np.int64)
         self.can_keep: NDArray = np.array(can_keep, np.bool_)
@@ -171,13 +175,13 @@ class OperatorProfile:
         names = [self.names[i] for i in numbers]
         seconds, sizes = self.seconds[numbers], self.bytes[numbers]
         if by == "call":
-            return select_operators(seconds, sizes, budget_bytes, names)
+            return choose_operators(seconds, sizes, budget_bytes, names)
         operators = [name.rpartition(" ")[0] for name in names]
         fixed = {n.rpartition(" ")[0] for n, can in zip(self.names, self.can_keep, strict=True)
                  if not can}  # fmt: skip
         chosen = [name for name in dict.fromkeys(operators) if name not in fixed]
         which = {name: [i for i, n in enumerate(operators) if n == name] for name in chosen}
-        return select_operators(
+        return choose_operators(
             [float(seconds[which[name]].sum()) for name in chosen],
             np.array([sizes[which[name]].sum() for name in chosen], np.int64),
             budget_bytes,
@@ -231,6 +235,10 @@ class OperatorProfile:
 def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> OperatorProfile:
     """Measure every operator of a module's forward run.
 
+    .. deprecated:: 0.1
+       Use `Chain.from_torch` with smaller blocks (``blocks=``) to measure and plan parts of a
+       module, or ``torch.profiler`` for the times and bytes of operators.
+
     Parameters
     ----------
     module : torch.nn.Module or callable
@@ -270,6 +278,12 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
     """
     import torch
 
+    warnings.warn(
+        "profile_operators is deprecated: use Chain.from_torch with smaller blocks, or "
+        "torch.profiler for the times of operators",
+        DeprecationWarning,
+        stacklevel=2,
+    )
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}: choose at least 1")
     arguments = sample if isinstance(sample, tuple) else (sample,)
@@ -312,6 +326,9 @@ def _split_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
 def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
     """Return contexts for a checkpointed call that keeps the outputs of some operators.
 
+    .. deprecated:: 0.1
+       Use torch's ``create_selective_checkpoint_contexts`` with a list of operators.
+
     Parameters
     ----------
     saved : iterable of str
@@ -339,6 +356,17 @@ def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
     >>> checkpoint(layer, x, use_reentrant=False, context_fn=contexts).shape
     torch.Size([4, 4])
     """
+    warnings.warn(
+        "operator_contexts is deprecated: use torch's create_selective_checkpoint_contexts with a "
+        "list of operators",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return selective_contexts(saved)
+
+
+def selective_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
+    """Return contexts without a warning; see `operator_contexts`."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     whole, single = _split_names(saved)

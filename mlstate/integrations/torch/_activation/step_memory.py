@@ -77,9 +77,9 @@ class PlanUse:
 
     def __init__(self, steps: list[StepUse]) -> None:
         self.steps = steps
-        self.predicted_bytes = max(step.predicted_bytes for step in steps)
-        self.expected_bytes = max(step.expected_bytes for step in steps)
-        self.measured_bytes = max(step.measured_bytes for step in steps)
+        self.predicted_bytes: int = max(step.predicted_bytes for step in steps)
+        self.expected_bytes: int = max(step.expected_bytes for step in steps)
+        self.measured_bytes: int = max(step.measured_bytes for step in steps)
 
     def _title(self) -> str:
         return (

@@ -20,7 +20,7 @@ class AppliedStrategy:
     """Blocks whose forward pass queries a manager, until `remove`."""
 
     def __init__(self, manager: ActivationManager, blocks: dict[str, torch.nn.Module]) -> None:
-        self.blocks = tuple(blocks)
+        self.blocks: tuple[str, ...] = tuple(blocks)
         self._modules = list(blocks.values())
         # Hooks of torch cannot replace a block's forward pass; its own `forward` can.
         self._before = [vars(block).get("forward") for block in self._modules]

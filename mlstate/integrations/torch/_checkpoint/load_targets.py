@@ -25,6 +25,7 @@ from .dtensor_shards import (
     parameter_slots,
     part_of,
 )
+from .dtensor_shards import tied_names as tied_names
 from .fsdp1_flat import flat_runs, is_flattened, reshard_flat
 from .module_contract import EXTRA, ModuleContract, OwnLoad, refuse_units
 from .module_names import unwrapped_name
@@ -46,15 +47,16 @@ from .optimizer_contract import (
     tensor_of,
     torch_form,
 )
+from .optimizer_contract import is_plain_optimizer as is_plain_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import torch
 
-    from ...._common.backend import OptimizerRecord
     from ...._sharding.layout import Steps
     from ...._types import NDArray
+    from ....checkpoint._backend import OptimizerRecord
 
 
 class Place(NamedTuple):
@@ -364,9 +366,9 @@ class OptimizerFilling(Filling):
         meant: Callable[[list[str]], list[str]],
         *,
         shapes: Mapping[str, tuple[int, ...]],
-        strict: bool = True,
-        complete: bool = True,
-        cast: bool = False,
+        strict: bool,
+        complete: bool,
+        cast: bool,
     ) -> None:
         if module is None:
             _check_optimizer(optimizer, 1 << 62)

@@ -78,40 +78,6 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return _copy_tensor(tensor, "cpu")
 
 
-def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
-    """Replace a tensor's memory with the memory of another tensor, without a copy.
-
-    The tensor remains the same object, so a module and an optimizer that hold it use the new
-    memory. None removes all elements, for a unit that is in a file.
-    """
-    if source is None:
-        source = tensor.detach().new_empty(0, device="cpu")
-        if not _nowhere:
-            _nowhere.append(source.untyped_storage())
-        source.set_(_nowhere[0], 0, (0,), (1,))
-    tensor.data = source
-
-
-# The storage of all tensors without elements, and of their views, such as in state_dict().
-_nowhere: list[torch.UntypedStorage] = []
-
-
-def has_given_away() -> bool:
-    """Return whether `give_memory` removed any tensor's elements in this process."""
-    return bool(_nowhere)
-
-
-def is_given_away(tensor: torch.Tensor) -> bool:
-    """Return whether `give_memory` removed a tensor's elements; needs a true `has_given_away`."""
-    import torch
-
-    if torch.nn.parameter.is_lazy(tensor):  # it has no shape and no memory yet
-        return False
-    if tensor.numel() or tensor.is_sparse or tensor.device.type != "cpu":
-        return False
-    return bool(tensor.untyped_storage()._cdata == _nowhere[0]._cdata)
-
-
 def tensors_of_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module
 ) -> dict[str, Any]:

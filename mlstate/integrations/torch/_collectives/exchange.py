@@ -10,6 +10,8 @@ from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from ....collectives._link import ExchangeLink
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -21,7 +23,7 @@ _TAG = 0x6D6C73
 _BLOCK = 1 << 18
 
 
-class Link:
+class Link(ExchangeLink):
     """Connection of one operation to a torch group, with a deadline."""
 
     __slots__ = (
@@ -71,7 +73,7 @@ class Link:
         return options
 
     def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        """Send and receive bytes on the tensors' device; implements `Link.exchange`."""
+        """Send and receive bytes on the tensors' device; implements `ExchangeLink.exchange`."""
         if sends[0].device.type == "cpu":
             for peer, work in self._messages(sends, receives):
                 self.peer = peer
@@ -113,17 +115,23 @@ class Link:
             raise failure
         return works
 
-    def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """Overwrite a tensor with the tensor of rank `root`, with torch's broadcast."""
+    def broadcast(self, memory: torch.Tensor, root: int) -> None:
+        """Broadcast with torch's operation on a device."""
+        if memory.device.type == "cpu":
+            super().broadcast(memory, root)
+            return
         from torch.distributed.distributed_c10d import BroadcastOptions
 
         options = self._timed(BroadcastOptions())
         options.rootRank = root
         options.rootTensor = 0
-        self.wait(self._group.broadcast([flat], options))
+        self.wait(self._group.broadcast([as_bytes(memory)], options))
 
     def barrier(self) -> None:
-        """Wait for every rank, with torch's barrier."""
+        """Wait for every rank; with torch's barrier on a device."""
+        if self._device.type == "cpu":
+            super().barrier()
+            return
         from torch.distributed.distributed_c10d import BarrierOptions
 
         options = self._timed(BarrierOptions())

@@ -11,10 +11,8 @@ from ...._common.arguments import check_flags
 from ...._common.arrays import is_torch
 from ...._common.dtypes import name_of
 from ...._common.set_module import set_module
-from ....collectives._algorithms import ExchangeEngine
 from ....collectives._arguments import check_plain, check_timeout, failed
-from ....collectives._group_base import Call
-from ....collectives._operation_queue import OperationQueue
+from ....collectives._engine import Call, Engine, OperationQueue
 from ....errors import CollectiveError, CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.state import tensor_over
@@ -77,7 +75,7 @@ def _put(flat: torch.Tensor, place: Any) -> None:
 
 
 @set_module("mlstate.integrations.torch")
-class TorchGroup(ExchangeEngine):
+class TorchGroup(Engine):
     """A torch.distributed group, on any backend, as a process group of mlstate.
 
     Parameters
@@ -186,7 +184,7 @@ class TorchGroup(ExchangeEngine):
     def _compare_calls(self, link: Link, call: Call) -> None:
         """Compare the calls of all ranks; raise CollectiveError on every rank if they differ."""
         mine = f"{call.name} {call.text}".strip()
-        told = self._gather(link, json.dumps([mine, *call.rows]).encode(), None)
+        told = link.gather_bytes(json.dumps([mine, *call.rows]).encode(), None)
         calls = [json.loads(text) for text in told or ()]
         for rank, (other, *_) in enumerate(calls):
             if other != mine:
@@ -238,20 +236,6 @@ class TorchGroup(ExchangeEngine):
     def _put(self, target: torch.Tensor, place: Any) -> None:
         _put(target, place)
 
-    # ---- data transfer ----
-
-    def _broadcast(self, link: Any, memory: torch.Tensor, root: int) -> None:
-        if memory.device.type == "cpu":
-            super()._broadcast(link, memory, root)
-        else:
-            link.broadcast(as_bytes(memory), root)
-
-    def _barrier(self, link: Any) -> None:
-        if self._device.type == "cpu":
-            super()._barrier(link)
-        else:
-            link.barrier()
-
     def _gather_meanwhile(
         self, data: bytes, task: Callable[[], None], timeout: float | None
     ) -> list[bytes]:
@@ -259,9 +243,9 @@ class TorchGroup(ExchangeEngine):
 
         def perform(link: Link) -> Any:
             link.meanwhile = task
-            found = self._gather(link, data, None)
+            texts = link.gather_bytes(data, None)
             link.run_meanwhile()
-            return found
+            return texts
 
         texts: list[bytes] = self._submit(
             Call("gather_bytes", check_timeout(timeout), False, "to None"), perform

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
 from ....collectives._arguments import dtype_name, failed
-from ....collectives._operation_queue import OperationQueue
+from ....collectives._engine import OperationQueue
 from ....fsdp._consistency_check import IDLE, ConsistencyCheck
 from ....fsdp._gradient_ops import norm_partials
 from .backward import PassErrors, check_reduction

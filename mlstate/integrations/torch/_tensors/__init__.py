@@ -1,1 +1,14 @@
-"""torch tensors as arrays, KV caches and pickles."""
+"""torch tensors as arrays, KV caches and pickles; it implements `TensorBackend`."""
+
+from .dtypes import dtype_of as dtype_of
+from .memory import give_memory as give_memory
+from .memory import has_given_away as has_given_away
+from .memory import is_given_away as is_given_away
+from .memory import note_written as note_written
+from .memory import write_into_tensor as write_into_tensor
+from .pickle import reduce_state as reduce_state
+from .state import arrays_of as arrays_of
+from .state import device_of as device_of
+from .state import refuse_unstorable as refuse_unstorable
+from .state import tensors_of as tensors_of
+from .state import why_not_plain as why_not_plain

@@ -1,4 +1,4 @@
-"""The algorithms of the operations: ranks are threads, and bytes travel through queues."""
+"""Operations of a link that only exchanges bytes: ranks are threads, messages go through queues."""
 
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
@@ -6,12 +6,12 @@ from queue import Queue
 import numpy as np
 import pytest
 
-from mlstate.collectives._algorithms import ExchangeEngine
+from mlstate.collectives._link import ExchangeLink
 
 SECONDS = 20
 
 
-class Link:
+class Link(ExchangeLink):
     """A rank's link to the others, which counts the bytes it sent."""
 
     def __init__(self, queues, rank):
@@ -27,24 +27,9 @@ class Link:
             if source != self.rank and len(part):
                 part[:] = self.queues[self.rank][source].get(timeout=SECONDS)
 
-    def bytes_of(self, flat):
-        return flat.view(np.uint8)
-
-    def from_bytes(self, data):
-        return np.frombuffer(data, np.uint8)
-
-    def to_bytes(self, memory):
-        return memory.tobytes()
-
     def reduce(self, parts, op, out):
         assert op == "sum"
         out[:] = sum(part.copy() for part in parts)
-
-
-class Group(ExchangeEngine):
-    """The algorithms alone; the link is all they need of an engine."""
-
-    abort = close = _perform = _source = _target = _put = None
 
 
 def run(world, operation):
@@ -52,7 +37,7 @@ def run(world, operation):
     queues = [[Queue() for _ in range(world)] for _ in range(world)]
     links = [Link(queues, rank) for rank in range(world)]
     with ThreadPoolExecutor(world) as pool:
-        outputs = list(pool.map(lambda link: operation(Group(), link), links))
+        outputs = list(pool.map(operation, links))
     assert all(queue.empty() for of_rank in queues for queue in of_rank)
     return outputs, [link.sent_bytes for link in links]
 
@@ -64,10 +49,10 @@ WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("length", [0, 1, 7, 20_003])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_every_rank_gets_the_sum(world, length, in_place):
-    def operation(group, link):
+    def operation(link):
         source = np.arange(length) * (link.rank + 1)
         target = source if in_place else np.empty_like(source)
-        group._reduce_all(link, source, "sum", target)
+        link.all_reduce(source, target, "sum")
         return target
 
     for total in run(world, operation)[0]:
@@ -78,11 +63,11 @@ def test_every_rank_gets_the_sum(world, length, in_place):
 def test_rows_are_reduced_and_spread(world):
     rows = [rank % 3 for rank in range(world)]  # rows of two elements
 
-    def operation(group, link):
+    def operation(link):
         source = np.arange(2 * sum(rows)) + link.rank
         part, gathered = np.empty(2 * rows[link.rank], int), np.empty_like(source)
-        group._reduce_rows(link, source, rows, "sum", part)
-        group._spread(link, part, rows, gathered)
+        link.reduce_scatter(source, part, rows, "sum")
+        link.all_gather(part, gathered, rows)
         return gathered
 
     for gathered in run(world, operation)[0]:
@@ -93,12 +78,12 @@ def test_rows_are_reduced_and_spread(world):
 @WORLDS
 @pytest.mark.parametrize("shift", [None, 0, 1])  # offset of the target from the source, in elements
 def test_rows_are_traded_also_over_the_same_memory(world, shift):
-    def operation(group, link):
+    def operation(link):
         memory = np.zeros(world + 1, int)
         source = memory[:world]
         source[:] = np.arange(world) + 10 * link.rank
         target = np.empty(world, int) if shift is None else memory[shift:][:world]
-        group._trade(link, source, [1] * world, target, [1] * world)
+        link.all_to_all(source, target, [1] * world, [1] * world)
         return target
 
     for rank, received in enumerate(run(world, operation)[0]):
@@ -110,9 +95,9 @@ def test_rows_are_traded_also_over_the_same_memory(world, shift):
 def test_long_broadcasts_are_passed_on_in_parts(world, length):
     root = world - 1
 
-    def operation(group, link):
+    def operation(link):
         memory = np.arange(length, dtype=np.uint8) if link.rank == root else np.zeros(length, "u1")
-        group._broadcast(link, memory, root)
+        link.broadcast(memory, root)
         return memory
 
     received, sent = run(world, operation)
@@ -125,7 +110,7 @@ def test_long_broadcasts_are_passed_on_in_parts(world, length):
 @pytest.mark.parametrize("root", [None, 0])
 def test_short_and_long_texts_are_gathered(world, root):
     texts = [bytes([rank]) * (rank * 150) for rank in range(world)]
-    gathered, _ = run(world, lambda group, link: group._gather(link, texts[link.rank], root))
+    gathered, _ = run(world, lambda link: link.gather_bytes(texts[link.rank], root))
     expected = [texts if root in (None, rank) else None for rank in range(world)]
     assert gathered == expected
 
@@ -134,9 +119,9 @@ def test_short_and_long_texts_are_gathered(world, root):
 def test_a_barrier_waits_for_every_rank(world):
     came = []
 
-    def operation(group, link):
+    def operation(link):
         came.append(link.rank)
-        group._barrier(link)
+        link.barrier()
         return len(came)
 
     assert run(world, operation)[0] == [world] * world

@@ -1,0 +1,56 @@
+"""What an integration provides for saves and loads of modules and optimizers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+class OptimizerRecord(NamedTuple):
+    """A checkpoint's description of an optimizer state."""
+
+    parameter: str
+    state: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[int | None, ...] | None
+
+
+class CheckpointBackend(Protocol):
+    """Operations on a framework's modules and optimizers as parts of a checkpoint."""
+
+    def saved_module(
+        self, module: Any, ranks: int
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]: ...
+    def saved_optimizer(
+        self, optimizer: Any, module: Any, ranks: int
+    ) -> tuple[dict[str, Any], dict[str, Any]]: ...
+    def tied_names(self, module: Any) -> set[str]: ...
+    def is_plain_optimizer(self, optimizer: Any) -> bool: ...
+    def fill_module(self, module: Any) -> Any: ...
+    def own_load(
+        self,
+        filling: Any,
+        entries: Mapping[str, Any],
+        metadata: Mapping[str, dict[str, Any]] | None,
+        units: list[Any],
+        *,
+        strict: bool,
+    ) -> Any: ...
+    def fill_optimizer(
+        self,
+        optimizer: Any,
+        module: Any,
+        records: dict[str, OptimizerRecord],
+        saved: Any,
+        read: Callable[[list[str]], dict[str, Any]],
+        names: Any,
+        meant: Callable[[list[str]], list[str]],
+        *,
+        shapes: Mapping[str, tuple[int, ...]],
+        strict: bool,
+        complete: bool,
+        cast: bool,
+    ) -> Any: ...

@@ -1,0 +1,11 @@
+"""What an integration provides for process groups."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class GroupBackend(Protocol):
+    """Groups of a framework as process groups."""
+
+    def wrapped_group(self, value: object) -> Any: ...

@@ -1,0 +1,354 @@
+"""The engine of all groups in `mlstate.collectives`: arguments, memory, and the order of calls.
+
+A group derives from `Engine` and creates a `Link` for each operation, which moves the bytes. The
+method of the link has the name of the operation. User-defined groups need not derive from it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from .._common.arguments import check_flags
+from .._common.arrays import is_torch
+from ._arguments import (
+    ReduceOp,
+    check_array,
+    check_bytes,
+    check_counts,
+    check_op,
+    check_own_rows,
+    check_root,
+    check_rows,
+    check_timeout,
+    check_writable,
+    counts_of,
+    failed,
+    kind_of,
+    result_of,
+)
+from ._memory import copy_back, flat_of, target_for
+from ._process_group import ProcessGroup
+from ._work import Work
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+    from typing import Self
+
+    from ._link import Link
+
+    Task: TypeAlias = Callable[[], Any]
+
+
+class OperationQueue:
+    """Runs the operations of a group in call order.
+
+    A thread called `name` runs operations with ``async_op=True``. It starts when there is work
+    and ends when the queue is empty. The interpreter waits for it at exit.
+    """
+
+    def __init__(self, name: str, rank: int) -> None:
+        import threading  # keeps threading out of `import mlstate`
+
+        self._name = name
+        self._rank = rank
+        self._running = threading.Lock()  # held while an operation runs
+        self._lock = threading.Lock()  # protects the two below; held briefly
+        self._queue: deque[tuple[Work, Task]] = deque()
+        self._worker: threading.Thread | None = None
+
+    def run(self, operation: str, task: Task, *, async_op: bool = False) -> Any:
+        """Run a task after all earlier ones, and return its result.
+
+        With `async_op`, return a `Work` at once; the thread runs the task.
+        """
+        if async_op:
+            return self._enqueue(operation, task)
+        with self._running:
+            with self._lock:
+                waiting = bool(self._queue)
+            if not waiting:
+                return task()
+        return self._enqueue(operation, task).wait()
+
+    def run_at_once(self, operation: str, task: Task) -> Work:
+        """Run a task in this thread, after all earlier ones; return a finished `Work`."""
+        work = Work(operation, self._rank)
+        work.set_result(self.run(operation, task))
+        return work
+
+    def _enqueue(self, operation: str, task: Task) -> Work:
+        import threading
+
+        work = Work(operation, self._rank)
+        with self._lock:
+            self._queue.append((work, task))
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._drain, name=self._name)
+                self._worker.start()
+        return work
+
+    def _drain(self) -> None:
+        """Run tasks until the queue is empty; the thread's main function."""
+        while True:
+            with self._running:
+                with self._lock:
+                    if not self._queue:
+                        self._worker = None
+                        return
+                    work, task = self._queue.popleft()
+                try:
+                    result = task()
+                except BaseException as error:
+                    work.set_error(error)
+                else:
+                    del task  # release its arrays before `wait` can return
+                    work.set_result(result)
+                    del result
+                del work
+
+    def join(self) -> None:
+        """Wait until all queued operations have ended."""
+        with self._lock:
+            worker = self._worker
+        if worker is not None:
+            worker.join()
+
+
+class Call(NamedTuple):
+    """One call of an operation on this rank."""
+
+    name: str
+    seconds: float | None  # timeout; None for the group's own
+    async_op: bool
+    text: str = ""  # must be equal on every rank
+    device: Any = None  # of a tensor
+    rows: Sequence[list[int]] = ()  # sent to and expected from each rank, if these may differ
+
+
+class Engine(ProcessGroup, ABC):
+    """The operations of a process group; base class of engines.
+
+    Sources and targets are memory for the elements of an array: flat arrays in main memory,
+    unless the group chooses otherwise.
+    """
+
+    __slots__ = ()
+
+    _rank: int
+    _world_size: int
+    _ended: str  # how the group ended, or empty
+    _operations: OperationQueue
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        ended = f", {self._ended}" if self._ended else ""
+        return f"{type(self).__name__}(rank {self._rank} of {self._world_size}{ended})"
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    # ---- operations ----
+
+    def reduce_scatter(
+        self,
+        array: Any,
+        *,
+        op: ReduceOp | str = ReduceOp.SUM,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        name = "reduce_scatter"
+        seconds, source = check_timeout(timeout), check_array(name, array)
+        kind = check_op(name, op, source)
+        rows = check_counts(name, "counts", counts, check_rows(name, source), self.world_size)
+        call = Call(name, seconds, async_op, f"{kind} of {kind_of(source)} in rows {rows}")
+        return self._fill(call, source, out, rows[self.rank], rows, kind, reduced=True)
+
+    def all_gather(
+        self,
+        array: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        name = "all_gather"
+        seconds, source = check_timeout(timeout), check_array(name, array)
+        rows = [check_rows(name, source)] * self.world_size
+        if counts is not None:
+            rows = counts_of(name, "counts", counts, self.world_size)
+            check_own_rows(name, source, rows, self.rank)
+        call = Call(name, seconds, async_op, f"{kind_of(source)} in rows {rows}")
+        return self._fill(call, source, out, sum(rows), rows)
+
+    def all_reduce(
+        self,
+        array: Any,
+        *,
+        op: ReduceOp | str = ReduceOp.SUM,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        name = "all_reduce"
+        seconds, source = check_timeout(timeout), check_array(name, array)
+        kind = check_op(name, op, source)
+        text = f"{kind} of {tuple(source.shape)} {kind_of(source)}"
+        return self._fill(
+            Call(name, seconds, async_op, text), source, out, None, kind, reduced=True
+        )
+
+    def all_to_all(
+        self,
+        array: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        out_counts: Sequence[int] | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        name = "all_to_all"
+        seconds, source = check_timeout(timeout), check_array(name, array)
+        rows = check_rows(name, source)
+        if (counts is None) != (out_counts is None):
+            raise ValueError(f"{name}: give both counts and out_counts, or neither")
+        sent = expected = check_counts(name, "counts", counts, rows, self.world_size)
+        if out_counts is not None:
+            expected = counts_of(name, "out_counts", out_counts, self.world_size)
+        call = Call(name, seconds, async_op, kind_of(source), rows=(sent, expected))
+        return self._fill(call, source, out, sum(expected), sent, expected)
+
+    def broadcast(
+        self,
+        array: Any,
+        *,
+        root: int = 0,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        name = "broadcast"
+        seconds, plain = check_timeout(timeout), check_array(name, array)
+        start = check_root(name, root, self.world_size)
+        sends = start == self.rank
+        if not sends:
+            check_writable(name, array, self.rank)
+        memory = (self._source if sends else self._target)(name, plain, reduced=False)
+
+        def perform(link: Link) -> Any:
+            link.broadcast(memory, start)
+            if not sends:
+                self._put(memory, plain)
+            return array
+
+        text = f"{tuple(plain.shape)} {kind_of(plain)} from {start}"
+        return self._submit(Call(name, seconds, async_op, text, _device_of(plain)), perform)
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        call = Call("barrier", check_timeout(timeout), async_op)
+        return self._submit(call, lambda link: link.barrier())
+
+    def gather_bytes(
+        self,
+        data: bytes,
+        *,
+        root: int | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        name = "gather_bytes"
+        seconds = None if timeout is None else check_timeout(timeout)
+        sent = data if type(data) is bytes else check_bytes(name, data)
+        end = None if root is None else check_root(name, root, self.world_size)
+        call = Call(name, seconds, async_op, f"to {end}")
+        return self._submit(call, lambda link: link.gather_bytes(sent, end))
+
+    # ---- call order ----
+
+    def _fill(
+        self,
+        call: Call,
+        source: Any,
+        out: Any,
+        rows: int | None,
+        *arguments: Any,
+        reduced: bool = False,
+    ) -> Any:
+        """Submit an operation that fills `out`, or a new array with this number of rows.
+
+        The result has the shape of the source if `rows` is None. `arguments` follow
+        source and target in the call of the link.
+        """
+        shape = source.shape if rows is None else (rows, *source.shape[1:])
+        place = result_of(call.name, out, tuple(shape), source)
+        memory = self._source(call.name, source, reduced=reduced)
+
+        def perform(link: Link) -> Any:
+            target = self._target(call.name, place, reduced=reduced)
+            getattr(link, call.name)(memory, target, *arguments)
+            self._put(target, place)
+            return place if out is None else out
+
+        return self._submit(call._replace(device=_device_of(source)), perform)
+
+    def _submit(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+        """Run an operation after all earlier ones; `perform` receives its link."""
+        if type(call.async_op) is not bool:
+            check_flags(async_op=call.async_op)
+        self._check_open(call.name)
+
+        def task() -> Any:
+            self._check_open(call.name)
+            return self._perform(call, perform)
+
+        return self._run(call, task)
+
+    def _check_open(self, operation: str) -> None:
+        """Raise CollectiveError if the group has ended."""
+        if self._ended:
+            raise failed(operation, self._rank, f"this group was {self._ended}; make a new one")
+
+    def _run(self, call: Call, task: Callable[[], Any]) -> Any:
+        """Run a task after all earlier ones; return its result, or a `Work`."""
+        return self._operations.run(call.name, task, async_op=call.async_op)
+
+    @abstractmethod
+    def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+        """Create a link and perform an operation over it; no other operation runs."""
+
+    # ---- memory ----
+
+    def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
+        """Return memory with the elements of an array, which may be the array's own.
+
+        If `reduced`, the elements must support arithmetic; otherwise this raises.
+        """
+        return flat_of(operation, array, native=reduced)
+
+    def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
+        """Return memory for the elements of `place`: its own or new."""
+        return target_for(operation, place, native=reduced)
+
+    def _put(self, target: Any, place: Any) -> None:
+        """Copy a filled target to its place, unless they share memory."""
+        copy_back(target, place)
+
+
+def _device_of(array: Any) -> Any:
+    return array.device if is_torch(array) else None

@@ -1,0 +1,201 @@
+"""Links: how one operation reaches the other ranks, and how it moves their bytes.
+
+A `Link` has a method for each operation. `ExchangeLink` implements them with one exchange of bytes
+between all pairs of ranks. Reductions exchange the parts and add them in rank order, so that
+results have the same bits on every engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from .._common.arrays import copy_of, is_torch
+from ._memory import bytes_of, reduce_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Up to this size, every rank reduces everything, which saves a second exchange.
+_SMALL_BYTES = 64 << 10
+# From this size on, the root of a broadcast sends each rank a part, which the ranks pass on.
+_SHARED_BYTES = 1 << 20
+# First message of each rank in `gather_bytes`: a length, and the bytes themselves if they fit.
+_SLOT_BYTES = 256
+_LENGTH_BYTES = 8
+
+
+class Link(Protocol):
+    """Connection of one operation to the other ranks, with a deadline.
+
+    Sources and targets are memory that the group chose. ``rows[r]`` is the number of rows of rank
+    r; memory is divided in proportion.
+    """
+
+    def reduce_scatter(self, source: Any, target: Any, rows: list[int], op: str) -> None:
+        """Reduce sources; each rank r gets ``rows[r]`` rows of the result."""
+
+    def all_gather(self, source: Any, target: Any, rows: list[int]) -> None:
+        """Fill the target with the sources of all ranks, ``rows[r]`` rows from rank r."""
+
+    def all_reduce(self, source: Any, target: Any, op: str) -> None:
+        """Reduce sources; every rank gets the result."""
+
+    def all_to_all(self, source: Any, target: Any, sent: list[int], expected: list[int]) -> None:
+        """Send ``sent[r]`` rows to each rank r, and receive ``expected[r]``; memory may overlap."""
+
+    def broadcast(self, memory: Any, root: int) -> None:
+        """Overwrite memory on all ranks with the memory of rank `root`."""
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+
+    def gather_bytes(self, data: bytes, root: int | None) -> list[bytes] | None:
+        """Return the bytes of all ranks; None if there is a root and this rank is not it."""
+
+
+class ExchangeLink(ABC):
+    """A link whose operations use exchanges of bytes.
+
+    Memory is a flat NumPy array or torch tensor. Its bytes are a uint8 view of it.
+    """
+
+    __slots__ = ()
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
+        """Send ``sends[r]`` to each other rank r and fill ``receives[r]``; wait for both.
+
+        Empty parts are not sent. `sends` may contain the same array several times. This rank's
+        own entries are ignored.
+        """
+
+    def bytes_of(self, flat: Any) -> Any:
+        """Return a byte view of flat memory, which `exchange` can send and fill."""
+        return bytes_of(flat)
+
+    def from_bytes(self, data: bytes) -> Any:
+        """Return memory that contains `data`, for sending only."""
+        return np.frombuffer(data, np.uint8)
+
+    def to_bytes(self, memory: Any) -> bytes:
+        """Return a copy of received bytes."""
+        copied: bytes = memory.tobytes()
+        return copied
+
+    def reduce(self, parts: Sequence[Any], op: str, out: Any) -> None:
+        """Reduce flat memory in list order into `out`, which may be one of the parts."""
+        reduce_parts(parts, op, out)
+
+    def reduce_scatter(self, source: Any, target: Any, rows: list[int], op: str) -> None:
+        sends = split(source, rows)
+        lengths = [0 if r == self.rank else len(sends[self.rank]) for r in range(self.world_size)]
+        parts = split(new_like(source, sum(lengths)), lengths)
+        self.exchange([self.bytes_of(p) for p in sends], [self.bytes_of(p) for p in parts])
+        parts[self.rank] = sends[self.rank]
+        self.reduce(parts, op, target)
+
+    def all_reduce(self, source: Any, target: Any, op: str) -> None:
+        length, world = len(source), self.world_size
+        if world == 1:
+            self.reduce([source], op, target)
+            return
+        if source.nbytes * world <= _SMALL_BYTES:
+            received = new_like(source, length * world)
+            self.all_gather(source, received, [length] * world)
+            self.reduce(split(received, [length] * world), op, target)
+            return
+        counts = even_counts(length, world)
+        # if `target` is the source, only this rank's part is overwritten before all parts are sent
+        mine = split(target, counts)[self.rank]
+        self.reduce_scatter(source, mine, counts, op)
+        self.all_gather(mine, target, counts)
+
+    def all_gather(self, source: Any, target: Any, rows: list[int]) -> None:
+        mine, parts = self.bytes_of(source), split(self.bytes_of(target), rows)
+        if _address(parts[self.rank]) != _address(mine):
+            parts[self.rank][...] = mine
+        self.exchange([mine] * self.world_size, parts)
+
+    def all_to_all(self, source: Any, target: Any, sent: list[int], expected: list[int]) -> None:
+        mine, into = self.bytes_of(source), self.bytes_of(target)
+        start, end = _address(mine), _address(into)
+        if start < end + len(into) and end < start + len(mine):
+            mine = copy_of(mine)
+        sends, receives = split(mine, sent), split(into, expected)
+        receives[self.rank][...] = sends[self.rank]
+        self.exchange(sends, receives)
+
+    def broadcast(self, memory: Any, root: int) -> None:
+        """Send the bytes of `root`; if they are many, each rank passes on one part."""
+        flat, world = self.bytes_of(memory), self.world_size
+        nothing, is_root = flat[:0], self.rank == root
+        shared = world > 2 and len(flat) >= _SHARED_BYTES
+        parts = split(flat, even_counts(len(flat), world)) if shared else [flat] * world
+        mine = parts[self.rank]
+        from_root = [mine if rank == root else nothing for rank in range(world)]
+        self.exchange(parts if is_root else [nothing] * world, from_root)
+        if shared:
+            to_others = [nothing if rank == root else mine for rank in range(world)]
+            self.exchange(to_others, [nothing] * world if is_root else parts)
+
+    def barrier(self) -> None:
+        byte, ones = self.from_bytes(b"\0"), [1] * self.world_size
+        self.exchange([byte for _ in ones], split(new_like(byte, len(ones)), ones))
+
+    def gather_bytes(self, data: bytes, root: int | None) -> list[bytes] | None:
+        """Gather bytes; short ones are sent together with their lengths, in one exchange."""
+        room, world = _SLOT_BYTES - _LENGTH_BYTES, self.world_size
+        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
+        mine = self.from_bytes(head.ljust(_SLOT_BYTES, b"\0"))
+        slots = split(new_like(mine, _SLOT_BYTES * world), [_SLOT_BYTES] * world)
+        slots[self.rank] = mine
+        self.exchange([mine] * world, slots)
+        heads = [self.to_bytes(slot) for slot in slots]
+        lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
+        texts = [head[_LENGTH_BYTES:][:n] for head, n in zip(heads, lengths, strict=True)]
+        rest = [n if n > room else 0 for n in lengths]
+        if any(rest):
+            ends = range(world) if root is None else [root]
+            mine = self.from_bytes(data if rest[self.rank] else b"")
+            wanted = [n if self.rank in ends and r != self.rank else 0 for r, n in enumerate(rest)]
+            long = split(new_like(mine, sum(wanted)), wanted)
+            self.exchange([mine if rank in ends else mine[:0] for rank in range(world)], long)
+            for rank in (r for r, n in enumerate(wanted) if n):
+                texts[rank] = self.to_bytes(long[rank])
+            texts[self.rank] = data
+        return texts if root in (None, self.rank) else None
+
+
+def split(flat: Any, rows: Sequence[int]) -> list[Any]:
+    """Return each rank's part of flat memory, divided in proportion to `rows`."""
+    ends = accumulate(shares(len(flat), rows), initial=0)
+    return [flat[start:end] for start, end in pairwise(ends)]
+
+
+def even_counts(length: int, world_size: int) -> list[int]:
+    """Divide a length among ranks; counts differ by at most one."""
+    ends = [length * rank // world_size for rank in range(world_size + 1)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def new_like(flat: Any, count: int) -> Any:
+    """Return new flat memory for `count` elements of the same kind."""
+    return flat.new_empty(count) if is_torch(flat) else np.empty(count, flat.dtype)
+
+
+def _address(flat: Any) -> int:
+    return int(flat.data_ptr() if is_torch(flat) else flat.__array_interface__["data"][0])
+
+
+def shares(size: int, rows: Sequence[int]) -> list[int]:
+    """Divide the size of a flat array, in elements or bytes, in proportion to `rows`."""
+    total = sum(rows)
+    width = size // total if total else 0
+    return [n * width for n in rows]

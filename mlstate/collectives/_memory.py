@@ -1,0 +1,120 @@
+"""Arrays as flat memory of this process; `TorchGroup` uses tensors instead.
+
+A flat array is of the caller's kind, NumPy or torch, in main memory. Its bytes are a NumPy array
+over the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from .._common.arrays import is_torch
+from .._common.backend import TensorBackend, backend_of
+from .._common.dtypes import FLOAT8S, as_numbers
+from ._arguments import check_plain, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_ONLY_IN_NUMPY = (np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name)
+
+
+def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
+    """Return the elements as a flat array: the array's own memory if contiguous and on the CPU.
+
+    With `native`, the result is in native byte order, as arithmetic requires.
+    """
+    check_plain(operation, array)
+    if is_torch(array):
+        return array.contiguous().reshape(-1).cpu()
+    flat = np.require(array, requirements=["C", "A"]).reshape(-1)
+    return flat.astype(flat.dtype.newbyteorder("="), copy=False) if native else flat
+
+
+def target_for(operation: str, place: Any, *, native: bool = False) -> Any:
+    """Return flat memory for a result: the memory of `place` if it is flat, else new memory."""
+    check_plain(operation, place)
+    if is_torch(place):
+        if place.device.type == "cpu" and place.is_contiguous():
+            return place.reshape(-1)
+        return place.new_empty(place.numel(), device="cpu")
+    flags = place.flags
+    if flags.c_contiguous and flags.aligned and (place.dtype.isnative or not native):
+        return np.asarray(place).reshape(-1)
+    return np.empty(place.size, place.dtype.newbyteorder("=") if native else place.dtype)
+
+
+def copy_back(flat: Any, place: Any) -> None:
+    """Copy a result to `place`, unless it is the same memory."""
+    if not is_torch(place):
+        if not np.may_share_memory(flat, place):
+            place[...] = flat.reshape(place.shape)
+    elif flat.data_ptr() != place.data_ptr() or not place.is_contiguous():
+        place.copy_(flat.view(place.shape))
+    else:
+        backend_of(place, TensorBackend).note_written([place])  # torch cannot know of it
+
+
+def bytes_of(flat: Any) -> Any:
+    """Return a NumPy uint8 view of a flat array."""
+    if is_torch(flat):
+        import torch
+
+        return flat.view(torch.uint8).numpy()
+    return flat.view(np.uint8) if flat.size else np.empty(0, np.uint8)
+
+
+def reals_of(flat: Any) -> Any:
+    """Return complex128 as float64, of alternating real and imaginary parts; others unchanged."""
+    if dtype_name(flat) != "complex128":
+        return flat
+    if is_torch(flat):
+        import torch
+
+        return flat.view(torch.float64)
+    return flat.view(np.float64)
+
+
+def core_reduction(op: str, world_size: int) -> tuple[str, float]:
+    """Return the core's name of a reduction, and the divisor of its result."""
+    return ("sum", float(world_size)) if op == "mean" else (op, 1.0)
+
+
+def reduce_parts(parts: Sequence[Any], op: str, out: Any) -> None:
+    """Reduce flat arrays in list order into `out`, which may be one of them."""
+    name = dtype_name(out)
+    if name in _ONLY_IN_NUMPY:
+        _reduce_in_numpy(parts, op, out)
+        return
+    kind, divisor = core_reduction(op, len(parts))
+    parts, out = [reals_of(part) for part in parts], reals_of(out)
+    if name not in FLOAT8S:
+        _core.reduce(parts, out, kind, divisor)
+        return
+    wide = _wide_like(out)  # the core does not round to 8 bits
+    _core.reduce(parts, wide, kind, divisor)
+    place = out if is_torch(out) else as_numbers(out)
+    place[:] = wide if is_torch(out) else wide.astype(place.dtype)
+
+
+def _wide_like(flat: Any) -> Any:
+    """Return new flat float32 memory with as many elements."""
+    if is_torch(flat):
+        import torch
+
+        return flat.new_empty(len(flat), dtype=torch.float32)
+    return np.empty(len(flat), np.float32)
+
+
+def _reduce_in_numpy(parts: Sequence[Any], op: str, out: Any) -> None:
+    """Reduce dtypes that only NumPy supports."""
+    steps: dict[str, Any] = {"min": np.minimum, "max": np.maximum}
+    total = parts[0].copy()
+    for part in parts[1:]:
+        steps.get(op, np.add)(total, part, out=total)
+    if op == "mean":
+        total.view(np.longdouble)[...] /= len(parts)  # divides real and imaginary parts
+    out[...] = total
