@@ -296,8 +296,8 @@ class CFile:
         self.words = [t.group() for t in self.code]
         self.edits: set[Edit] = set()
         for scope, names in sorted(scopes.items(), reverse=True):  # the file after its functions
-            whole = scope in ("", ".", "struct")
-            spans = [(0, len(self.code))] if whole else list(self.spans(scope))
+            is_file_wide = scope in ("", ".", "struct")
+            spans = [(0, len(self.code))] if is_file_wide else list(self.spans(scope))
             if not spans:
                 raise RenameError(f"no function {scope}")
             for span in spans:
