@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from importlib.machinery import PathFinder
 
+from ._common.exports import show_exports
 from ._version import __version__
 
 if PathFinder.find_spec(f"{__name__}._core", __path__) is None:
@@ -20,9 +21,20 @@ if PathFinder.find_spec(f"{__name__}._core", __path__) is None:
 
 TYPE_CHECKING = False  # importing typing takes milliseconds
 if TYPE_CHECKING:
-    from typing import Any
-
-    from . import checkpoint, collectives, coreai, coreml, errors, kv, state
+    from . import (
+        activation,
+        checkpoint,
+        collectives,
+        coreai,
+        coreml,
+        distributed,
+        errors,
+        fsdp,
+        kv,
+        plot,
+        state,
+        threads,
+    )
     from ._info import info
     from .checkpoint import TieredState, load, load_file, save, save_file, verify
     from .errors import (
@@ -55,21 +67,26 @@ __all__ = [
     "TensorNotFoundError",
     "TieredState",
     "__version__",
+    "activation",
     "checkpoint",
     "collectives",
     "compact_kv_state",
     "coreai",
     "coreml",
+    "distributed",
     "errors",
+    "fsdp",
     "get_num_threads",
     "info",
     "kv",
     "load",
     "load_file",
+    "plot",
     "save",
     "save_file",
     "set_num_threads",
     "state",
+    "threads",
     "transition_kv_state",
     "verify",
 ]
@@ -90,10 +107,10 @@ _MODULES = (
     "threads",
 )
 _NAMES = {
-    "_info": ("info",),
-    "_safetensors": ("load_file", "save_file"),  # 2 ms with torch; all of checkpoint 65
-    "checkpoint": ("TieredState", "load", "save", "verify"),
-    "errors": (
+    "._info": ("info",),
+    "._safetensors": ("load_file", "save_file"),  # 2 ms with torch; all of checkpoint 65
+    ".checkpoint": ("TieredState", "load", "save", "verify"),
+    ".errors": (
         "CapacityError",
         "ChecksumError",
         "CollectiveError",
@@ -103,27 +120,11 @@ _NAMES = {
         "StoreError",
         "TensorNotFoundError",
     ),
-    "kv": ("compact_kv_state", "transition_kv_state"),
-    "state": ("ModelStateDict", "OptimizerStateDict", "OptimizerType", "StateDict", "Stateful"),
-    "threads": ("get_num_threads", "set_num_threads"),
+    ".kv": ("compact_kv_state", "transition_kv_state"),
+    ".state": ("ModelStateDict", "OptimizerStateDict", "OptimizerType", "StateDict", "Stateful"),
+    ".threads": ("get_num_threads", "set_num_threads"),
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name in _MODULES:
-        return import_module(f".{name}", __name__)  # the import also binds the name here
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_HOMES})
+show_exports(globals(), _NAMES, _MODULES)
 
 
 def _meet_torch() -> None:

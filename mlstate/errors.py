@@ -15,6 +15,7 @@ Examples
 0..256 | 300
 """
 
+from ._common.exports import show_exports
 from ._core import (
     CapacityError,
     ChecksumError,
@@ -56,3 +57,5 @@ __all__ = [
     "TensorNotFoundError",
     "UnstorableError",
 ]
+
+show_exports(globals())

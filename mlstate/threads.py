@@ -2,8 +2,11 @@
 
 from . import _core
 from ._common.arguments import is_flag
+from ._common.exports import show_exports
 
 __all__ = ["get_num_threads", "set_num_threads"]
+
+show_exports(globals())
 
 
 def set_num_threads(threads: int) -> None:

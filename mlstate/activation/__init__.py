@@ -15,6 +15,7 @@ Examples
 [True, False, True, False, False]
 """
 
+from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
 from ._chain import Chain
 from ._combinators import AllOf, AnyOf, CheckpointStrategy, FirstMatch, Not
@@ -82,3 +83,4 @@ __all__ = [
 ]
 
 set_module_of_exports(globals())
+show_exports(globals())

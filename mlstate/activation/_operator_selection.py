@@ -84,11 +84,11 @@ class OperatorSelection:
         most_seconds = search.add_items(states or _STATES)
         self.is_saved: NDArray = search.chosen_items() | (operator_bytes == 0)
         self.is_saved.flags.writeable = False
-        self.bytes = int(operator_bytes[self.is_saved].sum())
-        self.seconds = float(operator_seconds[~self.is_saved].sum())
+        self.bytes: int = int(operator_bytes[self.is_saved].sum())
+        self.seconds: float = float(operator_seconds[~self.is_saved].sum())
         exact = not most_seconds > search.best.seconds + search.slack
         least = float(operator_seconds[operator_bytes > 0].sum()) - most_seconds
-        self.least_seconds = self.seconds if exact else min(max(least, 0.0), self.seconds)
+        self.least_seconds: float = self.seconds if exact else min(max(least, 0.0), self.seconds)
         self.exact: bool = exact
         self.budget_bytes = budget_bytes
         self.operator_seconds = operator_seconds

@@ -21,6 +21,7 @@ Examples
 
 from __future__ import annotations
 
+from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
 from .._safetensors import load_file, load_metadata, save_file
 from .._sharding.layout import Layout, Shard, Tier
@@ -82,3 +83,4 @@ __all__ = [
 ]
 
 set_module_of_exports(globals())
+show_exports(globals())

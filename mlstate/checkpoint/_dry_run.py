@@ -10,9 +10,10 @@ from .. import _core
 from .._common.arguments import check_flags, check_int
 from .._sharding.layout import Layout, Shard, steps_of
 from ._load import chosen_names, ranks_of
+from ._options import PACK_BELOW
 from ._remote.remote_folder import checkpoint_folder
 from ._replica_assignment import by_section, whole_names
-from ._save import PACK_BELOW, refuse_nothing, states_of
+from ._save import refuse_nothing, states_of
 from ._sections import STATES
 from ._store import folder as _folder
 from ._store.name_globs import listed_names

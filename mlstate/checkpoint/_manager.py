@@ -17,9 +17,10 @@ from ..errors import ChecksumError, FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._commit import gather_bytes
 from ._load import LoadedState, load
+from ._options import complete_options, show_options
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder
 from ._retention import NO_RULES, Retention, SaveTimer, SignalWatch, check_retention
-from ._save import PACK_BELOW, SaveFolder, save
+from ._save import SaveFolder, save
 from ._step_roots import OTHER, agreed_roots, holds_no_steps, if_alone, try_root
 from ._store import folder as _folder
 from ._store.damage_marks import is_marked, mark
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from datetime import timedelta
+    from typing import Unpack
 
     from .._common.budget import MemorySize
-    from .._sharding.layout import Layout
     from ..collectives import ProcessGroup
+    from ._options import SaveOptions
     from ._save_async import SaveHandle
     from ._staging import Staging
     from ._store.manifest import Manifest
@@ -326,22 +328,13 @@ class CheckpointManager:
 
     # -- saving
 
+    @show_options
     def save(
         self,
         step: int,
         model: Any = None,
         optimizer: Any = None,
-        *,
-        states: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        group: ProcessGroup | None = None,
-        layout: Layout | str | None = None,
-        pack_below_bytes: int = PACK_BELOW,
-        sparse: bool = False,
-        incremental: bool = False,
-        compress: str | None = None,
-        progress: Callable[[int], object] | None = None,
-        lock_timeout: float = 0,
+        **options: Unpack[SaveOptions],
     ) -> Checkpoint:
         """Save a step, and delete the oldest steps beyond `keep`.
 
@@ -377,7 +370,8 @@ class CheckpointManager:
         >>> manager.save(1, model={"w": np.ones(2)}).step
         1
         """
-        group = optional_group(group)
+        options = complete_options(CheckpointManager.save, options)
+        group = options["group"] = optional_group(options["group"])
         with self._turn(group):
             self._settle()
             self._timer.note()
@@ -387,22 +381,14 @@ class CheckpointManager:
                 SaveFolder(self.directory, self._retain),
                 model,
                 optimizer,
-                states=states,
-                metadata=metadata,
                 step=step,
-                group=group,
-                layout=layout,
-                pack_below_bytes=pack_below_bytes,
-                sparse=sparse,
-                incremental=incremental,
-                compress=compress,
-                progress=progress,
-                lock_timeout=lock_timeout,
+                **options,
             )
             self._own.add(step)
             self._warn_if_unchanged(saved, 0 if group is None else group.rank)
         return saved
 
+    @show_options
     def save_async(
         self,
         step: int,
@@ -410,16 +396,7 @@ class CheckpointManager:
         optimizer: Any = None,
         *,
         max_staging_bytes: MemorySize | None = None,
-        states: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        group: ProcessGroup | None = None,
-        layout: Layout | str | None = None,
-        pack_below_bytes: int = PACK_BELOW,
-        sparse: bool = False,
-        incremental: bool = False,
-        compress: str | None = None,
-        progress: Callable[[int], object] | None = None,
-        lock_timeout: float = 0,
+        **options: Unpack[SaveOptions],
     ) -> SaveHandle:
         """Start to save a step, and return while it is written.
 
@@ -462,7 +439,8 @@ class CheckpointManager:
         from ._save_async import save_async
         from ._staging import OwnStaging
 
-        group = optional_group(group)
+        options = complete_options(CheckpointManager.save_async, options)
+        group = options["group"] = optional_group(options["group"])
         with self._turn(group):
             self._settle()
             self._timer.note()
@@ -480,19 +458,10 @@ class CheckpointManager:
                 SaveFolder(self.directory, self._retain, started=started),
                 model,
                 optimizer,
-                states=states,
-                metadata=metadata,
                 step=step,
                 max_staging_bytes=max_staging_bytes,
                 staging=self._staging,
-                progress=progress,
-                group=group,
-                layout=layout,
-                pack_below_bytes=pack_below_bytes,
-                sparse=sparse,
-                incremental=incremental,
-                compress=compress,
-                lock_timeout=lock_timeout,
+                **options,
             )
 
     # -- when to save

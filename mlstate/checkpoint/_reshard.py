@@ -20,9 +20,10 @@ from ._commit import (
     write_rank,
 )
 from ._manager import find_root
+from ._options import DEFAULTS, PACK_BELOW
 from ._remote.options import split_url
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder
-from ._save import PACK_BELOW, WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
+from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
 from ._store import folder as _folder
 from ._verify import verify_files
@@ -264,10 +265,13 @@ def reshard(
         compress = next((record.codec for record in records if record.codec), None)
         saved = check_target(
             SaveFolder(target, replace_steps=overwrite, content=content),
-            pack_below=pack_below_bytes,
-            sparse=sparse,
-            compress=compress,
-            lock_timeout=lock_timeout,
+            {
+                **DEFAULTS,
+                "pack_below_bytes": pack_below_bytes,
+                "sparse": sparse,
+                "compress": compress,
+                "lock_timeout": lock_timeout,
+            },
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 

@@ -31,6 +31,7 @@ from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._backend import CheckpointBackend
 from ._commit import Caller, find_caller, refuse_manager_folder, write_and_commit
+from ._options import complete_options, show_options
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
@@ -41,16 +42,17 @@ from ._store.writer_lock import check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from typing import Unpack
 
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
+    from ._options import SaveOptions
     from ._save_async import SaveHandle
     from ._store.manifest import Manifest
 
     _Dict: TypeAlias = dict[str, Any] | None
     _Dicts: TypeAlias = tuple[_Dict, _Dict, _Dict]
 
-PACK_BELOW = 262144
 WRITER = f"mlstate {__version__}"
 _NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # common mistakes
 
@@ -100,17 +102,10 @@ def delete_all_roots(folder: str, newest: Manifest) -> dict[str, Manifest]:
 
 def check_target(
     path: str | os.PathLike[str],
-    *,
-    group: ProcessGroup | None = None,
-    layout: Layout | str | None = None,
-    pack_below: int = PACK_BELOW,
-    sparse: bool = False,
-    incremental: bool = False,
-    compress: str | None = None,
-    lock_timeout: float = 0.0,
+    options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
-    """Check the arguments that describe where and how to save."""
+    """Check the arguments that describe where and how to save; `options` has all keywords."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             "the path of a checkpoint must be a str or os.PathLike, got "
@@ -122,8 +117,9 @@ def check_target(
         raise TypeError("the path of a checkpoint must be a str")
     if not given.any_suffix:
         _folder.refuse_file_name(folder)
+    sparse, incremental, compress = options["sparse"], options["incremental"], options["compress"]
     check_flags(sparse=sparse, incremental=incremental)
-    pack_below = check_int("pack_below_bytes", pack_below, 0)
+    pack_below = check_int("pack_below_bytes", options["pack_below_bytes"], 0)
     if incremental:
         refuse_remote(folder, "incremental=True", "save whole shards")
     if isinstance(folder, RemoteFolder):
@@ -131,7 +127,7 @@ def check_target(
     if compress is not None:
         _codecs.check(compress)
     rank, world_size = 0, 1
-    group = optional_group(group)
+    group = optional_group(options["group"])
     if group is not None:
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
@@ -139,14 +135,14 @@ def check_target(
         None if world_size == 1 else group,
         rank,
         world_size,
-        layout,
+        options["layout"],
         (pack_below, bool(sparse), bool(incremental), compress),
         given.retain is not None,
         given.replace_steps,
         given.content,
         partial(delete_all_roots, folder) if given.replace_steps else given.retain,
         given.started,
-        check_timeout(lock_timeout),
+        check_timeout(options["lock_timeout"]),
         find_caller(),
     )
 
@@ -316,9 +312,8 @@ def take_content(
     target: SaveTarget,
     model: Any,
     optimizer: Any,
-    metadata: Mapping[str, Any] | None,
     step: int | None,
-    states: Mapping[str, Any] | None = None,
+    options: SaveOptions,
     *,
     in_thread: bool = False,
 ) -> SaveContent:
@@ -328,6 +323,7 @@ def take_content(
     object store this would delay the caller. Errors are raised if this process saves alone;
     otherwise the result carries them.
     """
+    states = options["states"]
     try:
         if in_thread and target.rank == 0 and not isinstance(target.folder, RemoteFolder):
             _refuse_manager_folder_early(target)
@@ -344,7 +340,7 @@ def take_content(
             "world_size": target.world_size,
             "model": kind_of(pair[0]),
             "optimizer": kind_of(pair[1]),
-            "metadata": _checked_metadata(metadata),
+            "metadata": _checked_metadata(options["metadata"]),
             "states": named.kinds or None,
         }
         if target.layout is not None:
@@ -459,23 +455,15 @@ def _copy_to_host(
 # ---- the whole save ----
 
 
+@show_options
 def save(
     path: str | os.PathLike[str],
     model: Any = None,
     optimizer: Any = None,
     *,
-    states: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
-    group: ProcessGroup | None = None,
-    layout: Layout | str | None = None,
-    pack_below_bytes: int = PACK_BELOW,
-    sparse: bool = False,
-    incremental: bool = False,
-    compress: str | None = None,
-    progress: Callable[[int], object] | None = None,
-    lock_timeout: float = 0,
     storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[SaveOptions],
 ) -> Checkpoint:
     """
     Save the state of a model, of its optimizer, and any other states.
@@ -607,16 +595,7 @@ def save(
     >>> [t.version for t in mlstate.save(path, state).tensors()]
     [2, 1]
     """
-    target = check_target(
-        path,
-        group=group,
-        layout=layout,
-        pack_below=pack_below_bytes,
-        sparse=sparse,
-        incremental=incremental,
-        compress=compress,
-        lock_timeout=lock_timeout,
-        storage_options=storage_options,
-    )
-    content = take_content(target, model, optimizer, metadata, step, states)
-    return write_and_commit(target, gather_shards(target, content), progress)
+    options = complete_options(save, options)
+    target = check_target(path, options, storage_options)
+    content = take_content(target, model, optimizer, step, options)
+    return write_and_commit(target, gather_shards(target, content), options["progress"])

@@ -26,23 +26,19 @@ from .._common.budget import parse_budget
 from .._sharding.layout import Shard
 from ..errors import StoreError
 from ._commit import write_and_commit
-from ._save import (
-    PACK_BELOW,
-    check_target,
-    gather_shards,
-    is_on_device,
-    take_content,
-)
+from ._options import complete_options, show_options
+from ._save import check_target, gather_shards, is_on_device, take_content
 from ._staging import OwnStaging, Staging
 from ._store import folder as _folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from typing import Unpack
 
     from .._common.budget import Budget, MemorySize
-    from .._sharding.layout import Layout
     from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
+    from ._options import SaveOptions
     from ._save import GatheredShards, SaveContent, SaveTarget
 
 _APART = 1e-3  # seconds: waits with a smaller gap are merged
@@ -742,6 +738,7 @@ def start_job(job: SaveJob, devices: list[Any], *, until_staged: bool = False) -
         raise
 
 
+@show_options
 def save_async(
     path: str | os.PathLike[str],
     model: Any = None,
@@ -749,18 +746,9 @@ def save_async(
     *,
     max_staging_bytes: MemorySize | None = None,
     staging: Staging | None = None,
-    states: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
-    group: ProcessGroup | None = None,
-    layout: Layout | str | None = None,
-    pack_below_bytes: int = PACK_BELOW,
-    sparse: bool = False,
-    incremental: bool = False,
-    compress: str | None = None,
-    progress: Callable[[int], object] | None = None,
-    lock_timeout: float = 0,
     storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[SaveOptions],
 ) -> SaveHandle:
     """
     Start a save, and return while the checkpoint is written.
@@ -835,6 +823,8 @@ def save_async(
     """
     began = time.perf_counter()
     memory = staging_of(staging)
+    options = complete_options(save_async, options)
+    progress = options["progress"]
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be callable, got {type(progress).__name__}")
     budget = None
@@ -842,18 +832,8 @@ def save_async(
         budget = parse_budget("max_staging_bytes", max_staging_bytes)
         if budget.nbytes < 0:
             raise ValueError(f"max_staging_bytes must be 0 or more, got {max_staging_bytes}")
-    target = check_target(
-        path,
-        group=group,
-        layout=layout,
-        pack_below=pack_below_bytes,
-        sparse=sparse,
-        incremental=incremental,
-        compress=compress,
-        lock_timeout=lock_timeout,
-        storage_options=storage_options,
-    )
+    target = check_target(path, options, storage_options)
     refuse_default_group(target.group)
-    content = take_content(target, model, optimizer, metadata, step, states, in_thread=True)
+    content = take_content(target, model, optimizer, step, options, in_thread=True)
     job = SaveJob(target, content, memory, budget, progress, began)
     return start_job(job, devices_of(content))

@@ -21,6 +21,7 @@ array([0., 1., 2.])
 
 from __future__ import annotations
 
+from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
 from ._arguments import ReduceOp
 from ._local_group import LocalGroup
@@ -31,3 +32,4 @@ from ._work import Work
 __all__ = ["LocalGroup", "ProcessGroup", "ReduceOp", "SingleGroup", "Work"]
 
 set_module_of_exports(globals())
+show_exports(globals())

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
+from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
 from .._common.text import names_hint
 from .._sharding.backend import ShardBackend
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedStateCollector", "RankDifference"]
 
 set_module_of_exports(globals())
+show_exports(globals())
 
 
 # ---- the local state ----

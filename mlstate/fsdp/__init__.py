@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_number
 from .._common.backend import backend_named
+from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
 from ..collectives._arguments import check_group
 from ..errors import CollectiveError
@@ -56,6 +57,7 @@ __all__ = [
 ]
 
 set_module_of_exports(globals())
+show_exports(globals())
 
 
 def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str, FSDPShardingUnit]:

@@ -6,8 +6,9 @@ can switch by changing one import line.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
 from ._combined_strategy import CombinedStrategy
 from ._context_ladder import ContextLadder, LadderStep
@@ -53,22 +54,12 @@ __all__ = [
 ]
 
 set_module_of_exports(globals())
-
-_OF_CACHES = ("CacheEntry", "CacheSpec", "CacheState", "Snapshot")
-_OF_COREML = ("compact_coreml_state", "transition_coreml_state")
-
-
-def __getattr__(name: str) -> Any:
-    home: Any
-    if name in _OF_CACHES:  # dataclasses takes a few milliseconds to import
-        from . import _cache_state as home
-    elif name in _OF_COREML:  # coreml imports this package
-        from .. import coreml as home
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(home, name)
-    return globals()[name]
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_OF_CACHES, *_OF_COREML})
+show_exports(
+    globals(),
+    {
+        # dataclasses takes a few milliseconds to import
+        "._cache_state": ("CacheEntry", "CacheSpec", "CacheState", "Snapshot"),
+        # coreml imports this package
+        "..coreml": ("compact_coreml_state", "transition_coreml_state"),
+    },
+)

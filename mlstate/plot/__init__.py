@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
 from .._common.text import bytes_text, shorten
 from ._caches import plot_cache, plot_cache_memory, plot_mask, plot_occupancy
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 set_module_of_exports(globals())
+show_exports(globals())
 
 _MARKS = "osD^v<>"
 _BARS = 30

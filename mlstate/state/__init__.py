@@ -17,6 +17,7 @@ Examples
 array([1., 1.])
 """
 
+from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
 from ._compatibility import (
     CompatibilityResult,
@@ -53,3 +54,4 @@ __all__ = [
 ]
 
 set_module_of_exports(globals())
+show_exports(globals())

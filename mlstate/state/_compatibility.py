@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from .. import _core
 from .._common.arguments import check_flags
 from .._common.text import shorten
+from ._rename_guess import guess_rules
 
 SHOWN = 20  # names that a message lists
 LONGEST = 200  # characters of one of them
@@ -349,16 +350,18 @@ def rename_hint(
     """Return rules that turn names of the source into the target's, and a line about them."""
     if not source_only or not target_only:
         return {}, ""
-    found, _ = _core.state_explain(source_only, target_only)
-    rules = dict(found)
+    rules = guess_rules(source_only, target_only)
+    if not rules:
+        return {}, ""
     try:
-        renamed = _core.state_rename(source, tuple(found))[0] if found else {}
+        renamed = _core.state_rename(source, rules)[0]
     except ValueError:  # two names would become the same
         return {}, ""
     matched = len(renamed) - len(_core.state_missing(renamed, target))
     if matched <= len(source) - len(source_only):  # names that matched before count too
         return {}, ""
-    return rules, f"{matched:,} of {len(source):,} names match after rename(source, {rules!r})"
+    pairs = dict(rules)
+    return pairs, f"{matched:,} of {len(source):,} names match after rename(source, {pairs!r})"
 
 
 def _is_refused(target: dict[str, Any], source: dict[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,13 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from .. import _core
 from .._common.dtypes import label_of
 from .._common.text import bytes_text, shorten
+from ._preview import Leaf, Node, Row, preview
 
 if TYPE_CHECKING:
     from ._state_dict import StateDict
 
-Row: TypeAlias = tuple[int, str, int, int, str, tuple[int, ...] | None, int, bool]
-Facts: TypeAlias = tuple[str, str]  # dtype and shape
-Kind: TypeAlias = tuple[tuple[Facts, ...], tuple[tuple[str, "Kind"], ...]]
+Kind: TypeAlias = tuple[str, tuple[tuple[str, "Kind"], ...]]  # dtype and shape; children
 
 FIRST, LAST = 15, 3  # lines of a long text
 ROWS = 360  # of a large tree
@@ -80,68 +78,45 @@ def state_repr(state: StateDict) -> str:
 
 def _line(row: Row) -> str:
     """Return the HTML of one row: name, dtype, shape, size."""
-    _, name, count, nbytes, dtype, shape, hidden, _ = row
-    if hidden:
-        return f"… {hidden:,} more<i>{_count(count)}, {bytes_text(nbytes)}</i>"
+    leaves = row.leaves
+    sums = f"{_count(len(leaves))}, {bytes_text(sum(leaf.nbytes for leaf in leaves))}"
+    if len(row.nodes) > 1:
+        return f"… {len(row.nodes):,} more<i>{sums}</i>"
+    [node] = row.nodes
+    # a single tensor is shown with the rest of its name
+    name = leaves[0].name[node.end - len(node.segment) :] if len(leaves) == 1 else node.segment
     label = f"<b>{escape(shorten(name, 64)) or '&nbsp;'}</b>"
-    if count == 1:
-        return f"{label}<i>{escape(dtype)} {shape}</i>"
-    itself = "" if shape is None else f"; itself {shape}"  # a tensor whose name is also a prefix
-    return f"{label}<i>{_count(count)}, {bytes_text(nbytes)}, {escape(dtype)}{itself}</i>"
+    dtypes = {leaf.dtype for leaf in leaves}
+    dtype = escape(dtypes.pop() if len(dtypes) == 1 else "mixed")
+    if len(leaves) == 1:
+        return f"{label}<i>{dtype} {leaves[0].shape}</i>"
+    # a tensor whose name is also a prefix
+    itself = f"; itself {own.shape}" if (own := node.own) else ""
+    return f"{label}<i>{sums}, {dtype}{itself}</i>"
 
 
-def _outline(state: StateDict, most: int) -> list[Row]:
+def _rows(root: Node, most: int) -> list[Row]:
     """Choose the rows: few children per node if that fills the page, else many."""
     few, many = CHILDREN
-    rows = _core.state_outline(state, most, few)
-    return rows if len(rows) > most // 3 else _core.state_outline(state, most, many)
-
-
-class Node:
-    """A part of a name: its child parts, and the tensors whose name ends here."""
-
-    __slots__ = ("children", "facts")
-
-    def __init__(self) -> None:
-        self.children: dict[str, Node] = {}
-        self.facts: tuple[Facts, ...] = ()
-
-
-def _nodes(state: StateDict) -> Node | None:
-    """Build the tree of all names; return None if it is too large or too deep to unfold."""
-    items = dict.copy(state).items()
-    if len(items) > MOST_TENSORS:
-        return None
-    root = Node()
-    known: dict[tuple[Any, Any], Facts] = {}
-    for name, array in items:
-        parts = str(name).split(".")
-        if len(parts) > MOST_PARTS:
-            return None
-        node = root
-        for part in parts:
-            node = node.children.setdefault(part, Node())
-        key = getattr(array, "dtype", None), getattr(array, "shape", None)
-        if key not in known:
-            known[key] = _facts(array)
-        node.facts = (*node.facts, known[key])
-    return root
+    rows = preview(root, most, few)
+    return rows if len(rows) > most // 3 else preview(root, most, many)
 
 
 def _kind(node: Node) -> Kind:
     """Return names, dtypes and shapes at and below a node; equal layers have equal kinds."""
-    return node.facts, tuple((name, _kind(child)) for name, child in node.children.items())
+    own = node.own
+    facts = f"{escape(own.dtype)} {own.shape}" if own else ""
+    return facts, tuple((child.segment, _kind(child)) for child in node.children)
 
 
 def _tensors(kind: Kind) -> int:
-    return len(kind[0]) + sum(_tensors(child) for _, child in kind[1])
+    return bool(kind[0]) + sum(_tensors(child) for _, child in kind[1])
 
 
 class _Opener:
-    """Writes the rows that the outline hides, up to a size; equal neighbours share one row."""
+    """Writes the rows that a page hides, up to a size; equal neighbours share one row."""
 
-    def __init__(self, root: Node | None, room: int) -> None:
-        self.root = root
+    def __init__(self, room: int) -> None:
         self.room = room  # bytes left
 
     def rows(self, children: tuple[tuple[str, Kind], ...]) -> str:
@@ -170,7 +145,7 @@ class _Opener:
             ends = [f"{end}.{name}" for end in ends]
         facts, children = kind
         label = " … ".join(escape(shorten(end, 64)) or "&nbsp;" for end in ends)
-        about = f"{escape(facts[0][0])} {facts[0][1]}" if facts else _count(_tensors(kind))
+        about = facts or _count(_tensors(kind))
         if len(names) > 1:
             about = f"{len(names):,} alike, {about} each"
         row = f"<b>{label}</b><i>{about}</i>"
@@ -182,29 +157,21 @@ class _Opener:
         return f"<details><summary>{row}</summary>{self.rows(children)}</details>"
 
 
-def _tree(rows: list[Row], opener: _Opener) -> str:
+def _tree(rows: list[Row], opener: _Opener | None) -> str:
     """Nest the rows, which are in pre-order."""
     parts: list[str] = []
     depth = 1  # of the next row; one <details> is open for each level above
-    top = sum(row[0] == 1 for row in rows)
-    path: list[tuple[Node | None, int]] = [(opener.root, 0)]  # nodes, and children written
+    top = sum(row.depth == 1 for row in rows)
     for row in rows:
-        _, name, count, *_, hidden, unfolds = row
-        parts.append("</details>" * (depth - row[0]))
-        depth = row[0]
-        del path[depth:]
-        parent, place = path[-1]
-        path[-1] = (parent, place + (hidden or 1))
-        node = parent.children.get(name) if parent else None
-        if unfolds:
+        parts.append("</details>" * (depth - row.depth))
+        depth = row.depth
+        if row.below:
             unfolded = " open" if depth == 1 and top <= 3 else ""
             parts.append(f"<details{unfolded}><summary>{_line(row)}</summary>")
-            path.append((node, 0))
             depth += 1
-        elif count > 1 and parent and node:
-            shown = list(parent.children.items())[place : place + hidden] if hidden else []
-            kinds = tuple((part, _kind(child)) for part, child in shown) or _kind(node)[1]
-            inner = opener.rows(kinds)
+        elif opener and len(row.leaves) > 1:
+            nodes = row.nodes if len(row.nodes) > 1 else row.nodes[0].children
+            inner = opener.rows(tuple((node.segment, _kind(node)) for node in nodes))
             parts.append(f"<details class=more><summary>{_line(row)}</summary>{inner}</details>")
         else:
             parts.append(f"<div>{_line(row)}</div>")
@@ -214,20 +181,24 @@ def _tree(rows: list[Row], opener: _Opener) -> str:
 def state_html(state: StateDict) -> str:
     """Return the tree of names as HTML, limited to one page for a state of any size."""
     title = f"<div class=mlstate><style>{_STYLE}</style><p>{escape(_title(state))}</p>"
-    rows = ROWS
+    try:
+        leaves = [Leaf(*facts) for facts in _core.state_facts(state)]
+    except UNREADABLE:
+        return f"<pre>{escape(state_repr(state))}</pre>"
+    root = Node("", -1, leaves)
+    most = ROWS
     while True:
-        try:
-            chosen = _outline(state, rows)
-            page = f"{title}{_tree(chosen, _Opener(None, 0))}</div>"
-        except UNREADABLE:
-            return f"<pre>{escape(state_repr(state))}</pre>"
+        rows = _rows(root, most)
+        page = f"{title}{_tree(rows, None)}</div>"
         size = len(page.encode())
-        if rows <= 1 or size < MOST_BYTES:
+        if most <= 1 or size < MOST_BYTES:
             break
-        rows //= 2  # the page is too long, e.g. names whose characters are all escaped
-    closed = [row for row in chosen if row[2] > 1 and not row[-1]]
+        most //= 2  # the page is too long, e.g. names whose characters are all escaped
+    closed = [row for row in rows if not row.below and len(row.leaves) > 1]
     room = MOST_BYTES - size - 60 * len(closed)
-    if closed and room > 0:
-        with suppress(*UNREADABLE):
-            page = f"{title}{_tree(chosen, _Opener(_nodes(state), room))}</div>"
+    can_unfold = len(leaves) <= MOST_TENSORS and all(
+        leaf.name.count(".") < MOST_PARTS for leaf in leaves
+    )
+    if closed and room > 0 and can_unfold:
+        page = f"{title}{_tree(rows, _Opener(room))}</div>"
     return page

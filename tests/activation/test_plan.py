@@ -12,6 +12,7 @@ from interruption import interrupt
 from thread_team import num_threads, run_in_threads
 from tries import tries
 
+from mlstate import _core
 from mlstate.activation import Chain, Plan, Step, pareto, plan
 from mlstate.errors import CapacityError
 
@@ -124,7 +125,7 @@ def test_plans_and_curves_are_optimal(model, offload, slots, data):
     check(model, budget, best, offload=offload)
     check(model, budget, best, offload=offload, slots=slots)
     curve = pareto(chain_of(model), offload=offload)
-    assert curve.exact
+    assert curve.exact and _core.plan_least(chain_of(model)._arrays, offload) == front[0][0]
     assert curve.budget_bytes.tolist() == [peak for peak, _ in front]
     np.testing.assert_allclose(curve.seconds, [seconds for _, seconds in front], rtol=1e-12)
 

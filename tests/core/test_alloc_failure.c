@@ -24,8 +24,6 @@
 #include "state/load_into.h"
 #include "state/name_pairs.h"
 #include "state/name_tree.h"
-#include "state/name_tree_preview.h"
-#include "state/rename_rules.h"
 #include "support/chains.h"
 #include "support/failing_alloc.h"
 #include "support/runner.h"
@@ -539,48 +537,6 @@ TEST(a_tree_of_names_survives_every_failure)
     CHECK(fail_each(make_tree) >= 4);
 }
 
-static mls_name_tree *outlined; /* input of the next job */
-
-static mls_code outline_names(mls_status *st)
-{
-    mls_name_tree_preview_row *rows = NULL;
-    size_t count = 77;
-    const mls_code code = mls_name_tree_preview_new(outlined, 120, 12, &rows, &count, st);
-    CHECK((code == MLS_OK) == (rows != NULL) && count == (code == MLS_OK ? 3 : 77));
-    mls_free(rows);
-    return code;
-}
-
-TEST(outlining_names_survives_every_failure)
-{
-    const mls_str list[] = {text("a.b"), text("a.c")};
-    outlined = NULL;
-    countdown = 0;
-    CHECK(mls_name_tree_new(list, 2, &outlined, &status) == MLS_OK);
-    CHECK(fail_each(outline_names) == 4);
-    mls_name_tree_free(outlined);
-}
-
-static mls_code explain_names(mls_status *st)
-{
-    const mls_str unexpected[] = {text("module._orig_mod.a"), text("module.b"),
-                                  text("module._orig_mod.c._fsdp_wrapped_module.w")};
-    const mls_str missing[] = {text("a"), text("b"), text("c.w")};
-    mls_explanation explanation = {.rule_count = 77};
-    const mls_code code =
-        mls_name_tree_explain(unexpected, 3, missing, 3, &explanation, st);
-    CHECK(explanation.rule_count == (code == MLS_OK ? 3 : 77));
-    if (code == MLS_OK) {
-        mls_explanation_fini(&explanation);
-    }
-    return code;
-}
-
-TEST(explaining_names_survives_every_failure)
-{
-    CHECK(fail_each(explain_names) >= 12);
-}
-
 /* Lists in different orders, which need a hash table. */
 static mls_code match_names(mls_status *st)
 {
@@ -589,26 +545,9 @@ static mls_code match_names(mls_status *st)
     return mls_pair_names(a, 2, b, 2, partners, rest, &count, st);
 }
 
-static mls_code sum_names(mls_status *st)
-{
-    const mls_str name = {"a.b", 3};
-    const mls_name_tree_preview_sum leaf = {1, "int8"};
-    mls_name_tree *names = NULL;
-    mls_name_tree_preview_sum *sums = NULL;
-    mls_code code = mls_name_tree_new(&name, 1, &names, st);
-    if (code == MLS_OK) {
-        code = mls_name_tree_preview_sums(names, &leaf, &sums, st);
-        CHECK((code == MLS_OK) == (sums != NULL));
-        mls_free(sums);
-        mls_name_tree_free(names);
-    }
-    return code;
-}
-
-TEST(matching_and_summing_names_survives_every_failure)
+TEST(matching_names_survives_every_failure)
 {
     CHECK(fail_each(match_names) >= 1);
-    CHECK(fail_each(sum_names) >= 2);
 }
 
 /* ---- items of a save ---- */

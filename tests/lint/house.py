@@ -13,7 +13,7 @@ PACKAGE = ROOT / "mlstate"
 TESTS = ROOT / "tests"
 
 # One file per instruction set: the test of the base name runs every variant.
-VARIANT = re.compile(r"_(scalar|sse\w*|avx\w*|neon|sve|x86|armv8|arm)$")
+VARIANT = re.compile(r"_(scalar|vector|sse\w*|avx\w*|neon|sve|x86|armv8|arm)$")
 
 
 def base_name(stem):

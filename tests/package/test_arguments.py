@@ -1,5 +1,6 @@
 """Wrong values of keywords and paths are refused before anything changes."""
 
+import inspect
 import os
 from pathlib import Path
 
@@ -271,3 +272,31 @@ def test_a_checkpoint_with_the_suffix_of_a_file_is_saved_again(place):
     assert mlstate.load("c.pt").model["w"].shape == (3,)
     with pytest.raises(mlstate.StoreError):
         mlstate.save_file(STATE, "c.pt")
+
+
+SAVES = {
+    "save": lambda **options: mlstate.save("new", STATE, **options),
+    "save_async": lambda **options: checkpoint.save_async("new", STATE, **options),
+    "manager": lambda **options: CheckpointManager("run").save(2, STATE, **options),
+    "manager async": lambda **options: CheckpointManager("run").save_async(2, STATE, **options),
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_an_unknown_keyword_of_a_save_is_named_with_the_nearest(place, name):
+    before = listing(place)
+    with pytest.raises(TypeError, match=r"'incrementl'; did you mean 'incremental'\?"):
+        SAVES[name](incrementl=True)
+    assert listing(place) == before
+
+
+@pytest.mark.parametrize(
+    "function",
+    [mlstate.save, checkpoint.save_async, CheckpointManager.save, CheckpointManager.save_async],
+)
+def test_the_signature_of_a_save_shows_each_keyword_and_default(function):
+    parameters = inspect.signature(function).parameters
+    assert {"states", "metadata", "group", "layout", "sparse", "progress"} <= parameters.keys()
+    assert parameters["pack_below_bytes"].default == 262144
+    assert parameters["compress"].annotation == "str | None"
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -10,29 +10,21 @@
 
 #    include "array/float_convert.h"
 
-#    include <immintrin.h>
+#    include "simd/avx2.h"
 
-#    define TARGET        __attribute__((target("avx2,f16c")))
-#    define TARGET_INLINE TARGET static inline __attribute__((always_inline))
-
-enum { LANES = 8 };
-
-/* Load 8 elements as floats. `is_half` is a constant, so the branch disappears. */
-TARGET_INLINE __m256 load_floats(const unsigned char *src, bool is_half)
+/* Loads a register of elements as floats. `is_half` is a constant, so the branch
+ * disappears. */
+MLS_INLINED floats load_floats(const unsigned char *src, bool is_half)
 {
-    return is_half ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)src))
-                   : _mm256_loadu_ps((const float *)(const void *)src);
+    return is_half ? floats_f16(src) : floats_f32(src);
 }
 
-/* Store 8 floats, rounded to nearest if they become halves. */
-TARGET_INLINE void store_floats(unsigned char *dst, __m256 values, bool is_half)
+MLS_INLINED void store_floats(unsigned char *dst, floats values, bool is_half)
 {
     if (is_half) {
-        const __m128i halves =
-            _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        _mm_storeu_si128((__m128i *)(void *)dst, halves);
+        store_f16(dst, values);
     } else {
-        _mm256_storeu_ps((float *)(void *)dst, values);
+        store_f32(dst, values);
     }
 }
 
@@ -69,7 +61,7 @@ static inline void rotate_one(unsigned char *dst, ptrdiff_t dst_second,
 }
 
 /* Rotate pairs whose first elements are adjacent, and whose second elements are. */
-TARGET_INLINE void rotate_split(const mls_rotate_rows *r, bool is_half)
+MLS_INLINED void rotate_split(const mls_rotate_rows *r, bool is_half)
 {
     const size_t item = is_half ? 2 : 4;
     for (size_t row = 0; row < r->rows; row++) {
@@ -78,16 +70,12 @@ TARGET_INLINE void rotate_split(const mls_rotate_rows *r, bool is_half)
         const float *cosine = r->cosine + row * r->angle_step;
         const float *sine = r->sine + row * r->angle_step;
         size_t i = 0;
-        for (; i + LANES <= r->pairs; i += LANES) {
-            const __m256 x = load_floats(src + i * item, is_half);
-            const __m256 y = load_floats(src + r->src_second + i * item, is_half);
-            const __m256 c = _mm256_loadu_ps(cosine + i), s = _mm256_loadu_ps(sine + i);
-            store_floats(dst + i * item,
-                         _mm256_sub_ps(_mm256_mul_ps(x, c), _mm256_mul_ps(y, s)),
-                         is_half);
-            store_floats(dst + r->dst_second + i * item,
-                         _mm256_add_ps(_mm256_mul_ps(y, c), _mm256_mul_ps(x, s)),
-                         is_half);
+        for (; i + FLOATS <= r->pairs; i += FLOATS) {
+            const floats x = load_floats(src + i * item, is_half);
+            const floats y = load_floats(src + r->src_second + i * item, is_half);
+            const floats c = _mm256_loadu_ps(cosine + i), s = _mm256_loadu_ps(sine + i);
+            store_floats(dst + i * item, x * c - y * s, is_half);
+            store_floats(dst + r->dst_second + i * item, y * c + x * s, is_half);
         }
         for (; i < r->pairs; i++) {
             rotate_one(dst + i * item, r->dst_second, src + i * item, r->src_second,
@@ -97,14 +85,14 @@ TARGET_INLINE void rotate_split(const mls_rotate_rows *r, bool is_half)
 }
 
 /* Load 4 floats, each twice. */
-TARGET_INLINE __m256 load_twice(const float *src)
+MLS_INLINED __m256 load_twice(const float *src)
 {
     const __m256i order = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(src)), order);
 }
 
 /* Rotate pairs of adjacent elements. */
-TARGET_INLINE void rotate_interleaved(const mls_rotate_rows *r, bool is_half)
+MLS_INLINED void rotate_interleaved(const mls_rotate_rows *r, bool is_half)
 {
     const size_t item = is_half ? 2 : 4;
     for (size_t row = 0; row < r->rows; row++) {
@@ -113,7 +101,7 @@ TARGET_INLINE void rotate_interleaved(const mls_rotate_rows *r, bool is_half)
         const float *cosine = r->cosine + row * r->angle_step;
         const float *sine = r->sine + row * r->angle_step;
         size_t i = 0;
-        for (; i + LANES / 2 <= r->pairs; i += LANES / 2) {
+        for (; i + FLOATS / 2 <= r->pairs; i += FLOATS / 2) {
             const __m256 pairs = load_floats(src + 2 * i * item, is_half);
             const __m256 exchanged = _mm256_permute_ps(pairs, _MM_SHUFFLE(2, 3, 0, 1));
             const __m256 kept = _mm256_mul_ps(pairs, load_twice(cosine + i));
@@ -128,22 +116,22 @@ TARGET_INLINE void rotate_interleaved(const mls_rotate_rows *r, bool is_half)
     }
 }
 
-TARGET static void split_f16(const mls_rotate_rows *r)
+MLS_TARGET static void split_f16(const mls_rotate_rows *r)
 {
     rotate_split(r, true);
 }
 
-TARGET static void split_f32(const mls_rotate_rows *r)
+MLS_TARGET static void split_f32(const mls_rotate_rows *r)
 {
     rotate_split(r, false);
 }
 
-TARGET static void interleaved_f16(const mls_rotate_rows *r)
+MLS_TARGET static void interleaved_f16(const mls_rotate_rows *r)
 {
     rotate_interleaved(r, true);
 }
 
-TARGET static void interleaved_f32(const mls_rotate_rows *r)
+MLS_TARGET static void interleaved_f32(const mls_rotate_rows *r)
 {
     rotate_interleaved(r, false);
 }

@@ -4,17 +4,22 @@
  */
 #include "planning/plan_dp_slots_kernels.h"
 
-#define TARGET
-#define MLS_PLAN_TABLE mls_plan_scalar
+#define MLS_TARGET /* no attribute */
+#include "simd/inlined_loops.h"
 
-/* floats in a register; columns of a tile processed together */
-enum { LANES = 1, COLUMNS = 2 };
+#define MLS_PLAN_TABLE mls_plan_scalar
+enum { FLOATS = 1, COLUMNS = 2 };
 typedef float floats;
 
 /* NaN does not occur: infinities are added, never subtracted from each other. */
-static inline floats least(floats a, floats b)
+static inline floats least_f32(floats x, floats y)
 {
-    return b < a ? b : a;
+    return y < x ? y : x;
 }
 
-#include "planning/plan_dp_slots_simd.h"
+static inline floats repeat(float value)
+{
+    return value;
+}
+
+#include "planning/plan_dp_slots_loops.h"

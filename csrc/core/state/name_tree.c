@@ -310,7 +310,7 @@ size_t mls_name_tree_size(const mls_name_tree *names)
 
 /* Descends from the root with one lookup for each segment; an empty path has one empty
  * segment. */
-static uint32_t descend_path(const mls_name_tree *names, mls_str path)
+uint32_t mls_name_tree_find(const mls_name_tree *names, mls_str path)
 {
     const mls_str name = path.length == 0 ? (mls_str){.data = ""} : path;
     uint32_t node = 0;
@@ -323,27 +323,13 @@ static uint32_t descend_path(const mls_name_tree *names, mls_str path)
     return node;
 }
 
-/* An empty path means the root, not an empty name. */
-uint32_t mls_name_tree_find(const mls_name_tree *names, mls_str path)
-{
-    return path.length == 0 ? 0 : descend_path(names, path);
-}
-
-/* An empty name is a child of the root, so it needs no special case. A path that is only
- * a prefix of longer names has a node without a position. */
-uint32_t mls_name_tree_position(const mls_name_tree *names, mls_str name)
-{
-    const uint32_t node = descend_path(names, name);
-    return node == MLS_NAME_NONE ? MLS_NAME_NONE : names->nodes[node].name;
-}
-
-/* Follows the links, without a stack, so depth is unlimited. Stops at `top` on the way
- * up, before the siblings of `top`. */
-uint32_t mls_name_tree_next(const mls_name_tree *names, uint32_t top, uint32_t node,
-                            bool skip)
+/* Returns the node after `node` in pre-order within the subtree of `top`, or
+ * MLS_NAME_NONE. Follows the links, without a stack, so depth is unlimited. Stops at
+ * `top` on the way up, before the siblings of `top`. */
+static uint32_t next_node(const mls_name_tree *names, uint32_t top, uint32_t node)
 {
     const mls_name_node *nodes = names->nodes;
-    if (!skip && nodes[node].first_child != MLS_NAME_NONE) {
+    if (nodes[node].first_child != MLS_NAME_NONE) {
         return nodes[node].first_child;
     }
     while (node != top && nodes[node].next_sibling == MLS_NAME_NONE) {
@@ -390,8 +376,8 @@ size_t mls_name_tree_under(const mls_name_tree *names, uint32_t node, uint32_t *
 {
     size_t count = 0;
     bool rising = true;
-    for (uint32_t at = mls_name_tree_next(names, node, node, false); at != MLS_NAME_NONE;
-         at = mls_name_tree_next(names, node, at, false)) {
+    for (uint32_t at = next_node(names, node, node); at != MLS_NAME_NONE;
+         at = next_node(names, node, at)) {
         const uint32_t position = names->nodes[at].name;
         if (position != MLS_NAME_NONE) {
             rising = rising && (count == 0 || out[count - 1] < position);
@@ -417,8 +403,8 @@ static uint32_t earlier_position(uint32_t a, uint32_t b)
  * on. */
 static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
 {
-    const mls_name_node *nodes = mls_name_tree_nodes(names);
-    const size_t size = mls_name_tree_size(names);
+    const mls_name_node *nodes = names->nodes;
+    const size_t size = names->size;
     for (size_t i = 0; i < size; i++) {
         first[i] = MLS_NAME_NONE;
     }
@@ -438,8 +424,8 @@ static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
 mls_code mls_name_tree_layers(const mls_name_tree *names, uint32_t depth, uint32_t **out,
                               size_t *count, mls_status *st)
 {
-    const mls_name_node *nodes = mls_name_tree_nodes(names);
-    const size_t size = mls_name_tree_size(names);
+    const mls_name_node *nodes = names->nodes;
+    const size_t size = names->size;
     const size_t name_count = nodes[0].count;
     uint32_t *first = mls_alloc(size, sizeof *first);
     uint32_t *layers = mls_alloc(name_count, sizeof *layers);

@@ -48,13 +48,10 @@ void mls_name_tree_free(mls_name_tree *names); /* accepts NULL */
 const mls_name_node *mls_name_tree_nodes(const mls_name_tree *names);
 size_t mls_name_tree_size(const mls_name_tree *names);
 
-/* Returns the node with this path, or MLS_NAME_NONE; the root for an empty path. This and
- * the following functions take time proportional to the path and to the nodes below the
+/* Returns the node with this path, or MLS_NAME_NONE; the root has no path. This and the
+ * following functions take time proportional to the path and to the nodes below the
  * result, independent of the number of names. */
 uint32_t mls_name_tree_find(const mls_name_tree *names, mls_str path);
-
-/* Returns the position of a whole name in the list, or MLS_NAME_NONE. */
-uint32_t mls_name_tree_position(const mls_name_tree *names, mls_str name);
 
 /* Writes the positions of the names below `node` to `out`, in ascending order and without
  * the name that ends at `node`. `out` has room for the node's count. Returns their
@@ -67,10 +64,5 @@ size_t mls_name_tree_under(const mls_name_tree *names, uint32_t node, uint32_t *
  * mls_free. MLS_E_MEMORY: both results are unchanged. */
 mls_code mls_name_tree_layers(const mls_name_tree *names, uint32_t depth, uint32_t **out,
                               size_t *count, mls_status *st);
-
-/* Returns the node after `node` in pre-order within the subtree of `top`, or
- * MLS_NAME_NONE. `skip` skips the nodes below `node`. */
-uint32_t mls_name_tree_next(const mls_name_tree *names, uint32_t top, uint32_t node,
-                            bool skip);
 
 #endif

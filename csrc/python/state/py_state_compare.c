@@ -1,5 +1,5 @@
-/* py_state_compare: compares two state dicts: names, shapes, dtypes, elements. The public
- * functions are in mlstate/state.
+/* py_state_compare: compares two state dicts: names, shapes, dtypes, elements; lists the
+ * facts of one. The public functions are in mlstate/state.
  *
  * Cheap checks come first: names before shapes, shapes before elements. The most
  * frequent result (no difference) is found before any list is created.
@@ -506,4 +506,34 @@ int mlspy_states_equal(const mlspy_state *state, PyObject *a, PyObject *b)
     }
     mlspy_pairs_fini(&p);
     return same;
+}
+
+/* ---- facts ---- */
+
+/* (name, dtype, shape, nbytes) */
+static PyObject *facts_tuple(const mlspy_state *state, const mlspy_item *item)
+{
+    uint64_t bytes;
+    if (mlspy_array_bytes(state, item->value, &bytes) < 0) {
+        return NULL;
+    }
+    /* each N consumes its reference, or passes a NULL on as the exception that is set */
+    return Py_BuildValue("(NsNK)", mlspy_str_of(item->name), item->facts.dtype,
+                         mlspy_sizes_tuple(item->facts.shape, item->facts.rank),
+                         (unsigned long long)bytes);
+}
+
+/* state_facts(state) -> a list of (name, dtype, shape, nbytes) */
+PyObject *core_state_facts(mlspy_state *state, PyObject *const *args)
+{
+    mlspy_items items;
+    if (mlspy_items_of(args[0], "state", &items) < 0) {
+        return NULL;
+    }
+    PyObject *list = mlspy_items_facts(state, &items) < 0 ? NULL : PyList_New(0);
+    for (size_t i = 0; list != NULL && i < items.count; i++) {
+        mlspy_append(&list, facts_tuple(state, &items.items[i]));
+    }
+    mlspy_items_release(&items);
+    return list;
 }

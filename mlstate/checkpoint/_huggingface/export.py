@@ -29,6 +29,7 @@ from ...collectives._consensus import agree
 from ...errors import CompatibilityError, StoreError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
+from .._options import DEFAULTS
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._states.collect import NO_STATES
 from .._store import folder as _folder
@@ -115,7 +116,7 @@ def _take_state(
     target: SaveTarget, model: Any, rename: Mapping[str, str] | None
 ) -> tuple[SaveContent, StateTable]:
     """Return this rank's part of the state, and its table; with a group, errors are kept."""
-    content = take_content(target, model, None, None, None)
+    content = take_content(target, model, None, None, DEFAULTS)
     table = StateTable({}, [])
     try:
         state = content.dicts[0]
@@ -358,7 +359,7 @@ def take_export(
     rename: Mapping[str, str] | None = None,
 ) -> Export:
     """Check the arguments without copying any array; with a group, errors are kept."""
-    target = check_target(local_path(path), group=group)
+    target = check_target(local_path(path), {**DEFAULTS, "group": group})
     most = check_int("max_shard_bytes", max_shard_bytes, 1)
     return Export(target, most, *_take_state(target, model, rename))
 

@@ -3,6 +3,9 @@
 The modules of this package import lightning inside functions.
 """
 
+from ..._common.exports import show_exports
 from ._checkpoint_io import MLStateCheckpointIO
 
 __all__ = ["MLStateCheckpointIO"]
+
+show_exports(globals())

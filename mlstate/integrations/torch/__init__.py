@@ -9,14 +9,13 @@ already imported, or when it first receives a tensor. In other processes, import
 from __future__ import annotations
 
 from ..._common.backend import register as _register_framework
+from ..._common.exports import show_exports
 from . import _backend
 from ._tensors.pickle import register as _register
 from ._tensors.pickle import restore_state  # noqa: F401  # torch files name it by this package
 
 TYPE_CHECKING = False  # importing typing takes milliseconds
 if TYPE_CHECKING:
-    from typing import Any
-
     from ._activation.apply_plan import PlannedModel, apply_plan
     from ._activation.operators import OperatorProfile, operator_contexts, profile_operators
     from ._activation.peak_memory import MemoryUse, measure_peak
@@ -56,35 +55,20 @@ __all__ = [
 
 # Loaded when they are first asked for: together they import most of mlstate.
 _NAMES = {
-    "_activation.apply_plan": ("PlannedModel", "apply_plan"),
-    "_activation.operators": ("OperatorProfile", "operator_contexts", "profile_operators"),
-    "_activation.peak_memory": ("MemoryUse", "measure_peak"),
-    "_activation.profile_chain": ("profile_chain",),
-    "_activation.recompute_check": ("check_recompute",),
-    "_activation.step_memory": ("PlanUse", "StepUse", "measure_plan"),
-    "_activation.strategies": ("apply_strategy", "cuda_memory"),
-    "_checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
-    "_collectives.group": ("TorchGroup",),
-    "_gradients.ddp": ("all_reduce_with",),
-    "_gradients.fsdp2": ("reduce_scatter_with",),
-    "_tensors.state": ("arrays_of", "tensors_of"),
+    "._activation.apply_plan": ("PlannedModel", "apply_plan"),
+    "._activation.operators": ("OperatorProfile", "operator_contexts", "profile_operators"),
+    "._activation.peak_memory": ("MemoryUse", "measure_peak"),
+    "._activation.profile_chain": ("profile_chain",),
+    "._activation.recompute_check": ("check_recompute",),
+    "._activation.step_memory": ("PlanUse", "StepUse", "measure_plan"),
+    "._activation.strategies": ("apply_strategy", "cuda_memory"),
+    "._checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
+    "._collectives.group": ("TorchGroup",),
+    "._gradients.ddp": ("all_reduce_with",),
+    "._gradients.fsdp2": ("reduce_scatter_with",),
+    "._tensors.state": ("arrays_of", "tensors_of"),
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*__all__]
-
+show_exports(globals(), _NAMES)
 
 _register()
 _register_framework("torch", _backend)

@@ -3,39 +3,6 @@
 
 enum { MANY = 1 << 20 };
 
-/* Every segment of a chain at every memory size, compared with the plain recursion. */
-static void check_all(const mls_chain *chain, int64_t budget, bool offload)
-{
-    mls_plan_fronts fronts;
-    const size_t n = chain->blocks;
-    REQUIRE(set_costs(chain, budget, 0, offload) == MLS_OK);
-    REQUIRE(mls_plan_dp_fronts(&costs, MANY, NULL, nobody, &fronts, &status) == MLS_OK);
-    for (int64_t memory = 0; memory <= costs.budget; memory++) {
-        const double got = mls_plan_dp_fronts_value(&fronts, 0, n - 1, memory);
-        const double want = judge(chain, 0, n - 1, memory, offload);
-        CHECK(isfinite(got) ? is_near(got, want, 1e-9) : !isfinite(want));
-    }
-    CHECK(!isfinite(mls_plan_dp_fronts_value(&fronts, 0, n - 1, -1)));
-    mls_plan_fronts_fini(&fronts);
-}
-
-TEST(values_are_those_of_the_recursion)
-{
-    for (uint64_t seed = 0; seed < 60; seed++) {
-        test_chain c;
-        chain_of(&c, 1 + seed % 5, 1 + seed % 40, seed);
-        check_all(&c.chain, c.activation[0] + 150 + (int64_t)(seed % 7), seed % 3 == 0);
-    }
-}
-
-TEST(blocks_without_bytes_are_free)
-{
-    test_chain c;
-    chain_of(&c, 4, 1, 5);
-    c.chain.offload_rate = c.chain.load_rate = 0;
-    check_all(&c.chain, 0, false);
-}
-
 static void front_is_a_front(const mls_plan_front *front)
 {
     for (size_t i = 1; i < front->count; i++) {

@@ -131,16 +131,6 @@ static inline double judge(const mls_chain *c, size_t s, size_t t, int64_t memor
     return best;
 }
 
-/* Seconds of a chain without recomputation. */
-static inline double plain_of(const mls_chain *c)
-{
-    double seconds = 0;
-    for (size_t i = 0; i < c->blocks; i++) {
-        seconds += c->forward_seconds[i] + c->backward_seconds[i];
-    }
-    return seconds;
-}
-
 static inline bool is_near(double a, double b, double tolerance)
 {
     return fabs(a - b) <= tolerance * (1 + fabs(a));

@@ -1,95 +1,12 @@
-/* reduce_avx2: sums and norm partials with AVX2 and F16C, 8 floats or 4 doubles at a
- * time.
- *
- * The loops are in reduce_simd.h; this file defines the operations on one register. FMA
- * instructions are not used, because product and sum are rounded separately.
- */
+/* reduce_avx2: sums and norm partials with AVX2 and F16C; the loops are in
+ * reduce_loops.h. */
 #include "gradients/reduce/reduce_kernels.h"
 
 #if defined(__x86_64__)
 
-#    include <immintrin.h>
+#    include "simd/avx2.h"
 
-#    define TARGET        __attribute__((target("avx2,f16c")))
-#    define MM(name)      _mm256_##name
-#    define HALF_MM(name) _mm_##name
-
-typedef __m128 half_floats;
-typedef __m128i half_register;
-enum { WIDTH = 32 };
-MLS_REDUCE_REGISTERS(32);
-
-TARGET static inline __m128i load_half(const unsigned char *items)
-{
-    return _mm_loadu_si128((const __m128i *)(const void *)items);
-}
-
-/* Loads 8 bytes; the upper half is zero. */
-TARGET static inline __m128i load_quarter(const unsigned char *items)
-{
-    return _mm_loadl_epi64((const __m128i *)(const void *)items);
-}
-
-TARGET static inline void store_half(unsigned char *items, __m128i half)
-{
-    _mm_storeu_si128((__m128i *)(void *)items, half);
-}
-
-/* Rounds to bfloat16 by an addition, as in copy_avx2.c; the results are in the upper
- * halves. Wrong for NaN. */
-TARGET static inline __m256i rounded_numbers(floats values)
-{
-    const __m256i bits = _mm256_castps_si256(values);
-    const __m256i odd =
-        _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF));
-    return _mm256_add_epi32(bits, bias);
-}
-
-/* As rounded_numbers, but a NaN keeps its upper half with the quiet bit set. */
-TARGET static inline __m256i rounded_upper(floats values)
-{
-    const __m256i bits = _mm256_castps_si256(values);
-    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
-    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    return _mm256_blendv_epi8(rounded_numbers(values), quiet, nan);
-}
-
-/* As rounded_upper, with the results in the lower halves. */
-TARGET static inline void store_bf16(unsigned char *items, floats values)
-{
-    const __m256i all = _mm256_srli_epi32(rounded_upper(values), 16);
-    const __m128i low = _mm256_castsi256_si128(all);
-    const __m128i high = _mm256_extracti128_si256(all, 1);
-    store_half(items, _mm_packus_epi32(low, high));
-}
-
-/* Rounds each into its half. NaNs are rare: one branch is cheaper than two blends. */
-TARGET static inline floats join_bf16(floats even, floats odd)
-{
-    enum { UPPER_HALVES = 0xAA };
-    __m256i low = rounded_numbers(even), high = rounded_numbers(odd);
-    if (_mm256_movemask_ps(_mm256_cmp_ps(even, odd, _CMP_UNORD_Q)) != 0) {
-        low = rounded_upper(even);
-        high = rounded_upper(odd);
-    }
-    return _mm256_castsi256_ps(
-        _mm256_blend_epi16(_mm256_srli_epi32(low, 16), high, UPPER_HALVES));
-}
-
-TARGET static inline doubles lower_half(floats values)
-{
-    return _mm256_cvtps_pd(_mm256_castps256_ps128(values));
-}
-
-TARGET static inline doubles upper_half(floats values)
-{
-    return _mm256_cvtps_pd(_mm256_extractf128_ps(values, 1));
-}
-
-#    include "gradients/reduce/reduce_x86.h"
-
-#    include "gradients/reduce/reduce_simd.h"
+#    include "gradients/reduce/reduce_loops.h"
 
 void mls_sum_f32_avx2(void *out, const void *const *sources, size_t count, size_t start,
                       size_t n, double divisor)
@@ -97,7 +14,6 @@ void mls_sum_f32_avx2(void *out, const void *const *sources, size_t count, size_
     sum_f32(out, sources, count, start, n, divisor);
 }
 
-/* Requires mls_cpu_offers(MLS_CPU_AVX2). */
 const mls_reduce_kernels mls_reduce_avx2 = MLS_REDUCE_TABLE;
 
 #endif

@@ -58,13 +58,6 @@ void mls_sum_f32_avx2(void *out, const void *const *sources, size_t count, size_
                       size_t n, double divisor);
 #endif
 
-/* Defines the registers of `bytes` bytes for reduce_simd.h, with the compiler's vector
- * extensions. */
-#define MLS_REDUCE_REGISTERS(bytes)                                                      \
-    typedef float floats __attribute__((vector_size(bytes)));                            \
-    typedef double doubles __attribute__((vector_size(bytes)));                          \
-    typedef uint32_t words __attribute__((vector_size(bytes)))
-
 /* Returns how many of n elements are infinite or NaN. It has only a scalar version: it is
  * called only for blocks whose squares do not add up to a finite number, which are rare.
  */

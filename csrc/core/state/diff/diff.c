@@ -25,7 +25,12 @@ enum {
 
 const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 {
-    return MLS_CPU_TABLE(cpu, mls_diff);
+#if defined(__x86_64__) || defined(__aarch64__)
+    return cpu == MLS_CPU_SCALAR ? &mls_diff_scalar : &mls_diff_vector;
+#else
+    (void)cpu;
+    return &mls_diff_scalar;
+#endif
 }
 
 /* ---- checks ---- */

@@ -1,38 +1,13 @@
-/* reduce_simd: the kernels of a vector table, for any register width.
+/* reduce_loops: the kernels of a vector table, for any register width.
  *
- * Private to reduce_avx2.c, reduce_avx512.c and reduce_neon.c, which define these names
- * and then include this file:
- *     TARGET             the attribute that lets a function use the instruction set
- *     WIDTH              bytes of a register
- *     registers          floats, doubles and others, by MLS_REDUCE_REGISTERS
- *     floats_f16, floats_bf16    load WIDTH / 4 items as floats, exactly
- *     store_f16, store_bf16     store floats, rounded to nearest even
- *     kept_f16           the floats that store_f16 would leave
- *     lower_half, upper_half    half of the floats of a register as doubles, exactly
- *     doubles_f16, doubles_bf16, doubles_f32    load WIDTH / 8 items as doubles, exactly
- *     join_bf16          the inverse of even_bf16 and odd_bf16, rounded to nearest even
- *
- * Addresses need no alignment. The last items that do not fill a register are handled by
- * the scalar kernels.
+ * Private to reduce_avx2.c, reduce_avx512.c and reduce_neon.c, which include one of the
+ * headers of simd/ first. Addresses need no alignment. The last items that do not fill a
+ * register are handled by the scalar kernels.
  */
-#ifndef MLS_REDUCE_SIMD_H
-#define MLS_REDUCE_SIMD_H
-
-#include <string.h>
-
-#define MLS_INLINED static inline __attribute__((always_inline))
-
-/* Loops over arrays of registers must be unrolled; otherwise the array is kept in memory.
- */
-#if defined(__clang__)
-#    define MLS_UNROLLED /* unrolls without it */
-#else
-#    define MLS_UNROLLED _Pragma("GCC unroll 16")
-#endif
+#ifndef MLS_REDUCE_LOOPS_H
+#define MLS_REDUCE_LOOPS_H
 
 enum {
-    FLOATS = WIDTH / 4,
-    DOUBLES = WIDTH / 8,
     AHEAD = 2048, /* bytes to prefetch ahead: bfloat16 gains a quarter */
     PAGE = 4096,  /* hardware prefetchers stop at page ends */
     TOGETHER = 4, /* registers in flight, so that no sum waits for another */
@@ -46,57 +21,8 @@ typedef void (*store_function)(unsigned char *items, floats values);
 typedef floats (*kept_function)(floats values);
 typedef doubles (*doubles_function)(const unsigned char *items);
 
-/* ---- registers ---- */
-
-/* Loads and stores a register. */
-TARGET MLS_INLINED floats floats_f32(const unsigned char *items)
-{
-    floats values;
-    memcpy(&values, items, sizeof values);
-    return values;
-}
-
-TARGET MLS_INLINED void store_f32(unsigned char *items, floats values)
-{
-    memcpy(items, &values, sizeof values);
-}
-
-TARGET MLS_INLINED doubles doubles_f64(const unsigned char *items)
-{
-    doubles values;
-    memcpy(&values, items, sizeof values);
-    return values;
-}
-
-TARGET MLS_INLINED void store_f64(unsigned char *items, doubles values)
-{
-    memcpy(items, &values, sizeof values);
-}
-
-/* One number in all lanes; the difference keeps a negative zero. */
-TARGET MLS_INLINED floats repeat(float value)
-{
-    return value - (floats){0};
-}
-
-TARGET MLS_INLINED doubles repeat_f64(double value)
-{
-    return value - (doubles){0};
-}
-
-/* Every other item of a register full of bfloat16, as floats. */
-TARGET MLS_INLINED floats even_bf16(floats pairs)
-{
-    return (floats)((words)pairs << 16);
-}
-
-TARGET MLS_INLINED floats odd_bf16(floats pairs)
-{
-    return (floats)((words)pairs & 0xFFFF0000U);
-}
-
 /* The counterpart of kept_f16: nothing is rounded. */
-TARGET MLS_INLINED floats kept_f32(floats values)
+MLS_INLINED floats kept_f32(floats values)
 {
     return values;
 }
@@ -124,9 +50,8 @@ MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 /* ---- sums ---- */
 
 /* Sums TOGETHER registers of items of all sources in order, beginning at byte `at`. */
-TARGET MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count,
-                                  size_t at, size_t bytes, bool pages,
-                                  floats_function load)
+MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count,
+                           size_t at, size_t bytes, bool pages, floats_function load)
 {
     const unsigned char *first = sources[0];
     prefetch_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, pages);
@@ -146,10 +71,10 @@ TARGET MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_
 
 /* Runs whole steps of a sum; returns the first item that is left. `count` and `divides`
  * are constants. */
-TARGET MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources,
-                                    size_t count, size_t start, size_t end, float divisor,
-                                    bool divides, size_t from_bytes, size_t to_bytes,
-                                    floats_function load, store_function store)
+MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, size_t count,
+                             size_t start, size_t end, float divisor, bool divides,
+                             size_t from_bytes, size_t to_bytes, floats_function load,
+                             store_function store)
 {
     const floats by = repeat(divisor);
     const bool pages = mls_cpu_follows_runs();
@@ -169,10 +94,10 @@ TARGET MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sourc
 }
 
 /* Sums any number of sources. Two sources, the usual number, have their own loop. */
-TARGET MLS_INLINED void sum_run(void *out, const void *const *sources, size_t count,
-                                size_t start, size_t n, double divisor, size_t from_bytes,
-                                size_t to_bytes, floats_function load,
-                                store_function store, mls_reduce_kernel scalar)
+MLS_INLINED void sum_run(void *out, const void *const *sources, size_t count,
+                         size_t start, size_t n, double divisor, size_t from_bytes,
+                         size_t to_bytes, floats_function load, store_function store,
+                         mls_reduce_kernel scalar)
 {
     const float by = (float)divisor;
     const size_t end = start + n;
@@ -192,8 +117,8 @@ TARGET MLS_INLINED void sum_run(void *out, const void *const *sources, size_t co
 
 /* Defines the sum of dtype A, stored as B. */
 #define MLS_DEFINE_SUM(name, A, B, from_bytes, to_bytes, table)                          \
-    TARGET static void name(void *out, const void *const *sources, size_t count,         \
-                            size_t start, size_t n, double divisor)                      \
+    MLS_TARGET static void name(void *out, const void *const *sources, size_t count,     \
+                                size_t start, size_t n, double divisor)                  \
     {                                                                                    \
         sum_run(out, sources, count, start, n, divisor, from_bytes, to_bytes,            \
                 floats_##A, store_##B, mls_reduce_scalar.table);                         \
@@ -209,8 +134,8 @@ MLS_DEFINE_SUM(sum_wide_f16, f16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_wide_bf16, bf16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_BF16])
 
 /* The sum of float64, one register at a time: memory is the bottleneck. */
-TARGET static void sum_f64(void *out, const void *const *sources, size_t count,
-                           size_t start, size_t n, double divisor)
+MLS_TARGET static void sum_f64(void *out, const void *const *sources, size_t count,
+                               size_t start, size_t n, double divisor)
 {
     const size_t end = start + n;
     const doubles by = repeat_f64(divisor);
@@ -230,10 +155,10 @@ TARGET static void sum_f64(void *out, const void *const *sources, size_t count,
 
 /* Runs whole steps. Product and sum are rounded separately: the build forbids
  * contraction. */
-TARGET MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src,
-                                    size_t n, float scale, size_t to_bytes,
-                                    size_t from_bytes, floats_function load_dst,
-                                    floats_function load_src, store_function store)
+MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_t n,
+                             float scale, size_t to_bytes, size_t from_bytes,
+                             floats_function load_dst, floats_function load_src,
+                             store_function store)
 {
     const floats times = repeat(scale);
     const bool pages = mls_cpu_follows_runs();
@@ -259,8 +184,8 @@ TARGET MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src
 
 /* As add_steps for bfloat16 on both sides, a full register of items at a time: one shift
  * or mask turns each half of a pair into a float, so no widening is needed. */
-TARGET MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src,
-                                    size_t n, float scale)
+MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src, size_t n,
+                             float scale)
 {
     const floats times = repeat(scale);
     const bool pages = mls_cpu_follows_runs();
@@ -286,7 +211,7 @@ TARGET MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src
 }
 
 /* Adds bfloat16 to bfloat16. */
-TARGET static void add_bf16_bf16(void *dst, const void *src, size_t n, double scale)
+MLS_TARGET static void add_bf16_bf16(void *dst, const void *src, size_t n, double scale)
 {
     const size_t done = add_pairs(dst, src, n, (float)scale);
     mls_reduce_scalar.add[MLS_BF16][MLS_BF16]((unsigned char *)dst + done * 2,
@@ -296,7 +221,8 @@ TARGET static void add_bf16_bf16(void *dst, const void *src, size_t n, double sc
 
 /* Defines the addition of B to A. */
 #define MLS_DEFINE_ADD(A, B, to_bytes, from_bytes, dst_dtype, src_dtype)                 \
-    TARGET static void add_##A##_##B(void *dst, const void *src, size_t n, double scale) \
+    MLS_TARGET static void add_##A##_##B(void *dst, const void *src, size_t n,           \
+                                         double scale)                                   \
     {                                                                                    \
         const size_t done = add_steps(dst, src, n, (float)scale, to_bytes, from_bytes,   \
                                       floats_##A, floats_##B, store_##A);                \
@@ -315,7 +241,7 @@ MLS_DEFINE_ADD(f32, bf16, 4, 2, MLS_F32, MLS_BF16)
 MLS_DEFINE_ADD(f32, f32, 4, 4, MLS_F32, MLS_F32)
 
 /* One register at a time, like sum_f64. */
-TARGET static void add_f64_f64(void *dst, const void *src, size_t n, double scale)
+MLS_TARGET static void add_f64_f64(void *dst, const void *src, size_t n, double scale)
 {
     unsigned char *to = dst;
     const unsigned char *from = src;
@@ -332,7 +258,7 @@ TARGET static void add_f64_f64(void *dst, const void *src, size_t n, double scal
 
 /* One register at a time. */
 #define MLS_DEFINE_SCALE(A, bytes, dtype)                                                \
-    TARGET static void scale_##A(void *items, size_t n, double factor)                   \
+    MLS_TARGET static void scale_##A(void *items, size_t n, double factor)               \
     {                                                                                    \
         unsigned char *at = items;                                                       \
         const floats times = repeat((float)factor);                                      \
@@ -347,7 +273,7 @@ MLS_DEFINE_SCALE(bf16, 2, MLS_BF16)
 MLS_DEFINE_SCALE(f32, 4, MLS_F32)
 
 /* As above, in float64. */
-TARGET static void scale_f64(void *items, size_t n, double factor)
+MLS_TARGET static void scale_f64(void *items, size_t n, double factor)
 {
     unsigned char *at = items;
     const doubles times = repeat_f64(factor);
@@ -360,8 +286,8 @@ TARGET static void scale_f64(void *items, size_t n, double factor)
 /* ---- norm partials ---- */
 
 /* Adds the squares of MLS_SQUARE_LANES items, each to its own lane. */
-TARGET MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items,
-                                     size_t bytes, doubles_function load)
+MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items, size_t bytes,
+                              doubles_function load)
 {
     MLS_UNROLLED
     for (size_t k = 0; k < SQUARES; k++) {
@@ -371,8 +297,8 @@ TARGET MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items,
 }
 
 /* Adds the squares of n items. Zeros fill the last step; they change no lane. */
-TARGET MLS_INLINED void square_items(doubles *lanes, const unsigned char *items, size_t n,
-                                     size_t bytes, doubles_function load)
+MLS_INLINED void square_items(doubles *lanes, const unsigned char *items, size_t n,
+                              size_t bytes, doubles_function load)
 {
     unsigned char rest[MLS_SQUARE_LANES * 8] = {0};
     for (; n >= MLS_SQUARE_LANES; n -= MLS_SQUARE_LANES) {
@@ -384,7 +310,7 @@ TARGET MLS_INLINED void square_items(doubles *lanes, const unsigned char *items,
     square_lanes(lanes, rest, bytes, load);
 }
 
-TARGET MLS_INLINED void clear_lanes(doubles *lanes)
+MLS_INLINED void clear_lanes(doubles *lanes)
 {
     MLS_UNROLLED
     for (size_t k = 0; k < SQUARES; k++) {
@@ -392,7 +318,7 @@ TARGET MLS_INLINED void clear_lanes(doubles *lanes)
     }
 }
 
-TARGET MLS_INLINED double fold_lanes(const doubles *lanes)
+MLS_INLINED double fold_lanes(const doubles *lanes)
 {
     double sums[MLS_SQUARE_LANES];
     MLS_UNROLLED
@@ -403,8 +329,8 @@ TARGET MLS_INLINED double fold_lanes(const doubles *lanes)
 }
 
 /* Returns the sum of squares of a block, and prefetches the next block meanwhile. */
-TARGET MLS_INLINED double squares_run(const unsigned char *items, size_t n, size_t bytes,
-                                      doubles_function load)
+MLS_INLINED double squares_run(const unsigned char *items, size_t n, size_t bytes,
+                               doubles_function load)
 {
     doubles lanes[SQUARES];
     clear_lanes(lanes);
@@ -414,7 +340,7 @@ TARGET MLS_INLINED double squares_run(const unsigned char *items, size_t n, size
 
 /* Defines the sum of squares of A. */
 #define MLS_DEFINE_SQUARES(A, bytes)                                                     \
-    TARGET static double squares_##A(const void *items, size_t n)                        \
+    MLS_TARGET static double squares_##A(const void *items, size_t n)                    \
     {                                                                                    \
         return squares_run(items, n, bytes, doubles_##A);                                \
     }
@@ -431,12 +357,11 @@ enum { PAIR = 2 * MLS_SQUARE_LANES }; /* items that are summed and squared in on
 /* Sums TOGETHER registers and adds the squares of the stored values. The stored values
  * are not read back: loading a part of a recent store is slow. `first` is the lane of the
  * first item, a constant. */
-TARGET MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out,
-                                       const void *const *sources, size_t count,
-                                       size_t at, floats by, bool divides,
-                                       size_t from_bytes, size_t to_bytes,
-                                       floats_function load, store_function store,
-                                       kept_function kept)
+MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out,
+                                const void *const *sources, size_t count, size_t at,
+                                floats by, bool divides, size_t from_bytes,
+                                size_t to_bytes, floats_function load,
+                                store_function store, kept_function kept)
 {
     floats sum[TOGETHER];
     sum_lanes(sum, sources, count, at * from_bytes, from_bytes, false, load);
@@ -456,12 +381,11 @@ TARGET MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned ch
 
 /* Runs whole pairs; returns the number of items done. `count` and `divides` are
  * constants. */
-TARGET MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
-                                    const void *const *sources, size_t count,
-                                    size_t start, size_t n, float divisor, bool divides,
-                                    size_t from_bytes, size_t to_bytes,
-                                    floats_function load, store_function store,
-                                    kept_function kept)
+MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
+                             const void *const *sources, size_t count, size_t start,
+                             size_t n, float divisor, bool divides, size_t from_bytes,
+                             size_t to_bytes, floats_function load, store_function store,
+                             kept_function kept)
 {
     const floats by = repeat(divisor);
     size_t done = 0;
@@ -476,12 +400,12 @@ TARGET MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
 }
 
 /* Sums a block and returns its sum of squares, with the same bits as separate passes. */
-TARGET MLS_INLINED double sum_squares_run(void *out, const void *const *sources,
-                                          size_t count, size_t start, size_t n,
-                                          double divisor, size_t from_bytes,
-                                          size_t to_bytes, floats_function load,
-                                          store_function store, kept_function kept,
-                                          doubles_function back, mls_reduce_kernel scalar)
+MLS_INLINED double sum_squares_run(void *out, const void *const *sources, size_t count,
+                                   size_t start, size_t n, double divisor,
+                                   size_t from_bytes, size_t to_bytes,
+                                   floats_function load, store_function store,
+                                   kept_function kept, doubles_function back,
+                                   mls_reduce_kernel scalar)
 {
     const float by = (float)divisor;
     const bool divides = by < 1 || by > 1;
@@ -506,8 +430,8 @@ TARGET MLS_INLINED double sum_squares_run(void *out, const void *const *sources,
 
 /* Defines the sum of A stored as B, with its squares. */
 #define MLS_DEFINE_SUM_SQUARES(name, A, B, from_bytes, to_bytes, table)                  \
-    TARGET static double name(void *out, const void *const *sources, size_t count,       \
-                              size_t start, size_t n, double divisor)                    \
+    MLS_TARGET static double name(void *out, const void *const *sources, size_t count,   \
+                                  size_t start, size_t n, double divisor)                \
     {                                                                                    \
         return sum_squares_run(out, sources, count, start, n, divisor, from_bytes,       \
                                to_bytes, floats_##A, store_##B, kept_##B, doubles_##B,   \
@@ -526,9 +450,8 @@ enum {
       even low, even high, odd low, odd high. */
 
 /* Stores a full register of sums, and adds their squares to four registers of lanes. */
-TARGET MLS_INLINED void sum_full(doubles *lanes, unsigned char *out,
-                                 const void *const *sources, size_t count, size_t at,
-                                 floats by, bool divides)
+MLS_INLINED void sum_full(doubles *lanes, unsigned char *out, const void *const *sources,
+                          size_t count, size_t at, floats by, bool divides)
 {
     const floats first = floats_f32((const unsigned char *)sources[0] + at);
     floats even = even_bf16(first), odd = odd_bf16(first);
@@ -554,10 +477,9 @@ TARGET MLS_INLINED void sum_full(doubles *lanes, unsigned char *out,
 }
 
 /* As sum_pairs. `count` and `divides` are constants. */
-TARGET MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
-                                         const void *const *sources, size_t count,
-                                         size_t start, size_t n, float divisor,
-                                         bool divides)
+MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
+                                  const void *const *sources, size_t count, size_t start,
+                                  size_t n, float divisor, bool divides)
 {
     const floats by = repeat(divisor);
     size_t done = 0;
@@ -577,7 +499,7 @@ TARGET MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
 }
 
 /* Reorders the lanes from the order of sum_full to the order of the items. */
-TARGET MLS_INLINED void order_lanes(doubles *lanes)
+MLS_INLINED void order_lanes(doubles *lanes)
 {
     double ordered[MLS_SQUARE_LANES], some[DOUBLES];
     for (size_t k = 0; k < SQUARES; k++) {
@@ -594,8 +516,9 @@ TARGET MLS_INLINED void order_lanes(doubles *lanes)
 
 /* The sum of bfloat16 as bfloat16, with its squares. The bits equal the results of
  * sum_squares_run; it processes a full register of items at a time. */
-TARGET static double sum_squares_bf16(void *out, const void *const *sources, size_t count,
-                                      size_t start, size_t n, double divisor)
+MLS_TARGET static double sum_squares_bf16(void *out, const void *const *sources,
+                                          size_t count, size_t start, size_t n,
+                                          double divisor)
 {
     const float by = (float)divisor;
     const bool divides = by < 1 || by > 1;

@@ -1,58 +1,39 @@
-/* plan_dp_slots_simd: the loops of a kernel file, which defines these names and then
- * includes this file:
- *
- *     TARGET      the function attribute that allows its instructions
- *     LANES       floats in one register
- *     COLUMNS     segments along t processed together: 2 or 4
- *     floats      the register
- *     least       the smaller of two registers' floats
- *
- * It names its table with MLS_PLAN_TABLE. Entries that do not fill a register are
- * processed one by one with the same operations.
+/* plan_dp_slots_loops: the loops of a kernel file, which includes a header of simd/,
+ * defines COLUMNS, the number of segments along t that are processed together, and names
+ * its table with MLS_PLAN_TABLE. Entries that do not fill a register are processed one by
+ * one with the same operations.
  */
-#ifndef MLS_PLAN_DP_SLOTS_SIMD_H
-#define MLS_PLAN_DP_SLOTS_SIMD_H
+#ifndef MLS_PLAN_DP_SLOTS_LOOPS_H
+#define MLS_PLAN_DP_SLOTS_LOOPS_H
 
 #include <math.h>
 #include <string.h>
 
-/* Loops over a tile are short and constant; unrolled, they keep arrays in registers. */
-#if defined(__clang__)
-#    define MLS_UNROLL _Pragma("unroll")
-#else
-#    define MLS_UNROLL _Pragma("GCC unroll 4")
-#endif
-
 /* Any address is valid. */
-TARGET static inline floats load(const float *p)
+MLS_TARGET static inline floats load(const float *p)
 {
     floats values;
     memcpy(&values, p, sizeof values);
     return values;
 }
 
-TARGET static inline void store(float *p, floats values)
+MLS_TARGET static inline void store(float *p, floats values)
 {
     memcpy(p, &values, sizeof values);
-}
-
-TARGET static inline floats repeat(float value)
-{
-    return value - (floats){0};
 }
 
 /* Processes one register of entries of a tile, `COLUMNS` segments wide, for all restarts.
  * The sums stay in registers from the first restart to the last. Prefetches the entries
  * of the next strip: they are in many short ranges, too short for the hardware
  * prefetcher. */
-TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
+MLS_TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
 {
     floats sums[MLS_PLAN_TILE][COLUMNS];
     float *cells[MLS_PLAN_TILE];
-    MLS_UNROLL
+    MLS_UNROLLED
     for (size_t i = 0; i < MLS_PLAN_TILE; i++) {
         cells[i] = j->values + j->rows[j->s + i] + m;
-        MLS_UNROLL
+        MLS_UNROLLED
         for (size_t l = 0; l < COLUMNS; l++) {
             sums[i][l] = repeat(INFINITY);
         }
@@ -64,35 +45,35 @@ TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
         const float *right = j->values + j->rows[k] + t * j->stride + m - j->shift[k];
         const floats plus = repeat(j->plus[k - j->first]);
         floats columns[COLUMNS];
-        MLS_UNROLL
+        MLS_UNROLLED
         for (size_t l = 0; l < COLUMNS; l++) {
             columns[l] = load(right + l * j->stride) + plus;
             __builtin_prefetch(right + l * j->stride + MLS_PLAN_STRIP, 0, 2);
         }
-        MLS_UNROLL
+        MLS_UNROLLED
         for (size_t i = 0; i < MLS_PLAN_TILE; i++) {
             const floats left = load(cells[i] + (k - 1) * j->stride);
             __builtin_prefetch(cells[i] + (k - 1) * j->stride + MLS_PLAN_STRIP, 0, 2);
-            MLS_UNROLL
+            MLS_UNROLLED
             for (size_t l = 0; l < COLUMNS; l++) {
-                sums[i][l] = least(sums[i][l], left + columns[l]);
+                sums[i][l] = least_f32(sums[i][l], left + columns[l]);
             }
         }
     }
-    MLS_UNROLL
+    MLS_UNROLLED
     for (size_t i = 0; i < MLS_PLAN_TILE; i++) {
         const floats rest = repeat(j->rest[i]);
-        MLS_UNROLL
+        MLS_UNROLLED
         for (size_t l = 0; l < COLUMNS; l++) {
             float *cell = cells[i] + (t + l) * j->stride;
-            store(cell, least(load(cell), sums[i][l] + rest));
+            store(cell, least_f32(load(cell), sums[i][l] + rest));
         }
     }
 }
 
-TARGET static void tile(const mls_plan_tile *j)
+MLS_TARGET static void tile(const mls_plan_tile *j)
 {
-    for (size_t m = j->from; m < j->to; m += LANES) {
+    for (size_t m = j->from; m < j->to; m += FLOATS) {
         for (size_t l = 0; l < MLS_PLAN_TILE; l += COLUMNS) {
             tile_part(j, j->t + l, m);
         }
@@ -100,13 +81,14 @@ TARGET static void tile(const mls_plan_tile *j)
 }
 
 /* c = min(c, a + (b + plus)). */
-TARGET static void row(float *c, const float *a, const float *b, float plus, size_t count)
+MLS_TARGET static void row(float *c, const float *a, const float *b, float plus,
+                           size_t count)
 {
     const floats more = repeat(plus);
     size_t m = 0;
-    for (; m + LANES <= count; m += LANES) {
+    for (; m + FLOATS <= count; m += FLOATS) {
         const floats right = load(b + m) + more;
-        store(c + m, least(load(c + m), load(a + m) + right));
+        store(c + m, least_f32(load(c + m), load(a + m) + right));
     }
     for (; m < count; m++) {
         const float sum = a[m] + (b[m] + plus);
@@ -115,12 +97,12 @@ TARGET static void row(float *c, const float *a, const float *b, float plus, siz
 }
 
 /* c = min(c, b + plus). */
-TARGET static void keep(float *c, const float *b, float plus, size_t count)
+MLS_TARGET static void keep(float *c, const float *b, float plus, size_t count)
 {
     const floats more = repeat(plus);
     size_t m = 0;
-    for (; m + LANES <= count; m += LANES) {
-        store(c + m, least(load(c + m), load(b + m) + more));
+    for (; m + FLOATS <= count; m += FLOATS) {
+        store(c + m, least_f32(load(c + m), load(b + m) + more));
     }
     for (; m < count; m++) {
         const float sum = b[m] + plus;

@@ -1,0 +1,38 @@
+"""What a public module shows: its exports, of which some are loaded on first use."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # `import mlstate` needs this file, and importing typing takes milliseconds
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import Any
+
+
+def show_exports(
+    namespace: dict[str, Any],
+    names: Mapping[str, Iterable[str]] | None = None,
+    modules: Iterable[str] = (),
+) -> None:
+    """Let `dir` of a public module list ``__all__`` and names such as ``__doc__``, and no others.
+
+    Call this at the end of the module, with `globals`. `names` are loaded on first use, given by
+    the relative module that has them, such as ``{"._info": ["info"]}``; `modules` are submodules
+    that are imported on first use.
+    """
+    homes = {name: home for home, members in (names or {}).items() for name in members}
+
+    def load(name: str) -> Any:
+        from importlib import import_module
+
+        package = namespace["__name__"]
+        if name in modules:
+            return import_module(f".{name}", package)  # the import also binds the name
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        namespace[name] = getattr(import_module(homes[name], package), name)
+        return namespace[name]
+
+    if homes:
+        namespace["__getattr__"] = load
+    special = [name for name in namespace if name.startswith("__") and name != "__getattr__"]
+    namespace["__dir__"] = lambda: sorted({*namespace["__all__"], *special})

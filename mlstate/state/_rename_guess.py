@@ -1,0 +1,120 @@
+"""Guess of the rename rules that make the names of two states match.
+
+Rules are guessed and then checked. A few names of the shorter list are compared with all names of
+the other list, and each prefix that would make two names equal gets a vote. The guesses with the
+most votes are checked against all names. A wrong guess costs time but never gives a wrong rule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TypeAlias
+
+from .. import _core
+
+Rules: TypeAlias = tuple[tuple[str, str], ...]
+
+# Marks that torch.compile, FSDP and activation checkpointing insert before module names.
+MARKS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+# Usual prefixes of wrappers and training scripts, to remove or to add. They win ties, but need a
+# vote too.
+USUAL: tuple[Rules, ...] = (
+    (("module.", ""),),
+    (("model.", ""),),
+    (("", "module."),),
+    (("", "model."),),
+)
+SAMPLES = 16  # names of the shorter list that are compared with all others
+NEW_GUESSES = 4  # per sample: a name such as "weight" matches the end of most names
+TRIES = 4  # guesses that are checked against all names
+
+
+def guess_rules(unexpected: list[str], missing: list[str]) -> Rules:
+    """Return rules for `rename` that turn unexpected names into missing ones.
+
+    Parameters
+    ----------
+    unexpected, missing : list of str
+        Names that only one side has, without duplicates.
+
+    Returns
+    -------
+    tuple of pairs of str
+        First the marks of wrappers, at any position, then one prefix to remove or to add. Empty
+        if no rules explain more than half of the shorter list, or if rules would make two
+        unexpected names equal. The rules that explain most names are chosen, and among these the
+        fewest. They are correct for these two lists only: the caller must check how they affect
+        names that both sides have.
+    """
+    best: Rules = ()
+    matched = 0
+    present = [m for m in MARKS if any(n.startswith(m) or f".{m}" in n for n in unexpected)]
+    subsets: list[Rules] = [()]
+    for mark in present:  # a mark that both sides have must stay
+        subsets += [(*subset, (f"*{mark}", "")) for subset in subsets]
+    for removals in subsets:
+        try:
+            names = list(_core.state_rename(dict.fromkeys(unexpected), removals)[0])
+        except ValueError:  # two names would become equal, or one empty
+            continue
+        for guess in ((), *_prefix_guesses(names, missing)):
+            rules = removals + guess
+            count = _count_matches(names, missing, guess)
+            if count > matched or (count == matched > 0 and len(rules) < len(best)):
+                best, matched = rules, count
+    return best if matched > min(len(unexpected), len(missing)) // 2 else ()
+
+
+def _prefix_guesses(unexpected: list[str], missing: list[str]) -> list[Rules]:
+    """Return the rules about one prefix that have the most votes of a few names."""
+    is_shorter = len(unexpected) <= len(missing)
+    names, others = (unexpected, missing) if is_shorter else (missing, unexpected)
+    positions = {name: i for i, name in enumerate(others)}
+    votes = Counter[Rules](dict.fromkeys(USUAL, 0))
+    samples = min(len(names), SAMPLES)
+    for i in range(samples):
+        part = len(names) // samples
+        sample = names[i * part + i * 7919 % part]  # scattered: names repeat at regular distances
+        room = NEW_GUESSES
+        for prefix, is_longer in _prefixes(sample, others, positions):
+            guess = ((prefix, ""),) if is_longer == is_shorter else (("", prefix),)
+            if guess in votes or room:
+                room -= guess not in votes
+                votes[guess] += 1
+    return [guess for guess, count in votes.most_common(TRIES) if count]
+
+
+def _prefixes(sample: str, others: list[str], positions: dict[str, int]) -> list[tuple[str, bool]]:
+    """Return the prefixes that distinguish a name from others, in the order of the others.
+
+    The bool tells whether the sample has the prefix, not the other name.
+    """
+    if not sample:
+        return []
+    dotted = f".{sample}"
+    prefixes = [
+        (i, other[: -len(sample)], False)
+        for i, other in enumerate(others)
+        if other.endswith(dotted)
+    ]
+    for end in range(1, len(sample)):
+        if sample[end - 1] == "." and sample[end:] in positions:
+            prefixes.append((positions[sample[end:]], sample[:end], True))
+    return [(prefix, is_longer) for _, prefix, is_longer in sorted(prefixes)]
+
+
+def _count_matches(unexpected: list[str], missing: list[str], rules: Rules) -> int:
+    """Return how many unexpected names one rule, or none, turns into missing ones.
+
+    Return 0 if the rule would make two names equal or one empty.
+    """
+    if not rules:
+        return len(set(unexpected).intersection(missing))
+    [(removed, added)] = rules
+    names = set(unexpected)
+    if added:
+        return sum(name.startswith(added) and name[len(added) :] in names for name in missing)
+    renamed = {name.removeprefix(removed) for name in unexpected}
+    if len(renamed) < len(unexpected) or removed in names:
+        return 0
+    return len(renamed.intersection(missing))
