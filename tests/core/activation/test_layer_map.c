@@ -15,7 +15,7 @@ AFTER_EACH
     mls_layer_map_fini(&t);
 }
 
-TEST(an_empty_table_knows_nobody)
+TEST(empty_map_finds_no_layer)
 {
     const mls_layer_key key = named("a");
     CHECK(mls_layer_find(&t, &key) == NULL);
@@ -30,7 +30,7 @@ static uint64_t hash_of(int number, int kind)
     return kind == 0 ? wide : kind == 1 ? (uint64_t)(number % 5) << 60 : 3;
 }
 
-TEST(every_layer_is_found_whatever_the_hash)
+TEST(layers_are_looked_up_with_colliding_hashes)
 {
     enum { LAYERS = 700 };
     char room[64];

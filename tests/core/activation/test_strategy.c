@@ -35,7 +35,7 @@ static void mark(const char *name, mls_layer_choice as)
     CHECK(mls_layer_set_choice(&s.named, &key, as, &status) == MLS_OK);
 }
 
-TEST(numbers_above_nought_are_kept)
+TEST(positive_settings_are_stored)
 {
     s.number = 5;
     for (int64_t bad = -3; bad <= 0; bad += 3) {
@@ -106,7 +106,7 @@ TEST(memory_aware_is_restored)
 }
 
 /* If the clock jumps back, nothing is due. */
-TEST(time_may_go_back)
+TEST(backward_clock_triggers_no_adjustment)
 {
     make(0, 0.8);
     CHECK(!mls_strategy_is_due(&s, -MLS_MAX_TICKS));
