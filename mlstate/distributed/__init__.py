@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
-from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
 from .._common.text import names_hint
+from .._exports import show_exports
 from .._sharding.backend import ShardBackend
 from .._sharding.layout import Shard
 from ..collectives._arguments import check_group, check_root, check_timeout

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
 from .._common.text import bytes_text, shorten
+from .._exports import show_exports
 from ._caches import plot_cache, plot_cache_memory, plot_mask, plot_occupancy
 from ._figure import (
     AGAIN,

@@ -159,11 +159,9 @@ class TorchGroup(Engine):
 
     # ---- call order ----
 
-    def _run(self, call: Call, task: Callable[[], Any]) -> Any:
-        """Run an asynchronous operation on a device in the current stream."""
-        if call.async_op and call.device is not None and call.device.type != "cpu":
-            return self._operations.run_at_once(call.name, task)
-        return super()._run(call, task)
+    def _runs_at_once(self, call: Call) -> bool:
+        """Run operations on a device in the current stream."""
+        return call.device is not None and call.device.type != "cpu"
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
         link = Link(self._group, self._device, call.seconds)
