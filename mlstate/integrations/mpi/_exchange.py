@@ -75,8 +75,8 @@ class Channel:
         """Notify all other ranks that this rank gives up; does not wait."""
         tag = _ENDINGS.index(operation) << 3 | _GONE
         others = [r for r in range(self.world_size) if r != self.rank]
-        nothing = bytearray()
-        self.keep([self.comm.Isend([nothing, self.mpi.BYTE], r, tag) for r in others], nothing)
+        empty = bytearray()
+        self.keep([self.comm.Isend([empty, self.mpi.BYTE], r, tag) for r in others], empty)
 
     def look_for_gone(self) -> dict[int, str]:
         """Return the ranks known to have given up, and the operation of each."""
