@@ -286,21 +286,21 @@ def usual_axis(shape: Shape) -> int:
     return -1 if len(shape) > 1 and shape[-2] == 1 else -2
 
 
-def check_axes(one: StateSpec, other: StateSpec) -> None:
+def check_axes(spec: StateSpec, other: StateSpec) -> None:
     """Raise CompatibilityError if two models name different sequence axes for a state."""
-    axes = one.seq_axis, other.seq_axis
-    if None in axes or axes[0] == axes[1] or len(one.shape) != len(other.shape):
+    axes = spec.seq_axis, other.seq_axis
+    if None in axes or axes[0] == axes[1] or len(spec.shape) != len(other.shape):
         return
     raise incompatible(
-        f"{one.name}: the sequence is axis {axes[0]} of {shape_text(one.shape)} and axis {axes[1]} "
-        f"of {shape_text(other.shape)}: use models with the same layout",
-        one.name,
+        f"{spec.name}: the sequence is axis {axes[0]} of {shape_text(spec.shape)} and axis "
+        f"{axes[1]} of {shape_text(other.shape)}: use models with the same layout",
+        spec.name,
         f"axis {axes[0]}",
         f"axis {axes[1]}",
     )
 
 
-def find_axis(one: StateSpec, other: StateSpec) -> int | None:
+def find_axis(spec: StateSpec, other: StateSpec) -> int | None:
     """Return the sequence axis of a state from its shapes in two models.
 
     None if the shapes are equal and neither has a known axis: the state has no sequence, or the
@@ -312,23 +312,23 @@ def find_axis(one: StateSpec, other: StateSpec) -> int | None:
         The two sequence axes differ, or the shapes differ in another axis than the sequence in one
         of the usual layouts.
     """
-    check_axes(one, other)
-    known = one.seq_axis if one.seq_axis is not None else other.seq_axis
-    if known is not None or one.shape == other.shape:
+    check_axes(spec, other)
+    known = spec.seq_axis if spec.seq_axis is not None else other.seq_axis
+    if known is not None or spec.shape == other.shape:
         return known
-    rank = len(one.shape)
-    axis = usual_axis(one.shape) + rank
+    rank = len(spec.shape)
+    axis = usual_axis(spec.shape) + rank
     if rank != len(other.shape):
         return axis
-    pairs = zip(one.shape, other.shape, strict=True)
+    pairs = zip(spec.shape, other.shape, strict=True)
     differing = [i for i, (length, other_length) in enumerate(pairs) if length != other_length]
     if differing != [axis]:
         raise incompatible(
-            f"{one.name}: the sequence axis is unknown: {shape_text(one.shape)} and "
+            f"{spec.name}: the sequence axis is unknown: {shape_text(spec.shape)} and "
             f"{shape_text(other.shape)} differ in the axes {differing}, and not in axis {axis} "
             "only; use models that were converted from the same weights, or pass seq_axis=",
-            one.name,
-            shape_text(one.shape),
+            spec.name,
+            shape_text(spec.shape),
             shape_text(other.shape),
         )
     return axis
@@ -402,9 +402,9 @@ def state_specs(
     if other is None:
         return specs
     others = choose(other, function, seq_axis, verified=verify)
-    found = {
+    states = {
         name: spec._replace(seq_axis=find_axis(spec, others[name])) if name in others else spec
         for name, spec in specs.items()
     }
-    functions = {**specs.functions, specs.function: found}
+    functions = {**specs.functions, specs.function: states}
     return StateSpecs(functions, specs.function, default_function=specs.default_function)
