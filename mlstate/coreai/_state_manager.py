@@ -164,8 +164,8 @@ class StateManager(StateManagerBase):
             specs = dict.fromkeys(sizes, choose(model, None, seq_axis))
         return dict.fromkeys(sizes, model), specs
 
-    def _is_loader(self, given: Any) -> bool:
-        return callable(given) and not hasattr(given, "desc")
+    def _is_loader(self, model: Any) -> bool:
+        return callable(model) and not hasattr(model, "desc")
 
     def _read_specs(self, size: int, model: Any) -> Mapping[str, StateSpec]:
         specs = choose(self._given_specs.get(size, model), None, self._given_axis)
