@@ -254,7 +254,7 @@ class Reducer:
                 break
         return prepared
 
-    def _prepare_bucket(self, entries: Sequence[Entry], terms: Terms) -> Any:
+    def _prepare_bucket(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
         """Find memory for all entries; return the core's handle of the bucket, or None."""
         if not terms.accumulate and not terms.compression:
             handle = self._reuse_outputs(entries, terms)
@@ -277,7 +277,7 @@ class Reducer:
                 raise
         return None
 
-    def _reuse_outputs(self, entries: Sequence[Entry], terms: Terms) -> Any:
+    def _reuse_outputs(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
         """Return the handle of a bucket of plain gradients that reuses local gradients as outputs.
 
         Returns None if a local gradient is absent or does not fit. Only the core checks them,
@@ -300,10 +300,10 @@ class Reducer:
             entry.out = segment[2]
         return handle
 
-    def _handle(self, segments: list[Segment] | list[CheckedSegment], terms: Terms) -> Any:
+    def _handle(self, segments: list[Segment] | list[CheckedSegment], terms: Terms) -> _core.Bucket:
         return _core.bucket(segments, *self._place, terms.op, terms.divisor)
 
-    def pack(self, handle: Any) -> tuple[list[int], int]:
+    def pack(self, handle: _core.Bucket) -> tuple[list[int], int]:
         """Pack this rank's messages of a prepared bucket, which must be summed next.
 
         Returns the bytes for each rank, and the bytes that each other rank sends to this one.
@@ -314,7 +314,7 @@ class Reducer:
         self._packed = sizes, mine
         return self._packed
 
-    def sum_bucket(self, bucket: FullBucket, handle: Any) -> None:
+    def sum_bucket(self, bucket: FullBucket, handle: _core.Bucket | None) -> None:
         """Reduce a prepared bucket into its outputs, together with all ranks."""
         entries, terms, _ = bucket
         if handle is None:
