@@ -11,11 +11,14 @@ import pkgutil
 import sys
 from pathlib import Path
 
+from sphinx.util import logging
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import mlstate  # noqa: E402
 from mlstate._common.set_module import set_module  # noqa: E402
+from mlstate.cli.command_line import _COMMANDS as COMMANDS  # noqa: E402
 
 project = "mlstate"
 copyright = "the mlstate authors, Apache-2.0"
@@ -80,6 +83,9 @@ ENTRY = """\
 """
 
 
+ALIASES = {}  # names that several modules export, such as `mlstate.save`: where they are described
+
+
 def public_modules():
     """Names of the modules that have an `__all__`, the top level last."""
     walk = pkgutil.walk_packages(mlstate.__path__, "mlstate.")
@@ -122,6 +128,7 @@ def write_reference():
                 continue
             elif id(thing) in described:
                 full = f"{described[id(thing)]}.{name}"
+                ALIASES[inside + name] = full
                 table.append(f"   ~{full.removeprefix(inside)}")
             else:
                 described[id(thing)] = module_name
@@ -148,6 +155,26 @@ def report_source_modules():
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 set_module(info.name)(getattr(module, node.name))
+
+
+def complete_inventory(app, env):
+    """Add the aliases to objects.inv; warn of a public name or a command that is missing."""
+    objects = env.get_domain("py").objects
+    for full, target in list(objects.items()):
+        for alias, home in ALIASES.items():
+            if f"{full}.".startswith(f"{home}."):
+                objects[alias + full.removeprefix(home)] = target._replace(aliased=True)
+    names = [f"{m}.{name}" for m in public_modules() for name in importlib.import_module(m).__all__]
+    missing = {*names} - {*objects, "mlstate.__version__"}
+    commands = {f"mlstate-{module.__name__.rpartition('.')[2]}" for module in COMMANDS}
+    missing |= commands - env.get_domain("std").anonlabels.keys()
+    for name in sorted(missing):
+        logging.getLogger(__name__).warning("not in objects.inv: %s", name)
+
+
+def setup(app):
+    """Connect the functions above."""
+    app.connect("env-updated", complete_inventory)
 
 
 write_reference()

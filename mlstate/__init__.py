@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib.machinery import PathFinder
 
-from ._common.exports import show_exports
+from ._exports import show_exports
 from ._version import __version__
 
 if PathFinder.find_spec(f"{__name__}._core", __path__) is None:

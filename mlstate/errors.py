@@ -15,7 +15,6 @@ Examples
 0..256 | 300
 """
 
-from ._common.exports import show_exports
 from ._core import (
     CapacityError,
     ChecksumError,
@@ -28,6 +27,7 @@ from ._core import (
     StorePermissionError,
     TensorNotFoundError,
 )
+from ._exports import show_exports
 
 
 class GradientMismatchError(CollectiveError, ValueError):

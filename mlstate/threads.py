@@ -2,7 +2,7 @@
 
 from . import _core
 from ._common.arguments import is_flag
-from ._common.exports import show_exports
+from ._exports import show_exports
 
 __all__ = ["get_num_threads", "set_num_threads"]
 

@@ -65,6 +65,12 @@ check "ruff format" "$python" -m ruff format --check .
 check "lines of code" "$python" tools/code_lines.py --check
 check "mypy --strict" "$python" -m mypy
 check "stubtest" "$python" -m mypy.stubtest --mypy-config-file tools/stubtest.ini mlstate._core
+if [ -x "$bin/pyright" ]; then # fails if a public name has no declared type
+    check "pyright --verifytypes" "$bin/pyright" --pythonpath "$python" --verifytypes mlstate \
+        --ignoreexternal
+else
+    echo "skipped pyright --verifytypes: no pyright here"
+fi
 # shellcheck disable=SC2086
 check "clang-format" "$bin/clang-format" --dry-run -Werror $c_files
 if command -v gcc >/dev/null && ! gcc --version | grep -q clang; then

@@ -15,8 +15,8 @@ Examples
 [True, False, True, False, False]
 """
 
-from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
+from .._exports import show_exports
 from ._chain import Chain
 from ._combinators import AllOf, AnyOf, CheckpointStrategy, FirstMatch, Not
 from ._config import (

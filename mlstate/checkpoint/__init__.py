@@ -21,8 +21,8 @@ Examples
 
 from __future__ import annotations
 
-from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
+from .._exports import show_exports
 from .._safetensors import load_file, load_metadata, save_file
 from .._sharding.layout import Layout, Shard, Tier
 from ._checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord, inspect

@@ -21,8 +21,8 @@ array([0., 1., 2.])
 
 from __future__ import annotations
 
-from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
+from .._exports import show_exports
 from ._arguments import ReduceOp
 from ._local_group import LocalGroup
 from ._process_group import ProcessGroup

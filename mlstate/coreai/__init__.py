@@ -9,8 +9,8 @@ To read an ``.aimodel`` and to create states, the package coreai-core is needed:
 Apple silicon. `verify`, and plans for given shapes, run without it.
 """
 
-from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
+from .._exports import show_exports
 from ._asset import verify
 from ._plan import plan_transition
 from ._specs import StateSpec, StateSpecs, state_specs

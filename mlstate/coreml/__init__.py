@@ -7,8 +7,8 @@ a family of models with several context sizes, and moves it between them. `FakeM
 state object on machines without Core ML.
 """
 
-from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
+from .._exports import show_exports
 from ..kv._transition_plan import StateMove, TransitionPlan
 from ._plan import plan_transition
 from ._specs import StateShapeWarning, StateSpec, StateSpecs, state_specs

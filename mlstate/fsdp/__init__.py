@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_number
 from .._common.backend import backend_named
-from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
+from .._exports import show_exports
 from ..collectives._arguments import check_group
 from ..errors import CollectiveError
 from ._accumulator import GradientAccumulator

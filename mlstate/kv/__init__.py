@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
+from .._exports import show_exports
 from ._combined_strategy import CombinedStrategy
 from ._context_ladder import ContextLadder, LadderStep
 from ._kv_state import KVState

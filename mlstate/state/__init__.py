@@ -17,8 +17,8 @@ Examples
 array([1., 1.])
 """
 
-from .._common.exports import show_exports
 from .._common.set_module import set_module_of_exports
+from .._exports import show_exports
 from ._compatibility import (
     CompatibilityResult,
     Difference,

@@ -27,10 +27,10 @@ from mlstate.checkpoint import CheckpointManager, Layout, Shard, save_async
 from mlstate.checkpoint._files.convert import read_any, write_any
 from mlstate.cli import main
 from mlstate.collectives import LocalGroup, SingleGroup
+from mlstate.collectives._memory import reduce_parts
 from mlstate.coreml import FakeMLState, transition_coreml_state
 from mlstate.distributed import DistributedStateCollector
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, GradientAccumulator
-from mlstate.integrations.mpi._exchange import reduce_parts
 from mlstate.kv import KVState, transition_kv_state
 from mlstate.state import check_compatibility, diff, load_into, rename
 

@@ -36,12 +36,15 @@ CORE_ORDER = (
 )
 BINDING_ORDER = (
     ("common",),
-    ("activation", "checkpoint", "gradients", "kv", "state"),
+    ("arguments",),
+    ("array",),
+    ("dictionaries",),
+    ("activation", "checkpoint", "gradients", "io", "kv", "runtime", "state"),
     (".",),
 )
 # A folder without a line belongs to the folder that it is in.
 PACKAGE_ORDER = (
-    ("_types", "_version", "_core"),
+    ("_exports", "_types", "_version", "_core"),
     ("errors",),
     ("_common",),
     ("threads", "_sharding", "state", "kv", "activation", "collectives", "_info"),

@@ -3,7 +3,7 @@
 The modules of this package import lightning inside functions.
 """
 
-from ..._common.exports import show_exports
+from ..._exports import show_exports
 from ._checkpoint_io import MLStateCheckpointIO
 
 __all__ = ["MLStateCheckpointIO"]

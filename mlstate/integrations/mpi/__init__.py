@@ -3,7 +3,7 @@
 The modules of this package import mpi4py inside functions.
 """
 
-from ..._common.exports import show_exports
+from ..._exports import show_exports
 from ._group import MPIGroup
 
 __all__ = ["MPIGroup"]

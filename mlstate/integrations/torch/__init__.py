@@ -9,7 +9,7 @@ already imported, or when it first receives a tensor. In other processes, import
 from __future__ import annotations
 
 from ..._common.backend import register as _register_framework
-from ..._common.exports import show_exports
+from ..._exports import show_exports
 from . import _backend
 from ._tensors.pickle import register as _register
 from ._tensors.pickle import restore_state  # noqa: F401  # torch files name it by this package

@@ -3,7 +3,7 @@
 The modules of this package import transformers inside functions.
 """
 
-from ..._common.exports import show_exports
+from ..._exports import show_exports
 from ._trainer import MLStateCallback
 
 __all__ = ["MLStateCallback"]
