@@ -12,12 +12,13 @@ import errno
 import os
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.store_error import store_error
 from ...errors import StoreError
 from .engine_errors import RETRIED, engine_reason, is_engine_error
-from .options import upload_class
+from .options import SMALL
 
 if TYPE_CHECKING:
     import pathlib
@@ -50,6 +51,14 @@ class ObjectInfo(NamedTuple):
 def _info_of(found: Any) -> ObjectInfo:
     tag = Tag(found["e_tag"], found["version"])
     return ObjectInfo(found["size"], found["last_modified"].timestamp(), tag)
+
+
+def upload_class(nbytes: int) -> int:
+    """Return the largest size of the uploads that have the same time limit as `nbytes`."""
+    size = SMALL
+    while size < nbytes:
+        size *= 8
+    return size
 
 
 def repeat(
@@ -108,7 +117,7 @@ class ObjectStore:
     ) -> _Result:
         """Send a request that may be repeated, until it succeeds or the timeout is over."""
         limit = self.timeout if seconds is None else seconds
-        return repeat(lambda: self._call(what, key, request), limit)
+        return repeat(partial(self._call, what, key, request), limit)
 
     # ---- reading ----
 

@@ -75,13 +75,15 @@ def open_folder(
         if is_file and not reads:
             check_url(path)
             raise ValueError(f"{path}: {_ONLY_READ}")
-        check_url(path)
+        url, file = check_url(path), ""
+        if is_file:
+            url, _, file = url.rpartition("/")
         options = take_options(storage_options)
         if options.cache_folder is None:
-            return ObjectFolder(path, options, is_file=is_file)
+            return ObjectFolder(url, options, file)
         from .._folder.cached import CachedFolder
 
-        return CachedFolder(path, options, is_file=is_file)
+        return CachedFolder(url, options, file)
     place = local_folder(path)
     if storage_options is not None:
         raise ValueError(
@@ -104,12 +106,12 @@ def open_files(
 class RootPath(NamedTuple):
     """A root in a folder; also the path that internal callers pass to `load` and `verify`."""
 
-    folder: str
+    folder: str | CheckpointFiles
     root: str = MANIFEST
     manifest: Manifest | None = None  # of the root, if already read
 
     def __fspath__(self) -> str:
-        return self.folder
+        return self.folder if isinstance(self.folder, str) else self.folder.path
 
 
 def open_root_path(
@@ -117,7 +119,10 @@ def open_root_path(
 ) -> tuple[CheckpointFiles, str, Manifest | None]:
     """Return the files, the root and its manifest, if read, for the argument `path`."""
     given = path if isinstance(path, RootPath) else RootPath(path)  # type: ignore[arg-type]
-    return open_files(given.folder, storage_options, reads=True), given.root, given.manifest
+    files = given.folder
+    if not isinstance(files, CheckpointFiles):
+        files = open_files(files, storage_options, reads=True)
+    return files, given.root, given.manifest
 
 
 # Suffixes of files that other programs, or `save_file`, read and write.
