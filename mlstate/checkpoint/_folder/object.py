@@ -82,9 +82,9 @@ class ObjectFolder:
             self._store = ObjectStore(str(self.path), self._options)
         return self._store
 
-    def require_local(self, what: str, remedy: str) -> None:
-        """Raise ValueError: `what` needs local files."""
-        raise ValueError(f"{self.path}: {what} is not possible in an object store: {remedy}")
+    def require_local(self, action: str, remedy: str) -> None:
+        """Raise ValueError: `action` needs local files."""
+        raise ValueError(f"{self.path}: {action} is not possible in an object store: {remedy}")
 
     def is_same(self, other: Folder) -> bool:
         """Return whether both are the same URL."""
@@ -177,8 +177,8 @@ class ObjectFolder:
         names = list(self.store.list_folder(part))
         if part == "roots":  # drop deleted ones
             existing = {f"roots/{name}" for name in names}
-            known = self._roots.copy().items()  # other threads may add some
-            self._roots = {path: text for path, text in known if path in existing}
+            entries = self._roots.copy().items()  # other threads may add some
+            self._roots = {path: text for path, text in entries if path in existing}
         return names
 
     def list_links(self, parts: Iterable[str]) -> list[str]:
@@ -192,10 +192,10 @@ class ObjectFolder:
     def has_files(self, sizes: Mapping[str, int]) -> bool:
         """Return whether objects exist with these sizes."""
         folders = {os.path.dirname(path) for path in sizes}
-        found = {folder: self.store.list_folder(folder) for folder in folders}
+        listed = {folder: self.store.list_folder(folder) for folder in folders}
         for path, nbytes in sizes.items():
             folder, name = os.path.split(path)
-            if name not in found[folder] or found[folder][name].nbytes != nbytes:
+            if name not in listed[folder] or listed[folder][name].nbytes != nbytes:
                 return False
         return True
 
@@ -249,8 +249,8 @@ class ObjectFolder:
         try:
             local = tempfile.mkdtemp(prefix="mlstate-", dir=self._options.scratch_folder)
         except OSError as error:
-            what = "cannot create a temporary local folder"
-            raise store_error(error, what, self._options.scratch_folder or self.path) from None
+            action = "cannot create a temporary local folder"
+            raise store_error(error, action, self._options.scratch_folder or self.path) from None
         try:
             for name in folders:
                 os.mkdir(os.path.join(local, name))
@@ -414,9 +414,9 @@ class ObjectFolder:
                 ranges = [(path, 0, nbytes) for path, nbytes in files.items()]
                 with self._start_copies(local, ranges, self._copy_existing) as copies:
                     copies.wait()
-                count, found = merged.verify(local, progress)
+                count, broken = merged.verify(local, progress)
             total += count
-            for problem in found:
+            for problem in broken:
                 kind, path, *middle, text = problem
                 if path in files:
                     problems.append((kind, path, *middle, text.replace(local, self.path)))
@@ -509,8 +509,8 @@ def _plan_batches(
     first, nbytes = 0, 0
     ranges: list[_Range] = []
     for at, key in enumerate(keys):
-        own = cuts[at : at + 1] if isinstance(cuts, list) else cuts
-        reads = merged.reads(folder, section, [key], own, verify)
+        cut = cuts[at : at + 1] if isinstance(cuts, list) else cuts
+        reads = merged.reads(folder, section, [key], cut, verify)
         needed = [(path, begin, end) for path, begin, end, count in reads if count]
         more = sum(end - begin for _, begin, end in needed)
         if at > first and nbytes + more > _BATCH:

@@ -79,8 +79,8 @@ class Folder(Protocol):
     def file(self) -> str:
         """Name of the only file that the caller's path names, to be read only; else empty."""
 
-    def require_local(self, what: str, remedy: str) -> None:
-        """Raise ValueError if `what` is not possible here."""
+    def require_local(self, action: str, remedy: str) -> None:
+        """Raise ValueError if `action` is not possible here."""
 
     def is_same(self, other: Folder) -> bool:
         """Return whether both are one folder."""
