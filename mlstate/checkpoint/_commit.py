@@ -140,6 +140,9 @@ class Commit:
 
         `states` tells whether the save has named states, which need their own subfolder.
         """
+        if self._group is None and self._claim is not None:
+            self._start = self._take(self._claim, states=states)
+            return
         error: BaseException | None = None
         message = b""
         try:
@@ -464,7 +467,7 @@ class Commit:
 
         if self.warning is not None:
             self._target.caller.warn(self.warning)
-        checkpoint = Checkpoint(RootPath(self._files.path, manifest=self.manifest))
+        checkpoint = Checkpoint(RootPath(self._files, manifest=self.manifest))
         if self._keeps_shards:
             report = self._reports[-1]
             checkpoint.written = {name: report[name] for name in report if name not in _PATTERN}

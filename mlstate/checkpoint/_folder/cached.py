@@ -25,16 +25,15 @@ if TYPE_CHECKING:
 class CachedFolder(ObjectFolder):
     """A checkpoint in an object store whose options name a `cache_folder`."""
 
-    def __init__(self, url: str, options: StoreOptions, *, is_file: bool = False) -> None:
-        super().__init__(url, options, is_file=is_file)
+    def __init__(self, url: str, options: StoreOptions, file: str = "") -> None:
+        super().__init__(url, options, file)
         assert options.cache_folder is not None
         self._cache = ReadCache(options.cache_folder, options.cache_bytes, str(self.path))
 
     def without_cache(self) -> ObjectFolder:
         """Return the same folder, with nothing in memory and without the local cache."""
         self._roots.clear()
-        url = f"{self.path}/{self.file}" if self.file else self.path
-        folder = ObjectFolder(url, self._options, is_file=bool(self.file))
+        folder = ObjectFolder(self.path, self._options, self.file)
         folder._store = self._store
         return folder
 
@@ -69,7 +68,7 @@ class CachedFolder(ObjectFolder):
 
     def read_batches(
         self,
-        merged: Any,
+        merged: _core.MergedIndex,
         section: int,
         keys: list[str],
         cuts: Any,

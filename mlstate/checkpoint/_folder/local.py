@@ -88,7 +88,7 @@ class LocalFolder:
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def require_local(self, what: str, remedy: str) -> None:
+    def require_local(self, action: str, remedy: str) -> None:
         """Do nothing: everything is possible."""
 
     def is_same(self, other: Folder) -> bool:
@@ -229,7 +229,7 @@ class LocalFolder:
 
     def read_batches(
         self,
-        merged: Any,
+        merged: _core.MergedIndex,
         section: int,
         keys: list[str],
         cuts: Any,
@@ -240,10 +240,10 @@ class LocalFolder:
         read(self.path, keys, cuts)
 
     def verify(
-        self, merged: Any, progress: Callable[[int], object] | None
+        self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
     ) -> tuple[int, list[Any]]:
         """Read and verify the files of an index; return bytes read and fields of problems."""
-        return merged.verify(self.path, progress)  # type: ignore[no-any-return]
+        return merged.verify(self.path, progress)
 
     def header_files(self, names: Iterable[str]) -> AbstractContextManager[str]:
         """Return a context with the folder itself."""
@@ -265,7 +265,7 @@ class LocalFolder:
 
     def create(self, parts: Iterable[str]) -> None:
         """Create the folder and subfolders durably; subfolders have the folder's mode."""
-        what = "cannot create the checkpoint's folder"
+        action = "cannot create the checkpoint's folder"
         try:
             make_path(self.path)
             is_changed = False
@@ -279,9 +279,9 @@ class LocalFolder:
                 _core.folder_sync(self.path)
         except FileExistsError:
             text = "a file has this name, and is not replaced by a folder: delete it first"
-            raise store_error(FileExistsError(errno.EEXIST, text), what, self.path) from None
+            raise store_error(FileExistsError(errno.EEXIST, text), action, self.path) from None
         except OSError as error:
-            raise store_error(error, what, self.path) from None
+            raise store_error(error, action, self.path) from None
 
     def new_file_mode(self) -> int:
         """Return the mode of new files: no more access than the folder and its manifest allow."""

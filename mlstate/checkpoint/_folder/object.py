@@ -17,7 +17,6 @@ from ... import _core
 from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
 from ...errors import FormatError, MLStateError, StoreError
-from .._remote.options import check_url
 from .._remote.resumption import INDEX_FOLDER, find_uploaded
 from .names import MANIFEST, ROOTS, SECTIONS, group_by_part, roots_of
 from .protocol import FileInfo, NewFiles
@@ -59,17 +58,15 @@ class StoreURL(str):
 
 
 class ObjectFolder:
-    """A checkpoint in an object store, by its URL; `is_file`: the URL names one file of it."""
+    """A checkpoint in an object store, by its checked URL; `file` is the only file to read."""
 
     is_local = False
     excludes_writers = False  # stores have no locks
 
-    def __init__(self, url: str, options: StoreOptions, *, is_file: bool = False) -> None:
-        """Check the URL; no request is sent."""
-        checked, self.file = check_url(url), ""
-        if is_file:
-            checked, _, self.file = checked.rpartition("/")
-        self.path = StoreURL(checked)
+    def __init__(self, url: str, options: StoreOptions, file: str = "") -> None:
+        """Send no request."""
+        self.file = file
+        self.path = StoreURL(url)
         self.path.folder = self
         self._options = options
         self._store: ObjectStore | None = None
@@ -85,9 +82,9 @@ class ObjectFolder:
             self._store = ObjectStore(str(self.path), self._options)
         return self._store
 
-    def require_local(self, what: str, remedy: str) -> None:
-        """Raise ValueError: `what` needs local files."""
-        raise ValueError(f"{self.path}: {what} is not possible in an object store: {remedy}")
+    def require_local(self, action: str, remedy: str) -> None:
+        """Raise ValueError: `action` needs local files."""
+        raise ValueError(f"{self.path}: {action} is not possible in an object store: {remedy}")
 
     def is_same(self, other: Folder) -> bool:
         """Return whether both are the same URL."""
@@ -131,8 +128,7 @@ class ObjectFolder:
                 self.read(path)
 
         missing = [path for path in paths if path not in self._roots]
-        with self._start_tasks(partial(read, path) for path in missing) as tasks:
-            tasks.wait()
+        self._run_tasks([partial(read, path) for path in missing])
 
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
         """Return size and time of objects, without those that do not exist; by listing."""
@@ -151,8 +147,7 @@ class ObjectFolder:
         def note(name: str) -> None:
             infos[name] = self.store.info(name)
 
-        with self._start_tasks(partial(note, name) for name in names) as tasks:
-            tasks.wait()
+        self._run_tasks([partial(note, name) for name in names])
         self._tags = {name: info.tag for name, info in infos.items() if info is not None}
         return {name: info and _file_info(info) for name, info in infos.items()}
 
@@ -182,8 +177,8 @@ class ObjectFolder:
         names = list(self.store.list_folder(part))
         if part == "roots":  # drop deleted ones
             existing = {f"roots/{name}" for name in names}
-            known = self._roots.copy().items()  # other threads may add some
-            self._roots = {path: text for path, text in known if path in existing}
+            entries = self._roots.copy().items()  # other threads may add some
+            self._roots = {path: text for path, text in entries if path in existing}
         return names
 
     def list_links(self, parts: Iterable[str]) -> list[str]:
@@ -197,10 +192,10 @@ class ObjectFolder:
     def has_files(self, sizes: Mapping[str, int]) -> bool:
         """Return whether objects exist with these sizes."""
         folders = {os.path.dirname(path) for path in sizes}
-        found = {folder: self.store.list_folder(folder) for folder in folders}
+        listed = {folder: self.store.list_folder(folder) for folder in folders}
         for path, nbytes in sizes.items():
             folder, name = os.path.split(path)
-            if name not in found[folder] or found[folder][name].nbytes != nbytes:
+            if name not in listed[folder] or listed[folder][name].nbytes != nbytes:
                 return False
         return True
 
@@ -254,8 +249,8 @@ class ObjectFolder:
         try:
             local = tempfile.mkdtemp(prefix="mlstate-", dir=self._options.scratch_folder)
         except OSError as error:
-            what = "cannot create a temporary local folder"
-            raise store_error(error, what, self._options.scratch_folder or self.path) from None
+            action = "cannot create a temporary local folder"
+            raise store_error(error, action, self._options.scratch_folder or self.path) from None
         try:
             for name in folders:
                 os.mkdir(os.path.join(local, name))
@@ -310,9 +305,7 @@ class ObjectFolder:
     def header_files(self, names: Iterable[str]) -> Iterator[str]:
         """Yield a local folder with sparse copies of safetensors files, which have only headers."""
         with self._scratch() as local:
-            tasks = (partial(self._copy_header, local, name) for name in names)
-            with self._start_tasks(tasks) as copies:
-                copies.wait()
+            self._run_tasks([partial(self._copy_header, local, name) for name in names])
             yield local
 
     @contextmanager
@@ -326,10 +319,15 @@ class ObjectFolder:
                     copies.wait()
             yield path
 
-    def _start_tasks(self, tasks: Iterable[Callable[[], object]]) -> ParallelTasks:
-        from .._remote.parallel_tasks import ParallelTasks
+    def _run_tasks(
+        self,
+        tasks: Sequence[Callable[[], object]],
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        """Run tasks in threads; call `progress` with 0 meanwhile, which may raise to stop."""
+        from .._remote.parallel_tasks import run_tasks
 
-        return ParallelTasks(tasks, self._options.max_concurrency)
+        run_tasks(tasks, self._options.max_concurrency, progress)
 
     def _start_copies(
         self,
@@ -338,15 +336,18 @@ class ObjectFolder:
         copy: Callable[[str, str, int, int], None] | None = None,
     ) -> ParallelTasks:
         """Start to copy ranges to a new local folder in parallel parts, by `copy`."""
+        from .._remote.parallel_tasks import ParallelTasks
+
         copy = copy or self._copy_range
         step = self._options.part_bytes
         for folder in {"", *(os.path.dirname(path) for path, *_ in ranges)}:
             os.makedirs(os.path.join(local, folder), exist_ok=True)
-        return self._start_tasks(
+        tasks = [
             partial(copy, local, path, at, min(at + step, end))
             for path, begin, end in ranges
             for at in range(begin, end, step)
-        )
+        ]
+        return ParallelTasks(tasks, self._options.max_concurrency)
 
     def _copy_existing(self, local: str, path: str, begin: int, end: int) -> None:
         """Copy a range unless the object does not exist."""
@@ -355,7 +356,7 @@ class ObjectFolder:
 
     def read_batches(
         self,
-        merged: Any,
+        merged: _core.MergedIndex,
         section: int,
         keys: list[str],
         cuts: Any,
@@ -401,7 +402,7 @@ class ObjectFolder:
         read()
 
     def verify(
-        self, merged: Any, progress: Callable[[int], object] | None
+        self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
     ) -> tuple[int, list[Any]]:
         """Read and verify all files of an index, some at a time; as `MergedIndex.verify`.
 
@@ -413,9 +414,9 @@ class ObjectFolder:
                 ranges = [(path, 0, nbytes) for path, nbytes in files.items()]
                 with self._start_copies(local, ranges, self._copy_existing) as copies:
                     copies.wait()
-                count, found = merged.verify(local, progress)
+                count, broken = merged.verify(local, progress)
             total += count
-            for problem in found:
+            for problem in broken:
                 kind, path, *middle, text = problem
                 if path in files:
                     problems.append((kind, path, *middle, text.replace(local, self.path)))
@@ -449,8 +450,7 @@ class ObjectFolder:
             indexes = [path for path in sizes if os.path.dirname(path) == INDEX_FOLDER]
             shards = [path for path in sizes if os.path.dirname(path) != INDEX_FOLDER]
             for paths in (indexes, shards):
-                with self._start_tasks(partial(put, path) for path in paths) as uploads:
-                    uploads.wait(progress)
+                self._run_tasks([partial(put, path) for path in paths], progress)
             if not self.has_files(sizes):
                 text = "an uploaded object is missing or has another size"
                 raise store_error(OSError(errno.EIO, text), "cannot save", self.path)
@@ -503,14 +503,14 @@ def _joined(ranges: list[_Range]) -> list[_Range]:
 
 
 def _plan_batches(
-    merged: Any, folder: str, section: int, keys: list[str], cuts: Any, verify: bool
+    merged: _core.MergedIndex, folder: str, section: int, keys: list[str], cuts: Any, verify: bool
 ) -> Iterator[tuple[list[str], Any, list[_Range]]]:
     """Yield keys, cuts and byte ranges of batches; a large tensor has its own batch."""
     first, nbytes = 0, 0
     ranges: list[_Range] = []
     for at, key in enumerate(keys):
-        own = cuts[at : at + 1] if isinstance(cuts, list) else cuts
-        reads = merged.reads(folder, section, [key], own, verify)
+        cut = cuts[at : at + 1] if isinstance(cuts, list) else cuts
+        reads = merged.reads(folder, section, [key], cut, verify)
         needed = [(path, begin, end) for path, begin, end, count in reads if count]
         more = sum(end - begin for _, begin, end in needed)
         if at > first and nbytes + more > _BATCH:

@@ -138,9 +138,11 @@ class WriterLock:
 
     is_unsure = False  # whether a `commit` succeeded can always be read from the folder
 
-    def __init__(self, folder: str, what: str = "checkpoint", timeout: float | None = None) -> None:
+    def __init__(
+        self, folder: str, subject: str = "checkpoint", timeout: float | None = None
+    ) -> None:
         self._timeout = timeout
-        self._what = what
+        self._subject = subject
         self._folder = folder
         self._path = os.path.join(folder, _NAME)
         self.holder = _core.Descriptor()  # dropping it closes and unlocks, too
@@ -166,14 +168,14 @@ class WriterLock:
 
         try:
             for _ in range(_TRIES):
-                taken = self._try_alone()
-                if taken:
+                is_locked = self._try_alone()
+                if is_locked:
                     return
-                if taken is None:
+                if is_locked is None:
                     time.sleep(_PAUSE)
         except OSError as error:
             self.release()  # we may hold it, with a text that could not be written
-            raise store_error(error, f"cannot lock the {self._what}", self._path) from None
+            raise store_error(error, f"cannot lock the {self._subject}", self._path) from None
         except BaseException:
             self.release()
             raise
@@ -188,7 +190,7 @@ class WriterLock:
                 "(--lock-timeout) in seconds"
             )
         error = OSError(errno.EBUSY, f"{reason}: {remedy}")
-        return store_error(error, f"cannot lock the {self._what}", self._path)
+        return store_error(error, f"cannot lock the {self._subject}", self._path)
 
     def _try_alone(self) -> bool | None:
         """Try once with the folder locked; return None if another writer has locked the folder."""
@@ -208,14 +210,14 @@ class WriterLock:
         if not self._is_current(descriptor):
             self.release()  # another writer replaced the file meanwhile
             return False
-        found = os.fstat(descriptor.fileno())
-        self._is_new = found.st_size == 0
+        status = os.fstat(descriptor.fileno())
+        self._is_new = status.st_size == 0
         if self._is_new:
-            self._limit_mode(descriptor.fileno(), found.st_mode)
+            self._limit_mode(descriptor.fileno(), status.st_mode)
         generation = self._text(descriptor).get("generation")
         # its files will be deleted, so only a valid generation is accepted
-        known = isinstance(generation, str) and _GENERATION.match(generation)
-        self.unfinished = generation if known else None
+        is_valid = isinstance(generation, str) and _GENERATION.match(generation)
+        self.unfinished = generation if is_valid else None
         self._write(self.unfinished)
         return True
 
@@ -230,10 +232,10 @@ class WriterLock:
 
     def _is_current(self, descriptor: _core.Descriptor) -> bool:
         try:
-            there = os.stat(self._path, follow_symlinks=False)
+            current = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        return os.path.samestat(there, os.fstat(descriptor.fileno()))
+        return os.path.samestat(current, os.fstat(descriptor.fileno()))
 
     def _text(self, descriptor: _core.Descriptor) -> dict[str, Any]:
         import json
@@ -241,18 +243,18 @@ class WriterLock:
         # a writer killed before ftruncate leaves the end of a longer text after the first line
         line = os.pread(descriptor.fileno(), 4096, 0).partition(b"\n")[0]
         try:
-            found = json.loads(line)
+            content = json.loads(line)
         except (ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     def _refuse_or_replace(self, descriptor: _core.Descriptor) -> None:
         """Raise if the owner may be alive; replace the file if only its children hold the lock."""
         owner = self._text(descriptor)
         if not owner or _alive(owner):
             # an owner that has just taken the lock has not written its text yet
-            known = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
-            who = known if owner else "another process"
+            name = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+            who = name if owner else "another process"
             raise self._busy_error(f"{who} is writing it")
         target = Target.of(self._path, follow_links=False)
         if not self._is_current(descriptor):

@@ -12,12 +12,13 @@ import errno
 import os
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.store_error import store_error
 from ...errors import StoreError
 from .engine_errors import RETRIED, engine_reason, is_engine_error
-from .options import upload_class
+from .options import SMALL
 
 if TYPE_CHECKING:
     import pathlib
@@ -47,9 +48,17 @@ class ObjectInfo(NamedTuple):
     tag: Tag
 
 
-def _info_of(found: Any) -> ObjectInfo:
-    tag = Tag(found["e_tag"], found["version"])
-    return ObjectInfo(found["size"], found["last_modified"].timestamp(), tag)
+def _info_of(answer: Any) -> ObjectInfo:
+    tag = Tag(answer["e_tag"], answer["version"])
+    return ObjectInfo(answer["size"], answer["last_modified"].timestamp(), tag)
+
+
+def upload_class(nbytes: int) -> int:
+    """Return the largest size of the uploads that have the same time limit as `nbytes`."""
+    size = SMALL
+    while size < nbytes:
+        size *= 8
+    return size
 
 
 def repeat(
@@ -88,27 +97,27 @@ class ObjectStore:
 
     # ---- requests ----
 
-    def _call(self, what: str, key: str, request: Callable[[], _Result]) -> _Result:
+    def _call(self, action: str, key: str, request: Callable[[], _Result]) -> _Result:
         """Send one request; raise the engine's error as a StoreError without credentials."""
         path = f"{self.url}/{key}" if key else self.url
         if self._pid != os.getpid():
             text = "this process is a fork, where the engine does not work: start it by spawn"
-            raise store_error(OSError(errno.EINVAL, text), what, path)
+            raise store_error(OSError(errno.EINVAL, text), action, path)
         failed = None
         try:
             return request()
         except Exception as error:
             if not is_engine_error(error):
                 raise
-            failed = store_error(engine_reason(error), what, path)
+            failed = store_error(engine_reason(error), action, path)
         raise failed  # outside the handler, so that the engine's text is not its context
 
     def _repeat(
-        self, what: str, key: str, request: Callable[[], _Result], seconds: float | None = None
+        self, action: str, key: str, request: Callable[[], _Result], seconds: float | None = None
     ) -> _Result:
         """Send a request that may be repeated, until it succeeds or the timeout is over."""
         limit = self.timeout if seconds is None else seconds
-        return repeat(lambda: self._call(what, key, request), limit)
+        return repeat(partial(self._call, action, key, request), limit)
 
     # ---- reading ----
 
@@ -119,11 +128,11 @@ class ObjectStore:
         """
 
         def request() -> tuple[bytes, Tag] | None:
-            found = self._engine.get(self._store, key)
-            info = _info_of(found.meta)
+            answer = self._engine.get(self._store, key)
+            info = _info_of(answer.meta)
             if info.nbytes > most:
                 return None
-            data = bytes(found.bytes())
+            data = bytes(answer.bytes())
             if len(data) != info.nbytes:
                 raise OSError(errno.EIO, _BROKEN)
             return data, info.tag
@@ -144,11 +153,11 @@ class ObjectStore:
         """
 
         def request() -> tuple[Any, int, str | None]:
-            found = self._engine.get(self._store, key, options={"range": (begin, end)})
-            data, nbytes = found.bytes(), found.meta["size"]
+            answer = self._engine.get(self._store, key, options={"range": (begin, end)})
+            data, nbytes = answer.bytes(), answer.meta["size"]
             if len(data) != min(end, nbytes) - begin:
                 raise OSError(errno.EIO, _BROKEN)
-            return data, nbytes, found.meta["e_tag"]
+            return data, nbytes, answer.meta["e_tag"]
 
         try:
             data, nbytes, e_tag = self._repeat("cannot read the object", key, request)
@@ -178,8 +187,8 @@ class ObjectStore:
         def request() -> Any:
             return self._engine.list_with_delimiter(self._store, folder or None)["objects"]
 
-        found = self._repeat("cannot list the objects", folder, request)
-        return {one["path"].rpartition("/")[2]: _info_of(one) for one in found}
+        listing = self._repeat("cannot list the objects", folder, request)
+        return {entry["path"].rpartition("/")[2]: _info_of(entry) for entry in listing}
 
     # ---- writing ----
 
@@ -302,9 +311,9 @@ class ObjectStore:
         """Delete objects; a missing object is not an error."""
         if not keys:
             return
-        what, named = "cannot delete objects", keys[0] if len(keys) == 1 else ""
+        action, named = "cannot delete objects", keys[0] if len(keys) == 1 else ""
         try:
-            self._repeat(what, named, lambda: self._engine.delete(self._store, keys))
+            self._repeat(action, named, lambda: self._engine.delete(self._store, keys))
         except FileNotFoundError:
             # Only S3 answers a deletion of a missing object by a success. Of the others, some may
             # not have been deleted.

@@ -47,7 +47,7 @@ _PART_RETRIES = 1 << 20
 _LEAST_SILENCE = 1.0  # seconds without a byte of an answer, after which a request is repeated
 _MOST_CONNECT = 5.0  # seconds to connect
 _NO_LIMIT = 86400.0  # seconds of a request that is limited by its silence
-_SMALL = 16 << 10  # bytes of a request that fit into the buffers of a connection
+SMALL = 16 << 10  # bytes of a request that fit into the buffers of a connection
 _LEAST_RATE = 512 << 10  # bytes per second of all simultaneous uploads together
 
 
@@ -83,7 +83,7 @@ class StoreOptions(NamedTuple):
         """
         silence = max(self.timeout_seconds / 2, _LEAST_SILENCE)
         limits = {"connect_timeout": min(silence, _MOST_CONNECT)}
-        if nbytes <= _SMALL:
+        if nbytes <= SMALL:
             limits |= {"read_timeout": silence, "timeout": _NO_LIMIT}
         else:
             limits |= {"timeout": self.upload_seconds(nbytes)}
@@ -140,14 +140,6 @@ def _client_environment(url: str) -> dict[str, str]:
     prefix = _ENVIRONMENT[url.partition("://")[0]]
     found = {name: os.environ.get(f"{prefix}{name.upper()}") for name in _CLIENT_KEYS}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def upload_class(nbytes: int) -> int:
-    """Return the largest size of the uploads that have the same time limit as `nbytes`."""
-    size = _SMALL
-    while size < nbytes:
-        size *= 8
-    return size
 
 
 def _refusal_text(error: Exception) -> str:

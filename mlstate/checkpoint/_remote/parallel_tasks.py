@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 _PAUSE = 0.05  # seconds between two calls of `progress`
 
 
+def run_tasks(
+    tasks: Iterable[Callable[[], object]],
+    threads: int,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Run tasks until all have ended; see `ParallelTasks.wait`."""
+    with ParallelTasks(tasks, threads) as started:
+        started.wait(progress)
+
+
 class ParallelTasks:
     """Started tasks; a context manager whose end drops the tasks that have not begun."""
 

@@ -103,17 +103,17 @@ class RootClaim:
         """
         tag: Tag | None
         try:
-            found, tag = self._store.get(self._root, _MOST_BYTES)
+            current, tag = self._store.get(self._root, _MOST_BYTES)
         except FileNotFoundError:
             if self._tag is None:
                 return False
-            found, tag = b"{}", None
-        if found == data:
+            current, tag = b"{}", None
+        if current == data:
             return True
         if tag is not None and tag == self._tag:
             return False
         # A root that follows ours has a larger sequence, and may use our files.
-        self.is_unsure = _sequence_of(found) != _sequence_of(data)
+        self.is_unsure = _sequence_of(current) != _sequence_of(data)
         text = "another writer has replaced the checkpoint meanwhile: load it, and save again"
         if self.is_unsure:
             text += "; it may have replaced it after this save had succeeded"

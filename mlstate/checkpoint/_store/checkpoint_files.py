@@ -75,13 +75,15 @@ def open_folder(
         if is_file and not reads:
             check_url(path)
             raise ValueError(f"{path}: {_ONLY_READ}")
-        check_url(path)
+        url, file = check_url(path), ""
+        if is_file:
+            url, _, file = url.rpartition("/")
         options = take_options(storage_options)
         if options.cache_folder is None:
-            return ObjectFolder(path, options, is_file=is_file)
+            return ObjectFolder(url, options, file)
         from .._folder.cached import CachedFolder
 
-        return CachedFolder(path, options, is_file=is_file)
+        return CachedFolder(url, options, file)
     place = local_folder(path)
     if storage_options is not None:
         raise ValueError(
@@ -104,20 +106,23 @@ def open_files(
 class RootPath(NamedTuple):
     """A root in a folder; also the path that internal callers pass to `load` and `verify`."""
 
-    folder: str
+    folder: str | CheckpointFiles
     root: str = MANIFEST
     manifest: Manifest | None = None  # of the root, if already read
 
     def __fspath__(self) -> str:
-        return self.folder
+        return self.folder if isinstance(self.folder, str) else self.folder.path
 
 
 def open_root_path(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> tuple[CheckpointFiles, str, Manifest | None]:
     """Return the files, the root and its manifest, if read, for the argument `path`."""
-    given = path if isinstance(path, RootPath) else RootPath(path)  # type: ignore[arg-type]
-    return open_files(given.folder, storage_options, reads=True), given.root, given.manifest
+    location = path if isinstance(path, RootPath) else RootPath(path)  # type: ignore[arg-type]
+    files = location.folder
+    if not isinstance(files, CheckpointFiles):
+        files = open_files(files, storage_options, reads=True)
+    return files, location.root, location.manifest
 
 
 # Suffixes of files that other programs, or `save_file`, read and write.
@@ -201,15 +206,17 @@ def root_path(manifest: Manifest) -> str:
     return f"roots/{manifest.sequence:08d}.{manifest.generation}.json"
 
 
-def patterns_of(merged: Any) -> list[ManifestSummary | None]:
+def patterns_of(merged: _core.MergedIndex) -> list[ManifestSummary | None]:
     """Return the pattern of each index of a merged index; None if it has too many groups."""
     import hashlib
 
     return [
         None
-        if found is None
-        else ManifestSummary(hashlib.sha256(found[0], usedforsecurity=False).hexdigest(), found[1])
-        for found in merged.patterns()
+        if summary is None
+        else ManifestSummary(
+            hashlib.sha256(summary[0], usedforsecurity=False).hexdigest(), summary[1]
+        )
+        for summary in merged.patterns()
     ]
 
 
@@ -218,11 +225,11 @@ def generations_to_delete(
 ) -> dict[str, list[Generation]]:
     """Return the deleted and the kept generations, as a message to all ranks."""
     worlds = {m.generation: m.world_size for m in before}
-    kept = {m.generation: m.world_size for m in now}
-    gone = {name: world for name, world in worlds.items() if name not in kept}
+    remaining = {m.generation: m.world_size for m in now}
+    deleted = {name: world for name, world in worlds.items() if name not in remaining}
     return {
-        "gone": [Generation(*one) for one in gone.items()],
-        "kept": [Generation(*one) for one in kept.items()],
+        "gone": [Generation(*item) for item in deleted.items()],
+        "kept": [Generation(*item) for item in remaining.items()],
     }
 
 
@@ -323,12 +330,12 @@ class CheckpointFiles:
         are deleted only after every root that names them. `manifest` is the root if already read.
         """
         for _ in range(TRIES - 1):
-            found = self.read_manifest(root) if manifest is None else manifest
+            current = self.read_manifest(root) if manifest is None else manifest
             manifest = None
             try:
-                return read(found)
+                return read(current)
             except FileNotFoundError:
-                if not self.is_replaced(root, found.generation):
+                if not self.is_replaced(root, current.generation):
                     raise
         return read(self.read_manifest(root))
 
@@ -421,7 +428,7 @@ class CheckpointFiles:
         manifest: Manifest,
         ranks: Iterable[int] | None = None,
         texts: dict[int, bytes] | None = None,
-    ) -> Any:
+    ) -> _core.MergedIndex:
         """Read and merge the indexes of a root, of all ranks or some.
 
         A FormatError names a bad one. `texts` caches the texts of indexes by rank. It is replaced
@@ -441,8 +448,8 @@ class CheckpointFiles:
             texts.update(zip(chosen, data, strict=True))
         merged = _core.MergedIndex(data, tuple(self.join(record.path) for record in records))
         for record, head in zip(records, merged.heads(), strict=True):
-            generation, rank, world_size, *held, _ = head
-            if (generation, world_size, held) != (
+            generation, rank, world_size, *sums, _ = head
+            if (generation, world_size, sums) != (
                 manifest.generation,
                 manifest.world_size,
                 [record.shards, record.data_bytes],
@@ -464,10 +471,10 @@ class CheckpointFiles:
             for place, rank in enumerate(pattern.ranks):
                 if rank not in summaries:
                     continue
-                found = summaries[rank]
-                first = first or found
+                summary = summaries[rank]
+                first = first or summary
                 parts = tuple(each[place] for each in pattern.parts)
-                if first is None or found != ManifestSummary(first.pattern, parts):
+                if first is None or summary != ManifestSummary(first.pattern, parts):
                     path = manifest.indexes[rank].path
                     text = f"{path}: its pattern or parts differ from the manifest"
                     raise format_error(text, self.join(path))
@@ -507,11 +514,11 @@ class CheckpointFiles:
 
         Marks of steps that no longer exist are among them.
         """
-        found = []
+        paths = []
         for part in ("", "roots"):
             names = set(self.folder.names(part))
-            found += [os.path.join(part, name) for name in names if TEMPORARY.match(name)]
-        return sorted(found + orphaned_marks(names, [name for name in names if root_of(name)]))
+            paths += [os.path.join(part, name) for name in names if TEMPORARY.match(name)]
+        return sorted(paths + orphaned_marks(names, [name for name in names if root_of(name)]))
 
     def foreign_files(self) -> list[str]:
         """Return the paths of files that mlstate did not write, and of linked subfolders."""
@@ -581,11 +588,11 @@ class CheckpointFiles:
 
     def delete_unfinished(self, generation: str, before: Manifest | None) -> None:
         """Delete the files of a writer that died before its commit."""
-        kept = {root.generation for root in self.list_roots()}
+        named = {root.generation for root in self.list_roots()}
         if before is not None:
-            kept.add(before.generation)
+            named.add(before.generation)
         self.remove(self.temporary_files())
-        if generation in kept:
+        if generation in named:
             with suppress(MLStateError):  # a root is damaged: nothing is deleted
                 self.prune()
         else:
@@ -597,8 +604,8 @@ class CheckpointFiles:
             return
         steps = self._steps_of(roots) if is_logged("INFO") else []
         names = self.folder.names("roots")
-        gone = {os.path.basename(root.path) for root in roots}
-        marks = orphaned_marks(names, [name for name in names if name not in gone])
+        deleted = {os.path.basename(root.path) for root in roots}
+        marks = orphaned_marks(names, [name for name in names if name not in deleted])
         if self.remove([*(root.path for root in roots), *marks]):
             self.folder.sync("roots")
         for step, root in zip(steps, roots, strict=False):
@@ -635,8 +642,8 @@ class CheckpointFiles:
         """Return the path of one rank's index, and the files that the index names."""
         path = f"index/{which.generation}.{rank}.json"
         merged = _core.MergedIndex((self.folder.read(path),), (self.join(path),))
-        [(generation, said, world_size, *_)] = merged.heads()
-        if (generation, said, world_size) != (which.generation, rank, which.world_size):
+        [(generation, number, world_size, *_)] = merged.heads()
+        if (generation, number, world_size) != (which.generation, rank, which.world_size):
             raise self._other_index(path)
         return path, set(merged.files())
 
@@ -646,7 +653,7 @@ class CheckpointFiles:
         self.delete_own_files(0, 1, plan["gone"], plan["kept"])
 
     def delete_own_files(
-        self, rank: int, world_size: int, gone: list[Generation], kept: list[Generation]
+        self, rank: int, world_size: int, replaced: list[Generation], remaining: list[Generation]
     ) -> list[str]:
         """Delete a rank's files of deleted generations; low ranks also handle missing ranks.
 
@@ -654,20 +661,20 @@ class CheckpointFiles:
         modulo `world_size`. If an index cannot be read, no file of its rank is deleted.
         """
         deleted = []
-        worlds = [which.world_size for which in gone]
-        for mine in range(rank, max(worlds, default=0), world_size):
+        worlds = [which.world_size for which in replaced]
+        for owner in range(rank, max(worlds, default=0), world_size):
             needed: set[str] = set()
-            for which in kept:
-                if mine < which.world_size:
-                    needed |= self._index_files(which, mine)[1]
+            for which in remaining:
+                if owner < which.world_size:
+                    needed |= self._index_files(which, owner)[1]
             dead: list[str] = []
-            for which in gone:
-                if mine < which.world_size:
-                    path, files = self._index_files(which, mine)
+            for which in replaced:
+                if owner < which.world_size:
+                    path, files = self._index_files(which, owner)
                     dead += sorted(files - needed)
                     dead.append(path)
-            own = f"-{mine}.safetensors"
-            dead = [name for name in dict.fromkeys(dead) if name.endswith((own, ".json"))]
+            suffix = f"-{owner}.safetensors"
+            dead = [name for name in dict.fromkeys(dead) if name.endswith((suffix, ".json"))]
             deleted += self.remove(dead)
         # no later save looks for files that reappear after a power failure
         for part in sorted({os.path.dirname(name) for name in deleted}):

@@ -17,7 +17,7 @@ static bool same_table(const mls_plan_table *a, const mls_plan_table *b, size_t 
 }
 
 /* Long enough for all kinds of tiles; every instruction set gives the same bits. */
-TEST(all_kernels_and_threads_agree)
+TEST(kernels_and_threads_compute_the_same_table)
 {
     static test_chain c;
     mls_pool *pool = NULL;
@@ -66,7 +66,7 @@ static float plainly(const mls_plan_costs *c, float *const *table, size_t s, siz
     return best;
 }
 
-TEST(tiles_cover_the_whole_table)
+TEST(tiles_compute_every_cell)
 {
     enum { BLOCKS = 45, SLOTS = 61 };
     static float values[BLOCKS * BLOCKS][SLOTS + 1];
@@ -93,7 +93,7 @@ TEST(tiles_cover_the_whole_table)
     mls_plan_table_fini(&table);
 }
 
-TEST(a_poll_stops_it)
+TEST(poll_stops_the_planner)
 {
     static test_chain c;
     mls_plan_table table;
@@ -106,7 +106,7 @@ TEST(a_poll_stops_it)
     CHECK(table.values == NULL);
 }
 
-TEST(table_bytes_match_the_formula)
+TEST(table_bytes_include_padding)
 {
     CHECK(mls_plan_table_bytes(4, 15) == 10 * 16 * sizeof(float));
     CHECK(mls_plan_table_bytes(5, 16) == 36 * 48 * sizeof(float));

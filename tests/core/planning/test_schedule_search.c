@@ -24,7 +24,7 @@ static int64_t least_peak(const mls_chain *c, bool offload)
     return schedule_found.least;
 }
 
-TEST(few_states_are_too_few)
+TEST(search_ends_at_its_limit_of_states)
 {
     test_chain r;
     fill_nine(&r, false);
@@ -37,7 +37,7 @@ TEST(few_states_are_too_few)
 }
 
 /* The search finds only schedules below the bound; the bound itself is excluded. */
-TEST(search_below_the_optimum_finds_no_schedule)
+TEST(search_excludes_its_bound)
 {
     test_chain r;
     fill_nine(&r, false);
@@ -53,7 +53,7 @@ TEST(search_below_the_optimum_finds_no_schedule)
     CHECK(!schedule_found.found && !schedule_found.ran_out);
 }
 
-TEST(a_search_can_be_stopped)
+TEST(poll_stops_the_search)
 {
     test_chain r;
     uint64_t seed = 7;
