@@ -33,6 +33,8 @@ from dist_model import (
 from mlstate import _core
 from mlstate.collectives import LocalGroup
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+from mlstate.fsdp._reducer import ConsistencyCheck, digest_of
+from mlstate.fsdp._sharding_unit import bind_units
 
 BUCKET_BYTES = 25 << 20
 LIMIT_SECONDS = 60.0
@@ -282,9 +284,8 @@ class Messages(Way):
         self.group = group
         fsdp = FSDP(group)
         units = [FSDPShardingUnit(n, s, rank.dtype, rank.rank) for n, s in rank.shapes.items()]
-        for unit in units:
-            fsdp._runs.bind(unit)
-        buckets = list(fsdp._runs.buckets(reversed(units)))
+        bind_units({unit.parameter_name: unit for unit in units}, rank.rank, WORLD)
+        buckets = list(fsdp._reducer.divide(reversed(units)))
         self.first = [unit.fact for unit in buckets[0]]
         self.all = [unit.fact for unit in units]
         self.ready = len(buckets)
@@ -300,18 +301,12 @@ class Messages(Way):
         }
 
     def call(self) -> None:
-        from mlstate.fsdp._consistency_check import ENDED, Head, all_agree, digest_of, settings_text
-
         for _ in range(self.inner):
-            digest = digest_of(self.first, settings_text(self.settings))
-            plan = digest_of(self.all, "plan")
-            for head in (
-                Head(0, 0, digest, 0, 0.0, self.ready, plan),
-                Head(ENDED, self.ready, b"", 0, 0.0),
-            ):
-                texts = self.group.gather_bytes(head.pack())
-                if not all_agree([Head.unpack(text) for text in texts]):
-                    raise RuntimeError("ranks do not agree")
+            check = ConsistencyCheck(self.group, None, self.settings)
+            plan = digest_of(self.all, {})
+            _, count = check.exchange_buckets(self.first, {}, 0, 0, ready=self.ready, plan=plan)
+            if count == 0 or not check.exchange_end(0, has_unused=False)[1]:
+                raise RuntimeError("ranks do not agree")
 
 
 # ---- torch.distributed ----

@@ -92,8 +92,8 @@ class WithHooks:
     def spread(self):
         """Gather the parts that the other ranks updated."""
         for name, unit in self.units.items():
-            mine = self.parts[name].detach().flatten().clone()
-            self.group.all_gather(mine, counts=unit.counts, out=self.whole[name].view(-1))
+            part = self.parts[name].detach().flatten().clone()
+            self.group.all_gather(part, counts=unit.counts, out=self.whole[name].view(-1))
 
     def state(self):
         """Return the state to save: this rank's parts of the parameters and of Adam's state."""
@@ -123,12 +123,12 @@ class WithHooks:
 class WithFSDP2:
     """FSDP2 shards the model; `group` or torch reduces the gradients."""
 
-    def __init__(self, model, group, ours):
+    def __init__(self, model, group, uses_mlstate):
         mesh = init_device_mesh("cpu", (group.world_size,))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         self.model = fully_shard(model, mesh=mesh)
-        if ours:
+        if uses_mlstate:
             reduce_scatter_with(self.model, group)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
 
@@ -144,15 +144,15 @@ def train(group, options):
     if options.method == "mlstate":
         trained = WithHooks(Model(), group, options.layout)
     else:
-        trained = WithFSDP2(Model(), group, ours=options.method == "fsdp2+mlstate")
+        trained = WithFSDP2(Model(), group, uses_mlstate=options.method == "fsdp2+mlstate")
     path, done = options.checkpoint, 0
     if path and Path(path, "manifest.json").exists():
         done = trained.resume(path)
     data = read_sources()
     for step in range(done, options.steps):
         text, following = batch_of(data, step, group.rank)
-        found = trained.model(text)
-        loss = functional.cross_entropy(found.flatten(0, 1), following.flatten())
+        logits = trained.model(text)
+        loss = functional.cross_entropy(logits.flatten(0, 1), following.flatten())
         loss.backward()
         trained.step()
         mean = group.all_reduce(loss.detach().reshape(1), op="mean")

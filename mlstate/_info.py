@@ -113,12 +113,12 @@ class SystemInfo:
         return table_html(f"mlstate {self.version}", ("", ""), self._rows()[1:])
 
 
-def _huge_pages_text(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _huge_pages_text(setting: dict[str, Any] | None) -> str:
+    if setting is None:
         return "unknown"
-    defrag = f", defrag {found['defrag']}" if found["defrag"] else ""
-    size = f", {bytes_text(found['bytes'])}" if found["bytes"] else ""
-    return f"{found['enabled']}{defrag}{size}"
+    defrag = f", defrag {setting['defrag']}" if setting["defrag"] else ""
+    size = f", {bytes_text(setting['bytes'])}" if setting["bytes"] else ""
+    return f"{setting['enabled']}{defrag}{size}"
 
 
 # ---- the machine ----
@@ -197,20 +197,22 @@ def _read_choices() -> _Choices:
     If the process has not copied enough to measure anything, this measures for less than
     100 ms, unless ``MLSTATE_COPY`` forces a strategy.
     """
-    found = _core.copy_choices()
-    can_choose = found["forced"] == "auto" and found["variants"] > 1
-    if can_choose and not any(map(_is_measured, found["choices"])):
+    choices = _core.copy_choices()
+    can_choose = choices["forced"] == "auto" and choices["variants"] > 1
+    if can_choose and not any(map(_is_measured, choices["choices"])):
         _core.measure_copies()
-        found = _core.copy_choices()
-    return found
+        choices = _core.copy_choices()
+    return choices
 
 
 def _choice_text(choice: dict[str, Any]) -> str:
     """Return a choice as text: ``stream1 (plain 7.6, loop 7.9, stream1 11.1 GB/s)``."""
     speeds = choice["gigabytes_per_second"]
-    shown = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items() if speed is not None)
+    speed_text = ", ".join(
+        f"{name} {speed:.1f}" for name, speed in speeds.items() if speed is not None
+    )
     text: str = choice["chosen"] or "not decided"
-    return f"{text} ({shown} GB/s)" if shown else text
+    return f"{text} ({speed_text} GB/s)" if speed_text else text
 
 
 def _choice_lines(choices: _Choices) -> list[tuple[str, str]]:

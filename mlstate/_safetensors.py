@@ -113,9 +113,9 @@ def save_file(
     >>> sorted(load_file(path))
     ['k', 'v']
     """
-    refuse_given_away(plain := _entries(state))
-    refuse_unstorable(plain)
-    tensors = tuple((name, _checked(name, value)) for name, value in plain.items())
+    refuse_given_away(entries := _entries(state))
+    refuse_unstorable(entries)
+    tensors = tuple((name, _checked(name, value)) for name, value in entries.items())
     texts = {} if metadata is None else dict(metadata)
     if KEY in texts:
         raise ValueError(
@@ -124,7 +124,7 @@ def save_file(
     kind = describe(state)
     if kind is not None:
         texts[KEY] = kind
-    with named_refusals(plain):
+    with named_refusals(entries):
         _core.file_save(local_path(path), tensors, tuple(texts.items()))
 
 
@@ -196,9 +196,9 @@ def load_file(
     (array([0, 1, 2, 3], dtype=int32), False)
     """
     check_flags(mmap=mmap, verify=verify)
-    plain = local_path(path)
-    arrays, texts = _core.file_load(plain, mmap, verify)
-    return restore(arrays, texts.get(KEY), plain)
+    file_path = local_path(path)
+    arrays, texts = _core.file_load(file_path, mmap, verify)
+    return restore(arrays, texts.get(KEY), file_path)
 
 
 @set_module("mlstate.checkpoint")

@@ -20,16 +20,16 @@ BUILT = (".so", ".o", ".gcno", ".gcda", ".pyc")
 
 def sources(root: Path) -> set[str]:
     """Every source below `root`, as a path relative to it."""
-    found = {name for name in FILES if (root / name).is_file()}
+    names = {name for name in FILES if (root / name).is_file()}
     for top in FOLDERS:
         for folder, folders, files in os.walk(root / top):
             folders[:] = [name for name in folders if name not in SKIPPED]
-            found.update(
+            names.update(
                 str((Path(folder) / name).relative_to(root))
                 for name in files
                 if not name.endswith(BUILT)
             )
-    return found
+    return names
 
 
 def same(source: Path, target: Path) -> bool:
@@ -42,12 +42,12 @@ def same(source: Path, target: Path) -> bool:
 
 def copy_tree(target: Path) -> None:
     """Make `target` hold exactly the sources of this repository."""
-    wanted = sources(ROOT)
-    for name in sorted(wanted):
+    names = sources(ROOT)
+    for name in sorted(names):
         if not same(ROOT / name, target / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
-    for name in sources(target) - wanted:
+    for name in sources(target) - names:
         (target / name).unlink()
 
 

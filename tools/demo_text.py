@@ -44,16 +44,16 @@ def code_only(source: str) -> str:
         if token.type == tokenize.COMMENT:
             cut[token.start[0]] = token.start[1]
     dropped = docstring_lines(source)
-    kept: list[str] = []
+    lines_kept: list[str] = []
     for number, line in enumerate(source.splitlines(), start=1):
         text = line[: cut[number]] if number in cut else line
         text = text.rstrip().expandtabs(4)
         foreign = not all(character in VOCABULARY for character in text)
         if number in dropped or foreign or (number in cut and not text):
             continue
-        if text or (kept and kept[-1]):
-            kept.append(text)
-    return "\n".join(kept) + "\n"
+        if text or (lines_kept and lines_kept[-1]):
+            lines_kept.append(text)
+    return "\n".join(lines_kept) + "\n"
 
 
 def load_text() -> tuple[str, list[str]]:

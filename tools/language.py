@@ -65,16 +65,16 @@ Text = tuple[int, str]  # the line on which it begins, and its words
 
 def c_texts(source: str) -> Iterator[Text]:
     """Yield the comments of a C source."""
-    for found in C_TEXT.finditer(source):
-        if found.group().startswith(("/*", "//")):
-            yield source.count("\n", 0, found.start()) + 1, found.group()
+    for match in C_TEXT.finditer(source):
+        if match.group().startswith(("/*", "//")):
+            yield source.count("\n", 0, match.start()) + 1, match.group()
 
 
 def python_texts(source: str) -> Iterator[Text]:
     """Yield comments and docstrings of a Python source, without examples."""
-    for found in PYTHON_TEXT.finditer(source):
-        if found.group().startswith("#"):
-            yield source.count("\n", 0, found.start()) + 1, found.group()
+    for match in PYTHON_TEXT.finditer(source):
+        if match.group().startswith("#"):
+            yield source.count("\n", 0, match.start()) + 1, match.group()
     nodes: list[ast.AST] = [ast.parse(source)]
     for node in nodes:
         nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, HOLDERS)]
@@ -91,7 +91,7 @@ def python_texts(source: str) -> Iterator[Text]:
 
 def page_texts(source: str) -> Iterator[Text]:
     """Yield the prose of a page, without code."""
-    yield 1, CODE.sub(lambda found: "\n" * found.group().count("\n") or " ", source)
+    yield 1, CODE.sub(lambda match: "\n" * match.group().count("\n") or " ", source)
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -175,20 +175,20 @@ def folder_of(path: Path) -> str:
 
 def count(folders: list[str]) -> dict[str, Counter[str]]:
     """Count words and marks by folder."""
-    found: dict[str, Counter[str]] = defaultdict(Counter)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     for path in files():
         folder = folder_of(path)
         if folders and not any((folder + "/").startswith(f.rstrip("/") + "/") for f in folders):
             continue
         for _, text in READERS[path.suffix](path.read_text(encoding="utf-8")):
-            found[folder]["words"] += len(WORD.findall(text))
+            counts[folder]["words"] += len(WORD.findall(text))
             for name, pattern in PATTERNS.items():
-                found[folder][name] += len(pattern.findall(text))
+                counts[folder][name] += len(pattern.findall(text))
         names = NAME_READERS.get(path.suffix)
         for _, local, words in names(path.read_text(encoding="utf-8")) if names else ():
-            found[f"{folder} identifiers"]["words"] += len(words.split())
-            found[f"{folder} identifiers"]["identifier"] += name_marks(local, words)
-    return found
+            counts[f"{folder} identifiers"]["words"] += len(words.split())
+            counts[f"{folder} identifiers"]["identifier"] += name_marks(local, words)
+    return counts
 
 
 def marks(counts: Counter[str]) -> int:
@@ -211,9 +211,9 @@ def print_places(mark: str, folders: list[str]) -> None:
             for name, pattern in PATTERNS.items():
                 if mark not in (name, "all"):
                     continue
-                for found in pattern.finditer(text):
-                    line = first + text.count("\n", 0, found.start())
-                    around = text[max(0, found.start() - 40) : found.end() + 40]
+                for match in pattern.finditer(text):
+                    line = first + text.count("\n", 0, match.start())
+                    around = text[max(0, match.start() - 40) : match.end() + 40]
                     print(f"{path.relative_to(ROOT)}:{line}: {' '.join(around.split())}")
         if mark == "identifier" and path.suffix in NAME_READERS:
             for line, local, words in NAME_READERS[path.suffix](path.read_text(encoding="utf-8")):
@@ -223,8 +223,8 @@ def print_places(mark: str, folders: list[str]) -> None:
 
 def ceilings() -> dict[str, float]:
     """Return the highest rate that each folder may have."""
-    known: dict[str, float] = json.loads(CEILINGS.read_text()) if CEILINGS.exists() else {}
-    return known
+    limits: dict[str, float] = json.loads(CEILINGS.read_text()) if CEILINGS.exists() else {}
+    return limits
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -238,10 +238,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.words:
         print_places(options.words, options.folders)
         return 0
-    found = count(options.folders)
+    counts = count(options.folders)
     allowed = ceilings()
     if options.update:
-        lowered = {f: min(rate(c), allowed.get(f, 1000.0)) for f, c in sorted(found.items())}
+        lowered = {f: min(rate(c), allowed.get(f, 1000.0)) for f, c in sorted(counts.items())}
         CEILINGS.write_text(json.dumps(lowered, indent=1) + "\n")
         allowed = lowered
     rows = {
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
             "rate": rate(c),
             "ceiling": allowed.get(f, AIM),
         }
-        for f, c in sorted(found.items())
+        for f, c in sorted(counts.items())
     }
     over = [f for f, row in rows.items() if row["rate"] > row["ceiling"]]
     if options.json:
@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{row['ceiling']:>9.1f}{'  above' if folder in over else ''}"
             )
         for label, names in (("all", False), ("all identifiers", True)):
-            parts = [c for f, c in found.items() if f.endswith(" identifiers") == names]
+            parts = [c for f, c in counts.items() if f.endswith(" identifiers") == names]
             total: Counter[str] = sum(parts, Counter())
             print(f"{label:<52}{total['words']:>8}{marks(total):>7}{rate(total):>7.1f}")
     return 1 if over else 0

@@ -86,15 +86,15 @@ def reported_states(path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     owners = {function.name: function.state for function in description.functions}
     owners = owners or {"main": description.state}
     half = ct.proto.FeatureTypes_pb2.ArrayFeatureType.FLOAT16
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    states_by_name: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, states in owners.items():
-        found[name] = {}
+        states_by_name[name] = {}
         for state in states:
             array = state.type.stateType.arrayType
             if array.dataType != half:
                 raise SystemExit(f"{path.name}: state {state.name!r} of {name!r} is not float16")
-            found[name][state.name] = tuple(array.shape)
-    return found
+            states_by_name[name][state.name] = tuple(array.shape)
+    return states_by_name
 
 
 def stored_arrays(path: Path) -> list[np.ndarray]:

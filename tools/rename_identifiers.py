@@ -271,12 +271,14 @@ def apply_edits(source: bytes, edits: set[Edit]) -> str:
 
 
 def python_shape(tree: ast.AST) -> str:
-    """Return a dump of a syntax tree without docstrings."""
+    """Return a dump of a syntax tree without docstrings, with imported names in order."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and node.body:
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 first.value.value = ""
+        if isinstance(node, ast.ImportFrom):
+            node.names.sort(key=lambda alias: alias.name)
     return ast.dump(tree)
 
 
@@ -294,8 +296,8 @@ class CFile:
         self.words = [t.group() for t in self.code]
         self.edits: set[Edit] = set()
         for scope, names in sorted(scopes.items(), reverse=True):  # the file after its functions
-            whole = scope in ("", ".", "struct")
-            spans = [(0, len(self.code))] if whole else list(self.spans(scope))
+            is_file_wide = scope in ("", ".", "struct")
+            spans = [(0, len(self.code))] if is_file_wide else list(self.spans(scope))
             if not spans:
                 raise RenameError(f"no function {scope}")
             for span in spans:

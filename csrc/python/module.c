@@ -6,12 +6,12 @@
 #define MLSPY_IMPORT_NUMPY
 #include "common/python_api.h"
 
-#include "common/args.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/results.h"
 
 #include "runtime/cpu_features.h"
 #include "runtime/thread_pool.h"

@@ -86,8 +86,8 @@ def copy_of(array: Any) -> Any:
 
 def packed_array(array: NDArray) -> NDArray:
     """Return a C-contiguous, aligned array in native byte order: the array itself or a copy."""
-    plain = np.require(array, requirements=["C", "A"])
-    return plain.astype(plain.dtype.newbyteorder("="), copy=False)
+    packed = np.require(array, requirements=["C", "A"])
+    return packed.astype(packed.dtype.newbyteorder("="), copy=False)
 
 
 def new_packed(array: Any, shape: tuple[int, ...]) -> Any:

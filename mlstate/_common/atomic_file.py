@@ -164,13 +164,13 @@ class Target(NamedTuple):
         """Give the target's old content the name `old` if it is the expected one, else restore."""
         if _list_path(self.path) != self.entries:  # mostly noticed here, before anyone sees a swap
             raise self._changed()
-        made = os.lstat(new)
+        created = os.lstat(new)
         try:
             self._swap(new, old)
             if _list_path(old) != self.entries:
                 raise self._changed()
         except BaseException:
-            self._restore(new, old, made)
+            self._restore(new, old, created)
             raise
 
     def _swap(self, new: str, old: str) -> None:
@@ -203,17 +203,17 @@ class Target(NamedTuple):
             return False
         return True
 
-    def _restore(self, new: str, old: str, made: os.stat_result) -> None:
+    def _restore(self, new: str, old: str, created: os.stat_result) -> None:
         """Undo the steps of `_swap` that were done; never delete the old content."""
         with suppress(FileNotFoundError):
-            if not os.path.samestat(os.lstat(new), made):
+            if not os.path.samestat(os.lstat(new), created):
                 os.rename(new, old)  # so that no caller takes it for the temporary
         if not os.path.lexists(old):
             return
         try:
             if not os.path.lexists(self.path):
                 _rename_new(old, self.path)
-            elif os.path.samestat(os.lstat(self.path), made):
+            elif os.path.samestat(os.lstat(self.path), created):
                 self._swap(old, new)
                 _remove(new)
             elif os.path.samestat(os.lstat(self.path), os.lstat(old)):

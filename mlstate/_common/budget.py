@@ -50,9 +50,9 @@ class Budget(NamedTuple):
             places = max(0, _DIGITS - len(str(nbytes // size)))
         else:
             places = _DIGITS - 1 + len(str(size // max(nbytes, 1)))
-        whole, part = divmod(-(-nbytes * 10**places // size), 10**places)
+        integer, part = divmod(-(-nbytes * 10**places // size), 10**places)
         decimals = f"{part:0{places}d}".rstrip("0") if places else ""
-        return f"{whole}.{decimals}" if decimals else str(whole)
+        return f"{integer}.{decimals}" if decimals else str(integer)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Budget(NamedTuple):
         return _BYTES.sub(lambda m: f"{m[1]} {self.text(int(m[2]))}", message)
 
 
-def parse_budget(name: str, value: Any, whole: int | None = None, of: str = "") -> Budget:
+def parse_budget(name: str, value: Any, full: int | None = None, of: str = "") -> Budget:
     """Parse a memory budget, rounded down to whole bytes.
 
     It is bytes as an int, or as a float above 1; a size such as ``"6GiB"`` or ``"1.5 GB"``; or a
@@ -90,27 +90,27 @@ def parse_budget(name: str, value: Any, whole: int | None = None, of: str = "") 
         raise ValueError(f"{name} is {number}: give a finite number of bytes")
     if not 0 < number <= 1:
         return Budget(math.floor(number), 0, "", "")
-    if whole is None:
+    if full is None:
         raise ValueError(
             f"{name} is {number:g}: a fraction is not allowed here; pass bytes or a size such as "
             "'6GiB'"
         )
-    return Budget(_multiply(f"{number:.15f}", whole), whole, f"of {of}", f"{number:g}")
+    return Budget(_multiply(f"{number:.15f}", full), full, f"of {of}", f"{number:g}")
 
 
 def _parse_text(name: str, value: str) -> Budget:
-    found = _SIZE.fullmatch(value)
-    unit = _NAMES.get((found[2] or "B").lower()) if found else None
-    if found is None or unit is None:
+    match = _SIZE.fullmatch(value)
+    unit = _NAMES.get((match[2] or "B").lower()) if match else None
+    if match is None or unit is None:
         raise ValueError(
             f"{name} is {value!r}: expected a number and a unit, such as '6GiB' or '1.5 GB' "
             f"(units: {', '.join(_UNITS)})"
         )
     size = _UNITS[unit]
-    return Budget(_multiply(found[1], size), size if size > 1 else 0, unit, found[1])
+    return Budget(_multiply(match[1], size), size if size > 1 else 0, unit, match[1])
 
 
 def _multiply(decimal: str, size: int) -> int:
     """Multiply a decimal number by `size` and round down."""
-    whole, _, part = decimal.partition(".")
-    return int(whole + part) * size // int("1" + "0" * len(part))
+    integer, _, part = decimal.partition(".")
+    return int(integer + part) * size // int("1" + "0" * len(part))

@@ -52,18 +52,18 @@ def label_of(dtype: Any) -> str:
     if not metadata or dtype.kind != "u":
         return ""
     label = metadata.get(LABEL)
-    known = isinstance(label, str) and EXTENSIONS.get(label) == dtype.itemsize
-    return label if known else ""
+    is_extension = isinstance(label, str) and EXTENSIONS.get(label) == dtype.itemsize
+    return label if is_extension else ""
 
 
 @lru_cache(maxsize=128)  # NumPy builds the name on each access
-def _plain_name(dtype: Any) -> str:
+def _bare_name(dtype: Any) -> str:
     return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
 
 
 def name_of(dtype: Any) -> str:
     """Return the name of a dtype that NumPy, ml_dtypes, torch and the core share."""
-    return label_of(dtype) or _plain_name(dtype)  # equal dtypes may differ in metadata
+    return label_of(dtype) or _bare_name(dtype)  # equal dtypes may differ in metadata
 
 
 def dtype_name(dtype: Any) -> str:

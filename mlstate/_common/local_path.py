@@ -63,14 +63,14 @@ def _check_working_folder(path: str) -> None:
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        made = StoreNotFoundError(
+        not_found = StoreNotFoundError(
             error.errno,
             "cannot use a relative path, since the working folder no longer exists: pass an "
             "absolute path, or change to a folder that exists",
             path,
         )
-        made.path = path
-        raise made from None
+        not_found.path = path
+        raise not_found from None
 
 
 def local_folder(path: str | os.PathLike[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import FormatError, StoreError, StoreNotFoundError, StorePermissionError
 
 
-def store_error(error: OSError, what: str, path: Any) -> StoreError:
+def store_error(error: OSError, action: str, path: Any) -> StoreError:
     """Return an OSError as a StoreError, of the subclass for its errno; a StoreError unchanged."""
     if isinstance(error, StoreError):
         return error
@@ -16,13 +16,13 @@ def store_error(error: OSError, what: str, path: Any) -> StoreError:
         cls = StoreNotFoundError
     elif isinstance(error, PermissionError):
         cls = StorePermissionError
-    made = cls(error.errno, f"{what}: {error.strerror}", path)
-    made.path = path
-    return made  # type: ignore[no-any-return]
+    mapped = cls(error.errno, f"{action}: {error.strerror}", path)
+    mapped.path = path
+    return mapped  # type: ignore[no-any-return]
 
 
 def format_error(text: str, path: Any) -> FormatError:
     """Return the error for a malformed file."""
-    made = FormatError(text)
-    made.path = path
-    return made
+    error = FormatError(text)
+    error.path = path
+    return error

@@ -60,12 +60,12 @@ def shorten(name: str, limit: int) -> str:
 
 def ranks_text(ranks: Sequence[int], most: int = _LISTED) -> str:
     """Return at most this many ranks as text: ``rank 1``, ``ranks 0, 2 and 5 more``."""
-    shown = ", ".join(str(rank) for rank in ranks[:most])
+    listed = ", ".join(str(rank) for rank in ranks[:most])
     more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {listed}{more}"
 
 
-def names_hint(name: str, known: Iterable[str], *, listed: bool = True) -> str:
+def names_hint(name: str, candidates: Iterable[str], *, listed: bool = True) -> str:
     """Return a hint with the most similar known name, or else with the first known names.
 
     Only the first 10,000 known names are compared. If `listed` is false, names are not listed
@@ -73,15 +73,17 @@ def names_hint(name: str, known: Iterable[str], *, listed: bool = True) -> str:
     """
     from difflib import get_close_matches
 
-    names = list(dict.fromkeys(known))
+    names = list(dict.fromkeys(candidates))
     near = get_close_matches(name, names[:_COMPARED], 1)
     if near:
         return f"; did you mean {near[0]!r}?"
     if not listed:
         return ""
-    shown = ", ".join(repr(shorten(one, 100)) for one in names[:_LISTED]) or "none"
+    listed_names = (
+        ", ".join(repr(shorten(candidate, 100)) for candidate in names[:_LISTED]) or "none"
+    )
     hidden = len(names) - _LISTED
-    return f"; there are {shown}" + (f" and {hidden:,} more" if hidden > 0 else "")
+    return f"; there are {listed_names}" + (f" and {hidden:,} more" if hidden > 0 else "")
 
 
 def sort_steps(steps: Iterable[int | None]) -> list[int | None]:
@@ -103,11 +105,11 @@ def table_text(
 
     Cells longer than `width` are shortened in the middle.
     """
-    shown = [[shorten(cell, width) for cell in row] for row in [headers, *rows[:limit]]]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    cells = [[shorten(cell, width) for cell in row] for row in [headers, *rows[:limit]]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in shown
+        for row in cells
     ]
     hidden = len(rows) - limit
     return "\n".join(lines + ([f"… {hidden:,} more"] if hidden > 0 else []))
@@ -117,13 +119,13 @@ def _collapse(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     """Merge three or more consecutive rows that differ only in their first cell into one row."""
     from itertools import groupby
 
-    made: list[Sequence[str]] = []
+    merged: list[Sequence[str]] = []
     for cells, group in groupby(rows, lambda row: tuple(row[1:])):
         names = [row[0] for row in group]
         if len(names) > 2:
             names = [f"{shorten(names[0], 290)} … {shorten(names[-1], 290)} ({len(names):,} alike)"]
-        made += [(name, *cells) for name in names]
-    return made
+        merged += [(name, *cells) for name in names]
+    return merged
 
 
 def table_html(
@@ -142,27 +144,27 @@ def table_html(
     import re
     from html import escape  # slow to import because of its entity tables
 
-    shown = _collapse(rows) if collapse else rows
-    hidden = len(shown) - _HTML_ROWS
-    shown = shown[:_HTML_ROWS]
+    visible = _collapse(rows) if collapse else rows
+    hidden = len(visible) - _HTML_ROWS
+    visible = visible[:_HTML_ROWS]
     number = re.compile(rf"[+-]?\d[\d,.]*(e[+-]?\d+)?( ?({_UNITS}))?|-|")
     numeric = [
         place > 0 and all(number.fullmatch(cell) for cell in column) and any(column)
-        for place, column in enumerate(zip(*shown, strict=True))
+        for place, column in enumerate(zip(*visible, strict=True))
     ]
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        made = (
+        html_cells = (
             f"<{tag}{' class=r' * right}>{escape(shorten(cell, 600))}</{tag}>"
             for cell, right in zip(cells, numeric, strict=True)
         )
-        return f"<tr>{''.join(made)}</tr>"
+        return f"<tr>{''.join(html_cells)}</tr>"
 
     rules = f"<style>{_TABLE_STYLE}</style>" if style else ""
-    if not shown:
+    if not visible:
         return f"<div class=mlstate-table>{rules}<p>{escape(title)}</p></div>"
     head = f"<thead>{line('th', headers)}</thead>" if any(headers) else ""
-    body = "".join(line("td", row) for row in shown)
+    body = "".join(line("td", row) for row in visible)
     more = f"<p>… {hidden:,} more</p>" if hidden > 0 else ""
     caption = f"<caption>{escape(title)}</caption>" if title else ""
     table = f"<table>{caption}{head}<tbody>{body}</tbody></table>"

@@ -78,10 +78,10 @@ class Layout:
     __slots__ = ("_parts", "_steps")
 
     def __init__(self, steps: Iterable[tuple[int | str, int]] = ()) -> None:
-        plain = tuple(_step(step) for step in steps)
-        _core.layout_project(plain, 0, 0, None)  # raises for invalid steps
-        self._steps: Steps = plain
-        self._parts = prod(parts for _, parts in plain)
+        checked_steps = tuple(_step(step) for step in steps)
+        _core.layout_project(checked_steps, 0, 0, None)  # raises for invalid steps
+        self._steps: Steps = checked_steps
+        self._parts = prod(parts for _, parts in checked_steps)
 
     @classmethod
     def whole(cls) -> Layout:
@@ -343,11 +343,11 @@ class Shard:
         self.tier: str | None = tier
         self.replica: int = replica
         self._version = version or 0
-        wanted, have = layout.shape(self.shape, index), tuple(array.shape)
-        if prod(wanted) != prod(have):
+        expected, have = layout.shape(self.shape, index), tuple(array.shape)
+        if prod(expected) != prod(have):
             raise ValueError(
                 f"part {index} of {layout.parts} of a tensor of shape {self.shape} has shape "
-                f"{wanted}, but the array has shape {have}"
+                f"{expected}, but the array has shape {have}"
             )
 
     @property
@@ -406,8 +406,8 @@ def steps_of(layout: Layout | str | None, world_size: int) -> Steps | None:
     if isinstance(layout, Layout):
         return layout._steps
     if isinstance(layout, str) and layout in LAYOUT_NAMES:
-        found = _core.layout_parse(layout)
-        assert found is not None
-        return tuple((axis, world_size) for axis, _ in found[0])
-    known = ["a Layout", *map(repr, LAYOUT_NAMES)]
-    raise ValueError(f"layout must be {', '.join(known[:-1])} or {known[-1]}, got {layout!r}")
+        parsed = _core.layout_parse(layout)
+        assert parsed is not None
+        return tuple((axis, world_size) for axis, _ in parsed[0])
+    accepted = ["a Layout", *map(repr, LAYOUT_NAMES)]
+    raise ValueError(f"layout must be {', '.join(accepted[:-1])} or {accepted[-1]}, got {layout!r}")

@@ -322,7 +322,7 @@ class _KnapsackSearch:
         self._seconds = np.append(seconds[self._items], 0.0)
         self._bytes_before = np.append(0, np.cumsum(self._sizes[:-1]))
         self._seconds_before = np.append(0.0, np.cumsum(self._seconds[:-1]))
-        self._parents: list[NDArray] = []  # by item: the states to which it was added
+        self._parents: list[NDArray] = []  # by item: the states that got it
         self.slack = 1e-12 * float(seconds.sum())  # smaller differences are rounding
         self.best = _Choice(-1.0, -1, 0, 0)
 

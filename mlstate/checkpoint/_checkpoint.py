@@ -216,9 +216,8 @@ class Checkpoint:
         *,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path: str
         self._files, self._root, manifest = open_root_path(path, storage_options)
-        self.path = self._files.path
+        self.path: str = self._files.path
         if manifest is None:
             self._root, manifest = self._files.open_root(self._root)
         self._manifest = manifest or self._files.read_manifest(self._root)

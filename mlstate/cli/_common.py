@@ -182,8 +182,8 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 class _Line:
     """A line on the terminal with the progress in per cent, rewritten on each change."""
 
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done = what, total, 0
+    def __init__(self, label: str, total: int) -> None:
+        self._what, self._total, self._done = label, total, 0
         self._shown = ""
 
     def add(self, count: int) -> None:
@@ -200,7 +200,7 @@ class _Line:
 
 
 @contextmanager
-def progress_of(what: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
+def progress_of(label: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
     """Yield a function that takes numbers of bytes, or None if stderr is not a terminal.
 
     `count` returns the total; if it is 0 or unknown, None is yielded too.
@@ -215,12 +215,12 @@ def progress_of(what: str, count: Callable[[], int]) -> Iterator[Callable[[int],
     try:
         from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        line = _Line(what, total)
+        line = _Line(label, total)
         try:
             yield line.add
         finally:
             line.close()
         return
     unit = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    with tqdm(desc=what, total=total, leave=False, file=sys.stderr, **unit) as bar:
+    with tqdm(desc=label, total=total, leave=False, file=sys.stderr, **unit) as bar:
         yield bar.update

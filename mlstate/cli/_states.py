@@ -106,8 +106,8 @@ def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
         print(json.dumps({"default_function": default, "functions": listed}, indent=2))
         return 0
     for name, states in functions.items():
-        shown = printable(name)
-        print(f"{shown} (default)" if name == default and len(functions) > 1 else shown)
+        label = printable(name)
+        print(f"{label} (default)" if name == default and len(functions) > 1 else label)
         rows = [tuple(map(printable, state_row(spec))) for spec in states.values()]
         width = max((len(row[0]) for row in rows), default=0)
         for state, shape, dtype, nbytes in rows:
@@ -119,8 +119,8 @@ def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
 
 def _run_plan(which: ModelFormat, arguments: argparse.Namespace) -> int:
     """Print the plan; return 1 if the states do not fit."""
-    given = vars(arguments)
-    options = {name: given[name] for name in _PLAN_OPTIONS if name in given}
+    values = vars(arguments)
+    options = {name: values[name] for name in _PLAN_OPTIONS if name in values}
     plan = which.plan(arguments.source, arguments.target, arguments.at, **options)
     print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan)
     return 0 if plan.fits else 1

@@ -91,10 +91,14 @@ def _describe(error: Exception) -> str:
     """Return one line about an error, with the file that it concerns."""
     text = str(getattr(error, "strerror", None) or error)
     path = getattr(error, "path", None) or getattr(error, "filename", None)
-    shown = None if path is None else os.fsdecode(path)
-    if shown is None or text.startswith(f"{shown}:") or (os.sep in shown and shown in text):
+    path_text = None if path is None else os.fsdecode(path)
+    if (
+        path_text is None
+        or text.startswith(f"{path_text}:")
+        or (os.sep in path_text and path_text in text)
+    ):
         return text
-    return f"{shown}: {text}"  # no separator in the path: it may occur in the text by chance
+    return f"{path_text}: {text}"  # no separator in the path: it may occur in the text by chance
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -55,12 +55,12 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 def _export_options(arguments: argparse.Namespace, write: str) -> dict[str, Any]:
     """Return the options of an export; raise ValueError if they are given for another format."""
     names = ("files_from", "max_shard_bytes")
-    given = {name: getattr(arguments, name) for name in names}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given and write != "huggingface":
-        option = next(iter(given)).replace("_", "-")
+    values = {name: getattr(arguments, name) for name in names}
+    values = {name: value for name, value in values.items() if value is not None}
+    if values and write != "huggingface":
+        option = next(iter(values)).replace("_", "-")
         raise ValueError(f"--{option} requires --to huggingface: the target's format is {write}")
-    return given
+    return values
 
 
 def _export(

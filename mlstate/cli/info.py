@@ -21,6 +21,6 @@ def run_info(arguments: argparse.Namespace) -> int:
     """Print one line for each fact, or all facts as JSON."""
     from .._info import info
 
-    found = info()
-    print(json.dumps(found.to_dict(), indent=2) if arguments.json else found)
+    facts = info()
+    print(json.dumps(facts.to_dict(), indent=2) if arguments.json else facts)
     return 0

@@ -72,8 +72,8 @@ def _shard_rows(record: ShardRecord) -> list[list[str]]:
     ]
     if record.layers is None:
         return [[*row, str(record.path), str(record.offset)]]
-    what = count_text(len(record.layers), "layer") if record.layers else "all zeros"
-    rows = [[*row, what, ""]]
+    storage = count_text(len(record.layers), "layer") if record.layers else "all zeros"
+    rows = [[*row, storage, ""]]
     for layer in record.layers:
         hidden = layer.held_nbytes - layer.visible_nbytes
         size = bytes_text(layer.nbytes) + (f" {layer.codec}" if layer.codec else "")
@@ -82,60 +82,62 @@ def _shard_rows(record: ShardRecord) -> list[list[str]]:
     return rows
 
 
-def _steps(found: Checkpoint) -> list[int]:
-    is_run = kind_of(found._root) == "checkpoint"
-    return sorted(CheckpointManager(found.path).steps()) if is_run else []
+def _steps(checkpoint: Checkpoint) -> list[int]:
+    is_run = kind_of(checkpoint._root) == "checkpoint"
+    return sorted(CheckpointManager(checkpoint.path).steps()) if is_run else []
 
 
-def _checkpoint_data(found: Checkpoint, shards: bool) -> dict[str, Any]:
+def _checkpoint_data(checkpoint: Checkpoint, shards: bool) -> dict[str, Any]:
     data = {
-        "path": found.path,
-        "format": kind_of(found._root),
-        "bytes": found.nbytes,
-        "stored_bytes": found.stored_nbytes,
-        "generation": found.generation,
-        "sequence": found.sequence,
-        "step": found.step,
-        "steps": _steps(found),
-        "created": found.created,
-        "writer": found.writer,
-        "world_size": found.world_size,
-        "files": found.files(),
-        "model": found.model,
-        "optimizer": found.optimizer,
-        "metadata": found.metadata,
-        "tensors": [_tensor_data(record) for record in found.tensors()],
+        "path": checkpoint.path,
+        "format": kind_of(checkpoint._root),
+        "bytes": checkpoint.nbytes,
+        "stored_bytes": checkpoint.stored_nbytes,
+        "generation": checkpoint.generation,
+        "sequence": checkpoint.sequence,
+        "step": checkpoint.step,
+        "steps": _steps(checkpoint),
+        "created": checkpoint.created,
+        "writer": checkpoint.writer,
+        "world_size": checkpoint.world_size,
+        "files": checkpoint.files(),
+        "model": checkpoint.model,
+        "optimizer": checkpoint.optimizer,
+        "metadata": checkpoint.metadata,
+        "tensors": [_tensor_data(record) for record in checkpoint.tensors()],
     }
     if shards:
-        data["shards"] = [_shard_data(record) for record in found.shards()]
+        data["shards"] = [_shard_data(record) for record in checkpoint.shards()]
     return data
 
 
-def _print_value(what: str, value: Any) -> None:
+def _print_value(label: str, value: Any) -> None:
     """Print a value as one line of JSON; print nothing if it is empty."""
     if value:
-        print(f"{what}: {shorten(json.dumps(value, ensure_ascii=False), _TEXT)}")
+        print(f"{label}: {shorten(json.dumps(value, ensure_ascii=False), _TEXT)}")
 
 
-def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
-    tensors = found.tensors()
-    kind = kind_of(found._root)
-    what = {"huggingface": "Hugging Face folder", "safetensors": "file"}.get(kind, kind)
+def _print_checkpoint(checkpoint: Checkpoint, path: str, shards: bool) -> None:
+    tensors = checkpoint.tensors()
+    kind = kind_of(checkpoint._root)
+    label = {"huggingface": "Hugging Face folder", "safetensors": "file"}.get(kind, kind)
     parts = [
-        what if found.step is None else f"step {found.step}",
+        label if checkpoint.step is None else f"step {checkpoint.step}",
         count_text(len(tensors), "tensor"),
-        f"{stored_text(found.nbytes, found.stored_nbytes)} in "
-        f"{count_text(len(found.files()), 'file')}",
-        count_text(found.world_size, "rank"),
+        f"{stored_text(checkpoint.nbytes, checkpoint.stored_nbytes)} in "
+        f"{count_text(len(checkpoint.files()), 'file')}",
+        count_text(checkpoint.world_size, "rank"),
     ]
-    print(f"{printable(shown)}: {', '.join(parts)}")
+    print(f"{printable(path)}: {', '.join(parts)}")
     if kind == "checkpoint":
-        text = f"saved {found.created} by {found.writer}, generation {found.generation}"
+        text = (
+            f"saved {checkpoint.created} by {checkpoint.writer}, generation {checkpoint.generation}"
+        )
         print(printable(text))
-    for what, state in (("model", found.model), ("optimizer", found.optimizer)):
-        _print_value(what, state if state != {"kind": "state"} else None)
-    _print_value("metadata", found.metadata)
-    steps = _steps(found)
+    for label, state in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
+        _print_value(label, state if state != {"kind": "state"} else None)
+    _print_value("metadata", checkpoint.metadata)
+    steps = _steps(checkpoint)
     if steps:
         print(f"steps: {steps_text(steps)}")
     rows = [
@@ -145,7 +147,7 @@ def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
     ]  # fmt: skip
     print_table(_TENSORS, rows)
     if shards:
-        print_table(_SHARDS, [row for shard in found.shards() for row in _shard_rows(shard)])
+        print_table(_SHARDS, [row for shard in checkpoint.shards() for row in _shard_rows(shard)])
 
 
 def _inspect_file(path: str, as_json: bool) -> None:
@@ -188,9 +190,9 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         check_is_safetensors(arguments.path)
         _inspect_file(arguments.path, arguments.json)
         return 0
-    found = folder.checkpoint()
+    checkpoint = folder.checkpoint()
     if arguments.json:
-        print(json.dumps(_checkpoint_data(found, arguments.shards), indent=2))
+        print(json.dumps(_checkpoint_data(checkpoint, arguments.shards), indent=2))
     else:
-        _print_checkpoint(found, arguments.path, arguments.shards)
+        _print_checkpoint(checkpoint, arguments.path, arguments.shards)
     return 0

@@ -60,10 +60,10 @@ def run_prune(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{printable(arguments.path)}: {report._title()}")
     if report.steps:
-        gone = "would go" if report.dry_run else "gone"
-        kept = steps_text(report.kept)
-        print(f"{count_text(len(report.steps), 'step')} {gone}: {steps_text(report.steps)}")
-        print(f"kept: {kept}")
+        verb = "would go" if report.dry_run else "gone"
+        kept_steps = steps_text(report.kept)
+        print(f"{count_text(len(report.steps), 'step')} {verb}: {steps_text(report.steps)}")
+        print(f"kept: {kept_steps}")
     rows = [[name, bytes_text(size)] for name, size in report.files.items()]
     print_table(("file", "bytes"), rows)
     return 0

@@ -45,15 +45,15 @@ def _layout(text: str, world_size: int | None) -> Layout:
     words = text.split(",")
     steps: list[tuple[int | str, int]] = []
     for word in words:
-        found = _core.layout_parse(word)
-        if found is None or (not found[0] and len(words) > 1):
+        parsed = _core.layout_parse(word)
+        if parsed is None or (not parsed[0] and len(words) > 1):
             kind = word.partition("=")[0].partition(":")[0]
             raise ValueError(
                 f"--layout {text}: {word!r} is not one of {', '.join(_NAMES)} and axis:K, or one "
                 "of these with a number of parts, such as rows=4"
                 + names_hint(kind, (*_NAMES, "axis"), listed=False)
             )
-        cut, has_parts = found
+        cut, has_parts = parsed
         if cut and not has_parts:
             if len(words) > 1 or world_size is None:
                 how = f"{word}=N" if len(words) > 1 else "--world-size N"
@@ -74,7 +74,7 @@ def run_reshard(arguments: argparse.Namespace) -> int:
             f"{arguments.source} is a file: use mlstate convert to create a checkpoint from it"
         )
     with progress_of("reshard", lambda: where.checkpoint().nbytes) as progress:
-        made = reshard(
+        resharded = reshard(
             where.path,
             arguments.target,
             layout=layout,
@@ -84,20 +84,20 @@ def run_reshard(arguments: argparse.Namespace) -> int:
             progress=progress,
             lock_timeout=arguments.lock_timeout,
         )
-    files = made.files()
+    files = resharded.files()
     if arguments.json:
         data = {
             "source": where.path,
-            "target": made.path,
-            "step": made.step,
+            "target": resharded.path,
+            "step": resharded.step,
             "layout": layout.steps,
-            "world_size": made.world_size,
-            "bytes": made.nbytes,
+            "world_size": resharded.world_size,
+            "bytes": resharded.nbytes,
             "files": len(files),
         }
         print(json.dumps(data, indent=2))
     else:
-        ranks = count_text(made.world_size, "rank")
-        amount = f"{bytes_text(made.nbytes)} in {count_text(len(files), 'file')}"
+        ranks = count_text(resharded.world_size, "rank")
+        amount = f"{bytes_text(resharded.nbytes)} in {count_text(len(files), 'file')}"
         print(f"{printable(arguments.target)}: {amount}, for {ranks}")
     return 0

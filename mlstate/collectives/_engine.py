@@ -6,8 +6,10 @@ method of the link has the name of the operation. User-defined groups need not d
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import deque
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .._common.arguments import check_flags
@@ -140,6 +142,7 @@ class Engine(ProcessGroup, ABC):
     _rank: int
     _world_size: int
     _ended: str  # how the group ended, or empty
+    _process = 0  # the only process that can use the group; 0: its forked children can, too
     _operations: OperationQueue
 
     def __enter__(self) -> Self:
@@ -262,7 +265,7 @@ class Engine(ProcessGroup, ABC):
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         call = Call("barrier", check_timeout(timeout), async_op)
-        return self._submit(call, lambda link: link.barrier())
+        return self._submit(call, methodcaller("barrier"))
 
     def gather_bytes(
         self,
@@ -277,7 +280,7 @@ class Engine(ProcessGroup, ABC):
         sent = data if type(data) is bytes else check_bytes(name, data)
         end = None if root is None else check_root(name, root, self.world_size)
         call = Call(name, seconds, async_op, f"to {end}")
-        return self._submit(call, lambda link: link.gather_bytes(sent, end))
+        return self._submit(call, methodcaller("gather_bytes", sent, end))
 
     # ---- call order ----
 
@@ -321,12 +324,25 @@ class Engine(ProcessGroup, ABC):
 
     def _check_open(self, operation: str) -> None:
         """Raise CollectiveError if the group has ended."""
+        if self._process and self._process != os.getpid():
+            raise failed(
+                operation,
+                self._rank,
+                "this process was forked from the one that joined the group; join a group of "
+                "its own",
+            )
         if self._ended:
             raise failed(operation, self._rank, f"this group was {self._ended}; make a new one")
 
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
         """Run a task after all earlier ones; return its result, or a `Work`."""
+        if call.async_op and self._runs_at_once(call):
+            return self._operations.run_at_once(call.name, task)
         return self._operations.run(call.name, task, async_op=call.async_op)
+
+    def _runs_at_once(self, call: Call) -> bool:
+        """Return whether an asynchronous operation runs in the thread of the caller."""
+        return False
 
     @abstractmethod
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from math import prod
-from operator import index
+from operator import index, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from .. import _core
 from .._common.arrays import is_torch
 from ..errors import CollectiveError, CompatibilityError
-from ._arguments import check_timeout, dtype_name, failed
+from ._arguments import check_timeout, dtype_name
 from ._engine import Call, Engine, OperationQueue
 from ._link import shares
 from ._memory import bytes_of, core_reduction, reals_of
@@ -75,7 +75,7 @@ class _Link:
 
     def __init__(self, group: LocalGroup, call: Call) -> None:
         self._core = group._link
-        self._rank, self._world_size = group.rank, group.world_size
+        self._rank, self._world_size = group._rank, group._world_size
         # the last arguments of each call of the core
         self._call = group._timeout if call.seconds is None else call.seconds, call.text
 
@@ -167,7 +167,7 @@ class LocalGroup(Engine):
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
-        self._closed = False
+        self._ended = ""
         self._process = os.getpid()
         self._operations = OperationQueue("mlstate-local-group", rank)
 
@@ -362,7 +362,7 @@ class LocalGroup(Engine):
     # ---- description ----
 
     def __repr__(self) -> str:
-        ended = "closed" if self._closed else self._link.ended()
+        ended = self._ended or self._link.ended()
         return f"LocalGroup(rank {self._rank} of {self._world_size}{', ' if ended else ''}{ended})"
 
     # ---- arrays ----
@@ -427,17 +427,6 @@ class LocalGroup(Engine):
 
     # ---- call order ----
 
-    def _check_open(self, operation: str) -> None:
-        if self._process != os.getpid():
-            raise failed(
-                operation,
-                self._rank,
-                "this process was forked from the one that joined the group; join a group of "
-                "its own",
-            )
-        if self._closed:
-            raise failed(operation, self._rank, "this group was closed; make a new one")
-
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
         try:
             return perform(_Link(self, call))
@@ -461,7 +450,7 @@ class LocalGroup(Engine):
         seconds = None if timeout is None else check_timeout(timeout)
         call = Call("reduce_scatter", seconds, False, text)
         partials: list[tuple[float, int]] = self._submit(
-            call, lambda link: link.reduce_bucket(bucket, wants_norms=True)
+            call, methodcaller("reduce_bucket", bucket, wants_norms=True)
         )
         return partials
 
@@ -493,9 +482,9 @@ class LocalGroup(Engine):
         >>> group
         LocalGroup(rank 0 of 1, closed)
         """
-        if not self._closed and self._process == os.getpid():
+        if not self._ended and self._process == os.getpid():
             self._operations.join()
-        self._closed = True
+        self._ended = "closed"
         self._link.close()
 
 

@@ -30,8 +30,11 @@ def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
     check_plain(operation, array)
     if is_torch(array):
         return array.contiguous().reshape(-1).cpu()
-    flat = np.require(array, requirements=["C", "A"]).reshape(-1)
-    return flat.astype(flat.dtype.newbyteorder("="), copy=False) if native else flat
+    if not (array.flags.c_contiguous and array.flags.aligned):
+        array = np.require(array, requirements=["C", "A"])
+    if native and not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array.reshape(-1)
 
 
 def target_for(operation: str, place: Any, *, native: bool = False) -> Any:

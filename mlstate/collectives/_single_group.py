@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.arrays import assign
 from ._arguments import check_counts
-from ._engine import Engine
+from ._engine import Engine, OperationQueue
 from ._link import ExchangeLink
-from ._work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,13 +56,14 @@ class SingleGroup(Engine):
     (0, 1, array([0, 1]))
     """
 
-    __slots__ = ("_ended",)
+    __slots__ = ("_ended", "_operations")
 
     _rank = 0
     _world_size = 1
 
     def __init__(self) -> None:
         self._ended = ""
+        self._operations = OperationQueue("mlstate-single-group", 0)
 
     def __repr__(self) -> str:
         return f"SingleGroup({self._ended})"
@@ -88,13 +88,8 @@ class SingleGroup(Engine):
         """
         self._ended = self._ended or "closed"
 
-    def _run(self, call: Call, task: Callable[[], Any]) -> Any:
-        result = task()
-        if not call.async_op:
-            return result
-        work = Work(call.name, 0)
-        work.set_result(result)
-        return work
+    def _runs_at_once(self, call: Call) -> bool:
+        return True
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
         return perform(_LINK)

@@ -131,17 +131,17 @@ main.hash has ...: the .aimodel was truncated or altered; copy it again
     try:
         _check_metadata(metadata)
         expected = _read_hash(hashed)
-        found, size = _hash_of(program)
+        digest, size = _hash_of(program)
     except StoreNotFoundError as error:
         raise format_error(
             str(error.path), "the file is missing, so the .aimodel is incomplete: copy it again"
         ) from None
-    if found != expected:
+    if digest != expected:
         failure = ChecksumError(
-            f"{program}: the SHA-256 of its {size} bytes is {found}, and main.hash has "
+            f"{program}: the SHA-256 of its {size} bytes is {digest}, and main.hash has "
             f"{expected}: the .aimodel was truncated or altered; copy it again"
         )
         failure.path = program
-        failure.expected, failure.got = expected, found
+        failure.expected, failure.got = expected, digest
         raise failure
-    return found
+    return digest

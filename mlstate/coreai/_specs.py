@@ -119,18 +119,18 @@ class StateSpecs(FunctionStates[StateSpec]):
 # ---- reading ----
 
 
-def _as_dtype(name: str, given: str) -> NumpyDType:
+def _as_dtype(name: str, text: str) -> NumpyDType:
     """Return the dtype for Core AI's name of it, such as Float16 or bfloat16."""
-    dtype = {"bool": "bool", "boolean": "bool"}.get(given.lower(), given.lower())
+    dtype = {"bool": "bool", "boolean": "bool"}.get(text.lower(), text.lower())
     if dtype in EXTENSIONS:
         return ml_dtype(dtype)
     if dtype not in {info.name for info in DTYPES}:
         raise incompatible(
-            f"{name}: states of dtype {given} are not supported; known: "
+            f"{name}: states of dtype {text} are not supported; known: "
             f"{', '.join(info.name for info in DTYPES)}",
             name,
             "a dtype of whole bytes",
-            given,
+            text,
         )
     return np.dtype(dtype)
 
@@ -195,16 +195,16 @@ def _read_function(function: Any) -> dict[str, StateSpec]:
     return states
 
 
-def _as_spec(name: str, given: Any) -> StateSpec:
+def _as_spec(name: str, value: Any) -> StateSpec:
     """Return a state's spec; a shape is converted to a spec with dtype float16."""
-    if isinstance(given, StateSpec):
-        return given
+    if isinstance(value, StateSpec):
+        return value
     try:
-        shape = tuple(None if length is None else index(length) for length in given)
+        shape = tuple(None if length is None else index(length) for length in value)
     except TypeError:
         raise TypeError(
             f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 2, None, 8), got "
-            f"{type(given).__name__} {shorten(repr(given), 60)}"
+            f"{type(value).__name__} {shorten(repr(value), 60)}"
         ) from None
     return _spec(name, shape, np.dtype(np.float16))
 
@@ -215,7 +215,7 @@ def read_functions(source: Source, *, verified: bool = True) -> tuple[_Functions
     if isinstance(source, StateSpecs):
         return source.functions, source.function
     if isinstance(source, Mapping):
-        functions = {_MAIN: {name: _as_spec(name, given) for name, given in source.items()}}
+        functions = {_MAIN: {name: _as_spec(name, value) for name, value in source.items()}}
     elif isinstance(source, (str, os.PathLike)):
         path = asset_folder(source)
         if verified:
@@ -248,11 +248,11 @@ def choose(
 ) -> StateSpecs:
     """Return the states of a function, with the given sequence axis."""
     functions, default = read_functions(source, verified=verified)
-    wanted = choose_function(functions, function or default)
+    chosen = choose_function(functions, function or default)
     if seq_axis is not None:
         axis = valid_axis(seq_axis)
         functions = {name: _with_axis(states, axis) for name, states in functions.items()}
-    return StateSpecs(functions, wanted, default_function=default)
+    return StateSpecs(functions, chosen, default_function=default)
 
 
 def _with_axis(states: dict[str, StateSpec], axis: int) -> dict[str, StateSpec]:
@@ -286,21 +286,21 @@ def usual_axis(shape: Shape) -> int:
     return -1 if len(shape) > 1 and shape[-2] == 1 else -2
 
 
-def check_axes(one: StateSpec, other: StateSpec) -> None:
+def check_axes(first: StateSpec, other: StateSpec) -> None:
     """Raise CompatibilityError if two models name different sequence axes for a state."""
-    axes = one.seq_axis, other.seq_axis
-    if None in axes or axes[0] == axes[1] or len(one.shape) != len(other.shape):
+    axes = first.seq_axis, other.seq_axis
+    if None in axes or axes[0] == axes[1] or len(first.shape) != len(other.shape):
         return
     raise incompatible(
-        f"{one.name}: the sequence is axis {axes[0]} of {shape_text(one.shape)} and axis {axes[1]} "
-        f"of {shape_text(other.shape)}: use models with the same layout",
-        one.name,
+        f"{first.name}: the sequence is axis {axes[0]} of {shape_text(first.shape)} and axis "
+        f"{axes[1]} of {shape_text(other.shape)}: use models with the same layout",
+        first.name,
         f"axis {axes[0]}",
         f"axis {axes[1]}",
     )
 
 
-def find_axis(one: StateSpec, other: StateSpec) -> int | None:
+def find_axis(spec: StateSpec, other: StateSpec) -> int | None:
     """Return the sequence axis of a state from its shapes in two models.
 
     None if the shapes are equal and neither has a known axis: the state has no sequence, or the
@@ -312,23 +312,23 @@ def find_axis(one: StateSpec, other: StateSpec) -> int | None:
         The two sequence axes differ, or the shapes differ in another axis than the sequence in one
         of the usual layouts.
     """
-    check_axes(one, other)
-    known = one.seq_axis if one.seq_axis is not None else other.seq_axis
-    if known is not None or one.shape == other.shape:
-        return known
-    rank = len(one.shape)
-    axis = usual_axis(one.shape) + rank
+    check_axes(spec, other)
+    stated_axis = spec.seq_axis if spec.seq_axis is not None else other.seq_axis
+    if stated_axis is not None or spec.shape == other.shape:
+        return stated_axis
+    rank = len(spec.shape)
+    axis = usual_axis(spec.shape) + rank
     if rank != len(other.shape):
         return axis
-    pairs = zip(one.shape, other.shape, strict=True)
+    pairs = zip(spec.shape, other.shape, strict=True)
     differing = [i for i, (length, other_length) in enumerate(pairs) if length != other_length]
     if differing != [axis]:
         raise incompatible(
-            f"{one.name}: the sequence axis is unknown: {shape_text(one.shape)} and "
+            f"{spec.name}: the sequence axis is unknown: {shape_text(spec.shape)} and "
             f"{shape_text(other.shape)} differ in the axes {differing}, and not in axis {axis} "
             "only; use models that were converted from the same weights, or pass seq_axis=",
-            one.name,
-            shape_text(one.shape),
+            spec.name,
+            shape_text(spec.shape),
             shape_text(other.shape),
         )
     return axis
@@ -402,9 +402,9 @@ def state_specs(
     if other is None:
         return specs
     others = choose(other, function, seq_axis, verified=verify)
-    found = {
+    states = {
         name: spec._replace(seq_axis=find_axis(spec, others[name])) if name in others else spec
         for name, spec in specs.items()
     }
-    functions = {**specs.functions, specs.function: found}
+    functions = {**specs.functions, specs.function: states}
     return StateSpecs(functions, specs.function, default_function=specs.default_function)

@@ -164,8 +164,8 @@ class StateManager(StateManagerBase):
             specs = dict.fromkeys(sizes, choose(model, None, seq_axis))
         return dict.fromkeys(sizes, model), specs
 
-    def _is_loader(self, given: Any) -> bool:
-        return callable(given) and not hasattr(given, "desc")
+    def _is_loader(self, model: Any) -> bool:
+        return callable(model) and not hasattr(model, "desc")
 
     def _read_specs(self, size: int, model: Any) -> Mapping[str, StateSpec]:
         specs = choose(self._given_specs.get(size, model), None, self._given_axis)
@@ -175,10 +175,10 @@ class StateManager(StateManagerBase):
         return usual_axis(spec.shape) if spec.seq_axis is None else spec.seq_axis
 
     def _check_state(
-        self, models: str, name: str, known: tuple[int, Any], new: tuple[int, Any]
+        self, models: str, name: str, former: tuple[int, Any], new: tuple[int, Any]
     ) -> None:
-        check_axes(known[1], new[1])
-        super()._check_state(models, name, known, new)
+        check_axes(former[1], new[1])
+        super()._check_state(models, name, former, new)
 
     def _make_state(self, model: Any, specs: Mapping[str, Any]) -> Any:
         array = import_coreai("runtime").NDArray

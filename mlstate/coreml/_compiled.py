@@ -69,7 +69,7 @@ def _state(file: str, entry: dict[str, Any]) -> _State:
 
 def _listed(file: str, owner: dict[str, Any], key: str) -> list[dict[str, Any]]:
     entries = owner.get(key, [])
-    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise format_error(file, f"{key!r} is not a list of objects")
     return entries
 

@@ -78,8 +78,8 @@ at least 300"
     """
     number, seq_axis = as_position(position), valid_axis(seq_axis)
     specs = []
-    for given, function in ((source, source_function), (target, target_function)):
-        specs.append(choose(given, function))
-        if not isinstance(given, StateSpecs):  # else state_specs has issued the warnings
+    for model, function in ((source, source_function), (target, target_function)):
+        specs.append(choose(model, function))
+        if not isinstance(model, StateSpecs):  # else state_specs has issued the warnings
             warn_of_shapes(specs[-1], stacklevel=2)
     return plan_states(specs[0], specs[1], number, lambda name: seq_axis)

@@ -78,16 +78,16 @@ class StateSpecs(FunctionStates[StateSpec]):
     """
 
 
-def as_spec(name: str, given: Any) -> StateSpec:
+def as_spec(name: str, value: Any) -> StateSpec:
     """Return a state's spec; a shape is converted to a spec with dtype float16."""
-    if isinstance(given, StateSpec):
-        return given
+    if isinstance(value, StateSpec):
+        return value
     try:
-        shape = tuple(map(index, given))
+        shape = tuple(map(index, value))
     except TypeError:
         raise TypeError(
             f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 256, 32), got "
-            f"{type(given).__name__} {shorten(repr(given), 60)}"
+            f"{type(value).__name__} {shorten(repr(value), 60)}"
         ) from None
     return StateSpec(name, shape, np.dtype(np.float16))
 
@@ -144,12 +144,14 @@ def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str
     elif isinstance(path := getattr(source, "path_or_asset", None), str):  # CompiledMLModel
         source = path
     if isinstance(source, Mapping):
-        states = {name: as_spec(name, given) for name, given in source.items()}
+        states = {name: as_spec(name, value) for name, value in source.items()}
         return {"main": states}, "main"
     default, read = _read(source)
     functions = {
-        name: {state: StateSpec(state, shape, np.dtype(dtype)) for state, dtype, shape in found}
-        for name, found in read
+        name: {
+            state: StateSpec(state, shape, np.dtype(dtype)) for state, dtype, shape in states_read
+        }
+        for name, states_read in read
     }
     return functions, None if default is None else read[default][0]
 
@@ -158,12 +160,12 @@ def choose(source: Source, function: str | None) -> StateSpecs:
     """Return the states of a function; `source` is read unless it is `StateSpecs`."""
     if isinstance(source, StateSpecs):
         functions, default_function = source.functions, source.default_function
-        wanted: str | None = function or source.function
+        name: str | None = function or source.function
     else:
         functions, default_function = read_functions(source)
-        wanted = function or getattr(source, "function_name", None) or default_function
+        name = function or getattr(source, "function_name", None) or default_function
     return StateSpecs(
-        functions, choose_function(functions, wanted), default_function=default_function
+        functions, choose_function(functions, name), default_function=default_function
     )
 
 

@@ -108,8 +108,8 @@ class StateManager(StateManagerBase):
     ((256, 512), (256,), (512,))
     """
 
-    def _is_loader(self, given: Any) -> bool:
-        return callable(given) and not hasattr(given, "make_state")
+    def _is_loader(self, model: Any) -> bool:
+        return callable(model) and not hasattr(model, "make_state")
 
     def _read_specs(self, size: int, model: Any) -> Mapping[str, StateSpec]:
         if not callable(getattr(model, "make_state", None)):

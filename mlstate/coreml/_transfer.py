@@ -48,10 +48,10 @@ def _check_name(name: str, specs: Mapping[str, StateSpec | Sequence[int]] | None
             f"got {type(specs).__name__}"
         )
     if not isinstance(name, str):
-        known = "state_specs(model) lists them" if specs is None else f"there are {quoted(specs)}"
+        hint = "state_specs(model) lists them" if specs is None else f"there are {quoted(specs)}"
         raise TypeError(
             f"state_name must be the name of one state, got {type(name).__name__} "
-            f"{shorten(repr(name), 60)}; call once for each state ({known})"
+            f"{shorten(repr(name), 60)}; call once for each state ({hint})"
         )
 
 
@@ -72,22 +72,22 @@ def _target_state(
             quoted(specs),
             name,
         )
-    given = specs[name]
-    return as_spec(name, given).shape, given.dtype if isinstance(given, StateSpec) else None
+    spec = specs[name]
+    return as_spec(name, spec).shape, spec.dtype if isinstance(spec, StateSpec) else None
 
 
-def _written_dtype(name: str, found: np.dtype[Any]) -> np.dtype[Any]:
+def _written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return a dtype that `write_state` accepts and that holds every value of `found`."""
-    native = found.newbyteorder("=")
+    native = dtype.newbyteorder("=")
     if name_of(native) in ("float16", "bfloat16"):
         return np.dtype(np.float32)
     if native.name not in _WRITABLE_DTYPES:
-        shown = label_of(found) or found
+        label = label_of(dtype) or dtype
         raise incompatible(
-            f"{name}: read_state gave {shown}, and Core ML takes {', '.join(_WRITABLE_DTYPES)}",
+            f"{name}: read_state gave {label}, and Core ML takes {', '.join(_WRITABLE_DTYPES)}",
             name,
             ", ".join(_WRITABLE_DTYPES),
-            shown,
+            label,
         )
     return native
 
@@ -110,7 +110,7 @@ def move_state(
     """
     _check_name(name, specs)
     number, seq_axis = as_position(position), valid_axis(seq_axis)
-    shape, wanted = _target_state(target, name, specs)
+    shape, expected = _target_state(target, name, specs)
     value = np.asarray(source.read_state(name=name))
     if declared is not None and value.shape != declared:
         raise incompatible(
@@ -122,12 +122,12 @@ def move_state(
         )
     positions = moved_positions(name, value.shape, shape, number, seq_axis)
     dtype = _written_dtype(name, value.dtype)
-    if wanted is not None and (wanted.kind == "i") != (dtype.kind == "i"):
+    if expected is not None and (expected.kind == "i") != (dtype.kind == "i"):
         raise incompatible(
-            f"{name}: read_state gave {value.dtype}, and the target state is {wanted}; use models "
-            "with the same dtype",
+            f"{name}: read_state gave {value.dtype}, and the target state is {expected}; use "
+            "models with the same dtype",
             name,
-            wanted,
+            expected,
             value.dtype,
         )
     moved = value
@@ -339,8 +339,8 @@ float64 or int32
         self._states: dict[str, NDArray] = {}
         self.reads: int = 0
         self.writes: int = 0
-        for name, given in states.items():
-            spec = as_spec(name, given)
+        for name, value in states.items():
+            spec = as_spec(name, value)
             if spec.dtype.name not in _FAKE_DTYPES:
                 raise incompatible(
                     f"state {name!r}: Core ML has no states of {spec.dtype}; it has "

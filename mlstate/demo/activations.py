@@ -87,13 +87,13 @@ def _chain(width: int) -> Chain:
     )
 
 
-def _run(made: Plan, blocks: Sequence[_Block], x: NDArray) -> int:
+def _run(schedule: Plan, blocks: Sequence[_Block], x: NDArray) -> int:
     """Run the steps of a plan; return the peak memory that NumPy allocated, including `x`."""
     activations: dict[int, NDArray] = {0: x}
     saved: dict[int, NDArray] = {}
     gradient: NDArray | None = None
     tracemalloc.start()
-    for kind, i in made.steps():
+    for kind, i in schedule.steps():
         if kind == "drop":
             del activations[i]
         elif kind == "backward":
@@ -138,15 +138,15 @@ def show_activations(model: CharModel, embedding: Any, say: Callable[[str], None
     say("   way to run it         time     peak, MiB: predicted  measured  computed again")
     ways, expected, identical = _ways(chain), None, True
     peaks = {}
-    for label, made in ways.items():
-        measured = _run(made, blocks, x)
-        peaks[label] = made.predicted_peak_bytes, measured
-        found = b"".join(g.tobytes() for block in blocks for g in block.gradients)
-        expected = expected or found
-        identical = identical and found == expected
-        again = ", ".join(map(str, made.recomputed)) or "-"
+    for label, planned in ways.items():
+        measured = _run(planned, blocks, x)
+        peaks[label] = planned.predicted_peak_bytes, measured
+        gradient_bytes = b"".join(g.tobytes() for block in blocks for g in block.gradients)
+        expected = expected or gradient_bytes
+        identical = identical and gradient_bytes == expected
+        again = ", ".join(map(str, planned.recomputed)) or "-"
         say(
-            f"   {label:<20} {made.overhead:>+6.1%} {made.predicted_peak_bytes / MIB:>21.2f}"
+            f"   {label:<20} {planned.overhead:>+6.1%} {planned.predicted_peak_bytes / MIB:>21.2f}"
             f" {measured / MIB:>9.2f}  {again}"
         )
     say(f"\n   gradients of all four: {verdict(identical)}")

@@ -62,11 +62,11 @@ def show_checkpoints(weights: ModelStateDict, say: Callable[[str], None]) -> Kep
         [shard] = [shard for shard in checkpoint.shards() if shard.key == name]
         say(f"\n12. One bit flips at byte {_flip(folder, shard):,} of a file of step {STEPS[1]}")
         report = verify(folder)
-        found = "; ".join(
+        problems_text = "; ".join(
             f"{p.name}: {p.kind}, within bytes {p.offset:,} to {p.offset + p.length:,}"
             for p in report.problems
         )
-        say(f"   verify: {found or 'good'}")
+        say(f"   verify: {problems_text or 'good'}")
         verify(folder, repair=True)
         restored = load(folder)
         repaired = restored.step == STEPS[0] and restored.model == weights and bool(verify(folder))
@@ -75,4 +75,4 @@ def show_checkpoints(weights: ModelStateDict, say: Callable[[str], None]) -> Kep
 
         part = load(folder, rank=RANK, world_size=RANKS, layout="rows").model[name]
         say(f"   load, rank {RANK} of {RANKS}, rows: {name} {weights[name].shape} -> {part.shape}")
-        return Kept(found, repaired)
+        return Kept(problems_text, repaired)

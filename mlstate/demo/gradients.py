@@ -75,16 +75,16 @@ class _Network:
         self, weights: dict[str, Floats], samples: tuple[Floats, Any]
     ) -> tuple[float, Iterator[tuple[str, Floats]]]:
         """Return the loss, and an iterator over the gradients, last layer first."""
-        x, wanted = samples
+        x, labels = samples
         hidden = np.tanh(x @ weights["hidden.weight"] + weights["hidden.bias"])
         chances = softmax(hidden @ weights["out.weight"] + weights["out.bias"])
-        rows = np.arange(len(wanted))
-        loss = float(-np.log(chances[rows, wanted]).mean())
+        rows = np.arange(len(labels))
+        loss = float(-np.log(chances[rows, labels]).mean())
 
         def gradients() -> Iterator[tuple[str, Floats]]:
             error = chances.copy()
-            error[rows, wanted] -= 1
-            error /= len(wanted)
+            error[rows, labels] -= 1
+            error /= len(labels)
             yield "out.bias", error.sum(0)
             yield "out.weight", hidden.T @ error
             inner = error @ weights["out.weight"].T * (1 - hidden**2)
@@ -143,14 +143,14 @@ def _spoil(group: Any, network: _Network) -> tuple[str, list[str]]:
     if group.rank == 1:
         gradients["hidden.weight"][0, 0] = np.nan
         gradients["out.bias"] = gradients["out.bias"][:-1]
-    told = ""
+    message = ""
     try:
         for name, gradient in gradients.items():
             hook.add_gradient(name, gradient)
         hook.finish()
     except CollectiveError as error:
-        told = str(error)
-    return told, [name for name, unit in units.items() if unit.local_gradient is not None]
+        message = str(error)
+    return message, [name for name, unit in units.items() if unit.local_gradient is not None]
 
 
 # ---- script ----
@@ -188,12 +188,12 @@ def show_gradients(model: CharModel, embedding: Floats, say: Callable[[str], Non
 
     say("\n14. Rank 1 has a NaN in one gradient, and another shape in a second one")
     outcomes = on_ranks(_spoil)
-    told = [text for text, _ in outcomes]
-    for text in told:
+    messages = [text for text, _ in outcomes]
+    for text in messages:
         for line in text.splitlines():
             say(f"   {line}")
-    kept: list[str] = outcomes[0][1]
-    say(f"   reduced on both ranks: {', '.join(kept)}")
+    stored_names: list[str] = outcomes[0][1]
+    say(f"   reduced on both ranks: {', '.join(stored_names)}")
     for group in groups:
         group.close()
-    return Reduced(ends, identical and same, told, kept)
+    return Reduced(ends, identical and same, messages, stored_names)

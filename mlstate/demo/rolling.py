@@ -141,12 +141,12 @@ def show_rolling(model: CharModel, prompt: str, say: Callable[[str], None]) -> R
     while len(tokens) < ROLLED:
         tokens.append(model.sample(logits, generator, temperature=TEMPERATURE))
         logits = context.step(tokens[-1])
-    held = np.sort(state.positions())
-    kept = [*range(SINKS), *range(ROLLED - SMALL + SINKS, ROLLED)]
-    ordered = held.tolist() == kept
+    positions = np.sort(state.positions())
+    expected = [*range(SINKS), *range(ROLLED - SMALL + SINKS, ROLLED)]
+    ordered = positions.tolist() == expected
     say(
         f"    {state.length} tokens held, {state.evicted} evicted, {state.sinks} sinks; positions "
-        f"{held[0]} to {held[SINKS - 1]} and {held[SINKS]} to {held[-1]}"
+        f"{positions[0]} to {positions[SINKS - 1]} and {positions[SINKS]} to {positions[-1]}"
     )
     say(f"    {state.nbytes / 2**10:.0f} KiB at any length of the text")
     text = model.decode(tokens[len(prompt) :])

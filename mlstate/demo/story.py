@@ -121,22 +121,22 @@ class _Story:
 def _show_packages(data: Path, say: Callable[[str], None]) -> dict[int, StateSpecs]:
     """Read and print the states that the packages declare, without coremltools."""
     say("1. Core ML packages, read without coremltools")
-    found: dict[int, StateSpecs] = {}
+    specs_by_size: dict[int, StateSpecs] = {}
     for length in (SMALL, LARGE):
         path = data / f"model_{length}.mlpackage"
         start = time.perf_counter()
-        found[length] = state_specs(path)
+        specs_by_size[length] = state_specs(path)
         milliseconds = (time.perf_counter() - start) * 1e3
-        for spec in found[length].values():
+        for spec in specs_by_size[length].values():
             say(f"   {path.name:<21} {spec.name} {spec.shape} {spec.dtype}  {milliseconds:.1f} ms")
     multi = data / "model_multi.mlpackage"
     for function, states in state_specs(multi).functions.items():
         for spec in states.values():
             say(f"   {multi.name:<21} {spec.name} {spec.shape} {spec.dtype}  in '{function}'")
-    return found
+    return specs_by_size
 
 
-def _tell(story: _Story, specs: dict[int, StateSpecs]) -> str:
+def _run_stages(story: _Story, specs: dict[int, StateSpecs]) -> str:
     """Run the workflow; return the error message at its end."""
     say, model = story.say, story.model
     small, large = FakeMLState(specs[SMALL]), FakeMLState(specs[LARGE])
@@ -193,7 +193,7 @@ def _memory_table(say: Callable[[str], None]) -> None:
     say(f"\n7. Memory: {tokens} tokens, {layers} layers, float16")
     say("   move     source                 MB  target                 MB  change")
     for name, before, after in moves:
-        kept = np.array_equal(before[:, :, :tokens], after[:, :, :tokens])
+        is_equal = np.array_equal(before[:, :, :tokens], after[:, :, :tokens])
         zeros = not after[:, :, tokens:].any()
         change = after.nbytes - before.nbytes
         say(
@@ -202,7 +202,7 @@ def _memory_table(say: Callable[[str], None]) -> None:
             f"({100 * change / before.nbytes:+.0f} %)"
         )
         say(
-            f"            tokens 0:{tokens} match: {kept}; "
+            f"            tokens 0:{tokens} match: {is_equal}; "
             f"padding {tokens}:{after.shape[2]} is zeros: {zeros}"
         )
 
@@ -250,17 +250,17 @@ def run(
     with resources.as_file(resources.files("mlstate.demo") / "data") as data:
         specs = _show_packages(data, say)
         story = _Story(data, say)
-        refused = _tell(story, specs)
+        refused = _run_stages(story, specs)
         text = story.model.decode(story.tokens)
         say("\n   What it wrote (the prompt ends at the bar):\n")
         say(_indent(text[: len(story.prompt)] + "|" + text[len(story.prompt) :]))
         _memory_table(say)
         loaded = show_weights(data / "model.safetensors", say)
-        kept = show_checkpoints(loaded.state, say)
+        checkpoints = show_checkpoints(loaded.state, say)
         reduced = show_gradients(story.model, loaded.state["embed.weight"], say)
         planned = show_activations(story.model, loaded.state["embed.weight"], say)
         trained = show_training(story.model, loaded.state["embed.weight"], say)
         rolled = show_rolling(story.model, story.prompt, say)
     drawn = _draw(story.stages, path, say, target)
-    own = text, story.identical, refused, story.stages, drawn
-    return Report(*own, loaded.untouched, kept, reduced, planned, trained, rolled)
+    stage_results = text, story.identical, refused, story.stages, drawn
+    return Report(*stage_results, loaded.untouched, checkpoints, reduced, planned, trained, rolled)

@@ -115,8 +115,8 @@ def _train(
                 meant[step] = _digests(model, optimizer)
                 handle = manager.save_async(step, model=model, optimizer=optimizer)
                 handle.staged()
-                held = handle.times().blocked_seconds * 1e3
-                say(f"   step {step}: loss {task.loss(model):.2f}, held up for {held:.1f} ms")
+                blocked_ms = handle.times().blocked_seconds * 1e3
+                say(f"   step {step}: loss {task.loss(model):.2f}, held up for {blocked_ms:.1f} ms")
     same = True
     for step, digests in meant.items():
         state = manager.restore(step)
@@ -175,5 +175,5 @@ def show_training(model: CharModel, embedding: Any, say: Callable[[str], None]) 
         after = task.loss(weights)
         steps = CheckpointManager(Path(folder) / "run").steps()
         say(f"\n17. The expert for what follows a {KINDS[2]} waits on the disk")
-        places, kept = _move(weights, optimizer, Path(folder) / "tiers", say)
-    return Trained((before, after), steps, good and kept, places)
+        places, is_equal = _move(weights, optimizer, Path(folder) / "tiers", say)
+    return Trained((before, after), steps, good and is_equal, places)

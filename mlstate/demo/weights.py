@@ -41,9 +41,9 @@ def show_weights(path: Path, say: Callable[[str], None]) -> Loaded:
     wrapped = rename(trained, {"": "module."})
     model = ModelStateDict((name, np.zeros_like(array)) for name, array in trained.items())
     say("\n9. A wrapper renamed the checkpoint; an untrained model is to load it")
-    found = check_compatibility(wrapped, model)
-    say(f"   proposed: rename(source, {found.renames!r})")
-    load_into(model, rename(wrapped, found.renames))
+    compatibility = check_compatibility(wrapped, model)
+    say(f"   proposed: rename(source, {compatibility.renames!r})")
+    load_into(model, rename(wrapped, compatibility.renames))
     say(f"   after load_into: {diff(trained, model)}")
 
     say("\n10. One tensor of another shape, and nothing is written")

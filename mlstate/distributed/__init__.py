@@ -70,9 +70,9 @@ def _collect_torch_state(
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         backend = backend_of(source, ShardBackend)
         states, keywords, store = backend.optimizer_parts(source, model, fill=fill)
-        made = OptimizerStateDict(**keywords)
-        made.update(states)
-        return made, store
+        collected = OptimizerStateDict(**keywords)
+        collected.update(states)
+        return collected, store
     if is_module(source):
         state, store = backend_of(source, ShardBackend).module_state(source, fill=fill)
         return StateDict(state), store
@@ -91,38 +91,38 @@ def _collection_mode(source: Any, model: Any) -> str:
 
 def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
     """Return a state with shards in place of DTensors; the state itself if it has none."""
-    found = {
+    shards = {
         name: value
         for name, value in state.items()
         if is_torch(value) and hasattr(value, "device_mesh")
     }
-    if not found and isinstance(state, StateDict):
+    if not shards and isinstance(state, StateDict):
         return state
-    made = state.copy() if isinstance(state, StateDict) else StateDict()
-    if not found:
-        made.update(state)
-        return made
-    part_of = backend_of(next(iter(found.values())), ShardBackend).part_of
+    replaced = state.copy() if isinstance(state, StateDict) else StateDict()
+    if not shards:
+        replaced.update(state)
+        return replaced
+    part_of = backend_of(next(iter(shards.values())), ShardBackend).part_of
     for name, value in state.items():
-        made[name] = part_of(name, value) if name in found else value
-    return made
+        replaced[name] = part_of(name, value) if name in shards else value
+    return replaced
 
 
 def _collect_state(
     source: Any, model: Any, *, fill: bool = False
 ) -> tuple[StateDict, Callable[[], None] | None]:
     """Return this rank's state, and a function that stores it back if the state is a copy."""
-    made = _collect_torch_state(source, model, fill)
-    if made is not None:
-        return made
+    collected = _collect_torch_state(source, model, fill)
+    if collected is not None:
+        return collected
     if model is not None:
         raise TypeError("model= requires a torch optimizer, whose parameters it names")
     if hasattr(source, "get_state_dict"):
         state = source.get_state_dict()
         if not isinstance(state, Mapping):
             raise TypeError(f"get_state_dict() gave a {type(state).__name__}, not a mapping")
-        taken = _without_dtensors(state)
-        return taken, lambda: source.load_state_dict(taken)
+        tensors = _without_dtensors(state)
+        return tensors, lambda: source.load_state_dict(tensors)
     if not isinstance(source, Mapping):
         raise TypeError(
             "expected a mapping of str to arrays, a torch module or optimizer, or something with "
@@ -145,9 +145,9 @@ def _select_tensors(state: StateDict, names: str | Iterable[str] | None) -> Stat
         raise TensorNotFoundError(
             f"no tensor has the name or the prefix {unused[0]!r}{names_hint(unused[0], keys)}"
         )
-    made = like(state)
-    made.update({name: state[name] for name in chosen})
-    return made
+    selected = like(state)
+    selected.update({name: state[name] for name in chosen})
+    return selected
 
 
 class DistributedStateCollector:
@@ -527,4 +527,4 @@ def _match_shards(states: list[StateDict]) -> tuple[Any, list[RankDifference]]:
     sharded = {
         name for state in states for name, value in state.items() if isinstance(value, Shard)
     }
-    return tensors, [found for found in differences if found.name in sharded]
+    return tensors, [difference for difference in differences if difference.name in sharded]

@@ -24,7 +24,7 @@ PACKED = 1 << 20  # bytes of a non-contiguous array that are packed at a time
 # ---- arrays of NumPy and torch ----
 
 
-def plain_of(value: Any) -> Any:
+def array_of(value: Any) -> Any:
     """Return an ndarray, or a torch tensor detached from autograd, that holds the elements."""
     if isinstance(value, Shard):
         value = value.array
@@ -66,8 +66,8 @@ class Part:
     __slots__ = ("begin", "end", "lengths", "starts")
 
     def __init__(self, steps: Steps | None, shape: tuple[int, ...], index: int) -> None:
-        found = _core.layout_part(steps or (), shape, index)
-        self.starts, self.lengths, self.begin, self.end, _ = found
+        part = _core.layout_part(steps or (), shape, index)
+        self.starts, self.lengths, self.begin, self.end, _ = part
 
     @property
     def count(self) -> int:
@@ -192,9 +192,9 @@ def steps_of(array: Any, count: int, most: int) -> Iterator[tuple[int, int]]:
         yield begin, min(count, begin + step)
 
 
-def copy_part(part: Part, source: Any, whole: Any) -> None:
+def copy_part(part: Part, source: Any, target: Any) -> None:
     """Copy a part's elements from `source`, in C order, to their position in the tensor."""
-    box = part.box_of(whole)
+    box = part.box_of(target)
     memory = _memory(source)
     if memory is not None:
         put(box, part.begin, part.end, memory)

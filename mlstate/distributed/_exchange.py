@@ -18,12 +18,12 @@ from .._sharding.layout import Shard
 from ..collectives._arguments import failed
 from ..errors import CollectiveError
 from ._byte_ranges import (
+    array_of,
     bytes_of,
     copy_part,
     digest,
     item_bytes,
     place_of,
-    plain_of,
     put,
     steps_of,
     take,
@@ -64,25 +64,25 @@ def exchange(
     """
     import json
 
-    own: Exception | None = None
+    own_error: Exception | None = None
     try:
         message = json.dumps({"value": prepare()})
     except Exception as error:
-        own = error
+        own_error = error
         text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
         message = json.dumps({"error": text})
     everyone = [json.loads(data) for data in group.gather_bytes(message.encode(), timeout=timeout)]
-    if own is not None:
+    if own_error is not None:
         try:
-            raise own
+            raise own_error
         finally:
-            del own  # breaks the cycle of the error, its traceback and this frame
-    for rank, said in enumerate(everyone):
-        if "error" in said:
-            heard = failed(operation, group.rank, f"rank {rank} failed: {said['error']}")
+            del own_error  # breaks the cycle of the error, its traceback and this frame
+    for rank, reply in enumerate(everyone):
+        if "error" in reply:
+            heard = failed(operation, group.rank, f"rank {rank} failed: {reply['error']}")
             heard.rank = rank
             raise heard
-    return [said["value"] for said in everyone]
+    return [reply["value"] for reply in everyone]
 
 
 def _check_same_options(operation: str, rank: int, everyone: list[Any]) -> None:
@@ -135,12 +135,12 @@ class Piece(NamedTuple):
 
     def in_part(self, parts: Mapping[str, Any]) -> tuple[Any, int, int]:
         """Return the array of a rank's part, and the range of its elements."""
-        return plain_of(parts[self.job.tensor.name]), self.begin, self.end
+        return array_of(parts[self.job.tensor.name]), self.begin, self.end
 
     def in_whole(self, wholes: Mapping[str, Any]) -> tuple[Any, int, int]:
         """Return the box of the part in a whole tensor, and the range of the box's elements."""
         part = self.job.tensor.part(self.job.part)
-        box = part.box_of(plain_of(wholes[self.job.tensor.name]))
+        box = part.box_of(array_of(wholes[self.job.tensor.name]))
         return box, part.begin + self.begin, part.begin + self.end
 
 
@@ -245,7 +245,7 @@ def _iter_replicas(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, lis
 def _digests(state: Mapping[str, Any], tensors: list[Tensor], rank: int) -> list[str]:
     """Return the hashes of this rank's replicas."""
     return [
-        digest(plain_of(state[tensor.name]))
+        digest(array_of(state[tensor.name]))
         for tensor, _, ranks in _iter_replicas(tensors)
         if rank in ranks
     ]
@@ -256,8 +256,8 @@ def _compare_digests(tensors: list[Tensor], everyone: list[list[str]]) -> list[R
     lists = [iter(digests) for digests in everyone]
     differences = []
     for tensor, index, ranks in _iter_replicas(tensors):
-        found = {rank: next(lists[rank]) for rank in ranks}
-        differences += compare_digests(tensor, index, found)
+        rank_digests = {rank: next(lists[rank]) for rank in ranks}
+        differences += compare_digests(tensor, index, rank_digests)
     return differences
 
 
@@ -273,8 +273,8 @@ class Gathering(_Transfer):
         if self.group.rank == self.root:
             for tensor in tensors:
                 if tensor.steps is not None and tensor.tied is None:
-                    mine = plain_of(state[tensor.name])
-                    self.wholes[tensor.name] = new_packed(mine, tensor.shape)
+                    local = array_of(state[tensor.name])
+                    self.wholes[tensor.name] = new_packed(local, tensor.shape)
         return digests
 
     def _jobs(self, state: Mapping[str, Any], tensors: list[Tensor]) -> list[Job]:
@@ -287,7 +287,7 @@ class Gathering(_Transfer):
                 part = tensor.part(index)
                 if not part.count:
                     continue
-                array = plain_of(state[tensor.name])
+                array = array_of(state[tensor.name])
                 if self.root not in ranks:
                     jobs.append(Job(tensor, index, ranks[0], part.count, item_bytes(array)))
                 elif self.root == self.group.rank:
@@ -384,17 +384,17 @@ class Broadcasting(_Transfer):
     def _differences(self, sent: list[Entry], entries: list[list[Entry]]) -> list[RankDifference]:
         """Return the differences between the ranks' states and the root's."""
         source = {entry.name: entry for entry in sent}
-        found: list[RankDifference] = []
+        differences: list[RankDifference] = []
 
         def note(kind: str, name: str, rank: int, text: str) -> None:
-            found.append(difference(kind, name, [rank], text))
+            differences.append(difference(kind, name, [rank], text))
 
-        for rank, mine in enumerate(entries):
-            names = {entry.name for entry in mine}
+        for rank, rank_entries in enumerate(entries):
+            names = {entry.name for entry in rank_entries}
             for name in source:
                 if name not in names:
                     note("missing", name, rank, f"sent by rank {self.root}, not on rank {rank}")
-            for entry in mine:
+            for entry in rank_entries:
                 have = source.get(entry.name)
                 if have is None:
                     note(
@@ -415,7 +415,7 @@ class Broadcasting(_Transfer):
                         f"rank {self.root} has part {have.part} of it alone, which rank {rank} "
                         f"does not have; pass the full state as source= on rank {self.root}",
                     )  # fmt: skip
-        return found
+        return differences
 
     def run(
         self,
@@ -428,34 +428,39 @@ class Broadcasting(_Transfer):
         differences = self._differences(sent, entries)
         if differences:
             raise differences_error(self.operation, differences)
-        held = [{entry.name: entry for entry in mine} for mine in entries]
+        entries_by_name = [
+            {entry.name: entry for entry in rank_entries} for rank_entries in entries
+        ]
         alike: list[Job] = []  # every rank receives the same part
         apart: list[Job] = []  # ranks receive different parts
         for entry in sent:
-            array = plain_of(state[entry.name])
+            array = array_of(state[entry.name])
             size = item_bytes(array)
-            parts = {(mine[entry.name].steps, mine[entry.name].part) for mine in held}
+            parts = {
+                (rank_entries[entry.name].steps, rank_entries[entry.name].part)
+                for rank_entries in entries_by_name
+            }
             tensor = _tensor_of(entry)
             if parts == {(entry.steps, entry.part)}:
                 count = tensor.part(entry.part).count
                 alike += [Job(tensor, entry.part, self.root, count, size)] if count else []
                 continue
-            for rank, mine in enumerate(held):
-                cut = _tensor_of(mine[entry.name])
-                count = cut.part(mine[entry.name].part).count
+            for rank, rank_entries in enumerate(entries_by_name):
+                cut = _tensor_of(rank_entries[entry.name])
+                count = cut.part(rank_entries[entry.name].part).count
                 if count:
-                    apart.append(Job(cut, mine[entry.name].part, rank, count, size))
+                    apart.append(Job(cut, rank_entries[entry.name].part, rank, count, size))
         self._to_all(state, source, alike)
         self._to_each(state, source, [job for job in apart if job.peer != self.root])
         if self.group.rank == self.root and source is not None:
             for job in alike:
                 name = job.tensor.name
-                self._copy(job, plain_of(source[name]), 0, plain_of(state[name]))
+                self._copy(job, array_of(source[name]), 0, array_of(state[name]))
             for job in apart:
                 if job.peer == self.root:
                     part = job.tensor.part(job.part)
-                    box = part.box_of(plain_of(source[job.tensor.name]))
-                    self._copy(job, box, part.begin, plain_of(state[job.tensor.name]))
+                    box = part.box_of(array_of(source[job.tensor.name]))
+                    self._copy(job, box, part.begin, array_of(state[job.tensor.name]))
 
     def _copy(self, job: Job, source: Any, first: int, target: Any) -> None:
         """Copy elements between the root's own arrays; the first one has number `first`."""
@@ -473,23 +478,23 @@ class Broadcasting(_Transfer):
         if self.group.world_size == 1:
             return
         sends = self.group.rank == self.root
-        mine = source if sends and source is not None else state
+        sent_state = source if sends and source is not None else state
         room = MessageBuffer()
         for message in split_messages(jobs, self.max_bytes):
             pieces, count = message[self.root]
-            data = direct = _memory_of(pieces, mine)
+            data = direct = _memory_of(pieces, sent_state)
             if data is None:
-                data = _pack(pieces if sends else (), mine, room.of(count))
+                data = _pack(pieces if sends else (), sent_state, room.of(count))
             self.group.broadcast(data, root=self.root, timeout=self.timeout)
             for piece in pieces if direct is None and not sends else ():
-                put(*piece.in_part(mine), piece.in_message(data))
+                put(*piece.in_part(sent_state), piece.in_message(data))
 
     def _to_each(
         self, state: Mapping[str, Any], source: Mapping[str, Any] | None, jobs: list[Job]
     ) -> None:
         """Send every rank its parts of the root's whole tensors."""
         me, world = self.group.rank, self.group.world_size
-        room, own = MessageBuffer(), MessageBuffer()
+        room, receive_buffer = MessageBuffer(), MessageBuffer()
         for message in split_messages(jobs, self.max_bytes):
             sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
             sends = sizes if me == self.root else [0] * world
@@ -498,7 +503,7 @@ class Broadcasting(_Transfer):
                 assert source is not None
                 take(*piece.in_whole(source), piece.in_message(data, start))
             gets = [sizes[me] if rank == self.root else 0 for rank in range(world)]
-            received = own.of(sizes[me])
+            received = receive_buffer.of(sizes[me])
             self.group.all_to_all(
                 data, counts=sends, out_counts=gets, out=received, timeout=self.timeout
             )
@@ -532,6 +537,6 @@ def open_exchange(
         return entries, sent
 
     everyone = exchange(group, operation, timeout, describe)
-    entries = [[entry_of(entry) for entry in mine] for mine, _ in everyone]
-    sent = [[entry_of(entry) for entry in mine] for _, mine in everyone]
+    entries = [[entry_of(entry) for entry in rank_entries] for rank_entries, _ in everyone]
+    sent = [[entry_of(entry) for entry in rank_entries] for _, rank_entries in everyone]
     return values[0], entries, sent

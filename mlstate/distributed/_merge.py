@@ -12,7 +12,7 @@ from ..errors import CompatibilityError
 from ..state._compatibility import LONGEST, SHOWN
 from ..state._diff import TensorChange
 from ..state._state_dict import StateDict
-from ._byte_ranges import Part, copy_part, digest, dtype_of, place_key, plain_of
+from ._byte_ranges import Part, array_of, copy_part, digest, dtype_of, place_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -90,7 +90,7 @@ def describe(state: Mapping[str, Any]) -> list[Entry]:
     entries = []
     seen: dict[Any, str] = {}
     for name, value in state.items():
-        array = plain_of(value)
+        array = array_of(value)
         if getattr(array.dtype, "hasobject", False):
             raise TypeError(f"{name!r} holds references to objects of this process")
         shard = value if isinstance(value, Shard) else None
@@ -104,9 +104,9 @@ def describe(state: Mapping[str, Any]) -> list[Entry]:
     return entries
 
 
-def entry_of(plain: Iterable[Any]) -> Entry:
+def entry_of(fields: Iterable[Any]) -> Entry:
     """Return an entry that was transferred as JSON."""
-    name, dtype, shape, steps, *rest = plain
+    name, dtype, shape, steps, *rest = fields
     pairs = None if steps is None else tuple((axis, parts) for axis, parts in steps)
     return Entry(name, dtype, tuple(shape), pairs, *rest)
 
@@ -146,18 +146,22 @@ def _find_outliers(kind: str, name: str, values: Mapping[int, Any]) -> list[Rank
 _KINDS = {True: "a whole array", False: "a Shard"}
 
 
-def _compare_metadata(name: str, held: Mapping[int, Entry]) -> list[RankDifference]:
+def _compare_metadata(name: str, entries: Mapping[int, Entry]) -> list[RankDifference]:
     """Return the differences between ranks in a tensor's properties, without its elements."""
-    whole = {rank: _KINDS[entry.steps is None] for rank, entry in held.items()}
-    found = _find_outliers("kind", name, whole)
-    found += _find_outliers("dtype", name, {rank: entry.dtype for rank, entry in held.items()})
-    found += _find_outliers("shape", name, {rank: entry.shape for rank, entry in held.items()})
-    cut = {rank: entry.steps for rank, entry in held.items() if entry.steps is not None}
-    if not found and cut:
-        found += _find_outliers(
+    kinds = {rank: _KINDS[entry.steps is None] for rank, entry in entries.items()}
+    differences = _find_outliers("kind", name, kinds)
+    differences += _find_outliers(
+        "dtype", name, {rank: entry.dtype for rank, entry in entries.items()}
+    )
+    differences += _find_outliers(
+        "shape", name, {rank: entry.shape for rank, entry in entries.items()}
+    )
+    cut = {rank: entry.steps for rank, entry in entries.items() if entry.steps is not None}
+    if not differences and cut:
+        differences += _find_outliers(
             "layout", name, {rank: Layout(steps) for rank, steps in cut.items()}
         )
-    return found
+    return differences
 
 
 def _find_gaps(tensor: Tensor) -> list[RankDifference]:
@@ -170,18 +174,18 @@ def _find_gaps(tensor: Tensor) -> list[RankDifference]:
     ]
     if not lost:
         return []
-    shown = ", ".join(str(index) for index in lost[:8]) + (", …" if len(lost) > 8 else "")
-    parts = f"part{'' if len(lost) == 1 else 's'} {shown} of {layout.parts}"
+    indices = ", ".join(str(index) for index in lost[:8]) + (", …" if len(lost) > 8 else "")
+    parts = f"part{'' if len(lost) == 1 else 's'} {indices} of {layout.parts}"
     text = f"no rank has {parts} of shape {tensor.shape}"
     return [difference("gap", tensor.name, (), text)]
 
 
-def _find_tied(tensor: Tensor, held: Mapping[str, Mapping[int, Entry]]) -> str | None:
+def _find_tied(tensor: Tensor, entries: Mapping[str, Mapping[int, Entry]]) -> str | None:
     """Return the earlier tensor that is the same on all ranks with elements of this one."""
-    mine = held[tensor.name]
-    names = {entry.tied for entry in mine.values() if tensor.part(entry.part).count}
+    own_entries = entries[tensor.name]
+    names = {entry.tied for entry in own_entries.values() if tensor.part(entry.part).count}
     name = names.pop() if len(names) == 1 else None
-    return name if name is not None and held[name].keys() == mine.keys() else None
+    return name if name is not None and entries[name].keys() == own_entries.keys() else None
 
 
 def match_entries(
@@ -192,34 +196,38 @@ def match_entries(
     If `partial` is true, a tensor may be missing on some ranks. A tensor with differences is
     described as on the first rank.
     """
-    held: dict[str, dict[int, Entry]] = {}
+    entries_by_name: dict[str, dict[int, Entry]] = {}
     for rank, entries in enumerate(everyone):
         for entry in entries:
-            held.setdefault(entry.name, {})[rank] = entry
+            entries_by_name.setdefault(entry.name, {})[rank] = entry
     tensors: list[Tensor] = []
     differences: list[RankDifference] = []
-    for name, by_rank in held.items():
+    for name, by_rank in entries_by_name.items():
         lacking = tuple(rank for rank in range(len(everyone)) if rank not in by_rank)
         if lacking and not partial:
             text = f"not on {ranks_text(lacking)}, but on {ranks_text(list(by_rank))}"
             differences.append(difference("missing", name, lacking, text))
-        found = _compare_metadata(name, by_rank)
+        name_differences = _compare_metadata(name, by_rank)
         first = next(iter(by_rank.values()))
         holders: dict[int, list[int]] = {}
         for rank, entry in sorted(by_rank.items(), key=lambda item: (item[1].replica, item[0])):
             holders.setdefault(entry.part, []).append(rank)
         tensor = Tensor(name, first.shape, first.steps, holders)
-        differences += (found := found or _find_gaps(tensor))
-        tensors.append(tensor if found else tensor._replace(tied=_find_tied(tensor, held)))
+        differences += (name_differences := name_differences or _find_gaps(tensor))
+        tensors.append(
+            tensor
+            if name_differences
+            else tensor._replace(tied=_find_tied(tensor, entries_by_name))
+        )
     return tensors, differences
 
 
 def differences_error(
-    what: str, differences: Sequence[RankDifference], hint: str = ""
+    label: str, differences: Sequence[RankDifference], hint: str = ""
 ) -> CompatibilityError:
     """Return one error for all differences."""
-    lines = [f"{what}: the states of the ranks do not match:"]
-    lines += [found.text for found in differences[:SHOWN]]
+    lines = [f"{label}: the states of the ranks do not match:"]
+    lines += [difference.text for difference in differences[:SHOWN]]
     if len(differences) > SHOWN:
         lines.append(f"... and {len(differences) - SHOWN:,} more.")
     lines += [hint] if hint else []
@@ -233,12 +241,12 @@ def differences_error(
 # ---- replicas ----
 
 
-def _compare_elements(name: str, mine: Any, other: Any) -> TensorChange | bool:
+def _compare_elements(name: str, array: Any, other: Any) -> TensorChange | bool:
     """Return the change between two replicas; True if they differ but cannot be measured."""
     try:
-        *_, changes, _ = _core.state_diff({name: mine}, {name: other})
+        *_, changes, _ = _core.state_diff({name: array}, {name: other})
     except CompatibilityError:  # str, datetime and structured dtypes
-        return digest(mine) != digest(other)
+        return digest(array) != digest(other)
     return TensorChange(*changes[0]) if changes else False
 
 
@@ -264,9 +272,9 @@ def replicas(
     for tensor in tensors:
         for index, ranks in sorted(tensor.holders.items()) if tensor.tied is None else ():
             part = tensor.part(index)
-            first = _on_host(plain_of(states[ranks[0]][tensor.name]))
+            first = _on_host(array_of(states[ranks[0]][tensor.name]))
             for rank in ranks[1:]:
-                other = _on_host(plain_of(states[rank][tensor.name]))
+                other = _on_host(array_of(states[rank][tensor.name]))
                 if other is first:
                     continue
                 if other.shape != first.shape:  # shards may have any shape with these elements
@@ -302,15 +310,15 @@ def like(state: Mapping[str, Any]) -> StateDict:
     """Return an empty state dict with a state's class and attributes."""
     if not isinstance(state, StateDict):
         return StateDict()
-    made = state.copy()
-    made.clear()
-    return made
+    empty_state = state.copy()
+    empty_state.clear()
+    return empty_state
 
 
 def compare(states: Sequence[Mapping[str, Any]]) -> tuple[list[Tensor], list[RankDifference]]:
     """Return the tensors of several states, and all their differences."""
     tensors, differences = match_entries([describe(state) for state in states], partial=True)
-    unlike = {found.name for found in differences}
+    unlike = {difference.name for difference in differences}
     good = [tensor for tensor in tensors if tensor.name not in unlike]
     return tensors, differences + replicas(good, states)
 
@@ -327,10 +335,10 @@ def merge(states: Sequence[Mapping[str, Any]], tensors: Iterable[Tensor]) -> Sta
             merged[tensor.name] = merged[tensor.tied]
             continue
         first = next(iter(ranks.values()))[0]
-        whole = new_packed(plain_of(states[first][tensor.name]), tensor.shape)
+        full = new_packed(array_of(states[first][tensor.name]), tensor.shape)
         for index, holders in ranks.items():
             part = tensor.part(index)
             if part.count:
-                copy_part(part, plain_of(states[holders[0]][tensor.name]), whole)
-        merged[tensor.name] = whole
+                copy_part(part, array_of(states[holders[0]][tensor.name]), full)
+        merged[tensor.name] = full
     return merged

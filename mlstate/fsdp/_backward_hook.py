@@ -19,7 +19,7 @@ from ._backend import GradientBackend
 from ._config import FSDP
 from ._gradient_ops import LocalSums, add, clear, copied
 from ._hook_registry import ModelHooks, check_gradients
-from ._reduction_session import BackwardPass, BucketPlan
+from ._pass import BackwardPass, BucketPlan
 from ._report import BackwardReport
 from ._sharding_unit import FSDPShardingUnit, bind_unit, bind_units, check_units
 from ._verify import GradientReport, compare, compare_sums
@@ -74,8 +74,8 @@ class FSDPBackwardHook:
                 "FSDP(group)"
             )
         self._fsdp = fsdp
-        self._reductions = fsdp._reductions
-        self._plan = BucketPlan({}, self._reductions, accumulate=False)
+        self._reducer = fsdp._reducer
+        self._plan = BucketPlan({}, self._reducer, accumulate=False)
         self._pass: BackwardPass | None = None
         self._module_hooks: ModuleHooks | None = None  # of a torch module
         self._model_hooks: ModelHooks | None = None  # of another model
@@ -196,11 +196,11 @@ class FSDPBackwardHook:
                 "model must be a torch module, or have register_backward_hook(name, function); "
                 f"got {type(model).__name__}. For your own loop: use_units and add_gradient"
             )
-        self._plan = BucketPlan(units, self._reductions, accumulate=accumulate)
+        self._plan = BucketPlan(units, self._reducer, accumulate=accumulate)
 
     def _bind_units(self, units: Mapping[str, FSDPShardingUnit]) -> None:
         """Bind units to the group; raise ValueError if this object already has units."""
-        bind_units(units, self._reductions.rank, self._reductions.world_size)
+        bind_units(units, self._reducer.rank, self._reducer.world_size)
         if self._plan.units:
             raise ValueError("this object already has hooks; close it, or create another one")
 
@@ -215,13 +215,12 @@ class FSDPBackwardHook:
             self._abandon_aborted()
             token = None if self._pass is None else self._pass.token
             if token is None:
-                backend = backend_named("torch", GradientBackend)
-                token = backend.begin_pass(self.finish, self._reductions.rank)
+                token = hooks.begin_pass(self.finish, self._reducer.rank)
             gradient, on_failure = hooks.take(name, token)
             problem = ""
             if self._pass is None:
-                self._pass = BackwardPass(self._plan, self._reductions)
                 problem = hooks.outdated()
+                self._pass = BackwardPass(self._plan, self._reducer)
             self._pass.token = token
             self._pass.add(name, gradient, on_failure, problem)
 
@@ -242,7 +241,7 @@ class FSDPBackwardHook:
             return gradient
         gradient, problem = self._sums.take(name, gradient)
         accumulate = self._plan.accumulate
-        return self._reductions.scatter_one(unit, gradient, problem, accumulate=accumulate)
+        return self._reducer.scatter_one(unit, gradient, problem, accumulate=accumulate)
 
     def use_units(
         self, sharding_units: Mapping[str, FSDPShardingUnit], *, accumulate: bool = False
@@ -276,7 +275,7 @@ class FSDPBackwardHook:
         array([1., 1.])
         """
         self._bind_units(sharding_units)
-        self._plan = BucketPlan(sharding_units, self._reductions, accumulate=accumulate)
+        self._plan = BucketPlan(sharding_units, self._reducer, accumulate=accumulate)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -337,7 +336,7 @@ class FSDPBackwardHook:
             gradient, problem = self._sums.take(name, gradient)
         with self._lock:
             if self._pass is None:
-                self._pass = BackwardPass(self._plan, self._reductions)
+                self._pass = BackwardPass(self._plan, self._reducer)
             self._pass.add(name, gradient, None, problem)
 
     def finish(self) -> None:
@@ -362,7 +361,7 @@ class FSDPBackwardHook:
             if self._pass is None:
                 if not self._sync:
                     return
-                self._pass = BackwardPass(self._plan, self._reductions)
+                self._pass = BackwardPass(self._plan, self._reducer)
             current, hooks = self._pass, self._module_hooks
             ended = perf_counter()
             try:
@@ -452,8 +451,8 @@ class FSDPBackwardHook:
         array([1., 1.])
         """
         self._abandon_aborted()
-        bind_unit(unit, self._reductions.rank, self._reductions.world_size)
-        return self._reductions.scatter_one(unit, full_gradient)
+        bind_unit(unit, self._reducer.rank, self._reducer.world_size)
+        return self._reducer.scatter_one(unit, full_gradient)
 
     def scatter_multiple(
         self,
@@ -491,8 +490,8 @@ class FSDPBackwardHook:
         if not sharding_units or _is_empty("full_gradients", full_gradients):
             return
         self._abandon_aborted()
-        bind_units(sharding_units, self._reductions.rank, self._reductions.world_size)
-        self._reductions.scatter(sharding_units, full_gradients)
+        bind_units(sharding_units, self._reducer.rank, self._reducer.world_size)
+        self._reducer.scatter(sharding_units, full_gradients)
 
     async def scatter_multiple_async(
         self,
@@ -576,7 +575,7 @@ class FSDPBackwardHook:
         check_units(sharding_units)
         names = [name for name in sharding_units if new_gradients.get(name) is not None]
         for name in names:
-            bind_unit(sharding_units[name], self._reductions.rank, self._reductions.world_size)
+            bind_unit(sharding_units[name], self._reducer.rank, self._reducer.world_size)
             _check_local(sharding_units[name], new_gradients[name])
         there = {name: sharding_units[name].local_gradient for name in names}
         add({name: sum_ for name, sum_ in there.items() if sum_ is not None}, new_gradients)
@@ -664,7 +663,7 @@ class FSDPBackwardHook:
         if unreduced is not None and full_gradients is not None:
             raise ValueError("pass full_gradients or unreduced, not both")
         if sharding_units:
-            bind_units(sharding_units, self._reductions.rank, self._reductions.world_size)
+            bind_units(sharding_units, self._reducer.rank, self._reducer.world_size)
         if unreduced is None:
             if _is_empty("full_gradients", full_gradients):
                 full_gradients = {}
@@ -692,7 +691,7 @@ class FSDPBackwardHook:
                 self._pass.abandon()
             self._pass = None
         self._module_hooks = self._model_hooks = None
-        self._plan = BucketPlan({}, self._reductions, accumulate=False)
+        self._plan = BucketPlan({}, self._reducer, accumulate=False)
         self._sums.clear()
 
 

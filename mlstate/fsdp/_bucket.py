@@ -1,28 +1,25 @@
-"""One bucket of gradients: the memory of each gradient, and the sums over a group."""
+"""A bucket of gradients, and the memory of each gradient."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from .. import _core
 from .._common.arrays import is_torch
-from .._common.backend import backend_named, backend_of
+from .._common.backend import backend_of
 from ..collectives._arguments import dtype_name
 from ._backend import GradientBackend
 from ._gradient_ops import add, memory_of, on_host, packed, place, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ._sharding_unit import FSDPShardingUnit
 
 Segment: TypeAlias = tuple[Any, tuple[int, ...], Any]  # gradient, elements by rank, output
-# a segment with the dtype and shape that the output must have
-CheckedSegment: TypeAlias = tuple[Any, tuple[int, ...], Any, str, tuple[int, ...]]
 
 
 class Terms(NamedTuple):
@@ -40,8 +37,8 @@ class Entry:
     """A gradient, from its arrival until its shard is stored.
 
     `problem` is the reason why it cannot be reduced, for the error on all ranks, or empty.
-    `on_failure` is called if the shard is not stored. `is_unused`: this rank did not use the
-    parameter, and the gradient is zeros.
+    `on_failure` is called if the shard is not stored. If the gradient is None, this rank did not
+    use the parameter: then it is zeros with `allow_unused`, and otherwise `absence` is the problem.
     """
 
     __slots__ = (
@@ -65,10 +62,15 @@ class Entry:
         problem: str = "",
         on_failure: Callable[[], None] | None = None,
         *,
-        is_unused: bool = False,
+        allow_unused: bool = False,
+        absence: str = "",
     ) -> None:
         self.unit = unit
-        self.is_unused = is_unused
+        self.is_unused = gradient is None and not problem and allow_unused
+        if self.is_unused:
+            gradient = unit.zeros()
+        elif gradient is None:
+            problem = problem or absence
         self.replaces = True  # whether the sum replaced the local gradient
         self.residual: Any = None  # of compression, before an unused gradient is sent
         self.on_failure = on_failure
@@ -213,155 +215,3 @@ def _check_sum(local: Any, out: Any) -> None:
             raise ValueError(f"the local gradient to add to has {what} {got}, expected {expected}")
     if not is_torch(local) and not local.flags.writeable:
         raise ValueError("the local gradient to add to is read-only")
-
-
-# ---- the sums of one bucket ----
-
-
-class Reducer:
-    """Sums buckets over one group, and keeps message buffers for the next bucket.
-
-    The open reduction session holds `lock`. A `timeout` of None means the group's timeout.
-    """
-
-    def __init__(self, group: Any, timeout: float | None) -> None:
-        self.group = group
-        self.timeout = timeout
-        self.lock = threading.Lock()
-        self._place = int(group.world_size), int(group.rank)
-        self._packed: tuple[list[int], int] | None = None  # sizes of the message in `_send`
-        self.drop_buffers()
-
-    def drop_buffers(self) -> None:
-        """Free the message buffers; the next bucket allocates new ones."""
-        self._send = self._receive = self._own = np.empty(0, np.uint8)
-        self._packed = None
-
-    def prepare(self, buckets: Sequence[FullBucket]) -> list[Any]:
-        """Return core handles of the first bucket and of the following ones that need no copies.
-
-        None replaces a bucket that the core cannot reduce: an entry has a problem, or is not
-        in main memory. At most one bucket is copied at a time.
-        """
-        self._packed = None
-        prepared: list[Any] = []
-        for bucket in buckets:
-            handle = self._prepare_bucket(bucket.entries, bucket.terms)
-            if prepared and handle is None:
-                break
-            prepared.append(handle)
-            if handle is None or not all(entry.is_plain for entry in bucket.entries):
-                break
-        return prepared
-
-    def _prepare_bucket(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
-        """Find memory for all entries; return the core's handle of the bucket, or None."""
-        if not terms.accumulate and not terms.compression:
-            handle = self._reuse_outputs(entries, terms)
-            if handle is not None:
-                return handle
-        for entry in entries:
-            entry.find_memory(terms)
-        near = [e for e in entries if not e.problem and (e.is_plain or on_host(e.source))]
-        segments = [entry.segment() for entry in near]
-        try:
-            handle = self._handle(segments, terms)
-            return handle if len(near) == len(entries) else None
-        except Exception:  # find the entry at fault: all ranks raise its error
-            for entry, segment in zip(near, segments, strict=True):
-                try:
-                    self._handle([segment], terms)
-                except Exception as error:
-                    entry.problem = f"{type(error).__name__}: {error}"
-            if not any(entry.problem for entry in near):
-                raise
-        return None
-
-    def _reuse_outputs(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
-        """Return the handle of a bucket of plain gradients that reuses local gradients as outputs.
-
-        Returns None if a local gradient is absent or does not fit. Only the core checks them,
-        which is faster than Python.
-        """
-        segments: list[CheckedSegment] = []
-        for entry in entries:
-            unit = entry.unit
-            if not entry.is_plain or unit.local_gradient is None:
-                return None
-            name = terms.reduce_dtype or unit.dtype
-            segments.append(
-                (entry.source, unit.counts, unit.local_gradient, name, unit.local_shape)
-            )
-        try:
-            handle = self._handle(segments, terms)
-        except Exception:  # `_prepare_bucket` finds the entry at fault
-            return None
-        for entry, segment in zip(entries, segments, strict=True):
-            entry.out = segment[2]
-        return handle
-
-    def _handle(self, segments: list[Segment] | list[CheckedSegment], terms: Terms) -> _core.Bucket:
-        return _core.bucket(segments, *self._place, terms.op, terms.divisor)
-
-    def pack(self, handle: _core.Bucket) -> tuple[list[int], int]:
-        """Pack this rank's messages of a prepared bucket, which must be summed next.
-
-        Returns the bytes for each rank, and the bytes that each other rank sends to this one.
-        """
-        sizes, mine = _core.bucket_sizes(handle, None)
-        self._send = _ensure_size(self._send, sum(sizes))
-        _core.bucket_pack(handle, None, None, self._send, None)
-        self._packed = sizes, mine
-        return self._packed
-
-    def sum_bucket(self, bucket: FullBucket, handle: _core.Bucket | None) -> None:
-        """Reduce a prepared bucket into its outputs, together with all ranks."""
-        entries, terms, _ = bucket
-        if handle is None:
-            reduce_on_device = backend_named("torch", GradientBackend).reduce_on_device
-            partials = [reduce_on_device(self.group, e, terms, self.timeout) for e in entries]
-        elif terms.compression:
-            partials = self._sum_compressed(handle, entries, terms.compression)
-        elif hasattr(self.group, "_reduce_bucket"):
-            text = f"{terms.op} of {len(entries)} arrays"
-            partials = self.group._reduce_bucket(handle, text, self.timeout)
-        else:
-            self._exchange_parts(*self._packed or self.pack(handle))
-            partials = _core.bucket_reduce(handle, None, None, self._receive)
-        self._packed = None
-        for entry, (_, nonfinite) in zip(entries, partials, strict=True):
-            entry.nonfinite = nonfinite
-
-    def _sum_compressed(
-        self, handle: Any, entries: list[Entry], compression: str
-    ) -> list[tuple[float, int]]:
-        """Reduce gradients that are sent compressed."""
-        sizes, mine = _core.bucket_sizes(handle, compression)
-        self._send = _ensure_size(self._send, sum(sizes))
-        self._own = _ensure_size(self._own, mine)
-        residuals = tuple(entry.unit.residual() for entry in entries)
-        for entry, residual in zip(entries, residuals, strict=True):
-            entry.residual = residual.copy() if entry.is_unused else None
-        _core.bucket_pack(handle, compression, residuals, self._send, self._own)
-        self._exchange_parts(sizes, mine)
-        return _core.bucket_reduce(handle, compression, self._own, self._receive)
-
-    def _exchange_parts(self, sizes: list[int], mine: int) -> None:
-        """Send each rank its packed part, and receive this rank's part from each of them."""
-        world_size, rank = self._place
-        expected = [mine] * world_size
-        expected[rank] = 0
-        self._receive = _ensure_size(self._receive, sum(expected))
-        if world_size > 1:
-            self.group.all_to_all(
-                self._send[: sum(sizes)],
-                out=self._receive[: sum(expected)],
-                counts=sizes,
-                out_counts=expected,
-                timeout=self.timeout,
-            )
-
-
-def _ensure_size(buffer: Any, size: int) -> Any:
-    """Return `buffer` if it has at least `size` bytes, else a new buffer."""
-    return buffer if len(buffer) >= size else np.empty(size, np.uint8)

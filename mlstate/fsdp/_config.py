@@ -9,7 +9,7 @@ from .._common.arguments import check_flags, check_int, check_number, is_flag
 from ..collectives import ReduceOp
 from ..collectives._arguments import check_group, check_timeout
 from ._bucket import Terms
-from ._reduction_session import Reductions
+from ._reducer import Reducer
 from ._sharding_unit import dtype_text
 
 
@@ -119,7 +119,7 @@ class FSDP:
             "compression": compression,
         }
         self._timeout = check_timeout(timeout)
-        self._reductions = Reductions(
+        self._reducer = Reducer(
             process_group, self._terms, settings, timeout=self._timeout, record=record
         )
 

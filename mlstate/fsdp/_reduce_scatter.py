@@ -53,9 +53,9 @@ class ReduceScatterOperation:
         *,
         layout: str = "flat",
     ) -> None:
-        self._reductions = FSDP(group, op=op)._reductions
+        self._reducer = FSDP(group, op=op)._reducer
         self._unit = FSDPShardingUnit("gradient", shape, dtype, shard_index, layout=layout)
-        bind_unit(self._unit, self._reductions.rank, self._reductions.world_size)
+        bind_unit(self._unit, self._reducer.rank, self._reducer.world_size)
         self._is_closed = False
 
     def __enter__(self) -> ReduceScatterOperation:
@@ -77,7 +77,7 @@ class ReduceScatterOperation:
         array([1., 1.], dtype=float32)
         """
         self._is_closed = True
-        self._reductions.reducer.drop_buffers()
+        self._reducer.drop_buffers()
 
     def reduce_scatter(self, full_gradient: Any) -> Any:
         """Reduce the gradients of all ranks and return this rank's part.
@@ -115,6 +115,6 @@ class ReduceScatterOperation:
         if self._is_closed:
             raise ValueError("this ReduceScatterOperation is closed; make another one")
         self._unit.local_gradient = None
-        self._reductions.reduce_now("reduce_scatter", [Entry(self._unit, full_gradient)])
+        self._reducer.reduce_now("reduce_scatter", [Entry(self._unit, full_gradient)])
         part, self._unit.local_gradient = self._unit.local_gradient, None
         return part

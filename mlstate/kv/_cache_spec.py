@@ -13,7 +13,7 @@ from .._common.text import bytes_text, names_hint, shorten, table_html
 from ..errors import TensorNotFoundError
 from ._arguments import as_count, as_counts, capacity_error, incompatible
 from ._axis import sequence_axis, with_length
-from ._copies import reduce_instance, set_attributes
+from ._copies import CopiedByValue
 from ._transition import name_errors
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _check_quantization(entry: CacheEntry) -> None:
 
 
 @set_module("mlstate.kv")
-class CacheSpec:
+class CacheSpec(CopiedByValue):
     """All entries of a cache, in order.
 
     Parameters
@@ -392,13 +392,8 @@ class CacheSpec:
     def __getitem__(self, key: str | int | slice) -> CacheEntry | tuple[CacheEntry, ...]:
         return self.entry_of(key) if isinstance(key, str) else self.entries[key]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return reduce_instance(self, CacheSpec, (self.entries,))
-
-    def __setstate__(self, state: Any) -> None:  # of a subclass
-        (entries,), attributes = state
-        CacheSpec.__init__(self, entries)
-        set_attributes(self, attributes)
+    def _content(self) -> tuple[Any, ...]:
+        return (self.entries,)
 
     def __eq__(self, other: object) -> bool:
         return self.entries == other.entries if isinstance(other, CacheSpec) else NotImplemented

@@ -19,9 +19,9 @@ from ._arguments import as_count, as_integer, capacity_error, incompatible
 from ._axis import along
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
 from ._copies import (
+    CopiedByValue,
     attributes_of,
     copied_arrays,
-    reduce_instance,
     set_attributes,
     shared_arrays,
 )
@@ -74,7 +74,7 @@ class _Cache(NamedTuple):
 
 
 @set_module("mlstate.kv")
-class CacheState:
+class CacheState(CopiedByValue):
     """The arrays of a cache and its number of tokens, which change together.
 
     Every operation checks all entries first. If one entry refuses, the operation raises and no
@@ -574,7 +574,7 @@ class CacheState:
     def __copy__(self) -> Self:
         other = object.__new__(type(self))
         CacheState.__init__(other, self.spec, copied_arrays(self._cache.arrays), self.length)
-        set_attributes(other, attributes_of(self, CacheState))
+        set_attributes(other, attributes_of(self))
         return other
 
     def quantize(
@@ -679,14 +679,8 @@ class CacheState:
             _run_quantization(old, new, full, coded, length)
         self._cache = _Cache(converted, made, length, shifts, object())
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        arguments = (self.spec, shared_arrays(self._cache.arrays), self.length)
-        return reduce_instance(self, CacheState, arguments)
-
-    def __setstate__(self, state: Any) -> None:  # of a subclass
-        arguments, attributes = state
-        CacheState.__init__(self, *arguments)
-        set_attributes(self, attributes)
+    def _content(self) -> tuple[Any, ...]:
+        return self.spec, shared_arrays(self._cache.arrays), self.length
 
     def __repr__(self) -> str:
         spec, length = self._cache.spec, self._cache.length

@@ -8,29 +8,43 @@ from typing import Any
 from .._common.arrays import copy_of, is_torch
 
 
-def reduce_instance(instance: Any, base: type, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the result of `__reduce__`: a call of `base`, or the state of a subclass.
+class CopiedByValue:
+    """Base of cache classes: pickles have the content, and the attributes that a subclass added.
 
-    `base` accepts the arguments. The constructor of a subclass may differ, so it is not called:
-    `__setstate__` receives the arguments and the attributes.
+    Loading does not call the constructor of a subclass, which may have other parameters.
     """
-    if type(instance) is base:
-        return base, arguments
-    return reduce_by_state(instance, base, arguments)
+
+    __slots__ = ()
+
+    def _content(self) -> tuple[Any, ...]:
+        """Return the arguments of `_restore`."""
+        raise NotImplementedError
+
+    def _restore(self, *content: Any) -> None:
+        """Set everything but added attributes. Default: call the constructor of the cache class."""
+        _cache_class(self).__init__(self, *content)  # type: ignore[misc]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = self._content(), attributes_of(self)
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: Any) -> None:
+        content, attributes = state
+        self._restore(*content)
+        set_attributes(self, attributes)
 
 
-def reduce_by_state(instance: Any, base: type, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the result of `__reduce__` for a class whose `__setstate__` sets everything."""
-    state = (arguments, attributes_of(instance, base))
-    return copyreg.__newobj__, (type(instance),), state  # type: ignore[attr-defined]
+def _cache_class(instance: Any) -> type:
+    """Return the cache class that an instance is of, or of a subclass of."""
+    return next(cls for cls in type(instance).__mro__ if CopiedByValue in cls.__bases__)
 
 
-def attributes_of(instance: Any, base: type) -> dict[str, Any]:
-    """Return the attributes that a subclass of `base` or its caller added."""
+def attributes_of(instance: Any) -> dict[str, Any]:
+    """Return the attributes that a subclass of a cache class or its caller added."""
     state: Any = object.__getstate__(instance)
     members, slots = state if isinstance(state, tuple) else (state, None)
-    own = set(getattr(base, "__slots__", ()))
-    added = {name: value for name, value in (slots or {}).items() if name not in own}
+    own_slots = set(getattr(_cache_class(instance), "__slots__", ()))
+    added = {name: value for name, value in (slots or {}).items() if name not in own_slots}
     return {**(members or {}), **added}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from .. import _core
 from .._common.dtypes import label_of
 from ._axis import with_length
-from ._copies import reduce_by_state, set_attributes
+from ._copies import CopiedByValue
 from ._move import KVMove
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .._types import DType, NDArray, NumpyDType
 
 
-class KVState:
+class KVState(CopiedByValue):
     """A KV cache that grows and shrinks inside reserved memory, without copying.
 
     Parameters
@@ -270,15 +270,14 @@ class KVState:
         """
         return copy.copy(self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def _content(self) -> tuple[Any, ...]:
         array = self.array  # as long as it exists, reserve in another thread raises
-        return reduce_by_state(self, KVState, (array, self.capacity, self.dtype, self.seq_axis))
+        return array, self.capacity, self.dtype, self.seq_axis
 
-    def __setstate__(self, state: Any) -> None:
-        (array, capacity, dtype, seq_axis), attributes = state
+    def _restore(self, *content: Any) -> None:
+        array, capacity, dtype, seq_axis = content
         KVState.__init__(self, array.shape, capacity, dtype, seq_axis=seq_axis)
         self._buffer.fill(array.astype(dtype, copy=False))  # pickle changes the byte order
-        set_attributes(self, attributes)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:
         """Return `array` to NumPy functions, copied if `dtype` or `copy` requires it."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import _core
 from .._common.dtypes import label_of
-from ._copies import attributes_of, reduce_by_state, set_attributes
+from ._copies import CopiedByValue, attributes_of, set_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .._types import Array, DType, NDArray, NumpyDType
 
 
-class RollingKVState:
+class RollingKVState(CopiedByValue):
     """A KV cache of fixed size that evicts its oldest tokens (sliding window with sinks).
 
     Parameters
@@ -250,21 +250,19 @@ class RollingKVState:
     def __copy__(self) -> Self:
         other = object.__new__(type(self))
         other._buffer = self._buffer.copy()
-        set_attributes(other, attributes_of(self, RollingKVState))
+        set_attributes(other, attributes_of(self))
         return other
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def _content(self) -> tuple[Any, ...]:
         buffer = self._buffer.copy()  # slots and counters of one moment
         _, evicted, following, oldest = buffer.counts()
         _, sinks, seq_axis = buffer.extent()
-        content = (buffer.view(), self.dtype, sinks, seq_axis, oldest, following, evicted)
-        return reduce_by_state(self, RollingKVState, content)
+        return buffer.view(), self.dtype, sinks, seq_axis, oldest, following, evicted
 
-    def __setstate__(self, state: Any) -> None:
-        (slots, dtype, sinks, seq_axis, *counts), attributes = state
+    def _restore(self, *content: Any) -> None:
+        slots, dtype, sinks, seq_axis, *counts = content
         RollingKVState.__init__(self, slots.shape, None, dtype, sinks=sinks, seq_axis=seq_axis)
         self._buffer.fill(slots, *counts)
-        set_attributes(self, attributes)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:
         """Return `array` to NumPy functions, copied if `dtype` or `copy` requires it."""

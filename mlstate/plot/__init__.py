@@ -88,13 +88,17 @@ def _stack(
 
 def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: int) -> Figure:
     """Plot the bytes of groups as bars, in one part of the figure for each title."""
-    shown = {title: _shortened(groups) for title, groups in panels.items()}
-    most = max((sum(nbytes.values()) for rows in shown.values() for _, nbytes in rows), default=0)
+    shortened = {title: _shortened(groups) for title, groups in panels.items()}
+    most = max(
+        (sum(nbytes.values()) for rows in shortened.values() for _, nbytes in rows), default=0
+    )
     unit, label = bytes_unit(most)
-    space = max(3, *map(len, shown.values()))
+    space = max(3, *map(len, shortened.values()))
     figure = new_figure(10, 1.6 + 0.27 * space)
-    parts = figure.subplots(1, len(shown), width_ratios=(3, 2)[: len(shown)], squeeze=False)[0]
-    for axes, (title, rows) in zip(parts, shown.items(), strict=True):
+    parts = figure.subplots(
+        1, len(shortened), width_ratios=(3, 2)[: len(shortened)], squeeze=False
+    )[0]
+    for axes, (title, rows) in zip(parts, shortened.items(), strict=True):
         _stack(axes, rows, columns, unit, space)
         axes.set_title(title, loc="left")
         axes.set_xlabel(label)
@@ -198,9 +202,11 @@ def plot_saves(
     if not saves:
         raise ValueError("there are no saves to draw")
     times = [save if isinstance(save, SaveTimes) else save.times() for save in saves]
-    known = [at for t in times for at in (t.began, t.staged, t.ended, *sum(t.waits, ())) if at]
-    known += [at for step in steps for at in step]
-    first, last = min(known), max(known)
+    times_known = [
+        at for t in times for at in (t.began, t.staged, t.ended, *sum(t.waits, ())) if at
+    ]
+    times_known += [at for step in steps for at in step]
+    first, last = min(times_known), max(times_known)
     scale, label = seconds_unit(last - first)
     rows = len(times)
     figure = new_figure(10, 1.6 + 0.3 * min(max(rows, 2), 2 * _BARS))
@@ -220,16 +226,18 @@ def plot_saves(
     draw([0] * len(waits), waits, BUDGET, label="caller held up", height=0.5)
     draw(below, [(t.began, at) for t, at in zip(times, free, strict=True)], AGAIN, label="staged")
     draw(below, list(zip(free, ends, strict=True)), USED, label="written and synced")
-    shown = _ticks(rows)
-    axes.set_yticks([0, *(n + 1 for n in shown)], ["training", *(f"save {n + 1}" for n in shown)])
+    tick_rows = _ticks(rows)
+    axes.set_yticks(
+        [0, *(n + 1 for n in tick_rows)], ["training", *(f"save {n + 1}" for n in tick_rows)]
+    )
     axes.invert_yaxis()
     axes.set_xlim(0, 1.01 * (last - first) / scale)
     axes.set_xlabel(label)
-    held = sum(t.blocked_seconds for t in times)
-    unit, short = seconds_unit(held)
+    blocked = sum(t.blocked_seconds for t in times)
+    unit, short = seconds_unit(blocked)
     axes.set_title(
-        f"The caller was held up for {held / unit:.3g} {short} of "
-        f"{(last - first) / scale:.3g} {label} ({held / (last - first):.1%})",
+        f"The caller was held up for {blocked / unit:.3g} {short} of "
+        f"{(last - first) / scale:.3g} {label} ({blocked / (last - first):.1%})",
         loc="left",
     )
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -313,8 +321,8 @@ def plot_backward(report: BackwardReport) -> Figure:
     if several:
         late = report.straggler
         lower.barh(range(len(waited)), [t * 1e3 for t in waited], color=STATES[1], height=0.6)
-        shown = _ticks(len(waited))
-        lower.set_yticks(shown, [f"rank {rank}" for rank in shown])
+        tick_rows = _ticks(len(waited))
+        lower.set_yticks(tick_rows, [f"rank {rank}" for rank in tick_rows])
         lower.invert_yaxis()
         lower.set_xlabel("ms waited for the others")
         title = "Nobody was waited for" if late is None else f"Rank {late[0]} was waited for"
@@ -393,13 +401,13 @@ def _clock(plan: Plan) -> tuple[NDArray, float, str]:
     return ends, unit, f"predicted time, {label}"
 
 
-def _draw_memory(axes: Any, plan: Plan, plain: Plan, unit: float) -> None:
+def _draw_memory(axes: Any, plan: Plan, unplanned: Plan, unit: float) -> None:
     """Plot the peak memory of each step over time, with and without the plan, and the budget."""
     import numpy as np
 
     from ..activation._plan import _DROP
 
-    colours = ((plain, "#a0aec0", "without a plan", 0.0), (plan, USED, "with the plan", 0.35))
+    colours = ((unplanned, "#a0aec0", "without a plan", 0.0), (plan, USED, "with the plan", 0.35))
     for each, colour, label, alpha in colours:
         at, scale, _ = _clock(each)
         lasting = (each._steps[:, 0] != _DROP) | (at[1:] > at[:-1])  # hide steps without duration
@@ -410,7 +418,7 @@ def _draw_memory(axes: Any, plan: Plan, plain: Plan, unit: float) -> None:
         axes.stairs(heights, edges, color=colour, linewidth=1.3, label=label, baseline=0)
     if plan.budget_bytes is not None:
         axes.axhline(plan.budget_bytes / unit, color=BUDGET, linestyle="--", label="budget")
-    highest = max(plan.predicted_peak_bytes, plain.predicted_peak_bytes, plan.budget_bytes or 0)
+    highest = max(plan.predicted_peak_bytes, unplanned.predicted_peak_bytes, plan.budget_bytes or 0)
     axes.set_ylim(0, 1.06 * max(highest / unit, 1e-9))
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -488,18 +496,18 @@ def plot_plan(plan: Plan) -> Figure:
     >>> len(plot_plan(plan(chain, 120)).axes)
     2
     """
-    plain = type(plan).from_recomputed(plan.chain, [])
-    most = max(plan.predicted_peak_bytes, plain.predicted_peak_bytes, plan.budget_bytes or 0)
+    unplanned = type(plan).from_recomputed(plan.chain, [])
+    most = max(plan.predicted_peak_bytes, unplanned.predicted_peak_bytes, plan.budget_bytes or 0)
     unit, label = bytes_unit(most)
     blocks = plan.chain.blocks
     lower_height = 0.9 + 0.2 * min(max(blocks, 4), _BARS)
     figure = new_figure(10, 3.6 + lower_height)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, lower_height])
-    _draw_memory(upper, plan, plain, unit)
+    _draw_memory(upper, plan, unplanned, unit)
     upper.set_ylabel(label)
     upper.set_title(
         f"Peak {bytes_text(plan.predicted_peak_bytes)} instead of "
-        f"{bytes_text(plain.predicted_peak_bytes)}, {plan.overhead:+.1%} time",
+        f"{bytes_text(unplanned.predicted_peak_bytes)}, {plan.overhead:+.1%} time",
         loc="left",
     )
     upper.tick_params(labelbottom=False)
@@ -511,7 +519,7 @@ def plot_plan(plan: Plan) -> Figure:
     _, scale, time_label = _clock(plan)
     lower.set_xlabel(time_label)
     lower.xaxis.get_major_locator().set_params(integer=time_label == "steps")
-    lower.set_xlim(0, max(_clock(each)[0][-1] / scale for each in (plan, plain)))
+    lower.set_xlim(0, max(_clock(each)[0][-1] / scale for each in (plan, unplanned)))
     lower.set_title(
         f"{len(plan.kept)} kept, {len(plan.recomputed)} recomputed, "
         f"{len(plan.offloaded)} offloaded",
@@ -527,18 +535,20 @@ def _points(chain: Any, strategies: Any) -> dict[tuple[int, float], tuple[str, P
     from ..activation._plan import Plan
 
     named = strategies.items() if hasattr(strategies, "items") else ((None, s) for s in strategies)
-    found: dict[tuple[int, float], tuple[str, Plan]] = {}
+    points: dict[tuple[int, float], tuple[str, Plan]] = {}
     for name, each in named:
-        made = each if isinstance(each, Plan) else Plan.from_strategy(chain, each)
-        if made.chain != chain:
+        schedule = each if isinstance(each, Plan) else Plan.from_strategy(chain, each)
+        if schedule.chain != chain:
             raise ValueError(
-                f"{repr(name) if name else made} is a plan of another chain than the curve"
+                f"{repr(name) if name else schedule} is a plan of another chain than the curve"
             )
-        name = name or (made.method if made.schedules == "given" else f"plan, {made.method}")
-        point = made.predicted_peak_bytes, made.predicted_seconds
-        others = f"{found[point][0]}, " if point in found else ""
-        found[point] = f"{others}{shorten(name, 38)}", made
-    return found
+        name = name or (
+            schedule.method if schedule.schedules == "given" else f"plan, {schedule.method}"
+        )
+        point = schedule.predicted_peak_bytes, schedule.predicted_seconds
+        others = f"{points[point][0]}, " if point in points else ""
+        points[point] = f"{others}{shorten(name, 38)}", schedule
+    return points
 
 
 def plot_pareto(
@@ -594,7 +604,7 @@ def plot_pareto(
         linewidth=1.8,
         label=f"fastest plan of each budget{'' if curve.exact else f', {curve.method}'}",
     )
-    for number, ((peak, time), (name, made)) in enumerate(points.items()):
+    for number, ((peak, time), (name, schedule)) in enumerate(points.items()):
         axes.plot(
             peak / unit,
             time / second,
@@ -604,7 +614,7 @@ def plot_pareto(
             markeredgecolor="white",
             linestyle="none",
             clip_on=False,
-            label=f"{name}: {bytes_text(peak)}, {made.overhead:+.1%}",
+            label=f"{name}: {bytes_text(peak)}, {schedule.overhead:+.1%}",
         )
     axes.set_xlim(left=0)
     axes.set_xlabel(f"peak of memory, {label}")

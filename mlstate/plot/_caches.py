@@ -89,8 +89,8 @@ def _nonzero(array: NDArray, axis: int) -> NDArray:
     """
     positions = np.moveaxis(array, axis, -1)
     positions = positions[None] if axis == 0 else positions
-    found: NDArray = (positions != 0).any(axis=tuple(range(1, positions.ndim - 1)))
-    return found
+    is_nonzero: NDArray = (positions != 0).any(axis=tuple(range(1, positions.ndim - 1)))
+    return is_nonzero
 
 
 def _contents(used: NDArray, length: int, sinks: int) -> NDArray:
@@ -106,11 +106,11 @@ def _ring_contents(state: RollingKVState) -> NDArray:
     end = max(state.next_position, state.capacity)
     kinds = np.full((len(used), end), _ZERO)
     kinds[:, : state.next_position] = _EVICTED
-    held = positions >= 0
+    is_used = positions >= 0
     in_order = np.zeros((len(used), end), bool)
-    in_order[:, positions[held]] = used[:, held]
+    in_order[:, positions[is_used]] = used[:, is_used]
     classified = _contents(in_order, end, state.sinks)
-    kinds[:, positions[held]] = classified[:, positions[held]]
+    kinds[:, positions[is_used]] = classified[:, positions[is_used]]
     return kinds
 
 
@@ -171,8 +171,8 @@ def plot_cache(
     >>> plot_cache(cache).axes[0].get_title(loc="left")
     '180 tokens in 512 positions'
     """
-    held = getattr(cache, "positions", None)
-    if held is not None:
+    ring_positions = getattr(cache, "positions", None)
+    if ring_positions is not None:
         state: Any = cache
         kinds, tokens, room = _ring_contents(state), state.length, state.capacity
         title = f"{tokens:,} tokens in {room:,} positions, {state.evicted:,} evicted"
@@ -196,7 +196,7 @@ def plot_cache(
 
     handles = [Patch(color=_CONTENTS[i][1], label=_CONTENTS[i][0]) for i in np.unique(kinds)]
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
-    axes.set_xlabel("position" if held is None else "position in the text")
+    axes.set_xlabel("position" if ring_positions is None else "position in the text")
     axes.set_ylabel("layer")
     axes.set_title(title, loc="left")
     return figure
@@ -265,8 +265,8 @@ def plot_cache_memory(
     figure = new_figure(8, 4)
     axes = figure.add_subplot()
     for number, (label, points) in enumerate(curves.items()):
-        shown = [(place, nbytes) for place, nbytes in points if place <= last]
-        steps = [*shown, (last, shown[-1][1])] if shown else []
+        visible = [(place, nbytes) for place, nbytes in points if place <= last]
+        steps = [*visible, (last, visible[-1][1])] if visible else []
         axes.plot(
             [place for place, _ in steps],
             [nbytes / unit for _, nbytes in steps],
@@ -325,16 +325,16 @@ def plot_mask(mask: NDArray, *, first_row: int = 0) -> Figure:
             f"mask has shape {shape}: pass a mask of (1, 1, rows, positions), not empty"
         )
     rows, columns = shape[-2:]
-    whole = np.asarray(mask) if len(shape) == 2 else np.asarray(mask)[0, 0]
+    mask_rows = np.asarray(mask) if len(shape) == 2 else np.asarray(mask)[0, 0]
     step = -(-columns // _MOST_PIXELS)
-    shown = range(0, rows, -(-rows // _MOST_PIXELS))
-    counts = [int((whole[row] == 0).sum()) for row in (*shown, rows - 1)]
+    sampled_rows = range(0, rows, -(-rows // _MOST_PIXELS))
+    counts = [int((mask_rows[row] == 0).sum()) for row in (*sampled_rows, rows - 1)]
     low, high = min(counts), max(counts)
     count = f"{low:,}" if low == high else f"{low:,} to {high:,}"
     plural = "" if high == 1 else "s"
     figure = new_figure(6.4, 1.6 + max(1.2, min(5, 5.4 * rows / columns)))
     axes = figure.add_subplot()
-    attended = np.stack([whole[row, ::step] == 0 for row in shown])
+    attended = np.stack([mask_rows[row, ::step] == 0 for row in sampled_rows])
     _draw_pixels(axes, attended, (FREE, USED), (0, columns, first_row + rows, first_row))
     axes.set_xlabel("position")
     axes.set_ylabel("token")

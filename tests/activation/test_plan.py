@@ -124,6 +124,10 @@ def test_plans_and_curves_are_optimal(model, offload, slots, data):
     best = plan_model.fastest(front, budget)
     check(model, budget, best, offload=offload)
     check(model, budget, best, offload=offload, slots=slots)
+    free_bytes = budget - model.activation[0]
+    if best is not None and free_bytes > 0:  # slots of one byte lose nothing
+        by_slots = plan(chain_of(model), budget, offload=offload, slots=free_bytes)
+        assert by_slots.predicted_seconds == pytest.approx(best, rel=1e-5)
     curve = pareto(chain_of(model), offload=offload)
     assert curve.exact and _core.plan_least(chain_of(model)._arrays, offload) == front[0][0]
     assert curve.budget_bytes.tolist() == [peak for peak, _ in front]
@@ -361,6 +365,7 @@ def bad_chain(**changes):
         ),
         ({"saved_bytes": [[20, 20]]}, r"shape \(1, 2\)"),
         ({"names": ["a"]}, "1 names for 2 blocks"),
+        ({"forward_seconds": [1e308, 1e308]}, "exceed the range of a double"),
         ({"offload_bytes_per_second": 5.0}, "give both"),
         ({"offload_bytes_per_second": 0.0}, "above 0"),
         ({"load_bytes_per_second": float("nan")}, "above 0"),

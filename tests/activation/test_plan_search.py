@@ -19,7 +19,7 @@ from plan_model import (
     random_chains,
     simulate,
 )
-from thread_team import meanwhile
+from thread_team import calling_in_background
 from tries import tries
 
 from mlstate import _core
@@ -154,7 +154,7 @@ def test_search_releases_the_gil():
         time.sleep(0.01)
         ticks.append(time.perf_counter())
 
-    with meanwhile(tick):
+    with calling_in_background(tick):
         start = plan(chain, budget, offload=True)
         begin = time.perf_counter()
         _core.search_schedules(chain._arrays, budget, True, start._steps, 1 << 17)

@@ -19,7 +19,7 @@ from checkpoint_model import flip, flip_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from thread_team import meanwhile, run_in_threads
+from thread_team import calling_in_background, run_in_threads
 from tries import tries
 
 import mlstate
@@ -565,7 +565,7 @@ def test_the_mapping_may_change_while_it_is_saved(tmp_path):
         state.pop(f"t{i}", None)
         state[f"t{i}"] = np.full(50_000, i)
 
-    with meanwhile(change):
+    with calling_in_background(change):
         for _ in range(10):
             save_file(dict(state), tmp_path / "f")
             for name, array in load_file(tmp_path / "f").items():
@@ -729,7 +729,7 @@ def test_files_of_arrays_changed_while_saving_load(tmp_path, count):
         for array in state.values():
             np.add(array, 1, out=array)
 
-    with meanwhile(change):
+    with calling_in_background(change):
         for number in range(4 if count < 1_000_000 else 2):
             path = tmp_path / f"{number}.safetensors"
             save_file(state, path)

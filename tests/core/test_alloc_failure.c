@@ -22,7 +22,6 @@
 #include "planning/schedule_search.h"
 #include "safetensors/safetensors.h"
 #include "state/load_into.h"
-#include "state/name_pairs.h"
 #include "state/name_tree.h"
 #include "support/chains.h"
 #include "support/failing_alloc.h"
@@ -61,7 +60,7 @@ static void write_old(void)
     write_text(file_path, "old");
 }
 
-static bool old_stands(void)
+static bool old_is_readable(void)
 {
     char seen[8] = "";
     FILE *file = fopen(file_path, "rb");
@@ -101,7 +100,7 @@ static mls_code write_state(mls_status *st)
         file_path, &content, mls_kernels_of(MLS_CPU_SCALAR), &mls_crc_scalar, st);
     const long saved_countdown = countdown;
     countdown = 0; /* the check must not fail */
-    CHECK(old_stands() == (code != MLS_OK));
+    CHECK(old_is_readable() == (code != MLS_OK));
     countdown = saved_countdown;
     return code;
 }
@@ -535,19 +534,6 @@ static mls_code make_tree(mls_status *st)
 TEST(a_tree_of_names_survives_every_failure)
 {
     CHECK(fail_each(make_tree) >= 4);
-}
-
-/* Lists in different orders, which need a hash table. */
-static mls_code match_names(mls_status *st)
-{
-    const mls_str a[] = {{"a", 1}, {"b", 1}}, b[] = {{"b", 1}, {"a", 1}};
-    size_t partners[2], rest[2], count;
-    return mls_pair_names(a, 2, b, 2, partners, rest, &count, st);
-}
-
-TEST(matching_names_survives_every_failure)
-{
-    CHECK(fail_each(match_names) >= 1);
 }
 
 /* ---- items of a save ---- */

@@ -396,7 +396,7 @@ def test_a_broken_group_leaves_no_gradient_of_the_step_before():
     backward(hook, dict.fromkeys(units, np.ones(4, np.float32)))
     assert all(unit.local_gradient is not None for unit in units.values())
     group.is_broken = True
-    with fsdp._reductions.queue._running:  # all buckets wait
+    with fsdp._reducer.queue._running:  # all buckets wait
         for name in units:
             hook.add_gradient(name, np.ones(4, np.float32))
     with pytest.raises(CollectiveError, match="the group is broken"):
@@ -412,7 +412,7 @@ def test_one_message_announces_four_queued_buckets():
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
         hook.use_units(units)
-        with fsdp._reductions.queue._running:  # no bucket is reduced before all are full
+        with fsdp._reducer.queue._running:  # no bucket is reduced before all are full
             for name in reversed(units):
                 hook.add_gradient(name, np.full(10, float(group.rank), np.float32))
         hook.finish()

@@ -17,7 +17,7 @@ from tries import tries
 from mlstate import CollectiveError
 from mlstate.errors import GradientMismatchError, GradientNamesError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
-from mlstate.fsdp._consistency_check import _describe_difference
+from mlstate.fsdp._disagreement import _describe_difference
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -359,7 +359,7 @@ def test_one_bad_gradient_among_buckets_that_go_together_spoils_no_other(kind, a
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
         hook.use_units(units)
-        with fsdp._reductions.queue._running:  # no bucket is reduced before all are full
+        with fsdp._reducer.queue._running:  # no bucket is reduced before all are full
             for parameter in reversed(units):
                 hook.add_gradient(parameter, gradients[parameter])
         with pytest.raises(CollectiveError) as caught:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_model import LAYOUTS, assert_refused, assert_same_bits, dtype_of, layout
-from thread_team import meanwhile
+from thread_team import calling_in_background
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError, TensorNotFoundError, _core
@@ -158,7 +158,7 @@ def test_other_threads_run_during_a_call():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)
     try:
-        with meanwhile(note):
+        with calling_in_background(note):
             for function in (_core.kv_quantize, _core.kv_dequantize):
                 assert any(runs_during(function) for _ in range(100))
     finally:

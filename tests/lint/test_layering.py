@@ -36,7 +36,10 @@ CORE_ORDER = (
 )
 BINDING_ORDER = (
     ("common",),
-    ("activation", "checkpoint", "gradients", "kv", "state"),
+    ("arguments",),
+    ("array",),
+    ("dictionaries",),
+    ("activation", "checkpoint", "gradients", "io", "kv", "runtime", "state"),
     (".",),
 )
 # A folder without a line belongs to the folder that it is in.

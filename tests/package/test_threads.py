@@ -10,7 +10,7 @@ import child
 import numpy as np
 import pytest
 from kv_model import assert_same_bits, expand
-from thread_team import meanwhile, run_in_threads
+from thread_team import calling_in_background, run_in_threads
 
 import mlstate
 from mlstate import get_num_threads, set_num_threads
@@ -125,7 +125,7 @@ def test_the_gil_is_released_while_memory_moves():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)
     try:
-        with meanwhile(count):
+        with calling_in_background(count):
             before = counted[0]
             for _ in range(1000):
                 transition_kv_state(small, 8)
@@ -164,7 +164,7 @@ def test_a_forked_child_works(busy):
     fork = multiprocessing.get_context("fork")
     shared = source()
     # the fork happens while another thread works, which holds the pool
-    working = meanwhile(lambda: transition_kv_state(shared, LENGTH))
+    working = calling_in_background(lambda: transition_kv_state(shared, LENGTH))
     with working if busy else contextlib.nullcontext():
         for _ in range(5):
             receiver, sender = fork.Pipe(duplex=False)

@@ -14,7 +14,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 from store_server import KINDS, at, at_random, since
-from thread_team import meanwhile, thread_outcomes
+from thread_team import calling_in_background, thread_outcomes
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune, reshard
@@ -309,7 +309,7 @@ def test_readers_never_see_a_mixture(url, store):
     def read():
         seen.append(number_of(mlstate.load(url, storage_options=options).model))
 
-    with meanwhile(read, 2):
+    with calling_in_background(read, 2):
         for _ in range(100 if FULL else 5):
             save_again(case, options)
     assert len(set(seen)) > 1 or not FULL

@@ -25,8 +25,12 @@ def signature(method, path, query, headers):
     lines = [method, *(headers.get(name, "") for name in SIGNED)]
     if lines[3] == "0":
         lines[3] = ""
-    own = {name.lower(): value for name, value in headers.items()}
-    lines += [f"{name}:{own[name]}" for name in sorted(own) if name.startswith("x-ms-")]
+    lower_headers = {name.lower(): value for name, value in headers.items()}
+    lines += [
+        f"{name}:{lower_headers[name]}"
+        for name in sorted(lower_headers)
+        if name.startswith("x-ms-")
+    ]
     lines += [f"/{ACCOUNT}{path}"] + [f"{name}:{query[name]}" for name in sorted(query)]
     digest = hmac.digest(base64.b64decode(KEY), "\n".join(lines).encode(), hashlib.sha256)
     return base64.b64encode(digest).decode()
@@ -75,8 +79,8 @@ class AzureHandler(ObjectHandler):
         live = self.server.objects.get(self.key)
         if self.headers.get("If-None-Match") == "*" and live:
             raise RefusalError(409, "BlobAlreadyExists")
-        wanted = self.headers.get("If-Match")
-        if wanted is not None and (live is None or wanted != live.e_tag):
+        e_tag = self.headers.get("If-Match")
+        if e_tag is not None and (live is None or e_tag != live.e_tag):
             raise RefusalError(412, "ConditionNotMet")
 
     def joined_blocks(self):
@@ -90,13 +94,13 @@ class AzureHandler(ObjectHandler):
     def list(self):
         assert self.query["restype"] == "container"
         keys, folders, following = self.page("marker")
-        parts = [f"<BlobPrefix><Name>{one}</Name></BlobPrefix>" for one in folders]
+        parts = [f"<BlobPrefix><Name>{entry}</Name></BlobPrefix>" for entry in folders]
         for key in keys:
-            one = self.server.objects[key]
+            entry = self.server.objects[key]
             parts.append(
                 f"<Blob><Name>{key}</Name><Properties>"
-                f"<Last-Modified>{formatdate(one.changed, usegmt=True)}</Last-Modified>"
-                f"<Etag>{one.e_tag[1:-1]}</Etag><Content-Length>{len(one.data)}</Content-Length>"
+                f"<Last-Modified>{formatdate(entry.changed, usegmt=True)}</Last-Modified>"
+                f"<Etag>{entry.e_tag[1:-1]}</Etag><Content-Length>{len(entry.data)}</Content-Length>"
                 "<Content-Type>application/octet-stream</Content-Type>"
                 "<BlobType>BlockBlob</BlobType></Properties></Blob>"
             )

@@ -59,10 +59,10 @@ def same(a, b):
 
 def good(path, model, optimizer=None):
     """Check that the checkpoint verifies and holds these arrays."""
-    found = mlstate.load(path)
+    loaded = mlstate.load(path)
     report = mlstate.verify(path)
     assert report, report
-    return same(found.model, model) and (optimizer is None or same(found.optimizer, optimizer))
+    return same(loaded.model, model) and (optimizer is None or same(loaded.optimizer, optimizer))
 
 
 def views_of(base):
@@ -83,9 +83,9 @@ def files_of(folder):
 
 def flipped(data, at, mask=1):
     """Bytes with changed bits in one of them."""
-    found = bytearray(data)
-    found[at] ^= mask
-    return bytes(found)
+    copy = bytearray(data)
+    copy[at] ^= mask
+    return bytes(copy)
 
 
 def flip(path, at, mask=1):

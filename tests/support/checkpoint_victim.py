@@ -32,10 +32,10 @@ class Victim:
 
     @property
     def manifest(self):
-        found = json.loads(self.good["manifest.json"])
+        document = json.loads(self.good["manifest.json"])
         if not self.patterns:
-            found.pop("patterns", None)
-        return found
+            document.pop("patterns", None)
+        return document
 
     def index_path(self, rank=0):
         return f"index/{self.manifest['generation']}.{rank}.json"
@@ -127,7 +127,7 @@ def ways(folder, target):
     }
 
 
-def refused(victim, what, only=("load", "inspect"), kinds=(FormatError, StoreError)):
+def refused(victim, label, only=("load", "inspect"), kinds=(FormatError, StoreError)):
     """Every way raises, and verify names a problem; return the first error."""
     folder = str(victim)
     start = time.monotonic()
@@ -138,13 +138,13 @@ def refused(victim, what, only=("load", "inspect"), kinds=(FormatError, StoreErr
         try:
             got = read()
         except kinds as error:
-            assert isinstance(error, MLStateError), (what, way)
-            assert str(error.path).startswith(folder), (what, way, str(error))
+            assert isinstance(error, MLStateError), (label, way)
+            assert str(error.path).startswith(folder), (label, way, str(error))
             first = first or error
         else:
-            raise AssertionError(f"{what}: {way} gave {got!r}")
+            raise AssertionError(f"{label}: {way} gave {got!r}")
     report = mlstate.verify(folder)
-    assert not report, what
-    assert report.problems[0].text, what
-    assert time.monotonic() - start < 5, what
+    assert not report, label
+    assert report.problems[0].text, label
+    assert time.monotonic() - start < 5, label
     return first

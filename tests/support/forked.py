@@ -58,10 +58,10 @@ _servers = []  # one at most, because each takes the memory of torch
 
 def server_for(modules, environment):
     """Return the server for these arguments; any other one is stopped."""
-    kept = {name: text for name, text in environment.items() if name != "PYTEST_CURRENT_TEST"}
-    if not _servers or (_servers[0].modules, _servers[0].environment) != (modules, kept):
+    variables = {name: text for name, text in environment.items() if name != "PYTEST_CURRENT_TEST"}
+    if not _servers or (_servers[0].modules, _servers[0].environment) != (modules, variables):
         stop_server()
-        _servers.append(Server(modules, kept))
+        _servers.append(Server(modules, variables))
     return _servers[0]
 
 
@@ -81,11 +81,11 @@ def run(program, arguments, environment, limit_seconds, modules=TORCH, variables
     at once. Every process has ended when this returns: those that take too long are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        own = variables or [{}] * len(arguments)
+        variable_sets = variables or [{}] * len(arguments)
         lists = [[str(text) for text in texts] for texts in arguments]
         job = {
             "program": str(program), "folder": folder, "working_directory": str(Path.cwd()),
-            "processes": list(zip(lists, own, strict=True)),
+            "processes": list(zip(lists, variable_sets, strict=True)),
         }  # fmt: skip
         try:
             statuses = server_for(modules, environment).answer(job, limit_seconds)
@@ -151,6 +151,6 @@ def main():
 
 
 if __name__ == "__main__":
-    mine = main()
-    if mine:
-        runpy.run_path(mine, run_name="__main__")
+    exit_status = main()
+    if exit_status:
+        runpy.run_path(exit_status, run_name="__main__")

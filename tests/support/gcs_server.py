@@ -48,9 +48,9 @@ class GcsHandler(ObjectHandler):
 
     def check_conditions(self):
         """Refuse a write if the live generation is not the required one; 0: no live object."""
-        wanted = self.headers.get("x-goog-if-generation-match")
+        generation = self.headers.get("x-goog-if-generation-match")
         live = self.server.objects.get(self.key)
-        if wanted is not None and int(wanted) != (live.number if live else 0):
+        if generation is not None and int(generation) != (live.number if live else 0):
             raise RefusalError(412, "PreconditionFailed")
 
     def list(self):
@@ -60,14 +60,14 @@ class GcsHandler(ObjectHandler):
         if following:
             parts.append(f"<NextContinuationToken>{following}</NextContinuationToken>")
         for key in keys:
-            one = self.server.objects[key]
-            changed = datetime.fromtimestamp(one.changed, UTC).isoformat("T", "milliseconds")
+            entry = self.server.objects[key]
+            changed = datetime.fromtimestamp(entry.changed, UTC).isoformat("T", "milliseconds")
             parts.append(
-                f"<Contents><Key>{key}</Key><Generation>{one.number}</Generation>"
-                f"<LastModified>{changed}</LastModified><ETag>{one.e_tag}</ETag>"
-                f"<Size>{len(one.data)}</Size></Contents>"
+                f"<Contents><Key>{key}</Key><Generation>{entry.number}</Generation>"
+                f"<LastModified>{changed}</LastModified><ETag>{entry.e_tag}</ETag>"
+                f"<Size>{len(entry.data)}</Size></Contents>"
             )
-        parts += [f"<CommonPrefixes><Prefix>{one}</Prefix></CommonPrefixes>" for one in folders]
+        parts += [f"<CommonPrefixes><Prefix>{entry}</Prefix></CommonPrefixes>" for entry in folders]
         return 200, {}, xml("ListBucketResult", "".join(parts))
 
     def upload(self):

@@ -82,10 +82,10 @@ def check_parts(units, world, shapes, dtypes="float32", layout="flat", **how):
     """Local gradients have the bits, dtype and shape of the model."""
     each = [gradients_of(rank, shapes, dtypes) for rank in range(world)]
     for name, unit in units.items():
-        whole = reduced([gradients[name] for gradients in each], **how)
+        total = reduced([gradients[name] for gradients in each], **how)
         assert_same(
             unit.local_gradient,
-            part_of(whole, layout if shapes[name] else "flat", unit.shard_index, world),
+            part_of(total, layout if shapes[name] else "flat", unit.shard_index, world),
             name,
         )
 

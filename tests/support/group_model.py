@@ -35,20 +35,24 @@ def dtype_of(name):
 def inputs(world, length, dtype, seed=0):
     """The inputs of all ranks; every rank can make them."""
     generator = np.random.default_rng(seed)
-    known = dtype_of(dtype)
+    numpy_dtype = dtype_of(dtype)
     raw = [generator.standard_normal(length) * 100 for _ in range(world)]
-    if known.kind in "iu":
-        bytes_of = (generator.integers(0, 256, length * known.itemsize, "u1") for _ in raw)
-        return [data.view(known) for data in bytes_of]
-    if known.kind == "b":
+    if numpy_dtype.kind in "iu":
+        bytes_of = (generator.integers(0, 256, length * numpy_dtype.itemsize, "u1") for _ in raw)
+        return [data.view(numpy_dtype) for data in bytes_of]
+    if numpy_dtype.kind == "b":
         return [array > 0 for array in raw]
-    return [array.astype(known) for array in raw]
+    return [array.astype(numpy_dtype) for array in raw]
 
 
 def reduced(arrays, op):
     """Summed in the order of ranks; small floats in float32, rounded once."""
-    known = arrays[0].dtype
-    wide = np.dtype(np.float32) if known.itemsize < 4 and known.kind not in "iub" else known
+    source_dtype = arrays[0].dtype
+    wide = (
+        np.dtype(np.float32)
+        if source_dtype.itemsize < 4 and source_dtype.kind not in "iub"
+        else source_dtype
+    )
     step = {"min": np.minimum, "max": np.maximum}.get(op, np.add)
     total = arrays[0].astype(wide)
     for array in arrays[1:]:
@@ -59,13 +63,13 @@ def reduced(arrays, op):
         parts /= parts.dtype.type(len(arrays))
     elif op == "mean":
         total = total / wide.type(len(arrays))
-    return total.astype(known)
+    return total.astype(source_dtype)
 
 
-def same_bits(found, expected):
-    assert found.dtype == expected.dtype, (found.dtype, expected.dtype)
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    assert found.tobytes() == expected.tobytes(), (found, expected)
+def same_bits(actual, expected):
+    assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    assert actual.tobytes() == expected.tobytes(), (actual, expected)
 
 
 def raises(error, text, call, *args, **keywords):
@@ -80,8 +84,8 @@ def raises(error, text, call, *args, **keywords):
 
 def shared_folder(group):
     """A new folder that all ranks know."""
-    made = tempfile.mkdtemp() if group.rank == 0 else ""
-    return Path(group.gather_bytes(made.encode())[0].decode())
+    folder = tempfile.mkdtemp() if group.rank == 0 else ""
+    return Path(group.gather_bytes(folder.encode())[0].decode())
 
 
 def remove_folder(group, folder):

@@ -30,15 +30,15 @@ def check_reductions(group, dtype):
         ops = ["sum", "mean"]
     for length in LENGTHS if dtype in ("bfloat16", "float32", "uint32") else [7, 5000]:
         everyones = inputs(group.world_size, length, dtype)
-        mine = everyones[group.rank]
+        contribution = everyones[group.rank]
         cuts = np.random.default_rng(length).integers(0, length + 1, group.world_size - 1)
         ends = [0, *np.sort(cuts).tolist(), length]
         start, end = ends[group.rank : group.rank + 2]
         for op in ops:
             expected = reduced(everyones, op)
-            same_bits(group.all_reduce(mine, op=op), expected)
-            found = group.reduce_scatter(mine, op=op, counts=np.diff(ends))
-            same_bits(found, expected[start:end])
+            same_bits(group.all_reduce(contribution, op=op), expected)
+            part = group.reduce_scatter(contribution, op=op, counts=np.diff(ends))
+            same_bits(part, expected[start:end])
 
 
 @scenario
@@ -49,20 +49,20 @@ def reductions_have_the_bits_of_sums_in_the_order_of_ranks(group):
 
 @scenario
 def nan_wins(group):
-    mine = np.array([group.rank, np.nan if group.rank == group.world_size - 1 else 0.0])
+    contribution = np.array([group.rank, np.nan if group.rank == group.world_size - 1 else 0.0])
     for op in ("min", "max", "sum", "mean"):
-        assert np.isnan(group.all_reduce(mine, op=op)).tolist() == [False, True]
+        assert np.isnan(group.all_reduce(contribution, op=op)).tolist() == [False, True]
 
 
 @scenario
 def rows_are_scattered_and_gathered(group):
     world, rank = group.world_size, group.rank
     array = np.arange(world * 6.0).reshape(world * 2, 3) + rank
-    mine = group.reduce_scatter(array)
-    assert mine.shape == (2, 3)
+    scattered = group.reduce_scatter(array)
+    assert scattered.shape == (2, 3)
     total = sum(np.arange(world * 6.0).reshape(world * 2, 3) + r for r in range(world))
-    same_bits(mine, total[rank * 2 : rank * 2 + 2])
-    same_bits(group.all_gather(mine), total)
+    same_bits(scattered, total[rank * 2 : rank * 2 + 2])
+    same_bits(group.all_gather(scattered), total)
     counts = [0, *range(3, 3 + world - 1)]  # rank 0 has no elements
     rows = np.full((counts[rank], 2), rank, np.int16)
     expected = np.repeat(np.arange(world, dtype=np.int16), counts)[:, None] * [[1, 1]]
@@ -73,38 +73,39 @@ def rows_are_scattered_and_gathered(group):
 def any_bytes_travel(group):
     world, rank = group.world_size, group.rank
     for dtype in ["bool", "S3", "M8[s]", ">f4", "complex64", "bfloat16", "i1,f8"]:
-        whole = np.arange(world * 4).astype("i8").astype(dtype_of(dtype))
-        mine = whole[rank * 4 : rank * 4 + 4]
-        same_bits(group.all_gather(mine), whole)
-        backwards = whole.reshape(world, 4)[:, ::-1].reshape(-1)
-        same_bits(group.all_gather(mine[::-1]), backwards)
-        copy = whole.copy() if rank == 1 else np.zeros_like(whole)
+        gathered = np.arange(world * 4).astype("i8").astype(dtype_of(dtype))
+        part = gathered[rank * 4 : rank * 4 + 4]
+        same_bits(group.all_gather(part), gathered)
+        backwards = gathered.reshape(world, 4)[:, ::-1].reshape(-1)
+        same_bits(group.all_gather(part[::-1]), backwards)
+        copy = gathered.copy() if rank == 1 else np.zeros_like(gathered)
         assert group.broadcast(copy, root=1) is copy
-        same_bits(copy, whole)
+        same_bits(copy, gathered)
 
 
 @scenario
 def a_broadcast_may_have_any_length(group):
     for size in [0, 1, (64 << 10) // group.world_size, 70_001, 1 << 20]:
         for root in range(group.world_size):
-            whole = np.random.default_rng(size).integers(0, 255, size, np.uint8)
-            copy = whole.copy() if group.rank == root else np.zeros_like(whole)
-            same_bits(group.broadcast(copy, root=root), whole)
+            message = np.random.default_rng(size).integers(0, 255, size, np.uint8)
+            copy = message.copy() if group.rank == root else np.zeros_like(message)
+            same_bits(group.broadcast(copy, root=root), message)
 
 
 @scenario
 def rows_go_to_each_rank(group):
     world, rank = group.world_size, group.rank
     array = np.arange(world * 2) + 100 * rank
-    found = group.all_to_all(array)
-    assert found.tolist() == [100 * r + 2 * rank + i for r in range(world) for i in (0, 1)]
+    received = group.all_to_all(array)
+    assert received.tolist() == [100 * r + 2 * rank + i for r in range(world) for i in (0, 1)]
     assert group.all_to_all(array, out=array) is array
-    assert array.tolist() == found.tolist()
+    assert array.tolist() == received.tolist()
     # rank r sends r rows to each rank, and receives s rows from rank s
     rows = np.full((rank * world, 2), rank, np.float32)
-    found = group.all_to_all(rows, counts=[rank] * world, out_counts=range(world))
+    received = group.all_to_all(rows, counts=[rank] * world, out_counts=range(world))
     same_bits(
-        found, np.repeat(np.arange(world), range(world)).astype("f4")[:, None] + np.zeros(2, "f4")
+        received,
+        np.repeat(np.arange(world), range(world)).astype("f4")[:, None] + np.zeros(2, "f4"),
     )
 
 
@@ -116,12 +117,12 @@ def tensors_stay_tensors(group):
     for dtype in [*FLOATS, "int64", "uint16", "complex64"]:
         everyones = inputs(world, 12, dtype)
         tensor = as_tensor(everyones[rank].copy())
-        found = group.all_reduce(tensor)
-        assert isinstance(found, torch.Tensor)
-        assert torch.equal(found, as_tensor(reduced(everyones, "sum")))
+        total = group.all_reduce(tensor)
+        assert isinstance(total, torch.Tensor)
+        assert torch.equal(total, as_tensor(reduced(everyones, "sum")))
         out = torch.zeros(12, 2, dtype=tensor.dtype)[:, 1]
         assert group.all_reduce(tensor, out=out) is out
-        assert torch.equal(out, found)
+        assert torch.equal(out, total)
         gathered = group.all_gather(tensor.reshape(4, 3).mT[:, :2])
         assert gathered.shape == (3 * world, 2)
         expected = torch.cat([as_tensor(a.copy()).reshape(4, 3).mT[:, :2] for a in everyones])
@@ -134,26 +135,26 @@ def tensors_stay_tensors(group):
 
 
 @scenario
-def out_is_filled_where_it_lies(group):
+def out_is_filled_in_place(group):
     world, rank = group.world_size, group.rank
     everyones = inputs(world, 10_000 * world, "float32")
-    mine, total = everyones[rank].copy(), reduced(everyones, "sum")
+    contribution, total = everyones[rank].copy(), reduced(everyones, "sum")
     expected = total[rank * 10_000 : (rank + 1) * 10_000]
     for out in (np.empty(10_000, "f4"), np.empty(20_000, "f4")[::2], np.empty(10_000, "f4")[::-1]):
-        assert group.reduce_scatter(mine, out=out) is out
+        assert group.reduce_scatter(contribution, out=out) is out
         same_bits(out.copy(), expected)
-        whole = np.empty((world * 10_000, 2), "f4")[:, 0]
-        assert group.all_gather(out, out=whole) is whole
-        same_bits(whole.copy(), total)
-    swapped = mine.astype(">f4")
+        gathered = np.empty((world * 10_000, 2), "f4")[:, 0]
+        assert group.all_gather(out, out=gathered) is gathered
+        same_bits(gathered.copy(), total)
+    swapped = contribution.astype(">f4")
     same_bits(group.all_reduce(swapped), total.astype(">f4"))
     assert group.all_reduce(swapped[:0]).shape == group.reduce_scatter(swapped[:0]).shape == (0,)
     odd = np.empty(world * 40_000 + 1, np.uint8)[1:].view("f4")  # at an unaligned address
-    odd[...] = mine
+    odd[...] = contribution
     assert group.all_reduce(odd, out=odd) is odd
     same_bits(odd.copy(), total)
-    assert group.all_reduce(mine, out=mine) is mine
-    same_bits(mine, total)
+    assert group.all_reduce(contribution, out=contribution) is contribution
+    same_bits(contribution, total)
 
 
 @scenario
@@ -166,12 +167,12 @@ def bytes_of_any_length_are_gathered(group):
         [0, 1_000_000, 3, 249, 5][:world],
     ):
         expected = [bytes([r + 1]) * n for r, n in enumerate(lengths)]
-        found = group.gather_bytes(expected[rank])
-        assert found == expected
-        assert {type(part) for part in found} == {bytes}
+        gathered = group.gather_bytes(expected[rank])
+        assert gathered == expected
+        assert {type(part) for part in gathered} == {bytes}
         for root in range(world):
-            found = group.gather_bytes(memoryview(expected[rank]), root=root)
-            assert found == (expected if rank == root else None)
+            gathered = group.gather_bytes(memoryview(expected[rank]), root=root)
+            assert gathered == (expected if rank == root else None)
 
 
 @scenario
@@ -182,8 +183,8 @@ def async_operations_keep_their_order(group):
     for number in range(5):
         works.append(group.all_reduce(everyones[rank] * number, async_op=True, timeout=30))
         works.append(group.gather_bytes(b"%d" % (rank * number), async_op=True))
-    plain = group.all_gather(np.array([rank]))  # after them
-    assert plain.tolist() == list(range(world))
+    last = group.all_gather(np.array([rank]))  # after them
+    assert last.tolist() == list(range(world))
     assert all(isinstance(work, Work) and work.done() for work in works)
     for number in reversed(range(5)):
         expected = reduced([array * number for array in everyones], "sum")
@@ -204,7 +205,7 @@ def several_threads_use_one_group(group):
 
 
 @scenario
-def wrong_arguments_fail_before_anything_is_sent(group):
+def invalid_arguments_fail_before_sending(group):
     world = group.world_size
     raises(CompatibilityError, "a multiple of", group.reduce_scatter, np.zeros(world + 1))
     raises(CompatibilityError, "out has shape", group.all_gather, np.zeros(2), out=np.zeros(2))
@@ -235,10 +236,10 @@ def checkpoints_are_saved_and_loaded_by_all(group):
 
     world, rank = group.world_size, group.rank
     folder = shared_folder(group)
-    whole = np.arange(7.0 * 3).reshape(7, 3)
+    array = np.arange(7.0 * 3).reshape(7, 3)
     path = folder / "checkpoint"
-    save(path, {"w": Layout.rows(world).shard(whole, rank), "b": np.ones(2)}, group=group)
-    same_bits(load(path).model["w"], whole)
-    mine = load(path, group=group, layout="rows").model["w"]
-    same_bits(mine, Layout.rows(world).take(whole, rank))
+    save(path, {"w": Layout.rows(world).shard(array, rank), "b": np.ones(2)}, group=group)
+    same_bits(load(path).model["w"], array)
+    rows = load(path, group=group, layout="rows").model["w"]
+    same_bits(rows, Layout.rows(world).take(array, rank))
     remove_folder(group, folder)

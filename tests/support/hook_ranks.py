@@ -71,7 +71,9 @@ def hooks_of_a_model_scatter_sums_in_the_order_of_ranks(group):
             model = model_of(dtype)
             backward(model, rank)
             each.append({name: numpy_of(p.grad) for name, p in model.named_parameters()})
-        sums = {name: reduced([found[name] for found in each]) for name in each[0]}
+        sums = {
+            name: reduced([rank_gradients[name] for rank_gradients in each]) for name in each[0]
+        }
         for bucket_bytes in (0, 300, 25 << 20):
             model = model_of(dtype)
             units = sharding_units(model, group, layout="flat")
@@ -145,9 +147,9 @@ def scatter_with(group, fault, bad, **settings):
     others = {name: shape for name, shape in SHAPES.items() if name != "rows"}
     every = [gradients_of(rank, SHAPES) for rank in range(group.world_size)]
     for name in others:
-        whole = reduced([found[name] for found in every])
+        total = reduced([rank_gradients[name] for rank_gradients in every])
         unit = units[name]
-        part = unit.layout.take(whole.reshape(unit.shape), group.rank)
+        part = unit.layout.take(total.reshape(unit.shape), group.rank)
         assert unit.local_gradient.tobytes() == part.tobytes(), name
 
 

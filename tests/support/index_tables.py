@@ -41,15 +41,15 @@ def layers_of(table):
 def records_of(index):
     """An index with lists of files and shards; a single full layer is stored in its shard."""
     files, shards = index["files"], index["shards"]
-    made = {name: value for name, value in index.items() if name not in ("kinds", "layers")}
+    document = {name: value for name, value in index.items() if name not in ("kinds", "layers")}
     columns = (files["path"], numbers(files["bytes"]), digits(files["header_crc32c"]))
-    made["files"] = [
+    document["files"] = [
         {"path": path, "bytes": count, "header_crc32c": crc}
         for path, count, crc in zip(*columns, strict=True)
     ]
     layers = layers_of(index["layers"])
     counts = shards.get("layer_count", ",".join("1" for _ in shards["name"]))
-    made["shards"] = []
+    document["shards"] = []
     for name, kind, shape, part, version, count in zip(
         shards["name"],
         numbers(shards["kind"]),
@@ -61,12 +61,12 @@ def records_of(index):
     ):
         shard = {**index["kinds"][kind], "name": name, "shape": numbers(shape), "part": part}
         shard["version"] = version
-        held = [next(layers) for _ in range(count)]
-        plain = count == 1 and "row" not in held[0] and "codec" not in held[0]
-        shard.update(held[0] if plain else {"layers": held})
-        made["shards"].append(shard)
+        shard_layers = [next(layers) for _ in range(count)]
+        is_dense = count == 1 and "row" not in shard_layers[0] and "codec" not in shard_layers[0]
+        shard.update(shard_layers[0] if is_dense else {"layers": shard_layers})
+        document["shards"].append(shard)
     assert not list(layers)
-    return made
+    return document
 
 
 def as_text(value):
@@ -94,18 +94,18 @@ def is_table(value):
 
 def tables_of(index):
     """The tables for an index of records; anything but a list of records stays unchanged."""
-    made = dict(index)
+    document = dict(index)
     files, shards = index.get("files"), index.get("shards")
     if is_table(files):
-        made["files"] = {
+        document["files"] = {
             "path": [file.get("path") for file in files],
             "bytes": column_of(files, "bytes"),
             "header_crc32c": digits_of(files, "header_crc32c"),
         }
     if not is_table(shards):
-        return made
-    made["kinds"] = [{key: shard[key] for key in KIND if key in shard} for shard in shards]
-    made["shards"] = {
+        return document
+    document["kinds"] = [{key: shard[key] for key in KIND if key in shard} for shard in shards]
+    document["shards"] = {
         "name": [shard.get("name") for shard in shards],
         "kind": ",".join(map(str, range(len(shards)))),
         "shape": "".join(shape_of(shard.get("shape", ...)) + ";" for shard in shards),
@@ -113,18 +113,23 @@ def tables_of(index):
         "version": column_of(shards, "version"),
     }
     layers = [shard.get("layers", [shard]) for shard in shards]
-    counts = [as_text(len(held) if isinstance(held, list) else held) for held in layers]
+    counts = [
+        as_text(len(shard_layers) if isinstance(shard_layers, list) else shard_layers)
+        for shard_layers in layers
+    ]
     if any("layers" in shard for shard in shards):
-        made["shards"]["layer_count"] = ",".join(counts)
-    rows = [layer for held in layers if isinstance(held, list) for layer in held]
+        document["shards"]["layer_count"] = ",".join(counts)
+    rows = [
+        layer for shard_layers in layers if isinstance(shard_layers, list) for layer in shard_layers
+    ]
     rows = [layer if isinstance(layer, dict) else {} for layer in rows]
-    made["layers"] = {name: column_of(rows, name) for name in ("file", "offset", "bytes")}
-    made["layers"]["crc32c"] = digits_of(rows, "crc32c")
+    document["layers"] = {name: column_of(rows, name) for name in ("file", "offset", "bytes")}
+    document["layers"]["crc32c"] = digits_of(rows, "crc32c")
     if any("blocks" in layer for layer in rows):
-        made["layers"]["blocks"] = digits_of(rows, "blocks")
+        document["layers"]["blocks"] = digits_of(rows, "blocks")
     if any("row" in layer for layer in rows):
-        made["layers"]["row"] = column_of(rows, "row", 0)
+        document["layers"]["row"] = column_of(rows, "row", 0)
     for name in ("rows", "codec", "frames"):
         if any(name in layer for layer in rows):
-            made["layers"][name] = [layer.get(name) for layer in rows]
-    return made
+            document["layers"][name] = [layer.get(name) for layer in rows]
+    return document

@@ -56,10 +56,10 @@ def random_bits(shape, dtype=np.float16, seed=0):
     return np.frombuffer(bytearray(raw), dtype).reshape(shape)
 
 
-def assert_same_bits(got, wanted):
+def assert_same_bits(got, expected):
     """Equal in dtype, byte order, shape and every bit."""
-    assert got.dtype == wanted.dtype and got.shape == wanted.shape
-    assert np.ascontiguousarray(got).tobytes() == np.ascontiguousarray(wanted).tobytes()
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    assert np.ascontiguousarray(got).tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
 def assert_refused(state, error, text, operation="quantize", *args, **more):
@@ -77,15 +77,15 @@ def assert_refused(state, error, text, operation="quantize", *args, **more):
     return caught.value
 
 
-def assert_same_values(got, wanted):
+def assert_same_values(got, expected):
     """As `assert_same_bits`, but all NaNs are equal: their payloads may differ."""
-    assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    assert got.dtype == expected.dtype and got.shape == expected.shape
     with np.errstate(invalid="ignore"):  # ml_dtypes warns about NaNs
-        nans, wanted_nans = got != got, wanted != wanted
+        nans, wanted_nans = got != got, expected != expected
     np.testing.assert_array_equal(nans, wanted_nans)
     unsigned = np.dtype(f"u{got.dtype.itemsize}")
     got_bits = np.where(nans, 0, np.ascontiguousarray(got).view(unsigned))
-    wanted_bits = np.where(nans, 0, np.ascontiguousarray(wanted).view(unsigned))
+    wanted_bits = np.where(nans, 0, np.ascontiguousarray(expected).view(unsigned))
     np.testing.assert_array_equal(got_bits, wanted_bits)
 
 
@@ -129,6 +129,6 @@ LAYOUTS = {
 
 def layout(name, array):
     """`array` in the layout `name`; values are equal, strides and byte order may differ."""
-    made = LAYOUTS[name](array)
-    np.testing.assert_array_equal(made, array)
-    return made
+    view = LAYOUTS[name](array)
+    np.testing.assert_array_equal(view, array)
+    return view

@@ -32,9 +32,9 @@ def state(name, shape, dtype=65552, packed=True):
 
 def spec_bytes(*states, functions=(), default=None):
     """A whole specification; `functions` are pairs of a name and a list of states."""
-    body = b"".join(field(13, given) for given in states)
+    body = b"".join(field(13, message) for message in states)
     for name, inner in functions:
-        body += field(20, field(1, name) + b"".join(field(6, given) for given in inner))
+        body += field(20, field(1, name) + b"".join(field(6, message) for message in inner))
     if default is not None:
         body += field(21, default)
     return field(1, 9) + field(2, body) + field(502, b"the program")

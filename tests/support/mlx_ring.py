@@ -49,10 +49,10 @@ class RotatingKVCache:
         if self.keys is None:
             self.keys = keys
         else:
-            kept = self._in_order()
-            excess = kept.shape[2] - self.max_size + 1
-            kept = self._dropped(excess, kept) if excess > 0 else kept
-            self.keys = np.concatenate([kept, keys], 2)
+            tokens_kept = self._in_order()
+            excess = tokens_kept.shape[2] - self.max_size + 1
+            tokens_kept = self._dropped(excess, tokens_kept) if excess > 0 else tokens_kept
+            self.keys = np.concatenate([tokens_kept, keys], 2)
         self.offset += keys.shape[2]
         self.idx = self.keys.shape[2]
 

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def home(engine):
     """The folder of an MPI, or None if it is not installed for this Python."""
     folder = Path(os.environ.get("MLSTATE_MPI", ROOT / "build" / "mpi")) / engine
-    found = packages(folder) / "mpi4py"
-    return folder if found.is_dir() and (folder / "bin" / "mpiexec").exists() else None
+    package = packages(folder) / "mpi4py"
+    return folder if package.is_dir() and (folder / "bin" / "mpiexec").exists() else None
 
 
 def packages(folder):
@@ -35,8 +35,13 @@ def library(folder):
 def environment(engine):
     """The variables for a process that imports the same mlstate, and this MPI's mpi4py."""
     folder = home(engine)
-    given = os.environ.get("PYTHONPATH")
-    paths = [Path(mlstate.__file__).parents[1], packages(folder), ROOT / "tests" / "support", given]
+    python_path = os.environ.get("PYTHONPATH")
+    paths = [
+        Path(mlstate.__file__).parents[1],
+        packages(folder),
+        ROOT / "tests" / "support",
+        python_path,
+    ]
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("OMPI_")},
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),

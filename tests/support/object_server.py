@@ -87,10 +87,10 @@ class ObjectHandler(QuietHandler):
         """Answer a GET or HEAD, with the bytes of a range if one is given."""
         stored = self.found()
         headers, data, total = self.headers_of(stored), stored.data, len(stored.data)
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if not wanted:
+        byte_range = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not byte_range:
             return 200, {**headers, "Content-Length": total}, data
-        begin, end = int(wanted[1]), min(int(wanted[2]) + 1, total)
+        begin, end = int(byte_range[1]), min(int(byte_range[2]) + 1, total)
         if begin >= total:
             raise RefusalError(416, "InvalidRange")
         return (
@@ -109,12 +109,12 @@ class ObjectHandler(QuietHandler):
     def page(self, token):
         """Return keys and common prefixes below the query's prefix, and the next page's token."""
         prefix, delimiter = self.query.get("prefix", ""), self.query.get("delimiter")
-        found = set()
+        listed = set()
         for key in self.server.objects:
             if key.startswith(prefix):
                 head, cut, _ = key[len(prefix) :].partition(delimiter or "\0")
-                found.add(prefix + head + cut if delimiter else key)
-        names, at = sorted(found), int(self.query.get(token, 0))
+                listed.add(prefix + head + cut if delimiter else key)
+        names, at = sorted(listed), int(self.query.get(token, 0))
         keys = [name for name in names[at : at + PAGE] if name in self.server.objects]
         folders = [name for name in names[at : at + PAGE] if name not in self.server.objects]
         return keys, folders, str(at + PAGE) if at + PAGE < len(names) else ""

@@ -139,20 +139,20 @@ def run(chain, state, kind, index):
     """The state after a step, the peak during it, and its duration."""
     before = state.bytes(chain)
     alone, saved, host, after = state.alone, state.saved, state.host, state.next_backward
-    made = seconds = 0
+    live = seconds = 0
     if kind == FORWARD:
         alone = alone | {index + 1}
-        made = chain.activation[index + 1] + chain.forward_temporary[index]
+        live = chain.activation[index + 1] + chain.forward_temporary[index]
         seconds = chain.forward[index]
     elif kind == SAVE:
         saved = saved | {index}
-        made = chain.saved[index] + chain.saving_temporary[index]
+        live = chain.saved[index] + chain.saving_temporary[index]
         seconds = chain.forward[index]
     elif kind == BACKWARD:
         saved, after = saved - {index}, index - 1
-        made = chain.gradient[index] + chain.backward_temporary[index]
+        live = chain.gradient[index] + chain.backward_temporary[index]
         if index == chain.blocks - 1:
-            made += chain.gradient[index + 1]
+            live += chain.gradient[index + 1]
         seconds = chain.backward[index]
     elif kind == DROP:
         alone = alone - {index}
@@ -161,9 +161,9 @@ def run(chain, state, kind, index):
         seconds = chain.saved[index] / chain.offload_rate
     elif kind == LOAD:
         saved, host = saved | {index}, host - {index}
-        made = chain.saved[index]
+        live = chain.saved[index]
         seconds = chain.saved[index] / chain.load_rate
-    return State(alone, saved, host, after), before + made, seconds
+    return State(alone, saved, host, after), before + live, seconds
 
 
 @dataclass
@@ -229,30 +229,30 @@ def _segments(chain, offload):
     """
     blocks = chain.blocks
 
-    def held_gradient(t):
+    def stored_gradient(t):
         return chain.gradient[t + 1] if t < blocks - 1 else 0
 
     def save(s, t):
-        kept = chain.saved[s]
-        first = kept + chain.saving_temporary[s]
+        saved = chain.saved[s]
+        first = saved + chain.saving_temporary[s]
         if s == t:
             coming = chain.gradient[blocks] if t == blocks - 1 else 0
-            ends = kept + coming + chain.gradient[s] + chain.backward_temporary[s]
+            ends = saved + coming + chain.gradient[s] + chain.backward_temporary[s]
             yield max(first, ends), chain.forward[s] + chain.backward[s]
             return
-        change = chain.gradient[s + 1] - held_gradient(t)
-        ends = kept + change + chain.gradient[s] + chain.backward_temporary[s]
+        change = chain.gradient[s + 1] - stored_gradient(t)
+        ends = saved + change + chain.gradient[s] + chain.backward_temporary[s]
         for peak, seconds in solve(s + 1, t):
-            yield max(first, kept + peak, ends), chain.forward[s] + seconds + chain.backward[s]
+            yield max(first, saved + peak, ends), chain.forward[s] + seconds + chain.backward[s]
 
     def away(s, t):
         if s == t:
             return
-        kept, lone = chain.saved[s], chain.activation[s + 1]
-        first = kept + chain.saving_temporary[s]
-        change = chain.gradient[s + 1] - held_gradient(t)
-        ends = kept + change + max(0, chain.gradient[s] + chain.backward_temporary[s])
-        moves = kept / chain.offload_rate + kept / chain.load_rate
+        saved, lone = chain.saved[s], chain.activation[s + 1]
+        first = saved + chain.saving_temporary[s]
+        change = chain.gradient[s + 1] - stored_gradient(t)
+        ends = saved + change + max(0, chain.gradient[s] + chain.backward_temporary[s])
+        moves = saved / chain.offload_rate + saved / chain.load_rate
         for peak, seconds in solve(s + 1, t):
             total = chain.forward[s] + seconds + chain.backward[s] + moves
             yield max(first, lone + peak, ends), total
@@ -260,14 +260,14 @@ def _segments(chain, offload):
     def restart(s, t):
         swept, seconds, above = 0, 0, 0
         for k in range(s + 1, t + 1):
-            made = chain.activation[k]
-            swept = max(swept, above + made + chain.forward_temporary[k - 1])
+            live = chain.activation[k]
+            swept = max(swept, above + live + chain.forward_temporary[k - 1])
             seconds += chain.forward[k - 1]
-            above = made
-            change = chain.gradient[k] - held_gradient(t)
+            above = live
+            change = chain.gradient[k] - stored_gradient(t)
             for peak_right, right in solve(k, t):
                 for peak_left, left in solve(s, k - 1):
-                    yield max(swept, made + peak_right, change + peak_left), seconds + right + left
+                    yield max(swept, live + peak_right, change + peak_left), seconds + right + left
 
     @cache
     def solve(s, t):
@@ -283,38 +283,38 @@ def any_front(chain, offload=False):
     States are (alone, saved, host, backwards left) with sets as bits; activation 0 has no bit.
     """
     blocks = chain.blocks
-    held = cache(
+    stored_bytes = cache(
         lambda alone, saved: _bytes_of(chain.activation, alone) + _bytes_of(chain.saved, saved)
     )
 
     @cache
     def steps(state):
         alone, saved, host, left = state
-        now = held(alone | 1, saved) + (chain.gradient[left] if left < blocks else 0)
-        there = alone | saved << 1 | 1
-        found = []
+        now = stored_bytes(alone | 1, saved) + (chain.gradient[left] if left < blocks else 0)
+        successor = alone | saved << 1 | 1
+        successors = []
         for i in range(blocks):
             bit, out = 1 << i, 2 << i
-            if there & bit and not there & out:
-                made = chain.activation[i + 1] + chain.forward_temporary[i]
-                found.append(((alone | out, saved, host, left), now + made, chain.forward[i]))
-            if there & bit and not there & out and not host & bit:
-                made = chain.saved[i] + chain.saving_temporary[i]
-                found.append(((alone, saved | bit, host, left), now + made, chain.forward[i]))
+            if successor & bit and not successor & out:
+                live = chain.activation[i + 1] + chain.forward_temporary[i]
+                successors.append(((alone | out, saved, host, left), now + live, chain.forward[i]))
+            if successor & bit and not successor & out and not host & bit:
+                live = chain.saved[i] + chain.saving_temporary[i]
+                successors.append(((alone, saved | bit, host, left), now + live, chain.forward[i]))
             if alone & out:
-                found.append(((alone ^ out, saved, host, left), now, 0))
+                successors.append(((alone ^ out, saved, host, left), now, 0))
             if offload and saved & bit:
                 after = (alone | out, saved ^ bit, host | bit, left)
-                found.append((after, now, chain.saved[i] / chain.offload_rate))
-            if offload and host & bit and not there & out:
+                successors.append((after, now, chain.saved[i] / chain.offload_rate))
+            if offload and host & bit and not successor & out:
                 after = (alone, saved | bit, host ^ bit, left)
-                found.append((after, now + chain.saved[i], chain.saved[i] / chain.load_rate))
+                successors.append((after, now + chain.saved[i], chain.saved[i] / chain.load_rate))
         i = left - 1
-        if there >> i & 1 and saved >> i & 1:
-            made = chain.gradient[i] + chain.backward_temporary[i]
-            made += chain.gradient[blocks] if left == blocks else 0
-            found.append(((alone, saved ^ 1 << i, host, i), now + made, chain.backward[i]))
-        return found
+        if successor >> i & 1 and saved >> i & 1:
+            live = chain.gradient[i] + chain.backward_temporary[i]
+            live += chain.gradient[blocks] if left == blocks else 0
+            successors.append(((alone, saved ^ 1 << i, host, i), now + live, chain.backward[i]))
+        return successors
 
     return _dijkstra((0, 0, 0, blocks), steps, lambda state: state[3] == 0)
 
@@ -335,11 +335,11 @@ def _dijkstra(begin, steps, is_end):
         if is_end(state):
             reached.append((peak, seconds))
             continue
-        for after, most, taken in steps(state):
+        for after, most, step_seconds in steps(state):
             most = max(most, peak)
             if most < lowest.get(after, float("inf")):
                 count += 1
-                heapq.heappush(queue, (seconds + taken, most, count, after))
+                heapq.heappush(queue, (seconds + step_seconds, most, count, after))
     return front_of(reached)
 
 
@@ -415,15 +415,15 @@ def chains(draw, most_blocks=5, most_bytes=200, rates=False):
 
     activation = draw(lists(0, most_bytes, blocks + 1))
     extra = draw(lists(0, most_bytes, blocks))
-    wanted = draw(st.booleans())
+    has_input = draw(st.booleans())
     temporaries = [tuple(draw(lists(0, most_bytes // 4, blocks))) for _ in range(3)]
     rate = st.sampled_from([16.0, 64.0, 1024.0])
     return ChainModel(
         times(),
         times(),
         tuple(activation),
-        tuple(made + more for made, more in zip(activation[1:], extra, strict=True)),
-        (activation[0] if wanted else 0, *activation[1:]),
+        tuple(own_bytes + more for own_bytes, more in zip(activation[1:], extra, strict=True)),
+        (activation[0] if has_input else 0, *activation[1:]),
         *temporaries,
         *((draw(rate), draw(rate)) if rates else ()),
     )

@@ -59,22 +59,22 @@ def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS, modules=MO
     outcomes = []
     # when the first rank ends, the input of the next one ends, and it stops waiting
     for status, out, err in run(file, arguments, limit_seconds, modules):
-        found = {}
+        results = {}
         for line in out.splitlines():
             if line.startswith("{"):
-                found.update(json.loads(line))
-        outcomes.append((found, f"exit {status}\n{err[-3000:]}"))
+                results.update(json.loads(line))
+        outcomes.append((results, f"exit {status}\n{err[-3000:]}"))
     return outcomes
 
 
 def check(outcomes, name):
     """Fail with the error of a rank, if any."""
-    for rank, (found, log) in enumerate(outcomes):
-        assert found.get(name) == "ok", f"rank {rank}: {found.get(name)}\n{log}"
+    for rank, (results, log) in enumerate(outcomes):
+        assert results.get(name) == "ok", f"rank {rank}: {results.get(name)}\n{log}"
         assert log.startswith("exit 0"), log
 
 
-def jobs(file, wanted, limit_seconds=LIMIT_SECONDS, modules=MODULES):
+def jobs(file, scenarios, limit_seconds=LIMIT_SECONDS, modules=MODULES):
     """A fixture that returns the outcomes of a job by its number of ranks.
 
     `wanted` has the names of scenarios for each number of ranks. A job runs once, when a test
@@ -89,7 +89,9 @@ def jobs(file, wanted, limit_seconds=LIMIT_SECONDS, modules=MODULES):
         def of(world):
             if world not in done:
                 store = tmp_path_factory.mktemp("store") / "ranks"
-                done[world] = run_ranks(file, world, wanted[world], store, limit_seconds, modules)
+                done[world] = run_ranks(
+                    file, world, scenarios[world], store, limit_seconds, modules
+                )
             return done[world]
 
         return of
@@ -97,20 +99,20 @@ def jobs(file, wanted, limit_seconds=LIMIT_SECONDS, modules=MODULES):
     return outcomes
 
 
-def agreement(file, wanted, limit_seconds=LIMIT_SECONDS, modules=MODULES):
+def agreement(file, scenarios, limit_seconds=LIMIT_SECONDS, modules=MODULES):
     """A fixture `outcomes`, and a test that each scenario succeeds on every rank."""
 
-    @pytest.mark.parametrize(("world", "name"), cases(wanted))
+    @pytest.mark.parametrize(("world", "name"), cases(scenarios))
     def test_ranks_agree(outcomes, world, name):
         check(outcomes(world), name)
 
-    return jobs(file, wanted, limit_seconds, modules), test_ranks_agree
+    return jobs(file, scenarios, limit_seconds, modules), test_ranks_agree
 
 
-def cases(wanted):
+def cases(scenarios):
     """Parameters (ranks, name) of a test; jobs of more than two ranks are marked long."""
     return [
         pytest.param(world, name, marks=[pytest.mark.long] if world > 2 else [])
-        for world, names in wanted.items()
+        for world, names in scenarios.items()
         for name in names
     ]

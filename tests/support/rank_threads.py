@@ -28,21 +28,21 @@ class Threads:
         try:
             self._slots[self.rank] = (kind, data)
             self._barrier.wait(timeout)
-            found = list(self._slots)
+            items = list(self._slots)
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise CollectiveError(f"rank {self.rank} waits in {kind}") from None
-        assert len({kind for kind, _ in found}) == 1, found
-        return [data for _, data in found]
+        assert len({kind for kind, _ in items}) == 1, items
+        return [data for _, data in items]
 
     def gather_bytes(self, data, *, root=None, timeout=None):
-        found = self._exchange(f"gather to {root}", bytes(data), timeout)
-        return found if root in (None, self.rank) else None
+        items = self._exchange(f"gather to {root}", bytes(data), timeout)
+        return items if root in (None, self.rank) else None
 
     def broadcast(self, array, *, root=0, timeout=None):
         self.largest = max(self.largest, array.nbytes)
-        found = self._exchange(f"broadcast {array.nbytes} from {root}", array.copy(), timeout)
-        array[...] = found[root]
+        items = self._exchange(f"broadcast {array.nbytes} from {root}", array.copy(), timeout)
+        array[...] = items[root]
         return array
 
     def all_gather(self, array, *, timeout=None):
@@ -52,13 +52,13 @@ class Threads:
 
     def all_to_all(self, array, *, out, counts, out_counts, timeout=None):
         self.largest = max(self.largest, array.nbytes, out.nbytes)
-        found = self._exchange("all_to_all", (array.copy(), list(counts)), timeout)
+        items = self._exchange("all_to_all", (array.copy(), list(counts)), timeout)
         at = 0
-        for rank, (rows, given) in enumerate(found):
-            start = sum(given[: self.rank])
-            assert given[self.rank] == out_counts[rank], "ranks do not agree what is sent"
-            out[at : at + given[self.rank]] = rows[start : start + given[self.rank]]
-            at += given[self.rank]
+        for rank, (rows, row_counts) in enumerate(items):
+            start = sum(row_counts[: self.rank])
+            assert row_counts[self.rank] == out_counts[rank], "ranks do not agree what is sent"
+            out[at : at + row_counts[self.rank]] = rows[start : start + row_counts[self.rank]]
+            at += row_counts[self.rank]
         assert at == len(out)
         return out
 

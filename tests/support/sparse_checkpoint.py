@@ -20,8 +20,8 @@ SIZES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8, "I64": 8, "U8": 1, "BOOL": 1, 
 def checksums(data):
     """The members of a record that are checksums."""
     blocks = [f"{_core.crc32c(data[at : at + BLOCK]):08x}" for at in range(0, len(data), BLOCK)]
-    found = {"crc32c": f"{_core.crc32c(data):08x}"}
-    return {**found, "blocks": "".join(blocks)} if len(blocks) > 1 else found
+    fields = {"crc32c": f"{_core.crc32c(data):08x}"}
+    return {**fields, "blocks": "".join(blocks)} if len(blocks) > 1 else fields
 
 
 def as_pairs(rows):
@@ -51,8 +51,8 @@ class Layers:
             covered[:] = True
         for _ in range(rng.integers(0, 5)):
             row = int(rng.integers(1, max(2, min(count, 40))))
-            held = self._rows(row, count, rng.random(-(-count // row)) < rng.random())
-            covered |= self._add(row, held)
+            mask = self._rows(row, count, rng.random(-(-count // row)) < rng.random())
+            covered |= self._add(row, mask)
         lacking = nonzero & ~covered
         if lacking.any():
             row = int(rng.integers(1, 9))
@@ -63,40 +63,40 @@ class Layers:
     def _rows(self, row, count, rows):
         return np.repeat(rows, row)[:count]
 
-    def _add(self, row, held):
-        if held.any():
-            self.layers.append([row, held, self.data[held].copy()])
-        return held
+    def _add(self, row, mask):
+        if mask.any():
+            self.layers.append([row, mask, self.data[mask].copy()])
+        return mask
 
     def _hide(self):
         """Bytes that a later layer also holds may have any value in an earlier one."""
         later = np.zeros(len(self.data), bool)
-        for _, held, data in reversed(self.layers):
-            data[later[held]] = self.rng.integers(1, 256, self.item, dtype=np.uint8)
-            later |= held
+        for _, mask, data in reversed(self.layers):
+            data[later[mask]] = self.rng.integers(1, 256, self.item, dtype=np.uint8)
+            later |= mask
 
     def write(self, folder, name, dtype, files):
         """Write each layer to a separate file; return the layers for the index."""
-        made = []
-        for number, (row, held, data) in enumerate(self.layers):
+        records = []
+        for number, (row, mask, data) in enumerate(self.layers):
             path = f"{name}-{number}.safetensors"
             data = data.tobytes()
             offset = store(folder / path, data, "U8" if row else dtype, files, path)
             layer = {"file": len(files) - 1, "offset": offset, "bytes": len(data)}
             layer.update(checksums(data))
             if row:
-                rows = held[::row]
+                rows = mask[::row]
                 layer.update(row=row, rows=as_pairs(rows)[0])
-            made.append(layer)
-        return made
+            records.append(layer)
+        return records
 
 
-def store(path, data, dtype, files, shown):
+def store(path, data, dtype, files, listed_path):
     """Write a shard file with one tensor; return the offset of its bytes."""
     count = len(data) // SIZES[dtype]
-    told = checksums(data)
+    checksums_of_data = checksums(data)
     metadata = {
-        "mlstate.blocks.crc32c": told.get("blocks", told["crc32c"]),
+        "mlstate.blocks.crc32c": checksums_of_data.get("blocks", checksums_of_data["crc32c"]),
         "mlstate.header.crc32c": "0" * 8,
     }
     tensor = {"dtype": dtype, "shape": [count], "data_offsets": [0, len(data)]}
@@ -108,7 +108,7 @@ def store(path, data, dtype, files, shown):
         b'"mlstate.header.crc32c": "00000000"', (f'"mlstate.header.crc32c": "{crc}"'.encode())
     )
     path.write_bytes(start + data)
-    files.append({"path": shown, "bytes": len(start) + len(data), "header_crc32c": crc})
+    files.append({"path": listed_path, "bytes": len(start) + len(data), "header_crc32c": crc})
     return len(start)
 
 
@@ -154,21 +154,21 @@ def stored_index(folder, stored, shape, item, layers):
     return merged_index(shape, item, layers, len(stored))
 
 
-def check_reads(folder, merged, whole, begin, end, layout):
+def check_reads(folder, merged, array, begin, end, layout):
     """Check loads of `whole`: all of it, a range of its elements, and all parts of a layout."""
     for verified in (False, True):
 
         def load(*cutting, verified=verified):
             return merged.load(str(folder), 0, ["w"], cutting, verified, False, None)["w"]
 
-        assert load(None, 0, 0).tobytes() == whole.tobytes()
-        target = np.full(end - begin, 9, whole.dtype)
-        place = [(whole.shape, begin, end)]
+        assert load(None, 0, 0).tobytes() == array.tobytes()
+        target = np.full(end - begin, 9, array.dtype)
+        place = [(array.shape, begin, end)]
         merged.load_into(str(folder), 0, ["w"], place, {"w": target}, verified, None)
-        assert target.tobytes() == whole.reshape(-1)[begin:end].tobytes()
+        assert target.tobytes() == array.reshape(-1)[begin:end].tobytes()
         for part in range(layout.parts):
-            found = load(layout.steps, part, 0)
-            assert found.tobytes() == layout.take(whole, part).tobytes()
+            loaded = load(layout.steps, part, 0)
+            assert loaded.tobytes() == layout.take(array, part).tobytes()
 
 
 def sparsen(folder, seed=0, share=0.8):

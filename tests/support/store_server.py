@@ -227,8 +227,8 @@ class StoreServer:
 
     def urls(self, url):
         """Return the sizes of all objects below a URL by their URLs."""
-        found = self.direct().list(key_of(url)).collect()
-        return {f"s3://{BUCKET}/{one['path']}": one["size"] for one in found}
+        objects = self.direct().list(key_of(url)).collect()
+        return {f"s3://{BUCKET}/{entry['path']}": entry["size"] for entry in objects}
 
     def put(self, url, data):
         """Write an object."""

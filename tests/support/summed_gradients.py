@@ -22,9 +22,9 @@ def rows_of(rank, step=0):
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def in_rank_order(ranks, own, divisor=1.0):
+def in_rank_order(ranks, gradient_of, divisor=1.0):
     """Sums of ``own(rank)``, each rank's gradients by name, in float32; rounded once."""
-    first, *others = [own(rank) for rank in ranks]
+    first, *others = [gradient_of(rank) for rank in ranks]
     sums = {}
     for name, gradient in first.items():
         total = gradient.float()

@@ -20,7 +20,7 @@ def num_threads(count):
 
 
 @contextlib.contextmanager
-def meanwhile(function, count=1):
+def calling_in_background(function, count=1):
     """Call a function again and again in other threads until the block ends; raise its error."""
     stop, errors = threading.Event(), []
 
@@ -46,14 +46,14 @@ def meanwhile(function, count=1):
 def thread_outcomes(work, count, *, seconds=SECONDS):
     """The result or error of ``work(number)`` in each of `count` threads."""
     start = threading.Barrier(count)
-    found = [None] * count
+    outcomes = [None] * count
 
     def run(number):
         try:
             start.wait(seconds)
-            found[number] = work(number)
+            outcomes[number] = work(number)
         except BaseException as error:
-            found[number] = error
+            outcomes[number] = error
 
     threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(count)]
     for thread in threads:
@@ -61,7 +61,7 @@ def thread_outcomes(work, count, *, seconds=SECONDS):
     for thread in threads:
         thread.join(seconds)
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    return found
+    return outcomes
 
 
 def run_in_threads(work, count, *, seconds=SECONDS):
@@ -69,9 +69,9 @@ def run_in_threads(work, count, *, seconds=SECONDS):
     return without_errors(thread_outcomes(work, count, seconds=seconds))
 
 
-def without_errors(found):
+def without_errors(outcomes):
     """The results; raises the first one that is an error."""
-    for error in found:
+    for error in outcomes:
         if isinstance(error, BaseException):
             raise error
-    return found
+    return outcomes

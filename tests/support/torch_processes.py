@@ -20,7 +20,7 @@ def scenario(function):
     return function
 
 
-def tell(name, outcome):
+def print_outcome(name, outcome):
     """Print the outcome of a scenario."""
     print(json.dumps({name: outcome}), flush=True)
 
@@ -54,7 +54,7 @@ def main(default=False, warn="ignore", check=False, timeout_seconds=30):
             outcome = "ok"
         except BaseException:
             outcome = traceback.format_exc()
-        tell(name, outcome)
+        print_outcome(name, outcome)
         if outcome != "ok":
             break  # the other ranks may wait for this one
     group.close()

@@ -35,8 +35,8 @@ def write_folder(folder, arrays, files=1):
     listed = {}
     for number in range(files):
         name = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
-        mine = {key: arrays[key] for key in list(arrays)[number::files]}
-        write_weight_file(folder / name, mine)
-        listed |= dict.fromkeys(mine, name)
+        file_arrays = {key: arrays[key] for key in list(arrays)[number::files]}
+        write_weight_file(folder / name, file_arrays)
+        listed |= dict.fromkeys(file_arrays, name)
     write_index(folder, listed, sum(array.nbytes for array in arrays.values()))
     return folder

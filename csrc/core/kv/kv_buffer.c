@@ -87,9 +87,9 @@ void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
         buffer->pages.data[0] = 0;
         mls_advise_inner_huge_pages(buffer->pages.data, buffer->pages.bytes);
     }
-    const mls_kv_request whole = {
+    const mls_kv_request request = {
         .axis = buffer->axis, .position = (int64_t)length, .memory = MLS_KV_SPARSE};
-    mls_kv_move(kernels, pool, &dst, src, &whole);
+    mls_kv_move(kernels, pool, &dst, src, &request);
 }
 
 /* Checks both numbers before it changes memory, so the buffer is unchanged on failure. */

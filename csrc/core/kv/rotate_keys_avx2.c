@@ -104,10 +104,11 @@ MLS_INLINED void rotate_interleaved(const mls_rotate_rows *r, bool is_half)
         for (; i + FLOATS / 2 <= r->pairs; i += FLOATS / 2) {
             const __m256 pairs = load_floats(src + 2 * i * item, is_half);
             const __m256 exchanged = _mm256_permute_ps(pairs, _MM_SHUFFLE(2, 3, 0, 1));
-            const __m256 kept = _mm256_mul_ps(pairs, load_twice(cosine + i));
-            const __m256 turned = _mm256_mul_ps(exchanged, load_twice(sine + i));
+            const __m256 cosine_parts = _mm256_mul_ps(pairs, load_twice(cosine + i));
+            const __m256 sine_parts = _mm256_mul_ps(exchanged, load_twice(sine + i));
             /* subtracts in the first element of each pair, adds in the second */
-            store_floats(dst + 2 * i * item, _mm256_addsub_ps(kept, turned), is_half);
+            store_floats(dst + 2 * i * item, _mm256_addsub_ps(cosine_parts, sine_parts),
+                         is_half);
         }
         for (; i < r->pairs; i++) {
             rotate_one(dst + 2 * i * item, (ptrdiff_t)item, src + 2 * i * item,

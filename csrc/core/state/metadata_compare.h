@@ -1,7 +1,7 @@
 /* metadata_compare: compares two state dicts by the names, shapes and dtypes of their
  * tensors; diff.h compares the values.
  *
- * name_pairs.h pairs the names beforehand.
+ * The caller pairs the names beforehand.
  */
 #ifndef MLS_METADATA_COMPARE_H
 #define MLS_METADATA_COMPARE_H

@@ -5,7 +5,7 @@
  * `nbytes` is read instead.
  */
 #include "activation/activation_bytes.h"
-#include "common/array_view.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"

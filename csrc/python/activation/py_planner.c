@@ -4,12 +4,12 @@
  * The GIL is released while the core plans. Now and then the calling thread reacquires
  * it to check for signals, so that Ctrl-C ends a long search.
  */
-#include "common/args.h"
-#include "common/array_view.h"
+#include "arguments/args.h"
+#include "arguments/progress.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/module_state.h"
-#include "common/progress.h"
 
 #include "activation/chain.h"
 #include "base/memory.h"

@@ -12,11 +12,11 @@
  * an adjustment is due.
  */
 #include "activation/activation_bytes.h"
-#include "common/args.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
-#include "common/results.h"
 
 #include "activation/layer_map.h"
 #include "activation/strategy.h"

@@ -1,10 +1,10 @@
 /* merged_index_object: functions that the methods of a MergedIndex share. */
 #include "checkpoint/merged_index_object.h"
 
-#include "common/args.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
 #include "common/errors.h"
 #include "common/module_state.h"
-#include "common/results.h"
 
 #include "base/memory.h"
 #include "checkpoint/index/index.h"

@@ -4,11 +4,11 @@
  * the core's name of a step without an axis, and a number of parts. */
 #include "checkpoint/py_layout.h"
 
-#include "common/args.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/module_state.h"
-#include "common/results.h"
 
 #include "sharding/optimizer_axes.h"
 

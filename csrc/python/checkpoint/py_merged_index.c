@@ -4,16 +4,16 @@
  * A MergedIndex is immutable after construction, so any number of threads may use it.
  * Loading has these steps: choose tensors and parts, check that they are stored and that
  * the files exist, create or view the arrays (with the GIL), read (without it). */
+#include "arguments/args.h"
+#include "arguments/progress.h"
+#include "arguments/results.h"
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/merged_index_object.h"
 #include "checkpoint/py_layout.h"
-#include "common/args.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/progress.h"
-#include "common/results.h"
 
 #include "base/memory.h"
 #include "checkpoint/index/index_of_files.h"

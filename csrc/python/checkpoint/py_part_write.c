@@ -3,16 +3,16 @@
  * Headers follow from names, dtypes and shapes, so every rank computes the offsets
  * (safetensors_layout) and writes its parts (parts_write). One rank collects the shares
  * of the checksums and writes the headers (safetensors_layout again). */
+#include "arguments/args.h"
+#include "arguments/progress.h"
+#include "arguments/results.h"
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/py_layout.h"
 #include "checkpoint/shard_items.h"
-#include "common/args.h"
-#include "common/dict_items.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/module_state.h"
-#include "common/progress.h"
-#include "common/results.h"
+#include "dictionaries/dict_items.h"
 
 #include "base/memory.h"
 #include "checkpoint/write/part_write.h"

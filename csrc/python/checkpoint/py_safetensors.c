@@ -7,14 +7,14 @@
  * that the Python wrapper made for this call, so no other thread can change them. */
 #include "checkpoint/py_safetensors.h"
 
-#include "common/args.h"
-#include "common/array_alloc.h"
-#include "common/array_view.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
+#include "array/array_alloc.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/results.h"
 
 #include "base/memory.h"
 #include "safetensors/safetensors.h"

@@ -13,14 +13,14 @@
  * items_fini              releases all references */
 #include "checkpoint/shard_items.h"
 
+#include "arguments/args.h"
+#include "arguments/results.h"
+#include "array/array_view.h"
 #include "checkpoint/py_layout.h"
-#include "common/args.h"
-#include "common/array_view.h"
-#include "common/dict_items.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
-#include "common/results.h"
+#include "dictionaries/dict_items.h"
 
 #include "base/memory.h"
 #include "checkpoint/write/staging.h"

@@ -3,20 +3,20 @@
  * Both ways of loading have the same steps: choose tensors and parts; check that they are
  * stored and that the files exist; create the arrays or view the caller's; read without
  * the GIL. Files are checked again when they are opened for reading. */
+#include "arguments/args.h"
+#include "arguments/progress.h"
+#include "arguments/results.h"
+#include "array/array_alloc.h"
+#include "array/array_view.h"
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/codecs.h"
 #include "checkpoint/merged_index_object.h"
 #include "checkpoint/py_layout.h"
 #include "checkpoint/py_safetensors.h"
-#include "common/args.h"
-#include "common/array_alloc.h"
-#include "common/array_view.h"
-#include "common/dict_items.h"
 #include "common/errors.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/progress.h"
-#include "common/results.h"
+#include "dictionaries/dict_items.h"
 
 #include "base/memory.h"
 #include "checkpoint/ranks/index_pattern.h"

@@ -3,16 +3,16 @@
  *
  * shards_collect, shards_stage (py_shard_items.c): list and copy the shards
  * shards_write: calls mls_shards_write without the GIL */
+#include "arguments/args.h"
+#include "arguments/progress.h"
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/codecs.h"
 #include "checkpoint/merged_index_object.h"
 #include "checkpoint/shard_items.h"
-#include "common/args.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/progress.h"
 
 #include "checkpoint/write/write_plan.h"
 #include "io/file.h"

@@ -3,11 +3,11 @@
  * A Tiers object counts bytes and uses. mlstate/checkpoint/_tiers/tiered_state.py moves
  * the arrays, and holds a lock during every call. Tiers are identified by name, units by
  * number. */
-#include "common/args.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/module_state.h"
-#include "common/results.h"
 
 #include "checkpoint/tiers/tier_policy.h"
 #include "io/safe_filename.h"

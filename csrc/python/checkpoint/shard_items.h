@@ -5,8 +5,8 @@
 
 #include "common/python_api.h"
 
-#include "common/dict_items.h"
 #include "common/module_state.h"
+#include "dictionaries/dict_items.h"
 
 #include "checkpoint/write/shard_list.h"
 #include "sharding/layout.h"

@@ -169,8 +169,8 @@ static void core_free(void *module)
     state->pool = NULL;
 }
 
-/* `m_size` is positive and there are no static objects, so every module object has its
- * own state. */
+/* `m_size` is positive, and the module has no static objects, so every module object has
+ * its own state. */
 struct PyModuleDef mlspy_module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "mlstate._core",

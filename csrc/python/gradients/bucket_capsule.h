@@ -4,7 +4,7 @@
 
 #include "common/python_api.h"
 
-#include "common/array_view.h"
+#include "array/array_view.h"
 
 #include "gradients/bucket.h"
 #include "gradients/reduce/reduce.h"

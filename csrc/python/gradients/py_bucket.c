@@ -5,13 +5,13 @@
  */
 #include "gradients/bucket_capsule.h"
 
-#include "common/args.h"
-#include "common/array_view.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/results.h"
 
 #include "base/memory.h"
 #include "base/size.h"

@@ -6,12 +6,12 @@
  * threads may abort or close it meanwhile. Closing does not wait: the handle is freed
  * when the running operation has ended.
  */
-#include "common/args.h"
-#include "common/array_view.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/module_state.h"
-#include "common/results.h"
 #include "gradients/bucket_capsule.h"
 
 #include "base/size.h"

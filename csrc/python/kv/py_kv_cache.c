@@ -1,7 +1,7 @@
 /* py_kv_cache: quantized caches, rings and keys in the arrays of callers. */
-#include "common/args.h"
-#include "common/array_alloc.h"
-#include "common/array_view.h"
+#include "arguments/args.h"
+#include "array/array_alloc.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"

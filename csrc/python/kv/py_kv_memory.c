@@ -8,14 +8,14 @@
  * One lock guards each object. A thread releases the GIL before it waits for the lock, so
  * the thread that holds the lock can always continue, even if it needs the GIL.
  */
-#include "common/args.h"
-#include "common/array_alloc.h"
-#include "common/array_view.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
+#include "array/array_alloc.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/results.h"
 #include "kv/kv_args.h"
 
 #include "kv/kv_buffer.h"

@@ -6,9 +6,9 @@
  * was checked, and nothing can fail after the first write to the target, so that a
  * caller's `out` is untouched on every error.
  */
-#include "common/args.h"
-#include "common/array_alloc.h"
-#include "common/array_view.h"
+#include "arguments/args.h"
+#include "array/array_alloc.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"

@@ -7,11 +7,11 @@
  * The core's package is converted to Python objects and released before the call returns,
  * so no Python object owns it.
  */
+#include "arguments/results.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/results.h"
 
 #include "coreml/mlpackage.h"
 

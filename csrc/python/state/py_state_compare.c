@@ -6,15 +6,15 @@
  */
 #include "state/states.h"
 
-#include "common/args.h"
-#include "common/array_view.h"
-#include "common/dict_items.h"
-#include "common/dict_pairs.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/results.h"
+#include "dictionaries/dict_items.h"
+#include "dictionaries/dict_pairs.h"
 
 #include "base/memory.h"
 #include "state/diff/diff.h"

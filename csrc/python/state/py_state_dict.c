@@ -7,12 +7,12 @@
  * changes nothing. An explicit call of dict.__setitem__ on a state dict cannot be
  * prevented: C code that reads a state dict must check again.
  */
-#include "common/dict_items.h"
+#include "arguments/results.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/results.h"
+#include "dictionaries/dict_items.h"
 #include "state/states.h"
 
 #include <stdatomic.h>
@@ -255,7 +255,7 @@ static bool all_plain(PyObject *dict)
                           PyArray_CheckExact(value) && known != NULL &&
                           PyArray_DESCR((PyArrayObject *)value) == known;
         if (!same) {
-            if (!mlspy_entry_is_plain(key, value)) {
+            if (!mlspy_entry_needs_no_check(key, value)) {
                 return false;
             }
             known = PyArray_DESCR((PyArrayObject *)value);

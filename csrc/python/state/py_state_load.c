@@ -1,15 +1,15 @@
 /* py_state_load: operations on a whole state dict: loads it into another one, finds
  * targets that share memory, and digests it. The public functions are in mlstate/state.
  */
-#include "common/args.h"
-#include "common/array_view.h"
-#include "common/dict_items.h"
-#include "common/dict_pairs.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/results.h"
+#include "dictionaries/dict_items.h"
+#include "dictionaries/dict_pairs.h"
 
 #include "array/overlap.h"
 #include "base/address_ranges.h"

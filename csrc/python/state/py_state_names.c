@@ -4,12 +4,12 @@
  * The name tree is built once and cached by the state dict. Arrays are always looked up
  * again, so an outdated index may miss a name but never returns a wrong array.
  */
-#include "common/args.h"
-#include "common/dict_items.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/module_state.h"
-#include "common/results.h"
+#include "dictionaries/dict_items.h"
 #include "state/states.h"
 
 #include "base/memory.h"

@@ -33,7 +33,7 @@ _MOST_PER_BYTE = 1100
 _LONGEST_NAME = 60_000
 
 
-def _is_plain(name: str) -> bool:
+def _is_portable_name(name: str) -> bool:
     """Return whether every reader of zip archives preserves a name."""
     parts = name.split("/")
     return (
@@ -50,9 +50,9 @@ def _is_plain(name: str) -> bool:
 
 def _member_names(names: list[str]) -> dict[str, str]:
     """Return the name of each entry in the archive: its own name, or a numbered one."""
-    taken = set(names)
-    numbered = (name for i in range(2 * len(names) + 1) if (name := f"array_{i}") not in taken)
-    return {name: name if _is_plain(name) else next(numbered) for name in names}
+    used = set(names)
+    numbered = (name for i in range(2 * len(names) + 1) if (name := f"array_{i}") not in used)
+    return {name: name if _is_portable_name(name) else next(numbered) for name in names}
 
 
 def _is_ml_dtype(dtype: NumpyDType) -> bool:
@@ -74,8 +74,8 @@ def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str
     ):
         _write_member(archive, RECORD, np.array(text))
         for name, array in arrays.items():
-            plain = array.view(f"u{array.dtype.itemsize}") if name in dtypes else array
-            _write_member(archive, members[name], plain)
+            stored = array.view(f"u{array.dtype.itemsize}") if name in dtypes else array
+            _write_member(archive, members[name], stored)
 
 
 def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:
@@ -148,12 +148,12 @@ def _read_array(member: IO[bytes], size: int) -> NDArray:
 
 def _parse_record(path: Any, array: NDArray) -> dict[str, Any]:
     try:
-        found = json.loads(str(array[()]))
-        if not isinstance(found, dict):
+        record = json.loads(str(array[()]))
+        if not isinstance(record, dict):
             raise ValueError("is not a JSON object")
     except (ValueError, RecursionError) as error:
         raise _damage_error(path, RECORD, f"does not describe the others: {error}") from None
-    return found
+    return record
 
 
 def _restore_names(

@@ -83,13 +83,13 @@ def _find_altered(
     buffer = memoryview(bytearray(min(BLOCK, tensor.nbytes)))
     file.seek(tensor.offset)
     for index, begin in enumerate(range(0, tensor.nbytes, BLOCK)):
-        wanted = min(BLOCK, tensor.nbytes - begin)
-        count = file.readinto(buffer[:wanted])
-        found = f"{_core.crc32c(buffer[:count]):08x}"
-        if count != wanted or found != digits[index * _DIGITS : (index + 1) * _DIGITS]:
-            yield tensor.offset + begin, wanted
+        length = min(BLOCK, tensor.nbytes - begin)
+        count = file.readinto(buffer[:length])
+        checksum = f"{_core.crc32c(buffer[:count]):08x}"
+        if count != length or checksum != digits[index * _DIGITS : (index + 1) * _DIGITS]:
+            yield tensor.offset + begin, length
         if progress is not None:
-            progress(wanted)
+            progress(length)
 
 
 def _merge_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -127,8 +127,10 @@ def verify_file(
         with open_regular(place) as file:
             for tensor in header.tensors:
                 blocks = -(-tensor.nbytes // BLOCK)
-                mine, digits = digits[: blocks * _DIGITS], digits[blocks * _DIGITS :]
-                for offset, length in _merge_ranges(_find_altered(file, tensor, mine, progress)):
+                tensor_digits, digits = digits[: blocks * _DIGITS], digits[blocks * _DIGITS :]
+                for offset, length in _merge_ranges(
+                    _find_altered(file, tensor, tensor_digits, progress)
+                ):
                     text = "the bytes are not those that were written"
                     problem = Problem("altered", name, tensor.key, None, 0, offset, length, text)
                     report.problems.append(problem)

@@ -32,13 +32,13 @@ class _ExportJob(SaveJob):
 
     def __init__(
         self,
-        taken: Export,
+        request: Export,
         staging: Staging,
         files_from: str | None,
         began: float,
     ) -> None:
-        super().__init__(taken.target, taken.content, staging, None, None, began)
-        self.taken = taken
+        super().__init__(request.target, request.content, staging, None, None, began)
+        self.taken = request
         self.files_from = files_from
         self.plan: ExportPlan | None = None
 
@@ -131,7 +131,7 @@ def export_huggingface_async(
     memory = staging_of(staging)
     group = optional_group(group)
     refuse_default_group(group)
-    taken = take_export(path, model, group, max_shard_bytes, rename)
+    request = take_export(path, model, group, max_shard_bytes, rename)
     source = None if files_from is None else local_folder(files_from)  # the thread reads it
-    job = _ExportJob(taken, memory, source, began)
-    return start_job(job, devices_of(taken.content), until_staged=True)
+    job = _ExportJob(request, memory, source, began)
+    return start_job(job, devices_of(request.content), until_staged=True)

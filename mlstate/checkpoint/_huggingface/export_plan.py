@@ -46,8 +46,8 @@ class ExportPlan(NamedTuple):
 
     def header(self, file: int, crcs: Any) -> bytes:
         """Return the header of a file, with the checksums of all blocks of all files."""
-        own = crcs[self.starts[file] : self.starts[file + 1]]
-        text, *_ = _core.safetensors_layout(self.tensors[file], FORMAT, own)
+        file_crcs = crcs[self.starts[file] : self.starts[file + 1]]
+        text, *_ = _core.safetensors_layout(self.tensors[file], FORMAT, file_crcs)
         assert text is not None
         return text
 
@@ -86,8 +86,8 @@ def _merge(tables: dict[int, Any]) -> StateTable:
     """Merge the tables of some ranks, the lowest rank first."""
     tensors: dict[str, Facts] = {}
     holders: dict[str, int] = {}
-    for rank, (found, _, _) in tables.items():
-        for name, (dtype, shape, steps) in found.items():
+    for rank, (rank_table, _, _) in tables.items():
+        for name, (dtype, shape, steps) in rank_table.items():
             cut = None if steps is None else tuple(map(tuple, steps))
             facts = (dtype, tuple(shape), cut)
             if tensors.setdefault(name, facts) != facts:
@@ -103,7 +103,9 @@ def _merge(tables: dict[int, Any]) -> StateTable:
     return StateTable(tensors, tied)
 
 
-def exchange_tables(group: ProcessGroup | None, own: StateTable, about: list[Any]) -> StateTable:
+def exchange_tables(
+    group: ProcessGroup | None, own_table: StateTable, about: list[Any]
+) -> StateTable:
     """Return the tensors of all ranks; every rank calls it.
 
     Ranks exchange digests of their tables, and send a table only if no lower rank has it. Every
@@ -113,19 +115,19 @@ def exchange_tables(group: ProcessGroup | None, own: StateTable, about: list[Any
     import json
 
     if group is None:
-        return own
-    text = json.dumps([own.tensors, own.tied, about]).encode()
+        return own_table
+    text = json.dumps([own_table.tensors, own_table.tied, about]).encode()
     digests = list(group.gather_bytes(hashlib.sha256(text, usedforsecurity=False).digest()))
     if len(set(digests)) == 1:
-        return own
+        return own_table
     is_first = digests.index(digests[group.rank]) == group.rank
     texts = enumerate(group.gather_bytes(text if is_first else b""))
-    tables = {rank: json.loads(found) for rank, found in texts if found}
+    tables = {rank: json.loads(table_text) for rank, table_text in texts if table_text}
     (first, (_, _, expected)), *others = tables.items()
-    for rank, (_, _, found) in others:
-        if found != expected:
+    for rank, (_, _, table_text) in others:
+        if table_text != expected:
             raise ValueError(
-                f"ranks {first} and {rank} do not export the same: {expected} and {found}"
+                f"ranks {first} and {rank} do not export the same: {expected} and {table_text}"
             )
     return _merge(tables)
 
@@ -158,8 +160,8 @@ def _irregular_names(
     """
     import numpy as np
 
-    held = np.zeros(len(tensors), np.uint64)
-    wanted = np.zeros(len(tensors), np.uint64)
+    stored_counts = np.zeros(len(tensors), np.uint64)
+    expected_counts = np.zeros(len(tensors), np.uint64)
     sums: dict[int, Any] = {}
     for number, (name, (*_, steps)) in enumerate(tensors.items()):
         if steps is None:
@@ -167,11 +169,11 @@ def _irregular_names(
         parts = prod(step[1] for step in steps)
         if parts not in sums:
             sums[parts] = _mix(np.arange(parts)).sum(dtype=np.uint64)
-        wanted[number] = sums[parts]
+        expected_counts[number] = sums[parts]
         part = _own_part(state, name)
         if part is not None:
-            held[number] = _mix(np.array([part.index]))[0]
-    is_irregular = group.all_reduce(held) != wanted
+            stored_counts[number] = _mix(np.array([part.index]))[0]
+    is_irregular = group.all_reduce(stored_counts) != expected_counts
     return [name for name, wrong in zip(tensors, is_irregular, strict=True) if wrong]
 
 
@@ -207,14 +209,14 @@ def drop_copies(
     names = [] if group is None else _irregular_names(group, tensors, state)
     if group is None or not names:
         return
-    own = _part_keys(names, state)
-    holders = np.zeros(len(own), np.int64)
-    before = np.zeros(len(own), np.int64)
-    for rank, row in enumerate(group.gather_bytes(own.tobytes())):
-        same = np.frombuffer(row, "<u8") == own
+    part_keys = _part_keys(names, state)
+    holders = np.zeros(len(part_keys), np.int64)
+    before = np.zeros(len(part_keys), np.int64)
+    for rank, row in enumerate(group.gather_bytes(part_keys.tobytes())):
+        same = np.frombuffer(row, "<u8") == part_keys
         holders += same
         before += same * (rank < group.rank)
-    is_copy = (own != 0) & (before != np.arange(len(own)) % np.maximum(holders, 1))
+    is_copy = (part_keys != 0) & (before != np.arange(len(part_keys)) % np.maximum(holders, 1))
     for name, copy in zip(names, is_copy, strict=True):
         if copy:
             del state[name]

@@ -64,7 +64,9 @@ class NamedStates(NamedTuple):
                     self.arrays[f"{name}/{key}"] = array
             if ranks > 1 and len(digests[number]) > 1:
                 self.kinds[name]["ranks"] = ranks
-                most = max(int.from_bytes(one[_DIGEST_BYTES:], "little") for one in digests[number])
+                most = max(
+                    int.from_bytes(digest[_DIGEST_BYTES:], "little") for digest in digests[number]
+                )
                 row = pack(tree, most).reshape(1, -1)
                 layout = Layout.rows(ranks)
                 shard = Shard(row, layout, rank, shape=(ranks, most))
@@ -83,11 +85,11 @@ def _digest(tree: Tree) -> bytes:
 
     arrays = whole_arrays(tree)
     header = pack_header(tree, arrays)
-    made = hashlib.blake2b(header, digest_size=_DIGEST_BYTES, usedforsecurity=False)
+    hasher = hashlib.blake2b(header, digest_size=_DIGEST_BYTES, usedforsecurity=False)
     for array in arrays.values():
-        made.update(array.reshape(-1).view(np.uint8).data)
+        hasher.update(array.reshape(-1).view(np.uint8).data)
     nbytes = len(header) + sum(array.nbytes for array in arrays.values())
-    return made.digest() + nbytes.to_bytes(8, "little")
+    return hasher.digest() + nbytes.to_bytes(8, "little")
 
 
 NO_STATES = NamedStates(None, {}, {})
@@ -110,9 +112,9 @@ def check_names(states: Any) -> Mapping[str, Any]:
 
 def owner_of(optimizer: Any, modules: Sequence[Any]) -> Any:
     """Return the module that has all parameters of a torch optimizer; None if no module has."""
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameter_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for module in modules:
-        if wanted <= {id(parameter) for parameter in module.parameters()}:
+        if parameter_ids <= {id(parameter) for parameter in module.parameters()}:
             return module
     return None
 
@@ -153,8 +155,8 @@ def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
         value = value.get_state_dict()
     if isinstance(value, StateDict):
         return value
-    plain = isinstance(value, dict) and bool(value)
-    if plain and all(isinstance(key, str) and _is_array(value[key]) for key in value):
+    is_flat = isinstance(value, dict) and bool(value)
+    if is_flat and all(isinstance(key, str) and _is_array(value[key]) for key in value):
         return {key: _part(key, inner) for key, inner in value.items()}
     return None
 
@@ -184,8 +186,8 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
         return NO_STATES
     states = check_names(states)
     modules = modules_of(model, states)
-    taken = NamedStates({}, {}, {})
-    assert taken.arrays is not None
+    named = NamedStates({}, {}, {})
+    assert named.arrays is not None
     for name, value in states.items():
         where = f"states[{name!r}]"
         others: Any = ({}, {})
@@ -199,15 +201,15 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
             error.args = (f"{where}: {error}",)
             raise
         if flat is None:
-            taken.trees[name] = encode(value, where)
-            taken.kinds[name] = {"kind": "tree"}
+            named.trees[name] = encode(value, where)
+            named.kinds[name] = {"kind": "tree"}
         else:
             refuse_given_away(dict(flat))
             if not is_module(value) and not is_optimizer(value):
                 refuse_unstorable(dict(flat))
-            taken.arrays.update({f"{name}/{key}": inner for key, inner in flat.items()})
+            named.arrays.update({f"{name}/{key}": inner for key, inner in flat.items()})
             kind = kind_of(flat)
             assert kind is not None
-            taken.kinds[name] = kind
-            add_entries(taken, name, others)
-    return taken
+            named.kinds[name] = kind
+            add_entries(named, name, others)
+    return named

@@ -15,18 +15,18 @@ from ...errors import CompatibilityError
 
 def library_of(value: object) -> str | None:
     """Return ``python``, ``numpy``, ``torch`` or ``torch.cuda`` for a generator, or None."""
-    known = sys.modules.get
-    if (random := known("random")) is not None and (
+    loaded_module = sys.modules.get
+    if (random := loaded_module("random")) is not None and (
         value is random
         or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom))
     ):
         return "python"
-    if (numbers := known("numpy.random")) is not None and (
+    if (numbers := loaded_module("numpy.random")) is not None and (
         value is numbers
         or isinstance(value, numbers.Generator | numbers.RandomState | numbers.BitGenerator)
     ):
         return "numpy"
-    torch = known("torch")
+    torch = loaded_module("torch")
     if torch is None:
         return None
     if value is torch.random or isinstance(value, torch.Generator):
@@ -91,10 +91,10 @@ def check_fits(value: Any, library: str, saved: str, state: Any, where: str) -> 
         expected = state_of(value, library)["bit_generator"]
         got = state["bit_generator"]
     elif library == saved and library.startswith("torch"):
-        own = state_of(value, library)
+        target_state = state_of(value, library)
         expected, got = (
             f"{len(s)} devices" if isinstance(s, list) else f"{s.numel()} bytes"
-            for s in (own, state)
+            for s in (target_state, state)
         )
     if expected != got:
         error = CompatibilityError(

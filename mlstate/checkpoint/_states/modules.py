@@ -99,12 +99,12 @@ def stored_entries(loader: Loader, section: Section) -> StoredEntries:
 
 def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
     """Return the names of each unit's entries; others are left out."""
-    found: dict[int, list[str]] = {}
+    names_by_unit: dict[int, list[str]] = {}
     for name in names:
         unit = contract.unit_of(name)
         if unit is not None:
-            found.setdefault(id(unit), []).append(name)
-    return found
+            names_by_unit.setdefault(id(unit), []).append(name)
+    return names_by_unit
 
 
 def _selected_units(contract: Any, names: Names, stored: list[str], chosen: list[str]) -> list[Any]:
@@ -139,10 +139,12 @@ def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[A
         name = by_key.get(key) if where == SECTIONS[section.number] else None
         if name not in memory:
             continue
-        own = name_of(memory[name].dtype)
-        if own != dtype and not (loader.request.cast and {own, dtype} <= FLOATS):
-            error = CompatibilityError(f"{name!r} is {dtype} in the checkpoint, expected {own}")
-            error.name, error.expected, error.got = name, own, dtype
+        target_dtype = name_of(memory[name].dtype)
+        if target_dtype != dtype and not (loader.request.cast and {target_dtype, dtype} <= FLOATS):
+            error = CompatibilityError(
+                f"{name!r} is {dtype} in the checkpoint, expected {target_dtype}"
+            )
+            error.name, error.expected, error.got = name, target_dtype, dtype
             raise error
 
 
@@ -171,11 +173,11 @@ def _read_tensors(
             f"{sharded[0]!r} is a part of a tensor, and its layout is known: do not pass layout=, "
             "rank= and world_size="
         )
-    whole = [name for name in names if name not in sharded]
-    keys = section.keys(whole)
+    unsharded = [name for name in names if name not in sharded]
+    keys = section.keys(unsharded)
     arrays = loader.load_keys(number, keys, (None, 0, 0) if request.own else request.cutting)
     tensors = torch_backend("modules", TensorBackend).tensors_of(
-        dict(zip(whole, (arrays[key] for key in keys), strict=True))
+        dict(zip(unsharded, (arrays[key] for key in keys), strict=True))
     )
     for name, key in zip(sharded, section.keys(sharded), strict=True):
         tensors[name] = load_like(loader, number, key, earlier[name])
@@ -203,11 +205,11 @@ def prepare_units(
     if not units:
         return []
     _check_dtypes(loader, section, contract, units)
-    mine = _by_unit(contract, chosen)
-    wanted = [name for unit in units for name in mine.get(id(unit), ())]
-    tensors = [name for name in wanted if name not in stored.entries]
+    names_by_unit = _by_unit(contract, chosen)
+    unit_names = [name for unit in units for name in names_by_unit.get(id(unit), ())]
+    tensors = [name for name in unit_names if name not in stored.entries]
     entries = _read_tensors(loader, section, tensors, contract.entries)
-    for name in wanted:
+    for name in unit_names:
         if name in stored.entries:
             entries[name] = _on_device_of(stored.entries[name], contract.entries.get(name))
     load = backend_of(target, CheckpointBackend).own_load(

@@ -80,8 +80,8 @@ def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTre
         leaves = [leaf.key for leaf in leaves_of(node) if not leaf.is_sharded]
     except _MALFORMED as error:
         raise malformed(label, error) from None
-    known = set(loader.merged_index.keys(STATES))
-    absent = [key for key in leaves if f"{name}/{key}" not in known]
+    stored_keys = set(loader.merged_index.keys(STATES))
+    absent = [key for key in leaves if f"{name}/{key}" not in stored_keys]
     if absent:
         raise malformed(label, f"it names the array {absent[0]!r}, which is not stored")
     arrays = loader.load_keys(STATES, [f"{name}/{key}" for key in leaves], _WHOLE)
@@ -113,7 +113,7 @@ def _leaf(template: Any, path: Iterable[str]) -> Any:
 
 def _shards(loader: Loader, name: str, node: Any, template: Any) -> dict[str, Any]:
     """Return the sharded arrays: parts as in a template, or as the load cuts other tensors."""
-    found = {}
+    shards = {}
     for leaf in leaves_of(node):
         if not leaf.is_sharded:
             continue
@@ -121,22 +121,22 @@ def _shards(loader: Loader, name: str, node: Any, template: Any) -> dict[str, An
         like = _leaf(template, leaf.path)
         if not (is_torch(like) and hasattr(like, "device_mesh")):
             cut = _WHOLE if template is not None else loader.request.cutting
-            found[leaf.key] = loader.load_keys(STATES, [key], cut)[key]
+            shards[leaf.key] = loader.load_keys(STATES, [key], cut)[key]
             continue
-        found[leaf.key] = load_like(loader, STATES, key, like)
-    return found
+        shards[leaf.key] = load_like(loader, STATES, key, like)
+    return shards
 
 
 def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
     """Return a new DTensor like another, with this rank's elements of a stored tensor."""
-    made = like.detach().clone()
-    part = backend_of(made, ShardBackend).part_of(key, made)
+    tensor = like.detach().clone()
+    part = backend_of(tensor, ShardBackend).part_of(key, tensor)
     if not isinstance(part, Shard):
         part = Shard(part)
     cut = (part._steps, part.index, part.layout.parts) if part._steps else _WHOLE
     array = loader.load_keys(section, [key], cut)[key]
     part.array.copy_(_tensor_of(None)(array).reshape(part.array.shape))
-    return made
+    return tensor
 
 
 def _decode(
@@ -154,8 +154,8 @@ def _decode(
 
 def load_tree(loader: Loader, name: str, kind: Mapping[str, Any]) -> Any:
     """Return the value of a named state; a list with one value per rank if these differ."""
-    found = _read(loader, name, kind)
-    values = [_decode(loader, name, each, each.node, None, tensors=False) for each in found]
+    stored_tree = _read(loader, name, kind)
+    values = [_decode(loader, name, each, each.node, None, tensors=False) for each in stored_tree]
     return values if "ranks" in kind and loader.request.rank is None else values[0]
 
 
@@ -243,10 +243,10 @@ class _Restorer:
         for key, inner in pairs.items():
             if key not in target:
                 continue
-            own = target[key]
-            if _is_restorable(own):
-                self.add(own, inner, f"{where}[{key!r}]")
-                new[key] = own
+            current = target[key]
+            if _is_restorable(current):
+                self.add(current, inner, f"{where}[{key!r}]")
+                new[key] = current
             else:
                 new[key] = self.decode(inner)
         self.actions.append(_replacement(where, target, new, dict(target)))

@@ -111,17 +111,17 @@ class _Encoder:
             return value if finite else {"$": "float", "value": str(value)}
         if levels == 0:
             raise ValueError(f"{where}: nested more than {DEEPEST} levels deep, or contains itself")
-        found = _named_node(value, where)
-        if found is not None:
-            return found
+        node = _named_node(value, where)
+        if node is not None:
+            return node
         if self.exact:
             _check_exact(value, where)
-        found = self.array(value, where, path)
-        if found is None:
-            found = self.container(value, where, path, levels - 1)
-        if found is None:
-            found = self.object(value, where, path, levels - 1)
-        return found
+        node = self.array(value, where, path)
+        if node is None:
+            node = self.container(value, where, path, levels - 1)
+        if node is None:
+            node = self.object(value, where, path, levels - 1)
+        return node
 
     def array(self, value: Any, where: str, path: tuple[str, ...]) -> Any:
         """Return the JSON form of an array, a NumPy scalar or bytes; None for other values."""
@@ -259,7 +259,7 @@ def encode(value: Any, where: str, *, exact: bool = False) -> Tree:
 
 def whole_arrays(tree: Tree) -> dict[str, NDArray]:
     """Return the arrays of a tree that are not shards, in main memory."""
-    found = {}
+    arrays = {}
     for key, value in tree.arrays.items():
         if isinstance(value, Shard):
             continue
@@ -267,8 +267,8 @@ def whole_arrays(tree: Tree) -> dict[str, NDArray]:
         if is_torch(value):
             tree.arrays[key] = array = value.cpu()
             array = backend_of(array, TensorBackend).arrays_of({key: array})[key]
-        found[key] = np.ascontiguousarray(array).reshape(np.shape(array))
-    return found
+        arrays[key] = np.ascontiguousarray(array).reshape(np.shape(array))
+    return arrays
 
 
 def pack_header(tree: Tree, arrays: Mapping[str, NDArray]) -> bytes:
@@ -298,10 +298,10 @@ def unpack(packed: NDArray, where: str) -> tuple[Any, dict[str, NDArray]]:
         header = json.loads(packed[_HEADER:at].tobytes())
         arrays = {}
         for key, dtype, shape in header["arrays"]:
-            made = np.empty(shape, numpy_dtype(dtype))
-            made.reshape(-1).view(np.uint8)[...] = packed[at : at + made.nbytes]
-            arrays[key] = made
-            at += made.nbytes
+            array = np.empty(shape, numpy_dtype(dtype))
+            array.reshape(-1).view(np.uint8)[...] = packed[at : at + array.nbytes]
+            arrays[key] = array
+            at += array.nbytes
         return parse(header["tree"].encode(), where), arrays
     except (AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError) as e:
         raise malformed(where, e) from None
@@ -322,20 +322,20 @@ def packed(value: Any, where: str) -> NDArray:
 
 def leaves_of(node: Any) -> list[Leaf]:
     """Return the arrays of a JSON form, in order."""
-    found: list[Leaf] = []
+    leaves: list[Leaf] = []
     stack = [node]
     while stack:
-        one = stack.pop()
-        if isinstance(one, list):
-            stack += reversed(one)
-        elif isinstance(one, dict):
-            if one.get("$") in ("array", "bytes", "bytearray", "BytesIO"):
-                path = one.get("sharded")
-                form = str(one.get("form", one["$"]))
-                found.append(Leaf(str(one["key"]), form, path is not None, tuple(path or ())))
+        current = stack.pop()
+        if isinstance(current, list):
+            stack += reversed(current)
+        elif isinstance(current, dict):
+            if current.get("$") in ("array", "bytes", "bytearray", "BytesIO"):
+                path = current.get("sharded")
+                form = str(current.get("form", current["$"]))
+                leaves.append(Leaf(str(current["key"]), form, path is not None, tuple(path or ())))
             else:
-                stack += reversed(list(one.values()))
-    return found
+                stack += reversed(list(current.values()))
+    return leaves
 
 
 class Decoder:

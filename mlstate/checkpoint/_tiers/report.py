@@ -131,10 +131,10 @@ class TierReport:
         head = f"TieredState: {count:,} unit{'' if count == 1 else 's'}, {bytes_text(size)}"
         tiers = []
         for tier, (nbytes, budget) in self.totals.items():
-            here = sum(unit.tier == tier for unit in self.units)
+            unit_count = sum(unit.tier == tier for unit in self.units)
             limit = "" if budget is None else f" of {bytes_text(budget)}"
-            if here:
-                tiers.append(f"{here:,} {tier} ({bytes_text(nbytes)}{limit})")
+            if unit_count:
+                tiers.append(f"{unit_count:,} {tier} ({bytes_text(nbytes)}{limit})")
         return f"{head}: {', '.join(tiers)}" if tiers else head
 
     def __repr__(self) -> str:
@@ -171,11 +171,11 @@ def _totals(report: TierReport) -> str:
     largest = max((nbytes for nbytes, _ in report.totals.values()), default=0) or 1
     rows = []
     for tier, (nbytes, budget) in report.totals.items():
-        here = sum(unit.tier == tier for unit in report.units)
+        unit_count = sum(unit.tier == tier for unit in report.units)
         limit = "no limit" if budget is None else f"of {bytes_text(budget)}"
         share = nbytes / (budget if budget else largest)
         rows.append(
-            f"<tr><td>{tier}<td>{_bar(share, tier)}<td class=r>{here:,}"
+            f"<tr><td>{tier}<td>{_bar(share, tier)}<td class=r>{unit_count:,}"
             f"<td class=r>{bytes_text(nbytes)}<td>{'' if tier == Tier.COLD else limit}"
         )
     heads = "<th>tier<th><th class=r>units<th class=r>bytes<th>budget"
@@ -183,14 +183,14 @@ def _totals(report: TierReport) -> str:
 
 
 def _units(units: Sequence[TierRecord], most: int) -> str:
-    shown = sorted(units, key=lambda unit: -unit.lately)[:most]
+    listed = sorted(units, key=lambda unit: -unit.lately)[:most]
     rows = "".join(
         f"<tr><td><code>{escape(shorten(name, 80))}</code>"
         f"<td><s class={tier} style='width:.75em;margin:0 .4em 0 0'></s>{tier}"
         f"<td class=r>{size}<td>{escape(shorten(arrays, 80))}<td class=r>{uses}<td class=r>{lately}"
-        for name, tier, size, arrays, uses, lately in map(_cells, shown)
+        for name, tier, size, arrays, uses, lately in map(_cells, listed)
     )
-    hidden = len(units) - len(shown)
+    hidden = len(units) - len(listed)
     more = f"<p>… {hidden:,} more</p>" if hidden else ""
     heads = "<th>unit<th>tier<th class=r>bytes<th>arrays<th class=r>uses<th class=r>lately"
     return (

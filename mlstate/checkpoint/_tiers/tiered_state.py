@@ -206,16 +206,16 @@ class TieredState(TierMoves):
         ...     unit.parameter, unit.states
         (array([0., 1., 2.]), {'m': array([1., 1., 1.])})
         """
-        made = cls.__new__(cls)
-        made._init_attributes(directory, hot_budget_bytes, warm_budget_bytes)
-        made._choose_device([], device)
-        made._lock_directory()
+        tiered = cls.__new__(cls)
+        tiered._init_attributes(directory, hot_budget_bytes, warm_budget_bytes)
+        tiered._choose_device([], device)
+        tiered._lock_directory()
         try:
-            made._open_units()
+            tiered._open_units()
         except BaseException:
-            made._close()
+            tiered._close()
             raise
-        return made
+        return tiered
 
     def add(self, model: Any = None, optimizer: Any = None) -> None:
         """Add more units, such as the next layer of a state larger than memory.
@@ -244,15 +244,15 @@ class TieredState(TierMoves):
         ...     print(*(tiers.tier(name) for name in tiers))
         warm cold cold
         """
-        given, states, torch_optimizer = given_states(model, optimizer)
+        added, states, torch_optimizer = given_states(model, optimizer)
         if torch_optimizer is not None:
             raise TypeError("pass a torch optimizer to the constructor, not to this method")
         with self._changed:
             if not self._close.alive:
                 raise ValueError("this TieredState is closed")
-            values = [v for state in (given, states) if state is not None for v in state.values()]
+            values = [v for state in (added, states) if state is not None for v in state.values()]
             self._choose_device(values)
-            units = self._make_units(given, states)
+            units = self._make_units(added, states)
             self._refuse_existing_files(units)
         self._add(units)
 

@@ -20,7 +20,7 @@ from ..._common.backend import TensorBackend, backend_named, backend_of
 from ..._common.dtypes import label_of, text_of
 from ..._common.store_error import format_error
 from ..._sharding.layout import Layout, Shard, Tier
-from ...distributed._byte_ranges import dtype_of, plain_of
+from ...distributed._byte_ranges import array_of, dtype_of
 from ...errors import FormatError, MLStateError, StoreError
 from ...state._state_dict import StateDict
 from .._files.safetensors_verify import verify_file
@@ -72,7 +72,7 @@ class Part:
             self.facts = {name: getattr(value, name) for name in _FACTS}
             value = value.array
         self.is_tensor = is_torch(value)
-        self.array: Any = value if self.is_tensor else plain_of(value)
+        self.array: Any = value if self.is_tensor else array_of(value)
         self.shape = tuple(self.array.shape)
         self.dtype = self.array.dtype
 
@@ -174,7 +174,7 @@ def write_unit(path: str, unit: Unit, arrays: list[Any]) -> None:
 
     text = json.dumps({"unit": unit.name, "parts": [part.describe() for part in unit.parts]})
     stored = tuple((p.stored, a) for p, a in zip(unit.parts, arrays, strict=True))
-    if unit.is_durable and _is_there(path, stored, text):
+    if unit.is_durable and _is_stored(path, stored, text):
         return
     unit.is_durable = False
     try:
@@ -194,24 +194,24 @@ def _bytes_of(array: Any) -> Any:
     return array.reshape(-1).view(np.uint8)
 
 
-def _is_there(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
+def _is_stored(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
     """Return whether a file has these bytes already; on any doubt return False."""
     with suppress(MLStateError, ImportError):
         arrays, texts = _core.file_load(path, True, True)
-        wanted = {name: _bytes_of(array) for name, array in stored}
-        if texts.get(KEY) == text and all(array is not None for array in wanted.values()):
-            found = {name: _bytes_of(array) for name, array in arrays.items()}
-            return bool(StateDict(wanted) == StateDict(found))
+        expected = {name: _bytes_of(array) for name, array in stored}
+        if texts.get(KEY) == text and all(array is not None for array in expected.values()):
+            actual = {name: _bytes_of(array) for name, array in arrays.items()}
+            return bool(StateDict(expected) == StateDict(actual))
     return False
 
 
 def name_unit_error(name: str, error: MLStateError) -> MLStateError:
     """Return an error of the same class that also names the unit."""
-    made = type(error)(f"unit {name!r}: {error}")
+    named_error = type(error)(f"unit {name!r}: {error}")
     for field in ("expected", "got", "path", "offset"):
-        setattr(made, field, getattr(error, field))
-    made.name = name
-    return made
+        setattr(named_error, field, getattr(error, field))
+    named_error.name = name
+    return named_error
 
 
 def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
@@ -227,17 +227,18 @@ def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
     except StoreError as error:
         error.name = unit.name
         raise
-    found = []
+    arrays_read = []
     for part in unit.parts:
         array = arrays.get(part.stored)
         if array is None or array.shape != part.shape or dtype_of(array) != part.dtype_name:
-            what = "nothing" if array is None else f"{array.dtype} {array.shape}"
-            wanted = f"{part.dtype_name} {part.shape}"
+            content = "nothing" if array is None else f"{array.dtype} {array.shape}"
+            expected = f"{part.dtype_name} {part.shape}"
             raise name_unit_error(
-                unit.name, _format_error(path, f"holds {what} as {part.stored!r}, not {wanted}")
+                unit.name,
+                _format_error(path, f"holds {content} as {part.stored!r}, not {expected}"),
             )
-        found.append(array)
-    return found
+        arrays_read.append(array)
+    return arrays_read
 
 
 def _verify(path: str) -> None:
@@ -260,10 +261,10 @@ def _read_description(texts: Mapping[str, str], path: str) -> dict[str, Any]:
     import json
 
     try:
-        found = json.loads(texts[KEY])
-        if not isinstance(found["unit"], str) or not isinstance(found["parts"], list):
+        description = json.loads(texts[KEY])
+        if not isinstance(description["unit"], str) or not isinstance(description["parts"], list):
             raise TypeError("no unit")
-        return dict(found)
+        return dict(description)
     except (KeyError, TypeError, ValueError, RecursionError):
         raise _format_error(path, "is not the file of a unit") from None
 
@@ -290,10 +291,10 @@ def is_unit_file(path: str) -> bool:
 def open_unit(path: str) -> Unit:
     """Return the cold unit of a file; only the header is read."""
     arrays, texts = _core.file_load(path, True, True)
-    found = _read_description(texts, path)
+    description = _read_description(texts, path)
     try:
-        unit = Unit(found["unit"], Tier.COLD)
-        for about in found["parts"]:
+        unit = Unit(description["unit"], Tier.COLD)
+        for about in description["parts"]:
             section, _, key = about["name"].partition("/")
             value = _value_of(about, arrays.pop(about["name"]))
             unit.parts.append(Part(SECTIONS.index(section), key, value))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.arrays import is_torch
 from ..._common.dtypes import name_of
-from ...distributed._byte_ranges import plain_of
+from ...distributed._byte_ranges import array_of
 from ...errors import CompatibilityError
 from .unit_file import Part
 
@@ -59,27 +59,27 @@ class TieredUnit:
 
     def __repr__(self) -> str:
         arrays = {"parameter": self.parameter, **self.states}
-        shown = [
+        texts = [
             f"{name} {tuple(array.shape)} {name_of(array.dtype)}"
             for name, array in arrays.items()
             if array is not None
         ]
-        return ", ".join([f"TieredUnit: {self.name}", str(self.tier), *shown])
+        return ", ".join([f"TieredUnit: {self.name}", str(self.tier), *texts])
 
 
 def _check(unit: Unit, part: Part, array: Any) -> Part:
     """Return the part for a replacement array; raise if shape, dtype or kind differ."""
-    made = Part(part.section, part.key, array)
-    facts = [(p.shape, p.dtype, p.dtype_name, p.is_tensor) for p in (made, part)]
+    checked = Part(part.section, part.key, array)
+    facts = [(p.shape, p.dtype, p.dtype_name, p.is_tensor) for p in (checked, part)]
     if facts[0] != facts[1]:
         kind = "tensor" if part.is_tensor else "array"
         error = CompatibilityError(
             f"{part.key!r} is a {kind} of {part.dtype_name} {part.shape}, and was replaced by one "
-            f"of {made.dtype_name} {made.shape}: the old array was kept"
+            f"of {checked.dtype_name} {checked.shape}: the old array was kept"
         )
-        error.name, error.expected, error.got = part.key, str(part.shape), str(made.shape)
+        error.name, error.expected, error.got = part.key, str(part.shape), str(checked.shape)
         raise error
-    return made
+    return checked
 
 
 def refuse_other_states(states: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, Any]) -> None:
     checked before anything is changed.
     """
     refuse_other_states({f"{unit.name}.{name}": value for name, value in states.items()})
-    wanted = {**states, **used.states}
+    arrays = {**states, **used.states}
     parts: list[Part] = []
     replaced: list[tuple[Part, Any]] = []
     for part in unit.parts:
@@ -107,20 +107,20 @@ def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, Any]) -> None:
             array = used.parameter
             if array is None:
                 raise CompatibilityError(f"the parameter of unit {unit.name!r} was removed")
-        elif part.state not in wanted:
+        elif part.state not in arrays:
             continue  # was removed
         else:
-            array = wanted.pop(part.state)
+            array = arrays.pop(part.state)
         if array is not part.array:
             replaced.append((part, _check(unit, part, array).elements))
         parts.append(part)
-    for name, array in wanted.items():
+    for name, array in arrays.items():
         if not isinstance(name, str) or not name or "." in name:
             raise ValueError(
                 f"{name!r} is not a valid state name: it must be nonempty and contain no dot"
             )
         if not is_torch(array):
-            array = plain_of(array)
+            array = array_of(array)
         parts.append(Part(1, f"{unit.name}.{name}", array))
     for part, array in replaced:
         part.put(array)

@@ -39,16 +39,16 @@ def _register(cls: type) -> None:
     """
     from importlib import import_module
 
-    found = False
+    is_registered = False
     for name in ("lightning.fabric", "lightning_fabric"):
         try:
             base = import_module(f"{name}.plugins.io.checkpoint_io").CheckpointIO
         except ImportError:
             continue
         base.register(cls)
-        found = True
+        is_registered = True
     _explain_folders()
-    if not found:
+    if not is_registered:
         raise ImportError(
             "MLStateCheckpointIO needs lightning: pip install 'mlstate[lightning]'",
             name="lightning",

@@ -75,8 +75,8 @@ class Channel:
         """Notify all other ranks that this rank gives up; does not wait."""
         tag = _ENDINGS.index(operation) << 3 | _GONE
         others = [r for r in range(self.world_size) if r != self.rank]
-        nothing = bytearray()
-        self.keep([self.comm.Isend([nothing, self.mpi.BYTE], r, tag) for r in others], nothing)
+        empty = bytearray()
+        self.keep([self.comm.Isend([empty, self.mpi.BYTE], r, tag) for r in others], empty)
 
     def look_for_gone(self) -> dict[int, str]:
         """Return the ranks known to have given up, and the operation of each."""
@@ -165,9 +165,11 @@ class Link(ExchangeLink):
         self._timeout = timeout
         self._deadline = monotonic() + timeout
 
-    def error(self, what: str) -> Exception:
+    def error(self, reason: str) -> Exception:
         """Return the error of this operation."""
-        return failed(self.operation, self.rank, f"{what}; the group is unusable: create a new one")
+        return failed(
+            self.operation, self.rank, f"{reason}; the group is unusable: create a new one"
+        )
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
         """Send and receive messages; implements `ExchangeLink.exchange`."""
@@ -227,12 +229,12 @@ class Link(ExchangeLink):
             return self._departure_error(source, _ENDINGS[tag >> 3])
         name = _OPERATIONS[tag & 7]
         if tag == self.tag:
-            what = f"rank {source} sent more or fewer bytes than this rank expects"
+            reason = f"rank {source} sent more or fewer bytes than this rank expects"
         elif name == self.operation:
-            what = f"rank {source} called {name} with another shape, dtype, op, root or counts"
+            reason = f"rank {source} called {name} with another shape, dtype, op, root or counts"
         else:
-            what = f"rank {source} called {name}, this rank {self.operation}"
-        return self.error(f"{what}; all ranks must call the same in the same order")
+            reason = f"rank {source} called {name}, this rank {self.operation}"
+        return self.error(f"{reason}; all ranks must call the same in the same order")
 
     def _departure_error(self, source: int, operation: str) -> Exception:
         how = "aborted the group" if operation == "abort" else f"gave up in {operation}"
@@ -254,7 +256,9 @@ class Link(ExchangeLink):
         limit = f"not done after {self._timeout:g} s"
         if sources:
             who = ", ".join(map(str, sources))
-            what = f"nothing more came from rank {who}, which did not call it, is slow, or is gone"
+            reason = (
+                f"nothing more came from rank {who}, which did not call it, is slow, or is gone"
+            )
         else:
-            what = f"rank {', '.join(map(str, targets))} did not take what this one sent"
-        raise self.error(f"{limit}: {what}; pass a larger timeout= or look there")
+            reason = f"rank {', '.join(map(str, targets))} did not take what this one sent"
+        raise self.error(f"{limit}: {reason}; pass a larger timeout= or look there")

@@ -108,15 +108,15 @@ class MPIGroup(Engine):
         """Return a duplicate of the communicator; raise after the timeout."""
         from mpi4py import MPI
 
-        own, request = comm.Idup()
+        duplicate, request = comm.Idup()
         if not wait_for(request, self._timeout):
             raise failed(
                 "MPIGroup",
                 comm.Get_rank(),
                 f"not made after {self._timeout:g} s; every rank of the communicator must make it",
             )
-        own.Set_errhandler(MPI.ERRORS_RETURN)
-        return own
+        duplicate.Set_errhandler(MPI.ERRORS_RETURN)
+        return duplicate
 
     # ---- call order ----
 

@@ -14,7 +14,7 @@ from checkpoint_model import STEPS, part, parts_of, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from json_checksums import renew_checksum
-from thread_team import meanwhile
+from thread_team import calling_in_background
 from tries import tries
 
 import mlstate
@@ -818,7 +818,7 @@ def test_readers_see_one_checkpoint_or_the_other_while_it_is_replaced(path):
         assert report, report
         mlstate.load(path, verify="first")
 
-    with meanwhile(read, 2):
+    with calling_in_background(read, 2):
         for i in range(1, 40):
             mlstate.save(path, state(i), pack_below_bytes=0)
     assert seen

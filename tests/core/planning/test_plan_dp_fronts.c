@@ -12,7 +12,7 @@ static void front_is_a_front(const mls_plan_front *front)
 }
 
 /* Threads divide the segments; the fronts are the same. */
-TEST(threads_change_nothing)
+TEST(threads_compute_the_same_fronts)
 {
     enum { BLOCKS = 40 };
     static test_chain c;
@@ -36,7 +36,7 @@ TEST(threads_change_nothing)
     mls_pool_free(pool);
 }
 
-TEST(too_much_is_refused_and_a_poll_stops_it)
+TEST(size_limit_and_poll_stop_the_fronts)
 {
     test_chain c;
     mls_plan_fronts fronts;

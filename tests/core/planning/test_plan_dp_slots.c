@@ -2,34 +2,6 @@
 #include "support/costs.h"
 #include "support/cpus.h"
 
-/* If a slot is a byte, the values equal those of the plain recursion. */
-static void check_all(const mls_chain *chain, int64_t above, mls_cpu cpu, bool offload)
-{
-    mls_plan_table table;
-    const size_t n = chain->blocks;
-    const int64_t budget = chain->activation_bytes[0] + above;
-    REQUIRE(set_costs(chain, budget, (size_t)above, offload) == MLS_OK);
-    REQUIRE(mls_plan_dp_slots(&costs, cpu, NULL, nobody, &table, &status) == MLS_OK);
-    for (int64_t memory = 0; memory <= above; memory++) {
-        const double got = mls_plan_dp_slots_value(&table, 0, n - 1, memory);
-        const double want = judge(chain, 0, n - 1, memory, offload);
-        CHECK(isfinite(got) ? is_near(got, want, 1e-5) : !isfinite(want));
-    }
-    CHECK(!isfinite(mls_plan_dp_slots_value(&table, 0, n - 1, -1)));
-    mls_plan_table_fini(&table);
-}
-
-TEST(values_are_those_of_the_recursion)
-{
-    EACH_CPU (cpu) {
-        for (uint64_t seed = 0; seed < 40; seed++) {
-            test_chain c;
-            chain_of(&c, 1 + seed % 6, 2 + seed % 40, seed);
-            check_all(&c.chain, 140 + (int64_t)(seed % 7), cpu, seed % 3 == 0);
-        }
-    }
-}
-
 static bool same_table(const mls_plan_table *a, const mls_plan_table *b, size_t n,
                        size_t entries)
 {
@@ -45,7 +17,7 @@ static bool same_table(const mls_plan_table *a, const mls_plan_table *b, size_t 
 }
 
 /* Long enough for all kinds of tiles; every instruction set gives the same bits. */
-TEST(all_kernels_and_threads_agree)
+TEST(kernels_and_threads_compute_the_same_table)
 {
     static test_chain c;
     mls_pool *pool = NULL;
@@ -94,7 +66,7 @@ static float plainly(const mls_plan_costs *c, float *const *table, size_t s, siz
     return best;
 }
 
-TEST(tiles_leave_nothing_out)
+TEST(tiles_compute_every_cell)
 {
     enum { BLOCKS = 45, SLOTS = 61 };
     static float values[BLOCKS * BLOCKS][SLOTS + 1];
@@ -121,7 +93,7 @@ TEST(tiles_leave_nothing_out)
     mls_plan_table_fini(&table);
 }
 
-TEST(a_poll_stops_it)
+TEST(poll_stops_the_planner)
 {
     static test_chain c;
     mls_plan_table table;
@@ -134,7 +106,7 @@ TEST(a_poll_stops_it)
     CHECK(table.values == NULL);
 }
 
-TEST(bytes_of_a_table_are_known)
+TEST(table_bytes_include_padding)
 {
     CHECK(mls_plan_table_bytes(4, 15) == 10 * 16 * sizeof(float));
     CHECK(mls_plan_table_bytes(5, 16) == 36 * 48 * sizeof(float));

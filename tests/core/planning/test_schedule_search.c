@@ -23,7 +23,7 @@ static int64_t least_peak(const mls_chain *c, bool offload)
     return found.least;
 }
 
-TEST(few_states_are_too_few)
+TEST(search_ends_at_its_limit_of_states)
 {
     test_chain r;
     fill_nine(&r, false);
@@ -35,7 +35,7 @@ TEST(few_states_are_too_few)
 }
 
 /* The search finds only schedules below the bound; the bound itself is excluded. */
-TEST(nothing_below_the_best_is_found)
+TEST(search_excludes_its_bound)
 {
     test_chain r;
     fill_nine(&r, false);
@@ -51,7 +51,7 @@ TEST(nothing_below_the_best_is_found)
     CHECK(!found.found && !found.ran_out);
 }
 
-TEST(a_search_can_be_stopped)
+TEST(poll_stops_the_search)
 {
     test_chain r;
     uint64_t seed = 7;

@@ -1,4 +1,4 @@
-/* chains: chains of blocks for tests, and a plain recursion to compare plans with. */
+/* chains: chains of blocks for tests. */
 #ifndef MLS_CHAINS_H
 #define MLS_CHAINS_H
 
@@ -92,43 +92,6 @@ static inline void chain_of(test_chain *c, size_t blocks, uint64_t bytes, uint64
         }
     }
     bind_chain(c, blocks, seed % 3 == 0 ? (double)bytes : 0);
-}
-
-static inline int64_t judge_most(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
-}
-
-/* The least extra seconds of s .. t with that much memory above activation s, by
- * exhaustive search: for a handful of blocks. */
-static inline double judge(const mls_chain *c, size_t s, size_t t, int64_t memory,
-                           bool offload)
-{
-    const int64_t *a = c->activation_bytes, *g = c->gradient_bytes;
-    const int64_t hold = t + 1 == c->blocks ? 0 : g[t + 1];
-    const int64_t saved = c->saved_bytes[s];
-    const int64_t first = hold + saved + c->saving_temporary_bytes[s];
-    const int64_t end = saved + g[s + 1] + g[s] + c->backward_temporary_bytes[s];
-    double best = (double)INFINITY, again = 0;
-    int64_t sweep = 0;
-    if (judge_most(first, end) <= memory) {
-        best = s == t ? 0 : judge(c, s + 1, t, memory - saved, offload);
-        if (s < t && offload) {
-            const double move =
-                (double)saved / c->offload_rate + (double)saved / c->load_rate;
-            best = fmin(best, move + judge(c, s + 1, t, memory - a[s + 1], offload));
-        }
-    }
-    for (size_t k = s + 1; k <= t; k++) {
-        const int64_t made = a[k] + c->forward_temporary_bytes[k - 1];
-        sweep = judge_most(sweep, hold + made + (k - 1 > s ? a[k - 1] : 0));
-        again += c->forward_seconds[k - 1];
-        if (sweep <= memory) {
-            best = fmin(best, again + judge(c, k, t, memory - a[k], offload) +
-                                  judge(c, s, k - 1, memory, offload));
-        }
-    }
-    return best;
 }
 
 static inline bool is_near(double a, double b, double tolerance)

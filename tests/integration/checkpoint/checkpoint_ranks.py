@@ -248,7 +248,7 @@ def a_killed_rank_leaves_the_old_checkpoint(group, folder):
         mlstate.save(folder, {"alone": np.ones(2)})
         report = mlstate.verify(folder)
         assert report and not report.leftover, report
-    torch_processes.tell("a_killed_rank_leaves_the_old_checkpoint", "ok")
+    torch_processes.print_outcome("a_killed_rank_leaves_the_old_checkpoint", "ok")
     os._exit(0)  # the group cannot be used any more
 
 

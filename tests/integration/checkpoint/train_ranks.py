@@ -40,7 +40,7 @@ def example():
 def first_gradients(module, group, reduced_by):
     """The full gradients of the first step, by name, as FSDP2 computes them."""
     torch.manual_seed(0)
-    trained = module.WithFSDP2(module.Model(), group, ours=False)
+    trained = module.WithFSDP2(module.Model(), group, uses_mlstate=False)
     if reduced_by is not None:
         reduce_scatter_with(trained.model, reduced_by)
     text, following = module.batch_of(module.read_sources(), 0, group.rank)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from group_model import raises, shared_folder
 from group_scenarios import check_reductions
-from torch_processes import SCENARIOS, main, scenario, tell
+from torch_processes import SCENARIOS, main, print_outcome, scenario
 
 import mlstate
 from mlstate import CollectiveError, CompatibilityError, fsdp
@@ -224,7 +224,7 @@ def a_rank_that_dies_is_seen(group):
     for other in groups:
         other.barrier()
     if group.rank == 1:
-        tell("a_rank_that_dies_is_seen", "ok")
+        print_outcome("a_rank_that_dies_is_seen", "ok")
         os._exit(0)
     for (text, call), other in zip(calls.items(), groups, strict=True):
         began = time.monotonic()

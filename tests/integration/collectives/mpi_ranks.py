@@ -34,11 +34,11 @@ SHARED = [
     "any_bytes_travel",
     "rows_go_to_each_rank",
     "tensors_stay_tensors",
-    "out_is_filled_where_it_lies",
+    "out_is_filled_in_place",
     "bytes_of_any_length_are_gathered",
     "async_operations_keep_their_order",
     "several_threads_use_one_group",
-    "wrong_arguments_fail_before_anything_is_sent",
+    "invalid_arguments_fail_before_sending",
     "checkpoints_are_saved_and_loaded_by_all",
 ]
 # Scenarios of gradient buckets on any engine: see hook_ranks.py.

@@ -145,13 +145,13 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
 mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *what,
                         mls_status *st)
 {
-    char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
+    char src_shape[MLS_FACT_BYTES], dst_shape[MLS_FACT_BYTES];
     if (!mls_shape_equal(dst->rank, dst->shape, src->rank, src->shape)) {
-        mls_shape_text(wanted, sizeof wanted, src->rank, src->shape);
-        mls_shape_text(found, sizeof found, dst->rank, dst->shape);
+        mls_shape_text(src_shape, sizeof src_shape, src->rank, src->shape);
+        mls_shape_text(dst_shape, sizeof dst_shape, dst->rank, dst->shape);
         mls_fail(st, MLS_E_SHAPE, "%s: the target has shape %s, the source %s", what,
-                 found, wanted);
-        return mls_status_differ(st, wanted, found);
+                 dst_shape, src_shape);
+        return mls_status_differ(st, src_shape, dst_shape);
     }
     if (!mls_dtype_converts(src->dtype, dst->dtype)) {
         mls_fail(st, MLS_E_DTYPE,

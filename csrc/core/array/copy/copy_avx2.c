@@ -198,19 +198,19 @@ MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from,
     enum { SMALL = 16 };
     const __m128i padding = _mm_set1_epi64x((long long)pattern);
     const vector filled = repeat_pattern(pattern);
-    const size_t whole = used / SMALL * SMALL;
+    const size_t full = used / SMALL * SMALL;
     for (; rows > 0; rows--, to += row, from += src_step) {
         size_t at = 0;
-        for (; !streams && at + WIDTH <= whole; at += WIDTH) {
+        for (; !streams && at + WIDTH <= full; at += WIDTH) {
             store(to + at, load(from + at));
         }
-        for (; at < whole; at += SMALL) {
+        for (; at < full; at += SMALL) {
             const __m128i *const next = (const __m128i *)(const void *)(from + at);
             put_small(to + at, _mm_loadu_si128(next), streams);
         }
-        if (used > whole) {
+        if (used > full) {
             __m128i edge = padding;
-            memcpy(&edge, from + whole, used - whole);
+            memcpy(&edge, from + full, used - full);
             put_small(to + at, edge, streams);
             at += SMALL;
         }

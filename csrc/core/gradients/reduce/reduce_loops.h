@@ -361,7 +361,7 @@ MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out
                                 const void *const *sources, size_t count, size_t at,
                                 floats by, bool divides, size_t from_bytes,
                                 size_t to_bytes, floats_function load,
-                                store_function store, kept_function kept)
+                                store_function store, kept_function read_back)
 {
     floats sum[TOGETHER];
     sum_lanes(sum, sources, count, at * from_bytes, from_bytes, false, load);
@@ -371,7 +371,7 @@ MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out
             sum[k] = sum[k] / by;
         }
         store(out + (at + k * FLOATS) * to_bytes, sum[k]);
-        const floats value = kept(sum[k]);
+        const floats value = read_back(sum[k]);
         const doubles low = lower_half(value), high = upper_half(value);
         const size_t lane = (first + k * FLOATS) % MLS_SQUARE_LANES / DOUBLES;
         lanes[lane] = lanes[lane] + low * low;
@@ -385,7 +385,7 @@ MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
                              const void *const *sources, size_t count, size_t start,
                              size_t n, float divisor, bool divides, size_t from_bytes,
                              size_t to_bytes, floats_function load, store_function store,
-                             kept_function kept)
+                             kept_function read_back)
 {
     const floats by = repeat(divisor);
     size_t done = 0;
@@ -393,7 +393,7 @@ MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
         MLS_UNROLLED
         for (size_t first = 0; first < PAIR; first += (size_t)TOGETHER * FLOATS) {
             sum_and_square(lanes, first, out, sources, count, start + done + first, by,
-                           divides, from_bytes, to_bytes, load, store, kept);
+                           divides, from_bytes, to_bytes, load, store, read_back);
         }
     }
     return done;
@@ -404,7 +404,7 @@ MLS_INLINED double sum_squares_run(void *out, const void *const *sources, size_t
                                    size_t start, size_t n, double divisor,
                                    size_t from_bytes, size_t to_bytes,
                                    floats_function load, store_function store,
-                                   kept_function kept, doubles_function back,
+                                   kept_function read_back, doubles_function back,
                                    mls_reduce_kernel scalar)
 {
     const float by = (float)divisor;
@@ -414,13 +414,13 @@ MLS_INLINED double sum_squares_run(void *out, const void *const *sources, size_t
     clear_lanes(lanes);
     if (divides) {
         done = sum_pairs(lanes, out, sources, count, start, n, by, true, from_bytes,
-                         to_bytes, load, store, kept);
+                         to_bytes, load, store, read_back);
     } else if (count == 2) {
         done = sum_pairs(lanes, out, sources, 2, start, n, by, false, from_bytes,
-                         to_bytes, load, store, kept);
+                         to_bytes, load, store, read_back);
     } else {
         done = sum_pairs(lanes, out, sources, count, start, n, by, false, from_bytes,
-                         to_bytes, load, store, kept);
+                         to_bytes, load, store, read_back);
     }
     scalar(out, sources, count, start + done, n - done, divisor);
     square_items(lanes, (const unsigned char *)out + (start + done) * to_bytes, n - done,
@@ -464,10 +464,10 @@ MLS_INLINED void sum_full(doubles *lanes, unsigned char *out, const void *const 
         even = even / by;
         odd = odd / by;
     }
-    const floats kept = join_bf16(even, odd);
-    store_f32(out + at, kept);
-    even = even_bf16(kept);
-    odd = odd_bf16(kept);
+    const floats sums = join_bf16(even, odd);
+    store_f32(out + at, sums);
+    even = even_bf16(sums);
+    odd = odd_bf16(sums);
     const doubles parts[QUARTERS] = {lower_half(even), upper_half(even), lower_half(odd),
                                      upper_half(odd)};
     MLS_UNROLLED

@@ -38,15 +38,15 @@ const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 /* In errors, "expected" is the first tensor and "got" the second. */
 mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st)
 {
-    char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
+    char a_shape[MLS_FACT_BYTES], b_shape[MLS_FACT_BYTES];
     size_t bytes;
     if (!mls_shape_equal(a->rank, a->shape, b->rank, b->shape)) {
-        mls_shape_text(wanted, sizeof wanted, a->rank, a->shape);
-        mls_shape_text(found, sizeof found, b->rank, b->shape);
+        mls_shape_text(a_shape, sizeof a_shape, a->rank, a->shape);
+        mls_shape_text(b_shape, sizeof b_shape, b->rank, b->shape);
         mls_fail(st, MLS_E_SHAPE,
                  "shapes %s and %s cannot be compared: only tensors of one shape can",
-                 wanted, found);
-        return mls_status_differ(st, wanted, found);
+                 a_shape, b_shape);
+        return mls_status_differ(st, a_shape, b_shape);
     }
     if (a->dtype != b->dtype) {
         mls_fail(st, MLS_E_DTYPE,
@@ -57,7 +57,7 @@ mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st
     }
     if (!mls_tensor_bytes(a, &bytes)) {
         return mls_fail(st, MLS_E_SIZE, "shape %s has more elements than can be counted",
-                        mls_shape_text(wanted, sizeof wanted, a->rank, a->shape));
+                        mls_shape_text(a_shape, sizeof a_shape, a->rank, a->shape));
     }
     return MLS_OK;
 }
@@ -171,7 +171,7 @@ static size_t part_rest(mls_diff_pair pair, size_t count, size_t index)
 
 typedef struct part {
     size_t pair, start, count;
-    mls_diff_result found;
+    mls_diff_result differences;
 } part;
 
 /* All parts of all pairs, shared by the tasks; each task writes only its own part. */
@@ -185,10 +185,10 @@ static void measure_task(void *context, size_t index)
 {
     const job *j = context;
     part *p = &j->parts[index];
-    mls_diff_result found = {
+    mls_diff_result differences = {
         0}; /* on the stack, because neighbouring parts share cache lines */
-    measure_part(j->kernels, j->pairs[p->pair], p->start, p->count, &found);
-    p->found = found;
+    measure_part(j->kernels, j->pairs[p->pair], p->start, p->count, &differences);
+    p->differences = differences;
 }
 
 /* Counts the parts and the bytes of all pairs; the bytes decide whether to use other
@@ -223,12 +223,12 @@ static void divide_parts(const mls_diff_pair *pairs, size_t count, part *parts)
     }
 }
 
-static void add_result(mls_diff_result *into, mls_diff_result found)
+static void add_result(mls_diff_result *into, mls_diff_result added)
 {
-    into->changed += found.changed;
-    into->nan += found.nan;
-    into->max_abs = found.max_abs > into->max_abs ? found.max_abs : into->max_abs;
-    into->max_rel = found.max_rel > into->max_rel ? found.max_rel : into->max_rel;
+    into->changed += added.changed;
+    into->nan += added.nan;
+    into->max_abs = added.max_abs > into->max_abs ? added.max_abs : into->max_abs;
+    into->max_rel = added.max_rel > into->max_rel ? added.max_rel : into->max_rel;
 }
 
 /* Results are kept for each part until all are done, so threads need no lock, and `out`
@@ -251,7 +251,7 @@ mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
         out[i] = (mls_diff_result){0};
     }
     for (size_t i = 0; i < parts; i++) {
-        add_result(&out[j.parts[i].pair], j.parts[i].found);
+        add_result(&out[j.parts[i].pair], j.parts[i].differences);
     }
     mls_free(j.parts);
     return MLS_OK;
@@ -269,12 +269,12 @@ typedef struct search {
 /* Compares `count` elements, unless a difference is known. */
 static void search_part(search *s, mls_diff_pair pair, size_t start, size_t count)
 {
-    mls_diff_result found = {0};
+    mls_diff_result differences = {0};
     if (atomic_load_explicit(&s->differs, memory_order_relaxed)) {
         return;
     }
-    measure_part(s->kernels, pair, start, count, &found);
-    if (found.changed > 0) {
+    measure_part(s->kernels, pair, start, count, &differences);
+    if (differences.changed > 0) {
         atomic_store_explicit(&s->differs, true, memory_order_relaxed);
     }
 }

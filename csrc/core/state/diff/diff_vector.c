@@ -2,7 +2,7 @@
  * processors with AVX-512) or of 16 bytes with NEON.
  *
  * Blocks of equal bytes are skipped. In other blocks, every element is converted to
- * float64, in which all these dtypes are exact, and measured there. A block with NaN (or
+ * float64, which is exact for these dtypes, and measured. A block with NaN (or
  * with equal infinities, whose difference is NaN) is measured by the reference kernel.
  */
 #include "state/diff/diff_kernels.h"
@@ -152,12 +152,12 @@ MLS_INLINED void measure_block(lanes *l, const unsigned char *a, const unsigned 
         into->changed += (uint64_t)changed;
         return;
     }
-    mls_diff_result found = {0};
-    kind.oracle(a, b, bytes / kind.bytes, &found);
-    into->changed += found.changed;
-    into->nan += found.nan;
-    l->distance = greater(l->distance, found.max_abs);
-    l->ratio = greater(l->ratio, found.max_rel);
+    mls_diff_result differences = {0};
+    kind.oracle(a, b, bytes / kind.bytes, &differences);
+    into->changed += differences.changed;
+    into->nan += differences.nan;
+    l->distance = greater(l->distance, differences.max_abs);
+    l->ratio = greater(l->ratio, differences.max_rel);
 }
 
 /* Returns the maximum of all lanes. */
@@ -182,15 +182,15 @@ MLS_INLINED void diff_run(const unsigned char *a, const unsigned char *b, size_t
     (void)fesetenv(FE_DFL_ENV); /* rounds to nearest, no flushing to zero */
     for (size_t at = 0; at < bytes; at += BLOCK) {
         const size_t rest = bytes - at < BLOCK ? bytes - at : BLOCK;
-        const size_t whole = rest / WIDTH * WIDTH;
+        const size_t full = rest / WIDTH * WIDTH;
         if (memcmp(a + at, b + at, rest) == 0) {
             continue;
         }
-        measure_block(&l, a + at, b + at, whole, kind, into);
-        if (rest > whole) {
+        measure_block(&l, a + at, b + at, full, kind, into);
+        if (rest > full) {
             unsigned char last_a[WIDTH] = {0}, last_b[WIDTH] = {0};
-            memcpy(last_a, a + at + whole, rest - whole);
-            memcpy(last_b, b + at + whole, rest - whole);
+            memcpy(last_a, a + at + full, rest - full);
+            memcpy(last_b, b + at + full, rest - full);
             measure_block(&l, last_a, last_b, WIDTH, kind, into);
         }
     }

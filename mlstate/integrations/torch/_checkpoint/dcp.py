@@ -38,10 +38,10 @@ class _Unpickler(pickle.Unpickler):
 
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        known = getattr(metadata, name, None)
-        if module == metadata.__name__ and isinstance(known, type):
-            if known.__module__ == module:
-                return known
+        attribute = getattr(metadata, name, None)
+        if module == metadata.__name__ and isinstance(attribute, type):
+            if attribute.__module__ == module:
+                return attribute
         elif (module, name) in _ALLOWED:
             if module.startswith("pathlib"):
                 return PurePath  # a path class of another system cannot be created here
@@ -56,14 +56,14 @@ def _read_metadata(file: Any) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
-        found = _Unpickler(file).load()
+        metadata_read = _Unpickler(file).load()
     except FormatError:
         raise
     except Exception as error:
         raise FormatError(f".metadata cannot be read: {error}") from None
-    if not isinstance(found, Metadata):
-        raise FormatError(f".metadata holds a {type(found).__name__}")
-    return found
+    if not isinstance(metadata_read, Metadata):
+        raise FormatError(f".metadata holds a {type(metadata_read).__name__}")
+    return metadata_read
 
 
 def _check(metadata: Any, available: int) -> None:
@@ -126,17 +126,17 @@ def planner() -> Any:
         def load_bytes(self, read_item: Any, value: Any) -> None:
             name = read_item.dest_index.fqn
             try:
-                plain = torch.load(value, map_location="cpu", weights_only=True)
+                content = torch.load(value, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
-                found = FormatError(
+                format_error = FormatError(
                     f"{name!r} is neither a tensor nor a plain value: "
                     f"{str(error).splitlines()[0][:200]}"
                 )
-                found.name = name
-                raise found from None
+                format_error.name = name
+                raise format_error from None
             if self.flatten_state_dict:
-                set_element(self.original_state_dict, self.mappings[name], plain)
+                set_element(self.original_state_dict, self.mappings[name], content)
             else:
-                self.state_dict[name] = plain
+                self.state_dict[name] = content
 
     return Careful()  # type: ignore[no-untyped-call]

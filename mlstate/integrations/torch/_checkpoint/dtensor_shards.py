@@ -92,7 +92,7 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
         if placement.is_replicate():
             replica = replica * mesh.size(number) + coordinate[number]
     if not order:
-        return _plain_memory(name, local)
+        return _detached_memory(name, local)
     layout = Layout([(value.placements[n].dim, mesh.size(n)) for n in order])
     shape = tuple(value.shape)
     if layout.shape(shape, index) != tuple(local.shape):
@@ -102,7 +102,7 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
             f"part {index} of {layout!r} of shape {shape} has shape {layout.shape(shape, index)}, "
             f"the local tensor has {tuple(local.shape)}; redistribute() it to even shards",
         )
-    return Shard(_plain_memory(name, local), layout, index, shape=shape, replica=replica)
+    return Shard(_detached_memory(name, local), layout, index, shape=shape, replica=replica)
 
 
 def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
@@ -114,29 +114,29 @@ def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
     shape = tuple(value.shape)
     layout = Layout.rows(parts)
     shards = value.local_shards()
-    wanted = layout.shape(shape, index)
+    part_shape = layout.shape(shape, index)
     if len(shards) > 1:
         raise TypeError(f"{name!r} is a ShardedTensor with {len(shards)} shards on one rank")
     if not shards:
         import torch
 
         # an empty tensor with the dtype of the other shards
-        empty = torch.empty(wanted, dtype=value.metadata().tensor_properties.dtype)
+        empty = torch.empty(part_shape, dtype=value.metadata().tensor_properties.dtype)
         return Shard(empty, layout, index, shape=shape, replica=replica)
     placed = shards[0].metadata
     start = -(-shape[0] // parts) * index
     if placed.shard_offsets != [start, *([0] * (len(shape) - 1))] or (
-        tuple(placed.shard_sizes) != wanted
+        tuple(placed.shard_sizes) != part_shape
     ):
         raise TypeError(
             f"{name!r} is a ShardedTensor whose shard {placed.shard_sizes} at "
             f"{placed.shard_offsets} is not part {index} of {parts} of the rows of {shape}"
         )
     tensor = shards[0].tensor.detach()
-    return Shard(_plain_memory(name, tensor), layout, index, shape=shape, replica=replica)
+    return Shard(_detached_memory(name, tensor), layout, index, shape=shape, replica=replica)
 
 
-def _plain_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _detached_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached tensor over the same memory; raise if it has no plain memory."""
     refuse_unstorable(name, tensor)
     return tensor.detach()
@@ -156,7 +156,7 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
         )
     if hasattr(value, "device_mesh"):
         return _part_of_dtensor(name, value)
-    return _plain_memory(name, value)
+    return _detached_memory(name, value)
 
 
 # ---- modules ----
@@ -373,15 +373,15 @@ def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
                 )
 
 
-def _any_rank(here: bool, module: torch.nn.Module) -> bool:
+def _any_rank(local_flag: bool, module: torch.nn.Module) -> bool:
     """Return whether `here` is true on any rank of an FSDP1 module; a rank may have no elements."""
     import torch
     import torch.distributed as dist
 
     wrapper = _flat_sharded(module)[0]
-    found = torch.tensor(int(here), device=wrapper.compute_device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=wrapper.process_group)
-    return bool(found.item())
+    flag = torch.tensor(int(local_flag), device=wrapper.compute_device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=wrapper.process_group)
+    return bool(flag.item())
 
 
 def _parts_of_flat(
@@ -399,13 +399,13 @@ def _parts_of_flat(
         groups, _ = stored_states(named, [name for names in members for name in names], {})
         return {}, keywords_from(_kind_of(optimizer), groups, {})
     with _suppress_warnings():
-        found: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
+        state_dict: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
     values = {
         f"{name}.{state}": value
-        for name, by_state in found["state"].items()
+        for name, by_state in state_dict["state"].items()
         for state, value in by_state.items()
     }
-    listed = [name for group in found["param_groups"] for name in group["params"]]
-    groups, stored = stored_states(found["param_groups"], listed, values)
+    listed = [name for group in state_dict["param_groups"] for name in group["params"]]
+    groups, stored = stored_states(state_dict["param_groups"], listed, values)
     states = {k: part_of(k, v, replica) if is_tensor(v) else v for k, v in stored.items()}
     return states, keywords_from(_kind_of(optimizer), groups, stored)

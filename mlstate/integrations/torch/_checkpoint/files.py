@@ -54,8 +54,8 @@ _RECORD = "mlstate"
 _DEEPEST = 64
 
 
-def _format_error(path: Path, what: str) -> FormatError:
-    error = FormatError(f"{path}: {what}")
+def _format_error(path: Path, reason: str) -> FormatError:
+    error = FormatError(f"{path}: {reason}")
     error.path = str(path)
     return error
 
@@ -80,20 +80,20 @@ def _state_from(tree: Mapping[Any, Any], path: Path) -> tuple[StateDict, dict[st
     """Return the tensors and numbers of a tree as arrays, and None and str, under flat names."""
     import torch
 
-    taken: dict[str, Any] = {}
-    plain: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    other_values: dict[str, Any] = {}
     strange: list[str] = []
     try:
         for name, value in _leaves(tree, ""):
-            if name in taken or name in plain:
+            if name in tensors or name in other_values:
                 raise _format_error(
                     path, f"two entries have the name {name!r} once levels are joined"
                 )
             if value is None or isinstance(value, str):
-                plain[name] = value
+                other_values[name] = value
                 continue
-            taken[name] = as_array(value) if is_number(value) else value
-            if not isinstance(taken[name], torch.Tensor | np.ndarray | np.generic):
+            tensors[name] = as_array(value) if is_number(value) else value
+            if not isinstance(tensors[name], torch.Tensor | np.ndarray | np.generic):
                 strange.append(f"{name!r} (a {type(value).__name__})")
     except ValueError as error:
         raise error if isinstance(error, FormatError) else _format_error(path, str(error)) from None
@@ -103,7 +103,7 @@ def _state_from(tree: Mapping[Any, Any], path: Path) -> tuple[StateDict, dict[st
             f"a state cannot hold {join(strange)}: remove everything from the file that is neither "
             "a tensor nor a number, str or None",
         )
-    return StateDict(arrays_of(taken)), plain
+    return StateDict(arrays_of(tensors)), other_values
 
 
 def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
@@ -113,16 +113,16 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
             raise _format_error(path, "a group of the optimizer has no list of 'params'")
         members = group["params"]
-        given = group.get("param_names")
-        if not (isinstance(given, list | tuple) and len(given) == len(members)):
-            given = None
+        param_names = group.get("param_names")
+        if not (isinstance(param_names, list | tuple) and len(param_names) == len(members)):
+            param_names = None
         for number, member in enumerate(members):
             if not isinstance(member, int | str) or member in names:
                 raise _format_error(
                     path, f"the optimizer's parameter {member!r} is not a number, or appears twice"
                 )
             default = member if isinstance(member, str) else f"param_{len(names)}"
-            names[member] = str(given[number]) if given else default
+            names[member] = str(param_names[number]) if param_names else default
     if len(set(names.values())) != len(names):
         raise _format_error(path, "two parameters of the optimizer have one name")
     return names
@@ -131,12 +131,12 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
 def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
     """Return the contents of ``optimizer.state_dict()``, with parameter names."""
     groups = tree["param_groups"]
-    held = tree.get("state", {})
-    if not isinstance(groups, list) or not isinstance(held, Mapping):
+    saved_states = tree.get("state", {})
+    if not isinstance(groups, list) or not isinstance(saved_states, Mapping):
         raise _format_error(path, "the optimizer has no list of groups, or no dict of states")
     names = _names_of(groups, path)
     states: dict[str, Any] = {}
-    for key, entries in held.items():
+    for key, entries in saved_states.items():
         # torch's checkpoints store numbers as strings
         member = int(key) if key not in names and str(key).isdecimal() else key
         if member not in names or not isinstance(entries, Mapping):
@@ -157,7 +157,7 @@ def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
     return OptimizerStateDict(arrays_of(stored), **keywords_from("other", forms, stored))
 
 
-def _plain_values(value: Any, depth: int = 0) -> Any:
+def _json_values(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON can store it, or NotImplemented."""
     import torch
 
@@ -168,19 +168,21 @@ def _plain_values(value: Any, depth: int = 0) -> Any:
     if depth > _DEEPEST:
         return NotImplemented
     if isinstance(value, list | tuple):
-        items = [_plain_values(item, depth + 1) for item in value]
+        items = [_json_values(item, depth + 1) for item in value]
         return NotImplemented if any(item is NotImplemented for item in items) else items
     if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
-        pairs = {str(key): _plain_values(item, depth + 1) for key, item in value.items()}
+        pairs = {str(key): _json_values(item, depth + 1) for key, item in value.items()}
         return NotImplemented if any(v is NotImplemented for v in pairs.values()) else pairs
     return NotImplemented
 
 
 def _metadata_from(rest: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the other entries of a tree as metadata; raise FormatError if one is not plain."""
-    plain = {str(key): _plain_values(value) for key, value in rest.items()}
+    metadata = {str(key): _json_values(value) for key, value in rest.items()}
     strange = [
-        f"{key!r} (a {type(rest[key]).__name__})" for key, v in plain.items() if v is NotImplemented
+        f"{key!r} (a {type(rest[key]).__name__})"
+        for key, v in metadata.items()
+        if v is NotImplemented
     ]
     if strange:
         raise _format_error(
@@ -188,7 +190,7 @@ def _metadata_from(rest: Mapping[str, Any], path: Path) -> dict[str, Any]:
             f"besides model and optimizer, the file has {join(strange)}, which is not a plain "
             "value: remove it from the file",
         )
-    return plain
+    return metadata
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -203,22 +205,22 @@ def _restore_model(
     """Return a model as a state of the class recorded in the file, and its plain values."""
     if isinstance(value, StateDict):
         return value, {}
-    state, plain = _state_from(value, path)
-    return restore(state, texts.get("model"), str(path)), plain
+    state, other_values = _state_from(value, path)
+    return restore(state, texts.get("model"), str(path)), other_values
 
 
 def _restore_optimizer(value: Any, texts: Mapping[str, Any], path: Path) -> OptimizerStateDict:
     """Return an optimizer as a state, with the attributes recorded in the file."""
     if isinstance(value, OptimizerStateDict):
         return value
-    made = _optimizer_from(value, path)
+    optimizer = _optimizer_from(value, path)
     if "optimizer" in texts:
-        known = restore({}, texts["optimizer"], str(path))
-        if isinstance(known, OptimizerStateDict):
-            made.optimizer_type, made.step = known.optimizer_type, known.step
-            made.learning_rate = known.learning_rate
-            made.param_groups = known.param_groups
-    return made
+        empty_state = restore({}, texts["optimizer"], str(path))
+        if isinstance(empty_state, OptimizerStateDict):
+            optimizer.optimizer_type, optimizer.step = empty_state.optimizer_type, empty_state.step
+            optimizer.learning_rate = empty_state.learning_rate
+            optimizer.param_groups = empty_state.param_groups
+    return optimizer
 
 
 def _find_parts(tree: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
@@ -236,14 +238,14 @@ def _unwrap(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """
     if any(_find_parts(tree)):
         return tree
-    found = [
+    candidates = [
         key
         for key, value in tree.items()
         if isinstance(value, Mapping) and not _is_optimizer(value) and any(_find_parts(value))
     ]
-    if len(found) != 1 or tree.keys() & tree[found[0]].keys():
+    if len(candidates) != 1 or tree.keys() & tree[candidates[0]].keys():
         return tree
-    return {**{key: v for key, v in tree.items() if key != found[0]}, **tree[found[0]]}
+    return {**{key: v for key, v in tree.items() if key != candidates[0]}, **tree[candidates[0]]}
 
 
 def parts_of(tree: Any, path: Path) -> Parts:
@@ -259,8 +261,8 @@ def parts_of(tree: Any, path: Path) -> Parts:
     tree = _unwrap(tree)
     models, optimizers = _find_parts(tree)
     if not models and not optimizers:
-        state, plain = _state_from(tree, path)
-        return state, None, plain
+        state, other_values = _state_from(tree, path)
+        return state, None, other_values
     used = {*models[:1], *optimizers[:1]}
     rest = {key: value for key, value in tree.items() if key not in used}
     texts = rest.pop(_RECORD, {})
@@ -268,9 +270,9 @@ def parts_of(tree: Any, path: Path) -> Parts:
         raise _format_error(path, f"entry {_RECORD!r} does not describe the file")
     if "metadata" in rest and texts:
         rest = dict(rest["metadata"])
-    model, plain = _restore_model(tree[models[0]], texts, path) if models else (None, {})
+    model, other_values = _restore_model(tree[models[0]], texts, path) if models else (None, {})
     optimizer = _restore_optimizer(tree[optimizers[0]], texts, path) if optimizers else None
-    named = {f"{models[0]}.{name}": value for name, value in plain.items()}
+    named = {f"{models[0]}.{name}": value for name, value in other_values.items()}
     return model, optimizer, {**_metadata_from(rest, path), **named}
 
 
@@ -295,8 +297,8 @@ def _compact_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 def _cpu_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return all values as plain CPU tensors."""
-    made = tensors_of(state)
-    return _compact_tensors({name: tensor.cpu() for name, tensor in made.items()})
+    tensors = tensors_of(state)
+    return _compact_tensors({name: tensor.cpu() for name, tensor in tensors.items()})
 
 
 def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
@@ -321,8 +323,8 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
     tensors = _cpu_tensors({key: v for key, v in state.items() if key not in nested})
     for key, value in {**tensors, **{key: unpack_state(key, state[key]) for key in nested}}.items():
         name, _, kind = key.rpartition(".")
-        plain = key in numbers and value.numel() == 1
-        states.setdefault(order[name], {})[kind] = value.item() if plain else value
+        is_number = key in numbers and value.numel() == 1
+        states.setdefault(order[name], {})[kind] = value.item() if is_number else value
     groups = [
         {
             **{k: decode_value(v, k) for k, v in group.items() if k not in NOT_VALUES},
@@ -446,11 +448,11 @@ def _describe_refusal(text: str) -> str:
     """Return an error text for an object that torch's reader refused."""
     import re
 
-    found = re.search(r"GLOBAL ([\w.]+)", text)
-    if found is None:
+    match = re.search(r"GLOBAL ([\w.]+)", text)
+    if match is None:
         return f"torch cannot read it: {_first_line(text)}"
     return (
-        f"holds a {found[1]}, which is neither a tensor nor a plain value: save the tensors alone, "
+        f"holds a {match[1]}, which is neither a tensor nor a plain value: save the tensors alone, "
         "or, if you trust who made the file, load it with weights_only=False and save its "
         "state_dict()"
     )

@@ -34,8 +34,8 @@ class FlatRun(NamedTuple):
 
     def place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], int, int]:
         """Return the run's memory, the whole parameter's shape, and begin and end of the run."""
-        own = tensor is self.flat
-        start = self.offset if own else self.in_owner
+        is_flat = tensor is self.flat
+        start = self.offset if is_flat else self.in_owner
         part = tensor.reshape(-1)[start : start + self.length]
         return part, self.shape, self.begin, self.begin + self.length
 
@@ -91,12 +91,12 @@ def _run(name: str, handle: Any, number: int) -> FlatRun:
             "parameters record their layout"
         )
     info = flat._shard_param_infos[number]
-    whole = not handle.uses_sharded_strategy
+    is_complete = not handle.uses_sharded_strategy
     begin = info.intra_param_start_idx if info.in_shard else 0
     count = info.numel_in_shard if info.in_shard else 0
     offset = info.offset_in_shard if info.in_shard else 0
     owner = flat._params[number] if handle._use_orig_params else flat
-    if whole and count != flat._numels[number]:
+    if is_complete and count != flat._numels[number]:
         raise TypeError(f"{name!r} is not whole on this rank, though it is not sharded")
     return FlatRun(
         owner=owner,

@@ -268,8 +268,8 @@ def own_load(
     contract = filling.contract
     assert contract is not None
     default = {} if metadata is None else {"version": 1}
-    known = contract.metadata_by_prefix(metadata or {}, default)
-    return OwnLoad(contract, units, entries, known, strict=strict)
+    metadata_by_prefix = contract.metadata_by_prefix(metadata or {}, default)
+    return OwnLoad(contract, units, entries, metadata_by_prefix, strict=strict)
 
 
 def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -386,13 +386,13 @@ class OptimizerFilling(Filling):
                 f"{type(optimizer).__name__} has its own load_state_dict or hooks, which cannot "
                 "load states of FSDP1's flat parameters: use fully_shard (FSDP2)"
             )
-        wanted = {
+        shapes_needed = {
             name: (slot.shape, {} if slot.run else optimizer.state.get(slot.owner, {}))
             for name, slot in self.slots.items()
         }
         self.packed = packed_states(saved.param_groups) & records.keys()
         have = {key: () if key in self.packed else r.shape for key, r in records.items()}
-        refuse_unfit(have, wanted, shapes)
+        refuse_unfit(have, shapes_needed, shapes)
         scope = Scope(strict, complete, frozenset(r.parameter for r in records.values()))
         self.groups = match_groups(
             saved.param_groups, saved.learning_rate, optimizer, members, scope
@@ -422,11 +422,15 @@ class OptimizerFilling(Filling):
         created = self.made.get(id(slot.owner))
         if created is not None and state in created[1]:
             return created[1][state]
-        own = self.optimizer.state.get(slot.owner, {}).get(state)
-        if self.own_loader or not is_tensor(own):
+        state_value = self.optimizer.state.get(slot.owner, {}).get(state)
+        if self.own_loader or not is_tensor(state_value):
             return None
-        fits = own.dtype == like.dtype and own.shape == record.shape and own.device == like.device
-        return own if slot.run or fits else None
+        fits = (
+            state_value.dtype == like.dtype
+            and state_value.shape == record.shape
+            and state_value.device == like.device
+        )
+        return state_value if slot.run or fits else None
 
     def _add_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
         self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
@@ -448,13 +452,13 @@ class OptimizerFilling(Filling):
                 alone[key] = False
                 continue
             like = self._like(key, slot, record)
-            held = self._find_state(key, slot, record, like)
+            current = self._find_state(key, slot, record, like)
             number = self._is_number(key, slot, saved, numbers)
             is_scalar = record.shape != slot.shape and record.shape in ((), (1,))
-            if number or (is_scalar and (slot.run or held is None)):
+            if number or (is_scalar and (slot.run or current is None)):
                 alone[key] = number
             else:
-                places[key] = self._place_of(key, slot, record, held, like)
+                places[key] = self._place_of(key, slot, record, current, like)
         return places, alone
 
     def _like(self, key: str, slot: ParameterSlot, record: OptimizerRecord) -> torch.Tensor:
@@ -480,7 +484,12 @@ class OptimizerFilling(Filling):
         return value.to(converted.device) if self.own_loader else converted
 
     def _place_of(
-        self, key: str, slot: ParameterSlot, record: OptimizerRecord, held: Any, like: torch.Tensor
+        self,
+        key: str,
+        slot: ParameterSlot,
+        record: OptimizerRecord,
+        current: Any,
+        like: torch.Tensor,
     ) -> Place:
         state = record.state or ""
         run = slot.run
@@ -495,10 +504,10 @@ class OptimizerFilling(Filling):
             import torch
 
             return Place(*run.place(torch.empty(0, dtype=getattr(torch, record.dtype))))
-        if held is None:
-            held = _new_state(key, slot, record, like)
-            self._add_state(slot, state, held)
-        return _place(key, held) if run is None else Place(*run.place(held.detach()))
+        if current is None:
+            current = _new_state(key, slot, record, like)
+            self._add_state(slot, state, current)
+        return _place(key, current) if run is None else Place(*run.place(current.detach()))
 
     def _convert_exactly(self) -> None:
         """Read states that torch converts without rounding into arrays of the stored dtype."""
@@ -532,7 +541,7 @@ class OptimizerFilling(Filling):
         self, arrays: dict[str, NDArray], alone: dict[str, bool]
     ) -> dict[tuple[int, str], tuple[ParameterSlot, Any]]:
         """Return the values to set in `done`: one for each state of an owner."""
-        found: dict[tuple[int, str], tuple[ParameterSlot, Any]] = {}
+        scalars: dict[tuple[int, str], tuple[ParameterSlot, Any]] = {}
         first: dict[tuple[int, str], str] = {}
         for key, array in arrays.items():
             record = self.records[key]
@@ -549,18 +558,18 @@ class OptimizerFilling(Filling):
                 error.name = key
                 raise error
             first.setdefault(where, key)
-            found[where] = (slot, self._value_of(key, slot, array, number=alone[key]))
-        return found
+            scalars[where] = (slot, self._value_of(key, slot, array, number=alone[key]))
+        return scalars
 
     def _list_unsaved(self) -> dict[str, tuple[ParameterSlot, str, Any]]:
         """Return states that the optimizer has and the checkpoint lacks."""
-        found = {}
+        unsaved = {}
         for name, slot in self.slots.items():
             for state, value in self.optimizer.state.get(slot.owner, {}).items():
                 key = f"{name}.{state}"
                 if key not in self.records:
-                    found[key] = (slot, state, value)
-        return found
+                    unsaved[key] = (slot, state, value)
+        return unsaved
 
     def _set_state(self, *, is_whole: bool) -> None:
         """Convert numbers as torch does at the end of a load; raise if torch would.
@@ -575,14 +584,16 @@ class OptimizerFilling(Filling):
         for key, record in self.records.items():
             slot, state = self.slots[record.parameter], record.state or ""
             if key in self.places:
-                held = self.made.get(id(slot.owner), (None, {}))[1].get(state)
+                current = self.made.get(id(slot.owner), (None, {}))[1].get(state)
                 value = (
-                    self.optimizer.state.get(slot.owner, {}).get(state) if held is None else held
+                    self.optimizer.state.get(slot.owner, {}).get(state)
+                    if current is None
+                    else current
                 )
                 states.setdefault(slot.owner, {})[state] = value
         for (_, state), (slot, value) in self.numbers.items():
             states.setdefault(slot.owner, {})[state] = value
-        states = {owner: own for owner, own in states.items() if own}
+        states = {owner: owner_states for owner, owner_states in states.items() if owner_states}
         pairs = zip(self.groups, self.optimizer.param_groups, strict=True)
         groups = [{**values, "params": group["params"]} for values, group in pairs]
         try:
@@ -607,9 +618,9 @@ class OptimizerFilling(Filling):
         if self.own_loader and isinstance(value, torch.Tensor):
             self._add_state(slot, state, torch.zeros_like(value))
         elif isinstance(value, torch.Tensor):
-            own = value.detach()
-            flat = slot.run is not None and own.numel() == slot.owner.numel()
-            self.zeros.append(slot.run.view(own) if slot.run and flat else own)
+            detached = value.detach()
+            flat = slot.run is not None and detached.numel() == slot.owner.numel()
+            self.zeros.append(slot.run.view(detached) if slot.run and flat else detached)
         elif is_number(value):
             self._add_state(slot, state, type(value)(0))
 

@@ -62,11 +62,11 @@ def _loads_itself(module: torch.nn.Module) -> bool:
 
     # These two add a counter to old states that lack it, and refuse old statistics: for a state
     # with exactly the module's entries they copy.
-    plain = (
+    torch_methods = (
         batchnorm._NormBase._load_from_state_dict,
         instancenorm._InstanceNorm._load_from_state_dict,
     )
-    return not _is_torch_method(module, "_load_from_state_dict", plain)
+    return not _is_torch_method(module, "_load_from_state_dict", torch_methods)
 
 
 def saves_itself(module: torch.nn.Module) -> bool:
@@ -79,8 +79,8 @@ def saves_itself(module: torch.nn.Module) -> bool:
 
 
 def _has_extra_state(module: torch.nn.Module) -> bool:
-    own = _is_torch_method(module, "get_extra_state")
-    return not (own and _is_torch_method(module, "set_extra_state"))
+    is_default = _is_torch_method(module, "get_extra_state")
+    return not (is_default and _is_torch_method(module, "set_extra_state"))
 
 
 # ---- memory ----
@@ -191,9 +191,9 @@ class ModuleContract:
     ) -> None:
         """List the units in torch's order of loading; `chosen`: modules that are units."""
         if unit is None:
-            whole = self._is_whole(module, name)
-            if whole or _has_extra_state(module) or id(module) in chosen:
-                unit = Unit(module, prefix, name, whole)
+            is_whole = self._is_whole(module, name)
+            if is_whole or _has_extra_state(module) or id(module) in chosen:
+                unit = Unit(module, prefix, name, is_whole)
                 self.units.append(unit)
         self._unit_of[name] = unit
         inherited = unit if unit is not None and unit.is_whole else None
@@ -226,14 +226,14 @@ class ModuleContract:
         names: dict[str, list[str]] = {}
         for key in self.entries:
             names.setdefault(self._owner_of(key), []).append(key)
-        found = set()
+        foreign = set()
         for path, child in self.module.named_modules(remove_duplicate=False):
             name = unwrapped_name(self.module, path)
             expected = {_joined(name) + key: tensor for key, tensor in _tensors_of(child)}
             keys = names.get(name, []) if expected or not wrapped_attribute(child) else []
             if not _entries_match(self.entries, keys, expected):
-                found.add(id(child))
-        return found
+                foreign.add(id(child))
+        return foreign
 
     def _owner_of(self, name: str) -> str:
         """Return the name of the innermost submodule that an entry belongs to."""
@@ -251,17 +251,17 @@ class ModuleContract:
         key: str | None = self._keys.get(name)
         if key is None:
             return unit.prefix + name[len(_joined(unit.name)) :]
-        shown = unit.prefix.replace(_HIDDEN, "")
-        return key if key.startswith(unit.prefix) else unit.prefix + key[len(shown) :]
+        visible_prefix = unit.prefix.replace(_HIDDEN, "")
+        return key if key.startswith(unit.prefix) else unit.prefix + key[len(visible_prefix) :]
 
     def own_metadata(self) -> dict[str, dict[str, Any]]:
         """Return torch's metadata of the modules in units, by name, if not the default."""
-        found = {}
+        own_metadata = {}
         for prefix, metadata in self._metadata.items():
             name = unwrapped_name(self.module, prefix)
             if metadata != {"version": 1} and self._unit_of.get(name) is not None:
-                found[name] = dict(metadata)
-        return found
+                own_metadata[name] = dict(metadata)
+        return own_metadata
 
     def metadata_of_module(self) -> dict[str, dict[str, Any]]:
         """Return torch's metadata of this module, in torch's form."""
@@ -281,7 +281,7 @@ class ModuleContract:
         import torch
 
         tree = unit.module.named_modules(remove_duplicate=False)
-        found = {}
+        tensors = {}
         for path, child in tree if unit.is_whole else [("", unit.module)]:
             below = _joined(unwrapped_name(self.module, (unit.prefix + path).rstrip(".")))
             for key, tensor in _tensors_of(child):
@@ -289,8 +289,8 @@ class ModuleContract:
                 if torch.nn.parameter.is_lazy(tensor):
                     continue
                 if memory is not None and _memory_of(self.entries.get(below + key)) == memory:
-                    found[below + key] = tensor
-        return found
+                    tensors[below + key] = tensor
+        return tensors
 
 
 def refuse_units(module: torch.nn.Module, wrapper: str) -> None:

@@ -49,18 +49,20 @@ def unwrapped_name(module: torch.nn.Module, name: str) -> str:
 
     A user's submodule called ``module`` keeps its name.
     """
-    here: Any = module
-    kept = []
+    current: Any = module
+    parts_kept = []
     for part in name.split("."):
-        while here is not None and (inner := wrapped_attribute(here)):
-            here = here._modules[inner]
+        while current is not None and (inner := wrapped_attribute(current)):
+            current = current._modules[inner]
             if part == inner:
                 break
         else:
-            kept.append(part)
-            known = here is not None and part in here._modules  # scripted modules have no get()
-            here = here._modules[part] if known else None
-    return ".".join(kept)
+            parts_kept.append(part)
+            is_child = (
+                current is not None and part in current._modules
+            )  # scripted modules have no get()
+            current = current._modules[part] if is_child else None
+    return ".".join(parts_kept)
 
 
 def by_name(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:

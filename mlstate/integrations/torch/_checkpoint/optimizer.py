@@ -134,18 +134,20 @@ def _collect_states(
 ) -> dict[str, Any]:
     """Return the values of all states by ``"<parameter>.<state name>"``."""
     check_contract(optimizer)
-    known = {id(parameter) for parameter in named.values()}
-    if any(id(key) not in known for key in optimizer.state):
+    parameter_ids = {id(parameter) for parameter in named.values()}
+    if any(id(key) not in parameter_ids for key in optimizer.state):
         raise ValueError(
             "the optimizer has state that belongs to none of its parameters, which names cannot "
             "say: save it by states={'optimizer': optimizer.state_dict()}"
         )
     states: dict[str, Any] = {}
     for name, parameter in named.items():
-        own = optimizer.state.get(parameter, {})
-        if not isinstance(own, dict):
-            raise TypeError(f"the state of {name!r} is a {type(own).__name__}, not a dict by name")
-        for state, value in own.items():
+        parameter_states = optimizer.state.get(parameter, {})
+        if not isinstance(parameter_states, dict):
+            raise TypeError(
+                f"the state of {name!r} is a {type(parameter_states).__name__}, not a dict by name"
+            )
+        for state, value in parameter_states.items():
             check_state_name(name, state)
             states[f"{name}.{state}"] = value
     return states
@@ -155,9 +157,9 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer type of the first known class in the optimizer's MRO."""
     from ....state._optimizer_state import OptimizerType
 
-    known = set(OptimizerType)
+    kinds = set(OptimizerType)
     names = (c.__name__.lower() for c in type(optimizer).__mro__)
-    return next((name for name in names if name in known), "other")
+    return next((name for name in names if name in kinds), "other")
 
 
 def _state_forms(values: list[Mapping[str, Any]]) -> dict[str, Any]:
@@ -325,8 +327,8 @@ def _is_valid_shape(
     """Return whether a state may have shape `have`: the parameter's, a scalar's, or a factor's."""
     if have == want or have in ((), (1,)):
         return True
-    held = present.get(state)
-    if held is not None and have == tuple(getattr(held, "shape", ())):
+    current = present.get(state)
+    if current is not None and have == tuple(getattr(current, "shape", ())):
         return True
     if not _FACTOR.search(state):
         return False
@@ -362,8 +364,8 @@ def refuse_unfit(
             continue
         want = named[name][0]
         if name in saved:
-            held = tuple(getattr(named[name][1].get(state), "shape", ()))
-            fits = have in (want, (), (1,)) or (saved[name] == want and held in ((), have))
+            current_shape = tuple(getattr(named[name][1].get(state), "shape", ()))
+            fits = have in (want, (), (1,)) or (saved[name] == want and current_shape in ((), have))
         else:
             fits = state not in full or _is_valid_shape(state, have, *named[name])
         if not fits:
@@ -391,15 +393,17 @@ def refuse_unfit(
 
 def _copy_unwritable(arrays: dict[str, Any]) -> dict[str, Any]:
     """Copy arrays that an optimizer cannot change in place: read-only or overlapping ones."""
-    mine = {
+    writable = {
         name: array.copy() if isinstance(array, np.ndarray) and not array.flags.writeable else array
         for name, array in arrays.items()
     }
-    plain = {n: a for n, a in mine.items() if isinstance(a, np.ndarray) and sharable(a)}
-    for _, _, names in clusters(plain):
+    sharable_arrays = {
+        n: a for n, a in writable.items() if isinstance(a, np.ndarray) and sharable(a)
+    }
+    for _, _, names in clusters(sharable_arrays):
         for name in names[1:]:
-            mine[name] = mine[name].copy()
-    return mine
+            writable[name] = writable[name].copy()
+    return writable
 
 
 def _torch_groups(
@@ -410,9 +414,9 @@ def _torch_groups(
     members = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     groups = match_groups(osd.param_groups, osd.learning_rate, optimizer, members)
     start = 0
-    for group, own in zip(groups, members, strict=True):
-        group["params"] = list(range(start, start + len(own)))
-        start += len(own)
+    for group, group_names in zip(groups, members, strict=True):
+        group["params"] = list(range(start, start + len(group_names)))
+        start += len(group_names)
     return groups
 
 
@@ -450,19 +454,19 @@ def optimizer_dict(
     """
     named = _name_parameters(optimizer, names)
     packed_keys = packed_states(osd.param_groups) & osd.keys()
-    taken = {key: value for key, value in osd.items() if key not in packed_keys}
-    shapes = {key: tuple(np.shape(value)) for key, value in taken.items()}
+    entries = {key: value for key, value in osd.items() if key not in packed_keys}
+    shapes = {key: tuple(np.shape(value)) for key, value in entries.items()}
     shapes |= dict.fromkeys(packed_keys, ())
     have = {name: (tuple(p.shape), optimizer.state.get(p, {})) for name, p in named.items()}
     refuse_unfit(shapes, have)
     numbers = number_states(osd.param_groups)
-    tensors = tensors_of(taken if copy else _copy_unwritable(taken), copy=copy)
+    tensors = tensors_of(entries if copy else _copy_unwritable(entries), copy=copy)
     order = {name: i for i, name in enumerate(named)}
     states: dict[int, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         name, _, state = key.rpartition(".")
-        held = optimizer.state.get(named[name], {}).get(state)
-        number = key in numbers if held is None else is_number(held)
+        current = optimizer.state.get(named[name], {}).get(state)
+        number = key in numbers if current is None else is_number(current)
         value = tensor.item() if number and tensor.numel() == 1 else tensor
         states.setdefault(order[name], {})[state] = value
     for key in packed_keys:

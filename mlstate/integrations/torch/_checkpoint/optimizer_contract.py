@@ -96,9 +96,9 @@ def _as_json(value: Any) -> Any:
 
 def encode_value(value: Any, where: str) -> Any:
     """Return the JSON form of a group's value; raise TypeError or ValueError with its path."""
-    plain = _as_json(value)
-    if plain is not NotImplemented:
-        return plain
+    json_value = _as_json(value)
+    if json_value is not NotImplemented:
+        return json_value
     tree = encode(value, where)
     if any(isinstance(array, Shard) for array in tree.arrays.values()):
         raise TypeError(f"{where} contains a DTensor: use a plain tensor")
@@ -137,20 +137,20 @@ def decode_value(form: Any, where: str) -> Any:
         raise malformed(where, error) from None
 
 
-def _restore_value(form: Any, own: Any, where: str, *, tensors: tuple[type, ...]) -> Any:
+def _restore_value(form: Any, current: Any, where: str, *, tensors: tuple[type, ...]) -> Any:
     """Return a saved value. Old checkpoints store tensors as numbers and lists as tuples.
 
     `tensors`: types of forms that may have been tensors, which CUDA graphs need.
     """
     import torch
 
-    if isinstance(form, list) and isinstance(own, list):
+    if isinstance(form, list) and isinstance(current, list):
         return form
     value = decode_value(form, where)
-    if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
-        return value.to(own.device)
-    if isinstance(own, torch.Tensor) and isinstance(form, tensors):
-        return torch.as_tensor(form, dtype=own.dtype, device=own.device)
+    if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.to(current.device)
+    if isinstance(current, torch.Tensor) and isinstance(form, tensors):
+        return torch.as_tensor(form, dtype=current.dtype, device=current.device)
     return value
 
 
@@ -175,8 +175,10 @@ def _has_hooks(optimizer: torch.optim.Optimizer, name: str) -> bool:
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``state_dict()`` may have more than `state` and `param_groups`."""
-    own = isinstance(vars(type(optimizer)).get("state"), property)
-    return own or _overridden(optimizer, "state_dict") or _has_hooks(optimizer, "state_dict")
+    has_property = isinstance(vars(type(optimizer)).get("state"), property)
+    return (
+        has_property or _overridden(optimizer, "state_dict") or _has_hooks(optimizer, "state_dict")
+    )
 
 
 def has_own_loader(optimizer: torch.optim.Optimizer) -> bool:
@@ -224,10 +226,10 @@ def check_contract(optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError if ``state_dict()`` differs from `state` and `param_groups`."""
     if not has_own_state_dict(optimizer):
         return
-    own, plain = _own_state_dict(optimizer), torch_form(optimizer)
-    if equal_values(own, plain):
+    own_dict, torch_dict = _own_state_dict(optimizer), torch_form(optimizer)
+    if equal_values(own_dict, torch_dict):
         return
-    keys = own.keys() - plain.keys() if isinstance(own, dict) else ()
+    keys = own_dict.keys() - torch_dict.keys() if isinstance(own_dict, dict) else ()
     detail = f"has {_listed(sorted(map(str, keys)))} too" if keys else "has other values"
     raise TypeError(
         f"{type(optimizer).__name__} does not keep all of its state in `state` and `param_groups`, "
@@ -290,8 +292,11 @@ def _merge(number: int, indexes: Sequence[int], saved: Sequence[Mapping[str, Any
 
 def _by_position(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> list[int]:
     """Match groups without names of parameters; raise if their lengths differ."""
-    have = [len(group.get("params", own)) for group, own in zip(saved, members, strict=False)]
-    want = [len(own) for own in members]
+    have = [
+        len(group.get("params", members_of))
+        for group, members_of in zip(saved, members, strict=False)
+    ]
+    want = [len(members_of) for members_of in members]
     if len(saved) != len(members) or have != want:
         lengths = [len(group.get("params", ())) for group in saved]
         raise _mismatch(
@@ -309,17 +314,17 @@ def _by_position(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[
 
 def _saved_group(
     number: int,
-    own: Sequence[str],
+    group_names: Sequence[str],
     groups_of: Mapping[str, int],
     saved: Sequence[Mapping[str, Any]],
     count: int,
 ) -> int:
     """Return the saved group that has the values of one of `count` groups; raise if none has."""
-    unknown = [name for name in own if name not in groups_of]
+    unknown = [name for name in group_names if name not in groups_of]
     if unknown:
         raise _mismatch(f"no saved group has {_listed(unknown)} of group {number}", unknown[0])
-    if own:
-        return _merge(number, sorted({groups_of[name] for name in own}), saved)
+    if group_names:
+        return _merge(number, sorted({groups_of[name] for name in group_names}), saved)
     empty = [i for i, group in enumerate(saved) if not group["params"]]
     if not empty:
         raise _mismatch(f"group {number} has no parameters, and no saved group is empty")
@@ -341,11 +346,11 @@ def _by_name(
     if absent and scope.strict and scope.complete:
         raise _mismatch(f"the optimizer lacks {_listed(absent)}", absent[0])
     matches: list[int | None] = []
-    for number, own in enumerate(members):
+    for number, group_names in enumerate(members):
         try:
-            matches.append(_saved_group(number, own, groups_of, saved, len(members)))
+            matches.append(_saved_group(number, group_names, groups_of, saved, len(members)))
         except CompatibilityError as error:
-            unlisted = [name for name in own if name not in groups_of]
+            unlisted = [name for name in group_names if name not in groups_of]
             if scope.strict and not (unlisted and scope.recorded.issuperset(unlisted)):
                 raise
             warnings.warn(f"group {number} keeps its own values: {error}", stacklevel=2)
@@ -372,25 +377,25 @@ def set_state(
 
 
 def _with_defaults(
-    optimizer: torch.optim.Optimizer, values: dict[str, Any], own: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, values: dict[str, Any], defaults_group: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Add the values that torch sets when a saved group lacks them; warn of further ones."""
     if not has_own_loader(optimizer):
         group = {**values, "params": []}
         set_state(optimizer, {}, [group])
         values = _values_of(group)
-    kept = {
+    unsaved = {
         key: value
-        for key, value in _values_of(own).items()
+        for key, value in _values_of(defaults_group).items()
         if key not in values and (key in optimizer.defaults or _as_json(value) is NotImplemented)
     }
-    if kept:
+    if unsaved:
         warnings.warn(
-            f"the checkpoint lacks {_listed(kept)} of the optimizer's groups, which keep "
+            f"the checkpoint lacks {_listed(unsaved)} of the optimizer's groups, which keep "
             "their values",
             stacklevel=2,
         )
-    return {**values, **kept}
+    return {**values, **unsaved}
 
 
 def _refuse_ambiguous_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -423,17 +428,17 @@ def match_groups(
             own_values[0]["lr"] = rate
         return own_values
     numbered = _is_numbered(saved)
-    found = _by_position(saved, members) if numbered else _by_name(saved, members, scope)
+    matches = _by_position(saved, members) if numbered else _by_name(saved, members, scope)
     matched = []
-    for own, index in zip(groups, found, strict=True):
+    for own_group, index in zip(groups, matches, strict=True):
         if index is None:
-            matched.append(_values_of(own))
+            matched.append(_values_of(own_group))
             continue
         group, where = saved[index], f"param_groups[{index}]"
         tensors = () if EXACT in group else _NUMBERS if group.get("capturable") else (list,)
         values = {
-            key: _restore_value(form, own.get(key), f"{where}[{key!r}]", tensors=tensors)
+            key: _restore_value(form, own_group.get(key), f"{where}[{key!r}]", tensors=tensors)
             for key, form in _values_of(group).items()
         }
-        matched.append(_with_defaults(optimizer, values, own))
+        matched.append(_with_defaults(optimizer, values, own_group))
     return matched

@@ -52,11 +52,11 @@ def _copy_tensor(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     milliseconds if processors are busy.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    made = _allocate_like(tensor, device)
-    if made.device.type == tensor.device.type == "cpu" and tensor.is_contiguous():
-        np.copyto(_bytes_of(made), _bytes_of(tensor))
-        return made
-    return made.copy_(tensor)
+    copy = _allocate_like(tensor, device)
+    if copy.device.type == tensor.device.type == "cpu" and tensor.is_contiguous():
+        np.copyto(_bytes_of(copy), _bytes_of(tensor))
+        return copy
+    return copy.copy_(tensor)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
@@ -88,9 +88,9 @@ def tensors_of_optimizer(
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         f"{names[id(parameter)]}.{state}": value
-        for parameter, own in optimizer.state.items()
+        for parameter, states in optimizer.state.items()
         if id(parameter) in names
-        for state, value in own.items()
+        for state, value in states.items()
     }
 
 

@@ -82,10 +82,10 @@ class Link(ExchangeLink):
             return
         from torch.distributed.distributed_c10d import AllToAllOptions
 
-        mine = [[*parts] for parts in (receives, sends)]
-        for parts in mine:
+        pending = [[*parts] for parts in (receives, sends)]
+        for parts in pending:
             parts[self.rank] = parts[self.rank][:0]
-        self.wait(self._group.alltoall(*mine, self._timed(AllToAllOptions())))
+        self.wait(self._group.alltoall(*pending, self._timed(AllToAllOptions())))
 
     def _messages(
         self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]

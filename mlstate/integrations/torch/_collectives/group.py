@@ -70,8 +70,8 @@ def _put(flat: torch.Tensor, place: Any) -> None:
         return
     if not place.nbytes:
         return
-    known = place.dtype.newbyteorder("=") if flat.dtype.itemsize > 1 else place.dtype
-    place[...] = as_bytes(flat.cpu()).numpy().view(known).reshape(place.shape)
+    native = place.dtype.newbyteorder("=") if flat.dtype.itemsize > 1 else place.dtype
+    place[...] = as_bytes(flat.cpu()).numpy().view(native).reshape(place.shape)
 
 
 @set_module("mlstate.integrations.torch")
@@ -159,11 +159,9 @@ class TorchGroup(Engine):
 
     # ---- call order ----
 
-    def _run(self, call: Call, task: Callable[[], Any]) -> Any:
-        """Run an asynchronous operation on a device in the current stream."""
-        if call.async_op and call.device is not None and call.device.type != "cpu":
-            return self._operations.run_at_once(call.name, task)
-        return super()._run(call, task)
+    def _runs_at_once(self, call: Call) -> bool:
+        """Run operations on a device in the current stream."""
+        return call.device is not None and call.device.type != "cpu"
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
         link = Link(self._group, self._device, call.seconds)
@@ -183,18 +181,18 @@ class TorchGroup(Engine):
 
     def _compare_calls(self, link: Link, call: Call) -> None:
         """Compare the calls of all ranks; raise CollectiveError on every rank if they differ."""
-        mine = f"{call.name} {call.text}".strip()
-        told = link.gather_bytes(json.dumps([mine, *call.rows]).encode(), None)
-        calls = [json.loads(text) for text in told or ()]
+        own_call = f"{call.name} {call.text}".strip()
+        replies = link.gather_bytes(json.dumps([own_call, *call.rows]).encode(), None)
+        calls = [json.loads(text) for text in replies or ()]
         for rank, (other, *_) in enumerate(calls):
-            if other != mine:
-                what = f"this rank called {mine!r}, rank {rank} {other!r}"
-                what += "; all ranks must make the same call"
-                raise failed(call.name, link.rank, what)
+            if other != own_call:
+                reason = f"this rank called {own_call!r}, rank {rank} {other!r}"
+                reason += "; all ranks must make the same call"
+                raise failed(call.name, link.rank, reason)
         for rank, to, sent, expected in _rows_between(calls) if call.rows else ():
             if sent != expected:
-                what = f"rank {rank} sends {sent} rows to rank {to}, which expects {expected}"
-                raise failed(call.name, link.rank, what)
+                reason = f"rank {rank} sends {sent} rows to rank {to}, which expects {expected}"
+                raise failed(call.name, link.rank, reason)
 
     def _explain_error(
         self, call: Call, peer: int | None, ended: str, error: RuntimeError
@@ -203,16 +201,16 @@ class TorchGroup(Engine):
         text = " ".join(str(error).split())
         who = None if peer is None else f"rank {peer}"
         if ended:
-            what = f"this group was {ended} meanwhile"
+            reason = f"this group was {ended} meanwhile"
         elif "imed out" in text or "imeout" in text:
             limit = "the group's timeout" if call.seconds is None else f"{call.seconds:g} s"
-            what = (
+            reason = (
                 f"not done after {limit}: {who or 'a rank'} did not call it, is slow, or is gone; "
                 f"pass a larger timeout= or look there ({text[:300]})"
             )
         else:
-            what = f"{who or 'another rank'} is gone, or called something else ({text[:300]})"
-        return failed(call.name, self._rank, f"{what}; the group is unusable: create a new one")
+            reason = f"{who or 'another rank'} is gone, or called something else ({text[:300]})"
+        return failed(call.name, self._rank, f"{reason}; the group is unusable: create a new one")
 
     # ---- memory ----
 

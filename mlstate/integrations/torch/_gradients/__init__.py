@@ -6,7 +6,6 @@ from .accumulate import item_bytes as item_bytes
 from .accumulate import norm_partial as norm_partial
 from .accumulate import readable as readable
 from .accumulate import tensor_in as tensor_in
-from .backward import begin_pass as begin_pass
 from .backward import hook_module as hook_module
 from .backward import parameters_of as parameters_of
 from .backward import reduce_on_device as reduce_on_device

@@ -81,6 +81,23 @@ class ModuleHooks(Hooks):
                 self._handles.append(_NodeHook(node, before))
         self._make_live()
 
+    def begin_pass(self, on_end: Callable[[], None], rank: int) -> weakref.ref[Any]:
+        """Call a function at the end of the running backward pass, unless an error aborts the pass.
+
+        Returns a weak reference that is dead after the pass.
+        """
+        if _is_inside_another():
+            error = CollectiveError(
+                f"backward pass on rank {rank}: its first gradient came from a pass inside "
+                "another one, which ends before all gradients are computed; for activation "
+                "checkpointing pass use_reentrant=False"
+            )
+            error.name, error.rank = "backward pass", rank
+            raise error
+        callback = partial(on_end)  # only torch refers to it
+        call_at_end(callback)
+        return weakref.ref(callback)
+
     def outdated(self) -> str:
         """Return why gradients of the module would stay unreduced, or an empty string."""
         change = self.bindings.change()
@@ -287,24 +304,6 @@ class PassErrors:
             for error in others:
                 first.add_note(str(error))
             raise first
-
-
-def begin_pass(on_end: Callable[[], None], rank: int) -> weakref.ref[Any]:
-    """Call a function at the end of the running backward pass, unless an error aborts the pass.
-
-    Returns a weak reference that is dead after the pass.
-    """
-    if _is_inside_another():
-        error = CollectiveError(
-            f"backward pass on rank {rank}: its first gradient came from a pass inside another "
-            "one, which ends before all gradients are computed; for activation checkpointing pass "
-            "use_reentrant=False"
-        )
-        error.name, error.rank = "backward pass", rank
-        raise error
-    callback = partial(on_end)  # only torch refers to it
-    call_at_end(callback)
-    return weakref.ref(callback)
 
 
 def _is_inside_another() -> bool:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ...._common.set_module import set_module
 from ....collectives._arguments import dtype_name, failed
 from ....collectives._engine import OperationQueue
-from ....fsdp._consistency_check import IDLE, ConsistencyCheck
 from ....fsdp._gradient_ops import norm_partials
+from ....fsdp._reducer import IDLE, REFUSED, ConsistencyCheck
 from .backward import PassErrors, check_reduction
 
 if TYPE_CHECKING:
@@ -174,9 +174,8 @@ class _Buckets:
         settings = {"op": "mean", "divide_by_initial_world_size": divides_by_all}
         check = ConsistencyCheck(self._group, self._timeout, settings)
         check.sequence = index
-        headers, count = check.exchange_buckets(
-            facts, {}, len(bad), is_refused=bool(bad), is_idle=current.is_idle
-        )
+        flags = (REFUSED if bad else 0) | (IDLE if current.is_idle else 0)
+        headers, count = check.exchange_buckets(facts, {}, len(bad), flags)
         if count:
             active = [header for header in headers if not header.flags & IDLE]
             self._average(buffer, len(headers) if divides_by_all else len(active))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
 from ....errors import CollectiveError
-from ....fsdp._bucket import Entry, FullBucket, Reducer, Terms
-from ....fsdp._reduction_session import ReductionSession
+from ....fsdp._bucket import Entry, FullBucket, Terms
+from ....fsdp._reducer import Reducer, Session
 from ....fsdp._sharding_unit import FSDPShardingUnit
 from .backward import PassErrors, check_reduction
 
@@ -114,7 +114,7 @@ class _Reduction:
     def __init__(self, group: Any, nonfinite: str, timeout: float | None) -> None:
         self._group = group
         self._terms = Terms(nonfinite=nonfinite)
-        self._reducer = Reducer(group, timeout)
+        self._reducer = Reducer(group, self._terms, {"nonfinite": nonfinite}, timeout=timeout)
         self._free: dict[Any, torch.Tensor] = {}
         self._errors: weakref.ref[PassErrors] | None = None  # dead after the backward pass
 
@@ -139,7 +139,7 @@ class _Reduction:
         unit.local_gradient = out
         rest: list[Entry] | None = [Entry(unit, source)]
         terms = self._terms._replace(divisor=divisor)
-        session = ReductionSession(self._reducer, {"nonfinite": terms.nonfinite})
+        session = Session(self._reducer)
         try:
             while rest:
                 _, rest = session.reduce([FullBucket(rest, terms)], rest)

@@ -35,17 +35,17 @@ def torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:
         return source.dtype
     if isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(found, torch.dtype):
+    attribute = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(attribute, torch.dtype):
         import numpy as np
 
         dtype = np.dtype(dtype)  # raises TypeError if NumPy has no such dtype either
-        found = getattr(torch, name_of(dtype), None)
-    if not isinstance(found, torch.dtype):
+        attribute = getattr(torch, name_of(dtype), None)
+    if not isinstance(attribute, torch.dtype):
         from ....errors import CompatibilityError
 
         raise CompatibilityError(f"torch has no dtype '{name_of(dtype)}'")
-    return found
+    return attribute
 
 
 def torch_has(name: str) -> bool:

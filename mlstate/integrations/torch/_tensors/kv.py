@@ -33,7 +33,7 @@ def _fits(length: int, move: KVMove, position: int) -> bool:
     return position <= move.target_length and (move.compact or length <= move.target_length)
 
 
-def _are_plain(source: torch.Tensor, out: Any) -> bool:
+def _are_core_readable(source: torch.Tensor, out: Any) -> bool:
     """Return whether the core can read and write both, and autograd records neither."""
     return (
         _core.is_plain(source, False)
@@ -67,11 +67,11 @@ def _check_out(out: torch.Tensor, source: torch.Tensor, move: KVMove, *, is_exac
     """Raise CompatibilityError if `out` has a wrong shape or, if `is_exact`, another dtype."""
     from ....errors import CompatibilityError
 
-    wanted = with_length(source.shape, move.seq_axis, move.target_length)
+    expected = with_length(source.shape, move.seq_axis, move.target_length)
     error = None
-    if tuple(out.shape) != wanted:
-        error = CompatibilityError(f"out: the target has shape {tuple(out.shape)}, not {wanted}")
-        error.expected, error.got = str(wanted), str(tuple(out.shape))
+    if tuple(out.shape) != expected:
+        error = CompatibilityError(f"out: the target has shape {tuple(out.shape)}, not {expected}")
+        error.expected, error.got = str(expected), str(tuple(out.shape))
     elif is_exact and move.dtype != out.dtype:
         have, want = name_of(out.dtype), name_of(move.dtype)
         error = CompatibilityError(f"out is {have}, but dtype asks for {want}: pass one of them")
@@ -83,9 +83,9 @@ def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) ->
     """Raise the core's error for an unsupported conversion or padding value."""
     import torch
 
-    nothing = torch.empty((0, 0, 0, 0), dtype=source.dtype)
-    if plain_memory(nothing):  # false under torch.func, even for a new tensor
-        _core.kv_move(nothing, KVMove(0, 0, pad_value=pad_value, dtype=name_of(dtype)), None)
+    empty = torch.empty((0, 0, 0, 0), dtype=source.dtype)
+    if plain_memory(empty):  # false under torch.func, even for a new tensor
+        _core.kv_move(empty, KVMove(0, 0, pad_value=pad_value, dtype=name_of(dtype)), None)
 
 
 def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
@@ -107,7 +107,7 @@ def move_kv(source: torch.Tensor, move: KVMove, out: Any) -> Any:
     import torch
 
     compiling = torch.compiler.is_compiling()
-    if out is not None and move.dtype is None and not compiling and _are_plain(source, out):
+    if out is not None and move.dtype is None and not compiling and _are_core_readable(source, out):
         _core.kv_move(source, move, out)
         if isinstance(out, torch.Tensor):
             note_written([out])
@@ -143,12 +143,12 @@ def move_kv(source: torch.Tensor, move: KVMove, out: Any) -> Any:
         if out is not None:
             _check_out(out, source, resolved, is_exact=move.dtype is not None)
         return _move_with_torch(source, resolved, out)
-    plain = source.detach().resolve_conj().resolve_neg()
+    detached = source.detach().resolve_conj().resolve_neg()
     target = result_dtype(name_of(dtype), out)
     if converts(name_of(source.dtype), target):
-        plain = _convert_tokens(plain[along(axis, None, position)], target)
+        detached = _convert_tokens(detached[along(axis, None, position)], target)
     if move.dtype is not None:
         move = move._replace(dtype=name_of(dtype))
     if out is None:
-        return torch.from_numpy(_core.kv_move(plain, move, None)).view(dtype)
-    return write_into(out, lambda target: _core.kv_move(plain, move, target))
+        return torch.from_numpy(_core.kv_move(detached, move, None)).view(dtype)
+    return write_into(out, lambda target: _core.kv_move(detached, move, target))

@@ -48,7 +48,7 @@ def _attributes(state: Any) -> Any:
     return (*attributes[:-1], slots)
 
 
-def _is_plain(dtype: NumpyDType) -> bool:
+def _is_portable(dtype: NumpyDType) -> bool:
     """Return whether elements are portable bytes: no references, no external storage."""
     legacy = bool(getattr(type(dtype), "_legacy", True))
     return dtype.itemsize > 0 and not dtype.hasobject and legacy
@@ -65,16 +65,16 @@ def _encode_array(value: Any) -> tuple[Any, NDArray] | None:
     """Return how an array is stored, and an array for torch; None if NumPy must store it."""
     array = np.asarray(value)
     dtype = array.dtype
-    known = name_of(dtype)
-    if not torch_has(known) or not dtype.isnative:
-        if not _is_plain(dtype):
+    label = name_of(dtype)
+    if not torch_has(label) or not dtype.isnative:
+        if not _is_portable(dtype):
             return None
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return (_dtype_text(dtype), array.shape), flat
     if not sharable(array):
         array = array.copy()
-    if known in PICKLED:
-        return (_dtype_text(dtype), None), array.view(PICKLED[known])
+    if label in PICKLED:
+        return (_dtype_text(dtype), None), array.view(PICKLED[label])
     return "array" if isinstance(value, np.ndarray) else "scalar", array
 
 
@@ -88,19 +88,19 @@ def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     values = dict(state)
     forms: dict[str, Any] = {}
     arrays: dict[str, NDArray] = {}
-    made: dict[int, tuple[Any, NDArray] | None] = {}  # by id: keeps tied arrays tied
+    encoded: dict[int, tuple[Any, NDArray] | None] = {}  # by id: keeps tied arrays tied
     for name, value in values.items():
         if isinstance(value, np.ndarray | np.generic):
-            if id(value) not in made:
-                made[id(value)] = _encode_array(value)
-            found = made[id(value)]
-            if found is not None:
-                forms[name], arrays[name] = found
+            if id(value) not in encoded:
+                encoded[id(value)] = _encode_array(value)
+            pair = encoded[id(value)]
+            if pair is not None:
+                forms[name], arrays[name] = pair
     values.update(share(arrays, pack=True))
     kind = type(state)
-    known = _own_classes().get(kind.__name__)
+    own_class = _own_classes().get(kind.__name__)
     return restore_state, (
-        kind.__name__ if kind is known else kind,
+        kind.__name__ if kind is own_class else kind,
         _attributes(state),
         values,
         forms,
@@ -149,20 +149,20 @@ def restore_state(
     `forms` has the forms of values that were not tensors: ``"array"``, ``"scalar"``, or (dtype,
     shape) of a value stored as bytes; shape is None for one stored as integers of the same size.
     """
-    found = _own_classes().get(kind) if isinstance(kind, str) else kind
-    if not (isinstance(found, type) and issubclass(found, _core.StateDict)):
+    state_class = _own_classes().get(kind) if isinstance(kind, str) else kind
+    if not (isinstance(state_class, type) and issubclass(state_class, _core.StateDict)):
         raise TypeError(
             f"the file has a state dict of class {kind!r}, which is not an mlstate class"
         )
     restored: dict[str, Any] = {}
-    made: dict[int, Any] = {}
+    decoded: dict[int, Any] = {}
     for name, value in values.items():
         if name in forms:
-            if id(value) not in made:
-                made[id(value)] = _decode_array(name, forms[name], value)
-            value = made[id(value)]
+            if id(value) not in decoded:
+                decoded[id(value)] = _decode_array(name, forms[name], value)
+            value = decoded[id(value)]
         restored[name] = value
-    state: Any = found.__new__(found)
+    state: Any = state_class.__new__(state_class)
     _core.StateDict.update(state, restored)
     if attributes is not None:
         state.__setstate__(attributes)

@@ -108,8 +108,8 @@ def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
     if dtype in SHARED:
         array: NDArray = tensor.numpy()
     else:
-        known = stored_dtype(dtype)
-        array = tensor.view(getattr(torch, VIEWED[dtype])).numpy().view(known)
+        array_dtype = stored_dtype(dtype)
+        array = tensor.view(getattr(torch, VIEWED[dtype])).numpy().view(array_dtype)
     # Elements that share memory (from expand()): a write to one would change others.
     if not array.flags.c_contiguous and overlaps_itself(array):
         array.flags.writeable = False
@@ -176,13 +176,13 @@ def arrays_of(state: torch.nn.Module | Mapping[str, Any]) -> dict[str, Any]:
             "from_torch takes a torch.nn.Module or a mapping of str to tensors, "
             f"got {type(state).__name__}"
         )
-    refuse_given_away(plain := dict(state))
-    made: dict[int, Any] = {}
+    refuse_given_away(tensors := dict(state))
+    arrays_by_id: dict[int, Any] = {}
     arrays = {}
-    for name, value in plain.items():
-        if id(value) not in made:
-            made[id(value)] = _array_of(name, value)
-        arrays[name] = made[id(value)]
+    for name, value in tensors.items():
+        if id(value) not in arrays_by_id:
+            arrays_by_id[id(value)] = _array_of(name, value)
+        arrays[name] = arrays_by_id[id(value)]
     return arrays
 
 
@@ -231,10 +231,10 @@ def clusters(arrays: Mapping[str, NDArray]) -> Iterator[tuple[int, int, list[str
 
     Strides must not be negative.
     """
-    extents = sorted((*_extent(array), name) for name, array in arrays.items())
+    address_ranges = sorted((*_extent(array), name) for name, array in arrays.items())
     start = end = -1
     names: list[str] = []
-    for low, high, name in extents:
+    for low, high, name in address_ranges:
         if low >= end and names:
             yield start, end, names
             names = []
@@ -260,10 +260,10 @@ def tensor_over(array: NDArray) -> torch.Tensor:
     """Return a tensor over an array that torch can share."""
     import torch
 
-    plain = _view_integers(array)
-    if not plain.flags.writeable:
-        plain = np.asarray(_Writable(plain, plain.__array_interface__, _address(plain)))
-    tensor = torch.from_numpy(plain)
+    integers = _view_integers(array)
+    if not integers.flags.writeable:
+        integers = np.asarray(_Writable(integers, integers.__array_interface__, _address(integers)))
+    tensor = torch.from_numpy(integers)
     dtype = array.dtype
     return tensor.view(getattr(torch, name_of(dtype))) if _is_viewed(dtype) else tensor
 
@@ -297,12 +297,12 @@ def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, tor
         if len(members) > 1 and all(
             (_address(array) - start) % array.itemsize == 0 for array in members
         ):
-            made = _tensors_over_one(start, end, members)
+            shared_tensors = _tensors_over_one(start, end, members)
         elif pack and len(members) == 1 and end - start > members[0].nbytes:
-            made = [tensor_over(members[0].copy())]
+            shared_tensors = [tensor_over(members[0].copy())]
         else:
-            made = [tensor_over(array) for array in members]
-        tensors.update(zip(names, made, strict=True))
+            shared_tensors = [tensor_over(array) for array in members]
+        tensors.update(zip(names, shared_tensors, strict=True))
     return {name: tensors[first[id(array)]] for name, array in arrays.items()}
 
 
@@ -364,10 +364,10 @@ def tensors_of(state: Mapping[str, Any], *, copy: bool = False) -> dict[str, tor
 
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, NDArray] = {}
-    made: dict[int, NDArray] = {}
-    known: set[NumpyDType] = set()
-    taken = dict(state)
-    for name, value in taken.items():
+    tensors_by_id: dict[int, NDArray] = {}
+    checked: set[NumpyDType] = set()
+    entries = dict(state)
+    for name, value in entries.items():
         if isinstance(value, torch.Tensor) or (
             not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__dlpack__")
         ):
@@ -376,15 +376,15 @@ def tensors_of(state: Mapping[str, Any], *, copy: bool = False) -> dict[str, tor
             )
             tensors[name] = tensor.detach().clone() if copy else tensor.detach()
             continue
-        if copy or id(value) not in made:
+        if copy or id(value) not in tensors_by_id:
             array = np.asarray(value)
-            if array.dtype not in known:
+            if array.dtype not in checked:
                 if not torch_has(name_of(array.dtype)):
                     raise _dtype_error(name, array.dtype)
-                known.add(array.dtype)
+                checked.add(array.dtype)
             if copy or not sharable(array):
                 array = array.astype(array.dtype.newbyteorder("="), order="K", copy=True)
-            made[id(value)] = array
-        arrays[name] = made[id(value)]
+            tensors_by_id[id(value)] = array
+        arrays[name] = tensors_by_id[id(value)]
     tensors.update(share(arrays))
-    return {name: tensors[name] for name in taken}
+    return {name: tensors[name] for name in entries}

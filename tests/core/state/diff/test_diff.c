@@ -41,16 +41,16 @@ static bool finds(mls_dtype dtype, const void *a, const void *b, mls_diff_result
     }
     bool right_so = true;
     EACH_CPU (cpu) {
-        mls_diff_result one = {0}, all = {0}, turned = {0};
+        mls_diff_result single = {0}, repeated = {0}, turned = {0};
         const mls_diff_run run = mls_diff_of(cpu)->run[dtype];
-        mls_diff_result wanted = expected;
-        run(a, b, 1, &one);
+        mls_diff_result reference = expected;
+        run(a, b, 1, &single);
         run(b, a, 1, &turned);
-        run(left + 1, right + 3, many, &all);
-        right_so = right_so && equal(one, wanted) && equal(turned, wanted);
-        wanted.changed *= many;
-        wanted.nan *= many;
-        right_so = right_so && equal(all, wanted);
+        run(left + 1, right + 3, many, &repeated);
+        right_so = right_so && equal(single, reference) && equal(turned, reference);
+        reference.changed *= many;
+        reference.nan *= many;
+        right_so = right_so && equal(repeated, reference);
     }
     return right_so;
 }
@@ -154,7 +154,7 @@ TEST(complex_numbers_differ_by_a_modulus)
     static const struct {
         complex_pair a, b;
         mls_diff_result expected;
-    } known[] = {
+    } cases[] = {
         {{3, 4}, {3, 4}, {0}},
         {{3, 4}, {0, 0}, {1, 0, 5, 1}},
         {{3, 4}, {-3, -4}, {1, 0, 10, 2}},
@@ -166,8 +166,8 @@ TEST(complex_numbers_differ_by_a_modulus)
         {{3e38F, 0}, {-3e38F, 0}, {1, 0, 2 * (double)3e38F, 2}},
         {{0x1p-149F, 0}, {0, 0}, {1, 0, 0x1p-149, 1}},
     };
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
-        CHECK(finds(MLS_C64, &known[i].a, &known[i].b, known[i].expected));
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        CHECK(finds(MLS_C64, &cases[i].a, &cases[i].b, cases[i].expected));
     }
 }
 
@@ -178,7 +178,7 @@ TEST(eight_bit_floats_are_decoded)
         mls_dtype dtype;
         uint8_t code;
         double value;
-    } known[] = {
+    } cases[] = {
         {MLS_F8_E4M3, 0x00, 0},          {MLS_F8_E4M3, 0x01, 0x1p-9},
         {MLS_F8_E4M3, 0x07, 7 * 0x1p-9}, {MLS_F8_E4M3, 0x08, 0x1p-6},
         {MLS_F8_E4M3, 0x38, 1},          {MLS_F8_E4M3, 0x7E, 448},
@@ -196,15 +196,15 @@ TEST(eight_bit_floats_are_decoded)
                                                   [MLS_F8_E8M0] = 0x7F,
                                                   [MLS_F8_E4M3FNUZ] = 0x40,
                                                   [MLS_F8_E5M2FNUZ] = 0x40};
-    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
-        const double value = known[i].value, distance = fabs(value - 1);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const double value = cases[i].value, distance = fabs(value - 1);
         const double largest = fabs(value) > 1 ? fabs(value) : 1;
-        const uint8_t one = ones[known[i].dtype];
+        const uint8_t one = ones[cases[i].dtype];
         mls_diff_result expected = {0};
-        if (known[i].code != one) {
+        if (cases[i].code != one) {
             expected = apart(distance, isinf(value) ? INF : distance / largest);
         }
-        CHECK(finds(known[i].dtype, &known[i].code, &one, expected));
+        CHECK(finds(cases[i].dtype, &cases[i].code, &one, expected));
     }
     FINDS(MLS_F8_E4M3, uint8_t, 0x7F, 0x38, one_nan());
     FINDS(MLS_F8_E4M3, uint8_t, 0x7F, 0xFF, same());
@@ -223,10 +223,10 @@ TEST(eight_bit_floats_are_decoded)
 static bool run_agrees(const mls_diff_kernels *k, int dtype, size_t a, size_t b,
                        size_t count, mls_diff_result start)
 {
-    mls_diff_result expected = start, found = start;
+    mls_diff_result expected = start, actual = start;
     mls_diff_of(MLS_CPU_SCALAR)->run[dtype](left + a, right + b, count, &expected);
-    k->run[dtype](left + a, right + b, count, &found);
-    return equal(expected, found);
+    k->run[dtype](left + a, right + b, count, &actual);
+    return equal(expected, actual);
 }
 
 /* One set, one dtype: all lengths around the widths of vectors and blocks, unaligned. */
@@ -326,16 +326,16 @@ TEST(every_set_keeps_the_rounding)
     fill_random(right, sizeof right, 46);
     EACH_VECTOR_CPU (cpu) {
         for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
-            mls_diff_result usual = {0}, found = {0};
+            mls_diff_result usual = {0}, actual = {0};
             const mls_diff_run run = mls_diff_of(cpu)->run[dtype];
             const mls_diff_run oracle = mls_diff_of(MLS_CPU_SCALAR)->run[dtype];
             run(left, right, 4100, &usual);
             fesetround(FE_TOWARDZERO);
-            run(left, right, 4100, &found);
+            run(left, right, 4100, &actual);
             const int rounding = fegetround();
             fesetround(FE_TONEAREST);
             CHECK(rounding == FE_TOWARDZERO);
-            CHECK(run == oracle || equal(usual, found));
+            CHECK(run == oracle || equal(usual, actual));
         }
     }
 }
@@ -470,13 +470,13 @@ TEST(any_two_views_are_compared_element_by_element)
             b.swapped = p / 2 % 2 == 1;
             b.strides[0] = t[0], b.strides[1] = t[1];
             const mls_diff_pair pair = {&a, &b};
-            mls_diff_result found = {9, 9, 9, 9};
+            mls_diff_result actual = {9, 9, 9, 9};
             CHECK(mls_diff_check(&a, &b, &status) == MLS_OK);
-            CHECK(mls_diff(mls_diff_of(best_cpu()), NULL, &pair, 1, &found, &status) ==
+            CHECK(mls_diff(mls_diff_of(best_cpu()), NULL, &pair, 1, &actual, &status) ==
                   MLS_OK);
-            CHECK(equal(found, expect(&a, &b)));
+            CHECK(equal(actual, expect(&a, &b)));
             CHECK(mls_diff_same(mls_diff_of(best_cpu()), NULL, &pair, 1) ==
-                  (found.changed == 0));
+                  (actual.changed == 0));
         }
     }
 }
@@ -489,11 +489,11 @@ TEST(empty_and_scalar_tensors_compare)
     mls_tensor none = {.dtype = MLS_F32, .rank = 2, .shape = {0, SIZE_MAX}};
     const mls_diff_pair pairs[] = {{&none, &none}, {&a, &b}, {&a, &a}};
     const mls_diff_kernels *k = mls_diff_of(best_cpu());
-    mls_diff_result found[3];
+    mls_diff_result actual[3];
     CHECK(mls_diff_check(&none, &none, &status) == MLS_OK);
-    CHECK(mls_diff(k, NULL, pairs, 3, found, &status) == MLS_OK);
-    CHECK(equal(found[0], same()) && equal(found[2], same()));
-    CHECK(equal(found[1], apart(1, 0.5)));
+    CHECK(mls_diff(k, NULL, pairs, 3, actual, &status) == MLS_OK);
+    CHECK(equal(actual[0], same()) && equal(actual[2], same()));
+    CHECK(equal(actual[1], apart(1, 0.5)));
     CHECK(mls_diff(k, NULL, NULL, 0, NULL, &status) == MLS_OK);
     CHECK(mls_diff_same(k, NULL, NULL, 0) && mls_diff_same(k, NULL, pairs, 1));
     CHECK(!mls_diff_same(k, NULL, pairs, 2));
@@ -511,11 +511,12 @@ TEST(views_may_share_memory)
     mls_tensor turned = a;
     turned.swapped = true;
     const mls_diff_pair pairs[] = {{&a, &b}, {&a, &a}, {&a, &turned}};
-    mls_diff_result found[3];
-    REQUIRE(mls_diff(mls_diff_of(best_cpu()), NULL, pairs, 3, found, &status) == MLS_OK);
-    CHECK(found[0].changed == 999 && found[0].max_abs == 1.0 && found[0].max_rel == 1.0);
-    CHECK(equal(found[1], same()));
-    CHECK(found[2].changed == 998); /* 0 is the same in both byte orders */
+    mls_diff_result actual[3];
+    REQUIRE(mls_diff(mls_diff_of(best_cpu()), NULL, pairs, 3, actual, &status) == MLS_OK);
+    CHECK(actual[0].changed == 999 && actual[0].max_abs == 1.0 &&
+          actual[0].max_rel == 1.0);
+    CHECK(equal(actual[1], same()));
+    CHECK(actual[2].changed == 998); /* 0 is the same in both byte orders */
 }
 
 TEST(shape_dtype_and_count_are_checked)
@@ -539,7 +540,7 @@ TEST(shape_dtype_and_count_are_checked)
 /* ---- threads ---- */
 
 /* Arrays large enough to be divided, not a multiple of a part; and small ones. */
-TEST(threads_find_what_one_finds)
+TEST(threads_compute_the_same_differences)
 {
     const size_t shapes[][2] = {{1000, 1003}, {1, 5}, {3, 70000}, {0, 4}, {1, 131072}};
     enum { PAIRS = sizeof shapes / sizeof shapes[0] };
@@ -605,7 +606,7 @@ TEST(the_search_for_a_difference_stops_early)
 }
 
 /* More parts than memory could list; strides of 0 make such a view possible. */
-TEST(too_many_parts_are_an_error_and_change_nothing)
+TEST(too_many_parts_raise_an_error_and_leave_the_results)
 {
     mls_tensor a = {.data = memory[0],
                     .dtype = MLS_U8,

@@ -1,10 +1,10 @@
 /* py_info: the table of dtypes, and the decisions about copies, for mlstate.info(). */
-#include "common/array_view.h"
+#include "arguments/results.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
 #include "common/module_state.h"
-#include "common/results.h"
 
 #include "array/copy/measure_copies.h"
 

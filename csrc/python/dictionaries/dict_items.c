@@ -4,10 +4,10 @@
  * code runs. So its entries are copied at once, with their own references, and all other
  * functions use the copy.
  */
-#include "common/dict_items.h"
+#include "dictionaries/dict_items.h"
 
-#include "common/args.h"
-#include "common/array_view.h"
+#include "arguments/args.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/gil.h"
 #include "common/module_state.h"
@@ -51,7 +51,7 @@ static void refuse_value(PyObject *key, PyObject *value)
 }
 
 /* Other entries need mlspy_check_entry. */
-bool mlspy_entry_is_plain(PyObject *key, PyObject *value)
+bool mlspy_entry_needs_no_check(PyObject *key, PyObject *value)
 {
     return PyUnicode_CheckExact(key) && PyUnicode_IS_COMPACT_ASCII(key) &&
            PyArray_CheckExact(value) &&
@@ -62,7 +62,7 @@ bool mlspy_entry_is_plain(PyObject *key, PyObject *value)
 PyObject *mlspy_check_entry(PyObject *key, PyObject *value)
 {
     mls_str name;
-    if (mlspy_entry_is_plain(key, value)) {
+    if (mlspy_entry_needs_no_check(key, value)) {
         return Py_NewRef(key);
     }
     if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) {

@@ -1,7 +1,7 @@
 /* array_alloc: allocate arrays for the tensors of files. */
-#include "common/array_alloc.h"
+#include "array/array_alloc.h"
 
-#include "common/array_view.h"
+#include "array/array_view.h"
 
 /* Return a new reference to a descriptor. Cached, because finding ml_dtypes takes longer
  * than making an array, in particular if it is not installed. */

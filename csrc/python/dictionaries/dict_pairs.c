@@ -1,19 +1,18 @@
 /* dict_pairs: the entries of two dicts in pairs, their differences as lists, and views.
  *
- * Source and target are each copied at one moment, and the core pairs their names. The
- * pairs hold references to all arrays, so later changes of the dicts do not matter.
+ * Source and target are each copied at one moment, and then paired by name. The pairs
+ * hold references to all arrays, so later changes of the dicts do not matter.
  */
-#include "common/dict_pairs.h"
+#include "dictionaries/dict_pairs.h"
 
-#include "common/args.h"
-#include "common/array_view.h"
-#include "common/dict_items.h"
+#include "arguments/args.h"
+#include "arguments/results.h"
+#include "array/array_view.h"
 #include "common/errors.h"
 #include "common/module_state.h"
-#include "common/results.h"
+#include "dictionaries/dict_items.h"
 
 #include "base/memory.h"
-#include "state/name_pairs.h"
 
 /* Accepts pairs that mlspy_pairs_init left incomplete. */
 void mlspy_pairs_fini(mlspy_pairs *p)
@@ -25,75 +24,74 @@ void mlspy_pairs_fini(mlspy_pairs *p)
     *p = (mlspy_pairs){0};
 }
 
-/* Return the names of some items, or NULL with MemoryError set. */
-static mls_str *copy_names(const mlspy_items *items)
+/* Return a new dict of the positions of some items, from `first` on, by their names. The
+ * names become plain str: a subclass may run code when it is compared. */
+static PyObject *positions_by_name(const mlspy_items *items, size_t first)
 {
-    mls_str *texts = mls_realloc(NULL, items->count, sizeof *texts);
-    if (texts == NULL) {
-        PyErr_NoMemory();
-        return NULL;
+    PyObject *positions = PyDict_New();
+    for (size_t i = first; positions != NULL && i < items->count; i++) {
+        mlspy_set(&positions, PyUnicode_FromObject(items->items[i].key),
+                  PyLong_FromSize_t(i));
     }
-    for (size_t i = 0; i < items->count; i++) {
-        texts[i] = items->items[i].name;
+    return positions;
+}
+
+/* Take the item with the key of `item` out of `all`. Returns 1, or 0 if there is none, or
+ * -1 with an exception set. */
+static int take_partner(mlspy_items *all, PyObject *positions, const mlspy_item *item,
+                        mlspy_item *out)
+{
+    PyObject *name = PyUnicode_FromObject(item->key);
+    PyObject *position =
+        name == NULL ? NULL : PyDict_GetItemWithError(positions, name); /* borrowed */
+    Py_XDECREF(name);
+    if (position == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
     }
-    return texts;
+    mlspy_item *partner = &all->items[PyLong_AsSize_t(position)];
+    *out = *partner;
+    *partner = (mlspy_item){0};
+    return 1;
 }
 
 /* Put the target's items in the order of the pairs: the partner of each source item, or
- * an item without key, then the rest. Empties `all`. */
-static int arrange_targets(mlspy_pairs *p, mlspy_items *all, const size_t *partners,
-                           const size_t *rest, size_t rest_count)
+ * an item without key, then the rest. Moves items out of `all`. */
+static int arrange_targets(mlspy_pairs *p, mlspy_items *all)
 {
-    p->count =
-        p->source.count + rest_count; /* cannot overflow: both dicts are in memory */
-    size_t in_step = 0;
-    while (in_step < p->source.count && partners[in_step] == in_step) {
-        in_step++;
+    const mlspy_items *source = &p->source;
+    size_t first = 0; /* of the names that differ */
+    while (first < source->count && first < all->count &&
+           mls_str_equal(source->items[first].name, all->items[first].name)) {
+        first++;
     }
-    if (in_step == p->count) { /* already in order */
+    if (first == source->count) { /* already in order */
         p->target = *all;
         *all = (mlspy_items){0};
+        p->count = p->target.count;
         return 0;
     }
-    p->target.items = mls_alloc(p->count, sizeof *p->target.items);
+    /* cannot overflow: both dicts are in memory */
+    p->target.items = mls_alloc(source->count + all->count, sizeof *p->target.items);
     if (p->target.items == NULL) {
         return mlspy_no_memory();
     }
-    p->target.count = p->count;
-    for (size_t i = 0; i < p->count; i++) {
-        const size_t from = i < p->source.count ? partners[i] : rest[i - p->source.count];
-        if (from != MLS_NO_PARTNER) {
-            p->target.items[i] = all->items[from];
+    p->target.count = source->count;
+    PyObject *positions = positions_by_name(all, first);
+    int result = positions == NULL ? -1 : 0;
+    memcpy(p->target.items, all->items, first * sizeof *all->items);
+    memset(all->items, 0, first * sizeof *all->items);
+    for (size_t i = first; result >= 0 && i < source->count; i++) {
+        result = take_partner(all, positions, &source->items[i], &p->target.items[i]);
+    }
+    Py_XDECREF(positions);
+    for (size_t i = 0; result >= 0 && i < all->count; i++) {
+        if (all->items[i].key != NULL) {
+            p->target.items[p->target.count++] = all->items[i];
+            all->items[i] = (mlspy_item){0};
         }
     }
-    mls_free(all->items); /* the items were moved, so no reference is released */
-    *all = (mlspy_items){0};
-    return 0;
-}
-
-/* Pair the names of both dicts. */
-static int match_items(const mlspy_state *state, mlspy_pairs *p, mlspy_items *all)
-{
-    mls_status st;
-    size_t rest_count;
-    mls_str *source = copy_names(&p->source);
-    mls_str *target = source == NULL ? NULL : copy_names(all);
-    size_t *partners = mls_realloc(NULL, p->source.count, sizeof *partners);
-    size_t *rest = mls_realloc(NULL, all->count, sizeof *rest);
-    int failed = -1;
-    if (target == NULL || partners == NULL || rest == NULL) {
-        PyErr_NoMemory();
-    } else if (mls_pair_names(source, p->source.count, target, all->count, partners, rest,
-                              &rest_count, &st) != MLS_OK) {
-        mlspy_raise(state, &st, NULL);
-    } else {
-        failed = arrange_targets(p, all, partners, rest, rest_count);
-    }
-    mls_free(rest);
-    mls_free(partners);
-    mls_free(target);
-    mls_free(source);
-    return failed;
+    p->count = p->target.count;
+    return result < 0 ? -1 : 0;
 }
 
 /* Fill in the pairs from the items. No item may move afterwards: short shapes are stored
@@ -135,7 +133,7 @@ int mlspy_pairs_init(const mlspy_state *state, PyObject *source, PyObject *targe
     const bool good = mlspy_take_dict(target, "target") == 0 &&
                       mlspy_items_of(source, "source", &p->source) == 0 &&
                       mlspy_items_of(target, "target", &all) == 0 &&
-                      match_items(state, p, &all) == 0 && make_pairs(state, p) == 0;
+                      arrange_targets(p, &all) == 0 && make_pairs(state, p) == 0;
     mlspy_items_release(&all);
     if (!good) {
         mlspy_pairs_fini(p);

@@ -4,7 +4,7 @@
  * part in it; at intervals it acquires the GIL, passes the sum to the callback and checks
  * for signals.
  */
-#include "common/progress.h"
+#include "arguments/progress.h"
 
 #include "common/errors.h"
 

@@ -1,6 +1,6 @@
 /* results: build lists, tuples and dicts. A partly filled list or tuple can be released:
  * its empty entries are NULL. */
-#include "common/results.h"
+#include "arguments/results.h"
 
 /* Strict, because text that is not UTF-8 is a bug and must not become another name. */
 PyObject *mlspy_str_of(mls_str text)

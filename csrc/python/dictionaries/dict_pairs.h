@@ -5,9 +5,9 @@
 
 #include "common/python_api.h"
 
-#include "common/array_view.h"
-#include "common/dict_items.h"
+#include "array/array_view.h"
 #include "common/module_state.h"
+#include "dictionaries/dict_items.h"
 
 #include "state/metadata_compare.h"
 

@@ -77,7 +77,7 @@ int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out);
 
 /* Return whether an entry is a pair of an ASCII str and an ndarray of numbers, as nearly
  * all are: a state dict accepts it without further checks. Runs no Python code. */
-bool mlspy_entry_is_plain(PyObject *key, PyObject *value);
+bool mlspy_entry_needs_no_check(PyObject *key, PyObject *value);
 
 /* Check one entry for a state dict: the key is a str, the value an array. Returns a new
  * reference to the key as an exact str, or NULL with TypeError or ValueError set. */

@@ -1,6 +1,6 @@
 /* py_overlap: whether strided memory overlaps, for arrays that the core does not view: on
  * devices, and of dtypes that it lacks. */
-#include "common/args.h"
+#include "arguments/args.h"
 #include "common/errors.h"
 #include "common/functions.h"
 

@@ -3,7 +3,7 @@
  * The public functions in Python name and check their parameters; these checks come
  * second. As in Python, any object with __index__ is an integer, and a float is not.
  */
-#include "common/args.h"
+#include "arguments/args.h"
 
 #include "common/errors.h"
 #include "common/module_state.h"

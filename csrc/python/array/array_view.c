@@ -10,9 +10,9 @@
  * tensors are read as unsigned integers of the same size, whose descriptor has the name
  * in its metadata.
  */
-#include "common/array_view.h"
+#include "array/array_view.h"
 
-#include "common/dlpack.h"
+#include "array/dlpack.h"
 #include "common/errors.h"
 #include "common/gil.h"
 #include "common/module_state.h"

@@ -1,0 +1,98 @@
+"""If the headers of ranks differ: the rank and the parameter at fault.
+
+Each rank sends a description of its next gradients; all ranks compare all descriptions alike.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._common.text import ranks_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Return settings as text: ``op=sum, bucket_bytes=0``."""
+    return ", ".join([f"{name}={value}" for name, value in settings.items()])
+
+
+class Result(NamedTuple):
+    """Result of comparing the descriptions of all ranks; equal on every rank.
+
+    `good` has the parameters with equal descriptions on all ranks, in the order of the first
+    rank. `failures` has the rank at fault if known, and the reason. Problems that ranks reported
+    themselves are first, as others may follow from them.
+    """
+
+    good: list[str]
+    failures: dict[str, tuple[int | None, str]]
+
+
+def _describe_difference(facts: dict[int, str], what: str) -> tuple[int | None, str]:
+    """Return the rank at fault, if exactly one rank differs, and a text with each rank's fact."""
+    groups: dict[str, list[int]] = {}
+    for rank, fact in facts.items():
+        groups.setdefault(fact, []).append(rank)
+    usual, *others = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
+    said = "; ".join(f"{ranks_text(ranks, len(ranks))}: {fact}" for fact, ranks in groups.items())
+    alone = others[0][0] if len(others) == 1 and len(others[0]) < len(usual) else None
+    return alone, f"{what} ({said})"
+
+
+def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
+    """Return a failure of all gradients, if settings or sequence numbers of ranks differ."""
+    places = {rank: f"bucket {of[0]}" for rank, of in enumerate(described)}
+    if len(set(places.values())) > 1:
+        return _describe_difference(places, "ranks are at different places of a run")
+    given = {rank: of[1] for rank, of in enumerate(described) if not of[2]}
+    names = {name for settings in given.values() for name in settings}
+    equal = {name for name in names if len({str(of.get(name)) for of in given.values()}) == 1}
+    if equal == names:
+        return None
+    texts = {
+        rank: settings_text({name: of[name] for name in of if name not in equal})
+        for rank, of in given.items()
+    }
+    return _describe_difference(texts, "the settings of FSDP differ between ranks")
+
+
+def compare_descriptions(texts: Sequence[bytes]) -> Result:
+    """Compare the descriptions of all ranks; return the good parameters and the failures."""
+    described: list[Any] = [json.loads(text) for text in texts]
+    ranks = range(len(described))
+    in_all = _common_failure(described)
+    names: dict[str, None] = {}
+    entries: list[dict[str, list[str]]] = []
+    for _, _, _, listed in described:
+        entries.append({entry[0]: entry for entry in listed})
+        names.update(dict.fromkeys(entry[0] for entry in listed))
+    reported: dict[str, tuple[int | None, str]] = {}
+    failures: dict[str, tuple[int | None, str]] = {}
+    for name in names:
+        absent = [rank for rank in ranks if name not in entries[rank]]
+        wrong = [(rank, e[name][2]) for rank, e in enumerate(entries) if name in e and e[name][2]]
+        facts = {rank: e[name][1] for rank, e in enumerate(entries) if name in e}
+        if wrong:
+            reasons = "; ".join(f"rank {rank}: {what}" for rank, what in wrong)
+            reported[name] = wrong[0][0], reasons
+        elif in_all is not None:
+            failures[name] = in_all
+        elif absent:
+            doing = "; ".join(_describe_work(rank, described[rank]) for rank in absent)
+            failures[name] = (absent[0], f"missing on {ranks_text(absent, len(absent))} ({doing})")
+        elif len(set(facts.values())) > 1:
+            failures[name] = _describe_difference(facts, "ranks do not reduce the same")
+    failures = {**reported, **failures}
+    return Result([name for name in names if name not in failures], failures)
+
+
+def _describe_work(rank: int, described: Any) -> str:
+    """Return a text about the current work of a rank that lacks a parameter."""
+    sequence, _, has_ended, listed = described
+    if has_ended:
+        return f"rank {rank} has ended after {sequence} buckets"
+    names = ", ".join(repr(entry[0]) for entry in listed[:3])
+    return f"rank {rank} reduces {names}{', …' if len(listed) > 3 else ''}"

@@ -1,0 +1,161 @@
+"""One backward pass: it fills buckets with gradients, and waits for their reduction."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ._bucket import Entry, FullBucket
+from ._reducer import Session, plan_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ..collectives._work import Work
+    from ._reducer import Reducer
+    from ._sharding_unit import FSDPShardingUnit
+
+# Full gradients are kept until the next header confirms that all sums are finite. This limit on
+# buckets per header bounds their memory.
+_BUCKETS_PER_HEADER = 4
+_THREAD_BYTES = 1 << 20  # a smaller last bucket is reduced at the end, without the thread
+
+
+class BucketPlan:
+    """The division of units into buckets, in their reverse order, for all backward passes."""
+
+    def __init__(
+        self, units: Mapping[str, FSDPShardingUnit], reducer: Reducer, *, accumulate: bool
+    ) -> None:
+        self.units = dict(units)
+        self.accumulate = accumulate
+        self.buckets = list(reducer.divide(reversed(self.units.values())))
+        self.digest = plan_digest(self.units.values()) if self.units else b""
+        self.terms = [reducer.terms(b[0], accumulate=accumulate) for b in self.buckets]
+        self.bucket_of = {
+            unit.parameter_name: number
+            for number, bucket in enumerate(self.buckets)
+            for unit in bucket
+        }
+        last = self.buckets[-1] if self.buckets else []
+        is_small = sum(unit.full_bytes for unit in last) < _THREAD_BYTES
+        # number of buckets that are reduced before the pass ends
+        self.early = len(self.buckets) - int(is_small)
+
+
+class BackwardPass:
+    """One backward pass, from its first gradient until `abandon`, or `finish` and session close.
+
+    The caller holds a lock during each call. A thread reduces full buckets meanwhile.
+    """
+
+    def __init__(self, plan: BucketPlan, reducer: Reducer) -> None:
+        self.session = Session(reducer)
+        self.arrived: dict[str, Entry] = {}
+        self.token: Callable[[], Any] | None = None  # weakref: dead once the torch pass has ended
+        self.times: list[tuple[str, float]] = []  # when gradients arrived, if recorded
+        self._plan = plan
+        self._reducer = reducer
+        self._lacking = [len(bucket) for bucket in plan.buckets]
+        self._full_at = [0.0] * len(plan.buckets)
+        self._submitted = 0  # number of buckets
+        self._reduced = 0  # number of submitted buckets that are reduced
+        self._works: list[Work] = []
+
+    def add(
+        self,
+        name: str,
+        gradient: Any,
+        on_failure: Callable[[], None] | None = None,
+        problem: str = "",
+    ) -> None:
+        """Add a gradient, and submit the buckets that are now full, in order."""
+        if name in self.arrived:
+            if on_failure is not None:
+                on_failure()
+            raise ValueError(f"{name!r} already has a gradient in this backward pass")
+        plan = self._plan
+        allow_unused = self._reducer.allow_unused
+        entry = Entry(plan.units[name], gradient, problem, on_failure, allow_unused=allow_unused)
+        self.arrived[name] = entry
+        number = plan.bucket_of[name]
+        self._lacking[number] -= 1
+        if self.session.events is not None:
+            self._full_at[number] = perf_counter()
+            self.times.append((name, self._full_at[number]))
+        while self._submitted < plan.early and self._lacking[self._submitted] == 0:
+            self._submitted += 1
+            queue = self._reducer.queue
+            self._works.append(queue.run("reduce_scatter", self._reduce_submitted, async_op=True))
+
+    def add_missing(
+        self, name: str, gradient: Any, on_failure: Callable[[], None] | None, problem: str
+    ) -> None:
+        """Add this rank's value of a gradient that the pass did not compute; None is an error."""
+        absence = "the backward pass gave no gradient"
+        self.arrived[name] = Entry(
+            self._plan.units[name],
+            gradient,
+            problem,
+            on_failure,
+            allow_unused=self._reducer.allow_unused,
+            absence=absence,
+        )
+        self._full_at[self._plan.bucket_of[name]] = perf_counter()
+
+    def finish(self) -> None:
+        """Reduce the remaining buckets, end the session, and raise the failures."""
+        try:
+            error = self._wait()
+            if error is not None:
+                self._reducer.queue.join()  # the thread continues if the wait was interrupted
+                raise error
+            while self._submitted < len(self._plan.buckets):
+                self._submitted += 1
+                self._reduce_submitted()
+            self.session.finish("backward pass")
+        except BaseException:
+            self._fail_others()
+            raise
+
+    def abandon(self) -> None:
+        """End the pass without the remaining gradients; all local gradients are lost."""
+        self._wait()
+        self._fail_others()
+        for unit in self._plan.units.values():
+            unit.local_gradient = None
+        self.session.close()
+
+    def _fail_others(self) -> None:
+        """Fail the gradients of buckets that have not been submitted."""
+        for bucket in self._plan.buckets[self._submitted :]:
+            for unit in bucket:
+                if unit.parameter_name in self.arrived:
+                    self.arrived[unit.parameter_name].fail()
+
+    def _wait(self) -> BaseException | None:
+        """Wait until the thread has reduced all submitted buckets; return the first error."""
+        error: BaseException | None = None
+        for work in self._works:
+            try:
+                work.wait()
+            except BaseException as caught:
+                error = error or caught
+        return error
+
+    def _reduce_submitted(self) -> None:
+        """Reduce submitted buckets that earlier calls have not; called once for each bucket."""
+        first, end = self._reduced, min(self._submitted, self._reduced + _BUCKETS_PER_HEADER)
+        if first == end:
+            return
+        buckets = [self._full_bucket(number) for number in range(first, end)]
+        self._reduced = end  # counts them as done if `reduce` raises
+        count, agreed = self.session.reduce(buckets, buckets[0].entries, self._plan.digest)
+        self._reduced = first + count
+        if agreed:
+            accumulate = self._plan.accumulate
+            self._reducer.reduce_entries(self.session, agreed, accumulate=accumulate)
+
+    def _full_bucket(self, number: int) -> FullBucket:
+        entries = [self.arrived[unit.parameter_name] for unit in self._plan.buckets[number]]
+        return FullBucket(entries, self._plan.terms[number], self._full_at[number])
