@@ -28,10 +28,10 @@ TEST(kernels_and_threads_compute_the_same_table)
         chain_of(&c, blocks, 100000, blocks);
         const int64_t budget = (int64_t)blocks * 60000;
         REQUIRE(set_costs(&c.chain, budget, SLOTS, true) == MLS_OK);
-        REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &oracle,
+        REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, no_poll, &oracle,
                                   &status) == MLS_OK);
         EACH_CPU (cpu) {
-            REQUIRE(mls_plan_dp_slots(&costs, cpu, pool, nobody, &table, &status) ==
+            REQUIRE(mls_plan_dp_slots(&costs, cpu, pool, no_poll, &table, &status) ==
                     MLS_OK);
             CHECK(same_table(&oracle, &table, blocks, SLOTS + 1));
             mls_plan_table_fini(&table);
@@ -75,7 +75,7 @@ TEST(tiles_compute_every_cell)
     mls_plan_table table;
     chain_of(&c, BLOCKS, 1000, 4);
     REQUIRE(set_costs(&c.chain, 20000, SLOTS, false) == MLS_OK);
-    REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &table, &status) ==
+    REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, no_poll, &table, &status) ==
             MLS_OK);
     for (size_t i = 0; i < BLOCKS * BLOCKS; i++) {
         rows[i] = values[i];
@@ -98,7 +98,7 @@ TEST(poll_stops_the_planner)
     static test_chain c;
     mls_plan_table table;
     int left = 3;
-    const mls_poll soon = {says_no, &left};
+    const mls_poll soon = {stop_after_calls, &left};
     chain_of(&c, 100, 1000, 4);
     REQUIRE(set_costs(&c.chain, 20000, 50, false) == MLS_OK);
     CHECK(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, soon, &table, &status) ==
