@@ -159,7 +159,6 @@ class CheckpointManager:
         # attributes that pickles of older versions lack
         added: dict[str, Any] = {"_rules": NO_RULES, "_timer": (None, None)}
         added |= {"_signals": None, "_warns_unchanged": True, "_last_model": None}
-        added["_checkpoints"] = None
         self.__dict__.update({**added, **state})
         self._rules = Retention(*self._rules)
         self._timer = SaveTimer(*self.__dict__["_timer"])
