@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
-from typing import Any, Literal, Self, TypeAlias, TypeVar, final, overload
+from typing import Any, Literal, Self, TypeAlias, TypeVar, final, overload, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,16 @@ class StoreError(MLStateError, OSError): ...
 class StoreNotFoundError(StoreError, FileNotFoundError): ...
 class StorePermissionError(StoreError, PermissionError): ...
 class CollectiveError(MLStateError, RuntimeError): ...
+
+@final
+@type_check_only
+class ShardItems:
+    """Capsule of `shards_collect`; without attributes."""
+
+@final
+@type_check_only
+class Bucket:
+    """Capsule of `bucket`; without attributes."""
 
 @final
 class KVBuffer:
@@ -209,14 +219,14 @@ def shards_collect(
     mine: tuple[frozenset[str], ...] | None,
     layout: _Steps,
     /,
-) -> tuple[Any, int]: ...
-def shards_stage(items: Any, memory: Any, used: int, /) -> tuple[int, int]: ...
-def shards_overhead(items: Any, compress: object, /) -> int: ...
+) -> tuple[ShardItems, int]: ...
+def shards_stage(items: ShardItems, memory: Any, used: int, /) -> tuple[int, int]: ...
+def shards_overhead(items: ShardItems, compress: object, /) -> int: ...
 def memory_touch(memory: Any, /) -> None: ...
 def shards_write(
     folder: str,
     generation: str,
-    items: Any,
+    items: ShardItems,
     before: Any,
     how: tuple[int, bool, bool, str | None],
     progress: _Progress,
@@ -225,12 +235,12 @@ def shards_write(
     temporary: bool,
     /,
 ) -> dict[str, Any]: ...
-def shards_plan(generation: str, items: Any, pack_below: int, /) -> bytes: ...
+def shards_plan(generation: str, items: ShardItems, pack_below: int, /) -> bytes: ...
 def safetensors_layout(
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...], format: str, crcs: Any, /
 ) -> tuple[bytes | None, int, int, list[tuple[int, int]]]: ...
 def parts_write(
-    items: Any,
+    items: ShardItems,
     folder: str,
     files: tuple[str, ...],
     places: _Dict,
@@ -258,10 +268,10 @@ def bucket(
     op: str,
     divisor: float,
     /,
-) -> Any: ...
-def bucket_sizes(bucket: Any, compression: str | None, /) -> tuple[list[int], int]: ...
+) -> Bucket: ...
+def bucket_sizes(bucket: Bucket, compression: str | None, /) -> tuple[list[int], int]: ...
 def bucket_pack(
-    bucket: Any,
+    bucket: Bucket,
     compression: str | None,
     residuals: tuple[Any, ...] | None,
     send: Any,
@@ -269,7 +279,7 @@ def bucket_pack(
     /,
 ) -> None: ...
 def bucket_reduce(
-    bucket: Any, compression: str | None, own: Any, received: Any, /
+    bucket: Bucket, compression: str | None, own: Any, received: Any, /
 ) -> list[tuple[float, int]]: ...
 def sketch(array: Any, start: int, seed: int, /) -> tuple[float, float]: ...
 def local_measure(world: int, /) -> int: ...
@@ -401,7 +411,7 @@ class LocalLink:
         self, array: Any, out: Any, op: str, divisor: float, timeout: float, text: str, /
     ) -> None: ...
     def reduce_scatter(
-        self, bucket: Any, wants_norms: bool, timeout: float, text: str, /
+        self, bucket: Bucket, wants_norms: bool, timeout: float, text: str, /
     ) -> list[tuple[float, int]]: ...
     def gather_bytes(
         self, data: bytes, root: int, timeout: float, text: str, /

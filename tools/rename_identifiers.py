@@ -318,7 +318,10 @@ class CFile:
         depth = 0
         for i, word in enumerate(self.words):
             depth += (word == "{") - (word == "}")
-            if word != name or depth > 0:
+            is_test = i > 1 and self.words[i - 2].startswith(
+                "TEST"
+            )  # macros may not balance braces
+            if word != name or (depth > 0 and not is_test):
                 continue
             if i > 1 and self.words[i - 2 : i] == ["#", "define"]:
                 lines = re.compile(r"(?:[^\n\\]|\\.)*", re.DOTALL)

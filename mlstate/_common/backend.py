@@ -1,8 +1,9 @@
 """The interface to frameworks such as torch, and a registry of their integrations.
 
-The package calls a framework through Protocols, which are beside the subsystems that use them, and
-imports no integration by name. An integration registers when it is imported, which the registry
-does on the first use of a framework. It may lack Protocols: what needs them raises TypeError.
+The package calls a framework through Protocols and imports no integration by name. Each subsystem
+has its own Protocol. The registry imports an integration on the first use of a framework, and the
+integration registers itself then. If it lacks a Protocol, operations of that subsystem raise
+TypeError.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Framework(Protocol):
 
     BACKENDS: Mapping[str, str]  # the full name of a module by the Protocol that it implements
 
-    def is_mine(self, value: object) -> bool: ...
+    def recognizes(self, value: object) -> bool: ...
     def is_module(self, value: object) -> bool: ...
     def is_optimizer(self, value: object) -> bool: ...
 
@@ -68,13 +69,13 @@ def backend_named(name: str, protocol: type[BackendT]) -> BackendT:
     return backend
 
 
-def torch_backend(what: str, protocol: type[BackendT]) -> BackendT:
-    """Return torch's backend; an ImportError names `what` needs torch, and the extra."""
+def torch_backend(feature: str, protocol: type[BackendT]) -> BackendT:
+    """Return torch's backend; an ImportError names the feature, and the extra to install."""
     try:
         import torch  # noqa: F401
     except ImportError:
         raise ImportError(
-            f"{what} need torch: pip install 'mlstate[torch]'", name="torch"
+            f"{feature} need torch: pip install 'mlstate[torch]'", name="torch"
         ) from None
     return backend_named("torch", protocol)
 
@@ -95,7 +96,7 @@ def backend_of(value: object, protocol: type[BackendT]) -> BackendT:
     """
     for name in _INTEGRATIONS:
         framework = _registered.get(name) or _imported(name)
-        if framework is not None and framework.is_mine(value):
+        if framework is not None and framework.recognizes(value):
             return backend_named(name, protocol)
     raise TypeError(f"{type(value).__name__} is not a tensor, module or optimizer of a framework")
 

@@ -17,6 +17,7 @@ from ._verify import VerifyReport, verify
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .. import _core
     from ._store.manifest import Manifest
 
 _ROWS = 20
@@ -220,7 +221,7 @@ class Checkpoint:
         if manifest is None:
             self._root, manifest = self._files.open_root(self._root)
         self._manifest = manifest or self._files.read_manifest(self._root)
-        self._read_index: Any = None
+        self._read_index: _core.MergedIndex | None = None
         self.written: dict[str, Any] | None = None
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
@@ -241,7 +242,7 @@ class Checkpoint:
         self.written = state["written"]
 
     @property
-    def _merged_index(self) -> Any:
+    def _merged_index(self) -> _core.MergedIndex:
         if self._read_index is None:
             self._read_index = self._files.load_merged_index(self._manifest)
         return self._read_index

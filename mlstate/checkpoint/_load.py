@@ -35,6 +35,7 @@ from ._store.weight_files import check_total
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from .. import _core
     from ..collectives import ProcessGroup
     from ..state import ModelStateDict, OptimizerStateDict
     from ._load_targets import Prepared
@@ -187,7 +188,7 @@ class Loader:
             self.verify = False
 
     @property
-    def merged_index(self) -> Any:
+    def merged_index(self) -> _core.MergedIndex:
         """The merged index of the ranks read so far; call `need` before loading."""
         return self.indexes.merged_index
 
@@ -508,7 +509,7 @@ def _checked_device(device: Any, *, mmap: bool) -> Any:
     return torch_backend("tensors on a device=", TensorBackend).device_of(device)
 
 
-def _verify_all(files: CheckpointFiles, manifest: Manifest, merged: Any) -> None:
+def _verify_all(files: CheckpointFiles, manifest: Manifest, merged: _core.MergedIndex) -> None:
     """Read and verify all files; raise the first problem."""
     from ._verify import verify_files
 

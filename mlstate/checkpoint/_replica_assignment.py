@@ -18,6 +18,7 @@ from ._folder.names import SECTIONS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from .. import _core
     from ..collectives import ProcessGroup
 
     _Dicts: TypeAlias = "Sequence[dict[str, Any] | None]"
@@ -328,7 +329,7 @@ def assign_replicas(
     return Assignment(mine, copies, None, found, merged)
 
 
-def check_copies(merged: Any, reports: Iterable[bytes]) -> None:
+def check_copies(merged: _core.MergedIndex, reports: Iterable[bytes]) -> None:
     """Raise ValueError for a replica that no rank wrote; `reports` are all ranks' `copies`."""
     stored: set[str] | None = None
     for rank, text in enumerate(reports):

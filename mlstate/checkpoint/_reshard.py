@@ -35,7 +35,7 @@ _KEPT = ("step", "model", "optimizer", "metadata", "states")  # of the source's 
 class _ShardAssigner:
     """Assigns shards to the ranks of the new world; replicated parts go to the first rank."""
 
-    def __init__(self, merged: Any, steps: Any) -> None:
+    def __init__(self, merged: _core.MergedIndex, steps: Any) -> None:
         self._facts = {
             (section, key): (shape, axes, version, tier)
             for section, key, _, _, _, shape, _, axes, _, _, version, tier, *_ in merged.tensors()
@@ -101,7 +101,7 @@ def _folders(
 
 
 def _load(
-    files: CheckpointFiles, merged: Any, section: int, keys: list[str], cutting: Any
+    files: CheckpointFiles, merged: _core.MergedIndex, section: int, keys: list[str], cutting: Any
 ) -> dict[str, Any]:
     """Return parts of verified tensors: views of mapped files, or copies of objects."""
     arrays: dict[str, Any] = {}

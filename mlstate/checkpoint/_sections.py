@@ -52,7 +52,7 @@ class Section:
             return list(names)
         return [self._prefix + self._stored.get(name, name) for name in names]
 
-    def by_key(self, arrays: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    def by_key(self, arrays: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """Return arrays by the keys of their tensors."""
         if not self._stored and not self._prefix:
             return arrays
@@ -95,7 +95,7 @@ class Section:
         return set(unused)
 
 
-def sections_of(merged: Any, manifest: Manifest) -> list[Section]:
+def sections_of(merged: _core.MergedIndex, manifest: Manifest) -> list[Section]:
     """Return the sections of model and optimizer, and of named states that are not nested."""
     found = [
         Section("model", 0, manifest.model, merged.keys(0)),

@@ -24,6 +24,7 @@ from ._store.weight_files import check_total, is_weights_root, unlisted_files
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from .. import _core
     from ._store.manifest import Manifest
 
 _ROWS = 20
@@ -192,7 +193,7 @@ def _verify_weight_files(
 def verify_files(
     files: CheckpointFiles,
     manifest: Manifest,
-    merged: Any,
+    merged: _core.MergedIndex,
     progress: Callable[[int], object] | None,
 ) -> tuple[int, list[Problem]]:
     """Read and verify all files of a root; return the number of bytes, and the problems."""
@@ -223,7 +224,7 @@ def _index_problems(files: CheckpointFiles, manifest: Manifest) -> list[Problem]
 _NAMED = 3  # tensors of one file that a problem names
 
 
-def _with_tensors(problems: list[Problem], merged: Any) -> list[Problem]:
+def _with_tensors(problems: list[Problem], merged: _core.MergedIndex) -> list[Problem]:
     """Add to problems of whole files the names of the tensors in these files."""
     whole = {problem.path for problem in problems if problem.name is None}
     if not whole:

@@ -67,7 +67,7 @@ class _CheckpointSide:
 
     def keys(self, section: int) -> list[str]:
         """Return the names of the tensors of the model (0), the optimizer (1) or the states (2)."""
-        return self._merged_index.keys(section)  # type: ignore[no-any-return]
+        return self._merged_index.keys(section)
 
     def size(self, section: int, key: str) -> tuple[int, int]:
         """Return the bytes of a tensor and the memory it takes; (0, 0) if it does not exist."""

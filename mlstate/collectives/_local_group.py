@@ -86,7 +86,7 @@ class _Link:
         bucket = _core.bucket([segment], self._world_size, self._rank, kind, divisor)
         self.reduce_bucket(bucket, wants_norms=False)
 
-    def reduce_bucket(self, bucket: Any, *, wants_norms: bool) -> list[tuple[float, int]]:
+    def reduce_bucket(self, bucket: _core.Bucket, *, wants_norms: bool) -> list[tuple[float, int]]:
         """Reduce a bucket; return the norm partials of its outputs."""
         return self._core.reduce_scatter(bucket, wants_norms, *self._call)
 
@@ -157,7 +157,7 @@ class LocalGroup(Engine):
     (None, None)
     """
 
-    def __init__(self, link: Any, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(self, link: _core.LocalLink, rank: int, world_size: int, timeout: float) -> None:
         if not isinstance(link, _core.LocalLink):
             raise TypeError(
                 "create a LocalGroup by LocalGroup.threads, run, from_env or join, not by its "
@@ -440,7 +440,7 @@ class LocalGroup(Engine):
         return super()._source(operation, array, reduced=reduced)
 
     def _reduce_bucket(
-        self, bucket: Any, text: str, timeout: float | None
+        self, bucket: _core.Bucket, text: str, timeout: float | None
     ) -> list[tuple[float, int]]:
         """Reduce a bucket of the core as one operation, without copies of arrays.
 

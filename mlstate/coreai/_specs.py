@@ -402,9 +402,9 @@ def state_specs(
     if other is None:
         return specs
     others = choose(other, function, seq_axis, verified=verify)
-    renamed_specs = {
+    states = {
         name: spec._replace(seq_axis=find_axis(spec, others[name])) if name in others else spec
         for name, spec in specs.items()
     }
-    functions = {**specs.functions, specs.function: renamed_specs}
+    functions = {**specs.functions, specs.function: states}
     return StateSpecs(functions, specs.function, default_function=specs.default_function)

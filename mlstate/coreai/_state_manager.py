@@ -175,10 +175,10 @@ class StateManager(StateManagerBase):
         return usual_axis(spec.shape) if spec.seq_axis is None else spec.seq_axis
 
     def _check_state(
-        self, models: str, name: str, first: tuple[int, Any], new: tuple[int, Any]
+        self, models: str, name: str, former: tuple[int, Any], new: tuple[int, Any]
     ) -> None:
-        check_axes(first[1], new[1])
-        super()._check_state(models, name, first, new)
+        check_axes(former[1], new[1])
+        super()._check_state(models, name, former, new)
 
     def _make_state(self, model: Any, specs: Mapping[str, Any]) -> Any:
         array = import_coreai("runtime").NDArray

@@ -11,7 +11,7 @@ from .._common.arrays import copy_of, is_torch
 class CopiedByValue:
     """Base of cache classes: pickles have the content, and the attributes that a subclass added.
 
-    The constructor of a subclass may differ from that of its cache class, so it is not called.
+    Loading does not call the constructor of a subclass, which may have other parameters.
     """
 
     __slots__ = ()
@@ -43,8 +43,8 @@ def attributes_of(instance: Any) -> dict[str, Any]:
     """Return the attributes that a subclass of a cache class or its caller added."""
     state: Any = object.__getstate__(instance)
     members, slots = state if isinstance(state, tuple) else (state, None)
-    own = set(getattr(_cache_class(instance), "__slots__", ()))
-    added = {name: value for name, value in (slots or {}).items() if name not in own}
+    own_slots = set(getattr(_cache_class(instance), "__slots__", ()))
+    added = {name: value for name, value in (slots or {}).items() if name not in own_slots}
     return {**(members or {}), **added}
 
 

@@ -46,22 +46,22 @@ def convert_tokens(tokens: NDArray, target: str) -> NDArray:
     name, tokens = name_of(tokens.dtype), as_numbers(tokens)
     if target in FLOATS:
         with np.errstate(over="ignore"):  # overflow is checked below
-            found = tokens.astype(ml_dtype(target) if target == "bfloat16" else target)
-        fits = target != "float16" or bool(np.isfinite(found).all())
+            converted = tokens.astype(ml_dtype(target) if target == "bfloat16" else target)
+        fits = target != "float16" or bool(np.isfinite(converted).all())
     else:
         info = np.iinfo(target)
         if name in INTEGERS:
-            whole = tokens
+            integers = tokens
             fits = not tokens.size or (
                 int(tokens.min()) >= int(info.min) and int(tokens.max()) <= int(info.max)
             )
         else:  # the largest value plus one is exact as a float; comparisons with NaN are false
-            whole = np.trunc(tokens.astype(np.float64))
-            fits = bool(((whole >= float(info.min)) & (whole < float(info.max) + 1)).all())
-        found = whole.astype(target) if fits else tokens
+            integers = np.trunc(tokens.astype(np.float64))
+            fits = bool(((integers >= float(info.min)) & (integers < float(info.max) + 1)).all())
+        converted = integers.astype(target) if fits else tokens
     if not fits:
         raise ValueError(
             f"source_state has tokens that are NaN or out of the range of {target}, and {name} "
             f"does not convert to {target} then: clip them first"
         )
-    return found
+    return converted

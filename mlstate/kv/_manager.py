@@ -136,9 +136,9 @@ class StateTransitionManager:
         try:
             return self.models[model_name]
         except KeyError:
-            known = ", ".join(self.models) or "none yet"
+            registered = ", ".join(self.models) or "none yet"
             raise ValueError(
-                f"model '{model_name}' is not registered; registered are: {known}"
+                f"model '{model_name}' is not registered; registered are: {registered}"
             ) from None
 
     def transition(

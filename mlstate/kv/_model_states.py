@@ -47,9 +47,9 @@ class FunctionStates(dict[str, Spec]):
         return table_html(title, headings, [state_row(spec) for spec in self.values()])
 
 
-def choose_function(functions: Mapping[str, Any], wanted: str | None) -> str:
+def choose_function(functions: Mapping[str, Any], function: str | None) -> str:
     """Return the name of a function that exists, or raise CompatibilityError."""
-    if not isinstance(wanted, str):
+    if not isinstance(function, str):
         raise incompatible(
             f"the model has {len(functions)} functions and names no default: "
             f"choose one with function= ({quoted(functions)})",
@@ -57,14 +57,14 @@ def choose_function(functions: Mapping[str, Any], wanted: str | None) -> str:
             "a function's name",
             None,
         )
-    if wanted not in functions:
+    if function not in functions:
         raise incompatible(
-            f"the model has no function {wanted!r}{names_hint(wanted, functions)}",
-            wanted,
+            f"the model has no function {function!r}{names_hint(function, functions)}",
+            function,
             quoted(functions),
-            wanted,
+            function,
         )
-    return wanted
+    return function
 
 
 # ---- files ----

@@ -13,7 +13,7 @@ class KVMove(NamedTuple):
     seq_axis: int = -2
     compact: bool = False  # the target may be shorter than the source
     pad_value: float = 0.0
-    dtype: Any = None  # of the result; None: the source's or that of `out`
+    dtype: Any = None  # of the result; None: the dtype of `out` or of the source
     low_memory: bool = False  # a new result uses small pages
 
 

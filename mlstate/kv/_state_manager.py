@@ -244,9 +244,9 @@ class StateManagerBase:
                 self._check_state(models, name, (size, spec), (new_size, new[name]))
 
     def _check_state(
-        self, models: str, name: str, known: tuple[int, Any], new: tuple[int, Any]
+        self, models: str, name: str, former: tuple[int, Any], new: tuple[int, Any]
     ) -> None:
-        (size, spec), (new_size, new_spec) = known, new
+        (size, spec), (new_size, new_spec) = former, new
         shapes = tuple(spec.shape), tuple(new_spec.shape)
         expected, got = f"{spec.dtype} {shapes[0]}", f"{new_spec.dtype} {shapes[1]}"
         axis, fault = self._axis_of(spec), None

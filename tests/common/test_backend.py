@@ -87,7 +87,7 @@ def test_other_values_have_none(value):
 
 
 def test_another_framework_may_implement_some_protocols_only(monkeypatch):
-    toy = SimpleNamespace(BACKENDS={"TensorBackend": "math"}, is_mine=lambda v: v == "toy")
+    toy = SimpleNamespace(BACKENDS={"TensorBackend": "math"}, recognizes=lambda v: v == "toy")
     monkeypatch.setattr(backend, "_INTEGRATIONS", {"sys": "a module that has registered before"})
     monkeypatch.setattr(backend, "_registered", {})
     monkeypatch.setattr(backend, "_backends", {})

@@ -60,7 +60,7 @@ static void write_old(void)
     write_text(file_path, "old");
 }
 
-static bool old_stands(void)
+static bool old_is_readable(void)
 {
     char seen[8] = "";
     FILE *file = fopen(file_path, "rb");
@@ -100,7 +100,7 @@ static mls_code write_state(mls_status *st)
         file_path, &content, mls_kernels_of(MLS_CPU_SCALAR), &mls_crc_scalar, st);
     const long saved_countdown = countdown;
     countdown = 0; /* the check must not fail */
-    CHECK(old_stands() == (code != MLS_OK));
+    CHECK(old_is_readable() == (code != MLS_OK));
     countdown = saved_countdown;
     return code;
 }

@@ -200,7 +200,7 @@ typedef struct refusal {
 } refusal;
 
 /* In its own memory, or inside the saved tensors of the block before it. */
-static bool activation_is_held(const machine *m, size_t k)
+static bool activation_is_stored(const machine *m, size_t k)
 {
     return m->alone[k] != 0 || (k > 0 && m->saved[k - 1] == ON_DEVICE);
 }
@@ -213,11 +213,11 @@ static bool can_run(const machine *m, size_t i, refusal *why)
         *why = (refusal){"backward", "has run already", i};
         return false;
     }
-    if (!activation_is_held(m, i)) {
+    if (!activation_is_stored(m, i)) {
         *why = (refusal){"activation", "does not exist", i};
         return false;
     }
-    if (activation_is_held(m, i + 1)) {
+    if (activation_is_stored(m, i + 1)) {
         *why = (refusal){"activation", "already exists", i + 1};
         return false;
     }
@@ -268,7 +268,7 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
         *why = (refusal){"saved", how, i};
         return false;
     }
-    if (!activation_is_held(m, i)) {
+    if (!activation_is_stored(m, i)) {
         *why = (refusal){"activation", "does not exist", i};
         return false;
     }
@@ -325,7 +325,7 @@ static bool run_load(machine *m, size_t i, effect *e, refusal *why)
         *why = (refusal){"saved", "is not on the host", i};
         return false;
     }
-    if (activation_is_held(m, i + 1)) {
+    if (activation_is_stored(m, i + 1)) {
         *why = (refusal){"activation", "already exists", i + 1};
         return false;
     }

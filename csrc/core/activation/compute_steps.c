@@ -100,17 +100,17 @@ bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size
 {
     memset(scratch, 0, mls_compute_steps_scratch(chain));
     demand d = {.wanted = scratch, .saved = scratch + chain->blocks + 1};
-    size_t kept = *count;
+    size_t first = *count;
     for (size_t t = *count; t-- > 0;) {
         mls_compute_step run = runs[t];
         run.drops = false;
         if (consume_output(&d, &run)) {
             require_input(&d, &run);
-            runs[--kept] = run;
+            runs[--first] = run;
         }
     }
-    memmove(runs, runs + kept, (*count - kept) * sizeof *runs);
-    *count -= kept;
+    memmove(runs, runs + first, (*count - first) * sizeof *runs);
+    *count -= first;
     return memchr(d.wanted, 1, chain->blocks + 1) == NULL;
 }
 

@@ -145,9 +145,9 @@ static bool reserve_text(mls_layer_map *table, size_t length)
 mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
                        mls_table_layer **out, mls_status *st)
 {
-    mls_table_layer *known = mls_layer_find(table, key);
-    if (known != NULL) {
-        *out = known;
+    mls_table_layer *existing = mls_layer_find(table, key);
+    if (existing != NULL) {
+        *out = existing;
         return MLS_OK;
     }
     if (table->count >= MAX_LAYERS) {

@@ -94,17 +94,17 @@ static bool is_worth_it(const mls_strategy *s, const mls_table_layer *layer,
  * layers are counted too: they are part of the average. */
 int mls_decide_smart(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
-    mls_table_layer *known = NULL;
-    if (find_or_add_layer(s, &q->layer, q->bytes, &known, st) != MLS_OK) {
+    mls_table_layer *layer = NULL;
+    if (find_or_add_layer(s, &q->layer, q->bytes, &layer, st) != MLS_OK) {
         return -1;
     }
-    known->calls++;
+    layer->calls++;
     if (s->collecting) {
         /* the layer that ends the collecting is not checkpointed either */
         s->collecting = q->index <= 10;
         return 0;
     }
-    return known->mark != MLS_LAYER_EXCLUDE && is_worth_it(s, known, q->index);
+    return layer->mark != MLS_LAYER_EXCLUDE && is_worth_it(s, layer, q->index);
 }
 
 /* ---- settings and state ---- */
@@ -168,10 +168,10 @@ mls_code mls_strategy_restore_layer(mls_strategy *s, const mls_layer_key *layer,
                  calls == 0 ? "that was never called" : "twice");
         return mls_status_name(st, layer->name.data, layer->name.length);
     }
-    mls_table_layer *known = NULL;
-    const mls_code code = find_or_add_layer(s, layer, bytes, &known, st);
+    mls_table_layer *entry = NULL;
+    const mls_code code = find_or_add_layer(s, layer, bytes, &entry, st);
     if (code == MLS_OK) {
-        known->calls = calls;
+        entry->calls = calls;
     }
     return code;
 }

@@ -229,15 +229,16 @@ static mls_code compare_sizes(exchange_state *s, uint64_t step, mls_status *st)
     const size_t world = g->shape.world;
     for (size_t from = 0; from < world; from++) {
         for (size_t to = 0; to < world; to++) {
-            size_t sent, wanted;
+            size_t sent, expected;
             memcpy(&sent, mls_shm_slot(g, from, step) + to * sizeof sent, sizeof sent);
-            memcpy(&wanted, mls_shm_slot(g, to, step) + (world + from) * sizeof wanted,
-                   sizeof wanted);
-            if (sent != wanted) {
+            memcpy(&expected,
+                   mls_shm_slot(g, to, step) + (world + from) * sizeof expected,
+                   sizeof expected);
+            if (sent != expected) {
                 mls_fail(st, MLS_E_PEER,
                          "all_to_all on rank %zu: rank %zu sends %zu bytes to rank %zu, "
                          "which expects %zu",
-                         g->rank, from, sent, to, wanted);
+                         g->rank, from, sent, to, expected);
                 return mls_status_name(st, "all_to_all", strlen("all_to_all"));
             }
             if (from != to && sent > s->most) {
@@ -295,10 +296,10 @@ static bool more_exchange(void *context)
 /* Sizes may differ between ranks, so they are not part of the fingerprint: the first step
  * compares them. */
 mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *data,
-                            const size_t *sent, void *out, const size_t *wanted,
+                            const size_t *sent, void *out, const size_t *receive_sizes,
                             mls_status *st)
 {
-    exchange_state s = {.g = g, .data = data, .out = out, .sizes = {sent, wanted}};
+    exchange_state s = {.g = g, .data = data, .out = out, .sizes = {sent, receive_sizes}};
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_TO_ALL,
         .fingerprint = mls_shm_mix_text(0, call->text),
@@ -336,15 +337,15 @@ static void fill_collect(void *context, unsigned char *slot)
 {
     collect_state *s = context;
     gather *t = &s->gather;
-    const size_t mine = s->sizes[t->g->rank];
+    const size_t own_size = s->sizes[t->g->rank];
     if (s->began) {
         fill_gather(t, slot);
         return;
     }
-    const uint64_t size = mine;
+    const uint64_t size = own_size;
     memcpy(slot, &size, sizeof size);
     t->sent = first_step_bytes(t->g);
-    mls_shm_copy(t->g, slot + sizeof size, t->data, mls_size_least(mine, t->sent));
+    mls_shm_copy(t->g, slot + sizeof size, t->data, mls_size_least(own_size, t->sent));
 }
 
 static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)

@@ -297,10 +297,11 @@ static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
 
 static mls_code claim_rank(mls_shm *g, mls_status *st)
 {
-    uint64_t found = 0;
+    uint64_t stored_shape = 0;
     const uint64_t word = shape_word(&g->shape);
-    if (!atomic_compare_exchange_strong(&mls_shm_header_of(g)->shape, &found, word) &&
-        found != word) {
+    if (!atomic_compare_exchange_strong(&mls_shm_header_of(g)->shape, &stored_shape,
+                                        word) &&
+        stored_shape != word) {
         return mls_fail(st, MLS_E_VALUE,
                         "the memory is of a group of another shape or version");
     }
@@ -370,7 +371,7 @@ mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
                          mls_shm **out, mls_status *st)
 {
     mls_shm_shape full = *shape;
-    mls_shm *made[MLS_SHM_MAX_RANKS] = {NULL};
+    mls_shm *handles[MLS_SHM_MAX_RANKS] = {NULL};
     size_t bytes;
     const mls_code code = mls_shm_measure(&full, &bytes, st);
     if (code != MLS_OK) {
@@ -381,19 +382,19 @@ mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
         return st->code;
     }
     for (size_t rank = 0; rank < full.world; rank++) {
-        made[rank] = create_handle(&full, rank, kernels);
-        if (made[rank] == NULL) {
+        handles[rank] = create_handle(&full, rank, kernels);
+        if (handles[rank] == NULL) {
             while (rank > 0) {
-                mls_free(made[--rank]);
+                mls_free(handles[--rank]);
             }
             release_memory(memory);
             return mls_fail(st, MLS_E_MEMORY, "no memory for a group");
         }
-        made[rank]->memory = memory;
-        (void)claim_rank(made[rank], st); /* cannot fail: the memory is new */
+        handles[rank]->memory = memory;
+        (void)claim_rank(handles[rank], st); /* cannot fail: the memory is new */
     }
     atomic_store(&memory->users, full.world);
-    memcpy(out, made, full.world * sizeof(mls_shm *));
+    memcpy(out, handles, full.world * sizeof(mls_shm *));
     return MLS_OK;
 }
 

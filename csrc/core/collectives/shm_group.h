@@ -127,7 +127,7 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
  * are packed in rank order and must not overlap. All sizes are compared before any data
  * is copied; a mismatch is MLS_E_PEER on all ranks. */
 mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *data,
-                            const size_t *sent, void *out, const size_t *wanted,
+                            const size_t *sent, void *out, const size_t *receive_sizes,
                             mls_status *st);
 
 /* Reduces n elements of all ranks into `out`, which has the same dtype and may be `data`.

@@ -377,11 +377,11 @@ static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
             sources[rank] = mls_shm_address(g, rank, step, 0) + at;
             outs[rank] = mls_shm_address(g, rank, step, 1);
         }
-        unsigned char *mine = outs[g->rank] + at;
-        mls_reduce_run(g->kernels, s->reduction, sources, g->shape.world, mine, n,
+        unsigned char *own_out = outs[g->rank] + at;
+        mls_reduce_run(g->kernels, s->reduction, sources, g->shape.world, own_out, n,
                        mls_cached(), NULL);
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            mls_shm_copy_direct(g, outs[rank] + at, mine, n * item, s->bytes);
+            mls_shm_copy_direct(g, outs[rank] + at, own_out, n * item, s->bytes);
         }
     }
     return MLS_OK;
@@ -396,12 +396,12 @@ static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t 
     mls_shm *g = s->g;
     const size_t item = mls_dtype_of(s->reduction->dtype)->item_bytes;
     size_t counts[MLS_SHM_MAX_RANKS], sizes[MLS_SHM_MAX_RANKS];
-    unsigned char *mine = (unsigned char *)s->out + find_share(s, counts);
+    unsigned char *own_out = (unsigned char *)s->out + find_share(s, counts);
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         sizes[rank] = counts[rank] * item;
     }
     mls_segment segment = {
-        .data = s->data, .counts = counts, .out = mine, .reduction = *s->reduction};
+        .data = s->data, .counts = counts, .out = own_out, .reduction = *s->reduction};
     scatter parts = {.g = g, .segments = &segment, .count = 1};
     const mls_shm_flow flow = scatter_flow(&parts, MLS_SHM_ALL_REDUCE, print);
     mls_shm_clock clock;
@@ -410,7 +410,7 @@ static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t 
         code = mls_shm_continue(g, &flow, &clock, st);
     }
     if (code == MLS_OK) {
-        code = mls_shm_gather_on(g, flow.kind, mine, sizes, s->out, &clock, st);
+        code = mls_shm_gather_on(g, flow.kind, own_out, sizes, s->out, &clock, st);
     }
     return code;
 }

@@ -232,10 +232,10 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
     if (find_blocking_rank(g, w) == MLS_SHM_NO_RANK || spin_until_ready(g, w)) {
         return MLS_OK;
     }
-    mls_shm_area *mine = mls_shm_area_of(g, g->rank);
+    mls_shm_area *own_area = mls_shm_area_of(g, g->rank);
     for (;;) {
-        const uint32_t value = atomic_load(&mine->bell);
-        atomic_store(&mine->sleeping, 1);
+        const uint32_t value = atomic_load(&own_area->bell);
+        atomic_store(&own_area->sleeping, 1);
         const int who = find_blocking_rank(g, w);
         if (who == MLS_SHM_NO_RANK) {
             break;
@@ -245,13 +245,13 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
             code = check_alive(g, kind, w, who, st);
         }
         if (code != MLS_OK) {
-            atomic_store(&mine->sleeping, 0);
+            atomic_store(&own_area->sleeping, 0);
             return code;
         }
         const int64_t left = clock->deadline - read_clock();
-        sleep_on_bell(&mine->bell, value, left < 1 ? 1 : left < nap ? left : nap);
+        sleep_on_bell(&own_area->bell, value, left < 1 ? 1 : left < nap ? left : nap);
     }
-    atomic_store(&mine->sleeping, 0);
+    atomic_store(&own_area->sleeping, 0);
     return MLS_OK;
 }
 
@@ -321,12 +321,12 @@ static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
 
 /* Fails for a call that differs from the call of another rank; the message quotes the
  * difference. */
-static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *mine, size_t rank,
-                              const mls_shm_record *other, mls_status *st)
+static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *own_record,
+                              size_t rank, const mls_shm_record *other, mls_status *st)
 {
-    const char *name = mls_shm_kind_name((mls_shm_kind)mine->kind);
-    const char *theirs = mls_shm_kind_name((mls_shm_kind)other->kind);
-    if (mine->kind == other->kind && strcmp(mine->text, other->text) == 0) {
+    const char *name = mls_shm_kind_name((mls_shm_kind)own_record->kind);
+    const char *other_name = mls_shm_kind_name((mls_shm_kind)other->kind);
+    if (own_record->kind == other->kind && strcmp(own_record->text, other->text) == 0) {
         mls_fail(st, MLS_E_PEER,
                  "%s on rank %zu: rank %zu called it with other shapes, counts or "
                  "arguments; all ranks must make the same call",
@@ -336,8 +336,8 @@ static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *mine, size
             st, MLS_E_PEER,
             "%s on rank %zu: this rank called '%s%s%.90s', rank %zu '%s%s%.90s'; all "
             "ranks must make the same call",
-            name, g->rank, name, mine->text[0] == '\0' ? "" : " ", mine->text, rank,
-            theirs, other->text[0] == '\0' ? "" : " ", other->text);
+            name, g->rank, name, own_record->text[0] == '\0' ? "" : " ", own_record->text,
+            rank, other_name, other->text[0] == '\0' ? "" : " ", other->text);
     }
     return mls_status_name(st, name, strlen(name));
 }
@@ -347,11 +347,12 @@ static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *mine, size
 static mls_code compare_records(const mls_shm *g, mls_status *st)
 {
     const size_t at = (size_t)(g->read % g->shape.depth);
-    const mls_shm_record *mine = &mls_shm_area_of(g, g->rank)->notes[at];
+    const mls_shm_record *own_record = &mls_shm_area_of(g, g->rank)->notes[at];
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         const mls_shm_record *other = &mls_shm_area_of(g, rank)->notes[at];
-        if (other->fingerprint != mine->fingerprint || other->kind != mine->kind) {
-            return fail_mismatch(g, mine, rank, other, st);
+        if (other->fingerprint != own_record->fingerprint ||
+            other->kind != own_record->kind) {
+            return fail_mismatch(g, own_record, rank, other, st);
         }
     }
     return MLS_OK;

@@ -22,10 +22,10 @@ static mls_code view_capacity(const mls_kv_buffer *b, size_t capacity, mls_tenso
 }
 
 /* Fail with MLS_E_CAPACITY: `what` is `got`, but at most `most`, the value of `limit`. */
-static mls_code fail_capacity(mls_status *st, const char *what, size_t got,
+static mls_code fail_capacity(mls_status *st, const char *label, size_t got,
                               const char *limit, size_t most)
 {
-    mls_fail(st, MLS_E_CAPACITY, "%s %zu is beyond %s %zu", what, got, limit, most);
+    mls_fail(st, MLS_E_CAPACITY, "%s %zu is beyond %s %zu", label, got, limit, most);
     mls_status_expected(st, "at most %zu", most);
     return mls_status_got(st, "%zu", got);
 }
@@ -40,10 +40,10 @@ mls_code mls_kv_buffer_init(mls_kv_buffer *out, int rank, const size_t *shape, i
         return fail_capacity(st, "sequence length", shape[axis], "the capacity",
                              capacity);
     }
-    mls_tensor whole;
-    mls_code code = view_capacity(&b, capacity, &whole, st);
+    mls_tensor view;
+    mls_code code = view_capacity(&b, capacity, &view, st);
     if (code == MLS_OK) {
-        code = mls_pages_init(&b.pages, mls_kv_bytes(&whole), st);
+        code = mls_pages_init(&b.pages, mls_kv_bytes(&view), st);
     }
     if (code != MLS_OK) {
         return code;
@@ -64,10 +64,10 @@ void mls_kv_buffer_fini(mls_kv_buffer *buffer)
 /* Return positions start .. start+length-1 of every row. */
 static mls_tensor slice_positions(const mls_kv_buffer *b, size_t start, size_t length)
 {
-    mls_tensor whole = {0};
+    mls_tensor full_view = {0};
     mls_status unused;
-    (void)view_capacity(b, b->capacity, &whole, &unused); /* it is reserved */
-    return mls_tensor_slice(&whole, b->axis, start, length);
+    (void)view_capacity(b, b->capacity, &full_view, &unused); /* it is reserved */
+    return mls_tensor_slice(&full_view, b->axis, start, length);
 }
 
 mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer)
@@ -87,9 +87,9 @@ void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
         buffer->pages.data[0] = 0;
         mls_advise_inner_huge_pages(buffer->pages.data, buffer->pages.bytes);
     }
-    const mls_kv_request whole = {
+    const mls_kv_request request = {
         .axis = buffer->axis, .position = (int64_t)length, .memory = MLS_KV_SPARSE};
-    mls_kv_move(kernels, pool, &dst, src, &whole);
+    mls_kv_move(kernels, pool, &dst, src, &request);
 }
 
 /* Checks both numbers before it changes memory, so the buffer is unchanged on failure. */
@@ -147,7 +147,7 @@ static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t ol
 /* The buffer does not change before the memory is available. */
 mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_status *st)
 {
-    mls_tensor whole;
+    mls_tensor view;
     if (capacity < buffer->capacity) {
         mls_fail(st, MLS_E_CAPACITY,
                  "capacity %zu is below the present %zu, and a capacity cannot shrink",
@@ -155,21 +155,21 @@ mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_statu
         mls_status_expected(st, "at least %zu", buffer->capacity);
         return mls_status_got(st, "%zu", capacity);
     }
-    mls_code code = view_capacity(buffer, capacity, &whole, st);
+    mls_code code = view_capacity(buffer, capacity, &view, st);
     if (code != MLS_OK) {
         return code;
     }
     /* the system cannot grow a range whose parts have different advice; the new pages
      * inherit this advice */
     mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false);
-    const size_t total = mls_kv_bytes(&whole);
+    const size_t total = mls_kv_bytes(&view);
     code = mls_pages_grow(&buffer->pages, total, st);
     if (code != MLS_OK) {
         return code;
     }
     mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false); /* if copied */
     if (total > 0) {
-        const size_t step = (size_t)whole.strides[buffer->axis]; /* of a position */
+        const size_t step = (size_t)view.strides[buffer->axis]; /* of a position */
         spread_rows(buffer->pages.data, total / (step * capacity),
                     step * mls_kv_buffer_length(buffer), step * buffer->capacity,
                     step * capacity);

@@ -50,7 +50,7 @@ mls_code mls_quantized_lengths(size_t length, unsigned bits, size_t group, size_
 }
 
 /* Check a view against the shape of the values, with another last axis, and a dtype. */
-static mls_code check_view(const char *what, const mls_tensor *view,
+static mls_code check_view(const char *label, const mls_tensor *view,
                            const mls_tensor *values, size_t last, mls_dtype dtype,
                            mls_status *st)
 {
@@ -61,13 +61,13 @@ static mls_code check_view(const char *what, const mls_tensor *view,
     if (!mls_shape_equal(view->rank, view->shape, values->rank, shape)) {
         mls_shape_text(text, sizeof text, view->rank, view->shape);
         mls_shape_text(wanted, sizeof wanted, values->rank, shape);
-        mls_fail(st, MLS_E_SHAPE, "%s have shape %s instead of %s", what, text, wanted);
+        mls_fail(st, MLS_E_SHAPE, "%s have shape %s instead of %s", label, text, wanted);
         return mls_status_differ(st, wanted, text);
     }
     if (view->dtype != dtype) {
         const char *got = mls_dtype_of(view->dtype)->name;
         const char *expected = mls_dtype_of(dtype)->name;
-        mls_fail(st, MLS_E_DTYPE, "%s are %s instead of %s", what, got, expected);
+        mls_fail(st, MLS_E_DTYPE, "%s are %s instead of %s", label, got, expected);
         return mls_status_differ(st, expected, got);
     }
     return MLS_OK;
@@ -203,24 +203,24 @@ typedef struct tile {
 } tile;
 
 /* Return a view of a tile whose groups have `width` elements each in `whole`. */
-static mls_tensor tile_view(const mls_tensor *whole, const tile *t, size_t width)
+static mls_tensor tile_view(const mls_tensor *full, const tile *t, size_t width)
 {
-    const int last = whole->rank - 1;
-    mls_tensor view = {.data = whole->data,
-                       .dtype = whole->dtype,
-                       .swapped = whole->swapped,
+    const int last = full->rank - 1;
+    mls_tensor view = {.data = full->data,
+                       .dtype = full->dtype,
+                       .swapped = full->swapped,
                        .rank = 2,
                        .shape = {t->rows, t->groups * width}};
-    view.strides[1] = whole->strides[last];
+    view.strides[1] = full->strides[last];
     view.data += (ptrdiff_t)(t->group * width) * view.strides[1];
     if (last > 0) {
-        view.strides[0] = whole->strides[last - 1];
+        view.strides[0] = full->strides[last - 1];
         view.data += (ptrdiff_t)t->row * view.strides[0];
     }
     size_t index = t->outer;
     for (int axis = last - 2; axis >= 0; axis--) {
-        view.data += (ptrdiff_t)(index % whole->shape[axis]) * whole->strides[axis];
-        index /= whole->shape[axis];
+        view.data += (ptrdiff_t)(index % full->shape[axis]) * full->strides[axis];
+        index /= full->shape[axis];
     }
     return view;
 }
@@ -245,10 +245,10 @@ static mls_tensor packed_view(const mls_tensor *like, void *data, mls_dtype dtyp
 }
 
 /* Copy a tile of `whole` to packed memory, or back if `store`. */
-static void copy_tile(const job *j, const mls_tensor *whole, const tile *t, size_t width,
+static void copy_tile(const job *j, const mls_tensor *full, const tile *t, size_t width,
                       void *packed, mls_dtype dtype, bool store)
 {
-    const mls_tensor view = tile_view(whole, t, width);
+    const mls_tensor view = tile_view(full, t, width);
     const mls_tensor other = packed_view(&view, packed, dtype);
     if (store) {
         mls_copy(j->kernels, &view, &other, mls_cached());

@@ -36,28 +36,28 @@ static size_t adjacent_slots(const mls_kv_ring *ring, size_t first, size_t count
     return count < room ? count : room;
 }
 
-static size_t held_sinks(const mls_kv_ring *ring)
+static size_t stored_sinks(const mls_kv_ring *ring)
 {
     return ring->next < ring->sinks ? ring->next : ring->sinks;
 }
 
 /* Return how many tokens after the sinks are held. */
-static size_t held_others(const mls_kv_ring *ring)
+static size_t stored_others(const mls_kv_ring *ring)
 {
     return ring->next > ring->oldest ? ring->next - ring->oldest : 0;
 }
 
 size_t mls_kv_ring_length(const mls_kv_ring *ring)
 {
-    return held_sinks(ring) + held_others(ring);
+    return stored_sinks(ring) + stored_others(ring);
 }
 
 static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
                            mls_status *st)
 {
-    int found;
+    int found_axis;
     const mls_code code = mls_kv_find_axis("a rolling cache", slots->rank, slots->shape,
-                                           "the sequence axis", axis, &found, st);
+                                           "the sequence axis", axis, &found_axis, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -245,8 +245,8 @@ mls_code mls_kv_ring_append(mls_kv_ring *ring, const mls_kernels *kernels,
         start = limit;
     }
     const size_t window = capacity_of(ring) - ring->sinks;
-    const size_t kept = end - start < window ? end - start : window;
-    store_tokens(ring, kernels, tokens, base, end - kept, kept);
+    const size_t stored_count = end - start < window ? end - start : window;
+    store_tokens(ring, kernels, tokens, base, end - stored_count, stored_count);
     if (end > ring->oldest && end - ring->oldest > window) {
         ring->evicted += end - window - ring->oldest;
         ring->oldest = end - window;
@@ -283,12 +283,12 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
         mls_status_expected(st, "0..%zu", length);
         return mls_status_got(st, "%zu", count);
     }
-    const size_t others = held_others(ring);
+    const size_t others = stored_others(ring);
     const size_t newest = count < others ? count : others;
     clear_slots(ring, kernels, ring->next - newest, newest);
     ring->next -= newest;
     if (count > newest) {
-        const size_t sinks = held_sinks(ring), left = sinks - (count - newest);
+        const size_t sinks = stored_sinks(ring), left = sinks - (count - newest);
         clear_slots(ring, kernels, left, sinks - left);
         ring->next = left;
         ring->oldest = ring->sinks;
@@ -332,7 +332,7 @@ void mls_kv_ring_copy_ordered(const mls_kv_ring *ring, const mls_kernels *kernel
     const size_t bytes = mls_kv_bytes(dst);
     size_t at = 0;
     const size_t firsts[] = {0, ring->oldest};
-    const size_t counts[] = {held_sinks(ring), held_others(ring)};
+    const size_t counts[] = {stored_sinks(ring), stored_others(ring)};
     for (int range = 0; range < 2; range++) {
         size_t first = firsts[range], count = counts[range];
         while (count > 0) {
@@ -351,7 +351,7 @@ void mls_kv_ring_copy_ordered(const mls_kv_ring *ring, const mls_kernels *kernel
 
 void mls_kv_ring_positions(const mls_kv_ring *ring, int64_t *out)
 {
-    const size_t sinks = held_sinks(ring);
+    const size_t sinks = stored_sinks(ring);
     for (size_t slot = 0; slot < capacity_of(ring); slot++) {
         out[slot] = slot < sinks ? (int64_t)slot : -1;
     }

@@ -25,7 +25,7 @@ static const char *const axis_names[NAMED_RANK] = {"layers", "heads", "sequence 
                                                    "head_dim"};
 
 /* MLS_E_SHAPE unless a cache may have `rank` axes; `what` names the argument. */
-static mls_code check_rank(const char *what, int rank, const size_t *shape,
+static mls_code check_rank(const char *label, int rank, const size_t *shape,
                            mls_status *st)
 {
     if (rank >= MLS_KV_MIN_RANK && rank <= MLS_KV_MAX_RANK) {
@@ -36,16 +36,16 @@ static mls_code check_rank(const char *what, int rank, const size_t *shape,
     mls_fail(st, MLS_E_SHAPE,
              "%s must have %d to %d dimensions, such as (layers, heads, sequence, "
              "head_dim), got %d: shape %s",
-             what, MLS_KV_MIN_RANK, MLS_KV_MAX_RANK, rank, text);
+             label, MLS_KV_MIN_RANK, MLS_KV_MAX_RANK, rank, text);
     mls_status_expected(st, "%d to %d dimensions", MLS_KV_MIN_RANK, MLS_KV_MAX_RANK);
     return mls_status_got(st, "%s", text);
 }
 
-mls_code mls_kv_find_axis(const char *what, int rank, const size_t *shape,
+mls_code mls_kv_find_axis(const char *label, int rank, const size_t *shape,
                           const char *axis_name, int64_t seq_axis, int *axis,
                           mls_status *st)
 {
-    const mls_code code = check_rank(what, rank, shape, st);
+    const mls_code code = check_rank(label, rank, shape, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -53,7 +53,7 @@ mls_code mls_kv_find_axis(const char *what, int rank, const size_t *shape,
         char text[MLS_FACT_BYTES];
         mls_fail(st, MLS_E_SHAPE,
                  "%s %" PRId64 " is outside %d..%d: %s has %d dimensions, shape %s",
-                 axis_name, seq_axis, -rank, rank - 1, what, rank,
+                 axis_name, seq_axis, -rank, rank - 1, label, rank,
                  mls_shape_text(text, sizeof text, rank, shape));
         mls_status_expected(st, "%d..%d", -rank, rank - 1);
         return mls_status_got(st, "%" PRId64, seq_axis);
@@ -124,13 +124,13 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
 }
 
 /* Fail because `what` (an axis, or the number of axes) differs between two caches. */
-static mls_code fail_difference(const char *what, size_t source, size_t target,
+static mls_code fail_difference(const char *label, size_t source, size_t target,
                                 const char *note, mls_status *st)
 {
     mls_fail(st, MLS_E_SHAPE,
              "%s differ: the source has %zu, the target %zu%s; these two states do not "
              "belong to the same model",
-             what, source, target, note);
+             label, source, target, note);
     mls_status_expected(st, "%zu", source);
     return mls_status_got(st, "%zu", target);
 }
@@ -182,9 +182,9 @@ mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st)
 {
     const mls_kv_names *names = request.names;
-    mls_tensor wanted = *src;
-    wanted.shape[request.axis] = (size_t)request.target_length;
-    const mls_code code = mls_copy_check(dst, &wanted, names->target, st);
+    mls_tensor expected = *src;
+    expected.shape[request.axis] = (size_t)request.target_length;
+    const mls_code code = mls_copy_check(dst, &expected, names->target, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -413,7 +413,7 @@ static void move_staged_parts(void *context, size_t task)
     for (int axis = 0; axis <= j->division.axis; axis++) {
         stage.shape[axis] = axis < j->division.axis ? 1 : j->division.step;
     }
-    const mls_tensor whole = stage;
+    const mls_tensor full_stage = stage;
     bool is_padded = false;
     for (size_t turn = task * j->parts_per_task; turn < end; turn++) {
         mls_tensor to = *j->dst, from = *j->src;
@@ -424,7 +424,7 @@ static void move_staged_parts(void *context, size_t task)
             continue;
         }
         if (!is_padded) {
-            pad_stage(j, whole);
+            pad_stage(j, full_stage);
             is_padded = true;
         }
         stage.shape[j->division.axis] = to.shape[j->division.axis];

@@ -29,9 +29,9 @@ enum {
 /* MLS_E_SHAPE, MLS_E_DTYPE or MLS_E_VALUE if the keys do not fit the rotation. */
 static mls_code check_keys(const mls_tensor *keys, const mls_rotation *r, mls_status *st)
 {
-    int found;
+    int found_axis;
     const mls_code code = mls_kv_find_axis("keys", keys->rank, keys->shape,
-                                           "the sequence axis", r->axis, &found, st);
+                                           "the sequence axis", r->axis, &found_axis, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -260,13 +260,13 @@ static void rotate_buffer(const job *j, const tile *t)
 }
 
 /* Return a view of a tile of one head; its data is set later. */
-static mls_tensor tile_view(const job *j, const tile *t, const mls_tensor *whole)
+static mls_tensor tile_view(const job *j, const tile *t, const mls_tensor *full)
 {
-    mls_tensor view = {.dtype = whole->dtype, .swapped = whole->swapped, .rank = 2};
+    mls_tensor view = {.dtype = full->dtype, .swapped = full->swapped, .rank = 2};
     view.shape[0] = t->count;
     view.shape[1] = 2 * t->pairs;
-    view.strides[0] = whole->strides[j->rotation->axis];
-    view.strides[1] = whole->strides[whole->rank - 1];
+    view.strides[0] = full->strides[j->rotation->axis];
+    view.strides[1] = full->strides[full->rank - 1];
     if (j->by_pair && !j->rotation->interleaved) {
         view.strides[1] *= (ptrdiff_t)j->pairs;
     }
@@ -348,7 +348,7 @@ static void rotate_tile(void *context, size_t index)
     const job *j = context;
     const mls_rotation *r = j->rotation;
     numbers buffer;
-    angles own;
+    angles tile_angles;
     tile t = {.pairs = j->pairs,
               .angles = j->constant,
               .interleaved = r->interleaved && !j->by_pair,
@@ -362,8 +362,8 @@ static void rotate_tile(void *context, size_t index)
     t.count = mls_size_least(j->keys.shape[r->axis] - t.start, j->positions);
     if (t.angles == NULL) {
         const size_t step = r->shift_count == 1 ? 0 : 1;
-        fill_angles(j, &own, &t, r->shifts + t.start * step, step, t.count);
-        t.angles = &own;
+        fill_angles(j, &tile_angles, &t, r->shifts + t.start * step, step, t.count);
+        t.angles = &tile_angles;
         t.angle_step = t.pairs;
     }
     rotate_heads(j, &t);

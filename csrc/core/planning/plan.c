@@ -88,16 +88,16 @@ static double plain_seconds(const mls_chain *chain)
 static mls_code curve_of_fronts(const mls_chain *chain, const mls_plan_fronts *fronts,
                                 mls_plan_curve *out, mls_status *st)
 {
-    const size_t whole = mls_plan_cell(chain->blocks, 0, chain->blocks - 1);
-    const mls_plan_front *front = &fronts->fronts[whole];
-    const double plain = plain_seconds(chain);
+    const size_t cell = mls_plan_cell(chain->blocks, 0, chain->blocks - 1);
+    const mls_plan_front *front = &fronts->fronts[cell];
+    const double base_seconds = plain_seconds(chain);
     mls_plan_point *points = mls_alloc(front->count, sizeof *points);
     if (points == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for %zu points", front->count);
     }
     for (size_t i = 0; i < front->count; i++) {
         points[i].memory = chain->activation_bytes[0] + front->points[i].memory;
-        points[i].seconds = plain + front->points[i].seconds;
+        points[i].seconds = base_seconds + front->points[i].seconds;
     }
     *out = (mls_plan_curve){points, front->count, MLS_PLAN_BY_BYTES, 0};
     return MLS_OK;
@@ -109,7 +109,7 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
                                int64_t bytes, mls_plan_curve *out, mls_status *st)
 {
     const int64_t slots = table->costs->budget;
-    const double plain = plain_seconds(chain);
+    const double base_seconds = plain_seconds(chain);
     mls_plan_point *points = mls_alloc((size_t)slots + 2, sizeof *points);
     size_t count = 0;
     double last = (double)INFINITY;
@@ -122,14 +122,15 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
             const int64_t each = bytes / slots, rest = bytes % slots;
             const int64_t used = m * each + (m * rest + slots - 1) / slots;
             points[count++] =
-                (mls_plan_point){chain->activation_bytes[0] + used, plain + value};
+                (mls_plan_point){chain->activation_bytes[0] + used, base_seconds + value};
             last = value;
         }
     }
     if (last > 0) { /* with rounded sizes the plain run exceeds its own bytes */
-        const mls_plan_point kept = {chain->activation_bytes[0] + bytes, plain};
-        count -= count > 0 && points[count - 1].memory == kept.memory ? 1 : 0;
-        points[count++] = kept;
+        const mls_plan_point last_point = {chain->activation_bytes[0] + bytes,
+                                           base_seconds};
+        count -= count > 0 && points[count - 1].memory == last_point.memory ? 1 : 0;
+        points[count++] = last_point;
     }
     *out = (mls_plan_curve){points, count, MLS_PLAN_BY_SLOTS, (size_t)slots};
     return MLS_OK;
@@ -167,12 +168,12 @@ static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
 
 /* Returns the largest number of slots, at most `wanted`, whose table has an allowed size;
  * 0 if there is none. Searches, because padding makes the size irregular. */
-static size_t slots_that_fit(size_t blocks, size_t wanted)
+static size_t slots_that_fit(size_t blocks, size_t slots)
 {
-    while (wanted > 0 && mls_plan_table_bytes(blocks, wanted) > MLS_PLAN_TABLE_BYTES) {
-        wanted -= wanted / 16 + 1;
+    while (slots > 0 && mls_plan_table_bytes(blocks, slots) > MLS_PLAN_TABLE_BYTES) {
+        slots -= slots / 16 + 1;
     }
-    return wanted;
+    return slots;
 }
 
 /* Checks the table's size before any allocation; the error contains the possible number
@@ -254,14 +255,14 @@ static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r, r
 
 /* Limits the budget to the useful maximum, so that slots are as small as possible. Sets
  * `*plain` if the budget is enough to keep everything. */
-static mls_code limit_budget(const mls_chain *chain, mls_plan_request *r, bool *plain,
-                             mls_status *st)
+static mls_code limit_budget(const mls_chain *chain, mls_plan_request *r,
+                             bool *needs_no_plan, mls_status *st)
 {
     int64_t enough;
     const mls_code code = compute_plain_peak(chain, &enough, st);
     if (code == MLS_OK) {
-        *plain = r->budget_bytes >= enough;
-        r->budget_bytes = *plain ? enough : r->budget_bytes;
+        *needs_no_plan = r->budget_bytes >= enough;
+        r->budget_bytes = *needs_no_plan ? enough : r->budget_bytes;
     }
     return code;
 }
@@ -308,12 +309,12 @@ mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
 {
     mls_plan_request r = *request;
     mls_plan plan = {0};
-    bool plain = false;
-    mls_code code = limit_budget(chain, &r, &plain, st);
+    bool needs_no_plan = false;
+    mls_code code = limit_budget(chain, &r, &needs_no_plan, st);
     if (code != MLS_OK) {
         return code;
     }
-    if (plain) {
+    if (needs_no_plan) {
         code = make_plain(chain, &plan, st);
     } else if (r.slots > 0) {
         code = make_coarse(chain, &r, r.slots, &plan, st);
@@ -346,9 +347,9 @@ mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request
 {
     mls_plan_request r = *request;
     size_t slots = r.slots;
-    bool plain;
+    bool needs_no_plan;
     r.budget_bytes = INT64_MAX;
-    mls_code code = limit_budget(chain, &r, &plain, st);
+    mls_code code = limit_budget(chain, &r, &needs_no_plan, st);
     if (code == MLS_OK && slots == 0) {
         code = solve_exact(chain, &r, (result){.curve = out}, st);
         if (code != MLS_E_SIZE) {

@@ -57,14 +57,14 @@ static void fill_block(mls_plan_costs *c, const mls_chain *chain, size_t i,
     const int64_t *activation = chain->activation_bytes;
     const int64_t *gradient = chain->gradient_bytes;
     const int64_t saved = chain->saved_bytes[i];
-    const int64_t made = activation[i + 1] + chain->forward_temporary_bytes[i];
+    const int64_t created_bytes = activation[i + 1] + chain->forward_temporary_bytes[i];
     c->saved[i] = units_of(scale, saved);
     c->hold[i] = i + 1 == c->blocks ? 0 : units_of(scale, gradient[i + 1]);
     c->save_first[i] = units_of(scale, saved + chain->saving_temporary_bytes[i]);
     c->save_last[i] = units_of(scale, saved + gradient[i + 1] + gradient[i] +
                                           chain->backward_temporary_bytes[i]);
-    c->sweep_first[i] = units_of(scale, made);
-    c->sweep[i] = units_of(scale, activation[i] + made);
+    c->sweep_first[i] = units_of(scale, created_bytes);
+    c->sweep[i] = units_of(scale, activation[i] + created_bytes);
 }
 
 /* Computes the times of one block. Transfers are not overlapped, so their time counts in

@@ -130,16 +130,16 @@ static void list_options(solver *v, scratch *w, size_t s, size_t t, int64_t limi
     const mls_plan_fronts *f = v->out;
     const size_t n = c->blocks, below = mls_plan_cell(n, s + 1, t);
     const int64_t save = mls_plan_save_need(c, s, t);
-    option kept = {.right = &f->fronts[below],
-                   .right_grid = f->grid + below * ROW,
-                   .left_grid = zeros,
-                   .shift = c->saved[s]};
+    option kept_option = {.right = &f->fronts[below],
+                          .right_grid = f->grid + below * ROW,
+                          .left_grid = zeros,
+                          .shift = c->saved[s]};
     w->option_count = 0;
-    add_option(v, w, kept, save, limit);
+    add_option(v, w, kept_option, save, limit);
     if (isfinite(c->away[s])) {
-        kept.shift = c->activation[s + 1];
-        kept.seconds = c->away[s];
-        add_option(v, w, kept, save, limit);
+        kept_option.shift = c->activation[s + 1];
+        kept_option.seconds = c->away[s];
+        add_option(v, w, kept_option, save, limit);
     }
     int64_t sweep = 0;
     for (size_t k = s + 1; k <= t; k++) {
@@ -271,13 +271,13 @@ static bool merge_points(const points *a, const points *b, points *out)
 
 /* Appends the points that are better than the front's last one. Of points with equal
  * memory, the last one is the best. */
-static bool append_points(const solver *v, points *front, const points *found)
+static bool append_points(const solver *v, points *front, const points *added)
 {
-    if (!reserve_points(front, front->count + found->count)) {
+    if (!reserve_points(front, front->count + added->count)) {
         return false;
     }
-    for (size_t i = 0; i < found->count; i++) {
-        const mls_plan_point p = found->items[i];
+    for (size_t i = 0; i < added->count; i++) {
+        const mls_plan_point p = added->items[i];
         mls_plan_point *last = front->items + front->count - 1;
         if (front->count > 0 && p.seconds >= last->seconds - v->noise) {
             continue;

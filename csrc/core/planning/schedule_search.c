@@ -236,16 +236,16 @@ static mls_code add_path(search *s, const node *way)
         place_node(s, s->open++, number);
     } else {
         number = s->table[slot] - 1;
-        node *known = &s->nodes[number];
+        node *existing = &s->nodes[number];
         const bool better =
-            s->by_peak ? way->peak < known->peak : way->cost < known->cost;
+            s->by_peak ? way->peak < existing->peak : way->cost < existing->cost;
         /* closed nodes already have their best path */
-        if (known->place == CLOSED || !better) {
+        if (existing->place == CLOSED || !better) {
             return MLS_OK;
         }
-        const uint32_t place = known->place;
-        *known = *way;
-        known->place = place;
+        const uint32_t place = existing->place;
+        *existing = *way;
+        existing->place = place;
     }
     move_up(s, s->nodes[number].place);
     return MLS_OK;
@@ -390,14 +390,15 @@ static mls_code try_backward(search *s, const moment *m, bool *done)
         return MLS_OK;
     }
     const bool saved = (m->state.saved & bit) != 0, away = (m->state.host & bit) != 0;
-    const int64_t held = m->held + (saved ? 0 : c->saved_bytes[i]);
-    const int64_t saving = held + (saved || away ? 0 : c->saving_temporary_bytes[i]);
+    const int64_t held_bytes = m->held + (saved ? 0 : c->saved_bytes[i]);
+    const int64_t saving =
+        held_bytes + (saved || away ? 0 : c->saving_temporary_bytes[i]);
     const int64_t freed = (saved ? c->saved_bytes[i] : 0) +
                           mls_held_gradient(c, m->state.left) +
                           ((m->state.alone & bit) != 0 ? c->activation_bytes[i] : 0);
     const int64_t limit = s->by_peak ? m->peak : s->limits->budget_bytes;
     outcome o = {.state = m->state, .kind = MLS_STEP_BACKWARD, .block = i};
-    o.peak = held + mls_backward_makes(c, i);
+    o.peak = held_bytes + mls_backward_makes(c, i);
     /* never better later: it fits, and it leaves no more memory held than before */
     *done = o.peak <= limit && saving <= limit && c->gradient_bytes[i] <= freed;
     if (saved) {
@@ -462,10 +463,10 @@ static int64_t bound_least_peak(const mls_chain *c)
     const int64_t base = c->activation_bytes[0];
     int64_t least = base;
     for (size_t i = 0; i < c->blocks; i++) {
-        const int64_t held = base + (i == 0 ? 0 : c->activation_bytes[i]) +
-                             c->saved_bytes[i] + mls_held_gradient(c, i + 1) +
-                             mls_backward_makes(c, i);
-        least = held > least ? held : least;
+        const int64_t block_bytes = base + (i == 0 ? 0 : c->activation_bytes[i]) +
+                                    c->saved_bytes[i] + mls_held_gradient(c, i + 1) +
+                                    mls_backward_makes(c, i);
+        least = block_bytes > least ? block_bytes : least;
     }
     return least;
 }
@@ -480,9 +481,9 @@ static mls_code run_search(search *s, uint32_t *end)
     mls_code code = add_path(s, &(node){.key = pack_state(&begin),
                                         .parent = NONE,
                                         .peak = bound_least_peak(s->chain)});
-    for (size_t taken = 0; code == MLS_OK && s->open > 0; taken++) {
+    for (size_t expanded = 0; code == MLS_OK && s->open > 0; expanded++) {
         const mls_poll *poll = &s->limits->poll;
-        if ((taken & POLL) == POLL && poll->go_on != NULL &&
+        if ((expanded & POLL) == POLL && poll->go_on != NULL &&
             !poll->go_on(poll->context)) {
             return mls_fail(s->st, MLS_E_STOPPED, "the search was stopped");
         }
@@ -528,20 +529,20 @@ static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
 static mls_code find_best(search *s, mls_found *out)
 {
     uint32_t end;
-    mls_found found = {0};
+    mls_found best = {0};
     mls_code code = run_search(s, &end);
     if (code == MLS_OK && end != NONE) {
-        code = write_path(s, end, &found.runs);
-        found.found = true;
-        found.extra = s->nodes[end].cost;
-        found.least = s->nodes[end].peak;
+        code = write_path(s, end, &best.runs);
+        best.found = true;
+        best.extra = s->nodes[end].cost;
+        best.least = s->nodes[end].peak;
     }
     if (code == MLS_OK) {
-        found.ran_out = s->ran_out;
-        found.states = s->count;
-        *out = found;
+        best.ran_out = s->ran_out;
+        best.states = s->count;
+        *out = best;
     } else {
-        mls_schedule_fini(&found.runs);
+        mls_schedule_fini(&best.runs);
     }
     mls_free(s->nodes);
     mls_free(s->heap);
@@ -604,9 +605,9 @@ static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t
 
 /* Returns the steps with their drops; sets `optimal` and `states` from the search. */
 static mls_code write_steps(const mls_chain *chain, const mls_step *steps, size_t count,
-                            const mls_found *found, mls_best *out, mls_status *st)
+                            const mls_found *search_result, mls_best *out, mls_status *st)
 {
-    mls_best best = {.optimal = !found->ran_out, .states = found->states};
+    mls_best best = {.optimal = !search_result->ran_out, .states = search_result->states};
     const mls_code code = write_best(chain, steps, count, &best, st);
     if (code == MLS_OK) {
         *out = best;
@@ -617,13 +618,13 @@ static mls_code write_steps(const mls_chain *chain, const mls_step *steps, size_
 }
 
 /* Fails for a budget that is too small. `expected` has the least budget, for programs. */
-static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *which,
+static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *kind,
                             int64_t least, mls_status *st)
 {
     mls_fail(st, MLS_E_CAPACITY,
              "no schedule of %zu blocks was found that fits a budget of %" PRId64
              " bytes: the least that %s fits is %" PRId64,
-             chain->blocks, budget, which, least);
+             chain->blocks, budget, kind, least);
     mls_status_expected(st, "at least %" PRId64, least);
     return mls_status_got(st, "%" PRId64, budget);
 }
@@ -643,14 +644,15 @@ static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *
 static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *limits,
                               const mls_best_options *o, mls_status *st)
 {
-    mls_found found;
-    const mls_code code = mls_search_least(chain, limits, &found, st);
+    mls_found search_result;
+    const mls_code code = mls_search_least(chain, limits, &search_result, st);
     if (code != MLS_OK) {
         return code;
     }
-    mls_schedule_fini(&found.runs);
-    return found.found ? fail_budget(chain, o->budget_bytes, "any one", found.least, st)
-                       : fail_incomplete(chain, o, st);
+    mls_schedule_fini(&search_result.runs);
+    return search_result.found
+               ? fail_budget(chain, o->budget_bytes, "any one", search_result.least, st)
+               : fail_incomplete(chain, o, st);
 }
 
 /* Computes the extra seconds of the start schedule; INFINITY without one. */
@@ -692,23 +694,24 @@ mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *o,
                                 .budget_bytes = o->budget_bytes,
                                 .states = o->states,
                                 .poll = o->poll};
-    mls_found found = {.ran_out = true};
+    mls_found search_result = {.ran_out = true};
     mls_code code = extra_of_start(chain, o, &limits.below, st);
     if (code == MLS_OK && chain->blocks <= MLS_SEARCH_BLOCKS) {
-        code = mls_search(chain, &limits, &found, st);
+        code = mls_search(chain, &limits, &search_result, st);
     }
     if (code != MLS_OK) {
         return code;
     }
-    if (found.found) {
-        code = write_steps(chain, found.runs.steps, found.runs.count, &found, out, st);
+    if (search_result.found) {
+        code = write_steps(chain, search_result.runs.steps, search_result.runs.count,
+                           &search_result, out, st);
     } else if (o->start != NULL) {
-        code = write_steps(chain, o->start, o->start_count, &found, out, st);
-    } else if (found.ran_out) {
+        code = write_steps(chain, o->start, o->start_count, &search_result, out, st);
+    } else if (search_result.ran_out) {
         code = fail_incomplete(chain, o, st);
     } else {
         code = fail_complete(chain, &limits, o, st);
     }
-    mls_schedule_fini(&found.runs);
+    mls_schedule_fini(&search_result.runs);
     return code;
 }

@@ -188,7 +188,7 @@ static bool is_same(const mls_tensor *a, const mls_tensor *b)
 
 /* Returns whether a pair is one memcpy: both sides packed, with equal dtype and byte
  * order. */
-static bool is_plain(const mls_load_into_pair *pair)
+static bool is_single_copy(const mls_load_into_pair *pair)
 {
     const mls_tensor *dst = pair->dst, *src = pair->src;
     const size_t bytes = mls_tensor_item_bytes(dst);
@@ -249,7 +249,7 @@ static mls_code check_pair(planner *p, size_t index)
     }
     it->to = pair->dst->data;
     it->from = pair->src->data;
-    it->plain = is_plain(pair);
+    it->plain = is_single_copy(pair);
     add_range(p->spare, &p->writes, pair->dst, index, true);
     if (!mls_size_add(p->load->bytes, it->bytes, &p->load->bytes)) {
         p->load->bytes =
@@ -404,20 +404,20 @@ static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
     return true;
 }
 
-static bool add_whole(planner *p, size_t index, bool together)
+static bool add_unsplit(planner *p, size_t index, bool together)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
     const item *it = &p->items[index];
-    const chunk whole = {.pair = it->plain ? NULL : pair,
-                         .to = it->to,
-                         .from = it->from,
-                         .size = it->plain ? it->bytes : 0};
-    return add_chunk(p, whole, it->bytes, together);
+    const chunk unsplit = {.pair = it->plain ? NULL : pair,
+                           .to = it->to,
+                           .from = it->from,
+                           .size = it->plain ? it->bytes : 0};
+    return add_chunk(p, unsplit, it->bytes, together);
 }
 
 /* Divides a plain pair into chunks of PART bytes and a remainder, which may share a task.
  */
-static bool split_plain(planner *p, const item *it)
+static bool split_copy(planner *p, const item *it)
 {
     bool fits = true;
     for (size_t at = 0; at < it->bytes && fits; at += PART) {
@@ -466,7 +466,7 @@ static bool add_clusters(planner *p)
     for (size_t cluster = 0; cluster < p->clusters; cluster++) {
         size_t pair = p->heads[cluster];
         for (; pair < p->count && fits; pair = p->items[pair].next) {
-            fits = add_whole(p, pair, true);
+            fits = add_unsplit(p, pair, true);
         }
         end_task(p);
     }
@@ -482,9 +482,9 @@ static bool add_others(planner *p)
             continue;
         }
         if (it->bytes <= PART) {
-            fits = add_whole(p, i, false);
+            fits = add_unsplit(p, i, false);
         } else if (it->plain) {
-            fits = split_plain(p, it);
+            fits = split_copy(p, it);
         } else {
             fits = split_strided(p, &p->pairs[i], it->bytes);
         }

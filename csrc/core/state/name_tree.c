@@ -273,17 +273,17 @@ mls_code mls_name_tree_new(const mls_str *names, size_t count, mls_name_tree **o
         return mls_fail(st, MLS_E_CAPACITY, "%zu names have more than %zu segments",
                         count, MAX_NODES);
     }
-    mls_name_tree *made = alloc_tree(count);
-    if (made == NULL) {
+    mls_name_tree *tree = alloc_tree(count);
+    if (tree == NULL) {
         return no_memory(st);
     }
-    const mls_code code = add_names(made, names, count, st);
+    const mls_code code = add_names(tree, names, count, st);
     if (code != MLS_OK) {
-        mls_name_tree_free(made);
+        mls_name_tree_free(tree);
         return code;
     }
-    count_names(made);
-    *out = made;
+    count_names(tree);
+    *out = tree;
     return MLS_OK;
 }
 
@@ -409,9 +409,9 @@ static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
         first[i] = MLS_NAME_NONE;
     }
     for (size_t i = size; i-- > 1;) {
-        const uint32_t own =
+        const uint32_t own_position =
             direct ? nodes[i].name : earlier_position(nodes[i].name, first[i]);
-        first[nodes[i].parent] = earlier_position(first[nodes[i].parent], own);
+        first[nodes[i].parent] = earlier_position(first[nodes[i].parent], own_position);
     }
 }
 
@@ -444,14 +444,14 @@ mls_code mls_name_tree_layers(const mls_name_tree *names, uint32_t depth, uint32
             layers[first[i]] = (uint32_t)i;
         }
     }
-    size_t found = 0;
+    size_t layer_count = 0;
     for (size_t i = 0; i < name_count; i++) {
         if (layers[i] != MLS_NAME_NONE) {
-            layers[found++] = layers[i];
+            layers[layer_count++] = layers[i];
         }
     }
     mls_free(first);
     *out = layers;
-    *count = found;
+    *count = layer_count;
     return MLS_OK;
 }

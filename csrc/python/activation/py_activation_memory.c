@@ -56,18 +56,18 @@ static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
         *out = (size_t)PyDataType_ELSIZE((PyArray_Descr *)dtype);
         return 0;
     }
-    mls_dtype known;
-    if (mlspy_dtype_named(dtype, &known) > 0) {
-        *out = mls_dtype_of(known)->item_bytes;
+    mls_dtype dtype_id;
+    if (mlspy_dtype_named(dtype, &dtype_id) > 0) {
+        *out = mls_dtype_of(dtype_id)->item_bytes;
         return 0;
     }
     PyErr_Clear(); /* a str without a UTF-8 form is not a dtype either */
     /* torch dtypes have this attribute as an int; for NumPy's scalar types it is not an
      * int */
-    PyObject *said = PyObject_GetAttr(dtype, state->names[MLSPY_NAME_ITEMSIZE]);
+    PyObject *itemsize = PyObject_GetAttr(dtype, state->names[MLSPY_NAME_ITEMSIZE]);
     const Py_ssize_t bytes =
-        said != NULL && PyLong_Check(said) ? PyLong_AsSsize_t(said) : -1;
-    Py_XDECREF(said);
+        itemsize != NULL && PyLong_Check(itemsize) ? PyLong_AsSsize_t(itemsize) : -1;
+    Py_XDECREF(itemsize);
     PyErr_Clear();
     if (bytes >= 0) {
         *out = (size_t)bytes;
@@ -120,9 +120,10 @@ static int bytes_of(const mlspy_state *state, PyObject *shape, PyObject *dtype,
 static PyObject *tensor_nbytes(const mlspy_state *state, PyObject *tensor)
 {
     for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
-        const mlspy_bytes_getter *kept = &state->bytes_getters[i];
-        if (atomic_load_explicit(&kept->type, memory_order_acquire) == Py_TYPE(tensor)) {
-            return kept->get(tensor, kept->closure);
+        const mlspy_bytes_getter *getter = &state->bytes_getters[i];
+        if (atomic_load_explicit(&getter->type, memory_order_acquire) ==
+            Py_TYPE(tensor)) {
+            return getter->get(tensor, getter->closure);
         }
     }
     return NULL;
@@ -130,19 +131,20 @@ static PyObject *tensor_nbytes(const mlspy_state *state, PyObject *tensor)
 
 /* Stores the getter in the first free entry; each class is stored once. The caller holds
  * the module's lock. */
-static void keep_getter(mlspy_state *state, PyTypeObject *type, const PyGetSetDef *found)
+static void keep_getter(mlspy_state *state, PyTypeObject *type,
+                        const PyGetSetDef *definition)
 {
     for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
-        mlspy_bytes_getter *kept = &state->bytes_getters[i];
-        PyTypeObject *taken = atomic_load_explicit(&kept->type, memory_order_relaxed);
-        if (taken == type) {
+        mlspy_bytes_getter *slot = &state->bytes_getters[i];
+        PyTypeObject *slot_type = atomic_load_explicit(&slot->type, memory_order_relaxed);
+        if (slot_type == type) {
             return;
         }
-        if (taken == NULL) {
-            kept->get = found->get;
-            kept->closure = found->closure;
+        if (slot_type == NULL) {
+            slot->get = definition->get;
+            slot->closure = definition->closure;
             Py_INCREF(type);
-            atomic_store_explicit(&kept->type, type, memory_order_release);
+            atomic_store_explicit(&slot->type, type, memory_order_release);
             return;
         }
     }
@@ -153,17 +155,18 @@ static void keep_getter(mlspy_state *state, PyTypeObject *type, const PyGetSetDe
  * leaves no exception. */
 static void keep_tensor_class(mlspy_state *state, PyTypeObject *type)
 {
-    PyObject *found = PyObject_GetAttr((PyObject *)type, state->names[MLSPY_NAME_NBYTES]);
-    if (found != NULL && type->tp_getattro == PyObject_GenericGetAttr &&
-        Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
-        PyType_IsSubtype(type, PyDescr_TYPE(found))) {
-        const PyGetSetDef *property = ((PyGetSetDescrObject *)found)->d_getset;
+    PyObject *descriptor =
+        PyObject_GetAttr((PyObject *)type, state->names[MLSPY_NAME_NBYTES]);
+    if (descriptor != NULL && type->tp_getattro == PyObject_GenericGetAttr &&
+        Py_IS_TYPE(descriptor, &PyGetSetDescr_Type) &&
+        PyType_IsSubtype(type, PyDescr_TYPE(descriptor))) {
+        const PyGetSetDef *property = ((PyGetSetDescrObject *)descriptor)->d_getset;
         MLSPY_BEGIN_LOCKED(state->module)
             keep_getter(state, type, property);
         MLSPY_END_LOCKED()
     }
     PyErr_Clear();
-    Py_XDECREF(found);
+    Py_XDECREF(descriptor);
 }
 
 /* Reads the bytes from the attribute `nbytes`, for classes with the names of torch's own:
@@ -241,13 +244,14 @@ PyObject *core_activation_bytes(mlspy_state *state, PyObject *const *args)
 PyObject *core_memory_footprint(mlspy_state *state, PyObject *const *args)
 {
     (void)args;
-    mls_process_memory found;
+    mls_process_memory memory;
     mls_status st;
     mls_code code;
-    MLSPY_WITHOUT_GIL(code = mls_process_memory_read(&found, &st));
+    MLSPY_WITHOUT_GIL(code = mls_process_memory_read(&memory, &st));
     if (code != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
-    return Py_BuildValue("KKK", (unsigned long long)found.used,
-                         (unsigned long long)found.peak, (unsigned long long)found.total);
+    return Py_BuildValue("KKK", (unsigned long long)memory.used,
+                         (unsigned long long)memory.peak,
+                         (unsigned long long)memory.total);
 }

@@ -147,11 +147,11 @@ static inline int take_key(PyObject *layer_id, mls_layer_key *out)
         return -1;
     }
 #if defined(Py_GIL_DISABLED)
-    const Py_hash_t kept = -1;
+    const Py_hash_t hash = -1;
 #else
-    const Py_hash_t kept = ((PyASCIIObject *)layer_id)->hash; /* -1: not computed yet */
+    const Py_hash_t hash = ((PyASCIIObject *)layer_id)->hash; /* -1: not computed yet */
 #endif
-    out->hash = (uint64_t)(kept != -1 ? kept : PyUnicode_Type.tp_hash(layer_id));
+    out->hash = (uint64_t)(hash != -1 ? hash : PyUnicode_Type.tp_hash(layer_id));
     return 0;
 }
 
@@ -202,10 +202,11 @@ static int read_clock(strategy_object *self, int64_t *out)
         *out = (self->flags & MLS_NEEDS_MEMORY) != 0 ? mls_ticks_now() : 0;
         return 0;
     }
-    PyObject *said = PyObject_CallNoArgs(self->clock);
+    PyObject *reading = PyObject_CallNoArgs(self->clock);
     const int failed =
-        said == NULL ? -1 : mlspy_take_double(said, "the value of the clock", &seconds);
-    Py_XDECREF(said);
+        reading == NULL ? -1
+                        : mlspy_take_double(reading, "the value of the clock", &seconds);
+    Py_XDECREF(reading);
     if (failed < 0) {
         return -1;
     }
@@ -215,11 +216,11 @@ static int read_clock(strategy_object *self, int64_t *out)
 /* ---- decisions ---- */
 
 /* Parses a number of bytes from the tracker; `least` is the smallest valid value. */
-static int take_figure(strategy_object *self, PyObject *said, const char *name,
+static int take_figure(strategy_object *self, PyObject *value, const char *name,
                        int64_t least, uint64_t *out)
 {
     int64_t bytes;
-    if (mlspy_take_int64(state_of(self), said, name, &bytes) < 0) {
+    if (mlspy_take_int64(state_of(self), value, name, &bytes) < 0) {
         return -1;
     }
     if (bytes < least) {
@@ -238,13 +239,13 @@ static int adjust_interval(strategy_object *self, int64_t now)
 {
     PyObject *in_use, *there_are;
     uint64_t used, total;
-    PyObject *said = PyObject_CallMethod((PyObject *)self, "_measure", NULL);
-    const int failed =
-        said == NULL ||
-        mlspy_take_tuple(said, "a measurement", "OO:_measure", &in_use, &there_are) < 0 ||
-        take_figure(self, in_use, "current_memory_used", 0, &used) < 0 ||
-        take_figure(self, there_are, "total_memory", 1, &total) < 0;
-    Py_XDECREF(said);
+    PyObject *measurement = PyObject_CallMethod((PyObject *)self, "_measure", NULL);
+    const int failed = measurement == NULL ||
+                       mlspy_take_tuple(measurement, "a measurement", "OO:_measure",
+                                        &in_use, &there_are) < 0 ||
+                       take_figure(self, in_use, "current_memory_used", 0, &used) < 0 ||
+                       take_figure(self, there_are, "total_memory", 1, &total) < 0;
+    Py_XDECREF(measurement);
     if (failed) {
         return -1;
     }
@@ -337,18 +338,18 @@ static PyObject *strategy__decide_or_none(strategy_object *self, PyObject *const
 /* ---- construction and destruction ---- */
 
 /* Initialises the strategy with a number or None. */
-static int init_settings(strategy_object *self, const char *what, PyObject *object)
+static int init_settings(strategy_object *self, const char *label, PyObject *object)
 {
     int64_t now, number;
     mls_status st;
-    const bool given =
-        what != NULL && (object != Py_None || (self->flags & MLS_MAY_LACK_NUMBER) == 0);
-    if ((given && mlspy_take_int64(state_of(self), object, what, &number) < 0) ||
+    const bool has_value =
+        label != NULL && (object != Py_None || (self->flags & MLS_MAY_LACK_NUMBER) == 0);
+    if ((has_value && mlspy_take_int64(state_of(self), object, label, &number) < 0) ||
         read_clock(self, &now) < 0) {
         return -1;
     }
     return mlspy_check(state_of(self),
-                       mls_strategy_init(&self->s, given ? &number : NULL, what,
+                       mls_strategy_init(&self->s, has_value ? &number : NULL, label,
                                          self->given_share, "max_memory_percentage", now,
                                          &st),
                        &st);
@@ -361,16 +362,16 @@ static int init_settings(strategy_object *self, const char *what, PyObject *obje
  * is refused. The clock is read once: the first adjustment is due ten seconds after
  * construction.
  */
-static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *what,
+static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *label,
                               unsigned flags)
 {
     PyObject *number = Py_None, *chosen = NULL, *excluded = NULL, *share = NULL;
     PyObject *clock = Py_None;
-    double given = 1;
+    double share_value = 1;
     if (!PyArg_ParseTuple(args, "|OO!O!OO:Strategy", &number, &PyTuple_Type, &chosen,
                           &PyTuple_Type, &excluded, &share, &clock) ||
         (share != NULL &&
-         mlspy_take_double(share, "max_memory_percentage", &given) < 0)) {
+         mlspy_take_double(share, "max_memory_percentage", &share_value) < 0)) {
         return NULL;
     }
     /* created first, because errors are raised through the module of its type */
@@ -380,8 +381,8 @@ static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *wh
     }
     self->flags = flags;
     self->clock = Py_NewRef(clock);
-    self->given_share = given;
-    if (init_settings(self, what, number) < 0 ||
+    self->given_share = share_value;
+    if (init_settings(self, label, number) < 0 ||
         mark_layers(self, chosen, MLS_LAYER_CHECKPOINT, &self->s.named) < 0 ||
         mark_layers(self, excluded, MLS_LAYER_EXCLUDE, &self->s.named) < 0) {
         Py_CLEAR(self);

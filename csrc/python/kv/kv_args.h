@@ -13,15 +13,15 @@
  * has MLS_KV_MAX_RANK entries. Returns -1 with TypeError, CapacityError or
  * CompatibilityError set. */
 int mlspy_take_kv_shape(const mlspy_state *state, PyObject *object, PyObject *seq_axis,
-                        const char *what, int *rank, size_t *shape, int *axis);
+                        const char *label, int *rank, size_t *shape, int *axis);
 
 /* Read the sequence axis of a cache whose dimensions are known. Otherwise as above. */
-int mlspy_take_kv_axis(const mlspy_state *state, PyObject *seq_axis, const char *what,
+int mlspy_take_kv_axis(const mlspy_state *state, PyObject *seq_axis, const char *label,
                        int rank, const size_t *shape, int *axis);
 
 /* Read a number of positions, named `what`, that is not negative. Returns -1 with
  * TypeError or CapacityError set. */
-int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char *what,
+int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char *label,
                          size_t *out);
 
 /* Return a new int64 ndarray with the position of each slot's token, or -1:

@@ -136,23 +136,24 @@ typedef struct result_kind {
 static int allocate_target(const mlspy_state *state, const result_kind *kind,
                            transition *t)
 {
-    mls_tensor wanted = t->source.tensor;
-    const int rank = wanted.rank;
+    mls_tensor shape_view = t->source.tensor;
+    const int rank = shape_view.rank;
     mls_status st;
-    wanted.shape[t->request.axis] = (size_t)t->request.target_length;
+    shape_view.shape[t->request.axis] = (size_t)t->request.target_length;
     /* NumPy would refuse too large a shape with a less helpful message */
-    if (mlspy_check(state,
-                    mls_tensor_init(&wanted, NULL, kind->dtype, rank, wanted.shape, &st),
-                    &st) < 0) {
+    if (mlspy_check(
+            state,
+            mls_tensor_init(&shape_view, NULL, kind->dtype, rank, shape_view.shape, &st),
+            &st) < 0) {
         return -1;
     }
-    const size_t bytes = mlspy_bytes(&wanted);
+    const size_t bytes = mlspy_bytes(&shape_view);
     t->request.memory = MLS_KV_FRESH;
     /* +0.0 is all zero bits in every dtype; -0.0 is not */
     t->is_zeroed =
         t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
     Py_INCREF(kind->descr); /* consumed */
-    t->result = mlspy_array_of(kind->descr, rank, wanted.shape, t->is_zeroed);
+    t->result = mlspy_array_of(kind->descr, rank, shape_view.shape, t->is_zeroed);
     if (t->result == NULL) {
         return -1;
     }
@@ -244,14 +245,14 @@ static int take_target(const mlspy_state *state, PyObject *source, PyObject *out
     }
     t->result = Py_NewRef(out);
     mls_status st;
-    mls_dtype wanted = t->target.tensor.dtype;
-    if (t->dtype != Py_None && take_dtype(state, t->dtype, &wanted) < 0) {
+    mls_dtype target_dtype = t->target.tensor.dtype;
+    if (t->dtype != Py_None && take_dtype(state, t->dtype, &target_dtype) < 0) {
         return -1;
     }
-    if (wanted != t->target.tensor.dtype) {
+    if (target_dtype != t->target.tensor.dtype) {
         return MLSPY_FAIL(
             state, MLS_E_DTYPE, "out is %s, but dtype asks for %s: pass one of them",
-            mls_dtype_of(t->target.tensor.dtype)->name, mls_dtype_of(wanted)->name);
+            mls_dtype_of(t->target.tensor.dtype)->name, mls_dtype_of(target_dtype)->name);
     }
     return mlspy_check(
         state, mls_kv_check_target(&t->target.tensor, &t->source.tensor, t->request, &st),
@@ -310,7 +311,7 @@ PyObject *core_kv_move(mlspy_state *state, PyObject *const *args)
 
 /* Read the dimensions from a sequence of non-negative integers. `shape` has
  * MLS_MAX_RANK entries; more dimensions are refused. */
-static int take_shape(const mlspy_state *state, PyObject *object, const char *what,
+static int take_shape(const mlspy_state *state, PyObject *object, const char *label,
                       int *rank, size_t *shape)
 {
     mls_status st;
@@ -323,15 +324,15 @@ static int take_shape(const mlspy_state *state, PyObject *object, const char *wh
     mls_code code = MLS_OK;
     int failed = 0;
     if (count > MLS_MAX_RANK) {
-        code = mls_fail(&st, MLS_E_SHAPE, "%s has %zd dimensions, not %d to %d", what,
+        code = mls_fail(&st, MLS_E_SHAPE, "%s has %zd dimensions, not %d to %d", label,
                         count, MLS_KV_MIN_RANK, MLS_KV_MAX_RANK);
     }
     for (Py_ssize_t i = 0; i < count && code == MLS_OK && !failed; i++) {
         int64_t length = 0;
-        failed = mlspy_take_int64(state, PyTuple_GET_ITEM(items, i), what, &length);
+        failed = mlspy_take_int64(state, PyTuple_GET_ITEM(items, i), label, &length);
         if (length < 0) {
             code = mls_fail(&st, MLS_E_SHAPE, "%s has the negative dimension %" PRId64,
-                            what, length);
+                            label, length);
         }
         shape[i] = (size_t)length;
     }
@@ -340,42 +341,42 @@ static int take_shape(const mlspy_state *state, PyObject *object, const char *wh
     return failed < 0 ? -1 : mlspy_check(state, code, &st);
 }
 
-int mlspy_take_kv_axis(const mlspy_state *state, PyObject *seq_axis, const char *what,
+int mlspy_take_kv_axis(const mlspy_state *state, PyObject *seq_axis, const char *label,
                        int rank, const size_t *shape, int *axis)
 {
-    int64_t wanted;
+    int64_t requested;
     mls_status st;
-    if (take_seq_axis(state, seq_axis, &wanted) < 0) {
+    if (take_seq_axis(state, seq_axis, &requested) < 0) {
         return -1;
     }
-    return mlspy_check(
-        state,
-        mls_kv_find_axis(what, rank, shape, parameter_names.seq_axis, wanted, axis, &st),
-        &st);
+    return mlspy_check(state,
+                       mls_kv_find_axis(label, rank, shape, parameter_names.seq_axis,
+                                        requested, axis, &st),
+                       &st);
 }
 
 int mlspy_take_kv_shape(const mlspy_state *state, PyObject *object, PyObject *seq_axis,
-                        const char *what, int *rank, size_t *shape, int *axis)
+                        const char *label, int *rank, size_t *shape, int *axis)
 {
-    size_t found[MLS_MAX_RANK];
-    if (take_shape(state, object, what, rank, found) < 0 ||
-        mlspy_take_kv_axis(state, seq_axis, what, *rank, found, axis) < 0) {
+    size_t dims[MLS_MAX_RANK];
+    if (take_shape(state, object, label, rank, dims) < 0 ||
+        mlspy_take_kv_axis(state, seq_axis, label, *rank, dims, axis) < 0) {
         return -1;
     }
-    memcpy(shape, found, (size_t)*rank * sizeof shape[0]);
+    memcpy(shape, dims, (size_t)*rank * sizeof shape[0]);
     return 0;
 }
 
-int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char *what,
+int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char *label,
                          size_t *out)
 {
     int64_t length;
-    if (mlspy_take_int64(state, object, what, &length) < 0) {
+    if (mlspy_take_int64(state, object, label, &length) < 0) {
         return -1;
     }
     /* the core's sizes are unsigned, so negative lengths are refused here */
     if (length < 0) {
-        return MLSPY_FAIL(state, MLS_E_CAPACITY, "%s %" PRId64 " is negative", what,
+        return MLSPY_FAIL(state, MLS_E_CAPACITY, "%s %" PRId64 " is negative", label,
                           length);
     }
     *out = (size_t)length;
@@ -387,10 +388,10 @@ int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char 
 PyObject *core_kv_axis(mlspy_state *state, PyObject *const *args)
 {
     size_t shape[MLS_KV_MAX_RANK];
-    mls_str what;
+    mls_str label;
     int rank, axis;
-    if (mlspy_take_text(args[2], "what", &what) < 0 ||
-        mlspy_take_kv_shape(state, args[0], args[1], what.data, &rank, shape, &axis) <
+    if (mlspy_take_text(args[2], "what", &label) < 0 ||
+        mlspy_take_kv_shape(state, args[0], args[1], label.data, &rank, shape, &axis) <
             0) {
         return NULL;
     }
@@ -476,14 +477,14 @@ static int take_mask(const mlspy_state *state, PyObject *const *args, mls_mask_r
  * dimensions are 1. */
 static PyObject *new_mask(const mlspy_state *state, PyObject *dtype, const size_t *shape)
 {
-    mls_dtype wanted;
-    mls_tensor whole;
+    mls_dtype mask_dtype;
+    mls_tensor mask_view;
     mls_status st;
-    PyArray_Descr *descr = mlspy_descr_of_object(state, dtype, &wanted);
+    PyArray_Descr *descr = mlspy_descr_of_object(state, dtype, &mask_dtype);
     if (descr == NULL) {
         return NULL;
     }
-    if (mls_tensor_init(&whole, NULL, wanted, 4, shape, &st) != MLS_OK) {
+    if (mls_tensor_init(&mask_view, NULL, mask_dtype, 4, shape, &st) != MLS_OK) {
         Py_DECREF(descr);
         return mlspy_raise(state, &st, NULL);
     }
@@ -504,10 +505,10 @@ static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject
     }
     mls_status st;
     /* `out` must have exactly this shape; a new array always has it */
-    mls_tensor wanted = view->tensor;
-    wanted.rank = 4;
-    memcpy(wanted.shape, shape, sizeof shape);
-    mls_code code = mls_copy_check(&view->tensor, &wanted, "out", &st);
+    mls_tensor expected = view->tensor;
+    expected.rank = 4;
+    memcpy(expected.shape, shape, sizeof shape);
+    mls_code code = mls_copy_check(&view->tensor, &expected, "out", &st);
     if (code == MLS_OK && (int)view->tensor.dtype >= MLS_CONVERTIBLE) {
         code = mls_fail(&st, MLS_E_DTYPE, "a mask is made of floats, not %s",
                         mls_dtype_of(view->tensor.dtype)->name);

@@ -71,14 +71,14 @@ PyObject *core_read_mlpackage(mlspy_state *state, PyObject *const *args)
     mls_status st;
     mls_code code;
     MLSPY_WITHOUT_GIL(code = mls_mlpackage_read(name, &package, &st));
-    PyObject *shown = PyOS_FSPath(args[0]); /* the exception's `path` */
+    PyObject *path_object = PyOS_FSPath(args[0]); /* the exception's `path` */
     Py_DECREF(encoded);
-    if (shown == NULL) {
+    if (path_object == NULL) {
         mls_mlpackage_fini(&package);
         return NULL;
     }
-    PyObject *result = finish_package(state, code, &st, &package, shown);
-    Py_DECREF(shown);
+    PyObject *result = finish_package(state, code, &st, &package, path_object);
+    Py_DECREF(path_object);
     return result;
 }
 

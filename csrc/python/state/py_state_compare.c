@@ -70,14 +70,14 @@ static PyObject *check_two_dicts(const mlspy_state *state, PyObject *const *args
 
 /* Looks a name up; refuses a key that is not a str. Returns 1 with a new reference, 0, or
  * -1 with an exception set. */
-static int find_name(mlspy_finder *other, PyObject *key, PyObject **found)
+static int find_name(mlspy_finder *other, PyObject *key, PyObject **value)
 {
     if (!PyUnicode_Check(key)) {
         return MLSPY_REFUSE(PyExc_TypeError,
                             "tensor name must be a str, got %.100s: %.200R",
                             Py_TYPE(key)->tp_name, key);
     }
-    return mlspy_find(other, key, found);
+    return mlspy_find(other, key, value);
 }
 
 /* Check: the other dict has the name. */
@@ -86,11 +86,11 @@ static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
 {
     (void)state, (void)value;
     PyObject *found;
-    const int there = find_name(other, key, &found);
-    if (there == 1) {
+    const int is_present = find_name(other, key, &found);
+    if (is_present == 1) {
         Py_DECREF(found);
     }
-    return there;
+    return is_present;
 }
 
 /* state_keys_match(a, b) -> bool */
@@ -141,16 +141,17 @@ static bool same_attributes(const mlspy_state *state, PyObject *a, PyObject *b,
  * metadata needs only the value, and the name for errors. */
 static int same_facts(const mlspy_state *state, PyObject *key, PyObject *a, PyObject *b)
 {
-    mlspy_item one = {.value = a}, other = {.value = b};
+    mlspy_item first = {.value = a}, second = {.value = b};
     int same = -1;
-    if (mlspy_take_text(key, "tensor name", &one.name) == 0) {
-        other.name = one.name;
-        if (mlspy_item_facts(state, &one) == 0 && mlspy_item_facts(state, &other) == 0) {
-            same = mls_tensor_meta_same_shape(&one.facts, &other.facts) ? 1 : 0;
+    if (mlspy_take_text(key, "tensor name", &first.name) == 0) {
+        second.name = first.name;
+        if (mlspy_item_facts(state, &first) == 0 &&
+            mlspy_item_facts(state, &second) == 0) {
+            same = mls_tensor_meta_same_shape(&first.facts, &second.facts) ? 1 : 0;
         }
     }
-    mlspy_item_forget(&one);
-    mlspy_item_forget(&other);
+    mlspy_item_forget(&first);
+    mlspy_item_forget(&second);
     return same;
 }
 
@@ -158,21 +159,23 @@ static int same_facts(const mlspy_state *state, PyObject *key, PyObject *a, PyOb
 static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
                      mlspy_finder *other)
 {
-    PyObject *found;
-    const int there = find_name(other, key, &found);
-    if (there != 1) {
-        return there;
+    PyObject *other_value;
+    const int is_present = find_name(other, key, &other_value);
+    if (is_present != 1) {
+        return is_present;
     }
     int same;
     /* for ndarrays both shapes are directly accessible */
-    if (PyArray_Check(value) && PyArray_Check(found)) {
-        same = PyArray_SAMESHAPE((PyArrayObject *)value, (PyArrayObject *)found) ? 1 : 0;
-    } else {
-        same = same_attributes(state, value, found, false)
+    if (PyArray_Check(value) && PyArray_Check(other_value)) {
+        same = PyArray_SAMESHAPE((PyArrayObject *)value, (PyArrayObject *)other_value)
                    ? 1
-                   : same_facts(state, key, value, found);
+                   : 0;
+    } else {
+        same = same_attributes(state, value, other_value, false)
+                   ? 1
+                   : same_facts(state, key, value, other_value);
     }
-    Py_DECREF(found);
+    Py_DECREF(other_value);
     return same;
 }
 
@@ -186,10 +189,10 @@ PyObject *core_state_shapes_match(mlspy_state *state, PyObject *const *args)
  */
 static bool same_descr(PyArrayObject *a, PyArrayObject *b)
 {
-    mls_dtype one, other;
+    mls_dtype first, second;
     return PyArray_DESCR(a) == PyArray_DESCR(b) ||
-           (mlspy_dtype_of_descr(PyArray_DESCR(a), &one) &&
-            mlspy_dtype_of_descr(PyArray_DESCR(b), &other) && one == other);
+           (mlspy_dtype_of_descr(PyArray_DESCR(a), &first) &&
+            mlspy_dtype_of_descr(PyArray_DESCR(b), &second) && first == second);
 }
 
 /* Check: the other dict certainly has an array with this name, shape and dtype. 0 means
@@ -197,22 +200,22 @@ static bool same_descr(PyArrayObject *a, PyArrayObject *b)
 static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
                     mlspy_finder *other)
 {
-    PyObject *found;
+    PyObject *other_value;
     if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) {
         return 0;
     }
-    const int there = mlspy_find(other, key, &found);
-    if (there != 1) {
-        return there;
+    const int is_present = mlspy_find(other, key, &other_value);
+    if (is_present != 1) {
+        return is_present;
     }
     bool same;
-    if (PyArray_Check(value) && PyArray_Check(found)) {
-        PyArrayObject *a = (PyArrayObject *)value, *b = (PyArrayObject *)found;
+    if (PyArray_Check(value) && PyArray_Check(other_value)) {
+        PyArrayObject *a = (PyArrayObject *)value, *b = (PyArrayObject *)other_value;
         same = PyArray_SAMESHAPE(a, b) && same_descr(a, b);
     } else {
-        same = same_attributes(state, value, found, true);
+        same = same_attributes(state, value, other_value, true);
     }
-    Py_DECREF(found);
+    Py_DECREF(other_value);
     return same ? 1 : 0;
 }
 
@@ -253,8 +256,8 @@ PyObject *core_state_missing(mlspy_state *state, PyObject *const *args)
     PyObject *missing = mlspy_take_dict(args[1], "state") < 0 ? NULL : PySet_New(NULL);
     for (size_t i = 0; missing != NULL && i < items.count; i++) {
         PyObject *key = items.items[i].key;
-        const int there = PyDict_Contains(args[1], key);
-        if (there < 0 || (there == 0 && PySet_Add(missing, key) < 0)) {
+        const int is_present = PyDict_Contains(args[1], key);
+        if (is_present < 0 || (is_present == 0 && PySet_Add(missing, key) < 0)) {
             Py_CLEAR(missing);
         }
     }
@@ -322,13 +325,13 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
  * shape and dtype, but not the same object. Pairs of a dtype that only NumPy knows are
  * skipped if `known`; otherwise they are an error. Sets `*at` to the start of the next
  * batch. A failure empties the batch. */
-static int batch_fill(const mlspy_state *state, const mlspy_pairs *p, bool known,
-                      size_t *at, view_batch *batch)
+static int batch_fill(const mlspy_state *state, const mlspy_pairs *p,
+                      bool needs_core_dtype, size_t *at, view_batch *batch)
 {
     for (; *at < p->source.count && batch->count < BATCH; (*at)++) {
         const mlspy_item *a = &p->source.items[*at], *b = &p->target.items[*at];
         if (p->bits[*at] != MLS_SAME || a->value == b->value ||
-            (known && !mlspy_has_core_dtype(a))) {
+            (needs_core_dtype && !mlspy_has_core_dtype(a))) {
             continue;
         }
         if (batch_add(state, p, *at, batch) < 0) {

@@ -48,9 +48,9 @@ static bool is_statedict(PyObject *object)
     if (!PyDict_Check(object) || PyDict_CheckExact(object)) {
         return false;
     }
-    const bool found = mlspy_state_of_type(Py_TYPE(object)) != NULL;
+    const bool is_state = mlspy_state_of_type(Py_TYPE(object)) != NULL;
     PyErr_Clear();
-    return found;
+    return is_state;
 }
 
 /* ---- the cached description ---- */
@@ -88,18 +88,18 @@ static void record_entries(PyObject *self, Py_ssize_t before)
 /* Returns a new reference to the description if it is still valid, or NULL without an
  * exception. Free-threaded builds need the lock, or the description could be freed before
  * the reference is taken. */
-static PyObject *known_description(statedict_object *state)
+static PyObject *cached_description(statedict_object *state)
 {
-    PyObject *known = NULL;
+    PyObject *cached = NULL;
     MLSPY_BEGIN_LOCKED(state)
         if (state->description != NULL &&
             state->described_len == PyDict_GET_SIZE((PyObject *)state) &&
             state->described ==
                 atomic_load_explicit(&state->changes, memory_order_relaxed)) {
-            known = Py_NewRef(state->description);
+            cached = Py_NewRef(state->description);
         }
     MLSPY_END_LOCKED()
-    return known;
+    return cached;
 }
 
 /* Reads the count and the length before the names, so that a change in between
@@ -111,24 +111,24 @@ PyObject *mlspy_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict)
         return make(dict);
     }
     statedict_object *state = (statedict_object *)dict;
-    PyObject *known = known_description(state);
-    if (known != NULL) {
-        return known;
+    PyObject *cached = cached_description(state);
+    if (cached != NULL) {
+        return cached;
     }
     const uint64_t changes = atomic_load_explicit(&state->changes, memory_order_relaxed);
     const Py_ssize_t length = PyDict_GET_SIZE(dict);
-    PyObject *made = make(dict);
+    PyObject *description = make(dict);
     PyObject *old = NULL;
-    if (made != NULL) {
+    if (description != NULL) {
         MLSPY_BEGIN_LOCKED(state)
             old = state->description;
-            state->description = Py_NewRef(made);
+            state->description = Py_NewRef(description);
             state->described = changes;
             state->described_len = length;
         MLSPY_END_LOCKED()
     }
     Py_XDECREF(old);
-    return made;
+    return description;
 }
 
 /* ---- single entries ---- */
@@ -153,9 +153,9 @@ static PyObject *missing_value(PyObject *self, PyObject *key)
 static PyObject *statedict_subscript(PyObject *self, PyObject *key)
 {
     PyObject *value;
-    const int found = mlspy_dict_get(self, key, &value);
-    if (found != 0) {
-        return found < 0 ? NULL : value;
+    const int is_present = mlspy_dict_get(self, key, &value);
+    if (is_present != 0) {
+        return is_present < 0 ? NULL : value;
     }
     return missing_value(self, key);
 }
@@ -209,20 +209,20 @@ static PyObject *statedict_setdefault(PyObject *self, PyObject *const *args,
                             "setdefault takes a name and an array, got %zd", count);
     }
     PyObject *value;
-    const int found = mlspy_dict_get(self, args[0], &value);
-    if (found != 0) {
-        return found < 0 ? NULL : value;
+    const int is_present = mlspy_dict_get(self, args[0], &value);
+    if (is_present != 0) {
+        return is_present < 0 ? NULL : value;
     }
-    PyObject *wanted = count == 2 ? args[1] : Py_None;
-    PyObject *name = mlspy_check_entry(args[0], wanted);
+    PyObject *default_value = count == 2 ? args[1] : Py_None;
+    PyObject *name = mlspy_check_entry(args[0], default_value);
     if (name == NULL) {
         return NULL;
     }
     /* looked up again, because another thread may have added it */
 #if PY_VERSION_HEX >= 0x030D0000
-    (void)PyDict_SetDefaultRef(self, name, wanted, &value);
+    (void)PyDict_SetDefaultRef(self, name, default_value, &value);
 #else
-    value = Py_XNewRef(PyDict_SetDefault(self, name, wanted));
+    value = Py_XNewRef(PyDict_SetDefault(self, name, default_value));
 #endif
     record_change(self);
     Py_DECREF(name);
@@ -244,21 +244,21 @@ static PyObject *only_dict(PyObject *args, PyObject *kwargs)
 #if !defined(Py_GIL_DISABLED)
 /* Returns whether every entry passes the quick check. Runs no foreign code, so under the
  * GIL the dict cannot change before the merge. */
-static bool all_plain(PyObject *dict)
+static bool all_exact_arrays(PyObject *dict)
 {
     PyObject *key, *value;
     Py_ssize_t at = 0;
     /* most arrays share a few descriptors; each is checked once in a row */
-    const PyArray_Descr *known = NULL;
+    const PyArray_Descr *last_descr = NULL;
     while (PyDict_Next(dict, &at, &key, &value)) {
         const bool same = PyUnicode_CheckExact(key) && PyUnicode_IS_COMPACT_ASCII(key) &&
-                          PyArray_CheckExact(value) && known != NULL &&
-                          PyArray_DESCR((PyArrayObject *)value) == known;
+                          PyArray_CheckExact(value) && last_descr != NULL &&
+                          PyArray_DESCR((PyArrayObject *)value) == last_descr;
         if (!same) {
             if (!mlspy_entry_needs_no_check(key, value)) {
                 return false;
             }
-            known = PyArray_DESCR((PyArrayObject *)value);
+            last_descr = PyArray_DESCR((PyArrayObject *)value);
         }
     }
     return true;
@@ -276,14 +276,14 @@ static PyObject *stage_entries(PyObject *args, PyObject *kwargs, bool *checked)
         return PyObject_Call((PyObject *)&PyDict_Type, args, kwargs);
     }
 #if !defined(Py_GIL_DISABLED)
-    *checked = all_plain(only);
+    *checked = all_exact_arrays(only);
 #endif
     return *checked ? Py_NewRef(only) : PyDict_Copy(only);
 }
 
 /* Replaces keys of str subclasses by exact str. Rebuilds the dict to keep the order of
  * entries. Consumes `staged`. */
-static PyObject *with_plain_names(PyObject *staged)
+static PyObject *with_exact_names(PyObject *staged)
 {
     PyObject *result = PyDict_New();
     PyObject *key, *value;
@@ -300,23 +300,23 @@ static PyObject *check_staged(PyObject *staged)
 {
     PyObject *key, *value;
     Py_ssize_t at = 0;
-    bool plain = true;
+    bool is_exact = true;
     while (staged != NULL && PyDict_Next(staged, &at, &key, &value)) {
         PyObject *name = mlspy_check_entry(key, value);
         if (name == NULL) {
             Py_CLEAR(staged);
         } else {
-            plain = plain && name == key;
+            is_exact = is_exact && name == key;
             Py_DECREF(name);
         }
     }
-    return staged == NULL || plain ? staged : with_plain_names(staged);
+    return staged == NULL || is_exact ? staged : with_exact_names(staged);
 }
 
 /* Undoes a failed merge: restores the entries of `old` (may be NULL), and removes all
  * entries after the first `kept`. Allocates nothing, and keeps the exception that is set.
  */
-static void undo_merge(PyObject *self, PyObject *old, Py_ssize_t kept)
+static void undo_merge(PyObject *self, PyObject *old, Py_ssize_t old_count)
 {
     PyObject *type, *error, *trace;
     PyObject *key, *value;
@@ -326,7 +326,7 @@ static void undo_merge(PyObject *self, PyObject *old, Py_ssize_t kept)
         PyErr_Clear();
     }
     for (Py_ssize_t i = 0; PyDict_Next(self, &at, &key, &value); i++) {
-        if (i >= kept) { /* deletion does not move other entries */
+        if (i >= old_count) { /* deletion does not move other entries */
             Py_INCREF(key);
             if (PyDict_DelItem(self, key) < 0) {
                 PyErr_Clear();
@@ -383,17 +383,17 @@ static int merge_checked(PyObject *self, PyObject *staged)
 
 /* Refuses a torch module or optimizer. Some modules are iterable but do not hold pairs.
  */
-static int refuse_torch_object(PyObject *given)
+static int refuse_torch_object(PyObject *object)
 {
-    if (PyDict_Check(given) || !PyObject_HasAttrString(given, "state_dict")) {
+    if (PyDict_Check(object) || !PyObject_HasAttrString(object, "state_dict")) {
         return 0;
     }
-    const char *remedy = PyObject_HasAttrString(given, "param_groups")
+    const char *remedy = PyObject_HasAttrString(object, "param_groups")
                              ? "OptimizerStateDict.from_torch(optimizer, module)"
                              : "StateDict.from_torch(module)";
     return MLSPY_REFUSE(PyExc_TypeError,
                         "'%.100s' object is not a mapping of arrays: use %s",
-                        Py_TYPE(given)->tp_name, remedy);
+                        Py_TYPE(object)->tp_name, remedy);
 }
 
 /* Adds all entries of dict(*args, **kwargs), or none. `name` is the called function, for
@@ -496,9 +496,10 @@ static PyObject *statedict_setstate(PyObject *self, PyObject *state)
 static PyObject *empty_like(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
-    PyObject *nothing = PyTuple_New(0);
-    PyObject *empty = nothing == NULL ? NULL : type->tp_new(type, nothing, NULL);
-    Py_XDECREF(nothing);
+    PyObject *no_arguments = PyTuple_New(0);
+    PyObject *empty =
+        no_arguments == NULL ? NULL : type->tp_new(type, no_arguments, NULL);
+    Py_XDECREF(no_arguments);
     /* __new__ of a subclass may return any object, so its type is checked before writing
      */
     if (empty != NULL && (!is_statedict(empty) || PyDict_GET_SIZE(empty) != 0)) {
@@ -554,11 +555,13 @@ static PyObject *statedict_ior(PyObject *self, PyObject *other)
  */
 static PyObject *statedict_fromkeys(PyObject *class, PyObject *args)
 {
-    PyObject *plain = PyObject_GetAttrString((PyObject *)&PyDict_Type, "fromkeys");
-    PyObject *staged = plain == NULL ? NULL : PyObject_CallObject(plain, args);
+    PyObject *dict_fromkeys =
+        PyObject_GetAttrString((PyObject *)&PyDict_Type, "fromkeys");
+    PyObject *staged =
+        dict_fromkeys == NULL ? NULL : PyObject_CallObject(dict_fromkeys, args);
     PyObject *result = staged == NULL ? NULL : PyObject_CallOneArg(class, staged);
     Py_XDECREF(staged);
-    Py_XDECREF(plain);
+    Py_XDECREF(dict_fromkeys);
     return result;
 }
 

@@ -397,9 +397,9 @@ static int feed_elements(const mlspy_state *state, PyObject *update,
         return -1;
     }
     const size_t bytes = mlspy_bytes(&view.tensor);
-    const bool plain = mls_tensor_is_contiguous(&view.tensor) && !view.tensor.swapped;
-    const int failed = plain ? feed_bytes(update, view.tensor.data, bytes)
-                             : feed_packed(state, update, &view.tensor, bytes);
+    const bool is_packed = mls_tensor_is_contiguous(&view.tensor) && !view.tensor.swapped;
+    const int failed = is_packed ? feed_bytes(update, view.tensor.data, bytes)
+                                 : feed_packed(state, update, &view.tensor, bytes);
     mlspy_view_release(&view);
     return failed;
 }

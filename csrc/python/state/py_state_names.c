@@ -129,9 +129,9 @@ static int layer_name(PyObject *object, mls_str *out)
 static int add_part(PyObject *layer, PyObject *dict, PyObject *key, Py_ssize_t skipped)
 {
     PyObject *array;
-    const int found = mlspy_dict_get(dict, key, &array);
-    if (found <= 0) {
-        return found < 0 ? -1 : 1;
+    const int is_present = mlspy_dict_get(dict, key, &array);
+    if (is_present <= 0) {
+        return is_present < 0 ? -1 : 1;
     }
     PyObject *part = PyUnicode_Substring(key, skipped, PyUnicode_GET_LENGTH(key));
     PyObject *name = part == NULL ? NULL : mlspy_check_entry(part, array);
@@ -180,11 +180,12 @@ static PyObject *new_empty(PyObject *class)
     if (!PyType_Check(class) || !PyType_IsSubtype((PyTypeObject *)class, &PyDict_Type)) {
         return PyErr_Format(PyExc_TypeError, "state_layer wants a class of dicts");
     }
-    PyObject *nothing = PyTuple_New(0);
+    PyObject *no_arguments = PyTuple_New(0);
     PyTypeObject *type = (PyTypeObject *)class;
-    PyObject *made = nothing == NULL ? NULL : type->tp_new(type, nothing, NULL);
-    Py_XDECREF(nothing);
-    return made;
+    PyObject *instance =
+        no_arguments == NULL ? NULL : type->tp_new(type, no_arguments, NULL);
+    Py_XDECREF(no_arguments);
+    return instance;
 }
 
 /* state_layer(state, name, class) -> the tensors below a layer, in a new `class`

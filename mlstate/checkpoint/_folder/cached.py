@@ -68,7 +68,7 @@ class CachedFolder(ObjectFolder):
 
     def read_batches(
         self,
-        merged: Any,
+        merged: _core.MergedIndex,
         section: int,
         keys: list[str],
         cuts: Any,

@@ -229,7 +229,7 @@ class LocalFolder:
 
     def read_batches(
         self,
-        merged: Any,
+        merged: _core.MergedIndex,
         section: int,
         keys: list[str],
         cuts: Any,
@@ -240,10 +240,10 @@ class LocalFolder:
         read(self.path, keys, cuts)
 
     def verify(
-        self, merged: Any, progress: Callable[[int], object] | None
+        self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
     ) -> tuple[int, list[Any]]:
         """Read and verify the files of an index; return bytes read and fields of problems."""
-        return merged.verify(self.path, progress)  # type: ignore[no-any-return]
+        return merged.verify(self.path, progress)
 
     def header_files(self, names: Iterable[str]) -> AbstractContextManager[str]:
         """Return a context with the folder itself."""

@@ -356,7 +356,7 @@ class ObjectFolder:
 
     def read_batches(
         self,
-        merged: Any,
+        merged: _core.MergedIndex,
         section: int,
         keys: list[str],
         cuts: Any,
@@ -402,7 +402,7 @@ class ObjectFolder:
         read()
 
     def verify(
-        self, merged: Any, progress: Callable[[int], object] | None
+        self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
     ) -> tuple[int, list[Any]]:
         """Read and verify all files of an index, some at a time; as `MergedIndex.verify`.
 
@@ -503,7 +503,7 @@ def _joined(ranges: list[_Range]) -> list[_Range]:
 
 
 def _plan_batches(
-    merged: Any, folder: str, section: int, keys: list[str], cuts: Any, verify: bool
+    merged: _core.MergedIndex, folder: str, section: int, keys: list[str], cuts: Any, verify: bool
 ) -> Iterator[tuple[list[str], Any, list[_Range]]]:
     """Yield keys, cuts and byte ranges of batches; a large tensor has its own batch."""
     first, nbytes = 0, 0

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
     from contextlib import AbstractContextManager
 
+    from ... import _core
+
 
 class FileInfo(NamedTuple):
     """Size, time of the last change (seconds since 1970), and the identity of the content."""
@@ -132,7 +134,7 @@ class Folder(Protocol):
 
     def read_batches(
         self,
-        merged: Any,
+        merged: _core.MergedIndex,
         section: int,
         keys: list[str],
         cuts: Any,
@@ -142,7 +144,7 @@ class Folder(Protocol):
         """Call `read` with a local folder, keys and their cuts, until all keys are read."""
 
     def verify(
-        self, merged: Any, progress: Callable[[int], object] | None
+        self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
     ) -> tuple[int, list[Any]]:
         """Read and verify the files of an index; return bytes read and fields of problems."""
 

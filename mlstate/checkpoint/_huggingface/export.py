@@ -261,7 +261,7 @@ def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
 def _write_parts(
     made: str,
     plan: ExportPlan,
-    shards: Any,
+    shards: _core.ShardItems,
     sync: bool,
     progress: Callable[[int], object] | None,
 ) -> bytes:
@@ -304,7 +304,7 @@ def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
 def write_folder(
     target: SaveTarget,
     plan: ExportPlan,
-    shards: Any,
+    shards: _core.ShardItems,
     files_from: str | os.PathLike[str] | None,
     start: Target | None = None,
     progress: Callable[[int], object] | None = None,

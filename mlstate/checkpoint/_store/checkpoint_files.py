@@ -206,7 +206,7 @@ def root_path(manifest: Manifest) -> str:
     return f"roots/{manifest.sequence:08d}.{manifest.generation}.json"
 
 
-def patterns_of(merged: Any) -> list[ManifestSummary | None]:
+def patterns_of(merged: _core.MergedIndex) -> list[ManifestSummary | None]:
     """Return the pattern of each index of a merged index; None if it has too many groups."""
     import hashlib
 
@@ -428,7 +428,7 @@ class CheckpointFiles:
         manifest: Manifest,
         ranks: Iterable[int] | None = None,
         texts: dict[int, bytes] | None = None,
-    ) -> Any:
+    ) -> _core.MergedIndex:
         """Read and merge the indexes of a root, of all ranks or some.
 
         A FormatError names a bad one. `texts` caches the texts of indexes by rank. It is replaced

@@ -44,7 +44,9 @@ def owners_of(places: bytes, patterns: Sequence[Pattern]) -> dict[int, list[int]
     return owners
 
 
-def _all_owners(merged: Any, patterns: Sequence[Pattern] | None) -> list[dict[int, list[int]]]:
+def _all_owners(
+    merged: _core.MergedIndex, patterns: Sequence[Pattern] | None
+) -> list[dict[int, list[int]]]:
     """Return the owners of each tensor; without patterns the merged index has all ranks."""
     if patterns is not None:
         owners = lru_cache(None)(partial(owners_of, patterns=patterns))
@@ -55,7 +57,7 @@ def _all_owners(merged: Any, patterns: Sequence[Pattern] | None) -> list[dict[in
     return [stored[section, key] for section, key, *_ in merged.tensors()]
 
 
-def check_complete(merged: Any, patterns: Sequence[Pattern] | None) -> None:
+def check_complete(merged: _core.MergedIndex, patterns: Sequence[Pattern] | None) -> None:
     """Raise FormatError if no rank stores some part of a tensor that has elements."""
     every = zip(merged.tensors(), _all_owners(merged, patterns), strict=True)
     for (section, key, name, state, _, _, layout, *_), owners in every:

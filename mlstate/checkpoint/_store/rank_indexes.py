@@ -15,6 +15,7 @@ from .index_patterns import owners_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ..._core import MergedIndex
     from .checkpoint_files import CheckpointFiles
     from .manifest import Manifest
 
@@ -46,7 +47,7 @@ class Indexes:
         """Return this rank if it is in `ranks`, else the lowest rank."""
         return self._own if self._own is not None and self._own in ranks else min(ranks)
 
-    def _read(self, ranks: list[int]) -> Any:
+    def _read(self, ranks: list[int]) -> MergedIndex:
         return self._files.load_merged_index(self._manifest, ranks, self._texts)
 
     def read_all(self) -> None:

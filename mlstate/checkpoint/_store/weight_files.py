@@ -189,7 +189,7 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
     )
 
 
-def read_merged_index(folder: Folder, manifest: Manifest) -> Any:
+def read_merged_index(folder: Folder, manifest: Manifest) -> _core.MergedIndex:
     """Read the headers of all files, and return them as a merged index."""
     weights = manifest.weights
     assert weights is not None
@@ -220,7 +220,7 @@ def _disagreement(folder: Folder, listed: dict[str, str], held: dict[str, str]) 
     return error
 
 
-def check_total(folder: Folder, manifest: Manifest, merged: Any) -> None:
+def check_total(folder: Folder, manifest: Manifest, merged: _core.MergedIndex) -> None:
     """Raise FormatError if the index has another total size than the tensors."""
     weights = manifest.weights
     if weights is None or weights.total_bytes is None:

@@ -65,7 +65,7 @@ def is_optimizer(value: object) -> bool:
     return isinstance(value, torch.optim.Optimizer)
 
 
-def is_mine(value: object) -> bool:
+def recognizes(value: object) -> bool:
     """Return whether a value is a torch tensor, module or optimizer."""
     import torch
 

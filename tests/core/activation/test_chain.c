@@ -45,7 +45,7 @@ static void check_refused(const mls_step *steps, size_t count, const char *text)
         check_refused(steps, sizeof steps / sizeof steps[0], text);                      \
     } while (0)
 
-TEST(what_a_step_lacks_is_said)
+TEST(invalid_steps_name_the_missing_input)
 {
     REFUSED("step 0, save 1: activation 1 does not exist", S(SAVE, 1));
     REFUSED("step 1, save 0: activation 1 already exists", S(FORWARD, 0), S(SAVE, 0));
@@ -67,7 +67,7 @@ TEST(what_a_step_lacks_is_said)
             S(DROP, 1), S(BACKWARD, 1));
 }
 
-TEST(schedules_begin_and_end_as_they_must)
+TEST(unknown_steps_and_incomplete_schedules_are_refused)
 {
     REFUSED("step 0, save 2: there is no such step in a chain of 2 blocks", S(SAVE, 2));
     REFUSED("step 0, ? 0: there is no such step in a chain of 2 blocks",
@@ -78,7 +78,7 @@ TEST(schedules_begin_and_end_as_they_must)
             S(BACKWARD, 1), S(BACKWARD, 1));
 }
 
-TEST(schedules_grow)
+TEST(schedule_grows_to_1000_steps)
 {
     mls_schedule schedule = {0};
     for (size_t i = 0; i < 1000; i++) {

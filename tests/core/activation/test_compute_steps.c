@@ -52,7 +52,7 @@ static void check_written(const mls_compute_step *runs, size_t count,
     mls_schedule_fini(&schedule);
 }
 
-TEST(drops_come_back_where_they_were)
+TEST(tidy_places_drops_as_before)
 {
     mls_compute_step runs[STEPS];
     unsigned char scratch[2 * (N + 1)];
@@ -66,7 +66,7 @@ TEST(drops_come_back_where_they_were)
 }
 
 /* An output is dropped too if nothing reads it while its block is offloaded. */
-TEST(offload_drops_what_nobody_reads)
+TEST(offload_drops_an_unread_output)
 {
     static const mls_step steps[] = {
         {MLS_STEP_SAVE, 0}, {MLS_STEP_SAVE, 1},     {MLS_STEP_OFFLOAD, 0},
@@ -83,7 +83,7 @@ TEST(offload_drops_what_nobody_reads)
     check_written(runs, count, steps, COUNT);
 }
 
-TEST(what_nobody_needs_is_left_out)
+TEST(tidy_removes_unused_forwards)
 {
     /* activation 1 exists when it is recomputed; activation 3 is never read */
     mls_compute_step runs[] = {
@@ -100,7 +100,7 @@ TEST(what_nobody_needs_is_left_out)
     }
 }
 
-TEST(what_nobody_makes_is_noticed)
+TEST(tidy_fails_if_an_activation_is_missing)
 {
     mls_compute_step runs[] = {{.kind = MLS_STEP_SAVE, .index = 2},
                                {.kind = MLS_STEP_BACKWARD, .index = 2}};
@@ -111,7 +111,7 @@ TEST(what_nobody_makes_is_noticed)
 
 /* Forwards, and both transfers of offloaded blocks; all schedules share the other
  * steps. */
-TEST(extra_seconds_are_what_can_be_saved)
+TEST(extra_seconds_exclude_common_steps)
 {
     const mls_compute_step run = {.kind = MLS_STEP_FORWARD, .index = 2};
     const mls_compute_step save = {.kind = MLS_STEP_SAVE, .index = 2};

@@ -15,7 +15,7 @@ AFTER_EACH
     mls_layer_map_fini(&t);
 }
 
-TEST(an_empty_table_knows_nobody)
+TEST(empty_map_finds_no_layer)
 {
     const mls_layer_key key = named("a");
     CHECK(mls_layer_find(&t, &key) == NULL);
@@ -30,7 +30,7 @@ static uint64_t hash_of(int number, int kind)
     return kind == 0 ? wide : kind == 1 ? (uint64_t)(number % 5) << 60 : 3;
 }
 
-TEST(every_layer_is_found_whatever_the_hash)
+TEST(layers_with_colliding_hashes_are_distinguished)
 {
     enum { LAYERS = 700 };
     char room[64];
@@ -57,7 +57,7 @@ TEST(every_layer_is_found_whatever_the_hash)
     }
 }
 
-TEST(adding_again_finds_the_same)
+TEST(adding_a_layer_twice_returns_the_first)
 {
     mls_table_layer *first = NULL, *again = NULL;
     const mls_layer_key key = named("layer.1");
@@ -67,7 +67,7 @@ TEST(adding_again_finds_the_same)
     CHECK(again == first && again->calls == 9 && t.count == 1);
 }
 
-TEST(names_are_bytes_of_any_kind)
+TEST(names_may_contain_zero_bytes)
 {
     mls_table_layer *layer = NULL;
     const mls_layer_key keys[] = {
@@ -87,7 +87,7 @@ TEST(names_are_bytes_of_any_kind)
 }
 
 /* Equal hashes and lengths, and one different byte, at every position of every length. */
-TEST(names_are_compared_to_the_last_byte)
+TEST(names_that_differ_in_one_byte_are_distinguished)
 {
     enum { LONGEST = 40 };
     char name[LONGEST];
@@ -106,7 +106,7 @@ TEST(names_are_compared_to_the_last_byte)
     }
 }
 
-TEST(a_layer_has_one_mark)
+TEST(conflicting_choices_are_refused)
 {
     const mls_layer_key a = named("a"), b = named("b");
     CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &status) == MLS_OK);

@@ -35,7 +35,7 @@ static void mark(const char *name, mls_layer_choice as)
     CHECK(mls_layer_set_choice(&s.named, &key, as, &status) == MLS_OK);
 }
 
-TEST(numbers_above_nought_are_kept)
+TEST(intervals_below_one_are_refused)
 {
     s.number = 5;
     for (int64_t bad = -3; bad <= 0; bad += 3) {
@@ -48,7 +48,7 @@ TEST(numbers_above_nought_are_kept)
 
 /* ---- memory aware ---- */
 
-TEST(the_share_is_a_float)
+TEST(share_is_rounded_to_float32)
 {
     /* 0.8 as a float32 is greater than 0.8: a pressure of exactly 0.8 does not exceed
      * it */
@@ -63,7 +63,7 @@ TEST(the_share_is_a_float)
     CHECK(s.interval == 2 && s.high == 0);
 }
 
-TEST(memory_aware_refuses_no_share)
+TEST(invalid_shares_are_refused)
 {
     static const double bad[] = {0, -0.5, 1.001, 1e-60, NAN, INFINITY, -INFINITY};
     s.interval = 77;
@@ -76,7 +76,7 @@ TEST(memory_aware_refuses_no_share)
     CHECK(s.interval == 77);
 }
 
-TEST(ticks_are_tenths_of_microseconds)
+TEST(seconds_convert_to_ticks)
 {
     static const double bad[] = {NAN, INFINITY, -INFINITY, 1e12, -1e12};
     int64_t ticks = 5;
@@ -90,7 +90,7 @@ TEST(ticks_are_tenths_of_microseconds)
     CHECK(mls_ticks_now() >= before);
 }
 
-TEST(memory_aware_is_restored)
+TEST(memory_aware_restores_valid_states_only)
 {
     make(0, 0.8);
     CHECK(mls_strategy_restore(&s, 9, 7, SECONDS(90), 3, &status) == MLS_OK);
@@ -106,7 +106,7 @@ TEST(memory_aware_is_restored)
 }
 
 /* If the clock jumps back, nothing is due. */
-TEST(time_may_go_back)
+TEST(clock_that_runs_backwards_adjusts_nothing)
 {
     make(0, 0.8);
     CHECK(!mls_strategy_is_due(&s, -MLS_MAX_TICKS));
@@ -118,7 +118,7 @@ TEST(time_may_go_back)
 
 /* ---- smart ---- */
 
-TEST(smart_excludes_but_counts)
+TEST(smart_counts_excluded_layers)
 {
     make(0, 1);
     mark("out", MLS_LAYER_EXCLUDE);
@@ -129,14 +129,14 @@ TEST(smart_excludes_but_counts)
     CHECK(!ask(mls_decide_smart, "x", 10, 11) && !ask(mls_decide_smart, "out", 1000, 50));
 }
 
-TEST(smart_takes_empty_activations)
+TEST(smart_accepts_empty_activations)
 {
     make(0, 1);
     CHECK(!ask(mls_decide_smart, "a", 0, 11) && ask(mls_decide_smart, "b", 0, 0));
     CHECK(!ask(mls_decide_smart, "a", 0, 0)); /* 0 > 0 is false */
 }
 
-TEST(smart_refuses_a_sum_beyond_memory)
+TEST(smart_refuses_sums_beyond_64_bits)
 {
     make(0, 1);
     CHECK(!ask(mls_decide_smart, "a", SIZE_MAX, 0));
@@ -147,7 +147,7 @@ TEST(smart_refuses_a_sum_beyond_memory)
     CHECK(mls_strategy_restore_layer(&s, &b, 1, 1, &status) == MLS_E_SIZE);
 }
 
-TEST(smart_is_restored)
+TEST(smart_restores_valid_layers_only)
 {
     make(0, 1);
     const mls_layer_key a = named("a"), b = named("b");

@@ -17,14 +17,14 @@ static void gather(rank_case *c)
         start += r < c->rank ? sizes[r] : 0;
         all += sizes[r];
     }
-    unsigned char *mine = malloc(sizes[c->rank] + 1), *out = malloc(all + 1);
+    unsigned char *contribution = malloc(sizes[c->rank] + 1), *out = malloc(all + 1);
     for (size_t i = 0; i < sizes[c->rank]; i++) {
-        mine[i] = byte_of(c->rank, i);
+        contribution[i] = byte_of(c->rank, i);
     }
     for (int round = 0; round < 2; round++) {
         memset(out, 0, all);
-        memcpy(out + start, mine, sizes[c->rank]);
-        const void *from = round == 0 ? mine : out + start; /* in place */
+        memcpy(out + start, contribution, sizes[c->rank]);
+        const void *from = round == 0 ? contribution : out + start; /* in place */
         EXPECT(c, mls_shm_all_gather(c->g, &quick, from, sizes, out, &c->st) == MLS_OK);
         size_t at = 0, wrong = 0;
         for (size_t r = 0; r < c->world; r++) {
@@ -34,7 +34,7 @@ static void gather(rank_case *c)
         }
         EXPECT(c, wrong == 0);
     }
-    free(mine);
+    free(contribution);
     free(out);
 }
 
@@ -82,12 +82,12 @@ static size_t sent_bytes(size_t from, size_t to)
 
 static void trade(rank_case *c)
 {
-    size_t sent[RANKS_MOST], wanted[RANKS_MOST], out_bytes = 0, in_bytes = 0;
+    size_t sent[RANKS_MOST], received[RANKS_MOST], out_bytes = 0, in_bytes = 0;
     for (size_t r = 0; r < c->world; r++) {
         sent[r] = sent_bytes(c->rank, r);
-        wanted[r] = sent_bytes(r, c->rank);
+        received[r] = sent_bytes(r, c->rank);
         out_bytes += sent[r];
-        in_bytes += wanted[r];
+        in_bytes += received[r];
     }
     unsigned char *data = malloc(out_bytes + 1), *out = calloc(in_bytes + 1, 1);
     size_t at = 0;
@@ -97,18 +97,18 @@ static void trade(rank_case *c)
         }
     }
     EXPECT(c,
-           mls_shm_all_to_all(c->g, &quick, data, sent, out, wanted, &c->st) == MLS_OK);
+           mls_shm_all_to_all(c->g, &quick, data, sent, out, received, &c->st) == MLS_OK);
     at = 0;
     size_t wrong = 0;
     for (size_t r = 0; r < c->world; r++) {
-        for (size_t i = 0; i < wanted[r]; i++) {
+        for (size_t i = 0; i < received[r]; i++) {
             wrong += out[at++] != byte_of(r * 10 + c->rank, i);
         }
     }
     EXPECT(c, wrong == 0);
-    wanted[0] += c->rank + 1 == c->world; /* one rank expects more than it gets */
+    received[0] += c->rank + 1 == c->world; /* one rank expects more than it gets */
     const mls_code code =
-        mls_shm_all_to_all(c->g, &quick, data, sent, out, wanted, &c->st);
+        mls_shm_all_to_all(c->g, &quick, data, sent, out, received, &c->st);
     EXPECT(c, code == MLS_E_PEER && strstr(c->st.text, "rank 0 sends") != NULL);
     EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_OK);
     free(data);
@@ -120,16 +120,16 @@ TEST(every_rank_sends_to_every_other)
     everywhere(trade);
 }
 
-typedef struct kept {
+typedef struct collected {
     unsigned char *data[RANKS_MOST];
     size_t sizes[RANKS_MOST];
     size_t world;
     bool refuse;
-} kept;
+} collected;
 
 static bool keep(void *context, const size_t *sizes, unsigned char **out)
 {
-    kept *k = context;
+    collected *k = context;
     for (size_t r = 0; !k->refuse && r < k->world; r++) {
         k->sizes[r] = sizes[r];
         k->data[r] = out[r] = malloc(sizes[r] + 1);
@@ -140,15 +140,15 @@ static bool keep(void *context, const size_t *sizes, unsigned char **out)
 static void collect(rank_case *c)
 {
     for (int root = -1; root < (int)c->world; root++) {
-        kept k = {.world = c->world};
+        collected k = {.world = c->world};
         const mls_shm_places places = {.place = keep, .context = &k};
         const size_t n = root == 0 ? c->rank : 6000 * c->rank + 4000;
-        unsigned char *mine = malloc(n + 1);
+        unsigned char *contribution = malloc(n + 1);
         for (size_t i = 0; i < n; i++) {
-            mine[i] = byte_of(c->rank, i);
+            contribution[i] = byte_of(c->rank, i);
         }
-        EXPECT(c, mls_shm_gather_bytes(c->g, &quick, mine, n, root, &places, &c->st) ==
-                      MLS_OK);
+        EXPECT(c, mls_shm_gather_bytes(c->g, &quick, contribution, n, root, &places,
+                                       &c->st) == MLS_OK);
         for (size_t r = 0; r < c->world; r++) {
             EXPECT(c, (k.data[r] != NULL) == (root < 0 || root == (int)c->rank));
             size_t wrong = 0;
@@ -158,7 +158,7 @@ static void collect(rank_case *c)
             EXPECT(c, wrong == 0);
             free(k.data[r]);
         }
-        free(mine);
+        free(contribution);
     }
 }
 
@@ -169,7 +169,7 @@ TEST(bytes_of_any_length_are_gathered)
 
 static void refuse(rank_case *c)
 {
-    kept k = {.world = c->world, .refuse = c->rank == 0};
+    collected k = {.world = c->world, .refuse = c->rank == 0};
     const mls_shm_places places = {.place = keep, .context = &k};
     const mls_code code =
         mls_shm_gather_bytes(c->g, &quick, "abc", 3, -1, &places, &c->st);

@@ -44,7 +44,7 @@ static bool is_open(int fd)
     return fcntl(fd, F_GETFD) >= 0 || errno != EBADF;
 }
 
-TEST(a_file_that_is_no_group_is_refused_and_closed)
+TEST(invalid_group_file_is_refused_and_closed)
 {
     mls_shm_shape shape = {.world = 2};
     mls_shm *g = NULL, *other = NULL;
@@ -78,7 +78,7 @@ TEST(a_file_that_is_no_group_is_refused_and_closed)
     mls_shm_free(NULL);
 }
 
-TEST(names_are_those_of_messages)
+TEST(kind_names_match_messages)
 {
     CHECK_TEXT(mls_shm_kind_name(MLS_SHM_REDUCE_SCATTER), "reduce_scatter");
     CHECK_TEXT(mls_shm_kind_name(MLS_SHM_KIND_COUNT), "?");
@@ -87,7 +87,7 @@ TEST(names_are_those_of_messages)
     }
 }
 
-TEST(an_aborted_group_says_who)
+TEST(aborted_group_names_the_rank)
 {
     mls_shm_shape shape = {.world = 2};
     mls_shm *groups[2];

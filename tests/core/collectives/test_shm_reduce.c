@@ -104,10 +104,10 @@ static void scatter(rank_case *c)
                   MLS_OK);
     for (size_t s = 0; s < SEGMENTS; s++) {
         mls_norm_partial expected = {0};
-        const size_t mine = counts[s][c->rank];
-        EXPECT(c, wrong_sums(outs[s], c->world, starts[s], mine) == 0);
+        const size_t count = counts[s][c->rank];
+        EXPECT(c, wrong_sums(outs[s], c->world, starts[s], count) == 0);
         mls_tensor t;
-        EXPECT(c, mls_tensor_init(&t, outs[s], MLS_F32, 1, &mine, &c->st) == MLS_OK);
+        EXPECT(c, mls_tensor_init(&t, outs[s], MLS_F32, 1, &count, &c->st) == MLS_OK);
         mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &expected);
         EXPECT(c, memcmp(&expected, &segments[s].norm_partial, sizeof expected) == 0);
         if (s != 1) {
@@ -132,7 +132,7 @@ static void scatter_large(rank_case *c)
 {
     enum { COUNT = 1200007, WIDE = 70001 };
     size_t counts[2][2] = {{COUNT, COUNT - 5}, {WIDE, 3}};
-    const size_t start = c->rank * COUNT, mine = counts[0][c->rank];
+    const size_t start = c->rank * COUNT, count = counts[0][c->rank];
     float *data = array_of(c->rank, 2 * COUNT), *out = calloc(COUNT + 1, sizeof *out);
     uint16_t *halves = calloc(WIDE + 3, sizeof *halves);
     float *wide = calloc(WIDE + 1, sizeof *wide);
@@ -150,7 +150,7 @@ static void scatter_large(rank_case *c)
                                 .out = wide + 1,
                                 .reduction = widened}};
     EXPECT(c, mls_shm_reduce_scatter(c->g, &quick, segments, 2, true, &c->st) == MLS_OK);
-    size_t wrong = wrong_sums(out + 1, 2, start, mine);
+    size_t wrong = wrong_sums(out + 1, 2, start, count);
     for (size_t i = 0; i < counts[1][c->rank]; i++) {
         const size_t at = c->rank * WIDE + i;
         const float value = 2 * (1 + (float)(at % 128) / 128);
@@ -159,7 +159,7 @@ static void scatter_large(rank_case *c)
     EXPECT(c, wrong == 0 && memcmp(out, "\0\0\0\0", 4) == 0);
     mls_tensor t;
     mls_norm_partial expected = {0};
-    EXPECT(c, mls_tensor_init(&t, out + 1, MLS_F32, 1, &mine, &c->st) == MLS_OK);
+    EXPECT(c, mls_tensor_init(&t, out + 1, MLS_F32, 1, &count, &c->st) == MLS_OK);
     mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &expected);
     EXPECT(c, memcmp(&expected, &segments[0].norm_partial, sizeof expected) == 0);
     free(data);
@@ -264,7 +264,7 @@ static void refuse_reductions(rank_case *c)
     EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_OK);
 }
 
-TEST(reductions_that_make_no_sense_send_nothing)
+TEST(invalid_reductions_send_no_data)
 {
     in_threads((mls_shm_shape){.world = 3}, refuse_reductions);
 }

@@ -124,7 +124,7 @@ static void abort_one(rank_case *c)
     EXPECT(c, strstr(c->st.text, "rank 2 aborted the group") != NULL);
 }
 
-TEST(an_abort_ends_what_waits)
+TEST(abort_ends_waiting_ranks)
 {
     in_threads((mls_shm_shape){.world = 3}, abort_one);
 }

@@ -40,7 +40,7 @@ static bool make(size_t capacity)
     return true;
 }
 
-TEST(growing_copies_nothing_and_shows_zeros)
+TEST(growth_keeps_the_address_and_zeroes_new_positions)
 {
     REQUIRE(make(32));
     const unsigned char *before = b.pages.data;
@@ -52,7 +52,7 @@ TEST(growing_copies_nothing_and_shows_zeros)
     }
 }
 
-TEST(bad_requests_change_nothing)
+TEST(refused_requests_keep_the_buffer)
 {
     const size_t huge[RANK] = {SIZE_MAX / 2, 3, 1, 4};
     CHECK(mls_kv_buffer_init(&b, RANK, shape, AXIS, 7, MLS_F16, &status) ==
@@ -81,7 +81,7 @@ TEST(an_empty_cache_is_a_cache)
 
 /* The bytes of a view in C order, each masked by whether it is one of `kept` positions.
  */
-static bool holds(size_t kept)
+static bool holds(size_t position_count)
 {
     const mls_tensor t = mls_kv_buffer_view(&b);
     const size_t columns = t.shape[0] * t.shape[1] * t.shape[2];
@@ -93,7 +93,7 @@ static bool holds(size_t kept)
             offset += (ptrdiff_t)at[axis] * t.strides[axis];
         }
         const size_t number = at[0] * 49 + at[1] * 7 + at[2] + 1;
-        if (t.data[offset] != (at[b.axis] < kept ? number : 0)) {
+        if (t.data[offset] != (at[b.axis] < position_count ? number : 0)) {
             return false;
         }
     }

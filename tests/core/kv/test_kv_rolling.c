@@ -81,7 +81,7 @@ static void model_trim(model *m, size_t count)
 static void check_ring(const mls_kv_ring *ring, const model *m)
 {
     static int32_t memory[ROWS * WIDTH * MOST];
-    int64_t positions[MOST], wanted[MOST];
+    int64_t positions[MOST], expected[MOST];
     size_t shape[3] = {ROWS, WIDTH, WIDTH};
     shape[ring->axis] = m->length;
     const mls_tensor dst = tensor_of(memory, MLS_I32, 3, shape);
@@ -90,21 +90,21 @@ static void check_ring(const mls_kv_ring *ring, const model *m)
     mls_kv_ring_copy_ordered(ring, kernels(), &dst);
     mls_kv_ring_positions(ring, positions);
     for (size_t slot = 0; slot < m->capacity; slot++) {
-        wanted[slot] = -1;
+        expected[slot] = -1;
     }
     for (size_t i = 0; i < m->length; i++) {
         const size_t p = m->positions[i];
         const size_t window = m->capacity - m->sinks;
-        wanted[p < m->sinks ? p : m->sinks + (p - m->sinks) % window] = (int64_t)p;
+        expected[p < m->sinks ? p : m->sinks + (p - m->sinks) % window] = (int64_t)p;
         for (size_t at = 0; at < ROWS * WIDTH; at++) {
             CHECK(*element(&dst, ring->axis, at / WIDTH, i, at % WIDTH) ==
                   value_of(m->tokens[i], at / WIDTH, at % WIDTH));
         }
     }
     for (size_t slot = 0; slot < m->capacity; slot++) {
-        CHECK(positions[slot] == wanted[slot]);
+        CHECK(positions[slot] == expected[slot]);
         const bool used = *element(&ring->slots, ring->axis, 1, slot, 1) != 0;
-        CHECK(used == (wanted[slot] >= 0));
+        CHECK(used == (expected[slot] >= 0));
     }
 }
 
@@ -142,7 +142,7 @@ TEST(random_steps_agree_with_the_model)
     }
 }
 
-TEST(bad_requests_change_nothing)
+TEST(refused_requests_keep_the_ring)
 {
     mls_kv_ring ring = {0};
     const size_t shape[] = {2, 4, 3}, huge[] = {SIZE_MAX / 8, 4, 3};
@@ -319,15 +319,15 @@ TEST(borrowed_slots_are_the_same_ring)
     for (size_t sinks = 0; sinks < 7; sinks += 2) {
         for (size_t length = 0; length <= 20; length++) {
             mls_kv_ring ring = {0}, borrowed;
-            int64_t wanted[7], got[7];
+            int64_t expected[7], got[7];
             REQUIRE(mls_kv_ring_init(&ring, &slots, 1, sinks, &status) == MLS_OK);
             tokens.shape[1] = length;
             CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &status) == MLS_OK);
             REQUIRE(mls_kv_ring_borrow(&borrowed, &ring.slots, 1, sinks, length, 0,
                                        &status) == MLS_OK);
-            mls_kv_ring_positions(&ring, wanted);
+            mls_kv_ring_positions(&ring, expected);
             mls_kv_ring_positions(&borrowed, got);
-            CHECK(memcmp(wanted, got, sizeof got) == 0);
+            CHECK(memcmp(expected, got, sizeof got) == 0);
             CHECK(borrowed.evicted == ring.evicted && borrowed.oldest == ring.oldest);
             CHECK(mls_kv_ring_length(&borrowed) == mls_kv_ring_length(&ring));
             mls_kv_ring_fini(&ring);

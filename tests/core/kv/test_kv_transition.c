@@ -44,16 +44,16 @@ TEST(axes_are_counted_from_both_ends)
 {
     const size_t ones[MLS_KV_MAX_RANK + 1] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
     for (int rank = 0; rank <= MLS_KV_MAX_RANK + 1; rank++) {
-        for (int64_t wanted = -11; wanted <= 11; wanted++) {
+        for (int64_t requested = -11; requested <= 11; requested++) {
             const bool is_rank = rank >= MLS_KV_MIN_RANK && rank <= MLS_KV_MAX_RANK;
-            const bool is_axis = wanted >= -rank && wanted < rank;
+            const bool is_axis = requested >= -rank && requested < rank;
             int axis = -100;
             const mls_code code =
-                mls_kv_find_axis("it", rank, ones, "its axis", wanted, &axis, &status);
+                mls_kv_find_axis("it", rank, ones, "its axis", requested, &axis, &status);
             CHECK(code == (is_rank && is_axis ? MLS_OK : MLS_E_SHAPE));
-            CHECK(axis == (code != MLS_OK ? -100
-                           : wanted < 0   ? rank + (int)wanted
-                                          : (int)wanted));
+            CHECK(axis == (code != MLS_OK  ? -100
+                           : requested < 0 ? rank + (int)requested
+                                           : (int)requested));
         }
     }
     int axis;
@@ -185,7 +185,7 @@ TEST(padding_is_left_alone_if_none_is_asked_for)
     CHECK(to[8] == 0xEEEE && to[7] == from[7]);
 }
 
-TEST(targets_are_checked_before_anything_is_written)
+TEST(targets_are_checked_before_writing)
 {
     enum { ITEMS = 2 * 3 * 8 * 4 };
     static uint16_t memory[ITEMS * 4];

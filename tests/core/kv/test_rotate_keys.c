@@ -52,7 +52,7 @@ static void check_rotated(const cache *keys, const cache *got, const mls_rotatio
     for (size_t i = 0; i < HEADS * POSITIONS * keys->t.shape[2]; i++) {
         const size_t e = i % keys->t.shape[2], at = i / keys->t.shape[2];
         const size_t head = at / POSITIONS, position = at % POSITIONS;
-        double wanted = read(keys, head, position, e);
+        double expected = read(keys, head, position, e);
         if (e < dim) {
             const size_t pair = r->interleaved ? e / 2 : e % (dim / 2);
             const bool second = r->interleaved ? e % 2 != 0 : e >= dim / 2;
@@ -62,9 +62,9 @@ static void check_rotated(const cache *keys, const cache *got, const mls_rotatio
             const double angle = (double)shift *
                                  pow(r->base, -2.0 * (double)pair / (double)dim) /
                                  r->scaling;
-            wanted = wanted * cos(angle) + (second ? other : -other) * sin(angle);
+            expected = expected * cos(angle) + (second ? other : -other) * sin(angle);
         }
-        CHECK(fabs(read(got, head, position, e) - wanted) <= tolerance);
+        CHECK(fabs(read(got, head, position, e) - expected) <= tolerance);
     }
 }
 

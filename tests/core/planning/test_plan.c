@@ -2,7 +2,7 @@
 #include "support/chains.h"
 #include "support/runner.h"
 
-TEST(too_many_points_mean_slots)
+TEST(large_fronts_fall_back_to_slots)
 {
     test_chain c;
     mls_plan plan;

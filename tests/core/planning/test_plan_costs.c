@@ -1,7 +1,7 @@
 #include "planning/plan_costs.h"
 #include "support/costs.h"
 
-TEST(requests_are_checked)
+TEST(invalid_requests_are_refused)
 {
     test_chain c;
     chain_of(&c, 3, 100, 1);
@@ -13,7 +13,7 @@ TEST(requests_are_checked)
     CHECK(set_costs(&c.chain, 500, 0, false) == MLS_E_VALUE);
 }
 
-TEST(slots_round_up)
+TEST(sizes_round_up_to_slots)
 {
     test_chain c;
     chain_of(&c, 3, 100, 1);
@@ -27,7 +27,7 @@ TEST(slots_round_up)
 }
 
 /* Products of more than 64 bits: still at least the true number of slots. */
-TEST(slots_of_huge_sizes_round_up)
+TEST(sizes_near_64_bits_round_up_to_slots)
 {
     test_chain c;
     const int64_t budget = INT64_C(1) << 61;
@@ -38,18 +38,18 @@ TEST(slots_of_huge_sizes_round_up)
     CHECK(costs.activation[1] == 501 && costs.saved[0] >= 1000);
 }
 
-TEST(a_poll_stops_it)
+TEST(poll_stops_the_planner)
 {
     test_chain c;
     mls_plan_needs needs;
     mls_schedule schedule = {0};
     int left = 0, again = 0;
-    const mls_poll no = {says_no, &left}, no_again = {says_no, &again};
+    const mls_poll no = {stop_after_calls, &left}, no_again = {stop_after_calls, &again};
     chain_of(&c, 3, 100, 1);
     REQUIRE(set_costs(&c.chain, 10000, 0, false) == MLS_OK);
     CHECK(mls_plan_least(&costs, no, &needs, &status) == MLS_E_STOPPED);
     CHECK(needs.memory == NULL);
-    REQUIRE(mls_plan_least(&costs, nobody, &needs, &status) == MLS_OK);
+    REQUIRE(mls_plan_least(&costs, no_poll, &needs, &status) == MLS_OK);
     CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, no_again, &schedule, &status) ==
           MLS_E_STOPPED);
     CHECK(schedule.steps == NULL);

@@ -12,39 +12,41 @@ static void front_is_a_front(const mls_plan_front *front)
 }
 
 /* Threads divide the segments; the fronts are the same. */
-TEST(threads_change_nothing)
+TEST(threads_compute_the_same_fronts)
 {
     enum { BLOCKS = 40 };
     static test_chain c;
     mls_pool *pool = NULL;
-    mls_plan_fronts one, three;
+    mls_plan_fronts single_threaded, three;
     chain_of(&c, BLOCKS, 100000, 8);
     REQUIRE(mls_pool_new(3, &pool, &status) == MLS_OK);
     REQUIRE(set_costs(&c.chain, 2000000, 0, false) == MLS_OK);
-    REQUIRE(mls_plan_dp_fronts(&costs, MANY, NULL, nobody, &one, &status) == MLS_OK);
-    REQUIRE(mls_plan_dp_fronts(&costs, MANY, pool, nobody, &three, &status) == MLS_OK);
-    CHECK(one.points == three.points && one.points > 1000);
+    REQUIRE(mls_plan_dp_fronts(&costs, MANY, NULL, no_poll, &single_threaded, &status) ==
+            MLS_OK);
+    REQUIRE(mls_plan_dp_fronts(&costs, MANY, pool, no_poll, &three, &status) == MLS_OK);
+    CHECK(single_threaded.points == three.points && single_threaded.points > 1000);
     for (size_t i = 0; i < BLOCKS * (BLOCKS + 1) / 2; i++) {
-        const size_t count = one.fronts[i].count;
-        front_is_a_front(&one.fronts[i]);
+        const size_t count = single_threaded.fronts[i].count;
+        front_is_a_front(&single_threaded.fronts[i]);
         CHECK(count == three.fronts[i].count);
-        CHECK(count == 0 || memcmp(one.fronts[i].points, three.fronts[i].points,
-                                   count * sizeof(mls_plan_point)) == 0);
+        CHECK(count == 0 ||
+              memcmp(single_threaded.fronts[i].points, three.fronts[i].points,
+                     count * sizeof(mls_plan_point)) == 0);
     }
-    mls_plan_fronts_fini(&one);
+    mls_plan_fronts_fini(&single_threaded);
     mls_plan_fronts_fini(&three);
     mls_pool_free(pool);
 }
 
-TEST(too_much_is_refused_and_a_poll_stops_it)
+TEST(size_limit_and_poll_stop_the_fronts)
 {
     test_chain c;
     mls_plan_fronts fronts;
     int left = 20;
-    const mls_poll soon = {says_no, &left};
+    const mls_poll soon = {stop_after_calls, &left};
     chain_of(&c, 20, 100000, 9);
     REQUIRE(set_costs(&c.chain, 2000000, 0, false) == MLS_OK);
-    CHECK(mls_plan_dp_fronts(&costs, 100, NULL, nobody, &fronts, &status) == MLS_E_SIZE);
+    CHECK(mls_plan_dp_fronts(&costs, 100, NULL, no_poll, &fronts, &status) == MLS_E_SIZE);
     CHECK(fronts.fronts == NULL);
     CHECK(mls_plan_dp_fronts(&costs, MANY, NULL, soon, &fronts, &status) ==
           MLS_E_STOPPED);

@@ -17,7 +17,7 @@ static bool same_table(const mls_plan_table *a, const mls_plan_table *b, size_t 
 }
 
 /* Long enough for all kinds of tiles; every instruction set gives the same bits. */
-TEST(all_kernels_and_threads_agree)
+TEST(kernels_and_threads_compute_the_same_table)
 {
     static test_chain c;
     mls_pool *pool = NULL;
@@ -28,10 +28,10 @@ TEST(all_kernels_and_threads_agree)
         chain_of(&c, blocks, 100000, blocks);
         const int64_t budget = (int64_t)blocks * 60000;
         REQUIRE(set_costs(&c.chain, budget, SLOTS, true) == MLS_OK);
-        REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &oracle,
+        REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, no_poll, &oracle,
                                   &status) == MLS_OK);
         EACH_CPU (cpu) {
-            REQUIRE(mls_plan_dp_slots(&costs, cpu, pool, nobody, &table, &status) ==
+            REQUIRE(mls_plan_dp_slots(&costs, cpu, pool, no_poll, &table, &status) ==
                     MLS_OK);
             CHECK(same_table(&oracle, &table, blocks, SLOTS + 1));
             mls_plan_table_fini(&table);
@@ -66,7 +66,7 @@ static float plainly(const mls_plan_costs *c, float *const *table, size_t s, siz
     return best;
 }
 
-TEST(tiles_leave_nothing_out)
+TEST(tiles_compute_every_cell)
 {
     enum { BLOCKS = 45, SLOTS = 61 };
     static float values[BLOCKS * BLOCKS][SLOTS + 1];
@@ -75,7 +75,7 @@ TEST(tiles_leave_nothing_out)
     mls_plan_table table;
     chain_of(&c, BLOCKS, 1000, 4);
     REQUIRE(set_costs(&c.chain, 20000, SLOTS, false) == MLS_OK);
-    REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &table, &status) ==
+    REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, no_poll, &table, &status) ==
             MLS_OK);
     for (size_t i = 0; i < BLOCKS * BLOCKS; i++) {
         rows[i] = values[i];
@@ -93,12 +93,12 @@ TEST(tiles_leave_nothing_out)
     mls_plan_table_fini(&table);
 }
 
-TEST(a_poll_stops_it)
+TEST(poll_stops_the_planner)
 {
     static test_chain c;
     mls_plan_table table;
     int left = 3;
-    const mls_poll soon = {says_no, &left};
+    const mls_poll soon = {stop_after_calls, &left};
     chain_of(&c, 100, 1000, 4);
     REQUIRE(set_costs(&c.chain, 20000, 50, false) == MLS_OK);
     CHECK(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, soon, &table, &status) ==
@@ -106,7 +106,7 @@ TEST(a_poll_stops_it)
     CHECK(table.values == NULL);
 }
 
-TEST(bytes_of_a_table_are_known)
+TEST(table_bytes_include_padding)
 {
     CHECK(mls_plan_table_bytes(4, 15) == 10 * 16 * sizeof(float));
     CHECK(mls_plan_table_bytes(5, 16) == 36 * 48 * sizeof(float));

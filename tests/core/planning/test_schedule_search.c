@@ -14,52 +14,54 @@ static void fill_nine(test_chain *r, bool rates)
 static int64_t least_peak(const mls_chain *c, bool offload)
 {
     const mls_search_limits limits = {.offload = offload};
-    mls_found found;
+    mls_found schedule_found;
     mls_status st;
-    if (mls_search_least(c, &limits, &found, &st) != MLS_OK || !found.found) {
+    if (mls_search_least(c, &limits, &schedule_found, &st) != MLS_OK ||
+        !schedule_found.found) {
         return -1;
     }
-    mls_schedule_fini(&found.runs);
-    return found.least;
+    mls_schedule_fini(&schedule_found.runs);
+    return schedule_found.least;
 }
 
-TEST(few_states_are_too_few)
+TEST(search_ends_at_its_limit_of_states)
 {
     test_chain r;
     fill_nine(&r, false);
     const mls_search_limits limits = {
         .budget_bytes = least_peak(&r.chain, false), .below = INFINITY, .states = 50};
-    mls_found found;
-    REQUIRE(mls_search(&r.chain, &limits, &found, &status) == MLS_OK);
-    CHECK(!found.found && found.ran_out && found.states == 50 && found.runs.count == 0);
+    mls_found schedule_found;
+    REQUIRE(mls_search(&r.chain, &limits, &schedule_found, &status) == MLS_OK);
+    CHECK(!schedule_found.found && schedule_found.ran_out &&
+          schedule_found.states == 50 && schedule_found.runs.count == 0);
 }
 
 /* The search finds only schedules below the bound; the bound itself is excluded. */
-TEST(nothing_below_the_best_is_found)
+TEST(search_excludes_its_bound)
 {
     test_chain r;
     fill_nine(&r, false);
     mls_search_limits limits = {.budget_bytes = least_peak(&r.chain, false) + 20,
                                 .below = INFINITY};
-    mls_found found;
-    REQUIRE(mls_search(&r.chain, &limits, &found, &status) == MLS_OK);
-    REQUIRE(found.found);
-    CHECK(found.extra > 0);
-    mls_schedule_fini(&found.runs);
-    limits.below = found.extra;
-    REQUIRE(mls_search(&r.chain, &limits, &found, &status) == MLS_OK);
-    CHECK(!found.found && !found.ran_out);
+    mls_found schedule_found;
+    REQUIRE(mls_search(&r.chain, &limits, &schedule_found, &status) == MLS_OK);
+    REQUIRE(schedule_found.found);
+    CHECK(schedule_found.extra > 0);
+    mls_schedule_fini(&schedule_found.runs);
+    limits.below = schedule_found.extra;
+    REQUIRE(mls_search(&r.chain, &limits, &schedule_found, &status) == MLS_OK);
+    CHECK(!schedule_found.found && !schedule_found.ran_out);
 }
 
-TEST(a_search_can_be_stopped)
+TEST(poll_stops_the_search)
 {
     test_chain r;
     uint64_t seed = 7;
     random_chain_fill(&r, 12, &seed, true);
     int left = 2;
-    const mls_search_limits limits = {.offload = true,
-                                      .poll = {.go_on = says_no, .context = &left}};
-    mls_found found = {.states = 77};
-    CHECK(mls_search_least(&r.chain, &limits, &found, &status) == MLS_E_STOPPED);
-    CHECK(found.states == 77 && left == -1);
+    const mls_search_limits limits = {
+        .offload = true, .poll = {.go_on = stop_after_calls, .context = &left}};
+    mls_found schedule_found = {.states = 77};
+    CHECK(mls_search_least(&r.chain, &limits, &schedule_found, &status) == MLS_E_STOPPED);
+    CHECK(schedule_found.states == 77 && left == -1);
 }

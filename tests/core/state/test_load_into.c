@@ -56,7 +56,7 @@ TEST(shapes_and_dtypes_are_refused_by_name)
     const mls_tensor source = matrix_of(small + 1024, MLS_F32, 4, 4);
     const mls_tensor flat = matrix_of(small + 1024, MLS_F32, 2, 8);
     const mls_tensor half = matrix_of(small + 2048, MLS_F16, 4, 4);
-    const mls_tensor whole = matrix_of(small + 2048, MLS_I32, 4, 4);
+    const mls_tensor other_dtype = matrix_of(small + 2048, MLS_I32, 4, 4);
     mls_tensor vector = flat;
     mls_load_into_pair pairs[2] = {pair("first", &good, &source),
                                    pair("second", &half, &flat)};
@@ -77,7 +77,7 @@ TEST(shapes_and_dtypes_are_refused_by_name)
     CHECK_TEXT(status.expected, "float32");
     CHECK_TEXT(status.got, "float16");
     CHECK(strstr(status.text, "nothing is converted") != NULL);
-    pairs[1].dst = &whole;
+    pairs[1].dst = &other_dtype;
     for (int cast = 0; cast < 2; cast++) { /* casting does not help */
         CHECK(refusal(pairs, 2, cast != 0, &status) == MLS_E_DTYPE);
         CHECK_TEXT(status.name, "third");
@@ -85,26 +85,26 @@ TEST(shapes_and_dtypes_are_refused_by_name)
     }
 }
 
-TEST(a_target_over_its_own_source_is_refused)
+TEST(target_overlapping_its_source_is_refused)
 {
     mls_tensor target = matrix_of(small, MLS_F32, 8, 8);
     mls_tensor source = matrix_of(small + 128, MLS_F32, 8, 8);
-    mls_load_into_pair one = pair("weight", &target, &source);
-    CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
+    mls_load_into_pair overlapping = pair("weight", &target, &source);
+    CHECK(refusal(&overlapping, 1, true, &status) == MLS_E_OVERLAP);
     CHECK_TEXT(status.name, "weight");
     CHECK(strstr(status.text, "its own source") != NULL);
     source = target; /* transposed, byte-swapped, or of another kind: no longer the same
                         view */
     source.strides[0] = target.strides[1], source.strides[1] = target.strides[0];
-    CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
+    CHECK(refusal(&overlapping, 1, true, &status) == MLS_E_OVERLAP);
     source = target;
     source.swapped = true;
-    CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
+    CHECK(refusal(&overlapping, 1, true, &status) == MLS_E_OVERLAP);
     source = matrix_of(small, MLS_F64, 8, 8);
-    CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
+    CHECK(refusal(&overlapping, 1, true, &status) == MLS_E_OVERLAP);
     source = target;
     source.data += 7 * 32, source.strides[0] = -32;
-    CHECK(refusal(&one, 1, true, &status) == MLS_E_OVERLAP);
+    CHECK(refusal(&overlapping, 1, true, &status) == MLS_E_OVERLAP);
 }
 
 TEST(a_target_over_another_source_is_refused_with_both_names)
@@ -151,23 +151,23 @@ TEST(both_names_are_seen_however_long_they_are)
     CHECK(strstr(status.text, "''") != NULL);
 }
 
-TEST(targets_that_lie_on_themselves_are_refused)
+TEST(self_overlapping_targets_are_refused)
 {
     mls_tensor target = matrix_of(small, MLS_F32, 4, 8);
     const mls_tensor source = matrix_of(small + 1024, MLS_F32, 4, 8);
-    const mls_load_into_pair one = pair("wide", &target, &source);
+    const mls_load_into_pair overlapping = pair("wide", &target, &source);
     target.strides[0] = 0; /* broadcast */
-    CHECK(refusal(&one, 1, false, &status) == MLS_E_OVERLAP);
+    CHECK(refusal(&overlapping, 1, false, &status) == MLS_E_OVERLAP);
     CHECK_TEXT(status.name, "wide");
     CHECK(strstr(status.text, "broadcast") != NULL);
     target.strides[0] = 4; /* windows */
-    CHECK(refusal(&one, 1, false, &status) == MLS_E_OVERLAP);
+    CHECK(refusal(&overlapping, 1, false, &status) == MLS_E_OVERLAP);
     target.strides[0] = -28;
-    CHECK(refusal(&one, 1, false, &status) == MLS_E_OVERLAP);
+    CHECK(refusal(&overlapping, 1, false, &status) == MLS_E_OVERLAP);
     target.strides[0] = PTRDIFF_MIN; /* no sum may overflow */
-    CHECK(refusal(&one, 1, false, &status) == MLS_E_OVERLAP);
+    CHECK(refusal(&overlapping, 1, false, &status) == MLS_E_OVERLAP);
     target.strides[0] = 32, target.strides[1] = 2; /* overlapping items */
-    CHECK(refusal(&one, 1, false, &status) == MLS_E_OVERLAP);
+    CHECK(refusal(&overlapping, 1, false, &status) == MLS_E_OVERLAP);
 }
 
 /* ---- pairs that are skipped ---- */
@@ -176,7 +176,7 @@ TEST(a_target_that_is_its_source_is_left_out)
 {
     fill_random(small, sizeof small, 2);
     memcpy(before, small, sizeof small);
-    const mls_tensor plain = matrix_of(small, MLS_F32, 4, 8);
+    const mls_tensor tensor = matrix_of(small, MLS_F32, 4, 8);
     const mls_tensor bytes = matrix_of(small + 512, MLS_U8, 4, 8);
     mls_tensor wide = matrix_of(small + 1024, MLS_F32, 4, 8);
     mls_tensor turned = bytes, row = matrix_of(small + 2048, MLS_F32, 1, 8);
@@ -185,7 +185,7 @@ TEST(a_target_that_is_its_source_is_left_out)
     turned.swapped = true;     /* a byte has no byte order */
     same_row.strides[0] = 999; /* one index: the stride is not used */
     const mls_load_into_pair pairs[] = {
-        pair("plain", &plain, &plain), pair("tied", &plain, &plain),
+        pair("plain", &tensor, &tensor), pair("tied", &tensor, &tensor),
         pair("bytes", &bytes, &turned), pair("wide", &wide, &wide),
         pair("row", &row, &same_row)};
     mls_load_into *plan = NULL;
@@ -196,7 +196,7 @@ TEST(a_target_that_is_its_source_is_left_out)
     CHECK(memcmp(before, small, sizeof small) == 0);
 }
 
-TEST(nothing_and_empty_tensors_are_fine)
+TEST(empty_lists_and_empty_tensors_load)
 {
     mls_tensor none = matrix_of(NULL, MLS_F32, 0, 8),
                inside = matrix_of(small, MLS_F32, 0, 8);
@@ -226,14 +226,14 @@ TEST(nothing_and_empty_tensors_are_fine)
  * bytes of the target's memory, gaps included. */
 static void check_pair(const mls_tensor *dst, const mls_tensor *src)
 {
-    const mls_load_into_pair one = pair("it", dst, src);
-    mls_tensor wanted = *dst;
-    wanted.data = wanted_bytes + (dst->data - to_bytes);
+    const mls_load_into_pair tested = pair("it", dst, src);
+    mls_tensor expected = *dst;
+    expected.data = wanted_bytes + (dst->data - to_bytes);
     memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
-    mls_copy(mls_kernels_of(MLS_CPU_SCALAR), &wanted, src, mls_cached());
+    mls_copy(mls_kernels_of(MLS_CPU_SCALAR), &expected, src, mls_cached());
     for (size_t threads = 1; threads <= MOST_THREADS; threads++) {
         memset(to_bytes, 0xA5, sizeof to_bytes);
-        CHECK(load(&one, 1, threads));
+        CHECK(load(&tested, 1, threads));
         CHECK(memcmp(to_bytes, wanted_bytes, sizeof to_bytes) == 0);
     }
 }
@@ -289,15 +289,15 @@ TEST(every_float_converts_to_every_other)
         for (int from = 0; from < MLS_CONVERTIBLE; from++) {
             mls_tensor dst = matrix_of(to_bytes, (mls_dtype)to, ROWS, COLUMNS);
             mls_tensor src = matrix_of(from_bytes, (mls_dtype)from, ROWS, COLUMNS);
-            mls_tensor wanted = dst;
-            const mls_load_into_pair one = pair("it", &dst, &src);
-            wanted.data = wanted_bytes;
+            mls_tensor expected = dst;
+            const mls_load_into_pair tested = pair("it", &dst, &src);
+            expected.data = wanted_bytes;
             for (size_t threads = 1; threads <= MOST_THREADS; threads += 2) {
                 memset(to_bytes, 0xA5, sizeof to_bytes);
                 memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
-                dst.swapped = wanted.swapped = threads > 1;
-                mls_copy(mls_kernels_of(best_cpu()), &wanted, &src, mls_cached());
-                CHECK(load(&one, 1, threads));
+                dst.swapped = expected.swapped = threads > 1;
+                mls_copy(mls_kernels_of(best_cpu()), &expected, &src, mls_cached());
+                CHECK(load(&tested, 1, threads));
                 CHECK(memcmp(to_bytes, wanted_bytes, sizeof to_bytes) == 0);
             }
         }
@@ -309,13 +309,13 @@ TEST(tied_targets_are_written_in_the_order_of_the_pairs)
     enum { BYTES = 3 << 20 };
     fill_random(from_bytes, sizeof from_bytes, 7);
     /* an array, its second half, and an unrelated neighbour */
-    const mls_tensor whole = matrix_of(to_bytes, MLS_U8, 3, 1 << 20);
+    const mls_tensor full = matrix_of(to_bytes, MLS_U8, 3, 1 << 20);
     const mls_tensor half = matrix_of(to_bytes + BYTES / 2, MLS_U8, 1, BYTES / 2);
     const mls_tensor beside = matrix_of(to_bytes + BYTES, MLS_U8, 1, LARGE);
     const mls_tensor whole_from = matrix_of(from_bytes, MLS_U8, 3, 1 << 20);
     const mls_tensor half_from = matrix_of(from_bytes + 99, MLS_U8, 1, BYTES / 2);
     const mls_tensor beside_from = matrix_of(from_bytes + 7, MLS_U8, 1, LARGE);
-    const mls_load_into_pair pairs[3] = {pair("whole", &whole, &whole_from),
+    const mls_load_into_pair pairs[3] = {pair("whole", &full, &whole_from),
                                          pair("beside", &beside, &beside_from),
                                          pair("half", &half, &half_from)};
     for (size_t threads = 1; threads <= MOST_THREADS; threads++) {
@@ -393,7 +393,7 @@ TEST(the_sweep_agrees_with_comparing_all)
         mls_tensor targets[FEW], sources[FEW];
         mls_load_into_pair pairs[FEW];
         const size_t count = 1 + random_next(&seed) % FEW;
-        unsigned char wanted[SMALL];
+        unsigned char expected[SMALL];
         mls_load_into *plan = NULL;
         for (size_t i = 0; i < count; i++) {
             const size_t bytes = random_next(&seed) % 40;
@@ -407,19 +407,19 @@ TEST(the_sweep_agrees_with_comparing_all)
                 sources[i].data += 401;
             }
         }
-        memcpy(wanted, small, sizeof small);
+        memcpy(expected, small, sizeof small);
         const mls_code code = mls_load_into_new(pairs, count, false, &plan, &status);
         CHECK((code == MLS_E_OVERLAP) == collides(targets, sources, count));
         if (code == MLS_OK) {
             for (size_t i = 0; i < count; i++) {
-                memcpy(wanted + (targets[i].data - small), sources[i].data,
+                memcpy(expected + (targets[i].data - small), sources[i].data,
                        targets[i].shape[1]);
             }
             mls_load_into_run(plan, mls_kernels_of(best_cpu()), NULL);
             loaded++;
         }
         refused += code == MLS_E_OVERLAP;
-        CHECK(memcmp(wanted, small, sizeof small) == 0);
+        CHECK(memcmp(expected, small, sizeof small) == 0);
         mls_load_into_free(plan);
     }
     CHECK(refused > 1000 && loaded > 1000);

@@ -53,17 +53,17 @@ TEST(each_pair_gets_its_bits_and_all_are_counted)
         both(a, half),
         both(a, both_differ),
     };
-    const unsigned char wanted[] = {
+    const unsigned char expected[] = {
         MLS_SAME,          MLS_MISSING,       MLS_UNEXPECTED,
         MLS_SHAPE_DIFFERS, MLS_DTYPE_DIFFERS, MLS_SHAPE_DIFFERS | MLS_DTYPE_DIFFERS};
     unsigned char bits[6];
     const mls_metadata_counts counts = mls_metadata_compare(pairs, 6, bits);
-    CHECK(memcmp(bits, wanted, sizeof wanted) == 0);
+    CHECK(memcmp(bits, expected, sizeof expected) == 0);
     CHECK(counts.missing == 1 && counts.unexpected == 1);
     CHECK(counts.shapes == 2 && counts.dtypes == 2 && counts.same == 1);
 }
 
-TEST(nothing_has_no_differences)
+TEST(empty_lists_have_no_differences)
 {
     const mls_metadata_counts counts = mls_metadata_compare(NULL, 0, NULL);
     CHECK(counts.missing + counts.unexpected + counts.shapes + counts.dtypes == 0);

@@ -77,7 +77,7 @@ TEST(a_model_becomes_a_tree)
     CHECK(position_of(TEXT("layers.1")) == MLS_NAME_NONE);
 }
 
-TEST(what_is_not_there_is_not_found)
+TEST(absent_names_are_not_found)
 {
     const mls_str list[] = {TEXT("a.b.c"), TEXT("a.d"), TEXT("a.e")};
     const mls_str absent[] = {TEXT("b"),    TEXT("a.b."), TEXT("a."),  TEXT(".a"),
@@ -209,7 +209,7 @@ TEST(depth_costs_no_stack)
     CHECK(UNDER(TEXT(""), 0, 1, 2));
 }
 
-TEST(long_names_are_told_apart_by_any_byte)
+TEST(long_names_differ_by_any_byte)
 {
     /* one segment of 5,000 characters, and its copies with one byte changed */
     enum { COPIES = 40 };
@@ -240,20 +240,20 @@ static bool lies_under(mls_str name, mls_str path)
 static size_t random_names(char chars[][12], mls_str *list, size_t count)
 {
     static const char letters[] = "ab.";
-    size_t made = 0;
+    size_t name_count = 0;
     for (size_t i = 0; i < count; i++) {
         const size_t length = (size_t)rand() % 12;
         for (size_t j = 0; j < length; j++) {
-            chars[made][j] = letters[rand() % 3];
+            chars[name_count][j] = letters[rand() % 3];
         }
-        list[made] = (mls_str){chars[made], length};
+        list[name_count] = (mls_str){chars[name_count], length};
         bool is_new = true;
-        for (size_t j = 0; j < made; j++) {
-            is_new = is_new && !mls_str_equal(list[j], list[made]);
+        for (size_t j = 0; j < name_count; j++) {
+            is_new = is_new && !mls_str_equal(list[j], list[name_count]);
         }
-        made += is_new;
+        name_count += is_new;
     }
-    return made;
+    return name_count;
 }
 
 /* Compare one node with a scan of all names. */
@@ -261,17 +261,17 @@ static void check_node(uint32_t node, const mls_str *list, size_t count)
 {
     uint32_t got[64];
     const mls_name_node *at = &mls_name_tree_nodes(names)[node];
-    const size_t found = mls_name_tree_under(names, node, got);
+    const size_t name_count = mls_name_tree_under(names, node, got);
     size_t want = 0;
     for (size_t i = 0; i < count; i++) {
         if (node == 0 || lies_under(list[i], at->path)) {
-            CHECK(want < found && got[want] == i);
+            CHECK(want < name_count && got[want] == i);
             want++;
         } else if (mls_str_equal(list[i], at->path)) {
             CHECK(at->name == i);
         }
     }
-    CHECK(found == want && at->count == want + (at->name != MLS_NAME_NONE));
+    CHECK(name_count == want && at->count == want + (at->name != MLS_NAME_NONE));
     CHECK(node == 0 || mls_name_tree_find(names, at->path) == node);
 }
 
@@ -334,13 +334,13 @@ static const char *layers_of(const char *const *list, size_t count, uint32_t dep
     mls_str borrowed[16];
     mls_name_tree *tree = NULL;
     uint32_t *layers = NULL;
-    size_t found = 0, length = 0;
+    size_t layer_count = 0, length = 0;
     for (size_t i = 0; i < count; i++) {
         borrowed[i] = (mls_str){.data = list[i], .length = strlen(list[i])};
     }
     CHECK(mls_name_tree_new(borrowed, count, &tree, &st) == MLS_OK);
-    CHECK(mls_name_tree_layers(tree, depth, &layers, &found, &st) == MLS_OK);
-    for (size_t i = 0; i < found; i++) {
+    CHECK(mls_name_tree_layers(tree, depth, &layers, &layer_count, &st) == MLS_OK);
+    for (size_t i = 0; i < layer_count; i++) {
         const mls_str path = mls_name_tree_nodes(tree)[layers[i]].path;
         memcpy(text + length, path.data, path.length);
         length += path.length;

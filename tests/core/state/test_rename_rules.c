@@ -93,7 +93,7 @@ TEST(rules_that_match_are_marked)
     CHECK(used[0] && used[1] && !used[2]);
 }
 
-TEST(rules_see_what_the_rules_before_them_made)
+TEST(rules_apply_to_the_output_of_earlier_rules)
 {
     const mls_rename_rule unwrap[] = {rule(TEXT("_orig_mod."), TEXT(""), true),
                                       rule(TEXT("module."), TEXT("model."), false)};
@@ -112,7 +112,7 @@ TEST(any_bytes_can_be_renamed)
     RENAMES("sch\xC3\xB6n.x", "sch\xC3\xB6n", "\0", true, "\0.x");
 }
 
-TEST(without_room_it_says_what_is_enough)
+TEST(required_length_is_returned_without_room)
 {
     const mls_rename_rule grow = rule(TEXT("a"), TEXT("bbb"), true);
     char out[9];
@@ -125,7 +125,7 @@ TEST(without_room_it_says_what_is_enough)
     CHECK(mls_name_apply(TEXT(""), NULL, 0, NULL, 0, NULL) == 0);
 }
 
-TEST(endless_growth_is_told_and_not_tried)
+TEST(exploding_rules_are_refused)
 {
     /* each rule makes a hundred segments of one: 100 ** 12 exceeds any memory */
     enum { SEGMENTS = 100, RULES = 12 };

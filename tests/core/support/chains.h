@@ -10,10 +10,10 @@
 
 enum { CHAIN_ROOM = 130 };
 
-static const mls_poll nobody = {0};
+static const mls_poll no_poll = {0};
 
 /* A poll that stops the work after `*context` calls. */
-static inline bool says_no(void *context)
+static inline bool stop_after_calls(void *context)
 {
     int *left = context;
     return (*left)-- > 0;

@@ -98,9 +98,9 @@ static bool encode_float(double value, mls_dtype dtype, unsigned char *bytes)
 /* Return the machine's byte order without the preprocessor. */
 static bool is_little_endian(void)
 {
-    const uint16_t one = 1;
+    const uint16_t number = 1;
     unsigned char first;
-    memcpy(&first, &one, 1);
+    memcpy(&first, &number, 1);
     return first == 1;
 }
 
@@ -142,14 +142,14 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
 
 /* The source's shape is reported as expected and the target's as got: users choose the
  * target. */
-mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *what,
+mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *label,
                         mls_status *st)
 {
     char src_shape[MLS_FACT_BYTES], dst_shape[MLS_FACT_BYTES];
     if (!mls_shape_equal(dst->rank, dst->shape, src->rank, src->shape)) {
         mls_shape_text(src_shape, sizeof src_shape, src->rank, src->shape);
         mls_shape_text(dst_shape, sizeof dst_shape, dst->rank, dst->shape);
-        mls_fail(st, MLS_E_SHAPE, "%s: the target has shape %s, the source %s", what,
+        mls_fail(st, MLS_E_SHAPE, "%s: the target has shape %s, the source %s", label,
                  dst_shape, src_shape);
         return mls_status_differ(st, src_shape, dst_shape);
     }
@@ -157,7 +157,7 @@ mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char
         mls_fail(st, MLS_E_DTYPE,
                  "%s: %s does not convert to %s; offered are float16, bfloat16, float32 "
                  "and float64 among each other",
-                 what, mls_dtype_of(src->dtype)->name, mls_dtype_of(dst->dtype)->name);
+                 label, mls_dtype_of(src->dtype)->name, mls_dtype_of(dst->dtype)->name);
         return mls_status_differ(st, mls_dtype_of(src->dtype)->name,
                                  mls_dtype_of(dst->dtype)->name);
     }

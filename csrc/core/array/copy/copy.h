@@ -58,7 +58,7 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
 
 /* Check that `src` can be copied to `dst`. `what` names the operation in errors.
  * MLS_E_SHAPE: the shapes differ. MLS_E_DTYPE: the dtypes do not convert. */
-mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *what,
+mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *label,
                         mls_status *st);
 
 /* Copy every element and convert dtype and byte order. The views must have passed

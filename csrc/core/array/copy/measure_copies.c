@@ -19,7 +19,7 @@ static void run_trials(const mls_kernels *kernels, const mls_crc_kernels *crc,
     /* narrow twice, because its results have half of the bytes */
     static const mls_dtype pairs[][2] = {
         {MLS_F32, MLS_F32}, {MLS_F32, MLS_F16}, {MLS_F32, MLS_F16}, {MLS_F16, MLS_F32}};
-    const mls_element one = {.bytes = {1}, .size = 2};
+    const mls_element filler = {.bytes = {1}, .size = 2};
     const size_t count = BYTES / 4, halves = BYTES / 2;
     mls_tensor a, b;
     mls_status st;
@@ -30,7 +30,7 @@ static void run_trials(const mls_kernels *kernels, const mls_crc_kernels *crc,
         }
     }
     if (mls_tensor_init(&a, to, MLS_U16, 1, &halves, &st) == MLS_OK) {
-        mls_fill(kernels, &a, one, large);
+        mls_fill(kernels, &a, filler, large);
     }
     (void)mls_crc_copy(crc, kernels->choices, 0, to, from, BYTES, large);
 }

@@ -29,10 +29,10 @@ void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, size_t firs
 {
     const size_t item = mls_tensor_item_bytes(t);
     size_t inner[MLS_MAX_RANK]; /* elements inside one index of each axis */
-    size_t whole = 1;
+    size_t element_count = 1;
     for (int i = t->rank - 1; i >= 0; i--) {
-        inner[i] = whole;
-        whole *= t->shape[i];
+        inner[i] = element_count;
+        element_count *= t->shape[i];
     }
     /* the range of an empty tensor is empty, so the divisions below are never by 0 */
     const size_t end = first + count;
@@ -43,20 +43,20 @@ void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, size_t firs
             axis++;
         }
         mls_tensor box = *t;
-        size_t taken = 1;
+        size_t run_elements = 1;
         if (t->rank > 0) {
             /* the indices left on the axis, limited by the range */
             const size_t left = t->shape[axis] - first / inner[axis] % t->shape[axis];
             const size_t fits = (end - first) / inner[axis];
             const size_t n = fits < left ? fits : left;
             box = box_at(t, inner, axis, first, n);
-            taken = n * inner[axis];
+            run_elements = n * inner[axis];
         }
         mls_tensor packed;
         mls_status ignored; /* cannot fail: the box is part of a tensor in memory */
         (void)mls_tensor_init(&packed, to, t->dtype, box.rank, box.shape, &ignored);
         mls_copy(kernels, &packed, &box, mls_cached());
-        to += taken * item;
-        first += taken;
+        to += run_elements * item;
+        first += run_elements;
     }
 }

@@ -115,7 +115,7 @@ TEST(two_nans_are_the_same)
     FINDS(MLS_F64, uint64_t, 0x7FF8000000000000U, 0xFFF0000000000001U, same());
 }
 
-TEST(halves_and_brains_are_exact)
+TEST(float16_and_bfloat16_differences_are_exact)
 {
     FINDS(MLS_F16, uint16_t, 0x3C00, 0x3C01, apart(0x1p-10, 0x1p-10 / (1 + 0x1p-10)));
     FINDS(MLS_F16, uint16_t, 0x0001, 0x8001, apart(0x1p-23, 2));
@@ -199,12 +199,12 @@ TEST(eight_bit_floats_are_decoded)
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const double value = cases[i].value, distance = fabs(value - 1);
         const double largest = fabs(value) > 1 ? fabs(value) : 1;
-        const uint8_t one = ones[cases[i].dtype];
+        const uint8_t one_code = ones[cases[i].dtype];
         mls_diff_result expected = {0};
-        if (cases[i].code != one) {
+        if (cases[i].code != one_code) {
             expected = apart(distance, isinf(value) ? INF : distance / largest);
         }
-        CHECK(finds(cases[i].dtype, &cases[i].code, &one, expected));
+        CHECK(finds(cases[i].dtype, &cases[i].code, &one_code, expected));
     }
     FINDS(MLS_F8_E4M3, uint8_t, 0x7F, 0x38, one_nan());
     FINDS(MLS_F8_E4M3, uint8_t, 0x7F, 0xFF, same());
@@ -483,9 +483,9 @@ TEST(any_two_views_are_compared_element_by_element)
 
 TEST(empty_and_scalar_tensors_compare)
 {
-    float one = 1, two = 2;
-    mls_tensor a = {.data = (unsigned char *)&one, .dtype = MLS_F32};
-    mls_tensor b = {.data = (unsigned char *)&two, .dtype = MLS_F32};
+    float low = 1, high = 2;
+    mls_tensor a = {.data = (unsigned char *)&low, .dtype = MLS_F32};
+    mls_tensor b = {.data = (unsigned char *)&high, .dtype = MLS_F32};
     mls_tensor none = {.dtype = MLS_F32, .rank = 2, .shape = {0, SIZE_MAX}};
     const mls_diff_pair pairs[] = {{&none, &none}, {&a, &b}, {&a, &a}};
     const mls_diff_kernels *k = mls_diff_of(best_cpu());
