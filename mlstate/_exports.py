@@ -13,7 +13,7 @@ def show_exports(
     names: Mapping[str, Iterable[str]] | None = None,
     modules: Iterable[str] = (),
 ) -> None:
-    """Let `dir` of a public module list ``__all__`` and names such as ``__doc__``, and no others.
+    """Let `dir` of a public module list the names of ``__all__``, and no others.
 
     Call this at the end of the module, with `globals`. `names` are loaded on first use, given by
     the relative module that has them, such as ``{"._info": ["info"]}``; `modules` are submodules
@@ -34,5 +34,4 @@ def show_exports(
 
     if homes:
         namespace["__getattr__"] = load
-    special = [name for name in namespace if name.startswith("__") and name != "__getattr__"]
-    namespace["__dir__"] = lambda: sorted({*namespace["__all__"], *special})
+    namespace["__dir__"] = lambda: sorted(namespace["__all__"])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Caller(NamedTuple):
-    """The line that called this package; warnings of a save name it, also those of its thread."""
+    """The line that called this package; a save names it in its warnings, also in a thread."""
 
     path: str
     line: int

@@ -150,9 +150,10 @@ class CheckpointManager:
 
     def __getstate__(self) -> dict[str, Any]:
         # `_turn` creates a new lock; signals belong to a process; no private class is named
-        left_out = {"_lock": None, "_pid": None, "_signals": None, "_checkpoints": None}
+        state = {**self.__dict__, "_lock": None, "_pid": None, "_signals": None}
+        del state["_checkpoints"]  # `directory` has its path
         timer = (self._timer.steps, self._timer.interval)
-        return {**self.__dict__, **left_out, "_rules": tuple(self._rules), "_timer": timer}
+        return {**state, "_rules": tuple(self._rules), "_timer": timer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # attributes that pickles of older versions lack

@@ -65,6 +65,13 @@ class SingleGroup(Engine):
         self._ended = ""
         self._operations = OperationQueue("mlstate-single-group", 0)
 
+    def __getstate__(self) -> tuple[None, dict[str, str]]:
+        return None, {"_ended": self._ended}
+
+    def __setstate__(self, state: tuple[None, dict[str, str]]) -> None:
+        SingleGroup.__init__(self)
+        self._ended = state[1]["_ended"]
+
     def __repr__(self) -> str:
         return f"SingleGroup({self._ended})"
 

@@ -528,7 +528,7 @@ class Reducer:
                 break
         return prepared
 
-    def _prepare_bucket(self, entries: Sequence[Entry], terms: Terms) -> Any:
+    def _prepare_bucket(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
         """Find memory for all entries; return the core's handle of the bucket, or None."""
         if not terms.accumulate and not terms.compression:
             handle = self._reuse_outputs(entries, terms)
@@ -551,7 +551,7 @@ class Reducer:
                 raise
         return None
 
-    def _reuse_outputs(self, entries: Sequence[Entry], terms: Terms) -> Any:
+    def _reuse_outputs(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
         """Return the handle of a bucket of plain gradients that reuses local gradients as outputs.
 
         Returns None if a local gradient is absent or does not fit. Only the core checks them,
@@ -572,10 +572,10 @@ class Reducer:
             entry.out = segment[2]
         return handle
 
-    def _handle(self, segments: list[Any], terms: Terms) -> Any:
+    def _handle(self, segments: list[Any], terms: Terms) -> _core.Bucket:
         return _core.bucket(segments, self.world_size, self.rank, terms.op, terms.divisor)
 
-    def pack(self, handle: Any) -> tuple[list[int], int]:
+    def pack(self, handle: _core.Bucket) -> tuple[list[int], int]:
         """Pack this rank's messages of a prepared bucket, which must be summed next.
 
         Returns the bytes for each rank, and the bytes that each other rank sends to this one.
@@ -586,7 +586,7 @@ class Reducer:
         self._packed = sizes, mine
         return self._packed
 
-    def sum_bucket(self, bucket: FullBucket, handle: Any) -> None:
+    def sum_bucket(self, bucket: FullBucket, handle: _core.Bucket | None) -> None:
         """Reduce a prepared bucket into its outputs, together with all ranks."""
         entries, terms, _ = bucket
         if handle is None:
