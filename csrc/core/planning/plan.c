@@ -41,7 +41,8 @@ mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll pol
 
 /* Computes the peak of the plain run; a larger budget changes nothing. Offloading does
  * not matter. */
-static mls_code compute_plain_peak(const mls_chain *chain, int64_t *out, mls_status *st)
+static mls_code compute_unplanned_peak(const mls_chain *chain, int64_t *out,
+                                       mls_status *st)
 {
     mls_plan_costs costs;
     const int64_t input = chain->activation_bytes[0];
@@ -74,7 +75,7 @@ static mls_code fail_budget(const mls_chain *chain, const mls_plan_request *r,
 /* ---- points of the Pareto curve ---- */
 
 /* Seconds without any recomputation. Solver values are relative to this sum. */
-static double plain_seconds(const mls_chain *chain)
+static double unplanned_seconds(const mls_chain *chain)
 {
     double seconds = 0;
     for (size_t i = 0; i < chain->blocks; i++) {
@@ -90,7 +91,7 @@ static mls_code curve_of_fronts(const mls_chain *chain, const mls_plan_fronts *f
 {
     const size_t cell = mls_plan_cell(chain->blocks, 0, chain->blocks - 1);
     const mls_plan_front *front = &fronts->fronts[cell];
-    const double base_seconds = plain_seconds(chain);
+    const double base_seconds = unplanned_seconds(chain);
     mls_plan_point *points = mls_alloc(front->count, sizeof *points);
     if (points == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for %zu points", front->count);
@@ -109,7 +110,7 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
                                int64_t bytes, mls_plan_curve *out, mls_status *st)
 {
     const int64_t slots = table->costs->budget;
-    const double base_seconds = plain_seconds(chain);
+    const double base_seconds = unplanned_seconds(chain);
     mls_plan_point *points = mls_alloc((size_t)slots + 2, sizeof *points);
     size_t count = 0;
     double last = (double)INFINITY;
@@ -259,7 +260,7 @@ static mls_code limit_budget(const mls_chain *chain, mls_plan_request *r,
                              bool *needs_no_plan, mls_status *st)
 {
     int64_t enough;
-    const mls_code code = compute_plain_peak(chain, &enough, st);
+    const mls_code code = compute_unplanned_peak(chain, &enough, st);
     if (code == MLS_OK) {
         *needs_no_plan = r->budget_bytes >= enough;
         r->budget_bytes = *needs_no_plan ? enough : r->budget_bytes;
@@ -269,7 +270,7 @@ static mls_code limit_budget(const mls_chain *chain, mls_plan_request *r,
 
 /* Writes the schedule that keeps everything, which is the best one. Slots might miss it,
  * because they round sizes up. */
-static mls_code make_plain(const mls_chain *chain, mls_plan *out, mls_status *st)
+static mls_code make_unplanned(const mls_chain *chain, mls_plan *out, mls_status *st)
 {
     mls_code code = MLS_OK;
     for (size_t i = 0; code == MLS_OK && i < chain->blocks; i++) {
@@ -315,7 +316,7 @@ mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
         return code;
     }
     if (needs_no_plan) {
-        code = make_plain(chain, &plan, st);
+        code = make_unplanned(chain, &plan, st);
     } else if (r.slots > 0) {
         code = make_coarse(chain, &r, r.slots, &plan, st);
     } else {

@@ -130,7 +130,7 @@ static void count_task(void *context, size_t index)
     atomic_fetch_add(&b->tasks, 1);
 }
 
-TEST(workers_run_beside_the_callers_function)
+TEST(workers_run_during_the_callers_function)
 {
     static const size_t counts[] = {0, 1, MANY};
     REQUIRE(mls_pool_new(2, &pool, &status) == MLS_OK);

@@ -134,7 +134,7 @@ TEST(eviction_takes_least_used_then_longest_unused)
     CHECK(make_room(in, WARM) == 0); /* there is room */
 }
 
-TEST(eviction_spares_units_made_redundant_by_a_larger_one)
+TEST(eviction_spares_units_covered_by_a_larger_one)
 {
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, 100);
     const size_t small = add(10, WARM), large = add(90, WARM);
