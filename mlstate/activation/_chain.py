@@ -39,31 +39,31 @@ def freeze_numbers(
     name: str, values: Any, dtype: str, count: int | None = None, *, each: str = "entry"
 ) -> NDArray:
     """Copy numbers into a read-only array of `dtype`; raise if a value would change."""
-    given = np.asarray(values)
-    if given.ndim != 1:
-        raise ValueError(f"{name} has shape {given.shape}: give one number per {each}")
-    if count is not None and len(given) != count:
-        raise ValueError(f"{name} has {len(given)} entries: this chain needs {count}")
-    kinds, what = ("iu", "integers") if dtype == "int64" else ("iuf", "numbers")
-    if given.size and given.dtype.kind not in kinds:
-        raise TypeError(f"{name} holds {given.dtype}: expected {what}")
-    if given.dtype == np.uint64 and dtype == "int64" and given.size and given.max() >> 63:
-        raise ValueError(f"{name} holds {given.max()}: expected bytes below 2**63")
-    frozen = np.array(given, dtype, order="C")
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}: give one number per {each}")
+    if count is not None and len(array) != count:
+        raise ValueError(f"{name} has {len(array)} entries: this chain needs {count}")
+    kinds, expected = ("iu", "integers") if dtype == "int64" else ("iuf", "numbers")
+    if array.size and array.dtype.kind not in kinds:
+        raise TypeError(f"{name} holds {array.dtype}: expected {expected}")
+    if array.dtype == np.uint64 and dtype == "int64" and array.size and array.max() >> 63:
+        raise ValueError(f"{name} holds {array.max()}: expected bytes below 2**63")
+    frozen = np.array(array, dtype, order="C")
     frozen.flags.writeable = False
     return frozen
 
 
-def check_names(names: Iterable[str] | None, count: int, what: str) -> tuple[str, ...] | None:
+def check_names(names: Iterable[str] | None, count: int, label: str) -> tuple[str, ...] | None:
     """Return names as a tuple; raise unless there is a str for each block or operator."""
     if names is None:
         return None
-    found = tuple(names)
-    if len(found) != count:
-        raise ValueError(f"{len(found)} names for {count} {what}")
-    if not all(isinstance(name, str) for name in found):
-        raise TypeError(f"names of {what} are str")
-    return found
+    checked = tuple(names)
+    if len(checked) != count:
+        raise ValueError(f"{len(checked)} names for {count} {label}")
+    if not all(isinstance(name, str) for name in checked):
+        raise TypeError(f"names of {label} are str")
+    return checked
 
 
 class Chain:
@@ -151,7 +151,7 @@ class Chain:
     ) -> None:
         forward = freeze_numbers("forward_seconds", forward_seconds, "float64")
         n = len(forward)
-        given = (
+        numbers = (
             activation_bytes,
             activation_bytes if gradient_bytes is None else gradient_bytes,
             saved_bytes,
@@ -166,7 +166,7 @@ class Chain:
                 "int64",
                 n + (name in ("activation_bytes", "gradient_bytes")),
             )
-            for name, values in zip(_BYTES, given, strict=True)
+            for name, values in zip(_BYTES, numbers, strict=True)
         ]
         backward = freeze_numbers("backward_seconds", backward_seconds, "float64", n)
         rates = map(_check_rate, _RATES, (offload_bytes_per_second, load_bytes_per_second))
@@ -334,8 +334,8 @@ class Chain:
                 f"this is {document.get('format')!r}, version {document.get('version')!r}: "
                 f"expected {_FORMAT!r}, version 1"
             )
-        known = {"format", "version", "names", "seconds_spread", *_SECONDS, *_BYTES, *_RATES}
-        unknown = sorted(set(document) - known)
+        members = {"format", "version", "names", "seconds_spread", *_SECONDS, *_BYTES, *_RATES}
+        unknown = sorted(set(document) - members)
         missing = [
             name
             for name in (*_SECONDS, "activation_bytes", "saved_bytes")
@@ -429,10 +429,10 @@ class Chain:
         return table_html(self._title(), self._headers(), self._rows(), collapse=True)
 
 
-def _check_spread(given: Any, count: int) -> NDArray | None:
-    if given is None:
+def _check_spread(stated: Any, count: int) -> NDArray | None:
+    if stated is None:
         return None
-    spread = freeze_numbers("seconds_spread", given, "float64", count)
+    spread = freeze_numbers("seconds_spread", stated, "float64", count)
     if not (np.isfinite(spread) & (spread >= 0)).all():
         raise ValueError(f"seconds_spread holds {spread.tolist()}: give finite numbers from 0 on")
     return spread

@@ -60,13 +60,13 @@ def is_strategy(candidate: object) -> bool:
     )
 
 
-def check_strategy(candidate: Any, what: str = "a strategy") -> Any:
+def check_strategy(candidate: Any, label: str = "a strategy") -> Any:
     """Return `candidate` if it is a strategy; otherwise raise TypeError."""
     if is_strategy(candidate):
         return candidate
     if isinstance(candidate, type):
-        raise TypeError(f"{what} must be an object, got the class {candidate.__name__}")
-    raise TypeError(f"{what} needs a method should_checkpoint, got {type(candidate).__name__}")
+        raise TypeError(f"{label} must be an object, got the class {candidate.__name__}")
+    raise TypeError(f"{label} needs a method should_checkpoint, got {type(candidate).__name__}")
 
 
 def name_of(strategy: Any) -> str:
@@ -159,10 +159,10 @@ class _Vote(Composite):
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
         """Return the decision, or None if an undecided member could change it."""
-        said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
-        if any(answer is not None and bool(answer) is self._decisive for answer in said):
+        opinions = [ask(layer_id, activation, layer_index) for ask in self._opinions]
+        if any(answer is not None and bool(answer) is self._decisive for answer in opinions):
             return self._decisive
-        return None if None in said else not self._decisive
+        return None if None in opinions else not self._decisive
 
 
 class AllOf(_Vote):
@@ -276,8 +276,8 @@ class Not(Composite):
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
         """Return the negated decision of the member, or None if it is undecided."""
-        said = self._opinions[0](layer_id, activation, layer_index)
-        return None if said is None else not said
+        opinion = self._opinions[0](layer_id, activation, layer_index)
+        return None if opinion is None else not opinion
 
 
 class FirstMatch(Composite):
@@ -318,15 +318,15 @@ class FirstMatch(Composite):
         """Return the decision of the first member that has one, or `default`."""
         chosen = None
         for ask in self._opinions:
-            said = ask(layer_id, activation, layer_index)
+            opinion = ask(layer_id, activation, layer_index)
             if chosen is None:
-                chosen = said
+                chosen = opinion
         return self.default if chosen is None else bool(chosen)
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
         """Return the decision of the first member that has one, or None."""
-        said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
-        return next((bool(answer) for answer in said if answer is not None), None)
+        opinions = [ask(layer_id, activation, layer_index) for ask in self._opinions]
+        return next((bool(answer) for answer in opinions if answer is not None), None)
 
     def __repr__(self) -> str:
         members = ", ".join(map(repr, self._members))

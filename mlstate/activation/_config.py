@@ -120,8 +120,8 @@ class CheckpointConfig:
         >>> CheckpointConfig("selective", checkpoint_layers=["a"]).to_dict()["checkpoint_layers"]
         ['a']
         """
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return found | {
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return values | {
             "strategy": str(self.strategy),
             "checkpoint_layers": list(self.checkpoint_layers),
             "exclude_layers": list(self.exclude_layers),
@@ -160,8 +160,8 @@ class CheckpointConfig:
         """
         if not isinstance(settings, Mapping):
             raise TypeError(f"settings must be a mapping, got {type(settings).__name__}")
-        known = {f.name for f in fields(cls)}
-        unknown = [str(name) for name in settings if name not in known]
+        members = {f.name for f in fields(cls)}
+        unknown = [str(name) for name in settings if name not in members]
         if unknown:
             raise ValueError(f"no such setting: {', '.join(unknown)}")
         return cls(**settings)
@@ -284,22 +284,24 @@ def create_strategy(config: CheckpointConfig) -> CheckpointStrategy:
         raise TypeError(f"config must be a CheckpointConfig, got {type(config).__name__}")
     name = str(config.strategy)
     factory = _BUILT_IN.get(name) or _REGISTERED.get(name) or _load_factory(name)
-    made: CheckpointStrategy = check_strategy(factory(config), f"what the factory of {name!r} made")
-    return made
+    strategy: CheckpointStrategy = check_strategy(
+        factory(config), f"what the factory of {name!r} made"
+    )
+    return strategy
 
 
 def _load_factory(name: str) -> Factory:
     """Load and register the factory that an installed package provides under this name."""
     from importlib.metadata import entry_points  # takes tens of milliseconds to import
 
-    found = {point.value: point for point in entry_points(group=ENTRY_POINTS, name=name)}
-    if len(found) > 1:
-        raise ValueError(f"more than one package has a strategy {name!r}: {', '.join(found)}")
-    if not found:
+    points = {point.value: point for point in entry_points(group=ENTRY_POINTS, name=name)}
+    if len(points) > 1:
+        raise ValueError(f"more than one package has a strategy {name!r}: {', '.join(points)}")
+    if not points:
         others = {point.name for point in entry_points(group=ENTRY_POINTS)} | set(_REGISTERED)
-        known = ", ".join([*_BUILT_IN, *sorted(others - set(_BUILT_IN))])
-        raise ValueError(f"unknown strategy {name!r}; known are: {known}")
-    register_strategy(name, next(iter(found.values())).load())
+        choices = ", ".join([*_BUILT_IN, *sorted(others - set(_BUILT_IN))])
+        raise ValueError(f"unknown strategy {name!r}; known are: {choices}")
+    register_strategy(name, next(iter(points.values())).load())
     return _REGISTERED[name]
 
 

@@ -190,22 +190,24 @@ class MemoryTracker:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        given = {"source": self.source, "clock": self.clock}
-        text = ", ".join(f"{k}={v!r}" for k, v in given.items() if v is not None)
+        arguments = {"source": self.source, "clock": self.clock}
+        text = ", ".join(f"{k}={v!r}" for k, v in arguments.items() if v is not None)
         return f"MemoryTracker({text})"
 
 
-def _read_custom(said: Any) -> tuple[int, int, int, str]:
+def _read_custom(reading: Any) -> tuple[int, int, int, str]:
     """Check the return value of a callable source, and return it as `_read_memory` does."""
     try:
-        used, total = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
+        used, total = (
+            reading if isinstance(reading, tuple) and len(reading) == 2 else (reading, None)
+        )
         used = index(used)
         total = _core.memory_footprint()[2] if total is None else index(total)
     except TypeError:
-        raise TypeError(f"source must return a number of bytes or two, got {said!r}") from None
+        raise TypeError(f"source must return a number of bytes or two, got {reading!r}") from None
     if used < 0 or total <= 0:
         raise ValueError(
-            f"source returned {said!r}: expected used bytes of 0 or more and total bytes above 0"
+            f"source returned {reading!r}: expected used bytes of 0 or more and total bytes above 0"
         )
     return used, used, total, "custom"
 

@@ -95,8 +95,8 @@ class OperatorSelection:
         self.operator_bytes = operator_bytes
         self._names = names
 
-    def _select_names(self, wanted: NDArray) -> tuple[Any, ...]:
-        numbers = np.flatnonzero(wanted).tolist()
+    def _select_names(self, selection: NDArray) -> tuple[Any, ...]:
+        numbers = np.flatnonzero(selection).tolist()
         return tuple(numbers if self._names is None else (self._names[i] for i in numbers))
 
     @property
@@ -145,7 +145,7 @@ class OperatorSelection:
         return backend_named("torch", ActivationBackend).operator_contexts(self.saved)
 
     def _title(self) -> str:
-        found = (
+        method = (
             "the least possible"
             if self.exact
             else f"of which at least {self.least_seconds:.4g} s are unavoidable"
@@ -153,7 +153,7 @@ class OperatorSelection:
         return (
             f"{int(self.is_saved.sum()):,} of {len(self.is_saved):,} saved, "
             f"{bytes_text(self.bytes)} of {bytes_text(self.budget_bytes)}; "
-            f"{self.seconds:.4g} s recomputed, {found}"
+            f"{self.seconds:.4g} s recomputed, {method}"
         )
 
     def _rows(self) -> list[list[str]]:

@@ -242,8 +242,8 @@ class Plan:
     @property
     def overhead(self) -> float:
         """Relative extra time compared to the plain run: 0.2 means 20 % more."""
-        plain = self.chain.plain_seconds
-        return self.predicted_seconds / plain - 1 if plain else 0.0
+        unplanned = self.chain.plain_seconds
+        return self.predicted_seconds / unplanned - 1 if unplanned else 0.0
 
     def apply(self, module: Any = None, **options: Any) -> Any:
         """Run the blocks of a torch model according to this plan.
@@ -344,8 +344,8 @@ class Plan:
                 f"this is {document.get('format')!r}, version {document.get('version')!r}: "
                 f"expected {_FORMAT!r}, version 1"
             )
-        known = ("budget_bytes", "schedules", "method", "exact")
-        options = {name: document[name] for name in known if name in document}
+        members = ("budget_bytes", "schedules", "method", "exact")
+        options = {name: document[name] for name in members if name in document}
         return cls(Chain._from_dict(document.get("chain")), document.get("steps", ()), **options)
 
     @classmethod
@@ -410,8 +410,8 @@ class Plan:
         # backward: for a recomputed block i, drop i + 1 and save i; then backward i
         kinds = np.broadcast_to(np.array([_DROP, _SAVE, _BACKWARD], np.int32), (n, 3))
         numbers = every[:, None] + np.array([1, 0, 0], np.int32)
-        wanted = again[:, None] | np.array([False, False, True])
-        backward = np.stack([kinds, numbers], 2)[::-1][wanted[::-1]]
+        is_used = again[:, None] | np.array([False, False, True])
+        backward = np.stack([kinds, numbers], 2)[::-1][is_used[::-1]]
         return cls(
             chain,
             np.concatenate([forward, backward]),
@@ -532,14 +532,17 @@ class Plan:
         the fastest of all persistent schedules within the budget, to the byte
         <BLANKLINE>
         """
-        plain = bytes_text(self.chain.plain_peak_bytes)
+        unplanned = bytes_text(self.chain.plain_peak_bytes)
         names = self.chain.names
-        lines = [self._title(), f"without a plan: {self.chain.plain_seconds:.4g} s, peak {plain}"]
-        for what in ("recomputed", "offloaded"):
-            blocks = getattr(self, what)
+        lines = [
+            self._title(),
+            f"without a plan: {self.chain.plain_seconds:.4g} s, peak {unplanned}",
+        ]
+        for label in ("recomputed", "offloaded"):
+            blocks = getattr(self, label)
             if blocks:
-                shown = ", ".join(names[i] for i in blocks[:20])
-                lines.append(f"{what}: {shown}{', …' if len(blocks) > 20 else ''}")
+                listed = ", ".join(names[i] for i in blocks[:20])
+                lines.append(f"{label}: {listed}{', …' if len(blocks) > 20 else ''}")
         lines.append(self._describe_search())
         return "\n".join([*lines, table_text(_HEADERS, self._rows(), _ROWS)])
 

@@ -35,12 +35,12 @@ def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
         else:
             blocks.append(Phase((kind,), block, block, place, place))
     phases: list[Phase] = []
-    for one in blocks:
+    for phase in blocks:
         last = phases[-1] if phases else None
-        if last and last.kinds == one.kinds and _continues(last, one.first_block):
-            phases[-1] = last._replace(last_block=one.last_block, last_step=one.last_step)
+        if last and last.kinds == phase.kinds and _continues(last, phase.first_block):
+            phases[-1] = last._replace(last_block=phase.last_block, last_step=phase.last_step)
         else:
-            phases.append(one)
+            phases.append(phase)
     return phases
 
 

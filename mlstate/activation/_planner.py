@@ -116,9 +116,9 @@ def plan(
     number = _check_arguments(chain, slots, offload)
     if schedules not in _CLASSES:
         raise ValueError(f"schedules is {schedules!r}: choose one of {', '.join(_CLASSES)}")
-    given = chain._budget(budget_bytes)
-    budget = given.nbytes
-    with given.errors():
+    parsed = chain._budget(budget_bytes)
+    budget = parsed.nbytes
+    with parsed.errors():
         if schedules == "any":
             return _plan_any(chain, budget, number, offload)
         steps, method, used = _core.plan_make(chain._arrays, budget, number, offload)
@@ -244,14 +244,14 @@ class Pareto:
 
     def _rows(self) -> list[list[str]]:
         count = len(self)
-        shown = list(range(count))
+        rows_shown = list(range(count))
         if count > _ROWS:
-            shown = sorted({round(i * (count - 1) / (_ROWS - 1)) for i in range(_ROWS)})
-        peak, plain = self.chain.plain_peak_bytes, self.chain.plain_seconds
+            rows_shown = sorted({round(i * (count - 1) / (_ROWS - 1)) for i in range(_ROWS)})
+        peak, unplanned_seconds = self.chain.plain_peak_bytes, self.chain.plain_seconds
         rows = []
-        for budget, seconds in (self[i] for i in shown):
+        for budget, seconds in (self[i] for i in rows_shown):
             share = f"{budget / peak:.1%}" if peak else ""
-            over = f"{seconds / plain - 1:+.1%}" if plain else ""
+            over = f"{seconds / unplanned_seconds - 1:+.1%}" if unplanned_seconds else ""
             rows.append([bytes_text(budget), share, f"{seconds:.4g} s", over])
         return rows
 

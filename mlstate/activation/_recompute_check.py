@@ -82,10 +82,10 @@ class RecomputeReport:
     def _title(self) -> str:
         count = len(self.checked)
         blocks = "1 block was" if count == 1 else f"{count:,} blocks were"
-        found = len(self.findings)
-        if not found:
+        finding_count = len(self.findings)
+        if not finding_count:
             return f"{blocks} run again: all gave the same bits"
-        return f"{blocks} run again: {found:,} finding{'' if found == 1 else 's'}"
+        return f"{blocks} run again: {finding_count:,} finding{'' if finding_count == 1 else 's'}"
 
     def _rows(self) -> list[list[str]]:
         return [[f.block, f.where, f.kind, f.text] for f in self.findings]

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 MEBIBYTE = 1 << 20
 
 
-def layer_names(what: str, layers: Iterable[str] | None) -> tuple[str, ...]:
+def layer_names(label: str, layers: Iterable[str] | None) -> tuple[str, ...]:
     """Return the names of layers as a tuple, without duplicates, in order."""
     if layers is None:
         return ()
     if isinstance(layers, str | bytes):
-        raise TypeError(f"{what} must be an iterable of layer ids, got {layers!r}: use a list")
+        raise TypeError(f"{label} must be an iterable of layer ids, got {layers!r}: use a list")
     names = tuple(dict.fromkeys(layers))
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"{what} must hold layer ids, which are str; got {name!r}")
+            raise TypeError(f"{label} must hold layer ids, which are str; got {name!r}")
     return names
 
 

@@ -388,11 +388,11 @@ class Checkpoint:
 
     def _title(self) -> str:
         tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
-        what = "Checkpoint"
+        label = "Checkpoint"
         if self._manifest.weights is not None:
-            what = "Hugging Face folder" if self._root in ROOTS else self._root
+            label = "Hugging Face folder" if self._root in ROOTS else self._root
         parts = [
-            f"{what}: {tensors:,} tensor{'' if tensors == 1 else 's'}",
+            f"{label}: {tensors:,} tensor{'' if tensors == 1 else 's'}",
             stored_text(self.nbytes, self.stored_nbytes),
             f"{len(self.files()):,} file{'' if len(self.files()) == 1 else 's'}",
             f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
@@ -458,14 +458,14 @@ def inspect(
     w              float32  (4, 2)  1       32 B   1
     """
     files, root, _ = open_root_path(path, storage_options)
-    root, known = files.open_root(root)
+    root, read_manifest = files.open_root(root)
 
     def read(manifest: Manifest) -> Checkpoint:
-        found = Checkpoint(RootPath(files.path, root, manifest))
-        _ = found._merged_index  # now: a writer may delete the indexes before their first use
-        return found
+        checkpoint = Checkpoint(RootPath(files.path, root, manifest))
+        _ = checkpoint._merged_index  # now: a writer may delete the indexes before their first use
+        return checkpoint
 
     try:
-        return files.read_root(root, read, known)
+        return files.read_root(root, read, read_manifest)
     except (FormatError, StoreError):  # of an index; the manifest may be readable
         return Checkpoint(RootPath(files.path, root))

@@ -13,7 +13,7 @@ from ._folder.names import MANIFEST, SECTIONS
 from ._load import chosen_names, ranks_of
 from ._options import PACK_BELOW
 from ._replica_assignment import by_section, whole_names
-from ._save import refuse_nothing, states_of
+from ._save import refuse_empty_save, states_of
 from ._sections import STATES
 from ._store.checkpoint_files import open_files, patterns_of
 from ._store.name_globs import listed_names
@@ -213,15 +213,15 @@ def plan_save(
     world_size = check_int("world_size", world_size, 1)
     if not 0 <= check_int("rank", rank, -1 << 63) < world_size:
         raise ValueError(f"rank {rank} of {world_size} does not exist")
-    refuse_nothing(model, optimizer)
+    refuse_empty_save(model, optimizer)
     states = states_of(model, optimizer, world_size)
     dicts = (_shapes_only(states[0]), _shapes_only(states[1]), None)
     steps = steps_of(layout, world_size) or ()
-    mine = None
+    own_names = None
     if world_size > 1 and not steps:
         names = whole_names(dicts)[rank::world_size]
-        mine = by_section(names)
-    gathered, nbytes = _core.shards_collect((rank, world_size), dicts, Shard, mine, steps)
+        own_names = by_section(names)
+    gathered, nbytes = _core.shards_collect((rank, world_size), dicts, Shard, own_names, steps)
     text = _core.shards_plan(_GENERATION, gathered, pack_below_bytes)
     merged = _core.MergedIndex((text,), ("index",))
     [summary] = patterns_of(merged)
@@ -296,7 +296,7 @@ def plan_load(
     files = open_files(path, storage_options, reads=True)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)
-    root, known = files.open_root(root)
+    root, read_manifest = files.open_root(root)
 
     def plan(manifest: Manifest) -> LoadPlan:
         indexes = Indexes(files, manifest, rank)
@@ -308,9 +308,9 @@ def plan_load(
         indexes.need((section, keys, cutting) for section, keys in chosen)
         read.update(indexes.ranks)
         reads = [
-            FileRead(*one)
+            FileRead(*read_range)
             for section, keys in chosen
-            for one in indexes.merged_index.reads(files.path, section, keys, cutting, verify)
+            for read_range in indexes.merged_index.reads(files.path, section, keys, cutting, verify)
         ]
         records = [manifest.indexes[number] for number in sorted(read)]
         return LoadPlan(
@@ -319,4 +319,4 @@ def plan_load(
             reads,
         )
 
-    return files.read_root(root, plan, known)
+    return files.read_root(root, plan, read_manifest)

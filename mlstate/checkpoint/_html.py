@@ -97,14 +97,14 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
         f"<summary>{_bar(group.nbytes, columns, largest)}{label}"
         f"<em>{bytes_text(group.total)}, {count}</em></summary>"
     )
-    shown = list(group.parameters.values())[:rows]
-    hidden = len(group.parameters) - len(shown)
+    rows_shown = list(group.parameters.values())[:rows]
+    hidden = len(group.parameters) - len(rows_shown)
     heads = "".join(f"<th class=r>{escape(shorten(column, 20))}" for column in columns)
-    body = "".join(_row(parameter, group.name, columns) for parameter in shown)
+    body = "".join(_row(parameter, group.name, columns) for parameter in rows_shown)
     table = (
         f"<table><tr><th>parameter<th>dtype<th>shape{heads}<th class=r>shards"
         f"<th class=r>version{body}</table>"
-        if shown
+        if rows_shown
         else ""
     )
     more = f"<p>… {hidden:,} more</p>" if hidden else ""
@@ -135,12 +135,12 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
         if len(groups) <= first + last + 1:
             first = len(groups)
         hidden = groups[first : len(groups) - last] if first < len(groups) else []
-        shown = groups[:first], groups[len(groups) - last :] if hidden and last else []
-        each = max(3, rows // max(1, len(shown[0]) + len(shown[1]))) if rows else 0
+        visible = groups[:first], groups[len(groups) - last :] if hidden and last else []
+        each = max(3, rows // max(1, len(visible[0]) + len(visible[1]))) if rows else 0
         unfold = len(groups) == 1
         layers = [
             "".join(_layer(group, columns, largest, each, unfold) for group in part)
-            for part in shown
+            for part in visible
         ]
         return _page(head + layers[0] + (_hidden_layers(hidden) if hidden else "") + layers[1])
 

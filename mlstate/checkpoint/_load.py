@@ -208,9 +208,9 @@ class Loader:
         names = [section.names for section in self.sections[:STATES]]
         return chosen_names(names, self.request.names, self.folder)
 
-    def need(self, wanted: Iterable[tuple[Section, list[str], Any]]) -> None:
+    def need(self, requests: Iterable[tuple[Section, list[str], Any]]) -> None:
         """Read the indexes that list the requested parts, given as section, names and cutting."""
-        self.indexes.need((each.number, each.keys(names), cuts) for each, names, cuts in wanted)
+        self.indexes.need((each.number, each.keys(names), cuts) for each, names, cuts in requests)
 
     def load_keys(self, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
         """Return new arrays of tensors that `need` was not called for, by their keys."""
@@ -244,13 +244,13 @@ class Loader:
     def load_state(self, section: Section, names: list[str], extra: dict[str, Any]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
         keys = section.keys(names)
-        found: dict[str, Any] = {}
+        arrays_loaded: dict[str, Any] = {}
         for some, dtype in self._batches(section, keys):
             loaded = self._load(section.number, some, self.request.cutting, mmap=self.request.mmap)
             while loaded:
                 key, array = loaded.popitem()
-                found[key] = _cast(array, dtype) if dtype else array
-        arrays = {name: found[key] for name, key in zip(names, keys, strict=True)} | extra
+                arrays_loaded[key] = _cast(array, dtype) if dtype else array
+        arrays = {name: arrays_loaded[key] for name, key in zip(names, keys, strict=True)} | extra
         if self.request.device is not None:
             tensors = torch_backend("tensors on a device=", TensorBackend).tensors_of(arrays)
             arrays = {name: each.to(self.request.device) for name, each in tensors.items()}
@@ -292,14 +292,14 @@ class Loader:
         groups = getattr(saved, "param_groups", ())
         trained = {str(name) for group in groups for name in group.get("params", ())}
         chosen = set(names[OPTIMIZER])
-        known = [section.names_by_key() for section in self.sections[:STATES]]
+        names_by_key = [section.names_by_key() for section in self.sections[:STATES]]
         shapes: dict[str, tuple[int, ...]] = {}
         states: dict[str, str] = {}
         for section, key, _, state, _, shape, _, axes, *_ in self.merged_index.tensors():
             if section == "params":
-                shapes[known[0][key]] = shape
+                shapes[names_by_key[0][key]] = shape
             elif section == "optim_state" and state and axes is None:
-                name = known[OPTIMIZER][key]
+                name = names_by_key[OPTIMIZER][key]
                 if name in chosen and shapes.get(name.rpartition(".")[0]) == shape:
                     states.setdefault(state, name)
         parameters = [name for name in names[0] if shapes[name]]
@@ -339,9 +339,9 @@ def _cast(array: Any, dtype: str) -> Any:
 
     if name_of(array.dtype) in FLOAT8S:
         array = as_numbers(array).astype(np.float32)  # which has all values of 8-bit floats
-    made = np.empty(array.shape, numpy_dtype(dtype))
-    load_into({"": made}, {"": array}, cast=True)
-    return made
+    converted = np.empty(array.shape, numpy_dtype(dtype))
+    load_into({"": converted}, {"": array}, cast=True)
+    return converted
 
 
 def _load_into_targets(loader: Loader) -> LoadedState:
@@ -369,11 +369,13 @@ def _load_new_state(loader: Loader) -> LoadedState:
     _, chosen = loader.chosen()
     loader.refuse_lacking(chosen)
     named = {} if request.names is not None else loader.named
-    wanted = [*zip(loader.sections, chosen, strict=False)]
-    wanted += [(section, section.names) for section in named.values()]
-    loader.need((each, names, request.cutting) for each, names in wanted if each.kind is not None)
+    selections = [*zip(loader.sections, chosen, strict=False)]
+    selections += [(section, section.names) for section in named.values()]
+    loader.need(
+        (each, names, request.cutting) for each, names in selections if each.kind is not None
+    )
     results: list[Any] = []
-    for section, names in wanted:
+    for section, names in selections:
         extra: dict[str, Any] = {}
         if section.number == OPTIMIZER and request.missing == "zeros" and results[0] is not None:
             extra = loader.zeros(chosen, results[0])
@@ -482,8 +484,8 @@ def _checked_cast(cast: Any, into: Any, *, mmap: bool) -> tuple[bool, str]:
         return bool(cast), ""
     dtype = dtype_name(cast)
     if dtype not in FLOATS:
-        known = ", ".join(sorted(FLOATS))
-        raise TypeError(f"cast must be True, False or one of the dtypes {known}, got {cast!r}")
+        choices = ", ".join(sorted(FLOATS))
+        raise TypeError(f"cast must be True, False or one of the dtypes {choices}, got {cast!r}")
     if into is not None:
         raise ValueError(
             f"cast={dtype!r} is the dtype of new arrays, and the targets of into= have their own: "

@@ -63,8 +63,8 @@ class Prepared:
 
     def fill(self, loader: Loader) -> None:
         """Read all tensors into their targets."""
-        for one in self.ready:
-            _fill(loader, one)
+        for ready_target in self.ready:
+            _fill(loader, ready_target)
 
 
 def _target(into: Any, name: str) -> Any:
@@ -141,11 +141,11 @@ def _fit_names(
     """
     request = loader.request
     have = set(selected)
-    known = filling.known
-    unfilled = [name for name in known if name not in have and name not in filling.optional]
+    target_names = filling.known
+    unfilled = [name for name in target_names if name not in have and name not in filling.optional]
     missing = _without_tied(loader, unfilled, selected, filling)
     lacking, _ = names.select(missing, min(section.number, OPTIMIZER))
-    unexpected = [name for name in selected if name not in known]
+    unexpected = [name for name in selected if name not in target_names]
     lenient = section.is_optimizer and request.missing != "error"
     if request.strict and (unexpected or (lacking and not lenient)):
         raise names_error([] if lenient else lacking, unexpected, unfilled, loader.folder)
@@ -197,44 +197,50 @@ def _cuts(loader: Loader, filling: Any, names: list[str]) -> Any:
 
 def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> dict[str, Any]:
     """Replace targets of another float dtype by new arrays of the stored one; return them."""
-    found: dict[str, Any] = {}
+    casts: dict[str, Any] = {}
     if not loader.request.cast:
-        return found
+        return casts
     by_key = section.names_by_key()
-    wanted = set(names)
+    selected = set(names)
     folder_name = SECTIONS[section.number]
     for where, key, _, _, dtype, *_ in loader.merged_index.tensors():
         name = by_key.get(key) if where == folder_name else None
-        if name not in wanted:
+        if name not in selected:
             continue
         target = filling.arrays[name]
         if name_of(target.dtype) != dtype and {name_of(target.dtype), dtype} <= FLOATS:
-            found[name] = target
+            casts[name] = target
             filling.arrays[name] = np.empty(tuple(target.shape), numpy_dtype(dtype))
-    return found
+    return casts
 
 
-def _check(loader: Loader, one: _Ready) -> None:
+def _check(loader: Loader, ready_target: _Ready) -> None:
     """Raise the errors of `_fill` about shapes and dtypes, before anything is changed."""
-    section = one.section
-    keys, arrays = section.keys(one.names), section.by_key(one.filling.arrays, one.names)
-    loader.merged_index.fits(loader.folder, section.number, keys, one.cuts, arrays)
+    section = ready_target.section
+    keys, arrays = (
+        section.keys(ready_target.names),
+        section.by_key(ready_target.filling.arrays, ready_target.names),
+    )
+    loader.merged_index.fits(loader.folder, section.number, keys, ready_target.cuts, arrays)
 
 
-def _fill(loader: Loader, one: _Ready) -> None:
+def _fill(loader: Loader, ready_target: _Ready) -> None:
     """Read into arrays; shapes and dtypes are checked before the first byte is written."""
-    section, filling, merged = one.section, one.filling, loader.merged_index
-    keys, arrays = section.keys(one.names), section.by_key(filling.arrays, one.names)
+    section, filling, merged = ready_target.section, ready_target.filling, loader.merged_index
+    keys, arrays = (
+        section.keys(ready_target.names),
+        section.by_key(filling.arrays, ready_target.names),
+    )
     verify, progress = loader.verify, loader.request.progress
 
     def read(folder: str, some: list[str], cuts: Any) -> None:
         merged.load_into(folder, section.number, some, cuts, arrays, verify, progress)
 
-    loader.read_batches(section.number, keys, one.cuts, verify, read)
-    if one.casts:
-        stored = {name: filling.arrays[name] for name in one.casts}
-        filling.arrays.update(one.casts)
-        load_into(one.casts, stored, cast=True)
+    loader.read_batches(section.number, keys, ready_target.cuts, verify, read)
+    if ready_target.casts:
+        stored = {name: filling.arrays[name] for name in ready_target.casts}
+        filling.arrays.update(ready_target.casts)
+        load_into(ready_target.casts, stored, cast=True)
     filling.done()
 
 
@@ -283,12 +289,12 @@ def _optimizer_target(
         if name in chosen:
             parameter, dot, state = name.rpartition(".")
             fitting = _shape_of(loader, shape, layout, axes)
-            whole = (parameter, state) if dot else (name, None)
-            records[name] = OptimizerRecord(whole[0], whole[1], fitting, dtype, axes)
+            record_key = (parameter, state) if dot else (name, None)
+            records[name] = OptimizerRecord(record_key[0], record_key[1], fitting, dtype, axes)
 
-    def read(wanted: list[str]) -> dict[str, Any]:
-        arrays = loader.load_keys(section.number, section.keys(wanted), (None, 0, 0))
-        return dict(zip(wanted, (arrays[key] for key in section.keys(wanted)), strict=True))
+    def read(names_read: list[str]) -> dict[str, Any]:
+        arrays = loader.load_keys(section.number, section.keys(names_read), (None, 0, 0))
+        return dict(zip(names_read, (arrays[key] for key in section.keys(names_read)), strict=True))
 
     saved = section.restore({}, loader.folder)
     if not hasattr(saved, "param_groups"):  # the optimizer was saved as a plain dict
@@ -358,14 +364,22 @@ def _prepare_tensors(
 
 def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
     """Drop names whose array shares memory with a later name: one read fills both."""
-    tied = _core.targets_tied([(one.names, one.filling.arrays) for one in ready])
-    found = []
-    for one, others in zip(ready, tied, strict=True):
+    tied = _core.targets_tied(
+        [(ready_target.names, ready_target.filling.arrays) for ready_target in ready]
+    )
+    remaining = []
+    for ready_target, others in zip(ready, tied, strict=True):
         left_out = set(others)
-        kept = [i for i, name in enumerate(one.names) if name not in left_out]
-        cuts = [one.cuts[i] for i in kept] if isinstance(one.cuts, list) else one.cuts
-        found.append(one._replace(names=[one.names[i] for i in kept], cuts=cuts))
-    return found
+        positions = [i for i, name in enumerate(ready_target.names) if name not in left_out]
+        cuts = (
+            [ready_target.cuts[i] for i in positions]
+            if isinstance(ready_target.cuts, list)
+            else ready_target.cuts
+        )
+        remaining.append(
+            ready_target._replace(names=[ready_target.names[i] for i in positions], cuts=cuts)
+        )
+    return remaining
 
 
 def _targets(loader: Loader) -> Prepared:
@@ -415,13 +429,13 @@ def _prepare_state(
     if tensors:
         module = owner_of(target, modules) if is_optimizer(target) else None
         try:
-            one, actions = _prepare_tensors(
+            ready_target, actions = _prepare_tensors(
                 loader, section, section.names, target, module, ALL_NAMES
             )
         except (CompatibilityError, TypeError, ValueError) as error:
             error.args = (f"{section.label}: {error}",)
             raise
-        prepared.ready.append(one)
+        prepared.ready.append(ready_target)
         prepared.actions += actions
     else:
         _choose_entries(loader, section, {}, ALL_NAMES)
@@ -438,17 +452,22 @@ def prepare(loader: Loader) -> Prepared:
     for section, target in zip(loader.sections, (prepared.model, prepared.optimizer), strict=False):
         if target is not None:
             selected = chosen[section.number]
-            one, actions = _prepare_tensors(loader, section, selected, target, module, names)
-            prepared.ready.append(one)
+            ready_target, actions = _prepare_tensors(
+                loader, section, selected, target, module, names
+            )
+            prepared.ready.append(ready_target)
             prepared.actions += actions
     modules = modules_of(prepared.model, prepared.states)
     for name, target in prepared.states.items():
         _prepare_state(loader, prepared, name, target, modules)
     if prepared.optimizer is not None:
         loader.refuse_lacking(chosen)
-    loader.need((one.section, one.names, one.cuts) for one in prepared.ready)
-    for one in prepared.ready:
-        _check(loader, one)
+    loader.need(
+        (ready_target.section, ready_target.names, ready_target.cuts)
+        for ready_target in prepared.ready
+    )
+    for ready_target in prepared.ready:
+        _check(loader, ready_target)
     _read_for_loaders(loader, prepared)
     prepared.ready = _drop_tied_names(prepared.ready)
     return prepared
@@ -459,12 +478,18 @@ def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
 
     The states are read to new memory, so nothing is changed yet.
     """
-    own = [one for one in prepared.ready if getattr(one.filling, "own_loader", False)]
-    for one in own:
-        _fill(loader, one)
-        target, state = one.filling.optimizer, one.filling.state_dict()
-        prepared.actions.append(prepare_object(one.section.label, target, state))
-    prepared.ready = [one for one in prepared.ready if one not in own]
+    own_loaders = [
+        ready_target
+        for ready_target in prepared.ready
+        if getattr(ready_target.filling, "own_loader", False)
+    ]
+    for ready_target in own_loaders:
+        _fill(loader, ready_target)
+        target, state = ready_target.filling.optimizer, ready_target.filling.state_dict()
+        prepared.actions.append(prepare_object(ready_target.section.label, target, state))
+    prepared.ready = [
+        ready_target for ready_target in prepared.ready if ready_target not in own_loaders
+    ]
 
 
 def needs_all_ranks(into: Any) -> bool:

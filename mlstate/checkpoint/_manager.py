@@ -237,7 +237,7 @@ class CheckpointManager:
         Errors of class `unread` skip a root; other errors are raised. The root of `newest` is
         not read again.
         """
-        found: dict[int | None, tuple[Root, Manifest]] = {}
+        roots_by_step: dict[int | None, tuple[Root, Manifest]] = {}
         roots = self._checkpoints.list_roots()
         self._checkpoints.folder.prefetch(root.path for root in roots)
         for root in roots:
@@ -250,9 +250,9 @@ class CheckpointManager:
                 if isinstance(error, FormatError):
                     log("WARNING", "%s: a step is damaged: %s", self.directory, error)
                 continue
-            found.pop(manifest.step, None)
-            found[manifest.step] = (root, manifest)
-        return list(found.values())
+            roots_by_step.pop(manifest.step, None)
+            roots_by_step[manifest.step] = (root, manifest)
+        return list(roots_by_step.values())
 
     def steps(self) -> list[int]:
         """Return the existing steps, in the order of their saves.
@@ -290,8 +290,10 @@ class CheckpointManager:
         >>> manager.best_step(), manager.steps()
         (1, [1, 3])
         """
-        found = self._rules.ranked([one for one in self._roots() if one[1].step is not None])
-        return found[0][1].step if found else None
+        ranking = self._rules.ranked(
+            [entry for entry in self._roots() if entry[1].step is not None]
+        )
+        return ranking[0][1].step if ranking else None
 
     def checkpoint(self, step: int) -> Checkpoint:
         """Return the checkpoint of a step.
@@ -551,8 +553,8 @@ class CheckpointManager:
         >>> CheckpointManager("run").reached_preemption()
         False
         """
-        found = gather_bytes(optional_group(group), b"1" if self._has_signal() else b"0")
-        return any(answer == b"1" for answer in found)
+        replies = gather_bytes(optional_group(group), b"1" if self._has_signal() else b"0")
+        return any(answer == b"1" for answer in replies)
 
     def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
         """Warn once if no file with the model's tensors is new since the last save."""
@@ -577,10 +579,10 @@ class CheckpointManager:
 
     def _refuse_other(self, group: ProcessGroup | None) -> None:
         """Refuse a folder whose checkpoint is not a step; each rank gets the same result."""
-        found = False
+        has_steps = False
         with if_alone(group):
-            found = holds_no_steps(self._checkpoints)
-        if found:
+            has_steps = holds_no_steps(self._checkpoints)
+        if has_steps:
             raise store_error(
                 FileExistsError(errno.EEXIST, f"{OTHER}: save steps into another folder"),
                 "cannot save the step",
@@ -591,7 +593,7 @@ class CheckpointManager:
         """Warn once, before a save starts, if `keep` deletes steps of another manager."""
         if self.keep is None or self._has_warned or self._is_kept_elsewhere is not None:
             return
-        found: list[int | None] = []
+        steps_deleted: list[int | None] = []
         later: list[int | None] = []
         # only rank 0 looks at files, when it deletes: reads must not multiply with the ranks
         look = group is None or group.world_size == 1
@@ -600,9 +602,9 @@ class CheckpointManager:
             count = self._count_old(roots, self.keep - 1, look=look)
             rules = self._rules.without_one()  # the new step may become one of the best
             ruled = rules.kept(roots, lambda manifest: not look or self._can_load(manifest))
-            found = [m.step for _, m in roots[:count] if m.generation not in ruled]
+            steps_deleted = [m.step for _, m in roots[:count] if m.generation not in ruled]
             later = [m.step for _, m in roots[count:] if m.step not in self._own]
-        foreign = [one for one in found if one not in self._own]
+        foreign = [old_step for old_step in steps_deleted if old_step not in self._own]
         if not foreign:
             return
         more = f", and {steps_text(later, _SHOWN)} with later saves" if later else ""
@@ -619,9 +621,9 @@ class CheckpointManager:
         Returns the manifests of the other roots by path.
         """
         # a root that cannot be read now because of an I/O error may be good, so it stays
-        old, kept = self._superseded(newest.generation, self._roots(FormatError, newest))
+        old, retained = self._superseded(newest.generation, self._roots(FormatError, newest))
         self._checkpoints.delete_roots(old)
-        return kept
+        return retained
 
     def _superseded(
         self, newest: str, roots: _Roots, *, is_new: bool = True
@@ -638,16 +640,16 @@ class CheckpointManager:
             lambda manifest: manifest.generation == good or self._can_load(manifest),
         )
         is_kept = self._is_kept_elsewhere or (lambda step: False)
-        kept = {
+        retained = {
             root.path: manifest
             for number, (root, manifest) in enumerate(roots)
             if number >= count or manifest.generation in ruled or is_kept(manifest.step)
         }
-        old = [root for root in self._checkpoints.list_roots() if root.path not in kept]
+        old = [root for root in self._checkpoints.list_roots() if root.path not in retained]
         old = [root for root in old if root.generation != newest]
         for root in old:
             self._files.pop(root.generation, None)
-        return old, kept
+        return old, retained
 
     def _count_old(self, roots: _Roots, keep: int, newest: str = "", look: bool = True) -> int:
         """Return how many of the oldest roots precede the newest `keep` loadable ones.
@@ -719,21 +721,23 @@ class CheckpointManager:
         with self._turn(None):
             self._settle()
             timeout = check_timeout(lock_timeout)
-            files, found = self._checkpoints, self.checkpoint(step)
+            files, checkpoint = self._checkpoints, self.checkpoint(step)
             claim = None
             if files.folder.excludes_writers:
                 claim = files.folder.claim(MANIFEST, timeout)
             with nullcontext() if claim is None else claim.holder:
                 if claim is not None:
                     claim.acquire()
-                if files.read_manifest().generation == found.generation:
+                if files.read_manifest().generation == checkpoint.generation:
                     raise ValueError(
                         f"step {step} is the newest checkpoint: save another one first"
                     )
-                roots = [root for root in files.list_roots() if root.generation == found.generation]
+                roots = [
+                    root for root in files.list_roots() if root.generation == checkpoint.generation
+                ]
                 files.delete_roots(roots)
                 if claim is None:  # new files of a running writer stay
-                    files.delete_generations([found._manifest])
+                    files.delete_generations([checkpoint._manifest])
                 else:
                     files.prune()
 
@@ -826,10 +830,10 @@ class CheckpointManager:
                 first = first or error
         if first is not None:
             raise first
-        what = "no checkpoint there"
+        reason = "no checkpoint there"
         if holds_no_steps(self._checkpoints):
-            what = f"{OTHER}: mlstate.load loads it"
-        raise store_error(FileNotFoundError(2, what), "cannot restore", self.directory)
+            reason = f"{OTHER}: mlstate.load loads it"
+        raise store_error(FileNotFoundError(2, reason), "cannot restore", self.directory)
 
 
 def find_root(files: CheckpointFiles, step: int) -> str:

@@ -58,8 +58,8 @@ class PruneReport(NamedTuple):
     def _title(self) -> str:
         done = "would delete" if self.dry_run else "deleted"
         count = len(self.files)
-        what = f"{count:,} file{'' if count == 1 else 's'}, {bytes_text(self.nbytes)}"
-        return f"{done} {what if count else 'nothing'}"
+        amount = f"{count:,} file{'' if count == 1 else 's'}, {bytes_text(self.nbytes)}"
+        return f"{done} {amount if count else 'nothing'}"
 
     def __str__(self) -> str:
         return f"{self.path}: {self._title()}"
@@ -79,8 +79,8 @@ def _sort_out(
         steps[root] = None
         with suppress(MLStateError):
             steps[root] = files.read_manifest(root.path).step
-    kept = [step for root, step in steps.items() if root not in old]
-    return old, [steps[root] for root in old], kept
+    kept_steps = [step for root, step in steps.items() if root not in old]
+    return old, [steps[root] for root in old], kept_steps
 
 
 def _is_dead(name: str, changed: float, generations: set[str], before: float) -> bool:
@@ -171,7 +171,7 @@ def prune(
     with nullcontext() if claim is None else claim.holder:
         if claim is not None:
             claim.acquire()
-        old, steps, kept = _sort_out(files, keep)
+        old, steps, kept_steps = _sort_out(files, keep)
         temporary = files.temporary_files()
         unneeded = {*files.known_files()} - files.needed_files(old)
         infos = folder.find_files({*unneeded, *temporary, *(root.path for root in old)})
@@ -192,4 +192,4 @@ def prune(
         for name in sorted({*dead, *(root.path for root in old)})
         if name in infos
     }
-    return PruneReport(files.path, dry_run, steps, kept, sizes)
+    return PruneReport(files.path, dry_run, steps, kept_steps, sizes)

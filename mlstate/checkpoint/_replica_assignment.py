@@ -72,7 +72,7 @@ def _quote_name(name: str) -> str:
 # ---- summaries: the properties that must agree between ranks ----
 
 
-def _array_facts(value: Any, known: dict[Any, str]) -> str:
+def _array_facts(value: Any, cache: dict[Any, str]) -> str:
     """Return dtype and shape as text, equal for all array libraries; "" without a dtype.
 
     `known` caches the texts, because many arrays of a model have the same dtype and shape.
@@ -81,9 +81,9 @@ def _array_facts(value: Any, known: dict[Any, str]) -> str:
         facts = value.dtype, label_of(value.dtype), tuple(value.shape)
     except AttributeError:
         return ""
-    text = known.get(facts)
+    text = cache.get(facts)
     if text is None:
-        text = known[facts] = f"{name_of(value.dtype)} {facts[-1]}"
+        text = cache[facts] = f"{name_of(value.dtype)} {facts[-1]}"
     return text
 
 
@@ -91,44 +91,44 @@ def _summarize(
     dicts: _Dicts, steps: Steps, states: Sequence[str], groups: Mapping[str, list[_Group]]
 ) -> _Summary:
     """Return the summary of this rank's states for other ranks."""
-    known: dict[Any, str] = {}
+    cache: dict[Any, str] = {}
     entries = sorted(_entries(dicts), key=itemgetter(0))
-    whole = {name: _array_facts(v, known) for name, v in entries if not isinstance(v, Shard)}
+    replicated = {name: _array_facts(v, cache) for name, v in entries if not isinstance(v, Shard)}
     return {
         "model": dicts[0] is not None,
         "optimizer": dicts[1] is not None,
         "states": list(states),
         "layout": None if not steps else repr(Layout(steps)),
-        "whole": whole,
+        "whole": replicated,
         "groups": groups,
     }
 
 
-def _compare_sections(rank: int, first: _Summary, other: int, found: _Summary) -> None:
+def _compare_sections(rank: int, first: _Summary, other: int, other_summary: _Summary) -> None:
     """Raise ValueError if two ranks pass different arguments."""
     both = f"ranks {rank} and {other} do not save the same:"
-    for what in ("model", "optimizer"):
-        if found[what] != first[what]:
-            has, lacks = (rank, other) if first[what] else (other, rank)
-            raise ValueError(f"{both} rank {has} gives {what}=, and rank {lacks} does not")
-    lacking = set(found["states"]) ^ set(first["states"])
+    for section_name in ("model", "optimizer"):
+        if other_summary[section_name] != first[section_name]:
+            has, lacks = (rank, other) if first[section_name] else (other, rank)
+            raise ValueError(f"{both} rank {has} gives {section_name}=, and rank {lacks} does not")
+    lacking = set(other_summary["states"]) ^ set(first["states"])
     if lacking:
         name = min(lacking)
         has, lacks = (rank, other) if name in first["states"] else (other, rank)
-        what, _, name = name.partition(" ")
+        section_name, _, name = name.partition(" ")
         raise ValueError(
-            f"{both} states= has {name!r} ({what}) on rank {has}, and not on rank {lacks}"
+            f"{both} states= has {name!r} ({section_name}) on rank {has}, and not on rank {lacks}"
         )
-    if found["layout"] != first["layout"]:
+    if other_summary["layout"] != first["layout"]:
         raise ValueError(
             f"{both} layout= cuts by {first['layout']} on rank {rank}, and by "
-            f"{found['layout']} on rank {other}"
+            f"{other_summary['layout']} on rank {other}"
         )
 
 
-def _compare_names(rank: int, first: _Summary, other: int, found: _Summary) -> None:
+def _compare_names(rank: int, first: _Summary, other: int, other_summary: _Summary) -> None:
     """Raise ValueError if one of two ranks lacks an array that a layout cuts."""
-    lacking = found["whole"].keys() ^ first["whole"].keys()
+    lacking = other_summary["whole"].keys() ^ first["whole"].keys()
     if lacking:
         raise ValueError(
             f"layout= cuts arrays that every rank has whole, but ranks {rank} and {other} "
@@ -153,10 +153,10 @@ def _compare_arrays(summaries: dict[int, _Summary]) -> None:
 def _compare(summaries: dict[int, _Summary], *, has_layout: bool) -> None:
     """Raise ValueError if ranks save different states; every rank raises the same error."""
     (rank, first), *others = summaries.items()
-    for other, found in others:
-        _compare_sections(rank, first, other, found)
+    for other, other_summary in others:
+        _compare_sections(rank, first, other, other_summary)
         if has_layout:
-            _compare_names(rank, first, other, found)
+            _compare_names(rank, first, other, other_summary)
     _compare_arrays(summaries)
 
 
@@ -165,8 +165,10 @@ def _compare(summaries: dict[int, _Summary], *, has_layout: bool) -> None:
 
 def _split_group(group: _Group) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of a group, and the entries that describe its parameters."""
-    own = {key: value for key, value in group.items() if key in _OF_PARAMETERS}
-    return {key: value for key, value in group.items() if key not in own}, own
+    parameter_values = {key: value for key, value in group.items() if key in _OF_PARAMETERS}
+    return {
+        key: value for key, value in group.items() if key not in parameter_values
+    }, parameter_values
 
 
 def _refuse_values(
@@ -195,17 +197,19 @@ def _merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group
     merged: list[_Group] = []
     for rank, groups in groups_of.items():
         for group in groups:
-            values, own = _split_group(group)
-            new = [i for i, name in enumerate(own["params"]) if name not in seen]
-            for name in own["params"]:
+            values, parameter_values = _split_group(group)
+            new = [i for i, name in enumerate(parameter_values["params"]) if name not in seen]
+            for name in parameter_values["params"]:
                 _refuse_values(label, name, seen.setdefault(name, (rank, values)), (rank, values))
             if rank and not new:
                 continue
             positions = {old: i for i, old in enumerate(new)}
-            own["params"] = [own["params"][i] for i in new]
-            for state, those in own.get("packed_states", {}).items():
-                own["packed_states"][state] = [positions[i] for i in those if i in positions]
-            merged.append({**values, **own})
+            parameter_values["params"] = [parameter_values["params"][i] for i in new]
+            for state, those in parameter_values.get("packed_states", {}).items():
+                parameter_values["packed_states"][state] = [
+                    positions[i] for i in those if i in positions
+                ]
+            merged.append({**values, **parameter_values})
     return merged
 
 
@@ -246,15 +250,15 @@ def _exchange_digests(
     """
     import hashlib
 
-    own = hashlib.sha256(summary, usedforsecurity=False).digest()
+    own_digest = hashlib.sha256(summary, usedforsecurity=False).digest()
     if replicas:
-        own += hashlib.sha256(replicas, usedforsecurity=False).digest()
+        own_digest += hashlib.sha256(replicas, usedforsecurity=False).digest()
     tail = sum(map(len, own_states))
-    digests = list(group.gather_bytes(own + b"".join(own_states)) or [])
+    digests = list(group.gather_bytes(own_digest + b"".join(own_states)) or [])
     kinds = [each[:_DIGEST_BYTES] for each in digests]
     first = {kind: kinds.index(kind) for kind in set(kinds)}
     same = [each[_DIGEST_BYTES : len(each) - tail] for each in digests]
-    is_reporter = bool(replicas) and same.index(own[_DIGEST_BYTES:]) == group.rank
+    is_reporter = bool(replicas) and same.index(own_digest[_DIGEST_BYTES:]) == group.rank
     columns = []
     for state in own_states:
         columns.append({each[len(each) - tail :][: len(state)] for each in digests})
@@ -275,12 +279,17 @@ def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
 # ---- the assignment ----
 
 
-def _names_of_first_owner(rank: int, own: _Summary, summaries: dict[int, _Summary]) -> list[str]:
+def _names_of_first_owner(
+    rank: int, own_summary: _Summary, summaries: dict[int, _Summary]
+) -> list[str]:
     """Return the names of this rank's arrays that no lower rank has."""
     earlier = {
-        name for other, found in summaries.items() if other < rank for name in found["whole"]
+        name
+        for other, other_summary in summaries.items()
+        if other < rank
+        for name in other_summary["whole"]
     }
-    return [name for name in own["whole"] if name not in earlier]
+    return [name for name in own_summary["whole"] if name not in earlier]
 
 
 def assign_replicas(
@@ -304,16 +313,20 @@ def assign_replicas(
 
     summary, replicas, error = _pack_local(dicts, steps, states, dict(groups), error)
     text = json.dumps(summary).encode()
-    first, is_reporter, found = _exchange_digests(group, text, replicas, digests)
+    first, is_reporter, other_summaries = _exchange_digests(group, text, replicas, digests)
     copies = replicas if is_reporter else b""
     rank = group.rank
     if len(set(first)) == 1:
         if error is not None or steps:
-            return Assignment(None, copies, error, found)
-        mine = by_section([*summary["whole"]][rank :: group.world_size])
-        return Assignment(mine, copies, None, found)
+            return Assignment(None, copies, error, other_summaries)
+        own_names = by_section([*summary["whole"]][rank :: group.world_size])
+        return Assignment(own_names, copies, None, other_summaries)
     gathered = group.gather_bytes(text if first[rank] == rank else b"") or []
-    summaries = {other: json.loads(found) for other, found in enumerate(gathered) if found}
+    summaries = {
+        other: json.loads(other_summaries)
+        for other, other_summaries in enumerate(gathered)
+        if other_summaries
+    }
     failed = _peer_error(summaries) if error is None else error
     if failed is not None:
         return Assignment(error=failed)
@@ -324,9 +337,9 @@ def assign_replicas(
         if (have := {r: each for r, each in summaries.items() if label in each["groups"]})
     }
     if steps:
-        return Assignment(None, copies, None, found, merged)
-    mine = by_section(_names_of_first_owner(rank, summary, summaries))
-    return Assignment(mine, copies, None, found, merged)
+        return Assignment(None, copies, None, other_summaries, merged)
+    own_names = by_section(_names_of_first_owner(rank, summary, summaries))
+    return Assignment(own_names, copies, None, other_summaries, merged)
 
 
 def check_copies(merged: _core.MergedIndex, reports: Iterable[bytes]) -> None:

@@ -45,7 +45,7 @@ class _ShardAssigner:
 
     def shards(self, section: str, arrays: dict[str, Any], rank: int) -> dict[str, Shard]:
         """Return the arrays of one rank as shards."""
-        made = {}
+        shards_made = {}
         for key, array in arrays.items():
             shape, axes, _, tier = self._facts[section, key]
             steps, index = _core.layout_project(self._steps, rank, len(shape), axes)
@@ -53,8 +53,8 @@ class _ShardAssigner:
             replica = int(place in self._stored)
             self._stored.add(place)
             layout = Layout(steps)
-            made[key] = Shard(array, layout, index, shape=shape, tier=tier, replica=replica)
-        return made
+            shards_made[key] = Shard(array, layout, index, shape=shape, tier=tier, replica=replica)
+        return shards_made
 
 
 def _write_all_ranks(
@@ -93,8 +93,8 @@ def _folders(
 ) -> tuple[CheckpointFiles, CheckpointFiles]:
     """Return the files of two paths; `storage_options` apply to the URLs."""
     is_url = [isinstance(path, str) and split_url(path) is not None for path in (source, target)]
-    given = [storage_options if url or not any(is_url) else None for url in is_url]
-    files = (open_files(source, given[0], reads=True), open_files(target, given[1]))
+    options = [storage_options if url or not any(is_url) else None for url in is_url]
+    files = (open_files(source, options[0], reads=True), open_files(target, options[1]))
     if files[0].folder.is_same(files[1].folder):
         raise ValueError("the target must be another folder than the source")
     return files
@@ -208,9 +208,9 @@ def reshard(
     content = new.content()
     refuse_existing(new.folder, overwrite)
     refuse_file_name(new.folder)
-    known: Manifest | None = None
+    read_manifest: Manifest | None = None
     if step is None:
-        root, known = old.open_root()
+        root, read_manifest = old.open_root()
     else:
         root = find_root(old, step)
 
@@ -222,7 +222,7 @@ def reshard(
         cut = _ShardAssigner(merged, steps)
         listed = manifest.states or {}
         trees = tuple(f"{name}/" for name, kind in listed.items() if kind["kind"] == "tree")
-        whole = {key for key in merged.keys(STATES) if key.startswith(trees)}
+        replicated_keys = {key for key in merged.keys(STATES) if key.startswith(trees)}
 
         def states(rank: int) -> tuple[Any, Any, Any]:
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
@@ -233,15 +233,17 @@ def reshard(
 
             # the keys of this root, not of a newer one in the folder
             kinds = (manifest.model, manifest.optimizer, manifest.states)
-            found = [
-                None if kind is None else shards(section, sorted(set(merged.keys(section)) - whole))
+            section_shards = [
+                None
+                if kind is None
+                else shards(section, sorted(set(merged.keys(section)) - replicated_keys))
                 for section, kind in enumerate(kinds)
             ]
-            if whole and rank == 0:
-                kept = _load(old, merged, STATES, sorted(whole), (None, 0, 0))
-                whole_shards = {key: Shard(array) for key, array in kept.items()}
-                found[STATES] = {**(found[STATES] or {}), **whole_shards}
-            return found[0], found[1], found[2]
+            if replicated_keys and rank == 0:
+                kept_arrays = _load(old, merged, STATES, sorted(replicated_keys), (None, 0, 0))
+                whole_shards = {key: Shard(array) for key, array in kept_arrays.items()}
+                section_shards[STATES] = {**(section_shards[STATES] or {}), **whole_shards}
+            return section_shards[0], section_shards[1], section_shards[2]
 
         records = [TensorRecord(*record) for record in merged.tensors()]
         sparse = any(record.sparse_shards for record in records)
@@ -258,4 +260,4 @@ def reshard(
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 
-    return old.read_root(root, write, known)
+    return old.read_root(root, write, read_manifest)

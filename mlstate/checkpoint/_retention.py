@@ -77,33 +77,35 @@ class Retention(NamedTuple):
 
     def ranked(self, roots: list[tuple[Root, Manifest]]) -> list[tuple[Root, Manifest]]:
         """Return the steps with a metric, the best one first; of equal ones the newer first."""
-        found = [(self.metric(one[1]), number, one) for number, one in enumerate(roots)]
+        scored = [(self.metric(entry[1]), number, entry) for number, entry in enumerate(roots)]
         sign = 1 if self.mode == "min" else -1
-        known = [(sign * value, -number, one) for value, number, one in found if value is not None]
-        return [one for *_, one in sorted(known, key=lambda each: each[:2])]
+        sorted_scores = [
+            (sign * value, -number, entry) for value, number, entry in scored if value is not None
+        ]
+        return [entry for *_, entry in sorted(sorted_scores, key=lambda each: each[:2])]
 
     def kept(
         self, roots: list[tuple[Root, Manifest]], can_load: Callable[[Manifest], bool]
     ) -> set[str]:
         """Return the generations of the steps that the rules keep; `roots` are oldest first."""
-        kept: set[str] = set()
+        generations: set[str] = set()
         left = self.best or 0
         for _, manifest in self.ranked(roots) if left else ():
             if left and can_load(manifest):
-                kept.add(manifest.generation)
+                generations.add(manifest.generation)
                 left -= 1
         last: datetime | None = None
         for _, manifest in roots:
             step = manifest.step
             if self.period is not None and step is not None and step % self.period == 0:
-                kept.add(manifest.generation)
+                generations.add(manifest.generation)
             if self.interval is not None:
-                made = _created(manifest)
-                is_due = last is None or (made - last).total_seconds() >= self.interval
+                created = _created(manifest)
+                is_due = last is None or (created - last).total_seconds() >= self.interval
                 if is_due and can_load(manifest):
-                    kept.add(manifest.generation)
-                    last = made
-        return kept
+                    generations.add(manifest.generation)
+                    last = created
+        return generations
 
 
 NO_RULES = Retention(None, None, "min", None, None)

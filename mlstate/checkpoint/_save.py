@@ -121,12 +121,12 @@ def check_target(
             "the path of a checkpoint must be a str or os.PathLike, got "
             f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
         )
-    given = path if isinstance(path, SaveFolder) else SaveFolder(path)
-    files = open_files(given.folder, storage_options)
+    save_folder = path if isinstance(path, SaveFolder) else SaveFolder(path)
+    files = open_files(save_folder.folder, storage_options)
     folder = files.folder
     if not isinstance(files.path, str):
         raise TypeError("the path of a checkpoint must be a str")
-    if not given.any_suffix:
+    if not save_folder.any_suffix:
         refuse_file_name(folder)
     sparse, incremental, compress = options["sparse"], options["incremental"], options["compress"]
     check_flags(sparse=sparse, incremental=incremental)
@@ -147,11 +147,11 @@ def check_target(
         world_size,
         options["layout"],
         (pack_below, bool(sparse), bool(incremental), compress),
-        given.retain is not None,
-        given.replace_steps,
-        given.content,
-        partial(delete_all_roots, files) if given.replace_steps else given.retain,
-        given.started,
+        save_folder.retain is not None,
+        save_folder.replace_steps,
+        save_folder.content,
+        partial(delete_all_roots, files) if save_folder.replace_steps else save_folder.retain,
+        save_folder.started,
         check_timeout(options["lock_timeout"]),
         find_caller(),
     )
@@ -224,7 +224,7 @@ def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any, Any
     return _mapping_of("model", model), _mapping_of("optimizer", optimizer), others
 
 
-def refuse_nothing(*states: Any) -> None:
+def refuse_empty_save(*states: Any) -> None:
     """Raise ValueError if there is nothing to save."""
     if all(state is None for state in states):
         raise ValueError("nothing to save: give a model, an optimizer, states or several of them")
@@ -247,18 +247,18 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
     )
 
 
-def _as_dict(state: Any, section: str, given: Any) -> dict[str, Any] | None:
+def _as_dict(state: Any, section: str, source: Any) -> dict[str, Any] | None:
     """Return the state of an argument as a new dict; raise if a value cannot be stored."""
     if state is None:
         return None
-    plain = dict(state)
-    refuse_given_away(plain)
-    if not is_module(given) and not is_optimizer(given):
-        refuse_unstorable(plain)
-    for name, value in plain.items():  # NumPy scalars have a dtype and count as arrays
+    arrays = dict(state)
+    refuse_given_away(arrays)
+    if not is_module(source) and not is_optimizer(source):
+        refuse_unstorable(arrays)
+    for name, value in arrays.items():  # NumPy scalars have a dtype and count as arrays
         if value is None or (isinstance(value, _NO_ARRAYS) and not hasattr(value, "dtype")):
-            raise _refuse_value(section, plain, name)
-    return plain
+            raise _refuse_value(section, arrays, name)
+    return arrays
 
 
 def _step_of(step: int | None, optimizer: Any) -> int | None:
@@ -269,12 +269,12 @@ def _step_of(step: int | None, optimizer: Any) -> int | None:
     return check_int("step", step, 0, (1 << 63) - 1, " or None")
 
 
-def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
     import json
 
-    if given is not None and not hasattr(given, "keys"):
-        raise TypeError(f"metadata must be a mapping such as a dict, got {type(given).__name__}")
-    metadata = {} if given is None else dict(given)
+    if mapping is not None and not hasattr(mapping, "keys"):
+        raise TypeError(f"metadata must be a mapping such as a dict, got {type(mapping).__name__}")
+    metadata = {} if mapping is None else dict(mapping)
     if not metadata:
         return metadata
     try:
@@ -337,10 +337,10 @@ def take_content(
     try:
         if in_thread and target.rank == 0 and target.files.folder.is_local:
             _refuse_manager_folder_early(target)
-        refuse_nothing(model, optimizer, states)
+        refuse_empty_save(model, optimizer, states)
         named = take_states(states, model, target.world_size)
         *pair, others = states_of(model, optimizer, target.world_size)
-        refuse_nothing(*pair, states)
+        refuse_empty_save(*pair, states)
         named = add_entries(named, None, others)
         params = _as_dict(pair[0], "params", model)
         dicts = (params, _as_dict(pair[1], "optim_state", optimizer), named.arrays)
@@ -402,13 +402,13 @@ def gather_shards(
                 assigned = _assign_replicas(target.group, steps, content)
         gathered.copies, gathered.error = assigned.copies, assigned.error
         if gathered.error is None:
-            dicts, mine = content.dicts, assigned.mine
+            dicts, own_names = content.dicts, assigned.mine
             content.named.add_trees(target.group, assigned.digests)
             ranks = (target.rank, target.world_size)
             with named_refusals(*dicts):
-                _copy_to_host(dicts, mine or (None, None, None), copy)
+                _copy_to_host(dicts, own_names or (None, None, None), copy)
                 gathered.shards, gathered.nbytes = _core.shards_collect(
-                    ranks, dicts, Shard, mine, steps
+                    ranks, dicts, Shard, own_names, steps
                 )
     except CollectiveError:
         raise
@@ -448,17 +448,19 @@ def _optimizer_kinds(content: SaveContent) -> dict[str, dict[str, Any]]:
 
 def _copy_to_host(
     dicts: _Dicts,
-    mine: tuple[frozenset[str] | None, ...],
+    own_names: tuple[frozenset[str] | None, ...],
     copy: Callable[[Any], Any] | None,
 ) -> None:
     """Replace tensors on devices that this rank stores by copies in main memory."""
     if sys.modules.get("torch") is None:
         return
-    for state, names in zip(dicts, mine, strict=True):
+    for state, names in zip(dicts, own_names, strict=True):
         for name, value in () if state is None else state.items():
-            whole = not isinstance(value, Shard)
-            ours = (names is None or name in names) if whole else value.replica == 0
-            if ours and is_on_device(value):
+            is_replicated = not isinstance(value, Shard)
+            is_stored_here = (
+                (names is None or name in names) if is_replicated else value.replica == 0
+            )
+            if is_stored_here and is_on_device(value):
                 state[name] = _on_host(name, value, copy)  # type: ignore[index]
 
 

@@ -261,13 +261,13 @@ class SaveJob:
         """Write and commit; every rank calls it. `freed`, if given, marks the job as staged."""
         return write_and_commit(self.target, gathered, self.advance, freed)
 
-    def memory(self, wanted: int, overhead: int = 0) -> Any:
+    def memory(self, nbytes: int, overhead: int = 0) -> Any:
         """Return memory of `wanted` bytes, or of fewer if the budget less `overhead` is smaller."""
         if self.budget is not None:
             most = self.budget.nbytes
             # even if the budget barely covers the writer, a quarter of it is used for copies
-            wanted = min(wanted, max(most - overhead, most // 4))
-        return self.staging._take(wanted)
+            nbytes = min(nbytes, max(most - overhead, most // 4))
+        return self.staging._take(nbytes)
 
     def stage(self, gathered: GatheredShards, copies: _Copies) -> bool:
         """Copy the shards that fit the memory; return whether any did not fit."""
@@ -325,20 +325,20 @@ class SaveJob:
         if threading.current_thread() is self.thread and not self.ended:
             raise RuntimeError(f"the save of {self.path} cannot wait for itself, in its progress=")
 
-    def reached(self, what: str, timeout: float | None = None) -> bool:
+    def reached(self, event: str, timeout: float | None = None) -> bool:
         """Wait until the job is "staged" or "ended", record the wait; return whether it is."""
-        if getattr(self, what):
+        if getattr(self, event):
             return True
         self.refuse_own_thread()
         start = time.perf_counter()
         try:
-            return self.wait_until(what, timeout)
+            return self.wait_until(event, timeout)
         finally:
             now = time.perf_counter()
             with self.guard:
                 add_wait(self.waits, start, now)
 
-    def wait_until(self, what: str, timeout: float | None) -> bool:
+    def wait_until(self, event: str, timeout: float | None) -> bool:
         """Wait on a lock of this thread alone, so that an interrupt affects no other thread."""
         import threading
 
@@ -347,27 +347,27 @@ class SaveJob:
             bell = threading.Lock()
             bell.acquire()
             self.bells.append(bell)  # before the test, so that no change is missed
-            if getattr(self, what):
+            if getattr(self, event):
                 return True
             left = -1.0 if end is None else max(0.0, end - time.monotonic())
             if not bell.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
                 with suppress(ValueError, IndexError):  # already released, or about to be
                     self.bells.remove(bell)
-                return bool(getattr(self, what))
+                return bool(getattr(self, event))
 
-    def wait_for(self, what: str, timeout: float | None) -> None:
+    def wait_for(self, event: str, timeout: float | None) -> None:
         """Wait until the job is "staged" or "ended"; raise its error if it failed."""
         self.belongs_here()
-        if not self.reached(what, timeout):
-            raise TimeoutError(f"the save of {self.path} is not {what} after {timeout} seconds")
+        if not self.reached(event, timeout):
+            raise TimeoutError(f"the save of {self.path} is not {event} after {timeout} seconds")
         with self.guard:
             if self.error is not None:
-                self.tell_nobody()
+                self.suppress_report()
                 raise self.error.with_traceback(None)
         if self.ended:
             self.join()
 
-    def tell_nobody(self) -> None:
+    def suppress_report(self) -> None:
         """Mark the error as delivered, so that it is not printed.
 
         The error's traceback will refer to the handle, so the watch must not keep it alive.
@@ -438,8 +438,8 @@ class _Copies:
 
 
 def _bytes_of(value: Any) -> int:
-    found = getattr(value, "nbytes", None)
-    return found if isinstance(found, int) else 0
+    nbytes = getattr(value, "nbytes", None)
+    return nbytes if isinstance(nbytes, int) else 0
 
 
 class SaveHandle:
@@ -607,7 +607,7 @@ class SaveHandle:
             raise TimeoutError(f"the save of {job.path} has not ended after {timeout} seconds")
         with job.guard:
             if getattr(job.error, "errno", None) == errno.ECANCELED:
-                job.tell_nobody()
+                job.suppress_report()
         job.join()
         return job.error is not None
 

@@ -69,13 +69,13 @@ class Section:
 
     def renamed_layers(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values by the names of layers, which are renamed as the tensors below them."""
-        found = dict(values)
+        renamed = dict(values)
         for name, old in self._stored.items():
             for layer in values:
                 rest = old[len(layer) :]
                 if layer and rest.startswith(".") and old.startswith(layer) and name.endswith(rest):
-                    found[name[: -len(rest)]] = values[layer]
-        return found
+                    renamed[name[: -len(rest)]] = values[layer]
+        return renamed
 
     def rename(self, rules: Mapping[str, str]) -> set[int]:
         """Rename the tensors; return the numbers of the rules that match no name."""
@@ -97,18 +97,18 @@ class Section:
 
 def sections_of(merged: _core.MergedIndex, manifest: Manifest) -> list[Section]:
     """Return the sections of model and optimizer, and of named states that are not nested."""
-    found = [
+    sections = [
         Section("model", 0, manifest.model, merged.keys(0)),
         Section("optimizer", OPTIMIZER, manifest.optimizer, merged.keys(OPTIMIZER)),
     ]
     if manifest.states is None:
-        return found
+        return sections
     keys = merged.keys(STATES)
     for name, kind in manifest.states.items():
         if kind["kind"] != "tree":
-            own = [key for key in keys if key.startswith(f"{name}/")]
-            found.append(Section(f"states[{name!r}]", STATES, kind, own, f"{name}/"))
-    return found
+            section_keys = [key for key in keys if key.startswith(f"{name}/")]
+            sections.append(Section(f"states[{name!r}]", STATES, kind, section_keys, f"{name}/"))
+    return sections
 
 
 def rename_sections(sections: list[Section], rules: Mapping[str, str]) -> None:

@@ -200,12 +200,12 @@ def verify_files(
     if manifest.weights is None:
         count, problems = files.folder.verify(merged, progress)
         return count, [Problem(*problem) for problem in problems]
-    count, found = _verify_weight_files(files, manifest, progress)
+    count, file_problems = _verify_weight_files(files, manifest, progress)
     try:
         check_total(files.folder, manifest, merged)
     except FormatError as error:
-        found.append(_root_problem("index", manifest.indexes[0].path, 0, error))
-    return count, found
+        file_problems.append(_root_problem("index", manifest.indexes[0].path, 0, error))
+    return count, file_problems
 
 
 def _index_problems(files: CheckpointFiles, manifest: Manifest) -> list[Problem]:
@@ -226,17 +226,17 @@ _NAMED = 3  # tensors of one file that a problem names
 
 def _with_tensors(problems: list[Problem], merged: _core.MergedIndex) -> list[Problem]:
     """Add to problems of whole files the names of the tensors in these files."""
-    whole = {problem.path for problem in problems if problem.name is None}
-    if not whole:
+    damaged_files = {problem.path for problem in problems if problem.name is None}
+    if not damaged_files:
         return problems
-    held: dict[str, list[tuple[str, int]]] = {}
+    tensors_by_file: dict[str, list[tuple[str, int]]] = {}
     for _, key, part, _, _, path, *_, layers in merged.shards():
         for place in [path] if layers is None else {layer[0] for layer in layers}:
-            if place in whole:
-                held.setdefault(place, []).append((key, part))
+            if place in damaged_files:
+                tensors_by_file.setdefault(place, []).append((key, part))
     named = []
     for problem in problems:
-        inside = held.get(problem.path, []) if problem.name is None else []
+        inside = tensors_by_file.get(problem.path, []) if problem.name is None else []
         if len(inside) == 1:
             problem = problem._replace(name=inside[0][0], part=inside[0][1])
         elif inside:
@@ -252,7 +252,7 @@ def _verify_once(
     name: str,
     report: VerifyReport,
     progress: Callable[[int], object] | None,
-    known: dict[str, Any],
+    indexes: dict[str, Any],
 ) -> Manifest | None:
     """Verify the current root; return it, or None if it cannot be read."""
     try:
@@ -268,10 +268,10 @@ def _verify_once(
     except MLStateError as error:
         if files.folder.is_outage(error):
             raise
-        found = _index_problems(files, manifest)
-        report.problems += found or [_root_problem("index", name, 0, error)]
+        index_problems = _index_problems(files, manifest)
+        report.problems += index_problems or [_root_problem("index", name, 0, error)]
         return manifest
-    known[manifest.generation] = merged
+    indexes[manifest.generation] = merged
     count, problems = verify_files(files, manifest, merged, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
     report.problems += _with_tensors(problems, merged)
@@ -291,16 +291,16 @@ def verify_root(
     name: str,
     report: VerifyReport,
     progress: Callable[[int], object] | None,
-    known: dict[str, Any],
+    indexes: dict[str, Any],
 ) -> None:
     """Add the problems of one root to the report, and its merged index to `known`.
 
     If files are missing and a writer has replaced the root meanwhile, start again.
     """
     for _ in range(TRIES):
-        found, read = VerifyReport(files.path), dict[str, Any]()
-        manifest = _verify_once(files, name, found, progress, read)
-        is_missing = any(problem.kind == "missing" for problem in found.problems)
+        fresh_report, read = VerifyReport(files.path), dict[str, Any]()
+        manifest = _verify_once(files, name, fresh_report, progress, read)
+        is_missing = any(problem.kind == "missing" for problem in fresh_report.problems)
         if manifest is None or not is_missing:
             break
         if not _is_replaced(files, name, manifest.generation):
@@ -309,16 +309,18 @@ def verify_root(
         text = f"it was replaced at each of {TRIES} attempts to verify it"
         reason = OSError(errno.EBUSY, text)
         raise store_error(reason, "cannot verify the checkpoint", files.path)
-    known.update(read)
-    report.step = found.step
-    report.bytes += found.bytes
-    report.problems += found.problems
-    for problem in found.problems:
+    indexes.update(read)
+    report.step = fresh_report.step
+    report.bytes += fresh_report.bytes
+    report.problems += fresh_report.problems
+    for problem in fresh_report.problems:
         where = f"{files.path}/{name}"
-        log("WARNING", "%s: step %s: %s", where, found.step, problem.as_error(files.path))
+        log("WARNING", "%s: step %s: %s", where, fresh_report.step, problem.as_error(files.path))
     if manifest is not None and manifest.weights is None:
         merged = read.get(manifest.generation)
-        _note_result(files, manifest, found.problems, {} if merged is None else merged.files())
+        _note_result(
+            files, manifest, fresh_report.problems, {} if merged is None else merged.files()
+        )
 
 
 def _note_result(
@@ -329,7 +331,7 @@ def _note_result(
     Missing and unreadable files may come back, and every process finds them itself.
     """
     others = [problem for problem in problems if not _is_of_header(problem, sizes)]
-    damaged = {one.path for one in others if one.kind not in ("missing", "unreadable")}
+    damaged = {other.path for other in others if other.kind not in ("missing", "unreadable")}
     if damaged:
         files.mark_steps(manifest.generation, damaged)
     elif not others:
@@ -382,11 +384,11 @@ def _try_root(files: CheckpointFiles, name: str) -> _Trial:
     is_mended = False
     while True:
         report = VerifyReport(files.path)
-        known: dict[str, Any] = {}
-        verify_root(files, name, report, None, known)
-        if not known:
+        indexes: dict[str, Any] = {}
+        verify_root(files, name, report, None, indexes)
+        if not indexes:
             return _Trial(report, "", False, is_mended)
-        [(generation, merged)] = known.items()
+        [(generation, merged)] = indexes.items()
         sizes = merged.files()
         headers = {p.path for p in report.problems if _is_of_header(p, sizes)}
         others = {p.path for p in report.problems if not _is_of_header(p, sizes)}
@@ -494,20 +496,20 @@ def verify(
     files = CheckpointFiles(files.folder.without_cache())
     report = VerifyReport(files.path)
     root = _existing_root(files, root)
-    known: dict[str, Any] = {}
+    indexes: dict[str, Any] = {}
     if is_weights_root(root) and repair:
         raise ValueError(
             f"{files.path} is a Hugging Face folder: it has no older step to return to; download "
             "or export the damaged files again"
         )
-    verify_root(files, root, report, progress, known)
+    verify_root(files, root, report, progress, indexes)
     if is_weights_root(root):
         with suppress(MLStateError):  # the problems give the reason
             weights = files.read_manifest(root).weights
             report.strange = [] if weights is None else unlisted_files(files.folder, weights)
         return report
     with suppress(MLStateError):  # needed files are unknown; the problems give the reason
-        report.leftover = files.prune(dry_run=True, merged_indexes=known)
+        report.leftover = files.prune(dry_run=True, merged_indexes=indexes)
     try:
         report.strange = files.foreign_files()
     except StoreError:  # one of its folders is not a folder; the problems report it

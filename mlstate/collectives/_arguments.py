@@ -82,17 +82,17 @@ def optional_group(group: Any) -> Any:
 # ---- errors ----
 
 
-def failed(operation: str, rank: int, what: str) -> CollectiveError:
+def failed(operation: str, rank: int, reason: str) -> CollectiveError:
     """Return the error of a failed operation; `what` is the cause and the remedy."""
-    error = CollectiveError(f"{operation} on rank {rank}: {what}")
+    error = CollectiveError(f"{operation} on rank {rank}: {reason}")
     error.name, error.rank = operation, rank
     return error
 
 
 def _mismatch_error(
-    operation: str, what: str, got: Any, expected: Any, do: str, *, rank: int | None = None
+    operation: str, label: str, got: Any, expected: Any, do: str, *, rank: int | None = None
 ) -> CompatibilityError:
-    error = CompatibilityError(f"{operation}: {what} {got}, expected {expected}; {do}")
+    error = CompatibilityError(f"{operation}: {label} {got}, expected {expected}; {do}")
     error.name, error.got, error.expected = operation, str(got), str(expected)
     error.rank = rank
     return error
@@ -165,13 +165,13 @@ def check_array(operation: str, array: Any) -> Any:
         raise TypeError(
             f"{operation} takes a NumPy array or a torch tensor, got {type(array).__name__}"
         )
-    plain = np.asarray(array)
-    if plain.dtype.hasobject:
+    converted = np.asarray(array)
+    if converted.dtype.hasobject:
         raise TypeError(
-            f"{operation} moves bytes, and an array of dtype {plain.dtype} holds references to "
+            f"{operation} moves bytes, and an array of dtype {converted.dtype} holds references to "
             "objects of this process: encode the objects and use gather_bytes"
         )
-    return plain
+    return converted
 
 
 def check_plain(operation: str, array: Any) -> None:
@@ -305,26 +305,26 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
     if is_torch(out) != is_torch(array) or not (is_torch(out) or isinstance(out, np.ndarray)):
         kind = "a torch tensor" if is_torch(array) else "a NumPy array"
         raise TypeError(f"{operation}: out must be {kind} as the input is, got {type(out)}")
-    plain = out.detach() if is_torch(out) else out
-    for what, got, expected in (
-        ("shape", tuple(plain.shape), tuple(shape)),
-        ("dtype", plain.dtype, array.dtype),
-        ("dtype", dtype_name(plain), dtype_name(array)),  # NumPy's comparison ignores metadata
-        *([("device", plain.device, array.device)] if is_torch(array) else []),
+    detached = out.detach() if is_torch(out) else out
+    for label, got, expected in (
+        ("shape", tuple(detached.shape), tuple(shape)),
+        ("dtype", detached.dtype, array.dtype),
+        ("dtype", dtype_name(detached), dtype_name(array)),  # NumPy's comparison ignores metadata
+        *([("device", detached.device, array.device)] if is_torch(array) else []),
     ):
         if got != expected:
             raise _mismatch_error(
-                operation, f"out has {what}", got, expected, "or leave it out for a new array"
+                operation, f"out has {label}", got, expected, "or leave it out for a new array"
             )
-    if not is_torch(plain) and not plain.flags.writeable:
+    if not is_torch(detached) and not detached.flags.writeable:
         raise ValueError(f"{operation}: out is read-only")
-    if overlaps_itself(plain):
+    if overlaps_itself(detached):
         raise ValueError(f"{operation}: elements of out share memory with one another; pass a copy")
-    if shares_elements(plain, array) and not (
-        plain.shape == array.shape and _same_place(plain, array)
+    if shares_elements(detached, array) and not (
+        detached.shape == array.shape and _same_place(detached, array)
     ):
         raise ValueError(
             f"{operation}: out shares memory with the input; pass the input itself if the shapes "
             "are equal, or a separate array"
         )
-    return plain
+    return detached

@@ -19,10 +19,10 @@ def _error_class_name(error: BaseException) -> str:
     return "CollectiveError"
 
 
-def _peer_error(rank: int, said: dict[str, Any]) -> MLStateError:
+def _peer_error(rank: int, reply: dict[str, Any]) -> MLStateError:
     """Return the error for another rank's failure; it has the same class on every rank."""
-    cls = getattr(errors, said["kind"], CollectiveError)
-    error: MLStateError = cls(f"rank {rank}: {said['error']}")
+    cls = getattr(errors, reply["kind"], CollectiveError)
+    error: MLStateError = cls(f"rank {rank}: {reply['error']}")
     error.rank = rank
     return error
 
@@ -38,18 +38,22 @@ def agree(
     """
     import json
 
-    said: dict[str, Any] = {"about": about, "error": None, "again": again}
+    message: dict[str, Any] = {"about": about, "error": None, "again": again}
     if error is not None:
         text = (
             f"{type(error).__name__}: {error}"
             if _error_class_name(error) == "CollectiveError"
             else error
         )
-        said |= {"error": str(text), "kind": _error_class_name(error)}
-    everyone = [json.loads(text) for text in group.gather_bytes(json.dumps(said).encode()) or ()]
-    failed = [(r, one) for r, one in enumerate(everyone) if one["error"] and not one["again"]]
+        message |= {"error": str(text), "kind": _error_class_name(error)}
+    everyone = [json.loads(text) for text in group.gather_bytes(json.dumps(message).encode()) or ()]
+    failed = [
+        (r, reply) for r, reply in enumerate(everyone) if reply["error"] and not reply["again"]
+    ]
     if failed:
         if error is not None and not again:
             raise error
         raise _peer_error(*failed[0]) from error
-    return not any(one["error"] for one in everyone) and len({o["about"] for o in everyone}) == 1
+    return (
+        not any(reply["error"] for reply in everyone) and len({o["about"] for o in everyone}) == 1
+    )

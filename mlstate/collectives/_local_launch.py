@@ -209,15 +209,15 @@ def run(
     good = False
     try:
         for rank in range(world_size):
-            here, there = context.Pipe(duplex=False)
+            parent_pipe, child_pipe = context.Pipe(duplex=False)
             process = context.Process(
                 target=_run_rank,
-                args=(name, rank, world_size, there, function, args),
+                args=(name, rank, world_size, child_pipe, function, args),
                 name=f"mlstate-rank-{rank}",
             )
-            ranks.append(_Rank(rank, process, here))
+            ranks.append(_Rank(rank, process, parent_pipe))
             process.start()
-            there.close()  # so that the pipe breaks when the process ends
+            child_pipe.close()  # so that the pipe breaks when the process ends
         _collect_messages(ranks, deadline)
         good = all(rank.has_result() for rank in ranks)
         if not good:
@@ -225,12 +225,12 @@ def run(
         return [rank.message[1] for rank in ranks if rank.message is not None]
     finally:
         if not good:
-            for one in ranks:
-                if one.process.pid is not None and one.process.exitcode is None:
-                    one.process.terminate()
+            for rank_process in ranks:
+                if rank_process.process.pid is not None and rank_process.process.exitcode is None:
+                    rank_process.process.terminate()
         _end_processes(rank.process for rank in ranks)
-        for one in ranks:
-            one.pipe.close()
+        for rank_process in ranks:
+            rank_process.pipe.close()
 
 
 def _find_error(ranks: list[_Rank], timeout: float | None) -> BaseException:

@@ -35,8 +35,8 @@ class _GoneError(Exception):
     """The other process closed its socket."""
 
 
-def _join_error(rank: int, what: str) -> CollectiveError:
-    return failed("LocalGroup.join", rank, what)
+def _join_error(rank: int, reason: str) -> CollectiveError:
+    return failed("LocalGroup.join", rank, reason)
 
 
 # ---- socket address ----
@@ -130,12 +130,12 @@ def _receive_line(peer: socket.socket, deadline: float) -> tuple[dict[str, Any],
         while not data.endswith(b"\n"):
             peer.settimeout(max(deadline - time.monotonic(), 1e-3))
             try:
-                more, found, _, _ = socket.recv_fds(peer, LINE_BYTES, 1)
+                more, received, _, _ = socket.recv_fds(peer, LINE_BYTES, 1)
             except TimeoutError:
                 raise
             except OSError:
-                more, found = b"", []
-            descriptors += found
+                more, received = b"", []
+            descriptors += received
             if not more or len(data) > LINE_BYTES:
                 raise _GoneError
             data += more
@@ -211,20 +211,20 @@ class _Host:
         for peer in (*self._silent, *self.ranks.values()):
             peer.close()
 
-    def send_error(self, what: str) -> CollectiveError:
+    def send_error(self, reason: str) -> CollectiveError:
         """Send an error to all ranks, also to slightly late ones, and return it."""
-        told = len(self.ranks) + len(self._silent)
+        informed = len(self.ranks) + len(self._silent)
         for peer in (*self.ranks.values(), *self._silent):
-            _send_line(peer, {"error": what})
+            _send_line(peer, {"error": reason})
         end = time.monotonic() + GRACE_SECONDS
-        while told < self._world_size - 1 and time.monotonic() < end:
+        while informed < self._world_size - 1 and time.monotonic() < end:
             self._listener.settimeout(max(end - time.monotonic(), 1e-3))
             with contextlib.suppress(OSError):
                 peer, _ = self._listener.accept()
                 self._silent.append(peer)
-                _send_line(peer, {"error": what})
-                told += 1
-        return _join_error(0, what)
+                _send_line(peer, {"error": reason})
+                informed += 1
+        return _join_error(0, reason)
 
     def gather(self, deadline: float, seconds: float) -> None:
         """Wait until all ranks have connected; raise CollectiveError at the deadline."""
@@ -240,10 +240,13 @@ class _Host:
                 )
             waiting = [self._listener, *self._silent, *self.ranks.values()]
             poll = select.poll()  # select() refuses large descriptors
-            for one in waiting:
-                poll.register(one, select.POLLIN)
+            for waiting_socket in waiting:
+                poll.register(waiting_socket, select.POLLIN)
             ready = {descriptor for descriptor, _ in poll.poll(min(left, 1.0) * 1000)}
-            self._handle_sockets([one for one in waiting if one.fileno() in ready], deadline)
+            self._handle_sockets(
+                [waiting_socket for waiting_socket in waiting if waiting_socket.fileno() in ready],
+                deadline,
+            )
 
     def _handle_sockets(self, ready: list[socket.socket], deadline: float) -> None:
         for peer in ready:
@@ -258,7 +261,7 @@ class _Host:
                 except (_GoneError, TimeoutError):
                     peer.close()
             else:  # known ranks send nothing more: this one is gone, and may reconnect
-                rank = next(rank for rank, known in self.ranks.items() if known is peer)
+                rank = next(rank for rank, joined in self.ranks.items() if joined is peer)
                 self.ranks.pop(rank).close()
 
     def _accept_peer(self) -> None:
@@ -280,11 +283,11 @@ class _Host:
         if type(version) is not int or type(world_size) is not int:
             raise _GoneError
         if type(rank) is not int or not 0 <= rank < world_size:
-            what = (
+            reason = (
                 f"rank {json.dumps(rank)[:40]} is not a rank of a group with world_size="
                 f"{world_size}; pass an int from 0 to {world_size - 1}"
             )
-            _send_line(peer, {"error": what})
+            _send_line(peer, {"error": reason})
             raise _GoneError
         self._silent.append(peer)  # so that `send_error` reaches it
         if version != VERSION:
@@ -301,7 +304,7 @@ class _Host:
                 f"two processes of job {self._name!r} claim to be rank {rank}; give each process "
                 "its own rank, and each job its own name"
             )
-        processes = {_get_credentials(known)[0]: r for r, known in self.ranks.items()}
+        processes = {_get_credentials(joined)[0]: r for r, joined in self.ranks.items()}
         twin = {**processes, os.getpid(): 0}.get(_get_credentials(peer)[0])
         if twin is not None:  # file locks belong to processes, not to ranks
             raise self.send_error(
@@ -349,10 +352,10 @@ def _make_group(host: _Host, world_size: int) -> Any:
     try:
         descriptor = make_memory(_core.local_measure(world_size))
     except OSError as error:
-        what = f"there is no shared memory for {world_size} ranks ({error})"
+        reason = f"there is no shared memory for {world_size} ranks ({error})"
         for peer in host.ranks.values():
-            _send_line(peer, {"error": what})
-        raise _join_error(0, what) from error
+            _send_line(peer, {"error": reason})
+        raise _join_error(0, reason) from error
     # Sent first: no other descriptor of the file may be closed once the lock is held.
     for peer in host.ranks.values():
         with contextlib.suppress(OSError):

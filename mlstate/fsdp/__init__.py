@@ -165,17 +165,17 @@ def clip_grad_norm(
         for name in sorted(sharding_units)
         if sharding_units[name].local_gradient is not None
     }
-    found = norm_partials(gradients)
-    mine = squares_in_order(found.values())
-    texts = group.gather_bytes(f"clip {limit!r} {mine!r}".encode(), timeout=timeout)
-    told = _collect_squares(group.rank, limit, texts)
-    norm = sqrt(squares_in_order((squares, 0) for squares in told))
+    partials = norm_partials(gradients)
+    own_squares = squares_in_order(partials.values())
+    texts = group.gather_bytes(f"clip {limit!r} {own_squares!r}".encode(), timeout=timeout)
+    rank_squares = _collect_squares(group.rank, limit, texts)
+    norm = sqrt(squares_in_order((squares, 0) for squares in rank_squares))
     if not isfinite(norm):
-        bad = [rank for rank, squares in enumerate(told) if not isfinite(squares)]
-        here = [name for name, (_, count) in found.items() if count]
-        where = f"; on this rank: {', '.join(here[:5])}" if here else ""
-        what = f"gradients of rank {', '.join(map(str, bad))} are not finite{where}"
-        raise _clip_error(group.rank, bad[0] if bad else None, what)
+        bad = [rank for rank, squares in enumerate(rank_squares) if not isfinite(squares)]
+        nonfinite = [name for name, (_, count) in partials.items() if count]
+        where = f"; on this rank: {', '.join(nonfinite[:5])}" if nonfinite else ""
+        reason = f"gradients of rank {', '.join(map(str, bad))} are not finite{where}"
+        raise _clip_error(group.rank, bad[0] if bad else None, reason)
     factor = limit / (norm + 1e-6)
     if factor < 1:
         scale(gradients, factor)
@@ -184,19 +184,23 @@ def clip_grad_norm(
 
 def _collect_squares(rank: int, limit: float, texts: Sequence[bytes]) -> list[float]:
     """Return the sum of squares of each rank; raise if a rank makes another call."""
-    found = []
+    squares_of_ranks = []
     for other, text in enumerate(texts):
-        what, _, rest = text.partition(b" ")
-        theirs, _, squares = rest.partition(b" ")
-        if what == b"clip" and float(theirs) == limit:
-            found.append(float(squares))
+        command, _, rest = text.partition(b" ")
+        other_limit, _, squares = rest.partition(b" ")
+        if command == b"clip" and float(other_limit) == limit:
+            squares_of_ranks.append(float(squares))
             continue
-        does = f"has max_norm={theirs.decode()}" if what == b"clip" else "does something else here"
+        does = (
+            f"has max_norm={other_limit.decode()}"
+            if command == b"clip"
+            else "does something else here"
+        )
         raise _clip_error(rank, other, f"max_norm is {limit!r}, and rank {other} {does}")
-    return found
+    return squares_of_ranks
 
 
-def _clip_error(rank: int, bad: int | None, what: str) -> CollectiveError:
-    error = CollectiveError(f"clip_grad_norm on rank {rank}: {what}; nothing was changed")
+def _clip_error(rank: int, bad: int | None, reason: str) -> CollectiveError:
+    error = CollectiveError(f"clip_grad_norm on rank {rank}: {reason}; nothing was changed")
     error.name, error.rank = "clip_grad_norm", bad
     return error

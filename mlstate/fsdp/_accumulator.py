@@ -42,9 +42,9 @@ class _Sum:
         "shape",
     )
 
-    def __init__(self, array: Any, given: str, memory: Any = None) -> None:
+    def __init__(self, array: Any, dtype: str, memory: Any = None) -> None:
         self.array = array
-        self.given = given  # dtype of the gradients, which `array` need not have
+        self.given = dtype  # dtype of the gradients, which `array` need not have
         self.memory = memory  # the bytes of `array`, or None if torch owns them
         self.in_core = memory is not None  # False: torch adds to it
         self.kind = type(array) if self.in_core else None  # of gradients that the core can read
@@ -53,7 +53,7 @@ class _Sum:
         self.shape = () if array is None else tuple(array.shape)
         # dtype of a NumPy sum that a copy in the core can start, or None
         self.native = (
-            array.dtype if self.kind is np.ndarray and _is_convertible(array, given) else None
+            array.dtype if self.kind is np.ndarray and _is_convertible(array, dtype) else None
         )
 
     def new_array(self) -> Any:
@@ -67,10 +67,10 @@ class _Sum:
         self.array, self.count, self.figures = array, 1, None
 
 
-def _is_convertible(array: Any, given: str) -> bool:
+def _is_convertible(array: Any, dtype: str) -> bool:
     """Return whether the core can copy a gradient of dtype `given` into the array of its sum."""
     name = dtype_name(array)
-    return name == given or {name, given} <= FLOATS
+    return name == dtype or {name, dtype} <= FLOATS
 
 
 def _count_references(total: _Sum) -> int:
@@ -115,9 +115,9 @@ def _copy_into_new_sums(started: dict[str, _Sum], batch: dict[str, Any]) -> None
     _copy_gradients(targets, sources)
 
 
-def _mismatch_error(name: str, what: str, got: Any, expected: Any) -> CompatibilityError:
+def _mismatch_error(name: str, label: str, got: Any, expected: Any) -> CompatibilityError:
     error = CompatibilityError(
-        f"'{name}': the gradient's {what} is {got}, expected {expected} as of the micro-batch "
+        f"'{name}': the gradient's {label} is {got}, expected {expected} as of the micro-batch "
         "before; nothing was added: check the parameter name, or call reset()"
     )
     error.name, error.got, error.expected = name, str(got), str(expected)
@@ -145,13 +145,13 @@ def _check_gradient(name: object, gradient: Any) -> Any:
 
 def _check_same(name: str, total: _Sum, gradient: Any) -> None:
     """Raise CompatibilityError if a gradient differs from its sum in kind, shape or dtype."""
-    for what, got, expected in (
+    for label, got, expected in (
         ("kind", place(gradient), place(total.array)),
         ("shape", tuple(gradient.shape), tuple(total.array.shape)),
         ("dtype", dtype_name(gradient), total.given),
     ):
         if got != expected:
-            raise _mismatch_error(name, what, got, expected)
+            raise _mismatch_error(name, label, got, expected)
 
 
 def _readable(gradient: Any) -> Any:
@@ -275,10 +275,10 @@ class GradientAccumulator:
                 "gradients must be a mapping of parameter names to arrays, got "
                 f"{type(gradients).__name__}"
             )
-        given = list(gradients.items())  # before locking: items() may call this object
+        items = list(gradients.items())  # before locking: items() may call this object
         with self._lock:
-            plain, others, arrays, first = {}, {}, {}, {}
-            for name, value in given:
+            core_sums, others, arrays, first = {}, {}, {}, {}
+            for name, value in items:
                 total = self._sums.get(name)
                 if (
                     total is None
@@ -287,7 +287,7 @@ class GradientAccumulator:
                 ):
                     others[name] = _check_gradient(name, value)
                 elif total.array is not None:
-                    plain[name] = value
+                    core_sums[name] = value
                 elif (array := total.new_array()) is not None:
                     arrays[name], first[name] = array, value
                 else:
@@ -297,7 +297,9 @@ class GradientAccumulator:
                 _copy_into_new_sums(started, others)
             if arrays:
                 _copy_gradients(arrays, first)
-            self._add_checked(plain, {name: others[name] for name in others if name not in started})
+            self._add_checked(
+                core_sums, {name: others[name] for name in others if name not in started}
+            )
             for name, array in arrays.items():
                 self._sums[name].begin(array)
             self._sums.update(started)
@@ -315,42 +317,46 @@ class GradientAccumulator:
 
     def _allocate_sum(self, name: str, gradient: Any) -> _Sum:
         """Allocate a sum for the first gradient of a parameter, which the caller copies into it."""
-        given = dtype_name(gradient)
-        dtype = (self._dtype if given in NARROW_FLOATS else None) or given
+        gradient_dtype = dtype_name(gradient)
+        dtype = (self._dtype if gradient_dtype in NARROW_FLOATS else None) or gradient_dtype
         in_core = dtype in _ADDED and _readable(gradient) is not None
         if not in_core and is_torch(gradient):
-            return _Sum(backend_of(gradient, GradientBackend).copy_of(gradient, dtype), given)
+            return _Sum(
+                backend_of(gradient, GradientBackend).copy_of(gradient, dtype), gradient_dtype
+            )
         if not in_core:
             error = CompatibilityError(
-                f"'{name}': gradients of dtype {given} cannot be added up"
-                + ("; pass dtype='float32'" if given in NARROW_FLOATS else "")
+                f"'{name}': gradients of dtype {gradient_dtype} cannot be added up"
+                + ("; pass dtype='float32'" if gradient_dtype in NARROW_FLOATS else "")
             )
-            error.name, error.got = name, given
+            error.name, error.got = name, gradient_dtype
             raise error
         count, before = prod(gradient.shape), self._sums.get(name)
         if is_torch(gradient):
             backend = backend_of(gradient, GradientBackend)
             memory = _find_memory(count * backend.item_bytes(dtype, gradient), before)
-            return _Sum(backend.tensor_in(memory, dtype, gradient), given, memory)
-        native = gradient.dtype.newbyteorder("=") if dtype == given else np.dtype(dtype)
+            return _Sum(backend.tensor_in(memory, dtype, gradient), gradient_dtype, memory)
+        native = gradient.dtype.newbyteorder("=") if dtype == gradient_dtype else np.dtype(dtype)
         memory = _find_memory(count * native.itemsize, before)
-        return _Sum(memory.view(native).reshape(gradient.shape), given, memory)
+        return _Sum(memory.view(native).reshape(gradient.shape), gradient_dtype, memory)
 
-    def _add_checked(self, plain: dict[str, Any], others: dict[str, Any]) -> None:
+    def _add_checked(self, core_sums: dict[str, Any], others: dict[str, Any]) -> None:
         """Add checked gradients; the core reads `plain` ones without conversion."""
         rest = []
         for name, gradient in others.items():
             total = self._sums[name]
-            found = _readable(gradient) if total.in_core else None
-            if found is None:
+            partials = _readable(gradient) if total.in_core else None
+            if partials is None:
                 rest.append((total, gradient))
             else:
-                plain[name] = found
-        totals = [self._sums[name] for name in plain]
+                core_sums[name] = partials
+        totals = [self._sums[name] for name in core_sums]
         if totals:
             targets = [total.array for total in totals]
-            found = _core.accumulate(list(plain), targets, list(plain.values()), 1.0, True)
-            for total, figures in zip(totals, found, strict=True):
+            partials = _core.accumulate(
+                list(core_sums), targets, list(core_sums.values()), 1.0, True
+            )
+            for total, figures in zip(totals, partials, strict=True):
                 total.count += 1
                 total.figures = figures
         for total, gradient in rest:

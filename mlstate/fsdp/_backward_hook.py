@@ -577,8 +577,8 @@ class FSDPBackwardHook:
         for name in names:
             bind_unit(sharding_units[name], self._reducer.rank, self._reducer.world_size)
             _check_local(sharding_units[name], new_gradients[name])
-        there = {name: sharding_units[name].local_gradient for name in names}
-        add({name: sum_ for name, sum_ in there.items() if sum_ is not None}, new_gradients)
+        sums = {name: sharding_units[name].local_gradient for name in names}
+        add({name: sum_ for name, sum_ in sums.items() if sum_ is not None}, new_gradients)
         for name in names:
             if sharding_units[name].local_gradient is None:
                 sharding_units[name].local_gradient = copied(new_gradients[name])
@@ -605,8 +605,8 @@ class FSDPBackwardHook:
         if not sharding_units:
             return
         check_units(sharding_units)
-        found = {n: u.local_gradient for n, u in sharding_units.items()}
-        clear({name: array for name, array in found.items() if array is not None})
+        local_gradients = {n: u.local_gradient for n, u in sharding_units.items()}
+        clear({name: array for name, array in local_gradients.items() if array is not None})
 
     def verify_gradients(
         self,
@@ -714,15 +714,15 @@ def _check_local(unit: FSDPShardingUnit, gradient: Any) -> None:
         )
     shape = unit.local_shape if local is None else tuple(local.shape)
     dtype = dtype_name(gradient) if local is None else dtype_name(local)
-    for what, got, expected in (
+    for label, got, expected in (
         ("shape", str(tuple(gradient.shape)), str(shape)),
         ("dtype", dtype_name(gradient), dtype),
     ):
         if got != expected:
-            raise _mismatch_error(unit.parameter_name, what, got, expected)
+            raise _mismatch_error(unit.parameter_name, label, got, expected)
 
 
-def _mismatch_error(name: str, what: str, got: str, expected: str) -> CompatibilityError:
-    error = CompatibilityError(f"{name}: the new gradient has {what} {got}, expected {expected}")
+def _mismatch_error(name: str, label: str, got: str, expected: str) -> CompatibilityError:
+    error = CompatibilityError(f"{name}: the new gradient has {label} {got}, expected {expected}")
     error.name, error.got, error.expected = name, got, expected
     return error

@@ -206,12 +206,12 @@ def _check_sum(local: Any, out: Any) -> None:
     """Raise ValueError if the sum `out` cannot be added to the local gradient."""
     if local is None:
         return
-    for what, got, expected in (
+    for label, got, expected in (
         ("place", place(local), place(out)),
         ("shape", str(tuple(local.shape)), str(tuple(out.shape))),
         ("dtype", dtype_name(local), dtype_name(out)),
     ):
         if got != expected:
-            raise ValueError(f"the local gradient to add to has {what} {got}, expected {expected}")
+            raise ValueError(f"the local gradient to add to has {label} {got}, expected {expected}")
     if not is_torch(local) and not local.flags.writeable:
         raise ValueError("the local gradient to add to is read-only")

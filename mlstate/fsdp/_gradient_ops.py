@@ -146,15 +146,18 @@ def norm_partials(gradients: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
     """Return the sum of squares and the number of non-finite elements of each gradient."""
     near, far = _divide(gradients)
     partials = _core.norm_partials(list(near), list(near.values())) if near else []
-    found = dict(zip(near, partials, strict=True))
+    partials_by_name = dict(zip(near, partials, strict=True))
     for name, array in far.items():
-        found[name] = float(array.double().square().sum()), int((~array.isfinite()).sum())
-    return {name: found[name] for name in gradients}
+        partials_by_name[name] = (
+            float(array.double().square().sum()),
+            int((~array.isfinite()).sum()),
+        )
+    return {name: partials_by_name[name] for name in gradients}
 
 
-def squares_in_order(found: Iterable[tuple[float, int]]) -> float:
+def squares_in_order(partials: Iterable[tuple[float, int]]) -> float:
     """Add sums of squares in the given order, so that the bits are equal on every Python."""
     total = 0.0
-    for squares, _ in found:
+    for squares, _ in partials:
         total += squares
     return total

@@ -94,15 +94,15 @@ class BackwardReport:
         self.gradients: list[tuple[str, float]] = [(name, at - began) for name, at in gradients]
         self.backward: float = ended - began
         # each header carries the time that its rank waited for the header before
-        told = iter([event.waits for event in events if event.waits][1:])
-        nothing = (0.0,) * len(events[0].waits if events else ())
+        waits = iter([event.waits for event in events if event.waits][1:])
+        no_waits = (0.0,) * len(events[0].waits if events else ())
         self.buckets: list[Bucket] = [
             event._replace(
                 ready=event.ready - began,
                 started=event.started - began,
                 agreed=event.agreed - began,
                 ended=event.ended - began,
-                waits=next(told, nothing) if event.waits else nothing,
+                waits=next(waits, no_waits) if event.waits else no_waits,
             )
             for event in events
             if event.names

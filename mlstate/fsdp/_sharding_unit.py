@@ -124,8 +124,8 @@ class FSDPShardingUnit:
                 f"parameter_name must be a str that is not empty, got {parameter_name!r}"
             )
         if layout not in _LAYOUTS:
-            known = " or ".join(map(repr, _LAYOUTS))
-            raise ValueError(f"layout must be {known}, got {layout!r}")
+            layouts = " or ".join(map(repr, _LAYOUTS))
+            raise ValueError(f"layout must be {layouts}, got {layout!r}")
         self.shard_index: int = check_int("shard_index", shard_index, 0)
         self.parameter_name: str = parameter_name
         self.shape: tuple[int, ...] = tuple(index(n) for n in shape)

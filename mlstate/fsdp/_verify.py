@@ -119,11 +119,11 @@ def _find_differences(expected: Any, actual: Any, atol: float) -> Any:
     """Return a mask of the elements that differ by more than `atol`; NaN always differs."""
     different = ~(expected == actual)  # infinities that are equal differ by NaN
     wide = np.complex128 if "c" in (expected.dtype.kind, actual.dtype.kind) else np.float64
-    there = different.nonzero()[0]
+    positions = different.nonzero()[0]
     with np.errstate(invalid="ignore"):
-        apart = np.abs(expected[there].astype(wide) - actual[there].astype(wide))
+        apart = np.abs(expected[positions].astype(wide) - actual[positions].astype(wide))
     exact = expected.dtype.kind in "biu" and atol < 1  # float64 has no 2**53 + 1
-    different[there] = True if exact else ~(apart <= atol)
+    different[positions] = True if exact else ~(apart <= atol)
     return different
 
 
@@ -131,10 +131,10 @@ def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch |
     name, rank, local = unit.parameter_name, unit.shard_index, unit.local_gradient
     if local is None:
         return Mismatch(name, rank, None, "a gradient", "none")
-    for what, array in (("local", local), ("full", full)):
+    for label, array in (("local", local), ("full", full)):
         if not hasattr(array, "shape"):
             raise TypeError(
-                f"{name}: the {what} gradient is a {type(array).__name__}, not an array"
+                f"{name}: the {label} gradient is a {type(array).__name__}, not an array"
             )
     if tuple(full.shape) != unit.shape:
         return Mismatch(name, rank, None, str(unit.shape), f"full gradient of {tuple(full.shape)}")
@@ -156,8 +156,8 @@ def compare(
 ) -> GradientReport:
     """Compare local gradients with the matching parts of reduced full gradients."""
     names = [name for name in units if gradients.get(name) is not None]
-    found = (_find_mismatch(units[name], gradients[name], atol) for name in names)
-    return GradientReport([m for m in found if m is not None], len(names), atol)
+    mismatches = (_find_mismatch(units[name], gradients[name], atol) for name in names)
+    return GradientReport([m for m in mismatches if m is not None], len(names), atol)
 
 
 # ---- without reduced full gradients ----
@@ -177,29 +177,29 @@ def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
     """Return this rank's description of a parameter: sketches of its local part and all parts."""
     starts = list(accumulate(unit.counts, initial=0))
     wrong = ""
-    told: dict[str, Any] = {"fact": unit.fact, "dtype": unit.dtype, "counts": unit.counts}
+    facts: dict[str, Any] = {"fact": unit.fact, "dtype": unit.dtype, "counts": unit.counts}
     try:
         wrong = _find_obstacle(unit, full)
         if not wrong:
             flat = packed(full).reshape(-1)
-            told["parts"] = [_ams_sketch(flat[a:b], a) for a, b in pairwise(starts)]
+            facts["parts"] = [_ams_sketch(flat[a:b], a) for a, b in pairwise(starts)]
             local = packed(unit.local_gradient).reshape(-1)
-            told["local"] = _ams_sketch(local, starts[unit.shard_index])
+            facts["local"] = _ams_sketch(local, starts[unit.shard_index])
     except Exception as error:  # do not raise: the other ranks wait for this
         wrong = f"{type(error).__name__}: {error}"
-    return told | {"wrong": wrong}
+    return facts | {"wrong": wrong}
 
 
 def _find_obstacle(unit: FSDPShardingUnit, full: Any) -> str:
     """Return why gradients cannot be compared, or an empty string."""
-    for what, array, shape in (
+    for label, array, shape in (
         ("local", unit.local_gradient, unit.local_shape),
         ("full", full, unit.shape),
     ):
         if array is None:
-            return f"no {what} gradient"
+            return f"no {label} gradient"
         if tuple(array.shape) != shape:
-            return f"a {what} gradient of {tuple(array.shape)}"
+            return f"a {label} gradient of {tuple(array.shape)}"
     return ""
 
 
@@ -224,30 +224,34 @@ def compare_sums(
         {name: _describe_gradient(units[name], gradients.get(name)) for name in units}
     )
     ranks = fsdp.process_group.gather_bytes(text.encode(), timeout=fsdp.timeout)
-    told = [json.loads(t) for t in ranks]
-    names = sorted({name for of in told for name in of})
+    rank_facts = [json.loads(t) for t in ranks]
+    names = sorted({name for of in rank_facts for name in of})
     divisor = fsdp.divisor
-    found = (_find_wrong_sum(name, [of.get(name) for of in told], divisor, atol) for name in names)
-    return GradientReport([m for m in found if m is not None], len(names), atol)
+    mismatches = (
+        _find_wrong_sum(name, [of.get(name) for of in rank_facts], divisor, atol) for name in names
+    )
+    return GradientReport([m for m in mismatches if m is not None], len(names), atol)
 
 
-def _find_wrong_sum(name: str, told: list[Any], divisor: float, atol: float) -> Mismatch | None:
+def _find_wrong_sum(
+    name: str, rank_facts: list[Any], divisor: float, atol: float
+) -> Mismatch | None:
     """Return the first rank whose part of one parameter has a wrong sum, or None."""
-    for rank, known in enumerate(told):
-        if known is None:
+    for rank, facts in enumerate(rank_facts):
+        if facts is None:
             return Mismatch(name, rank, None, "a sharding unit", "none")
-        if known["fact"] != told[0]["fact"]:
-            return Mismatch(name, rank, None, told[0]["fact"], known["fact"])
-    for rank, known in enumerate(told):
-        if known["wrong"]:
-            return Mismatch(name, rank, None, "gradients that can be compared", known["wrong"])
-    for rank, known in enumerate(told):
-        parts = [of["parts"][rank] for of in told]
+        if facts["fact"] != rank_facts[0]["fact"]:
+            return Mismatch(name, rank, None, rank_facts[0]["fact"], facts["fact"])
+    for rank, facts in enumerate(rank_facts):
+        if facts["wrong"]:
+            return Mismatch(name, rank, None, "gradients that can be compared", facts["wrong"])
+    for rank, facts in enumerate(rank_facts):
+        parts = [of["parts"][rank] for of in rank_facts]
         expected = sum(signed for signed, _ in parts) / divisor
-        actual, norm = known["local"]
+        actual, norm = facts["local"]
         norms = norm + sum(of for _, of in parts) / abs(divisor)
         difference = abs(expected - actual)
-        slack = _rounding_bound(len(told), known["dtype"], known["counts"][rank], norms, atol)
+        slack = _rounding_bound(len(rank_facts), facts["dtype"], facts["counts"][rank], norms, atol)
         if not (isfinite(difference) and difference <= slack):
             return Mismatch(name, rank, None, f"sum {expected:g}", f"sum {actual:g}")
     return None

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def sequence_axis(shape: Sequence[int], seq_axis: int, what: str = "source_state") -> int:
+def sequence_axis(shape: Sequence[int], seq_axis: int, label: str = "source_state") -> int:
     """Return the sequence axis of a cache, counted from 0, or raise the core's error.
 
     `what` names the cache in errors. torch.compile can trace this function if the axis is valid.
@@ -19,7 +19,7 @@ def sequence_axis(shape: Sequence[int], seq_axis: int, what: str = "source_state
     rank = len(shape)
     if type(seq_axis) is int and 2 <= rank <= 8 and -rank <= seq_axis < rank:
         return seq_axis % rank
-    return _core.kv_axis(tuple(shape), seq_axis, what)
+    return _core.kv_axis(tuple(shape), seq_axis, label)
 
 
 def valid_axis(seq_axis: int) -> int:

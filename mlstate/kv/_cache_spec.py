@@ -228,8 +228,8 @@ def _checked_window(entry: CacheEntry) -> int | None:
             raise entry_error(name, text, "sliding", entry.kind)
         return None
     positions = as_count(f"{name}: positions", entry.seq_length, 1)
-    wanted = positions if entry.window is None else entry.window
-    window = as_count(f"{name}: window", wanted, 1)
+    size = positions if entry.window is None else entry.window
+    window = as_count(f"{name}: window", size, 1)
     if sinks >= window:
         text = f"{sinks} sinks leave no position for other tokens in a window of {window}"
         raise entry_error(name, text, f"0..{window - 1}", sinks)

@@ -430,28 +430,32 @@ class CacheState(CopiedByValue):
             As for `trim`.
         """
         number, length = as_integer("n", n), self._cache.length
-        kept = as_count("n", n) if number >= 0 else _refuse_negative(number)
-        if kept > length:
+        new_length = as_count("n", n) if number >= 0 else _refuse_negative(number)
+        if new_length > length:
             raise capacity_error(
-                f"cannot keep {kept} tokens: the cache has {length}", f"0..{length}", kept
+                f"cannot keep {new_length} tokens: the cache has {length}",
+                f"0..{length}",
+                new_length,
             )
-        self._cut(kept)
+        self._cut(new_length)
 
-    def _cut(self, kept: int) -> None:
+    def _cut(self, new_length: int) -> None:
         """Keep the first tokens, or raise if an entry cannot drop the others."""
         spec, length = self._cache.spec, self._cache.length
-        for entry in spec if kept < length else ():
+        for entry in spec if new_length < length else ():
             text = _NO_TRIM.get(entry.kind)
             if entry.window is not None and entry.seq_length is not None:
                 evicted = length - entry.seq_length
                 if evicted > 0:
                     text = f"a sliding entry cannot be trimmed: it has evicted {evicted} tokens"
             if text is not None:
-                remedy = f"restore an earlier copy of it, or prefill the first {kept} tokens again"
-                raise entry_error(
-                    entry.name, f"{text}; {remedy}", f"{length} tokens", f"{kept} tokens"
+                remedy = (
+                    f"restore an earlier copy of it, or prefill the first {new_length} tokens again"
                 )
-        self._set_length(kept)
+                raise entry_error(
+                    entry.name, f"{text}; {remedy}", f"{length} tokens", f"{new_length} tokens"
+                )
+        self._set_length(new_length)
 
     def _set_length(self, length: int) -> None:
         """Set a length that may be lower than before."""
@@ -666,18 +670,18 @@ class CacheState(CopiedByValue):
             for entry in spec
         ]
         converted = CacheSpec(entries)  # checks every entry before the first one is converted
-        made: dict[str, Any] = {}
+        new_arrays: dict[str, Any] = {}
         for old, new in zip(spec, converted, strict=True):
             if old is new:
-                made |= {name: arrays[name] for name in old.arrays}
+                new_arrays |= {name: arrays[name] for name in old.arrays}
                 continue
-            made |= {
+            new_arrays |= {
                 name: np.zeros(shape, stored_dtype(dtype) if dtype in EXTENSIONS else dtype)
                 for name, (shape, dtype) in new.arrays.items()
             }
-            full, coded = (arrays, made) if kind == "full" else (made, arrays)
+            full, coded = (arrays, new_arrays) if kind == "full" else (new_arrays, arrays)
             _run_quantization(old, new, full, coded, length)
-        self._cache = _Cache(converted, made, length, shifts, object())
+        self._cache = _Cache(converted, new_arrays, length, shifts, object())
 
     def _content(self) -> tuple[Any, ...]:
         return self.spec, shared_arrays(self._cache.arrays), self.length
@@ -708,10 +712,10 @@ def _tokens_text(spec: CacheSpec, length: int) -> str:
 
 def _check_names(spec: CacheSpec, arrays: Mapping[str, Any]) -> None:
     """Raise unless the arrays have the names of the spec."""
-    wanted = [(name, entry) for entry in spec for name in entry.arrays]
-    missing = [(name, entry) for name, entry in wanted if name not in arrays]
-    known = {name for name, _ in wanted}
-    strange = [str(name) for name in arrays if name not in known]
+    expected_entries = [(name, entry) for entry in spec for name in entry.arrays]
+    missing = [(name, entry) for name, entry in expected_entries if name not in arrays]
+    expected_names = {name for name, _ in expected_entries}
+    strange = [str(name) for name in arrays if name not in expected_names]
     if not missing and not strange:
         return
     parts = []
@@ -719,18 +723,18 @@ def _check_names(spec: CacheSpec, arrays: Mapping[str, Any]) -> None:
         parts.append(f"the arrays lack {_names_text([name for name, _ in missing])}")
     if strange:
         parts.append(f"the spec does not have {_names_text(strange)}")
-    found = {entry.layer for name, entry in wanted if name in arrays} - {None}
-    if missing and len(found) != spec.layer_count:
-        parts.append(f"the spec has {spec.layer_count} layers, the arrays {len(found)}")
+    layers = {entry.layer for name, entry in expected_entries if name in arrays} - {None}
+    if missing and len(layers) != spec.layer_count:
+        parts.append(f"the spec has {spec.layer_count} layers, the arrays {len(layers)}")
     name = missing[0][0] if missing else strange[0]
-    expected, got = f"{len(wanted)} arrays", f"{len(arrays)} arrays"
+    expected, got = f"{len(expected_entries)} arrays", f"{len(arrays)} arrays"
     raise incompatible("; ".join(parts), name, expected, got)
 
 
 def _names_text(names: list[str]) -> str:
-    shown = ", ".join(repr(shorten(name, 100)) for name in names[:_LISTED])
+    listed = ", ".join(repr(shorten(name, 100)) for name in names[:_LISTED])
     hidden = len(names) - _LISTED
-    return shown + (f" and {hidden:,} more" if hidden > 0 else "")
+    return listed + (f" and {hidden:,} more" if hidden > 0 else "")
 
 
 def _check_array(
@@ -745,10 +749,10 @@ def _check_array(
     if len(got) != len(shape):
         text = f"the array has {len(got)} dimensions, shape {got}; the spec has {shape}"
         raise entry_error(name, text, shape, got)
-    for axis, (size, wanted) in enumerate(zip(got, shape, strict=True)):
-        if size != wanted:
+    for axis, (size, expected) in enumerate(zip(got, shape, strict=True)):
+        if size != expected:
             which = "the sequence axis" if axis == entry.seq_axis else "axis"
-            text = f"{which} {axis} has length {size}, in the spec {wanted}: shape {got}"
+            text = f"{which} {axis} has length {size}, in the spec {expected}: shape {got}"
             raise entry_error(name, text, shape, got)
     if name_of(array.dtype) != dtype:
         text = f"the array is {name_of(array.dtype)}, in the spec {dtype}"
@@ -774,8 +778,8 @@ def _check_resize(spec: CacheSpec, resized: CacheSpec, length: int) -> None:
     """Raise unless every entry can have another capacity and holds its tokens then."""
     for old, new in zip(spec, resized, strict=True):
         window = length if old.window is None else old.window
-        held = length if old.seq_length is None else min(length, old.seq_length, window)
-        moved_positions(old.name, old.shape, new.shape, held, old.seq_axis, kind=old.kind)
+        token_count = length if old.seq_length is None else min(length, old.seq_length, window)
+        moved_positions(old.name, old.shape, new.shape, token_count, old.seq_axis, kind=old.kind)
 
 
 def _sequence_of(entry: CacheEntry) -> int:

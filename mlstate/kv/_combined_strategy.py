@@ -160,10 +160,10 @@ class CombinedStrategy:
         mlstate.errors.CompatibilityError: no model has the 256 positions of generate; models have
         512, 1024
         """
-        known = as_sizes(sizes)
+        allowed = as_sizes(sizes)
         for name, size in (("prefill", self._prefill[0]), ("generate", self._generate[0])):
-            if size not in known:
-                listed = ", ".join(map(str, known))
+            if size not in allowed:
+                listed = ", ".join(map(str, allowed))
                 text = f"no model has the {size} positions of {name}; models have {listed}"
                 raise incompatible(text, name, listed, size)
 

@@ -41,8 +41,8 @@ def as_size(sizes: tuple[int, ...], size: Any) -> int:
     """Return a size as an int, or raise the error for an unknown size."""
     number = as_count("size", size)
     if number not in sizes:
-        known = ", ".join(map(str, sizes))
-        raise ValueError(f"size {number} is unknown; the sizes are {known}")
+        sizes_text = ", ".join(map(str, sizes))
+        raise ValueError(f"size {number} is unknown; the sizes are {sizes_text}")
     return number
 
 
@@ -217,8 +217,8 @@ class ContextLadder:
     ) -> None:
         self._sizes = as_sizes(sizes)
         if overflow not in _OVERFLOWS:
-            known = ", ".join(map(repr, _OVERFLOWS))
-            raise ValueError(f"overflow must be one of {known}, got {overflow!r}")
+            choices = ", ".join(map(repr, _OVERFLOWS))
+            raise ValueError(f"overflow must be one of {choices}, got {overflow!r}")
         self._overflow: Overflow = overflow
         if batch_size is None and overflow == "shift_refill":
             raise ValueError("overflow='shift_refill' needs batch_size=, the tokens of a batch")
@@ -411,12 +411,12 @@ class ContextLadder:
         batch = self._as_batch_size()
         prompt = min(self._prompt_tokens, position)
         is_prompt = prompt == position <= size  # nothing that may be dropped
-        kept = position if is_prompt else self._refilled_tokens(prompt, size, batch)
-        if position <= kept:
+        token_count = position if is_prompt else self._refilled_tokens(prompt, size, batch)
+        if position <= token_count:
             return LadderStep("stop", size, _ranges(range(position)))
-        dropped = range(prompt, prompt + position - kept)
+        dropped = range(prompt, prompt + position - token_count)
         parts = _ranges(range(prompt), range(dropped.stop, position))
-        return LadderStep("refill", size, parts, dropped, self.prefill_batches(kept))
+        return LadderStep("refill", size, parts, dropped, self.prefill_batches(token_count))
 
     def shrink(self, position: int, size: int | None = None, *, refill: bool = False) -> LadderStep:
         """Decide how to move a cache to a smaller size.
@@ -584,9 +584,9 @@ class ContextLadder:
     def _refilled_tokens(self, prompt: int, size: int, batch: int) -> int:
         """Return how many tokens a refill keeps: the prompt, and at least one other token."""
         most = max(1, size - batch)  # one more batch fits
-        kept = min(max(1, size // batch - self._reserve_batches) * batch, most)
-        if kept > prompt:
-            return kept
+        token_count = min(max(1, size // batch - self._reserve_batches) * batch, most)
+        if token_count > prompt:
+            return token_count
         if prompt + batch > size:
             raise self._prompt_error(prompt, f"a batch of {batch}", size, size - batch)
         return max(prompt + 1, min(prompt + batch, most))

@@ -41,16 +41,16 @@ class Ring(NamedTuple):
         With `most`, the oldest tokens after the sinks are left out, so that `most` are left.
         """
         size = self.size if most is None else min(most, self.size)
-        held = min(self.length, self.sinks)
-        others = min(self.length - held, size - self.sinks)
+        sink_count = min(self.length, self.sinks)
+        others = min(self.length - sink_count, size - self.sinks)
         if others <= 0:
-            return joined([range(held)])
+            return joined([range(sink_count)])
         window = self.size - self.sinks
         start = self.sinks + (self.length - others - self.sinks + self.shift) % window
         wrapped = max(start + others - self.size, 0)
         return joined(
             [
-                range(held),
+                range(sink_count),
                 range(start, start + others - wrapped),
                 range(self.sinks, self.sinks + wrapped),
             ]

@@ -35,7 +35,7 @@ class History:
 
     def lowest_since(self, number: int) -> int | None:
         """Return the lowest recorded length since a snapshot, or None."""
-        return next((length for taken, length in self._lows if taken >= number), None)
+        return next((length for snapshot, length in self._lows if snapshot >= number), None)
 
 
 @set_module("mlstate.kv")

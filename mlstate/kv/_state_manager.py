@@ -99,8 +99,8 @@ class StateManagerBase:
         self._specs: dict[int, tuple[Specs, ...]] = {}  # also of models that were released
         self._size = self._ladder.sizes[0]
         self._states: tuple[Any, ...] | None = None  # None: empty, not created yet
-        for size, given in self._given.items():
-            if not self._is_loader(given):
+        for size, model in self._given.items():
+            if not self._is_loader(model):
                 self._context(size)
 
     def __reduce__(self) -> NoReturn:
@@ -117,13 +117,13 @@ class StateManagerBase:
                 "specs must be a mapping of context sizes to the states of their models, got "
                 f"{type(specs).__name__}"
             )
-        return {as_size(self._ladder.sizes, size): given for size, given in specs.items()}
+        return {as_size(self._ladder.sizes, size): spec for size, spec in specs.items()}
 
     # ---- overridden for a framework ----
 
-    def _is_loader(self, given: Any) -> bool:
+    def _is_loader(self, model: Any) -> bool:
         """Return whether a value of `models` is a callable that returns the model."""
-        return callable(given)
+        return callable(model)
 
     def _read_specs(self, size: int, model: Any) -> Specs:
         """Return the states that a model declares, or those of `_given_specs`, or raise TypeError.
@@ -165,8 +165,8 @@ class StateManagerBase:
         """Return the models of a size; load them and check their states if needed."""
         context = self._contexts.get(size)
         if context is None:
-            given = self._given[size]
-            context = self._read_context(size, given() if self._is_loader(given) else given)
+            model = self._given[size]
+            context = self._read_context(size, model() if self._is_loader(model) else model)
             self._check_growing(size, context.specs)
             for other, specs in self._specs.items():
                 self._check_pair(other, specs, size, context.specs)
@@ -321,10 +321,12 @@ class StateManagerBase:
                 )
             sizes = (size,) if size in self._contexts else ()
         released = tuple(
-            one for one in sizes if one != self._size and self._is_loader(self._given[one])
+            loaded_size
+            for loaded_size in sizes
+            if loaded_size != self._size and self._is_loader(self._given[loaded_size])
         )
-        for one in released:
-            del self._contexts[one]
+        for loaded_size in released:
+            del self._contexts[loaded_size]
         return released
 
     # ---- states ----
@@ -553,8 +555,8 @@ class StateManagerBase:
         step = self._ladder.refill(len(tokens), size)
         if step.action != "refill":
             return step, []
-        kept = _select(tokens, step.kept)
-        return step, [(kept[start:stop], start) for start, stop in step.batches]
+        tokens_kept = _select(tokens, step.kept)
+        return step, [(tokens_kept[start:stop], start) for start, stop in step.batches]
 
     @contextmanager
     def _replacing_state(self, size: int) -> Iterator[Any]:

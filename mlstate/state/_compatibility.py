@@ -176,8 +176,8 @@ class CompatibilityResult:
     def _title(self) -> str:
         verdict = self._verdict()
         counts = (("error", self.errors), ("warning", self.warnings))
-        found = [f"{len(x)} {name}{'s' if len(x) > 1 else ''}" for name, x in counts if x]
-        return ", ".join([verdict, *found])
+        counts_text = [f"{len(x)} {name}{'s' if len(x) > 1 else ''}" for name, x in counts if x]
+        return ", ".join([verdict, *counts_text])
 
     def __repr__(self) -> str:
         return f"<CompatibilityResult: {self._title()}>"
@@ -321,9 +321,9 @@ def shapes_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
 
 def join(names: list[str]) -> str:
     """Join names for a message, cut after `SHOWN`."""
-    shown = ", ".join(shorten(name, LONGEST) for name in names[:SHOWN])
+    listed = ", ".join(shorten(name, LONGEST) for name in names[:SHOWN])
     more = len(names) - SHOWN
-    return f"{shown} and {more:,} more" if more > 0 else shown
+    return f"{listed} and {more:,} more" if more > 0 else listed
 
 
 def differences_of(
@@ -435,11 +435,11 @@ target, 3 warnings
     result.renames, hint = rename_hint(source, target, missing, unexpected)
     if hint:
         result.add_warning(hint)
-    for what, add, pairs in (
+    for label, add, pairs in (
         ("shape", result.add_error, shapes),
         ("dtype", result.add_warning, dtypes),
     ):
         for name, have, want in pairs:
-            add(f"{shorten(name, LONGEST)}: {what} {have} in the source, {want} in the target")
+            add(f"{shorten(name, LONGEST)}: {label} {have} in the source, {want} in the target")
     result._is_refused = not shapes and (bool(dtypes) or _is_refused(target, source))
     return result

@@ -91,13 +91,13 @@ class StateDiff(NamedTuple):
             (len(self.unexpected), "only in the second"),
             (self.unchanged, "unchanged"),
         ]
-        return ", ".join(f"{count:,} {what}" for count, what in parts if count)
+        return ", ".join(f"{count:,} {label}" for count, label in parts if count)
 
     def _rows(self) -> list[tuple[str, ...]]:
         """Return the table rows: shape and dtype mismatches, then the largest changes first."""
         rows: list[tuple[str, ...]] = []
-        for what, pairs in (("shape", self.shapes), ("dtype", self.dtypes)):
-            rows += [(name, what, "", "", f"{a} -> {b}") for name, a, b in pairs]
+        for label, pairs in (("shape", self.shapes), ("dtype", self.dtypes)):
+            rows += [(name, label, "", "", f"{a} -> {b}") for name, a, b in pairs]
         changes = sorted(self.changes, key=lambda c: (-c.nan, -c.max_rel, -c.max_abs))
         rows += [
             (c.name, f"{c.changed:,} of {c.size:,}", f"{c.max_abs:.3g}", f"{c.max_rel:.3g}",
@@ -166,11 +166,13 @@ def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
     tensor  changed  max abs  max rel
     w       1 of 3   0.5      0.2
     """
-    missing, unexpected, shapes, dtypes, found, unchanged = _core.state_diff(as_dict(a), as_dict(b))
-    changes = [TensorChange(*change) for change in found]
+    missing, unexpected, shapes, dtypes, change_rows, unchanged = _core.state_diff(
+        as_dict(a), as_dict(b)
+    )
+    changes = [TensorChange(*change) for change in change_rows]
     return StateDiff(missing, unexpected, shapes, dtypes, changes, unchanged)
 
 
-def table_of(found: StateDiff) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+def table_of(difference: StateDiff) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
     """Return title, headers and all rows of a diff, for tables outside this module."""
-    return found._title(), _HEADERS, found._rows()
+    return difference._title(), _HEADERS, difference._rows()

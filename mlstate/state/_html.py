@@ -52,8 +52,8 @@ def _title(state: StateDict) -> str:
 
 def _facts(array: Any) -> tuple[str, str]:
     """Return dtype and shape of an array as text."""
-    said = getattr(array, "dtype", type(array).__name__)
-    dtype = label_of(said) or str(said).removeprefix("torch.")
+    dtype_value = getattr(array, "dtype", type(array).__name__)
+    dtype = label_of(dtype_value) or str(dtype_value).removeprefix("torch.")
     try:
         return dtype, str(tuple(array.shape))
     except UNREADABLE:

@@ -52,9 +52,9 @@ def kind_of(state: Any) -> dict[str, Any] | None:
     text = describe(state)
     if text is None:
         return {"kind": "state"}
-    found: dict[str, Any] = json.loads(text)
-    check_json_values(found.get("param_groups", ()), "param_groups")  # refuses inf and NaN
-    return found
+    kind: dict[str, Any] = json.loads(text)
+    check_json_values(kind.get("param_groups", ()), "param_groups")  # refuses inf and NaN
+    return kind
 
 
 def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict:
@@ -64,16 +64,16 @@ def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict
     import json
 
     try:
-        found = json.loads(text)
+        kind = json.loads(text)
     except (RecursionError, ValueError) as reason:
         raise _format_error(reason, path) from None
-    return restore_kind(arrays, found, path)
+    return restore_kind(arrays, kind, path)
 
 
-def restore_kind(arrays: dict[str, Any], found: Any, path: object) -> StateDict:
+def restore_kind(arrays: dict[str, Any], description: Any, path: object) -> StateDict:
     """Make the state dict of a described kind; ``{"kind": "state"}`` is a plain `StateDict`."""
     try:
-        attributes = dict(found)
+        attributes = dict(description)
         kind = attributes.pop("kind")
         cls, names = (StateDict, ()) if kind == "state" else _ATTRIBUTES[kind]
         if not attributes.keys() <= set(names):

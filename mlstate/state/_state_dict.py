@@ -432,7 +432,7 @@ class StateDict(_core.StateDict):
             _set_state(result, deepcopy(state, memo))
         for value in more or ():
             result.append(deepcopy(value, memo))
-        held = memo.setdefault(id(memo), [])  # keeps the objects whose ids are in `memo` alive
+        objects = memo.setdefault(id(memo), [])  # keeps the objects whose ids are in `memo` alive
         for name, value in entries or ():
             if type(value) is not np.ndarray:
                 result[name] = deepcopy(value, memo)
@@ -440,7 +440,7 @@ class StateDict(_core.StateDict):
             copied = memo.get(id(value))
             if copied is None:
                 copied = memo[id(value)] = value.__deepcopy__(memo)
-                held.append(value)
+                objects.append(value)
             result[name] = copied
         return result
 

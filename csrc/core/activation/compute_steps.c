@@ -32,14 +32,14 @@ double mls_run_extra(const mls_chain *chain, const mls_compute_step *run)
 /* Drops are omitted: mls_compute_steps_tidy places them again, possibly better. */
 size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_step *out)
 {
-    size_t taken = 0;
+    size_t run_count = 0;
     for (size_t i = 0; i < count; i++) {
         if (steps[i].kind != MLS_STEP_DROP) {
-            out[taken++] =
+            out[run_count++] =
                 (mls_compute_step){.kind = steps[i].kind, .index = steps[i].index};
         }
     }
-    return taken;
+    return run_count;
 }
 
 /* Location of saved i. */

@@ -54,15 +54,16 @@ static mls_code check_view(const char *label, const mls_tensor *view,
                            const mls_tensor *values, size_t last, mls_dtype dtype,
                            mls_status *st)
 {
-    char text[MLS_FACT_BYTES], wanted[MLS_FACT_BYTES];
+    char text[MLS_FACT_BYTES], expected_text[MLS_FACT_BYTES];
     size_t shape[MLS_MAX_RANK];
     memcpy(shape, values->shape, sizeof shape);
     shape[values->rank - 1] = last;
     if (!mls_shape_equal(view->rank, view->shape, values->rank, shape)) {
         mls_shape_text(text, sizeof text, view->rank, view->shape);
-        mls_shape_text(wanted, sizeof wanted, values->rank, shape);
-        mls_fail(st, MLS_E_SHAPE, "%s have shape %s instead of %s", label, text, wanted);
-        return mls_status_differ(st, wanted, text);
+        mls_shape_text(expected_text, sizeof expected_text, values->rank, shape);
+        mls_fail(st, MLS_E_SHAPE, "%s have shape %s instead of %s", label, text,
+                 expected_text);
+        return mls_status_differ(st, expected_text, text);
     }
     if (view->dtype != dtype) {
         const char *got = mls_dtype_of(view->dtype)->name;

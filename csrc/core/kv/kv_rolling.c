@@ -135,20 +135,21 @@ mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
 static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
                              mls_status *st)
 {
-    char text[MLS_FACT_BYTES], wanted[MLS_FACT_BYTES];
+    char text[MLS_FACT_BYTES], expected_text[MLS_FACT_BYTES];
     bool same = tokens->rank == ring->slots.rank;
     for (int axis = 0; same && axis < tokens->rank; axis++) {
         same = axis == ring->axis || tokens->shape[axis] == ring->slots.shape[axis];
     }
     if (!same) {
         mls_shape_text(text, sizeof text, tokens->rank, tokens->shape);
-        mls_shape_text(wanted, sizeof wanted, ring->slots.rank, ring->slots.shape);
+        mls_shape_text(expected_text, sizeof expected_text, ring->slots.rank,
+                       ring->slots.shape);
         mls_fail(
             st, MLS_E_SHAPE,
             "tokens have shape %s, the cache %s: they may differ only in axis %d, the "
             "sequence",
-            text, wanted, ring->axis);
-        return mls_status_differ(st, wanted, text);
+            text, expected_text, ring->axis);
+        return mls_status_differ(st, expected_text, text);
     }
     if (tokens->dtype != ring->slots.dtype) {
         const char *got = mls_dtype_of(tokens->dtype)->name;

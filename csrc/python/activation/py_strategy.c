@@ -50,7 +50,8 @@ typedef struct strategy_args {
 static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *names,
                            PyObject **placed)
 {
-    static const char *const known[] = {"layer_id", "activation", "layer_index"};
+    static const char *const parameter_names[] = {"layer_id", "activation",
+                                                  "layer_index"};
     const Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     if (nargs + named > 3) {
         return MLSPY_REFUSE(PyExc_TypeError,
@@ -65,7 +66,8 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
         PyObject *name = PyTuple_GET_ITEM(names, i);
         int at = 0;
         /* for three names a table would not be faster */
-        while (at < 3 && PyUnicode_CompareWithASCIIString(name, known[at]) != 0) {
+        while (at < 3 &&
+               PyUnicode_CompareWithASCIIString(name, parameter_names[at]) != 0) {
             at++;
         }
         if (at == 3 || placed[at] != NULL) {
@@ -77,7 +79,8 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
     for (int i = 0; i < 3; i++) {
         if (placed[i] == NULL) {
             return MLSPY_REFUSE(PyExc_TypeError,
-                                "should_checkpoint lacks the argument '%s'", known[i]);
+                                "should_checkpoint lacks the argument '%s'",
+                                parameter_names[i]);
         }
     }
     return 0;

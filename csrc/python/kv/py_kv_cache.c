@@ -142,12 +142,13 @@ PyObject *core_kv_ring_positions(mlspy_state *state, PyObject *const *args)
 /* Return a new array of the tokens of a ring in order. */
 static PyObject *copy_ordered(const mlspy_state *state, const mls_kv_ring *ring)
 {
-    mls_tensor wanted = ring->slots;
+    mls_tensor ordered_view = ring->slots;
     mlspy_view target;
-    wanted.shape[ring->axis] = mls_kv_ring_length(ring);
-    PyArray_Descr *descr = mlspy_descr_of_dtype(wanted.dtype);
-    PyObject *array =
-        descr == NULL ? NULL : mlspy_array_of(descr, wanted.rank, wanted.shape, false);
+    ordered_view.shape[ring->axis] = mls_kv_ring_length(ring);
+    PyArray_Descr *descr = mlspy_descr_of_dtype(ordered_view.dtype);
+    PyObject *array = descr == NULL ? NULL
+                                    : mlspy_array_of(descr, ordered_view.rank,
+                                                     ordered_view.shape, false);
     if (array == NULL || mlspy_view_of(state, array, "tokens", &target) < 0) {
         Py_XDECREF(array);
         return NULL;

@@ -85,10 +85,10 @@ static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
                     mlspy_finder *other)
 {
     (void)state, (void)value;
-    PyObject *found;
-    const int is_present = find_name(other, key, &found);
+    PyObject *other_value;
+    const int is_present = find_name(other, key, &other_value);
     if (is_present == 1) {
-        Py_DECREF(found);
+        Py_DECREF(other_value);
     }
     return is_present;
 }

@@ -29,22 +29,24 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
     if blocks is None and isinstance(module, list | tuple):
         blocks = module
     if blocks is None:
-        found = _children(module, count)
+        blocks_found = _children(module, count)
     elif isinstance(blocks, str):
-        found = modules_named(module, blocks)
+        blocks_found = modules_named(module, blocks)
     else:
-        known = module.named_modules() if isinstance(module, torch.nn.Module) else ()
-        names = {id(m): name for name, m in known}
-        found = [(names.get(id(b), f"block {i}"), b) for i, b in enumerate(blocks)]
-    bad = next((block for _, block in found if not callable(block)), None)
+        all_modules = module.named_modules() if isinstance(module, torch.nn.Module) else ()
+        names = {id(m): name for name, m in all_modules}
+        blocks_found = [(names.get(id(b), f"block {i}"), b) for i, b in enumerate(blocks)]
+    bad = next((block for _, block in blocks_found if not callable(block)), None)
     if bad is not None:
         raise TypeError(f"a block must be callable, got {type(bad).__name__}")
-    if not found:
+    if not blocks_found:
         raise ValueError(f"no blocks: {blocks!r} names nothing in {type(module).__name__}")
-    if count is not None and len(found) != count:
-        shown = ", ".join(name for name, _ in found[:6]) + (", …" if len(found) > 6 else "")
-        raise ValueError(f"the plan is for {count} blocks, found {len(found)}: {shown}")
-    return found
+    if count is not None and len(blocks_found) != count:
+        listed = ", ".join(name for name, _ in blocks_found[:6]) + (
+            ", …" if len(blocks_found) > 6 else ""
+        )
+        raise ValueError(f"the plan is for {count} blocks, found {len(blocks_found)}: {listed}")
+    return blocks_found
 
 
 def _children(module: Any, count: int | None) -> list[tuple[str, Any]]:
@@ -55,14 +57,14 @@ def _children(module: Any, count: int | None) -> list[tuple[str, Any]]:
         return list(module._modules.items())
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"expected a torch.nn.Module or a list of blocks, got {module!r:.80}")
-    found = [(name, m) for name, m in module.named_modules() if isinstance(m, lists)]
-    fitting = [(name, m) for name, m in found if count is None or len(m) == count]
+    lists_found = [(name, m) for name, m in module.named_modules() if isinstance(m, lists)]
+    fitting = [(name, m) for name, m in lists_found if count is None or len(m) == count]
     if len(fitting) != 1:
-        shown = ", ".join(f"{name} ({len(m)})" for name, m in found[:8]) or "none"
-        wanted = "" if count is None else f" of {count}"
+        listed = ", ".join(f"{name} ({len(m)})" for name, m in lists_found[:8]) or "none"
+        number = "" if count is None else f" of {count}"
         raise ValueError(
             f"which modules are the blocks? {type(module).__name__} has {len(fitting)} "
-            f"Sequential or ModuleList{wanted}, of all: {shown}; pass blocks='layers.*' or a list"
+            f"Sequential or ModuleList{number}, of all: {listed}; pass blocks='layers.*' or a list"
         )
     name, chosen = fitting[0]
     return [(f"{name}.{key}", block) for key, block in chosen._modules.items()]
@@ -78,17 +80,17 @@ class Interceptor:
     Calls `enter` with the positions of the called block, its original call, and the arguments.
     """
 
-    def __init__(self, found: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:
+    def __init__(self, blocks: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:
         self.calls: list[Callable[..., Any]] = []
         self._undo: list[tuple[Any, Any, Any, Any]] = []
         self._positions: dict[int, list[int]] = {}
-        for position, (_, block) in enumerate(found):
+        for position, (_, block) in enumerate(blocks):
             self._positions.setdefault(id(block), []).append(position)
-        made: dict[int, Callable[..., Any]] = {}
-        for name, block in found:
-            if id(block) not in made:
-                made[id(block)] = self._intercept(name, block, enter)
-            self.calls.append(made[id(block)])
+        wrappers: dict[int, Callable[..., Any]] = {}
+        for name, block in blocks:
+            if id(block) not in wrappers:
+                wrappers[id(block)] = self._intercept(name, block, enter)
+            self.calls.append(wrappers[id(block)])
 
     def _intercept(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
         import torch
@@ -100,16 +102,16 @@ class Interceptor:
         if isinstance(before, _Entry):
             raise ValueError(f"{name} already has a plan: call remove() first")
         original: Callable[..., Any] = before or block._call_impl
-        mine = _Entry(enter, tuple(self._positions[id(block)]), original)
-        block.__dict__[_HOOK] = mine
+        hook = _Entry(enter, tuple(self._positions[id(block)]), original)
+        block.__dict__[_HOOK] = hook
         handle = None if before else block.register_forward_pre_hook(_break_graph, prepend=True)
-        self._undo.append((block, before, mine, handle))
+        self._undo.append((block, before, hook, handle))
         return original
 
     def remove(self) -> None:
         """Restore the original calls of the modules."""
-        for block, before, mine, handle in reversed(self._undo):
-            if block.__dict__.get(_HOOK) is mine:
+        for block, before, hook, handle in reversed(self._undo):
+            if block.__dict__.get(_HOOK) is hook:
                 del block.__dict__[_HOOK]
                 if before is not None:
                     block.__dict__[_HOOK] = before
@@ -134,11 +136,11 @@ def run_blocks(
 
     out, *others = args
     for position, block in enumerate(modules):
-        taken = (*out, *others) if isinstance(out, tuple | list) else (out, *others)
+        inputs = (*out, *others) if isinstance(out, tuple | list) else (out, *others)
         if isinstance(block, torch.nn.Module) or enter is None:
-            out = block(*taken, **kwargs)
+            out = block(*inputs, **kwargs)
         else:
-            out = enter((position,), block, *taken, **kwargs)
+            out = enter((position,), block, *inputs, **kwargs)
     return out
 
 
@@ -174,24 +176,24 @@ class PlannedModel:
         self,
         plan: Any,
         module: Any,
-        found: Sequence[tuple[str, Any]],
+        blocks: Sequence[tuple[str, Any]],
         folder: str | None,
         observe: Callable[[str, int], None] | None,
     ) -> None:
         self.plan = plan
         self.module = module
-        self.names: list[str] = [name for name, _ in found]
-        self._modules = [block for _, block in found]
+        self.names: list[str] = [name for name, _ in blocks]
+        self._modules = [block for _, block in blocks]
         self._program = Program(plan.steps())
         self._options = (folder, observe)
         self._is_plain = self._program.is_plain and observe is None  # then blocks run directly
         self._local = threading.local()
         self._compiled: Callable[..., Any] | None = None
-        refuse_overlap(found)
-        self._interceptor: Interceptor | None = Interceptor(found, self._enter)
+        refuse_overlap(blocks)
+        self._interceptor: Interceptor | None = Interceptor(blocks, self._enter)
         self._blocks = [
             Block(name, call, block)
-            for (name, block), call in zip(found, self._interceptor.calls, strict=True)
+            for (name, block), call in zip(blocks, self._interceptor.calls, strict=True)
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -354,8 +356,8 @@ def apply_plan(
     """
     if module is None and blocks is None:
         raise TypeError("apply needs a module or blocks")
-    found = find_blocks(module, blocks, plan.chain.blocks)
+    block_list = find_blocks(module, blocks, plan.chain.blocks)
     if isinstance(module, list | tuple):
         module = None
     folder = None if offload_to is None else local_path(offload_to)
-    return PlannedModel(plan, module, found, folder, observe)
+    return PlannedModel(plan, module, block_list, folder, observe)

@@ -53,8 +53,8 @@ class BlockCall:
         if copies:
             objects = copy_objects(objects)
         leaves = [
-            made if flag is None else enter_graph(leaf.detach()) if flag else leaf.detach()
-            for (leaf, flag), made in zip(self._leaves, objects, strict=True)
+            item if flag is None else enter_graph(leaf.detach()) if flag else leaf.detach()
+            for (leaf, flag), item in zip(self._leaves, objects, strict=True)
         ]
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
         return partial(self._call, *args, **kwargs)
@@ -77,9 +77,9 @@ def seed_of(out: Any) -> torch.Tensor | None:
         def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor, ...]:
             return tuple(torch.ones(s, dtype=t, device=d) for s, t, d in ctx.like)
 
-    wanted = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+    outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
     apply: Any = Seed.apply
-    return apply(*wanted) if wanted else None
+    return apply(*outputs) if outputs else None
 
 
 class SampledModel:

@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 def modules_named(module: Any, pattern: str) -> list[tuple[str, Any]]:
     """Return matching names and modules; patterns match part by part, and ``*`` one part."""
     parts = pattern.split(".")
-    found = []
+    matches = []
     for name, child in module.named_modules(remove_duplicate=False):
-        mine = name.split(".")
-        if name and len(mine) == len(parts) and all(map(fnmatchcase, mine, parts)):
-            found.append((name, child))
-    return found
+        own_parts = name.split(".")
+        if name and len(own_parts) == len(parts) and all(map(fnmatchcase, own_parts, parts)):
+            matches.append((name, child))
+    return matches
 
 
-def refuse_overlap(found: Sequence[tuple[str, Any]]) -> None:
+def refuse_overlap(blocks: Sequence[tuple[str, Any]]) -> None:
     """Raise ValueError if a block is inside another one."""
-    ids = {id(block): name for name, block in found}
-    for name, block in found:
+    ids = {id(block): name for name, block in blocks}
+    for name, block in blocks:
         for path, inner in block.named_modules() if hasattr(block, "named_modules") else ():
             if path and id(inner) in ids and inner is not block:
                 raise ValueError(f"blocks overlap: {ids[id(inner)]} is inside {name}")

@@ -60,8 +60,8 @@ class Host:
             raw = torch.empty(host.numel(), dtype=torch.uint8, device=device)
             raw.copy_(host)
             self._back[away.copy] = raw
-        whole = torch.empty(0, dtype=away.dtype, device=raw.device)
-        return whole.set_(raw.untyped_storage(), away.offset, away.shape, away.stride)
+        target = torch.empty(0, dtype=away.dtype, device=raw.device)
+        return target.set_(raw.untyped_storage(), away.offset, away.shape, away.stride)
 
     def _copied(self, raw: torch.Tensor) -> torch.Tensor:
         import torch

@@ -73,8 +73,8 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
 
         def _look(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, bool]:
             """Return bytes of new memory, and whether the output is only new memory."""
-            given = _storages((args, kwargs))
-            fresh = {k: n for k, n in _storages(out).items() if k not in given}
+            inputs = _storages((args, kwargs))
+            fresh = {k: n for k, n in _storages(out).items() if k not in inputs}
             for changed in _storages(_written_arguments(func, args, kwargs)):
                 maker = self._makers.get(changed)
                 if maker is not None:  # modified later, so it must not be kept
@@ -92,13 +92,13 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
             began = time_after_work(device)
             out = func(*args, **kwargs)
             seconds = time_after_work(device) - began
-            made, can_keep = 0, False
+            new_bytes, can_keep = 0, False
             if look:
-                made, can_keep = self._look(func, args, kwargs, out)
+                new_bytes, can_keep = self._look(func, args, kwargs, out)
                 after = generator_states(devices)  # random numbers must be drawn again
                 can_keep &= all(torch.equal(before[source], after[source]) for source in after)
             name = str(func)
-            self.calls.append(_Call(f"{name} {self._numbers[name]}", seconds, made, can_keep))
+            self.calls.append(_Call(f"{name} {self._numbers[name]}", seconds, new_bytes, can_keep))
             self._numbers[name] += 1
             return out
 
@@ -193,9 +193,9 @@ class OperatorProfile:
         rows = []
         for name in dict.fromkeys(operators):
             which = [i for i, n in enumerate(operators) if n == name]
-            kept = int(self.can_keep[which].sum())
+            keepable = int(self.can_keep[which].sum())
             seconds, size = self.seconds[which].sum(), int(self.bytes[which].sum())
-            share = "yes" if kept == len(which) else f"{kept} of them" if kept else "no"
+            share = "yes" if keepable == len(which) else f"{keepable} of them" if keepable else "no"
             cells = [name, str(len(which)), f"{seconds:.4g}", bytes_text(size), share]
             rows.append((seconds, cells))
         return [cells for _, cells in sorted(rows, key=lambda row: -row[0])]
@@ -312,14 +312,14 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
 
 def _split_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
     """Split names into operators (all calls) and single calls."""
-    whole, single = set(), set()
+    kinds, single = set(), set()
     for name in names:
         operator, space, number = name.rpartition(" ")
         if space and number.isdecimal() and operator:
             single.add(name)
         else:
-            whole.add(name)
-    return whole, single
+            kinds.add(name)
+    return kinds, single
 
 
 @set_module("mlstate.integrations.torch")

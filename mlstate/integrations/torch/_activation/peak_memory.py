@@ -114,19 +114,19 @@ class Allocations:
             with torch.autograd.profiler.record_function(_MARK):
                 return
         torch.cuda.synchronize(self._device)
-        held = torch.cuda.memory_allocated(self._device)
-        self._read.append((held, torch.cuda.max_memory_allocated(self._device)))
+        allocated = torch.cuda.memory_allocated(self._device)
+        self._read.append((allocated, torch.cuda.max_memory_allocated(self._device)))
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _read_events(self, roots: Any) -> None:
-        held = peak = 0
+        live_bytes = peak = 0
         began = None
         sizes: dict[int, int] = {}  # sizes of recorded allocations, by address
-        for at, event in sorted(_memory_and_marks(roots), key=lambda one: one[0]):
+        for at, event in sorted(_memory_and_marks(roots), key=lambda timed_event: timed_event[0]):
             if event is None:
                 began = at if began is None else began
-                self._read.append((held, peak))
-                peak = held
+                self._read.append((live_bytes, peak))
+                peak = live_bytes
                 continue
             # torch may report an old size for an address whose allocation was not recorded
             if event.alloc_size > 0:
@@ -134,9 +134,9 @@ class Allocations:
             else:
                 change = -sizes.pop(event.ptr, 0)
             if began is not None and change:
-                held += change
-                peak = max(peak, held)
-                self.curve.append(((at - began) * 1e-9, held))
+                live_bytes += change
+                peak = max(peak, live_bytes)
+                self.curve.append(((at - began) * 1e-9, live_bytes))
 
     def spans(self) -> list[Span]:
         """Return the spans between marks, after the recording."""

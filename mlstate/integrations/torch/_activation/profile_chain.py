@@ -72,11 +72,11 @@ class _Times:
         Blocks with equal `keys` and argument shapes share their measurements.
         """
         equal: dict[Any, list[tuple[float, float]]] = {}
-        whole = list(zip(keys, self._keys, strict=True))
-        for key, runs in zip(whole, self._runs, strict=True):
+        all_keys = list(zip(keys, self._keys, strict=True))
+        for key, runs in zip(all_keys, self._runs, strict=True):
             equal.setdefault(key, []).extend(runs)
-        found = {key: _median_and_spread(np.array(runs)) for key, runs in equal.items()}
-        forward, backward, spread = zip(*(found[key] for key in whole), strict=True)
+        medians = {key: _median_and_spread(np.array(runs)) for key, runs in equal.items()}
+        forward, backward, spread = zip(*(medians[key] for key in all_keys), strict=True)
         return list(forward), list(backward), list(spread)
 
 
@@ -128,17 +128,17 @@ class _Bytes:
     def of_blocks(self) -> tuple[list[int], list[int], list[int], list[int]]:
         """Return saved bytes, and temporary peaks of forward, saving and backward runs."""
         spans = self._watched.spans()
-        made: tuple[list[int], ...] = ([], [], [], [])
+        columns: tuple[list[int], ...] = ([], [], [], [])
         for i, out in enumerate(self.activations[1:]):
             forward, _, save, _, back = spans[6 * i : 6 * i + 5]
             saved = max(save.after - save.before, out)
             gradients = self.gradients[i] + self.gradients[i + 1]
-            made[0].append(saved)
-            made[1].append(max(0, forward.peak - forward.before - out))
-            made[2].append(max(0, save.peak - save.before - saved))
+            columns[0].append(saved)
+            columns[1].append(max(0, forward.peak - forward.before - out))
+            columns[2].append(max(0, save.peak - save.before - saved))
             least = -min(self.gradients[i], saved + self.gradients[i + 1])
-            made[3].append(max(least, back.peak - save.before - saved - gradients))
-        return made  # type: ignore[return-value]
+            columns[3].append(max(least, back.peak - save.before - saved - gradients))
+        return columns  # type: ignore[return-value]
 
 
 def _refuse(_: Any) -> Any:
@@ -156,9 +156,9 @@ def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
         host = Host(folder)
         began = time_after_work(device)
         away = host.put(tensor)
-        gone = time_after_work(device)
+        offloaded = time_after_work(device)
         host.get(away)
-        seconds.append((gone - began, time_after_work(device) - gone))
+        seconds.append((offloaded - began, time_after_work(device) - offloaded))
     out, back = (median(column) for column in zip(*seconds[1:], strict=True))
     return {
         "offload_bytes_per_second": _RATE_BYTES / out,

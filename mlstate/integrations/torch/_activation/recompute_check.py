@@ -36,8 +36,8 @@ def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return whole.reshape(-1).view(torch.uint8)
+    contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return contiguous.reshape(-1).view(torch.uint8)
 
 
 def _describe(tensor: torch.Tensor) -> str:
@@ -115,10 +115,10 @@ def _refuse(_: Any) -> Any:
 class _Checker:
     """Runs each block twice when it is called, and records differences."""
 
-    def __init__(self, model: SampledModel, wanted: set[int]) -> None:
+    def __init__(self, model: SampledModel, blocks: set[int]) -> None:
         self.findings: list[Finding] = []
         self._model = model
-        self._wanted = wanted
+        self._wanted = blocks
         self._next = 0
 
     def __call__(self, call: BlockCall) -> None:
@@ -161,10 +161,10 @@ class _Checker:
         if changed:
             for tensor, copy in zip(entering, before, strict=True):
                 tensor.detach().copy_(copy)
-        found = _find_difference(first, second)
-        if found is None:
+        difference = _find_difference(first, second)
+        if difference is None:
             return
-        place, kind, text = found
+        place, kind, text = difference
         if kind in ("values", "saved"):
             trace = self._trace_runs(name, module, call, where, surroundings)
             if trace.found is not None:
@@ -214,18 +214,18 @@ def _outside_states() -> tuple[Any, ...]:
     return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
 
 
-def _place(module: str, what: str) -> str:
-    return f"{module}: {what}" if module else what
+def _place(module: str, label: str) -> str:
+    return f"{module}: {label}" if module else label
 
 
 def _find_difference(first: _Run, second: _Run) -> tuple[str, str, str] | None:
     """Return the place, kind and description of the first difference of two runs, or None."""
-    for k, (one, two) in enumerate(zip(first.saved, second.saved, strict=False)):
-        place = _place(first.places[k], f"saved tensor {k}, {_describe(one)}")
-        if one.shape != two.shape or one.dtype != two.dtype:
-            return place, "saved", f"{_describe(one)} first, {_describe(two)} when run again"
-        if not _has_same_bits(one, two):
-            return place, "values", _describe_difference(one, two)
+    for k, (left, right) in enumerate(zip(first.saved, second.saved, strict=False)):
+        place = _place(first.places[k], f"saved tensor {k}, {_describe(left)}")
+        if left.shape != right.shape or left.dtype != right.dtype:
+            return place, "saved", f"{_describe(left)} first, {_describe(right)} when run again"
+        if not _has_same_bits(left, right):
+            return place, "values", _describe_difference(left, right)
     if len(first.saved) != len(second.saved):
         longer = max(first, second, key=lambda run: len(run.saved))
         k = min(len(first.saved), len(second.saved))
@@ -233,9 +233,9 @@ def _find_difference(first: _Run, second: _Run) -> tuple[str, str, str] | None:
         return _place(longer.places[k], f"saved tensor {k}"), "saved", text
     if len(first.out) != len(second.out):
         return "outputs", "saved", f"{len(first.out)} first, {len(second.out)} when run again"
-    for k, (one, two) in enumerate(zip(first.out, second.out, strict=True)):
-        if not _has_same_bits(one, two):
-            return f"output {k}, {_describe(one)}", "values", _describe_difference(one, two)
+    for k, (left, right) in enumerate(zip(first.out, second.out, strict=True)):
+        if not _has_same_bits(left, right):
+            return f"output {k}, {_describe(left)}", "values", _describe_difference(left, right)
     return None
 
 
@@ -291,15 +291,15 @@ class _Trace:
             text = f"{before} in the first run, {operator} in the second"
             self.found = self.found or (_place(place, before), text)
             return
-        for one, two in zip(results, tensors, strict=False):
-            if not _has_same_bits(one, two):
-                self._record_difference(_place(place, operator), one, two)
+        for recorded, tensor in zip(results, tensors, strict=False):
+            if not _has_same_bits(recorded, tensor):
+                self._record_difference(_place(place, operator), recorded, tensor)
 
-    def _record_difference(self, place: str, one: torch.Tensor, two: torch.Tensor) -> None:
+    def _record_difference(self, place: str, recorded: torch.Tensor, tensor: torch.Tensor) -> None:
         operator = place.rpartition("aten.")[2].split(".")[0]
-        text = _describe_difference(one, two)
+        text = _describe_difference(recorded, tensor)
         self.found = self.found or (place, text)
-        if operator in _INDICES and not one.dtype.is_floating_point:
+        if operator in _INDICES and not recorded.dtype.is_floating_point:
             self.routing = self.routing or (place, text)
 
 
@@ -331,14 +331,14 @@ def check_recompute(module: Any, plan: Any, sample: Any, *, blocks: Any = None) 
     True
     """
     model = SampledModel(module, sample, blocks, None if plan is None else plan.chain.blocks)
-    wanted = set(range(len(model.found)) if plan is None else plan.recomputed)
-    checker = _Checker(model, wanted)
+    block_numbers = set(range(len(model.found)) if plan is None else plan.recomputed)
+    checker = _Checker(model, block_numbers)
     with model.untouched():
         model.measure_blocks(checker)
     findings = checker.findings
     if plan is not None:
         findings = [*findings, *_compare_gradients(model, plan)]
-    return RecomputeReport(findings, [model.names[i] for i in sorted(wanted)])
+    return RecomputeReport(findings, [model.names[i] for i in sorted(block_numbers)])
 
 
 def _gradients_of(model: SampledModel, planned: Any = None) -> dict[str, torch.Tensor]:
@@ -349,13 +349,13 @@ def _gradients_of(model: SampledModel, planned: Any = None) -> dict[str, torch.T
     if loss is not None:
         loss.backward()  # type: ignore[no-untyped-call]
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad is not None]
-    made = {f"input {k}": tensor.grad for k, tensor in enumerate(inputs)}
-    made.update({f"output {k}": tensor.detach() for k, tensor in enumerate(tensors_in(out))})
+    gradients = {f"input {k}": tensor.grad for k, tensor in enumerate(inputs)}
+    gradients.update({f"output {k}": tensor.detach() for k, tensor in enumerate(tensors_in(out))})
     for name, parameter in _parameters(model).items():
         if parameter.grad is not None:
-            made[name] = parameter.grad
+            gradients[name] = parameter.grad
             parameter.grad = None
-    return made  # type: ignore[return-value]
+    return gradients  # type: ignore[return-value]
 
 
 def _parameters(model: SampledModel) -> dict[str, Any]:

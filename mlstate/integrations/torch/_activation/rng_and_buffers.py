@@ -99,17 +99,17 @@ def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
 
     if id(value) in memo:
         return memo[id(value)]
-    made: Any
+    copied: Any
     if isinstance(value, torch.Tensor):
-        made = _detach_tensor(value)
+        copied = _detach_tensor(value)
     elif type(value) is tuple:
-        made = tuple(_copy_value(item, memo) for item in value)
+        copied = tuple(_copy_value(item, memo) for item in value)
     elif callable(value) or isinstance(value, str | bytes | np.ndarray | ModuleType):
         return value
     else:
-        made = _copy_object(value, memo)
-    memo[id(value)] = made
-    return made
+        copied = _copy_object(value, memo)
+    memo[id(value)] = copied
+    return copied
 
 
 def _detach_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,22 +122,22 @@ def _detach_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy_object(value: Any, memo: dict[int, Any]) -> Any:
     try:
-        made = copy.copy(value)
+        copied = copy.copy(value)
     except Exception:  # locks, generators, handles of devices: all runs share them
         return value
-    if made is value:
+    if copied is value:
         return value
-    memo[id(value)] = made  # an object may contain itself
-    if isinstance(made, list | deque):
-        items = [_copy_value(item, memo) for item in made]
-        made.clear()
-        made.extend(items)
-    elif isinstance(made, dict):
-        for key, item in made.items():
-            dict.__setitem__(made, key, _copy_value(item, memo))
-    for name, item in getattr(made, "__dict__", {}).items():
-        made.__dict__[name] = _copy_value(item, memo)
-    return made
+    memo[id(value)] = copied  # an object may contain itself
+    if isinstance(copied, list | deque):
+        items = [_copy_value(item, memo) for item in copied]
+        copied.clear()
+        copied.extend(items)
+    elif isinstance(copied, dict):
+        for key, item in copied.items():
+            dict.__setitem__(copied, key, _copy_value(item, memo))
+    for name, item in getattr(copied, "__dict__", {}).items():
+        copied.__dict__[name] = _copy_value(item, memo)
+    return copied
 
 
 class Buffers:
@@ -263,4 +263,6 @@ class Surroundings:
             finally:
                 for owner, buffer, value in places:
                     owner._buffers[buffer] = value
-                set_generator_states(_unpack_states({one: states[one] for one in self._states}))
+                set_generator_states(
+                    _unpack_states({device: states[device] for device in self._states})
+                )

@@ -67,29 +67,29 @@ class Program:
 
     def _find_last_uses(self) -> bool:
         """Find the last use of each activation; return whether the chain's input is used again."""
-        wanted = [False] * (self.blocks + 1)
+        is_needed = [False] * (self.blocks + 1)
         loads = [False] * self.blocks  # whether the block's next load restores its output
         for at in range(len(self.steps) - 1, -1, -1):
             kind, i = self.steps[at]
             uses: list[int] = []
             if kind in ("forward", "save"):
-                self.keeps[at] = wanted[i + 1]
-                wanted[i + 1] = False
+                self.keeps[at] = is_needed[i + 1]
+                is_needed[i + 1] = False
                 if at != self.first[i]:  # a first run uses the model's arguments
                     uses = [i]
             elif kind == "load":
-                self.keeps[at] = loads[i] = wanted[i + 1]
-                wanted[i + 1] = False
+                self.keeps[at] = loads[i] = is_needed[i + 1]
+                is_needed[i + 1] = False
             elif kind == "offload" and loads[i]:
                 self.keeps[at] = True
                 uses = [i + 1]
             elif kind == "backward" and self.input_leaves[i]:
                 uses = [i]
             for k in uses:
-                if not wanted[k]:
+                if not is_needed[k]:
                     self.free_after[at].append(k)
-                    wanted[k] = True
-        return wanted[0]
+                    is_needed[k] = True
+        return is_needed[0]
 
     def _find_active_steps(self) -> list[bool]:
         """Return by block whether any steps precede its backward run."""
@@ -395,7 +395,7 @@ class Run:
         leaves = self._arguments(i, call)
         places = {}
         if save and self._program.input_leaves[i]:
-            links = (one if isinstance(one, int) else None for one in call.leaves)
+            links = (leaf if isinstance(leaf, int) else None for leaf in call.leaves)
             places = _map_storages(zip(leaves, links, strict=True))
         packer = _Packer(block.name, call.slots if save else None, keep, places)
         hooks = torch.autograd.graph.saved_tensors_hooks(packer, partial(_refuse_inner, block.name))
@@ -411,11 +411,11 @@ class Run:
             del args, kwargs
         packer.finish()
         tensors = tensors_in(out)
-        made = [_meta_of(tensor) for tensor in tensors]
-        if made != call.made:
-            equal = [a == b for a, b in zip(made, call.made, strict=False)]
+        metadata = [_meta_of(tensor) for tensor in tensors]
+        if metadata != call.made:
+            equal = [a == b for a, b in zip(metadata, call.made, strict=False)]
             k = equal.index(False) if False in equal else len(equal)
-            raise _difference_error(block.name, f"output {k}", call.made[k:], made[k:])
+            raise _difference_error(block.name, f"output {k}", call.made[k:], metadata[k:])
         if keep:
             self._held[i + 1] = [_Held(tensor) for tensor in tensors]
 
@@ -427,38 +427,38 @@ class Run:
 
     def _activation(self, k: int) -> list[_Held]:
         """Return the kept tensors before block `k`."""
-        held = self._held[k] if self._held else None
-        if held is None:
+        leaves = self._held[k] if self._held else None
+        if leaves is None:
             raise _freed_error(self._blocks[min(k, len(self._blocks) - 1)].name)
-        return held
+        return leaves
 
     def _arguments(self, i: int, call: _Call) -> list[Any]:
         objects = copy_objects(call.objects)
-        made = []
+        arguments = []
         for k, (leaf, flag) in enumerate(zip(call.leaves, call.flags, strict=True)):
             value = objects.get(k)
             if isinstance(leaf, int):
                 leaf = self._activation(i)[leaf]
             if leaf is not None:
                 value = leaf.tensor(self._blocks[i].name).requires_grad_(flag)
-            made.append(value)
-        return made
+            arguments.append(value)
+        return arguments
 
     def _offload(self, i: int, output: bool) -> None:
         call = self._call_of(i)
         host = call.host = Host(self._folder)
-        ours = _persistent_storages(self._blocks[i].module)
-        inputs = {held.value.untyped_storage()._cdata for held in self._held[i] or ()}
+        persistent = _persistent_storages(self._blocks[i].module)
+        inputs = {leaf.value.untyped_storage()._cdata for leaf in self._held[i] or ()}
         for ref in call.slots:
             slot = ref()
             if slot is None or slot.value is None or isinstance(slot.value, _InputAlias):
                 continue
             storage = slot.value.value.untyped_storage()
-            if storage._cdata in ours or storage._cdata in inputs or not storage.nbytes():
+            if storage._cdata in persistent or storage._cdata in inputs or not storage.nbytes():
                 continue  # 0 bytes: FSDP frees its parameters after a forward pass
             slot.value = host.put(slot.value.tensor(self._blocks[i].name))
         if output:
-            host.outputs = [host.put(held.value) for held in self._activation(i + 1)]
+            host.outputs = [host.put(leaf.value) for leaf in self._activation(i + 1)]
 
     def _load(self, i: int, output: bool) -> None:
         call = self._call_of(i)
@@ -548,8 +548,8 @@ class Run:
             self.prepare(slot.block)
         value = slot.value
         if isinstance(value, _InputAlias):
-            held = self._activation(slot.block)[value.leaf]
-            return held.tensor(name).as_strided(*value.geometry)
+            leaf = self._activation(slot.block)[value.leaf]
+            return leaf.tensor(name).as_strided(*value.geometry)
         if not isinstance(value, _Held):
             raise _freed_error(name)
         return value.tensor(name)
@@ -661,11 +661,11 @@ def _persistent_storages(module: Any) -> set[int]:
     return {t.untyped_storage()._cdata for t in tensors if not hasattr(t, "placements")}
 
 
-def _difference_error(name: str, what: str, first: list[Any], now: list[Any]) -> MLStateError:
+def _difference_error(name: str, label: str, first: list[Any], now: list[Any]) -> MLStateError:
     texts = [_text(looks[0]) if looks else "none" for looks in (first, now)]
     return refusal(
         name,
-        f"{name}, {what}: {texts[0]} when the block ran first, {texts[1]} when it was recomputed; "
+        f"{name}, {label}: {texts[0]} when the block ran first, {texts[1]} when it was recomputed; "
         "mlstate.activation.check finds where the two runs differ",
         *texts,
     )

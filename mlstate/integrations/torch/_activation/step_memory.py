@@ -146,9 +146,9 @@ class _Recomputation:
         saved: list[torch.Tensor] = []
         with hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None):
             out = call()
-        count, kept = len(saved), storage_bytes(saved).keys()
-        keeps_input = not kept.isdisjoint(storage_bytes(t for t, _ in call.tensors()))
-        self._keeps.append((keeps_input, not kept.isdisjoint(storage_bytes(tensors_in(out)))))
+        count, storages = len(saved), storage_bytes(saved).keys()
+        keeps_input = not storages.isdisjoint(storage_bytes(t for t, _ in call.tensors()))
+        self._keeps.append((keeps_input, not storages.isdisjoint(storage_bytes(tensors_in(out)))))
         del out
         saved.clear()
 
@@ -195,22 +195,22 @@ class _StepSimulation:
         self._seeded = False  # the result's gradient exists before the last block's backward step
         self._alone: set[int] = set()  # activations that the plan counts separately
 
-    def _is_there(self, k: int) -> bool:
+    def _is_live(self, k: int) -> bool:
         if k in self._held or k == self._passing or k == 0:
             return True
         if k - 1 in self._own and self._again[k - 1].keeps_output:
             return True
-        kept = k in self._own and self._again[k].keeps_input
-        return kept and not self._program.input_leaves[k]
+        keeps_input = k in self._own and self._again[k].keeps_input
+        return keeps_input and not self._program.input_leaves[k]
 
     def _total(self) -> int:
-        there = [size for k, size in enumerate(self._activations) if self._is_there(k)]
-        return sum([*there, *self._own.values(), self._gradient, self._twice])
+        activation_sizes = [size for k, size in enumerate(self._activations) if self._is_live(k)]
+        return sum([*activation_sizes, *self._own.values(), self._gradient, self._twice])
 
     def free(self) -> list[int]:
         """Return the activations that the plan counts and that are already free."""
         counted = self._alone | {i + 1 for i in self._own}
-        return sorted(k for k in counted if not self._is_there(k))
+        return sorted(k for k in counted if not self._is_live(k))
 
     def step(self, at: int) -> tuple[int, str]:
         """Simulate a step; return its peak, and why it differs from the plan."""
@@ -267,18 +267,18 @@ class _StepSimulation:
     def _backward(self, i: int) -> int:
         """Run a block's backward pass; return the peak bytes held."""
         chain = self._chain
-        entering = self._is_there(i)  # also true if only the block's saved memory holds it
+        entering = self._is_live(i)  # also true if only the block's saved memory holds it
         del self._own[i]
         before = self._total()
-        if entering and not self._is_there(i):
+        if entering and not self._is_live(i):
             before += self._activations[i]
         gradient = int(chain.gradient_bytes[i])
-        made = gradient
+        created = gradient
         if i + 1 == chain.blocks and not self._seeded:
-            made += int(chain.gradient_bytes[i + 1])
+            created += int(chain.gradient_bytes[i + 1])
         self._gradient = gradient
-        taken = int(chain.saved_bytes[i]) + int(chain.backward_temporary_bytes[i])
-        return before + made + taken
+        saved = int(chain.saved_bytes[i]) + int(chain.backward_temporary_bytes[i])
+        return before + created + saved
 
     def _seed(self, at: int) -> list[str]:
         """Count the result's gradient, which exists before a block is recomputed."""
@@ -368,8 +368,10 @@ def measure_plan(plan: Plan, module: Any, sample: Any, *, blocks: Any = None) ->
     base = int(plan.chain.activation_bytes[0])
     predicted = plan.simulate().peak_bytes.tolist()
     walk = _StepSimulation(plan, again.of_blocks())
-    made = []
+    steps_measured = []
     for at, (kind, block) in enumerate(plan.steps()):
         expected, why = walk.step(at)
-        made.append(StepUse(kind, block, predicted[at], expected, spans[at].peak + base, why))
-    return PlanUse(made)
+        steps_measured.append(
+            StepUse(kind, block, predicted[at], expected, spans[at].peak + base, why)
+        )
+    return PlanUse(steps_measured)

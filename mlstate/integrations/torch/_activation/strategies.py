@@ -46,8 +46,8 @@ class AppliedStrategy:
 class _Forward:
     """Replacement of a block's forward: plain or checkpointed, as the manager decides."""
 
-    def __init__(self, manager: ActivationManager, name: str, number: int, plain: Any) -> None:
-        self.manager, self.name, self.number, self.plain = manager, name, number, plain
+    def __init__(self, manager: ActivationManager, name: str, number: int, original: Any) -> None:
+        self.manager, self.name, self.number, self.plain = manager, name, number, original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch
@@ -87,10 +87,10 @@ def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Modul
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"blocks must be names, got {type(pattern).__name__}")
-        found = modules_named(module, pattern)
-        if not found:
+        matches = modules_named(module, pattern)
+        if not matches:
             raise ValueError(f"no module is called {pattern!r}")
-        chosen.update(id(block) for _, block in found)
+        chosen.update(id(block) for _, block in matches)
     return {name: block for name, block in module.named_modules() if id(block) in chosen}
 
 

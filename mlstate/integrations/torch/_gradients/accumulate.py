@@ -27,11 +27,11 @@ def copy_of(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
 
     with torch.no_grad():
         # A lazily negated or conjugated view would stay one in a clone.
-        plain = tensor.detach().resolve_neg().resolve_conj()
-        wanted = torch_dtype(dtype, plain)
-        if plain.layout != torch.strided:
-            return plain.to(wanted, copy=True)
-        return plain.to(wanted, copy=True, memory_format=torch.contiguous_format)
+        resolved = tensor.detach().resolve_neg().resolve_conj()
+        target_dtype = torch_dtype(dtype, resolved)
+        if resolved.layout != torch.strided:
+            return resolved.to(target_dtype, copy=True)
+        return resolved.to(target_dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def item_bytes(dtype: str, like: torch.Tensor) -> int:
@@ -65,7 +65,7 @@ def norm_partial(tensor: torch.Tensor) -> tuple[float, int]:
     if tensor.device.type == "meta":
         return nan, 0
     with torch.no_grad():
-        plain = tensor.coalesce().values() if tensor.is_sparse else tensor
-        wide = plain.abs().double()
+        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        wide = values.abs().double()
         squares = float((wide * wide).sum())
-        return squares, int((~torch.isfinite(plain)).sum())
+        return squares, int((~torch.isfinite(values)).sum())

@@ -52,13 +52,13 @@ class ModuleHooks(Hooks):
         is_full: bool,
         keep: bool,
     ) -> None:
-        known = parameters_of(module)
+        parameters = parameters_of(module)
         for name, unit in units.items():
-            _check_parameter(unit, known.get(name), module, known)
-        super().__init__({id(known[name]): name for name in units})
+            _check_parameter(unit, parameters.get(name), module, parameters)
+        super().__init__({id(parameters[name]): name for name in units})
         # in the module's order, which is equal on all ranks
         self.parameters: dict[str, torch.nn.Parameter] = {
-            name: parameter for name, parameter in known.items() if name in units
+            name: parameter for name, parameter in parameters.items() if name in units
         }
         self.is_full = is_full
         self.taken: set[str] = set()  # parameters whose gradients were removed
@@ -197,7 +197,7 @@ class _NodeHook:
 
 
 def _check_parameter(
-    unit: FSDPShardingUnit, parameter: Any, model: Any, known: Mapping[str, Any]
+    unit: FSDPShardingUnit, parameter: Any, model: Any, parameters: Mapping[str, Any]
 ) -> None:
     """Raise ValueError if a unit does not fit its parameter."""
     name = unit.parameter_name
@@ -205,7 +205,7 @@ def _check_parameter(
         shared = _tied_to(model, name)
         if shared is not None:
             raise ValueError(f"{name!r} is the same parameter as {shared!r}, use that name")
-        raise ValueError(f"the model has no parameter {name!r}{names_hint(name, known)}")
+        raise ValueError(f"the model has no parameter {name!r}{names_hint(name, parameters)}")
     reason = why_not_reduced(parameter)
     if reason:
         raise ValueError(f"{name}: the parameter is {reason}")
@@ -373,12 +373,12 @@ def _gather_pairs(
 ) -> None:
     import torch
 
-    mine = torch.cat([u.local_gradient.detach().reshape(-1).to(p.dtype) for u, p in pairs])
+    own_parts = torch.cat([u.local_gradient.detach().reshape(-1).to(p.dtype) for u, p in pairs])
     counts = [sum(unit.counts[rank] for unit, _ in pairs) for rank in range(group.world_size)]
-    whole = group.all_gather(mine, counts=counts, timeout=timeout)
+    gathered = group.all_gather(own_parts, counts=counts, timeout=timeout)
     ranks = [
         part.split([unit.counts[rank] for unit, _ in pairs])
-        for rank, part in enumerate(whole.split(counts))
+        for rank, part in enumerate(gathered.split(counts))
     ]
     for number, (_, parameter) in enumerate(pairs):
         full = torch.cat([parts[number] for parts in ranks]).view(parameter.shape)

@@ -55,18 +55,18 @@ class Bindings:
                 return f"{binding.name!r} was replaced"
         if all(len(table) == count for table, count in self._tables):
             return ""
-        known = {id(binding.parameter) for binding in self._bindings}
+        bound_ids = {id(binding.parameter) for binding in self._bindings}
         return next(
             (
                 f"{name!r} was added"
                 for name, parameter in self._module.named_parameters()
-                if parameter.requires_grad and id(parameter) not in known
+                if parameter.requires_grad and id(parameter) not in bound_ids
             ),
             "",
         )
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has one of the parameters, of then or of today."""
-        known = {id(binding.parameter) for binding in self._bindings}
-        known |= {id(parameter) for parameter in self._module.parameters()}
-        return any(id(p) in known for group in optimizer.param_groups for p in group["params"])
+        bound_ids = {id(binding.parameter) for binding in self._bindings}
+        bound_ids |= {id(parameter) for parameter in self._module.parameters()}
+        return any(id(p) in bound_ids for group in optimizer.param_groups for p in group["params"])

@@ -79,10 +79,10 @@ def all_reduce_with(
             f"model must be a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}"
         )
     group, seconds = check_reduction(group, nonfinite, timeout)
-    theirs = model.process_group
-    if (theirs.rank(), theirs.size()) != (group.rank, group.world_size):
+    ranks = model.process_group
+    if (ranks.rank(), ranks.size()) != (group.rank, group.world_size):
         raise ValueError(
-            f"this is rank {theirs.rank()} of the model's {theirs.size()}, and rank {group.rank} "
+            f"this is rank {ranks.rank()} of the model's {ranks.size()}, and rank {group.rank} "
             f"of the group's {group.world_size}: both must have the same ranks"
         )
     buckets = _Buckets(model, group, nonfinite == "error", seconds)
@@ -184,7 +184,7 @@ class _Buckets:
         problems = dict.fromkeys(bad, "NaN or infinite elements")
         listed = [(n, fact, problems.get(n, "")) for n, fact in zip(parts, facts, strict=True)]
         failures = check.find_failures(listed, {}, has_ended=False).failures
-        lines = [f"{name!r}: {what}" for name, (_, what) in failures.items()]
+        lines = [f"{name!r}: {reason}" for name, (_, reason) in failures.items()]
         more = f"; {len(lines) - 5} more" if len(lines) > 5 else ""
         error = failed(
             "backward pass",

@@ -79,8 +79,8 @@ def reduce_scatter_with(
     from torch.distributed.fsdp import FSDPModule
 
     group, seconds = check_reduction(group, nonfinite, timeout)
-    found = {n: m for n, m in module.named_modules() if isinstance(m, FSDPModule)}
-    if not found:
+    fsdp_modules_by_name = {n: m for n, m in module.named_modules() if isinstance(m, FSDPModule)}
+    if not fsdp_modules_by_name:
         raise ValueError(
             f"there is no module of FSDP2 in this {type(module).__name__}; apply "
             "torch.distributed.fsdp.fully_shard first"
@@ -88,7 +88,7 @@ def reduce_scatter_with(
     for name, parameter in module.named_parameters():
         _check_mesh(name, parameter, group)
     shared = _Reduction(group, nonfinite, seconds)
-    for name, sharded in found.items():
+    for name, sharded in fsdp_modules_by_name.items():
         comm: Any = _ReduceScatter(name or type(module).__name__, shared)
         sharded.set_custom_reduce_scatter(comm)
 
@@ -101,9 +101,9 @@ def _check_mesh(name: str, parameter: Any, group: Any) -> None:
     cuts = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
     among = [(mesh.get_local_rank(dim), mesh.size(dim)) for dim in cuts]
     if among and (group.rank, group.world_size) not in among:
-        said = " and ".join(f"{size} ranks, of which this is {rank}" for rank, size in among)
+        sizes = " and ".join(f"{size} ranks, of which this is {rank}" for rank, size in among)
         raise ValueError(
-            f"{name} is sharded among {said}; the group has {group.world_size}, of which this is "
+            f"{name} is sharded among {sizes}; the group has {group.world_size}, of which this is "
             f"{group.rank}"
         )
 
