@@ -37,26 +37,26 @@ def random_chain(blocks: int, random: np.random.Generator) -> Chain:
 
 def timed(chain: Chain, budget: int, schedules: str, into: list[float]) -> Plan:
     began = time.perf_counter()
-    made = plan(chain, budget, schedules=schedules)
+    schedule = plan(chain, budget, schedules=schedules)
     into.append(1e6 * (time.perf_counter() - began))
-    return made
+    return schedule
 
 
-def try_one(chain: Chain, random: np.random.Generator, found: Found) -> None:
+def try_one(chain: Chain, random: np.random.Generator, results: Found) -> None:
     """Plan a chain both ways within one budget."""
     least, most = chain.least_budget_bytes, chain.plain_peak_bytes
     budget = int(random.integers(least, most)) if least < most else most
-    persistent = timed(chain, budget, "persistent", found.persistent_us)
-    free = timed(chain, budget, "any", found.any_us)
-    for made in (persistent, free):
-        if made.predicted_peak_bytes > budget:
-            raise RuntimeError(f"{made!r} exceeds its budget")
+    persistent = timed(chain, budget, "persistent", results.persistent_us)
+    free = timed(chain, budget, "any", results.any_us)
+    for schedule in (persistent, free):
+        if schedule.predicted_peak_bytes > budget:
+            raise RuntimeError(f"{schedule!r} exceeds its budget")
     if free.predicted_seconds > persistent.predicted_seconds:
         raise RuntimeError(f"{free!r} is slower than {persistent!r}")
     if not free.exact:
         raise RuntimeError(f"{free!r} was not searched for")
     if free.predicted_seconds < persistent.predicted_seconds:
-        found.gains.append(1 - free.predicted_seconds / persistent.predicted_seconds)
+        results.gains.append(1 - free.predicted_seconds / persistent.predicted_seconds)
 
 
 def any_chains(report: Report, quick: bool) -> list[str]:
@@ -65,11 +65,11 @@ def any_chains(report: Report, quick: bool) -> list[str]:
     rows, every = [], Found()
     count = CHAINS // 10 if quick else CHAINS
     for blocks in SIZES:
-        found = Found()
+        results = Found()
         for _ in range(count):
-            try_one(random_chain(blocks, random), random, found)
-        rows += rows_of_size(blocks, found)
-        every.gains += found.gains
+            try_one(random_chain(blocks, random), random, results)
+        rows += rows_of_size(blocks, results)
+        every.gains += results.gains
     report.table(
         f'schedules="any" and "persistent": {count * len(SIZES)} random chains, {count} a row',
         rows,
@@ -84,10 +84,10 @@ def any_chains(report: Report, quick: bool) -> list[str]:
     return [line]
 
 
-def rows_of_size(blocks: int, found: Found) -> list[Row]:
-    persistent = Row(f"{blocks} blocks, persistent", found.persistent_us)
-    free = Row(f"{blocks} blocks, any", found.any_us)
-    free.extra["slowest us"] = show(max(found.any_us))
-    free.extra["won"] = len(found.gains)
-    free.extra["by up to"] = f"{100 * max(found.gains):.1f} %" if found.gains else ""
+def rows_of_size(blocks: int, results: Found) -> list[Row]:
+    persistent = Row(f"{blocks} blocks, persistent", results.persistent_us)
+    free = Row(f"{blocks} blocks, any", results.any_us)
+    free.extra["slowest us"] = show(max(results.any_us))
+    free.extra["won"] = len(results.gains)
+    free.extra["by up to"] = f"{100 * max(results.gains):.1f} %" if results.gains else ""
     return [persistent, free]

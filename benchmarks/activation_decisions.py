@@ -163,8 +163,8 @@ class Both:
         self.members = members
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
-        said = [m.should_checkpoint(layer_id, activation, layer_index) for m in self.members]
-        return all(said)
+        decisions = [m.should_checkpoint(layer_id, activation, layer_index) for m in self.members]
+        return all(decisions)
 
 
 # ---- measuring ----
@@ -174,14 +174,16 @@ def names_of(count: int) -> list[str]:
     return [f"model.layers.{i}.attention" for i in range(count)]
 
 
-def same(plain: Any, ours: Any, names: list[str], passes: int = 2) -> None:
+def same(reference: Any, strategy: Any, names: list[str], passes: int = 2) -> None:
     """Raise unless both decide alike; afterwards both have met the layers."""
     for turn in range(passes):
         for i, name in enumerate(names):
             activation = LARGE if i % 7 == 3 else SMALL
-            said = [bool(s.should_checkpoint(name, activation, i)) for s in (plain, ours)]
-            if said[0] != said[1]:
-                raise RuntimeError(f"pass {turn}, {name}: {said}")
+            decisions = [
+                bool(s.should_checkpoint(name, activation, i)) for s in (reference, strategy)
+            ]
+            if decisions[0] != decisions[1]:
+                raise RuntimeError(f"pass {turn}, {name}: {decisions}")
 
 
 def asking(strategy: Any, name: str, activation: Any, index: int, loops: int) -> Callable[[], None]:
@@ -193,10 +195,10 @@ def asking(strategy: Any, name: str, activation: Any, index: int, loops: int) ->
     source = "def make(strategy, name, activation, index):\n" + "\n".join(
         f"    {line}" for line in source.splitlines()
     )
-    found: dict[str, Any] = {}
-    exec(source + "\n    return run\n", found)
-    made: Callable[[], None] = found["make"](**space)
-    return made
+    namespace: dict[str, Any] = {}
+    exec(source + "\n    return run\n", namespace)
+    run: Callable[[], None] = namespace["make"](**space)
+    return run
 
 
 def in_turns(candidates: list[Candidate], rounds: int, unit: float) -> list[Row]:
@@ -212,11 +214,11 @@ def in_turns(candidates: list[Candidate], rounds: int, unit: float) -> list[Row]
                 for candidate in order.sample(candidates, len(candidates)):
                     began = time.perf_counter_ns()
                     candidate.call()
-                    taken = (time.perf_counter_ns() - began) * unit
-                    shortest[candidate.name] = min(shortest[candidate.name], taken)
+                    elapsed = (time.perf_counter_ns() - began) * unit
+                    shortest[candidate.name] = min(shortest[candidate.name], elapsed)
             if number:
-                for name, taken in shortest.items():
-                    samples[name].append(taken)
+                for name, elapsed in shortest.items():
+                    samples[name].append(elapsed)
     finally:
         gc.enable()
     return rows_of(candidates, samples)
@@ -265,9 +267,9 @@ def decisions(report: Report, quick: bool, repeats: int) -> None:
         ("MemoryAware", MemoryAware(), MemoryAwareStrategy(), 80),
         ("Smart", Smart(), SmartStrategy(), 80),
     ]
-    for title, plain, ours, at_most in pairs:
-        same(plain, ours, few)
-        rows = [("plain Python", plain, None), ("mlstate", ours, at_most)]
+    for title, reference, strategy, at_most in pairs:
+        same(reference, strategy, few)
+        rows = [("plain Python", reference, None), ("mlstate", strategy, at_most)]
         note = "plain Python does not read memory" if title == "MemoryAware" else ""
         table(report, f"{title}, {FEW} layers", rows, question, repeats, loops, note)
     many_layers(report, quick, repeats, max(1, loops // 10))
@@ -278,17 +280,17 @@ def many_layers(report: Report, quick: bool, repeats: int, loops: int) -> None:
     """Smart and Selective on a model of many layers: the time must not grow with their number."""
     count = MANY // 10 if quick else MANY
     names = names_of(count)
-    ours, plain = SmartStrategy(), Smart()
+    strategy, reference = SmartStrategy(), Smart()
     for i, name in enumerate(names):
-        ours.should_checkpoint(name, SMALL, i)
-    same(plain, SmartStrategy(), names[:100])
+        strategy.should_checkpoint(name, SMALL, i)
+    same(reference, SmartStrategy(), names[:100])
     for i, name in enumerate(names):
         if i >= 100:  # without its average over all layers, which takes a minute in total
-            plain.layer_activation_sizes[name] = SMALL.nbytes
-            plain.layer_access_counts[name] = 2
-            plain.layer_info.append(SMALL.nbytes)
+            reference.layer_activation_sizes[name] = SMALL.nbytes
+            reference.layer_access_counts[name] = 2
+            reference.layer_info.append(SMALL.nbytes)
     question = (names[5], SMALL, 5)
-    rows = [("plain Python", plain, None), ("mlstate", ours, 80.0)]
+    rows = [("plain Python", reference, None), ("mlstate", strategy, 80.0)]
     table(report, f"Smart, {count:,} layers", rows, question, repeats, loops)
     halves = names[::2], names[1::2]
     rows = [("plain Python", Selective(*halves), None), ("mlstate", SelectiveStrategy(*halves), 60)]
@@ -298,10 +300,10 @@ def many_layers(report: Report, quick: bool, repeats: int, loops: int) -> None:
 def other_ways(report: Report, repeats: int, loops: int) -> None:
     """Compositions, and torch tensors if torch is installed."""
     question = ("model.layers.5.attention", SMALL, 5)
-    plain = Both(Interval(2), SizeBased(4096))
-    ours = IntervalStrategy(2) & SizeBasedStrategy(4096)
-    same(plain, ours, names_of(FEW))
-    rows = [("plain Python", plain, None), ("mlstate: a & b", ours, None)]
+    reference = Both(Interval(2), SizeBased(4096))
+    combined = IntervalStrategy(2) & SizeBasedStrategy(4096)
+    same(reference, combined, names_of(FEW))
+    rows = [("plain Python", reference, None), ("mlstate: a & b", combined, None)]
     rows.append(
         ("mlstate: FirstMatch(a, b)", FirstMatch(SelectiveStrategy(), IntervalStrategy(2)), None)
     )

@@ -73,22 +73,27 @@ class Table:
         if s == t:
             best[least:] = seconds
             return
-        held = self.up(self.saved[s])
+        saved_slots = self.up(self.saved[s])
         if least <= slots:
-            best[least:] = seconds + self.best[s + 1, t, least - held : slots + 1 - held]
+            best[least:] = (
+                seconds + self.best[s + 1, t, least - saved_slots : slots + 1 - saved_slots]
+            )
         peak, ran = 0, 0.0
         for k in range(s + 1, t + 1):
             entering = self.activation[k - 1] if k - 1 > s else 0
             run = entering + self.activation[k] + int(chain.forward_temporary_bytes[k - 1])
             peak, ran = max(peak, run), ran + self.forward[k - 1]
-            kept = self.up(self.activation[k])
-            low = max(self.up(peak + outside), kept)
+            activation_slots = self.up(self.activation[k])
+            low = max(self.up(peak + outside), activation_slots)
             if low > slots:
                 break
-            found = self.best[k, t, low - kept : slots + 1 - kept] + self.best[s, k - 1, low:]
-            found += ran
-            np.copyto(choice[low:], k, where=found < best[low:])
-            np.minimum(best[low:], found, out=best[low:])
+            candidates = (
+                self.best[k, t, low - activation_slots : slots + 1 - activation_slots]
+                + self.best[s, k - 1, low:]
+            )
+            candidates += ran
+            np.copyto(choice[low:], k, where=candidates < best[low:])
+            np.minimum(best[low:], candidates, out=best[low:])
 
     def steps(self) -> list[tuple[str, int]]:
         """Follow the choices from the whole chain, with all memory except its input's."""
@@ -96,9 +101,9 @@ class Table:
         memory = self.slots - self.up(self.activation[0])
         todo: list[tuple[str, int, int, int]] = [("solve", 0, self.chain.blocks - 1, memory)]
         while todo:
-            what, s, t, m = todo.pop()
-            if what != "solve":
-                steps.append((what, s))
+            kind, s, t, m = todo.pop()
+            if kind != "solve":
+                steps.append((kind, s))
                 continue
             if not np.isfinite(self.best[s, t, m]):
                 raise ValueError("no schedule fits")
@@ -150,7 +155,7 @@ def with_threads(count: int) -> str:
     return f"mlstate, {count} thread{'s' if count > 1 else ''}"
 
 
-def ours(chain: Chain, budget: int, slots: int | None, threads: int) -> Candidate:
+def mlstate_candidate(chain: Chain, budget: int, slots: int | None, threads: int) -> Candidate:
     """Make a candidate that plans with this many threads."""
     return Candidate(
         with_threads(threads),
@@ -165,22 +170,24 @@ def compare(
     """Time the planners at both budgets, and compare their plans."""
     rows: list[Row] = []
     for share, budget in zip(SHARES, budgets(chain), strict=True):
-        candidates = [ours(chain, budget, slots, n) for n in dict.fromkeys((1, threads))]
+        candidates = [
+            mlstate_candidate(chain, budget, slots, n) for n in dict.fromkeys((1, threads))
+        ]
         candidates[-1].at_most = aim
         if peer:
             numpy = Candidate("NumPy", lambda b=budget: by_numpy(chain, b), baseline=True)
             candidates.insert(0, numpy)
         plans = {c.name: c.call() for c in candidates}
         for row in measure(candidates, repeats, warm_up=1):
-            made = plans[row.name]
-            if not isinstance(made, Plan) or made.predicted_peak_bytes > budget:
-                raise RuntimeError(f"{row.name} exceeds the budget of {budget}: {made!r}")
+            planned = plans[row.name]
+            if not isinstance(planned, Plan) or planned.predicted_peak_bytes > budget:
+                raise RuntimeError(f"{row.name} exceeds the budget of {budget}: {planned!r}")
             row.name = named(row.name, share)
-            row.extra["overhead"] = f"{100 * made.overhead:.2f} %"
-            row.extra["of budget"] = f"{100 * made.predicted_peak_bytes / budget:.1f} %"
-            row.extra["steps"] = len(made.steps())
+            row.extra["overhead"] = f"{100 * planned.overhead:.2f} %"
+            row.extra["of budget"] = f"{100 * planned.predicted_peak_bytes / budget:.1f} %"
+            row.extra["steps"] = len(planned.steps())
             if slots is None:
-                row.extra["exact"] = "yes" if made.exact else "NO"
+                row.extra["exact"] = "yes" if planned.exact else "NO"
             rows.append(row)
     return rows
 

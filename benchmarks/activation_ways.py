@@ -83,17 +83,17 @@ class Ways:
         self.segments = round(math.sqrt(self.blocks))
         self.sequential = SEQUENTIAL.format(self.segments)
         self.ways: dict[str, Way] = {}
-        plain = nn.Sequential(*model.blocks)
-        self.parameters = list(plain.parameters())
-        self.buffers = list(plain.buffers())
+        sequential = nn.Sequential(*model.blocks)
+        self.parameters = list(sequential.parameters())
+        self.buffers = list(sequential.buffers())
         self.begin = [buffer.clone() for buffer in self.buffers]
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self.chain = Chain.from_torch(plain, model.sample, repeats=15)
-        plain.eval()  # so that the buffers do not change
+        self.chain = Chain.from_torch(sequential, model.sample, repeats=15)
+        sequential.eval()  # so that the buffers do not change
         with torch.no_grad():
-            self.gradient = torch.randn_like(plain(model.sample))
-        plain.train()
+            self.gradient = torch.randn_like(sequential(model.sample))
+        sequential.train()
         self.expected: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         # Blocks that are sequences of layers can also be planned layer by layer.
         sequences = [block for block in model.blocks if isinstance(block, nn.Sequential)]
@@ -162,12 +162,12 @@ class Ways:
 
     def plans(self) -> None:
         """Add the planner's schedules, at the measured peaks."""
-        for other, mine, layers in (
+        for other, name, layers in (
             (SECOND, AT_SECOND, LAYERS_SECOND),
             (self.sequential, AT_SEQUENTIAL, LAYERS_SEQUENTIAL),
         ):
             budget = self.ways[other].peak_bytes
-            self.add_plan(mine, self.chain, budget)
+            self.add_plan(name, self.chain, budget)
             if self.layers:
                 chain = Chain.from_torch(nn.Sequential(*self.layers), self.model.sample, repeats=15)
                 self.add_plan(layers, chain, budget)
@@ -176,13 +176,13 @@ class Ways:
         """Add a plan for a chain of the blocks, or of the layers."""
         began = time.perf_counter()
         try:
-            made = plan(chain, budget)
+            schedule = plan(chain, budget)
         except CapacityError as error:
             self.say(f"{name} is left out: {error}")
             return
-        self.say(f"{name}: {1e3 * (time.perf_counter() - began):.3g} ms to plan, {made.method}")
+        self.say(f"{name}: {1e3 * (time.perf_counter() - began):.3g} ms to plan, {schedule.method}")
         module, clock = self.timed(layers=chain is not self.chain)
-        self.add(name, made.apply(module), clock, made)
+        self.add(name, schedule.apply(module), clock, schedule)
 
     # ---- measuring ----
 
@@ -268,9 +268,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def compared(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+def compared(gradients: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
     """Compare bits."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(gradients, expected, strict=True)
     same = all(torch.equal(bits(a), bits(b)) for a, b in pairs)
     return "same" if same else "OTHER"
 

@@ -31,10 +31,10 @@ Table = dict[str, Any]
 
 def find_tables(documents: list[stored.Document]) -> tuple[stored.Document, list[Table]]:
     """Return the newest stored document of the benchmark, and its tables."""
-    found = [d for d in documents if "attention" in d["benchmarks"]]
-    if not found:
+    matching = [d for d in documents if "attention" in d["benchmarks"]]
+    if not matching:
         raise SystemExit("no results: run python benchmarks/bench_attention.py --store")
-    newest = max(found, key=lambda document: str(document["date"]))
+    newest = max(matching, key=lambda document: str(document["date"]))
     return newest, newest["benchmarks"]["attention"]["tables"]
 
 
@@ -45,11 +45,13 @@ def select(tables: list[Table], title: str) -> list[Table]:
 
 def layer_lengths(tables: list[Table]) -> list[tuple[int, dict[str, Table]]]:
     """Return the lengths and rows of the tables about one layer, in order."""
-    found = [
+    length_tables = [
         (int(re.findall(r"(\d+) positions", table["title"])[0]), table)
         for table in select(tables, "attention of 1 token")
     ]
-    rows = [(length, {row["name"]: row for row in table["rows"]}) for length, table in found]
+    rows = [
+        (length, {row["name"]: row for row in table["rows"]}) for length, table in length_tables
+    ]
     return sorted(rows, key=lambda pair: pair[0])
 
 
@@ -140,15 +142,15 @@ def draw_effect(tables: list[Table]) -> Any:
     """Bits for a character, and agreement, over the attention size."""
     (table,) = select(tables, "attention size")
     full = next(row for row in table["rows"] if row["name"] == "full")
-    plain = [row for row in table["rows"] if row["name"].isdigit()]
-    sizes = [int(row["name"]) for row in plain]
+    numbered = [row for row in table["rows"] if row["name"].isdigit()]
+    sizes = [int(row["name"]) for row in numbered]
     figure = new_figure(8.6, 3.6)
     left, right = figure.subplots(1, 2)
-    left.plot(sizes, [float(r["mean"]) for r in plain], color=USED, marker="o", linewidth=1.8)
+    left.plot(sizes, [float(r["mean"]) for r in numbered], color=USED, marker="o", linewidth=1.8)
     left.axhline(float(full["mean"]), color=BUDGET, linestyle="--")
     left.text(sizes[0], float(full["mean"]), "full attention", color=BUDGET, va="bottom", ha="left")
     left.set_title("Bits for a character of the real text", loc="left", fontsize="medium")
-    right.plot(sizes, [percent(r["next agrees"]) for r in plain], color=USED, marker="o")
+    right.plot(sizes, [percent(r["next agrees"]) for r in numbered], color=USED, marker="o")
     right.set_title("Same next character, %", loc="left", fontsize="medium")
     for axes in (left, right):
         axes.set_xscale("log", base=2)

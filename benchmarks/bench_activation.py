@@ -74,16 +74,16 @@ def deciding(run: Run) -> None:
     """Compare decisions with plain Python, and few layers with many."""
     before = len(run.report.tables)
     decisions(run.report, run.quick, run.rounds(15, 7))
-    made: list[Any] = run.report.tables[before:]
+    new_tables: list[Any] = run.report.tables[before:]
     slower = [
         f"{table['title']}, {row['name']} ({row['times_baseline']:.2f}x)"
-        for table in made
+        for table in new_tables
         for row in table["rows"]
         if row["name"].startswith("mlstate") and row["times_baseline"] < 1
     ]
-    said = "met" if not slower else f"NOT MET: {'; '.join(slower)}"
-    lines = [f"no decision is slower than plain Python's: {said}"]
-    for table in made:  # the aims are for a machine with this time of an empty call
+    verdict_text = "met" if not slower else f"NOT MET: {'; '.join(slower)}"
+    lines = [f"no decision is slower than plain Python's: {verdict_text}"]
+    for table in new_tables:  # the aims are for a machine with this time of an empty call
         for row in table["rows"]:
             if row["to_reach"] is not None:
                 scaled, aim = row["times_limit"] * EMPTY_NS, float(row["to_reach"].split()[1][:-1])
@@ -110,8 +110,10 @@ def layers(run: Run) -> None:
             candidates.append(Candidate(name, call, at_most=at_most))
     rows = measure(candidates, run.rounds(15, 7), unit=1 / (loops * BLOCK))
     run.report.table(f"one decision, of {FEW} layers and of {MANY:,}", rows, unit="ns")
-    found = {row.name: row.median for row in rows}
-    ratios = {t: found[f"{t}, {MANY:,} layers"] / found[f"{t}, {FEW} layers"] for t, _, _ in MAKERS}
+    medians = {row.name: row.median for row in rows}
+    ratios = {
+        t: medians[f"{t}, {MANY:,} layers"] / medians[f"{t}, {FEW} layers"] for t, _, _ in MAKERS
+    }
     worst = max(ratios, key=lambda title: ratios[title])
     run.judge(
         [
@@ -198,27 +200,28 @@ def verdicts_of(ways: Any, aim: float | None) -> list[str]:
     from activation_ways import LAYERS_SECOND, MINE, SECOND
 
     lines = []
-    for mine in (name for name in MINE if name in ways.ways):
-        other = SECOND if "Interval(2)" in mine else ways.sequential
-        share = ways.again(mine) / ways.again(other)
-        peak = ways.ways[mine].peak_bytes / ways.ways[other].peak_bytes
-        longer = [f"{1e3 * ways.extra(name):.1f} ms" for name in (mine, other)]
+    for mlstate_name in (name for name in MINE if name in ways.ways):
+        other = SECOND if "Interval(2)" in mlstate_name else ways.sequential
+        share = ways.again(mlstate_name) / ways.again(other)
+        peak = ways.ways[mlstate_name].peak_bytes / ways.ways[other].peak_bytes
+        longer = [f"{1e3 * ways.extra(name):.1f} ms" for name in (mlstate_name, other)]
         line = (
-            f"{mine}: {100 * share:.0f} % of its recomputation at {100 * peak:.1f} % of its peak; "
-            f"the step takes {longer[0]} longer than without checkpointing, {longer[1]} there"
+            f"{mlstate_name}: {100 * share:.0f} % of its recomputation at {100 * peak:.1f} % of "
+            f"its peak; the step takes {longer[0]} longer than without checkpointing, "
+            f"{longer[1]} there"
         )
-        if aim is not None and mine == LAYERS_SECOND:
+        if aim is not None and mlstate_name == LAYERS_SECOND:
             line += f"; <= {100 * aim:.0f} % at no higher peak: {met(share <= aim and peak <= 1)}"
         lines.append(line)
-    ours = [w for w in ways.ways.values() if w.name in MINE]
-    wrong = [way.name for way in ours if way.gradients != "same"]
+    mlstate_ways = [w for w in ways.ways.values() if w.name in MINE]
+    wrong = [way.name for way in mlstate_ways if way.gradients != "same"]
     line = f"plans: gradients have the bits of the plain run: {met(not wrong)}"
-    others = [w.name for w in ways.ways.values() if w.gradients != "same" and w not in ours]
+    others = [w.name for w in ways.ways.values() if w.gradients != "same" and w not in mlstate_ways]
     lines.append(line + (f"; others have: {', '.join(others)}" if others else ""))
-    errors = [abs(w.predicted.predicted_peak_bytes / w.peak_bytes - 1) for w in ours]
+    errors = [abs(w.predicted.predicted_peak_bytes / w.peak_bytes - 1) for w in mlstate_ways]
     worst = 100 * max(errors)
-    said = f"plans: predicted peak within 2 % of the measured one: {worst:.2f} %"
-    lines.append(f"{said}, {met(worst <= 2)}")
+    label = f"plans: predicted peak within 2 % of the measured one: {worst:.2f} %"
+    lines.append(f"{label}, {met(worst <= 2)}")
     return lines
 
 
@@ -246,14 +249,16 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = options()
+    arguments = options()
     report = Report(
-        "mlstate: activation checkpointing", given.json, "activation" if given.store else None
+        "mlstate: activation checkpointing",
+        arguments.json,
+        "activation" if arguments.store else None,
     )
     report.say("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
-    run = Run(report, given.quick, given.repeats)
+    run = Run(report, arguments.quick, arguments.repeats)
     began = time.perf_counter()
-    for part in [given.only] if given.only else list(PARTS):
+    for part in [arguments.only] if arguments.only else list(PARTS):
         started = time.perf_counter()
         PARTS[part](run)
         report.say(f"  ({part}: {show(time.perf_counter() - started)} s)")

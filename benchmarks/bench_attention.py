@@ -169,11 +169,11 @@ def log_chances(logits: Array) -> Array:
 
 def read_all(model: CharModel, texts: list[list[int]], rows: Array) -> list[Array]:
     """Run texts with a mask; return the logits of the characters after the prompt, by text."""
-    found = []
+    logits_read = []
     for tokens in texts:
         cache = model.new_cache(CONTEXT)
-        found.append(model.prefill(tokens, cache, mask=rows, every=True)[PROMPT - 1 : -1])
-    return found
+        logits_read.append(model.prefill(tokens, cache, mask=rows, every=True)[PROMPT - 1 : -1])
+    return logits_read
 
 
 def write_all(
@@ -182,12 +182,14 @@ def write_all(
     """Continue the prompts with the most likely characters, with reduced attention."""
     written = []
     for tokens in texts:
-        cache, own = model.new_cache(CONTEXT), []
+        cache, tokens_written = model.new_cache(CONTEXT), []
         logits = model.prefill(tokens[:PROMPT], cache)
         for position in range(PROMPT, CONTEXT):
-            own.append(int(logits.argmax()))
-            logits = model.step(own[-1], position, cache, attention_size=size, sinks=sinks)
-        written.append(own)
+            tokens_written.append(int(logits.argmax()))
+            logits = model.step(
+                tokens_written[-1], position, cache, attention_size=size, sinks=sinks
+            )
+        written.append(tokens_written)
     return written
 
 
@@ -209,12 +211,12 @@ def effect(report: Report, quick: bool) -> None:
         written = write_all(model, texts, size, sinks)
         reference = reference or (logits, written)
         bits = [
-            -float(log_chances(made)[np.arange(len(after)), after].mean())
-            for made, after in zip(logits, right, strict=True)
+            -float(log_chances(reduced_logits)[np.arange(len(after)), after].mean())
+            for reduced_logits, after in zip(logits, right, strict=True)
         ]
         agreed = [
-            float((made.argmax(-1) == full.argmax(-1)).mean())
-            for made, full in zip(logits, reference[0], strict=True)
+            float((reduced_logits.argmax(-1) == full.argmax(-1)).mean())
+            for reduced_logits, full in zip(logits, reference[0], strict=True)
         ]
         starts = [same_start(a, b) for a, b in zip(written, reference[1], strict=True)]
         name = "full" if size is None else f"{size}" + (f", {sinks} sinks" if sinks else "")

@@ -81,8 +81,8 @@ class Run:
 
     def places(self) -> list[tuple[str, Path]]:
         """The disk, and memory if there is a file system in it."""
-        found = [("disk", self.disk)]
-        return found if self.memory is None else [*found, ("tmpfs", self.memory)]
+        places = [("disk", self.disk)]
+        return places if self.memory is None else [*places, ("tmpfs", self.memory)]
 
     def enter(self, letter: str) -> None:
         """Make a state and everything that saves it."""
@@ -111,19 +111,19 @@ class Run:
             self.ranks[name] = Ranks(self.letter, self.quick, world, fake=fake)
         return self.ranks[name]
 
-    def title(self, what: str) -> str:
+    def title(self, label: str) -> str:
         size = bytes_of(self.state.values()) / 1e6
-        return f"{self.letter}: {what}, {len(self.state):,} arrays, {size:,.0f} MB"
+        return f"{self.letter}: {label}, {len(self.state):,} arrays, {size:,.0f} MB"
 
     def show(
-        self, what: str, candidates: list[Candidate], aims: list[Aim], note: str = ""
+        self, label: str, candidates: list[Candidate], aims: list[Aim], note: str = ""
     ) -> list[Row]:
         """Time and print, with the rate and the aims."""
         rows = take_turns(candidates, self.repeats)
         size = bytes_of(self.state.values())
         for row in rows:
             row.extra["GB/s"] = f"{size / row.median * 1e-6:.2f}"
-        self.report.table(self.title(what), rows, note=note)
+        self.report.table(self.title(label), rows, note=note)
         self.judge([aim.verdict(rows) for aim in aims])
         return rows
 
@@ -139,23 +139,23 @@ class Run:
 def raw_saves(raw: Raw, folder: Path, before: Action, disk: bool) -> list[Candidate]:
     """The system calls that write the same bytes."""
     target = folder / "x"
-    one = partial(raw.write_one, target)
-    found = [
+    write = partial(raw.write_one, target)
+    candidates = [
         Candidate(MEMCPY, raw.copy),
-        Candidate(RAW_UNSYNCED, partial(one, durable=False), before),
+        Candidate(RAW_UNSYNCED, partial(write, durable=False), before),
     ]
     if disk:
-        found.append(Candidate(RAW_FILE, partial(one, durable=True), before, limit=True))
+        candidates.append(Candidate(RAW_FILE, partial(write, durable=True), before, limit=True))
         if takes_direct(folder):
-            call = partial(one, durable=True, direct=True)
-            found.append(Candidate(RAW_DIRECT, call, before))
+            call = partial(write, durable=True, direct=True)
+            candidates.append(Candidate(RAW_DIRECT, call, before))
             if len(raw.pieces) < MANY:
                 call = partial(raw.write_each, target, direct=True)
-                found.append(Candidate(RAW_FILES_DIRECT, call, before))
-        found.append(Candidate(RAW_FILES, partial(raw.write_each, target), before))
+                candidates.append(Candidate(RAW_FILES_DIRECT, call, before))
+        candidates.append(Candidate(RAW_FILES, partial(raw.write_each, target), before))
     else:
-        found[-1].limit = True
-    return found
+        candidates[-1].limit = True
+    return candidates
 
 
 def saving(run: Run) -> None:
@@ -205,11 +205,11 @@ def again(run: Run) -> None:
         clear(folder)
         target = folder / "x"
         way.save(target)
-        known = inodes_below(target)
+        inodes = inodes_below(target)
         asked = written()
         way.save(target)
         asked = written() - asked
-        shards = new_shard_bytes(target, known)
+        shards = new_shard_bytes(target, inodes)
         candidates = [
             Candidate(MEMCPY, run.raw.copy, limit=True),
             Candidate(AGAIN, partial(way.save, target)),
@@ -341,13 +341,13 @@ def memory(run: Run) -> None:
     names = [n for n in run.ways if n != Dcp.name or len(run.state) < MANY]
     for name in names[: 1 if run.quick else None]:
         clear(run.disk)
-        for what in WHAT:
-            found = peak_of(what, name, run.letter, run.disk / "x", run.quick)
-            result = size if what == "load" else 0.0
-            own, every = found["own_mib"] - result, found["all_mib"] - result
-            label = f"{name}: {what}"
-            report.say(f"{label:<{report.WIDTH}}{own:>9.1f}{every:>9.1f}{found['ms']:>10.0f}")
-            lines.append({"name": label, "own_mib": own, "all_mib": every, "ms": found["ms"]})
+        for operation in WHAT:
+            peaks = peak_of(operation, name, run.letter, run.disk / "x", run.quick)
+            result = size if operation == "load" else 0.0
+            own_mib, every = peaks["own_mib"] - result, peaks["all_mib"] - result
+            label = f"{name}: {operation}"
+            report.say(f"{label:<{report.WIDTH}}{own_mib:>9.1f}{every:>9.1f}{peaks['ms']:>10.0f}")
+            lines.append({"name": label, "own_mib": own_mib, "all_mib": every, "ms": peaks["ms"]})
     aims = [
         f"{line['name']} <= 16 MiB: {max(line['own_mib'], line['all_mib']):.1f}, "
         + ("met" if max(line["own_mib"], line["all_mib"]) <= 16 else "NOT MET")
@@ -374,7 +374,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
 }
 
 
-def wanted(only: str | None) -> list[tuple[str, list[str]]]:
+def selected_runs(only: str | None) -> list[tuple[str, list[str]]]:
     """Return the states and parts to run."""
     letter, _, part = (only or "").rpartition(".")
     if only in STATES:
@@ -398,27 +398,29 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = options()
+    arguments = options()
     keep_memory()
     warnings.filterwarnings("ignore", module="torch")
-    report = Report("mlstate: checkpoints", given.json, "checkpoint" if given.store else None)
+    report = Report(
+        "mlstate: checkpoints", arguments.json, "checkpoint" if arguments.store else None
+    )
     report.say(
         "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
     )
     if not hasattr(mlstate, "save"):
         report.say("this mlstate has no mlstate.save: its lines are left out")
-    memory_folder = given.memory_folder if given.memory_folder.is_dir() else None
-    repeats = given.repeats or (1 if given.quick else 5)
+    memory_folder = arguments.memory_folder if arguments.memory_folder.is_dir() else None
+    repeats = arguments.repeats or (1 if arguments.quick else 5)
     with (
-        tempfile.TemporaryDirectory(dir=given.folder or Path.cwd(), prefix="bench-") as disk,
+        tempfile.TemporaryDirectory(dir=arguments.folder or Path.cwd(), prefix="bench-") as disk,
         tempfile.TemporaryDirectory(dir=memory_folder, prefix="bench-") as shared,
     ):
         shm = None if memory_folder is None else Path(shared)
-        run = Run(report, repeats, given.quick, Path(disk), shm)
+        run = Run(report, repeats, arguments.quick, Path(disk), shm)
         try:
-            if given.only in (None, "crc"):
+            if arguments.only in (None, "crc"):
                 checksums(run)
-            for letter, chosen in [] if given.only == "crc" else wanted(given.only):
+            for letter, chosen in [] if arguments.only == "crc" else selected_runs(arguments.only):
                 run.enter(letter)
                 for part in chosen:
                     PARTS[part](run)

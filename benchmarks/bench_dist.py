@@ -117,27 +117,29 @@ class Run:
         """Make the ways, let them take turns, and return their rows."""
         rounds = rounds or self.repeats
         engines = [e for e in ENGINES if e in self.jobs and any(t.engine == e for t in turns)]
-        told: dict[tuple[str, str], dict[str, Any]] = {}
+        facts_of_turns: dict[tuple[str, str], dict[str, Any]] = {}
         for engine in engines:
             names = [turn.way for turn in turns if turn.engine == engine]
             self.ask(engine, "load", dtype, self.quick, small)
             for rank in self.ask(engine, "make", names) or []:
                 for way, facts in rank.items():
-                    here = told.setdefault((engine, way), facts)
-                    here["mib"] = max(here["mib"], facts["mib"])
+                    turn_facts = facts_of_turns.setdefault((engine, way), facts)
+                    turn_facts["mib"] = max(turn_facts["mib"], facts["mib"])
                     if facts["bits"] != "same":
-                        here["bits"] = facts["bits"]
-        samples = self._take_turns([t for t in turns if (t.engine, t.way) in told], rounds)
+                        turn_facts["bits"] = facts["bits"]
+        samples = self._take_turns(
+            [t for t in turns if (t.engine, t.way) in facts_of_turns], rounds
+        )
         for engine in engines:
             self.ask(engine, "drop")
-        kept = [turn for turn in turns if len(samples.get(turn.name, [])) == rounds]
+        complete_turns = [turn for turn in turns if len(samples.get(turn.name, [])) == rounds]
         candidates = [
             Candidate(t.name, settle, baseline=t.baseline, limit=t.limit, at_most=t.at_most)
-            for t in kept
+            for t in complete_turns
         ]
         rows = rows_of(candidates, samples)
-        for row, turn in zip(rows, kept, strict=True):
-            facts = told[turn.engine, turn.way]
+        for row, turn in zip(rows, complete_turns, strict=True):
+            facts = facts_of_turns[turn.engine, turn.way]
             if facts["bits"]:
                 row.extra["bits"] = facts["bits"]
             row.extra["extra MiB"] = f"{facts['mib']:.0f}"
@@ -151,9 +153,9 @@ class Run:
         for number in range(1 + rounds):
             for turn in order.sample(turns, len(turns)):
                 settle()
-                found = self.ask(turn.engine, "time", turn.way)
-                if found is not None and number > 0:
-                    samples[turn.name].append(max(found))
+                answer = self.ask(turn.engine, "time", turn.way)
+                if answer is not None and number > 0:
+                    samples[turn.name].append(max(answer))
         return samples
 
     def show(
@@ -200,16 +202,16 @@ def reducing(run: Run, dtype: str) -> None:
 
 def backwards(run: Run, dtype: str) -> None:
     """Compare backward passes of wrapped modules."""
-    theirs, ours = "FSDP2", "FSDP2, mlstate LocalGroup plugged in"
+    torch_name, mlstate_name = "FSDP2", "FSDP2, mlstate LocalGroup plugged in"
     turns = [
         Turn("copies of the gradients alone", "gloo", "alone"),
         Turn("DDP", "gloo", "ddp"),
         Turn("DDP, mlstate LocalGroup plugged in", "gloo", "ddp ours"),
-        Turn(theirs, "gloo", "fsdp2", baseline=True),
-        Turn(ours, "gloo", "fsdp2 ours"),
+        Turn(torch_name, "gloo", "fsdp2", baseline=True),
+        Turn(mlstate_name, "gloo", "fsdp2 ours"),
         Turn("FSDP2, mlstate TorchGroup plugged in", "gloo", "fsdp2 ours gloo"),
     ]
-    aims = [Aim(ours, theirs, 3.0 if dtype == "f32" else 2.5)]
+    aims = [Aim(mlstate_name, torch_name, 3.0 if dtype == "f32" else 2.5)]
     note = "over gloo; parameters are gathered in the forward pass, untimed; autograd copies"
     run.show(f"backward pass: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
 
@@ -239,9 +241,9 @@ def guard(run: Run) -> None:
     """
     for engine, name in (("local", "LocalGroup"), ("gloo", "TorchGroup over gloo")):
         turns = []
-        for what, way in (("step", "ours"), ("hook", "ours hook")):
-            turns.append(Turn(f"{name}: {what}", engine, way))
-            turns.append(Turn(f"{name}: {what} without messages", engine, f"{way} silent"))
+        for label, way in (("step", "ours"), ("hook", "ours hook")):
+            turns.append(Turn(f"{name}: {label}", engine, way))
+            turns.append(Turn(f"{name}: {label} without messages", engine, f"{way} silent"))
         pairs = [(turns[i].name, turns[i + 1].name) for i in (0, 2)]
         turns.append(Turn(f"{name}: messages of a step alone", engine, "messages"))
         rows = run.measure("f32", turns, rounds=PAIRS * run.repeats)
@@ -274,9 +276,9 @@ def compression(run: Run) -> None:
         Turn("int8, a scale for each 256", "local", "compressed int8"),
     ]
     rows = run.measure("f32", turns)
-    whole = sum(prod(shape) for shape in shapes_of(run.quick).values()) * 4
+    full_bytes = sum(prod(shape) for shape in shapes_of(run.quick).values()) * 4
     if "as they are" in rows:
-        rows["as they are"].extra["sent MB"] = f"{whole / 2e6:.0f}"
+        rows["as they are"].extra["sent MB"] = f"{full_bytes / 2e6:.0f}"
     note = "with error feedback; extra MiB: its residuals, a float32 for each element, and buffers"
     run.show(f"compression on LocalGroup: {run.size('f32')}", rows, [], note=note)
 
@@ -323,17 +325,19 @@ def interrupted(*_: object) -> None:
 
 
 def main() -> None:
-    given = options()
+    arguments = options()
     signal.signal(signal.SIGTERM, interrupted)
-    report = Report("mlstate: gradients across ranks", given.json, "dist" if given.store else None)
+    report = Report(
+        "mlstate: gradients across ranks", arguments.json, "dist" if arguments.store else None
+    )
     report.say("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
-    chosen = [given.only] if given.only else list(PARTS)
-    repeats = given.repeats or (2 if given.quick else 5)
+    chosen = [arguments.only] if arguments.only else list(PARTS)
+    repeats = arguments.repeats or (2 if arguments.quick else 5)
     began = time.perf_counter()
     # in memory if possible, because the limit's arrays are in this folder
     shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=shared, prefix="bench-dist-") as folder:
-        run = Run(report, given.quick, repeats, Path(folder))
+        run = Run(report, arguments.quick, repeats, Path(folder))
         try:
             if any(part not in ALONE for part in chosen):
                 run.start()

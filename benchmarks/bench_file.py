@@ -78,21 +78,24 @@ def saving(report: Report, state: dict[str, np.ndarray], folder: Path, repeats: 
 
 def loading(report: Report, state: dict[str, np.ndarray], folder: Path, repeats: int) -> None:
     """Time reading files from the page cache."""
-    ours, raw = folder / "ours.safetensors", folder / "raw"
-    mlstate.save_file(state, ours)
+    mlstate_file, raw = folder / "ours.safetensors", folder / "raw"
+    mlstate.save_file(state, mlstate_file)
     write_raw(state, raw, False)
     target = np.ones(TENSORS * TENSOR_BYTES, np.uint8)
     candidates = [
         Candidate("raw read into touched memory", partial(read_raw, raw, target), limit=True),
-        Candidate("mlstate.load_file", partial(mlstate.load_file, ours)),
+        Candidate("mlstate.load_file", partial(mlstate.load_file, mlstate_file)),
         Candidate(
-            "mlstate.load_file, verify=False", partial(mlstate.load_file, ours, verify=False)
+            "mlstate.load_file, verify=False",
+            partial(mlstate.load_file, mlstate_file, verify=False),
         ),
-        Candidate("mlstate.load_file, mmap=True", partial(mlstate.load_file, ours, mmap=True)),
+        Candidate(
+            "mlstate.load_file, mmap=True", partial(mlstate.load_file, mlstate_file, mmap=True)
+        ),
     ]
     if safetensors is not None:
         candidates.append(
-            Candidate("safetensors", partial(safetensors.load_file, ours), baseline=True)
+            Candidate("safetensors", partial(safetensors.load_file, mlstate_file), baseline=True)
         )
     show(report, "load, files in the system's cache", candidates, repeats)
 

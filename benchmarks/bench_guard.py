@@ -48,10 +48,10 @@ def size_text(nbytes: int, tensors: int) -> str:
 
 def shapes_of(operation: Operation, quick: bool) -> list[tuple[int, int]]:
     """Return the sizes of an operation, each with the number of tensors."""
-    found = [(nbytes, 1) for nbytes in operation.sizes]
+    shapes = [(nbytes, 1) for nbytes in operation.sizes]
     if operation.many:
-        found += [(nbytes, MANY) for nbytes in MANY_SIZES]
-    return [shape for shape in found if not quick or shape[0] <= QUICK_BYTES]
+        shapes += [(nbytes, MANY) for nbytes in MANY_SIZES]
+    return [shape for shape in shapes if not quick or shape[0] <= QUICK_BYTES]
 
 
 def print_row(report: Report, row: dict[str, Any]) -> None:
@@ -103,10 +103,12 @@ def measure_operation(
     for shape in shapes_of(operation, quick):
         if sizes is not None and shape[0] not in sizes:
             continue
-        found = confirmed(operation, measure_size(operation, *shape, operation.threads), shape)
-        for row in found:
+        rows_measured = confirmed(
+            operation, measure_size(operation, *shape, operation.threads), shape
+        )
+        for row in rows_measured:
             print_row(report, row)
-        rows += found
+        rows += rows_measured
     return rows
 
 
@@ -130,9 +132,9 @@ def run(report: Report, operations: list[Operation], options: argparse.Namespace
     threads = mlstate.get_num_threads()
     try:
         for operation in operations:
-            found = measure_operation(report, operation, options.quick, options.sizes)
-            rows += found
-            table = {"title": operation.name, "simple_way": operation.simple, "rows": found}
+            rows_measured = measure_operation(report, operation, options.quick, options.sizes)
+            rows += rows_measured
+            table = {"title": operation.name, "simple_way": operation.simple, "rows": rows_measured}
             if operation.fixed_us:
                 table |= {"fixed_us": operation.fixed_us, "fixed_for": operation.why}
             report.tables.append(dict[str, object](table))
@@ -162,10 +164,10 @@ def warm_memory(operations: list[Operation], options: argparse.Namespace) -> Non
 
 def chosen(operations: tuple[Operation, ...], only: str | None) -> list[Operation]:
     """Return the operations that can run here and whose names contain `only`."""
-    found = [o for o in operations if o.needs is not None and (only or "") in o.name]
-    if not found:
+    selected = [o for o in operations if o.needs is not None and (only or "") in o.name]
+    if not selected:
         raise SystemExit(f"--only: no operation's name contains {only!r}; see --list")
-    return found
+    return selected
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -94,10 +94,10 @@ def serve(pipe: Connection, rank: int, store: str, rows: int) -> None:
     def gather(folder: str) -> None:
         from safetensors.torch import save_file
 
-        whole = {name: value.full_tensor() for name, value in module.state_dict().items()}
+        full_state = {name: value.full_tensor() for name, value in module.state_dict().items()}
         if rank == 0:
             Path(folder).mkdir()
-            save_file(whole, Path(folder) / "model.safetensors", {"format": "pt"})
+            save_file(full_state, Path(folder) / "model.safetensors", {"format": "pt"})
             sync(Path(folder))
         dist.barrier()
 
@@ -123,8 +123,8 @@ def by_ranks(report: Report, folder: Path, rows: int, repeats: int) -> None:
     nbytes = TENSORS * rows * COLUMNS * 4
 
     def run(name: str, command: str) -> None:
-        found = ranks.ask(command, str(folder / command))
-        grown.setdefault(name, []).append(max(found))
+        rows_measured = ranks.ask(command, str(folder / command))
+        grown.setdefault(name, []).append(max(rows_measured))
 
     def candidate(name: str, command: str, **keywords: Any) -> Candidate:
         before = partial(remove, folder / command)
@@ -135,15 +135,15 @@ def by_ranks(report: Report, folder: Path, rows: int, repeats: int) -> None:
         if importlib.util.find_spec("safetensors") is not None:
             candidates.append(candidate(GATHER, "gather"))
         candidates.append(raw_write(folder, nbytes))
-        found = take_turns(candidates, repeats)
+        rows_measured = take_turns(candidates, repeats)
     finally:
         ranks.close()
-    for row in found:
+    for row in rows_measured:
         add_rate(row, nbytes)
         if row.name in grown:
             row.extra["MiB/rank"] = f"{sorted(grown[row.name])[len(grown[row.name]) // 2]:.0f}"
-    report.table(f"export by {RANKS} ranks: {TENSORS} tensors, {nbytes >> 20} MiB", found)
-    report.judge([Aim(OURS, 2.0, DCP, faster=True).verdict(found)])
+    report.table(f"export by {RANKS} ranks: {TENSORS} tensors, {nbytes >> 20} MiB", rows_measured)
+    report.judge([Aim(OURS, 2.0, DCP, faster=True).verdict(rows_measured)])
 
 
 def add_rate(row: Row, nbytes: int) -> None:
@@ -191,25 +191,33 @@ def by_one_process(report: Report, folder: Path, quick: bool, repeats: int) -> N
         return
     model = llama(quick)
     nbytes = sum(value.nbytes for value in model.parameters())
-    ours, theirs, synced = (folder / name for name in ("ours", "theirs", "synced"))
+    mlstate_folder, peer_folder, synced = (folder / name for name in ("ours", "theirs", "synced"))
 
     def pretrained_synced() -> None:
         model.save_pretrained(synced)
         sync(synced)
 
-    found = take_turns(
+    rows_measured = take_turns(
         [
-            Candidate(OURS, partial(export_huggingface, ours, model), partial(remove, ours)),
-            Candidate(PRETRAINED, partial(model.save_pretrained, theirs), partial(remove, theirs)),
+            Candidate(
+                OURS,
+                partial(export_huggingface, mlstate_folder, model),
+                partial(remove, mlstate_folder),
+            ),
+            Candidate(
+                PRETRAINED,
+                partial(model.save_pretrained, peer_folder),
+                partial(remove, peer_folder),
+            ),
             Candidate(f"{PRETRAINED} + fsync", pretrained_synced, partial(remove, synced), True),
             raw_write(folder, nbytes),
         ],
         repeats,
     )
-    for row in found:
+    for row in rows_measured:
         add_rate(row, nbytes)
-    report.table(f"export by one process: Llama, {nbytes >> 20} MiB", found)
-    report.judge([Aim(OURS, 1.0, f"{PRETRAINED} + fsync", faster=True).verdict(found)])
+    report.table(f"export by one process: Llama, {nbytes >> 20} MiB", rows_measured)
+    report.judge([Aim(OURS, 1.0, f"{PRETRAINED} + fsync", faster=True).verdict(rows_measured)])
 
 
 # ---- reading ----
@@ -223,13 +231,13 @@ def reading(report: Report, folder: Path, rows: int, repeats: int) -> None:
     from safetensors import safe_open
     from safetensors.numpy import load_file, save_file
 
-    source, plain = folder / "read", folder / "plain"
+    source, copied_folder = folder / "read", folder / "plain"
     state = {f"w{i}": np.full((rows, COLUMNS), i, np.float32) for i in range(TENSORS)}
     export_huggingface(source, state, max_shard_bytes=TENSORS * rows * COLUMNS)
-    shutil.copytree(source, plain)
-    for path in plain.glob("*.safetensors"):  # as other programs write them: no checksums
+    shutil.copytree(source, copied_folder)
+    for path in copied_folder.glob("*.safetensors"):  # as other programs write them: no checksums
         save_file(load_file(path), path, {"format": "pt"})
-    files = sorted(plain.glob("*.safetensors"))
+    files = sorted(copied_folder.glob("*.safetensors"))
     nbytes = TENSORS * rows * COLUMNS * 4
 
     def slices() -> list[np.ndarray]:
@@ -240,22 +248,24 @@ def reading(report: Report, folder: Path, rows: int, repeats: int) -> None:
         return parts
 
     part = {"rank": 1, "world_size": 8, "layout": "rows"}
-    found = take_turns(
+    rows_measured = take_turns(
         [
             Candidate(f"{LOAD}, with checksums", partial(mlstate.load, source)),
-            Candidate(f"{LOAD}, files without checksums", partial(mlstate.load, plain)),
-            Candidate(LOAD_PLAIN, partial(mlstate.load, plain, mmap=True)),
+            Candidate(f"{LOAD}, files without checksums", partial(mlstate.load, copied_folder)),
+            Candidate(LOAD_PLAIN, partial(mlstate.load, copied_folder, mmap=True)),
             Candidate(SAFETENSORS, lambda: [load_file(path) for path in files], baseline=True),
         ],
         repeats,
     )
-    for row in found:
+    for row in rows_measured:
         add_rate(row, nbytes)
-    report.table(f"load: {len(files)} files, {nbytes >> 20} MiB, in the system's cache", found)
+    report.table(
+        f"load: {len(files)} files, {nbytes >> 20} MiB, in the system's cache", rows_measured
+    )
     rank = take_turns(
         [
             Candidate(f"{OUR_ROWS}, with checksums", partial(mlstate.load, source, **part)),
-            Candidate(OUR_ROWS, partial(mlstate.load, plain, **part)),
+            Candidate(OUR_ROWS, partial(mlstate.load, copied_folder, **part)),
             Candidate(SLICES, slices, baseline=True),
         ],
         repeats,
@@ -272,8 +282,8 @@ def main() -> None:
     name = "huggingface" if options.store else None
     report = Report("mlstate: Hugging Face folders", options.json, name)
     rows, repeats = (QUICK_ROWS, 3) if options.quick else (ROWS, 7)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         if options.only in (None, "ranks"):
             by_ranks(report, folder, rows, repeats)
         if options.only in (None, "save"):

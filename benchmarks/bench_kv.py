@@ -96,12 +96,12 @@ def torch_rows(
     if torch is None:
         return []
     tensor = torch_source(source)
-    wanted = getattr(torch, np.dtype(dtype).name)
+    target_dtype = getattr(torch, np.dtype(dtype).name)
     call = peers.torch_compact if how == "zeros" else peers.torch_expand
     return [
         Candidate(
             f"torch peer: {how} + to + copy, {count_threads(count)}",
-            partial(call, tensor, length, position, wanted),
+            partial(call, tensor, length, position, target_dtype),
             partial(use_torch_threads, count),
         )
         for count in sorted({1, TORCH_THREADS})
@@ -146,35 +146,37 @@ def transition(
     """Time one transition in every available way."""
     compact = length < shape[2]
     used = shape[2] if position is None else position
-    kind, wanted = np.dtype(dtypes[0]), np.dtype(dtypes[1])
+    kind, target_dtype = np.dtype(dtypes[0]), np.dtype(dtypes[1])
     source = random_cache(shape, kind)
-    out = np.ones(peers.longer(shape, length), wanted)
-    ours = partial(compact_kv_state if compact else transition_kv_state, source, length, used)
+    out = np.ones(peers.longer(shape, length), target_dtype)
+    move = partial(compact_kv_state if compact else transition_kv_state, source, length, used)
     peer = peers.numpy_compact if compact else peers.numpy_expand
     how = "zeros" if compact else "full"
     candidates = [
         Candidate(
             f"NumPy peer: {how} + astype + copy",
-            partial(peer, source, length, used, wanted),
+            partial(peer, source, length, used, target_dtype),
             baseline=True,
         ),
-        Candidate("NumPy: zeros + copy", partial(peers.numpy_zeros, source, length, used, wanted)),
+        Candidate(
+            "NumPy: zeros + copy", partial(peers.numpy_zeros, source, length, used, target_dtype)
+        ),
         Candidate(
             "NumPy into a preallocated target", partial(peers.numpy_into, source, used, out.copy())
         ),
-        *torch_rows(how, source, length, used, wanted),
-        *mlstate_rows("mlstate fresh", lambda: partial(ours, dtype=wanted), fresh_target),
+        *torch_rows(how, source, length, used, target_dtype),
+        *mlstate_rows("mlstate fresh", lambda: partial(move, dtype=target_dtype), fresh_target),
     ]
     if out.nbytes >= 32 << 20:
         candidates += mlstate_rows(
-            "mlstate fresh, low_memory", lambda: partial(ours, dtype=wanted, low_memory=True)
+            "mlstate fresh, low_memory", lambda: partial(move, dtype=target_dtype, low_memory=True)
         )[-1:]
-    candidates += mlstate_rows("mlstate out=", lambda: partial(ours, out=out.copy()), out_target)
+    candidates += mlstate_rows("mlstate out=", lambda: partial(move, out=out.copy()), out_target)
     if reserve:
         candidates.append(reserving(source, length))
     limit = MemoryLimit(source, out, out.nbytes // length * used)
     candidates.append(Candidate("limit: memcpy + memset, touched memory", limit, limit=True))
-    dtype_text = kind.name if kind == wanted else f"{kind.name} -> {wanted.name}"
+    dtype_text = kind.name if kind == target_dtype else f"{kind.name} -> {target_dtype.name}"
     report.table(
         f"{'compact' if compact else 'expand'} {dtype_text}, {shape} -> {length} "
         f"at {used} tokens: {mib(source.nbytes)} -> {mib(out.nbytes)}",
@@ -184,13 +186,13 @@ def transition(
 
 def reserving(source: np.ndarray, length: int) -> Candidate:
     """Make the candidate that raises a KVState's capacity; each call needs a new one."""
-    kept: list[KVState] = []
+    states: list[KVState] = []
 
     def prepare() -> None:
-        kept[:] = [KVState.from_array(source)]
+        states[:] = [KVState.from_array(source)]
 
     return Candidate(
-        "KVState.reserve (consumes the source)", lambda: kept[0].reserve(length), prepare
+        "KVState.reserve (consumes the source)", lambda: states[0].reserve(length), prepare
     )
 
 
@@ -516,12 +518,12 @@ def cache_of(length: int) -> CacheState:
 
 def caches(report: Report, repeats: int) -> None:
     """Time operations on the 56 arrays of a cache."""
-    whole = cache_of(LARGE[2])
-    arrays, length = dict(whole.arrays), whole.length
-    title = f"{len(arrays)} arrays {whole.spec[0].shape}, float16: {mib(whole.nbytes)}"
+    full_cache = cache_of(LARGE[2])
+    arrays, length = dict(full_cache.arrays), full_cache.length
+    title = f"{len(arrays)} arrays {full_cache.spec[0].shape}, float16: {mib(full_cache.nbytes)}"
 
     def resize() -> CacheState:
-        state = CacheState(whole.spec, arrays, length)
+        state = CacheState(full_cache.spec, arrays, length)
         state.resize(4096)
         return state
 
@@ -539,8 +541,8 @@ def caches(report: Report, repeats: int) -> None:
         return {name: array[:, :, : length - 8] for name, array in arrays.items()}
 
     def trim() -> None:
-        whole.trim(8)
-        whole.advance(8)
+        full_cache.trim(8)
+        full_cache.advance(8)
 
     candidates = [
         Candidate("NumPy: a slice of each array", repeated(cropped), baseline=True),

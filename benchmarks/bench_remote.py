@@ -55,19 +55,19 @@ class Task:
         cpu, start = time.process_time(), time.perf_counter()
         result = self.call()
         elapsed = time.perf_counter() - start
-        found = {"ms": elapsed * 1e3, "CPU ms": (time.process_time() - cpu) * 1e3}
-        found["peak MiB"] = peak() - before
+        figures = {"ms": elapsed * 1e3, "CPU ms": (time.process_time() - cpu) * 1e3}
+        figures["peak MiB"] = peak() - before
         if self.expected is not None and result is not None:
             expect(result, self.expected)
         counts = server.take()
         for name in ("sent", "received"):
-            found[f"{name} MiB"] = counts.pop(name, 0) / MIB
+            figures[f"{name} MiB"] = counts.pop(name, 0) / MIB
         for name in METHODS:
-            found[name] = counts.pop(name, 0)
-        found["other"] = sum(counts.values())
+            figures[name] = counts.pop(name, 0)
+        figures["other"] = sum(counts.values())
         if isinstance(result, dict) and "staged" in result:
-            found["staged"] = result["staged"]
-        for name, value in found.items():
+            figures["staged"] = result["staged"]
+        for name, value in figures.items():
             self.samples[name].append(value)
 
     def rows(self) -> list[Row]:
@@ -120,12 +120,12 @@ def loading(report: Report, ways: dict[str, Any], server: RemoteServer, rounds: 
 
 def loading_rows(report: Report, ways: dict[str, Any], server: RemoteServer, rounds: int) -> None:
     """Compare reads of one eighth of the rows, and the bytes read with the rows' size."""
-    ours = ways["mlstate"]
-    part = part_of(ours.state)
+    mlstate_way = ways["mlstate"]
+    part = part_of(mlstate_way.state)
     nbytes = sum(array.nbytes for array in part.values())
-    unverified = functools.partial(ours.rows, verify=False)
+    unverified = functools.partial(mlstate_way.rows, verify=False)
     tasks = [
-        Task("mlstate load", ours.rows, part),
+        Task("mlstate load", mlstate_way.rows, part),
         Task("mlstate load, verify=False", unverified, part),
         Task("obstore get_ranges", ways["obstore"].rows, part),
     ]
@@ -142,25 +142,25 @@ def loading_rows(report: Report, ways: dict[str, Any], server: RemoteServer, rou
     report.judge(verdicts)
 
 
-def show(report: Report, what: str, ways: dict[str, Any], rows: list[Row]) -> None:
+def show(report: Report, label: str, ways: dict[str, Any], rows: list[Row]) -> None:
     """Print one table."""
     state = ways["mlstate"].state
     mib = sum(array.nbytes for array in state.values()) // MIB
     packages = dict.fromkeys(name for way in ways.values() for name in way.versions())
     note = ", ".join([f"moto {metadata.version('moto')}", *packages])
-    report.table(f"{what}: {len(state)} tensors, {mib} MiB", rows, note=note)
+    report.table(f"{label}: {len(state)} tensors, {mib} MiB", rows, note=note)
 
 
 def kinds_of(report: Report) -> list[type[Way]]:
     """Return the ways whose packages are installed; print the reason for the others."""
-    found: list[type[Way]] = []
+    kinds: list[type[Way]] = []
     for kind in (Mlstate, Obstore, Boto3, Dcp):
         missing = kind.missing()
         if missing:
             report.say(f"{kind.name} does not take part: not installed: {missing}")
         else:
-            found.append(kind)
-    return found
+            kinds.append(kind)
+    return kinds
 
 
 def server_missing() -> str:

@@ -82,14 +82,14 @@ def address(array: np.ndarray) -> int:
 def share_out(jobs: list[Job], threads: int) -> list[list[Job]]:
     """Give each thread a part of every large job, and every n-th of the small jobs."""
     shares: list[list[Job]] = [[] for _ in range(threads)]
-    for turn, (one, other, size) in enumerate(jobs):
+    for turn, (first, second, size) in enumerate(jobs):
         if size < 1 << 20:
-            shares[turn % threads].append((one, other, size))
+            shares[turn % threads].append((first, second, size))
             continue
         for i, share in enumerate(shares):
             start, end = i * size // threads & ~63, (i + 1) * size // threads & ~63
             end = size if i == threads - 1 else end
-            share.append((one + start, other + start, end - start))
+            share.append((first + start, second + start, end - start))
     return shares
 
 
@@ -143,20 +143,20 @@ def assign(state: dict, names: list[str], array: np.ndarray) -> None:
 
 def as_dict(report: Report, repeats: int) -> None:
     """Time the operations of a dict with 10,000 entries."""
-    plain = small()
+    tensors = small()
     kinds = {"dict": dict, "StateDict": StateDict, "ModelStateDict": ModelStateDict}
     kinds["subclass in Python"] = Mine
-    states = {name: kind(plain) for name, kind in kinds.items()}
-    names, array = list(plain), np.zeros(1)
+    states = {name: kind(tensors) for name, kind in kinds.items()}
+    names, array = list(tensors), np.zeros(1)
     random.Random(0).shuffle(names)
 
     def table(title: str, call: Callable[[str], Callable[[], object]], reach: float) -> None:
-        found = [
+        candidates = [
             Candidate(name, call(name), baseline=name == "dict", at_least=round(1 / reach, 2))
             for name in kinds
         ]
-        found[0].at_least = None
-        rows = measure(found, 5 * repeats, unit=1e-3)
+        candidates[0].at_least = None
+        rows = measure(candidates, 5 * repeats, unit=1e-3)
         report.table(
             title,
             rows,
@@ -168,11 +168,11 @@ def as_dict(report: Report, repeats: int) -> None:
     table("iteration over 10,000 items", lambda k: partial(walk, states[k]), 1.5)
     table("10,000 assignments", lambda k: partial(assign, states[k], names, array), 1.5)
     table(
-        "update of 10,000 entries that are there", lambda k: partial(states[k].update, plain), 1.5
+        "update of 10,000 entries that are there", lambda k: partial(states[k].update, tensors), 1.5
     )
     table(
         "update of an empty one with 10,000 entries",
-        lambda k: lambda: kinds[k]().update(plain),
+        lambda k: lambda: kinds[k]().update(tensors),
         1.5,
     )
 
@@ -213,13 +213,13 @@ def comparison(report: Report, repeats: int) -> None:
     }
     if torch is not None:
         cases["torch tensors, in the same order"] = (tensors_over(a), tensors_over(same))
-    for case, (one, other) in cases.items():
+    for case, (first, second) in cases.items():
         rows = measure(
             [
-                Candidate("plain Python", partial(spec_check, one, other), baseline=True),
+                Candidate("plain Python", partial(spec_check, first, second), baseline=True),
                 Candidate(
                     "keys_match and shapes_match",
-                    lambda a=one, b=other: keys_match(a, b) and shapes_match(a, b),
+                    lambda a=first, b=second: keys_match(a, b) and shapes_match(a, b),
                     at_least=None if "torch" in case else 5,
                 ),
             ],
@@ -228,9 +228,9 @@ def comparison(report: Report, repeats: int) -> None:
         rows += measure(
             [
                 Candidate(
-                    "plain Python, with lists", partial(spec_result, one, other), baseline=True
+                    "plain Python, with lists", partial(spec_result, first, second), baseline=True
                 ),
-                Candidate("check_compatibility", partial(check_compatibility, one, other)),
+                Candidate("check_compatibility", partial(check_compatibility, first, second)),
             ],
             3 * repeats,
         )
@@ -375,8 +375,8 @@ def spec_layer(state: Arrays, layer: str) -> Arrays:
 
 def layers(report: Report, repeats: int) -> None:
     """Extract all layers of a model of 10,000 tensors."""
-    plain = small()
-    model = ModelStateDict(plain)
+    tensors = small()
+    model = ModelStateDict(tensors)
     names = model.layer_names(3)
 
     def forget() -> None:
@@ -389,7 +389,7 @@ def layers(report: Report, repeats: int) -> None:
 
     def scan() -> None:
         for name in names:
-            spec_layer(plain, name)
+            spec_layer(tensors, name)
 
     candidates = [
         Candidate("a scan for each layer, plain Python", scan, baseline=True),
@@ -449,10 +449,10 @@ def real_model(report: Report, repeats: int) -> None:
         order = random.Random(3)
         for turn in range(repeats + 1):
             for name in order.sample(names, len(names)):
-                found = json.loads(run(name, folder))
+                answer = json.loads(run(name, folder))
                 if turn:
-                    samples[name].append(found["ms"])
-                    extra[name].append(found["extra_mib"])
+                    samples[name].append(answer["ms"])
+                    extra[name].append(answer["extra_mib"])
     rows = rows_of(
         [Candidate(n, lambda: None, baseline=i == 0) for i, n in enumerate(names)], samples
     )

@@ -82,18 +82,18 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    given = options()
+    arguments = options()
     keep_memory()
     warnings.filterwarnings("ignore", module="torch")
-    report = Report("mlstate: training", given.json, "training" if given.store else None)
+    report = Report("mlstate: training", arguments.json, "training" if arguments.store else None)
     report.say(
         "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
     )
-    repeats = given.repeats or (1 if given.quick else 5)
+    repeats = arguments.repeats or (1 if arguments.quick else 5)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=given.folder or Path.cwd(), prefix="bench-") as folder:
-        run = Run(report, repeats, given.quick, Path(folder))
-        for part in [given.only] if given.only else PARTS:
+    with tempfile.TemporaryDirectory(dir=arguments.folder or Path.cwd(), prefix="bench-") as folder:
+        run = Run(report, repeats, arguments.quick, Path(folder))
+        for part in [arguments.only] if arguments.only else PARTS:
             PARTS[part](run)
     report.say(f"\n{show(time.perf_counter() - began)} s in all")
     report.close()

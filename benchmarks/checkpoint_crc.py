@@ -99,15 +99,15 @@ def candidates(folder: Path, mib: int) -> list[Candidate]:
     source = np.random.default_rng(3).integers(0, 255, mib << 20, np.uint8, endpoint=True)
     target = np.ones_like(source)
     at, to, size = source.ctypes.data, target.ctypes.data, source.nbytes
-    found = [
+    candidate_list = [
         Candidate(COPY, partial(np.copyto, target, source), limit=True),
         Candidate("zlib.crc32", partial(zlib.crc32, source)),
     ]
     if hasattr(_core, "crc32c"):
-        found.append(Candidate("the extension: CRC32C", partial(_core.crc32c, source)))
+        candidate_list.append(Candidate("the extension: CRC32C", partial(_core.crc32c, source)))
     library = build(folder)
     if library is None:
-        return found
+        return candidate_list
     kernels = library.mls_crc_of(SETS.index(_core.cpu_name())).contents
 
     def two_passes() -> None:
@@ -115,7 +115,7 @@ def candidates(folder: Path, mib: int) -> list[Candidate]:
         kernels.update(0, to, size)
 
     return [
-        *found,
+        *candidate_list,
         Candidate(CHECKSUM, partial(kernels.update, 0, at, size)),
         Candidate(FUSED, partial(copier(library, kernels, None), to, at, size)),
         *(
@@ -129,16 +129,16 @@ def candidates(folder: Path, mib: int) -> list[Candidate]:
 
 def verdicts(rows: list[Row], mib: int) -> list[str]:
     """Return the verdicts."""
-    found = {row.name: (mib << 20) / row.median * 1e-6 for row in rows}
-    if FUSED not in found:
+    speeds = {row.name: (mib << 20) / row.median * 1e-6 for row in rows}
+    if FUSED not in speeds:
         return ["copy with CRC32C: not measured, it needs csrc/core and a C compiler"]
-    speed, share = found[CHECKSUM], found[FUSED] / found[COPY]
-    said = [f"copy with CRC32C >= {AIM_SHARE:g}x the speed of memcpy: {share:.2f}, "]
-    said[0] += "met" if share >= AIM_SHARE else "NOT MET"
+    speed, share = speeds[CHECKSUM], speeds[FUSED] / speeds[COPY]
+    verdict_lines = [f"copy with CRC32C >= {AIM_SHARE:g}x the speed of memcpy: {share:.2f}, "]
+    verdict_lines[0] += "met" if share >= AIM_SHARE else "NOT MET"
     if _core.cpu_name() == "avx512":
         met = "met" if speed >= AIM_GBS else "NOT MET"
-        said.append(f"CRC32C >= {AIM_GBS:g} GB/s with AVX-512: {speed:.1f}, {met}")
-    return said
+        verdict_lines.append(f"CRC32C >= {AIM_GBS:g} GB/s with AVX-512: {speed:.1f}, {met}")
+    return verdict_lines
 
 
 def measure_crc(report: Report, folder: Path, quick: bool) -> list[str]:

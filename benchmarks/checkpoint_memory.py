@@ -33,38 +33,38 @@ def own_mib(pid: int) -> float:
     return sum(int(field[0]) for field in fields if field) / 1024
 
 
-def peak_of(what: str, name: str, letter: str, path: Path, quick: bool) -> dict[str, float]:
+def peak_of(operation: str, name: str, letter: str, path: Path, quick: bool) -> dict[str, float]:
     """Measure one call in a new process."""
-    command = [sys.executable, __file__, what, name, letter, str(path), str(int(quick))]
+    command = [sys.executable, __file__, operation, name, letter, str(path), str(int(quick))]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"{what} by {name} did not get ready")
+            raise RuntimeError(f"{operation} by {name} did not get ready")
         before = most = own_mib(process.pid)
         process.stdin.write("go\n")
         process.stdin.flush()
         while not select.select([process.stdout], [], [], LOOK_SECONDS)[0]:
             most = max(most, own_mib(process.pid))
-        found = json.loads(process.stdout.readline())
-    return {"own_mib": most - before, **found}
+        figures = json.loads(process.stdout.readline())
+    return {"own_mib": most - before, **figures}
 
 
 def main() -> None:
-    what, name, letter, path, quick = sys.argv[1:]
+    operation, name, letter, path, quick = sys.argv[1:]
     warnings.simplefilter("ignore")
     target, warm = Path(path), Path(f"{path}-warm")
     kind = ways()[name]
-    call = getattr(kind(STATES[letter](True)), what if what == "save" else "load")
+    call = getattr(kind(STATES[letter](True)), operation if operation == "save" else "load")
     kind(STATES[letter](True)).save(warm)  # the first call imports modules and starts thread pools
-    if what == "load":
+    if operation == "load":
         call(warm)
-    way = kind(STATES[letter](quick == "1") if what == "save" else {})
-    if what == "load" and name.startswith("torch DCP"):
+    way = kind(STATES[letter](quick == "1") if operation == "save" else {})
+    if operation == "load" and name.startswith("torch DCP"):
         way = kind(STATES[letter](quick == "1"))
-    call = way.save if what == "save" else getattr(way, "load_verified", way.load)
+    call = way.save if operation == "save" else getattr(way, "load_verified", way.load)
     before = forget_peak()
     print("ready", flush=True)
     sys.stdin.readline()

@@ -255,25 +255,25 @@ def rows_of_rank(state: Arrays, rank: int, world: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world,))
     tensors = {}
     for name in list(state):
-        whole = torch.from_numpy(state.pop(name))
-        count = -(-len(whole) // world)
+        tensor = torch.from_numpy(state.pop(name))
+        count = -(-len(tensor) // world)
         tensors[name] = DTensor.from_local(
-            whole[rank * count : (rank + 1) * count].clone(),
+            tensor[rank * count : (rank + 1) * count].clone(),
             mesh,
             [Shard(0)],
             run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            shape=tensor.shape,
+            stride=tensor.stride(),
         )
     return tensors
 
 
 def ways() -> dict[str, type[Way]]:
     """All ways that are available here, by name."""
-    found: list[type[Way]] = [Mlstate] if hasattr(mlstate, "save") else []
+    kinds: list[type[Way]] = [Mlstate] if hasattr(mlstate, "save") else []
     if importlib.util.find_spec("safetensors"):
-        found.append(Safetensors)
-    found.append(Savez)
+        kinds.append(Safetensors)
+    kinds.append(Savez)
     if importlib.util.find_spec("torch"):
-        found += [Torch, Dcp]
-    return {way.name: way for way in found}
+        kinds += [Torch, Dcp]
+    return {way.name: way for way in kinds}

@@ -105,10 +105,10 @@ def inodes_below(path: Path) -> dict[Path, int]:
     return {file: file.stat().st_ino for file in files_below(path)}
 
 
-def new_shard_bytes(path: Path, known: dict[Path, int]) -> int:
+def new_shard_bytes(path: Path, old_inodes: dict[Path, int]) -> int:
     """Bytes of a checkpoint's shard files that did not exist before."""
-    found = inodes_below(path).items()
-    files = [f for f, inode in found if f.suffix == ".safetensors" and known.get(f) != inode]
+    inodes = inodes_below(path).items()
+    files = [f for f, inode in inodes if f.suffix == ".safetensors" and old_inodes.get(f) != inode]
     return sum(file.stat().st_size for file in files)
 
 

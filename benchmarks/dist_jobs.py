@@ -29,8 +29,8 @@ def reason_against(engine: str) -> str:
     """Why an engine cannot take part; empty if it can."""
     if engine in ("local", "gloo"):
         return ""
-    known = import_from_tests("mpi_jobs")
-    if known is None or known.home(engine) is None:
+    mpi_jobs = import_from_tests("mpi_jobs")
+    if mpi_jobs is None or mpi_jobs.home(engine) is None:
         return f"{NAMES[engine]} is not installed (see tools/mpi.sh): its lines are left out"
     return ""
 
@@ -80,9 +80,9 @@ class Job:
                 rest[1] = str(rank)
                 commands.append([sys.executable, script, self.engine, *rest])
         else:
-            known = import_from_tests("mpi_jobs")
-            environment = known.environment(self.engine)
-            commands.append(known.command(self.engine, WORLD, script, self.engine, *rest))
+            mpi_jobs = import_from_tests("mpi_jobs")
+            environment = mpi_jobs.environment(self.engine)
+            commands.append(mpi_jobs.command(self.engine, WORLD, script, self.engine, *rest))
         with self.log.open("wb") as log:
             for command in commands:
                 process = subprocess.Popen(
@@ -123,8 +123,8 @@ class Job:
             return [self._answer(self.pipes[rank], deadline) for rank in range(WORLD)]
         except (OSError, EOFError, JobError) as error:
             self.close()
-            what = str(error) if isinstance(error, JobError) else f"a rank ended: {self._said()}"
-            raise JobError(f"{NAMES[self.engine]}, {command} {arguments}: {what}") from None
+            reason = str(error) if isinstance(error, JobError) else f"a rank ended: {self._said()}"
+            raise JobError(f"{NAMES[self.engine]}, {command} {arguments}: {reason}") from None
 
     def _answer(self, pipe: Connection, deadline: float) -> Any:
         if not pipe.poll(max(deadline - time.monotonic(), 0.0)):

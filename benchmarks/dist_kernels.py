@@ -70,10 +70,10 @@ def copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def limit_of(target: torch.Tensor, source: torch.Tensor) -> Candidate:
     """Read both and write one, as float32: the machine's time for these bytes."""
-    plain = [copy(t).view(torch.float32).numpy() for t in (target, source)]
-    plain[0][:] = 0
-    plain[1][:] = 1e-3
-    return Candidate("limit: NumPy, float32", partial(np.add, *plain, out=plain[0]), limit=True)
+    arrays = [copy(t).view(torch.float32).numpy() for t in (target, source)]
+    arrays[0][:] = 0
+    arrays[1][:] = 1e-3
+    return Candidate("limit: NumPy, float32", partial(np.add, *arrays, out=arrays[0]), limit=True)
 
 
 def of_equal(pair: list[torch.Tensor], at_least: float | None = None) -> list[Candidate]:
@@ -90,12 +90,12 @@ def scaled(wide: torch.Tensor, narrow: torch.Tensor) -> list[Candidate]:
 
     by_torch = partial(copy(wide).add_, narrow, alpha=0.5)
     # this many additions move the same number of bytes
-    whole = (2 * wide.nbytes + narrow.nbytes) // 12
+    copied_bytes = (2 * wide.nbytes + narrow.nbytes) // 12
     return [
         Candidate("torch: add_(alpha=)", by_torch, baseline=True),
         Candidate("torch: float(), then add_(alpha=)", partial(two_steps, copy(wide))),
         Candidate("mlstate", partial(add, copy(wide), narrow, 0.5), at_least=8),
-        limit_of(wide[:whole], wide[:whole]),
+        limit_of(wide[:copied_bytes], wide[:copied_bytes]),
     ]
 
 
@@ -116,17 +116,17 @@ def fused(pair: list[torch.Tensor]) -> list[Candidate]:
 
 def cloning(batches: list[Any], clone: Callable[[Any], Any]) -> Any:
     """The specification's way: a clone for each micro-batch, and a sum of clones at the end."""
-    kept: dict[str, list[Any]] = {}
+    batches_by_name: dict[str, list[Any]] = {}
     for batch in batches:
         for name, gradient in batch.items():
-            kept.setdefault(name, []).append(clone(gradient))
-    found = {}
-    for name, gradients in kept.items():
+            batches_by_name.setdefault(name, []).append(clone(gradient))
+    sums = {}
+    for name, gradients in batches_by_name.items():
         total = clone(gradients[0])
         for gradient in gradients[1:]:
             total += gradient
-        found[name] = total
-    return found
+        sums[name] = total
+    return sums
 
 
 def running(accumulator: GradientAccumulator, batches: list[Tensors]) -> Any:
@@ -137,11 +137,11 @@ def running(accumulator: GradientAccumulator, batches: list[Tensors]) -> Any:
 
 def summing(batches: list[Tensors]) -> Any:
     """Clone the first gradients and add to them, as torch's autograd does."""
-    found = {name: gradient.clone() for name, gradient in batches[0].items()}
+    sums = {name: gradient.clone() for name, gradient in batches[0].items()}
     for batch in batches[1:]:
         for name, gradient in batch.items():
-            found[name].add_(gradient)
-    return found
+            sums[name].add_(gradient)
+    return sums
 
 
 def accumulator(report: Report, quick: bool, repeats: int) -> None:
@@ -154,8 +154,8 @@ def accumulator(report: Report, quick: bool, repeats: int) -> None:
     shapes = shapes_of(quick)
     batches = [gradients_of(n, shapes, torch.float32) for n in range(2)] * (MICRO_BATCHES // 2)
     arrays = [{name: t.numpy() for name, t in batch.items()} for batch in batches]
-    ours, theirs = GradientAccumulator(MICRO_BATCHES), GradientAccumulator(MICRO_BATCHES)
-    same_bits(running(ours, batches), cloning(batches, torch.clone))
+    in_place, over_arrays = GradientAccumulator(MICRO_BATCHES), GradientAccumulator(MICRO_BATCHES)
+    same_bits(running(in_place, batches), cloning(batches, torch.clone))
     candidates = [
         Candidate(
             "clone per micro-batch (torch)",
@@ -164,8 +164,10 @@ def accumulator(report: Report, quick: bool, repeats: int) -> None:
         ),
         Candidate("clone per micro-batch (NumPy)", partial(cloning, arrays, np.copy)),
         Candidate("running sum, torch: clone, add_", partial(summing, batches)),
-        Candidate("mlstate.fsdp.GradientAccumulator", partial(running, ours, batches), at_least=8),
-        Candidate("mlstate, NumPy arrays", partial(running, theirs, arrays)),
+        Candidate(
+            "mlstate.fsdp.GradientAccumulator", partial(running, in_place, batches), at_least=8
+        ),
+        Candidate("mlstate, NumPy arrays", partial(running, over_arrays, arrays)),
     ]
     count = sum(t.numel() for t in batches[0].values())
     report.table(
@@ -176,8 +178,8 @@ def accumulator(report: Report, quick: bool, repeats: int) -> None:
     )
 
 
-def same_bits(found: Tensors, expected: Tensors) -> None:
+def same_bits(actual: Tensors, expected: Tensors) -> None:
     """Raise unless a running sum equals the specification's."""
     for name, value in expected.items():
-        if not torch.equal(found[name], value):
+        if not torch.equal(actual[name], value):
             raise RuntimeError(f"{name}: sums differ")

@@ -48,19 +48,19 @@ class Server:
         """Make ways, call each once, and return their memory and the bits of their results."""
         from dist_ways import reset_peak, status_mib
 
-        told = {}
+        facts = {}
         for name in names:
             gc.collect()
             trim()
             reset_peak()
-            there = status_mib("VmRSS")
+            resident = status_mib("VmRSS")
             way = self.ways[name] = self.known[name]()
             self.time(name)
-            told[name] = {"mib": status_mib("VmHWM") - there, "bits": way.check()}
+            facts[name] = {"mib": status_mib("VmHWM") - resident, "bits": way.check()}
             sent = getattr(way, "sent", None)
             if sent is not None:
-                told[name]["sent"] = sent()
-        return told
+                facts[name]["sent"] = sent()
+        return facts
 
     def time(self, name: str) -> float:
         """Call a way at the same moment as the other rank; return milliseconds a step."""
@@ -93,8 +93,8 @@ def start(engine: str, job: str, rank: int, folder: Path) -> Server:
         from mpi4py import MPI
 
         rank = MPI.COMM_WORLD.Get_rank()
-    here = Rank(engine, job, rank, folder)
-    return Server(here, ways_of(here))
+    rank_object = Rank(engine, job, rank, folder)
+    return Server(rank_object, ways_of(rank_object))
 
 
 def serve(pipe: Connection, server: Server) -> None:

@@ -94,13 +94,13 @@ class Way(ABC):
 
     def check(self) -> str:
         """Compare with sums in the order of ranks."""
-        found = self.parts()
-        if found is None:
+        parts = self.parts()
+        if parts is None:
             return ""
         differ = count = 0
         for name, total in sums_in_order(self.rank.shapes, self.rank.dtype, self.divisor):
             expected = self.expected(name, total)
-            same = bits(found[name].view(-1)) == bits(expected)
+            same = bits(parts[name].view(-1)) == bits(expected)
             differ += len(same) - int(same.sum())
             count += len(same)
         return "same" if differ == 0 else f"{100 * differ / count:.0f} % differ"
@@ -109,8 +109,8 @@ class Way(ABC):
 def bits(tensor: torch.Tensor) -> np.ndarray:
     """Elements as integers."""
     size = torch.int32 if tensor.element_size() == 4 else torch.int16
-    found: np.ndarray = tensor.contiguous().view(size).numpy()
-    return found
+    integers: np.ndarray = tensor.contiguous().view(size).numpy()
+    return integers
 
 
 # ---- the limit ----
@@ -347,25 +347,25 @@ class Bucketed(Way):
         count = sum(g.numel() for g in gradients)
         if len(gradients) == 1:  # already contiguous
             return gradients[0].view(-1)
-        whole = self.buffer[:count].view(WORLD, -1)
-        torch.cat(gradients, dim=1, out=whole)
-        return whole.view(-1)
+        packed = self.buffer[:count].view(WORLD, -1)
+        torch.cat(gradients, dim=1, out=packed)
+        return packed.view(-1)
 
     def call(self) -> None:
         for bucket, out in zip(self.buckets, self.out, strict=True):
             self.reduce(self.pack(bucket), out)
 
-    def reduce(self, whole: torch.Tensor, out: torch.Tensor) -> None:
+    def reduce(self, packed: torch.Tensor, out: torch.Tensor) -> None:
         import torch.distributed as dist
 
-        dist.reduce_scatter_tensor(out, whole)
+        dist.reduce_scatter_tensor(out, packed)
 
     def parts(self) -> Tensors:
-        found: Tensors = {}
+        parts: Tensors = {}
         for bucket, out in zip(self.buckets, self.out, strict=True):
             sizes = [self.rank.gradients[name].numel() // WORLD for name in bucket]
-            found |= dict(zip(bucket, out.split(sizes), strict=True))
-        return found
+            parts |= dict(zip(bucket, out.split(sizes), strict=True))
+        return parts
 
 
 class Backward(Way):
@@ -388,8 +388,8 @@ class Backward(Way):
         self.loss.backward()
 
     def parts(self) -> Tensors:
-        found = self.model.gradients()
-        return {n: g.to_local() if hasattr(g, "to_local") else g for n, g in found.items()}
+        gradients = self.model.gradients()
+        return {n: g.to_local() if hasattr(g, "to_local") else g for n, g in gradients.items()}
 
     def expected(self, name: str, total: torch.Tensor) -> torch.Tensor:
         gradient = self.model.gradients()[name]
@@ -457,8 +457,8 @@ class MpiBucketed(Bucketed):
         super().__init__(rank)
         self.sum = mpi_sum(rank.dtype)
 
-    def reduce(self, whole: torch.Tensor, out: torch.Tensor) -> None:
-        mpi_reduce(whole, out, self.sum)
+    def reduce(self, packed: torch.Tensor, out: torch.Tensor) -> None:
+        mpi_reduce(packed, out, self.sum)
 
 
 class MpiEach(GlooEach):
@@ -480,13 +480,13 @@ def mpi_sum(dtype: torch.dtype) -> Any:
     return MPI.SUM if dtype == torch.float32 else MPI.Op.Create(_add_bfloat16, commute=True)
 
 
-def mpi_reduce(whole: torch.Tensor, out: torch.Tensor, op: Any) -> None:
+def mpi_reduce(packed: torch.Tensor, out: torch.Tensor, op: Any) -> None:
     """One reduce-scatter of equal blocks."""
     from mpi4py import MPI
 
-    plain = whole if whole.dtype == torch.float32 else whole.view(torch.uint16)
+    integers = packed if packed.dtype == torch.float32 else packed.view(torch.uint16)
     place = out if out.dtype == torch.float32 else out.view(torch.uint16)
-    MPI.COMM_WORLD.Reduce_scatter_block(plain.numpy(), place.numpy(), op)
+    MPI.COMM_WORLD.Reduce_scatter_block(integers.numpy(), place.numpy(), op)
 
 
 # ---- by name ----
@@ -494,21 +494,21 @@ def mpi_reduce(whole: torch.Tensor, out: torch.Tensor, op: Any) -> None:
 
 def ways_of(rank: Rank) -> dict[str, Callable[[], Way]]:
     """All ways of an engine's rank, by the names used by the benchmark."""
-    found: dict[str, Callable[[], Way]] = {}
+    ways: dict[str, Callable[[], Way]] = {}
     if rank.engine == "local":
-        found = {
+        ways = {
             "limit": partial(Shared, rank),
             "limit numpy": partial(SharedNumpy, rank),
             "compressed bfloat16": partial(OursCompressed, rank, "bfloat16"),
             "compressed float16": partial(OursCompressed, rank, "float16"),
             "compressed int8": partial(OursCompressed, rank, "int8"),
         }
-        found |= ours(rank, rank.local)
+        ways |= mlstate_ways(rank, rank.local)
     elif rank.engine == "gloo":
         from mlstate.integrations.torch import TorchGroup
 
         group = TorchGroup(torch.distributed.new_group())
-        found = {
+        ways = {
             "each": partial(GlooEach, rank),
             "bucketed": partial(Bucketed, rank),
             "alone": partial(Alone, rank),
@@ -518,16 +518,16 @@ def ways_of(rank: Rank) -> dict[str, Callable[[], Way]]:
             "fsdp2 ours": partial(Backward, rank, partial(fsdp2_with, rank.local)),
             "fsdp2 ours gloo": partial(Backward, rank, partial(fsdp2_with, group)),
         }
-        found |= ours(rank, group)
+        ways |= mlstate_ways(rank, group)
     else:
         from mlstate.integrations.mpi import MPIGroup
 
-        found = {"each": partial(MpiEach, rank), "bucketed": partial(MpiBucketed, rank)}
-        found |= ours(rank, MPIGroup())
-    return found
+        ways = {"each": partial(MpiEach, rank), "bucketed": partial(MpiBucketed, rank)}
+        ways |= mlstate_ways(rank, MPIGroup())
+    return ways
 
 
-def ours(rank: Rank, group: Any) -> dict[str, Callable[[], Way]]:
+def mlstate_ways(rank: Rank, group: Any) -> dict[str, Callable[[], Way]]:
     """mlstate's ways, on any engine."""
     return {
         "ours": partial(Ours, rank, group),

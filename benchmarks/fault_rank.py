@@ -58,16 +58,16 @@ def expected_parts(rank: int, run: int) -> Gradients:
 
 def judge(parts: Gradients, rank: int, run: int) -> dict[str, str]:
     """Whether the part of each parameter is right, wrong, NaN or absent."""
-    found = {}
+    verdicts = {}
     for name, expected in expected_parts(rank, run).items():
         part = parts.get(name)
         if part is None:
-            found[name] = "absent"
+            verdicts[name] = "absent"
         elif part.tobytes() == expected.tobytes():
-            found[name] = "right"
+            verdicts[name] = "right"
         else:
-            found[name] = "NaN" if np.isnan(part).any() else "wrong"
-    return found
+            verdicts[name] = "NaN" if np.isnan(part).any() else "wrong"
+    return verdicts
 
 
 # ---- the faults: input of the faulty rank ----
@@ -153,7 +153,7 @@ class Ours:
         """Call `verify_gradients`, with the gradients under their correct names."""
         right = gradients_of(self.rank, run)
         report = self.hook.verify_gradients(self.parts, unreduced=right)
-        return " ".join(found.parameter for found in report.mismatches)
+        return " ".join(mismatch.parameter for mismatch in report.mismatches)
 
 
 # ---- other packages ----
@@ -208,10 +208,10 @@ class RawMPI(RawGloo):
 def error_class(error: BaseException) -> str:
     """Whether an error names the faulty rank, a parameter, both, or neither."""
     text = str(error)
-    own = text.partition(": ")[2] or text  # without the speaker's "on rank ..."
-    rank = f"rank {ODD}" in own
-    parameter = any(f"'{name}'" in own for name in SHAPES)
-    named = [what for what, is_named in (("rank", rank), ("parameter", parameter)) if is_named]
+    detail = text.partition(": ")[2] or text  # without the speaker's "on rank ..."
+    rank = f"rank {ODD}" in detail
+    parameter = any(f"'{name}'" in detail for name in SHAPES)
+    named = [label for label, is_named in (("rank", rank), ("parameter", parameter)) if is_named]
     return f"error names {' and '.join(named)}" if named else "error names no rank"
 
 
@@ -228,38 +228,38 @@ def one_run(
 ) -> bool:
     """Make the fault once and report; returns whether another run makes sense."""
     odd = peer.rank == ODD
-    told: dict[str, Any] = {"run": run, "rank": peer.rank, "said": "", "seen": None}
+    report: dict[str, Any] = {"run": run, "rank": peer.rank, "said": "", "seen": None}
     if odd and fault in ("skipped step", "no call"):
         if fault == "no call":
             wait_for_others(folder, run)
-        say({**told, "outcome": LEFT_OUT, "parts": {}, "usable": usable(peer, run + LATER)})
+        say({**report, "outcome": LEFT_OUT, "parts": {}, "usable": usable(peer, run + LATER)})
         return False
     if fault == "killed rank":
         if odd:
-            say({**told, "outcome": LEFT_OUT, "parts": {}, "usable": False})
+            say({**report, "outcome": LEFT_OUT, "parts": {}, "usable": False})
             kill_soon()
         try:
             peer.be_killed()
         except BaseException as error:
-            told |= {"outcome": error_class(error), "said": str(error)[:400], "parts": {}}
-        say({**told, "usable": usable(peer, run)})
+            report |= {"outcome": error_class(error), "said": str(error)[:400], "parts": {}}
+        say({**report, "usable": usable(peer, run)})
         return False
     gradients = gradients_of(peer.rank, run)
     passed = spoilt(gradients, fault) if odd else gradients
     try:
         parts = peer.reduce(passed, fault)
-        told["outcome"] = "no error"
+        report["outcome"] = "no error"
     except BaseException as error:
-        told |= {"outcome": error_class(error), "said": str(error)[:400]}
+        report |= {"outcome": error_class(error), "said": str(error)[:400]}
         parts = peer.kept()
-    told["parts"] = judge(parts, peer.rank, run)
+    report["parts"] = judge(parts, peer.rank, run)
     # report early, in case the rest does not return
-    say({**told, "usable": None})
-    if fault == "contents" and hasattr(peer, "sees") and told["outcome"] == "no error":
-        told["seen"] = peer.sees(run, passed)
-    told["usable"] = usable(peer, run + LATER)
-    say(told)
-    return bool(told["usable"])
+    say({**report, "usable": None})
+    if fault == "contents" and hasattr(peer, "sees") and report["outcome"] == "no error":
+        report["seen"] = peer.sees(run, passed)
+    report["usable"] = usable(peer, run + LATER)
+    say(report)
+    return bool(report["usable"])
 
 
 def usable(peer: Any, run: int) -> bool:
@@ -276,12 +276,12 @@ def all_runs(peer: Any, fault: str, runs: range, folder: Path) -> None:
     with (folder / f"rank-{peer.rank}").open("a", encoding="utf-8") as file:
         (folder / f"here-{peer.rank}").touch()
 
-        def say(told: dict[str, Any]) -> None:
-            file.write(json.dumps(told) + "\n")
+        def write_report(report: dict[str, Any]) -> None:
+            file.write(json.dumps(report) + "\n")
             file.flush()
 
         for run in runs:
-            if not one_run(peer, fault, run, folder, say):
+            if not one_run(peer, fault, run, folder, write_report):
                 break
 
 

@@ -87,21 +87,21 @@ def started(engine: str, arguments: list[str], job: str, log: Any) -> list[Any]:
     if engine == "threads":
         commands = [(command, environment)]
     elif "mpi" in engine:
-        known = import_from_tests("mpi_jobs")
+        mpi_jobs = import_from_tests("mpi_jobs")
         name = engine.split()[-1]
-        commands = [(known.command(name, WORLD, *arguments), known.environment(name))]
+        commands = [(mpi_jobs.command(name, WORLD, *arguments), mpi_jobs.environment(name))]
     else:
         commands = [(command, {**environment, "RANK": str(rank)}) for rank in range(WORLD)]
     return [
         subprocess.Popen(
-            one,
+            arguments_of_job,
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-        for one, variables in commands
+        for arguments_of_job, variables in commands
     ]
 
 
@@ -119,11 +119,11 @@ def wait_for(processes: list[Any], folder: Path, engine: str) -> bool:
     """Wait until a job ends; returns False if it hangs."""
     size, since = -1, time.monotonic()
     while any(process.poll() is None for process in processes):
-        here = len(list(folder.glob("here-*")))
-        news = len(read(folder)) + here
+        waiting = len(list(folder.glob("here-*")))
+        news = len(read(folder)) + waiting
         if news != size:
             size, since = news, time.monotonic()
-        if time.monotonic() - since > (LIMIT if here == WORLD else START_SECONDS):
+        if time.monotonic() - since > (LIMIT if waiting == WORLD else START_SECONDS):
             return False
         time.sleep(0.05)
     return True
@@ -162,15 +162,15 @@ def job(engine: str, fault: str, first: int, last: int, folder: Path) -> list[To
     runs: dict[int, Told] = {}
     for line in read(folder):
         runs.setdefault(line["run"], {})[line["rank"]] = line  # the last report of a run counts
-    told = [runs[run] for run in sorted(runs)] or [{}]
+    reports = [runs[run] for run in sorted(runs)] or [{}]
     for rank in range(WORLD):  # ranks that did not finish the last run
-        line = told[-1].setdefault(rank, {"parts": {}, "said": "", "outcome": ""})
+        line = reports[-1].setdefault(rank, {"parts": {}, "said": "", "outcome": ""})
         if line.get("usable") is None:
             line["usable"] = False
             if not line["outcome"]:
                 line["outcome"] = ended(done, codes[rank % len(codes)], "mpi" in engine)
                 line["said"] = (folder / "log").read_text(errors="replace")[-400:]
-    return told
+    return reports
 
 
 def ended(done: bool, code: int | None, mpi: bool) -> str:
@@ -185,25 +185,27 @@ def ended(done: bool, code: int | None, mpi: bool) -> str:
 # ---- the table ----
 
 
-def verdict(told: Told) -> str:
+def verdict(reports: Told) -> str:
     """Summarize the reports of a run, except a killed rank's."""
-    said: Counter[str] = Counter()
-    for line in told.values():
-        outcome, found = line["outcome"], set(line["parts"].values())
-        wrong = ", ".join(name for name, what in line["parts"].items() if what == "wrong")
+    counts: Counter[str] = Counter()
+    for line in reports.values():
+        outcome, outcomes = line["outcome"], set(line["parts"].values())
+        wrong = ", ".join(name for name, text in line["parts"].items() if text == "wrong")
         if outcome != "no error":
             outcome += f", wrong sums of {wrong}" if wrong else ""
         elif wrong:
             outcome = f"silently wrong sums of {wrong}"
-        elif "NaN" in found:
+        elif "NaN" in outcomes:
             outcome = "NaN passes"
         else:
-            outcome = "all sums right" if found == {"right"} else "no error, sums are missing"
+            outcome = "all sums right" if outcomes == {"right"} else "no error, sums are missing"
         if outcome != LEFT_OUT:
-            said[outcome] += 1
-    if len(said) == 1:
-        return next(iter(said))
-    return "; ".join(f"{what} ({count} of {sum(said.values())})" for what, count in said.items())
+            counts[outcome] += 1
+    if len(counts) == 1:
+        return next(iter(counts))
+    return "; ".join(
+        f"{text} ({count} of {sum(counts.values())})" for text, count in counts.items()
+    )
 
 
 # Faults that mlstate finds in the arguments of a call, so that no rank stores anything.
@@ -226,38 +228,46 @@ def makes_sense(engine: str, fault: str) -> bool:
     return not (engine == "threads" and fault == "killed rank")
 
 
-def others_right(engine: str, told: Told, fault: str) -> bool | None:
+def others_right(engine: str, reports: Told, fault: str) -> bool | None:
     """Whether all unaffected gradients are right; None if there are none."""
     if fault in REFUSED and not engine.startswith("raw"):
         return None
     names = [name for name in "abcd" if name not in FAULTY.get(fault, "b")]
     if not names:
         return None
-    return all(line["parts"].get(name) == "right" for line in told.values() for name in names)
+    return all(line["parts"].get(name) == "right" for line in reports.values() for name in names)
 
 
 def row(engine: str, fault: str, runs: int, most: int, folder: Path) -> dict[str, Any]:
     """Run a fault `most` times, with as many jobs as that needs."""
-    told: list[Told] = []
+    run_reports: list[Told] = []
     jobs = failures = 0
-    while len(told) < runs and jobs - failures < most:
+    while len(run_reports) < runs and jobs - failures < most:
         jobs += 1
         place = folder / f"{engine}-{fault}-{jobs}".replace(" ", "-")
-        before = len(told)
-        told += job(engine, fault, before, runs, place)
-        failures += len(told) == before
+        before = len(run_reports)
+        run_reports += job(engine, fault, before, runs, place)
+        failures += len(run_reports) == before
         if failures > MOST_FAILURES:
             raise SystemExit(f"{engine}: the ranks do not meet: {(place / 'log').read_text()}")
-    right = [others_right(engine, one, fault) for one in told]
-    survivors = [[line for line in one.values() if line["outcome"] != LEFT_OUT] for one in told]
-    seen = Counter(line.get("seen") for one in told for line in one.values())
-    texts = [line["said"] for one in told for line in one.values() if line.get("said")]
+    right = [others_right(engine, run_report, fault) for run_report in run_reports]
+    survivors = [
+        [line for line in run_report.values() if line["outcome"] != LEFT_OUT]
+        for run_report in run_reports
+    ]
+    seen = Counter(line.get("seen") for run_report in run_reports for line in run_report.values())
+    texts = [
+        line["said"]
+        for run_report in run_reports
+        for line in run_report.values()
+        if line.get("said")
+    ]
     return {
         "engine": engine,
         "fault": fault,
-        "runs": len(told),
+        "runs": len(run_reports),
         "jobs": jobs,
-        "outcomes": dict(Counter(verdict(one) for one in told)),
+        "outcomes": dict(Counter(verdict(run_report) for run_report in run_reports)),
         "others": None if right[0] is None else sum(map(bool, right)),
         "usable": sum(all(line["usable"] for line in lines) for lines in survivors),
         "verified": {str(names): count for names, count in seen.items() if names is not None},
@@ -265,25 +275,27 @@ def row(engine: str, fault: str, runs: int, most: int, folder: Path) -> dict[str
     }
 
 
-def cells_of(one: dict[str, Any]) -> list[tuple[str, ...]]:
+def cells_of(result_row: dict[str, Any]) -> list[tuple[str, ...]]:
     """Write a row's cells without the engine: a line for each outcome, the most frequent first."""
-    runs = one["runs"]
+    runs = result_row["runs"]
     lines: list[tuple[str, ...]] = []
-    for what, count in sorted(one["outcomes"].items(), key=lambda item: -item[1]):
-        others = "none" if one["others"] is None else f"{one['others']} of {runs}"
-        rest = ["", ""] if lines else [others, f"{one['usable']} of {runs}"]
-        if one["verified"] and not lines:
-            names = ", ".join(f"`{name}`" for name in max(one["verified"]).split())
-            what += f"; `verify_gradients` names {names}" if names else "; nothing is named"
-        lines.append((what, f"{count} of {runs}", *rest))
+    for text, count in sorted(result_row["outcomes"].items(), key=lambda item: -item[1]):
+        others = "none" if result_row["others"] is None else f"{result_row['others']} of {runs}"
+        rest = ["", ""] if lines else [others, f"{result_row['usable']} of {runs}"]
+        if result_row["verified"] and not lines:
+            names = ", ".join(f"`{name}`" for name in max(result_row["verified"]).split())
+            text += f"; `verify_gradients` names {names}" if names else "; nothing is named"
+        lines.append((text, f"{count} of {runs}", *rest))
     return lines
 
 
 def names_of(engines: list[str], fault: str) -> str:
     """Name engines; if all engines of mlstate are meant, name them together."""
-    ours = [name for name in ENGINES if not name.startswith("raw") and makes_sense(name, fault)]
-    if set(ours) <= set(engines):
-        rest = [ENGINES[name] for name in engines if name not in ours]
+    mlstate_engines = [
+        name for name in ENGINES if not name.startswith("raw") and makes_sense(name, fault)
+    ]
+    if set(mlstate_engines) <= set(engines):
+        rest = [ENGINES[name] for name in engines if name not in mlstate_engines]
         return ", ".join(["all groups of mlstate", *rest])
     return ", ".join(ENGINES[name] for name in engines)
 
@@ -291,8 +303,10 @@ def names_of(engines: list[str], fault: str) -> str:
 def markdown(rows: Iterable[dict[str, Any]]) -> str:
     """Write the table; engines with the same results share lines."""
     alike: dict[Any, list[str]] = {}
-    for one in rows:
-        alike.setdefault((one["fault"], tuple(cells_of(one))), []).append(one["engine"])
+    for result_row in rows:
+        alike.setdefault((result_row["fault"], tuple(cells_of(result_row))), []).append(
+            result_row["engine"]
+        )
     lines = [
         f"| rank {ODD} | engine | what the ranks see | in | others right | usable after |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -308,7 +322,12 @@ def markdown(rows: Iterable[dict[str, Any]]) -> str:
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table and the machine."""
     faults, engines = list(FAULTS), list(ENGINES)
-    rows.sort(key=lambda one: (faults.index(one["fault"]), engines.index(one["engine"])))
+    rows.sort(
+        key=lambda result_row: (
+            faults.index(result_row["fault"]),
+            engines.index(result_row["engine"]),
+        )
+    )
     print(markdown(rows))
     print(
         f"\n{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} processors, "
@@ -343,9 +362,9 @@ def main() -> None:
             for fault in options.faults:
                 if not makes_sense(engine, fault):
                     continue
-                found = row(engine, fault, options.runs, options.jobs, Path(name))
-                print(f"{engine}, {fault}: {found['outcomes']}", file=sys.stderr, flush=True)
-                rows.append(found)
+                result_row = row(engine, fault, options.runs, options.jobs, Path(name))
+                print(f"{engine}, {fault}: {result_row['outcomes']}", file=sys.stderr, flush=True)
+                rows.append(result_row)
                 if options.json:
                     options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     show(rows)

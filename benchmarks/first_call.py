@@ -70,10 +70,10 @@ def main() -> None:
     call = CALLS[sys.argv[1]]()
     before = forget_peak()
     start = time.perf_counter_ns()
-    kept = call()
+    result_kept = call()
     elapsed = time.perf_counter_ns() - start
     print(json.dumps({"ms": elapsed * 1e-6, "extra_mib": peak() - before}))
-    del kept
+    del result_kept
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ def answer(
     import mlstate
 
     mlstate.set_num_threads(threads)
-    known: dict[str, dict[str, Callable[[], object]]] = {}
+    cases: dict[str, dict[str, Callable[[], object]]] = {}
     for line in sys.stdin:
         case, name = line.rstrip("\n").split("\t")
-        if case not in known:
-            known.clear()
-            known[case] = calls_of(case)
-            known[case][name]()
-        call = known[case][name]
+        if case not in cases:
+            cases.clear()
+            cases[case] = calls_of(case)
+            cases[case][name]()
+        call = cases[case][name]
         start = time.perf_counter_ns()
         for _ in range(repeats):
             call()

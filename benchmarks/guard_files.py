@@ -98,12 +98,12 @@ def write_each(state: Arrays, folder: Path, *, sums: bool = False) -> None:
 def read_each(folder: Path) -> Arrays:
     """Load the files of `write_each`."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    found = {}
+    arrays = {}
     for name, (dtype, shape, expected) in manifest.items():
         array = np.fromfile(folder / name, dtype)
         check_sum(array, expected)
-        found[name] = array.reshape(shape)
-    return found
+        arrays[name] = array.reshape(shape)
+    return arrays
 
 
 def map_each(folder: Path) -> Arrays:
@@ -156,8 +156,8 @@ def saving_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     simple = partial(safetensors_of, state, folder)
     if how == "numpy":
         simple = partial(file_of, next(iter(state.values())), folder)
-    ours = partial(mlstate.save_file, state, folder / "ours.safetensors")
-    return Case(simple, ours, tensors, close=partial(shutil.rmtree, folder))
+    save = partial(mlstate.save_file, state, folder / "ours.safetensors")
+    return Case(simple, save, tensors, close=partial(shutil.rmtree, folder))
 
 
 def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
@@ -178,10 +178,10 @@ def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
         "mmap": (partial(np.load, npy, mmap_mode="r"), partial(mlstate.load_file, path, mmap=True)),
     }
     if safetensors is not None:
-        ours = partial(mlstate.load_file, path)
-        ways["safetensors"] = (partial(read_safetensors, path, sums), ours)
-    simple, ours = ways[how]
-    return Case(simple, ours, tensors, close=partial(shutil.rmtree, folder))
+        load = partial(mlstate.load_file, path)
+        ways["safetensors"] = (partial(read_safetensors, path, sums), load)
+    simple, load = ways[how]
+    return Case(simple, load, tensors, close=partial(shutil.rmtree, folder))
 
 
 def saving(root: Path, nbytes: int, tensors: int) -> Case:
@@ -208,20 +208,23 @@ def loading(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     folder = fresh_folder(root, "load")
     parts = tensors if tensors > 1 else PARTS
     state = state_of(nbytes, parts)
-    simple, ours = folder / "simple", folder / "ours"
+    simple, mlstate_folder = folder / "simple", folder / "ours"
     write_each(state, simple, sums=how in ("fresh", "into="))
-    mlstate.save(ours, state)
+    mlstate.save(mlstate_folder, state)
     read_from_disk(folder)
     ways: dict[str, Any] = {
-        "fresh": (partial(read_each, simple), partial(mlstate.load, ours)),
-        "verify=False": (partial(read_each, simple), partial(mlstate.load, ours, verify=False)),
-        "mmap": (partial(map_each, simple), partial(mlstate.load, ours, mmap=True)),
+        "fresh": (partial(read_each, simple), partial(mlstate.load, mlstate_folder)),
+        "verify=False": (
+            partial(read_each, simple),
+            partial(mlstate.load, mlstate_folder, verify=False),
+        ),
+        "mmap": (partial(map_each, simple), partial(mlstate.load, mlstate_folder, mmap=True)),
     }
     if how == "into=":
         targets = [touched_state(state) for _ in range(2)]
         ways[how] = (
             partial(read_into, simple, targets[0]),
-            partial(mlstate.load, ours, into={"model": targets[1]}),
+            partial(mlstate.load, mlstate_folder, into={"model": targets[1]}),
         )
     return Case(*ways[how], parts, close=partial(shutil.rmtree, folder))
 

@@ -33,10 +33,10 @@ class Peer:
             job()
             self.ends.put(None)
 
-    def run(self, mine: Callable[[], object], other: Callable[[], object]) -> None:
+    def run(self, own_call: Callable[[], object], other: Callable[[], object]) -> None:
         """Run both, and return when both have ended."""
         self.jobs.put(other)
-        mine()
+        own_call()
         self.ends.get()
 
     def close(self, groups: list[Any]) -> None:
@@ -53,7 +53,7 @@ def simple_part(
     half = len(sources[0]) // 2
     part = slice(half * rank, half * (rank + 1))
     a, b = (source[part] for source in sources)
-    outs = [whole[part] for whole in wholes]
+    outs = [array[part] for array in wholes]
 
     def add() -> None:
         np.add(a, b, out=outs[rank])
@@ -91,17 +91,17 @@ def on_two_ranks(operation: str, nbytes: int, tensors: int) -> Case:
     wholes = [touched(a) for _ in range(4)]  # two for the simple code, two for mlstate
     barrier = threading.Barrier(2)
     simple = [simple_part(operation, rank, sources, wholes[:2], barrier) for rank in range(2)]
-    given, outs = sources, wholes[2:]
+    inputs, outs = sources, wholes[2:]
     if operation == "reduce_scatter":
-        outs = [whole[:half] for whole in outs]
+        outs = [array[:half] for array in outs]
     elif operation == "all_gather":
-        given = a[:half], b[half:]
-    ours = [partial(calls[i], given[i], out=outs[i]) for i in range(2)]
+        inputs = a[:half], b[half:]
+    calls_of_mlstate = [partial(calls[i], inputs[i], out=outs[i]) for i in range(2)]
     if operation == "broadcast":
-        ours = [partial(calls[0], a), partial(calls[1], outs[1])]
+        calls_of_mlstate = [partial(calls[0], a), partial(calls[1], outs[1])]
     return Case(
         partial(peer.run, *simple),
-        partial(peer.run, *ours),
+        partial(peer.run, *calls_of_mlstate),
         close=partial(peer.close, groups),
     )
 

@@ -77,10 +77,10 @@ def filled(nbytes: int, dtype: Any, seed: int = 1) -> Any:
     count = nbytes // kind.itemsize
     block = np.random.default_rng(seed).standard_normal(min(count, 1 << 18), np.float32)
     block = block.astype(kind)
-    found = np.empty(count, kind)
+    array = np.empty(count, kind)
     for start in range(0, count, len(block)):
-        found[start : start + len(block)] = block[: count - start]
-    return found
+        array[start : start + len(block)] = block[: count - start]
+    return array
 
 
 def touched(array: Any) -> Any:
@@ -196,8 +196,8 @@ def torch_expanding(dtype: str, nbytes: int, tensors: int) -> Case:
     """Double the length of a torch cache into a target, with the same number of threads."""
     layers, heads, length, dim = cache_shape(nbytes)
     used = length // 2
-    plain = torch.from_numpy(random_cache((layers, heads, used, dim), SINGLE))
-    source = plain.to(getattr(torch, dtype))
+    float_cache = torch.from_numpy(random_cache((layers, heads, used, dim), SINGLE))
+    source = float_cache.to(getattr(torch, dtype))
     outs = [torch.ones((layers, heads, length, dim), dtype=torch.float16) for _ in range(2)]
     return Case(
         partial(numpy_into, source, used, outs[0]),
@@ -227,10 +227,10 @@ def shrinking(nbytes: int, tensors: int) -> Case:
     """Clear the second half of the positions: `nbytes` are cleared."""
     layers, heads, length, dim = cache_shape(nbytes)
     state = KVState.from_array(random_cache((layers, heads, 2 * length, dim), HALF))
-    plain = touched(np.empty((layers, heads, 2 * length, dim), HALF))
+    cache = touched(np.empty((layers, heads, 2 * length, dim), HALF))
 
     def simple() -> None:
-        plain[:, :, length:] = 0
+        cache[:, :, length:] = 0
 
     def shrink() -> None:
         state.resize(length)
@@ -243,16 +243,16 @@ def reserving(nbytes: int, tensors: int) -> Case:
     """Double the capacity of a full state, to `nbytes`."""
     layers, heads, length, dim = cache_shape(nbytes)
     source = random_cache((layers, heads, length // 2, dim), HALF)
-    kept: list[Any] = [None]
+    states: list[Any] = [None]
 
     def prepare() -> None:
-        kept[0] = KVState.from_array(source)
+        states[0] = KVState.from_array(source)
 
     def drop() -> None:
-        kept[0] = None
+        states[0] = None
 
     simple = partial(peers.numpy_mapped, source, length, length // 2)
-    return Case(simple, lambda: kept[0].reserve(length), before_ours=prepare, after_ours=drop)
+    return Case(simple, lambda: states[0].reserve(length), before_ours=prepare, after_ours=drop)
 
 
 def appending(nbytes: int, tensors: int) -> Case:
@@ -314,17 +314,19 @@ def loading(source_dtype: Any, target_dtype: Any, nbytes: int, tensors: int) -> 
     """Copy a state into another of `nbytes`."""
     factor = np.dtype(source_dtype).itemsize / np.dtype(target_dtype).itemsize
     source = state_of(int(nbytes * factor), tensors, source_dtype)
-    simple, ours = (touched_state(source, target_dtype) for _ in range(2))
+    simple, mlstate_target = (touched_state(source, target_dtype) for _ in range(2))
     cast = {} if source_dtype == target_dtype else {"cast": True}
     return Case(
-        partial(copy_each, simple, source), partial(load_into, ours, source, **cast), tensors
+        partial(copy_each, simple, source),
+        partial(load_into, mlstate_target, source, **cast),
+        tensors,
     )
 
 
 def torch_loading(nbytes: int, tensors: int) -> Case:
     """Copy a state of torch tensors."""
     source = {n: torch.from_numpy(a) for n, a in state_of(nbytes, tensors).items()}
-    simple, ours = ({n: torch.ones_like(t) for n, t in source.items()} for _ in range(2))
+    simple, mlstate_target = ({n: torch.ones_like(t) for n, t in source.items()} for _ in range(2))
 
     def copy_torch() -> None:
         for name, tensor in simple.items():
@@ -332,7 +334,7 @@ def torch_loading(nbytes: int, tensors: int) -> Case:
 
     return Case(
         copy_torch,
-        partial(load_into, ours, source),
+        partial(load_into, mlstate_target, source),
         tensors,
         rest=True,
         use_threads=torch.set_num_threads,
@@ -365,34 +367,34 @@ def equality(nbytes: int, tensors: int) -> Case:
     """Compare two equal states."""
     a = state_of(nbytes, tensors)
     b = {name: array.copy() for name, array in a.items()}
-    mine = StateDict(a)
-    return Case(partial(all_equal, a, b), lambda: mine == b, tensors)
+    mlstate_state = StateDict(a)
+    return Case(partial(all_equal, a, b), lambda: mlstate_state == b, tensors)
 
 
 def copying(nbytes: int, tensors: int) -> Case:
     """Copy a state, arrays included."""
-    plain = state_of(nbytes, tensors)
-    mine = StateDict(plain)
+    tensors_dict = state_of(nbytes, tensors)
+    mlstate_state = StateDict(tensors_dict)
     return Case(
-        lambda: {name: array.copy() for name, array in plain.items()},
-        partial(copy.deepcopy, mine),
+        lambda: {name: array.copy() for name, array in tensors_dict.items()},
+        partial(copy.deepcopy, mlstate_state),
         tensors,
     )
 
 
 def sha256_each(state: Arrays) -> str:
     """Hash names and bytes with hashlib."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name in sorted(state):
-        found.update(name.encode())
-        found.update(state[name])
-    return found.hexdigest()
+        hasher.update(name.encode())
+        hasher.update(state[name])
+    return hasher.hexdigest()
 
 
 def digesting(nbytes: int, tensors: int) -> Case:
     """Hash a state."""
-    plain = state_of(nbytes, tensors)
-    return Case(partial(sha256_each, plain), StateDict(plain).digest, tensors)
+    tensors_dict = state_of(nbytes, tensors)
+    return Case(partial(sha256_each, tensors_dict), StateDict(tensors_dict).digest, tensors)
 
 
 # ---- gradients ----

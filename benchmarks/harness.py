@@ -289,7 +289,7 @@ def processors() -> int:
 
 def versions() -> str:
     """Python and the packages that take part."""
-    found = [f"Python {platform.python_version()}"]
+    texts = [f"Python {platform.python_version()}"]
     for name in ("mlstate", "numpy", "torch", "safetensors", "transformers", "ml_dtypes"):
         try:
             version = metadata.version(name)
@@ -299,8 +299,8 @@ def versions() -> str:
             import mlstate
 
             version = mlstate.__version__
-        found.append(f"{name} {version}")
-    return ", ".join(found)
+        texts.append(f"{name} {version}")
+    return ", ".join(texts)
 
 
 def huge_pages() -> str:

@@ -206,7 +206,7 @@ def run_round(
         turns += [("simple", pair.threads) for pair in pairs]
     else:
         turns.append(("simple", 0))
-    found: dict[tuple[str, int], float] = {}
+    seconds_by_call: dict[tuple[str, int], float] = {}
     for kind, count in order.sample(turns, len(turns)):
         if count:
             set_threads(count)
@@ -217,12 +217,12 @@ def run_round(
         before()
         if case.rest:
             settle()
-        found[kind, count] = time_call(call, times, clock)
+        seconds_by_call[kind, count] = time_call(call, times, clock)
         after()
     for pair in pairs:
         simple = ("simple", pair.threads if case.simple_per_thread else 0)
-        pair.simple.append(found[simple])
-        pair.ours.append(found["ours", pair.threads])
+        pair.simple.append(seconds_by_call[simple])
+        pair.ours.append(seconds_by_call["ours", pair.threads])
 
 
 def as_row(name: str, pair: Pair) -> dict[str, object]:

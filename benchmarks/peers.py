@@ -193,13 +193,13 @@ def keep_tokens(
 ) -> list[int]:
     """Choose the tokens that a refill of a full context keeps; `prompt` of them come first."""
     valid = len(tokens)
-    kept = max(1, context // batch - reserve_batches) * batch
-    kept = max(1, min(valid, context, kept, context - min(batch, context - 1)))
+    token_count = max(1, context // batch - reserve_batches) * batch
+    token_count = max(1, min(valid, context, token_count, context - min(batch, context - 1)))
     if prompt == 0:
-        return tokens[valid - kept :]
+        return tokens[valid - token_count :]
     prompt = min(prompt, context - 1)
-    kept = max(kept, prompt)
-    return tokens[:prompt] + tokens[prompt:][valid - kept :]
+    token_count = max(token_count, prompt)
+    return tokens[:prompt] + tokens[prompt:][valid - token_count :]
 
 
 def growing_inference(
@@ -221,10 +221,10 @@ def growing_inference(
 
     def prefill() -> Any:
         state = models[size][0].make_state()
-        whole = len(tokens) // batch_size * batch_size
-        for start in range(0, whole, batch_size):
+        full_batches = len(tokens) // batch_size * batch_size
+        for start in range(0, full_batches, batch_size):
             run(models[size], size, tokens[start : start + batch_size], start, state)
-        for position in range(whole, len(tokens)):
+        for position in range(full_batches, len(tokens)):
             run(models[size], size, [tokens[position]], position, state)
         return state
 
@@ -245,10 +245,10 @@ def growing_inference(
             continue
         if overflow == "stop":
             return
-        kept = keep_tokens(
+        new_length = keep_tokens(
             tokens, size, batch_size, reserve_batches, len(prompt) if preserve_prompt else 0
         )
-        if len(kept) == len(tokens):
+        if len(new_length) == len(tokens):
             return
-        tokens = kept
+        tokens = new_length
         state = prefill()

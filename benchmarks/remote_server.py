@@ -32,8 +32,8 @@ class CountingApplication:
     def take(self) -> dict[str, int]:
         """Return the counts since the last call."""
         with self.lock:
-            taken, self.counts = self.counts, collections.Counter()
-        return dict(taken)
+            counts, self.counts = self.counts, collections.Counter()
+        return dict(counts)
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterator[bytes]:
         self.add(**{environ["REQUEST_METHOD"]: 1})

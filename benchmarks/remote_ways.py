@@ -27,10 +27,10 @@ def part_of(state: Arrays) -> Arrays:
     }
 
 
-def expect(found: Any, state: Arrays) -> None:
+def expect(actual: Any, state: Arrays) -> None:
     """Raise unless arrays or tensors equal the state."""
     for name, array in state.items():
-        if not np.array_equal(np.asarray(found[name]), array):
+        if not np.array_equal(np.asarray(actual[name]), array):
             raise AssertionError(f"{name}: not the saved values")
 
 
@@ -126,11 +126,11 @@ class Obstore(Way):
         return self.views(self.engine.get(self.store, "raw").bytes())
 
     def views(self, data: Any) -> Arrays:
-        found, at = {}, 0
+        arrays, at = {}, 0
         for name, array in self.state.items():
             flat = np.frombuffer(data, array.dtype, array.size, at)
-            found[name], at = flat.reshape(array.shape), at + array.nbytes
-        return found
+            arrays[name], at = flat.reshape(array.shape), at + array.nbytes
+        return arrays
 
     def rows(self) -> Any:
         starts, ends, at = [], [], 0

@@ -45,7 +45,7 @@ class Resumed(NamedTuple):
 def measure(kinds: list[str], optimizer: str, changes: list[tuple[int, int]]) -> list[Resumed]:
     """Train, kill and resume; return a result for each kind and change of ranks."""
     starter = import_from_tests("resume_jobs")
-    found = []
+    results = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for saved in sorted({saved for saved, _ in changes}):
@@ -54,35 +54,42 @@ def measure(kinds: list[str], optimizer: str, changes: list[tuple[int, int]]) ->
             starter.resume(resumed, [(kind, optimizer, saved, kind) for kind in kinds], folder)
             for kind in kinds:
                 case = (folder, kind, optimizer, saved, kind, resumed)
-                curves, whole = starter.curves(*case)
-                pairs = zip(starter.means(curves), starter.means(whole), strict=True)
+                curves, uninterrupted = starter.curves(*case)
+                pairs = zip(starter.means(curves), starter.means(uninterrupted), strict=True)
                 largest = max(abs(a - b) / abs(b) for a, b in pairs)
                 state = starter.state_difference(*case)
-                found.append(Resumed(kind, saved, resumed, state, curves == whole, largest))
-    return found
+                results.append(
+                    Resumed(kind, saved, resumed, state, curves == uninterrupted, largest)
+                )
+    return results
 
 
-def table(found: list[Resumed]) -> str:
+def table(results: list[Resumed]) -> str:
     """Return the table in Markdown: a row for each kind, a column for each change of ranks."""
-    changes = list(dict.fromkeys((one.saved, one.resumed) for one in found))
+    changes = list(dict.fromkeys((result_row.saved, result_row.resumed) for result_row in results))
     lines = [
         "| module | " + " | ".join(f"{a} -> {b} ranks" for a, b in changes) + " |",
         "| --- |" + " --- |" * len(changes),
     ]
-    for kind in dict.fromkeys(one.kind for one in found):
+    for kind in dict.fromkeys(result_row.kind for result_row in results):
         cells = []
         for ranks in changes:
-            one = next(f for f in found if f.kind == kind and (f.saved, f.resumed) == ranks)
-            state = "DIFFERS" if one.state else "same bits"
-            losses = "same bits" if one.same_bits else f"within {one.largest:.0e}"
+            result_row = next(
+                f for f in results if f.kind == kind and (f.saved, f.resumed) == ranks
+            )
+            state = "DIFFERS" if result_row.state else "same bits"
+            losses = "same bits" if result_row.same_bits else f"within {result_row.largest:.0e}"
             cells.append(f"state {state}, losses {losses}")
         lines.append(f"| {KINDS[kind]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def good(found: list[Resumed]) -> bool:
+def good(results: list[Resumed]) -> bool:
     """Whether all states are equal, and losses too if the number of ranks is."""
-    return all(not one.state and (one.same_bits or one.saved != one.resumed) for one in found)
+    return all(
+        not result_row.state and (result_row.same_bits or result_row.saved != result_row.resumed)
+        for result_row in results
+    )
 
 
 def change(text: str) -> tuple[int, int]:
@@ -101,18 +108,22 @@ def main() -> int:
     options = parser.parse_args()
     if import_from_tests("resume_jobs") is None:
         parser.error("the tests, which start the ranks, are not beside the benchmarks")
-    found = measure(options.kinds, options.optimizer, list(map(change, options.changes)))
+    results = measure(options.kinds, options.optimizer, list(map(change, options.changes)))
     print(
         f"{options.optimizer}, gloo, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {metadata.version('torch')}\n"
     )
-    print(table(found))
-    for one in found:
-        if one.state:
-            print(f"{one.kind}, {one.saved} -> {one.resumed}: {one.state}")
+    print(table(results))
+    for result_row in results:
+        if result_row.state:
+            print(
+                f"{result_row.kind}, {result_row.saved} -> {result_row.resumed}: {result_row.state}"
+            )
     if options.json:
-        Path(options.json).write_text(json.dumps([one._asdict() for one in found], indent=1))
-    return 0 if good(found) else 1
+        Path(options.json).write_text(
+            json.dumps([result_row._asdict() for result_row in results], indent=1)
+        )
+    return 0 if good(results) else 1
 
 
 if __name__ == "__main__":

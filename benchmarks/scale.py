@@ -30,7 +30,7 @@ def kibibytes(name):
     raise KeyError(name)
 
 
-def one(what, folder, world, across, layers, stacked, rank):
+def one(operation, folder, world, across, layers, stacked, rank):
     """Time and memory of one plan, measured in this process."""
     moe = moe_model.Moe(world, across=across, layers=layers, stacked=stacked)
     states = moe.states(rank)  # a training job holds these anyway
@@ -39,7 +39,7 @@ def one(what, folder, world, across, layers, stacked, rank):
     from mlstate.checkpoint import plan_save
 
     def plan():
-        if what == "save":
+        if operation == "save":
             return plan_save(*states, rank=rank, world_size=world)
         return simulated.plan_load(moe, rank)
 
@@ -97,20 +97,20 @@ HEAD = [
 ]  # fmt: skip
 
 
-def row(found):
+def row(figures):
     """The line of one world."""
     cells = [
-        f"{found['world']:,}",
-        mib(found["manifest_bytes"]),
-        f"{found['shards']:,}",
-        f"{found['files']:,}",
-        f"{found['data_bytes'] / 1e9:.2f}",
-        mib(found["index_bytes"]),
-        f"{found['indexes']:,}",
-        f"{found['reshard_indexes']:,}",
-        f"{found['reshard_bytes'] / 1e9:.2f}",
-        *(f"{seconds * 1e3:,.0f}" for seconds in found["seconds"]),
-        *(f"{kib / 1024:,.0f}" for kib in found["kib"]),
+        f"{figures['world']:,}",
+        mib(figures["manifest_bytes"]),
+        f"{figures['shards']:,}",
+        f"{figures['files']:,}",
+        f"{figures['data_bytes'] / 1e9:.2f}",
+        mib(figures["index_bytes"]),
+        f"{figures['indexes']:,}",
+        f"{figures['reshard_indexes']:,}",
+        f"{figures['reshard_bytes'] / 1e9:.2f}",
+        *(f"{seconds * 1e3:,.0f}" for seconds in figures["seconds"]),
+        *(f"{kib / 1024:,.0f}" for kib in figures["kib"]),
     ]
     return "| " + " | ".join(cells) + " |"
 

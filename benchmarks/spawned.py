@@ -20,13 +20,15 @@ class Spawned:
     def __init__(self, serve: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
         context = multiprocessing.get_context("spawn")
         self.processes, self.pipes = [], []
-        for own in arguments:
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, *own), daemon=True)
+        for process_arguments in arguments:
+            parent_pipe, child_pipe = context.Pipe()
+            process = context.Process(
+                target=serve, args=(child_pipe, *process_arguments), daemon=True
+            )
             process.start()
-            there.close()
+            child_pipe.close()
             self.processes.append(process)
-            self.pipes.append(here)
+            self.pipes.append(parent_pipe)
         self.answers()
 
     def ask(self, command: str, *arguments: Any) -> list[Any]:
@@ -36,7 +38,7 @@ class Spawned:
         return self.answers()
 
     def answers(self) -> list[Any]:
-        found = []
+        replies = []
         for rank, pipe in enumerate(self.pipes):
             try:
                 good, value = pipe.recv()
@@ -44,8 +46,8 @@ class Spawned:
                 good, value = False, "it has ended"
             if not good:
                 raise RuntimeError(f"process {rank} failed: {value}")
-            found.append(value)
-        return found
+            replies.append(value)
+        return replies
 
     def close(self) -> None:
         """End the processes."""

@@ -24,8 +24,8 @@ Document = dict[str, Any]
 
 def slug(text: str) -> str:
     """Turn a name into lower-case words with hyphens."""
-    plain = re.sub(r"\((r|tm|c)\)", "", text.lower())
-    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-") or "unknown"
+    lower_text = re.sub(r"\((r|tm|c)\)", "", text.lower())
+    return re.sub(r"[^a-z0-9]+", "-", lower_text).strip("-") or "unknown"
 
 
 def parse_cpu_info(text: str) -> dict[str, str]:
@@ -36,49 +36,49 @@ def parse_cpu_info(text: str) -> dict[str, str]:
         if colon:
             fields.setdefault(key.strip().lower(), value.strip())
     if "model name" in fields:
-        found = {"name": fields["model name"]}
+        facts = {"name": fields["model name"]}
         names = {"family": "cpu family", "model": "model"}
     else:  # arm64 has numbers only
-        found = {"name": "arm64"}
+        facts = {"name": "arm64"}
         names = {"implementer": "cpu implementer", "part": "cpu part"}
         if "cpu part" not in fields:
             return {}
-    return found | {name: fields[key] for name, key in names.items() if fields.get(key)}
+    return facts | {name: fields[key] for name, key in names.items() if fields.get(key)}
 
 
 def ask_sysctl(name: str) -> str:
     """Return a value of sysctl on macOS, empty if there is none of this name."""
     command = ["sysctl", "-n", SYSCTL + name]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip()
+    output = subprocess.run(command, capture_output=True, text=True, check=False)
+    return output.stdout.strip()
 
 
 def processor() -> dict[str, str]:
     """Return the processor's name, what else identifies it, and the name of its folder."""
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     if sys.platform == "darwin":
-        found = {"name": ask_sysctl("brand_string")}
-        found |= {n: v for n in ("family", "model") if (v := ask_sysctl(n))}
+        facts = {"name": ask_sysctl("brand_string")}
+        facts |= {n: v for n in ("family", "model") if (v := ask_sysctl(n))}
     elif CPU_INFO.exists():
-        found = parse_cpu_info(CPU_INFO.read_text(encoding="utf-8", errors="replace"))
-    if not found.get("name"):
-        found = {"name": platform.processor() or platform.machine() or "unknown"}
-    return found | {"slug": slug_of(found)}
+        facts = parse_cpu_info(CPU_INFO.read_text(encoding="utf-8", errors="replace"))
+    if not facts.get("name"):
+        facts = {"name": platform.processor() or platform.machine() or "unknown"}
+    return facts | {"slug": slug_of(facts)}
 
 
 def describe() -> str:
     """Return the processor's name with what else identifies it: `AMD EPYC (family 25 model 1)`."""
-    found = processor()
-    more = [f"{key} {value}" for key, value in found.items() if key not in ("name", "slug")]
-    return found["name"] + (f" ({' '.join(more)})" if more else "")
+    facts = processor()
+    more = [f"{key} {value}" for key, value in facts.items() if key not in ("name", "slug")]
+    return facts["name"] + (f" ({' '.join(more)})" if more else "")
 
 
-def slug_of(found: dict[str, str]) -> str:
+def slug_of(facts: dict[str, str]) -> str:
     """Return the folder's name: the processor's name alone is ambiguous on virtual machines."""
-    parts = [found["name"]]
+    parts = [facts["name"]]
     for key in ("family", "model", "implementer", "part"):
-        if key in found:
-            parts.append(f"{key} {found[key]}")
+        if key in facts:
+            parts.append(f"{key} {facts[key]}")
     return slug(" ".join(parts))
 
 
@@ -92,9 +92,9 @@ def store(
         document = json.loads(path.read_text(encoding="utf-8"))
     before = document["benchmarks"].get(benchmark, {"tables": []})
     titles = {table["title"] for table in run["tables"]}
-    kept = [table for table in before["tables"] if table["title"] not in titles]
+    other_tables = [table for table in before["tables"] if table["title"] not in titles]
     tables = [table | {"command": run["command"]} for table in run["tables"]]
-    document["benchmarks"][benchmark] = run | {"tables": kept + tables}
+    document["benchmarks"][benchmark] = run | {"tables": other_tables + tables}
     document["benchmarks"] = dict(sorted(document["benchmarks"].items()))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
@@ -114,14 +114,14 @@ def compact(document: Document) -> str:
             return [replace(item) for item in value]
         if not isinstance(value, dict):
             return value
-        plain = {key: replace(item) for key, item in value.items()}
-        if "name" in plain and any(isinstance(v, float) for v in plain.values()):
-            rows.append(json.dumps(plain))
+        replaced = {key: replace(item) for key, item in value.items()}
+        if "name" in replaced and any(isinstance(v, float) for v in replaced.values()):
+            rows.append(json.dumps(replaced))
             return f"@row {len(rows) - 1}@"
-        return plain
+        return replaced
 
     text = json.dumps(replace(document), indent=1)
-    return re.sub(r'"@row (\d+)@"', lambda found: rows[int(found[1])], text)
+    return re.sub(r'"@row (\d+)@"', lambda match: rows[int(match[1])], text)
 
 
 def stored_files(root: Path = RESULTS) -> list[Document]:

@@ -170,10 +170,10 @@ KEYS = (
 
 def title_of(processor: dict[str, str]) -> str:
     """Name a processor in the head of a table."""
-    plain = re.sub(r"\((R|TM)\)", "", processor["name"]).replace(" Processor", "")
+    name = re.sub(r"\((R|TM)\)", "", processor["name"]).replace(" Processor", "")
     if "family" in processor:
-        plain += f", family {processor['family']} model {processor['model']}"
-    return f"{plain}, {processor['short']}" if "short" in processor else plain
+        name += f", family {processor['family']} model {processor['model']}"
+    return f"{name}, {processor['short']}" if "short" in processor else name
 
 
 def show(value: float) -> str:
@@ -185,20 +185,20 @@ def show(value: float) -> str:
 
 def newest(documents: list[dict[str, Any]]) -> dict[str, dict[str, tuple[str, Any]]]:
     """Return the newest run of each benchmark, with its date, by processor slug."""
-    found: dict[str, dict[str, tuple[str, Any]]] = {}
+    runs_by_processor: dict[str, dict[str, tuple[str, Any]]] = {}
     for document in sorted(documents, key=lambda d: d["date"]):
-        runs = found.setdefault(document["processor"]["slug"], {})
+        runs = runs_by_processor.setdefault(document["processor"]["slug"], {})
         runs |= {name: (document["date"], run) for name, run in document["benchmarks"].items()}
-    return found
+    return runs_by_processor
 
 
 def row_of(run: dict[str, Any], table: str, name: str) -> dict[str, Any] | None:
     """Find a row by the start of its table's title and by its name."""
-    for found in run["tables"]:
-        if found["title"].startswith(table):
-            for row in found["rows"]:
+    for run_table in run["tables"]:
+        if run_table["title"].startswith(table):
+            for row in run_table["rows"]:
                 if row["name"] == name:
-                    return row | {"unit": found["unit"]}
+                    return row | {"unit": run_table["unit"]}
     return None
 
 
@@ -207,11 +207,11 @@ def cell(runs: dict[str, tuple[str, Any]], key: Key) -> str:
     if key.benchmark not in runs:
         return NONE
     run = runs[key.benchmark][1]
-    ours, other = row_of(run, key.table, key.ours), row_of(run, key.table, key.other)
-    if ours is None or other is None:
+    mlstate_row, other = row_of(run, key.table, key.ours), row_of(run, key.table, key.other)
+    if mlstate_row is None or other is None:
         return NONE
-    ratio = other["median"] / ours["median"]
-    text = f"{show(ours['median'])} {ours['unit']}, {ratio:.3g}x"
+    ratio = other["median"] / mlstate_row["median"]
+    text = f"{show(mlstate_row['median'])} {mlstate_row['unit']}, {ratio:.3g}x"
     return f"**{text}**" if ratio < 0.95 else text
 
 
@@ -278,9 +278,9 @@ def copies(documents: list[dict[str, Any]]) -> str:
     cells: dict[str, dict[str, str]] = {}
     for slug, runs in stored_runs.items():
         for table in runs["copy"][1]["tables"]:
-            found = {row["name"]: row["median"] for row in table["rows"]}
+            medians = {row["name"]: row["median"] for row in table["rows"]}
             cells.setdefault(table["title"], {})[slug] = " / ".join(
-                show(found[w]) if w in found else NONE for w in ways
+                show(medians[w]) if w in medians else NONE for w in ways
             )
     lines = [[title, *(by.get(slug, NONE) for slug in stored_runs)] for title, by in cells.items()]
     return markdown([f"ms: {' / '.join(ways)}", *(names[slug] for slug in stored_runs)], lines)
@@ -308,8 +308,8 @@ def filled_in(page: str, documents: list[dict[str, Any]]) -> str:
     """Return the page with new tables."""
     for name, table in TABLES.items():
         start, end = f"<!-- {name}: made by benchmarks/summary.py -->\n", "<!-- end -->"
-        before, found, rest = page.partition(start)
-        if not found:
+        before, separator, rest = page.partition(start)
+        if not separator:
             raise ValueError(f"{PAGE.name} has no marker for the table {name!r}")
         page = before + start + "\n" + table(documents) + "\n" + end + rest.partition(end)[2]
     return page

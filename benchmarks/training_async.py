@@ -84,10 +84,10 @@ def take_turns(
     for turn in range(1 + repeats):
         for name in order.sample(list(NAMES), len(NAMES)):
             (clear if quick else clear_and_wait)(folder)
-            found = ranks.ask("time", NAMES[name], folder / "x")
+            answers = ranks.ask("time", NAMES[name], folder / "x")
             if turn > 0:
-                staged[name].append(max(blocked for blocked, _ in found))
-                done[name].append(max(whole for _, whole in found))
+                staged[name].append(max(blocked for blocked, _ in answers))
+                done[name].append(max(seconds for _, seconds in answers))
     clear(folder)
     return staged, done
 
@@ -110,23 +110,24 @@ def memory(report: Report, folder: Path, quick: bool) -> None:
     note = f"of the rank that takes more; to reach: the budget, or {MOST_MIB} MiB where it is 0"
     report.table("peak of memory beyond the state, a rank", rows, unit="MiB", note=note)
     if not quick:
-        ours = [(row.median, row.at_most) for row in rows if row.at_most is not None]
-        most = max(found / at_most for found, at_most in ours)
+        limited_rows = [(row.median, row.at_most) for row in rows if row.at_most is not None]
+        most = max(peak / at_most for peak, at_most in limited_rows)
         met = "met" if most <= 1 else "NOT MET"
         report.judge([f"mlstate, of what may be taken <= 100 %: {100 * most:.1f} % at most, {met}"])
 
 
 def peaks(ranks: Ranks, way: str, folder: Path) -> list[tuple[float, int]]:
     clear(folder)
-    found = ranks.ask("memory", way, folder / "x")
+    answers = ranks.ask("memory", way, folder / "x")
     clear(folder)
-    return found
+    return answers
 
 
-def row_of(name: str, found: list[tuple[float, int]]) -> Row:
+def row_of(name: str, peaks_of_ranks: list[tuple[float, int]]) -> Row:
     """A line for the rank whose peak is closer to its budget."""
     beyond, budget = max(
-        ((most, nbytes / (1 << 20)) for most, nbytes in found), key=lambda pair: pair[0] - pair[1]
+        ((most, nbytes / (1 << 20)) for most, nbytes in peaks_of_ranks),
+        key=lambda pair: pair[0] - pair[1],
     )
     if not name.startswith("mlstate"):
         return Row(name, [beyond])

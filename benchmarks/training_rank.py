@@ -113,13 +113,13 @@ class Rank:
 
         return begin
 
-    def dcp(self, *, kept: bool = False) -> Begin:
+    def dcp(self, *, keeps_memory: bool = False) -> Begin:
         """Save with torch DCP; `kept` keeps its stager, and so its memory."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         options: dict[str, Any] = {"process_group": self.theirs}
-        if kept:  # its other options need CUDA
+        if keeps_memory:  # its other options need CUDA
             options["async_stager"] = DefaultStager(StagingOptions(False, False, False, False))
 
         def begin(path: Path) -> Wait:
@@ -170,7 +170,7 @@ def serve(pipe: Connection, letter: str, warm: bool, rank: int, world: int, meet
     if warm:
         keep_memory()
     join(rank, world, meeting)
-    here = Rank(letter, rank, world)
-    answer(pipe, {"load": here.load, "time": here.time, "memory": here.memory})
-    here.ways, here.staging = {}, None
+    rank_object = Rank(letter, rank, world)
+    answer(pipe, {"load": rank_object.load, "time": rank_object.time, "memory": rank_object.memory})
+    rank_object.ways, rank_object.staging = {}, None
     torch.distributed.destroy_process_group()

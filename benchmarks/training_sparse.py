@@ -52,8 +52,8 @@ def measuring(report: Report, folder: Path, repeats: int, quick: bool) -> None:
     """Train; save and load all rows, the nonzero rows, and the changed rows."""
     trained = training_words.train(quick)
     report.say(f"\n{described(trained)}")
-    here = Sparse(trained, folder, repeats, quick)
-    for part in (here.saving, here.adding, here.loading, here.compressing):
+    sparse = Sparse(trained, folder, repeats, quick)
+    for part in (sparse.saving, sparse.adding, sparse.loading, sparse.compressing):
         rows, title, note, verdicts = part()
         report.table(title, rows, note=note)
         if not quick:
@@ -64,7 +64,7 @@ def measuring(report: Report, folder: Path, repeats: int, quick: bool) -> None:
 def described(trained: Trained) -> str:
     """Describe the training, and the share of zero and unchanged rows."""
     total = bytes_of(trained.before.values())
-    zero = 1 - held_bytes(trained.before) / total
+    zero = 1 - non_zero_bytes(trained.before) / total
     changed = changed_bytes(trained.before, trained.after) / total
     first, last = fmean(trained.losses[:10]), fmean(trained.losses[-10:])
     return (
@@ -74,7 +74,7 @@ def described(trained: Trained) -> str:
     )
 
 
-def held_bytes(state: Arrays) -> int:
+def non_zero_bytes(state: Arrays) -> int:
     """Bytes of the rows that are not all zero."""
     return sum(int(as_bytes(array).any(1).sum()) * array[0].nbytes for array in state.values())
 
@@ -204,12 +204,12 @@ class Sparse:
             save()
             stored[f"{name}, save"] = sum(f.stat().st_size for f in files_below(self.folder))
             place = self.folder.with_name(f"{self.folder.name}-{len(stored)}")
-            kept.append(place)
+            places.append(place)
             shutil.copytree(self.folder, place)
             candidates.append(Candidate(f"{name}, save", save, self.empty))
             candidates.append(Candidate(f"{name}, load", partial(load, place)))
 
-        kept: list[Path] = []
+        places: list[Path] = []
         try:
             for codec in CODECS:
                 options = {"sparse": True, "compress": codec}
@@ -225,7 +225,7 @@ class Sparse:
             )
             rows = take_turns(candidates, self.repeats)
         finally:
-            for place in kept:
+            for place in places:
                 shutil.rmtree(place, ignore_errors=True)
         for row in rows:
             if row.name in stored:
@@ -243,14 +243,14 @@ def put_back(base: Path, target: Path) -> None:
 
 def bytes_written(save: Callable[[], object], target: Path) -> int:
     """Bytes that a save writes: all files or, if the system does not count them, shard files."""
-    known, asked = inodes_below(target), written()
+    inodes, asked = inodes_below(target), written()
     save()
-    return max(written() - asked, new_shard_bytes(target, known))
+    return max(written() - asked, new_shard_bytes(target, inodes))
 
 
 def check(path: Path, state: Arrays) -> None:
     """The loaded state has the bits of the saved one."""
-    found = mlstate.load(path).optimizer
+    arrays = mlstate.load(path).optimizer
     for name, array in state.items():
-        if not np.array_equal(as_bytes(found[name]), as_bytes(array)):
+        if not np.array_equal(as_bytes(arrays[name]), as_bytes(array)):
             raise RuntimeError(f"{path.name}: {name} is not as it was saved")

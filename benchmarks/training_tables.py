@@ -24,20 +24,22 @@ def resuming(report: Report, quick: bool) -> None:
     texts = resume_table.CHANGES[:1] if quick else resume_table.CHANGES
     changes = [resume_table.change(text) for text in texts]
     kinds = ["plain"] if quick else list(KINDS)
-    found = resume_table.measure(kinds, OPTIMIZER, changes)
-    report.say(resume_table.table(found))
-    report.tables.append({"title": title, "rows": [one._asdict() for one in found]})
-    same = [one.same_bits for one in found if one.saved == one.resumed]
+    results = resume_table.measure(kinds, OPTIMIZER, changes)
+    report.say(resume_table.table(results))
+    report.tables.append({"title": title, "rows": [result_row._asdict() for result_row in results]})
+    same = [
+        result_row.same_bits for result_row in results if result_row.saved == result_row.resumed
+    ]
     report.judge(
         [
-            verdict("same state bits", [not one.state for one in found]),
+            verdict("same state bits", [not result_row.state for result_row in results]),
             verdict("same bits of losses on as many ranks", same),
         ]
     )
 
 
-def verdict(what: str, good: list[bool]) -> str:
-    return f"{what}: {sum(good)} of {len(good)}, {'met' if all(good) else 'NOT MET'}"
+def verdict(label: str, good: list[bool]) -> str:
+    return f"{label}: {sum(good)} of {len(good)}, {'met' if all(good) else 'NOT MET'}"
 
 
 def planning(report: Report, quick: bool) -> None:
@@ -45,13 +47,13 @@ def planning(report: Report, quick: bool) -> None:
     layers = QUICK_LAYERS if quick else LAYERS
     lines = scale.head(layers)
     report.say("\nplans of one rank: " + "\n".join(lines))
-    found = []
+    plans = []
     for world in WORLDS[:2] if quick else WORLDS:
-        found.append(scale.figures(world, layers, True, world // 3))
-        report.say(scale.row(found[-1]))
-    report.tables.append({"title": f"plans of one rank: {lines[0]}", "rows": found})
+        plans.append(scale.figures(world, layers, True, world // 3))
+        report.say(scale.row(plans[-1]))
+    report.tables.append({"title": f"plans of one rank: {lines[0]}", "rows": plans})
     if not quick:
-        report.judge(growth(found[0], found[-1]))
+        report.judge(growth(plans[0], plans[-1]))
 
 
 def growth(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
@@ -66,6 +68,6 @@ def growth(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
         pairs[f"memory to plan a {plan}"] = (first["kib"][i], last["kib"][i])
     worlds = f"on {last['world']:,} ranks <= 1x those on {first['world']:,}"
     return [
-        f"{what} {worlds}: {after / before:.2f}, {'met' if after <= before else 'NOT MET'}"
-        for what, (before, after) in pairs.items()
+        f"{label} {worlds}: {after / before:.2f}, {'met' if after <= before else 'NOT MET'}"
+        for label, (before, after) in pairs.items()
     ]

@@ -37,11 +37,11 @@ COPY, COPY_NEW = "memcpy, touched memory", "memcpy, new memory"
 def moving(report: Report, folder: Path, repeats: int, quick: bool) -> None:
     """Time moves to files and back, and to a device and back."""
     rows = 64 if quick else 4096  # a unit of 192 MiB
-    with moves(folder / "files", rows) as here:
-        files(here, report, repeats, quick)
+    with moves(folder / "files", rows) as moves_object:
+        files(moves_object, report, repeats, quick)
     for device in devices():
-        with moves(folder / device, rows, device=device) as here:
-            copies(here, report, repeats, quick, device)
+        with moves(folder / device, rows, device=device) as moves_object:
+            copies(moves_object, report, repeats, quick, device)
 
 
 def devices() -> list[str]:
@@ -101,101 +101,103 @@ class Moves:
 @contextmanager
 def moves(folder: Path, rows: int, **options: Any) -> Iterator[Moves]:
     folder.mkdir()
-    here = Moves(folder, rows, **options)
+    moves_object = Moves(folder, rows, **options)
     try:
-        yield here
+        yield moves_object
     finally:
-        here.tiers.close()
+        moves_object.tiers.close()
         shutil.rmtree(folder)
 
 
 # ---- files ----
 
 
-def files(here: Moves, report: Report, repeats: int, quick: bool) -> None:
+def files(moves_object: Moves, report: Report, repeats: int, quick: bool) -> None:
     """Demote a changed unit to its file; promote it from the page cache."""
     verdicts = [
-        *demoting(here, report, repeats, quick),
-        *promoting(here, report, repeats),
-        *others(here),
+        *demoting(moves_object, report, repeats, quick),
+        *promoting(moves_object, report, repeats),
+        *others(moves_object),
     ]
     if not quick:
         report.judge(verdicts)
 
 
-def demoting(here: Moves, report: Report, repeats: int, quick: bool) -> list[str]:
+def demoting(moves_object: Moves, report: Report, repeats: int, quick: bool) -> list[str]:
     first, again = "TieredState.demote, no file yet", "TieredState.demote, replaces its file"
     sync: Callable[[], object] = (lambda: None) if quick else os.sync
 
     def empty() -> None:
-        here.raw_file.unlink(missing_ok=True)
+        moves_object.raw_file.unlink(missing_ok=True)
         sync()
 
     def changed(*, is_first: bool) -> None:
-        here.change()
+        moves_object.change()
         if is_first:
-            here.file.unlink(missing_ok=True)
+            moves_object.file.unlink(missing_ok=True)
         sync()
 
     def replace() -> None:
-        new = here.raw_file.with_suffix(".new")
-        here.raw.write_one(new, durable=True)
-        new.rename(here.raw_file)
+        new = moves_object.raw_file.with_suffix(".new")
+        moves_object.raw.write_one(new, durable=True)
+        new.rename(moves_object.raw_file)
 
-    write = partial(here.raw.write_one, here.raw_file, durable=True)
-    demote = partial(here.tiers.demote, MOVED, to="cold")
+    write = partial(moves_object.raw.write_one, moves_object.raw_file, durable=True)
+    demote = partial(moves_object.tiers.demote, MOVED, to="cold")
     candidates = [
         Candidate(RAW_WRITE, write, empty, limit=True),
         Candidate(RAW_REPLACE, replace, sync),
         Candidate(first, demote, partial(changed, is_first=True)),
         Candidate(again, demote, partial(changed, is_first=False)),
     ]
-    if takes_direct(here.raw_file.parent):
+    if takes_direct(moves_object.raw_file.parent):
         candidates.insert(1, Candidate(RAW_DIRECT, partial(write, direct=True), empty))
     note = "all of it changed since it was cold; its file is durable when the call returns"
-    rows = here.show(report, "demote to a file", candidates, repeats, note)
+    rows = moves_object.show(report, "demote to a file", candidates, repeats, note)
     pairs = ((first, RAW_WRITE), (again, RAW_REPLACE))
-    return [Aim(ours, SPEED, raw, faster=True).verdict(rows) for ours, raw in pairs]
+    return [Aim(mlstate_name, SPEED, raw, faster=True).verdict(rows) for mlstate_name, raw in pairs]
 
 
-def promoting(here: Moves, report: Report, repeats: int) -> list[str]:
-    ours = "TieredState.promote, cold to warm"
-    here.raw.write_one(here.raw_file, durable=False)
+def promoting(moves_object: Moves, report: Report, repeats: int) -> list[str]:
+    mlstate_name = "TieredState.promote, cold to warm"
+    moves_object.raw.write_one(moves_object.raw_file, durable=False)
 
     def in_cache() -> None:
-        here.put("cold")
-        read_through(here.folder)
+        moves_object.put("cold")
+        read_through(moves_object.folder)
 
     def read_new() -> np.ndarray:
-        target = np.empty(here.raw_file.stat().st_size, np.uint8)
-        with here.raw_file.open("rb") as file:
+        target = np.empty(moves_object.raw_file.stat().st_size, np.uint8)
+        with moves_object.raw_file.open("rb") as file:
             read_all(file.fileno(), memoryview(target))
         return target
 
-    cached = partial(read_through, here.raw_file)
+    cached = partial(read_through, moves_object.raw_file)
     candidates = [
-        Candidate(RAW_READ, partial(here.raw.read_one, here.raw_file), cached, limit=True),
+        Candidate(
+            RAW_READ, partial(moves_object.raw.read_one, moves_object.raw_file), cached, limit=True
+        ),
         Candidate(RAW_READ_NEW, read_new, cached),
-        Candidate(ours, partial(here.tiers.promote, MOVED, to="warm"), in_cache),
+        Candidate(mlstate_name, partial(moves_object.tiers.promote, MOVED, to="warm"), in_cache),
     ]
     note = "files in the system's cache, memory reused; ours is compared with its checksums"
-    rows = here.show(report, "promote from a file", candidates, repeats, note)
-    return [Aim(ours, SPEED, RAW_READ_NEW, faster=True).verdict(rows)]
+    rows = moves_object.show(report, "promote from a file", candidates, repeats, note)
+    return [Aim(mlstate_name, SPEED, RAW_READ_NEW, faster=True).verdict(rows)]
 
 
 # ---- other units ----
 
 
-def others(here: Moves) -> list[str]:
+def others(moves_object: Moves) -> list[str]:
     """Move the unit once more each way, and check the other units."""
-    here.change()
+    moves_object.change()
     verdicts = []
-    for call, count in ((here.tiers.demote, written), (here.tiers.promote, read)):
-        before, counted = looks(here), count()
+    for call, count in ((moves_object.tiers.demote, written), (moves_object.tiers.promote, read)):
+        before, counted = looks(moves_object), count()
         call(MOVED)
         counted = count() - counted
-        same = looks(here) == before
-        beyond = counted - here.file.stat().st_size
+        same = looks(moves_object) == before
+        beyond = counted - moves_object.file.stat().st_size
         verdicts.append(
             f"{call.__name__}: bytes of other units touched, 0 wanted: "
             f"files and memory {'as before' if same else 'CHANGED'}, "
@@ -205,52 +207,73 @@ def others(here: Moves) -> list[str]:
     return verdicts
 
 
-def looks(here: Moves) -> dict[str, Any]:
+def looks(moves_object: Moves) -> dict[str, Any]:
     """Facts that reveal a change: of files inode, size and times, of arrays address and bits.
 
     A writer cannot set back the time at which an inode was changed.
     """
-    found: dict[str, Any] = {}
-    for path in sorted(here.folder.iterdir()):
-        if path != here.file:
+    looks_by_path: dict[str, Any] = {}
+    for path in sorted(moves_object.folder.iterdir()):
+        if path != moves_object.file:
             facts = path.stat()
-            found[path.name] = facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
-    with here.tiers.use(NAMES[1]) as unit:
+            looks_by_path[path.name] = (
+                facts.st_ino,
+                facts.st_size,
+                facts.st_mtime_ns,
+                facts.st_ctime_ns,
+            )
+    with moves_object.tiers.use(NAMES[1]) as unit:
         for name, array in {"parameter": unit.parameter, **unit.states}.items():
-            found[f"array {name}"] = array.ctypes.data, hash(array.tobytes())
-    return found
+            looks_by_path[f"array {name}"] = array.ctypes.data, hash(array.tobytes())
+    return looks_by_path
 
 
 # ---- memory ----
 
 
-def copies(here: Moves, report: Report, repeats: int, quick: bool, device: str) -> None:
+def copies(moves_object: Moves, report: Report, repeats: int, quick: bool, device: str) -> None:
     """Move a unit to the memory of a device, and back."""
     promote = f"TieredState.promote, warm to hot ({device})"
     demote = f"TieredState.demote, hot ({device}) to warm"
-    raw = raw_copies(here, device)
+    raw = raw_copies(moves_object, device)
     candidates = [
         *raw,
-        Candidate(promote, partial(here.tiers.promote, MOVED, to="hot"), partial(here.put, "warm")),
-        Candidate(demote, partial(here.tiers.demote, MOVED, to="warm"), partial(here.put, "hot")),
+        Candidate(
+            promote,
+            partial(moves_object.tiers.promote, MOVED, to="hot"),
+            partial(moves_object.put, "warm"),
+        ),
+        Candidate(
+            demote,
+            partial(moves_object.tiers.demote, MOVED, to="warm"),
+            partial(moves_object.put, "hot"),
+        ),
     ]
     note = "a move takes new memory and gives back the old; a process that keeps its memory"
-    rows = here.show(report, f"hot on {device!r}", candidates, repeats, note)
+    rows = moves_object.show(report, f"hot on {device!r}", candidates, repeats, note)
     back = raw[-1].name
-    there = raw[-2].name if device == "cuda" else back
+    reference = raw[-2].name if device == "cuda" else back
     if not quick:
-        pairs = ((promote, there), (demote, back))
-        report.judge([Aim(ours, SPEED, other, faster=True).verdict(rows) for ours, other in pairs])
+        pairs = ((promote, reference), (demote, back))
+        report.judge(
+            [
+                Aim(mlstate_name, SPEED, other, faster=True).verdict(rows)
+                for mlstate_name, other in pairs
+            ]
+        )
 
 
-def raw_copies(here: Moves, device: str) -> list[Candidate]:
+def raw_copies(moves_object: Moves, device: str) -> list[Candidate]:
     """Plain copies of the unit's arrays; the last one is the way back."""
-    found = [Candidate(COPY, here.raw.copy, limit=device == "cpu")]
+    candidates = [Candidate(COPY, moves_object.raw.copy, limit=device == "cpu")]
     if device == "cpu":
-        return [*found, Candidate(COPY_NEW, lambda: [array.copy() for array in here.arrays])]
+        return [
+            *candidates,
+            Candidate(COPY_NEW, lambda: [array.copy() for array in moves_object.arrays]),
+        ]
     import torch
 
-    near = [torch.from_numpy(array) for array in here.arrays]
+    near = [torch.from_numpy(array) for array in moves_object.arrays]
     far = [tensor.to(device) for tensor in near]
 
     def there() -> object:
@@ -259,7 +282,7 @@ def raw_copies(here: Moves, device: str) -> list[Candidate]:
         return moved
 
     return [
-        *found,
+        *candidates,
         Candidate(f"torch: to {device}, new memory", there, limit=True),
         Candidate(f"torch: from {device}, new memory", lambda: [t.to("cpu") for t in far]),
     ]

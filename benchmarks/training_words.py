@@ -57,18 +57,18 @@ class Model(torch.nn.Module):
 def text() -> tuple[np.ndarray, int]:
     """The library's words as numbers, the most frequent word as 0, and the number of words."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    known: dict[bytes, int] = {}
+    words_by_bytes: dict[bytes, int] = {}
     files = []
     for path in sorted(root.rglob("*.py")):
         if LEFT_OUT.isdisjoint(path.relative_to(root).parts):
             words = WORD.findall(path.read_bytes())
-            numbers = (known.setdefault(word, len(known)) for word in words)
+            numbers = (words_by_bytes.setdefault(word, len(words_by_bytes)) for word in words)
             files.append(np.fromiter(numbers, np.int64, len(words)))
     tokens = np.concatenate(files)
     places = np.argsort(np.argsort(-np.bincount(tokens), kind="stable"))
-    if len(known) < FEWEST:
-        raise RuntimeError(f"Python's library in {root} has {len(known):,} words only")
-    return places[tokens], len(known)
+    if len(words_by_bytes) < FEWEST:
+        raise RuntimeError(f"Python's library in {root} has {len(words_by_bytes):,} words only")
+    return places[tokens], len(words_by_bytes)
 
 
 def train(quick: bool) -> Trained:
@@ -101,9 +101,9 @@ def _train(quick: bool) -> Trained:
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-        kept = optimizer.state[model.embedding.weight]
+        state = optimizer.state[model.embedding.weight]
         return {
-            f"embedding.weight.{name}": kept[key].numpy().copy()
+            f"embedding.weight.{name}": state[key].numpy().copy()
             for name, key in (("m", "exp_avg"), ("v", "exp_avg_sq"))
         }
 

@@ -25,17 +25,17 @@ class Aim:
 
     def verdict(self, rows: list[Row]) -> str:
         """Return the verdict, if both lines exist."""
-        found = {row.name: row.median for row in rows}
+        medians = {row.name: row.median for row in rows}
         sign = ">=" if self.faster else "<="
-        wanted = (
+        aim_text = (
             f"{self.name} {sign} {self.bound:g}x {'as fast as ' * self.faster}[{self.reference}]"
         )
-        if not {self.name, self.reference} <= found.keys():
-            return f"{wanted}: not measured"
-        ratio = found[self.name] / found[self.reference]
+        if not {self.name, self.reference} <= medians.keys():
+            return f"{aim_text}: not measured"
+        ratio = medians[self.name] / medians[self.reference]
         ratio = 1 / ratio if self.faster else ratio
         met = ratio >= self.bound if self.faster else ratio <= self.bound
-        return f"{wanted}: {ratio:.2f}, {'met' if met else 'NOT MET'}"
+        return f"{aim_text}: {ratio:.2f}, {'met' if met else 'NOT MET'}"
 
 
 def join_freed_memory() -> None:

@@ -38,7 +38,7 @@ static void check_path(const char *path)
 }
 
 /* A list of row ranges: ascending, disjoint, not empty, within the shard. */
-static size_t check_extents(const mls_row_range *list, size_t count, size_t elements)
+static size_t check_row_ranges(const mls_row_range *list, size_t count, size_t elements)
 {
     size_t end = 0, sum = 0;
     for (size_t i = 0; i < count; i++) {
@@ -52,12 +52,12 @@ static size_t check_extents(const mls_row_range *list, size_t count, size_t elem
 
 /* The frames of a layer: a length for each, none empty, none longer than its content,
  * together as long as the layer. */
-static void check_frames(const mls_layer *layer, size_t size, size_t held)
+static void check_frames(const mls_layer *layer, size_t size, size_t element_count)
 {
     const mls_compressed_frames *frames = layer->frames;
-    const size_t count = mls_compressed_frames_count(held * size);
+    const size_t count = mls_compressed_frames_count(element_count * size);
     require(frames->codec < MLS_CODEC_COUNT && frames->item == size);
-    require(count > 0 && frames->bytes == held * size);
+    require(count > 0 && frames->bytes == element_count * size);
     for (size_t i = 0; i < count; i++) {
         const size_t begin = mls_compressed_frame_begin(frames, i);
         require(frames->ends[i] > begin);
@@ -71,25 +71,25 @@ static void check_layers(const mls_index *x, const mls_index_shard *s)
 {
     const size_t size = mls_dtype_of(s->dtype)->item_bytes, all = s->bytes / size;
     const mls_layers *layers = s->layers;
-    size_t shown = check_extents(layers->zeros, layers->zero_count, all);
+    size_t visible = check_row_ranges(layers->zeros, layers->zero_count, all);
     require(layers->count <= MLS_LAYERS_MOST);
     for (size_t i = 0; i < layers->count; i++) {
         const mls_layer *layer = &layers->list[i];
-        const size_t held =
-            layer->row == 0 ? all : check_extents(layer->runs, layer->run_count, all);
+        const size_t stored =
+            layer->row == 0 ? all : check_row_ranges(layer->runs, layer->run_count, all);
         require(layer->bytes > 0 && layer->file < x->file_count);
         require(layer->offset <= x->files[layer->file].bytes);
         require(layer->bytes <= x->files[layer->file].bytes - layer->offset);
         require(layer->row > 0 || i == 0);
         if (layer->frames != NULL) {
-            check_frames(layer, size, held);
+            check_frames(layer, size, stored);
         } else {
-            require(layer->bytes == held * size);
+            require(layer->bytes == stored * size);
         }
-        shown += check_extents(layer->visible, layer->visible_count, all);
+        visible += check_row_ranges(layer->visible, layer->visible_count, all);
         for (size_t j = 0; j < layer->visible_count; j++) {
-            require(layer->visible[j].at <= held);
-            require(layer->visible[j].count <= held - layer->visible[j].at);
+            require(layer->visible[j].at <= stored);
+            require(layer->visible[j].count <= stored - layer->visible[j].at);
         }
         uint32_t sum = 0;
         for (size_t j = 0; j < mls_safetensors_blocks(layer->bytes); j++) {
@@ -97,7 +97,7 @@ static void check_layers(const mls_index *x, const mls_index_shard *s)
         }
         require(mls_safetensors_blocks(layer->bytes) != 1 || sum == layer->crc);
     }
-    require(shown == all);
+    require(visible == all);
 }
 
 /* The members of one shard. */

@@ -19,9 +19,9 @@ class Caller(NamedTuple):
         """Issue a warning."""
         import warnings
 
-        shown = self.names.setdefault("__warningregistry__", {})  # as `warnings.warn` does
+        registry = self.names.setdefault("__warningregistry__", {})  # as `warnings.warn` does
         module = self.names.get("__name__", "<string>")
-        warnings.warn_explicit(text, UserWarning, self.path, self.line, module, shown)
+        warnings.warn_explicit(text, UserWarning, self.path, self.line, module, registry)
 
 
 def find_caller() -> Caller:

@@ -330,28 +330,28 @@ class _KnapsackSearch:
         """Return the end of the whole items that fit, and seconds without and with a fraction."""
         reach = self._bytes_before[start] + (self._room - sizes)
         end = np.searchsorted(self._bytes_before, reach, "right") - 1
-        whole = seconds + (self._seconds_before[end] - self._seconds_before[start])
+        full_seconds = seconds + (self._seconds_before[end] - self._seconds_before[start])
         fraction = (reach - self._bytes_before[end]) / self._sizes[end]
-        return end, whole, whole + fraction * self._seconds[end]
+        return end, full_seconds, full_seconds + fraction * self._seconds[end]
 
     def add_items(self, limit: int) -> float:
         """Add all items, or as many as `limit` states allow; return a bound of all choices."""
         states, sizes, seconds = np.array([-1]), np.array([0]), np.array([0.0])
-        ends, whole, bounds = self._bounds(sizes, seconds, 0)
-        self.best = _Choice(float(whole[0]), -1, 0, int(ends[0]))
-        made = 0
+        ends, full_seconds, bounds = self._bounds(sizes, seconds, 0)
+        self.best = _Choice(float(full_seconds[0]), -1, 0, int(ends[0]))
+        state_count = 0
         for at in range(len(self._items)):
-            if not len(states) or made + len(states) > limit:
+            if not len(states) or state_count + len(states) > limit:
                 break
             parents = np.flatnonzero(sizes + self._sizes[at] <= self._room)
             sizes = np.append(sizes, sizes[parents] + self._sizes[at])
             seconds = np.append(seconds, seconds[parents] + self._seconds[at])
-            ends, whole, bounds = self._bounds(sizes, seconds, at + 1)
-            whole = whole[len(states) :]
-            if len(whole) and whole.max() > self.best.seconds:
-                i = int(whole.argmax())
+            ends, full_seconds, bounds = self._bounds(sizes, seconds, at + 1)
+            full_seconds = full_seconds[len(states) :]
+            if len(full_seconds) and full_seconds.max() > self.best.seconds:
+                i = int(full_seconds.argmax())
                 parent, end = int(states[parents[i]]), int(ends[len(states) + i])
-                self.best = _Choice(float(whole[i]), parent, at, end)
+                self.best = _Choice(float(full_seconds[i]), parent, at, end)
             rows = np.flatnonzero(bounds > self.best.seconds + self.slack)
             rows = rows[np.lexsort((-seconds[rows], sizes[rows]))]
             most_before = np.maximum.accumulate(np.append(-1.0, seconds[rows]))[:-1]
@@ -359,8 +359,8 @@ class _KnapsackSearch:
             added = rows[rows >= len(states)] - len(states)
             self._parents.append(states[parents[added]])
             numbers = np.append(states, np.zeros(len(parents), np.int64))
-            numbers[added + len(states)] = np.arange(made, made + len(added))
-            made += len(added)
+            numbers[added + len(states)] = np.arange(state_count, state_count + len(added))
+            state_count += len(added)
             states, sizes, seconds, bounds = (a[rows] for a in (numbers, sizes, seconds, bounds))
         return float(max([self.best.seconds, *bounds.tolist()]))
 

@@ -421,10 +421,10 @@ class Commit:
         """Delete this rank's files of deleted generations; return the text of an error."""
         if not plan:
             return ""
-        gone, kept = ([Generation(*one) for one in plan[name]] for name in ("gone", "kept"))
+        dead, live = ([Generation(*fields) for fields in plan[name]] for name in ("gone", "kept"))
         rank, world_size = self._target.rank, self._target.world_size
         try:
-            self._files.delete_own_files(rank, world_size, gone, kept)
+            self._files.delete_own_files(rank, world_size, dead, live)
         except (MLStateError, MemoryError) as error:
             return f"rank {rank}: {error}"
         return ""

@@ -703,7 +703,7 @@ def load(
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets
 
-    def read(found: Manifest) -> LoadedState:
-        return load_root(Loader(request, found))
+    def read(manifest_read: Manifest) -> LoadedState:
+        return load_root(Loader(request, manifest_read))
 
     return files.read_root(root, read, manifest)

@@ -42,13 +42,13 @@ DEFAULTS = cast(
 
 def show_options(function: Function) -> Function:
     """Decorate a function with ``**options``: its signature shows each keyword and default."""
-    own = signature(function)
+    signature_of_function = signature(function)
     options = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=hint.__forward_arg__)
         for (name, value), hint in zip(DEFAULTS.items(), _HINTS.values(), strict=True)
     ]
-    parameters = [*own.parameters.values()]
-    function.__signature__ = own.replace(parameters=parameters[:-1] + options)  # type: ignore[attr-defined]
+    parameters = [*signature_of_function.parameters.values()]
+    function.__signature__ = signature_of_function.replace(parameters=parameters[:-1] + options)  # type: ignore[attr-defined]
     return function
 
 

@@ -80,9 +80,9 @@ class Staging:
     def _free(self) -> None:
         """Free memory that is not kept for the next save."""
 
-    def _take(self, wanted: int) -> Any:
+    def _take(self, nbytes: int) -> Any:
         """Return memory of `wanted` bytes, or all of it if it is smaller."""
-        return self._memory[:wanted]
+        return self._memory[:nbytes]
 
 
 class OwnStaging(Staging):
@@ -96,8 +96,8 @@ class OwnStaging(Staging):
         if not self._kept:
             self._memory = _NOTHING
 
-    def _take(self, wanted: int) -> Any:
-        if self.nbytes != wanted:  # kept memory must also respect the budget
+    def _take(self, nbytes: int) -> Any:
+        if self.nbytes != nbytes:  # kept memory must also respect the budget
             self._memory = _NOTHING  # free first, so that both never exist together
-            self._memory = np.empty(wanted, np.uint8)
+            self._memory = np.empty(nbytes, np.uint8)
         return self._memory

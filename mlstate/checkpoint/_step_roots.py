@@ -41,14 +41,14 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
         except MLStateError as caught:
             error = caught
     text = "" if error is not None else " ".join(["roots", *names])
-    said = gather_bytes(group, text.encode())[0]
+    reply = gather_bytes(group, text.encode())[0]
     if error is not None:
         raise error
-    if not said:
+    if not reply:
         failed = CollectiveError("rank 0 cannot list the checkpoints; see the error on that rank")
         failed.rank = 0
         raise failed
-    return said.decode().split(" ")[1:]
+    return reply.decode().split(" ")[1:]
 
 
 def try_root(

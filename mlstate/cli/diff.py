@@ -82,9 +82,9 @@ class _CheckpointSide:
             merged = self._merged_index
             arrays.update(merged.load(folder, section, some, cuts, verify, self._mmap, None))
 
-        verify, whole = not self._mmap, (None, 0, 0)  # mapped arrays are not verified
+        verify, full_cut = not self._mmap, (None, 0, 0)  # mapped arrays are not verified
         folder = self._files.folder
-        folder.read_batches(self._merged_index, section, have, whole, verify, read)
+        folder.read_batches(self._merged_index, section, have, full_cut, verify, read)
         return arrays
 
 
@@ -131,28 +131,28 @@ def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
 def _batches(section: int, sides: list[Any]) -> Iterator[list[str]]:
     """Yield the names of both sides in batches that take little memory."""
     batch: list[str] = []
-    held = 0
+    batch_bytes = 0
     for key in dict.fromkeys([*sides[0].keys(section), *sides[1].keys(section)]):
         more = sum(side.size(section, key)[1] for side in sides)
-        if batch and (held + more > _BATCH_BYTES or len(batch) == _BATCH_TENSORS):
+        if batch and (batch_bytes + more > _BATCH_BYTES or len(batch) == _BATCH_TENSORS):
             yield batch
-            batch, held = [], 0
+            batch, batch_bytes = [], 0
         batch.append(key)
-        held += more
+        batch_bytes += more
     if batch:
         yield batch
 
 
 def _compare(section: int, sides: list[Any], progress: Callable[[int], object] | None) -> StateDiff:
-    whole = StateDiff([], [], [], [], [], 0)
+    total = StateDiff([], [], [], [], [], 0)
     for batch in _batches(section, sides):
         part = diff(sides[0].arrays(section, batch), sides[1].arrays(section, batch))
         for name in ("missing", "unexpected", "shapes", "dtypes", "changes"):
-            getattr(whole, name).extend(getattr(part, name))
-        whole = whole._replace(unchanged=whole.unchanged + part.unchanged)
+            getattr(total, name).extend(getattr(part, name))
+        total = total._replace(unchanged=total.unchanged + part.unchanged)
         if progress is not None:
             progress(sum(sides[0].size(section, key)[0] for key in batch))
-    return whole
+    return total
 
 
 # ---- output ----
@@ -163,22 +163,22 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _diff_data(found: StateDiff) -> dict[str, Any]:
+def _diff_data(difference: StateDiff) -> dict[str, Any]:
     def pairs(differing: list[Any]) -> list[dict[str, Any]]:
         return [{"name": name, "first": a, "second": b} for name, a, b in differing]
 
     changes = [
         {**c._asdict(), "max_abs": _number(c.max_abs), "max_rel": _number(c.max_rel)}
-        for c in found.changes
+        for c in difference.changes
     ]
     return {
-        "identical": found.identical,
-        "missing": found.missing,
-        "unexpected": found.unexpected,
-        "shapes": pairs(found.shapes),
-        "dtypes": pairs(found.dtypes),
+        "identical": difference.identical,
+        "missing": difference.missing,
+        "unexpected": difference.unexpected,
+        "shapes": pairs(difference.shapes),
+        "dtypes": pairs(difference.dtypes),
         "changes": changes,
-        "unchanged": found.unchanged,
+        "unchanged": difference.unchanged,
     }
 
 
@@ -210,20 +210,20 @@ def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDif
 
 def run_diff(arguments: argparse.Namespace) -> int:
     """Print the differences; return 1 if there are any."""
-    sides, found = _diff_paths(arguments)
-    identical = all(one.identical for one in found)
+    sides, differences = _diff_paths(arguments)
+    identical = all(difference.identical for difference in differences)
     if arguments.json:
         ends = ({"path": side.path, "step": side.step} for side in sides)
         data = {
             "identical": identical,
             **dict(zip(("first", "second"), ends, strict=True)),
-            **dict(zip(_SECTIONS, map(_diff_data, found), strict=True)),
+            **dict(zip(_SECTIONS, map(_diff_data, differences), strict=True)),
         }
         print(json.dumps(data, indent=2))
         return 0 if identical else 1
-    for section, (what, one) in enumerate(zip(_SECTIONS, found, strict=True)):
+    for section, (section_name, difference) in enumerate(zip(_SECTIONS, differences, strict=True)):
         if sides[0].keys(section) or sides[1].keys(section):
-            title, headers, rows = table_of(one)
-            print(f"{what}: {printable(title)}")
+            title, headers, rows = table_of(difference)
+            print(f"{section_name}: {printable(title)}")
             print_table(headers, rows)
     return 0 if identical else 1

@@ -76,16 +76,16 @@ def _roots(files: CheckpointFiles) -> list[str]:
     names = [root.path for root in roots]
     try:
         newest = files.read_manifest().generation
-        there = any(root.generation == newest for root in roots)
+        has_manifest_root = any(root.generation == newest for root in roots)
     except MLStateError:
-        there = False
-    return names if there else [*names, MANIFEST]
+        has_manifest_root = False
+    return names if has_manifest_root else [*names, MANIFEST]
 
 
 def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
     """Return the report on every step, and one on unneeded and foreign files."""
     rest = VerifyReport(files.path)
-    found = []
+    verified = []
     names = _roots(files)
     with progress_of("verify", lambda: _size(files, names)) as progress:
         while names:
@@ -93,14 +93,14 @@ def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
             report = VerifyReport(files.path)
             verify_root(files, name, report, progress, {})
             if name == MANIFEST or files.folder.exists(name):
-                found.append(_Verified(name, report))
-            elif not names and not found:  # a writer has deleted all steps for newer ones
+                verified.append(_Verified(name, report))
+            elif not names and not verified:  # a writer has deleted all steps for newer ones
                 names = [MANIFEST]
-    found.sort(key=lambda one: (one.report.step is None, one.report.step or 0))
+    verified.sort(key=lambda item: (item.report.step is None, item.report.step or 0))
     with suppress(MLStateError):  # needed files are unknown; the problems give the reason
         rest.leftover = files.prune(dry_run=True)
     rest.strange = files.foreign_files()
-    return found, rest
+    return verified, rest
 
 
 def _verify_one(where: Folder, repair: bool) -> tuple[list[_Verified], VerifyReport]:
@@ -118,7 +118,7 @@ def _has_checksums(where: Folder) -> bool:
     return False
 
 
-def _verify_plain(path: str) -> tuple[_Verified, bool]:
+def _verify_file(path: str) -> tuple[_Verified, bool]:
     def size() -> int:
         return sum(tensor.nbytes for tensor in read_header(local_path(path)).tensors)
 
@@ -131,14 +131,14 @@ def _verify_plain(path: str) -> tuple[_Verified, bool]:
 
 
 def _data(
-    found: list[_Verified], rest: VerifyReport, kind: str, checksums: bool, good: bool
+    items: list[_Verified], rest: VerifyReport, kind: str, checksums: bool, good: bool
 ) -> dict[str, Any]:
     return {
         "path": rest.path,
         "format": kind,
         "good": good,
         "checksums": checksums,
-        "bytes": sum(verified.report.bytes for verified in found),
+        "bytes": sum(verified.report.bytes for verified in items),
         "repaired": rest.repaired,
         "checkpoints": [
             {
@@ -148,7 +148,7 @@ def _data(
                 "bytes": report.bytes,
                 "problems": [problem._asdict() for problem in report.problems],
             }
-            for root, report in found
+            for root, report in items
         ],
         "leftover": rest.leftover,
         "strange": rest.strange,
@@ -184,27 +184,27 @@ def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
     print_table(_HEADERS, [_problem_row(problem, report.path) for problem in problems])
 
 
-def _print_all(path: str, found: list[_Verified]) -> None:
+def _print_all(path: str, verified: list[_Verified]) -> None:
     """Print a title, a row for each step, then a row for each problem."""
-    damaged = sum(1 for one in found if one.report.problems)
-    total = count_text(len(found), "checkpoint")
+    damaged = sum(1 for item in verified if item.report.problems)
+    total = count_text(len(verified), "checkpoint")
     result = f"{damaged:,} of {total} damaged" if damaged else f"{total} good"
-    read = bytes_text(sum(one.report.bytes for one in found))
+    read = bytes_text(sum(item.report.bytes for item in verified))
     print(f"{printable(path)}: {result}, {read} read")
     print_table(_STEP_HEADERS, [
         [_step_text(report), _result_text(report), bytes_text(report.bytes), root or ""]
-        for root, report in found
+        for root, report in verified
     ])  # fmt: skip
     print_table(("step", *_HEADERS), [
         [_step_text(report), *_problem_row(problem, report.path)]
-        for _, report in found
+        for _, report in verified
         for problem in report.problems
     ])  # fmt: skip
 
 
-def _print_files(what: str, names: list[str]) -> None:
+def _print_files(label: str, names: list[str]) -> None:
     if names:
-        print(f"{count_text(len(names), 'file')} {what}:")
+        print(f"{count_text(len(names), 'file')} {label}:")
         for name in names:
             print(f"  {shorten(name, _WIDTH)}")
 
@@ -225,26 +225,26 @@ def run_verify(arguments: argparse.Namespace) -> int:
         if arguments.repair or arguments.all_steps:
             raise ValueError(f"{arguments.path} is one file: it has no steps")
         check_is_safetensors(arguments.path)
-        one, checksums = _verify_plain(arguments.path)
-        found, rest = [one], one.report
+        item, checksums = _verify_file(arguments.path)
+        items, rest = [item], item.report
     elif kind != "checkpoint":
         if arguments.all_steps:
-            what = "a Hugging Face folder" if kind == "huggingface" else "one file"
-            raise ValueError(f"{arguments.path} is {what}: it has no steps")
+            format_name = "a Hugging Face folder" if kind == "huggingface" else "one file"
+            raise ValueError(f"{arguments.path} is {format_name}: it has no steps")
         checksums = _has_checksums(where)
-        found, rest = _verify_one(where, arguments.repair)
+        items, rest = _verify_one(where, arguments.repair)
     elif arguments.all_steps:
-        found, rest = _verify_all(open_files(where.path, reads=True))
+        items, rest = _verify_all(open_files(where.path, reads=True))
     else:
-        found, rest = _verify_one(where, arguments.repair)
-    good = all(verified.report for verified in found) or rest.repaired is not None
+        items, rest = _verify_one(where, arguments.repair)
+    good = all(verified.report for verified in items) or rest.repaired is not None
     if arguments.json:
-        print(json.dumps(_data(found, rest, kind, checksums, good), indent=2))
+        print(json.dumps(_data(items, rest, kind, checksums, good), indent=2))
         return 0 if good else 1
     if arguments.all_steps:
-        _print_all(arguments.path, found)
+        _print_all(arguments.path, items)
     else:
-        _print_one(arguments.path, found[0], checksums)
+        _print_one(arguments.path, items[0], checksums)
     _print_files("left over, which mlstate prune deletes", rest.leftover)
     text = "of another program" if kind == "checkpoint" else "that the index does not name"
     _print_files(text, rest.strange)

@@ -247,21 +247,21 @@ class Engine(ProcessGroup, ABC):
         async_op: bool = False,
     ) -> Any:
         name = "broadcast"
-        seconds, plain = check_timeout(timeout), check_array(name, array)
+        seconds, checked = check_timeout(timeout), check_array(name, array)
         start = check_root(name, root, self.world_size)
         sends = start == self.rank
         if not sends:
             check_writable(name, array, self.rank)
-        memory = (self._source if sends else self._target)(name, plain, reduced=False)
+        memory = (self._source if sends else self._target)(name, checked, reduced=False)
 
         def perform(link: Link) -> Any:
             link.broadcast(memory, start)
             if not sends:
-                self._put(memory, plain)
+                self._put(memory, checked)
             return array
 
-        text = f"{tuple(plain.shape)} {kind_of(plain)} from {start}"
-        return self._submit(Call(name, seconds, async_op, text, _device_of(plain)), perform)
+        text = f"{tuple(checked.shape)} {kind_of(checked)} from {start}"
+        return self._submit(Call(name, seconds, async_op, text, _device_of(checked)), perform)
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
         call = Call("barrier", check_timeout(timeout), async_op)

@@ -113,37 +113,37 @@ class ExchangeLink(ABC):
             return
         counts = even_counts(length, world)
         # if `target` is the source, only this rank's part is overwritten before all parts are sent
-        mine = split(target, counts)[self.rank]
-        self.reduce_scatter(source, mine, counts, op)
-        self.all_gather(mine, target, counts)
+        own_rows = split(target, counts)[self.rank]
+        self.reduce_scatter(source, own_rows, counts, op)
+        self.all_gather(own_rows, target, counts)
 
     def all_gather(self, source: Any, target: Any, rows: list[int]) -> None:
-        mine, parts = self.bytes_of(source), split(self.bytes_of(target), rows)
-        if _address(parts[self.rank]) != _address(mine):
-            parts[self.rank][...] = mine
-        self.exchange([mine] * self.world_size, parts)
+        own_bytes, parts = self.bytes_of(source), split(self.bytes_of(target), rows)
+        if _address(parts[self.rank]) != _address(own_bytes):
+            parts[self.rank][...] = own_bytes
+        self.exchange([own_bytes] * self.world_size, parts)
 
     def all_to_all(self, source: Any, target: Any, sent: list[int], expected: list[int]) -> None:
-        mine, into = self.bytes_of(source), self.bytes_of(target)
-        start, end = _address(mine), _address(into)
-        if start < end + len(into) and end < start + len(mine):
-            mine = copy_of(mine)
-        sends, receives = split(mine, sent), split(into, expected)
+        source_bytes, into = self.bytes_of(source), self.bytes_of(target)
+        start, end = _address(source_bytes), _address(into)
+        if start < end + len(into) and end < start + len(source_bytes):
+            source_bytes = copy_of(source_bytes)
+        sends, receives = split(source_bytes, sent), split(into, expected)
         receives[self.rank][...] = sends[self.rank]
         self.exchange(sends, receives)
 
     def broadcast(self, memory: Any, root: int) -> None:
         """Send the bytes of `root`; if they are many, each rank passes on one part."""
         flat, world = self.bytes_of(memory), self.world_size
-        nothing, is_root = flat[:0], self.rank == root
+        empty, is_root = flat[:0], self.rank == root
         shared = world > 2 and len(flat) >= _SHARED_BYTES
         parts = split(flat, even_counts(len(flat), world)) if shared else [flat] * world
-        mine = parts[self.rank]
-        from_root = [mine if rank == root else nothing for rank in range(world)]
-        self.exchange(parts if is_root else [nothing] * world, from_root)
+        own_part = parts[self.rank]
+        from_root = [own_part if rank == root else empty for rank in range(world)]
+        self.exchange(parts if is_root else [empty] * world, from_root)
         if shared:
-            to_others = [nothing if rank == root else mine for rank in range(world)]
-            self.exchange(to_others, [nothing] * world if is_root else parts)
+            to_others = [empty if rank == root else own_part for rank in range(world)]
+            self.exchange(to_others, [empty] * world if is_root else parts)
 
     def barrier(self) -> None:
         byte, ones = self.from_bytes(b"\0"), [1] * self.world_size
@@ -153,20 +153,22 @@ class ExchangeLink(ABC):
         """Gather bytes; short ones are sent together with their lengths, in one exchange."""
         room, world = _SLOT_BYTES - _LENGTH_BYTES, self.world_size
         head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
-        mine = self.from_bytes(head.ljust(_SLOT_BYTES, b"\0"))
-        slots = split(new_like(mine, _SLOT_BYTES * world), [_SLOT_BYTES] * world)
-        slots[self.rank] = mine
-        self.exchange([mine] * world, slots)
+        own_head = self.from_bytes(head.ljust(_SLOT_BYTES, b"\0"))
+        slots = split(new_like(own_head, _SLOT_BYTES * world), [_SLOT_BYTES] * world)
+        slots[self.rank] = own_head
+        self.exchange([own_head] * world, slots)
         heads = [self.to_bytes(slot) for slot in slots]
         lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
         texts = [head[_LENGTH_BYTES:][:n] for head, n in zip(heads, lengths, strict=True)]
         rest = [n if n > room else 0 for n in lengths]
         if any(rest):
             ends = range(world) if root is None else [root]
-            mine = self.from_bytes(data if rest[self.rank] else b"")
+            own_head = self.from_bytes(data if rest[self.rank] else b"")
             wanted = [n if self.rank in ends and r != self.rank else 0 for r, n in enumerate(rest)]
-            long = split(new_like(mine, sum(wanted)), wanted)
-            self.exchange([mine if rank in ends else mine[:0] for rank in range(world)], long)
+            long = split(new_like(own_head, sum(wanted)), wanted)
+            self.exchange(
+                [own_head if rank in ends else own_head[:0] for rank in range(world)], long
+            )
             for rank in (r for r, n in enumerate(wanted) if n):
                 texts[rank] = self.to_bytes(long[rank])
             texts[self.rank] = data

@@ -99,10 +99,12 @@ class _Link:
         self._core.all_reduce(reals_of(source), reals_of(target), *reduction, *self._call)
 
     def all_to_all(self, source: Any, target: Any, sent: list[int], expected: list[int]) -> None:
-        mine, into = bytes_of(source), bytes_of(target)
-        here = mine.copy() if np.may_share_memory(mine, into) else mine
-        sizes = shares(mine.size, sent), shares(into.size, expected)
-        self._core.all_to_all(here, sizes[0], into, sizes[1], *self._call)
+        source_bytes, into = bytes_of(source), bytes_of(target)
+        input_bytes = (
+            source_bytes.copy() if np.may_share_memory(source_bytes, into) else source_bytes
+        )
+        sizes = shares(source_bytes.size, sent), shares(into.size, expected)
+        self._core.all_to_all(input_bytes, sizes[0], into, sizes[1], *self._call)
 
     def broadcast(self, memory: Any, root: int) -> None:
         self._core.broadcast(bytes_of(memory), root, *self._call)
@@ -510,11 +512,11 @@ def _read_launcher_variables(variables: Mapping[str, str]) -> tuple[str, int, in
             f"LocalGroup.from_env: {first}={variables[first]!r} and "
             f"{second}={variables[second]!r} must be numbers"
         ) from None
-    here = variables.get(local, str(world_size))
-    if here != str(world_size):
+    local_size = variables.get(local, str(world_size))
+    if local_size != str(world_size):
         raise CollectiveError(
-            f"LocalGroup.from_env: {world_size} ranks, {here} of them on this host; LocalGroup "
-            "connects only ranks of one host: use TorchGroup or MPIGroup"
+            f"LocalGroup.from_env: {world_size} ranks, {local_size} of them on this host; "
+            "LocalGroup connects only ranks of one host: use TorchGroup or MPIGroup"
         )
     if not 0 <= rank < world_size:
         raise CollectiveError(

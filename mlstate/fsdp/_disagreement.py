@@ -31,15 +31,17 @@ class Result(NamedTuple):
     failures: dict[str, tuple[int | None, str]]
 
 
-def _describe_difference(facts: dict[int, str], what: str) -> tuple[int | None, str]:
+def _describe_difference(facts: dict[int, str], label: str) -> tuple[int | None, str]:
     """Return the rank at fault, if exactly one rank differs, and a text with each rank's fact."""
     groups: dict[str, list[int]] = {}
     for rank, fact in facts.items():
         groups.setdefault(fact, []).append(rank)
     usual, *others = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
-    said = "; ".join(f"{ranks_text(ranks, len(ranks))}: {fact}" for fact, ranks in groups.items())
+    facts_text = "; ".join(
+        f"{ranks_text(ranks, len(ranks))}: {fact}" for fact, ranks in groups.items()
+    )
     alone = others[0][0] if len(others) == 1 and len(others[0]) < len(usual) else None
-    return alone, f"{what} ({said})"
+    return alone, f"{label} ({facts_text})"
 
 
 def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
@@ -47,14 +49,16 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
     places = {rank: f"bucket {of[0]}" for rank, of in enumerate(described)}
     if len(set(places.values())) > 1:
         return _describe_difference(places, "ranks are at different places of a run")
-    given = {rank: of[1] for rank, of in enumerate(described) if not of[2]}
-    names = {name for settings in given.values() for name in settings}
-    equal = {name for name in names if len({str(of.get(name)) for of in given.values()}) == 1}
+    settings_of_ranks = {rank: of[1] for rank, of in enumerate(described) if not of[2]}
+    names = {name for settings in settings_of_ranks.values() for name in settings}
+    equal = {
+        name for name in names if len({str(of.get(name)) for of in settings_of_ranks.values()}) == 1
+    }
     if equal == names:
         return None
     texts = {
         rank: settings_text({name: of[name] for name in of if name not in equal})
-        for rank, of in given.items()
+        for rank, of in settings_of_ranks.items()
     }
     return _describe_difference(texts, "the settings of FSDP differ between ranks")
 
@@ -76,7 +80,7 @@ def compare_descriptions(texts: Sequence[bytes]) -> Result:
         wrong = [(rank, e[name][2]) for rank, e in enumerate(entries) if name in e and e[name][2]]
         facts = {rank: e[name][1] for rank, e in enumerate(entries) if name in e}
         if wrong:
-            reasons = "; ".join(f"rank {rank}: {what}" for rank, what in wrong)
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in wrong)
             reported[name] = wrong[0][0], reasons
         elif in_all is not None:
             failures[name] = in_all

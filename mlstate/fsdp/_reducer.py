@@ -232,8 +232,8 @@ class Session:
             return self._reduce(buckets, entries, plan, started)
         except BaseException as error:
             self._error = error
-            given = [entry for bucket in buckets for entry in bucket.entries]
-            for entry in [*self._pending, *given, *entries]:
+            bucket_entries = [entry for bucket in buckets for entry in bucket.entries]
+            for entry in [*self._pending, *bucket_entries, *entries]:
                 entry.fail()
             self._pending = []
             raise
@@ -326,25 +326,25 @@ class Session:
 
     def _find_nonfinite(self, entries: Sequence[Entry]) -> dict[str, tuple[int | None, str]]:
         """Return the gradients and sums of all ranks with non-finite elements, with reasons."""
-        mine = {}
+        own_counts = {}
         for entry in entries:
             name = entry.unit.parameter_name
-            mine[name] = norm_partials({name: entry.source})[name][1], entry.nonfinite
+            own_counts[name] = norm_partials({name: entry.source})[name][1], entry.nonfinite
         texts = self._reducer.group.gather_bytes(
-            json.dumps(mine).encode(), timeout=self._reducer.timeout
+            json.dumps(own_counts).encode(), timeout=self._reducer.timeout
         )
         ranks: list[dict[str, list[int]]] = [json.loads(text) for text in texts]
         bad: dict[str, tuple[int | None, str]] = {}
-        for name in mine:
+        for name in own_counts:
             each = [counts.get(name, (0, 0)) for counts in ranks]  # absent after an abandoned pass
-            given = [(rank, full) for rank, (full, _) in enumerate(each) if full]
+            rank_counts = [(rank, full) for rank, (full, _) in enumerate(each) if full]
             sums = [(rank, part) for rank, (_, part) in enumerate(each) if part]
-            if given and sums:  # a minimum of such elements can be finite
-                what = "; ".join(f"rank {rank}: {count:,}" for rank, count in given)
-                bad[name] = given[0][0], f"NaN or infinite elements ({what})"
+            if rank_counts and sums:  # a minimum of such elements can be finite
+                reason = "; ".join(f"rank {rank}: {count:,}" for rank, count in rank_counts)
+                bad[name] = rank_counts[0][0], f"NaN or infinite elements ({reason})"
             elif sums:
-                what = "; ".join(f"shard of rank {rank}: {count:,}" for rank, count in sums)
-                bad[name] = sums[0][0], f"the sum is not finite, all gradients are ({what})"
+                reason = "; ".join(f"shard of rank {rank}: {count:,}" for rank, count in sums)
+                bad[name] = sums[0][0], f"the sum is not finite, all gradients are ({reason})"
         return bad
 
     def _undo_unused(self) -> None:
@@ -580,10 +580,10 @@ class Reducer:
 
         Returns the bytes for each rank, and the bytes that each other rank sends to this one.
         """
-        sizes, mine = _core.bucket_sizes(handle, None)
+        sizes, own_bytes = _core.bucket_sizes(handle, None)
         self._send = _ensure_size(self._send, sum(sizes))
         _core.bucket_pack(handle, None, None, self._send, None)
-        self._packed = sizes, mine
+        self._packed = sizes, own_bytes
         return self._packed
 
     def sum_bucket(self, bucket: FullBucket, handle: _core.Bucket | None) -> None:
@@ -612,19 +612,19 @@ class Reducer:
         self, handle: Any, entries: list[Entry], compression: str
     ) -> list[tuple[float, int]]:
         """Reduce gradients that are sent compressed."""
-        sizes, mine = _core.bucket_sizes(handle, compression)
+        sizes, own_bytes = _core.bucket_sizes(handle, compression)
         self._send = _ensure_size(self._send, sum(sizes))
-        self._own = _ensure_size(self._own, mine)
+        self._own = _ensure_size(self._own, own_bytes)
         residuals = tuple(entry.unit.residual() for entry in entries)
         for entry, residual in zip(entries, residuals, strict=True):
             entry.residual = residual.copy() if entry.is_unused else None
         _core.bucket_pack(handle, compression, residuals, self._send, self._own)
-        self._exchange_parts(sizes, mine)
+        self._exchange_parts(sizes, own_bytes)
         return _core.bucket_reduce(handle, compression, self._own, self._receive)
 
-    def _exchange_parts(self, sizes: list[int], mine: int) -> None:
+    def _exchange_parts(self, sizes: list[int], own_bytes: int) -> None:
         """Send each rank its packed part, and receive this rank's part from each of them."""
-        expected = [mine] * self.world_size
+        expected = [own_bytes] * self.world_size
         expected[self.rank] = 0
         self._receive = _ensure_size(self._receive, sum(expected))
         if self.world_size > 1:
@@ -662,7 +662,7 @@ def _failed_gradients(
     failures: Mapping[str, tuple[int | None, str]],
 ) -> CollectiveError:
     """Return the error of all ranks; only its class and the rank in its text differ."""
-    lines = [f"{name!r}: {what}" for name, (_, what) in failures.items()]
+    lines = [f"{name!r}: {reason}" for name, (_, reason) in failures.items()]
     more = f"\n  … {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     listed = "\n  ".join(lines[:_SHOWN]) if len(lines) > 1 else lines[0]
     gap = "\n  " if len(lines) > 1 else " "

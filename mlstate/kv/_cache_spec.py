@@ -202,11 +202,11 @@ def _check_names(entry: CacheEntry) -> None:
 
 def _checked_dtype(name: str, dtype: Any) -> str:
     """Return the name of a dtype of NumPy, ml_dtypes or torch."""
-    found = dtype_name(dtype)
-    if found not in _ITEM_BYTES:
+    dtype_text = dtype_name(dtype)
+    if dtype_text not in _ITEM_BYTES:
         text = f"dtype {dtype!r} is not supported"
         raise entry_error(name, text, "a dtype of NumPy, ml_dtypes or torch", dtype)
-    return found
+    return dtype_text
 
 
 def _checked_axis(entry: CacheEntry) -> int | None:

@@ -91,7 +91,7 @@ def _line(row: Row) -> str:
     if len(leaves) == 1:
         return f"{label}<i>{dtype} {leaves[0].shape}</i>"
     # a tensor whose name is also a prefix
-    itself = f"; itself {own.shape}" if (own := node.own) else ""
+    itself = f"; itself {tensor.shape}" if (tensor := node.own) else ""
     return f"{label}<i>{sums}, {dtype}{itself}</i>"
 
 
@@ -104,8 +104,8 @@ def _rows(root: Node, most: int) -> list[Row]:
 
 def _kind(node: Node) -> Kind:
     """Return names, dtypes and shapes at and below a node; equal layers have equal kinds."""
-    own = node.own
-    facts = f"{escape(own.dtype)} {own.shape}" if own else ""
+    tensor = node.own
+    facts = f"{escape(tensor.dtype)} {tensor.shape}" if tensor else ""
     return facts, tuple((child.segment, _kind(child)) for child in node.children)
 
 

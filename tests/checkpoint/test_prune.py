@@ -154,7 +154,7 @@ def test_folder_without_checkpoint_is_refused(tmp_path):
     assert listing(tmp_path) == before
 
 
-def test_prune_waits_for_no_writer(manager):
+def test_prune_refuses_a_locked_folder(manager):
     names = litter(manager.directory)
     with WriterLock(manager.directory), pytest.raises(mlstate.StoreError) as caught:
         prune(manager.directory)

@@ -466,7 +466,7 @@ def test_calls_that_do_not_go_together_are_named_and_the_group_lives_on(name, od
         assert alive == [3, 3, 3]
         assert blamed == rank
         assert f"on rank {rank}" in text
-        assert all(one in text for one in texts), text
+        assert all(rank_text in text for rank_text in texts), text
 
 
 def test_failed_call_keeps_input_and_output():

@@ -442,8 +442,8 @@ static mls_code plan_load(mls_status *st)
     CHECK(code == MLS_OK || plan.wanted == NULL);
     if (code == MLS_OK) {
         const mls_index_shard *facts = merged.tensors[0].facts;
-        mls_wanted *w = mls_load_plan_add(&plan, &facts->id);
-        CHECK(w != NULL && mls_wanted_cut(w, &full, st) == MLS_OK);
+        mls_load_item *w = mls_load_plan_add(&plan, &facts->id);
+        CHECK(w != NULL && mls_load_item_select(w, &full, st) == MLS_OK);
         code = mls_load_plan_find(&plan, pool_fd, &file, st);
         mls_tensor view = {.data = memory, .dtype = MLS_U16, .rank = 1, .shape = {8}};
         view.strides[0] = 4;

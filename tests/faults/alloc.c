@@ -49,9 +49,9 @@ void *__libc_memalign(size_t alignment, size_t bytes);
 /* ---- settings ---- */
 
 /* A wrong setting would test nothing and pass, so it ends the process. */
-static void refuse(const char *what, const char *value)
+static void refuse(const char *label, const char *value)
 {
-    fprintf(stderr, "alloc shim: %s: '%s'\n", what, value != NULL ? value : "");
+    fprintf(stderr, "alloc shim: %s: '%s'\n", label, value != NULL ? value : "");
     abort();
 }
 
@@ -200,7 +200,7 @@ EXPORT int pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
     if (fails(THREAD, CALLER)) {
         return EAGAIN;
     }
-    void *found = dlsym(RTLD_NEXT, "pthread_create");
-    memcpy(&next, &found, sizeof next); /* ISO C has no such cast */
+    void *address = dlsym(RTLD_NEXT, "pthread_create");
+    memcpy(&next, &address, sizeof next); /* ISO C has no such cast */
     return next(thread, attributes, start, argument);
 }

@@ -54,9 +54,9 @@ static bool is_folder(int fd)
 
 /* A change that cannot be replayed must not be overlooked: replay.py rejects such a
  * log. */
-static void record_unknown(const mls_step *step, const char *what)
+static void record_unknown(const mls_step *step, const char *entry_name)
 {
-    mls_record(step, &(mls_entry){.kind = 'X', .name = what});
+    mls_record(step, &(mls_entry){.kind = 'X', .name = entry_name});
 }
 
 static void record_sync(const mls_step *step, uint64_t inode)
@@ -123,9 +123,10 @@ static uint64_t inode_at(int at, const char *path)
 {
     struct stat info;
     const int before = errno;
-    const bool there = syscall(SYS_newfstatat, at, path, &info, AT_SYMLINK_NOFOLLOW) == 0;
+    const bool exists =
+        syscall(SYS_newfstatat, at, path, &info, AT_SYMLINK_NOFOLLOW) == 0;
     errno = before;
-    return there ? info.st_ino : 0;
+    return exists ? info.st_ino : 0;
 }
 
 /* ---- open and close ---- */
@@ -148,10 +149,10 @@ static mls_call call_to_open(int at, const char *path, int flags)
 static int shim_open(int at, const char *path, int flags, mode_t mode)
 {
     mls_place place;
-    const bool ours = mls_locate(at, path, &place);
+    const bool is_watched = mls_locate(at, path, &place);
     const bool nameless = (flags & O_TMPFILE) == O_TMPFILE;
     const mls_step step =
-        mls_enter(ours ? call_to_open(at, path, flags) : MLS_open, ours);
+        mls_enter(is_watched ? call_to_open(at, path, flags) : MLS_open, is_watched);
     long fd = -1;
     if (!mls_refused(&step)) {
         const bool existed = step.holds && inode_at(at, path) != 0;
@@ -213,10 +214,10 @@ EXPORT int __open64_2(const char *path, int flags) __attribute__((alias("__open_
  */
 EXPORT int close(int fd)
 {
-    const bool ours = mls_is_ours(fd);
+    const bool is_watched = mls_is_watched(fd);
     const bool writes =
-        ours && (flags_of(fd) & O_ACCMODE) != O_RDONLY && !mls_is_hint(fd);
-    const mls_step step = mls_enter(writes ? MLS_close : MLS_close_read, ours);
+        is_watched && (flags_of(fd) & O_ACCMODE) != O_RDONLY && !mls_is_hint(fd);
+    const mls_step step = mls_enter(writes ? MLS_close : MLS_close_read, is_watched);
     const long result = syscall(SYS_close, fd);
     const bool failed = mls_refused(&step);
     return (int)mls_leave(&step, failed ? -1 : result);
@@ -226,7 +227,7 @@ EXPORT int close(int fd)
 
 EXPORT ssize_t read(int fd, void *data, size_t bytes)
 {
-    const mls_step step = mls_enter(MLS_read, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_read, mls_is_watched(fd));
     return mls_leave(&step, mls_refused(&step) ? -1
                                                : syscall(SYS_read, fd, data,
                                                          mls_shortened(&step, bytes)));
@@ -234,7 +235,7 @@ EXPORT ssize_t read(int fd, void *data, size_t bytes)
 
 EXPORT ssize_t pread64(int fd, void *data, size_t bytes, off64_t offset)
 {
-    const mls_step step = mls_enter(MLS_pread, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_pread, mls_is_watched(fd));
     return mls_leave(
         &step, mls_refused(&step)
                    ? -1
@@ -245,7 +246,7 @@ SAME(pread, pread64);
 
 EXPORT ssize_t preadv64(int fd, const struct iovec *parts, int count, off64_t offset)
 {
-    const mls_step step = mls_enter(MLS_pread, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_pread, mls_is_watched(fd));
     if (step.how == MLS_SHORT && count > 0) {
         count = 1; /* a short read: only the first part */
     }
@@ -274,7 +275,7 @@ static off64_t position(int fd, const mls_step *step)
 
 EXPORT ssize_t write(int fd, const void *data, size_t bytes)
 {
-    const mls_step step = mls_enter(MLS_write, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_write, mls_is_watched(fd));
     long result = -1;
     if (!mls_refused(&step)) {
         const off64_t offset = position(fd, &step);
@@ -286,7 +287,7 @@ EXPORT ssize_t write(int fd, const void *data, size_t bytes)
 
 EXPORT ssize_t pwrite64(int fd, const void *data, size_t bytes, off64_t offset)
 {
-    const mls_step step = mls_enter(MLS_pwrite, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_pwrite, mls_is_watched(fd));
     long result = -1;
     if (!mls_refused(&step)) {
         result = syscall(SYS_pwrite64, fd, data, mls_shortened(&step, bytes), offset);
@@ -336,7 +337,7 @@ static long write_half(const struct iovec *parts, int count, int fd, off64_t off
 static ssize_t shim_pwritev(int fd, const struct iovec *parts, int count, off64_t offset,
                             int flags)
 {
-    const mls_step step = mls_enter(MLS_pwrite, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_pwrite, mls_is_watched(fd));
     long result = -1;
     if (!mls_refused(&step)) {
         const off64_t from = offset < 0 ? position(fd, &step) : offset;
@@ -375,7 +376,7 @@ EXPORT ssize_t pwritev2(int fd, const struct iovec *parts, int count, off_t offs
 
 EXPORT ssize_t writev(int fd, const struct iovec *parts, int count)
 {
-    const mls_step step = mls_enter(MLS_write, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_write, mls_is_watched(fd));
     long result = -1;
     if (!mls_refused(&step)) {
         const off64_t from = position(fd, &step);
@@ -391,7 +392,7 @@ EXPORT ssize_t writev(int fd, const struct iovec *parts, int count)
 EXPORT ssize_t copy_file_range(int in, off64_t *in_offset, int out, off64_t *out_offset,
                                size_t bytes, unsigned flags)
 {
-    const mls_step step = mls_enter(MLS_copy, mls_is_ours(out));
+    const mls_step step = mls_enter(MLS_copy, mls_is_watched(out));
     long result = -1;
     if (!mls_refused(&step)) {
         const off64_t to = out_offset != NULL ? *out_offset : position(out, &step);
@@ -404,7 +405,7 @@ EXPORT ssize_t copy_file_range(int in, off64_t *in_offset, int out, off64_t *out
 
 EXPORT ssize_t sendfile64(int out, int in, off64_t *offset, size_t bytes)
 {
-    const mls_step step = mls_enter(MLS_copy, mls_is_ours(out));
+    const mls_step step = mls_enter(MLS_copy, mls_is_watched(out));
     long result = -1;
     if (!mls_refused(&step)) {
         const off64_t to = position(out, &step);
@@ -418,7 +419,7 @@ SAME(sendfile, sendfile64);
 
 EXPORT int ftruncate64(int fd, off64_t bytes)
 {
-    const mls_step step = mls_enter(MLS_truncate, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_truncate, mls_is_watched(fd));
     long result = -1;
     if (!mls_refused(&step)) {
         result = syscall(SYS_ftruncate, fd, bytes);
@@ -451,7 +452,7 @@ SAME(truncate, truncate64);
 /* Preallocation: recorded if it extends the file. */
 EXPORT int fallocate64(int fd, int mode, off64_t offset, off64_t bytes)
 {
-    const mls_step step = mls_enter(MLS_allocate, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_allocate, mls_is_watched(fd));
     long result = -1;
     if (!mls_refused(&step)) {
         struct stat info = {0};
@@ -486,10 +487,10 @@ SAME(posix_fallocate, posix_fallocate64);
  * tells which states a power failure could leave. */
 static int shim_sync(mls_call call, int fd, long number)
 {
-    const mls_step step = mls_enter(call, mls_is_ours(fd));
+    const mls_step step = mls_enter(call, mls_is_watched(fd));
     long result = -1;
     if (!mls_refused(&step)) {
-        result = step.ours && !mls_syncs() ? 0 : syscall(number, fd);
+        result = step.is_watched && !mls_syncs() ? 0 : syscall(number, fd);
         if (result == 0 && step.holds) {
             record_sync(&step, call == MLS_syncfs ? 0 : inode_of(fd));
         }
@@ -499,8 +500,8 @@ static int shim_sync(mls_call call, int fd, long number)
 
 EXPORT int fsync(int fd)
 {
-    return shim_sync(mls_is_ours(fd) && is_folder(fd) ? MLS_fsync_folder : MLS_fsync, fd,
-                     SYS_fsync);
+    return shim_sync(mls_is_watched(fd) && is_folder(fd) ? MLS_fsync_folder : MLS_fsync,
+                     fd, SYS_fsync);
 }
 
 EXPORT int fdatasync(int fd)
@@ -516,7 +517,7 @@ EXPORT int syncfs(int fd)
 /* A hint without a guarantee, so it is not recorded. */
 EXPORT int sync_file_range(int fd, off64_t offset, off64_t bytes, unsigned flags)
 {
-    const mls_step step = mls_enter(MLS_sync_file_range, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_sync_file_range, mls_is_watched(fd));
     long result = -1;
     if (!mls_refused(&step)) {
         result = syscall(SYS_sync_file_range, fd, offset, bytes, flags);
@@ -564,9 +565,9 @@ EXPORT int rename(const char *from, const char *to)
 EXPORT int unlinkat(int at, const char *path, int flags)
 {
     mls_place place;
-    const bool ours = mls_locate(at, path, &place);
+    const bool is_watched = mls_locate(at, path, &place);
     const mls_step step =
-        mls_enter((flags & AT_REMOVEDIR) != 0 ? MLS_rmdir : MLS_unlink, ours);
+        mls_enter((flags & AT_REMOVEDIR) != 0 ? MLS_rmdir : MLS_unlink, is_watched);
     long result = -1;
     if (!mls_refused(&step)) {
         result = syscall(SYS_unlinkat, at, path, flags);
@@ -590,8 +591,8 @@ EXPORT int rmdir(const char *path)
 EXPORT int mkdirat(int at, const char *path, mode_t mode)
 {
     mls_place place;
-    const bool ours = mls_locate(at, path, &place);
-    const mls_step step = mls_enter(MLS_mkdir, ours);
+    const bool is_watched = mls_locate(at, path, &place);
+    const mls_step step = mls_enter(MLS_mkdir, is_watched);
     long result = -1;
     if (!mls_refused(&step)) {
         result = syscall(SYS_mkdirat, at, path, mode);
@@ -611,8 +612,8 @@ EXPORT int mkdir(const char *path, mode_t mode)
 EXPORT int linkat(int from_at, const char *from, int to_at, const char *to, int flags)
 {
     mls_place place;
-    const bool ours = mls_locate(to_at, to, &place);
-    const mls_step step = mls_enter(MLS_link, ours);
+    const bool is_watched = mls_locate(to_at, to, &place);
+    const mls_step step = mls_enter(MLS_link, is_watched);
     long result = -1;
     if (!mls_refused(&step)) {
         result = syscall(SYS_linkat, from_at, from, to_at, to, flags);
@@ -631,8 +632,8 @@ EXPORT int link(const char *from, const char *to)
 EXPORT int symlinkat(const char *content, int at, const char *path)
 {
     mls_place place;
-    const bool ours = mls_locate(at, path, &place);
-    const mls_step step = mls_enter(MLS_symlink, ours);
+    const bool is_watched = mls_locate(at, path, &place);
+    const mls_step step = mls_enter(MLS_symlink, is_watched);
     long result = -1;
     if (!mls_refused(&step)) {
         result = syscall(SYS_symlinkat, content, at, path);
@@ -652,13 +653,13 @@ EXPORT int symlink(const char *content, const char *path)
 
 EXPORT int fchmod(int fd, mode_t mode)
 {
-    const mls_step step = mls_enter(MLS_mode, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_mode, mls_is_watched(fd));
     return (int)mls_leave(&step, mls_refused(&step) ? -1 : syscall(SYS_fchmod, fd, mode));
 }
 
 EXPORT int fchown(int fd, uid_t owner, gid_t group)
 {
-    const mls_step step = mls_enter(MLS_mode, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_mode, mls_is_watched(fd));
     return (int)mls_leave(
         &step, mls_refused(&step) ? -1 : syscall(SYS_fchown, fd, owner, group));
 }
@@ -667,13 +668,13 @@ EXPORT int fchown(int fd, uid_t owner, gid_t group)
 EXPORT void *mmap64(void *where, size_t bytes, int access, int flags, int fd,
                     off64_t offset)
 {
-    const bool ours = (flags & MAP_ANONYMOUS) == 0 && mls_is_ours(fd);
-    const mls_step step = mls_enter(MLS_mmap, ours);
+    const bool is_watched = (flags & MAP_ANONYMOUS) == 0 && mls_is_watched(fd);
+    const mls_step step = mls_enter(MLS_mmap, is_watched);
     if (mls_refused(&step)) {
         return MAP_FAILED;
     }
     void *data = (void *)syscall(SYS_mmap, where, bytes, access, flags, fd, offset);
-    if (ours && data != MAP_FAILED && (access & PROT_WRITE) != 0 &&
+    if (is_watched && data != MAP_FAILED && (access & PROT_WRITE) != 0 &&
         (flags & MAP_TYPE) != MAP_PRIVATE) {
         record_unknown(&step, "mapping that writes to a file");
     }
@@ -686,10 +687,10 @@ SAME(mmap, mmap64);
 static int shim_stat(int at, const char *path, void *info, int flags)
 {
     mls_place place;
-    const bool ours = (flags & AT_EMPTY_PATH) != 0 && path[0] == '\0'
-                          ? mls_is_ours(at)
-                          : mls_locate(at, path, &place);
-    const mls_step step = mls_enter(MLS_stat, ours);
+    const bool is_watched = (flags & AT_EMPTY_PATH) != 0 && path[0] == '\0'
+                                ? mls_is_watched(at)
+                                : mls_locate(at, path, &place);
+    const mls_step step = mls_enter(MLS_stat, is_watched);
     return (int)mls_leave(
         &step, mls_refused(&step) ? -1 : syscall(SYS_newfstatat, at, path, info, flags));
 }
@@ -737,7 +738,7 @@ EXPORT int lstat64(const char *path, struct stat64 *info)
 EXPORT int flock(int fd, int operation)
 {
     const bool unlocks = (operation & LOCK_UN) != 0;
-    const mls_step step = mls_enter(unlocks ? MLS_unlock : MLS_flock, mls_is_ours(fd));
+    const mls_step step = mls_enter(unlocks ? MLS_unlock : MLS_flock, mls_is_watched(fd));
     return (int)mls_leave(&step,
                           mls_refused(&step) ? -1 : syscall(SYS_flock, fd, operation));
 }
@@ -748,7 +749,7 @@ EXPORT int fcntl(int fd, int command, ...)
 {
     const bool acts = command == F_SETFL || command == F_SETLK || command == F_SETLKW ||
                       command == F_OFD_SETLK || command == F_OFD_SETLKW;
-    const mls_step step = mls_enter(MLS_fcntl, acts && mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_fcntl, acts && mls_is_watched(fd));
     va_list list;
     va_start(list, command);
     void *argument = va_arg(list, void *);
@@ -784,7 +785,7 @@ EXPORT DIR *opendir(const char *path)
 EXPORT DIR *fdopendir(int fd)
 {
     DIR *(*next)(int);
-    const mls_step step = mls_enter(MLS_list, mls_is_ours(fd));
+    const mls_step step = mls_enter(MLS_list, mls_is_watched(fd));
     DIR *folder = NULL;
     if (!mls_refused(&step)) {
         NEXT(next, "fdopendir");
@@ -797,7 +798,7 @@ EXPORT DIR *fdopendir(int fd)
 EXPORT struct dirent *readdir(DIR *folder)
 {
     struct dirent *(*next)(DIR *);
-    const mls_step step = mls_enter(MLS_list, mls_is_ours(dirfd(folder)));
+    const mls_step step = mls_enter(MLS_list, mls_is_watched(dirfd(folder)));
     struct dirent *entry = NULL;
     if (!mls_refused(&step)) {
         NEXT(next, "readdir");
@@ -810,7 +811,7 @@ EXPORT struct dirent *readdir(DIR *folder)
 EXPORT struct dirent64 *readdir64(DIR *folder)
 {
     struct dirent64 *(*next)(DIR *);
-    const mls_step step = mls_enter(MLS_list, mls_is_ours(dirfd(folder)));
+    const mls_step step = mls_enter(MLS_list, mls_is_watched(dirfd(folder)));
     struct dirent64 *entry = NULL;
     if (!mls_refused(&step)) {
         NEXT(next, "readdir64");

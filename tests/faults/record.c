@@ -20,9 +20,9 @@
 static pthread_mutex_t threads = PTHREAD_MUTEX_INITIALIZER;
 
 /* A recording with gaps would prove nothing, so the process ends. */
-static void give_up(const char *what)
+static void give_up(const char *label)
 {
-    fprintf(stderr, "shim: %s: %s\n", what, strerror(errno));
+    fprintf(stderr, "shim: %s: %s\n", label, strerror(errno));
     abort();
 }
 
@@ -65,7 +65,7 @@ void mls_record_unlock(int log)
 void mls_record(const mls_step *step, const mls_entry *entry)
 {
     const int log = mls_log();
-    if (log < 0 || !step->ours) {
+    if (log < 0 || !step->is_watched) {
         return;
     }
     char line[160];

@@ -60,9 +60,9 @@ static const struct {
 /* ---- settings ---- */
 
 /* A wrong setting would test nothing and pass, so it ends the process. */
-static void refuse(const char *what, const char *value)
+static void refuse(const char *label, const char *value)
 {
-    fprintf(stderr, "shim: %s: '%s'\n", what, value);
+    fprintf(stderr, "shim: %s: '%s'\n", label, value);
     abort();
 }
 
@@ -184,7 +184,7 @@ EXPORT long mls_shim_hits(void)
 /* Write a word of the process under test, such as "returned", into the log. */
 EXPORT void mls_shim_note(const char *text)
 {
-    const mls_step step = {.ours = true};
+    const mls_step step = {.is_watched = true};
     mls_record_lock(mls_log());
     mls_record(&step, &(mls_entry){.kind = 'N', .name = text});
     mls_record_unlock(mls_log());
@@ -227,13 +227,14 @@ static bool path_of(int fd, char *out)
     return true;
 }
 
-bool mls_is_ours(int fd)
+bool mls_is_watched(int fd)
 {
     const int before = errno;
     char path[PATH_MAX];
-    const bool ours = shim.armed && fd >= 0 && path_of(fd, path) && below_root(path);
+    const bool is_watched =
+        shim.armed && fd >= 0 && path_of(fd, path) && below_root(path);
     errno = before;
-    return ours;
+    return is_watched;
 }
 
 bool mls_is_hint(int fd)
@@ -267,11 +268,11 @@ static bool split(char *path, mls_place *out)
     const char *name = slash + 1;
     struct stat info;
     if (strcmp(name, ".") == 0 || strcmp(name, "..") == 0) {
-        char whole[PATH_MAX];
-        if (realpath(path, whole) == NULL) {
+        char resolved[PATH_MAX];
+        if (realpath(path, resolved) == NULL) {
             return false;
         }
-        snprintf(path, PATH_MAX, "%s", whole);
+        snprintf(path, PATH_MAX, "%s", resolved);
         slash = strrchr(path, '/');
         name = slash + 1;
     }
@@ -291,16 +292,17 @@ static bool split(char *path, mls_place *out)
 bool mls_locate(int at, const char *path, mls_place *out)
 {
     const int before = errno;
-    char whole[PATH_MAX];
-    out->ours = false;
-    if (shim.armed && path != NULL && absolute(at, path, whole) && split(whole, out)) {
+    char full_path[PATH_MAX];
+    out->is_watched = false;
+    if (shim.armed && path != NULL && absolute(at, path, full_path) &&
+        split(full_path, out)) {
         const int length =
-            snprintf(whole, sizeof whole, "%s/%s",
+            snprintf(full_path, sizeof full_path, "%s/%s",
                      strcmp(out->folder, "/") == 0 ? "" : out->folder, out->name);
-        out->ours = length < PATH_MAX && below_root(whole);
+        out->is_watched = length < PATH_MAX && below_root(full_path);
     }
     errno = before;
-    return out->ours;
+    return out->is_watched;
 }
 
 /* ---- one call ---- */
@@ -318,17 +320,17 @@ static bool is_hit(mls_call call)
 {
     const long count = atomic_fetch_add(&shim.counts[call], 1) + 1;
     const long change = calls[call].changes ? atomic_fetch_add(&shim.changes, 1) + 1 : 0;
-    const long here = shim.call == (int)call      ? count
-                      : shim.call == EVERY_CHANGE ? change
-                                                  : 0;
-    return here == shim.at ? here > 0 : shim.onward && here > shim.at;
+    const long number = shim.call == (int)call      ? count
+                        : shim.call == EVERY_CHANGE ? change
+                                                    : 0;
+    return number == shim.at ? number > 0 : shim.onward && number > shim.at;
 }
 
-mls_step mls_enter(mls_call call, bool ours)
+mls_step mls_enter(mls_call call, bool is_watched)
 {
     const int before = errno;
-    mls_step step = {.call = call, .ours = ours};
-    if (ours && is_hit(call)) {
+    mls_step step = {.call = call, .is_watched = is_watched};
+    if (is_watched && is_hit(call)) {
         shim.hits++;
         step.how = shim.how;
         step.error = shim.error;
@@ -336,7 +338,7 @@ mls_step mls_enter(mls_call call, bool ours)
             end_process();
         }
     }
-    if (ours && calls[call].changes && mls_log() >= 0) {
+    if (is_watched && calls[call].changes && mls_log() >= 0) {
         mls_record_lock(shim.log);
         step.holds = true;
     }

@@ -83,9 +83,9 @@ typedef enum mls_how {
 typedef struct mls_step {
     mls_call call;
     mls_how how;
-    bool ours;  /* the file is below the root, and the shim is armed */
-    bool holds; /* holds the recorder's lock */
-    int error;  /* the error to fail with */
+    bool is_watched; /* the file is below the root, and the shim is armed */
+    bool holds;      /* holds the recorder's lock */
+    int error;       /* the error to fail with */
 } mls_step;
 
 /* A path, split into folder and last name. */
@@ -93,7 +93,7 @@ typedef struct mls_place {
     char folder[PATH_MAX]; /* without links */
     char name[NAME_MAX + 1];
     uint64_t folder_id; /* the folder's inode */
-    bool ours;
+    bool is_watched;
 } mls_place;
 
 /* Resolve `path`, relative to `at` as in openat. Returns false if its folder does not
@@ -101,7 +101,7 @@ typedef struct mls_place {
 bool mls_locate(int at, const char *path, mls_place *out);
 
 /* Whether a descriptor refers to a file below the root. */
-bool mls_is_ours(int fd);
+bool mls_is_watched(int fd);
 
 /* Whether a descriptor refers to the file that MLS_FAULT_HINT names. */
 bool mls_is_hint(int fd);
@@ -109,7 +109,7 @@ bool mls_is_hint(int fd);
 /* Count a call and decide about it; MLS_KILL_BEFORE does not return.  If the call will be
  * recorded, takes the recorder's lock, so that the order of the log equals the order on
  * disk. */
-mls_step mls_enter(mls_call call, bool ours);
+mls_step mls_enter(mls_call call, bool is_watched);
 
 /* Whether the call must not be made at all; sets errno. */
 bool mls_refused(const mls_step *step);

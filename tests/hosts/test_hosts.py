@@ -177,7 +177,7 @@ def sums():
     """The digests of an engine's sums on that many hosts, and the bytes on the cable."""
     cached = {}
 
-    def made(engine, places):
+    def sums_of(engine, places):
         if (engine, places) not in cached:
             before = carried()
             outcomes, log = run(engine, places, "large_sums")
@@ -187,7 +187,7 @@ def sums():
             cached[engine, places] = digests, moved
         return cached[engine, places]
 
-    return made
+    return sums_of
 
 
 def test_traffic_crosses_the_link_and_sums_match_one_host(engine, sums):

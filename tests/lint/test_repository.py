@@ -95,8 +95,8 @@ def test_each_module_has_a_test():
         if path.stem in UNTESTED and path.parent == house.PACKAGE:
             continue
         stem = module_name(path)
-        own = (f"test_{name}", f"test_{parts[0]}", f"test_{stem.lstrip('_')}")
-        if tests.intersection(own) or (path.stem == "__init__" and stem in folders):
+        test_names = (f"test_{name}", f"test_{parts[0]}", f"test_{stem.lstrip('_')}")
+        if tests.intersection(test_names) or (path.stem == "__init__" and stem in folders):
             tested.add(path)
         elif path.stem != "__init__" or "\nfrom ." in path.read_text(encoding="utf-8"):
             missing[path] = f"tests/test_{name}.py"

@@ -219,9 +219,11 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize(("name", "count"), FUNCTIONS.items(), ids=FUNCTIONS)
 def test_functions_count_their_arguments(name, count):
-    for given in {0, count - 1, count + 1} - {-1, count}:
-        with pytest.raises(TypeError, match=f"{name} takes {count} argument.*, got {given}"):
-            getattr(_core, name)(*[None] * given)
+    for argument_count in {0, count - 1, count + 1} - {-1, count}:
+        with pytest.raises(
+            TypeError, match=f"{name} takes {count} argument.*, got {argument_count}"
+        ):
+            getattr(_core, name)(*[None] * argument_count)
 
 
 def test_the_buffer_counts_its_arguments():

@@ -42,7 +42,7 @@ def test_a_single_name_needs_one_row():
     assert labels(rows) == [("a", 1, False), ("b", 1, False), ("c", 1, False)]
 
 
-def test_no_rows_and_no_names_give_nothing():
+def test_no_rows_or_no_names_give_an_empty_preview():
     assert preview(root_of(FEW), 0, 12) == []
     assert preview(root_of([]), 50, 12) == []
 

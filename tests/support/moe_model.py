@@ -46,14 +46,14 @@ def mlp(prefix, inner):
 
 def dense_tensors(layers=LAYERS):
     """Name and shape of all tensors that do not belong to an expert."""
-    found = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
-    found["lm_head.weight"] = (VOCABULARY, HIDDEN)
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
     for layer in range(layers):
-        own = dict(ATTENTION)
-        own |= mlp("mlp", 18432) if layer == 0 else mlp("mlp.shared_experts", INNER)
-        own |= {} if layer == 0 else {"mlp.gate.weight": (EXPERTS, HIDDEN)}
-        found |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
-    return found
+        layer_shapes = dict(ATTENTION)
+        layer_shapes |= mlp("mlp", 18432) if layer == 0 else mlp("mlp.shared_experts", INNER)
+        layer_shapes |= {} if layer == 0 else {"mlp.gate.weight": (EXPERTS, HIDDEN)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+    return shapes
 
 
 class Moe:
@@ -109,7 +109,7 @@ class Moe:
     def plan(self, rank):
         return plan_save(*self.states(rank), rank=rank, world_size=self.world)
 
-    def told(self, rank):
+    def rank_report(self, rank):
         """A rank's report to the first rank, and the text of its index."""
         plan = self.plan(rank)
         merged = _core.MergedIndex((plan.index_text,), ("index",))
@@ -131,10 +131,12 @@ class Simulated:
         self.folder, self.moe = Path(folder), moe
         (self.folder / "index").mkdir(parents=True)
         firsts = [0] if moe.stacked else range(0, moe.world, moe.along)
-        mine = {rank: moe.told(rank) for rank in sorted({*ranks, *firsts})}
-        for record, _, text in mine.values():
+        reports = {rank: moe.rank_report(rank) for rank in sorted({*ranks, *firsts})}
+        for record, _, text in reports.values():
             (self.folder / record.path).write_bytes(text)
-        told = [mine[r][:2] if r in mine else self._like(r, mine) for r in range(moe.world)]
+        records = [
+            reports[r][:2] if r in reports else self._like(r, reports) for r in range(moe.world)
+        ]
         manifest = Manifest(
             generation=GENERATION,
             sequence=1,
@@ -145,16 +147,18 @@ class Simulated:
             model={"kind": "state"},
             optimizer={"kind": "state"},
             metadata={},
-            indexes=tuple(record for record, _ in told),
+            indexes=tuple(record for record, _ in records),
         )
-        manifest, _ = with_patterns(open_files(folder), manifest, [pattern for _, pattern in told])
+        manifest, _ = with_patterns(
+            open_files(folder), manifest, [pattern for _, pattern in records]
+        )
         self.patterns = len(manifest.patterns)
         self.manifest_bytes = (self.folder / "manifest.json").write_bytes(build(manifest))
         self.index_bytes = sum(record.bytes for record in manifest.indexes)
 
-    def _like(self, rank, mine):
+    def _like(self, rank, reports):
         """A rank whose index is not read: a copy of the first of its pattern, except its parts."""
-        record, pattern, _ = mine[0 if self.moe.stacked else rank - rank % self.moe.along]
+        record, pattern, _ = reports[0 if self.moe.stacked else rank - rank % self.moe.along]
         cut = rank if self.moe.stacked else rank % self.moe.along
         # groups are in the order of names: "lm_head" comes before "model.layers.1.mlp.experts"
         assert len(pattern["parts"]) == 2
@@ -188,7 +192,7 @@ class Simulated:
 
         def listen(files, manifest, ranks, texts):
             for rank in set(ranks) - set(planned):
-                planned[rank], _, text = moe.told(rank)
+                planned[rank], _, text = moe.rank_report(rank)
                 (bare.folder / planned[rank].path).write_bytes(text)
             records = list(manifest.indexes)
             for rank, record in planned.items():

@@ -79,11 +79,11 @@ TARGET_INLINE __m128i move_constants(mls_crc_move move)
 
 /* Move a remainder by the two products of crc32c_constants.h and add `there`, the data at
  * the new position. */
-TARGET_INLINE __m128i fold_vector(__m128i remainder, __m128i power, __m128i there)
+TARGET_INLINE __m128i fold_vector(__m128i remainder, __m128i power, __m128i next)
 {
     const __m128i lower = _mm_clmulepi64_si128(remainder, power, 0x00);
     const __m128i upper = _mm_clmulepi64_si128(remainder, power, 0x11);
-    return _mm_xor_si128(_mm_xor_si128(lower, upper), there);
+    return _mm_xor_si128(_mm_xor_si128(lower, upper), next);
 }
 
 TARGET_INLINE crc_word add_words(crc_word crc, const unsigned char *from)
@@ -98,8 +98,8 @@ TARGET_INLINE crc_word add_block(crc_word crc, const unsigned char *from)
 {
     const unsigned char *half = from + 3 * LANE;
     const __m128i next = move_constants(MLS_CRC_BY_96);
-    const __m128i nothing = _mm_setzero_si128();
-    __m128i a = nothing, b = nothing, c = nothing, d = nothing, e = nothing, f = nothing;
+    const __m128i zero = _mm_setzero_si128();
+    __m128i a = zero, b = zero, c = zero, d = zero, e = zero, f = zero;
     crc_word second = 0, third = 0;
     for (size_t i = 0; i < LANE; i += 32, half += 96) {
         crc = add_words(crc, from + i);

@@ -69,7 +69,7 @@ typedef struct moment {
     int64_t peak;
 } moment;
 
-static const uint64_t one = 1;
+static const uint64_t one_bit = 1;
 
 /* ---- keys ---- */
 
@@ -81,7 +81,7 @@ static uint64_t pack_state(const state *s)
 
 static state unpack_state(uint64_t key)
 {
-    const uint64_t blocks = (one << MLS_SEARCH_BLOCKS) - 1;
+    const uint64_t blocks = (one_bit << MLS_SEARCH_BLOCKS) - 1;
     return (state){
         .alone = key & (blocks << 1 | 1),
         .saved = key >> SAVED_AT & blocks,
@@ -277,7 +277,7 @@ static mls_code add_outcome(search *s, const moment *m, const outcome *o)
     }
     state next = o->state;
     /* later steps do not read activations from the next backward block on */
-    next.alone &= ((one << next.left) - 1) & ~(next.saved << 1);
+    next.alone &= ((one_bit << next.left) - 1) & ~(next.saved << 1);
     return add_path(s, &(node){.key = pack_state(&next),
                                .cost = cost,
                                .peak = o->peak > m->peak ? o->peak : m->peak,
@@ -303,7 +303,7 @@ static mls_code add_outcome_both(search *s, const moment *m, outcome *o, uint64_
 static mls_code try_forward(search *s, const moment *m, size_t i)
 {
     const mls_chain *c = s->chain;
-    const uint64_t output = one << (i + 1);
+    const uint64_t output = one_bit << (i + 1);
     /* the block whose backward pass is next is saved, never only run */
     if (i + 1 >= m->state.left || (m->there & output) != 0) {
         return MLS_OK;
@@ -311,7 +311,7 @@ static mls_code try_forward(search *s, const moment *m, size_t i)
     outcome o = {.state = m->state, .kind = MLS_STEP_FORWARD, .block = i};
     o.peak = m->held + c->activation_bytes[i + 1] + c->forward_temporary_bytes[i];
     o.state.alone |= output;
-    return add_outcome_both(s, m, &o, one << i);
+    return add_outcome_both(s, m, &o, one_bit << i);
 }
 
 /* Returns the held bytes without the separate output of block i. */
@@ -346,7 +346,7 @@ static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t b
 static mls_code try_save(search *s, const moment *m, size_t i)
 {
     const mls_chain *c = s->chain;
-    const uint64_t bit = one << i;
+    const uint64_t bit = one_bit << i;
     if (i >= m->state.left || ((m->state.saved | m->state.host) & bit) != 0) {
         return MLS_OK;
     }
@@ -363,7 +363,7 @@ static mls_code try_save(search *s, const moment *m, size_t i)
  * may stay while the rest is offloaded again. */
 static mls_code try_load(search *s, const moment *m, size_t i)
 {
-    const uint64_t bit = one << i;
+    const uint64_t bit = one_bit << i;
     /* other loads can wait: the activation that stayed is smaller */
     const bool next = i + 1 == m->state.left;
     if ((m->state.host & bit) == 0 || (!next && (m->state.alone & bit << 1) != 0)) {
@@ -384,7 +384,7 @@ static mls_code try_backward(search *s, const moment *m, bool *done)
 {
     const mls_chain *c = s->chain;
     const size_t i = m->state.left - 1;
-    const uint64_t bit = one << i;
+    const uint64_t bit = one_bit << i;
     *done = false;
     if ((m->there & bit) == 0) {
         return MLS_OK;

@@ -103,7 +103,7 @@ static int check_core(const load_job *job, mls_code code, const mls_status *st)
  *
  * The layout is used unchanged: the caller has already projected it to the axes of a
  * state. The stored layout does not matter. */
-static int take_place(const load_job *job, PyObject *place, mls_wanted *w)
+static int take_place(const load_job *job, PyObject *place, mls_load_item *w)
 {
     size_t shape[MLS_LAYOUT_RANK];
     mls_layout layout;
@@ -115,18 +115,18 @@ static int take_place(const load_job *job, PyObject *place, mls_wanted *w)
     }
     const int rank = mlspy_take_shape(job->state, dims, shape);
     if (rank < 0 || mlspy_take_int64(job->state, last, "index or end", &end) < 0 ||
-        check_core(job, mls_wanted_check_whole(w, rank, shape, &st), &st) < 0) {
+        check_core(job, mls_load_item_check_full(w, rank, shape, &st), &st) < 0) {
         return -1;
     }
     if (!PyTuple_Check(how)) {
         return mlspy_take_int64(job->state, how, "begin", &begin) < 0
                    ? -1
-                   : check_core(job, mls_wanted_run(w, begin, end, &st), &st);
+                   : check_core(job, mls_load_item_run(w, begin, end, &st), &st);
     }
     /* a negative index becomes a large one, which is refused too */
     return mlspy_take_layout(job->state, how, &layout) < 0
                ? -1
-               : check_core(job, mls_wanted_part(w, &layout, (size_t)end, &st), &st);
+               : check_core(job, mls_load_item_part(w, &layout, (size_t)end, &st), &st);
 }
 
 /* Look up all keys of a list; the result has the same order. `places` has one entry for
@@ -152,14 +152,15 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
             return -1;
         }
         const mls_tensor_id id = mls_tensor_id_of(section, text);
-        mls_wanted *w = mls_load_plan_add(&job->plan, &id);
+        mls_load_item *w = mls_load_plan_add(&job->plan, &id);
         if (w == NULL) {
             return MLSPY_REFUSE(job->state->errors[MLSPY_ERROR_NOT_FOUND],
                                 "Tensor '%.200U' not found in checkpoint", key);
         }
         job->wanted[i] = (load_result){.key = Py_NewRef(key)};
-        if ((places != NULL ? take_place(job, PyList_GET_ITEM(places, i), w)
-                            : check_core(job, mls_wanted_cut(w, how, &st), &st)) < 0) {
+        if ((places != NULL
+                 ? take_place(job, PyList_GET_ITEM(places, i), w)
+                 : check_core(job, mls_load_item_select(w, how, &st), &st)) < 0) {
             return -1;
         }
     }
@@ -187,15 +188,15 @@ static int find_pieces(load_job *job)
 /* Size of a new array in the shared block; 0 if the array gets its own zeroed memory. */
 static size_t new_bytes(const void *context, size_t index)
 {
-    const mls_wanted *w = &((const load_job *)context)->plan.wanted[index];
-    return w->long_zeros ? 0 : mls_wanted_bytes(w);
+    const mls_load_item *w = &((const load_job *)context)->plan.wanted[index];
+    return w->long_zeros ? 0 : mls_load_item_bytes(w);
 }
 
 /* Create an array for a part, in the shared block, or with its own memory if `alone`. */
 static PyObject *new_array(const load_job *job, size_t index, mlspy_room *room,
                            bool alone)
 {
-    const mls_wanted *w = &job->plan.wanted[index];
+    const mls_load_item *w = &job->plan.wanted[index];
     const mls_dtype dtype = w->tensor->facts->dtype;
     size_t dims[MLS_LAYOUT_RANK];
     const int rank = mls_part_dims(&w->part, dims);
@@ -232,7 +233,7 @@ static PyObject *map_file(load_job *job, PyObject *capsules, bool links,
 
 /* Return a new reference to a view of the file if the part is one contiguous range there,
  * else None. */
-static PyObject *mapped_array(load_job *job, const mls_wanted *w, PyObject *capsules,
+static PyObject *mapped_array(load_job *job, const mls_load_item *w, PyObject *capsules,
                               mlspy_room *room)
 {
     uint64_t offset;
@@ -436,7 +437,7 @@ PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *arg
 static int keep_target(const load_job *job, size_t i, mlspy_view *view)
 {
     mls_status st;
-    if (mls_wanted_check_target(&job->plan.wanted[i], &view->tensor, &st) != MLS_OK ||
+    if (mls_load_item_check_target(&job->plan.wanted[i], &view->tensor, &st) != MLS_OK ||
         mls_load_target_init(&job->targets[i], &view->tensor, &st) != MLS_OK) {
         return check_core(job, st.code, &st);
     }
@@ -446,7 +447,7 @@ static int keep_target(const load_job *job, size_t i, mlspy_view *view)
 }
 
 /* View a target. The name for the error message is only built on failure. */
-static int view_array(const load_job *job, const mls_wanted *w, PyObject *array,
+static int view_array(const load_job *job, const mls_load_item *w, PyObject *array,
                       mlspy_view *out)
 {
     char label[MLS_NAME_BYTES];
@@ -643,7 +644,7 @@ static PyObject *part_set_for(PyObject *dict, PyObject *key)
 /* Add the parts that intersect the requested part of one tensor, at most `most` of them:
  * a layout may claim any number of parts. */
 static int add_parts(const load_job *job, const mls_index_pattern *patterns,
-                     const mls_wanted *w, Py_ssize_t most, PyObject *dict)
+                     const mls_load_item *w, Py_ssize_t most, PyObject *dict)
 {
     const mls_index_shard *facts = w->tensor->facts;
     PyObject *key = places_bytes(job->merged, patterns, w->tensor);
@@ -692,7 +693,7 @@ PyObject *mlspy_merged_index_wanted_parts(mlspy_merged_index *self, PyObject *co
  * place; on failure the list is released and set to NULL. They are computed by the same
  * function as in a load, but without destinations. Zeros that were not stored are not
  * read. */
-static void add_reads(const load_job *job, const mls_wanted *w, bool verify,
+static void add_reads(const load_job *job, const mls_load_item *w, bool verify,
                       PyObject **list)
 {
     const size_t most = w->tensor->places;

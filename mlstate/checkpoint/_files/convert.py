@@ -189,8 +189,8 @@ def _store_errors(path: Place) -> Iterator[None]:
     except OSError as error:
         kind = StoreNotFoundError if error.errno == errno.ENOENT else StoreError
         # filename2 is the target of a failed rename of a temporary file
-        shown = error.filename2 or error.filename or path
-        raise kind(error.errno, error.strerror, str(shown)) from error
+        named_path = error.filename2 or error.filename or path
+        raise kind(error.errno, error.strerror, str(named_path)) from error
 
 
 def read_any(
@@ -283,8 +283,8 @@ def _refuse_parts(*states: StateDict | None) -> None:
 
 
 def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    taken = {} if metadata is None else dict(metadata)
-    for key, value in taken.items():
+    copied = {} if metadata is None else dict(metadata)
+    for key, value in copied.items():
         if not isinstance(key, str):
             raise TypeError(f"metadata keys must be str, got {key!r}")
         try:
@@ -294,7 +294,7 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
                 f"metadata {key!r} is not a plain value: {error}; use only numbers, strings, lists "
                 "and dicts of these"
             ) from None
-    return taken
+    return copied
 
 
 # ---- model and optimizer in one flat file ----
@@ -329,10 +329,10 @@ def _split_state(
         if not dot or name not in arrays:
             raise _description_error(path, f"array {key!r} belongs to no part")
         arrays[name][rest] = value
-    made = [_restore_state(path, arrays[name], texts[name]) for name in _PREFIXES]
-    if not isinstance(made[1], OptimizerStateDict):
+    states = [_restore_state(path, arrays[name], texts[name]) for name in _PREFIXES]
+    if not isinstance(states[1], OptimizerStateDict):
         raise _description_error(path, "the optimizer entry is not valid")
-    return made[0], made[1]
+    return states[0], states[1]
 
 
 def _restore_state(path: Path, arrays: dict[str, Any], text: Any) -> StateDict:
@@ -341,8 +341,8 @@ def _restore_state(path: Path, arrays: dict[str, Any], text: Any) -> StateDict:
     return restore(arrays, text, str(path))
 
 
-def _description_error(path: Path, what: str) -> FormatError:
-    error = FormatError(f"{path}: entry {PARTS!r} does not describe the file: {what}")
+def _description_error(path: Path, reason: str) -> FormatError:
+    error = FormatError(f"{path}: entry {PARTS!r} does not describe the file: {reason}")
     error.path, error.name = str(path), PARTS
     return error
 
@@ -356,10 +356,10 @@ def _write_safetensors(target: Target, parts: Parts) -> None:
 
     model, optimizer, metadata = parts
     state, record = _join_states(model, optimizer)
-    plain = {key: value for key, value in metadata.items() if not isinstance(value, str)}
-    if plain:
-        record["json"] = sorted(plain)
-    texts = metadata | {key: json.dumps(value) for key, value in plain.items()}
+    json_values = {key: value for key, value in metadata.items() if not isinstance(value, str)}
+    if json_values:
+        record["json"] = sorted(json_values)
+    texts = metadata | {key: json.dumps(value) for key, value in json_values.items()}
     if PARTS in texts:
         raise ValueError(f"metadata key {PARTS!r} is reserved: choose another")
     if record:
@@ -373,10 +373,10 @@ def _read_safetensors(path: Place) -> Parts:
         return read_file(path, mmap=False)
     from ... import checkpoint
 
-    found = checkpoint.load(path)
-    texts = dict(found.metadata or {})
-    assert found.model is not None
-    state = _restore_state(Path(path.folder.file), dict(found.model), texts.pop(KEY, None))
+    loaded = checkpoint.load(path)
+    texts = dict(loaded.metadata or {})
+    assert loaded.model is not None
+    state = _restore_state(Path(path.folder.file), dict(loaded.model), texts.pop(KEY, None))
     return _parts_of_texts(Path(path.folder.file), state, texts)
 
 
@@ -458,23 +458,23 @@ def _read_mlstate(path: Place) -> Parts:
     return parts_of(checkpoint.load(path))
 
 
-def parts_of(found: LoadedState) -> Parts:
+def parts_of(loaded: LoadedState) -> Parts:
     """Return a loaded checkpoint in the form of `read_any`."""
-    metadata = dict(found.metadata or {})
-    optimizer = found.optimizer
-    if found.states:
+    metadata = dict(loaded.metadata or {})
+    optimizer = loaded.optimizer
+    if loaded.states:
         import warnings
 
         warnings.warn(
-            f"named states are not converted: {', '.join(sorted(found.states))}; only checkpoints "
+            f"named states are not converted: {', '.join(sorted(loaded.states))}; only checkpoints "
             "of mlstate.save hold them",
             stacklevel=3,
         )
-    if optimizer is None and found.step is not None:
-        metadata.setdefault("step", found.step)
+    if optimizer is None and loaded.step is not None:
+        metadata.setdefault("step", loaded.step)
     if not (optimizer is None or isinstance(optimizer, OptimizerStateDict)):
-        optimizer = OptimizerStateDict(optimizer, step=found.step or 0)
-    return found.model, optimizer, metadata
+        optimizer = OptimizerStateDict(optimizer, step=loaded.step or 0)
+    return loaded.model, optimizer, metadata
 
 
 def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
@@ -562,4 +562,6 @@ FORMATS = {
     "huggingface": Format(_read_mlstate, _write_huggingface, ()),
     "lightning": Format(_read_lightning, _write_lightning, ()),  # `format_of` knows its suffix
 }
-SUFFIXES = {suffix: name for name, one in FORMATS.items() for suffix in one.suffixes}
+SUFFIXES = {
+    suffix: name for name, file_format in FORMATS.items() for suffix in file_format.suffixes
+}

@@ -126,14 +126,14 @@ def _take_state(
             _refuse_entries(content)
             refuse_unstorable(state, every=True)
             tied = _tied_names(model, state)
-            kept = {name: value for name, value in state.items() if name not in tied}
+            entries = {name: value for name, value in state.items() if name not in tied}
             if rename is not None:
                 # with several ranks, a rule may concern tensors of another rank only
                 unused = "error" if target.group is None else "ignore"
-                kept = dict(rename_state(kept, rename, unused=unused))
+                entries = dict(rename_state(entries, rename, unused=unused))
                 tied = set()  # the old names are gone
-            content.dicts = (kept, None, None)
-            table = table_of(kept, tied)
+            content.dicts = (entries, None, None)
+            table = table_of(entries, tied)
     except BaseException as error:
         if target.group is None:
             raise
@@ -167,7 +167,7 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
     folder = local_path(source)
     try:
         with os.scandir(folder) as entries:
-            found = sorted(
+            paths = sorted(
                 entry.path
                 for entry in entries
                 if not entry.name.startswith(".")
@@ -176,12 +176,12 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
             )
     except OSError as error:
         raise store_error(error, "cannot list files_from=", folder) from None
-    for path in found:
+    for path in paths:
         try:
             check_regular(os.stat(path), path)
         except OSError as error:
             raise store_error(error, "cannot copy the file of files_from=", path) from None
-    return found
+    return paths
 
 
 def _temporary_name(folder: str) -> str:
@@ -192,18 +192,18 @@ def _temporary_name(folder: str) -> str:
     return os.path.join(parent, f".{name}.mlstate-{secrets.token_hex(8)}.tmp")
 
 
-def _begin(made: str, plan: ExportPlan) -> None:
+def _begin(folder: str, plan: ExportPlan) -> None:
     """Create a temporary folder `made` with files of their final length."""
     try:
-        make_path(os.path.dirname(made))
-        os.mkdir(made)
+        make_path(os.path.dirname(folder))
+        os.mkdir(folder)
         for file, size in zip(plan.files, plan.sizes, strict=True):
-            path = os.path.join(made, file)
+            path = os.path.join(folder, file)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with _core.Descriptor(path, flags) as descriptor:
                 os.truncate(descriptor.fileno(), size)
     except OSError as error:
-        raise store_error(error, "cannot create the folder", made) from None
+        raise store_error(error, "cannot create the folder", folder) from None
 
 
 def _copy_file(source: str, folder: str) -> None:
@@ -215,20 +215,20 @@ def _copy_file(source: str, folder: str) -> None:
         os.fsync(write.fileno())
 
 
-def _finish(made: str, end: Target, plan: ExportPlan, crcs: Any, copied: list[str]) -> None:
+def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: list[str]) -> None:
     """Write the headers and the index, copy other files, and rename the folder."""
     import json
 
     for number, file in enumerate(plan.files):
-        LocalFolder(made).overwrite_start(file, plan.header(number, crcs))
+        LocalFolder(folder).overwrite_start(file, plan.header(number, crcs))
     if len(plan.files) > 1:
         text = json.dumps(plan.index_data(), indent=2, ensure_ascii=False) + "\n"
-        _core.file_replace(os.path.join(made, INDEX), text.encode(), 0o666)
+        _core.file_replace(os.path.join(folder, INDEX), text.encode(), 0o666)
     try:
         for source in copied:
-            _copy_file(source, made)
-        _core.folder_sync(made)
-        end.put(made)
+            _copy_file(source, folder)
+        _core.folder_sync(folder)
+        end.put(folder)
     except StoreError:
         raise
     except OSError as error:
@@ -259,7 +259,7 @@ def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
 
 
 def _write_parts(
-    made: str,
+    folder: str,
     plan: ExportPlan,
     shards: _core.ShardItems,
     sync: bool,
@@ -273,7 +273,7 @@ def _write_parts(
 
     crcs = np.zeros(plan.starts[-1], np.uint32)
     written = np.zeros(len(plan.places), np.uint64)
-    _core.parts_write(shards, made, plan.files, plan.places, crcs, written, sync, progress)
+    _core.parts_write(shards, folder, plan.files, plan.places, crcs, written, sync, progress)
     return _pack(crcs, "<u4") + _pack(written, "<u8")
 
 
@@ -284,10 +284,10 @@ def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
     crcs = np.zeros(plan.starts[-1], np.uint32)
     written = np.zeros(len(plan.places), np.uint64)
     for data in shares:
-        at, found, rest = _unpack(memoryview(data), "<u4")
-        crcs[at] ^= found
-        at, found, _ = _unpack(rest, "<u8")
-        written[at] += found
+        at, values, rest = _unpack(memoryview(data), "<u4")
+        crcs[at] ^= values
+        at, values, _ = _unpack(rest, "<u8")
+        written[at] += values
     for name, (*_, number) in plan.places.items():
         if written[number] != plan.nbytes[number]:
             raise ValueError(
@@ -316,7 +316,7 @@ def write_folder(
     if it raises, the export fails.
     """
     group, folder = target.group, os.path.realpath(target.path)
-    made, copied, end = "", list[str](), Target(folder, ())
+    temporary, copied, end = "", list[str](), Target(folder, ())
     error: BaseException | None = None
     is_first = target.rank == 0
     try:
@@ -324,16 +324,16 @@ def write_folder(
             if is_first:
                 copied = _files_to_copy(files_from)
                 end = _refuse_existing(folder, start)
-                made = _temporary_name(folder)
-                _begin(made, plan)
+                temporary = _temporary_name(folder)
+                _begin(temporary, plan)
         except BaseException as caught:
             error = caught
         if group is not None:
-            made = os.fsdecode(next(iter(group.gather_bytes(os.fsencode(made)))))
+            temporary = os.fsdecode(next(iter(group.gather_bytes(os.fsencode(temporary)))))
         together(group, error)
         shares = b""
         try:
-            shares = _write_parts(made, plan, shards, not is_first, progress)
+            shares = _write_parts(temporary, plan, shards, not is_first, progress)
             if written is not None:
                 written()
         except BaseException as caught:
@@ -342,13 +342,13 @@ def write_folder(
         gathered = [shares] if group is None else list(group.gather_bytes(shares))
         try:
             if is_first:
-                _finish(made, end, plan, _checksums(plan, gathered), copied)
+                _finish(temporary, end, plan, _checksums(plan, gathered), copied)
         except BaseException as caught:
             error = caught
         together(group, error)
     except BaseException:
-        if is_first and made:
-            shutil.rmtree(made, ignore_errors=True)
+        if is_first and temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
@@ -366,15 +366,15 @@ def take_export(
 
 
 def gather_parts(
-    taken: Export, copy: Callable[[Any], Any] | None = None
+    request: Export, copy: Callable[[Any], Any] | None = None
 ) -> tuple[GatheredShards, ExportPlan]:
     """Gather this rank's parts, and plan the files; every rank calls it.
 
     `copy` copies tensors on a device. If any rank fails, all raise.
     """
-    target, most, content, own = taken
+    target, most, content, own_table = request
     together(target.group, content.error)
-    table = exchange_tables(target.group, own, [os.path.realpath(target.path), most])
+    table = exchange_tables(target.group, own_table, [os.path.realpath(target.path), most])
     state = content.dicts[0]
     assert state is not None
     for name in table.tied:
@@ -386,7 +386,7 @@ def gather_parts(
 
 
 def export(
-    taken: Export,
+    request: Export,
     files_from: str | os.PathLike[str] | None = None,
     start: Target | None = None,
 ) -> None:
@@ -394,8 +394,8 @@ def export(
 
     `start` is the target when the caller began: a Hugging Face folder there is replaced.
     """
-    gathered, plan = gather_parts(taken)
-    write_folder(taken.target, plan, gathered.shards, files_from, start)
+    gathered, plan = gather_parts(request)
+    write_folder(request.target, plan, gathered.shards, files_from, start)
 
 
 def export_huggingface(

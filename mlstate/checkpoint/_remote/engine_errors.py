@@ -31,8 +31,8 @@ _IN_PROGRESS = ("ConditionalRequestConflict", "OperationAborted")
 
 def _answer_text(text: str) -> tuple[str, str]:
     """Return the error code of the server's answer, and a short text with status and code."""
-    status, found = _STATUS.search(text), _CODE.search(text)
-    code = "" if found is None else found[1] or found[2]
+    status, code_match = _STATUS.search(text), _CODE.search(text)
+    code = "" if code_match is None else code_match[1] or code_match[2]
     parts = ["HTTP", status[1] or status[2] if status else "", code]
     return code, " ".join(filter(None, parts)) if status or code else ""
 
@@ -64,8 +64,8 @@ def _failure_of(text: str, answer: str, code: str) -> tuple[int, str]:
 
 def is_engine_error(error: Exception) -> bool:
     """Return whether the engine raises such an exception; others are mistakes of the caller."""
-    own = type(error).__module__.partition(".")[0] == "obstore"
-    return own or isinstance(error, OSError | ValueError | NotImplementedError)
+    is_obstore = type(error).__module__.partition(".")[0] == "obstore"
+    return is_obstore or isinstance(error, OSError | ValueError | NotImplementedError)
 
 
 def engine_reason(error: Exception) -> OSError:

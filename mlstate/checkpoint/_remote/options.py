@@ -138,8 +138,8 @@ def _client_environment(url: str) -> dict[str, str]:
     The engine ignores them if it is given `client_options`.
     """
     prefix = _ENVIRONMENT[url.partition("://")[0]]
-    found = {name: os.environ.get(f"{prefix}{name.upper()}") for name in _CLIENT_KEYS}
-    return {name: value for name, value in found.items() if value is not None}
+    settings = {name: os.environ.get(f"{prefix}{name.upper()}") for name in _CLIENT_KEYS}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _refusal_text(error: Exception) -> str:
@@ -165,8 +165,8 @@ def _refusal_text(error: Exception) -> str:
     )
 
 
-def _number(given: dict[str, Any], name: str, least: float, default: Any) -> Any:
-    value = given.pop(name, default)
+def _number(options: dict[str, Any], name: str, least: float, default: Any) -> Any:
+    value = options.pop(name, default)
     if isinstance(value, bool) or not isinstance(value, type(default) | int):
         kind = "an int" if isinstance(default, int) else "a number"
         raise TypeError(f"storage_options[{name!r}] must be {kind}, got {type(value).__name__}")
@@ -175,14 +175,14 @@ def _number(given: dict[str, Any], name: str, least: float, default: Any) -> Any
     return value
 
 
-def take_options(given: Mapping[str, Any] | None) -> StoreOptions:
+def take_options(options: Mapping[str, Any] | None) -> StoreOptions:
     """Check `storage_options`; keys that mlstate does not know belong to the engine.
 
     Texts of errors name the key, and no value of the engine's keys.
     """
-    if given is not None and not hasattr(given, "keys"):
-        raise TypeError(f"storage_options must be a mapping, got {type(given).__name__}")
-    left = {} if given is None else dict(given)
+    if options is not None and not hasattr(options, "keys"):
+        raise TypeError(f"storage_options must be a mapping, got {type(options).__name__}")
+    left = {} if options is None else dict(options)
     wrong = [key for key in left if not isinstance(key, str)]
     if wrong:
         raise TypeError(f"keys of storage_options must be str, got {type(wrong[0]).__name__}")
@@ -225,13 +225,13 @@ def split_url(text: str) -> tuple[str, str] | None:
 
 def check_url(text: str) -> str:
     """Return the URL of a checkpoint without a slash at the end; refuse wrong ones."""
-    found = split_url(text)
-    assert found is not None
-    scheme, rest = found
+    parts = split_url(text)
+    assert parts is not None
+    scheme, rest = parts
     if scheme not in SCHEMES:
-        known = ", ".join(f"{one}://" for one in SCHEMES)
+        schemes = ", ".join(f"{scheme_name}://" for scheme_name in SCHEMES)
         raise ValueError(
-            f"{_shown(text)}: unknown scheme {scheme!r}; object stores have {known}, and all "
+            f"{_shown(text)}: unknown scheme {scheme!r}; object stores have {schemes}, and all "
             "other checkpoints are local folders"
         )
     bucket, _, path = rest.rstrip("/").partition("/")

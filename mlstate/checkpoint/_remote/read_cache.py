@@ -82,8 +82,11 @@ class ReadCache:
             names = os.listdir(folder)
         except OSError:
             return []
-        found = filter(None, map(_ENTRY.match, names))
-        return [_Entry(int(one[1]), int(one[2]), os.path.join(folder, one[0])) for one in found]
+        matches = filter(None, map(_ENTRY.match, names))
+        return [
+            _Entry(int(match[1]), int(match[2]), os.path.join(folder, match[0]))
+            for match in matches
+        ]
 
     def _read(self, path: str, entry: _Entry) -> tuple[memoryview, int] | None:
         """Return the bytes of an entry and the size of the object; delete a damaged entry."""
@@ -96,16 +99,19 @@ class ReadCache:
             os.utime(entry.path)  # the time of its last use
         head, view = data[:_OVERHEAD], memoryview(data)[_OVERHEAD:]
         if len(head) == _OVERHEAD and len(view) == entry.end - entry.begin:
-            nbytes, found = _HEADER.unpack_from(head)[4:]
-            if head == self._header(path, entry, nbytes, found) and _core.crc32c(view) == found:
+            nbytes, checksum = _HEADER.unpack_from(head)[4:]
+            if (
+                head == self._header(path, entry, nbytes, checksum)
+                and _core.crc32c(view) == checksum
+            ):
                 return view, nbytes
         with suppress(OSError):
             os.unlink(entry.path)
         return None
 
     def _header(self, path: str, entry: _Entry, nbytes: int, checksum: int) -> bytes:
-        found = _HEADER.pack(_MAGIC, self._digest(path), entry.begin, entry.end, nbytes, checksum)
-        return found + _CHECKSUM.pack(_core.crc32c(found))
+        fields = _HEADER.pack(_MAGIC, self._digest(path), entry.begin, entry.end, nbytes, checksum)
+        return fields + _CHECKSUM.pack(_core.crc32c(fields))
 
     def get(self, path: str, begin: int, end: int) -> tuple[list[_Part], int] | None:
         """Return the parts of a range, and the size of the object; None if a byte is missing."""
@@ -120,10 +126,10 @@ class ReadCache:
         parts: list[_Part] = []
         at, nbytes = begin, 0
         for entry in chosen:
-            found = self._read(path, entry)
-            if found is None:
+            cached = self._read(path, entry)
+            if cached is None:
                 return None
-            view, nbytes = found
+            view, nbytes = cached
             until = min(end, entry.end)
             parts.append((at, view[at - entry.begin : until - entry.begin]))
             at = until
@@ -132,8 +138,8 @@ class ReadCache:
     def get_whole(self, path: str) -> bytes | None:
         """Return all bytes of an object, if it was put as a whole."""
         for entry in self._entries(path):
-            if entry.begin == 0 and (found := self._read(path, entry)) is not None:
-                view, nbytes = found
+            if entry.begin == 0 and (cached := self._read(path, entry)) is not None:
+                view, nbytes = cached
                 if nbytes == entry.end:
                     return bytes(view)
         return None
@@ -204,7 +210,7 @@ class ReadCache:
 
     def _trim(self, room: int) -> int:
         """Delete the oldest entries until `room` bytes are free; return the bytes that stay."""
-        found, total = [], 0
+        files, total = [], 0
         for file in _files_below(self._folder):
             with suppress(OSError):
                 about = file.stat(follow_symlinks=False)
@@ -213,10 +219,10 @@ class ReadCache:
                     continue
                 total += about.st_size
                 if _ENTRY.match(file.name):
-                    found.append((about.st_mtime, about.st_size, file.path))
+                    files.append((about.st_mtime, about.st_size, file.path))
         if self._most is None or total + room <= self._most:
             return total
-        for _, size, path in sorted(found):
+        for _, size, path in sorted(files):
             if total + room <= self._most - self._most // 8:  # so that this is rarely repeated
                 break
             try:

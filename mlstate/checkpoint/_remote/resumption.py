@@ -64,23 +64,23 @@ def find_uploaded(
     the manifest, `root`, were not interrupted, or are obsolete.
     """
     large = {path: nbytes for path, nbytes in sizes.items() if nbytes >= _LEAST_BYTES}
-    found: dict[str, str] = {}
+    uploaded: dict[str, str] = {}
     if not large:
-        return found
-    for path, own, older in _older_indexes(store, root, sizes):
+        return uploaded
+    for path, generation, older in _older_indexes(store, root, sizes):
         with open(os.path.join(local, path), "rb") as file:
-            wanted = file.read()
+            content = file.read()
         try:
-            text, _ = store.get(path.replace(own, older), len(wanted))
+            text, _ = store.get(path.replace(generation, older), len(content))
         except (FileNotFoundError, ValueError):  # deleted meanwhile
             continue
-        if _content_of(text).replace(older.encode(), own.encode()) != _content_of(wanted):
+        if _content_of(text).replace(older.encode(), generation.encode()) != _content_of(content):
             continue
         for folder in sorted({os.path.dirname(path) for path in large}):
             listed = store.list_folder(folder)
             for new, nbytes in large.items():
-                name = os.path.basename(new).replace(own, older)
+                name = os.path.basename(new).replace(generation, older)
                 is_other = os.path.dirname(new) != folder or name == os.path.basename(new)
                 if not is_other and name in listed and listed[name].nbytes == nbytes:
-                    found.setdefault(new, f"{folder}/{name}")
-    return found
+                    uploaded.setdefault(new, f"{folder}/{name}")
+    return uploaded

@@ -84,7 +84,7 @@ class RootClaim:
             try:
                 self._store.put_if(self._root, data, self._tag)
             except StoreError as error:
-                if error.errno == errno.EEXIST and self._is_ours(data):
+                if error.errno == errno.EEXIST and self._is_own_root(data):
                     return
                 if error.errno in RETRIED:
                     was_lost = True
@@ -96,7 +96,7 @@ class RootClaim:
         repeat(attempt, self._store.timeout, {*RETRIED, errno.EEXIST})
         self.is_unsure = False
 
-    def _is_ours(self, data: bytes) -> bool:
+    def _is_own_root(self, data: bytes) -> bool:
         """Return whether the root is `data`; False if it is still the old one.
 
         Raises StoreError (EBUSY) if it is another one.

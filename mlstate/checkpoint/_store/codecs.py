@@ -70,8 +70,8 @@ def _decode_zstd(data: Buffer, size: int) -> bytes:
     try:
         # the header declares the content and window sizes; check both before trusting them, as
         # they determine how much memory is allocated
-        said = zstandard.frame_content_size(data)
-        if said == size:
+        stated_size = zstandard.frame_content_size(data)
+        if stated_size == size:
             decompressor = zstandard.ZstdDecompressor(max_window_size=_FRAME)
             result: bytes = decompressor.decompress(data, allow_extra_data=False)
             if len(result) == size:

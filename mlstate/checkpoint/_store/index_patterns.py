@@ -66,8 +66,8 @@ def check_complete(merged: _core.MergedIndex, patterns: Sequence[Pattern] | None
             continue
         # ask for one part more than there are owners: if all of those are owned, none is missing
         ask = (SECTIONS.index(section), [key], _WHOLE, len(owners) + 1)
-        [wanted] = merged.wanted_parts("", *ask).values()
-        if missing := wanted - owners.keys():
+        [parts_needed] = merged.wanted_parts("", *ask).values()
+        if missing := parts_needed - owners.keys():
             of = f"state '{state}': " if state is not None else ""
             text = f"{of}part {min(missing)} of {parts} is missing: no rank gives it as replica 0"
             for part, ranks in sorted(owners.items()):
@@ -90,8 +90,8 @@ def with_patterns(
     Raises FormatError if the indexes do not form one checkpoint, or lack a part of a tensor.
     """
     ranks_of: dict[str | None, list[int]] = {}
-    for rank, one in enumerate(reports):
-        ranks_of.setdefault(one["pattern"], []).append(rank)
+    for rank, report in enumerate(reports):
+        ranks_of.setdefault(report["pattern"], []).append(rank)
     patterns, first = None, None
     if None not in ranks_of:
         first = [ranks[0] for ranks in ranks_of.values()]

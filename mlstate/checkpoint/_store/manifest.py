@@ -88,40 +88,40 @@ class _WrongError(Exception):
     """A problem with a manifest, as text."""
 
 
-def _member(found: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
-    if name not in found:
+def _member(members: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+    if name not in members:
         raise _WrongError(f'"{name}" is missing')
-    value = found[name]
+    value = members[name]
     if isinstance(value, bool) or not isinstance(value, kind):
         raise _WrongError(f'"{name}" is of the wrong type')
     return value
 
 
-def _number(found: dict[str, Any], name: str, least: int, most: int = _INT64) -> int:
-    value = _member(found, name, int)
+def _number(members: dict[str, Any], name: str, least: int, most: int = _INT64) -> int:
+    value = _member(members, name, int)
     if not least <= value <= most:
         raise _WrongError(f'"{name}" is {value}, not from {least} to {most}')
     return int(value)
 
 
-def _matching(found: dict[str, Any], name: str, pattern: re.Pattern[str]) -> str:
-    value = _member(found, name, str)
+def _matching(members: dict[str, Any], name: str, pattern: re.Pattern[str]) -> str:
+    value = _member(members, name, str)
     if not pattern.match(value):
         raise _WrongError(f'"{name}" is {value[:80]!r}')
     return str(value)
 
 
-def _kind(found: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str, Any] | None:
-    value = _member(found, name, (dict, type(None)))
+def _kind(members: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str, Any] | None:
+    value = _member(members, name, (dict, type(None)))
     if value is not None and _member(value, "kind", str) not in kinds:
         raise _WrongError(f'"{name}" has an unknown kind: {value["kind"]!r}')
     return value  # type: ignore[no-any-return]
 
 
-def _states(found: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
-    if "states" not in found:
+def _states(members: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
+    if "states" not in members:
         return None
-    listed = _member(found, "states", dict)
+    listed = _member(members, "states", dict)
     for name in listed:
         kind = _kind(listed, name, ("state", "model", "optimizer", "tree"))
         if kind is None or not name or "/" in name:
@@ -131,8 +131,8 @@ def _states(found: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
     return dict(listed)
 
 
-def _numbers(found: dict[str, Any], name: str, count: int, least: int = 0) -> list[int]:
-    return _checked(_member(found, name, list), name, count, least)
+def _numbers(members: dict[str, Any], name: str, count: int, least: int = 0) -> list[int]:
+    return _checked(_member(members, name, list), name, count, least)
 
 
 def _checked(values: Any, name: str, count: int, least: int = 0) -> list[int]:
@@ -146,8 +146,8 @@ def _checked(values: Any, name: str, count: int, least: int = 0) -> list[int]:
     return values
 
 
-def _indexes(found: dict[str, Any], generation: str, world_size: int) -> tuple[IndexRecord, ...]:
-    listed = _member(found, "indexes", dict)
+def _indexes(members: dict[str, Any], generation: str, world_size: int) -> tuple[IndexRecord, ...]:
+    listed = _member(members, "indexes", dict)
     crcs = _matching(listed, "crc32c", _CRCS)
     if len(crcs) != 8 * world_size:
         raise _WrongError(f'"crc32c" has {len(crcs)} digits for {world_size} ranks')
@@ -163,11 +163,11 @@ def _indexes(found: dict[str, Any], generation: str, world_size: int) -> tuple[I
     )
 
 
-def _patterns(found: dict[str, Any], world_size: int) -> tuple[Pattern, ...] | None:
-    if "patterns" not in found:
+def _patterns(members: dict[str, Any], world_size: int) -> tuple[Pattern, ...] | None:
+    if "patterns" not in members:
         return None
     patterns = []
-    for value in _member(found, "patterns", list):
+    for value in _member(members, "patterns", list):
         if not isinstance(value, dict):
             raise _WrongError('"patterns" must have objects only')
         ranks, parts = _member(value, "ranks", list), _member(value, "parts", list)
@@ -181,31 +181,31 @@ def _patterns(found: dict[str, Any], world_size: int) -> tuple[Pattern, ...] | N
     return tuple(patterns)
 
 
-def _read(found: Any) -> Manifest:
+def _read(document: Any) -> Manifest:
     """Convert the parsed JSON to a Manifest, checking each member."""
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise _WrongError("the text is not a JSON object")
-    if _member(found, "format", str) != FORMAT:
+    if _member(document, "format", str) != FORMAT:
         raise _WrongError(f'"format" is not "{FORMAT}"')
-    version = _number(found, "format_version", 1)
+    version = _number(document, "format_version", 1)
     if version != VERSION:
         raise _WrongError(f"its format version is {version}, but this mlstate reads only {VERSION}")
-    generation = _matching(found, "generation", _GENERATION)
-    world_size = _number(found, "world_size", 1, _MOST_RANKS)
-    step = _member(found, "step", (int, type(None)))
+    generation = _matching(document, "generation", _GENERATION)
+    world_size = _number(document, "world_size", 1, _MOST_RANKS)
+    step = _member(document, "step", (int, type(None)))
     return Manifest(
         generation=generation,
-        sequence=_number(found, "sequence", 1),
-        created=_member(found, "created", str),
-        writer=_member(found, "writer", str),
-        step=None if step is None else _number(found, "step", 0),
+        sequence=_number(document, "sequence", 1),
+        created=_member(document, "created", str),
+        writer=_member(document, "writer", str),
+        step=None if step is None else _number(document, "step", 0),
         world_size=world_size,
-        model=_kind(found, "model", ("state", "model")),
-        optimizer=_kind(found, "optimizer", ("state", "optimizer")),
-        metadata=_member(found, "metadata", dict),
-        indexes=_indexes(found, generation, world_size),
-        patterns=_patterns(found, world_size),
-        states=_states(found),
+        model=_kind(document, "model", ("state", "model")),
+        optimizer=_kind(document, "optimizer", ("state", "optimizer")),
+        metadata=_member(document, "metadata", dict),
+        indexes=_indexes(document, generation, world_size),
+        patterns=_patterns(document, world_size),
+        states=_states(document),
     )
 
 

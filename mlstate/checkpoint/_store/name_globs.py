@@ -40,9 +40,9 @@ def _find_named(ordered: list[str], name: str) -> list[str]:
     `ordered` is sorted.
     """
     at = bisect_left(ordered, name)
-    found = ordered[at : at + 1] if ordered[at : at + 1] == [name] else []
+    exact = ordered[at : at + 1] if ordered[at : at + 1] == [name] else []
     # "/" is the successor of "."
-    return found + ordered[bisect_left(ordered, f"{name}.") : bisect_left(ordered, f"{name}/")]
+    return exact + ordered[bisect_left(ordered, f"{name}.") : bisect_left(ordered, f"{name}/")]
 
 
 class Names:
@@ -68,10 +68,10 @@ class Names:
         used = set()
         for name in self.listed:
             if name in self._globs:
-                found = list(filter(_compile_glob(name, section == 1).match, keys))
+                matches = list(filter(_compile_glob(name, section == 1).match, keys))
             else:
-                found = _find_named(ordered, name)
-            if found:
+                matches = _find_named(ordered, name)
+            if matches:
                 used.add(name)
-                chosen.update(found)
+                chosen.update(matches)
         return list(filter(chosen.__contains__, keys)), used

@@ -61,18 +61,20 @@ class Indexes:
         if places not in self._owners:
             self._owners[places] = owners_of(places, self._patterns)
         owners = self._owners[places]
-        found = {self._choose(owners[part]) for part in parts if part in owners}
-        return found or {self._first[int.from_bytes(places[:4], sys.byteorder)]}
+        ranks_found = {self._choose(owners[part]) for part in parts if part in owners}
+        return ranks_found or {self._first[int.from_bytes(places[:4], sys.byteorder)]}
 
-    def need(self, wanted: Iterable[tuple[int, list[str], Any]]) -> None:
+    def need(self, requests: Iterable[tuple[int, list[str], Any]]) -> None:
         """Read the indexes that list the requested parts, given as section, keys and cutting."""
         if len(self.ranks) == self._manifest.world_size:
             return
         # a tensor with more parts than this cannot be complete
         most = sum(len(pattern.ranks) * len(pattern.parts) for pattern in self._patterns) + 1
-        for section, keys, cutting in wanted:
-            found = self._first_index.wanted_parts(self._files.path, section, keys, cutting, most)
-            for places, parts in found.items():
+        for section, keys, cutting in requests:
+            parts_by_place = self._first_index.wanted_parts(
+                self._files.path, section, keys, cutting, most
+            )
+            for places, parts in parts_by_place.items():
                 self._needed |= self._owners_of(places, parts)
         if self._needed and not self._needed.issubset(self.ranks):
             self.ranks = sorted(self._needed)

@@ -77,10 +77,10 @@ def _parse(folder: Folder, data: bytes) -> WeightFiles:
 
     try:
         _core.json_check(data, _MOST_DEPTH, INDEX)
-        found = json.loads(data)
+        document = json.loads(data)
     except (FormatError, ValueError) as error:
         raise _wrong(folder, INDEX, f"not valid JSON: {error}") from None
-    tensors = found.get("weight_map") if isinstance(found, dict) else None
+    tensors = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(tensors, dict) or not tensors:
         raise _wrong(folder, INDEX, 'it has no "weight_map" that names the file of each tensor')
     named: dict[Any, str] = {}
@@ -88,7 +88,7 @@ def _parse(folder: Folder, data: bytes) -> WeightFiles:
         if not isinstance(name, str) or name not in named:
             _check_file_name(folder, tensor, name)
             named[name] = tensor
-    metadata = found.get("metadata")
+    metadata = document.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total, float) and total.is_integer():
         total = int(total)
@@ -97,23 +97,25 @@ def _parse(folder: Folder, data: bytes) -> WeightFiles:
     return WeightFiles(tuple(sorted(named)), tensors, total)
 
 
-def _check_files(folder: Folder, found: WeightFiles, infos: Mapping[str, FileInfo | None]) -> None:
+def _check_files(
+    folder: Folder, weights: WeightFiles, infos: Mapping[str, FileInfo | None]
+) -> None:
     """Raise if files are missing, or the index leaves out files of the set that it names."""
-    missing = [name for name in found.files if infos[name] is None]
-    if missing and found.tensors is None:
+    missing = [name for name in weights.files if infos[name] is None]
+    if missing and weights.tensors is None:
         reason = FileNotFoundError(2, "no such file")
         raise store_error(reason, "cannot read the file", os.path.join(folder.path, missing[0]))
     if missing:
         raise StoreNotFoundError(
             2,
-            f"{INDEX} names {len(found.files)} files, and {len(missing)} of them do not exist: "
+            f"{INDEX} names {len(weights.files)} files, and {len(missing)} of them do not exist: "
             f"{_listed(missing)}; download or copy the folder again",
             os.path.join(folder.path, missing[0]),
         )
-    sets = {match.groups() for name in found.files if (match := _NUMBERED.match(name))}
+    sets = {match.groups() for name in weights.files if (match := _NUMBERED.match(name))}
     unnamed = [
         name
-        for name in unlisted_files(folder, found)
+        for name in unlisted_files(folder, weights)
         if (match := _NUMBERED.match(name)) and match.groups() in sets
     ]
     if unnamed:
@@ -125,15 +127,15 @@ def _check_files(folder: Folder, found: WeightFiles, infos: Mapping[str, FileInf
         )
 
 
-def unlisted_files(folder: Folder, found: WeightFiles) -> list[str]:
+def unlisted_files(folder: Folder, weights: WeightFiles) -> list[str]:
     """Return the safetensors files of the folder that the weights do not include.
 
     Of one file in a store there are none: the folder may hold anything else.
     """
-    if found.tensors is None and not folder.is_local:
+    if weights.tensors is None and not folder.is_local:
         return []
     names = folder.names("")
-    return sorted(name for name in names if name.endswith(_SUFFIX) and name not in found.files)
+    return sorted(name for name in names if name.endswith(_SUFFIX) and name not in weights.files)
 
 
 # ---- as a checkpoint ----
@@ -166,10 +168,10 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
 
     from .manifest import IndexRecord, Manifest
 
-    found = WeightFiles((root,), None, None) if data is None else _parse(folder, data)
-    names = sorted({root, *found.files})
+    weights = WeightFiles((root,), None, None) if data is None else _parse(folder, data)
+    names = sorted({root, *weights.files})
     noted = folder.note_files(names)
-    _check_files(folder, found, noted)
+    _check_files(folder, weights, noted)
     generation, changed = _generation(
         {name: info for name in names if (info := noted[name]) is not None}
     )
@@ -183,9 +185,9 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
         world_size=1,
         model={"kind": "state"},
         optimizer=None,
-        metadata=_read_texts(folder, found.files[0]),
+        metadata=_read_texts(folder, weights.files[0]),
         indexes=(IndexRecord(root, 0 if data is None else len(data), "00000000", 0, 0),),
-        weights=found,
+        weights=weights,
     )
 
 
@@ -196,23 +198,29 @@ def read_merged_index(folder: Folder, manifest: Manifest) -> _core.MergedIndex:
     with folder.header_files(weights.files) as local:
         merged = _core.MergedIndex.of_files(local, weights.files)
     if weights.tensors is not None:
-        held = {shard[1]: shard[5] for shard in merged.shards()}
-        if held != weights.tensors:
-            raise _disagreement(folder, weights.tensors, held)
+        files_by_name = {shard[1]: shard[5] for shard in merged.shards()}
+        if files_by_name != weights.tensors:
+            raise _disagreement(folder, weights.tensors, files_by_name)
     return merged
 
 
-def _disagreement(folder: Folder, listed: dict[str, str], held: dict[str, str]) -> FormatError:
+def _disagreement(
+    folder: Folder, listed: dict[str, str], files_by_name: dict[str, str]
+) -> FormatError:
     """Return the error for an index that differs from the headers of the files."""
-    wrong = [name for name in listed if held.get(name) != listed[name]]
+    wrong = [name for name in listed if files_by_name.get(name) != listed[name]]
     if wrong:
         name, others = wrong[0], len(wrong) - 1
-        there = f": it is in {held[name]!r}" if name in held else names_hint(name, held)
-        text = f"{name!r} is not in {listed[name]!r}, the file that the index names{there}"
+        location = (
+            f": it is in {files_by_name[name]!r}"
+            if name in files_by_name
+            else names_hint(name, files_by_name)
+        )
+        text = f"{name!r} is not in {listed[name]!r}, the file that the index names{location}"
     else:
-        unnamed = [name for name in held if name not in listed]
+        unnamed = [name for name in files_by_name if name not in listed]
         name, others = unnamed[0], len(unnamed) - 1
-        text = f"it does not list {name!r}, which {held[name]!r} holds"
+        text = f"it does not list {name!r}, which {files_by_name[name]!r} holds"
     if others:
         text += f"; {others} other tensor{'' if others == 1 else 's'} differ too"
     error = _wrong(folder, INDEX, text)

@@ -60,11 +60,11 @@ def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
         states = backend_of(optimizer, TierBackend).tensors_of_optimizer(optimizer, module)
         refuse_other_states(states)
         return model, states, optimizer
-    for what, state in (("model", model), ("optimizer", optimizer)):
+    for label, state in (("model", model), ("optimizer", optimizer)):
         if state is not None and not hasattr(state, "keys"):
             raise TypeError(
-                f"{what} must be a mapping of str to arrays or a torch "
-                f"{'module' if what == 'model' else 'optimizer'}, got {type(state).__name__}"
+                f"{label} must be a mapping of str to arrays or a torch "
+                f"{'module' if label == 'model' else 'optimizer'}, got {type(state).__name__}"
             )
     return model, optimizer, None
 
@@ -77,9 +77,9 @@ class TierMoves:
     ) -> None:
         """Initialise the attributes of every instance; files and arrays are not touched."""
         self._budgets = {
-            tier: parse_budget(f"{tier}_budget_bytes", given)
-            for tier, given in ((Tier.HOT, hot), (Tier.WARM, warm))
-            if given is not None
+            tier: parse_budget(f"{tier}_budget_bytes", size)
+            for tier, size in ((Tier.HOT, hot), (Tier.WARM, warm))
+            if size is not None
         }
         most = {tier: budget.nbytes for tier, budget in self._budgets.items()}
         self._table = _core.Tiers(most.get(Tier.HOT), most.get(Tier.WARM))
@@ -99,19 +99,19 @@ class TierMoves:
 
     def _prepare_states(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any, Any]:
         """Return the given states as mappings; record their classes and choose the device."""
-        given = given_states(model, optimizer)
-        if given[2] is not None:
+        prepared = given_states(model, optimizer)
+        if prepared[2] is not None:
             optimizer = OptimizerStateDict.from_torch(optimizer, model)
-        if isinstance(given[0], StateDict):
-            self._templates = like(given[0]), self._templates[1]
+        if isinstance(prepared[0], StateDict):
+            self._templates = like(prepared[0]), self._templates[1]
         if isinstance(optimizer, OptimizerStateDict):
             attributes = like(optimizer)
             assert isinstance(attributes, OptimizerStateDict)
             self._templates = self._templates[0], attributes
         self._choose_device(
-            [v for state in given[:2] if state is not None for v in state.values()], device
+            [v for state in prepared[:2] if state is not None for v in state.values()], device
         )
-        return given
+        return prepared
 
     def _choose_device(self, values: list[Any], device: Any = None) -> None:
         if self._device is None and (device is not None or "torch" in sys.modules):
@@ -120,10 +120,10 @@ class TierMoves:
 
     def _make_units(self, model: Any, optimizer: Any) -> list[Unit]:
         """Return the new units; raise for invalid ones before anything is changed."""
-        plain = [None if state is None else StateDict(state) for state in (model, optimizer)]
-        for state in plain:
+        states = [None if state is None else StateDict(state) for state in (model, optimizer)]
+        for state in states:
             refuse_given_away(state or {})
-        units = units_of(*plain)
+        units = units_of(*states)
         seen: dict[Any, str] = {}
         for unit in units:
             if unit.name in self._units:
@@ -147,8 +147,8 @@ class TierMoves:
     def _check_alone(self, unit: Unit) -> None:
         """Raise CapacityError if a unit exceeds both budgets, so it could never be used."""
         budgets = self._budgets
-        if len(budgets) == 2 and all(unit.nbytes > one.nbytes for one in budgets.values()):
-            hot, warm = (one.text(one.nbytes) for one in budgets.values())
+        if len(budgets) == 2 and all(unit.nbytes > budget.nbytes for budget in budgets.values()):
+            hot, warm = (budget.text(budget.nbytes) for budget in budgets.values())
             error = CapacityError(
                 f"unit {unit.name!r} has {unit.nbytes} bytes, more than the whole hot budget of "
                 f"{hot} and the whole warm budget of {warm}: it could never be used"
@@ -190,9 +190,9 @@ class TierMoves:
 
     def _refuse_existing_files(self, units: list[Unit]) -> None:
         """Raise StoreError if a unit's file exists already: another program owns it."""
-        there = set(self._files())
+        existing = set(self._files())
         for unit in units:
-            if unit.file in there:
+            if unit.file in existing:
                 raise store_error(
                     OSError(
                         errno.EEXIST,
@@ -236,12 +236,12 @@ class TierMoves:
             with self._changed:
                 self._insert(unit)
         for unit in units:
-            wanted = next((p.marked for p in unit.parts if p.marked is not None), unit.tier)
-            if wanted == Tier.COLD:
-                self._move(unit, wanted)
-            elif wanted == Tier.HOT != unit.tier:
+            tier = next((p.marked for p in unit.parts if p.marked is not None), unit.tier)
+            if tier == Tier.COLD:
+                self._move(unit, tier)
+            elif tier == Tier.HOT != unit.tier:
                 with suppress(CapacityError):
-                    self._move(unit, wanted, checks=True)
+                    self._move(unit, tier, checks=True)
         for unit in reversed(
             units
         ):  # new units have no uses yet, so they move, not the existing ones
@@ -293,9 +293,9 @@ class TierMoves:
 
     def _refusal(self, error: CapacityError, unit: Unit, to: Tier) -> CapacityError:
         """Return an error of the core with the unit's name and the budget in the user's unit."""
-        made = CapacityError(f"unit {unit.name!r}: {self._budgets[to].in_unit(str(error))}")
-        made.name = unit.name
-        return made
+        error_raised = CapacityError(f"unit {unit.name!r}: {self._budgets[to].in_unit(str(error))}")
+        error_raised.name = unit.name
+        return error_raised
 
     def _check_fits(self, unit: Unit, to: Tier) -> None:
         try:
@@ -356,13 +356,15 @@ class TierMoves:
         with self._changed:
             self._check_fits(unit, to)
 
-    def _move_towards(self, name: str, to: Any, steps: Mapping[Tier, Tier], what: str) -> Tier:
+    def _move_towards(self, name: str, to: Any, steps: Mapping[Tier, Tier], operation: str) -> Tier:
         with self._changed:
             unit = self._unit_at_rest(name)
             target = steps[unit.tier] if to is None else Tier(to)
             ahead = _ORDER.index(target) - _ORDER.index(unit.tier)
             if ahead and (ahead < 0) != (steps is NEARER):
-                raise ValueError(f"unit {name!r} is {unit.tier}: {what} cannot move it to {target}")
+                raise ValueError(
+                    f"unit {name!r} is {unit.tier}: {operation} cannot move it to {target}"
+                )
         self._move(unit, target, checks=True)
         return target
 

@@ -230,7 +230,7 @@ TEST(long_names_differ_by_any_byte)
 }
 
 /* Whether `name` is below `path`, by its bytes alone. */
-static bool lies_under(mls_str name, mls_str path)
+static bool is_under(mls_str name, mls_str path)
 {
     return mls_str_starts(name, path) && name.length > path.length &&
            name.data[path.length] == '.';
@@ -264,7 +264,7 @@ static void check_node(uint32_t node, const mls_str *list, size_t count)
     const size_t name_count = mls_name_tree_under(names, node, got);
     size_t want = 0;
     for (size_t i = 0; i < count; i++) {
-        if (node == 0 || lies_under(list[i], at->path)) {
+        if (node == 0 || is_under(list[i], at->path)) {
             CHECK(want < name_count && got[want] == i);
             want++;
         } else if (mls_str_equal(list[i], at->path)) {

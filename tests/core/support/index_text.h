@@ -56,7 +56,7 @@ typedef struct lie {
     const char *from, *to, *name, *word;
 } lie;
 
-static inline void check_lies(const char *good, const lie *lies, size_t count)
+static inline void check_refused_edits(const char *good, const lie *lies, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
         char text[INDEX_ROOM];
@@ -74,7 +74,7 @@ static inline void check_lies(const char *good, const lie *lies, size_t count)
     }
 }
 
-#define CHECK_LIES(lies) check_lies(good, lies, sizeof(lies) / sizeof((lies)[0]))
+#define CHECK_LIES(lies) check_refused_edits(good, lies, sizeof(lies) / sizeof((lies)[0]))
 
 /* Replace each value of the good index by each of `values`: refused, or accepted as
  * valid; never a crash.  Returns how many were tried, and how many of them were refused.

@@ -100,7 +100,7 @@ def test_gradients_have_the_same_bits(model, sample, profile, by, share):
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-def test_memory_goes_down_as_the_budget_does(model, sample, profile):
+def test_memory_decreases_with_the_budget(model, sample, profile):
     keepable_bytes = int(profile.bytes[profile.can_keep].sum())
     peaks = [
         peak(model, sample, context_fn=profile.select(int(share * keepable_bytes)).contexts)

@@ -89,7 +89,7 @@ def test_the_tutorials_folder_converts_and_resumes(tmp_path):
     assert_same_run(run, other)
 
 
-def test_values_beside_the_application_are_metadata(tmp_path):
+def test_other_values_of_the_application_are_metadata(tmp_path):
     more = {"epoch": 3, "name": "x", "none": None, "list": [1, "b", None], "flag": True}
     dcp.save({"app": AppState(*trained(0, 1)), **more}, checkpoint_id=tmp_path / "a.dcp")
     model, optimizer, metadata = read_any(tmp_path / "a.dcp")

@@ -90,7 +90,7 @@ def long_arrays_travel_in_several_messages(group):
 
 
 @scenario
-def moving_copies_nothing_and_reducing_one_part(group):
+def moving_makes_no_copy_and_reducing_copies_one_part(group):
     import tracemalloc
 
     array = np.zeros(1 << 20, np.uint8)

@@ -34,7 +34,7 @@ void mls_load_plan_fini(mls_load_plan *plan)
 
 /* Callers that load all tensors add them in the order of the merged index. Then each
  * tensor follows the previous one, and no search is needed. */
-mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
+mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
 {
     const mls_merged_index *merged = plan->merged;
     const size_t next = plan->last + 1;
@@ -47,7 +47,7 @@ mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
         return NULL;
     }
     plan->last = at;
-    mls_wanted *w = &plan->wanted[plan->count++];
+    mls_load_item *w = &plan->wanted[plan->count++];
     w->tensor = &merged->tensors[at];
     w->first = w->count = 0;
     w->long_zeros = false;
@@ -55,14 +55,14 @@ mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
     return w;
 }
 
-static mls_code name_tensor(const mls_wanted *w, mls_status *st)
+static mls_code name_tensor(const mls_load_item *w, mls_status *st)
 {
     const mls_str name = w->tensor->facts->id.name;
     return mls_status_name(st, name.data, name.length);
 }
 
 /* A number of ranks defines how to cut one axis, but not several. */
-mls_code mls_wanted_cut(mls_wanted *w, const mls_cutting *how, mls_status *st)
+mls_code mls_load_item_select(mls_load_item *w, const mls_cutting *how, mls_status *st)
 {
     const mls_index_shard *facts = w->tensor->facts;
     mls_layout layout = {0};
@@ -82,15 +82,15 @@ mls_code mls_wanted_cut(mls_wanted *w, const mls_cutting *how, mls_status *st)
     return mls_layout_part(&layout, facts->rank, facts->shape, index, &w->part, st);
 }
 
-static mls_code set_shapes(const mls_wanted *w, const char *have, const char *want,
+static mls_code set_shapes(const mls_load_item *w, const char *have, const char *want,
                            mls_status *st)
 {
     mls_status_differ(st, want, have);
     return name_tensor(w, st);
 }
 
-mls_code mls_wanted_check_whole(const mls_wanted *w, int rank, const size_t *shape,
-                                mls_status *st)
+mls_code mls_load_item_check_full(const mls_load_item *w, int rank, const size_t *shape,
+                                  mls_status *st)
 {
     const mls_index_shard *facts = w->tensor->facts;
     char have[64], want[64];
@@ -103,8 +103,8 @@ mls_code mls_wanted_check_whole(const mls_wanted *w, int rank, const size_t *sha
     return set_shapes(w, have, want, st);
 }
 
-mls_code mls_wanted_part(mls_wanted *w, const mls_layout *layout, size_t index,
-                         mls_status *st)
+mls_code mls_load_item_part(mls_load_item *w, const mls_layout *layout, size_t index,
+                            mls_status *st)
 {
     const mls_index_shard *facts = w->tensor->facts;
     return mls_layout_part(layout, facts->rank, facts->shape, index, &w->part, st);
@@ -112,7 +112,7 @@ mls_code mls_wanted_part(mls_wanted *w, const mls_layout *layout, size_t index,
 
 /* A flat range of the whole tensor. No layout describes it: several concatenated tensors
  * may be cut anywhere. */
-mls_code mls_wanted_run(mls_wanted *w, int64_t begin, int64_t end, mls_status *st)
+mls_code mls_load_item_run(mls_load_item *w, int64_t begin, int64_t end, mls_status *st)
 {
     const mls_index_shard *facts = w->tensor->facts;
     mls_part part = {.rank = facts->rank, .flat = true};
@@ -132,8 +132,8 @@ mls_code mls_wanted_run(mls_wanted *w, int64_t begin, int64_t end, mls_status *s
     return MLS_OK;
 }
 
-mls_code mls_wanted_check_target(const mls_wanted *w, const mls_tensor *target,
-                                 mls_status *st)
+mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *target,
+                                    mls_status *st)
 {
     const mls_index_shard *facts = w->tensor->facts;
     size_t dims[MLS_LAYOUT_RANK];
@@ -199,7 +199,7 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
         return mls_fail(st, MLS_E_MEMORY, "no memory to load %zu tensors", plan->count);
     }
     for (size_t i = 0; i < plan->count; i++) {
-        mls_wanted *w = &plan->wanted[i];
+        mls_load_item *w = &plan->wanted[i];
         const mls_read_scratch room = {plan->stored + used, plan->parts + used,
                                        plan->pieces + used};
         if (mls_merged_index_pieces(plan->merged, w->tensor, &w->part, NULL, &room,
@@ -221,7 +221,7 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
 }
 
 /* Cannot overflow: mls_index_fits. */
-size_t mls_wanted_bytes(const mls_wanted *w)
+size_t mls_load_item_bytes(const mls_load_item *w)
 {
     return mls_part_count(&w->part) * mls_dtype_of(w->tensor->facts->dtype)->item_bytes;
 }
@@ -230,7 +230,7 @@ size_t mls_wanted_bytes(const mls_wanted *w)
 
 void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, bool zeroed)
 {
-    const mls_wanted *w = &plan->wanted[i];
+    const mls_load_item *w = &plan->wanted[i];
     for (size_t j = w->first; j < w->first + w->count; j++) {
         const bool is_zero = plan->stored[j].file == NULL;
         plan->pieces[j].data = zeroed && w->long_zeros && is_zero ? NULL : data;
@@ -247,7 +247,7 @@ void mls_load_plan_foresee(mls_load_plan *plan)
 
 void mls_load_plan_keep(mls_load_plan *plan, size_t i, size_t *used)
 {
-    const mls_wanted *w = &plan->wanted[i];
+    const mls_load_item *w = &plan->wanted[i];
     if (*used != w->first) {
         memmove(plan->pieces + *used, plan->pieces + w->first,
                 w->count * sizeof *plan->pieces);

@@ -29,16 +29,16 @@ typedef struct mls_cutting {
 } mls_cutting;
 
 /* A part of a tensor to load. */
-typedef struct mls_wanted {
+typedef struct mls_load_item {
     const mls_merged_index_tensor *tensor;
     size_t first, count; /* its range in the plan's pieces */
     bool long_zeros;     /* zeroed destination memory saves work */
     mls_part part;       /* last member: most of it is usually unused and never touched */
-} mls_wanted;
+} mls_load_item;
 
 typedef struct mls_load_plan {
     const mls_merged_index *merged;
-    mls_wanted *wanted;
+    mls_load_item *wanted;
     size_t count;
     mls_stored_shard *stored; /* one for each piece; NULL until mls_load_plan_find */
     mls_part *parts;
@@ -59,7 +59,7 @@ void mls_load_plan_fini(mls_load_plan *plan); /* accepts a zeroed one; zeroes it
 /* Add a tensor. Its part is undefined until one of the functions below chooses it. Adding
  * in the order of the merged index is fastest. Returns NULL, and adds nothing, if the
  * merged index has no such tensor. */
-mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id);
+mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id);
 
 /* Choose the part that `how` selects. A given layout applies to the parameters; an
  * optimizer state is cut along the axes that it shares with its parameter. Without a
@@ -67,27 +67,27 @@ mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id);
  * a tensor that was stored whole stays whole.
  * MLS_E_VALUE: the tensor was cut in several steps and no layout is given; the status
  * names the tensor. Other errors as mls_layout_part. */
-mls_code mls_wanted_cut(mls_wanted *w, const mls_cutting *how, mls_status *st);
+mls_code mls_load_item_select(mls_load_item *w, const mls_cutting *how, mls_status *st);
 
 /* Check that the target's whole tensor has the shape of the stored one. Equal part shapes
  * do not prove that: 3 of 5 rows and 3 of 6 rows have the same shape. MLS_E_SHAPE: the
  * status contains both shapes and the tensor's name. */
-mls_code mls_wanted_check_whole(const mls_wanted *w, int rank, const size_t *shape,
-                                mls_status *st);
+mls_code mls_load_item_check_full(const mls_load_item *w, int rank, const size_t *shape,
+                                  mls_status *st);
 
 /* Choose part `index` of `layout`, independent of the stored layout. Errors as
  * mls_layout_part. */
-mls_code mls_wanted_part(mls_wanted *w, const mls_layout *layout, size_t index,
-                         mls_status *st);
+mls_code mls_load_item_part(mls_load_item *w, const mls_layout *layout, size_t index,
+                            mls_status *st);
 
 /* Choose the elements `begin` .. `end` of the whole tensor in C order; the range may be
  * empty. MLS_E_VALUE: it is outside the tensor. */
-mls_code mls_wanted_run(mls_wanted *w, int64_t begin, int64_t end, mls_status *st);
+mls_code mls_load_item_run(mls_load_item *w, int64_t begin, int64_t end, mls_status *st);
 
 /* Check that a target has the dtype and shape of the part: loading converts nothing.
  * MLS_E_SHAPE: the status contains both and the tensor's name. */
-mls_code mls_wanted_check_target(const mls_wanted *w, const mls_tensor *target,
-                                 mls_status *st);
+mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *target,
+                                    mls_status *st);
 
 /* ---- find stored ranges ---- */
 
@@ -99,7 +99,7 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
                             mls_status *st);
 
 /* Size of a part in bytes. */
-size_t mls_wanted_bytes(const mls_wanted *w);
+size_t mls_load_item_bytes(const mls_load_item *w);
 
 /* ---- set destinations ---- */
 

@@ -369,7 +369,7 @@ def selective_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
     """Return contexts without a warning; see `operator_contexts`."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    whole, single = _split_names(saved)
+    kinds, single = _split_names(saved)
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -378,8 +378,8 @@ def selective_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
         count = counts[bool(context.is_recompute)]
         number = count[name]
         count[name] += 1
-        kept = name in whole or f"{name} {number}" in single
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_kept = name in kinds or f"{name} {number}" in single
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
         policy

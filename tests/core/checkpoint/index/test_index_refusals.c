@@ -170,7 +170,7 @@ TEST(paths_outside_the_folder_are_refused)
     };
     for (size_t i = 0; i < sizeof paths / sizeof paths[0]; i++) {
         const lie edit = {"params/w.safetensors", paths[i], "", "path"};
-        check_lies(good, &edit, 1);
+        check_refused_edits(good, &edit, 1);
     }
     /* one byte too long */
     char path[MLS_PATH_BYTES + 2];
@@ -178,7 +178,7 @@ TEST(paths_outside_the_folder_are_refused)
     memcpy(path, "params/", 7);
     memcpy(path + MLS_PATH_BYTES + 1 - 12, ".safetensors", 13);
     const lie longer = {"params/w.safetensors", path, "", "path"};
-    check_lies(good, &longer, 1);
+    check_refused_edits(good, &longer, 1);
 }
 
 TEST(bad_file_entries_are_refused)

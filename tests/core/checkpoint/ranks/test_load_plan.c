@@ -55,7 +55,7 @@ BEFORE_EACH
 }
 
 /* Add a tensor of the fixture, "w.m" as the state of a parameter. */
-static mls_wanted *add(const char *key)
+static mls_load_item *add(const char *key)
 {
     const mls_section section = strcmp(key, "w.m") == 0 ? MLS_OPTIM_STATE : MLS_PARAMS;
     const mls_tensor_id id = mls_tensor_id_of(section, text(key));
@@ -63,11 +63,11 @@ static mls_wanted *add(const char *key)
 }
 
 /* Add all of a tensor. */
-static mls_wanted *add_full(const char *key)
+static mls_load_item *add_full(const char *key)
 {
     const mls_cutting none = {0};
-    mls_wanted *w = add(key);
-    CHECK(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
+    mls_load_item *w = add(key);
+    CHECK(w != NULL && mls_load_item_select(w, &none, &status) == MLS_OK);
     return w;
 }
 
@@ -75,7 +75,7 @@ TEST(tensors_are_looked_up_in_any_order)
 {
     static const char *const keys[] = {"rows", "twice", "whole", "w.m", "rows", "whole"};
     for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
-        const mls_wanted *w = add(keys[i]);
+        const mls_load_item *w = add(keys[i]);
         REQUIRE(w != NULL && w == &f.plan.wanted[i]);
         CHECK(mls_str_is(w->tensor->facts->id.name, i == 3 ? "w" : keys[i]));
     }
@@ -86,47 +86,47 @@ TEST(requested_part_is_selected)
 {
     const mls_cutting none = {0}, third = {.index = 2, .world = 4};
     const mls_cutting layout = {.has_layout = true, .layout = cut(0, 4), .index = 1};
-    mls_wanted *rows = add("rows"), *twice = add("twice");
-    mls_wanted *full = add("whole"), *state = add("w.m");
+    mls_load_item *rows = add("rows"), *twice = add("twice");
+    mls_load_item *full = add("whole"), *state = add("w.m");
     REQUIRE(rows != NULL && twice != NULL && full != NULL && state != NULL);
-    CHECK(mls_wanted_cut(rows, &none, &status) == MLS_OK);
-    CHECK(rows->part.length[0] == ROWS && mls_wanted_bytes(rows) == ROWS * COLUMNS);
+    CHECK(mls_load_item_select(rows, &none, &status) == MLS_OK);
+    CHECK(rows->part.length[0] == ROWS && mls_load_item_bytes(rows) == ROWS * COLUMNS);
     /* the stored layout, for another world */
-    CHECK(mls_wanted_cut(rows, &third, &status) == MLS_OK);
+    CHECK(mls_load_item_select(rows, &third, &status) == MLS_OK);
     CHECK(rows->part.start[0] == 4 && rows->part.length[0] == 2);
-    CHECK(mls_wanted_cut(full, &third, &status) == MLS_OK &&
+    CHECK(mls_load_item_select(full, &third, &status) == MLS_OK &&
           full->part.length[0] == ROWS);
     /* by a layout of the parameter: the first axis of "w" is the second one of its
      * state */
-    CHECK(mls_wanted_cut(twice, &layout, &status) == MLS_OK &&
+    CHECK(mls_load_item_select(twice, &layout, &status) == MLS_OK &&
           twice->part.length[0] == 2);
-    CHECK(mls_wanted_cut(state, &layout, &status) == MLS_OK);
+    CHECK(mls_load_item_select(state, &layout, &status) == MLS_OK);
     CHECK(state->part.length[0] == ROWS && state->part.length[1] == 2);
-    CHECK(mls_wanted_cut(twice, &third, &status) == MLS_E_VALUE);
+    CHECK(mls_load_item_select(twice, &third, &status) == MLS_E_VALUE);
     CHECK_TEXT(status.text, "its layout has 2 steps: give a layout of 4 parts");
     CHECK_TEXT(status.name, "twice");
 }
 
 TEST(element_range_of_the_full_tensor_is_a_part)
 {
-    mls_wanted *w = add("whole");
+    mls_load_item *w = add("whole");
     REQUIRE(w != NULL);
-    CHECK(mls_wanted_run(w, 5, 17, &status) == MLS_OK && mls_wanted_bytes(w) == 12);
-    CHECK(mls_wanted_run(w, 48, 48, &status) == MLS_OK && mls_wanted_bytes(w) == 0);
-    CHECK(mls_wanted_run(w, -1, 3, &status) == MLS_E_VALUE);
-    CHECK(mls_wanted_run(w, 4, 3, &status) == MLS_E_VALUE);
-    CHECK(mls_wanted_run(w, 0, 49, &status) == MLS_E_VALUE);
+    CHECK(mls_load_item_run(w, 5, 17, &status) == MLS_OK && mls_load_item_bytes(w) == 12);
+    CHECK(mls_load_item_run(w, 48, 48, &status) == MLS_OK && mls_load_item_bytes(w) == 0);
+    CHECK(mls_load_item_run(w, -1, 3, &status) == MLS_E_VALUE);
+    CHECK(mls_load_item_run(w, 4, 3, &status) == MLS_E_VALUE);
+    CHECK(mls_load_item_run(w, 0, 49, &status) == MLS_E_VALUE);
     CHECK_TEXT(status.text, "elements 0 to 49 do not exist: the tensor has 48");
 }
 
 TEST(different_full_shape_is_refused)
 {
     const size_t other[] = {ROWS + 1, COLUMNS};
-    const mls_wanted *w = add("whole");
+    const mls_load_item *w = add("whole");
     REQUIRE(w != NULL);
-    CHECK(mls_wanted_check_whole(w, 2, matrix, &status) == MLS_OK);
-    CHECK(mls_wanted_check_whole(w, 1, matrix, &status) == MLS_E_SHAPE);
-    CHECK(mls_wanted_check_whole(w, 2, other, &status) == MLS_E_SHAPE);
+    CHECK(mls_load_item_check_full(w, 2, matrix, &status) == MLS_OK);
+    CHECK(mls_load_item_check_full(w, 1, matrix, &status) == MLS_E_SHAPE);
+    CHECK(mls_load_item_check_full(w, 2, other, &status) == MLS_E_SHAPE);
     CHECK_TEXT(status.expected, "(9, 6)");
     CHECK_TEXT(status.got, "(8, 6)");
     CHECK_TEXT(status.name, "whole");
@@ -137,16 +137,16 @@ TEST(a_target_of_another_dtype_or_shape_is_refused)
     const mls_layout flat = cut(MLS_LAYOUT_FLAT, 4);
     unsigned char memory[64];
     mls_tensor t = vector_of(memory, MLS_U8, 12);
-    mls_wanted *w = add("whole");
-    REQUIRE(w != NULL && mls_wanted_part(w, &flat, 1, &status) == MLS_OK);
-    CHECK(mls_wanted_check_target(w, &t, &status) == MLS_OK);
+    mls_load_item *w = add("whole");
+    REQUIRE(w != NULL && mls_load_item_part(w, &flat, 1, &status) == MLS_OK);
+    CHECK(mls_load_item_check_target(w, &t, &status) == MLS_OK);
     t.dtype = MLS_I8;
-    CHECK(mls_wanted_check_target(w, &t, &status) == MLS_E_SHAPE);
+    CHECK(mls_load_item_check_target(w, &t, &status) == MLS_E_SHAPE);
     t = vector_of(memory, MLS_U8, 13);
-    CHECK(mls_wanted_check_target(w, &t, &status) == MLS_E_SHAPE);
+    CHECK(mls_load_item_check_target(w, &t, &status) == MLS_E_SHAPE);
     CHECK_TEXT(status.text,
                "the checkpoint has uint8 of (12,), the target is uint8 of (13,)");
-    CHECK(mls_wanted_part(w, &flat, 4, &status) == MLS_E_VALUE);
+    CHECK(mls_load_item_part(w, &flat, 4, &status) == MLS_E_VALUE);
 }
 
 /* Read into packed memory and into every other byte of `strided`. */
@@ -157,7 +157,7 @@ TEST(parts_are_read_to_their_targets)
     size_t failed;
     mls_tensor view = tensor_of(packed, MLS_U8, 2, matrix);
     mls_load_target targets[2];
-    const mls_wanted *rows = add_full("rows"), *full = add_full("whole");
+    const mls_load_item *rows = add_full("rows"), *full = add_full("whole");
     REQUIRE(rows != NULL && full != NULL);
     REQUIRE(mls_load_target_init(&targets[0], &view, &status) == MLS_OK);
     CHECK(targets[0].data == packed && targets[0].strided == NULL);
@@ -215,8 +215,8 @@ TEST(wrong_file_length_is_refused_before_allocation)
 {
     const mls_cutting none = {0};
     const char *file;
-    mls_wanted *w = add("whole");
-    REQUIRE(w != NULL && mls_wanted_cut(w, &none, &status) == MLS_OK);
+    mls_load_item *w = add("whole");
+    REQUIRE(w != NULL && mls_load_item_select(w, &none, &status) == MLS_OK);
     const char *path = f.index.files[f.merged.tensors[f.plan.last].facts->file].path;
     REQUIRE(set_length(path, 3));
     CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_E_FORMAT);
@@ -241,7 +241,7 @@ TEST(long_zero_runs_are_not_written)
     const mls_index *index = &f.index;
     REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &status) == MLS_OK);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 1, &status) == MLS_OK);
-    const mls_wanted *w = add_full("zeros");
+    const mls_load_item *w = add_full("zeros");
     REQUIRE(w != NULL);
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_OK);
     CHECK(w->long_zeros && w->count == 2);
