@@ -52,7 +52,8 @@ class Layout:
     Each step divides one axis, or the remaining elements in C order (``"flat"``, only as the
     last step). Each part gets ``ceil(n / parts)`` of ``n`` indices, as in `torch.chunk`, so the
     last parts may be smaller or empty. With several steps the parts are numbered in row-major
-    order: the index of the last step changes fastest.
+    order: the index of the last step changes fastest. Functions take the names ``"rows"``,
+    ``"flat"`` and ``"whole"`` for the layouts of these methods with one part for each rank.
 
     Parameters
     ----------

@@ -179,7 +179,7 @@ def plan_save(
     rank, world_size : int, default 0 and 1
         The rank to plan for. An array that is not a `Shard` is treated as replicated: every
         rank holds all of it.
-    layout : Layout, "rows", "flat" or "whole", optional
+    layout : Layout or str, optional
         As for `save`.
     pack_below_bytes : int, default 262144
         As for `save`.

@@ -555,7 +555,7 @@ def load(
     rank, world_size : int, optional
         Load only the part of one rank. Without `layout`, tensors are cut as they were saved,
         for `world_size` ranks; tensors that were saved whole are loaded whole.
-    layout : Layout, "rows", "flat" or "whole", optional
+    layout : Layout or str, optional
         Layout to load, independent of the saved layout. Optimizer states are cut along the same
         axes as their parameter, as far as they have these axes.
     group : ProcessGroup, optional

@@ -141,7 +141,7 @@ def reshard(
     target : str or os.PathLike
         Folder or URL of the new checkpoint. It must not be `source`. Unless `overwrite` is true, it
         must be empty or not exist.
-    layout : Layout, "rows", "flat" or "whole"
+    layout : Layout or str
         How to cut tensors. A tensor that lacks an axis of the layout is not cut along it.
     world_size : int, optional
         Number of ranks. Default: the number of parts of `layout`.

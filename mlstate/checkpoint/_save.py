@@ -516,7 +516,7 @@ def save(
         each writes its own shards. An array that is not a `Shard` is treated as replicated:
         every rank holds all of it, and the writes are divided round-robin. Default: this
         process saves alone.
-    layout : Layout, "rows", "flat" or "whole", optional
+    layout : Layout or str, optional
         Layout for arrays that are not a `Shard`. Default: they are stored whole.
     pack_below_bytes : int, default 262144
         Shards of fewer bytes share files. If 0, every shard has its own file.

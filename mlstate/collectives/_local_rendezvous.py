@@ -204,24 +204,24 @@ class _Host:
         self._world_size = world_size
         self._listener = listener
         self.ranks: dict[int, socket.socket] = {}
-        self._silent: list[socket.socket] = []  # connected, but have not sent their rank
+        self._unidentified: list[socket.socket] = []  # connected, but have not sent their rank
 
     def close(self) -> None:
         """Close all connections."""
-        for peer in (*self._silent, *self.ranks.values()):
+        for peer in (*self._unidentified, *self.ranks.values()):
             peer.close()
 
     def send_error(self, reason: str) -> CollectiveError:
         """Send an error to all ranks, also to slightly late ones, and return it."""
-        informed = len(self.ranks) + len(self._silent)
-        for peer in (*self.ranks.values(), *self._silent):
+        informed = len(self.ranks) + len(self._unidentified)
+        for peer in (*self.ranks.values(), *self._unidentified):
             _send_line(peer, {"error": reason})
         end = time.monotonic() + GRACE_SECONDS
         while informed < self._world_size - 1 and time.monotonic() < end:
             self._listener.settimeout(max(end - time.monotonic(), 1e-3))
             with contextlib.suppress(OSError):
                 peer, _ = self._listener.accept()
-                self._silent.append(peer)
+                self._unidentified.append(peer)
                 _send_line(peer, {"error": reason})
                 informed += 1
         return _join_error(0, reason)
@@ -238,7 +238,7 @@ class _Host:
                     f"ranks {missing} of job {self._name!r} did not join within {seconds:g} s; "
                     "start them, with this name and on this host"
                 )
-            waiting = [self._listener, *self._silent, *self.ranks.values()]
+            waiting = [self._listener, *self._unidentified, *self.ranks.values()]
             poll = select.poll()  # select() refuses large descriptors
             for waiting_socket in waiting:
                 poll.register(waiting_socket, select.POLLIN)
@@ -252,8 +252,8 @@ class _Host:
         for peer in ready:
             if peer is self._listener:
                 self._accept_peer()
-            elif peer in self._silent:
-                self._silent.remove(peer)
+            elif peer in self._unidentified:
+                self._unidentified.remove(peer)
                 try:
                     self._register_rank(
                         peer, _receive_hello(peer, min(deadline, time.monotonic() + 1))
@@ -272,7 +272,7 @@ class _Host:
         if _is_other_user(peer):
             peer.close()
         else:
-            self._silent.append(peer)
+            self._unidentified.append(peer)
 
     def _register_rank(self, peer: socket.socket, hello: dict[str, Any]) -> None:
         """Register a rank, or raise the error of a conflict, which ends the rendezvous.
@@ -289,7 +289,7 @@ class _Host:
             )
             _send_line(peer, {"error": reason})
             raise _GoneError
-        self._silent.append(peer)  # so that `send_error` reaches it
+        self._unidentified.append(peer)  # so that `send_error` reaches it
         if version != VERSION:
             raise self.send_error(
                 f"rank {rank} has another version of mlstate; install the same everywhere"
@@ -311,7 +311,7 @@ class _Host:
                 f"ranks {twin} and {rank} are one process; LocalGroup.threads makes a group of "
                 "threads"
             )
-        self._silent.remove(peer)
+        self._unidentified.remove(peer)
         self.ranks[rank] = peer
 
 

@@ -587,7 +587,11 @@ class Reducer:
         return self._packed
 
     def sum_bucket(self, bucket: FullBucket, handle: _core.Bucket | None) -> None:
-        """Reduce a prepared bucket into its outputs, together with all ranks."""
+        """Reduce a prepared bucket into its outputs, together with all ranks.
+
+        `handle` is None if the core cannot read the gradients. The messages may be packed already,
+        for the exchange of headers.
+        """
         entries, terms, _ = bucket
         if handle is None:
             reduce_on_device = backend_named("torch", GradientBackend).reduce_on_device

@@ -1,4 +1,7 @@
-"""The slots of an array along its sequence: their tokens, and the slot of the next token."""
+"""The slots of an array along its sequence: their tokens, and the slot of the next token.
+
+The core copies them in order (``csrc/core/kv/kv_rolling.c``).
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_unchanged_size_returns_the_source():
     assert transition_kv_state(source, 8, 8, 3.0) is source
 
 
-def test_changed_result_has_new_memory():
+def test_every_other_request_returns_new_memory():
     source = cache()
     for moved in (
         transition_kv_state(source, 8, 7),

@@ -1,4 +1,4 @@
-"""Leak cases of plans: chains, schedules, curves and errors."""
+"""Leak cases of plans: chains, plans, curves and errors."""
 
 import pickle
 
@@ -50,18 +50,18 @@ def plans(_):
 
     def use():
         for options in ({}, {"slots": 40}, {"offload": True}, {"slots": 1}):
-            schedule = activation.plan(chain, budget, **options)
-            assert activation.Plan.from_json(schedule.to_json()) == schedule
+            plan = activation.plan(chain, budget, **options)
+            assert activation.Plan.from_json(plan.to_json()) == plan
             (
-                schedule.simulate(),
-                schedule.report(),
-                repr(schedule),
-                schedule._repr_html_(),
-                hash(schedule),
+                plan.simulate(),
+                plan.report(),
+                repr(plan),
+                plan._repr_html_(),
+                hash(plan),
             )
-            assert len(schedule.kept) + len(schedule.recomputed) <= len(schedule.steps())
+            assert len(plan.kept) + len(plan.recomputed) <= len(plan.steps())
         activation.plan(chain, chain.plain_peak_bytes)
-        activation.Simulation(*schedule.simulate())
+        activation.Simulation(*plan.simulate())
         activation.Step("save", 1)
 
     return use, [chain, *chain._arrays[:8]]
@@ -73,9 +73,9 @@ def given_plans(_):
     blocks = [0, 3, 6]
 
     def use():
-        schedule = activation.Plan.from_strategy(chain, strategy)
-        assert schedule == activation.Plan.from_recomputed(chain, blocks)
-        repr(schedule), schedule.report()
+        plan = activation.Plan.from_strategy(chain, strategy)
+        assert plan == activation.Plan.from_recomputed(chain, blocks)
+        repr(plan), plan.report()
         raises(IndexError, activation.Plan.from_recomputed, chain, [0, 9])()
         raises(ValueError, activation.Plan.from_strategy, chain, strategy, passes=0)()
         raises(errors.CapacityError, activation.Plan.from_recomputed, chain, [], budget_bytes=5)()

@@ -1,7 +1,8 @@
 /* avx2: AVX2 and F16C, 8 floats or 4 doubles at a time, for kernels that run only if
  * mls_cpu_offers(MLS_CPU_AVX2).
  *
- * FMA instructions are not used, because product and sum are rounded separately.
+ * FMA instructions are not used, because product and sum are rounded separately. x86.h
+ * has the conversions that AVX2 and AVX-512 share.
  */
 #ifndef MLS_SIMD_AVX2_H
 #define MLS_SIMD_AVX2_H

@@ -143,7 +143,7 @@ static mls_code read_files(reader *r, mls_json_node object)
 
 /* ---- kinds ---- */
 
-/* Read [axis or "flat", parts], the only array with mixed types in the format. */
+/* Read [axis or name, parts], the only array with mixed types in the format. */
 static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
 {
     uint64_t axis, parts;
@@ -173,8 +173,8 @@ static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
     for (mls_json_node node = mls_json_first(r->in.json, m->node); node != MLS_JSON_NONE;
          node = mls_json_next(r->in.json, node)) {
         if (!read_step(r, node, &layout->steps[layout->count])) {
-            return mls_index_fail_value(
-                &r->in, node, m->key, "has a step that is not [axis or \"flat\", parts]");
+            return mls_index_fail_value(&r->in, node, m->key,
+                                        "has a step that is not [axis or name, parts]");
         }
         layout->count++;
     }
@@ -622,6 +622,8 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     return MLS_OK;
 }
 
+/* Read 1 if the column is absent. A count that is too large is reported at its column, or
+ * at the checksums. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];

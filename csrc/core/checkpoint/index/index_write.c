@@ -255,8 +255,8 @@ static const char *const column_marks[TABLE_COLUMNS][3] = {
     [CODEC] = {",\n\"codec\":[", ",", "]"},
     [FRAMES] = {",\n\"frames\":[", ",", "]"}};
 
-static bool needs_column(table_column column, const mls_index_shard *s,
-                         const mls_layer *layer)
+static bool row_has_value(table_column column, const mls_index_shard *s,
+                          const mls_layer *layer)
 {
     switch (column) {
     case LAYER_COUNT:
@@ -290,8 +290,8 @@ static void put_value(mls_json_writer *b, table_column column, const mls_index_s
         break;
     case BLOCKS:
         put_crcs(b, layer->crcs,
-                 needs_column(column, s, layer) ? mls_safetensors_blocks(layer->bytes)
-                                                : 0);
+                 row_has_value(column, s, layer) ? mls_safetensors_blocks(layer->bytes)
+                                                 : 0);
         break;
     case ROWS:
         put_rows(b, layer);
@@ -326,6 +326,8 @@ static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t 
     return column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, number);
 }
 
+/* Columns before BLOCKS other than LAYER_COUNT are always written, and other columns if a
+ * row has a value. */
 static bool is_column_needed(table_column column, const mls_index *index)
 {
     bool needed = column != LAYER_COUNT && column < BLOCKS;
@@ -333,7 +335,7 @@ static bool is_column_needed(table_column column, const mls_index *index)
         const mls_index_shard *s = &index->shards[i];
         for (size_t j = 0; !needed && j < count_rows(column, s); j++) {
             const mls_layer layer = layer_of(column, s, j);
-            needed = needs_column(column, s, &layer);
+            needed = row_has_value(column, s, &layer);
         }
     }
     return needed;
@@ -351,7 +353,7 @@ static void put_column(mls_json_writer *b, table_column column, const mls_index 
         for (size_t j = 0; j < count_rows(column, s); j++, row++) {
             const mls_layer layer = layer_of(column, s, j);
             mls_json_writer_text(b, row == 0 ? "" : marks[1]);
-            if (nulls && !needs_column(column, s, &layer)) {
+            if (nulls && !row_has_value(column, s, &layer)) {
                 mls_json_writer_text(b, "null");
             } else {
                 put_value(b, column, s, kinds[i], &layer);

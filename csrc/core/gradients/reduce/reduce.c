@@ -641,7 +641,8 @@ static void add_gathered(gathered *g, mls_norm_partial *partial)
     g->filled = 0;
 }
 
-/* Collects the elements in C order, block by block. */
+/* Add a strided tensor to `partial`: its elements are gathered in C order, MLS_NORM_BLOCK
+ * at a time. */
 static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
                          mls_norm_partial *partial)
 {

@@ -110,7 +110,7 @@ class _Buckets:
         self._names = {p: name for name, p in model.module.named_parameters()}
         self._model = weakref.ref(model)  # whose reducer refers to this object
         self._group = group
-        self._finite = finite
+        self._refuses_nonfinite = finite
         self._timeout = timeout
         self._operations = OperationQueue("mlstate-ddp", group.rank)
         self._pass: _Pass | None = None
@@ -168,7 +168,11 @@ class _Buckets:
     def _reduce(
         self, current: _Pass, index: int, parts: dict[str, torch.Tensor], buffer: torch.Tensor
     ) -> None:
-        bad = [name for name, (_, n) in norm_partials(parts).items() if n] if self._finite else []
+        bad = (
+            [name for name, (_, n) in norm_partials(parts).items() if n]
+            if self._refuses_nonfinite
+            else []
+        )
         facts = [f"{name!r} {dtype_name(g)} {tuple(g.shape)}" for name, g in parts.items()]
         divides_by_all = self._divides_by_all()
         settings = {"op": "mean", "divide_by_initial_world_size": divides_by_all}
