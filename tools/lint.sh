@@ -66,7 +66,7 @@ check "lines of code" "$python" tools/code_lines.py --check
 check "mypy --strict" "$python" -m mypy
 check "stubtest" "$python" -m mypy.stubtest --mypy-config-file tools/stubtest.ini mlstate._core
 if [ -x "$bin/pyright" ]; then # fails if a public name has no declared type
-    check "pyright --verifytypes" "$bin/pyright" --pythonpath "$python" --verifytypes mlstate \
+    check "pyright --verifytypes" env PYTHONPATH="$PWD" "$bin/pyright" --pythonpath "$python" --verifytypes mlstate \
         --ignoreexternal
 else
     echo "skipped pyright --verifytypes: no pyright here"

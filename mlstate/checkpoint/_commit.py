@@ -127,6 +127,7 @@ class Commit:
         self._start: Start | None = None
         self._error: BaseException | None = None  # of this rank, to be raised by `commit`
         self._reports: list[dict[str, Any]] = []  # of written ranks: index record and pattern
+        self._is_replacing = False  # whether the manifest may have been replaced
         self._is_decided = False  # whether the save is committed, or is known not to be
         self._is_clean = False  # whether no file is left that a root does not need
         self._merged_indexes: dict[str, Any] = {}  # by generation, as read back
@@ -337,6 +338,7 @@ class Commit:
         parsed = parse(data, self._files.join(MANIFEST))
         if len(reports) == 1:
             self._merged_indexes[manifest.generation] = self._files.load_merged_index(parsed)
+        self._is_replacing = True
         self._claim.commit(data, root_path(manifest) if self._target.keep_root else None)
         self.manifest = parsed
 
@@ -354,7 +356,9 @@ class Commit:
         """Return whether a root may name this save's files."""
         assert self._start is not None
         assert self._claim is not None
-        return self._claim.is_unsure or self._files.is_committed(self._start.generation)
+        return self._is_replacing and (
+            self._claim.is_unsure or self._files.is_committed(self._start.generation)
+        )
 
     def _take_back(self, *, is_unsure: bool) -> None:
         """Delete this rank's files of a failed save."""

@@ -138,7 +138,6 @@ class CheckpointManager:
         self._warns_unchanged = warn_unchanged
         self._last_model: int | None = None  # step of the last save with a model
         self._checkpoints = open_files(directory, storage_options)
-        self.directory: str = self._checkpoints.path
         self.keep: int | None = 1 if keep is None and not self._rules.is_empty() else keep
         self._own: set[int] = set()  # steps that this manager saved
         self._damaged: set[str] = set()  # generations that this manager could not restore
@@ -148,10 +147,19 @@ class CheckpointManager:
         self._under_way: SaveHandle | None = None
         self._lock, self._pid = threading.RLock(), os.getpid()
 
+    @property
+    def directory(self) -> str:
+        """Path or URL of the folder."""
+        return self._checkpoints.path
+
+    @directory.setter
+    def directory(self, path: str | os.PathLike[str]) -> None:
+        self._checkpoints = open_files(path)
+
     def __getstate__(self) -> dict[str, Any]:
         # `_turn` creates a new lock; signals belong to a process; no private class is named
         state = {**self.__dict__, "_lock": None, "_pid": None, "_signals": None}
-        del state["_checkpoints"]  # `directory` has its path
+        state["directory"] = state.pop("_checkpoints").path
         timer = (self._timer.steps, self._timer.interval)
         return {**state, "_rules": tuple(self._rules), "_timer": timer}
 
@@ -162,7 +170,7 @@ class CheckpointManager:
         self.__dict__.update({**added, **state})
         self._rules = Retention(*self._rules)
         self._timer = SaveTimer(*self.__dict__["_timer"])
-        self._checkpoints = open_files(self.directory)
+        self.directory = self.__dict__.pop("directory")
 
     def __enter__(self) -> CheckpointManager:
         return self

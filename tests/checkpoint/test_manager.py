@@ -522,3 +522,28 @@ def test_a_manager_can_be_pickled(tmp_path):
     manager = pickle.loads(pickle.dumps(CheckpointManager(tmp_path / "run", keep=2)))
     manager.save(1, {"w": np.ones(2)})
     assert (manager.steps(), manager.keep) == ([1], 2)
+
+
+@pytest.mark.parametrize("damaged", ["manifest.json", "roots"])
+def test_interrupted_save_beside_a_damaged_root_leaves_no_file(manager, damaged):
+    save_all(manager, 1, 2)
+    root = Path(manager.directory, damaged)
+    root = min(root.iterdir()) if root.is_dir() else root
+    root.write_bytes(root.read_bytes()[:-20])
+    before = set(Path(manager.directory).rglob("*"))
+
+    def interrupt(count):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager.save(3, state(3), progress=interrupt)
+    assert set(Path(manager.directory).rglob("*")) == before
+
+
+def test_manager_moves_to_an_assigned_directory(manager, tmp_path):
+    save_all(manager, 1)
+    manager.directory = str(tmp_path / "other")
+    save_all(manager, 10, 11, 12, 13)
+    assert manager.steps() == CheckpointManager(tmp_path / "other").steps() == [11, 12, 13]
+    assert pickle.loads(pickle.dumps(manager)).directory == str(tmp_path / "other")

@@ -1,6 +1,7 @@
 """Checkpoints in an object store: all that works in a folder, except what needs files."""
 
 import errno
+import gc
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -170,6 +172,28 @@ def test_a_full_temporary_folder_names_the_option(url, options, monkeypatch):
     with pytest.raises(StoreError, match="No space left") as caught:
         mlstate.load(url, storage_options=options)
     assert "scratch_folder" in caught.value.__notes__[0]
+
+
+def test_pickled_folder_has_no_credentials(url, options):
+    manager = CheckpointManager(url, storage_options=options)
+    manager.save(1, state_of(1))
+    assert b"of-tests" not in pickle.dumps(vars(manager)["_checkpoints"])
+
+
+def test_unpickled_manager_opens_its_store_once(url, environment):
+    manager = pickle.loads(pickle.dumps(CheckpointManager(url)))
+    assert manager.directory.folder is manager._checkpoints.folder
+    manager.save(1, state_of(1))
+    assert manager.steps() == [1]
+
+
+def test_folders_are_freed_without_the_cyclic_collector(url, options):
+    folder = weakref.ref(open_folder(url, options))
+    gc.disable()
+    try:
+        assert folder() is None
+    finally:
+        gc.enable()
 
 
 def test_a_pickled_checkpoint_has_no_credentials(url, options):

@@ -95,8 +95,8 @@ class LocalFolder:
         """Return whether both are one folder, by any path."""
         if self.path == other.path:
             return True
-        exists = other.is_local and os.path.exists(other.path)
-        return exists and os.path.samefile(self.path, other.path)
+        exist = other.is_local and all(map(os.path.exists, (self.path, other.path)))
+        return exist and os.path.samefile(self.path, other.path)
 
     def _join(self, path: str) -> str:
         return os.path.join(self.path, path)

@@ -57,6 +57,13 @@ class StoreURL(str):
         return self
 
 
+def _reopen(url: str) -> Folder:
+    """Return a folder of a pickle, which has no options."""
+    from .._store.checkpoint_files import open_folder
+
+    return open_folder(url, reads=True)
+
+
 class ObjectFolder:
     """A checkpoint in an object store, by its checked URL; `file` is the only file to read."""
 
@@ -66,12 +73,27 @@ class ObjectFolder:
     def __init__(self, url: str, options: StoreOptions, file: str = "") -> None:
         """Send no request."""
         self.file = file
-        self.path = StoreURL(url)
-        self.path.folder = self
+        self._url = url
         self._options = options
         self._store: ObjectStore | None = None
         self._roots: dict[str, bytes] = {}  # texts of roots under ``roots/``, which never change
         self._tags: dict[str, Tag] = {}  # of files that other programs may replace
+
+    @property
+    def path(self) -> StoreURL:
+        """The URL; made anew, because a folder that refers to it would be a reference cycle."""
+        url = StoreURL(self._url)
+        url.folder = self
+        return url
+
+    def __reduce__(self) -> Any:
+        return _reopen, (f"{self._url}/{self.file}" if self.file else self._url,)
+
+    def __copy__(self) -> ObjectFolder:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ObjectFolder:
+        return self
 
     @property
     def store(self) -> ObjectStore:

@@ -372,14 +372,11 @@ class CheckpointFiles:
 
     def content(self) -> FolderContent:
         """Return the current checkpoints; empty if the folder does not exist."""
+        if self.folder.is_local and not os.path.isdir(self.path):
+            return FolderContent(None, ())
         manifest = None
-        try:
+        with suppress(FileNotFoundError):
             manifest = self.folder.read(MANIFEST)
-        except StoreError as error:
-            if error.errno == errno.ENOTDIR:  # a file has the folder's name
-                return FolderContent(None, ())
-            if error.errno != errno.ENOENT:
-                raise
         return FolderContent(manifest, tuple(self.list_roots()))
 
     def refuse_change(self, before: FolderContent) -> None:

@@ -121,3 +121,17 @@ def test_a_folder_of_another_program_is_never_replaced():
     with pytest.raises(ValueError, match="needs a new directory"):
         write_any("home.dcp", NEW, overwrite=True)
     assert Path("home.dcp/letter").read_text() == "dear"
+
+
+def test_reshard_refuses_a_link_to_itself(tmp_path):
+    mlstate.save(tmp_path / "source", {"w": np.ones(4)})
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(mlstate.StoreError, match="it exists already"):
+        reshard(tmp_path / "source", tmp_path / "loop", layout="rows", world_size=2)
+
+
+def test_reshard_names_a_missing_source(tmp_path):
+    (tmp_path / "target").mkdir()
+    with pytest.raises(mlstate.StoreError) as caught:
+        reshard(tmp_path / "missing", tmp_path / "target", layout="rows", world_size=2)
+    assert caught.value.path
