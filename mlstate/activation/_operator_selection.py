@@ -240,7 +240,7 @@ def select_operators(
 
     Notes
     -----
-    The search uses at most 100 MiB of memory. Ctrl-C ends a long search.
+    The search uses at most about 300 MiB of memory. Ctrl-C ends a long search.
 
     References
     ----------

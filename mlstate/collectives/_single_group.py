@@ -6,33 +6,36 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.arrays import assign
 from ._arguments import check_counts
-from ._engine import Engine, OperationQueue
-from ._link import ExchangeLink
+from ._engine import Engine
+from ._work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from ._engine import Call
 
 
-class _Link(ExchangeLink):
-    """A link to no other rank: its exchange is empty. Memory is an array of any shape."""
+class _Link:
+    """A link to no other rank. Memory is an array of any kind and shape."""
 
-    rank = 0
-    world_size = 1
+    def reduce_scatter(self, source: Any, target: Any, rows: list[int], op: str) -> None:
+        assign(target, source)
 
-    def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
-        """Do nothing."""
+    def all_gather(self, source: Any, target: Any, rows: list[int]) -> None:
+        assign(target, source)
 
-    def bytes_of(self, flat: Any) -> Any:
-        return flat
-
-    def reduce(self, parts: Sequence[Any], op: str, out: Any) -> None:
-        assign(out, parts[0])
+    def all_reduce(self, source: Any, target: Any, op: str) -> None:
+        assign(target, source)
 
     def all_to_all(self, source: Any, target: Any, sent: list[int], expected: list[int]) -> None:
         check_counts("all_to_all", "out_counts", expected, sum(sent), 1)
-        super().all_to_all(source, target, sent, expected)
+        assign(target, source)
+
+    def broadcast(self, memory: Any, root: int) -> None:
+        """Do nothing: the only rank is the root."""
+
+    def barrier(self) -> None:
+        """Do nothing: this is the only rank."""
 
     def gather_bytes(self, data: bytes, root: int | None) -> list[bytes]:
         return [data]
@@ -56,21 +59,13 @@ class SingleGroup(Engine):
     (0, 1, array([0, 1]))
     """
 
-    __slots__ = ("_ended", "_operations")
+    __slots__ = ("_ended",)
 
     _rank = 0
     _world_size = 1
 
     def __init__(self) -> None:
         self._ended = ""
-        self._operations = OperationQueue("mlstate-single-group", 0)
-
-    def __getstate__(self) -> tuple[None, dict[str, str]]:
-        return None, {"_ended": self._ended}
-
-    def __setstate__(self, state: tuple[None, dict[str, str]]) -> None:
-        SingleGroup.__init__(self)
-        self._ended = state[1]["_ended"]
 
     def __repr__(self) -> str:
         return f"SingleGroup({self._ended})"
@@ -95,18 +90,24 @@ class SingleGroup(Engine):
         """
         self._ended = self._ended or "closed"
 
-    def _runs_at_once(self, call: Call) -> bool:
-        return True
+    def _run(self, call: Call, task: Callable[[], Any]) -> Any:
+        """Run a task at once, without a lock: there is no other rank to keep an order with."""
+        result = task()
+        if not call.async_op:
+            return result
+        work = Work(call.name, 0)
+        work.set_result(result)
+        return work
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
         return perform(_LINK)
 
     # the array itself, on any device, with its shape
     def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
-        return array if array.ndim else array.reshape(1)
+        return array
 
     def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
-        return place if place.ndim else place.reshape(1)
+        return place
 
     def _put(self, target: Any, place: Any) -> None:
         """Do nothing: the target is the place."""

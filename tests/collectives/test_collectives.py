@@ -1,5 +1,6 @@
 """Groups of one process, checks that every group makes, and asynchronous operations."""
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -315,3 +316,34 @@ def test_importing_loads_no_threads():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("False", "")
+
+
+class NestedGroup(SingleGroup):
+    """Uses itself again inside an operation, as a signal handler may."""
+
+    __slots__ = ("calls", "label")
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.label = 0, "trainer"
+
+    def _source(self, operation, array, *, reduced):
+        self.calls += 1
+        if self.calls == 1:
+            self.barrier()
+            assert self.all_gather(np.arange(3)).tolist() == [0, 1, 2]
+        return super()._source(operation, array, reduced=reduced)
+
+
+@pytest.mark.timeout(20)
+def test_single_group_is_used_inside_an_operation_of_its_own():
+    group = NestedGroup()
+    assert group.all_reduce(np.ones(2)).tolist() == [1, 1]
+    assert group.calls == 2
+
+
+def test_pickled_single_group_keeps_attributes_of_subclasses():
+    group = pickle.loads(pickle.dumps(NestedGroup()))
+    assert (group.label, group.calls) == ("trainer", 0)
+    group.close()
+    assert repr(pickle.loads(pickle.dumps(group))) == "SingleGroup(closed)"

@@ -57,13 +57,6 @@ class StoreURL(str):
         return self
 
 
-def _reopen(url: str) -> Folder:
-    """Return a folder of a pickle, which has no options."""
-    from .._store.checkpoint_files import open_folder
-
-    return open_folder(url, reads=True)
-
-
 class ObjectFolder:
     """A checkpoint in an object store, by its checked URL; `file` is the only file to read."""
 
@@ -86,8 +79,10 @@ class ObjectFolder:
         url.folder = self
         return url
 
-    def __reduce__(self) -> Any:
-        return _reopen, (f"{self._url}/{self.file}" if self.file else self._url,)
+    def __reduce__(self) -> Any:  # without options, which hold credentials
+        from .._remote.options import take_options
+
+        return ObjectFolder, (self._url, take_options(None), self.file)
 
     def __copy__(self) -> ObjectFolder:
         return self

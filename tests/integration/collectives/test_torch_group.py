@@ -7,6 +7,8 @@ import group_scenarios
 import pytest
 import rank_jobs
 
+from mlstate.collectives import SingleGroup
+
 pytestmark = pytest.mark.torch
 
 rank_jobs.skip_without_gloo()
@@ -105,3 +107,11 @@ def test_on_a_device_the_backend_moves_the_bytes():
     late = Link(Backend(), device, 0.0)
     late.barrier()
     assert calls[-1] == 0.001 and late.began and not link.meanwhile
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_single_group_takes_sparse_tensors(operation):
+    torch = pytest.importorskip("torch", reason="sparse tensors are torch's")
+    tensor = torch.eye(3).to_sparse()
+    result = getattr(SingleGroup(), operation)(tensor)
+    assert torch.equal(result.to_dense(), torch.eye(3))
