@@ -83,7 +83,7 @@ ENTRY = """\
 """
 
 
-ALIASES = {}  # names that several modules export, such as `mlstate.save`: where they are described
+ALIASES = {}  # from a name such as `mlstate.save` to the module that documents it
 
 
 def public_modules():

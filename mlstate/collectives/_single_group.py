@@ -91,7 +91,7 @@ class SingleGroup(Engine):
         self._ended = self._ended or "closed"
 
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
-        """Run a task at once, without a lock: there is no other rank to keep an order with."""
+        """Run a task at once, without a lock: a single rank needs no order."""
         result = task()
         if not call.async_op:
             return result

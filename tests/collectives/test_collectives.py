@@ -336,7 +336,7 @@ class NestedGroup(SingleGroup):
 
 
 @pytest.mark.timeout(20)
-def test_single_group_is_used_inside_an_operation_of_its_own():
+def test_single_group_allows_nested_operations():
     group = NestedGroup()
     assert group.all_reduce(np.ones(2)).tolist() == [1, 1]
     assert group.calls == 2

@@ -52,7 +52,7 @@ static void check_written(const mls_compute_step *runs, size_t count,
     mls_schedule_fini(&schedule);
 }
 
-TEST(tidy_places_drops_as_before)
+TEST(tidy_drops_each_activation_at_its_last_use)
 {
     mls_compute_step runs[STEPS];
     unsigned char scratch[2 * (N + 1)];

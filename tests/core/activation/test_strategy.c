@@ -106,7 +106,7 @@ TEST(memory_aware_restores_valid_states_only)
 }
 
 /* If the clock jumps back, nothing is due. */
-TEST(clock_that_runs_backwards_adjusts_nothing)
+TEST(backward_clock_leaves_the_strategy_unchanged)
 {
     make(0, 0.8);
     CHECK(!mls_strategy_is_due(&s, -MLS_MAX_TICKS));
