@@ -30,7 +30,7 @@ from ._states.restore import apply_all, load_tree, undo_all
 from ._store.checkpoint_files import TRIES, CheckpointFiles, open_root_path
 from ._store.name_globs import Names, listed_names
 from ._store.rank_indexes import Indexes
-from ._store.weight_files import check_total
+from ._store.weight_files import listed_only_error, warn_of_total, without_missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ._load_targets import Prepared
     from ._sections import Section
     from ._store.manifest import Manifest
+    from ._store.weight_files import WeightFiles
 
 MISSING = ("skip", "zeros", "error")
 _CAST_BYTES = 64 << 20  # of the tensors that are converted at the same time
@@ -122,7 +123,10 @@ class LoadedState:
 
 
 def chosen_names(
-    sections: list[list[str]], listed: list[str] | None, folder: str
+    sections: list[list[str]],
+    listed: list[str] | None,
+    folder: str,
+    weights: WeightFiles | None = None,
 ) -> tuple[Names, list[list[str]]]:
     """Return the name matcher, and the matching names of model and optimizer."""
     if listed is None:
@@ -136,6 +140,9 @@ def chosen_names(
         used |= meant
     unused = [name for name in listed if name not in used]
     if unused:
+        listed_only = listed_only_error(weights, unused[0], folder)
+        if listed_only is not None:
+            raise listed_only
         hint = names_hint(unused[0], chain.from_iterable(sections))
         error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint{hint}")
         error.name, error.path = unused[0], folder
@@ -172,6 +179,8 @@ class Loader:
     """Loads one root; `sections` are model, optimizer, and the named states with tensors."""
 
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
+        if request.rename is None:
+            manifest = without_missing(request.files.folder, manifest, request.names)
         self.request = request
         self.manifest = manifest
         self.folder = request.files.path
@@ -181,7 +190,7 @@ class Loader:
         if request.rename is not None:
             rename_sections(self.sections, request.rename)
         if self.verify:
-            check_total(request.files.folder, manifest, self.merged_index)
+            warn_of_total(request.files.folder, manifest, self.merged_index)
         if request.verify == "first":
             self.indexes.read_all()
             _verify_all(request.files, manifest, self.merged_index)
@@ -206,7 +215,7 @@ class Loader:
     def chosen(self) -> tuple[Names, list[list[str]]]:
         """Return the name matcher, and the selected names of model and optimizer."""
         names = [section.names for section in self.sections[:STATES]]
-        return chosen_names(names, self.request.names, self.folder)
+        return chosen_names(names, self.request.names, self.folder, self.manifest.weights)
 
     def need(self, requests: Iterable[tuple[Section, list[str], Any]]) -> None:
         """Read the indexes that list the requested parts, given as section, names and cutting."""

@@ -19,7 +19,7 @@ from ._store.checkpoint_files import (
     CheckpointFiles,
     open_root_path,
 )
-from ._store.weight_files import check_total, is_weights_root, unlisted_files
+from ._store.weight_files import is_weights_root, unlisted_files, warn_of_total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -177,7 +177,8 @@ def _verify_weight_files(
             with files.folder.file_to_verify(name, has_checksums) as path:
                 report = verify_file(path, progress)[0]
         except StoreError as error:
-            if files.folder.is_local or files.folder.is_outage(error):
+            is_missing = isinstance(error, FileNotFoundError)
+            if not is_missing and (files.folder.is_local or files.folder.is_outage(error)):
                 raise
             problems.append(_root_problem("unreadable", name, 0, error))
             continue
@@ -201,10 +202,7 @@ def verify_files(
         count, problems = files.folder.verify(merged, progress)
         return count, [Problem(*problem) for problem in problems]
     count, file_problems = _verify_weight_files(files, manifest, progress)
-    try:
-        check_total(files.folder, manifest, merged)
-    except FormatError as error:
-        file_problems.append(_root_problem("index", manifest.indexes[0].path, 0, error))
+    warn_of_total(files.folder, manifest, merged)
     return count, file_problems
 
 

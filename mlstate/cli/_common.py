@@ -16,7 +16,8 @@ from ..checkpoint import inspect
 from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
 from ..checkpoint._folder.local import LocalFolder, hub_hint
-from ..checkpoint._folder.names import FOLDERS, MANIFEST, ROOTS
+from ..checkpoint._folder.names import FOLDERS, MANIFEST
+from ..checkpoint._folder.weight_names import weights_root
 from ..checkpoint._load import LoadedState, load
 from ..checkpoint._manager import find_root
 from ..checkpoint._remote.options import split_url
@@ -83,7 +84,7 @@ class Folder(NamedTuple):
 
 def kind_of(root: str) -> str:
     """Return what a root describes: ``checkpoint``, ``huggingface``, or one file in a store."""
-    if root in ROOTS:
+    if weights_root([root]) is not None:
         return "huggingface"
     return "safetensors" if is_weights_root(root) else "checkpoint"
 

@@ -247,3 +247,36 @@ def test_other_files_at_a_url_are_refused_with_the_remedy(url, options):
         read_any(f"{url}/model", storage_options=options)
     with pytest.raises(ValueError, match=r"mlstate\.load and mlstate convert read such a file"):
         mlstate.load_file(f"{url}/model.safetensors")
+
+
+def test_copies_of_a_tensor_in_two_objects_are_compared(folder, store, url, options, tmp_path):
+    listed = json.loads(store.get(f"{folder}/model.safetensors.index.json"))["weight_map"]
+    target, other = sorted(set(listed.values()))[:2]
+    name = next(name for name, file in listed.items() if file == other)
+    own = {key: MODEL[key] for key, file in listed.items() if file == target}
+    for value, is_equal in ((MODEL[name], True), (np.copy(MODEL[name]), True), (MODEL[name] + 1, False)):
+        mlstate.save_file({**own, name: value}, tmp_path / "file")
+        store.put(f"{folder}/{target}", (tmp_path / "file").read_bytes())
+        if is_equal:
+            assert same(mlstate.load(folder, storage_options=options).model, MODEL)
+            continue
+        with pytest.raises(FormatError, match="has other bytes than in"):
+            mlstate.load(folder, storage_options=options)
+
+
+def test_names_load_from_a_partial_upload(folder, store, options):
+    listed = json.loads(store.get(f"{folder}/model.safetensors.index.json"))["weight_map"]
+    store.delete(f"{folder}/{listed['head']}")
+    lost = [name for name, file in listed.items() if file == listed["head"]]
+    kept = [name for name in MODEL if name not in lost]
+    loaded = mlstate.load(folder, names=kept, storage_options=options)
+    assert same(loaded.model, {name: MODEL[name] for name in kept})
+    with pytest.raises(StoreNotFoundError, match="'head'"):
+        mlstate.load(folder, names="head", storage_options=options)
+    assert [p.kind for p in mlstate.verify(folder, storage_options=options).problems] == ["missing"]
+
+
+def test_numbered_objects_without_an_index_are_read(folder, store, options):
+    store.delete(f"{folder}/model.safetensors.index.json")
+    with pytest.warns(UserWarning, match="no index of its"):
+        assert same(mlstate.load(folder, storage_options=options).model, MODEL)

@@ -43,8 +43,8 @@ from ...state._kind import KEY, describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._folder.local import LocalFolder
-from .._folder.names import INDEX
 from .._folder.object import StoreURL
+from .._folder.weight_names import is_index
 from .._remote.options import split_url
 from .._store.checkpoint_files import (
     CheckpointFiles,
@@ -139,7 +139,7 @@ def format_of(path: str | os.PathLike[str]) -> str:
     place = place_of(path, reads=True)
     if not isinstance(place, Path):
         if place.folder.file:
-            return "huggingface" if place.folder.file == INDEX else "safetensors"
+            return "huggingface" if is_index(place.folder.file) else "safetensors"
         return SUFFIXES.get(os.path.splitext(place)[1].lower(), "mlstate")
     if place.is_dir():
         if (place / ".metadata").exists():

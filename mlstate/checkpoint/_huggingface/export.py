@@ -31,7 +31,7 @@ from ...errors import CompatibilityError, StoreError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
-from .._folder.names import INDEX
+from .._folder.weight_names import INDEX
 from .._options import DEFAULTS
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._states.collect import NO_STATES

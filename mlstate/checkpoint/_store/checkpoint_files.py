@@ -15,7 +15,6 @@ from ...errors import FormatError, MLStateError, StoreError
 from .._folder.local import LocalFolder
 from .._folder.names import (
     FOLDERS,
-    INDEX,
     MANIFEST,
     MOST_SEQUENCE,
     PATTERNS,
@@ -28,6 +27,7 @@ from .._folder.names import (
     roots_of,
 )
 from .._folder.object import ObjectFolder, StoreURL
+from .._folder.weight_names import is_index
 from .._remote.options import check_url, split_url, take_options
 from .manifest import IndexRecord, Manifest, parse
 from .weight_files import is_weights_root, read_merged_index, read_weights
@@ -47,7 +47,6 @@ _WRITER = "mlstate "  # prefix of `writer` if file names follow this scheme
 
 # ---- the path of a caller ----
 
-_FILES = (".safetensors", "/model.safetensors.index.json")
 _ONLY_READ = (
     "this URL names one file, which load, plan_load, inspect, verify, diff, reshard and convert "
     "read; a checkpoint in a store needs a URL without that suffix"
@@ -62,7 +61,7 @@ def open_folder(
 ) -> Folder:
     """Return the folder of a checkpoint, by a local path or a URL; no file is opened.
 
-    With `reads`, a URL may name a safetensors file, or the index of a Hugging Face folder; its
+    With `reads`, the path may name a safetensors file, or the index of a Hugging Face folder; its
     folder has the attribute `file` then.
     """
     if isinstance(path, StoreURL):
@@ -71,7 +70,7 @@ def open_folder(
         if storage_options is None and (reads or not folder.file):
             return folder
     if isinstance(path, str) and split_url(path) is not None:
-        is_file = path.rstrip("/").endswith(_FILES)
+        is_file = is_weights_root(path.rstrip("/").rpartition("/")[2])
         if is_file and not reads:
             check_url(path)
             raise ValueError(f"{path}: {_ONLY_READ}")
@@ -90,6 +89,9 @@ def open_folder(
             f"{place}: storage_options are for URLs such as s3://bucket/run, and this is a "
             "local folder"
         )
+    folder_name, name = os.path.split(place)
+    if reads and is_weights_root(name) and os.path.exists(place) and not os.path.isdir(place):
+        return LocalFolder(folder_name, name)
     return LocalFolder(place)
 
 
@@ -258,12 +260,14 @@ class CheckpointFiles:
     def current_root(self, root: str = MANIFEST) -> str:
         """Return `root`, or the root of a local Hugging Face folder if it has no manifest.
 
-        Of a URL that names one file, it is this file.
+        Of a path that names one file, it is this file.
         """
         folder = self.folder
+        if folder.file and root == MANIFEST:
+            return folder.file
         if root == MANIFEST and folder.is_local and not folder.exists(MANIFEST):
             return folder.find_weights() or root
-        return folder.file if folder.file and root == MANIFEST else root
+        return root
 
     def open_root(self, root: str = MANIFEST) -> tuple[str, Manifest | None]:
         """Return what `current_root` does, and the manifest if that took reading it, in a store."""
@@ -284,7 +288,7 @@ class CheckpointFiles:
         if is_weights_root(name):
             try:
                 # the index in a download cache is a link
-                data = self.folder.read(name, follow_links=True) if name == INDEX else None
+                data = self.folder.read(name, follow_links=True) if is_index(name) else None
                 return read_weights(self.folder, name, data)
             except OSError as error:
                 raise store_error(error, "cannot read the folder", self.path) from None
