@@ -21,6 +21,7 @@ from ..checkpoint._files.convert import (
     read_any,
     write_any,
 )
+from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._store.checkpoint_files import open_folder
 from ._common import FORCE_HELP, add_command, find, stat_path
@@ -45,7 +46,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--force", action="store_true", help=FORCE_HELP)
     folder = parser.add_argument_group("--to huggingface")
     folder.add_argument(
-        "--files-from", metavar="FOLDER", help="copy its config and tokenizer files too"
+        "--files-from",
+        metavar="FOLDER",
+        help="copy its config and tokenizer files too (default: those of a Hugging Face source)",
     )
     folder.add_argument(
         "--max-shard-bytes", type=int, metavar="N", help="of a file (default: 5 GiB)"
@@ -67,16 +70,22 @@ def _export(
     arguments: argparse.Namespace, read: str, options: dict[str, Any], start: Target
 ) -> StateDict:
     """Export the model of the source; local checkpoints are verified, then mapped."""
-    where = find(arguments.source, arguments.step) if read in ("mlstate", "huggingface") else None
+    source = open_folder(arguments.source, reads=True)
+    is_huggingface = read == "huggingface"
+    is_torch = is_huggingface and torch_weights_root(source) is not None
+    where = None
+    if read in ("mlstate", "huggingface") and not is_torch:
+        where = find(arguments.source, arguments.step)
     if where is None:
         model = _read(arguments.source, read, arguments.step)[0]
-    elif open_folder(where.path, reads=True).is_local:
+    elif source.is_local:
         model = where.load(mmap=True, verify="first").model
     else:
         model = where.load().model
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
-    files_from = options.pop("files_from", None)
+    kept = source.path if is_huggingface and source.is_local else None
+    files_from = options.pop("files_from", kept)
     export(take_export(arguments.target, model, **options), files_from, start)
     return model  # type: ignore[no-any-return]
 

@@ -62,6 +62,7 @@ from .lightning import (
     warn_of_other_entries,
     write_ckpt,
 )
+from .torch_weights import read_torch_weights, torch_weights_root
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -146,8 +147,11 @@ def format_of(path: str | os.PathLike[str]) -> str:
             return "dcp"
         if (place / "manifest.json").exists():
             return "mlstate"
-        if _folder_of(place).find_weights() is not None:
+        folder = _folder_of(place)
+        if folder.find_weights() is not None or torch_weights_root(folder) is not None:
             return "huggingface"
+    elif is_index(place.name):
+        return "huggingface"
     suffix = place.suffix.lower()
     if suffix == SUFFIX and not place.is_dir():  # a folder of MLStateCheckpointIO has it too
         return "lightning"
@@ -484,6 +488,12 @@ def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
     save(target.save_folder(), model, optimizer, metadata=metadata)
 
 
+def _read_huggingface(path: Place) -> Parts:
+    folder = _folder_of(path)
+    root = torch_weights_root(folder)
+    return _read_mlstate(path) if root is None else (read_torch_weights(folder, root), None, {})
+
+
 def _write_huggingface(target: Target, parts: Parts) -> None:
     """Write the weights; such a folder has no place for metadata."""
     from .._huggingface.export import export, take_export
@@ -559,7 +569,7 @@ FORMATS = {
     "npz": Format(_read_npz, _write_npz, (".npz",)),
     "torch": Format(_read_torch, _write_torch, (".pt", ".pth", ".bin")),
     "dcp": Format(_read_dcp, _write_dcp, (".dcp",)),
-    "huggingface": Format(_read_mlstate, _write_huggingface, ()),
+    "huggingface": Format(_read_huggingface, _write_huggingface, ()),
     "lightning": Format(_read_lightning, _write_lightning, ()),  # `format_of` knows its suffix
 }
 SUFFIXES = {

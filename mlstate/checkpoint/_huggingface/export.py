@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
@@ -35,6 +36,7 @@ from .._folder.weight_names import INDEX
 from .._options import DEFAULTS
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._states.collect import NO_STATES
+from .config import config_of_dtype, weights_dtype
 from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from .export_plan import ExportPlan
 
 MAX_SHARD_BYTES = 5 * 2**30
+_CONFIG = "config.json"
 # Files of weights, which are not copied from `files_from`.
 _WEIGHTS = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx",
@@ -206,11 +209,14 @@ def _begin(folder: str, plan: ExportPlan) -> None:
         raise store_error(error, "cannot create the folder", folder) from None
 
 
-def _copy_file(source: str, folder: str) -> None:
-    """Copy a file durably."""
-    path = os.path.join(folder, os.path.basename(source))
-    with open_regular(source) as read, open(path, "xb") as write:
-        shutil.copyfileobj(read, write)
+def _copy_file(source: str, folder: str, plan: ExportPlan) -> None:
+    """Copy a file durably; ``config.json`` receives the dtype of the weights."""
+    name = os.path.basename(source)
+    with open_regular(source) as read, open(os.path.join(folder, name), "xb") as write:
+        if name == _CONFIG:
+            write.write(config_of_dtype(read.read(), weights_dtype(chain(*plan.tensors))))
+        else:
+            shutil.copyfileobj(read, write)
         write.flush()
         os.fsync(write.fileno())
 
@@ -226,7 +232,7 @@ def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: list[
         _core.file_replace(os.path.join(folder, INDEX), text.encode(), 0o666)
     try:
         for source in copied:
-            _copy_file(source, folder)
+            _copy_file(source, folder, plan)
         _core.folder_sync(folder)
         end.put(folder)
     except StoreError:
@@ -430,7 +436,9 @@ def export_huggingface(
         Prefixes of names to replace, as for `mlstate.state.rename`.
     files_from : str or os.PathLike, optional
         Folder whose files are copied, such as ``config.json`` and the tokenizer's files. Hidden
-        files, subfolders and files of weights are not copied.
+        files, subfolders and files of weights are not copied. If ``config.json`` has an entry
+        ``dtype`` or ``torch_dtype``, the copy has the dtype of most floats of the weights, unless
+        it has a ``quantization_config``.
 
     Raises
     ------

@@ -2,8 +2,8 @@
 
 Such a folder has one file such as ``model.safetensors``, or several files that an index such as
 ``model.safetensors.index.json`` lists. The headers of the files list the tensors. The core makes an
-index of them, so that everything that reads a checkpoint reads these folders too. The headers count:
-if the folder's index differs from them, a warning names the difference.
+index of them, so that everything that reads a checkpoint reads these folders too. If the folder's
+index differs from the headers, a warning names the difference, and the headers count.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def read_merged_index(folder: Folder, manifest: Manifest) -> _core.MergedIndex:
         files_by_name = {shard[1]: shard[5] for shard in merged.shards()}
         if files_by_name != weights.tensors:
             copies = {(key, file) for key, file, _ in merged.copies()}
-            _warn_of_differences(folder, weights, files_by_name, copies)
+            warn_of_differences(folder, weights, files_by_name, copies)
     return merged
 
 
@@ -265,7 +265,7 @@ def _compare_copies(folder: Folder, merged: _core.MergedIndex) -> None:
             def compare_with_listed(path: str, some: list[str], cuts: Any) -> None:
                 arrays = merged.load(path, 0, some, cuts, False, True, None)
                 for key in some:
-                    if _bytes_of(arrays[key]) != _bytes_of(copies[key]):
+                    if bytes_of(arrays[key]) != bytes_of(copies[key]):
                         raise _copy_error(folder, key, file, first_files[key])
 
             folder.read_batches(merged, 0, some, cuts, False, compare_with_listed)
@@ -273,7 +273,8 @@ def _compare_copies(folder: Folder, merged: _core.MergedIndex) -> None:
         folder.read_batches(others, 0, keys, _WHOLE, False, compare)
 
 
-def _bytes_of(array: Any) -> memoryview:
+def bytes_of(array: Any) -> memoryview:
+    """Return a view of a contiguous array's bytes."""
     return memoryview(array.reshape(-1).view("u1"))
 
 
@@ -284,7 +285,7 @@ def _copy_error(folder: Folder, key: str, file: str, first_file: str) -> FormatE
     return error
 
 
-def _warn_of_differences(
+def warn_of_differences(
     folder: Folder,
     weights: WeightFiles,
     files_by_name: dict[str, str],
