@@ -21,6 +21,7 @@ from ..checkpoint._files.convert import (
     read_any,
     write_any,
 )
+from ..checkpoint._files.parts import Selection
 from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._store.checkpoint_files import open_folder
@@ -28,6 +29,7 @@ from ._common import FORCE_HELP, add_command, find, stat_path
 
 if TYPE_CHECKING:
     from ..checkpoint._files.convert import Place
+    from ..checkpoint._files.parts import Parts
     from ..state import StateDict
 
 __all__ = ["add"]
@@ -44,6 +46,17 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--to", dest="target_format", choices=names, help="whatever the suffix")
     parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
     parser.add_argument("--force", action="store_true", help=FORCE_HELP)
+    entries = "model, optimizer, or the name of another entry; several by commas"
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help=f"convert only these: {entries}",
+    )
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="NAMES", help="convert all but these"
+    )
     folder = parser.add_argument_group("--to huggingface")
     folder.add_argument(
         "--files-from",
@@ -77,7 +90,9 @@ def _export(
     if read in ("mlstate", "huggingface") and not is_torch:
         where = find(arguments.source, arguments.step)
     if where is None:
-        model = _read(arguments.source, read, arguments.step)[0]
+        model = _read(arguments, read).model
+    elif (chosen := _selection(arguments)) is not None:
+        model = chosen.apply(parts_of(where.load()), arguments.source).model
     elif source.is_local:
         model = where.load(mmap=True, verify="first").model
     else:
@@ -87,16 +102,28 @@ def _export(
     kept = source.path if is_huggingface and source.is_local else None
     files_from = options.pop("files_from", kept)
     export(take_export(arguments.target, model, **options), files_from, start)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
-def _read(path: str, name: str, step: int | None) -> Any:
-    if step is None:
-        return read_any(path, format=name)
-    where = find(path, step) if name == "mlstate" else None
+def _read(arguments: argparse.Namespace, name: str) -> Parts:
+    """Return the chosen parts of the source."""
+    path, chosen = arguments.source, _selection(arguments)
+    if arguments.step is None:
+        return read_any(path, format=name, selection=chosen)
+    where = find(path, arguments.step) if name == "mlstate" else None
     if where is None:
         raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
-    return parts_of(where.load())
+    parts = parts_of(where.load())
+    return parts if chosen is None else chosen.apply(parts, path)
+
+
+def _selection(arguments: argparse.Namespace) -> Selection | None:
+    """Return the entries to convert; None for all."""
+    only, skip = (
+        [name for names in given for name in names.split(",")]
+        for given in (arguments.only, arguments.skip)
+    )
+    return Selection(only, skip) if only or skip else None
 
 
 def _load_folder(arguments: argparse.Namespace) -> Any:
@@ -135,20 +162,23 @@ def run_convert(arguments: argparse.Namespace) -> int:
     write = arguments.target_format or format_of(target)
     check_format(source, read)
     check_format(target, write)
-    is_whole = {read, write} == {"mlstate", "lightning"}
+    chosen = _selection(arguments)
+    is_whole = {read, write} == {"mlstate", "lightning"} and chosen is None
     # Lightning names folders .ckpt
     start = begin_write(target, write, arguments.force, any_suffix=is_whole)
     options = _export_options(arguments, write)
     parts: dict[str, Any] = {"model": None, "optimizer": None}
+    model: StateDict | None
+    optimizer, states = None, dict[str, Any]()
     if is_whole:
         origin = _load_folder(arguments) if read == "mlstate" else Path(arguments.source)
         parts["model"] = convert_lightning(origin, start)
     elif write == "huggingface":
         assert isinstance(start, Target)
-        model, optimizer = _export(arguments, read, options, start), None
+        model = _export(arguments, read, options, start)
     else:
-        model, optimizer, metadata = _read(arguments.source, read, arguments.step)
-        write_any(target, model, optimizer, metadata, format=write, target=start)
+        model, optimizer, metadata, states = _read(arguments, read)
+        write_any(target, model, optimizer, metadata, states, format=write, target=start)
     if not is_whole:
         parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
@@ -158,6 +188,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
             "target": _absolute(target),
             "target_format": write,
             **parts,
+            "states": sorted(states),
         }
         print(json.dumps(data, indent=2))
         return 0
@@ -166,5 +197,6 @@ def run_convert(arguments: argparse.Namespace) -> int:
         for name, part in parts.items()
         if part is not None
     ]
+    written += [f"states {', '.join(map(printable, sorted(states)))}"] if states else []
     print(f"{printable(arguments.target)} ({write}): {'; '.join(written)}")
     return 0

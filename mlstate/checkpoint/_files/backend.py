@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..._common.atomic_file import Target
-    from .convert import Parts
+    from .parts import Parts, Selection
 
 
 class FileBackend(Protocol):
@@ -17,11 +17,21 @@ class FileBackend(Protocol):
 
     def read_pt(self, path: Path) -> Parts: ...
     def write_pt(
-        self, target: Target, model: Any, optimizer: Any, metadata: Mapping[str, Any]
+        self,
+        target: Target,
+        model: Any,
+        optimizer: Any,
+        metadata: Mapping[str, Any],
+        states: Mapping[str, Any],
     ) -> None: ...
     def read_tree(self, path: Path) -> Any: ...
     def write_tree(self, tree: Any, file: IO[bytes]) -> None: ...
-    def read_dcp(self, path: Path) -> Parts: ...
+    def read_dcp(self, path: Path, selection: Selection) -> Parts: ...
     def write_dcp(
-        self, target: Target, model: Any, optimizer: Any, metadata: Mapping[str, Any]
+        self,
+        target: Target,
+        model: Any,
+        optimizer: Any,
+        metadata: Mapping[str, Any],
+        states: Mapping[str, Any],
     ) -> None: ...

@@ -29,12 +29,13 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.atomic_file import Target, new_file
 from ..._common.backend import TensorBackend, torch_backend
+from ..._common.caller import find_caller
 from ..._common.json_values import check_json_values
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
@@ -62,17 +63,16 @@ from .lightning import (
     warn_of_other_entries,
     write_ckpt,
 )
+from .parts import Parts, Selection
 from .torch_weights import read_torch_weights, torch_weights_root
 
 if TYPE_CHECKING:
     from typing import TypeAlias
 
     from ..._types import NDArray
+    from .._folder.protocol import Folder
     from .._load import LoadedState
     from .._save import SaveFolder
-
-    Parts: TypeAlias = tuple[StateDict | None, OptimizerStateDict | None, dict[str, Any]]
-    from .._folder.protocol import Folder
 
     Place: TypeAlias = Path | StoreURL
 
@@ -202,19 +202,30 @@ def read_any(
     *,
     format: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    selection: Selection | None = None,
 ) -> Parts:
     """Read a state from a file or directory of any known format, or a checkpoint at a URL.
 
     Arrays of torch files may be views of the memory-mapped file. If a file numbers the parameters
     of an optimizer, as ``optimizer.state_dict()`` does, the names are the ``param_names`` of its
-    groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file.
+    groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and
+    states are all other entries. Only the entries of `selection` are returned, and of a distributed
+    checkpoint only these are read.
     """
+    chosen = selection or Selection()
     place = place_of(path, storage_options, reads=True)
     name = _find_format(format, place)
     with _store_errors(place):
         if isinstance(place, Path):
             place.stat()  # a missing path raises FileNotFoundError for every format
-        return FORMATS[name].read(place)
+        if name == "dcp":
+            assert isinstance(place, Path)
+            parts = torch_backend("files of torch", FileBackend).read_dcp(place, chosen)
+        else:
+            # the reader for torch returns all entries of Lightning
+            is_part = selection is not None and name == "lightning"
+            parts = FORMATS["torch" if is_part else name].read(place)
+        return chosen.apply(parts, place)
 
 
 def begin_write(
@@ -243,6 +254,7 @@ def write_any(
     model: Mapping[str, Any] | None = None,
     optimizer: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    states: Mapping[str, Any] | None = None,
     *,
     format: str | None = None,
     overwrite: bool = False,
@@ -255,10 +267,10 @@ def write_any(
     same format, including all steps of a `CheckpointManager`. A caller that began earlier passes
     the `target` of `begin_write` instead. A target that changed since then is left unchanged.
     """
-    if model is None and optimizer is None:
-        raise ValueError(f"{path}: there is neither a model nor an optimizer to write")
     place = place_of(path, storage_options)
     name = _find_format(format, place)
+    if model is None and optimizer is None and not (states and name in _WITH_STATES):
+        raise ValueError(f"{path}: there is neither a model nor an optimizer to write")
     weights = model if model is None or isinstance(model, StateDict) else StateDict(model)
     moments = optimizer
     if moments is not None and not isinstance(moments, OptimizerStateDict):
@@ -267,7 +279,29 @@ def write_any(
     if name != "mlstate":
         _refuse_parts(weights, moments)
     with _store_errors(place):
-        FORMATS[name].write(target, (weights, moments, _checked_metadata(metadata)))
+        values, named = dict(metadata or {}), dict(states or {})
+        if name not in _WITH_STATES:
+            values |= _take_plain_states(named)
+        FORMATS[name].write(target, Parts(weights, moments, _checked_metadata(values), named))
+
+
+# Formats that can hold named states.
+_WITH_STATES = ("mlstate", "torch", "dcp")
+
+
+def _take_plain_states(states: dict[str, Any]) -> dict[str, Any]:
+    """Remove the states that JSON can hold, and return them; warn of the others."""
+    plain: dict[str, Any] = {}
+    for name, value in [*states.items()]:
+        with suppress(TypeError, ValueError):
+            check_json_values(value, name, finite=False)
+            plain[name] = states.pop(name)
+    if states:
+        find_caller().warn(
+            f"named states are not converted: {', '.join(sorted(states))}; checkpoints of mlstate "
+            "and files of torch can hold them, and --skip leaves them out without this warning"
+        )
+    return plain
 
 
 def _refuse_parts(*states: StateDict | None) -> None:
@@ -358,7 +392,7 @@ def _write_safetensors(target: Target, parts: Parts) -> None:
     """Write a safetensors file; metadata values other than str are stored as JSON."""
     from .. import save_file
 
-    model, optimizer, metadata = parts
+    model, optimizer, metadata, _ = parts
     state, record = _join_states(model, optimizer)
     json_values = {key: value for key, value in metadata.items() if not isinstance(value, str)}
     if json_values:
@@ -401,7 +435,7 @@ def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> P
             metadata[key] = json.loads(metadata[key])
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise _description_error(path, repr(error)) from None
-    return *_split_state(path, state, record), metadata
+    return Parts(*_split_state(path, state, record), metadata, {})
 
 
 # ---- npz ----
@@ -436,7 +470,7 @@ def _as_arrays(state: StateDict) -> dict[str, NDArray]:
 def _write_npz(target: Target, parts: Parts) -> None:
     from .npz import write_npz
 
-    model, optimizer, metadata = parts
+    model, optimizer, metadata, _ = parts
     state, record = _join_states(model, optimizer)
     kind = describe(state)
     write_npz(target, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
@@ -450,7 +484,7 @@ def _read_npz(path: Path) -> Parts:
     if not isinstance(metadata, dict):
         raise _description_error(path, "the metadata are not a JSON object")
     state = _restore_state(path, arrays, record.get("kind"))
-    return *_split_state(path, state, record), metadata
+    return Parts(*_split_state(path, state, record), metadata, {})
 
 
 # ---- mlstate checkpoints and torch files ----
@@ -466,39 +500,33 @@ def parts_of(loaded: LoadedState) -> Parts:
     """Return a loaded checkpoint in the form of `read_any`."""
     metadata = dict(loaded.metadata or {})
     optimizer = loaded.optimizer
-    if loaded.states:
-        import warnings
-
-        warnings.warn(
-            f"named states are not converted: {', '.join(sorted(loaded.states))}; only checkpoints "
-            "of mlstate.save hold them",
-            stacklevel=3,
-        )
     if optimizer is None and loaded.step is not None:
         metadata.setdefault("step", loaded.step)
     if not (optimizer is None or isinstance(optimizer, OptimizerStateDict)):
         optimizer = OptimizerStateDict(optimizer, step=loaded.step or 0)
-    return loaded.model, optimizer, metadata
+    return Parts(loaded.model, optimizer, metadata, dict(loaded.states))
 
 
 def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
     from .._save import save
 
-    model, optimizer, metadata = parts
-    save(target.save_folder(), model, optimizer, metadata=metadata)
+    model, optimizer, metadata, states = parts
+    save(target.save_folder(), model, optimizer, metadata=metadata, states=states or None)
 
 
 def _read_huggingface(path: Place) -> Parts:
     folder = _folder_of(path)
     root = torch_weights_root(folder)
-    return _read_mlstate(path) if root is None else (read_torch_weights(folder, root), None, {})
+    if root is None:
+        return _read_mlstate(path)
+    return Parts(read_torch_weights(folder, root), None, {}, {})
 
 
 def _write_huggingface(target: Target, parts: Parts) -> None:
     """Write the weights; such a folder has no place for metadata."""
     from .._huggingface.export import export, take_export
 
-    model, optimizer, _ = parts
+    model, optimizer, *_ = parts
     if optimizer is not None or model is None:
         raise CompatibilityError(
             f"{target.path}: a Hugging Face folder holds the weights of a model only: pass model=, "
@@ -516,7 +544,7 @@ def _write_torch(target: Target, parts: Parts) -> None:
 
 
 def _read_dcp(path: Path) -> Parts:
-    return torch_backend("files of torch", FileBackend).read_dcp(path)
+    return torch_backend("files of torch", FileBackend).read_dcp(path, Selection())
 
 
 def _write_dcp(target: Target, parts: Parts) -> None:
@@ -530,7 +558,8 @@ def _read_lightning(path: Path) -> Parts:
     checkpoint = read_ckpt(path)
     warn_of_other_entries(checkpoint)
     model = {key: value for key, value in checkpoint["state_dict"].items() if is_torch(value)}
-    return StateDict(torch_backend("files of Lightning", TensorBackend).arrays_of(model)), None, {}
+    arrays = torch_backend("files of Lightning", TensorBackend).arrays_of(model)
+    return Parts(StateDict(arrays), None, {}, {})
 
 
 def convert_lightning(

@@ -116,7 +116,7 @@ def test_reshard_and_convert_read_it(folder, tmp_path):
     resharded = reshard(folder, tmp_path / "two", layout="rows", world_size=2)
     assert resharded.world_size == 2
     assert same(resharded.load().model, arrays_of())
-    model, optimizer, metadata = read_any(folder)
+    model, optimizer, metadata, _ = read_any(folder)
     assert same(model, arrays_of())
     assert (optimizer, metadata) == (None, {"format": "pt"})
     write_any(tmp_path / "a.npz", model, None, metadata)
