@@ -99,8 +99,8 @@ def _export(
         model = where.load().model
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
-    kept = source.path if is_huggingface and source.is_local else None
-    files_from = options.pop("files_from", kept)
+    default = source.path if is_huggingface and source.is_local else None
+    files_from = options.pop("files_from", default)
     export(take_export(arguments.target, model, **options), files_from, start)
     return model
 
@@ -120,8 +120,8 @@ def _read(arguments: argparse.Namespace, name: str) -> Parts:
 def _selection(arguments: argparse.Namespace) -> Selection | None:
     """Return the entries to convert; None for all."""
     only, skip = (
-        [name for names in given for name in names.split(",")]
-        for given in (arguments.only, arguments.skip)
+        [name for names in values for name in names.split(",")]
+        for values in (arguments.only, arguments.skip)
     )
     return Selection(only, skip) if only or skip else None
 

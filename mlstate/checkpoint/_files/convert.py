@@ -281,7 +281,7 @@ def write_any(
     with _store_errors(place):
         values, named = dict(metadata or {}), dict(states or {})
         if name not in _WITH_STATES:
-            values |= _take_plain_states(named)
+            values |= _take_json_states(named)
         FORMATS[name].write(target, Parts(weights, moments, _checked_metadata(values), named))
 
 
@@ -289,19 +289,19 @@ def write_any(
 _WITH_STATES = ("mlstate", "torch", "dcp")
 
 
-def _take_plain_states(states: dict[str, Any]) -> dict[str, Any]:
+def _take_json_states(states: dict[str, Any]) -> dict[str, Any]:
     """Remove the states that JSON can hold, and return them; warn of the others."""
-    plain: dict[str, Any] = {}
+    json_states: dict[str, Any] = {}
     for name, value in [*states.items()]:
         with suppress(TypeError, ValueError):
             check_json_values(value, name, finite=False)
-            plain[name] = states.pop(name)
+            json_states[name] = states.pop(name)
     if states:
         find_caller().warn(
             f"named states are not converted: {', '.join(sorted(states))}; checkpoints of mlstate "
             "and files of torch can hold them, and --skip leaves them out without this warning"
         )
-    return plain
+    return json_states
 
 
 def _refuse_parts(*states: StateDict | None) -> None:

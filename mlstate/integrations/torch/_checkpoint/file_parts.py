@@ -383,7 +383,7 @@ class Choice(NamedTuple):
     wrapper: Any = None  # entry that holds the others
     empty: Mapping[Any, Any] = MappingProxyType({})  # model and optimizer, for those not read
 
-    def whole(self, tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    def complete(self, tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Return the tree that was read, with empty parts instead of those that were not."""
         return {**self.empty, **unwrap(tree, self.wrapper)}
 

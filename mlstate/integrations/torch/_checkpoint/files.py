@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ....checkpoint._files.parts import Selection
 
-# The file beside the `.metadata` of a distributed checkpoint in which Lightning stores the rest.
+# Lightning stores the other entries of a distributed checkpoint in this file of its folder.
 _LIGHTNING_REST = "meta.pt"
 
 
@@ -186,7 +186,7 @@ def write_tree(tree: Any, file: IO[bytes]) -> None:
 
 
 def _empty_array(cls: Any, shape: Any, code: Any) -> Any:
-    """Return an array for a pickle to fill, whatever size it names."""
+    """Return an array for a pickle to fill; its size is in the pickle's next step."""
     return np.empty(0, np.uint8)
 
 
@@ -315,12 +315,12 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
             cause.path = str(path)
             raise cause from None
         raise format_error(path, f"torch cannot read it: {_first_line(cause)}") from None
-    whole = choices[-1].whole(tree)
+    entries = choices[-1].complete(tree)
     rest = path / _LIGHTNING_REST
     if rest.is_file():
         others = read_tree(rest)
-        whole = {**others, **whole} if isinstance(others, Mapping) else whole
-    return parts_of(whole, path)
+        entries = {**others, **entries} if isinstance(others, Mapping) else entries
+    return parts_of(entries, path)
 
 
 def write_dcp(
