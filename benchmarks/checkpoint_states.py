@@ -18,7 +18,6 @@ Shape = tuple[int, ...]
 PAGE = 4096
 MOST = 1 << 30  # bytes in one system call, whose limit is 2 GiB
 DIRECT = getattr(os, "O_DIRECT", 0)
-RANKS = 8  # for loading a part
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt
 
 
@@ -66,11 +65,6 @@ STATES = {"A": adam, "B": small}
 
 def bytes_of(arrays: Iterable[np.ndarray]) -> int:
     return sum(array.nbytes for array in arrays)
-
-
-def first_rows(shape: Shape) -> int:
-    """The number of rows of the first rank."""
-    return -(-shape[0] // RANKS)
 
 
 def keep_memory() -> None:
@@ -149,11 +143,11 @@ def write_all(fd: int, view: memoryview) -> None:
         done += os.pwrite(fd, view[done : done + MOST], done)
 
 
-def read_all(fd: int, view: memoryview, offset: int = 0) -> None:
+def read_all(fd: int, view: memoryview) -> None:
     """Read with as few system calls as possible."""
     done = 0
     while done < len(view):
-        count = os.preadv(fd, [view[done : done + MOST]], offset + done)
+        count = os.preadv(fd, [view[done : done + MOST]], done)
         if count == 0:
             raise EOFError(f"the file ends {len(view) - done} bytes early")
         done += count
@@ -188,15 +182,14 @@ class Raw:
     """
 
     def __init__(self, state: Arrays) -> None:
-        self.pieces: list[tuple[int, int, int]] = []  # offset, bytes, bytes of the first rows
+        self.pieces: list[tuple[int, int]] = []  # offset, bytes
         end = 0
         for array in state.values():
-            part = first_rows(array.shape) * (array.nbytes // array.shape[0])
-            self.pieces.append((end, array.nbytes, part))
+            self.pieces.append((end, array.nbytes))
             end += -(-array.nbytes // PAGE) * PAGE
         self.source, self.target = own_pages(end), own_pages(end)
         bytes_ = np.frombuffer(self.source, np.uint8)
-        for (offset, size, _), array in zip(self.pieces, state.values(), strict=True):
+        for (offset, size), array in zip(self.pieces, state.values(), strict=True):
             bytes_[offset : offset + size] = array.reshape(-1).view(np.uint8)
         np.frombuffer(self.target, np.uint8)[:] = 1
 
@@ -217,7 +210,7 @@ class Raw:
     def write_each(self, folder: Path, *, direct: bool = False) -> None:
         """Write a file for each array; files and names are durable."""
         folder.mkdir()
-        for i, (offset, size, _) in enumerate(self.pieces):
+        for i, (offset, size) in enumerate(self.pieces):
             fd = os.open(folder / f"{i}", os.O_CREAT | os.O_WRONLY | (DIRECT if direct else 0))
             try:
                 end = offset + (-(-size // PAGE) * PAGE if direct else size)
@@ -234,15 +227,6 @@ class Raw:
         fd = os.open(path, os.O_RDONLY)
         try:
             read_all(fd, self.target)
-        finally:
-            os.close(fd)
-
-    def read_rows(self, path: Path) -> None:
-        """Read the first rows of each array from the one file."""
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            for offset, _, part in self.pieces:
-                read_all(fd, self.target[offset : offset + part], offset)
         finally:
             os.close(fd)
 
