@@ -80,7 +80,7 @@ class Rank:
                     MEMCPY: self.memcpy,
                     SAVE: lambda: self.save,
                     DCP: self.dcp,
-                    DCP_KEPT: partial(self.dcp, kept=True),
+                    DCP_KEPT: partial(self.dcp, keeps_memory=True),
                 }
                 self.ways[name] = makers[name]()
         return self.ways[name]
@@ -114,7 +114,7 @@ class Rank:
         return begin
 
     def dcp(self, *, keeps_memory: bool = False) -> Begin:
-        """Save with torch DCP; `kept` keeps its stager, and so its memory."""
+        """Save with torch DCP; `keeps_memory` keeps its stager, and so its memory."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
