@@ -94,18 +94,6 @@ def files_below(path: Path) -> Iterator[Path]:
     return (file for file in sorted(path.rglob("*")) if file.is_file())
 
 
-def inodes_below(path: Path) -> dict[Path, int]:
-    """Identify files even if others take their names."""
-    return {file: file.stat().st_ino for file in files_below(path)}
-
-
-def new_shard_bytes(path: Path, old_inodes: dict[Path, int]) -> int:
-    """Bytes of a checkpoint's shard files that did not exist before."""
-    inodes = inodes_below(path).items()
-    files = [f for f, inode in inodes if f.suffix == ".safetensors" and old_inodes.get(f) != inode]
-    return sum(file.stat().st_size for file in files)
-
-
 def written() -> int:
     """Bytes of this process's write calls."""
     return _passed("wchar")
