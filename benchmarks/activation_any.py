@@ -19,7 +19,7 @@ CHAINS = 50  # for each number of blocks
 
 
 @dataclass
-class Found:
+class SearchResults:
     """The results for one number of blocks."""
 
     persistent_us: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ def timed(chain: Chain, budget: int, schedules: str, into: list[float]) -> Plan:
     return schedule
 
 
-def try_one(chain: Chain, random: np.random.Generator, results: Found) -> None:
+def search_one_chain(chain: Chain, random: np.random.Generator, results: SearchResults) -> None:
     """Plan a chain both ways within one budget."""
     least, most = chain.least_budget_bytes, chain.plain_peak_bytes
     budget = int(random.integers(least, most)) if least < most else most
@@ -62,12 +62,12 @@ def try_one(chain: Chain, random: np.random.Generator, results: Found) -> None:
 def any_chains(report: Report, quick: bool) -> list[str]:
     """Compare both classes of schedules; return the summary."""
     random = np.random.default_rng(20)
-    rows, every = [], Found()
+    rows, every = [], SearchResults()
     count = CHAINS // 10 if quick else CHAINS
     for blocks in SIZES:
-        results = Found()
+        results = SearchResults()
         for _ in range(count):
-            try_one(random_chain(blocks, random), random, results)
+            search_one_chain(random_chain(blocks, random), random, results)
         rows += rows_of_size(blocks, results)
         every.gains += results.gains
     report.table(
@@ -84,7 +84,7 @@ def any_chains(report: Report, quick: bool) -> list[str]:
     return [line]
 
 
-def rows_of_size(blocks: int, results: Found) -> list[Row]:
+def rows_of_size(blocks: int, results: SearchResults) -> list[Row]:
     persistent = Row(f"{blocks} blocks, persistent", results.persistent_us)
     free = Row(f"{blocks} blocks, any", results.any_us)
     free.extra["slowest us"] = show(max(results.any_us))

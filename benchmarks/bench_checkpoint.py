@@ -33,8 +33,8 @@ from checkpoint_states import (
     inodes_below,
     keep_memory,
     new_shard_bytes,
-    read_anew,
     read_through,
+    reload_page_cache,
     takes_direct,
     written,
 )
@@ -239,7 +239,7 @@ def store(run: Run, folder: Path, *, ranks: bool = False) -> dict[str, Path]:
     if not run.quick:
         os.sync()
     for path in paths.values():
-        read_anew(path)
+        reload_page_cache(path)
     return paths
 
 
@@ -333,11 +333,11 @@ def memory(run: Run) -> None:
     """Measure the peak of memory of single calls, each in a new process."""
     size = bytes_of(run.state.values()) / (1 << 20)
     report, lines = run.report, []
-    report.say(f"\n{run.title('peak of memory')}")
-    report.say(
+    report.log(f"\n{run.title('peak of memory')}")
+    report.log(
         "(MiB beyond state and result; a process each; 'own', seen each ms: without mapped files)"
     )
-    report.say(f"{'':<{report.WIDTH}}{'own':>9}{'all':>9}{'first ms':>10}")
+    report.log(f"{'':<{report.WIDTH}}{'own':>9}{'all':>9}{'first ms':>10}")
     names = [n for n in run.ways if n != Dcp.name or len(run.state) < MANY]
     for name in names[: 1 if run.quick else None]:
         clear(run.disk)
@@ -346,7 +346,7 @@ def memory(run: Run) -> None:
             result = size if operation == "load" else 0.0
             own_mib, every = peaks["own_mib"] - result, peaks["all_mib"] - result
             label = f"{name}: {operation}"
-            report.say(f"{label:<{report.WIDTH}}{own_mib:>9.1f}{every:>9.1f}{peaks['ms']:>10.0f}")
+            report.log(f"{label:<{report.WIDTH}}{own_mib:>9.1f}{every:>9.1f}{peaks['ms']:>10.0f}")
             lines.append({"name": label, "own_mib": own_mib, "all_mib": every, "ms": peaks["ms"]})
     aims = [
         f"{line['name']} <= 16 MiB: {max(line['own_mib'], line['all_mib']):.1f}, "
@@ -404,11 +404,11 @@ def main() -> None:
     report = Report(
         "mlstate: checkpoints", arguments.json, "checkpoint" if arguments.store else None
     )
-    report.say(
+    report.log(
         "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
     )
     if not hasattr(mlstate, "save"):
-        report.say("this mlstate has no mlstate.save: its lines are left out")
+        report.log("this mlstate has no mlstate.save: its lines are left out")
     memory_folder = arguments.memory_folder if arguments.memory_folder.is_dir() else None
     repeats = arguments.repeats or (1 if arguments.quick else 5)
     with (

@@ -223,7 +223,7 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         # these send without going through the counted calls
-        if name in ("_reduce_bucket", "_gather_meanwhile"):
+        if name in ("_reduce_bucket", "_gather_overlapped"):
             raise AttributeError(name)
         return getattr(self._group, name)
 
@@ -266,7 +266,7 @@ class Silent:
         self._group = group
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_gather_meanwhile":  # no message to wait for
+        if name == "_gather_overlapped":  # no message to wait for
             raise AttributeError(name)
         return getattr(self._group, name)
 

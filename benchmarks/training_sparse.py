@@ -51,7 +51,7 @@ LOADS = {  # how it is loaded, and whether into existing arrays
 def measuring(report: Report, folder: Path, repeats: int, quick: bool) -> None:
     """Train; save and load all rows, the nonzero rows, and the changed rows."""
     trained = training_words.train(quick)
-    report.say(f"\n{described(trained)}")
+    report.log(f"\n{described(trained)}")
     sparse = Sparse(trained, folder, repeats, quick)
     for part in (sparse.saving, sparse.adding, sparse.loading, sparse.compressing):
         rows, title, note, verdicts = part()

@@ -17,15 +17,15 @@ PLANS = ("save", "load", "reshard")
 def resuming(report: Report, quick: bool) -> None:
     """Train on several processes, kill them, resume on the same number of ranks and on others."""
     title = f"training that is killed and resumed: {OPTIMIZER}, ranks over gloo"
-    report.say(f"\n{title}")
+    report.log(f"\n{title}")
     if import_from_tests("resume_jobs") is None:
-        report.say("not measured: the tests, which start the ranks, are not beside the benchmarks")
+        report.log("not measured: the tests, which start the ranks, are not beside the benchmarks")
         return
     texts = resume_table.CHANGES[:1] if quick else resume_table.CHANGES
     changes = [resume_table.change(text) for text in texts]
     kinds = ["plain"] if quick else list(KINDS)
     results = resume_table.measure(kinds, OPTIMIZER, changes)
-    report.say(resume_table.table(results))
+    report.log(resume_table.table(results))
     report.tables.append({"title": title, "rows": [result_row._asdict() for result_row in results]})
     same = [
         result_row.same_bits for result_row in results if result_row.saved == result_row.resumed
@@ -46,11 +46,11 @@ def planning(report: Report, quick: bool) -> None:
     """Plan one rank's part in worlds of increasing size."""
     layers = QUICK_LAYERS if quick else LAYERS
     lines = scale.head(layers)
-    report.say("\nplans of one rank: " + "\n".join(lines))
+    report.log("\nplans of one rank: " + "\n".join(lines))
     plans = []
     for world in WORLDS[:2] if quick else WORLDS:
         plans.append(scale.figures(world, layers, True, world // 3))
-        report.say(scale.row(plans[-1]))
+        report.log(scale.row(plans[-1]))
     report.tables.append({"title": f"plans of one rank: {lines[0]}", "rows": plans})
     if not quick:
         report.judge(growth(plans[0], plans[-1]))
