@@ -181,7 +181,7 @@ def store(run: Run, folder: Path, *, ranks: bool = False) -> dict[str, Path]:
     if not run.quick:
         os.sync()
     for path in paths.values():
-        read_anew(path)
+        reload_page_cache(path)
     return paths
 
 
@@ -265,7 +265,7 @@ def main() -> None:
     report = Report(
         "mlstate: checkpoints", arguments.json, "checkpoint" if arguments.store else None
     )
-    report.say(
+    report.log(
         "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
     )
     repeats = arguments.repeats or (1 if arguments.quick else 5)

@@ -57,7 +57,7 @@ def blocking(report: Report, folder: Path, repeats: int, quick: bool) -> None:
     finally:
         ranks.close()
     candidates = [
-        Candidate(name, nothing, limit=name == MEMCPY, baseline=way == DCP)
+        Candidate(name, no_op, limit=name == MEMCPY, baseline=way == DCP)
         for name, way in NAMES.items()
     ]
     rows = rows_of(candidates, staged)

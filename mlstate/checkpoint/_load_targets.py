@@ -18,7 +18,7 @@ from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._sharding.layout import Layout, Steps
 from ..errors import CompatibilityError
-from ..state._compatibility import SHOWN, join, rename_hint
+from ..state._compatibility import LISTED, join, rename_hint
 from ..state._load_into import load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ._backend import CheckpointBackend, OptimizerRecord
@@ -118,8 +118,8 @@ def names_error(
     lines = [f"Error(s) in loading {path}:"]
     for words, names in (("Missing", missing), ("Unexpected", unexpected)):
         if names:
-            quoted = join([f'"{name}"' for name in names[:SHOWN]])
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            quoted = join([f'"{name}"' for name in names[:LISTED]])
+            more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
             lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
     hint = rename_hint(dict.fromkeys(unexpected), dict.fromkeys(unfilled), unexpected, unfilled)[1]
     lines += [f"{hint}."] if hint else []

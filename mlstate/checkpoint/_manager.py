@@ -459,7 +459,7 @@ class CheckpointManager:
             self._refuse_other(group)
             self._warn_of_deletions(step, group)
             if self._staging is None:
-                self._staging = OwnStaging(kept=True)
+                self._staging = OwnStaging(keeps_memory=True)
 
             def started(handle: SaveHandle) -> None:
                 # before the save starts, so that an interrupt cannot lose a running save

@@ -706,7 +706,7 @@ def _event(device: Any) -> Any:
 def staging_of(staging: object) -> Staging:
     """Return the argument `staging`; if it is None, memory for one save."""
     if staging is None:
-        return OwnStaging(kept=False)
+        return OwnStaging(keeps_memory=False)
     if not isinstance(staging, Staging):
         raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
     return staging

@@ -365,7 +365,7 @@ def test_stray_file_under_roots_is_ignored(tmp_path, name):
     assert same({"w": np.zeros(3)}, mlstate.load(tmp_path).model)
 
 
-def test_manager_does_not_replace_a_plain_checkpoint(manager):
+def test_manager_does_not_replace_a_checkpoint_without_steps(manager):
     mlstate.save(manager.directory, state(4), step=4)
     words = "holds a checkpoint of mlstate.save, which is not a step"
     for save in (manager.save, manager.save_async):

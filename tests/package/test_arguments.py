@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_table import CHECKPOINT_COMMANDS, call_of
 
 import mlstate
 from mlstate import checkpoint, fsdp, state
@@ -223,14 +224,14 @@ def test_readers_and_commands_know_the_home_folder(place, home, capsys):
     assert list(mlstate.load_file(Path("~/f.safetensors"))) == ["w"]
     assert checkpoint.inspect("~/x").path == str(home / "x")
     for words in (
-        ["inspect", "~/x"],
+        *(
+            call_of(name, source="~/x", other="~/f.safetensors", target=f"~/{name}")
+            for name in CHECKPOINT_COMMANDS
+        ),
         ["inspect", "~/f.safetensors"],
         ["verify", "~/f.safetensors"],
-        ["diff", "~/x", "~/f.safetensors"],
         ["convert", "~/f.safetensors", "~/g.npz"],
         ["convert", "~/x", "~/hf", "--to", "huggingface", "--files-from", "~"],
-        ["reshard", "~/x", "~/cut", "--layout", "rows=2"],
-        ["prune", "~/x"],
     ):
         assert main(words) == 0, capsys.readouterr().err
     assert (home / "g.npz").exists()
