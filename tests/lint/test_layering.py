@@ -31,7 +31,7 @@ CORE_ORDER = (
     ("safetensors", "coreml", "gradients"),
     ("collectives", "checkpoint/storage"),
     ("checkpoint/index",),
-    ("checkpoint/read", "checkpoint/tiers"),
+    ("checkpoint/read",),
     ("checkpoint/write", "checkpoint/ranks"),
 )
 BINDING_ORDER = (
