@@ -28,7 +28,7 @@ CORE_ORDER = (
     ("crc32c", "sharding", "planning"),
     ("array/copy",),
     ("io", "kv", "state", "state/diff", "gradients/reduce"),
-    ("safetensors", "coreml", "gradients"),
+    ("safetensors", "gradients"),
     ("collectives", "checkpoint/storage"),
     ("checkpoint/index",),
     ("checkpoint/read",),
