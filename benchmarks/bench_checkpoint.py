@@ -29,7 +29,6 @@ from checkpoint_states import (
     clear,
     clear_and_wait,
     keep_memory,
-    read_anew,
     takes_direct,
 )
 from harness import Action, Candidate, Report, Row, option_parser
