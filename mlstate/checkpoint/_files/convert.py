@@ -2,6 +2,9 @@
 
 The suffix of a path determines the format. For a directory, its content does.
 
+The format ``torch_checkpointing`` is a directory that one rank wrote with that package; it is only
+read.
+
 ==============  ==========================  ====================================================
 format          path                        holds
 ==============  ==========================  ====================================================
@@ -64,7 +67,12 @@ from .lightning import (
     write_ckpt,
 )
 from .parts import Parts, Selection
-from .torch_weights import read_torch_weights, torch_weights_root
+from .torch_weights import (
+    entry_files,
+    read_entries,
+    read_torch_weights,
+    torch_weights_root,
+)
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -150,6 +158,8 @@ def format_of(path: str | os.PathLike[str]) -> str:
         folder = _folder_of(place)
         if folder.find_weights() is not None or torch_weights_root(folder) is not None:
             return "huggingface"
+        if entry_files(folder):
+            return "torch_checkpointing"
     elif is_index(place.name):
         return "huggingface"
     suffix = place.suffix.lower()
@@ -551,6 +561,17 @@ def _write_dcp(target: Target, parts: Parts) -> None:
     torch_backend("files of torch", FileBackend).write_dcp(target, *parts)
 
 
+def _read_entries(path: Path) -> Parts:
+    return read_entries(_folder_of(path))
+
+
+def _write_entries(target: Target, _parts: Parts) -> None:
+    raise CompatibilityError(
+        f"{target.path}: folders of torch_checkpointing are only read; choose another format, such "
+        "as .pt"
+    )
+
+
 def _read_lightning(path: Path) -> Parts:
     """Return the model of a checkpoint of Lightning; `convert_lightning` converts all of it."""
     from ..._common.arrays import is_torch
@@ -599,6 +620,7 @@ FORMATS = {
     "torch": Format(_read_torch, _write_torch, (".pt", ".pth", ".bin")),
     "dcp": Format(_read_dcp, _write_dcp, (".dcp",)),
     "huggingface": Format(_read_huggingface, _write_huggingface, ()),
+    "torch_checkpointing": Format(_read_entries, _write_entries, ()),
     "lightning": Format(_read_lightning, _write_lightning, ()),  # `format_of` knows its suffix
 }
 SUFFIXES = {

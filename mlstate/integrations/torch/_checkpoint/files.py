@@ -27,7 +27,8 @@ from ....state._kind import describe
 from ....state._optimizer_state import OptimizerStateDict
 from ....state._state_dict import StateDict
 from .._tensors.state import tensors_of
-from .file_parts import RECORD, Choice, choose_keys, format_error, parts_of
+from .file_parts import RECORD, Choice, choose_keys, format_error
+from .file_parts import parts_of as parts_of
 from .optimizer import number_states, packed_states, unpack_state
 from .optimizer_contract import NOT_VALUES, decode_value
 
