@@ -538,8 +538,9 @@ def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> Loaded
     ----------
     path : str or os.PathLike
         Folder of the checkpoint, or of a Hugging Face model (``model.safetensors``, or
-        ``model.safetensors.index.json`` with its files); or the URL of one of these, or of one
-        ``.safetensors`` file, in an object store.
+        ``model.safetensors.index.json`` with its files, or the names of PEFT, diffusers and
+        Mistral); or one ``.safetensors`` file or index; or the URL of one of these in an object
+        store. An index that differs from the headers of its files causes a warning.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any

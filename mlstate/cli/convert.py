@@ -25,7 +25,7 @@ from ..checkpoint._files.parts import Selection
 from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._store.checkpoint_files import open_folder
-from ._common import FORCE_HELP, add_command, find, stat_path
+from ._common import FORCE_HELP, add_command, find, kind_of, stat_path
 
 if TYPE_CHECKING:
     from ..checkpoint._files.convert import Place
@@ -84,8 +84,7 @@ def _export(
 ) -> StateDict:
     """Export the model of the source; local checkpoints are verified, then mapped."""
     source = open_folder(arguments.source, reads=True)
-    is_huggingface = read == "huggingface"
-    is_torch = is_huggingface and torch_weights_root(source) is not None
+    is_torch = read == "huggingface" and torch_weights_root(source) is not None
     where = None
     if read in ("mlstate", "huggingface") and not is_torch:
         where = find(arguments.source, arguments.step)
@@ -99,7 +98,8 @@ def _export(
         model = where.load().model
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
-    default = source.path if is_huggingface and source.is_local else None
+    is_folder = is_torch or (where is not None and kind_of(where.root) == "huggingface")
+    default = source.path if is_folder else None
     files_from = options.pop("files_from", default)
     export(take_export(arguments.target, model, **options), files_from, start)
     return model

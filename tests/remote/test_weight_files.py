@@ -277,6 +277,19 @@ def test_names_load_from_a_partial_upload(folder, store, options):
     assert [p.kind for p in mlstate.verify(folder, storage_options=options).problems] == ["missing"]
 
 
+def test_convert_keeps_config_and_tokenizer(folder, store, environment, tmp_path):
+    for name, text in {"config.json": '{"dtype": "float16"}', "t.json": "t", "x.bin": ""}.items():
+        store.put(f"{folder}/{name}", text.encode())
+    out = tmp_path / "out"
+    assert main(["convert", folder, str(out), "--to", "huggingface"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "t.json",
+    ]
+    assert json.loads((out / "config.json").read_text()) == {"dtype": "float64"}
+
+
 def test_numbered_objects_without_an_index_are_read(folder, store, options):
     store.direct().delete(key_of(f"{folder}/model.safetensors.index.json"))
     with pytest.warns(UserWarning, match="no index of its"):

@@ -170,7 +170,7 @@ def read_tree(path: Path) -> Any:
     Beyond tensors and plain values, it may hold NumPy arrays and scalars, paths, namespaces of
     argparse, and members of enums that the program has imported.
     """
-    return _load_pickle(path, harmless_globals(path))
+    return _load_pickle(path)
 
 
 def write_tree(tree: Any, file: IO[bytes]) -> None:
@@ -222,13 +222,14 @@ def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
     return allowed
 
 
-def _load_pickle(path: Path, allowed: list[Any]) -> Any:
+def _load_pickle(path: Path) -> Any:
     from pickle import UnpicklingError
 
     import torch
 
     with open_regular(path) as file:
         zipped = file.read(4) == b"PK\x03\x04"
+    allowed = harmless_globals(path)
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             warnings.simplefilter("ignore")  # torch's warnings about its storage classes
