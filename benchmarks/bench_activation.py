@@ -49,13 +49,13 @@ def planned(run: Run) -> None:
 def on_model(run: Run, name: str) -> None:
     """Compare ways to run a model in less memory."""
     if find_spec("torch") is None:
-        run.report.say(f"\n{name} is left out: torch is not installed")
+        run.report.log(f"\n{name} is left out: torch is not installed")
         return
     import activation_models
     from activation_ways import Ways
 
-    run.report.say("")
-    ways = Ways(getattr(activation_models, name)(run.quick), run.report.say)
+    run.report.log("")
+    ways = Ways(getattr(activation_models, name)(run.quick), run.report.log)
     ways.torch_ways()
     ways.compiled_ways()
     ways.plans()
@@ -127,14 +127,14 @@ def main() -> None:
         arguments.json,
         "activation" if arguments.store else None,
     )
-    report.say("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
+    report.log("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
     run = Run(report, arguments.quick, arguments.repeats)
     began = time.perf_counter()
     for part in [arguments.only] if arguments.only else list(PARTS):
         started = time.perf_counter()
         PARTS[part](run)
-        report.say(f"  ({part}: {show(time.perf_counter() - started)} s)")
-    report.say(f"\n{show(time.perf_counter() - began)} s in all")
+        report.log(f"  ({part}: {show(time.perf_counter() - started)} s)")
+    report.log(f"\n{show(time.perf_counter() - began)} s in all")
     report.close()
 
 

@@ -29,7 +29,6 @@ from checkpoint_states import (
     clear,
     clear_and_wait,
     keep_memory,
-    read_anew,
     takes_direct,
 )
 from harness import Action, Candidate, Report, Row, option_parser
@@ -181,7 +180,7 @@ def store(run: Run, folder: Path, *, ranks: bool = False) -> dict[str, Path]:
     if not run.quick:
         os.sync()
     for path in paths.values():
-        read_anew(path)
+        reload_page_cache(path)
     return paths
 
 
@@ -265,7 +264,7 @@ def main() -> None:
     report = Report(
         "mlstate: checkpoints", arguments.json, "checkpoint" if arguments.store else None
     )
-    report.say(
+    report.log(
         "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
     )
     repeats = arguments.repeats or (1 if arguments.quick else 5)

@@ -87,7 +87,7 @@ class Run:
             except JobError as error:
                 reason = str(error)
             if reason:
-                self.report.say(reason)
+                self.report.log(reason)
 
     def stop(self) -> None:
         for job in self.jobs.values():
@@ -102,7 +102,7 @@ class Run:
             return self.jobs[engine].ask(command, *arguments)
         except JobError as error:
             self.jobs.pop(engine).close()
-            self.report.say(f"\n{NAMES[engine]} is out: {error}")
+            self.report.log(f"\n{NAMES[engine]} is out: {error}")
             return None
 
     # ---- tables ----
@@ -259,7 +259,7 @@ def main() -> None:
     report = Report(
         "mlstate: gradients across ranks", arguments.json, "dist" if arguments.store else None
     )
-    report.say("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
+    report.log("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
     chosen = [arguments.only] if arguments.only else list(PARTS)
     repeats = arguments.repeats or (2 if arguments.quick else 5)
     began = time.perf_counter()
@@ -277,7 +277,7 @@ def main() -> None:
         finally:
             with contextlib.suppress(KeyboardInterrupt):
                 run.stop()
-    report.say(f"\n{show(time.perf_counter() - began)} s in all")
+    report.log(f"\n{show(time.perf_counter() - began)} s in all")
     report.close()
 
 

@@ -216,7 +216,7 @@ def converting(report: Report, repeats: int) -> None:
         brain = (ml_dtypes.bfloat16, np.float16)
         transition(report, 2 * repeats, shape, 1024, brain)
     else:
-        report.say("\nbfloat16 -> float16: skipped, ml_dtypes is not installed")
+        report.log("\nbfloat16 -> float16: skipped, ml_dtypes is not installed")
 
 
 PARTS: dict[str, Callable[[Report, int], None]] = {
@@ -231,8 +231,8 @@ def main() -> None:
     parser = option_parser(__doc__, "3 repeats instead of 9", PARTS)
     options = parser.parse_args()
     report = Report("mlstate: KV-cache transitions", options.json, "kv" if options.store else None)
-    report.say("figures are medians; 'x base': times faster than the first line of the table")
-    report.say("'/limit': times the duration of what the C library needs for the same bytes")
+    report.log("figures are medians; 'x base': times faster than the first line of the table")
+    report.log("'/limit': times the duration of what the C library needs for the same bytes")
     for name, part in PARTS.items():
         if options.only in (None, name):
             part(report, 3 if options.quick else 9)

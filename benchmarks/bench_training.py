@@ -66,7 +66,7 @@ def main() -> None:
     keep_memory()
     warnings.filterwarnings("ignore", module="torch")
     report = Report("mlstate: training", arguments.json, "training" if arguments.store else None)
-    report.say(
+    report.log(
         "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
     )
     repeats = arguments.repeats or (1 if arguments.quick else 5)
@@ -75,7 +75,7 @@ def main() -> None:
         run = Run(report, repeats, arguments.quick, Path(folder))
         for part in [arguments.only] if arguments.only else PARTS:
             PARTS[part](run)
-    report.say(f"\n{show(time.perf_counter() - began)} s in all")
+    report.log(f"\n{show(time.perf_counter() - began)} s in all")
     report.close()
 
 

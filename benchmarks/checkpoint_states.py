@@ -223,7 +223,7 @@ class Raw:
         touch([np.memmap(path, np.uint8, "r")])
 
 
-def read_anew(path: Path) -> None:
+def reload_page_cache(path: Path) -> None:
     """Read all files below a folder, or one file, into the page cache from the disk.
 
     The read speed depends on the kind of pages in the cache, and that on how they got there: this

@@ -210,7 +210,7 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         # these send without going through the counted calls
-        if name in ("_reduce_bucket", "_gather_meanwhile"):
+        if name in ("_reduce_bucket", "_gather_overlapped"):
             raise AttributeError(name)
         return getattr(self._group, name)
 

@@ -410,11 +410,11 @@ def adding(dtype: Any, nbytes: int, tensors: int) -> Case:
             nonfinite += int(np.count_nonzero(~np.isfinite(wide)))
         return math.sqrt(squares), nonfinite
 
-    def ours() -> tuple[float, dict[str, int]]:
+    def call_mlstate() -> tuple[float, dict[str, int]]:
         accumulator.add_gradients(gradients)
         return accumulator.norm, accumulator.nonfinite
 
-    return Case(simple, ours, tensors)
+    return Case(simple, call_mlstate, tensors)
 
 
 def starting(nbytes: int, tensors: int) -> Case:

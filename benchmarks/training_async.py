@@ -13,7 +13,7 @@ from pathlib import Path
 
 import training_rank
 from checkpoint_states import clear, clear_and_wait
-from harness import Candidate, Report, nothing, rows_of
+from harness import Candidate, Report, rows_of
 from spawned import Spawned
 from training_rank import DCP, DCP_KEPT, SHARES
 from turns import Aim
@@ -57,7 +57,7 @@ def blocking(report: Report, folder: Path, repeats: int, quick: bool) -> None:
     finally:
         ranks.close()
     candidates = [
-        Candidate(name, nothing, limit=name == MEMCPY, baseline=way == DCP)
+        Candidate(name, no_op, limit=name == MEMCPY, baseline=way == DCP)
         for name, way in NAMES.items()
     ]
     rows = rows_of(candidates, staged)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from checkpoint_peers import join, rows_of_rank
 from checkpoint_states import STATES, keep_memory
-from harness import nothing, settle
+from harness import settle
 from resident import trim
 from spawned import answer
 
@@ -92,13 +92,13 @@ class Rank:
         def begin(path: Path) -> Wait:
             for target, array in zip(targets, self.arrays, strict=True):
                 np.copyto(target, array)
-            return nothing
+            return no_op
 
         return begin
 
     def save(self, path: Path) -> Wait:
         mlstate.save(path, optimizer=self.shards, group=self.group)
-        return nothing
+        return no_op
 
     def staged(self, share: int) -> Begin:
         """Save during training, with memory for a share of the state."""
