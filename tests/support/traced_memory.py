@@ -5,7 +5,7 @@ import tracemalloc
 
 
 class Trace:
-    """The bytes that were allocated at the most, beyond those of the beginning."""
+    """The largest number of bytes in use, minus the bytes in use at the start."""
 
     peak = 0
 
