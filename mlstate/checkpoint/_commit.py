@@ -32,7 +32,7 @@ rank 0 holds the claim and replaces the manifest, and an error of one rank is ra
             commit.abort()           delete the new files, unless the manifest may name them
             raise
         finally:
-            commit.close()           remove the note from the lock if no file is left; release it
+            commit.close()           remove the note from the lock if no file is left
 
 A writer that is killed before the commit leaves files that no root names, and its generation in the
 lock: the next `begin` deletes them. One that is killed after it leaves files of the old checkpoint:
@@ -52,15 +52,15 @@ from .. import _core
 from .._common.log import log
 from .._common.store_error import store_error
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
-from ._folder.names import FOLDERS, MANIFEST
+from ._folder.names import FOLDERS, MANIFEST, Root
 from ._rank_messages import broadcast_text, error_text, gather_bytes, pack_message, unpack_message
 from ._replica_assignment import check_copies
 from ._store.checkpoint_files import Generation, generations_to_delete, root_path
 from ._store.index_patterns import pattern_of, with_patterns
-from ._store.manifest import IndexRecord, Manifest, build, parse
+from ._store.manifest import IndexRecord, Manifest, build_checked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from ._checkpoint import Checkpoint
@@ -84,9 +84,10 @@ def creation_time() -> str:
     return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def refuse_manager_folder(target: SaveTarget) -> None:
-    """Raise StoreError (EEXIST) if the folder holds a manager's steps, unless that is wanted."""
-    if not (target.keep_root or target.replace_steps) and target.files.holds_steps():
+def refuse_manager_folder(target: SaveTarget, roots: Sequence[Root]) -> None:
+    """Raise StoreError (EEXIST) if the roots are a manager's steps, unless that is wanted."""
+    is_allowed = not roots or target.keep_root or target.replace_steps
+    if not is_allowed and target.files.holds_steps(roots):
         raise store_error(
             FileExistsError(
                 errno.EEXIST,
@@ -172,10 +173,11 @@ class Commit:
         claim.acquire()
         if self._target.content is not None:
             files.refuse_change(self._target.content)
-        refuse_manager_folder(self._target)
+        roots = files.list_roots()
+        refuse_manager_folder(self._target, roots)
         before = self._read_replaced()
         # roots/ may hold a newer root that did not become the manifest
-        sequence = files.next_sequence(before)
+        sequence = files.next_sequence(before, roots)
         if claim.unfinished is not None:
             files.delete_unfinished(claim.unfinished, before)
         start = Start(os.urandom(8).hex(), sequence, before)
@@ -189,9 +191,7 @@ class Commit:
         FormatError.
         """
         try:
-            return self._files.read_manifest()
-        except FileNotFoundError:
-            return None
+            return self._files.find_manifest()
         except FormatError as error:
             path, data = self._files.path, self._folder.read(MANIFEST)
             try:
@@ -334,8 +334,7 @@ class Commit:
         if len(reports) > 1:
             manifest, merged = with_patterns(self._files, manifest, reports)
             check_copies(merged, copies)
-        data = build(manifest)
-        parsed = parse(data, self._files.join(MANIFEST))
+        data, parsed = build_checked(manifest, self._files.path)
         if len(reports) == 1:
             self._merged_indexes[manifest.generation] = self._files.load_merged_index(parsed)
         self._is_replacing = True
@@ -454,20 +453,15 @@ class Commit:
         return warning
 
     def close(self) -> None:
-        """Release the claim; if files are left, the lock's file keeps naming the generation."""
+        """Remove the note from the lock, unless files are left; `holder` then ends the claim."""
         self._error = None
-        if self._claim is None:
-            return
-        try:
-            if self._is_clean:
-                self._claim.note(None)
-        finally:
-            self._claim.release()
+        if self._claim is not None and self._is_clean:
+            self._claim.note(None)
 
     def checkpoint(self) -> Checkpoint:
         """Return the saved checkpoint; warn if old files were not deleted."""
         from ._checkpoint import Checkpoint
-        from ._store.checkpoint_files import RootPath
+        from ._store.open_path import RootPath
 
         if self.warning is not None:
             self._target.caller.warn(self.warning)

@@ -17,14 +17,13 @@ from ..collectives._arguments import optional_group
 from ..errors import ChecksumError, FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._folder.names import MANIFEST, Root
-from ._folder.writer_lock import check_timeout
 from ._load import LoadedState, load
-from ._options import complete_options, show_options
+from ._options import check_timeout, complete_options, show_options
 from ._rank_messages import gather_bytes
 from ._retention import NO_RULES, Retention, SaveTimer, SignalWatch, check_retention
 from ._save import SaveFolder, save
 from ._step_roots import OTHER, agreed_roots, holds_no_steps, if_alone, try_root
-from ._store.checkpoint_files import CheckpointFiles, RootPath, open_files
+from ._store.open_path import RootPath, open_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from ._options import SaveOptions
     from ._save_async import SaveHandle
     from ._staging import Staging
+    from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
 
     _Roots: TypeAlias = list[tuple[Root, Manifest]]
@@ -329,7 +329,7 @@ class CheckpointManager:
             raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}")
         for root, manifest in self._roots():
             if manifest.step == step:
-                return Checkpoint(RootPath(self.directory, root.path, manifest))
+                return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
         have = steps_text(self.steps())
         have += f"; {OTHER}" if holds_no_steps(self._checkpoints) else ""
         raise store_error(
@@ -730,12 +730,7 @@ class CheckpointManager:
             self._settle()
             timeout = check_timeout(lock_timeout)
             files, checkpoint = self._checkpoints, self.checkpoint(step)
-            claim = None
-            if files.folder.excludes_writers:
-                claim = files.folder.claim(MANIFEST, timeout)
-            with nullcontext() if claim is None else claim.holder:
-                if claim is not None:
-                    claim.acquire()
+            with files.folder.exclusive(timeout) as claim:
                 if files.read_manifest().generation == checkpoint.generation:
                     raise ValueError(
                         f"step {step} is the newest checkpoint: save another one first"
@@ -782,7 +777,7 @@ class CheckpointManager:
         """
         checkpoint = self.checkpoint(step)
         try:
-            path = RootPath(self.directory, checkpoint._root, checkpoint._manifest)
+            path = RootPath(self._checkpoints, checkpoint._root, checkpoint._manifest)
             return load(path, **keywords)
         except FormatError as error:
             self._note_damage(checkpoint.generation, checkpoint._root, error)
@@ -827,7 +822,7 @@ class CheckpointManager:
         while (roots := agreed_roots(self._checkpoints, group)) != tried:
             tried, first = roots, None
             for root in reversed(roots):
-                state, error = try_root(self.directory, root, keywords)
+                state, error = try_root(self._checkpoints, root, keywords)
                 if state is not None:
                     return state
                 self._note_damage(root.split(".")[-2], root, error)

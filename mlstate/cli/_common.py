@@ -15,12 +15,11 @@ from .._common.text import table_text
 from ..checkpoint import inspect
 from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
-from ..checkpoint._folder.local import LocalFolder, hub_hint
+from ..checkpoint._folder.local import hub_hint
 from ..checkpoint._folder.names import FOLDERS, MANIFEST, ROOTS
 from ..checkpoint._load import LoadedState, load
 from ..checkpoint._manager import find_root
-from ..checkpoint._remote.options import split_url
-from ..checkpoint._store.checkpoint_files import CheckpointFiles, RootPath, open_files
+from ..checkpoint._store.open_path import RootPath, is_url, open_files
 from ..checkpoint._store.weight_files import is_weights_root
 from ..errors import MLStateError
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ..checkpoint import Checkpoint
+    from ..checkpoint._store.checkpoint_files import CheckpointFiles
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
 PATH_HELP = "a checkpoint, the folder of a run or of a Hugging Face model, or a .safetensors file"
@@ -69,16 +69,25 @@ def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
 class Folder(NamedTuple):
     """One checkpoint in a folder."""
 
-    path: str
-    root: str
+    files: CheckpointFiles
+    root: str = MANIFEST
+
+    @property
+    def path(self) -> str:
+        """Absolute path of the folder, or its URL."""
+        return self.files.path
+
+    def root_path(self) -> RootPath:
+        """Return the path for functions that read the checkpoint."""
+        return RootPath(self.files, self.root)
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint and read its indexes."""
-        return inspect(RootPath(self.path, self.root))
+        return inspect(self.root_path())
 
     def load(self, **keywords: Any) -> LoadedState:
         """Load the checkpoint."""
-        return load(RootPath(self.path, self.root), **keywords)
+        return load(self.root_path(), **keywords)
 
 
 def kind_of(root: str) -> str:
@@ -99,34 +108,33 @@ def stat_path(path: str) -> None:
 
 def find(path: str, step: int | None) -> Folder | None:
     """Return the checkpoint for a path and step; None if `path` is a plain file."""
-    if split_url(path) is not None:
+    if is_url(path):
         store = open_files(path, reads=True)
         root = MANIFEST
         with suppress(MLStateError):  # reading the checkpoint reports the reason
             root = store.open_root()[0]
         if step is None:
-            return Folder(store.path, root)
+            return Folder(store, root)
         if root != MANIFEST:
             raise ValueError(f"{path} holds weights of another program: it has no steps")
-        return Folder(store.path, find_root(store, step))
+        return Folder(store, find_root(store, step))
     place = Path(local_path(path))
     if not place.is_dir():
         stat_path(path)
         if step is not None:
             raise ValueError(f"{path} is one file: it has no steps; leave the step out")
         return None
-    folder = str(place.absolute())
-    files = CheckpointFiles(LocalFolder(folder))
+    files = open_files(path)
     root = files.current_root()
     if root != MANIFEST:
         if step is not None:
             raise ValueError(f"{path} is a Hugging Face folder: it has no steps")
-        return Folder(folder, root)
+        return Folder(files, root)
     if not any((place / name).exists() for name in (MANIFEST, *FOLDERS)):
         hint = _reader_hint(place)
         text = "no checkpoint of mlstate in this folder" + (f"; {hint}" if hint else "")
         raise store_error(FileNotFoundError(2, text), "cannot read", path)
-    return Folder(folder, MANIFEST if step is None else find_root(files, step))
+    return Folder(files, MANIFEST if step is None else find_root(files, step))
 
 
 # ---- files and folders of other programs ----

@@ -22,7 +22,6 @@ from ..checkpoint._files.convert import (
     write_any,
 )
 from ..checkpoint._huggingface.export import export, take_export
-from ..checkpoint._store.checkpoint_files import open_folder
 from ._common import FORCE_HELP, add_command, find, stat_path
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def _export(
     where = find(arguments.source, arguments.step) if read in ("mlstate", "huggingface") else None
     if where is None:
         model = _read(arguments.source, read, arguments.step)[0]
-    elif open_folder(where.path, reads=True).is_local:
+    elif where.files.folder.is_local:
         model = where.load(mmap=True, verify="first").model
     else:
         model = where.load().model

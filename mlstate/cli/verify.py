@@ -11,7 +11,7 @@ from .._common.local_path import local_path
 from .._common.text import bytes_text, count_text, printable, shorten
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._folder.names import MANIFEST
-from ..checkpoint._store.checkpoint_files import CheckpointFiles, RootPath, open_files
+from ..checkpoint._store.checkpoint_files import CheckpointFiles
 from ..checkpoint._verify import VerifyReport, verify, verify_root
 from ..errors import MLStateError
 from ._common import (
@@ -104,9 +104,8 @@ def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
 
 
 def _verify_one(where: Folder, repair: bool) -> tuple[list[_Verified], VerifyReport]:
-    files = open_files(where.path, reads=True)
-    with progress_of("verify", lambda: _size(files, [where.root])) as progress:
-        report = verify(RootPath(where.path, where.root), repair=repair, progress=progress)
+    with progress_of("verify", lambda: _size(where.files, [where.root])) as progress:
+        report = verify(where.root_path(), repair=repair, progress=progress)
     return [_Verified(where.root, report)], report
 
 
@@ -234,7 +233,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         checksums = _has_checksums(where)
         items, rest = _verify_one(where, arguments.repair)
     elif arguments.all_steps:
-        items, rest = _verify_all(open_files(where.path, reads=True))
+        items, rest = _verify_all(where.files)
     else:
         items, rest = _verify_one(where, arguments.repair)
     good = all(verified.report for verified in items) or rest.repaired is not None

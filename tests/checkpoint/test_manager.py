@@ -17,7 +17,7 @@ from thread_team import run_in_threads
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Staging, prune, save_async
-from mlstate.checkpoint._store.checkpoint_files import RootPath
+from mlstate.checkpoint._store.open_path import RootPath
 
 
 def state(step, large=False):

@@ -11,8 +11,8 @@ from thread_team import thread_outcomes
 import mlstate
 from mlstate import checkpoint
 from mlstate.checkpoint import CheckpointManager
-from mlstate.checkpoint._remote.engine_errors import engine_reason
-from mlstate.checkpoint._store.checkpoint_files import open_folder
+from mlstate.checkpoint._remote.object_store import engine_reason
+from mlstate.checkpoint._store.open_path import open_folder
 from mlstate.errors import StoreError, StoreNotFoundError, StorePermissionError
 
 pytest.importorskip("obstore", reason="needs obstore: mlstate[remote]")

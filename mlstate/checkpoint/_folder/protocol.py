@@ -61,9 +61,6 @@ class Claim(Protocol):
     def commit(self, data: bytes, root: str | None = None) -> None:
         """Replace the manifest durably; write the second copy `root`, a path, before it."""
 
-    def release(self) -> None:
-        """End the claim."""
-
 
 class Folder(Protocol):
     """The folder of one checkpoint, or of one `CheckpointManager`."""
@@ -129,6 +126,9 @@ class Folder(Protocol):
     def is_empty(self) -> bool:
         """Return whether a new checkpoint would hide or replace nothing."""
 
+    def require_folder(self) -> None:
+        """Raise StoreError if there is no such folder, where folders exist."""
+
     def is_outage(self, error: Exception) -> bool:
         """Return whether an error tells nothing about the checkpoint: the store failed."""
 
@@ -164,6 +164,9 @@ class Folder(Protocol):
     def claim(self, root: str, timeout: float | None = None) -> Claim:
         """Return the claim of a writer to a root, not yet acquired."""
 
+    def exclusive(self, timeout: float | None = None) -> AbstractContextManager[Claim | None]:
+        """Return a context without other writers, where `excludes_writers`, and its claim."""
+
     def create(self, parts: Iterable[str]) -> None:
         """Create the folder and subfolders durably."""
 
@@ -177,6 +180,9 @@ class Folder(Protocol):
 
     def add_empty(self, path: str) -> None:
         """Create an empty file durably, unless it exists; nothing is opened or changed."""
+
+    def overwrite_start(self, path: str, data: bytes) -> None:
+        """Rewrite the first bytes of a file durably, if `require_local` raises nothing."""
 
     def remove(self, paths: Iterable[str]) -> list[str]:
         """Delete files; return the paths of those that may have existed."""

@@ -167,12 +167,9 @@ def add_entries(named: NamedStates, state: str | None, others: tuple[Any, Any]) 
     `state` is the module's own name among the states, or None for the model.
     """
     where = "model" if state is None else f"states[{state!r}]"
-    tree = encode_entries(*others, where)
-    if tree is None:
-        return named
     if named.arrays is None:
         named = NamedStates({}, {}, {})
-    named.trees[entries_name(state)] = tree
+    named.trees[entries_name(state)] = encode_entries(*others, where)
     named.kinds[entries_name(state)] = {"kind": "tree"}
     return named
 
@@ -211,5 +208,6 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
             kind = kind_of(flat)
             assert kind is not None
             named.kinds[name] = kind
-            add_entries(named, name, others)
+            if any(others):
+                add_entries(named, name, others)
     return named
