@@ -46,7 +46,7 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._common.log import log
@@ -66,14 +66,6 @@ if TYPE_CHECKING:
     from ._checkpoint import Checkpoint
     from ._folder.protocol import Claim
     from ._save import GatheredShards, SaveTarget
-
-
-class Start(NamedTuple):
-    """A started save; only rank 0 knows more than the generation."""
-
-    generation: str  # identifier of the save; part of its files' names
-    sequence: int = 0
-    before: Manifest | None = None  # checkpoint to replace; None if none, or if it is damaged
 
 
 def creation_time() -> str:
@@ -125,9 +117,13 @@ class Commit:
         self.holder: AbstractContextManager[object] = (
             nullcontext() if self._claim is None else self._claim.holder
         )
-        self._start: Start | None = None
+        self._generation = ""  # identifier of the save, part of its files' names; "" before `begin`
+        # of rank 0: of the new manifest; the replaced checkpoint, None if none or damaged
+        self._sequence = 0
+        self._before: Manifest | None = None
         self._error: BaseException | None = None  # of this rank, to be raised by `commit`
         self._reports: list[dict[str, Any]] = []  # of written ranks: index record and pattern
+        self._written: dict[str, Any] | None = None  # what this rank wrote, for its caller
         self._is_replacing = False  # whether the manifest may have been replaced
         self._is_decided = False  # whether the save is committed, or is known not to be
         self._is_clean = False  # whether no file is left that a root does not need
@@ -143,15 +139,15 @@ class Commit:
         `states` tells whether the save has named states, which need their own subfolder.
         """
         if self._group is None and self._claim is not None:
-            self._start = self._take(self._claim, states=states)
+            self._take(self._claim, states=states)
             return
         error: BaseException | None = None
         message = b""
         try:
             if self._claim is not None:
                 try:
-                    self._start = self._take(self._claim, states=states)
-                    message = pack_message({"generation": self._start.generation})
+                    self._take(self._claim, states=states)
+                    message = pack_message({"generation": self._generation})
                 except BaseException as caught:
                     error = caught
                     message = pack_message({"error": error_text(caught)})
@@ -162,11 +158,11 @@ class Commit:
                 refused = StoreError(f"rank 0 cannot begin to save: {answer['error']}")
                 refused.rank = 0
                 raise refused
-            self._start = self._start or Start(answer["generation"])
+            self._generation = answer["generation"]
         finally:
             del error  # its traceback refers to this frame
 
-    def _take(self, claim: Claim, *, states: bool) -> Start:
+    def _take(self, claim: Claim, *, states: bool) -> None:
         """Take the claim and choose a generation; record the generation in the lock's file."""
         files = self._files
         self._folder.create(FOLDERS if states else [part for part in FOLDERS if part != "states"])
@@ -175,14 +171,14 @@ class Commit:
             files.refuse_change(self._target.content)
         roots = files.list_roots()
         refuse_manager_folder(self._target, roots)
-        before = self._read_replaced()
+        self._before = self._read_replaced()
         # roots/ may hold a newer root that did not become the manifest
-        sequence = files.next_sequence(before, roots)
+        self._sequence = files.next_sequence(self._before, roots)
         if claim.unfinished is not None:
-            files.delete_unfinished(claim.unfinished, before)
-        start = Start(os.urandom(8).hex(), sequence, before)
-        claim.note(start.generation)
-        return start
+            files.delete_unfinished(claim.unfinished, self._before)
+        generation = os.urandom(8).hex()
+        claim.note(generation)
+        self._generation = generation
 
     def _read_replaced(self) -> Manifest | None:
         """Return the checkpoint that a save replaces; None if there is none or it is damaged.
@@ -215,17 +211,16 @@ class Commit:
 
         With a group, errors are kept for `commit`, because the other ranks wait.
         """
-        assert self._start is not None
         self._error, gathered.error = gathered.error, None
         if self._error is not None:
             return
         try:
-            before = self._previous_index(self._start) if self._keeps_shards else None
+            before = self._previous_index() if self._keeps_shards else None
             shards, gathered.shards = gathered.shards, None
             with self._folder.new_files(MANIFEST, progress) as new:
                 report: dict[str, Any] = _core.shards_write(
                     new.path,
-                    self._start.generation,
+                    self._generation,
                     shards,
                     before,
                     self._target.how,
@@ -234,6 +229,8 @@ class Commit:
                     new.mode,
                     new.is_temporary,
                 )
+            if self._keeps_shards:
+                self._written = report
             if self._world_size > 1:
                 pattern = pattern_of(self._files.load_index(_record_of(report)))
                 report = {**report, **pattern}
@@ -246,7 +243,7 @@ class Commit:
         else:
             self._reports.append(report)
 
-    def _previous_index(self, start: Start) -> Any:
+    def _previous_index(self) -> Any:
         """Return this rank's committed index, whose unchanged shards are kept; None if unreadable.
 
         In an object store nothing is kept: comparing bytes would mean to read all of them.
@@ -255,7 +252,7 @@ class Commit:
             return None
         rank = self._target.rank
         try:
-            before = self._files.read_manifest() if rank > 0 else start.before
+            before = self._files.read_manifest() if rank > 0 else self._before
             if before is None or rank >= before.world_size:
                 return None
             record = before.indexes[rank]
@@ -322,11 +319,10 @@ class Commit:
         Its text and, with a single rank, its index are read back before; each of several ranks
         has read back its own.
         """
-        assert self._start is not None
         assert self._claim is not None
         manifest = Manifest(
-            generation=self._start.generation,
-            sequence=self._start.sequence,
+            generation=self._generation,
+            sequence=self._sequence,
             created=creation_time(),
             indexes=tuple(map(_record_of, reports)),
             **header,
@@ -348,33 +344,26 @@ class Commit:
 
         Does nothing if the ranks have decided about the save, or must do so together.
         """
-        if self._start is not None and self._group is None and not self._is_decided:
+        if self._generation and self._group is None and not self._is_decided:
             self._take_back(is_unsure=self._is_unsure())
 
     def _is_unsure(self) -> bool:
         """Return whether a root may name this save's files."""
-        assert self._start is not None
         assert self._claim is not None
         return self._is_replacing and (
-            self._claim.is_unsure or self._files.is_committed(self._start.generation)
+            self._claim.is_unsure or self._files.is_committed(self._generation)
         )
 
     def _take_back(self, *, is_unsure: bool) -> None:
         """Delete this rank's files of a failed save."""
-        assert self._start is not None
         rank = None if self._group is None else self._target.rank
         if not is_unsure:
             with suppress(MLStateError):  # the next save tries again; the first error is raised
-                self._files.discard(self._start.generation, rank)
+                self._files.discard(self._generation, rank)
                 # another rank may have left files, so the next save must look for them
                 self._is_clean = self._group is None
 
     # ---- after the commit: files that no root needs ----
-
-    @property
-    def _before(self) -> Manifest | None:
-        """The replaced checkpoint; None if there is none, or it is damaged."""
-        return None if self._start is None else self._start.before
 
     def delete_replaced(self) -> None:
         """Delete the files that no root needs, each rank its own; `warning` has the first error.
@@ -466,13 +455,8 @@ class Commit:
         if self.warning is not None:
             self._target.caller.warn(self.warning)
         checkpoint = Checkpoint(RootPath(self._files, manifest=self.manifest))
-        if self._keeps_shards:
-            report = self._reports[-1]
-            checkpoint.written = {name: report[name] for name in report if name not in _PATTERN}
+        checkpoint.written = self._written
         return checkpoint
-
-
-_PATTERN = ("pattern", "parts")  # fields of a report that the manifest gets
 
 
 def write_and_commit(

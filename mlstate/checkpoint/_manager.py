@@ -730,7 +730,9 @@ class CheckpointManager:
             self._settle()
             timeout = check_timeout(lock_timeout)
             files, checkpoint = self._checkpoints, self.checkpoint(step)
-            with files.folder.exclusive(timeout) as claim:
+            exclusion = files.folder.exclusive(timeout)
+            with exclusion.holder:
+                exclusion.acquire()
                 if files.read_manifest().generation == checkpoint.generation:
                     raise ValueError(
                         f"step {step} is the newest checkpoint: save another one first"
@@ -739,10 +741,10 @@ class CheckpointManager:
                     root for root in files.list_roots() if root.generation == checkpoint.generation
                 ]
                 files.delete_roots(roots)
-                if claim is None:  # new files of a running writer stay
-                    files.delete_generations([checkpoint._manifest])
-                else:
+                if files.folder.excludes_writers:
                     files.prune()
+                else:  # new files of a running writer stay
+                    files.delete_generations([checkpoint._manifest])
 
     # -- restoring
 

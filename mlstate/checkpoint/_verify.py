@@ -397,8 +397,9 @@ def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
     Newer steps that cannot be loaded are deleted; the next save or `prune` deletes their files.
     Steps that cannot be read now because of an I/O error may be good, so they stay.
     """
-    with files.folder.exclusive() as claim:
-        assert claim is not None
+    claim = files.folder.claim(MANIFEST)
+    with claim.holder:
+        claim.acquire()
         now = _try_root(files, MANIFEST)
         if now.loads:
             if now.is_mended and now.report:

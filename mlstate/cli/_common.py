@@ -6,18 +6,16 @@ import argparse
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .._common.local_path import local_path
 from .._common.regular_file import open_regular
 from .._common.store_error import store_error
 from .._common.text import table_text
-from ..checkpoint import inspect
 from ..checkpoint._files.convert import SUFFIXES
 from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
 from ..checkpoint._folder.local import hub_hint
 from ..checkpoint._folder.names import FOLDERS, MANIFEST, ROOTS
-from ..checkpoint._load import LoadedState, load
 from ..checkpoint._manager import find_root
 from ..checkpoint._store.open_path import RootPath, is_url, open_files
 from ..checkpoint._store.weight_files import is_weights_root
@@ -26,8 +24,6 @@ from ..errors import MLStateError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ..checkpoint import Checkpoint
-    from ..checkpoint._store.checkpoint_files import CheckpointFiles
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
 PATH_HELP = "a checkpoint, the folder of a run or of a Hugging Face model, or a .safetensors file"
@@ -66,30 +62,6 @@ def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
 # ---- finding the checkpoint ----
 
 
-class Folder(NamedTuple):
-    """One checkpoint in a folder."""
-
-    files: CheckpointFiles
-    root: str = MANIFEST
-
-    @property
-    def path(self) -> str:
-        """Absolute path of the folder, or its URL."""
-        return self.files.path
-
-    def root_path(self) -> RootPath:
-        """Return the path for functions that read the checkpoint."""
-        return RootPath(self.files, self.root)
-
-    def checkpoint(self) -> Checkpoint:
-        """Open the checkpoint and read its indexes."""
-        return inspect(self.root_path())
-
-    def load(self, **keywords: Any) -> LoadedState:
-        """Load the checkpoint."""
-        return load(self.root_path(), **keywords)
-
-
 def kind_of(root: str) -> str:
     """Return what a root describes: ``checkpoint``, ``huggingface``, or one file in a store."""
     if root in ROOTS:
@@ -106,7 +78,7 @@ def stat_path(path: str) -> None:
         raise FileNotFoundError(error.errno, text, path) from None
 
 
-def find(path: str, step: int | None) -> Folder | None:
+def find(path: str, step: int | None) -> RootPath | None:
     """Return the checkpoint for a path and step; None if `path` is a plain file."""
     if is_url(path):
         store = open_files(path, reads=True)
@@ -114,10 +86,10 @@ def find(path: str, step: int | None) -> Folder | None:
         with suppress(MLStateError):  # reading the checkpoint reports the reason
             root = store.open_root()[0]
         if step is None:
-            return Folder(store, root)
+            return RootPath(store, root)
         if root != MANIFEST:
             raise ValueError(f"{path} holds weights of another program: it has no steps")
-        return Folder(store, find_root(store, step))
+        return RootPath(store, find_root(store, step))
     place = Path(local_path(path))
     if not place.is_dir():
         stat_path(path)
@@ -129,12 +101,12 @@ def find(path: str, step: int | None) -> Folder | None:
     if root != MANIFEST:
         if step is not None:
             raise ValueError(f"{path} is a Hugging Face folder: it has no steps")
-        return Folder(files, root)
+        return RootPath(files, root)
     if not any((place / name).exists() for name in (MANIFEST, *FOLDERS)):
         hint = _reader_hint(place)
         text = "no checkpoint of mlstate in this folder" + (f"; {hint}" if hint else "")
         raise store_error(FileNotFoundError(2, text), "cannot read", path)
-    return Folder(files, MANIFEST if step is None else find_root(files, step))
+    return RootPath(files, MANIFEST if step is None else find_root(files, step))
 
 
 # ---- files and folders of other programs ----

@@ -156,7 +156,10 @@ def test_folder_without_checkpoint_is_refused(tmp_path):
 
 def test_prune_refuses_a_locked_folder(manager):
     names = litter(manager.directory)
-    with LocalFolder(manager.directory).exclusive(), pytest.raises(mlstate.StoreError) as caught:
+    with (
+        LocalFolder(manager.directory).claim("manifest.json"),
+        pytest.raises(mlstate.StoreError) as caught,
+    ):
         prune(manager.directory)
     assert caught.value.errno == errno.EBUSY
     assert prune(manager.directory, dry_run=True).files == names

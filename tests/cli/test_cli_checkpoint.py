@@ -720,7 +720,7 @@ def test_prune_refuses(place, run):
         ["mlstate: --keep must be 1 or more, got 0"],
     )
     assert "nothing to prune" in run("prune", "w.safetensors")[2][0]
-    with LocalFolder("ckpt").exclusive():
+    with LocalFolder("ckpt").claim("manifest.json"):
         status, out, err = run("prune", "ckpt")
         assert (status, out, len(err)) == (2, [], 1)
         assert "is writing it" in err[0]

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import stat
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
@@ -18,7 +18,7 @@ from .protocol import FileInfo, NewFiles
 from .writer_lock import WriterLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from .protocol import Folder
 
@@ -272,13 +272,9 @@ class LocalFolder:
         """Return the writers' lock; `timeout` is None if the caller has no such parameter."""
         return WriterLock(self, timeout=timeout)
 
-    @contextmanager
-    def exclusive(self, timeout: float | None = None) -> Iterator[WriterLock]:
-        """Hold the writers' lock."""
-        lock = WriterLock(self, timeout=timeout)
-        with lock.holder:
-            lock.acquire()
-            yield lock
+    def exclusive(self, timeout: float) -> WriterLock:
+        """Return the writers' lock."""
+        return WriterLock(self, timeout=timeout)
 
     def create(self, parts: Iterable[str]) -> None:
         """Create the folder and subfolders durably; subfolders have the folder's mode."""

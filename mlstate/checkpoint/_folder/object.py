@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,10 @@ from ..._common.store_error import format_error, store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .._remote.resumption import INDEX_FOLDER, find_uploaded
 from .names import MANIFEST, ROOTS, SECTIONS, group_by_part, root_of
-from .protocol import FileInfo, NewFiles
+from .protocol import FileInfo, NewFiles, NoExclusion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from .._remote.object_store import ObjectInfo, ObjectStore, Tag
     from .._remote.options import StoreOptions
@@ -225,9 +224,9 @@ class ObjectFolder:
 
         return RootClaim(self.store, root)
 
-    def exclusive(self, timeout: float | None = None) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
+    def exclusive(self, timeout: float) -> NoExclusion:
+        """Exclude no writer: stores have no locks."""
+        return NoExclusion()
 
     def create(self, parts: Iterable[str]) -> None:
         """Do nothing: the names of objects need no folders."""

@@ -10,6 +10,7 @@ file is a `FileNotFoundError` too.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -35,28 +36,44 @@ class NewFiles(NamedTuple):
     is_temporary: bool  # the files are copied elsewhere: they need not be durable
 
 
-class Claim(Protocol):
-    """The right of one writer to replace the manifest.
+class Exclusion(Protocol):
+    """The exclusion of other writers by one that deletes or writes files, where it is possible.
 
-    `holder` ends the claim at the end of its `with` statement. No interrupt can prevent this, not
-    even a second one during the clean-up after the first::
+    `holder` ends it at the end of its `with` statement. No interrupt can prevent this, not even a
+    second one during the clean-up after the first::
 
-        with claim.holder:
-            claim.acquire()
+        with exclusion.holder:
+            exclusion.acquire()
     """
-
-    unfinished: str | None  # generation of a writer that died, if the claim can tell
-    is_unsure: bool  # after a failed `commit`: it may have, or may still, replace the manifest
 
     @property
     def holder(self) -> AbstractContextManager[object]:
-        """The context that ends the claim."""
+        """The context that ends the exclusion."""
 
-    def acquire(self) -> object:
-        """Take the claim; raise StoreError (EBUSY) if another writer holds it."""
+    def acquire(self) -> None:
+        """Begin; raise StoreError (EBUSY) if another writer excludes this one."""
 
     def note(self, generation: str | None) -> None:
         """Record the generation before its first file is written; None if nothing is written."""
+
+
+class NoExclusion:
+    """Does nothing: a store has no locks, and a dry run needs none."""
+
+    holder: AbstractContextManager[object] = nullcontext()
+
+    def acquire(self) -> None:
+        """Do nothing."""
+
+    def note(self, generation: str | None) -> None:
+        """Do nothing: no object names the generation before the commit."""
+
+
+class Claim(Exclusion, Protocol):
+    """The right of one writer to replace the manifest."""
+
+    unfinished: str | None  # generation of a writer that died, if the claim can tell
+    is_unsure: bool  # after a failed `commit`: it may have, or may still, replace the manifest
 
     def commit(self, data: bytes, root: str | None = None) -> None:
         """Replace the manifest durably; write the second copy `root`, a path, before it."""
@@ -164,8 +181,8 @@ class Folder(Protocol):
     def claim(self, root: str, timeout: float | None = None) -> Claim:
         """Return the claim of a writer to a root, not yet acquired."""
 
-    def exclusive(self, timeout: float | None = None) -> AbstractContextManager[Claim | None]:
-        """Return a context without other writers, where `excludes_writers`, and its claim."""
+    def exclusive(self, timeout: float) -> Exclusion:
+        """Return an exclusion of other writers, not yet acquired, for calls that only delete."""
 
     def create(self, parts: Iterable[str]) -> None:
         """Create the folder and subfolders durably."""

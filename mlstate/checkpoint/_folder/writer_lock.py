@@ -283,3 +283,10 @@ class WriterLock:
     def release(self) -> None:
         """Unlock and close the file; in a forked child the parent keeps its lock."""
         self.holder.close()
+
+    def __enter__(self) -> WriterLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.release()

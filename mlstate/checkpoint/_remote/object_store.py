@@ -160,10 +160,10 @@ class ObjectStore:
                 raise OSError(errno.EIO, _BROKEN)
             return data, Tag(answer.meta["e_tag"], answer.meta["version"])
 
-        got = self._send("cannot read the object", key, request)
-        if got is None:
+        content = self._send("cannot read the object", key, request)
+        if content is None:
             raise ValueError("too long")
-        return got
+        return content
 
     def get_range(
         self, key: str, begin: int, end: int, tag: Tag | None = None

@@ -241,7 +241,7 @@ class CheckpointFiles:
         return False
 
     def content(self) -> FolderContent:
-        """Return the current checkpoints; empty if there is no such folder, or a file instead."""
+        """Return the current checkpoints; empty if the folder does not exist or is a file."""
         manifest = None
         try:
             manifest = self.folder.read(MANIFEST)

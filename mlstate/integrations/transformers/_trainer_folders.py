@@ -197,7 +197,9 @@ def _restore_folder(output: Path, manager: CheckpointManager, step: int, positio
             f"{folder} is not complete, and steps in an object store cannot restore it: resume "
             f"from an older folder, or load step {step} with CheckpointManager.restore"
         )
-    with manager._checkpoints.folder.exclusive(_LOCK_SECONDS):
+    exclusion = manager._checkpoints.folder.exclusive(_LOCK_SECONDS)
+    with exclusion.holder:
+        exclusion.acquire()
         if is_whole(folder, position):
             return folder  # another rank has restored it
         with new_path(Target.of(folder)) as name:

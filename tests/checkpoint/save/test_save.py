@@ -767,7 +767,7 @@ def test_a_forked_child_leaves_its_parents_lock_alone(path):
     from mlstate.checkpoint._folder.local import LocalFolder
 
     mlstate.save(path, {"w": np.ones(2)})
-    with LocalFolder(str(path)).exclusive() as lock:
+    with LocalFolder(str(path)).claim("manifest.json") as lock:
         child = os.fork()
         if child == 0:
             lock.release()

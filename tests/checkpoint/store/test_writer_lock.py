@@ -93,7 +93,7 @@ def test_a_lock_that_another_writer_took_over_first_is_busy(tmp_path, monkeypatc
 
 
 def test_owner_in_another_container_counts_as_alive(tmp_path):
-    with LocalFolder(str(tmp_path)).exclusive():
+    with LocalFolder(str(tmp_path)).claim("manifest.json"):
         text = {**_lock._me(), "pid_space": "pid:[1]", "pid": 1 << 30, "generation": None}
         (tmp_path / "lock").write_text(json.dumps(text))
         with pytest.raises(mlstate.StoreError, match="is writing it"):
@@ -109,7 +109,7 @@ def test_lock_is_released_if_its_text_cannot_be_written(tmp_path, monkeypatch):
         patch.setattr(WriterLock, "_write", full)
         with pytest.raises(mlstate.StoreError, match="cannot lock"):
             lock.acquire()
-    with LocalFolder(str(tmp_path)).exclusive():
+    with LocalFolder(str(tmp_path)).claim("manifest.json"):
         pass
 
 
@@ -151,7 +151,7 @@ def _take_over(folder):
     _dead_text(folder)
     with (folder / "lock").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with LocalFolder(str(folder)).exclusive():
+        with LocalFolder(str(folder)).claim("manifest.json"):
             assert json.loads((folder / "lock").read_text())["pid"] == os.getpid()
 
 
@@ -232,7 +232,7 @@ def test_interrupts_of_the_clean_up_leave_no_lock(tmp_path, monkeypatch):
                 locks.append(error)
     assert len(locks) >= 4
     for folder in ("ckpt", "run", "cut"):
-        with LocalFolder(str(tmp_path / folder)).exclusive():
+        with LocalFolder(str(tmp_path / folder)).claim("manifest.json"):
             pass
 
 
