@@ -12,7 +12,7 @@ from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
 from ._folder.names import SECTIONS
 from ._manager import find_root
-from ._options import PACK_BELOW, complete_options
+from ._options import PACK_BELOW, SAVE_DEFAULTS
 from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
 from ._store.open_path import is_url, open_files, refuse_existing, refuse_file_name
@@ -21,7 +21,6 @@ from ._verify import verify_files
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ._options import SaveOptions
     from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
 
@@ -244,15 +243,15 @@ def reshard(
         records = [TensorRecord(*record) for record in merged.tensors()]
         sparse = any(record.sparse_shards for record in records)
         compress = next((record.codec for record in records if record.codec), None)
-        options: SaveOptions = {
-            "pack_below_bytes": pack_below_bytes,
-            "sparse": sparse,
-            "compress": compress,
-            "lock_timeout": lock_timeout,
-        }
         saved = check_target(
             SaveFolder(new.path, replace_steps=overwrite, content=content),
-            complete_options(reshard, options),
+            {
+                **SAVE_DEFAULTS,
+                "pack_below_bytes": pack_below_bytes,
+                "sparse": sparse,
+                "compress": compress,
+                "lock_timeout": lock_timeout,
+            },
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 

@@ -32,7 +32,7 @@ from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._backend import CheckpointBackend
 from ._commit import refuse_manager_folder, write_and_commit
-from ._options import complete_options, show_options
+from ._options import SAVE_DEFAULTS, check_save_options, complete_options, show_options
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
 from ._states.modules import metadata_of
@@ -109,7 +109,7 @@ def check_target(
     options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
-    """Check where to save; `options` are complete, see `complete_options`."""
+    """Check the arguments that describe where and how to save; `options` has all keywords."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             "the path of a checkpoint must be a str or os.PathLike, got "
@@ -117,6 +117,7 @@ def check_target(
         )
     save_folder = path if isinstance(path, SaveFolder) else SaveFolder(path)
     files = open_target(save_folder.folder, storage_options, any_suffix=save_folder.any_suffix)
+    options = check_save_options(options)
     sparse, incremental, compress = options["sparse"], options["incremental"], options["compress"]
     if incremental:
         files.folder.require_local("incremental=True", "save whole shards")
@@ -452,7 +453,7 @@ def _copy_to_host(
 # ---- the whole save ----
 
 
-@show_options
+@show_options(SAVE_DEFAULTS)
 def save(
     path: str | os.PathLike[str],
     model: Any = None,
@@ -592,7 +593,7 @@ def save(
     >>> [t.version for t in mlstate.save(path, state).tensors()]
     [2, 1]
     """
-    options = complete_options(save, options)
+    options = complete_options(save, options, SAVE_DEFAULTS)
     target = check_target(path, options, storage_options)
     content = take_content(target, model, optimizer, step, options)
     return write_and_commit(target, gather_shards(target, content), options["progress"])

@@ -163,20 +163,20 @@ class _Line:
     """A line on the terminal with the progress in per cent, rewritten on each change."""
 
     def __init__(self, label: str, total: int) -> None:
-        self._what, self._total, self._done = label, total, 0
-        self._shown = ""
+        self._label, self._total, self._done = label, total, 0
+        self._printed_text = ""
 
     def add(self, count: int) -> None:
         self._done += count
         percent = min(100, 100 * self._done // self._total)
-        text = f"{self._what} {percent:3d} %"
-        if text != self._shown:
-            self._shown = text
+        text = f"{self._label} {percent:3d} %"
+        if text != self._printed_text:
+            self._printed_text = text
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._shown:
-            print("\r" + " " * len(self._shown), end="\r", file=sys.stderr, flush=True)
+        if self._printed_text:
+            print("\r" + " " * len(self._printed_text), end="\r", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -241,15 +241,12 @@ class CheckpointFiles:
         return False
 
     def content(self) -> FolderContent:
-        """Return the current checkpoints; empty if the folder does not exist or is a file."""
+        """Return the current checkpoints; empty if the folder does not exist."""
+        if self.folder.is_local and not self.folder.has_checkpoint():
+            return FolderContent(None, ())
         manifest = None
-        try:
+        with suppress(FileNotFoundError):
             manifest = self.folder.read(MANIFEST)
-        except StoreError as error:
-            if error.errno == errno.ENOTDIR:
-                return FolderContent(None, ())
-            if error.errno != errno.ENOENT:
-                raise
         return FolderContent(manifest, tuple(self.list_roots()))
 
     def refuse_change(self, before: FolderContent) -> None:

@@ -41,14 +41,14 @@ def _check_url(text: str) -> str:
     if scheme not in _SCHEMES:
         schemes = ", ".join(f"{scheme_name}://" for scheme_name in _SCHEMES)
         raise ValueError(
-            f"{_shown(text)}: unknown scheme {scheme!r}; object stores have {schemes}, and all "
+            f"{_redacted(text)}: unknown scheme {scheme!r}; object stores have {schemes}, and all "
             "other checkpoints are local folders"
         )
     bucket, _, path = rest.rstrip("/").partition("/")
     where = "storage_options, the environment or the engine's configuration"
     if "@" in bucket or "?" in rest or "#" in rest:
         raise ValueError(
-            f"{_shown(text)}: a URL of a checkpoint has no user, query or fragment; credentials "
+            f"{_redacted(text)}: a URL of a checkpoint has no user, query or fragment; credentials "
             f"belong in {where}"
         )
     if not bucket or not path:
@@ -69,7 +69,7 @@ def _check_url(text: str) -> str:
     return f"{scheme}://{bucket}/{path}"
 
 
-def _shown(text: str) -> str:
+def _redacted(text: str) -> str:
     """Return a URL for a message, without a part that may hold credentials."""
     start, _, rest = text.partition("://")
     return f"{start}://{re.split('[?#]', rest)[0].rpartition('@')[2]}"
