@@ -66,7 +66,7 @@ class NoExclusion:
         """Do nothing."""
 
     def note(self, generation: str | None) -> None:
-        """Do nothing: no object names the generation before the commit."""
+        """Do nothing."""
 
 
 class Claim(Exclusion, Protocol):

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import errno
 import json
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from ..._common.store_error import store_error
 from ...errors import StoreError
-from .._folder.protocol import NoExclusion
 from .object_store import RETRIED, Attempts
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from .object_store import ObjectStore, Tag
 
 _MOST_BYTES = 1 << 40
 
 
-class RootClaim(NoExclusion):
+class RootClaim:
     """The claim of one writer; used like `WriterLock`.
 
     If `is_unsure` after `commit` raised, the root may have been replaced by this writer, or may
@@ -33,6 +34,7 @@ class RootClaim(NoExclusion):
 
     # a writer that died leaves the same objects as a running one: `prune` deletes them by age
     unfinished: str | None = None
+    holder: AbstractContextManager[object] = nullcontext()  # as of `WriterLock`
 
     def __init__(self, store: ObjectStore, root: str) -> None:
         self._store = store
@@ -45,6 +47,9 @@ class RootClaim(NoExclusion):
         self._store.require_conditions()
         info = self._store.info(self._root)
         self._tag = None if info is None else info.tag
+
+    def note(self, generation: str | None) -> None:
+        """Do nothing: no object names the generation before the commit."""
 
     def commit(self, data: bytes, root: str | None = None) -> None:
         """Replace the manifest unless another writer replaced it since `acquire` (EBUSY).
