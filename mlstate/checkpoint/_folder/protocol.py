@@ -6,6 +6,8 @@ file is a `FileNotFoundError` too.
     LocalFolder     descriptors, permissions, links, ``flock``
     ObjectFolder    objects below a URL, through obstore
     CachedFolder    an `ObjectFolder` whose loads read through a local cache
+
+`open_folder` (open_path.py) chooses the class for a path.
 """
 
 from __future__ import annotations
