@@ -323,7 +323,7 @@ def take_content(
         if in_thread and target.rank == 0 and target.files.folder.is_local:
             _refuse_manager_folder_early(target)
         refuse_empty_save(model, optimizer, states)
-        named = take_states(states, model, target.world_size)
+        named = NO_STATES if states is None else take_states(states, model, target.world_size)
         *pair, others = states_of(model, optimizer, target.world_size)
         refuse_empty_save(*pair, states)
         if any(others):
@@ -389,7 +389,8 @@ def gather_shards(
         gathered.copies, gathered.error = assigned.copies, assigned.error
         if gathered.error is None:
             dicts, own_names = content.dicts, assigned.mine
-            content.named.add_trees(target.group, assigned.digests)
+            if content.named.trees:
+                content.named.add_trees(target.group, assigned.digests)
             ranks = (target.rank, target.world_size)
             with named_refusals(*dicts):
                 _copy_to_host(dicts, own_names or (None, None, None), copy)

@@ -54,8 +54,7 @@ class NamedStates(NamedTuple):
         stored once. Other trees are packed, and each rank stores a row of one tensor, so that
         the tensors of a checkpoint do not grow with the ranks.
         """
-        if self.arrays is None:
-            return
+        assert self.arrays is not None
         rank, ranks = (0, 1) if group is None else (group.rank, group.world_size)
         for number, name in enumerate(sorted(self.trees)):
             tree = self.trees[name]
@@ -179,8 +178,6 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
 
     A torch optimizer among the states may belong to `model`. Errors have the name and the path.
     """
-    if states is None:
-        return NO_STATES
     states = check_names(states)
     modules = modules_of(model, states)
     named = NamedStates({}, {}, {})
