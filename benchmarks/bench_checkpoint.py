@@ -29,6 +29,7 @@ from checkpoint_states import (
     clear,
     clear_and_wait,
     keep_memory,
+    reload_page_cache,
     takes_direct,
 )
 from harness import Action, Candidate, Report, Row, option_parser
