@@ -200,13 +200,14 @@ def _read_functions(description: Fields) -> Functions:
     return functions
 
 
-def _read_description(message: Message) -> tuple[Functions, str | None]:
-    """Return the states of each function, and the name of the default function.
+def parse_description(data: bytes, offset: int = 0) -> tuple[Functions, str | None]:
+    """Return the states of each function, and the name of the default function, if any.
 
-    Without functions, the states of the description belong to the only function, which Core ML
-    and its converters call "main". Several functions without a default are accepted.
+    `offset` is the place of the description in its file. Without functions, the states of the
+    description belong to the only function, which Core ML and its converters call "main". Several
+    functions without a default are accepted.
     """
-    description = Fields(message)
+    description = Fields(Message(memoryview(data), offset))
     functions = _read_functions(description)
     if not functions:
         functions = {"main": _read_states(description, 13, 0)}
@@ -265,7 +266,7 @@ def _parse(read: Callable[[int, int], bytes], size: int) -> tuple[Functions, str
     if length > _MOST_DESCRIPTION:
         text = f"a description of {length} bytes, expected at most {_MOST_DESCRIPTION}"
         raise error_at(start, text)
-    return _read_description(Message(memoryview(read(start, length)), start))
+    return parse_description(read(start, length), start)
 
 
 def parse_specification(data: Any) -> tuple[Functions, str | None]:
