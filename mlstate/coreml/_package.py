@@ -74,9 +74,9 @@ _DATA_TYPES = {
 _ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
 
 
-def _read_name(fields: Fields, number: int, label: str) -> str:
-    """Return the name of a function or state; a missing name is an error."""
-    message = fields.only(number, label)
+def _read_name(fields: Fields, label: str) -> str:
+    """Return the name of a function or state, its field 1; a missing name is an error."""
+    message = fields.only(1, label)
     if message is None:
         raise error_at(fields.offset, f"{label} is missing")
     length = len(message.data)
@@ -151,7 +151,7 @@ def _read_array(array: Fields, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _read_state(feature: Fields) -> State:
-    name = _read_name(feature, 1, "the name of a state")
+    name = _read_name(feature, "the name of a state")
     try:
         kind = feature.only(3, "a type")
         state_type = kind and feature.open(kind).only(8, "a state type")
@@ -189,7 +189,7 @@ def _read_functions(description: Fields) -> Functions:
     total = 0
     for message in description.messages(20, "a function"):
         function = description.open(message)
-        name = _read_name(function, 1, "the name of a function")
+        name = _read_name(function, "the name of a function")
         if len(functions) == _MOST_FUNCTIONS:
             raise error_at(message.offset, f"more than {_MOST_FUNCTIONS} functions")
         if name in functions:
