@@ -32,6 +32,11 @@ without() { # without TARGET: the sources to leave out
     esac
 }
 
+kernel_tests() { # the names of the C tests that compare instruction sets
+    grep -rlE --include='test_*.c' 'EACH_(VECTOR_)?CPU|mls_cpu_offers' tests/core |
+        sed 's/.*test_//; s/\.c$//'
+}
+
 whole() {
     local zig="$python -m ziglang" target
     for target in aarch64-macos x86_64-macos x86_64-windows-gnu; do
@@ -54,7 +59,7 @@ slice() {
         echo "ok  ${target%:*}: compiles"
     done
     CC=aarch64-linux-gnu-gcc AR=aarch64-linux-gnu-ar EXTRA="-Werror -static -DWITHOUT_FORK -DMLS_FEWER_TRIES" \
-        arm "$(emulator)" diff reduce plan_dp_slots copy crc32c kv_transition kv_ring kv_quantize rotate_keys attention_mask
+        arm "$(emulator)" $(kernel_tests)
 }
 
 case ${2:-all} in
