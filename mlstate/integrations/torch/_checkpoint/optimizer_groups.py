@@ -1,4 +1,4 @@
-"""The groups of a torch optimizer: which saved group has the values of which group.
+"""Match the groups of a torch optimizer with the saved ones, and restore their values.
 
 Groups are matched by the names of their parameters, and without names by position.
 """
