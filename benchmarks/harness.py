@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 import numpy as np
-import resident
 import stored
 
 Action = Callable[[], object]
@@ -150,18 +149,6 @@ def rows_of(candidates: list[Candidate], samples: dict[str, list[float]]) -> lis
         row.ratio = base.median / row.median if base else None
         row.limit_ratio = row.median / limit.median if limit else None
     return rows
-
-
-def note_memory(rows: list[Row], candidates: list[Candidate]) -> None:
-    """Call every candidate once more, and note how far its resident memory grows."""
-    for row, candidate in zip(rows, candidates, strict=True):
-        candidate.before()
-        gc.collect()
-        resident.trim()
-        before = resident.forget_peak()
-        result = candidate.call()
-        row.extra["extra MiB"] = f"{resident.peak() - before:.1f}"
-        del result
 
 
 class MemoryLimit:

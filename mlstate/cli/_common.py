@@ -26,8 +26,10 @@ from ..errors import MLStateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import Unpack
 
     from ..checkpoint import Checkpoint
+    from ..checkpoint._options import LoadOptions
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
 PATH_HELP = "a checkpoint, the folder of a run or of a Hugging Face model, or a .safetensors file"
@@ -76,9 +78,9 @@ class Folder(NamedTuple):
         """Open the checkpoint and read its indexes."""
         return inspect(RootPath(self.path, self.root))
 
-    def load(self, **keywords: Any) -> LoadedState:
+    def load(self, **options: Unpack[LoadOptions]) -> LoadedState:
         """Load the checkpoint."""
-        return load(RootPath(self.path, self.root), **keywords)
+        return load(RootPath(self.path, self.root), **options)
 
 
 def kind_of(root: str) -> str:

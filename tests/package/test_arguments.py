@@ -301,3 +301,25 @@ def test_the_signature_of_a_save_shows_each_keyword_and_default(function):
     assert parameters["pack_below_bytes"].default == 262144
     assert parameters["compress"].annotation == "str | None"
     assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        mlstate.load,
+        checkpoint.Checkpoint.load,
+        CheckpointManager.restore,
+        CheckpointManager.restore_latest,
+    ],
+)
+def test_the_signature_of_a_load_shows_each_keyword_and_default(function):
+    parameters = inspect.signature(function).parameters
+    assert {"names", "rank", "into", "mmap", "rename", "storage_options"} <= parameters.keys()
+    assert parameters["verify"].default is True
+    assert parameters["missing"].default == "skip"
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def test_an_unknown_keyword_of_a_load_is_named_with_the_nearest(place):
+    with pytest.raises(TypeError, match=r"load\(\) .*'map'; did you mean 'mmap'\?"):
+        mlstate.load("c", map=True)

@@ -50,7 +50,7 @@ class _StoredTree(NamedTuple):
 def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
     """Return the rank whose value to load, or None for all ranks."""
     rank, world_size = loader.request.rank, loader.request.world_size
-    if rank is None and loader.request.into is None:
+    if rank is None and loader.options["into"] is None:
         return None
     if rank is None or world_size != ranks:
         got = "none" if rank is None else f"rank {rank} of {world_size}"
@@ -143,7 +143,7 @@ def _decode(
     loader: Loader, name: str, stored: _StoredTree, node: Any, template: Any, *, tensors: bool
 ) -> Any:
     """Return the value of a JSON form that belongs to a stored tree."""
-    device = loader.request.device
+    device = loader.options["device"]
     convert = _tensor_of(device) if tensors or device is not None else None
     arrays = {**stored.arrays, **_shards(loader, name, node, template)}
     try:
@@ -230,7 +230,7 @@ class _Restorer:
         if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
             raise _mismatch(where, "a dict", "another value")
         pairs = dict(node["items"]) if "$" in node else node
-        strict = self.loader.request.strict
+        strict = self.loader.options["strict"]
         if strict and target.keys() != pairs.keys():
             key = min(target.keys() ^ pairs.keys(), key=str)
             missing = key in target
