@@ -32,11 +32,6 @@ without() { # without TARGET: the sources to leave out
     esac
 }
 
-kernel_tests() { # the names of the C tests that compare instruction sets
-    grep -rlE --include='test_*.c' 'EACH_(VECTOR_)?CPU|mls_cpu_offers' tests/core |
-        sed 's/.*test_//; s/\.c$//'
-}
-
 whole() {
     local zig="$python -m ziglang" target
     for target in aarch64-macos x86_64-macos x86_64-windows-gnu; do
@@ -59,7 +54,8 @@ slice() {
         echo "ok  ${target%:*}: compiles"
     done
     CC=aarch64-linux-gnu-gcc AR=aarch64-linux-gnu-ar EXTRA="-Werror -static -DWITHOUT_FORK -DMLS_FEWER_TRIES" \
-        arm "$(emulator)" $(kernel_tests)
+        arm "$(emulator)" $(grep -rlE 'EACH_(VECTOR_)?CPU|mls_cpu_offers' tests/core --include='test_*.c' |
+            sed 's/.*test_//; s/\.c$//') # the tests that compare instruction sets
 }
 
 case ${2:-all} in
