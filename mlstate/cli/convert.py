@@ -24,7 +24,8 @@ from ..checkpoint._files.convert import (
 from ..checkpoint._files.parts import Selection
 from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
-from ..checkpoint._store.checkpoint_files import open_folder
+from ..checkpoint._load import load
+from ..checkpoint._store.open_path import open_folder
 from ._common import FORCE_HELP, add_command, find, kind_of, stat_path
 
 if TYPE_CHECKING:
@@ -91,11 +92,11 @@ def _export(
     if where is None:
         model = _read(arguments, read).model
     elif (chosen := _selection(arguments)) is not None:
-        model = chosen.apply(parts_of(where.load()), arguments.source).model
+        model = chosen.apply(parts_of(load(where)), arguments.source).model
     elif source.is_local:
-        model = where.load(mmap=True, verify="first").model
+        model = load(where, mmap=True, verify="first").model
     else:
-        model = where.load().model
+        model = load(where).model
     if model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
     is_folder = is_torch or (where is not None and kind_of(where.root) == "huggingface")
@@ -113,7 +114,7 @@ def _read(arguments: argparse.Namespace, name: str) -> Parts:
     where = find(path, arguments.step) if name == "mlstate" else None
     if where is None:
         raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
-    parts = parts_of(where.load())
+    parts = parts_of(load(where))
     return parts if chosen is None else chosen.apply(parts, path)
 
 
@@ -131,7 +132,7 @@ def _load_folder(arguments: argparse.Namespace) -> Any:
     where = find(arguments.source, arguments.step)
     if where is None:
         raise ValueError(f"{arguments.source} is not an mlstate checkpoint")
-    return where.load(device="cpu")
+    return load(where, device="cpu")
 
 
 def _part_data(state: StateDict | None) -> dict[str, int] | None:

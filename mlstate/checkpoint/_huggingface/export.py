@@ -36,10 +36,9 @@ from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
 from .._folder.weight_names import INDEX
 from .._options import SAVE_DEFAULTS
-from .._remote.options import split_url
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._states.collect import NO_STATES
-from .._store.checkpoint_files import open_folder
+from .._store.open_path import is_url, open_folder
 from .config import config_of_dtype, weights_dtype
 from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
 
@@ -179,7 +178,7 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> _Opened:
     """Return functions that open the files that are not weights, such as config.json, by name."""
     if source is None:
         return {}
-    if isinstance(source, str) and split_url(source) is not None:
+    if is_url(source):
         store = open_folder(source, reads=True)
         names = sorted(filter(_is_copied, store.names("")))
         return {name: partial(_open_object, store, name) for name in names}
