@@ -4,16 +4,20 @@ import json
 import pathlib
 import pickle
 import shutil
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from checkpoint_model import flip_shard, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from weight_folder import write_folder, write_index, write_weight_file
 
 import mlstate
 from mlstate.checkpoint import Layout, plan_load, reshard
 from mlstate.checkpoint import inspect as inspect_checkpoint
 from mlstate.checkpoint._files.convert import read_any, write_any
+from mlstate.checkpoint._folder.weight_names import is_set, set_files, weights_root
 
 INDEX = "model.safetensors.index.json"
 COUNTS = pathlib.Path("/proc/self/io")
@@ -358,6 +362,26 @@ def test_a_wrong_total_is_a_warning(tmp_path, total):
     assert same(mlstate.load(folder, verify=False).model, arrays_of())
 
 
+@pytest.mark.filterwarnings("ignore:.*total_size", "ignore:.*no index", "ignore:.*files count")
+@pytest.mark.parametrize("change", ["total", "ghost", "no index"])
+def test_checksums_are_compared_despite_warnings(tmp_path, change):
+    folder, index = three_files(tmp_path)
+    for path in folder.glob("*.safetensors"):
+        mlstate.save_file(mlstate.load_file(path), path, {"format": "pt"})
+    index["weight_map"] |= (
+        {"ghost": "model-00001-of-00003.safetensors"} if change == "ghost" else {}
+    )
+    write_index(folder, index["weight_map"], 0)
+    if change == "no index":
+        (folder / INDEX).unlink()
+    assert same(mlstate.load(folder).model, arrays_of())
+    shard = next(s for s in inspect_checkpoint(folder).shards() if s.key == "layers.1.weight")
+    flip_shard(folder, shard, 5)
+    with pytest.raises(mlstate.errors.ChecksumError, match=r"layers\.1\.weight"):
+        mlstate.load(folder)
+    assert [problem.kind for problem in mlstate.verify(folder).problems] == ["altered"]
+
+
 # ---- names of files ----
 
 
@@ -425,6 +449,26 @@ def test_several_models_in_a_folder_are_refused(tmp_path, names):
         with pytest.raises(mlstate.errors.FormatError, match="folder holds several"):
             call(tmp_path)
     assert same(mlstate.load(tmp_path / f"{names[0]}.safetensors").model, arrays_of())
+
+
+PARTS = st.sampled_from([
+    "model", "consolidated", ".", "-", "0", "00001", "-00002-of-00003", "fp16", "*", "٣",
+    ".safetensors", ".bin", ".index", ".json", "9" * 40, "\udc80", "a/",
+])  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(PARTS, max_size=5).map("".join), max_size=6))
+def test_any_names_give_a_root_or_a_format_error(names):
+    for suffix in (".safetensors", ".bin"):
+        with suppress(mlstate.FormatError):
+            root = weights_root(names, suffix)
+            if root is not None and is_set(root):
+                files, missing = set_files(names, root)
+                assert set(files) <= set(names)
+                assert len(missing) <= 100_000
+            else:
+                assert root is None or root in names
 
 
 def test_a_folder_without_a_known_name_lists_the_remedy(tmp_path):

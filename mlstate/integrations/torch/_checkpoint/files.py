@@ -319,7 +319,7 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
         raise format_error(path, f"torch cannot read it: {_first_line(cause)}") from None
     entries = choices[-1].complete(tree)
     rest = path / _LIGHTNING_REST
-    if rest.is_file():
+    if os.path.lexists(rest):
         others = read_tree(rest)
         entries = {**others, **entries} if isinstance(others, Mapping) else entries
     return parts_of(entries, path)
