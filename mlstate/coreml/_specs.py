@@ -104,7 +104,7 @@ def _varint(number: int) -> bytes:
     return bytes(encoded)
 
 
-def _serialized(source: Any) -> bytes | None:
+def _serialized(source: object) -> bytes | None:
     """Return the serialized description of a coremltools model or spec, without its program."""
     spec = getattr(source, "_spec", None)  # get_spec() would copy the whole program
     if spec is None:

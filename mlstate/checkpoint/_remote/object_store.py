@@ -92,7 +92,7 @@ class ObjectStore:
         self.timeout = options.timeout_seconds
         self._options = options
         self._engine, self._store = options.open_engine(url)
-        self._uploads: dict[tuple[int, bool], Any] = {(upload_class(0), False): self._store}
+        self._uploads: dict[tuple[int, bool], object] = {(upload_class(0), False): self._store}
         self._pid = os.getpid()
 
     # ---- requests ----
@@ -152,7 +152,7 @@ class ObjectStore:
         `tag`.
         """
 
-        def request() -> tuple[Any, int, str | None]:
+        def request() -> tuple[object, int, str | None]:
             answer = self._engine.get(self._store, key, options={"range": (begin, end)})
             data, nbytes = answer.bytes(), answer.meta["size"]
             if len(data) != min(end, nbytes) - begin:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ...._types import Array
+
 # Keys in a group of a checkpoint: names of states that were Python numbers, which files store as
 # arrays; and of states that are nested values, with the positions of their parameters; and a mark
 # of a capturable group whose numbers were numbers: old checkpoints stored tensors as numbers too.
@@ -67,13 +69,13 @@ def equal_values(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
-def tensor_of(array: Any) -> torch.Tensor:
+def tensor_of(array: Array) -> torch.Tensor:
     """Return a new tensor of an array."""
     tensor: torch.Tensor = tensors_of({"": np.array(array)})[""]
     return tensor
 
 
-def check_restorable(value: Any, restored: Any, where: str) -> None:
+def check_restorable(value: object, restored: object, where: str) -> None:
     """Raise TypeError for a value that the codec would restore as another value."""
     if not equal_values(value, restored):
         cls = type(value)
@@ -94,7 +96,7 @@ def _as_json(value: Any) -> Any:
     return value if value is None or type(value) in (bool, int, float, str) else NotImplemented
 
 
-def encode_value(value: Any, where: str) -> Any:
+def encode_value(value: object, where: str) -> Any:
     """Return the JSON form of a group's value; raise TypeError or ValueError with its path."""
     json_value = _as_json(value)
     if json_value is not NotImplemented:
@@ -252,7 +254,7 @@ class Scope(NamedTuple):
 ALL = Scope()
 
 
-def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def _values_of(group: Mapping[str, object]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in NOT_VALUES}
 
 
@@ -265,11 +267,11 @@ def _mismatch(problem: str, name: str | None = None) -> CompatibilityError:
     return error
 
 
-def _same(form: Any, other: Any) -> bool:
+def _same(form: object, other: object) -> bool:
     return json.dumps(form, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
-def _merge(number: int, indexes: Sequence[int], saved: Sequence[Mapping[str, Any]]) -> int:
+def _merge(number: int, indexes: Sequence[int], saved: Sequence[Mapping[str, object]]) -> int:
     """Return a saved group that has the values of several; raise if they differ."""
     first = indexes[0]
     values = _values_of(saved[first])
@@ -316,7 +318,7 @@ def _saved_group(
     number: int,
     group_names: Sequence[str],
     groups_of: Mapping[str, int],
-    saved: Sequence[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, object]],
     count: int,
 ) -> int:
     """Return the saved group that has the values of one of `count` groups; raise if none has."""
@@ -365,7 +367,7 @@ def _is_numbered(saved: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def set_state(
-    optimizer: torch.optim.Optimizer, states: dict[Any, Any], groups: list[dict[str, Any]]
+    optimizer: torch.optim.Optimizer, states: dict[Any, Any], groups: list[dict[str, object]]
 ) -> None:
     """Change states and groups as torch's ``load_state_dict`` does at its end.
 
@@ -377,7 +379,7 @@ def set_state(
 
 
 def _with_defaults(
-    optimizer: torch.optim.Optimizer, values: dict[str, Any], defaults_group: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, values: dict[str, Any], defaults_group: Mapping[str, object]
 ) -> dict[str, Any]:
     """Add the values that torch sets when a saved group lacks them; warn of further ones."""
     if not has_own_loader(optimizer):
@@ -407,7 +409,7 @@ def _refuse_ambiguous_rate(optimizer: torch.optim.Optimizer, rate: float) -> Non
 
 
 def match_groups(
-    saved: Sequence[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, object]],
     learning_rate: float,
     optimizer: torch.optim.Optimizer,
     members: Sequence[Sequence[str]],
