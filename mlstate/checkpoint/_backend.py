@@ -66,4 +66,4 @@ class CheckpointBackend(Protocol):
         complete: bool,
         cast: bool,
     ) -> Any:
-        """Return the targets of an optimizer's states, and what else its load changes."""
+        """Return this rank's memory for the states of an optimizer, to be filled by `read`."""
