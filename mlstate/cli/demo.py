@@ -7,7 +7,7 @@ import os
 
 from .._common.local_path import local_path
 from ..checkpoint._folder.local import LocalFolder
-from ..checkpoint._store.checkpoint_files import refuse_existing
+from ..checkpoint._store.open_path import refuse_existing
 from ._common import Commands
 
 __all__ = ["add"]
