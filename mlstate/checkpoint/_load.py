@@ -159,7 +159,7 @@ class LoadRequest(NamedTuple):
     rank: int | None  # its index is preferred if several list the same tensors
     world_size: int | None  # if `rank` is given
     cutting: tuple[Steps | None, int, int]  # as `ranks_of` returns it
-    own: bool  # torch objects determine which part of a tensor they receive
+    by_target: bool  # torch objects determine which part of a tensor they receive
     cast: bool  # to the dtypes of `into`
     dtype: str  # of the floats of a new state; "" for the stored ones
     options: LoadOptions
@@ -670,10 +670,12 @@ def load(path: str | os.PathLike[str], **options: Unpack[LoadOptions]) -> Loaded
             )
     if manifest is None:
         root, manifest = files.open_root(root)
-    own = layout is None and rank is None and world_size is None
+    by_target = layout is None and rank is None and world_size is None
     if group is not None:
         rank, world_size = group.rank, group.world_size
-    request = LoadRequest(files, root, names, rank, world_size, cutting, own, cast, dtype, options)
+    request = LoadRequest(
+        files, root, names, rank, world_size, cutting, by_target, cast, dtype, options
+    )
     if group is not None and group.world_size > 1 and needs_all_ranks(into):
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets

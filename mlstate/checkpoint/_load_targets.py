@@ -176,7 +176,7 @@ def _shape_of(
 ) -> tuple[int, ...]:
     """Return the shape to load into a target that does not know its part of the tensor."""
     steps, index, world = loader.request.cutting
-    if loader.request.own or (steps is None and (world == 0 or len(layout) != 1)):
+    if loader.request.by_target or (steps is None and (world == 0 or len(layout) != 1)):
         return shape
     if steps is None:
         steps = ((layout[0][0], world),)
@@ -189,7 +189,7 @@ def _cuts(loader: Loader, filling: Any, names: list[str]) -> Any:
     """Return how tensors are cut, for the core: one cut for all names, or a list by name."""
     if isinstance(filling, _ArrayTarget):
         return loader.request.cutting
-    if loader.request.own:
+    if loader.request.by_target:
         return filling.cuts(names)
     filling.whole()
     return loader.request.cutting
