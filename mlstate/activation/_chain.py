@@ -11,7 +11,7 @@ import numpy as np
 from .. import _core
 from .._common.backend import backend_named
 from .._common.budget import Budget, parse_budget
-from .._common.text import bytes_text, table_html, table_text
+from .._common.text import bytes_text, count_text, table_html, table_text
 from ._backend import ActivationBackend
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _HEADERS = ["block", "forward", "backward", "input", "saved", "gradient", "tempo
 
 
 def freeze_numbers(
-    name: str, values: Any, dtype: str, count: int | None = None, *, each: str = "entry"
+    name: str, values: object, dtype: str, count: int | None = None, *, each: str = "entry"
 ) -> NDArray:
     """Copy numbers into a read-only array of `dtype`; raise if a value would change."""
     array = np.asarray(values)
@@ -326,7 +326,7 @@ class Chain:
         return cls._from_dict(json.loads(text))
 
     @classmethod
-    def _from_dict(cls, document: Any) -> Chain:
+    def _from_dict(cls, document: object) -> Chain:
         if not isinstance(document, dict):
             raise ValueError(f"a chain is a JSON object, got {type(document).__name__}")
         if document.get("format", _FORMAT) != _FORMAT or document.get("version", 1) != 1:
@@ -393,7 +393,7 @@ class Chain:
         return Chain._from_dict, (self._as_dict(),)
 
     def _title(self) -> str:
-        blocks = f"{self.blocks:,} block{'' if self.blocks == 1 else 's'}"
+        blocks = count_text(self.blocks, "block")
         peak = bytes_text(self.plain_peak_bytes)
         title = f"{blocks}, {self.plain_seconds:.4g} s, {peak} at most without a plan"
         if self._spread is None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .._common.backend import backend_named
-from .._common.text import table_html
+from .._common.text import count_text, table_html
 from ._backend import ActivationBackend
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class RecomputeReport:
         finding_count = len(self.findings)
         if not finding_count:
             return f"{blocks} run again: all gave the same bits"
-        return f"{blocks} run again: {finding_count:,} finding{'' if finding_count == 1 else 's'}"
+        return f"{blocks} run again: {count_text(finding_count, 'finding')}"
 
     def _rows(self) -> list[list[str]]:
         return [[f.block, f.where, f.kind, f.text] for f in self.findings]
@@ -106,7 +106,9 @@ class RecomputeReport:
         return table_html(self._title(), _HEADERS, self._rows())
 
 
-def check(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> RecomputeReport:
+def check(
+    module: object, plan: object, sample: object, *, blocks: object = None
+) -> RecomputeReport:
     """Check before a long run that a model's blocks can be recomputed.
 
     Parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.text import bytes_text, table_text
+from .._common.text import bytes_text, count_text, table_text
 from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
 from ._folder.names import ROOTS, SECTIONS
@@ -398,9 +398,9 @@ class Checkpoint:
         if self._manifest.weights is not None:
             label = "Hugging Face folder" if self._root in ROOTS else self._root
         parts = [
-            f"{label}: {tensors:,} tensor{'' if tensors == 1 else 's'}",
+            f"{label}: {count_text(tensors, 'tensor')}",
             stored_text(self.nbytes, self.stored_nbytes),
-            f"{len(self.files()):,} file{'' if len(self.files()) == 1 else 's'}",
+            count_text(len(self.files()), "file"),
             f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
         ]
         parts += [] if self.step is None else [f"step {self.step}"]
@@ -430,7 +430,7 @@ class Checkpoint:
 
 
 def inspect(
-    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None = None
 ) -> Checkpoint:
     """
     Read the manifest and all indexes of a checkpoint.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .._common.arguments import check_flags, check_int
-from .._common.text import bytes_text
+from .._common.text import bytes_text, count_text
 from ..errors import FormatError, MLStateError
 from ._folder.protocol import NoExclusion
 from ._manager import CheckpointManager
@@ -61,7 +61,7 @@ class PruneReport(NamedTuple):
     def _title(self) -> str:
         done = "would delete" if self.dry_run else "deleted"
         count = len(self.files)
-        amount = f"{count:,} file{'' if count == 1 else 's'}, {bytes_text(self.nbytes)}"
+        amount = f"{count_text(count, 'file')}, {bytes_text(self.nbytes)}"
         return f"{done} {amount if count else 'nothing'}"
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ def prune(
     keep: int | None = None,
     dry_run: bool = False,
     lock_timeout: float = 0,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> PruneReport:
     """
     Delete the files of a checkpoint's folder that no checkpoint needs.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
 from .. import _core
 from .._common.dtypes import DTYPES, dtype_name
 from .._common.set_module import set_module
-from .._common.text import bytes_text, names_hint, shorten, table_html
+from .._common.text import bytes_text, count_text, names_hint, shorten, table_html
 from ..errors import TensorNotFoundError
 from ._arguments import as_count, as_counts, capacity_error, incompatible
 from ._axis import sequence_axis, with_length
@@ -19,6 +19,7 @@ from ._transition import name_errors
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from .._types import DType
     from ..errors import CompatibilityError
 
 CacheKind: TypeAlias = Literal["full", "sliding", "recurrent", "conv", "quantized", "opaque"]
@@ -138,7 +139,7 @@ class CacheEntry:
         put(self, "next_slot", _checked_slot(self))
         _check_quantization(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.__dict__.setdefault("next_slot", None)  # pickles of earlier versions do not have it
 
@@ -200,7 +201,7 @@ def _check_names(entry: CacheEntry) -> None:
         raise entry_error(entry.name, text, ", ".join(KINDS), entry.kind)
 
 
-def _checked_dtype(name: str, dtype: Any) -> str:
+def _checked_dtype(name: str, dtype: DType) -> str:
     """Return the name of a dtype of NumPy, ml_dtypes or torch."""
     dtype_text = dtype_name(dtype)
     if dtype_text not in _ITEM_BYTES:
@@ -392,7 +393,7 @@ class CacheSpec(CopiedByValue):
     def __getitem__(self, key: str | int | slice) -> CacheEntry | tuple[CacheEntry, ...]:
         return self.entry_of(key) if isinstance(key, str) else self.entries[key]
 
-    def _content(self) -> tuple[Any, ...]:
+    def _content(self) -> tuple[object, ...]:
         return (self.entries,)
 
     def __eq__(self, other: object) -> bool:
@@ -405,7 +406,7 @@ class CacheSpec(CopiedByValue):
         counts = [(kind, sum(e.kind == kind for e in self.entries)) for kind in KINDS]
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts if count)
         count = f"{len(self):,} {'entry' if len(self) == 1 else 'entries'}"
-        layers = f"{self.layer_count:,} layer{'' if self.layer_count == 1 else 's'}"
+        layers = count_text(self.layer_count, "layer")
         room = "" if self.capacity is None else f", {self.capacity:,} positions"
         return f"{count}: {kinds}; {layers}{room}"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from ..errors import CapacityError
-from ._arguments import as_count, as_counts, capacity_error
+from ._arguments import as_count, as_counts, capacity_error, tokens_error
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def as_sizes(sizes: Any) -> tuple[int, ...]:
     return checked
 
 
-def as_size(sizes: tuple[int, ...], size: Any) -> int:
+def as_size(sizes: tuple[int, ...], size: object) -> int:
     """Return a size as an int, or raise the error for an unknown size."""
     number = as_count("size", size)
     if number not in sizes:
@@ -470,12 +470,7 @@ class ContextLadder:
         if refill:
             return self.refill(position, size)
         larger = f"pass size={fits[0]}, or " if fits else ""
-        raise capacity_error(
-            f"{position} tokens do not fit into {size} positions: {larger}refill=True to drop "
-            "tokens",
-            f"0..{size}",
-            position,
-        )
+        raise tokens_error(position, size, f"{larger}refill=True to drop tokens")
 
     def prefill_batches(self, stop: int, start: int = 0) -> tuple[tuple[int, int], ...]:
         """Divide positions into whole batches.
@@ -622,7 +617,7 @@ class ContextLadder:
         parts = _ranges(range(sinks), range(dropped.stop, position))
         return LadderStep("roll", top, parts, dropped)
 
-    def _settings(self) -> tuple[Any, ...]:
+    def _settings(self) -> tuple[object, ...]:
         return tuple(getattr(self, name) for name in self.__slots__)
 
     def __eq__(self, other: object) -> bool:
