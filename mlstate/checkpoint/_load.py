@@ -219,27 +219,8 @@ class Loader:
 
     def _load(self, section: int, keys: list[str], cutting: Any, *, mmap: bool) -> dict[str, Any]:
         progress, verify = self.request.progress, self.verify and not mmap
-        arrays: dict[str, Any] = {}
-
-        def read(folder: str, some: list[str], cuts: Any) -> None:
-            arrays.update(
-                self.merged_index.load(folder, section, some, cuts, verify, mmap, progress)
-            )
-
-        self.read_batches(section, keys, cutting, verify, read)
-        return arrays
-
-    def read_batches(
-        self,
-        section: int,
-        keys: list[str],
-        cuts: Any,
-        verify: bool,
-        read: Callable[[str, list[str], Any], None],
-    ) -> None:
-        """Call `read` with local folders, keys and their cuts, until all keys are read."""
         folder = self.request.files.folder
-        folder.read_batches(self.merged_index, section, keys, cuts, verify, read)
+        return folder.load(self.merged_index, section, keys, cutting, verify, mmap, progress)
 
     def load_state(self, section: Section, names: list[str], extra: dict[str, Any]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""

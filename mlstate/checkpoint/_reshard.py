@@ -104,15 +104,9 @@ def _load(
     files: CheckpointFiles, merged: _core.MergedIndex, section: int, keys: list[str], cutting: Any
 ) -> dict[str, Any]:
     """Return parts of verified tensors: views of mapped files, or copies of objects."""
-    arrays: dict[str, Any] = {}
     mmap = files.folder.is_local
-
-    def read(local: str, some: list[str], cuts: Any) -> None:
-        arrays.update(merged.load(local, section, some, cuts, not mmap, mmap, None))
-
     # objects may be replaced after the verification, so their checksums are compared again
-    files.folder.read_batches(merged, section, keys, cutting, not mmap, read)
-    return arrays
+    return files.folder.load(merged, section, keys, cutting, not mmap, mmap, None)
 
 
 def reshard(
