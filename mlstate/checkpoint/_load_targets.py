@@ -18,7 +18,7 @@ from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._sharding.layout import Layout, Steps
 from ..errors import CompatibilityError
-from ..state._compatibility import SHOWN, join, rename_hint
+from ..state._compatibility import LISTED, join, rename_hint
 from ..state._load_into import load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ._backend import CheckpointBackend, OptimizerRecord
@@ -118,8 +118,8 @@ def names_error(
     lines = [f"Error(s) in loading {path}:"]
     for words, names in (("Missing", missing), ("Unexpected", unexpected)):
         if names:
-            quoted = join([f'"{name}"' for name in names[:SHOWN]])
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            quoted = join([f'"{name}"' for name in names[:LISTED]])
+            more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
             lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
     hint = rename_hint(dict.fromkeys(unexpected), dict.fromkeys(unfilled), unexpected, unfilled)[1]
     lines += [f"{hint}."] if hint else []
@@ -146,10 +146,10 @@ def _fit_names(
     missing = _without_tied(loader, unfilled, selected, filling)
     lacking, _ = names.select(missing, min(section.number, OPTIMIZER))
     unexpected = [name for name in selected if name not in target_names]
-    lenient = section.is_optimizer and request.missing != "error"
-    if request.strict and (unexpected or (lacking and not lenient)):
+    lenient = section.is_optimizer and request.options["missing"] != "error"
+    if request.options["strict"] and (unexpected or (lacking and not lenient)):
         raise names_error([] if lenient else lacking, unexpected, unfilled, loader.folder)
-    if request.missing == "zeros" and section.is_optimizer:
+    if request.options["missing"] == "zeros" and section.is_optimizer:
         for name in lacking:
             filling.zero(name)
     return [name for name in selected if name in filling.arrays]
@@ -226,13 +226,14 @@ def _check(loader: Loader, ready_target: _Ready) -> None:
 
 def _fill(loader: Loader, ready_target: _Ready) -> None:
     """Read into arrays; shapes and dtypes are checked before the first byte is written."""
-    section, filling, request = ready_target.section, ready_target.filling, loader.request
+    section, filling = ready_target.section, ready_target.filling
     keys, arrays = (
         section.keys(ready_target.names),
         section.by_key(filling.arrays, ready_target.names),
     )
-    where = loader.merged_index, section.number, keys, ready_target.cuts
-    request.files.folder.load_into(*where, arrays, loader.verify, request.progress)
+    selection = loader.merged_index, section.number, keys, ready_target.cuts
+    folder, progress = loader.request.files.folder, loader.options["progress"]
+    folder.load_into(*selection, arrays, loader.verify, progress)
     if ready_target.casts:
         stored = {name: filling.arrays[name] for name in ready_target.casts}
         filling.arrays.update(ready_target.casts)
@@ -309,7 +310,7 @@ def _optimizer_target(
         names,
         meant,
         shapes=shapes,
-        strict=request.strict,
+        strict=request.options["strict"],
         complete=request.names is None,
         cast=request.cast,
     )
@@ -325,7 +326,7 @@ def _choose_entries(
     stored = stored_entries(loader, section)
     chosen = names.select(list(stored.entries), section.number)[0]
     clash = [name for name in chosen if not is_module(target) and name in target]
-    if clash or (chosen and not is_module(target) and loader.request.strict):
+    if clash or (chosen and not is_module(target) and loader.options["strict"]):
         raise names_error([], clash or chosen, [], loader.folder)
     return stored, chosen
 
@@ -380,7 +381,7 @@ def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
 
 def _targets(loader: Loader) -> Prepared:
     """Return the targets; raise if the state of a target was not saved."""
-    into, folder = loader.request.into, loader.folder
+    into, folder = loader.options["into"], loader.folder
     states = _target(into, "states")
     if states is not None and not hasattr(states, "keys"):
         raise TypeError(
@@ -395,7 +396,7 @@ def _targets(loader: Loader) -> Prepared:
         if target is not None and section.kind is None
     ]
     absent = [name for name in prepared.states if name not in loader.states]
-    if loader.request.strict and absent:
+    if loader.options["strict"] and absent:
         have = ", ".join(map(repr, loader.states)) or "none"
         lacking.append(f"state {absent[0]!r} (named states: {have})")
     if lacking:

@@ -17,7 +17,7 @@ from thread_team import run_in_threads
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Staging, prune, save_async
-from mlstate.checkpoint._store.checkpoint_files import RootPath
+from mlstate.checkpoint._store.open_path import RootPath, open_files
 
 
 def state(step, large=False):
@@ -251,7 +251,7 @@ def test_a_root_in_the_place_of_another_is_damaged(tmp_path):
     roots[2].write_bytes(roots[0].read_bytes())
     text = f"{roots[2].name}: the content .* step 1, whose name would be roots/{roots[0].name}"
     with pytest.raises(mlstate.FormatError, match=text) as caught:
-        mlstate.checkpoint.Checkpoint(RootPath(str(tmp_path), f"roots/{roots[2].name}"))
+        mlstate.checkpoint.Checkpoint(RootPath(open_files(tmp_path), f"roots/{roots[2].name}"))
     assert caught.value.path == str(roots[2])
     with pytest.warns(UserWarning, match=text):
         assert manager.restore_latest().step == 1
@@ -341,11 +341,13 @@ def test_save_into_a_managers_folder_is_refused(manager, save):
 
 def test_a_save_that_finds_steps_once_it_has_the_lock_is_refused(manager, tmp_path):
     from mlstate.checkpoint._commit import write_and_commit
-    from mlstate.checkpoint._options import DEFAULTS
+    from mlstate.checkpoint._options import SAVE_DEFAULTS
     from mlstate.checkpoint._save import check_target, gather_shards, take_content
 
-    target = check_target(manager.directory, DEFAULTS)
-    late = gather_shards(target, take_content(target, {"other": np.ones(3)}, None, None, DEFAULTS))
+    target = check_target(manager.directory, SAVE_DEFAULTS)
+    late = gather_shards(
+        target, take_content(target, {"other": np.ones(3)}, None, None, SAVE_DEFAULTS)
+    )
     manager.save(1, state(1))
     with pytest.raises(mlstate.StoreError, match="holds the steps of a CheckpointManager"):
         write_and_commit(target, late, None)
@@ -363,7 +365,7 @@ def test_stray_file_under_roots_is_ignored(tmp_path, name):
     assert same({"w": np.zeros(3)}, mlstate.load(tmp_path).model)
 
 
-def test_manager_does_not_replace_a_plain_checkpoint(manager):
+def test_manager_does_not_replace_a_checkpoint_without_steps(manager):
     mlstate.save(manager.directory, state(4), step=4)
     words = "holds a checkpoint of mlstate.save, which is not a step"
     for save in (manager.save, manager.save_async):
