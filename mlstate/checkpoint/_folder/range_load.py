@@ -123,8 +123,8 @@ def plan_units(call: LoadCall, staged: Collection[str], part_bytes: int) -> Iter
             small.append((ranges, at))
         else:
             for path, begin, end, nbytes, origin in reads:
-                whole = path, begin, end
-                parts = _divide(whole, origin, step) if origin >= 0 else [whole]
+                byte_range = path, begin, end
+                parts = _divide(byte_range, origin, step) if origin >= 0 else [byte_range]
                 large += [Unit([at], [part]) for part in parts if nbytes]
     yield from _group_small(sorted(small), part_bytes)
     yield from large
@@ -144,9 +144,9 @@ def _group_small(small: list[tuple[list[Range], int]], most: int) -> Iterator[Un
         yield Unit(unit.at, _joined(unit.ranges))
 
 
-def _divide(whole: Range, origin: int, step: int) -> list[Range]:
+def _divide(byte_range: Range, origin: int, step: int) -> list[Range]:
     """Cut a range at multiples of `step` from `origin`, which is not behind its begin."""
-    path, begin, end = whole
+    path, begin, end = byte_range
     first = begin - (begin - origin) % step
     return [(path, max(begin, at), min(at + step, end)) for at in range(first, end, step)]
 
