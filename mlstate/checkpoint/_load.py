@@ -35,7 +35,7 @@ from ._store.rank_indexes import Indexes
 from ._store.weight_files import check_total
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from typing import Unpack
 
     from .. import _core
@@ -219,27 +219,8 @@ class Loader:
         self, section: int, keys: list[str], cutting: object, *, mmap: bool
     ) -> dict[str, Any]:
         progress, verify = self.options["progress"], self.verify and not mmap
-        arrays: dict[str, Any] = {}
-
-        def read(folder: str, some: list[str], cuts: Any) -> None:
-            arrays.update(
-                self.merged_index.load(folder, section, some, cuts, verify, mmap, progress)
-            )
-
-        self.read_batches(section, keys, cutting, verify, read)
-        return arrays
-
-    def read_batches(
-        self,
-        section: int,
-        keys: list[str],
-        cuts: object,
-        verify: bool,
-        read: Callable[[str, list[str], object], None],
-    ) -> None:
-        """Call `read` with local folders, keys and their cuts, until all keys are read."""
         folder = self.request.files.folder
-        folder.read_batches(self.merged_index, section, keys, cuts, verify, read)
+        return folder.load(self.merged_index, section, keys, cutting, verify, mmap, progress)
 
     def load_state(self, section: Section, names: list[str], extra: dict[str, object]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
