@@ -26,7 +26,7 @@ from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._load import load
 from ..checkpoint._store.open_path import open_folder
-from ._common import FORCE_HELP, add_command, find, kind_of, stat_path
+from ._common import FORCE_HELP, Commands, add_command, find, kind_of, stat_path
 
 if TYPE_CHECKING:
     from ..checkpoint._files.convert import Place
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``convert``."""
     help_text = "convert between checkpoints and files of torch, Lightning, Hugging Face, NumPy"
     parser = add_command(commands, "convert", help_text, run_convert)

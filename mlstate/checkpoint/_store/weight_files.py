@@ -138,7 +138,7 @@ def unlisted_files(folder: Folder, weights: WeightFiles) -> list[str]:
 
     Of one file in a store there are none: the folder may hold anything else.
     """
-    if weights.tensors is None and folder.file:
+    if weights.tensors is None and not folder.is_local:
         return []
     names = folder.names("")
     return sorted(name for name in names if name.endswith(SUFFIX) and name not in weights.files)
@@ -247,30 +247,21 @@ def read_merged_index(folder: Folder, manifest: Manifest) -> _core.MergedIndex:
 
 
 def _compare_copies(folder: Folder, merged: _core.MergedIndex) -> None:
-    """Raise FormatError if several files hold a tensor with different bytes."""
-    places: dict[str, list[str]] = {}
-    first_files = {}
+    """Raise FormatError if several files hold a tensor with different bytes.
+
+    Memory: two tensors at a time, or mapped files.
+    """
+    indexes: dict[str, _core.MergedIndex] = {}
     for key, file, first_file in merged.copies():
-        places.setdefault(file, []).append(key)
-        first_files[key] = first_file
-    for file, keys in places.items():
-        with folder.header_files((file,)) as local:
-            others = _core.MergedIndex.of_files(local, (file,))
-
-        def compare(
-            path: str, some: list[str], cuts: Any, file: str = file, others: Any = others
-        ) -> None:
-            copies = others.load(path, 0, some, cuts, False, True, None)
-
-            def compare_with_listed(path: str, some: list[str], cuts: Any) -> None:
-                arrays = merged.load(path, 0, some, cuts, False, True, None)
-                for key in some:
-                    if bytes_of(arrays[key]) != bytes_of(copies[key]):
-                        raise _copy_error(folder, key, file, first_files[key])
-
-            folder.read_batches(merged, 0, some, cuts, False, compare_with_listed)
-
-        folder.read_batches(others, 0, keys, _WHOLE, False, compare)
+        if file not in indexes:
+            with folder.header_files((file,)) as local:
+                indexes[file] = _core.MergedIndex.of_files(local, (file,))
+        arrays = (
+            folder.load(index, 0, [key], _WHOLE, False, folder.is_local, None)[key]
+            for index in (merged, indexes[file])
+        )
+        if bytes_of(next(arrays)) != bytes_of(next(arrays)):
+            raise _copy_error(folder, key, file, first_file)
 
 
 def bytes_of(array: Any) -> memoryview:
