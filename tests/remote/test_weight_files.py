@@ -249,7 +249,7 @@ def test_other_files_at_a_url_are_refused_with_the_remedy(url, options):
         mlstate.load_file(f"{url}/model.safetensors")
 
 
-@pytest.mark.filterwarnings("ignore:.*files count", "ignore:.*total_size")
+@pytest.mark.filterwarnings("ignore:.*headers are used", "ignore:.*total_size")
 def test_copies_of_a_tensor_in_two_objects_are_compared(folder, store, options, tmp_path):
     listed = json.loads(store.get(f"{folder}/model.safetensors.index.json"))["weight_map"]
     target, other = sorted(set(listed.values()))[:2]

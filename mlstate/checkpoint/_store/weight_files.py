@@ -307,7 +307,7 @@ def warn_of_differences(
     if others:
         texts.append(f"{others} other tensor{'' if others == 1 else 's'} differ too")
     if texts:
-        _warn(folder, weights.root, f"{'; '.join(texts)}; the files count")
+        _warn(folder, weights.root, f"{'; '.join(texts)}; the files' headers are used")
 
 
 def listed_only_error(weights: WeightFiles | None, name: str, folder: str) -> Exception | None:
