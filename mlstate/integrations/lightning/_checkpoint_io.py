@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import warnings
 import zlib
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..._common.local_path import local_folder
 from ..._common.set_module import set_module
 from ..._common.store_error import store_error
 from ...checkpoint import load
 from ...checkpoint._files.lightning import checkpoint_of, read_ckpt, save_checkpoint
-from ...checkpoint._folder.names import MANIFEST
 from ...checkpoint._save import SaveFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-# Lightning's modules that open a checkpoint as a file; there are two names of its packages.
-_READERS = (
-    "lightning.pytorch.core.saving",
-    "lightning.fabric.plugins.io.torch_io",
-    "pytorch_lightning.core.saving",
-    "lightning_fabric.plugins.io.torch_io",
-)
+from ._errors import is_checkpoint, name_conversion_in_errors
 
 
 def _register(cls: type) -> None:
@@ -47,49 +34,12 @@ def _register(cls: type) -> None:
             continue
         base.register(cls)
         is_registered = True
-    _explain_folders()
+    name_conversion_in_errors()
     if not is_registered:
         raise ImportError(
             "MLStateCheckpointIO needs lightning: pip install 'mlstate[lightning]'",
             name="lightning",
         )
-
-
-def _explained(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Lightning's reader of files, whose error for one of our folders names the remedy."""
-
-    @wraps(load)
-    def load_file(path: Any, *args: Any, **keywords: Any) -> Any:
-        try:
-            return load(path, *args, **keywords)
-        except IsADirectoryError as error:
-            if not _is_checkpoint(path):
-                raise
-            text = (
-                "it is a folder of MLStateCheckpointIO, which only a Trainer with this plugin "
-                "reads; mlstate convert FOLDER OUT.ckpt --to lightning writes the file"
-            )
-            raise IsADirectoryError(error.errno, text, os.fspath(path)) from error
-
-    load_file.explains_folders = True  # type: ignore[attr-defined]
-    return load_file
-
-
-def _explain_folders() -> None:
-    """Name `mlstate convert` in errors of readers without the plugin, in this process.
-
-    Lightning offers no hook there: its reader opens the path as a file. Only the text of the error
-    changes, and only for folders of the plugin.
-    """
-    for name in _READERS:
-        module = sys.modules.get(name)
-        load = getattr(module, "pl_load", None)
-        if load is not None and not hasattr(load, "explains_folders"):
-            module.pl_load = _explained(load)  # type: ignore[union-attr]
-
-
-def _is_checkpoint(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, MANIFEST))
 
 
 def _is_relative_link(path: str) -> bool:
@@ -178,7 +128,7 @@ class MLStateCheckpointIO:
         if storage_options is not None:
             raise TypeError("MLStateCheckpointIO takes no storage_options")
         folder = local_folder(path)
-        if _is_checkpoint(folder) and not os.path.islink(folder):
+        if is_checkpoint(folder) and not os.path.islink(folder):
             target = SaveFolder(folder, any_suffix=True)  # Lightning names it .ckpt
             save_checkpoint(checkpoint, target, **self._options)
             return
@@ -267,7 +217,7 @@ class MLStateCheckpointIO:
         if not os.path.lexists(folder):
             return
         is_link = os.path.islink(folder)
-        if is_link or not _is_checkpoint(folder):
+        if is_link or not is_checkpoint(folder):
             kind = "a symbolic link" if is_link else "not a checkpoint of mlstate"
             raise store_error(
                 OSError(errno.EINVAL, f"the path is {kind}"),

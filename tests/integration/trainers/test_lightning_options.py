@@ -6,6 +6,7 @@ import enum
 import os
 import pathlib
 import random
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -373,6 +374,35 @@ def test_checkpoints_convert_to_and_from_files(tmp_path, job, callbacks, capsys)
     mlstate.save(tmp_path / "other", {"w": np.ones(2)})
     assert main(["convert", str(tmp_path / "other"), str(tmp_path / "w.ckpt")]) == 2
     assert "holds no checkpoint of Lightning" in capsys.readouterr().err
+
+
+CHECKPOINT_WITHOUT_PLUGIN = """
+import sys, torch, lightning
+from lightning.pytorch.demos.boring_classes import BoringModel
+assert "mlstate" not in sys.modules
+model = BoringModel()
+if sys.argv[2] == "fabric":
+    call = lambda: lightning.Fabric(accelerator="cpu").load(sys.argv[1])
+else:
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert trainer.callbacks and not any("mlstate" in type(c).__module__ for c in trainer.callbacks)
+    call = {
+        "fit": lambda: trainer.fit(model, ckpt_path=sys.argv[1]),
+        "load": lambda: BoringModel.load_from_checkpoint(sys.argv[1]),
+    }[sys.argv[2]]
+try:
+    call()
+except IsADirectoryError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("reader", ["fit", "load", "fabric"])
+def test_process_that_never_imported_mlstate_names_the_conversion(tmp_path, reader):
+    MLStateCheckpointIO().save_checkpoint({"state_dict": {"w": torch.ones(2)}}, tmp_path / "a.ckpt")
+    arguments = [sys.executable, "-c", CHECKPOINT_WITHOUT_PLUGIN, tmp_path / "a.ckpt", reader]
+    run = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "mlstate convert FOLDER OUT.ckpt --to lightning" in run.stdout, run.stderr
 
 
 class Trap:

@@ -1,0 +1,70 @@
+"""The errors of Lightning for a folder of `MLStateCheckpointIO`: they name the conversion.
+
+Lightning calls `add_no_callbacks` when it makes a Trainer or a Fabric, in any process: the entry
+points of the package name it. So this module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import wraps
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+# Lightning's modules that open a checkpoint as a file; there are two names of its packages.
+_READERS = (
+    "lightning.pytorch.core.saving",
+    "lightning.fabric.plugins.io.torch_io",
+    "pytorch_lightning.core.saving",
+    "lightning_fabric.plugins.io.torch_io",
+)
+
+
+def add_no_callbacks() -> list[Any]:
+    """Name `mlstate convert` in Lightning's errors; return no callback."""
+    name_conversion_in_errors()
+    return []
+
+
+def name_conversion_in_errors() -> None:
+    """Name `mlstate convert` in errors of readers without the plugin, in this process.
+
+    Lightning offers no hook there: its reader opens the path as a file. Only the text of the error
+    changes, and only for folders of the plugin.
+    """
+    for name in _READERS:
+        module = sys.modules.get(name)
+        load = getattr(module, "pl_load", None)
+        if load is not None and not hasattr(load, "names_conversion"):
+            module.pl_load = _with_conversion(load)  # type: ignore[union-attr]
+
+
+def is_checkpoint(folder: str) -> bool:
+    """Return whether a folder has the manifest of a checkpoint."""
+    from ...checkpoint._folder.names import MANIFEST
+
+    return os.path.isfile(os.path.join(folder, MANIFEST))
+
+
+def _with_conversion(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Lightning's reader of files, whose error for one of our folders names the remedy."""
+
+    @wraps(load)
+    def load_file(path: Any, *args: Any, **keywords: Any) -> Any:
+        try:
+            return load(path, *args, **keywords)
+        except IsADirectoryError as error:
+            if not is_checkpoint(path):
+                raise
+            text = (
+                "it is a folder of MLStateCheckpointIO, which only a Trainer with this plugin "
+                "reads; mlstate convert FOLDER OUT.ckpt --to lightning writes the file"
+            )
+            raise IsADirectoryError(error.errno, text, os.fspath(path)) from error
+
+    load_file.names_conversion = True  # type: ignore[attr-defined]
+    return load_file
