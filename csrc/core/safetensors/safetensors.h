@@ -61,14 +61,15 @@ typedef struct mls_stored {
                        the dtype is unknown, or the last axis of a packed dtype has no
                        whole bytes. Then `dtype` is MLS_U8, and only `bytes` counts:
                        `shape` is the file's. */
-    const char *blocks; /* 8 digits for each block; valid only with `has_crc` */
+    uint64_t opaque_offset; /* of that dtype in the file */
+    const char *blocks;     /* 8 digits for each block; valid only with `has_crc` */
 } mls_stored;
 
 typedef struct mls_str_pair {
     mls_str key, value;
 } mls_str_pair;
 
-/* Fail with MLS_E_FORMAT if a tensor is opaque, and name it. */
+/* Fail with MLS_E_FORMAT, name and offset if a tensor is opaque. */
 mls_code mls_stored_check(const mls_stored *tensor, mls_status *st);
 
 /* A parsed header. Everything in it was checked: the tensors cover the file exactly. */

@@ -114,6 +114,7 @@ static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
         t->dtype = MLS_U8;
         t->opaque = text;
     }
+    t->opaque_offset = LENGTH_BYTES + mls_json_offset(r->file.json, node);
     return MLS_OK;
 }
 
@@ -136,11 +137,11 @@ mls_code mls_stored_check(const mls_stored *tensor, mls_status *st)
         (int)(tensor->name.length < SHOWN_NAME ? tensor->name.length : SHOWN_NAME);
     const int dtype_width =
         (int)(dtype.length < SHOWN_DTYPE ? dtype.length : SHOWN_DTYPE);
-    mls_fail(st, MLS_E_FORMAT, "tensor '%.*s': dtype '%.*s' %s", width, tensor->name.data,
-             dtype_width, dtype.data,
-             unknown ? "is not supported by this version of mlstate"
-                     : "has several elements in a byte, and the last axis does not fill "
-                       "whole bytes");
+    mls_fail_at(st, tensor->opaque_offset, "tensor '%.*s': dtype '%.*s' %s", width,
+                tensor->name.data, dtype_width, dtype.data,
+                unknown ? "is not supported by this version of mlstate"
+                        : "has several elements in a byte, and the last axis does not "
+                          "fill whole bytes");
     mls_status_name(st, tensor->name.data, tensor->name.length);
     return mls_status_got(st, "%.*s", dtype_width, dtype.data);
 }

@@ -194,6 +194,7 @@ TEST(opaque_tensors_do_not_make_the_file_invalid)
         CHECK(mls_safetensors_check(&f, &status) == MLS_E_FORMAT);
         CHECK_TEXT(status.name, "a");
         CHECK_TEXT(status.got, cases[i].dtype);
+        CHECK(status.has_offset && status.offset == 8 + strlen("{\"a\":{\"dtype\":"));
         mls_safetensors_fini(&f);
     }
 }
