@@ -76,7 +76,7 @@ def build(folder: Path) -> Any:
 
 def copier(library: Any, kernels: Any, forced: bytes | None) -> Any:
     """The core's copy with a checksum, with separate store choices."""
-    choices, status = (ctypes.create_string_buffer(4096) for _ in range(2))
+    choices, status = (ctypes.create_string_buffer(1 << 16) for _ in range(2))
     assert library.mls_store_choices_init(choices, forced, status) == 0
     library.mls_crc_copy.argtypes = (
         *(ctypes.c_void_p,) * 2,

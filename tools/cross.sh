@@ -54,7 +54,7 @@ slice() {
         echo "ok  ${target%:*}: compiles"
     done
     CC=aarch64-linux-gnu-gcc AR=aarch64-linux-gnu-ar EXTRA="-Werror -static -DWITHOUT_FORK -DMLS_FEWER_TRIES" \
-        arm "$(emulator)" diff reduce plan_dp_slots copy crc32c kv_transition kv_rolling kv_quantize rotate_keys attention_mask
+        arm "$(emulator)" diff reduce plan_dp_slots copy crc32c kv_transition kv_ring kv_quantize rotate_keys attention_mask
 }
 
 case ${2:-all} in

@@ -101,9 +101,9 @@ static int note_loaded(void)
 /* A function of the table, called by Python. */
 #define DEFINE_CALL(name, count, parameters)                                             \
     static PyObject *call_##name(PyObject *module, PyObject *const *args,                \
-                                 Py_ssize_t given)                                       \
+                                 Py_ssize_t argument_count)                              \
     {                                                                                    \
-        return mlspy_take_count(#name, count, given) < 0                                 \
+        return mlspy_take_count(#name, count, argument_count) < 0                        \
                    ? NULL                                                                \
                    : core_##name(mlspy_state_of(module), args);                          \
     }

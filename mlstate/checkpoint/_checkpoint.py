@@ -10,14 +10,17 @@ from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
 from ._folder.names import ROOTS, SECTIONS
 from ._load import LoadedState, load
+from ._options import LOAD_DEFAULTS, show_options
 from ._store.checkpoint_files import RootPath, open_root_path
 from ._store.manifest import build, parse
 from ._verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Unpack
 
     from .. import _core
+    from ._options import LoadOptions
     from ._store.manifest import Manifest
 
 _ROWS = 20
@@ -362,7 +365,8 @@ class Checkpoint:
         """
         return dict(self._merged_index.files())
 
-    def load(self, **keywords: Any) -> LoadedState:
+    @show_options(LOAD_DEFAULTS)
+    def load(self, **options: Unpack[LoadOptions]) -> LoadedState:
         """Load this checkpoint; takes the keywords of `mlstate.load`.
 
         Examples
@@ -372,7 +376,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).load().model["w"]
         array([1., 1.])
         """
-        return load(RootPath(self.path, self._root), **keywords)
+        return load(RootPath(self.path, self._root), **options)
 
     def verify(self, **keywords: Any) -> VerifyReport:
         """Read and verify all of it; takes the keywords of `mlstate.verify`.

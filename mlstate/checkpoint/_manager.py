@@ -19,7 +19,7 @@ from ._checkpoint import Checkpoint
 from ._folder.names import MANIFEST, Root
 from ._folder.writer_lock import check_timeout
 from ._load import LoadedState, load
-from ._options import complete_options, show_options
+from ._options import LOAD_DEFAULTS, SAVE_DEFAULTS, complete_options, show_options
 from ._rank_messages import gather_bytes
 from ._retention import NO_RULES, Retention, SaveTimer, SignalWatch, check_retention
 from ._save import SaveFolder, save
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from .._common.budget import MemorySize
     from ..collectives import ProcessGroup
-    from ._options import SaveOptions
+    from ._options import LoadOptions, SaveOptions
     from ._save_async import SaveHandle
     from ._staging import Staging
     from ._store.manifest import Manifest
@@ -340,7 +340,7 @@ class CheckpointManager:
 
     # -- saving
 
-    @show_options
+    @show_options(SAVE_DEFAULTS)
     def save(
         self,
         step: int,
@@ -382,7 +382,7 @@ class CheckpointManager:
         >>> manager.save(1, model={"w": np.ones(2)}).step
         1
         """
-        options = complete_options(CheckpointManager.save, options)
+        options = complete_options(CheckpointManager.save, options, SAVE_DEFAULTS)
         group = options["group"] = optional_group(options["group"])
         with self._turn(group):
             self._settle()
@@ -400,7 +400,7 @@ class CheckpointManager:
             self._warn_if_unchanged(saved, 0 if group is None else group.rank)
         return saved
 
-    @show_options
+    @show_options(SAVE_DEFAULTS)
     def save_async(
         self,
         step: int,
@@ -451,7 +451,7 @@ class CheckpointManager:
         from ._save_async import save_async
         from ._staging import OwnStaging
 
-        options = complete_options(CheckpointManager.save_async, options)
+        options = complete_options(CheckpointManager.save_async, options, SAVE_DEFAULTS)
         group = options["group"] = optional_group(options["group"])
         with self._turn(group):
             self._settle()
@@ -459,7 +459,7 @@ class CheckpointManager:
             self._refuse_other(group)
             self._warn_of_deletions(step, group)
             if self._staging is None:
-                self._staging = OwnStaging(kept=True)
+                self._staging = OwnStaging(keeps_memory=True)
 
             def started(handle: SaveHandle) -> None:
                 # before the save starts, so that an interrupt cannot lose a running save
@@ -751,14 +751,15 @@ class CheckpointManager:
 
     # -- restoring
 
-    def restore(self, step: int, **keywords: Any) -> LoadedState:
+    @show_options(LOAD_DEFAULTS)
+    def restore(self, step: int, **options: Unpack[LoadOptions]) -> LoadedState:
         """Load a step.
 
         Parameters
         ----------
         step : int
             One of `steps`.
-        **keywords
+        **options
             Keywords of `mlstate.load`.
 
         Returns
@@ -783,12 +784,13 @@ class CheckpointManager:
         checkpoint = self.checkpoint(step)
         try:
             path = RootPath(self.directory, checkpoint._root, checkpoint._manifest)
-            return load(path, **keywords)
+            return load(path, **options)
         except FormatError as error:
             self._note_damage(checkpoint.generation, checkpoint._root, error)
             raise
 
-    def restore_latest(self, **keywords: Any) -> LoadedState:
+    @show_options(LOAD_DEFAULTS)
+    def restore_latest(self, **options: Unpack[LoadOptions]) -> LoadedState:
         """Load the newest step that is not damaged.
 
         A damaged step is skipped with a warning. Damage is detected by checksums, unless
@@ -796,7 +798,7 @@ class CheckpointManager:
 
         Parameters
         ----------
-        **keywords
+        **options
             Keywords of `mlstate.load`. With a group every rank loads the same step.
 
         Returns
@@ -820,14 +822,14 @@ class CheckpointManager:
         >>> manager.restore_latest().step
         7
         """
-        keywords["group"] = group = optional_group(keywords.get("group"))
+        options["group"] = group = optional_group(options.get("group"))
         first: MLStateError | None = None
         tried: list[str] | None = None
         # a writer may have deleted all of these roots and committed newer ones
         while (roots := agreed_roots(self._checkpoints, group)) != tried:
             tried, first = roots, None
             for root in reversed(roots):
-                state, error = try_root(self.directory, root, keywords)
+                state, error = try_root(self.directory, root, options)
                 if state is not None:
                     return state
                 self._note_damage(root.split(".")[-2], root, error)

@@ -12,7 +12,7 @@ from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
 from ._folder.names import SECTIONS
 from ._manager import find_root
-from ._options import DEFAULTS, PACK_BELOW
+from ._options import PACK_BELOW, SAVE_DEFAULTS
 from ._remote.options import split_url
 from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
@@ -251,7 +251,7 @@ def reshard(
         saved = check_target(
             SaveFolder(new.path, replace_steps=overwrite, content=content),
             {
-                **DEFAULTS,
+                **SAVE_DEFAULTS,
                 "pack_below_bytes": pack_below_bytes,
                 "sparse": sparse,
                 "compress": compress,

@@ -33,7 +33,7 @@ from ..state._state_dict import StateDict
 from ._backend import CheckpointBackend
 from ._commit import refuse_manager_folder, write_and_commit
 from ._folder.writer_lock import check_timeout
-from ._options import complete_options, show_options
+from ._options import SAVE_DEFAULTS, complete_options, show_options
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
 from ._states.modules import metadata_of
@@ -467,7 +467,7 @@ def _copy_to_host(
 # ---- the whole save ----
 
 
-@show_options
+@show_options(SAVE_DEFAULTS)
 def save(
     path: str | os.PathLike[str],
     model: Any = None,
@@ -607,7 +607,7 @@ def save(
     >>> [t.version for t in mlstate.save(path, state).tensors()]
     [2, 1]
     """
-    options = complete_options(save, options)
+    options = complete_options(save, options, SAVE_DEFAULTS)
     target = check_target(path, options, storage_options)
     content = take_content(target, model, optimizer, step, options)
     return write_and_commit(target, gather_shards(target, content), options["progress"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
 from ._folder.names import MANIFEST
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ..collectives import ProcessGroup
+    from ._options import LoadOptions
     from ._store.checkpoint_files import CheckpointFiles
 
 OTHER = "the folder holds a checkpoint of mlstate.save, which is not a step"
@@ -52,14 +53,14 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
 
 
 def try_root(
-    folder: str, root: str, keywords: dict[str, Any]
+    folder: str, root: str, options: LoadOptions
 ) -> tuple[LoadedState | None, MLStateError | None]:
     """Load a root on all ranks; if one rank cannot read it, every rank skips it."""
-    group = keywords.get("group")
+    group = options.get("group")
     state: LoadedState | None = None
     error: MLStateError | None = None
     try:
-        state = load(RootPath(folder, root), **keywords)
+        state = load(RootPath(folder, root), **options)
     except (FormatError, StoreError) as caught:
         error = caught
     except BaseException:

@@ -26,8 +26,10 @@ from ..errors import MLStateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import Unpack
 
     from ..checkpoint import Checkpoint
+    from ..checkpoint._options import LoadOptions
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
 PATH_HELP = "a checkpoint, the folder of a run or of a Hugging Face model, or a .safetensors file"
@@ -76,9 +78,9 @@ class Folder(NamedTuple):
         """Open the checkpoint and read its indexes."""
         return inspect(RootPath(self.path, self.root))
 
-    def load(self, **keywords: Any) -> LoadedState:
+    def load(self, **options: Unpack[LoadOptions]) -> LoadedState:
         """Load the checkpoint."""
-        return load(RootPath(self.path, self.root), **keywords)
+        return load(RootPath(self.path, self.root), **options)
 
 
 def kind_of(root: str) -> str:
@@ -183,20 +185,20 @@ class _Line:
     """A line on the terminal with the progress in per cent, rewritten on each change."""
 
     def __init__(self, label: str, total: int) -> None:
-        self._what, self._total, self._done = label, total, 0
-        self._shown = ""
+        self._label, self._total, self._done = label, total, 0
+        self._printed_text = ""
 
     def add(self, count: int) -> None:
         self._done += count
         percent = min(100, 100 * self._done // self._total)
-        text = f"{self._what} {percent:3d} %"
-        if text != self._shown:
-            self._shown = text
+        text = f"{self._label} {percent:3d} %"
+        if text != self._printed_text:
+            self._printed_text = text
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        if self._shown:
-            print("\r" + " " * len(self._shown), end="\r", file=sys.stderr, flush=True)
+        if self._printed_text:
+            print("\r" + " " * len(self._printed_text), end="\r", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -341,11 +341,13 @@ def test_save_into_a_managers_folder_is_refused(manager, save):
 
 def test_a_save_that_finds_steps_once_it_has_the_lock_is_refused(manager, tmp_path):
     from mlstate.checkpoint._commit import write_and_commit
-    from mlstate.checkpoint._options import DEFAULTS
+    from mlstate.checkpoint._options import SAVE_DEFAULTS
     from mlstate.checkpoint._save import check_target, gather_shards, take_content
 
-    target = check_target(manager.directory, DEFAULTS)
-    late = gather_shards(target, take_content(target, {"other": np.ones(3)}, None, None, DEFAULTS))
+    target = check_target(manager.directory, SAVE_DEFAULTS)
+    late = gather_shards(
+        target, take_content(target, {"other": np.ones(3)}, None, None, SAVE_DEFAULTS)
+    )
     manager.save(1, state(1))
     with pytest.raises(mlstate.StoreError, match="holds the steps of a CheckpointManager"):
         write_and_commit(target, late, None)
@@ -363,7 +365,7 @@ def test_stray_file_under_roots_is_ignored(tmp_path, name):
     assert same({"w": np.zeros(3)}, mlstate.load(tmp_path).model)
 
 
-def test_manager_does_not_replace_a_plain_checkpoint(manager):
+def test_manager_does_not_replace_a_checkpoint_without_steps(manager):
     mlstate.save(manager.directory, state(4), step=4)
     words = "holds a checkpoint of mlstate.save, which is not a step"
     for save in (manager.save, manager.save_async):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_table import COMMANDS, call_of
 
 import mlstate
 from mlstate.checkpoint._files.convert import read_any
@@ -220,19 +221,18 @@ def test_a_library_that_cannot_be_loaded_is_one_line_and_status_2(place):
     assert done.stderr.startswith("mlstate: MLSTATE_CPU: instruction set 'sse9'")
 
 
-COMMANDS = [
-    ["--help"],
-    ["inspect", "ckpt"],
-    ["verify", "run", "--all-steps"],
-    ["verify", "nothing"],
-    ["unknown"],
-    ["diff", "ckpt", "run"],
-    ["prune", "run", "--dry-run"],
-    ["info"],
-]
+CALLS = {
+    name: call_of(name, source="ckpt", other="ckpt", target="out")
+    for name, row in COMMANDS.items()
+    if row.reads_checkpoints or name == "info"
+}
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [*CALLS.values(), ["--help"], ["unknown"], ["verify", "nothing"], ["diff", "ckpt", "run"]],
+    ids=" ".join,
+)
 def test_pipes_and_no_color_disable_colours(place, command):
     done = shell(f"mlstate {' '.join(command)}", place)
     assert "\x1b" not in done.stdout + done.stderr
@@ -251,19 +251,7 @@ def test_pipes_and_no_color_disable_colours(place, command):
     assert output and b"\x1b[3" not in output and b"\x1b[1" not in output
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["inspect", "ckpt"],
-        ["verify", "ckpt"],
-        ["diff", "ckpt", "ckpt"],
-        ["reshard", "ckpt", "out", "--layout", "whole"],
-        ["convert", "ckpt", "out"],
-        ["prune", "ckpt"],
-        ["info"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", CALLS.values(), ids=" ".join)
 def test_json_is_all_that_is_printed(place, command):
     done = shell(f"mlstate {' '.join(command)} --json", place)
     assert (done.returncode, done.stderr) == (0, "")

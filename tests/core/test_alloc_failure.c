@@ -439,7 +439,7 @@ static mls_code plan_load(mls_status *st)
     CHECK(mls_merged_index_init(&merged, indexes, 1, st) == MLS_OK);
     countdown = saved_countdown;
     mls_code code = mls_load_plan_init(&plan, &merged, 1, st);
-    CHECK(code == MLS_OK || plan.wanted == NULL);
+    CHECK(code == MLS_OK || plan.items == NULL);
     if (code == MLS_OK) {
         const mls_index_shard *facts = merged.tensors[0].facts;
         mls_load_item *w = mls_load_plan_add(&plan, &facts->id);

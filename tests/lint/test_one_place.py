@@ -46,7 +46,6 @@ def test_a_layout_has_a_constructor_and_is_in_every_list(name):
     assert instance.steps == tuple((axis, 3) for axis, _ in layout) and not has_parts
     assert f'``"{name}"``' in (Layout.__doc__ or "")
     assert f'`"{name}"` |' in (house.ROOT / "docs" / "checkpoints.md").read_text()
-    assert f"`{name}`" in (house.ROOT / "docs" / "commands.md").read_text()
 
 
 # Sources may choose some dtypes by name, but only the table has all of them.

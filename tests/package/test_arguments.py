@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_table import CHECKPOINT_COMMANDS, call_of
 
 import mlstate
 from mlstate import checkpoint, fsdp, state
@@ -223,14 +224,14 @@ def test_readers_and_commands_know_the_home_folder(place, home, capsys):
     assert list(mlstate.load_file(Path("~/f.safetensors"))) == ["w"]
     assert checkpoint.inspect("~/x").path == str(home / "x")
     for words in (
-        ["inspect", "~/x"],
+        *(
+            call_of(name, source="~/x", other="~/f.safetensors", target=f"~/{name}")
+            for name in CHECKPOINT_COMMANDS
+        ),
         ["inspect", "~/f.safetensors"],
         ["verify", "~/f.safetensors"],
-        ["diff", "~/x", "~/f.safetensors"],
         ["convert", "~/f.safetensors", "~/g.npz"],
         ["convert", "~/x", "~/hf", "--to", "huggingface", "--files-from", "~"],
-        ["reshard", "~/x", "~/cut", "--layout", "rows=2"],
-        ["prune", "~/x"],
     ):
         assert main(words) == 0, capsys.readouterr().err
     assert (home / "g.npz").exists()
@@ -300,3 +301,25 @@ def test_the_signature_of_a_save_shows_each_keyword_and_default(function):
     assert parameters["pack_below_bytes"].default == 262144
     assert parameters["compress"].annotation == "str | None"
     assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        mlstate.load,
+        checkpoint.Checkpoint.load,
+        CheckpointManager.restore,
+        CheckpointManager.restore_latest,
+    ],
+)
+def test_the_signature_of_a_load_shows_each_keyword_and_default(function):
+    parameters = inspect.signature(function).parameters
+    assert {"names", "rank", "into", "mmap", "rename", "storage_options"} <= parameters.keys()
+    assert parameters["verify"].default is True
+    assert parameters["missing"].default == "skip"
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def test_an_unknown_keyword_of_a_load_is_named_with_the_nearest(place):
+    with pytest.raises(TypeError, match=r"load\(\) .*'map'; did you mean 'mmap'\?"):
+        mlstate.load("c", map=True)

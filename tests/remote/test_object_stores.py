@@ -6,12 +6,11 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
 
+import child
 import numpy as np
 import pytest
 from checkpoint_model import same
@@ -545,8 +544,7 @@ save_async(sys.argv[1], state, storage_options=eval(sys.argv[2])).staged()
 
 
 def test_the_interpreter_waits_for_a_running_save_at_exit(url, options):
-    command = [sys.executable, "-c", UNFINISHED, url, repr(options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = child.attempt(UNFINISHED, url, repr(options))
     assert (done.returncode, done.stderr) == (0, "")
     assert (mlstate.load(url, storage_options=options).model["w"] == 7).all()
 

@@ -126,14 +126,14 @@ static mls_code add_dimension(mls_ml_state *state, uint64_t value, uint64_t offs
  * all dimensions are appended in order. */
 static mls_code read_shape(mls_protobuf_field field, mls_ml_state *state, mls_status *st)
 {
-    if (field.wire == MLS_PROTOBUF_VARINT) {
+    if (field.wire_type == MLS_PROTOBUF_VARINT) {
         return add_dimension(state, field.value, field.offset, st);
     }
     mls_protobuf packed = field.bytes;
-    if (field.wire != MLS_PROTOBUF_BYTES) {
+    if (field.wire_type != MLS_PROTOBUF_BYTES) {
         return mls_protobuf_fail(st, field.offset,
                                  "state %.*s: its shape has wire type %d",
-                                 NAME_ARGS(state->name), (int)field.wire);
+                                 NAME_ARGS(state->name), (int)field.wire_type);
     }
     while (!mls_protobuf_done(&packed)) {
         const uint64_t offset = mls_protobuf_offset(&packed);
@@ -202,7 +202,7 @@ static mls_code read_array(mls_protobuf array, mls_ml_state *state, mls_status *
             return code;
         }
         if (field.number == FIELD_ARRAY_DTYPE) {
-            number = field.wire == MLS_PROTOBUF_VARINT ? field.value : 0;
+            number = field.wire_type == MLS_PROTOBUF_VARINT ? field.value : 0;
             offset = field.offset;
         }
     }
@@ -345,7 +345,7 @@ static mls_code visit_each(mls_mlpackage *package, mls_protobuf message, uint32_
         mls_code code = mls_protobuf_next(&message, &field, st);
         if (code == MLS_OK && field.number == number) {
             code =
-                field.wire == MLS_PROTOBUF_BYTES
+                field.wire_type == MLS_PROTOBUF_BYTES
                     ? visit(package, field.bytes, st)
                     : mls_protobuf_fail(st, field.offset, "%s is not of its type", label);
         }
@@ -481,7 +481,7 @@ static mls_code peek_field(const source *from, uint64_t offset, mls_protobuf_fie
         return code;
     }
     *payload = mls_protobuf_offset(&message);
-    if (field->wire == MLS_PROTOBUF_BYTES && field->value > from->size - *payload) {
+    if (field->wire_type == MLS_PROTOBUF_BYTES && field->value > from->size - *payload) {
         const unsigned long long rest = from->size - *payload;
         mls_protobuf_fail(st, offset,
                           "field %u claims %llu bytes, but the file has %llu more; it is "
@@ -513,7 +513,7 @@ static mls_code find_description(const source *from, uint64_t *start, uint64_t *
         if (code != MLS_OK) {
             return code;
         }
-        const bool bytes = field.wire == MLS_PROTOBUF_BYTES;
+        const bool bytes = field.wire_type == MLS_PROTOBUF_BYTES;
         if (field.number == FIELD_MODEL_DESCRIPTION) {
             if (is_present || !bytes) {
                 return mls_protobuf_fail(st, offset, "the model's description %s",

@@ -99,7 +99,7 @@ static mls_code read_tag(mls_protobuf *message, mls_protobuf_field *field, mls_s
                                  (unsigned long long)tag);
     }
     field->number = (uint32_t)(tag >> 3);
-    field->wire = (mls_protobuf_wire)(tag & 7U);
+    field->wire_type = (mls_protobuf_wire_type)(tag & 7U);
     return MLS_OK;
 }
 
@@ -107,7 +107,7 @@ static mls_code read_tag(mls_protobuf *message, mls_protobuf_field *field, mls_s
  * matching tag: skipping one would need a stack. */
 static mls_code refuse_wire_type(const mls_protobuf_field *field, mls_status *st)
 {
-    const unsigned wire_type = (unsigned)field->wire;
+    const unsigned wire_type = (unsigned)field->wire_type;
     return mls_protobuf_fail(st, field->offset,
                              "field %u has wire type %u%s, which a Core ML specification "
                              "does not use",
@@ -126,7 +126,7 @@ mls_code mls_protobuf_header(mls_protobuf *message, mls_protobuf_field *out,
         return code;
     }
     /* the wire type comes from the file and can have any of eight values */
-    switch (field.wire) {
+    switch (field.wire_type) {
     case MLS_PROTOBUF_VARINT:
     case MLS_PROTOBUF_BYTES:
         code = mls_protobuf_varint(&rest, &field.value, st);
@@ -156,7 +156,7 @@ mls_code mls_protobuf_next(mls_protobuf *message, mls_protobuf_field *out, mls_s
     if (code != MLS_OK) {
         return code;
     }
-    if (field.wire == MLS_PROTOBUF_BYTES) {
+    if (field.wire_type == MLS_PROTOBUF_BYTES) {
         /* compared with the rest, not added to a pointer, so that nothing overflows */
         const size_t left = rest.length - rest.at;
         if (field.value > left) {
@@ -191,7 +191,7 @@ mls_code mls_protobuf_only(mls_protobuf message, uint32_t number, const char *la
         if (field.number != number) {
             continue; /* unknown fields are allowed: they are how the format grows */
         }
-        if (field.wire != MLS_PROTOBUF_BYTES || seen) {
+        if (field.wire_type != MLS_PROTOBUF_BYTES || seen) {
             return mls_protobuf_fail(st, field.offset, "%s %s", label,
                                      seen ? "appears twice" : "is not of its type");
         }

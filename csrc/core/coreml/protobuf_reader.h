@@ -17,12 +17,12 @@
 #include <stdint.h>
 
 /* Wire types with the format's numbers. 3 and 4, the groups of old files, are refused. */
-typedef enum mls_protobuf_wire {
+typedef enum mls_protobuf_wire_type {
     MLS_PROTOBUF_VARINT = 0,
     MLS_PROTOBUF_FIXED64 = 1,
     MLS_PROTOBUF_BYTES = 2, /* text, bytes, a sub-message or packed numbers */
     MLS_PROTOBUF_FIXED32 = 5
-} mls_protobuf_wire;
+} mls_protobuf_wire_type;
 
 enum {
     MLS_PROTOBUF_VARINT_BYTES = 10, /* the longest number in the format */
@@ -39,7 +39,7 @@ typedef struct mls_protobuf {
 
 typedef struct mls_protobuf_field {
     uint32_t number; /* 1 to 2**29 - 1 */
-    mls_protobuf_wire wire;
+    mls_protobuf_wire_type wire_type;
     uint64_t value;     /* of a number; for MLS_PROTOBUF_BYTES the length */
     mls_protobuf bytes; /* the payload of MLS_PROTOBUF_BYTES, else empty; borrowed */
     uint64_t offset;    /* of the field's tag in the file */

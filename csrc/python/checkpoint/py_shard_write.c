@@ -83,7 +83,7 @@ static PyObject *write_gathered(mlspy_shard_items *g, PyObject *path, mls_shard_
     mls_shards_written written;
     mls_status st;
     mls_code code;
-    waiting_caller who = {.items = g, .progress = &progress, .call = freed};
+    waiting_caller caller = {.items = g, .progress = &progress, .call = freed};
     if (mlspy_progress_init(&progress, callback) < 0 ||
         mlspy_open_folder(g->state, path, &job->folder) < 0) {
         return NULL;
@@ -91,7 +91,7 @@ static PyObject *write_gathered(mlspy_shard_items *g, PyObject *path, mls_shard_
     job->progress = &progress.core;
     /* the callback runs in this thread, whose state `progress` stores */
     job->freed = freed == Py_None ? NULL : release_arrays;
-    job->freed_context = &who;
+    job->freed_context = &caller;
     mlspy_progress_begin(&progress);
     code = freed == Py_None ? mls_shards_write(job, &written, &st)
                             : write_in_background(job, &written, &st);

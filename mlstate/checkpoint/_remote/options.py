@@ -231,14 +231,14 @@ def check_url(text: str) -> str:
     if scheme not in SCHEMES:
         schemes = ", ".join(f"{scheme_name}://" for scheme_name in SCHEMES)
         raise ValueError(
-            f"{_shown(text)}: unknown scheme {scheme!r}; object stores have {schemes}, and all "
+            f"{_redacted(text)}: unknown scheme {scheme!r}; object stores have {schemes}, and all "
             "other checkpoints are local folders"
         )
     bucket, _, path = rest.rstrip("/").partition("/")
     where = "storage_options, the environment or the engine's configuration"
     if "@" in bucket or "?" in rest or "#" in rest:
         raise ValueError(
-            f"{_shown(text)}: a URL of a checkpoint has no user, query or fragment; credentials "
+            f"{_redacted(text)}: a URL of a checkpoint has no user, query or fragment; credentials "
             f"belong in {where}"
         )
     if not bucket or not path:
@@ -262,7 +262,7 @@ def check_url(text: str) -> str:
 _LONGEST_PATH = 1024 - 256  # names of a checkpoint have at most 240 bytes, and keys 1024
 
 
-def _shown(text: str) -> str:
+def _redacted(text: str) -> str:
     """Return a URL for a message, without a part that may hold credentials."""
     start, _, rest = text.partition("://")
     return f"{start}://{re.split('[?#]', rest)[0].rpartition('@')[2]}"

@@ -144,7 +144,7 @@ def _part(name: str, value: Any) -> Any:
 def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
     """Return the tensors of a model or an optimizer by name, or None for other values."""
     if is_optimizer(value):
-        if not backend_of(value, CheckpointBackend).is_plain_optimizer(value):
+        if not backend_of(value, CheckpointBackend).has_standard_state_dict(value):
             return None
         owner = owner_of(value, modules)
         states, keywords = backend_of(value, CheckpointBackend).saved_optimizer(value, owner, ranks)

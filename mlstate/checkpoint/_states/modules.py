@@ -90,7 +90,7 @@ def stored_entries(loader: Loader, section: Section) -> StoredEntries:
     ):
         raise malformed(f"states[{name!r}]", "it must have entries and metadata")
     entries, metadata = value["entries"], value["metadata"]
-    rules = loader.request.rename
+    rules = loader.options["rename"]
     if rules is not None:
         entries = _core.state_rename(entries, tuple(rules.items()))[0]
         metadata = section.renamed_layers(metadata)
@@ -213,6 +213,6 @@ def prepare_units(
         if name in stored.entries:
             entries[name] = _on_device_of(stored.entries[name], contract.entries.get(name))
     load = backend_of(target, CheckpointBackend).own_load(
-        filling, entries, stored.metadata, units, strict=loader.request.strict
+        filling, entries, stored.metadata, units, strict=loader.options["strict"]
     )
     return [Action(section.label, load.apply, load.undo)]

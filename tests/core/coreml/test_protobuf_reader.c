@@ -57,17 +57,18 @@ TEST(reads_every_field_type)
                                    "\x25\x01\x00\x00\x80");
     mls_protobuf_field field;
     REQUIRE(mls_protobuf_next(&message, &field, &status) == MLS_OK);
-    CHECK(field.number == 1 && field.wire == MLS_PROTOBUF_VARINT && field.value == 42);
+    CHECK(field.number == 1 && field.wire_type == MLS_PROTOBUF_VARINT &&
+          field.value == 42);
     CHECK(field.offset == 100);
     REQUIRE(mls_protobuf_next(&message, &field, &status) == MLS_OK);
-    CHECK(field.number == 2 && field.wire == MLS_PROTOBUF_FIXED64);
+    CHECK(field.number == 2 && field.wire_type == MLS_PROTOBUF_FIXED64);
     CHECK(field.value == 0x0807060504030201U && field.offset == 102);
     REQUIRE(mls_protobuf_next(&message, &field, &status) == MLS_OK);
-    CHECK(field.number == 3 && field.wire == MLS_PROTOBUF_BYTES && field.value == 3);
+    CHECK(field.number == 3 && field.wire_type == MLS_PROTOBUF_BYTES && field.value == 3);
     CHECK(field.bytes.length == 3 && memcmp(field.bytes.data, "xyz", 3) == 0);
     CHECK(mls_protobuf_offset(&field.bytes) == 113);
     REQUIRE(mls_protobuf_next(&message, &field, &status) == MLS_OK);
-    CHECK(field.number == 4 && field.wire == MLS_PROTOBUF_FIXED32 &&
+    CHECK(field.number == 4 && field.wire_type == MLS_PROTOBUF_FIXED32 &&
           field.value == 0x80000001U);
     CHECK(mls_protobuf_done(&message));
 }

@@ -44,7 +44,7 @@ def same(module, expected):
 
 
 @scenario
-def fsdp2_modules_load_their_entries(group):
+def fsdp2_checkpoint_loads_sharded_and_unsharded(group):
     folder = shared_folder(group)
     source = model({"scale": 2.0})
     mlstate.save(folder, fully_shard(model({"scale": 2.0})), group=group)

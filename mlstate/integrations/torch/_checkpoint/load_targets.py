@@ -47,7 +47,7 @@ from .optimizer_contract import (
     tensor_of,
     torch_form,
 )
-from .optimizer_contract import is_plain_optimizer as is_plain_optimizer
+from .optimizer_contract import has_standard_state_dict as has_standard_state_dict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

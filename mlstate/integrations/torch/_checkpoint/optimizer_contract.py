@@ -215,7 +215,7 @@ def _own_state_dict(optimizer: torch.optim.Optimizer) -> Any:
         ) from error
 
 
-def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+def has_standard_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `state` and `param_groups` are all that ``state_dict()`` has."""
     if not has_own_state_dict(optimizer):
         return True
