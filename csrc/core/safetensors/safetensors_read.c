@@ -137,8 +137,9 @@ mls_code mls_stored_check(const mls_stored *tensor, mls_status *st)
         (int)(tensor->name.length < SHOWN_NAME ? tensor->name.length : SHOWN_NAME);
     const int dtype_width =
         (int)(dtype.length < SHOWN_DTYPE ? dtype.length : SHOWN_DTYPE);
-    mls_fail_at(st, tensor->opaque_offset, "tensor '%.*s': dtype '%.*s' %s", width,
-                tensor->name.data, dtype_width, dtype.data,
+    mls_fail_at(st, tensor->opaque_offset,
+                "tensor '%.*s': dtype '%.*s' %s; the other tensors can be loaded by name",
+                width, tensor->name.data, dtype_width, dtype.data,
                 unknown ? "is not supported by this version of mlstate"
                         : "has several elements in a byte, and the last axis does not "
                           "fill whole bytes");

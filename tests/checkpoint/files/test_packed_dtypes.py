@@ -4,14 +4,18 @@ import json
 
 import numpy as np
 import pytest
+from rank_threads import run_ranks
+from thread_team import without_errors
 from weight_folder import PACKED, write_folder, write_header, write_index
 
 import mlstate
+from mlstate import _core
 from mlstate._common.dtypes import name_of, stored_dtype
 from mlstate.checkpoint import Layout, Shard, export_huggingface, reshard
 from mlstate.checkpoint._files.convert import read_any, write_any
 from mlstate.checkpoint._files.safetensors_verify import verify_file
 from mlstate.cli import main
+from mlstate.collectives import LocalGroup
 from mlstate.errors import ChecksumError, CompatibilityError, FormatError
 from mlstate.state import StateDict, diff
 
@@ -211,6 +215,22 @@ def test_weight_folders_are_read_and_exported(tmp_path, files):
     assert half.tobytes() == arrays_of()["f4"][3:].tobytes()
 
 
+@pytest.mark.parametrize("layout", [Layout.rows(3), Layout.axis(1, 3), Layout.flat(3)])
+def test_ranks_save_and_export_parts_of_packed_tensors(tmp_path, layout):
+    model = {"f4": packed(F4, 5, 8), "f6": packed(F6, 7, 12)}
+
+    def write(group):
+        state = {name: layout.shard(array, group.rank) for name, array in model.items()}
+        mlstate.save(tmp_path / "ckpt", state, group=group)
+        export_huggingface(tmp_path / "hf", state, group=group)
+
+    without_errors(run_ranks(write, groups=LocalGroup.threads(3)))
+    for path in (tmp_path / "ckpt", tmp_path / "hf"):
+        assert_same(mlstate.load(path).model, model)
+        assert mlstate.verify(path)
+    assert header_of(tmp_path / "hf" / "model.safetensors")["f6"]["shape"] == [7, 16]
+
+
 # ---- tensors that no array can hold ----
 
 OPAQUE = {
@@ -271,6 +291,30 @@ def test_opaque_tensors_are_shown_and_verified(folder, capsys):
     with pytest.raises(FormatError, match="future") as caught:
         mlstate.load_file(path)
     assert caught.value.name == "future"
+
+
+def test_checksums_cover_opaque_tensors(tmp_path):
+    """A later mlstate wrote the file: its checksums are compared, also of unknown dtypes."""
+    path = tmp_path / "model.safetensors"
+    codes = np.arange(48, dtype=np.uint8)
+    mlstate.save_file({"future": codes.view(stored_dtype(F4)), "plain": codes}, path)
+    data = path.read_bytes()
+    length = 8 + int.from_bytes(data[:8], "little")
+    head = data[:length].replace(b'"F4"', b'"G4"')
+    at = head.index(b"header.crc32c") + len(b'header.crc32c":"')
+    head = head[:at] + b"00000000" + head[at + 8 :]
+    head = head[:at] + f"{_core.crc32c(head):08x}".encode() + head[at + 8 :]
+    path.write_bytes(head + data[length:])
+    report, has_checksums = verify_file(path)
+    assert report and has_checksums
+    assert mlstate.verify(tmp_path)
+    assert mlstate.load(tmp_path, names="plain").model["plain"].tobytes() == codes.tobytes()
+    with pytest.raises(FormatError, match="'G4' is not supported by this version"):
+        mlstate.load_file(path)
+    path.write_bytes(head + data[length:-1] + b"?")
+    assert [p.name for p in verify_file(path)[0].problems] == ["plain"]
+    path.write_bytes(head + b"?" + data[length + 1 :])
+    assert [p.name for p in mlstate.verify(tmp_path).problems] == ["future"]
 
 
 def test_reshard_refuses_opaque_tensors_before_it_writes(folder, tmp_path):
