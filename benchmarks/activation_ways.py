@@ -187,7 +187,7 @@ class Ways:
     # ---- measuring ----
 
     def _check(self, way: Way) -> None:
-        """Run a step and compare its bits with those of the plain run."""
+        """Run a step and compare its bits with the bits of the plain run."""
         with torch.no_grad():
             for buffer, value in zip(self.buffers, self.begin, strict=True):
                 buffer.copy_(value)

@@ -29,7 +29,7 @@ from checkpoint_states import (
     clear,
     clear_and_wait,
     keep_memory,
-    read_anew,
+    reload_page_cache,
     takes_direct,
 )
 from harness import Action, Candidate, Report, Row, option_parser

@@ -193,7 +193,7 @@ def reading(threads: int, *states: Arrays) -> Callable:
 
 
 def with_equal_halves(state: Arrays) -> Arrays:
-    """Return the state, in which each array's second half becomes its first."""
+    """Return the state with the second half of each array as its first."""
     for array in state.values():
         half = array.size // 2
         array[half : 2 * half] = array[:half]

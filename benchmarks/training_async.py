@@ -13,7 +13,7 @@ from pathlib import Path
 
 import training_rank
 from checkpoint_states import clear, clear_and_wait
-from harness import Candidate, Report, nothing, rows_of
+from harness import Candidate, Report, no_op, rows_of
 from spawned import Spawned
 from training_rank import DCP, DCP_KEPT, SHARES
 from turns import Aim

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from checkpoint_peers import join, rows_of_rank
 from checkpoint_states import STATES, keep_memory
-from harness import nothing, settle
+from harness import no_op, settle
 from resident import trim
 from spawned import answer
 

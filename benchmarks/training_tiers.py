@@ -52,7 +52,7 @@ def devices() -> list[str]:
 
 
 class Moves:
-    """A tiered state in which one unit moves, and that unit's bytes for raw moves."""
+    """A tiered state in which one unit moves, and the bytes of this unit for raw moves."""
 
     def __init__(self, folder: Path, rows: int, **options: Any) -> None:
         random = np.random.default_rng(5)

@@ -124,8 +124,7 @@ static int core_exec(PyObject *module)
         mlspy_state_init(module) < 0 || mlspy_errors_add(module) < 0 ||
         mlspy_kv_memory_add(module) < 0 || mlspy_statedict_add(module) < 0 ||
         mlspy_merged_index_add(module) < 0 || mlspy_local_add(module) < 0 ||
-        mlspy_strategy_add(module) < 0 || mlspy_tiers_add(module) < 0 ||
-        mlspy_descriptor_add(module) < 0 ||
+        mlspy_strategy_add(module) < 0 || mlspy_descriptor_add(module) < 0 ||
         PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }

@@ -12,7 +12,6 @@
 #include "checkpoint/ranks/merged_index.h"
 #include "checkpoint/read/shard_read.h"
 #include "checkpoint/read/verify.h"
-#include "checkpoint/tiers/tier_policy.h"
 #include "checkpoint/write/shard_list.h"
 #include "checkpoint/write/write_plan.h"
 #include "io/file.h"
@@ -665,38 +664,4 @@ TEST(planning_survives_every_failure)
 TEST(searching_for_schedules_survives_every_failure)
 {
     CHECK(fail_each(find_schedule) >= 6);
-}
-
-/* ---- tiers ---- */
-
-static mls_code place_units(mls_status *st)
-{
-    mls_tiers t;
-    mls_tier_moves room = {0}, all = {0};
-    size_t unit = 0;
-    mls_code code = MLS_OK;
-    mls_tiers_init(&t, 30, 60);
-    for (int i = 0; code == MLS_OK && i < 40; i++) { /* the table grows twice */
-        code = mls_tiers_add(&t, 10, i < 9 ? MLS_TIER_WARM : MLS_TIER_COLD, &unit, st);
-    }
-    if (code == MLS_OK) {
-        mls_tiers_touch(&t, unit);
-        code = mls_tiers_make_room(&t, unit, MLS_TIER_WARM, &room, st);
-        CHECK((code == MLS_OK) == (room.count == 4));
-    }
-    if (code == MLS_OK) {
-        code = mls_tiers_rebalance(&t, &all, st);
-        CHECK((code == MLS_OK) == (all.count > 0));
-        CHECK(t.units[unit].score ==
-              (code == MLS_OK ? MLS_TIERS_USE / 2 : MLS_TIERS_USE));
-    }
-    mls_tier_moves_fini(&room);
-    mls_tier_moves_fini(&all);
-    mls_tiers_fini(&t);
-    return code;
-}
-
-TEST(placing_units_survives_every_failure)
-{
-    CHECK(fail_each(place_units) >= 8);
 }
