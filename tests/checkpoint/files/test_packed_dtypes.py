@@ -131,8 +131,8 @@ def test_checkpoints_keep_packed_tensors(tmp_path, compress):
     mlstate.save(path, arrays_of(), compress=compress)
     assert_same(mlstate.load(path).model, arrays_of())
     assert mlstate.verify(path)
-    shown = {t.key: (t.dtype, t.shape) for t in mlstate.checkpoint.inspect(path).tensors()}
-    assert shown["f6"] == (F6, (5, 18))
+    records = {t.key: (t.dtype, t.shape) for t in mlstate.checkpoint.inspect(path).tensors()}
+    assert records["f6"] == (F6, (5, 18))
 
 
 LAYOUTS = {
@@ -281,8 +281,8 @@ def test_opaque_tensors_are_shown_and_verified(folder, capsys):
     path = folder / "model.safetensors"
     for target in (folder, path):
         assert main(["inspect", str(target), "--json"]) == 0
-        shown = json.loads(capsys.readouterr().out)["tensors"]
-        facts = {t["key"]: (t["dtype"], tuple(t["shape"]), t["bytes"]) for t in shown}
+        records = json.loads(capsys.readouterr().out)["tensors"]
+        facts = {t["key"]: (t["dtype"], tuple(t["shape"]), t["bytes"]) for t in records}
         assert {name: facts[name] for name in OPAQUE} == OPAQUE
         assert facts["codes"] == (F4, (2, 2), 4)
         assert main(["verify", str(target)]) == 0

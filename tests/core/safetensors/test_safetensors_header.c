@@ -121,8 +121,9 @@ TEST(packed_dtypes_are_listed_by_elements_or_as_bytes)
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         tensors[0] = tensor("w", cases[i].dtype, cases[i].rank, cases[i].shape);
-        const bool whole = cases[i].listed == cases[i].dtype;
-        CHECK(mls_header_check(&tensors[0], &status) == (whole ? MLS_OK : MLS_E_SHAPE));
+        const bool is_packed = cases[i].listed == cases[i].dtype;
+        CHECK(mls_header_check(&tensors[0], &status) ==
+              (is_packed ? MLS_OK : MLS_E_SHAPE));
         REQUIRE(mls_header_init(&h, tensors, 1, NULL, 0, 64, &status) == MLS_OK);
         (void)mls_header_finish(&h, crc);
         REQUIRE(parses() && file.count == 1);
