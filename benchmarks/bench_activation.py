@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from activation_planning import planning
-from harness import Report, Row, option_parser, show
+from harness import Report, Row, met, option_parser, show
 
 
 @dataclass
@@ -30,10 +30,6 @@ class Run:
     def rounds(self, many: int, few: int) -> int:
         """Return the number of rounds of a part."""
         return self.repeats or (few if self.quick else many)
-
-
-def met(good: bool) -> str:
-    return "met" if good else "NOT MET"
 
 
 # ---- planning ----

@@ -25,6 +25,7 @@ import dist_accumulator
 from dist_jobs import NAMES, Job, JobError, reason_against
 from dist_model import DTYPES, shapes_of
 from harness import Candidate, Report, Row, option_parser, rows_of, settle, show
+from turns import Aim
 
 COMMAND_SECONDS = 120.0
 ENGINES = ("local", "gloo", "mpich", "openmpi")
@@ -44,27 +45,6 @@ class Turn:
     way: str
     baseline: bool = False
     limit: bool = False
-
-
-@dataclass
-class Aim:
-    """The ratio that a row must reach over another one, or may not exceed."""
-
-    row: str
-    other: str
-    factor: float
-    limit: bool = False
-
-    def text(self, rows: dict[str, Row]) -> str:
-        """Return the verdict as text."""
-        if self.row not in rows or self.other not in rows:
-            return f"{self.row}, against {self.other}: not measured"
-        ratio = rows[self.row].median / rows[self.other].median
-        if self.limit:
-            good = "met" if ratio <= self.factor else "NOT MET"
-            return f"{self.row} <= {self.factor:g}x [{self.other}]: {ratio:.2f}, {good}"
-        good = "met" if 1 / ratio >= self.factor else "NOT MET"
-        return f"{self.row} >= {self.factor:g}x as fast as [{self.other}]: {1 / ratio:.1f}, {good}"
 
 
 class Run:
@@ -150,7 +130,7 @@ class Run:
 
     def show(self, title: str, rows: dict[str, Row], aims: list[Aim], *, note: str = "") -> None:
         self.report.table(title, list(rows.values()), note=note)
-        self.report.judge([aim.text(rows) for aim in aims])
+        self.report.judge([aim.verdict(list(rows.values())) for aim in aims])
 
     def size(self, dtype: str) -> str:
         """Describe the amount of data to reduce."""
@@ -183,7 +163,11 @@ def reducing(run: Run, dtype: str) -> None:
     ]
     if dtype == "f32":
         turns.insert(1, Turn("NumPy add, memory that is shared", "local", "limit numpy"))
-    aims = [Aim(HOOK, LIMIT, 1.3, limit=True), Aim(HOOK, GLOO, 8), Aim(HOOK, MPICH, 2)]
+    aims = [
+        Aim(HOOK, 1.3, LIMIT),
+        Aim(HOOK, 8, GLOO, faster=True),
+        Aim(HOOK, 2, MPICH, faster=True),
+    ]
     note = "bits: against float32 sums in the order of ranks; extra MiB: first call, a rank"
     run.show(f"reduce-scatter: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
 
@@ -199,7 +183,7 @@ def backwards(run: Run, dtype: str) -> None:
         Turn(mlstate_name, "gloo", "fsdp2 ours"),
         Turn("FSDP2, mlstate TorchGroup plugged in", "gloo", "fsdp2 ours gloo"),
     ]
-    aims = [Aim(mlstate_name, torch_name, 3.0 if dtype == "f32" else 2.5)]
+    aims = [Aim(mlstate_name, 3.0 if dtype == "f32" else 2.5, torch_name, faster=True)]
     note = "over gloo; parameters are gathered in the forward pass, untimed; autograd copies"
     run.show(f"backward pass: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
 

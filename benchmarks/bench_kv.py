@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import peers
 from first_call import CALLS
-from harness import Candidate, MemoryLimit, Report, measure, option_parser, rows_of
+from harness import Candidate, MemoryLimit, Report, count_threads, measure, option_parser, rows_of
 
 import mlstate
 from mlstate.kv import compact_kv_state, transition_kv_state
@@ -82,11 +82,6 @@ def torch_rows(
         )
         for count in sorted({1, TORCH_THREADS})
     ]
-
-
-def count_threads(count: int) -> str:
-    """Name a number of threads."""
-    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def mlstate_rows(

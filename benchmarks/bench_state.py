@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 from guard_rows import numpy_diff
-from harness import Candidate, Report, measure, option_parser
+from harness import Candidate, Report, count_threads, measure, option_parser
 
 import mlstate
 from mlstate import StateDict
@@ -94,10 +94,6 @@ def by_threads(function: Callable[..., object], jobs: list[Job], threads: int) -
         return partial(work, shares[0])
     pool = ThreadPoolExecutor(threads)
     return lambda: list(pool.map(work, shares))
-
-
-def count_threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def thread_counts() -> list[int]:

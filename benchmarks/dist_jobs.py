@@ -109,6 +109,7 @@ class Job:
             rank, process = pipe.recv()
             self.pipes[rank] = pipe
             self.ranks.append(process)
+            pipe.recv()  # it is ready for commands
 
     def _tail(self) -> str:
         """The end of the ranks' output."""
@@ -129,8 +130,8 @@ class Job:
     def _answer(self, pipe: Connection, deadline: float) -> Any:
         if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
             raise JobError(f"not done after {self.seconds:g} s")
-        kind, answer = pipe.recv()
-        if kind == "failed":
+        good, answer = pipe.recv()
+        if not good:
             raise JobError(str(answer))
         return answer
 

@@ -10,14 +10,14 @@ import gc
 import os
 import sys
 import time
-import traceback
 import warnings
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
 from checkpoint_states import keep_memory
 from resident import forget_peak, peak, trim
+from spawned import answer
 
 SPIN_SECONDS = 0.002  # spin before a call, as a training loop would be busy
 
@@ -94,21 +94,6 @@ def start(engine: str, job: str, rank: int, folder: Path) -> Server:
     return Server(rank_object, ways_of(rank_object))
 
 
-def serve(pipe: Connection, server: Server) -> None:
-    """Answer until the benchmark closes the socket."""
-    while True:
-        try:
-            command, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = getattr(server, command)(*arguments)
-        except BaseException:
-            pipe.send(("failed", traceback.format_exc(limit=-4)))
-            return
-        pipe.send(("done", answer))
-
-
 def main() -> None:
     engine, job, number, address, folder = sys.argv[1:]
     warnings.simplefilter("ignore")
@@ -116,7 +101,8 @@ def main() -> None:
     server = start(engine, job, int(number), Path(folder))
     with Client(address, "AF_UNIX") as pipe:
         pipe.send((server.rank.rank, os.getpid()))
-        serve(pipe, server)
+        commands = {"load": server.load, "make": server.make, "time": server.time}
+        answer(pipe, {**commands, "drop": server.drop})
     if engine in ("local", "gloo"):
         os._exit(0)  # MPI has files to remove; otherwise nothing is left to wait for
 

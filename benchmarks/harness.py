@@ -48,6 +48,16 @@ def no_op() -> None:
     """Prepare nothing."""
 
 
+def met(good: bool) -> str:
+    """Return the last word of a verdict."""
+    return "met" if good else "NOT MET"
+
+
+def count_threads(count: int) -> str:
+    """Name a number of threads."""
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
 def settle() -> None:
     """Wait without sleeping, which would lose caches and clock rate.
 

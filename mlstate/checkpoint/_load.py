@@ -28,8 +28,9 @@ from ._options import LOAD_DEFAULTS, complete_options, show_options
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
 from ._states.modules import shown_states
 from ._states.restore import apply_all, load_tree, undo_all
-from ._store.checkpoint_files import TRIES, CheckpointFiles, open_root_path
+from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import Names, listed_names
+from ._store.open_path import open_root_path
 from ._store.rank_indexes import Indexes
 from ._store.weight_files import check_total
 

@@ -17,14 +17,19 @@ from ..collectives._arguments import optional_group
 from ..errors import ChecksumError, FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._folder.names import MANIFEST, Root
-from ._folder.writer_lock import check_timeout
 from ._load import LoadedState, load
-from ._options import LOAD_DEFAULTS, SAVE_DEFAULTS, complete_options, show_options
+from ._options import (
+    LOAD_DEFAULTS,
+    SAVE_DEFAULTS,
+    check_timeout,
+    complete_options,
+    show_options,
+)
 from ._rank_messages import gather_bytes
 from ._retention import NO_RULES, Retention, SaveTimer, SignalWatch, check_retention
 from ._save import SaveFolder, save
 from ._step_roots import OTHER, agreed_roots, holds_no_steps, if_alone, try_root
-from ._store.checkpoint_files import CheckpointFiles, RootPath, open_files
+from ._store.open_path import RootPath, open_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     from ._options import LoadOptions, SaveOptions
     from ._save_async import SaveHandle
     from ._staging import Staging
+    from ._store.checkpoint_files import CheckpointFiles
     from ._store.manifest import Manifest
 
     _Roots: TypeAlias = list[tuple[Root, Manifest]]
@@ -329,7 +335,7 @@ class CheckpointManager:
             raise TypeError(f"step must be an int, got {type(step).__name__}: {step!r}")
         for root, manifest in self._roots():
             if manifest.step == step:
-                return Checkpoint(RootPath(self.directory, root.path, manifest))
+                return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
         have = steps_text(self.steps())
         have += f"; {OTHER}" if holds_no_steps(self._checkpoints) else ""
         raise store_error(
@@ -730,12 +736,9 @@ class CheckpointManager:
             self._settle()
             timeout = check_timeout(lock_timeout)
             files, checkpoint = self._checkpoints, self.checkpoint(step)
-            claim = None
-            if files.folder.excludes_writers:
-                claim = files.folder.claim(MANIFEST, timeout)
-            with nullcontext() if claim is None else claim.holder:
-                if claim is not None:
-                    claim.acquire()
+            exclusion = files.folder.exclusive(timeout)
+            with exclusion.holder:
+                exclusion.acquire()
                 if files.read_manifest().generation == checkpoint.generation:
                     raise ValueError(
                         f"step {step} is the newest checkpoint: save another one first"
@@ -744,10 +747,10 @@ class CheckpointManager:
                     root for root in files.list_roots() if root.generation == checkpoint.generation
                 ]
                 files.delete_roots(roots)
-                if claim is None:  # new files of a running writer stay
-                    files.delete_generations([checkpoint._manifest])
-                else:
+                if files.folder.excludes_writers:
                     files.prune()
+                else:  # new files of a running writer stay
+                    files.delete_generations([checkpoint._manifest])
 
     # -- restoring
 
@@ -783,7 +786,7 @@ class CheckpointManager:
         """
         checkpoint = self.checkpoint(step)
         try:
-            path = RootPath(self.directory, checkpoint._root, checkpoint._manifest)
+            path = RootPath(self._checkpoints, checkpoint._root, checkpoint._manifest)
             return load(path, **options)
         except FormatError as error:
             self._note_damage(checkpoint.generation, checkpoint._root, error)
@@ -829,7 +832,7 @@ class CheckpointManager:
         while (roots := agreed_roots(self._checkpoints, group)) != tried:
             tried, first = roots, None
             for root in reversed(roots):
-                state, error = try_root(self.directory, root, options)
+                state, error = try_root(self._checkpoints, root, options)
                 if state is not None:
                     return state
                 self._note_damage(root.split(".")[-2], root, error)

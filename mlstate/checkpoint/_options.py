@@ -5,7 +5,9 @@ from __future__ import annotations
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ForwardRef, TypedDict, TypeVar, cast
 
+from .._common.arguments import check_flags, check_int
 from .._common.text import names_hint
+from ._store import codecs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -64,6 +66,26 @@ LOAD_DEFAULTS = cast(
     dict.fromkeys(LoadOptions.__annotations__)
     | {"mmap": False, "verify": True, "missing": "skip", "strict": True, "cast": False},
 )
+
+
+def check_timeout(seconds: float) -> float:
+    """Return the seconds to wait for the lock; raise unless they are a number of at least 0."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"lock_timeout must be a number of seconds, got {type(seconds).__name__}")
+    if not seconds >= 0:
+        raise ValueError(f"lock_timeout must be 0 or more seconds, got {seconds}")
+    return float(seconds)
+
+
+def check_save_options(options: SaveOptions) -> SaveOptions:
+    """Return the options of a save, checked as far as this needs neither states nor a group."""
+    check_flags(sparse=options["sparse"], incremental=options["incremental"])
+    if options["compress"] is not None:
+        codecs.check(options["compress"])
+    return options | {
+        "pack_below_bytes": check_int("pack_below_bytes", options["pack_below_bytes"], 0),
+        "lock_timeout": check_timeout(options["lock_timeout"]),
+    }
 
 
 def show_options(defaults: SaveOptions | LoadOptions) -> Callable[[Function], Function]:

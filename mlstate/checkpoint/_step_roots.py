@@ -9,7 +9,7 @@ from ..errors import CollectiveError, FormatError, MLStateError, StoreError
 from ._folder.names import MANIFEST
 from ._load import LoadedState, load
 from ._rank_messages import gather_bytes
-from ._store.checkpoint_files import RootPath
+from ._store.open_path import RootPath
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -53,14 +53,14 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
 
 
 def try_root(
-    folder: str, root: str, options: LoadOptions
+    files: CheckpointFiles, root: str, options: LoadOptions
 ) -> tuple[LoadedState | None, MLStateError | None]:
     """Load a root on all ranks; if one rank cannot read it, every rank skips it."""
     group = options.get("group")
     state: LoadedState | None = None
     error: MLStateError | None = None
     try:
-        state = load(RootPath(folder, root), **options)
+        state = load(RootPath(files, root), **options)
     except (FormatError, StoreError) as caught:
         error = caught
     except BaseException:

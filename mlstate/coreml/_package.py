@@ -74,9 +74,9 @@ _DATA_TYPES = {
 _ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
 
 
-def _read_name(fields: Fields, number: int, label: str) -> str:
-    """Return the name of a function or state; a missing name is an error."""
-    message = fields.only(number, label)
+def _read_name(fields: Fields, label: str) -> str:
+    """Return the name of a function or state, its field 1; a missing name is an error."""
+    message = fields.only(1, label)
     if message is None:
         raise error_at(fields.offset, f"{label} is missing")
     length = len(message.data)
@@ -151,7 +151,7 @@ def _read_array(array: Fields, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _read_state(feature: Fields) -> State:
-    name = _read_name(feature, 1, "the name of a state")
+    name = _read_name(feature, "the name of a state")
     try:
         kind = feature.only(3, "a type")
         state_type = kind and feature.open(kind).only(8, "a state type")
@@ -189,7 +189,7 @@ def _read_functions(description: Fields) -> Functions:
     total = 0
     for message in description.messages(20, "a function"):
         function = description.open(message)
-        name = _read_name(function, 1, "the name of a function")
+        name = _read_name(function, "the name of a function")
         if len(functions) == _MOST_FUNCTIONS:
             raise error_at(message.offset, f"more than {_MOST_FUNCTIONS} functions")
         if name in functions:
@@ -200,13 +200,14 @@ def _read_functions(description: Fields) -> Functions:
     return functions
 
 
-def _read_description(message: Message) -> tuple[Functions, str | None]:
-    """Return the states of each function, and the name of the default function.
+def parse_description(data: bytes, offset: int = 0) -> tuple[Functions, str | None]:
+    """Return the states of each function, and the name of the default function, if any.
 
-    Without functions, the states of the description belong to the only function, which Core ML
-    and its converters call "main". Several functions without a default are accepted.
+    `offset` is the place of the description in its file. Without functions, the states of the
+    description belong to the only function, which Core ML and its converters call "main". Several
+    functions without a default are accepted.
     """
-    description = Fields(message)
+    description = Fields(Message(memoryview(data), offset))
     functions = _read_functions(description)
     if not functions:
         functions = {"main": _read_states(description, 13, 0)}
@@ -265,7 +266,7 @@ def _parse(read: Callable[[int, int], bytes], size: int) -> tuple[Functions, str
     if length > _MOST_DESCRIPTION:
         text = f"a description of {length} bytes, expected at most {_MOST_DESCRIPTION}"
         raise error_at(start, text)
-    return _read_description(Message(memoryview(read(start, length)), start))
+    return parse_description(read(start, length), start)
 
 
 def parse_specification(data: Any) -> tuple[Functions, str | None]:

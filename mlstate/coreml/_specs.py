@@ -16,7 +16,7 @@ from .._common.text import shorten
 from ..kv._model_states import FunctionStates, choose_function
 from ..kv._moved_positions import AXES, SEQUENCE
 from ._compiled import metadata_path, read_compiled
-from ._package import Functions, parse_specification, read_package
+from ._package import Functions, parse_description, parse_specification, read_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,16 +94,6 @@ def as_spec(name: str, value: Any) -> StateSpec:
 # ---- reading ----
 
 
-def _varint(number: int) -> bytes:
-    """Encode a length as a protobuf varint."""
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
-
-
 def _serialized(source: Any) -> bytes | None:
     """Return the serialized description of a coremltools model or spec, without its program."""
     spec = getattr(source, "_spec", None)  # get_spec() would copy the whole program
@@ -113,8 +103,8 @@ def _serialized(source: Any) -> bytes | None:
     serialize = getattr(description, "SerializeToString", None)
     if serialize is None:
         return None
-    body: bytes = serialize()
-    return b"\x12" + _varint(len(body)) + body  # field 2 of a model
+    description_bytes: bytes = serialize()
+    return description_bytes
 
 
 def _read(source: Source) -> tuple[Functions, str | None]:
@@ -126,13 +116,13 @@ def _read(source: Source) -> tuple[Functions, str | None]:
         return read_package(path)
     if isinstance(source, (bytes, bytearray, memoryview)):
         return parse_specification(source)
-    serialized = _serialized(source)
-    if serialized is None:
+    description = _serialized(source)
+    if description is None:
         raise TypeError(
             "source must be a path to a .mlpackage, .mlmodel or .mlmodelc, a coremltools MLModel, "
             f"a model specification, or a mapping of names to shapes, got {type(source).__name__}"
         )
-    return parse_specification(serialized)
+    return parse_description(description)
 
 
 def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str | None]:

@@ -14,7 +14,7 @@ from .. import _core
 from .._common.arrays import is_torch, overwrite
 from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
 from .._common.set_module import set_module
-from .._common.text import bytes_text, shorten, table_html
+from .._common.text import bytes_text, count_text, shorten, table_html
 from ._arguments import as_count, as_integer, capacity_error, incompatible
 from ._axis import along
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
@@ -706,7 +706,7 @@ class CacheState(CopiedByValue):
 
 def _tokens_text(spec: CacheSpec, length: int) -> str:
     if spec.capacity is None:
-        return f"{length:,} token{'' if length == 1 else 's'}"
+        return count_text(length, "token")
     return f"{length:,} of {spec.capacity:,} positions"
 
 

@@ -17,7 +17,7 @@ from thread_team import run_in_threads
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Staging, prune, save_async
-from mlstate.checkpoint._store.checkpoint_files import RootPath
+from mlstate.checkpoint._store.open_path import RootPath, open_files
 
 
 def state(step, large=False):
@@ -251,7 +251,7 @@ def test_a_root_in_the_place_of_another_is_damaged(tmp_path):
     roots[2].write_bytes(roots[0].read_bytes())
     text = f"{roots[2].name}: the content .* step 1, whose name would be roots/{roots[0].name}"
     with pytest.raises(mlstate.FormatError, match=text) as caught:
-        mlstate.checkpoint.Checkpoint(RootPath(str(tmp_path), f"roots/{roots[2].name}"))
+        mlstate.checkpoint.Checkpoint(RootPath(open_files(tmp_path), f"roots/{roots[2].name}"))
     assert caught.value.path == str(roots[2])
     with pytest.warns(UserWarning, match=text):
         assert manager.restore_latest().step == 1

@@ -11,7 +11,8 @@ from checkpoint_model import flip, same
 import mlstate
 from mlstate import _core
 from mlstate.checkpoint import CheckpointManager, Layout, Shard
-from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles, open_files
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
+from mlstate.checkpoint._store.open_path import open_files
 from mlstate.cli import main
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")

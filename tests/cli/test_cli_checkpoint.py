@@ -15,7 +15,7 @@ from command_table import CHECKPOINT_COMMANDS, call_of
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager
-from mlstate.checkpoint._folder.writer_lock import WriterLock
+from mlstate.checkpoint._folder.local import LocalFolder
 from mlstate.cli import diff as checkpoint_diff
 from mlstate.cli import main
 
@@ -721,7 +721,7 @@ def test_prune_refuses(place, run):
         ["mlstate: --keep must be 1 or more, got 0"],
     )
     assert "nothing to prune" in run("prune", "w.safetensors")[2][0]
-    with WriterLock("ckpt"):
+    with LocalFolder("ckpt").claim("manifest.json"):
         status, out, err = run("prune", "ckpt")
         assert (status, out, len(err)) == (2, [], 1)
         assert "is writing it" in err[0]

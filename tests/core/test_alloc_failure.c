@@ -70,22 +70,6 @@ static bool old_is_readable(void)
     return got == 3 && memcmp(seen, "old", 3) == 0;
 }
 
-static mls_code read_full(mls_status *st)
-{
-    unsigned char *data = NULL;
-    size_t length = 0;
-    const mls_code code = mls_file_read(file_path, 100, &data, &length, st);
-    CHECK((code == MLS_OK) == (data != NULL));
-    mls_free(data);
-    return code;
-}
-
-TEST(reading_a_file_survives_every_failure)
-{
-    write_old();
-    CHECK(fail_each(read_full) >= 1);
-}
-
 static mls_code write_state(mls_status *st)
 {
     float floats[6] = {0, 1, 2, 3, 4, 5};

@@ -1,6 +1,5 @@
 """The growing client of the examples gives the same tokens as the algorithm in `peers.py`."""
 
-import importlib.util
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from killed_jobs import module_of
 from tries import tries
 
 from mlstate.coreml import StateManager
@@ -19,21 +19,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def example():
-    return load(ROOT / "examples/growing_inference.py")
+    return module_of(ROOT / "examples/growing_inference.py")
 
 
 @pytest.fixture(scope="module")
 def peers():
-    return load(ROOT / "benchmarks/peers.py")
+    return module_of(ROOT / "benchmarks/peers.py")
 
 
 def chunks(example, size):

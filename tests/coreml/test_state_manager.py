@@ -2,12 +2,12 @@
 
 import random
 import sys
-import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from mlpackage_writer import spec_bytes, state, write_package
+from traced_memory import traced
 
 from mlstate.coreml import FakeMLState, StateManager, StateSpec, state_specs
 from mlstate.errors import CapacityError, CompatibilityError, MLStateError
@@ -155,11 +155,9 @@ def test_move_needs_memory_for_one_state_at_a_time():
     for i in range(6):
         fill(manager.state, f"kv_{i}")
     small, large = 4 * 2 * 128 * 64, 4 * 2 * 256 * 64  # elements of a state
-    tracemalloc.start()
-    manager.grow_if_needed(128)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 6 * 2 * large + 4 * small + 4 * large + 100_000
+    with traced() as trace:
+        manager.grow_if_needed(128)
+    assert trace.peak < 6 * 2 * large + 4 * small + 4 * large + 100_000
 
 
 # ---- models ----

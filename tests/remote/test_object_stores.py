@@ -20,7 +20,7 @@ import mlstate
 from mlstate import checkpoint
 from mlstate.checkpoint import CheckpointManager
 from mlstate.checkpoint._folder import object as object_folder
-from mlstate.checkpoint._store.checkpoint_files import open_folder
+from mlstate.checkpoint._store.open_path import open_folder
 from mlstate.cli import main
 from mlstate.errors import (
     ChecksumError,

@@ -35,12 +35,8 @@ def entries_name(state: str | None) -> str:
     return MODEL if state is None else _NAMED + state
 
 
-def encode_entries(
-    entries: Mapping[str, Any], metadata: Mapping[str, Any], where: str
-) -> Tree | None:
-    """Return what `saved_module` returns besides tensors as a nested value, if anything."""
-    if not entries and not metadata:
-        return None
+def encode_entries(entries: Mapping[str, Any], metadata: Mapping[str, Any], where: str) -> Tree:
+    """Return what `saved_module` returns besides tensors as a nested value."""
     return encode({"entries": dict(entries), "metadata": dict(metadata)}, where, exact=True)
 
 

@@ -162,7 +162,7 @@ class TierMoves:
         self._lock_directory()
 
     def _lock_directory(self) -> None:
-        lock = WriterLock(self._directory, "folder of tiers")
+        lock = WriterLock(LocalFolder(self._directory), "folder of tiers")
         self._close = weakref.finalize(self, lock.release)  # before acquire, for interrupts
         lock.acquire()
 

@@ -10,7 +10,7 @@ from json_checksums import START, renew_checksum
 
 import mlstate
 from mlstate import _core
-from mlstate.checkpoint._store.checkpoint_files import open_files
+from mlstate.checkpoint._store.open_path import open_files
 
 WHOLE = (None, 0, 0)
 

@@ -51,42 +51,38 @@ static unsigned decide(mls_store_choice *choice, const trial_times *times,
     return 0;
 }
 
-TEST(fastest_variant_is_chosen_after_four_trials)
+TEST(fastest_variant_is_chosen)
 {
-    static const trial_times fastest[MLS_STORES] = {
-        {50, 100, 100}, {100, 60, 100}, {100, 100, 60}};
-    for (int store = 0; store < MLS_STORES; store++) {
+    static const struct {
+        trial_times times;
+        uint64_t noise;
+        mls_store expected;
+    } cases[] = {
+        {{50, 100, 100}, 1, MLS_STORE_CACHED},
+        {{100, 60, 100}, 1, MLS_STORE_LOOP},
+        {{100, 100, 60}, 1, MLS_STORE_STREAM},
+        /* a tie selects the simpler variant */
+        {{100, 100, 100}, 1, MLS_STORE_CACHED},
+        {{100, 96, 96}, 1, MLS_STORE_CACHED},
+        {{100, 90, 88}, 1, MLS_STORE_LOOP},
+        /* every fourth trial is preempted: it takes a hundred times as long */
+        {{100, 110, 60}, 100, MLS_STORE_STREAM},
+        /* the clock stands still */
+        {{0, 0, 0}, 1, MLS_STORE_CACHED},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         mls_store_choice choice = undecided();
-        CHECK(decide(&choice, &fastest[store], ALL, 1) == MLS_STORES * MLS_STORE_TRIALS);
-        CHECK(atomic_load(&choice.chosen) == store);
+        CHECK(decide(&choice, &cases[i].times, ALL, cases[i].noise) > 0);
+        CHECK(atomic_load(&choice.chosen) == (int)cases[i].expected);
     }
 }
 
-TEST(tie_selects_the_simpler_variant)
-{
-    const trial_times same = {100, 100, 100}, nearly = {100, 96, 96},
-                      wins = {100, 90, 88};
-    mls_store_choice a = undecided(), b = undecided(), c = undecided();
-    CHECK(decide(&a, &same, ALL, 1) > 0 && atomic_load(&a.chosen) == MLS_STORE_CACHED);
-    CHECK(decide(&b, &nearly, ALL, 1) > 0 && atomic_load(&b.chosen) == MLS_STORE_CACHED);
-    CHECK(decide(&c, &wins, ALL, 1) > 0 && atomic_load(&c.chosen) == MLS_STORE_LOOP);
-}
-
-/* Every fourth trial is preempted: it takes a hundred times as long. */
-TEST(preempted_trials_do_not_affect_the_choice)
-{
-    const trial_times times = {100, 110, 60};
-    mls_store_choice choice = undecided();
-    CHECK(decide(&choice, &times, ALL, 100) > 0);
-    CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM);
-}
-
-TEST(slow_variant_is_dropped_after_two_trials)
+TEST(slow_variant_is_dropped_before_the_others)
 {
     const trial_times times = {100, 500, 90};
     mls_store_choice choice = undecided();
-    CHECK(decide(&choice, &times, ALL, 1) == 2 * MLS_STORE_TRIALS + 2);
-    CHECK(atomic_load(&choice.counted[MLS_STORE_LOOP]) == 2);
+    CHECK(decide(&choice, &times, ALL, 1) > 0);
+    CHECK(atomic_load(&choice.counted[MLS_STORE_LOOP]) < MLS_STORE_TRIALS);
     CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM);
 }
 
@@ -108,7 +104,7 @@ TEST(choice_is_repeated_after_some_bytes)
     }
     /* a copy too short for a trial uses the previous decision */
     CHECK(mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, 99).choice == NULL);
-    CHECK(decide(choice, &usual, ALL, 1) == MLS_STORES * MLS_STORE_TRIALS);
+    CHECK(decide(choice, &usual, ALL, 1) > 0);
     CHECK(atomic_load(&choice->chosen) == MLS_STORE_STREAM);
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, MLS_STORE_LASTS - 99);
     CHECK(trial.choice == NULL && trial.store == MLS_STORE_STREAM);
@@ -128,14 +124,6 @@ TEST(lost_trials_are_replaced)
     }
     CHECK(decide(&choice, &times, ALL, 1) > 0);
     CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM);
-}
-
-TEST(stopped_clock_selects_cached_stores)
-{
-    const trial_times times = {0, 0, 0};
-    mls_store_choice choice = undecided();
-    CHECK(decide(&choice, &times, ALL, 1) > 0);
-    CHECK(atomic_load(&choice.chosen) == MLS_STORE_CACHED);
 }
 
 TEST(the_environment_forces_a_variant)
@@ -292,7 +280,7 @@ TEST(small_copies_compare_the_loop_with_memcpy)
     const trial_times times[] = {{100, 120, 1}, {100, 95, 1}, {100, 80, 1}};
     const mls_store expected[] = {MLS_STORE_CACHED, MLS_STORE_CACHED, MLS_STORE_LOOP};
     for (int i = 0; i < 3; i++) {
-        CHECK(decide_again(choice, &times[i], CACHED) == 2 * MLS_STORE_TRIALS_SMALL);
+        CHECK(decide_again(choice, &times[i], CACHED) > 0);
         CHECK(atomic_load(&choice->chosen) == (int)expected[i]);
         const mls_store_trial trial =
             mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, bytes);

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import killed_jobs  # noqa: E402
 from needs import needs  # noqa: E402
+from regression import Model  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate.checkpoint import CheckpointManager  # noqa: E402
@@ -332,7 +333,7 @@ def test_a_gradient_scaler_is_restored(tmp_path, runs):
     state = transformers.TrainerState(global_step=2, epoch=0.5)
     scales = []
     for scale in (8.0, 2.0):
-        model = runs.Model()
+        model = Model()
         optimizer = Prepared(model.parameters(), scale)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer)
         objects = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
