@@ -221,7 +221,7 @@ def test_steps_that_were_found_damaged_do_not_count_to_keep(tmp_path, how):
     assert manager.steps() == [3, 4]
 
 
-def test_a_warning_names_no_step_that_stays_since_a_newer_one_is_damaged(tmp_path):
+def test_warning_omits_steps_kept_because_of_damage(tmp_path):
     first = CheckpointManager(tmp_path)
     save_all(first, 1, 2, 3)
     cut(first, 3)
@@ -339,7 +339,7 @@ def test_save_into_a_managers_folder_is_refused(manager, save):
         save(manager.directory, {"other": np.ones(3)})
 
 
-def test_a_save_that_finds_steps_once_it_has_the_lock_is_refused(manager, tmp_path):
+def test_steps_found_under_the_lock_refuse_the_save(manager, tmp_path):
     from mlstate.checkpoint._commit import write_and_commit
     from mlstate.checkpoint._options import SAVE_DEFAULTS
     from mlstate.checkpoint._save import check_target, gather_shards, take_content
@@ -379,7 +379,7 @@ def test_manager_does_not_replace_a_checkpoint_without_steps(manager):
     assert same(state(4), mlstate.load(manager.directory).model)
 
 
-def test_an_index_that_cannot_be_read_stops_deleting_but_not_saving(manager, tmp_path):
+def test_unreadable_index_stops_deletion_but_not_saves(manager, tmp_path):
     save_all(manager, 1, 2)
     index = tmp_path / "run" / "index" / f"{manager.checkpoint(1).generation}.0.json"
     index.write_bytes(b"{")

@@ -183,7 +183,7 @@ def test_a_misspelled_word_is_answered_with_the_one_meant(folder, capsys, argume
     assert [path.name for path in folder.iterdir()] == ["ckpt"]
 
 
-def test_an_unknown_word_unlike_any_other_is_answered_with_no_guess(folder, capsys):
+def test_dissimilar_word_gets_no_suggestion(folder, capsys):
     for arguments in (["xyzzy"], ["inspect", "ckpt", "--xyzzy"], ["inspect", "ckpt", "other"]):
         assert main(arguments) == 2
         err = capsys.readouterr().err

@@ -109,7 +109,7 @@ def test_an_interrupt_while_modules_are_imported(place, slow, command, module):
         assert interrupt(process) == (130, "")
 
 
-def test_an_interrupt_that_an_import_swallows_ends_the_process(place, slow):
+def test_interrupt_swallowed_by_an_import_ends_the_process(place, slow):
     lines = SLOW.replace("\n", "\n    ")
     code = f"try:\n    pass{lines}\nexcept BaseException: pass"
     with start([*COMMAND, "inspect", "ckpt"], place, slow("argparse", code)) as process:
@@ -215,7 +215,7 @@ def test_names_that_standard_output_cannot_show_are_escaped(place):
     assert done.stdout.startswith("\\xfc.npz (npz): ")
 
 
-def test_a_library_that_cannot_be_loaded_is_one_line_and_status_2(place):
+def test_unloadable_library_prints_one_line_with_status_2(place):
     done = shell("mlstate inspect ckpt", place, MLSTATE_CPU="sse9")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("mlstate: MLSTATE_CPU: instruction set 'sse9'")

@@ -494,7 +494,7 @@ def test_failed_call_keeps_input_and_output():
 # ---- groups that end ----
 
 
-def test_a_rank_that_does_not_come_is_a_timeout_that_names_it():
+def test_missing_rank_is_named_by_the_timeout():
     ready = threading.Event()
 
     def work(group):

@@ -222,7 +222,7 @@ def test_file_system_without_exchange_keeps_the_new_target(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("lacks_exchange", [False, True])
 @pytest.mark.parametrize("step", range(3))
-def test_an_interrupt_between_the_renames_restores_the_old_folder(
+def test_interrupt_between_renames_restores_the_old_folder(
     tmp_path, monkeypatch, step, lacks_exchange
 ):
     target = tmp_path / "m"

@@ -154,7 +154,7 @@ def test_any_settings_give_the_peers_tokens(
     )
 
 
-def test_a_prompt_that_takes_all_kept_tokens_is_followed_by_the_newest(example):
+def test_refill_with_a_full_prompt_appends_the_newest_token(example):
     """The peer would keep the prompt alone, and write the next token where the newest was."""
     prompt = list(range(1, 25))
     options = {"overflow": "shift_refill", "batch_size": 4, "reserve_batches": 4}

@@ -83,7 +83,7 @@ def test_every_state_is_read_and_written_once():
     assert np.array_equal(target.read_state("v")[:, :, :8], values)
 
 
-def test_a_state_shrinks_to_the_smallest_size_that_holds_its_tokens():
+def test_state_shrinks_to_the_smallest_fitting_size():
     manager = managed(8, 16, 32)
     manager.grow_if_needed(0, new_tokens=32)
     source = manager.state
@@ -204,7 +204,7 @@ def test_chunk_models_share_one_state(load):
     assert np.array_equal(manager.state.read_state("none")[:, :, :8], before)
 
 
-def test_the_first_chunk_model_with_states_creates_the_shared_one():
+def test_first_stateful_chunk_creates_the_shared_state():
     def chunks(size):
         stateless = Model(size)
         stateless.shapes = {}

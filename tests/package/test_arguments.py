@@ -267,7 +267,7 @@ def test_a_folder_has_no_suffix_of_a_file(place, home, capsys, name, suffix):
     assert listing(place) == before
 
 
-def test_a_checkpoint_with_the_suffix_of_a_file_is_saved_again(place):
+def test_checkpoint_folder_with_a_file_suffix_is_resaved(place):
     Path("c").rename("c.pt")
     mlstate.save("c.pt", {"w": np.zeros(3)})
     assert mlstate.load("c.pt").model["w"].shape == (3,)
@@ -284,7 +284,7 @@ SAVES = {
 
 
 @pytest.mark.parametrize("name", SAVES)
-def test_an_unknown_keyword_of_a_save_is_named_with_the_nearest(place, name):
+def test_unknown_save_keyword_suggests_the_nearest(place, name):
     before = listing(place)
     with pytest.raises(TypeError, match=r"'incrementl'; did you mean 'incremental'\?"):
         SAVES[name](incrementl=True)
@@ -295,7 +295,7 @@ def test_an_unknown_keyword_of_a_save_is_named_with_the_nearest(place, name):
     "function",
     [mlstate.save, checkpoint.save_async, CheckpointManager.save, CheckpointManager.save_async],
 )
-def test_the_signature_of_a_save_shows_each_keyword_and_default(function):
+def test_save_signature_lists_keywords_and_defaults(function):
     parameters = inspect.signature(function).parameters
     assert {"states", "metadata", "group", "layout", "sparse", "progress"} <= parameters.keys()
     assert parameters["pack_below_bytes"].default == 262144

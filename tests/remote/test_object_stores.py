@@ -438,7 +438,7 @@ def test_an_endpoint_that_ignores_conditions_is_refused(url, store, options):
 
 
 @pytest.mark.parametrize("kind", ["drop", "500", "503"])
-def test_a_store_that_stays_down_is_an_error_after_the_timeout(url, store, kind):
+def test_unavailable_store_raises_after_the_timeout(url, store, kind):
     mlstate.save(url, {"w": np.ones(3)}, storage_options=store.options())
     store.faults.reset(lambda number, method, path: kind)
     options = store.options(timeout=0.2)

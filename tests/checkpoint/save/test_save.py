@@ -263,7 +263,7 @@ def test_damaged_manifest_is_replaced_and_newer_is_refused(path):
         "exec('save(path, state)', {'save': mlstate.save, 'path': path, 'state': state})",
     ],
 )
-def test_a_warning_of_a_save_that_no_module_called_does_not_stop_it(path, call):
+def test_warning_without_a_calling_module_does_not_stop_a_save(path, call):
     mlstate.save(path, {"w": random(10)})
     manifest = path / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"world_size": 1', b'"world_size": 2'))
@@ -277,7 +277,7 @@ def test_a_warning_of_a_save_that_no_module_called_does_not_stop_it(path, call):
     assert same({"w": np.ones(3)}, mlstate.load(path).model)
 
 
-def test_a_save_without_a_warning_leaves_the_callers_names_as_they_are(path):
+def test_save_without_warning_keeps_caller_globals(path):
     names = {"save": mlstate.save, "path": path, "state": {"w": random(10)}, "__builtins__": {}}
     exec("save(path, state)", names)
     assert set(names) == {"save", "path", "state", "__builtins__"}

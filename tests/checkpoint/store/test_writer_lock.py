@@ -34,7 +34,7 @@ def _dead_text(folder, **changed):
     (folder / "lock").write_text(json.dumps(text))
 
 
-def test_a_lock_that_is_being_taken_is_not_taken_over_for_its_old_text(tmp_path, monkeypatch):
+def test_lock_being_acquired_is_not_taken_over(tmp_path, monkeypatch):
     _dead_text(tmp_path)
     locked, go_on = threading.Event(), threading.Event()
     write = WriterLock._write

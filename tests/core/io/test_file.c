@@ -213,7 +213,7 @@ TEST(mapping_is_readable_until_closed)
     CHECK(mls_mapping_init(&mapping, -1, 5, &status) == MLS_E_IO);
 }
 
-TEST(a_file_is_mapped_by_its_path_if_it_has_the_expected_length)
+TEST(mapping_requires_the_expected_length)
 {
     mls_mapping mapping = {0};
     write_text(in_folder(path, "a"), "hello");

@@ -218,9 +218,9 @@ def a_rank_that_does_not_come_is_named(group):
 
 @scenario
 def a_backward_pass_without_a_rank_names_it(group):
-    from hook_ranks import the_backward_pass_of_one_rank_is_missing
+    from hook_ranks import missing_backward_pass_of_one_rank_is_reported
 
-    the_backward_pass_of_one_rank_is_missing(group, await_the_end)
+    missing_backward_pass_of_one_rank_is_reported(group, await_the_end)
 
 
 @scenario
@@ -235,7 +235,7 @@ def an_async_operation_times_out_too(group):
 
 
 @scenario
-def the_groups_own_timeout_holds(group):
+def group_timeout_applies_to_its_operations(group):
     impatient = MPIGroup(timeout=0.3)
     if group.rank == 0:
         raises(CollectiveError, "not done after 0.3 s", impatient.barrier)

@@ -141,7 +141,7 @@ def test_a_damaged_folder_is_written_again(tmp_path, runs, damage):
     assert MLStateCallback.last_checkpoint(tmp_path) is None  # the user starts anew
 
 
-def test_a_checkpoint_of_the_trainer_alone_is_resumed_with_a_warning(tmp_path, runs):
+def test_resume_of_a_plain_trainer_checkpoint_warns(tmp_path, runs):
     train(runs, tmp_path, save_total_limit=2)
     train(runs, tmp_path, with_mlstate=False, max_steps=6, save_only_model=False)
     last = MLStateCallback.last_checkpoint(tmp_path)
@@ -178,7 +178,7 @@ def test_weights_newer_than_the_optimizer_are_passed_over(tmp_path, runs):
     assert last == str(tmp_path / "checkpoint-2")
 
 
-def test_a_callback_of_a_failed_run_saves_into_the_next_folder(tmp_path, runs):
+def test_callback_after_a_failed_run_saves_to_the_next_folder(tmp_path, runs):
     callback = MLStateCallback()
     with pytest.raises(runs.Killed):
         train(runs, tmp_path / "a", runs.Killer("training", 3), callback=callback)
