@@ -159,8 +159,8 @@ def _shapes_only(state: Any) -> dict[str, Any] | None:
 
 
 def plan_save(
-    model: Any = None,
-    optimizer: Any = None,
+    model: object = None,
+    optimizer: object = None,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -245,7 +245,7 @@ def plan_load(
     layout: Layout | str | None = None,
     verify: bool = True,
     root: str = MANIFEST,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> LoadPlan:
     """
     Return the files and bytes that a load would read, without reading them.

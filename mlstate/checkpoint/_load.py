@@ -96,13 +96,13 @@ class LoadedState:
         self.metadata: dict[str, Any] = metadata
         self.step: int | None = step
 
-    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+    def __setstate__(self, state: tuple[None, dict[str, object]]) -> None:
         self.states = {}  # pickles of older versions lack it
         for name, value in state[1].items():
             setattr(self, name, value)
 
     def __repr__(self) -> str:
-        def shown(state: Any) -> str:
+        def shown(state: object) -> str:
             if state is None:
                 return "None"
             if not hasattr(state, "keys") or not hasattr(state, "__len__"):
@@ -206,16 +206,18 @@ class Loader:
         names = [section.names for section in self.sections[:STATES]]
         return chosen_names(names, self.request.names, self.folder)
 
-    def need(self, requests: Iterable[tuple[Section, list[str], Any]]) -> None:
+    def need(self, requests: Iterable[tuple[Section, list[str], object]]) -> None:
         """Read the indexes that list the requested parts, given as section, names and cutting."""
         self.indexes.need((each.number, each.keys(names), cuts) for each, names, cuts in requests)
 
-    def load_keys(self, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
+    def load_keys(self, section: int, keys: list[str], cutting: object) -> dict[str, Any]:
         """Return new arrays of tensors that `need` was not called for, by their keys."""
         self.indexes.need([(section, keys, cutting)])
         return self._load(section, keys, cutting, mmap=False)
 
-    def _load(self, section: int, keys: list[str], cutting: Any, *, mmap: bool) -> dict[str, Any]:
+    def _load(
+        self, section: int, keys: list[str], cutting: object, *, mmap: bool
+    ) -> dict[str, Any]:
         progress, verify = self.options["progress"], self.verify and not mmap
         arrays: dict[str, Any] = {}
 
@@ -231,15 +233,15 @@ class Loader:
         self,
         section: int,
         keys: list[str],
-        cuts: Any,
+        cuts: object,
         verify: bool,
-        read: Callable[[str, list[str], Any], None],
+        read: Callable[[str, list[str], object], None],
     ) -> None:
         """Call `read` with local folders, keys and their cuts, until all keys are read."""
         folder = self.request.files.folder
         folder.read_batches(self.merged_index, section, keys, cuts, verify, read)
 
-    def load_state(self, section: Section, names: list[str], extra: dict[str, Any]) -> Any:
+    def load_state(self, section: Section, names: list[str], extra: dict[str, object]) -> Any:
         """Return a new state of the class that was saved; `extra` has further arrays."""
         keys = section.keys(names)
         arrays_loaded: dict[str, Any] = {}
@@ -474,7 +476,7 @@ def ranks_of(
     return steps, rank, world_size
 
 
-def _checked_cast(cast: Any, into: Any, *, mmap: bool) -> tuple[bool, str]:
+def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
     """Return whether to convert to the dtypes of targets, and the dtype of new arrays or ""."""
     if is_flag(cast):
         if cast and into is None:
@@ -500,7 +502,7 @@ def _checked_cast(cast: Any, into: Any, *, mmap: bool) -> tuple[bool, str]:
     return False, dtype
 
 
-def _checked_device(device: Any, *, mmap: bool) -> Any:
+def _checked_device(device: object, *, mmap: bool) -> Any:
     """Return ``device=`` as a device of torch, or None; raise if it is not one."""
     if device is None:
         return None

@@ -412,7 +412,7 @@ def _targets(loader: Loader) -> Prepared:
 
 
 def _prepare_state(
-    loader: Loader, prepared: Prepared, name: str, target: Any, modules: list[Any]
+    loader: Loader, prepared: Prepared, name: str, target: Any, modules: list[object]
 ) -> None:
     """Prepare the target of one named state."""
     section = loader.named.get(name)

@@ -16,7 +16,15 @@ from ..checkpoint._folder.names import SECTIONS
 from ..checkpoint._store.checkpoint_files import TRIES
 from ..state import diff
 from ..state._diff import StateDiff, table_of
-from ._common import PATH_HELP, add_command, check_is_safetensors, find, print_table, progress_of
+from ._common import (
+    PATH_HELP,
+    Commands,
+    add_command,
+    check_is_safetensors,
+    find,
+    print_table,
+    progress_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +39,7 @@ _BATCH_BYTES = 64 << 20  # of tensors that must be assembled in memory
 _BATCH_TENSORS = 1024
 
 
-def add(commands: argparse._SubParsersAction[Any]) -> None:
+def add(commands: Commands) -> None:
     """Add the parser of ``diff``."""
     help_text = "compare two checkpoints or .safetensors files, tensor by tensor"
     parser = add_command(commands, "diff", help_text, run_diff, no="they differ")

@@ -107,7 +107,7 @@ class Format(NamedTuple):
 
 def place_of(
     path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     *,
     reads: bool = False,
 ) -> Place:
@@ -190,7 +190,7 @@ def read_any(
     path: str | os.PathLike[str],
     *,
     format: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> Parts:
     """Read a state from a file or directory of any known format, or a checkpoint at a URL.
 
@@ -229,13 +229,13 @@ def begin_write(
 
 def write_any(
     path: str | os.PathLike[str],
-    model: Mapping[str, Any] | None = None,
-    optimizer: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    model: Mapping[str, object] | None = None,
+    optimizer: Mapping[str, object] | None = None,
+    metadata: Mapping[str, object] | None = None,
     *,
     format: str | None = None,
     overwrite: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     target: CheckpointTarget | Target | None = None,
 ) -> None:
     """Write a state to a file or directory of any known format, or to a checkpoint at a URL.
@@ -275,7 +275,7 @@ def _refuse_parts(*states: StateDict | None) -> None:
                 raise error
 
 
-def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
     copied = {} if metadata is None else dict(metadata)
     for key, value in copied.items():
         if not isinstance(key, str):
@@ -308,7 +308,7 @@ def _join_states(
 
 
 def _split_state(
-    path: Path, state: Mapping[str, Any], record: Mapping[str, Any]
+    path: Path, state: Mapping[str, object], record: Mapping[str, object]
 ) -> tuple[Any, Any]:
     """Split the state of a flat file into model and optimizer."""
     texts = record.get("parts")
@@ -328,7 +328,7 @@ def _split_state(
     return states[0], states[1]
 
 
-def _restore_state(path: Path, arrays: dict[str, Any], text: Any) -> StateDict:
+def _restore_state(path: Path, arrays: dict[str, Any], text: object) -> StateDict:
     if not (text is None or isinstance(text, str)):
         raise _description_error(path, f"{text!r} does not describe a state")
     return restore(arrays, text, str(path))

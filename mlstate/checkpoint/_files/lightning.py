@@ -110,14 +110,14 @@ def read_ckpt(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def write_ckpt(target: Target, checkpoint: dict[str, Any]) -> None:
+def write_ckpt(target: Target, checkpoint: dict[str, object]) -> None:
     """Write a ``.ckpt`` file that Lightning loads without mlstate, atomically."""
     backend = torch_backend("files of Lightning", FileBackend)
     with replacing(target.path, target) as file:
         backend.write_tree(checkpoint, file)
 
 
-def warn_of_other_entries(checkpoint: Mapping[str, Any]) -> None:
+def warn_of_other_entries(checkpoint: Mapping[str, object]) -> None:
     """Warn that only the model of a checkpoint is converted."""
     import warnings
 

@@ -107,7 +107,10 @@ class MLStateCheckpointIO:
         self._options = options
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: object = None,
     ) -> None:
         """Save a checkpoint of the Trainer.
 
@@ -144,7 +147,7 @@ class MLStateCheckpointIO:
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
-        map_location: Any = None,
+        map_location: object = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint, verify it, and return it in Lightning's form.
