@@ -200,7 +200,9 @@ class LinkPublicNames(SphinxPostTransform):
                 [target] = targets
                 page, _, anchor = target.partition(" ")
                 link = nodes.reference("", "", internal=True)
-                link["refuri"] = f"{self.app.builder.get_relative_uri(self.env.docname, page)}#{anchor}"
+                link["refuri"] = (
+                    f"{self.app.builder.get_relative_uri(self.env.docname, page)}#{anchor}"
+                )
                 literal.replace_self(link)
                 link += literal
 

@@ -86,7 +86,8 @@ def python_messages(source):
 def c_messages(source):
     """Yield the texts that a C source raises."""
     for found in RAISES_IN_C.finditer(source):
-        parts = re.findall(r'"((?:[^"\\]|\\.)*)"', found[1])
+        text = re.sub(r'%[-0-9]*"\s*PRI\w+\s*("|$)', r"…\1", found[1]).replace('…"', "…")
+        parts = re.findall(r'"((?:[^"\\]|\\.)*)(?:"|$)', text)
         yield CONVERSION.sub("…", "".join(parts).replace('\\"', '"'))
 
 
@@ -110,8 +111,8 @@ def write_error_index(root: Path, target: Path):
     """Write the page, grouped by the pages that explain the errors."""
     lines = [HEAD]
     for page, texts in sorted(messages(root).items()):
-        title = (root / "docs" / f"{page}.md").read_text(encoding="utf-8").split("\n# ")[-1]
-        title = title.removeprefix("# ").partition("\n")[0]
+        source = (root / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        title = source[source.index("# ") + 2 :].partition("\n")[0]
         lines += [f"## {title}", "", f"See [{title}](../{page}.md).", ""]
         lines += [f"- `` {text} ``" for text in sorted(texts, key=lambda t: t.lstrip("… ").lower())]
         lines.append("")
