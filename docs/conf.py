@@ -187,22 +187,18 @@ class LinkPublicNames(SphinxPostTransform):
     default_priority = 5  # before references are resolved
 
     def run(self, **_):
-        """Replace each literal text by a link around it."""
-        names = self.config.public_names
+        """Put a link around each literal text that names one documented object."""
         for literal in list(self.document.findall(nodes.literal)):
-            name = re.match(r"[\w.]+", literal.astext())
-            is_call = name and literal.astext()[name.end() :].startswith("(")
-            is_name = name and (is_call or name[0] == literal.astext())
-            if not is_name or isinstance(literal.parent, nodes.reference | nodes.title):
+            name = re.fullmatch(r"(?:mlstate\.)?([\w.]+)(?:\(.*)?", literal.astext(), re.DOTALL)
+            if name is None or isinstance(literal.parent, nodes.reference | nodes.title):
                 continue
-            targets = names.get(name[0].removeprefix("mlstate."), ())
-            if len(targets) == 1:
-                [target] = targets
-                page, _, anchor = target.partition(" ")
-                link = nodes.reference("", "", internal=True)
-                link["refuri"] = (
-                    f"{self.app.builder.get_relative_uri(self.env.docname, page)}#{anchor}"
-                )
+            method = name[1].rpartition(".")[2]  # `manager.save_async` names a method too
+            names = self.config.public_names
+            places = names.get(name[1]) or names.get(method if "_" in method else "", ())
+            if len(places) == 1:
+                [(page, anchor)] = places
+                folder = self.app.builder.get_relative_uri(self.env.docname, page)
+                link = nodes.reference("", "", internal=True, refuri=f"{folder}#{anchor}")
                 literal.replace_self(link)
                 link += literal
 
@@ -214,11 +210,12 @@ def collect_public_names(app, env):
         if entry.objtype == "module" or not full.startswith("mlstate."):
             continue
         parts = full.split(".")[1:]
-        home = f"{entry.docname} {entry.node_id}"
         is_member = entry.objtype in ("method", "attribute", "property")
-        least = 2 if is_member else 1  # a method needs its class
-        for start in range(len(parts) - least + 1):
-            names.setdefault(".".join(parts[start:]), set()).add(home)
+        # A method needs its class, unless its name says enough.
+        last = len(parts) - (1 + is_member * ("_" not in parts[-1]))
+        for start in range(last + 1):
+            places = names.setdefault(".".join(parts[start:]), set())
+            places.add((entry.docname, entry.node_id))
     app.config.public_names = names
 
 

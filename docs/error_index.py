@@ -1,4 +1,4 @@
-"""Writes the page of error messages: each message of the sources, with the page that explains it."""
+"""Write the page of error messages: those of the sources, with the page that explains each."""
 
 import ast
 import re
@@ -85,8 +85,8 @@ def python_messages(source):
 
 def c_messages(source):
     """Yield the texts that a C source raises."""
-    for found in RAISES_IN_C.finditer(source):
-        text = re.sub(r'%[-0-9]*"\s*PRI\w+\s*("|$)', r"…\1", found[1]).replace('…"', "…")
+    for call in RAISES_IN_C.finditer(source):
+        text = re.sub(r'%[-0-9]*"\s*PRI\w+\s*("|$)', r"…\1", call[1]).replace('…"', "…")
         parts = re.findall(r'"((?:[^"\\]|\\.)*)(?:"|$)', text)
         yield CONVERSION.sub("…", "".join(parts).replace('\\"', '"'))
 
